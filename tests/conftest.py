@@ -1,0 +1,10 @@
+"""Hypothesis profiles, and the build under test in pytest's header."""
+
+import os
+
+from hypothesis import settings
+
+settings.register_profile("dev", deadline=None, max_examples=100)
+settings.register_profile("ci", deadline=None, max_examples=300, print_blob=True)
+settings.register_profile("thorough", deadline=None, max_examples=5000)
+settings.load_profile(os.environ.get("TRAJKIT_HYPOTHESIS", "dev"))

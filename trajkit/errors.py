@@ -1,0 +1,37 @@
+"""Every exception trajkit raises on purpose. Imports nothing from trajkit.
+
+To add one: derive from `TrajkitError` and from the builtin that it refines, take the
+message as the only argument (so that it pickles), and name the place, the value and the
+rule in it: ``session 'a', turn 7: 12 logprobs for 14 output ids``.
+"""
+
+
+class TrajkitError(Exception):
+    """Base class: catch this to catch anything trajkit raises on purpose."""
+
+
+class SchemaError(TrajkitError, TypeError):
+    """A table lacks a column, or a column has a type that cannot be taken for its own."""
+
+
+class InvalidTurnsError(TrajkitError, ValueError):
+    """A value in a table breaks a rule of its schema."""
+
+
+class LayoutError(TrajkitError, ValueError):
+    """Offsets or lengths do not describe runs inside the values that they index."""
+
+
+class PolicyError(TrajkitError, ValueError):
+    """A policy name or a choice within a policy is not one that exists."""
+
+
+class FormatError(TrajkitError, ValueError):
+    """A file's name or its content is of no format that can be read or written here."""
+
+
+class UnknownSessionError(TrajkitError, KeyError):
+    """A session id that was never recorded, or was dropped."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""

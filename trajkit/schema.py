@@ -1,0 +1,302 @@
+"""The Arrow schema of every table, column by column, with unit and null rule.
+
+Token ids are int32. Positions and lengths count tokens. Unknown is null, never 0.0 or -1;
+a null logprob has 0.0 in its bytes, so that a consumer of the raw buffer gets a finite
+number. Lists are ``large_list``; small sets of names are dictionary-encoded.
+
+The schema version travels in the table metadata under ``trajkit.version``; a table that
+lost its metadata is taken to be of the present version.
+"""
+
+import pyarrow as pa
+
+SCHEMA_VERSION = 1
+KEY_BYTES = 16
+
+_names = pa.dictionary(pa.int8(), pa.string())
+
+
+def _schema(kind: str, *fields: pa.Field) -> pa.Schema:
+    return pa.schema(
+        fields,
+        metadata={"trajkit.table": kind, "trajkit.version": str(SCHEMA_VERSION)},
+    )
+
+
+def _required(name: str, type_: pa.DataType) -> pa.Field:
+    return pa.field(name, type_, nullable=False)
+
+
+MESSAGE = pa.struct(
+    [
+        # 128-bit digest of the canonical message under an equality (trajkit.messages)
+        pa.field("key", pa.binary(KEY_BYTES)),
+        pa.field("role", pa.string()),
+        # canonical JSON; null where the session showed this very body before
+        pa.field("body", pa.string()),
+    ]
+)
+"""One chat message. ``body`` is null where the session showed the same body before."""
+
+WEIGHT_VERSION = pa.struct(
+    [
+        pa.field("version", pa.string()),
+        pa.field("start", pa.int32()),
+        pa.field("stop", pa.int32()),
+    ]
+)
+"""Output tokens ``start:stop`` were sampled with the weights ``version``."""
+
+SPAN_KINDS = ("trained", "duplicate", "absorbed", "cut", "untrainable")
+"""What a row does with a stretch of a turn's output.
+
+trained
+    The row trains it.
+duplicate
+    It stands in the row as context; another row claims it.
+absorbed
+    The row claimed it and lost it to drift; the piece is empty.
+cut
+    The row claimed it and it lies beyond ``max_row_tokens``; the piece is empty.
+untrainable
+    It stands in the row as context; the turn may not be trained.
+"""
+
+SPAN = pa.struct(
+    [
+        pa.field("start", pa.int32()),
+        pa.field("stop", pa.int32()),
+        pa.field("turn_index", pa.int32()),
+        pa.field("output_start", pa.int32()),
+        pa.field("output_stop", pa.int32()),
+        pa.field("kind", _names),
+    ]
+)
+"""Row tokens ``start:stop`` are turn ``turn_index``'s output ``output_start:output_stop``.
+
+``trained``, ``duplicate`` and ``untrainable`` pieces have ``stop - start == output_stop -
+output_start``. ``absorbed`` and ``cut`` pieces are empty (``start == stop``): the output
+range is what was lost, ``start`` the place where it would have stood.
+"""
+
+TURNS = _schema(
+    "turns",
+    # one agent run; a rollout of a task
+    _required("session_id", pa.string()),
+    # commit order within the session; ascending, gaps allowed
+    _required("turn_index", pa.int32()),
+    # exactly what the engine consumed
+    _required("prompt_ids", pa.large_list(pa.int32())),
+    # exactly what it sampled
+    _required("output_ids", pa.large_list(pa.int32())),
+    # one per output id. null list: the engine gave none; null element: none for that token
+    pa.field("output_logprobs", pa.large_list(pa.float32())),
+    # the engine's own word: stop, length, abort, ...
+    pa.field("finish_reason", pa.string()),
+    # the request's chat messages in order. null list: route by tokens
+    pa.field("messages", pa.large_list(MESSAGE)),
+    # the reply as the next request is expected to echo it; null: none
+    pa.field("response", MESSAGE),
+    # the reply calls a tool; null: unknown, taken as false
+    pa.field("use_tool", pa.bool_()),
+    # the reply's tool call did not parse; null: unknown, taken as false
+    pa.field("ill_formed", pa.bool_()),
+    # false: context only. null: true
+    pa.field("trainable", pa.bool_()),
+    # which weights sampled which output tokens
+    pa.field("weight_versions", pa.large_list(WEIGHT_VERSION)),
+)
+"""One row per model call. Only the not-null columns are required; others may be absent,
+and unknown extra columns pass through."""
+
+DELTA_FIELDS = (
+    # the earlier turn of the session that this prompt starts like. null: none
+    pa.field("base_turn", pa.int32()),
+    # prompt[:shared_length] == (base prompt ++ base output)[:shared_length]
+    _required("shared_length", pa.int32()),
+    # prompt[shared_length:]
+    _required("suffix_ids", pa.large_list(pa.int32())),
+    # messages[:shared_messages] == (base messages ++ base response)[:shared_messages]
+    pa.field("shared_messages", pa.int32()),
+    # messages[shared_messages:]. null list: the turn has no messages
+    pa.field("suffix_messages", pa.large_list(MESSAGE)),
+)
+"""The delta form of ``turns``: the first three stand for ``prompt_ids``, the last two,
+against the same base, for ``messages``."""
+
+TURNS_DELTA = _schema(
+    "turns",
+    *(TURNS.field(name) for name in ("session_id", "turn_index")),
+    *DELTA_FIELDS[:3],
+    *(TURNS.field(name) for name in ("output_ids", "output_logprobs", "finish_reason")),
+    *DELTA_FIELDS[3:],
+    *(
+        TURNS.field(name)
+        for name in (
+            "response",
+            "use_tool",
+            "ill_formed",
+            "trainable",
+            "weight_versions",
+        )
+    ),
+)
+"""``turns`` in delta form: linear in the context instead of quadratic."""
+
+SESSIONS = _schema(
+    "sessions",
+    _required("session_id", pa.string()),
+    # null: unscorable, never 0
+    pa.field("reward", pa.float64()),
+    # the task that several rollouts share
+    pa.field("group_id", pa.string()),
+    # null: the rollout ended without an error
+    pa.field("error", pa.string()),
+)
+"""What the caller knows of each session, one row per session."""
+
+LOSSES = ("absorbed", "demoted", "cut", "unclaimed", "untrainable", "unrouted")
+"""Why a sampled token is in no row's loss.
+
+absorbed
+    The row that claimed it replaced it by what the next prompt had in its place.
+demoted
+    A later request showed another message in its place, and the turn left the tree.
+cut
+    It lies beyond ``max_row_tokens`` of the row that claimed it.
+unclaimed
+    No emitted row claims it.
+untrainable
+    The turn says ``trainable = false``.
+unrouted
+    The turn had a list of messages with nothing in it, which message routing passes over.
+"""
+
+REPORT = _schema(
+    "report",
+    *SESSIONS,
+    _required("turns", pa.int32()),
+    _required("rows", pa.int32()),
+    # rows left out because nothing in them was trained
+    _required("rows_untrained", pa.int32()),
+    # rows left out because max_row_tokens left no response token
+    _required("rows_cut", pa.int32()),
+    # tokens that the model sampled; equals trained plus all lost_*
+    _required("tokens_sampled", pa.int64()),
+    # tokens under the loss mask of some row
+    _required("tokens_trained", pa.int64()),
+    # sampled tokens that stand in further rows as context
+    _required("tokens_duplicated", pa.int64()),
+    # tokens of all rows: what a forward pass computes
+    _required("tokens_forward", pa.int64()),
+    # the same with each shared prefix counted once
+    _required("tokens_forward_shared", pa.int64()),
+    *(_required(f"lost_{reason}", pa.int64()) for reason in LOSSES),
+)
+"""What became of each session, one row per session, also where no row came out."""
+
+WHY = (
+    "root",
+    "messages",
+    "rewrite",
+    "tokens",
+    "previous",
+    "unrouted",
+)
+"""How a turn was given its parent (or none).
+
+root
+    Nothing that the policy compares with comes before it.
+messages
+    The generated message nearest above it in the message tree.
+rewrite
+    As ``messages``, and its prompt took the place of a short reply, which was demoted.
+tokens
+    The longest row end that is a prefix of its prompt.
+previous
+    The previous call of the session.
+unrouted
+    It has a list of messages with nothing in it: not placed, in no row.
+"""
+
+LINKS = _schema(
+    "links",
+    _required("session_id", pa.string()),
+    _required("turn_index", pa.int32()),
+    # the turn_index of the turn that this one is compared with. null: none
+    pa.field("parent", pa.int32()),
+    pa.field("why", _names),
+    # rank in the policy's own traversal of the session, from 0
+    pa.field("order", pa.int32()),
+    # the turn whose rewrite took this one out of training. null: none
+    pa.field("demoted_by", pa.int32()),
+)
+"""One row per turn: which turn it continues."""
+
+REGIONS = ("none", "last_reply", "earlier_reply", "prompt")
+"""Where drift starts in what was held: nowhere, in the parent's output, in an output
+before it, or elsewhere."""
+
+CAUSES = (
+    "clean",
+    "truncated",
+    "head_dropped",
+    "middle_edited",
+    "tail_changed",
+    "diverged",
+)
+"""What drift looks like from the token ids alone (see `trajkit.classify_drift`)."""
+
+DRIFT = _schema(
+    "drift",
+    _required("session_id", pa.string()),
+    _required("turn_index", pa.int32()),
+    _required("parent", pa.int32()),
+    # tokens that held (parent prompt ++ parent output) and this prompt share
+    _required("lcp", pa.int32()),
+    # held tokens beyond lcp; 0: clean
+    _required("size", pa.int32()),
+    pa.field("region", _names),
+    # where replay and held are in step again: held[resync_held:][:resync_length] ==
+    # prompt[resync_prompt:][:resync_length]. null: nowhere
+    pa.field("resync_held", pa.int32()),
+    pa.field("resync_prompt", pa.int32()),
+    pa.field("resync_length", pa.int32()),
+    # sampled tokens of held that lie at or beyond lcp
+    _required("at_stake", pa.int32()),
+    pa.field("cause", _names),
+)
+"""One row per turn with a parent: how its prompt departs from what was held."""
+
+ROWS = _schema(
+    "rows",
+    _required("session_id", pa.string()),
+    # counts the session's rows from 0, in the policy's order
+    _required("row_index", pa.int32()),
+    pa.field("group_id", pa.string()),
+    _required("input_ids", pa.large_list(pa.int32())),
+    # the prompt of the call that opened the row
+    _required("prompt_length", pa.int32()),
+    # true where this row trains the token
+    _required("loss_mask", pa.large_list(pa.bool_())),
+    # null off the mask and where the engine gave none
+    _required("logprobs", pa.large_list(pa.float32())),
+    # ascending, never overlapping
+    _required("spans", pa.large_list(SPAN)),
+    # the row_index of the earlier row of the session that starts like this one for
+    # longest, the first of equals. null: none shares a token
+    pa.field("parent_row", pa.int32()),
+    # tokens shared with it; 0 without one
+    _required("shared_length", pa.int32()),
+    # as given for the session. null: unscorable
+    pa.field("reward", pa.float64()),
+    # this row's share of the rollout's trained tokens; null where the rollout trains none
+    pa.field("row_weight", pa.float64()),
+    # trained tokens of all rows of the session
+    _required("rollout_mask_sum", pa.int64()),
+    pa.field("finish_reason", pa.string()),
+    pa.field("truncated", pa.bool_()),
+    pa.field("use_tool", pa.bool_()),
+    pa.field("ill_formed", pa.bool_()),
+)
+"""One row per training sequence."""
