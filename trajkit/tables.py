@@ -264,8 +264,7 @@ def _leaves(
             child = pc.struct_field(array, field.name)
             yield from _leaves(child, field.type, f"{name}.{field.name}", parents)
     elif _is_list(target):
-        # the view layouts have no flatten of their own in every pyarrow
-        lists = array.cast(pa.large_list(array.type.value_type))
+        lists = _cast(array, pa.large_list(array.type.value_type))
 
         def up(positions: Rows) -> Rows:
             owners = pc.list_parent_indices(lists).to_numpy()
@@ -301,7 +300,8 @@ def cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
         if field.name in table.column_names:
             column = table.column(field.name)
             if column.type != field.type:
-                column = _cast(column, field.type)
+                chunks = [_cast(chunk, field.type) for chunk in column.chunks]
+                column = pa.chunked_array(chunks, field.type)
         else:
             column = pa.chunked_array([pa.nulls(table.num_rows, field.type)])
         columns.append(column)
@@ -314,9 +314,37 @@ def cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=pa.schema(fields, metadata=metadata))
 
 
-def _cast(column: pa.ChunkedArray, target: pa.DataType) -> pa.ChunkedArray:
+def _cast(array: pa.Array, target: pa.DataType) -> pa.Array:
+    if array.type == target:
+        return array
+    if pa.types.is_null(array.type):
+        return pa.nulls(len(array), target)
+    mask = array.is_null() if array.null_count else None
+    if _is_list(target):
+        offsets, values = _list_parts(array)
+        values = _cast(values, target.value_type)
+        return pa.LargeListArray.from_arrays(offsets, values, type=target, mask=mask)
+    if pa.types.is_struct(target):
+        children = [
+            _cast(pc.struct_field(array, field.name), field.type) for field in target
+        ]
+        return pa.StructArray.from_arrays(children, fields=list(target), mask=mask)
     if pa.types.is_dictionary(target):
-        # any encoding of the source gives way to one of the few names, first seen first
-        column = column.cast(target.value_type).dictionary_encode()
+        # any encoding of the source gives way to one of the names, first seen first
+        return array.cast(target.value_type).dictionary_encode().cast(target)
     # `misfits` has looked at every value that the unchecked cast could mangle
-    return column.cast(target, safe=pa.types.is_dictionary(target))
+    return array.cast(target, safe=False)
+
+
+def _list_parts(array: pa.Array) -> tuple[pa.Array, pa.Array]:
+    """Offsets (int64, from 0) and values of a list array of any layout."""
+    # Arrow's own cast of list views writes one offset too few (seen in pyarrow 26)
+    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
+        offsets = array.offsets.cast(pa.int64())
+        first, last = offsets[0].as_py(), offsets[-1].as_py()
+        values = array.values.slice(first, last - first)
+        return (pc.subtract(offsets, first) if first else offsets), values
+    lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
+    ends = np.zeros(len(array) + 1, np.int64)
+    np.cumsum(lengths, out=ends[1:])
+    return pa.array(ends), array.flatten()
