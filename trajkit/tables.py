@@ -319,6 +319,12 @@ def _cast(array: pa.Array, target: pa.DataType) -> pa.Array:
         return array
     if pa.types.is_null(array.type):
         return pa.nulls(len(array), target)
+    if pa.types.is_dictionary(array.type):
+        # the names first: few, and in polars' hands views, which decode to nothing
+        names = target.value_type if pa.types.is_dictionary(target) else target
+        dictionary = _cast(array.dictionary, names)
+        array = pa.DictionaryArray.from_arrays(array.indices, dictionary)
+        array = array.dictionary_decode()
     mask = array.is_null() if array.null_count else None
     if _is_list(target):
         offsets, values = _list_parts(array)
