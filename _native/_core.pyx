@@ -4,6 +4,7 @@
     prefix.pxi   longest common prefix
     forest.pxi   the calls of a session as a forest of token paths
     route.pxi    which call a call continues: by messages, by tokens
+    drift.pxi    how a prompt departs from what was held
     plan.pxi     which rows a policy makes, who owns a claim, what is lost
     fill.pxi     the columns of planned rows
 
@@ -19,5 +20,6 @@ from trajkit.errors import LayoutError
 include "prefix.pxi"
 include "forest.pxi"
 include "route.pxi"
+include "drift.pxi"
 include "plan.pxi"
 include "fill.pxi"

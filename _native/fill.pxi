@@ -14,20 +14,6 @@ cdef void _set_bits(uint8_t* bits, pos_t start, pos_t stop) noexcept nogil:
         start += 1
 
 
-cdef void _copy_path(
-    const Call* calls, const Node* nodes, int32_t node, pos_t n_tokens, token_t* target
-) noexcept nogil:
-    """The first n_tokens of the path that ends at the node's stop."""
-    cdef pos_t stop
-    while nodes[node].parent >= 0:
-        stop = min(nodes[node].stop, n_tokens)
-        if nodes[node].start < stop:
-            _copy(
-                &calls[nodes[node].source], target + nodes[node].start, nodes[node].start, stop
-            )
-        node = nodes[node].parent
-
-
 cdef pos_t _copy_logprobs(
     const Call* call, const Piece* piece, float* target, uint8_t* valid, pos_t offset
 ) noexcept nogil:
@@ -125,7 +111,9 @@ def fill_rows(
     with nogil:
         for r in range(n_rows):
             offset = token_offsets[r]
-            _copy_path(&calls[0], &nodes[0], ends[rows[r].last], rows[r].n_tokens, tokens + offset)
+            _copy_stretch(
+                &calls[0], &nodes[0], ends[rows[r].last], 0, rows[r].n_tokens, tokens + offset
+            )
             at = span_offsets[r + 1]
             call = rows[r].last
             below = -1
