@@ -3,9 +3,9 @@
 A turn is a dict as in ``tests/golden``: ``prompt_messages`` (a list, or None: routed
 by tokens), ``response_message``, ``prompt_ids``, ``output_ids``, ``output_logprobs``
 (empty or None: the engine gave none), ``finish_reason``, ``ill_formed``; and, where a
-test wants them, ``turn_index``, ``trainable`` and ``session_id``. A list of turns is one
-session in commit order. Inside this file a turn is named by its position in that list;
-what leaves it carries turn_index, as the tables do.
+test wants them, ``turn_index``, ``trainable`` and ``session_id``. A list of turns is
+one session in commit order. Inside this file a turn is named by its position in that
+list; what leaves it carries turn_index, as the tables do.
 """
 
 from dataclasses import dataclass, field
