@@ -24,6 +24,13 @@ arguments = st.sampled_from([{"a": 1}, {"a": 1.0}, {"a": True}, {"a": "1"}, {}])
 thresholds = st.sampled_from([1024, 3, 2, 1, 0, -1])
 """fork_threshold: small enough to matter for outputs of a few tokens."""
 
+policies = (
+    st.tuples(st.just("slime"), thresholds)
+    | st.just(("strict", 0))
+    | st.just(("per_call", 0))
+)
+"""The name of a policy and its fork_threshold."""
+
 row_limits = st.none() | st.integers(1, 40)
 """max_row_tokens."""
 
