@@ -160,7 +160,7 @@ def commit() -> str:
 def parse(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compare",
-        description="Time trajkit beside plain Python; equal answers are checked first.",
+        description="Time trajkit beside plain Python, answers checked first.",
     )
     parser.add_argument("--size", choices=SIZES, default="long")
     parser.add_argument("--shape", choices=SHAPES, default="clean")
