@@ -67,7 +67,7 @@ def from_records(
         turn_index : int
             Absent or None: one more than that of the session's call before, from 0.
         use_tool : bool
-            Absent or None: whether response_message has ``tool_calls``.
+            Absent: whether response_message has ``tool_calls``. None: unknown.
         trainable : bool
         weight_versions : list of dict
             With ``version`` (str), ``start`` and ``stop``.
@@ -322,7 +322,7 @@ def _string(record: Record, name: str, where: str) -> str | None:
 def _flag(record: Record, name: str, where: str) -> bool | None:
     value = record.get(name)
     if value is None:
-        if name != "use_tool":
+        if name != "use_tool" or name in record:
             return None
         response = record.get("response_message")
         return isinstance(response, dict) and bool(response.get("tool_calls"))
