@@ -342,7 +342,7 @@ def _true(marks: pa.BooleanArray) -> Rows:
 
 
 def flat_chunks(column: pa.ChunkedArray) -> Iterator[tuple[int, Rows, pa.Array]]:
-    """Of each chunk of lists: its first row, each list's end, and the values between."""
+    """Of each chunk of lists: its first row, the ends of its lists, and its values."""
     start = 0
     for chunk in column.chunks:
         n = pc.list_value_length(chunk).fill_null(0).to_numpy(zero_copy_only=False)

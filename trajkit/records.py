@@ -75,8 +75,8 @@ def from_records(
         Further keys become columns of their own. Messages must not change once their
         record has been handed over.
     nonfinite_logprobs : {"raise", "null"}
-        What becomes of NaN, the infinities, and values of -9999 and below, which engines
-        give where they have no logprob.
+        What becomes of NaN, the infinities, and values of -9999 and below, which
+        engines give where they have no logprob.
 
     Returns
     -------
@@ -342,8 +342,8 @@ def _weight_versions(record: Record, where: str) -> list[Record] | None:
     for i, piece in enumerate(value):
         if not isinstance(piece, Mapping) or set(piece) != {"version", "start", "stop"}:
             raise InvalidTurnsError(
-                f"{where}weight_versions[{i}] is {piece!r}: expected a dict of version, "
-                "start and stop"
+                f"{where}weight_versions[{i}] is {piece!r}: expected a dict of "
+                "version, start and stop"
             )
         _string(piece, "version", f"{where}weight_versions[{i}].")
         for name in ("start", "stop"):

@@ -200,8 +200,8 @@ def _as_array(
         array = _from_buffer(values)
     if array is None:
         raise InvalidTurnsError(
-            f"{what} is of type {type(values).__name__}: expected a list or an array of "
-            f"{expected}"
+            f"{what} is of type {type(values).__name__}: expected a list or an "
+            f"array of {expected}"
         )
     if array.ndim != 1:
         raise InvalidTurnsError(
