@@ -502,21 +502,22 @@ def spans_of(turns, segment, limit):
         place = len(turns[i]["prompt_ids"])
         if n == 0:
             continue
-        owned = i in segment.owned
+        # what may not be trained is nobody's to lose: it leaves no empty piece
+        claimed = i in segment.owned and is_trainable(turns[i])
         if i in segment.absorbed:
-            if owned:
+            if claimed:
                 spans.append((min(place, limit), 0, i, 0, n, "absorbed"))
             continue
         if not is_trainable(turns[i]):
             kind = "untrainable"
-        elif owned:
+        elif claimed:
             kind = "trained"
         else:
             kind = "duplicate"
         kept = max(0, min(n, limit - place))
         if kept:
             spans.append((place, kept, i, 0, kept, kind))
-        if kept < n and owned:
+        if kept < n and claimed:
             spans.append((limit, 0, i, kept, n, "cut"))
     names = turn_indices(turns)
     return [
