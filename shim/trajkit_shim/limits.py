@@ -7,6 +7,21 @@ from trajkit.checks import MAX_LOGPROB, not_logprobs
 from trajkit_shim.engine import EngineError, EngineInfo, Sample
 
 
+class PromptError(EngineError):
+    """A prompt that no engine call should be made with.
+
+    Parameters
+    ----------
+    message : str
+    code : str
+        A word for machines.
+    """
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message, 400)
+        self.code = code
+
+
 def check_prompt(prompt_ids: npt.NDArray[np.int32], info: EngineInfo) -> None:
     """Refuse a prompt that the engine cannot take.
 
@@ -15,26 +30,26 @@ def check_prompt(prompt_ids: npt.NDArray[np.int32], info: EngineInfo) -> None:
 
     Raises
     ------
-    EngineError
+    PromptError
         The prompt is empty, holds an id outside the vocabulary, or leaves no room in
         the context for a reply.
     """
     if not len(prompt_ids):
-        raise EngineError("the prompt has no tokens", 400)
+        raise PromptError("the prompt has no tokens", "empty_prompt")
     wrong = np.flatnonzero((prompt_ids < 0) | (prompt_ids >= info.vocab_size))
     if len(wrong):
         at = int(wrong[0])
-        raise EngineError(
+        raise PromptError(
             f"prompt_ids[{at}] = {prompt_ids[at]} is outside the vocabulary of "
             f"{info.model!r}, [0, {info.vocab_size})",
-            400,
+            "token_out_of_vocabulary",
         )
     if len(prompt_ids) >= info.max_context_tokens:
-        raise EngineError(
+        raise PromptError(
             f"this model's maximum context length is {info.max_context_tokens} "
             f"tokens; the messages and tools are {len(prompt_ids)} tokens and leave no "
             "room for a reply",
-            400,
+            "context_length_exceeded",
         )
 
 

@@ -3,7 +3,10 @@
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.strategies import good_calls, plain_texts
 from trajkit_shim.parse import Parsed, ToolCall, parse_reply
 
 
@@ -112,3 +115,16 @@ def test_what_does_not_read_as_a_call_stays_as_it_is(inside):
 def test_a_call_cut_off_by_the_token_limit_stays_as_it_is():
     text = '<tool_call>\n{"name": "bash", "arguments": {}}\n'
     assert parse_reply(text) == Parsed(text, (), True)
+
+
+@given(st.lists(st.tuples(plain_texts, good_calls)), plain_texts)
+def test_every_call_is_found_and_all_other_text_is_kept(pairs, last):
+    text = "".join(said + call for said, call in pairs) + last
+    kept = [
+        said for k, (said, _) in enumerate(pairs) if k == 0 or said.strip(" \t\n\r")
+    ]
+    parsed = parse_reply(text)
+    assert parsed.content == "".join([*kept, last])
+    assert not parsed.ill_formed
+    rebuilt = [block(call.name, call.arguments) for call in parsed.tool_calls]
+    assert rebuilt == [call for _, call in pairs]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from tests.shim.fakes import (
     AS_JSON,
@@ -12,6 +12,7 @@ from tests.shim.fakes import (
     byte_renderer,
     byte_tokenizer,
 )
+from tests.strategies import spoken_texts
 from trajkit_shim.errors import GatewayError, TemplateError
 from trajkit_shim.render import ChatRenderer, load_renderer
 
@@ -91,10 +92,10 @@ def test_markup_that_is_not_special_is_encoded_as_the_tokenizer_does():
     assert RENDERER.render([user("<tool_call>")], None).tolist().count(CALL) == 1
 
 
-@given(st.text(alphabet=["a", " ", "\n", "<", "<|im_end|>", "<|im_start|>", "é", "|>"]))
+@given(spoken_texts)
 def test_control_ids_do_not_depend_on_what_a_user_says(text):
     ids = RENDERER.render([user(text)], None)
-    assert [i for i in ids.tolist() if i >= START] == [START, END, START]
+    assert [i for i in ids.tolist() if i in (START, END)] == [START, END, START]
     assert (
         text_of(ids) == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -102,8 +103,6 @@ def test_control_ids_do_not_depend_on_what_a_user_says(text):
 
 def test_a_tokenizer_that_cannot_keep_spelled_tokens_apart_refuses_them():
     tokenizer = byte_tokenizer()
-    from tokenizers import AddedToken
-
     # swallows the white space behind it, which only the tokenizer itself can do
     tokenizer.add_special_tokens(
         {"additional_special_tokens": [AddedToken("<|eat|>", rstrip=True)]}
