@@ -11,4 +11,9 @@ from rows cimport pos_t, token_t
 
 from trajkit.errors import LayoutError
 
+cdef extern from *:
+    const char* TRAJKIT_BUILD  # defined in setup.py
+
+BUILD = TRAJKIT_BUILD.decode("ascii")
+
 include "prefix.pxi"

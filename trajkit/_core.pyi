@@ -2,4 +2,7 @@
 
 from collections.abc import Buffer  # type: ignore[attr-defined]
 
+# release, debug or sanitize
+BUILD: str
+
 def lcp(a: Buffer, b: Buffer) -> int: ...
