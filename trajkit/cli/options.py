@@ -1,0 +1,53 @@
+"""Options that several commands share."""
+
+import argparse
+from typing import TypeAlias
+
+import trajkit as tk
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def count(text: str) -> int:
+    """A number of at least one."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return number
+
+
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """Add the file that the turns are read from, and ``--json``."""
+    parser.add_argument(
+        "source",
+        metavar="IN",
+        help="turns: Parquet, Arrow IPC or JSONL by suffix, or a directory of them",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object and nothing else"
+    )
+
+
+def add_policy(parser: argparse.ArgumentParser) -> None:
+    """Add ``--policy`` and the choices within one."""
+    parser.add_argument(
+        "--policy",
+        metavar="NAME",
+        default="slime",
+        help="slime, strict or per_call (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--fork-threshold",
+        metavar="N",
+        type=int,
+        help="slime: drift of fewer tokens than N goes on in the same row; 0 and below: "
+        "none does (default: 1024)",
+    )
+
+
+def chosen_policy(arguments: argparse.Namespace) -> tk.Policy:
+    """The policy that the options name; `PolicyError` if it does not exist."""
+    choices = {}
+    if arguments.fork_threshold is not None:
+        choices["fork_threshold"] = arguments.fork_threshold
+    return tk.policy(arguments.policy, **choices)
