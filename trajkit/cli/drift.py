@@ -36,7 +36,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the summary; the exit code is 0."""
     policy = chosen_policy(arguments)
     turns = tk.read_turns(arguments.source)
-    drift = tk.classify_drift(turns, tk.link(turns, policy=policy))
+    links = tk.link(
+        turns, route=policy.route, merge_threshold=policy.merge_threshold
+    )
+    drift = tk.classify_drift(turns, links)
     if arguments.output is not None:
         tk.write_table(drift, arguments.output)
     summary = DriftSummary.of(turns, drift)

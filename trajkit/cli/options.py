@@ -46,8 +46,19 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_policy(arguments: argparse.Namespace) -> tk.Policy:
-    """The policy that the options name; `PolicyError` if it does not exist."""
-    choices = {}
-    if arguments.fork_threshold is not None:
-        choices["fork_threshold"] = arguments.fork_threshold
-    return tk.policy(arguments.policy, **choices)
+    """The policy that the options name.
+
+    Raises
+    ------
+    PolicyError
+        It does not exist, or ``--fork-threshold`` means nothing to it.
+    """
+    policy = tk.policy(arguments.policy, fork_threshold=arguments.fork_threshold)
+    if arguments.fork_threshold is not None and not (
+        policy.merge or policy.absorb != "never"
+    ):
+        raise tk.PolicyError(
+            f"--fork-threshold {arguments.fork_threshold}: policy {policy.name!r} starts "
+            "a new row whatever the size of the drift"
+        )
+    return policy
