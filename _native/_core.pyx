@@ -1,13 +1,19 @@
 """trajkit._core: the compiled kernels, one extension module.
 
-    rows.pxd     integer widths                          (no Python objects)
+    rows.pxd     integer widths and shared records       (no Python objects)
     prefix.pxi   longest common prefix
+    forest.pxi   the calls of a session as a forest of token paths
+    route.pxi    which call a call continues: by messages, by tokens
+    drift.pxi    how a prompt departs from what was held
+    plan.pxi     which rows a policy makes, who owns a claim, what is lost
+    fill.pxi     the columns of planned rows
 
 Kernels never allocate: the caller passes every output buffer.
 """
-from libc.string cimport memcmp
+from libc.stdint cimport int8_t, int32_t, int64_t, intptr_t, uint8_t, uint64_t
+from libc.string cimport memcmp, memcpy, memset
 
-from rows cimport pos_t, token_t
+from rows cimport Call, Link, Message, Node, Request, Row, pos_t, token_t
 
 from trajkit.errors import LayoutError
 
@@ -17,3 +23,8 @@ cdef extern from *:
 BUILD = TRAJKIT_BUILD.decode("ascii")
 
 include "prefix.pxi"
+include "forest.pxi"
+include "route.pxi"
+include "drift.pxi"
+include "plan.pxi"
+include "fill.pxi"
