@@ -16,7 +16,6 @@ import pytest
 
 import trajkit as tk
 from trajkit import cli
-from trajkit.cli.linearize import PIECE_TURNS, whole_sessions
 from trajkit.cli.progress import Progress
 from trajkit.cli.show import text_table
 
@@ -309,24 +308,12 @@ def test_progress_shows_on_a_terminal_only(monkeypatch):
         assert bool(stream.getvalue()) is shown
 
 
-@pytest.mark.parametrize(
-    ("lengths", "pieces"),
-    [
-        pytest.param([], [0], id="nothing"),
-        pytest.param([3], [3], id="one session"),
-        pytest.param([1, 2, 3], [6], id="few turns"),
-        pytest.param(
-            [PIECE_TURNS - 1, 2, 5], [PIECE_TURNS + 1, 5], id="cut after a session"
-        ),
-        pytest.param([2 * PIECE_TURNS, 1], [2 * PIECE_TURNS, 1], id="a long session"),
-    ],
-)
-def test_pieces_cut_through_no_session(lengths, pieces):
-    ids = [f"s{i}" for i, length in enumerate(lengths) for _ in range(length)]
-    table = pa.table({"session_id": pa.array(ids, pa.string())})
-    cut = list(whole_sessions(table))
-    assert [piece.num_rows for piece in cut] == pieces
-    assert pa.concat_tables(cut).equals(table)
+def test_sessions_go_through_in_pieces(monkeypatch, tmp_path, capsys, turns):
+    monkeypatch.setattr(cli.linearize, "PIECE_TURNS", 1)
+    rows = tmp_path / "rows.parquet"
+    printed = run_json(capsys, "linearize", turns, "-o", str(rows))
+    assert printed["sessions"] == 2
+    assert tk.read_rows(rows).equals(tk.linearize(tk.from_records(CALLS), "slime"))
 
 
 def test_text_table():

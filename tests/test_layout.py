@@ -36,7 +36,16 @@ def sources() -> Iterator[Path]:
     """Everything that people wrote here, data files aside."""
     for name in (".ci", "_native", "benchmarks", "shim", "tests", "trajkit"):
         for path in (ROOT / name).rglob("*"):
-            if path.suffix in {"", ".jinja", ".md", ".pxd", ".pxi", ".py", ".pyi", ".pyx"}:
+            if path.suffix in {
+                "",
+                ".jinja",
+                ".md",
+                ".pxd",
+                ".pxi",
+                ".py",
+                ".pyi",
+                ".pyx",
+            }:
                 yield path
     yield from ROOT.glob("*.*")
 
@@ -75,7 +84,8 @@ def test_importing_trajkit_loads_numpy_and_pyarrow_only(module):
     third_party = {
         name
         for name in loaded_by(f"import {module}") - loaded_by("pass")
-        if name not in sys.stdlib_module_names and not re.match("_|cython_runtime", name)
+        if name not in sys.stdlib_module_names
+        and not re.match("_|cython_runtime", name)
     }
     assert third_party == {"numpy", "pyarrow", "trajkit"}
 
@@ -160,7 +170,8 @@ def public_callables() -> list[tuple[str, object]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "function"), [pytest.param(*pair, id=pair[0]) for pair in public_callables()]
+    ("name", "function"),
+    [pytest.param(*pair, id=pair[0]) for pair in public_callables()],
 )
 def test_public_functions_are_documented(name, function):
     text = inspect.getdoc(function)

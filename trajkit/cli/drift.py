@@ -1,4 +1,4 @@
-"""``trajkit drift``: where prompts depart from what was held, and what that puts at stake."""
+"""``trajkit drift``: where prompts depart from what was held, and what it may cost."""
 
 import argparse
 import json
@@ -36,9 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the summary; the exit code is 0."""
     policy = chosen_policy(arguments)
     turns = tk.read_turns(arguments.source)
-    links = tk.link(
-        turns, route=policy.route, merge_threshold=policy.merge_threshold
-    )
+    links = tk.link(turns, route=policy.route, merge_threshold=policy.merge_threshold)
     drift = tk.classify_drift(turns, links)
     if arguments.output is not None:
         tk.write_table(drift, arguments.output)
@@ -91,7 +89,8 @@ class DriftSummary:
             sessions=pc.count_distinct(turns["session_id"]).as_py(),
             turns=turns.num_rows,
             turns_compared=drift.num_rows,
-            tokens_sampled=pc.sum(pc.list_value_length(turns["output_ids"])).as_py() or 0,
+            tokens_sampled=pc.sum(pc.list_value_length(turns["output_ids"])).as_py()
+            or 0,
             groups=[
                 DriftGroup(
                     region=group["region"],

@@ -20,9 +20,10 @@ from trajkit.cli.options import (
 from trajkit.cli.progress import Progress
 from trajkit.cli.show import share, text_table
 from trajkit.schema import LOSSES
+from trajkit.stream import whole_sessions
 
-# Turns that go through at a time: few enough for the bar to move, enough for all threads.
-PIECE_TURNS = 1024
+# Turns that go through at a time: few, so that the bar moves; enough for all threads.
+PIECE_TURNS = 4096
 
 
 def add_linearize(commands: Commands) -> None:
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     turns = tk.read_turns(arguments.source)
     rows, report = [], []
     with Progress("linearize", turns.num_rows) as bar:
-        for piece in whole_sessions(turns):
+        for piece in pieces(turns):
             piece_rows, piece_report = tk.linearize(
                 piece,
                 policy=policy,
@@ -90,19 +91,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def whole_sessions(turns: pa.Table) -> Iterator[pa.Table]:
-    """The table in pieces of about ``PIECE_TURNS`` turns that cut through no session.
-
-    A table without turns is one piece.
-    """
-    ends = pc.run_end_encode(turns["session_id"].combine_chunks()).run_ends.to_pylist()
-    start = 0
-    for stop in ends:
-        if stop - start >= PIECE_TURNS or stop == ends[-1]:
-            yield turns.slice(start, stop - start)
-            start = stop
-    if not ends:
+def pieces(turns: pa.Table) -> Iterator[pa.Table]:
+    """The turns in tables of whole sessions; a table without turns is one piece."""
+    if turns.num_rows == 0:
         yield turns
+    yield from whole_sessions(turns.to_batches(max_chunksize=PIECE_TURNS))
 
 
 def add_up(report: pa.Table) -> dict[str, int]:

@@ -40,8 +40,8 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
         "--fork-threshold",
         metavar="N",
         type=int,
-        help="slime: drift of fewer tokens than N goes on in the same row; 0 and below: "
-        "none does (default: 1024)",
+        help="slime: a reply shorter than N tokens goes on in the row whose last reply "
+        "drifted; 0 and below: none does (default: 1024)",
     )
 
 
@@ -58,7 +58,7 @@ def chosen_policy(arguments: argparse.Namespace) -> tk.Policy:
         policy.merge or policy.absorb != "never"
     ):
         raise tk.PolicyError(
-            f"--fork-threshold {arguments.fork_threshold}: policy {policy.name!r} starts "
-            "a new row whatever the size of the drift"
+            f"--fork-threshold {arguments.fork_threshold}: policy {policy.name!r} "
+            "starts a new row at any drift"
         )
     return policy

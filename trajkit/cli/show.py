@@ -12,7 +12,9 @@ def text_table(head: Sequence[str], lines: Sequence[Sequence[str | int]]) -> str
     """The lines under their head, numbers to the right, text to the left."""
     cells = [[f"{c:,}" if isinstance(c, int) else c for c in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    right = [isinstance(cell, int) for cell in lines[0]] if lines else [False] * len(head)
+    right = (
+        [isinstance(cell, int) for cell in lines[0]] if lines else [False] * len(head)
+    )
 
     def line(values: Sequence[str]) -> str:
         padded = (
