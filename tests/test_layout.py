@@ -127,7 +127,10 @@ def test_every_package_is_listed_for_the_wheel():
 
 def test_the_stub_of_the_core_is_true():
     checked = subprocess.run(
-        [sys.executable, "-m", "mypy.stubtest", "trajkit._core"],
+        [
+            *(sys.executable, "-m", "mypy.stubtest"),
+            *("--mypy-config-file", "pyproject.toml", "trajkit._core"),
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
