@@ -2,7 +2,7 @@
 
 A byte-level BPE tokenizer trained on the source text of Python's standard library,
 which is read and not copied: the file holds the merges that the text gave. The same
-Python version gives the same file, byte for byte; the one beside this recipe was written
+Python version gives the same file, byte for byte; the one beside was written
 with CPython 3.11.7 and tokenizers 0.23.3.
 
     python -m trajkit_shim.embedded.train_tokenizer [OUT]
