@@ -1,14 +1,40 @@
 """trajkit._core: the compiled kernels, one extension module.
 
-    rows.pxd     integer widths                          (no Python objects)
+    rows.pxd     integer widths and shared records       (no Python objects)
     prefix.pxi   longest common prefix
+    unbox.pxi    Python lists of numbers into flat buffers
+    message.pxi  chat messages as canonical JSON
+    forest.pxi   the calls of a session as a forest of token paths
+    route.pxi    which call a call continues: by messages, by tokens
+    drift.pxi    how a prompt departs from what was held
+    plan.pxi     which rows a policy makes, who owns a claim, what is lost
+    fill.pxi     the columns of planned rows
 
 Kernels never allocate: the caller passes every output buffer.
 """
-from libc.string cimport memcmp
+from cpython.dict cimport PyDict_GetItemWithError
+from cpython.float cimport PyFloat_AS_DOUBLE, PyFloat_CheckExact
+from cpython.list cimport PyList_GET_ITEM
+from cpython.long cimport PyLong_AsDouble, PyLong_CheckExact
+from cpython.object cimport PyObject
+from libc.math cimport floor
+from libc.stdint cimport int8_t, int32_t, int64_t, intptr_t, uint8_t, uint64_t
+from libc.string cimport memcmp, memcpy, memset
 
-from rows cimport pos_t, token_t
+from rows cimport Call, Link, Message, Node, Request, Row, pos_t, token_t
 
-from trajkit.errors import LayoutError
+import re
+from json.encoder import encode_basestring as _quoted
+
+from trajkit.errors import InvalidTurnsError, LayoutError
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 include "prefix.pxi"
+include "unbox.pxi"
+include "message.pxi"
+include "forest.pxi"
+include "route.pxi"
+include "drift.pxi"
+include "plan.pxi"
+include "fill.pxi"

@@ -155,7 +155,7 @@ SESSIONS = _schema(
 )
 """What the caller knows of each session, one row per session."""
 
-LOSSES = ("absorbed", "demoted", "cut", "unclaimed", "untrainable", "unrouted")
+LOSSES = ("absorbed", "demoted", "cut", "untrainable", "unrouted")
 """Why a sampled token is in no row's loss.
 
 absorbed
@@ -164,8 +164,6 @@ demoted
     A later request showed another message in its place, and the turn left the tree.
 cut
     It lies beyond ``max_row_tokens`` of the row that claimed it.
-unclaimed
-    No emitted row claims it.
 untrainable
     The turn says ``trainable = false``.
 unrouted

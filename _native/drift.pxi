@@ -1,0 +1,199 @@
+"""How a call's prompt departs from the path of the call that it continues."""
+
+cdef enum:  # in the order of trajkit.schema.REGIONS
+    REGION_NONE, REGION_LAST_REPLY, REGION_EARLIER_REPLY, REGION_PROMPT
+
+cdef enum:  # in the order of trajkit.schema.CAUSES
+    CAUSE_CLEAN, CAUSE_TRUNCATED, CAUSE_HEAD_DROPPED, CAUSE_MIDDLE_EDITED
+    CAUSE_TAIL_CHANGED, CAUSE_DIVERGED
+
+
+cdef struct Windows:          # the runs of one length in a sequence, found by their tokens
+    uint64_t* hashes
+    int32_t* starts           # -1: free
+    int64_t mask
+
+
+cdef inline uint64_t _mixed(uint64_t rolling) noexcept nogil:
+    return rolling ^ (rolling >> 29)
+
+
+cdef void _copy_stretch(
+    const Call* calls, const Node* nodes, int32_t node, pos_t start, pos_t stop,
+    token_t* target,
+) noexcept nogil:
+    """Tokens start:stop of the path that ends at the node's stop."""
+    cdef pos_t low, high
+    while nodes[node].parent >= 0 and nodes[node].stop > start:
+        low = max(nodes[node].start, start)
+        high = min(nodes[node].stop, stop)
+        if low < high:
+            _copy(&calls[nodes[node].source], target + (low - start), low, high)
+        node = nodes[node].parent
+
+
+cdef bint _common_run(
+    const token_t* a, pos_t n_a, const token_t* b, pos_t n_b, pos_t length,
+    Windows* windows, pos_t* at_a, pos_t* at_b,
+) noexcept nogil:
+    """Whether a and b have a run of this length in common; the first in b, its first in a."""
+    cdef uint64_t base = 0x9E3779B97F4A7C15, power = 1, rolling
+    cdef int64_t slot
+    cdef pos_t i, k
+    if length > n_a or length > n_b:
+        return False
+    for k in range(length - 1):
+        power *= base
+    memset(windows.starts, 0xFF, (windows.mask + 1) * sizeof(int32_t))
+    for k in range(2):  # the runs of a are stored, then those of b looked up
+        rolling = 0
+        for i in range((n_a if k == 0 else n_b)):
+            if i >= length:
+                rolling -= power * <uint64_t>((a if k == 0 else b)[i - length] + 1)
+            rolling = rolling * base + <uint64_t>((a if k == 0 else b)[i] + 1)
+            if i < length - 1:
+                continue
+            slot = <int64_t>_mixed(rolling) & windows.mask
+            while windows.starts[slot] >= 0:
+                if windows.hashes[slot] == rolling and memcmp(
+                    a + windows.starts[slot], (a if k == 0 else b) + i - length + 1,
+                    length * sizeof(token_t),
+                ) == 0:
+                    break
+                slot = (slot + 1) & windows.mask
+            if k == 0:
+                if windows.starts[slot] < 0:
+                    windows.starts[slot] = <int32_t>(i - length + 1)
+                    windows.hashes[slot] = rolling
+            elif windows.starts[slot] >= 0:
+                at_a[0] = windows.starts[slot]
+                at_b[0] = i - length + 1
+                return True
+    return False
+
+
+cdef pos_t _back_in_step(
+    const token_t* a, pos_t n_a, pos_t boundary, const token_t* b, pos_t n_b, pos_t min_run,
+    Windows* windows, pos_t* at_a, pos_t* at_b,
+) noexcept nogil:
+    """Length of the longest common run of min_run tokens or more, or failing that of the
+    longest that ends where ``a[:boundary]`` does; 0: none. Where it stands, in at_a, at_b."""
+    cdef pos_t low = min_run, high = min(n_a, n_b), half, j
+    if _common_run(a, n_a, b, n_b, low, windows, at_a, at_b):
+        # What is common at one length is common at every smaller one.
+        while low < high:
+            half = low + (high - low + 1) // 2
+            if _common_run(a, n_a, b, n_b, half, windows, at_a, at_b):
+                low = half
+            else:
+                high = half - 1
+        _common_run(a, n_a, b, n_b, low, windows, at_a, at_b)
+        return low
+    high = min(min(boundary, n_b), min_run - 1)
+    while high > 0:
+        for j in range(n_b - high + 1):
+            if memcmp(a + boundary - high, b + j, high * sizeof(token_t)) == 0:
+                at_a[0] = boundary - high
+                at_b[0] = j
+                return high
+        high -= 1
+    return 0
+
+
+def describe_drift(
+    const Call[::1] calls not None,
+    const Node[::1] nodes not None,
+    const int32_t[::1] ends not None,
+    const Link[::1] links not None,
+    int64_t min_run,
+    token_t[:, ::1] tails not None,
+    uint64_t[::1] hashes not None,
+    int32_t[::1] starts not None,
+    int64_t[:, ::1] out not None,
+):
+    """Fill ``out`` (n_calls by 6) for every call with a parent.
+
+    Columns: region, resync_held, resync_prompt, resync_length (-1 each: nowhere), at_stake,
+    cause. ``tails`` is 2 by the longest path, ``hashes`` and ``starts`` have a power of two
+    entries, at least twice that.
+    """
+    cdef:
+        int64_t n_calls = calls.shape[0], i, n_table = starts.shape[0], longest = 0
+        int32_t x, parent
+        pos_t lcp, held, reach, stop, boundary, at_a = 0, at_b = 0, n
+        Windows windows
+        token_t* a
+        token_t* b
+
+    for name, m in (("ends", ends.shape[0]), ("links", links.shape[0]), ("out", out.shape[0])):
+        _check_length(name, m, n_calls)
+    _check_length("out", out.shape[1], 6)
+    for i in range(n_calls):
+        longest = max(longest, calls[i].prompt_len + calls[i].out_len)
+    _check_length("tails", tails.shape[0], 2)
+    _check_length("tails", tails.shape[1], longest)
+    if n_table & (n_table - 1) or n_table < 2 * longest or n_table < 2:
+        raise LayoutError(f"starts has {n_table} entries: not a power of two, or too few")
+    _check_length("hashes", hashes.shape[0], n_table)
+    if min_run < 1:
+        raise LayoutError(f"min_run is {min_run}: expected 1 or more")
+    if longest == 0:
+        out[:, :] = 0
+        return
+    a = &tails[0, 0]
+    b = &tails[1, 0]
+    windows.hashes = &hashes[0]
+    windows.starts = &starts[0]
+    with nogil:
+        for i in range(n_calls):
+            parent = links[i].parent
+            if parent < 0:
+                continue
+            lcp = links[i].lcp
+            held = _held_len(&calls[parent])
+            out[i, 1] = out[i, 2] = out[i, 3] = -1
+            out[i, 4] = 0
+            if lcp == held:
+                out[i, 0] = REGION_NONE
+                out[i, 5] = CAUSE_CLEAN
+                continue
+            # Upwards over the replies that stand in held: `reach` is how far held and the
+            # path of x agree.
+            out[i, 0] = REGION_PROMPT
+            reach = boundary = held
+            x = parent
+            while x >= 0 and reach > lcp:
+                stop = min(_held_len(&calls[x]), reach)
+                out[i, 4] += max(stop - max(calls[x].prompt_len, lcp), 0)
+                if calls[x].prompt_len <= lcp < stop:
+                    out[i, 0] = REGION_LAST_REPLY if x == parent else REGION_EARLIER_REPLY
+                if lcp < calls[x].prompt_len <= reach:
+                    boundary = min(boundary, calls[x].prompt_len)
+                if lcp < _held_len(&calls[x]) <= reach:
+                    boundary = min(boundary, _held_len(&calls[x]))
+                if links[x].parent >= 0:
+                    reach = min(reach, links[x].lcp)
+                x = links[x].parent
+            if lcp == calls[i].prompt_len:
+                out[i, 5] = CAUSE_TRUNCATED
+                continue
+            _copy_stretch(&calls[0], &nodes[0], ends[parent], lcp, held, a)
+            _copy_stretch(&calls[0], &nodes[0], ends[i], lcp, calls[i].prompt_len, b)
+            windows.mask = 1
+            while windows.mask < 2 * (held - lcp):
+                windows.mask *= 2
+            windows.mask -= 1
+            n = _back_in_step(
+                a, held - lcp, boundary - lcp, b, calls[i].prompt_len - lcp, min_run, &windows,
+                &at_a, &at_b,
+            )
+            if n > 0:
+                out[i, 1] = lcp + at_a
+                out[i, 2] = lcp + at_b
+                out[i, 3] = n
+            if n >= min_run:
+                out[i, 5] = CAUSE_HEAD_DROPPED if at_b == 0 else CAUSE_MIDDLE_EDITED
+            elif out[i, 0] == REGION_LAST_REPLY:
+                out[i, 5] = CAUSE_TAIL_CHANGED
+            else:
+                out[i, 5] = CAUSE_DIVERGED

@@ -1,0 +1,141 @@
+"""The columns of planned rows: tokens, mask, logprobs, spans."""
+
+
+cdef void _set_bits(uint8_t* bits, pos_t start, pos_t stop) noexcept nogil:
+    """Set bits[start:stop], least significant bit first (the Arrow order)."""
+    while start < stop and start & 7:
+        bits[start >> 3] |= <uint8_t>(1 << (start & 7))
+        start += 1
+    if stop - start >= 8:
+        memset(bits + (start >> 3), 0xFF, (stop - start) >> 3)
+        start += (stop - start) & ~<pos_t>7
+    while start < stop:
+        bits[start >> 3] |= <uint8_t>(1 << (start & 7))
+        start += 1
+
+
+cdef pos_t _copy_logprobs(
+    const Call* call, const Piece* piece, float* target, uint8_t* valid, pos_t offset
+) noexcept nogil:
+    """Logprobs of one trained piece; how many of them the engine did not give."""
+    cdef const float* values = <const float*><intptr_t>call.logprobs
+    cdef const uint8_t* bits = <const uint8_t*><intptr_t>call.valid
+    cdef pos_t i, n = piece.stop - piece.start, missing = 0, bit
+    if values == NULL:
+        return n
+    target += offset + piece.start
+    values += piece.out_start
+    if bits == NULL:
+        memcpy(target, values, n * sizeof(float))
+        _set_bits(valid, offset + piece.start, offset + piece.stop)
+        return 0
+    for i in range(n):
+        bit = call.valid_bit + piece.out_start + i
+        if bits[bit >> 3] >> (bit & 7) & 1:
+            target[i] = values[i]
+            _set_bits(valid, offset + piece.start + i, offset + piece.start + i + 1)
+        else:
+            missing += 1
+    return missing
+
+
+def fill_rows(
+    const Call[::1] calls not None,
+    const Node[::1] nodes not None,
+    const int32_t[::1] ends not None,
+    const Link[::1] links not None,
+    const uint8_t[::1] kinds not None,
+    const int32_t[::1] owners not None,
+    const int32_t[::1] turn_index not None,
+    bint keep_head,
+    int64_t max_tokens,
+    const Row[::1] rows not None,
+    const pos_t[::1] token_offsets not None,
+    const pos_t[::1] span_offsets not None,
+    token_t[::1] input_ids not None,
+    uint8_t[::1] loss_mask not None,
+    float[::1] logprobs not None,
+    uint8_t[::1] valid not None,
+    int32_t[:, ::1] spans not None,
+    int8_t[::1] span_kinds not None,
+):
+    """Write the per-token columns and the spans of planned rows; return missing logprobs.
+
+    ``loss_mask`` and ``valid`` are bitmaps; they and ``logprobs`` must come as zeros.
+    ``spans`` is 5 by n_spans: start, stop, turn_index, output_start, output_stop. The first
+    five arguments are those that `plan_rows` filled or read, ``rows`` its result.
+    """
+    cdef:
+        int64_t n_rows = rows.shape[0], n_calls = calls.shape[0], r, i, at
+        pos_t n_tokens, n_spans, missing = 0, offset
+        int32_t call, below
+        int n, k
+        Piece[3] pieces
+        Rule rule
+        const Call* item
+        token_t* tokens = NULL
+        float* values = NULL
+        uint8_t* mask = NULL
+        uint8_t* given = NULL
+
+    for name, m in (
+        ("ends", ends.shape[0]), ("links", links.shape[0]), ("kinds", kinds.shape[0]),
+        ("owners", owners.shape[0]), ("turn_index", turn_index.shape[0]),
+    ):
+        _check_length(name, m, n_calls)
+    _check_length("token_offsets", token_offsets.shape[0], n_rows + 1)
+    _check_length("span_offsets", span_offsets.shape[0], n_rows + 1)
+    if n_rows == 0:
+        return 0
+    for r in range(n_rows):
+        if token_offsets[r + 1] - token_offsets[r] != rows[r].n_tokens:
+            raise LayoutError(f"token_offsets[{r}] leaves no room for {rows[r].n_tokens} tokens")
+        if span_offsets[r + 1] - span_offsets[r] != rows[r].n_spans:
+            raise LayoutError(f"span_offsets[{r}] leaves no room for {rows[r].n_spans} spans")
+    n_tokens = token_offsets[n_rows]
+    n_spans = span_offsets[n_rows]
+    _check_length("input_ids", input_ids.shape[0], n_tokens)
+    _check_length("loss_mask", loss_mask.shape[0], (n_tokens + 7) // 8)
+    _check_length("logprobs", logprobs.shape[0], n_tokens)
+    _check_length("valid", valid.shape[0], (n_tokens + 7) // 8)
+    _check_length("spans", spans.shape[0], 5)
+    _check_length("spans", spans.shape[1], n_spans)
+    _check_length("span_kinds", span_kinds.shape[0], n_spans)
+    if n_tokens:
+        tokens = &input_ids[0]
+        mask = &loss_mask[0]
+        values = &logprobs[0]
+        given = &valid[0]
+    rule.keep_head = keep_head
+    rule.max_tokens = max_tokens
+    with nogil:
+        for r in range(n_rows):
+            offset = token_offsets[r]
+            _copy_stretch(
+                &calls[0], &nodes[0], ends[rows[r].last], 0, rows[r].n_tokens, tokens + offset
+            )
+            at = span_offsets[r + 1]
+            call = rows[r].last
+            below = -1
+            # From the last call upwards, so the spans are written from the end.
+            for i in range(rows[r].n_calls):
+                item = &calls[call]
+                n = _pieces(
+                    item, &links[below] if below >= 0 else NULL,
+                    below >= 0 and kinds[below] == KIND_ABSORB,
+                    owners[call] == rows[r].owner, &rule, pieces,
+                )
+                at -= n
+                for k in range(n):
+                    spans[0, at + k] = <int32_t>pieces[k].start
+                    spans[1, at + k] = <int32_t>pieces[k].stop
+                    spans[2, at + k] = turn_index[call]
+                    spans[3, at + k] = <int32_t>pieces[k].out_start
+                    spans[4, at + k] = <int32_t>pieces[k].out_stop
+                    span_kinds[at + k] = pieces[k].kind
+                    if pieces[k].kind == SPAN_TRAINED:
+                        _set_bits(mask, offset + pieces[k].start, offset + pieces[k].stop)
+                        missing += _copy_logprobs(item, &pieces[k], values, given, offset)
+                below = call
+                call = links[call].parent
+    return missing

@@ -1,0 +1,353 @@
+"""Which rows a policy makes of linked calls, and what becomes of every claim.
+
+The path of a call is what a row holds once the call has been taken into it, so a row is a
+maximal run of linked calls that no drift cuts, and all that is said of it follows from the
+pairs: no row is built to find out. A claim is a call's output; the first chain in the
+policy's order that contains a call owns its claim.
+"""
+
+cdef enum:  # how a call meets the row that its parent ended
+    KIND_CLEAN, KIND_ABSORB, KIND_FORK
+
+cdef enum:  # what is compared with the threshold when the last reply came back changed
+    ABSORB_NEVER, ABSORB_SHORT_REPLY, ABSORB_SHORT_DRIFT
+
+cdef enum:  # in the order of trajkit.schema.SPAN_KINDS
+    SPAN_TRAINED, SPAN_DUPLICATE, SPAN_ABSORBED, SPAN_CUT, SPAN_UNTRAINABLE
+    N_SPAN_KINDS
+
+cdef enum:  # in the order of trajkit.schema.REPORT, from turns on
+    REPORT_TURNS, REPORT_ROWS, REPORT_ROWS_UNTRAINED, REPORT_ROWS_CUT
+    REPORT_SAMPLED, REPORT_TRAINED, REPORT_DUPLICATED, REPORT_FORWARD, REPORT_FORWARD_SHARED
+    REPORT_LOST_ABSORBED, REPORT_LOST_DEMOTED, REPORT_LOST_CUT
+    REPORT_LOST_UNTRAINABLE, REPORT_LOST_UNROUTED
+    REPORT_WIDTH
+
+
+cdef struct Rule:
+    int32_t absorb            # ABSORB_*: what is compared with the threshold
+    int64_t threshold
+    bint keep_head            # an absorbed reply stays trained up to where drift starts
+    bint drop_untrained
+    bint chain_flags          # flags of the whole chain, not of the row
+    pos_t max_tokens
+
+
+cdef struct Piece:
+    pos_t start
+    pos_t stop
+    pos_t out_start
+    pos_t out_stop
+    int8_t kind
+
+
+cdef inline int _kind(
+    const Call* calls, const Link* links, int32_t call, const Rule* rule
+) noexcept nogil:
+    """What becomes of the row that holds the call's parent when the call comes."""
+    cdef const Link* link = &links[call]
+    cdef const Call* parent = &calls[link.parent]
+    cdef pos_t drift = parent.prompt_len + parent.out_len - link.lcp
+    if drift == 0:
+        return KIND_CLEAN
+    if link.lcp < parent.prompt_len:
+        return KIND_FORK
+    if rule.absorb == ABSORB_SHORT_REPLY and calls[call].out_len < rule.threshold:
+        return KIND_ABSORB
+    if rule.absorb == ABSORB_SHORT_DRIFT and drift < rule.threshold:
+        return KIND_ABSORB
+    return KIND_FORK
+
+
+cdef int _pieces(
+    const Call* call, const Link* next_link, bint absorbed, bint owned, const Rule* rule,
+    Piece* pieces,
+) noexcept nogil:
+    """What a row says of one call's output: up to three pieces, ascending.
+
+    ``next_link`` is the link of the call that follows in the row; read if ``absorbed``.
+    """
+    cdef pos_t start = call.prompt_len, kept = call.out_len, inside
+    cdef int n = 0
+    if call.out_len == 0:
+        return 0
+    if absorbed:
+        kept = next_link.lcp - start if rule.keep_head else 0
+    inside = max(min(kept, rule.max_tokens - start), 0)
+    if inside > 0:
+        pieces[0].start = start
+        pieces[0].stop = start + inside
+        pieces[0].out_start = 0
+        pieces[0].out_stop = inside
+        if not call.trainable:
+            pieces[0].kind = SPAN_UNTRAINABLE
+        else:
+            pieces[0].kind = SPAN_TRAINED if owned else SPAN_DUPLICATE
+        n = 1
+    if not owned or not call.trainable:
+        return n
+    if inside < kept:
+        pieces[n].start = pieces[n].stop = rule.max_tokens
+        pieces[n].out_start = inside
+        pieces[n].out_stop = kept
+        pieces[n].kind = SPAN_CUT
+        n += 1
+    if kept < call.out_len:
+        pieces[n].start = pieces[n].stop = min(start + kept, rule.max_tokens)
+        pieces[n].out_start = kept
+        pieces[n].out_stop = call.out_len
+        pieces[n].kind = SPAN_ABSORBED
+        n += 1
+    return n
+
+
+cdef void _survey(
+    const Call* calls, const Link* links, const uint8_t* kinds, const int32_t* owners,
+    const Rule* rule, Row* row, int64_t* totals,
+) noexcept nogil:
+    """Complete a row of which last, n_calls and owner are known; totals by span kind."""
+    cdef int32_t call = row.last, below = -1
+    cdef int64_t i
+    cdef int n, k
+    cdef Piece[3] pieces
+    row.n_spans = 0
+    row.use_tool = row.ill_formed = 0
+    row.truncated = calls[row.last].length_stop
+    for i in range(row.n_calls):
+        n = _pieces(
+            &calls[call], &links[below] if below >= 0 else NULL,
+            below >= 0 and kinds[below] == KIND_ABSORB, owners[call] == row.owner, rule, pieces,
+        )
+        row.n_spans += n
+        for k in range(n):
+            totals[pieces[k].kind] += pieces[k].out_stop - pieces[k].out_start
+        row.use_tool |= calls[call].use_tool
+        row.ill_formed |= calls[call].ill_formed
+        row.prompt_len = calls[call].prompt_len
+        below = call
+        call = links[call].parent
+    row.n_trained = totals[SPAN_TRAINED]
+    row.n_tokens = min(_held_len(&calls[row.last]), rule.max_tokens)
+
+
+cdef void _find_parent_row(
+    const Node* nodes, const int32_t* ends, int32_t* marks, const Row* rows, Row* row,
+    int32_t index,
+) noexcept nogil:
+    """Set parent_row and shared, and mark the nodes that this row is the first to cover.
+
+    A row that is cut covers its last node in part. All cuts fall at one position, so a row
+    that covers more of that node than the first one does not exist.
+    """
+    cdef int32_t node = ends[row.last], by
+    row.parent_row = -1
+    row.shared = 0
+    while nodes[node].start >= row.n_tokens:
+        node = nodes[node].parent
+    while nodes[node].parent >= 0:
+        by = marks[node]
+        if by >= 0:
+            row.parent_row = rows[by].index
+            row.shared = min(min(nodes[node].stop, row.n_tokens), rows[by].n_tokens)
+            return
+        marks[node] = index
+        node = nodes[node].parent
+
+
+cdef int64_t _plan_session(
+    const Call* calls, int32_t lo, int32_t hi, int32_t session, const Node* nodes,
+    const int32_t* ends, const Link* links, const Rule* rule, uint8_t* kinds,
+    int32_t* by_order, int32_t* forks, uint8_t* flags, int32_t* owners, int32_t* marks,
+    Row* rows, int64_t n_rows, int64_t* report,
+) noexcept nogil:
+    """Append the rows of one session to rows[:n_rows]; return how many there are then."""
+    cdef int32_t i, k, parent, leaf, top, call, first_of_session = <int32_t>n_rows
+    cdef int64_t low, high, chain_start, j
+    cdef int64_t[N_SPAN_KINDS] totals
+    cdef Row row
+    cdef Row* emitted
+
+    for i in range(lo, hi):
+        by_order[i] = owners[i] = -1
+    for i in range(lo, hi):
+        report[REPORT_TURNS] += 1
+        report[REPORT_SAMPLED] += calls[i].out_len
+        if not calls[i].trainable:
+            report[REPORT_LOST_UNTRAINABLE] += calls[i].out_len
+        elif links[i].order < 0:
+            if links[i].demoted_by >= 0:
+                report[REPORT_LOST_DEMOTED] += calls[i].out_len
+            else:
+                report[REPORT_LOST_UNROUTED] += calls[i].out_len
+        flags[i] = calls[i].use_tool | (calls[i].ill_formed << 1)
+        forks[i] = 0
+        kinds[i] = KIND_FORK
+        parent = links[i].parent
+        if parent >= 0:
+            kinds[i] = _kind(calls, links, i, rule)
+            forks[i] = forks[parent] + (kinds[i] == KIND_FORK)
+            flags[i] |= flags[parent]
+            if links[i].order >= 0:
+                flags[parent] |= 4  # something continues it: no leaf
+        flags[i] &= 3
+        if links[i].order >= 0:
+            by_order[lo + links[i].order] = i
+
+    for k in range(lo, hi):
+        leaf = by_order[k]
+        if leaf < 0 or flags[leaf] & 4:
+            continue
+        top = call = leaf
+        while call >= 0 and owners[call] < 0:
+            owners[call] = leaf
+            top = call
+            call = links[call].parent
+        # The topmost row with something new may start above it.
+        while kinds[top] != KIND_FORK:
+            top = links[top].parent
+        report[REPORT_ROWS_UNTRAINED] += forks[top]
+
+        chain_start = n_rows
+        call = leaf
+        while True:
+            row.last = call
+            row.owner = leaf
+            row.session = session
+            row.reserved = 0
+            row.n_calls = 1
+            while kinds[call] != KIND_FORK:
+                call = links[call].parent
+                row.n_calls += 1
+            for j in range(N_SPAN_KINDS):
+                totals[j] = 0
+            _survey(calls, links, kinds, owners, rule, &row, totals)
+            if rule.chain_flags:
+                row.truncated = calls[leaf].length_stop
+                row.use_tool = flags[leaf] & 1
+                row.ill_formed = (flags[leaf] >> 1) & 1
+            report[REPORT_LOST_ABSORBED] += totals[SPAN_ABSORBED]
+            if rule.drop_untrained and totals[SPAN_TRAINED] + totals[SPAN_CUT] == 0:
+                report[REPORT_ROWS_UNTRAINED] += 1
+            elif row.n_tokens < _held_len(&calls[row.last]) and row.n_tokens <= row.prompt_len:
+                report[REPORT_ROWS_CUT] += 1
+                report[REPORT_LOST_CUT] += totals[SPAN_TRAINED] + totals[SPAN_CUT]
+            else:
+                report[REPORT_LOST_CUT] += totals[SPAN_CUT]
+                report[REPORT_TRAINED] += totals[SPAN_TRAINED]
+                report[REPORT_DUPLICATED] += totals[SPAN_DUPLICATE]
+                rows[n_rows] = row
+                n_rows += 1
+            if call == top:
+                break
+            call = links[call].parent
+
+        # They were found from the leaf upwards; a chain's rows come from the root downwards.
+        low = chain_start
+        high = n_rows - 1
+        while low < high:
+            row = rows[low]
+            rows[low] = rows[high]
+            rows[high] = row
+            low += 1
+            high -= 1
+        for j in range(chain_start, n_rows):
+            emitted = &rows[j]
+            emitted.index = <int32_t>j - first_of_session
+            _find_parent_row(nodes, ends, marks, rows, emitted, <int32_t>j)
+            report[REPORT_ROWS] += 1
+            report[REPORT_FORWARD] += emitted.n_tokens
+            report[REPORT_FORWARD_SHARED] += emitted.n_tokens - emitted.shared
+    return n_rows
+
+
+cdef int64_t _first_bad_link(
+    const Call[::1] calls, const int64_t[::1] session_offsets, const Link[::1] links
+) noexcept nogil:
+    """Index of the first link that is none, or -1."""
+    cdef int64_t s, i, lo, hi
+    cdef int32_t parent
+    for s in range(session_offsets.shape[0] - 1):
+        lo = session_offsets[s]
+        hi = session_offsets[s + 1]
+        for i in range(lo, hi):
+            parent = links[i].parent
+            if links[i].order >= hi - lo:
+                return i
+            if parent < 0:
+                continue
+            if parent < lo or parent >= i or links[parent].order < 0:
+                return i
+            if links[i].lcp < 0 or links[i].lcp > calls[i].prompt_len:
+                return i
+            if links[i].lcp > calls[parent].prompt_len + calls[parent].out_len:
+                return i
+    return -1
+
+
+def plan_rows(
+    const Call[::1] calls not None,
+    const int64_t[::1] session_offsets not None,
+    const Node[::1] nodes not None,
+    const int32_t[::1] ends not None,
+    const Link[::1] links not None,
+    int32_t absorb,
+    int64_t threshold,
+    bint keep_head,
+    bint drop_untrained,
+    bint chain_flags,
+    int64_t max_tokens,
+    uint8_t[::1] kinds not None,
+    int32_t[:, ::1] scratch not None,
+    int32_t[::1] owners not None,
+    int32_t[::1] marks not None,
+    Row[::1] rows not None,
+    int64_t[:, ::1] report not None,
+):
+    """Fill ``rows`` in the policy's order, ``kinds``, ``owners`` and ``report``; return n_rows.
+
+    ``kinds`` tells how each call met its parent's row, ``owners`` names the chain (its last
+    call) that owns each call's claim, or -1. ``report`` has a line a session, of the columns
+    of `trajkit.schema.REPORT` from ``turns`` on; it must come as zeros. ``scratch`` is 3 by
+    n_calls, ``marks`` has an entry a node of the forest.
+    """
+    cdef:
+        int64_t n_calls = calls.shape[0], n_sessions = session_offsets.shape[0] - 1
+        int64_t s, i, bad, n_rows = 0
+        Rule rule
+
+    _check_sessions(session_offsets, n_calls)
+    for name, n in (
+        ("ends", ends.shape[0]), ("links", links.shape[0]), ("kinds", kinds.shape[0]),
+        ("owners", owners.shape[0]), ("rows", rows.shape[0]), ("scratch", scratch.shape[1]),
+    ):
+        _check_length(name, n, n_calls)
+    _check_length("scratch", scratch.shape[0], 3)
+    _check_length("marks", marks.shape[0], nodes.shape[0])
+    _check_length("report", report.shape[0], n_sessions)
+    if report.shape[1] != REPORT_WIDTH:
+        raise LayoutError(f"report is {report.shape[1]} wide, {<int>REPORT_WIDTH} are needed")
+    bad = _first_bad_link(calls, session_offsets, links)
+    if bad >= 0:
+        raise LayoutError(
+            f"links[{bad}] is no link: parent {links[bad].parent}, lcp {links[bad].lcp}, "
+            f"order {links[bad].order}"
+        )
+    if n_calls == 0:
+        return 0
+    rule.absorb = absorb
+    rule.threshold = threshold
+    rule.keep_head = keep_head
+    rule.drop_untrained = drop_untrained
+    rule.chain_flags = chain_flags
+    rule.max_tokens = max_tokens
+    with nogil:
+        for i in range(nodes.shape[0]):
+            marks[i] = -1
+        for s in range(n_sessions):
+            n_rows = _plan_session(
+                &calls[0], <int32_t>session_offsets[s], <int32_t>session_offsets[s + 1],
+                <int32_t>s, &nodes[0], &ends[0], &links[0], &rule, &kinds[0], &scratch[0, 0],
+                &scratch[1, 0], <uint8_t*>&scratch[2, 0], &owners[0], &marks[0], &rows[0],
+                n_rows, &report[s, 0],
+            )
+    return n_rows

@@ -1,0 +1,156 @@
+"""How each prompt departs from what was held: the ``drift`` table."""
+
+import numpy as np
+import pyarrow as pa
+
+from trajkit import _core
+from trajkit.calls import Calls, Longs, Records, read_calls
+from trajkit.errors import InvalidTurnsError, PolicyError
+from trajkit.forest import Forest, grow
+from trajkit.link import measure, read_links
+from trajkit.schema import CAUSES, DRIFT, REGIONS
+from trajkit.tables import TableLike, canonical
+
+MIN_RUN = 8
+"""Tokens that must agree in a row for held and replay to count as back in step."""
+
+
+def classify_drift(
+    turns: TableLike, links: TableLike, *, min_run: int = MIN_RUN
+) -> pa.Table:
+    """How the prompt of each linked turn departs from its parent's prompt and output.
+
+    Parameters
+    ----------
+    turns : table
+        `trajkit.schema.TURNS` in full or delta form.
+    links : table
+        `trajkit.schema.LINKS` of the same turns, as `trajkit.link` gives it.
+    min_run : int
+        Length, in tokens, from which a common run counts as back in step.
+
+    Returns
+    -------
+    Table
+        `trajkit.schema.DRIFT`, one row per turn that has a parent. With held = parent
+        prompt ++ parent output:
+
+        lcp, size
+            Tokens that held and the prompt share at their start, and held tokens beyond.
+        region
+            ``none`` (size 0), ``last_reply`` (lcp lies in the parent's output),
+            ``earlier_reply`` (in an output before it that stands unchanged in held),
+            ``prompt`` (elsewhere).
+        resync_held, resync_prompt, resync_length
+            The longest run of ``min_run`` tokens or more that both have beyond lcp, the
+            first in the prompt, or failing that the longest (shorter) run that ends where
+            the message in which drift starts ends in held. Null where there is none.
+        at_stake
+            Sampled tokens, of the parent and of replies before it, that stand in held at
+            or beyond lcp.
+        cause
+            ``clean``; ``truncated`` (the prompt ends at lcp); ``head_dropped`` (what
+            follows in the prompt at lcp is found further on in held, min_run tokens or
+            more); ``middle_edited`` (they are back in step further on in both);
+            ``tail_changed`` (the last reply came back changed and not in step again);
+            ``diverged`` (any other).
+
+    Raises
+    ------
+    SchemaError, InvalidTurnsError
+        As `trajkit.linearize`.
+    PolicyError
+        ``min_run`` is below 1.
+    """
+    if min_run < 1:
+        raise PolicyError(f"min_run={min_run}: expected 1 or more")
+    calls = read_calls(turns)
+    records = read_links(calls, links)
+    forest = grow(calls)
+    measure(calls, forest, records)
+    return drift_table(calls, forest, records, min_run)
+
+
+def drift_table(
+    calls: Calls, forest: Forest, links: Records, min_run: int = MIN_RUN
+) -> pa.Table:
+    """The ``drift`` table of links whose ``lcp`` is known."""
+    longest = int(calls.held.max(initial=0))
+    n_table = 1 << max((2 * longest - 1).bit_length(), 1)
+    found = np.zeros((len(links), 6), np.int64)
+    _core.describe_drift(
+        calls.calls,
+        forest.nodes,
+        forest.ends,
+        links,
+        min_run,
+        np.empty((2, longest), np.int32),
+        np.empty(n_table, np.uint64),
+        np.empty(n_table, np.int32),
+        found,
+    )
+    rows = np.flatnonzero(links["parent"] >= 0)
+    found, linked = found[rows], links[rows]
+    nowhere = found[:, 3] < 0
+    size = calls.held[linked["parent"]] - linked["lcp"]
+
+    def names(codes: Longs, of: tuple[str, ...]) -> pa.Array:
+        return pa.DictionaryArray.from_arrays(codes.astype(np.int8), pa.array(of))
+
+    def where(column: int) -> pa.Array:
+        return pa.array(found[:, column].astype(np.int32), mask=nowhere)
+
+    taken = calls.table.select(["session_id", "turn_index"]).take(rows)
+    return pa.Table.from_arrays(
+        [
+            taken.column("session_id"),
+            taken.column("turn_index"),
+            pa.array(calls.turn_index[linked["parent"]]),
+            pa.array(linked["lcp"].astype(np.int32)),
+            pa.array(size.astype(np.int32)),
+            names(found[:, 0], REGIONS),
+            where(1),
+            where(2),
+            where(3),
+            pa.array(found[:, 4].astype(np.int32)),
+            names(found[:, 5], CAUSES),
+        ],
+        schema=DRIFT,
+    )
+
+
+def read_lcp(calls: Calls, links: Records, table: TableLike) -> None:
+    """Fill ``lcp`` of the links from a ``drift`` table that belongs to them.
+
+    Raises
+    ------
+    InvalidTurnsError
+        It is not one row per linked turn in the order of turns, names another parent, or
+        an lcp that the two turns can't have.
+    """
+    table = canonical(table, DRIFT)
+    rows = np.flatnonzero(links["parent"] >= 0)
+    taken = calls.table.select(["session_id", "turn_index"]).take(rows)
+    same = table.num_rows == len(rows)
+    same = same and all(
+        table.column(name).equals(taken.column(name)) for name in taken.column_names
+    )
+    if not same:
+        raise InvalidTurnsError(
+            f"drift has {table.num_rows} rows for {len(rows)} linked turns, or in another "
+            "order: expected one row per turn that has a parent, in the order of turns"
+        )
+    links["lcp"] = -1
+    links["lcp"][rows] = table.column("lcp").to_numpy()
+    parents = links["parent"][rows]
+    most = np.minimum(calls.held[parents], calls.calls["prompt_len"][rows])
+    lcp = links["lcp"][rows]
+    other = table.column("parent").to_numpy() != calls.turn_index[parents]
+    bad = np.flatnonzero(other | (lcp < 0) | (lcp > most))
+    if len(bad):
+        call, row = int(rows[bad[0]]), int(bad[0])
+        raise InvalidTurnsError(
+            f"{calls.place(call)}: drift has parent {table.column('parent')[row]} and lcp "
+            f"{lcp[row]}; its link has parent {calls.turn_index[parents[row]]}, which "
+            f"allows an lcp of 0 to {most[row]}"
+        )

@@ -1,0 +1,105 @@
+"""JSON to Python values, however deep it is nested."""
+
+import json
+import re
+from json.decoder import scanstring
+
+_SPACE = re.compile(r"[ \t\n\r]*")
+_NUMBER = re.compile(r"(-?(?:0|[1-9][0-9]*))(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+_WORDS = {
+    "null": None,
+    "true": True,
+    "false": False,
+    "NaN": float("nan"),
+    "Infinity": float("inf"),
+    "-Infinity": float("-inf"),
+}
+_WORD = re.compile("|".join(_WORDS))
+_OPEN: dict[str, type[dict[str, object]] | type[list[object]]] = {"{": dict, "[": list}
+
+
+def parse(text: str) -> object:
+    """As ``json.loads``, which gives up some thousand levels down.
+
+    Raises
+    ------
+    ValueError
+        The text is no JSON; NaN and the infinities are let through as ``json`` does.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        return _parse_deep(text)
+
+
+def _parse_deep(text: str) -> object:
+    # containers still open, the innermost last, and the key that waits for its value
+    stack: list[dict[str, object] | list[object]] = []
+    keys: list[str] = []
+    at = _skip(text, 0)
+    while True:
+        opening = _OPEN.get(text[at : at + 1])
+        value: object
+        if opening is not None:
+            value = opening()
+            at = _skip(text, at + 1)
+            if text[at : at + 1] != ("}" if opening is dict else "]"):
+                stack.append(value)  # type: ignore[arg-type]
+                if opening is dict:
+                    at = _key(text, at, keys)
+                continue
+            at += 1
+        else:
+            value, at = _leaf(text, at)
+        # put the value where it belongs, and close what ends behind it
+        while True:
+            at = _skip(text, at)
+            if not stack:
+                if at != len(text):
+                    raise json.JSONDecodeError("Extra data", text, at)
+                return value
+            within = stack[-1]
+            if isinstance(within, dict):
+                within[keys.pop()] = value
+                closing = "}"
+            else:
+                within.append(value)
+                closing = "]"
+            sign = text[at : at + 1]
+            if sign == ",":
+                at = _skip(text, at + 1)
+                if isinstance(within, dict):
+                    at = _key(text, at, keys)
+                break
+            if sign != closing:
+                raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
+            at += 1
+            value = stack.pop()
+
+
+def _skip(text: str, at: int) -> int:
+    return _SPACE.match(text, at).end()  # type: ignore[union-attr]
+
+
+def _key(text: str, at: int, keys: list[str]) -> int:
+    if text[at : at + 1] != '"':
+        raise json.JSONDecodeError("Expecting a property name in quotes", text, at)
+    key, at = scanstring(text, at + 1, True)
+    at = _skip(text, at)
+    if text[at : at + 1] != ":":
+        raise json.JSONDecodeError("Expecting ':' delimiter", text, at)
+    keys.append(key)
+    return _skip(text, at + 1)
+
+
+def _leaf(text: str, at: int) -> tuple[object, int]:
+    if text[at : at + 1] == '"':
+        return scanstring(text, at + 1, True)
+    word = _WORD.match(text, at)
+    if word is not None:
+        return _WORDS[word[0]], word.end()
+    number = _NUMBER.match(text, at)
+    if number is None:
+        raise json.JSONDecodeError("Expecting value", text, at)
+    whole = number[2] is None and number[3] is None
+    return (int(number[0]) if whole else float(number[0])), number.end()

@@ -1,0 +1,217 @@
+"""Which call a call continues: the ``links`` table."""
+
+import numpy as np
+import pyarrow as pa
+
+from trajkit import _core
+from trajkit.calls import Calls, Ints, Records, named_calls, read_calls
+from trajkit.errors import InvalidTurnsError, PolicyError
+from trajkit.forest import Forest, grow
+from trajkit.layout import LINK, MESSAGE
+from trajkit.policies import DEFAULT_FORK_THRESHOLD, ROUTES, Route
+from trajkit.schema import LINKS, WHY
+from trajkit.tables import TableLike, canonical
+
+
+def link(
+    turns: TableLike,
+    route: Route = "messages",
+    *,
+    merge_threshold: int | None = None,
+) -> pa.Table:
+    """The turn that each turn continues.
+
+    Parameters
+    ----------
+    turns : table
+        `trajkit.schema.TURNS` in full or delta form.
+    route : {"messages", "tokens", "previous", "none"}
+        By the message tree; by the longest row end that is a prefix of the prompt (ties
+        to the oldest row); the previous turn of the session; no turn at all. Under
+        ``"messages"`` a turn without a list of messages goes below the turn whose prompt
+        and output are the longest prefix of its prompt, and a turn with an empty list is
+        left out.
+    merge_threshold : int, optional
+        Under ``"messages"``: a reply shorter than this many tokens gives way to the one
+        that a later request shows in its place. None: 1024; 0 and below: never.
+
+    Returns
+    -------
+    Table
+        `trajkit.schema.LINKS`, one row per turn, in the order of ``turns``.
+
+    Raises
+    ------
+    SchemaError, InvalidTurnsError
+        As `trajkit.linearize`.
+    PolicyError
+        ``route`` is none of the four.
+
+    References
+    ----------
+    Message routing and its merge are slime's (spec: slime 2), token routing prime-rl's
+    (spec: prime-rl 2.1).
+    """
+    calls = read_calls(turns)
+    if merge_threshold is None:
+        merge_threshold = DEFAULT_FORK_THRESHOLD
+    links = find_links(calls, grow(calls), route, merge_threshold)
+    return links_table(calls, links)
+
+
+def find_links(
+    calls: Calls, forest: Forest, route: Route, merge_threshold: int
+) -> Records:
+    """The link of every call, dtype LINK, ``lcp`` unset."""
+    n_calls = len(calls.calls)
+    links = np.zeros(n_calls, LINK)
+    if route == "messages":
+        n_nodes, n_table = _core.tree_size(calls.requests, calls.session_offsets)
+        _core.route_messages(
+            calls.calls,
+            calls.requests,
+            calls.session_offsets,
+            forest.nodes,
+            forest.ends,
+            merge_threshold,
+            np.empty(n_nodes, MESSAGE),
+            np.empty(n_table, np.int32),
+            np.empty(n_calls, np.int32),
+            np.empty(len(forest.nodes), np.int32),
+            np.empty(n_calls, np.int32),
+            links,
+        )
+    elif route == "tokens":
+        _core.route_tokens(
+            calls.calls,
+            calls.session_offsets,
+            forest.nodes,
+            forest.ends,
+            np.empty(len(forest.nodes), np.int32),
+            np.empty(n_calls, np.int32),
+            np.empty(n_calls, np.int32),
+            links,
+        )
+    elif route in ("previous", "none"):
+        starts = calls.session_offsets[:-1]
+        place = np.arange(n_calls, dtype=np.int32)
+        links["order"] = place - np.repeat(starts, np.diff(calls.session_offsets))
+        links["demoted_by"] = -1
+        links["parent"] = place - 1 if route == "previous" else -1
+        links["why"] = WHY.index("previous" if route == "previous" else "root")
+        links["parent"][starts] = -1
+        links["why"][starts] = WHY.index("root")
+    else:
+        raise PolicyError(f"route={route!r}: expected one of {', '.join(ROUTES)}")
+    return links
+
+
+def measure(calls: Calls, forest: Forest, links: Records) -> None:
+    """Fill ``lcp`` of every link: tokens that parent's path and prompt share."""
+    _core.measure_links(calls.calls, forest.nodes, forest.ends, links)
+
+
+def links_table(calls: Calls, links: Records) -> pa.Table:
+    """The ``links`` table of the calls' links."""
+    return pa.Table.from_arrays(
+        [
+            calls.table.column("session_id"),
+            calls.table.column("turn_index"),
+            _turns(calls, links["parent"]),
+            pa.DictionaryArray.from_arrays(
+                pa.array(links["why"].astype(np.int8)), pa.array(WHY)
+            ),
+            pa.array(links["order"], mask=links["order"] < 0),
+            _turns(calls, links["demoted_by"]),
+        ],
+        schema=LINKS,
+    )
+
+
+def _turns(calls: Calls, index: Records) -> pa.Array:
+    """The turn_index of each call, null where the call is -1."""
+    none = index < 0
+    return pa.array(calls.turn_index[np.where(none, 0, index)], mask=none)
+
+
+def read_links(calls: Calls, table: TableLike) -> Records:
+    """The records of a ``links`` table that belongs to the calls.
+
+    Raises
+    ------
+    InvalidTurnsError
+        It is not one row per turn in the same order, or a row names a turn that is no
+        earlier turn of its session.
+    """
+    table = canonical(table, LINKS)
+    _check_same_turns(calls, table)
+    links = np.zeros(len(calls.calls), LINK)
+    for name in ("parent", "demoted_by"):
+        links[name] = find_turns(calls, table.column(name), name)
+    late = np.flatnonzero(links["parent"] >= np.arange(len(links)))
+    if len(late):
+        call = int(late[0])
+        raise InvalidTurnsError(
+            f"{calls.place(call)}: parent {table.column('parent')[call].as_py()} is no "
+            "earlier turn"
+        )
+    links["order"] = table.column("order").fill_null(-1).to_numpy()
+    _check_ranks(calls, links)
+    why = table.column("why").combine_chunks()
+    names = why.dictionary.to_pylist()
+    ranks = np.array([WHY.index(name) for name in names], np.int32)
+    codes = why.indices.fill_null(0).to_numpy()
+    links["why"] = ranks[codes] if len(names) else 0
+    return links
+
+
+def _check_same_turns(calls: Calls, table: pa.Table) -> None:
+    same = table.num_rows == len(calls.calls)
+    if same:
+        same = table.column("turn_index").equals(calls.table.column("turn_index"))
+        same &= table.column("session_id").equals(calls.table.column("session_id"))
+    if not same:
+        raise InvalidTurnsError(
+            f"links has {table.num_rows} rows for {len(calls.calls)} turns, or in another "
+            "order: expected one row per turn, in the order of turns"
+        )
+
+
+def _check_ranks(calls: Calls, links: Records) -> None:
+    """Raise unless ``order`` ranks the turns of each session without a repeat."""
+    placed = np.flatnonzero(links["order"] >= 0)
+    sizes = np.diff(calls.session_offsets)
+    session = calls.session_of()[placed]
+    rank = links["order"][placed]
+    beyond = rank >= sizes[session]
+    ranked = np.lexsort((rank, session))
+    again = np.zeros(len(placed), np.bool_)
+    repeats = np.diff(session[ranked]) == 0
+    repeats &= np.diff(rank[ranked]) == 0
+    again[ranked[1:][repeats]] = True
+    bad = np.flatnonzero(beyond | again)
+    if len(bad):
+        call = int(placed[bad[0]])
+        raise InvalidTurnsError(
+            f"{calls.place(call)}: order {links['order'][call]}: expected ranks from 0, "
+            "each once in a session"
+        )
+    orphans = np.flatnonzero(
+        (links["parent"] >= 0) & (links["order"][links["parent"]] < 0)
+    )
+    if len(orphans):
+        call = int(orphans[0])
+        raise InvalidTurnsError(
+            f"{calls.place(call)}: its parent has no order, so it is in no row"
+        )
+
+
+def find_turns(calls: Calls, wanted: pa.ChunkedArray, name: str) -> Ints:
+    """The call that each row of a column of turn indices names, or -1."""
+    index, absent = named_calls(calls.turn_index, calls.session_offsets, wanted)
+    if len(absent):
+        call = int(absent[0])
+        raise InvalidTurnsError(
+            f"{calls.place(call)}: {name} {wanted[call]} is no turn of the session"
+        )
+    return index

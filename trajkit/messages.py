@@ -1,0 +1,193 @@
+"""Chat messages: canonical JSON, 128-bit keys, and each distinct message held once.
+
+Two messages have one key exactly when Python calls the dicts equal: key order does not
+matter, list order does, a missing key is not a null, 1 == 1.0 == True and "1" is another.
+NaN is taken to be equal to NaN, as ``json.loads`` makes it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trajkit import _core
+from trajkit.errors import InvalidTurnsError
+from trajkit.schema import KEY_BYTES, MESSAGE
+
+Ids = npt.NDArray[np.int32]
+
+NO_IDS: Ids = np.empty(0, np.int32)
+
+
+def message_key(message: dict[str, object]) -> bytes:
+    """The 16-byte key of a chat message: equal for messages that are ``==``.
+
+    Raises
+    ------
+    InvalidTurnsError
+        The message holds a value that JSON does not know; the text names its path.
+    """
+    return _digest(_core.encode_message(message)[1])
+
+
+def message_body(message: dict[str, object]) -> str:
+    """Canonical JSON: keys sorted, no white space, numbers as they are, valid UTF-8.
+
+    Two lone surrogates side by side are written as the pair that they look like; their
+    key is still their own.
+
+    Raises
+    ------
+    InvalidTurnsError
+        The message holds a value that JSON does not know; the text names its path.
+    """
+    return _core.encode_message(message)[0]
+
+
+def _digest(text: str) -> bytes:
+    return blake2b(text.encode(), digest_size=KEY_BYTES).digest()
+
+
+@dataclass(slots=True)
+class MessageBook:
+    """Every distinct message of some calls, under a small id, in order of arrival.
+
+    Messages that are ``==`` but written otherwise (1 and 1.0) have two ids and one key.
+    """
+
+    keys: list[bytes] = field(default_factory=list)
+    roles: list[str] = field(default_factory=list)
+    bodies: list[str] = field(default_factory=list)
+    # which distinct key each message has
+    key_ids: list[int] = field(default_factory=list)
+    _by_body: dict[str, int] = field(default_factory=dict)
+    _by_key: dict[bytes, int] = field(default_factory=dict)
+
+    def add(self, message: object, where: str) -> int:
+        """The id of a message, which must not change afterwards.
+
+        Parameters
+        ----------
+        message : dict
+            With a ``role``, and of JSON values throughout.
+        where : str
+            What the error text calls it: ``session 'a', turn 7: response_message``.
+
+        Raises
+        ------
+        InvalidTurnsError
+            It is no dict, has no role, or holds what JSON does not know.
+        """
+        if not isinstance(message, dict):
+            raise InvalidTurnsError(
+                f"{where} is of type {type(message).__name__}: expected a dict"
+            )
+        role = message.get("role")
+        if not isinstance(role, str):
+            said = f"the role {role!r}" if "role" in message else "no role"
+            raise InvalidTurnsError(f"{where} has {said}: expected a string")
+        try:
+            body, key_text = _core.encode_message(message)
+        except InvalidTurnsError as error:
+            gap = "" if str(error).startswith("[") else " "
+            raise InvalidTurnsError(f"{where}{gap}{error}") from None
+        known = self._by_body.get(body)
+        if known is not None:
+            return known
+        check_text(role, f"{where} role")
+        key = _digest(key_text)
+        number = len(self.bodies)
+        self._by_body[body] = number
+        self.keys.append(key)
+        self.roles.append(role)
+        self.bodies.append(body)
+        self.key_ids.append(self._by_key.setdefault(key, len(self._by_key)))
+        return number
+
+    def add_all(
+        self,
+        messages: Sequence[object],
+        before: Sequence[object],
+        before_ids: Ids,
+        where: str,
+    ) -> Ids:
+        """The ids of a call's messages.
+
+        Those that are the same, by type and value, as the message at their place in an
+        earlier call are not encoded again.
+
+        Parameters
+        ----------
+        messages, before : sequence of dict
+            This call's messages and the earlier call's; empty: none.
+        before_ids : ndarray of int32, shape (len(before),)
+            What this method returned for them.
+        where : str
+            As in `add`; the index is put behind it.
+
+        Returns
+        -------
+        ndarray of int32, shape (len(messages),)
+        """
+        ids = np.empty(len(messages), np.int32)
+        _core.match_messages(list(messages), list(before), before_ids, ids)
+        for i in np.flatnonzero(ids < 0):
+            ids[i] = self.add(messages[i], f"{where}[{i}]")
+        return ids
+
+    def shown(self, ids: Ids, sessions: Ids) -> npt.NDArray[np.bool_]:
+        """At which places the body is stored: where the key's last body was another.
+
+        Parameters
+        ----------
+        ids, sessions : ndarray of int32, shape (n_messages,)
+            Which message stands at each place, and in which session; a session's places
+            follow one another in its own order: prompt, reply, next prompt, ...
+        """
+        out = np.empty(len(ids), np.uint8)
+        scratch = np.full((2, len(self._by_key)), -1, np.int32)
+        key_of = np.array(self.key_ids, np.int32)
+        _core.mark_shown(ids, sessions, key_of, scratch[0], scratch[1], out)
+        return out.view(np.bool_)
+
+    def array(
+        self,
+        ids: Ids,
+        shown: npt.NDArray[np.bool_],
+        mask: npt.NDArray[np.bool_] | None = None,
+    ) -> pa.StructArray:
+        """The messages at each place as the schema's struct.
+
+        Parameters
+        ----------
+        ids : ndarray of int32, shape (n_messages,)
+        shown : ndarray of bool, shape (n_messages,)
+            Where the body is stored; it is null elsewhere.
+        mask : ndarray of bool, shape (n_messages,), optional
+            Where there is no message at all; the id there is not looked at.
+        """
+        empty = ~shown if mask is None else ~shown | mask
+        take = pa.array(ids, mask=mask)
+        return pa.StructArray.from_arrays(
+            [
+                pa.array(self.keys, pa.binary(KEY_BYTES)).take(take),
+                pa.array(self.roles, pa.string()).take(take),
+                pa.array(self.bodies, pa.string()).take(pa.array(ids, mask=empty)),
+            ],
+            fields=list(MESSAGE),
+            mask=None if mask is None else pa.array(mask),
+        )
+
+
+def check_text(text: str, where: str) -> None:
+    """Raise InvalidTurnsError unless UTF-8 can say the text."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidTurnsError(
+                f"{where} {text!r} is not valid Unicode: {error.reason}"
+            ) from None

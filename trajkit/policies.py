@@ -1,0 +1,142 @@
+"""Every rule of the field as one frozen record of choices."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Literal, TypeAlias, get_args
+
+from trajkit.errors import PolicyError
+
+Route: TypeAlias = Literal["messages", "tokens", "previous", "none"]
+Absorb: TypeAlias = Literal["never", "short_reply"]
+Flags: TypeAlias = Literal["chain", "row"]
+
+ROUTES: tuple[Route, ...] = get_args(Route)
+ABSORBS: tuple[Absorb, ...] = get_args(Absorb)
+FLAGS: tuple[Flags, ...] = get_args(Flags)
+
+DEFAULT_FORK_THRESHOLD = 1024
+"""Of slime's ``TrajectoryManager`` (spec: slime 1.3)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """How calls become rows. Make one with `trajkit.policy`.
+
+    Attributes
+    ----------
+    name : str
+        Of the preset that the choices started from.
+    route : {"messages", "tokens", "previous", "none"}
+        The call that a call is compared with: the generated message above it in the
+        message tree; the longest row end that is a prefix of its prompt; the previous
+        call; none.
+    merge : bool
+        Message routing lets a reply that is shown otherwise take the place of one that
+        is shorter than ``fork_threshold``, has no siblings and was not continued.
+    absorb : {"never", "short_reply"}
+        What drift inside the last reply does: opens a new row always; or is taken into
+        the row, which loses that reply, when the incoming reply is shorter than
+        ``fork_threshold``. Drift before the last reply always opens a new row.
+    fork_threshold : int
+        In tokens. 0 and below: nothing is merged or absorbed.
+    own : {"first"}
+        Who trains a claim that several rows hold: the first chain in the policy's order.
+    keep_untrained : bool
+        Rows in which nothing is trained are emitted.
+    flags : {"chain", "row"}
+        ``truncated``, ``use_tool`` and ``ill_formed`` are those of the whole chain from
+        the first call to the leaf, or of the calls in the row.
+    """
+
+    name: str
+    route: Route
+    merge: bool = False
+    absorb: Absorb = "never"
+    fork_threshold: int = 0
+    own: Literal["first"] = "first"
+    keep_untrained: bool = True
+    flags: Flags = "row"
+
+    @property
+    def merge_threshold(self) -> int:
+        """Output length, in tokens, below which message routing may merge; 0: never."""
+        return max(self.fork_threshold, 0) if self.merge else 0
+
+
+PRESETS: dict[str, Policy] = {
+    # THUDM/slime TrajectoryManager (spec: slime 2, 3)
+    "slime": Policy(
+        name="slime",
+        route="messages",
+        merge=True,
+        absorb="short_reply",
+        fork_threshold=DEFAULT_FORK_THRESHOLD,
+        keep_untrained=False,
+        flags="chain",
+    ),
+    # prime-rl interleave_rollout (spec: prime-rl 2.1)
+    "strict": Policy(name="strict", route="tokens"),
+    "per_call": Policy(name="per_call", route="none"),
+}
+"""The named policies."""
+
+ALIASES = {"interleave": "strict"}
+"""Other names of presets."""
+
+
+def policy(name: str | Policy, **choices: object) -> Policy:
+    """The named policy, with some of its choices made otherwise.
+
+    Parameters
+    ----------
+    name : str or Policy
+        ``"slime"``, ``"strict"`` (also ``"interleave"``) or ``"per_call"``; or a policy
+        to start from.
+    **choices
+        Attributes of `Policy`. ``fork_threshold=None`` stands for the preset's own.
+
+    Returns
+    -------
+    Policy
+
+    Raises
+    ------
+    PolicyError
+        No preset has that name, or no policy has that choice.
+
+    Examples
+    --------
+    >>> policy("slime", fork_threshold=0).fork_threshold
+    0
+    """
+    if isinstance(name, Policy):
+        chosen = name
+    else:
+        preset = PRESETS.get(ALIASES.get(name, name))
+        if preset is None:
+            known = ", ".join(sorted([*PRESETS, *ALIASES]))
+            raise PolicyError(f"policy {name!r} does not exist: expected one of {known}")
+        chosen = preset
+    known_choices = {field.name for field in fields(Policy)} - {"name"}
+    for choice, value in choices.items():
+        if choice not in known_choices:
+            raise PolicyError(
+                f"policy {chosen.name!r} has no choice {choice!r}: expected one of "
+                f"{', '.join(sorted(known_choices))}"
+            )
+        _check_choice(choice, value)
+    if choices.get("fork_threshold", 0) is None:
+        del choices["fork_threshold"]
+    return replace(chosen, **choices)  # type: ignore[arg-type]
+
+
+def _check_choice(choice: str, value: object) -> None:
+    names = {"route": ROUTES, "absorb": ABSORBS, "own": ("first",), "flags": FLAGS}
+    if choice in names:
+        if value not in names[choice]:
+            expected = ", ".join(map(repr, names[choice]))
+            raise PolicyError(f"{choice}={value!r}: expected one of {expected}")
+    elif choice == "fork_threshold":
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise PolicyError(f"fork_threshold={value!r}: expected an int or None")
+    elif not isinstance(value, bool):
+        raise PolicyError(f"{choice}={value!r}: expected a bool")

@@ -1,0 +1,53 @@
+"""A stream of record batches, cut where sessions end."""
+
+from collections.abc import Iterable, Iterator
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from trajkit.errors import InvalidTurnsError
+
+
+def whole_sessions(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """Tables of whole sessions, in the order of the stream.
+
+    A session may span batches that follow each other; the last session seen is held back
+    until another begins or the stream ends, so memory is bounded by the largest session
+    and the batch size.
+
+    Raises
+    ------
+    InvalidTurnsError
+        A session comes back after another began.
+    """
+    held: list[pa.RecordBatch] = []
+    current: str | None = None
+    ended: set[str] = set()
+    for batch in batches:
+        if batch.num_rows == 0:
+            continue
+        ids = batch.column("session_id").cast(pa.string())
+        changes = pc.indices_nonzero(pc.not_equal(ids[1:], ids[:-1]))
+        starts = [0, *(1 + row.as_py() for row in changes)]
+        began = [ids[row].as_py() for row in starts]
+        goes_on = began[0] == current
+        for session in began[1:] if goes_on else began:
+            if session in ended or session == current:
+                raise InvalidTurnsError(
+                    f"session {session!r} comes back after another session began: a "
+                    "stream must hold each session in one piece. Gather it first, as "
+                    "trajkit.read_turns does, or sort it by session_id and turn_index"
+                )
+            if current is not None:
+                ended.add(current)
+            current = session
+        if goes_on and len(starts) == 1:
+            held.append(batch)
+            continue
+        last = starts[-1]
+        whole = [*held, batch.slice(0, last)] if last else held
+        if whole:
+            yield pa.Table.from_batches(whole)
+        held = [batch.slice(last)]
+    if held:
+        yield pa.Table.from_batches(held)

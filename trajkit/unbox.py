@@ -1,0 +1,219 @@
+"""Token ids and logprobs out of whatever Python holds them in, into flat blocks."""
+
+from operator import index
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trajkit import _core
+from trajkit.errors import InvalidTurnsError
+
+_ID_RULE = "token ids are integers in [0, 2**31)"
+
+
+class Arena:
+    """Runs of numbers, one after another in blocks that never move.
+
+    Parameters
+    ----------
+    dtype : type
+        ``np.int32`` or ``np.float32``.
+    """
+
+    # elements of the first block; each further one doubles, up to 64 MiB
+    _FIRST, _LARGEST = 1 << 14, 1 << 24
+
+    def __init__(self, dtype: type[np.int32] | type[np.float32]) -> None:
+        self._dtype = dtype
+        self._blocks: list[_Block] = []
+
+    def run(self, length: int) -> npt.NDArray[np.int32 | np.float32]:
+        """A new run to be filled by the caller: its values are undefined."""
+        if not self._blocks or self._blocks[-1].room < length:
+            size = min(self._FIRST << len(self._blocks), self._LARGEST)
+            self._blocks.append(_Block(np.empty(max(size, length), self._dtype)))
+        return self._blocks[-1].run(length)
+
+    def no_run(self) -> None:
+        """A null in the place of a run."""
+        self.run(0)
+        self._blocks[-1].null_runs.append(len(self._blocks[-1].lengths) - 1)
+
+    def null_values(self, valid: npt.NDArray[np.uint8]) -> None:
+        """Make values of the last run null: those where `valid` is 0."""
+        block = self._blocks[-1]
+        block.null_values.append(block.used - len(valid) + np.flatnonzero(valid == 0))
+
+    def lists(self) -> pa.ChunkedArray:
+        """The runs as ``large_list``, without a copy of the values."""
+        type_ = pa.large_list(pa.from_numpy_dtype(self._dtype))
+        return pa.chunked_array([block.lists(type_) for block in self._blocks], type_)
+
+
+class _Block:
+    def __init__(self, values: npt.NDArray[np.int32 | np.float32]) -> None:
+        self.values = values
+        self.used = 0
+        self.lengths: list[int] = []
+        self.null_runs: list[int] = []
+        self.null_values: list[npt.NDArray[np.int64]] = []
+
+    @property
+    def room(self) -> int:
+        return len(self.values) - self.used
+
+    def run(self, length: int) -> npt.NDArray[np.int32 | np.float32]:
+        start = self.used
+        self.used += length
+        self.lengths.append(length)
+        return self.values[start : self.used]
+
+    def lists(self, type_: pa.DataType) -> pa.LargeListArray:
+        offsets = np.zeros(len(self.lengths) + 1, np.int64)
+        np.cumsum(self.lengths, out=offsets[1:])
+        mask = None
+        if self.null_runs:
+            mask = np.zeros(len(self.lengths), np.bool_)
+            mask[self.null_runs] = True
+        nulls = None
+        if self.null_values:
+            nulls = np.zeros(self.used, np.bool_)
+            nulls[np.concatenate(self.null_values)] = True
+        return pa.LargeListArray.from_arrays(
+            pa.array(offsets),
+            pa.array(self.values[: self.used], mask=nulls),
+            type=type_,
+            mask=None if mask is None else pa.array(mask),
+        )
+
+
+def write_ids(arena: Arena, values: object, where: str, name: str) -> int:
+    """Append token ids to the arena; returns how many.
+
+    Parameters
+    ----------
+    values : list, tuple, range, or array or buffer of integers
+    where, name : str
+        For the error: ``session 'a', turn 7: `` and the field.
+
+    Raises
+    ------
+    InvalidTurnsError
+        Something in `values` is no token id.
+    """
+    array = _as_array(values, f"{where}{name}", "integers")
+    if isinstance(array, list):
+        return _write_id_list(arena, array, f"{where}{name}")
+    if array.dtype.kind not in "iu":
+        raise InvalidTurnsError(f"{where}{name} is of {array.dtype}: {_ID_RULE}")
+    bad = (array < 0) | (array > 0x7FFFFFFF)
+    if bad.any():
+        at = int(bad.argmax())
+        raise InvalidTurnsError(f"{where}{name}[{at}] is {array[at]}: {_ID_RULE}")
+    arena.run(len(array))[:] = array
+    return len(array)
+
+
+def _write_id_list(arena: Arena, values: list[object], what: str) -> int:
+    out = arena.run(len(values))
+    at = _core.unbox_ids(values, out)  # type: ignore[arg-type]
+    # the kernel stops at what is no plain int; a numpy integer is one, slowly
+    for k in range(at, len(values)):
+        value = values[k]
+        try:
+            plain = -1 if isinstance(value, (bool, np.bool_)) else index(value)  # type: ignore[arg-type]
+        except TypeError:
+            plain = -1
+        if not 0 <= plain <= 0x7FFFFFFF:
+            raise InvalidTurnsError(f"{what}[{k}] is {value!r}: {_ID_RULE}")
+        out[k] = plain
+    return len(values)
+
+
+def write_logprobs(arena: Arena, values: object, n_outputs: int, where: str) -> None:
+    """Append the logprobs of a call to the arena; None and an empty list are a null.
+
+    Raises
+    ------
+    InvalidTurnsError
+        They are no numbers, or not one per output id.
+    """
+    if values is None:
+        arena.no_run()
+        return
+    array = _as_array(values, f"{where}output_logprobs", "numbers")
+    if len(array) == 0:
+        arena.no_run()
+        return
+    if len(array) != n_outputs:
+        raise InvalidTurnsError(
+            f"{where}{len(array)} logprobs for {n_outputs} output ids"
+        )
+    out = arena.run(n_outputs)
+    if isinstance(array, list):
+        valid = np.empty(n_outputs, np.uint8)
+        at = _core.unbox_logprobs(array, out, valid)
+        for k in range(at, n_outputs):
+            out[k], valid[k] = _logprob(array[k], f"{where}output_logprobs[{k}]")
+        if not valid.all():
+            arena.null_values(valid)
+    elif array.dtype.kind in "fiu":
+        with np.errstate(over="ignore"):  # infinite afterwards, and refused as such
+            out[:] = array
+    else:
+        raise InvalidTurnsError(
+            f"{where}output_logprobs is of {array.dtype}: logprobs are numbers"
+        )
+
+
+def _logprob(value: object, what: str) -> tuple[float, bool]:
+    """A logprob of any numeric type, and whether there is one."""
+    if value is None:
+        return 0.0, False
+    if isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(
+        value, bool
+    ):
+        with np.errstate(over="ignore"):
+            try:
+                return float(np.float32(value)), True
+            except OverflowError:  # an int beyond every float
+                return float("inf") if value > 0 else float("-inf"), True
+    raise InvalidTurnsError(f"{what} is {value!r}: logprobs are numbers")
+
+
+def _as_array(
+    values: object, what: str, expected: str
+) -> list[object] | npt.NDArray[np.generic]:
+    if isinstance(values, list):
+        return values
+    if isinstance(values, (tuple, range)):
+        return list(values)
+    if isinstance(values, pa.Array | pa.ChunkedArray):
+        return values.to_numpy() if values.null_count == 0 else values.to_pylist()  # type: ignore[no-any-return]
+    if isinstance(values, (str, bytes, bytearray)):
+        array = None
+    elif isinstance(values, np.ndarray):
+        array = values
+    else:
+        array = _from_buffer(values)
+    if array is None:
+        raise InvalidTurnsError(
+            f"{what} is of type {type(values).__name__}: expected a list or an array of "
+            f"{expected}"
+        )
+    if array.ndim != 1:
+        raise InvalidTurnsError(
+            f"{what} has the shape {array.shape}: expected one dimension"
+        )
+    return array
+
+
+def _from_buffer(values: object) -> npt.NDArray[np.generic] | None:
+    try:
+        view = memoryview(values)  # type: ignore[arg-type]
+    except TypeError:
+        # tensors and the like, which know how to become an array
+        return np.asarray(values) if hasattr(values, "__array__") else None
+    # bytes are as likely wider integers that lost their type as they are numbers
+    return None if view.itemsize == 1 else np.asarray(view)

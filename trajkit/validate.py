@@ -1,0 +1,269 @@
+"""Whether a table keeps the rules of its schema, named to the row when it does not."""
+
+from collections.abc import Callable, Iterator
+from typing import Literal, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from trajkit import checks, checks_derived, schema
+from trajkit.checks import Check
+from trajkit.errors import InvalidTurnsError, SchemaError
+from trajkit.tables import (
+    TableLike,
+    Violation,
+    as_table,
+    cast,
+    check_columns,
+    misfits,
+    place,
+    turns_schema,
+)
+
+Kind: TypeAlias = Literal["turns", "sessions", "links", "drift", "rows"]
+Nonfinite: TypeAlias = Literal["raise", "null"]
+
+SET_ASIDE = pa.schema(
+    [
+        pa.field("session_id", pa.string(), nullable=False),
+        # the first rule that it was seen to break, with its place and value
+        pa.field("reason", pa.string(), nullable=False),
+    ]
+)
+"""What `set_aside` returns beside the good sessions: one row per session left out."""
+
+# values that a writer of turns can get wrong; from_records has looked at the rest
+_VALUES: tuple[Check, ...] = (
+    checks.ascending("turn_index"),
+    checks.logprobs("output_logprobs", "output_ids"),
+    checks.weight_versions,
+)
+_IN_ORDER: tuple[Check, ...] = (
+    checks.sessions_in_one_piece,
+    checks.ascending("turn_index"),
+)
+_DERIVED: dict[str, tuple[pa.Schema, tuple[Check, ...]]] = {
+    "sessions": (schema.SESSIONS, checks_derived.SESSIONS),
+    "links": (schema.LINKS, (*_IN_ORDER, *checks_derived.LINKS)),
+    "drift": (schema.DRIFT, (*_IN_ORDER, *checks_derived.DRIFT)),
+    "rows": (
+        schema.ROWS,
+        (
+            checks.sessions_in_one_piece,
+            checks.ascending("row_index"),
+            *checks_derived.ROWS,
+        ),
+    ),
+}
+
+
+def validate(
+    table: TableLike,
+    kind: Kind | None = None,
+    *,
+    nonfinite_logprobs: Nonfinite = "raise",
+    bodies: bool = True,
+) -> pa.Table:
+    """The table in its schema's canonical form, if every rule of the schema holds.
+
+    Parameters
+    ----------
+    table : Table, RecordBatch, RecordBatchReader or any Arrow stream
+        Turns (plain or in delta form), sessions, links, drift or rows, in any layout that
+        polars, parquet or pyarrow give them.
+    kind : {"turns", "sessions", "links", "drift", "rows"}, optional
+        None: what the table's metadata says, or its columns where they lost it.
+    nonfinite_logprobs : {"raise", "null"}
+        What becomes of NaN, the infinities, and values of -9999 and below in the logprobs
+        of turns, which engines give where they have no logprob.
+    bodies : bool
+        Whether to look into the message bodies of turns. False lets a table pass that
+        lost, by a filter, the row in which a message was first seen.
+
+    Returns
+    -------
+    Table
+        Columns that were in canonical form are not copied.
+
+    Raises
+    ------
+    SchemaError
+        A column is absent or of a type that cannot be taken for its own, or the table is
+        of another kind or a newer schema version.
+    InvalidTurnsError
+        A value breaks a rule; the text names session, turn, column, value and rule.
+    """
+    source = as_table(table)
+    plan, table_checks = _plan(source, kind, bodies)
+    check_columns(source, plan)
+    _raise_first(source, misfits(source, plan))
+    out = _settle(cast(source, plan), nonfinite_logprobs)
+    for check in table_checks:
+        _raise_first(out, check(out))
+    return out
+
+
+def set_aside(
+    table: TableLike,
+    kind: Kind | None = None,
+    *,
+    nonfinite_logprobs: Nonfinite = "raise",
+    bodies: bool = True,
+) -> tuple[pa.Table, pa.Table]:
+    """The sessions that keep every rule, and those that do not, with the reason.
+
+    Parameters are those of `validate`.
+
+    Returns
+    -------
+    good : Table
+        In canonical form; whole sessions only.
+    bad : Table
+        Columns session_id and reason, in order of discovery.
+
+    Raises
+    ------
+    SchemaError
+        As for `validate`: a fault of the whole table.
+    InvalidTurnsError
+        A session_id is null, so that there is no session to set aside.
+    """
+    source = as_table(table)
+    plan, table_checks = _plan(source, kind, bodies)
+    check_columns(source, plan)
+    reasons: dict[str, str] = {}
+    source = _without(source, misfits(source, plan), reasons)
+    out = _settle(cast(source, plan), nonfinite_logprobs)
+    for check in table_checks:
+        out = _without(out, check(out), reasons)
+    bad = pa.table([list(reasons), list(reasons.values())], schema=SET_ASIDE)
+    return out, bad
+
+
+def check_values(turns: pa.Table, nonfinite_logprobs: Nonfinite) -> pa.Table:
+    """As `validate`, for turns whose ids and messages were looked at one by one."""
+    turns = _settle(turns, nonfinite_logprobs)
+    for check in _VALUES:
+        _raise_first(turns, check(turns))
+    return turns
+
+
+def _plan(
+    table: pa.Table, kind: Kind | None, bodies: bool
+) -> tuple[pa.Schema, tuple[Check, ...]]:
+    name = kind or _kind_of(table)
+    if name == "turns":
+        plan = turns_schema(table.column_names)
+        return plan, _turn_checks(plan, bodies)
+    if name not in _DERIVED:
+        raise SchemaError(
+            f"there are no {name!r} tables: expected one of "
+            f"{', '.join(['turns', *_DERIVED])}"
+        )
+    return _DERIVED[name]
+
+
+def _kind_of(table: pa.Table) -> str:
+    said = (table.schema.metadata or {}).get(b"trajkit.table")
+    if said is not None:
+        return said.decode()
+    names = set(table.column_names)
+    for name, telling in (
+        ("rows", {"input_ids", "loss_mask"}),
+        ("turns", {"output_ids"}),
+        ("drift", {"lcp"}),
+        ("links", {"parent", "turn_index"}),
+        ("sessions", {"session_id"}),
+    ):
+        if telling <= names:
+            return name
+    raise SchemaError(
+        f"columns {sorted(names)} are those of no table: session_id at least is needed"
+    )
+
+
+def _turn_checks(plan: pa.Schema, bodies: bool) -> tuple[Check, ...]:
+    is_delta = plan is schema.TURNS_DELTA
+    ids, messages = (
+        ("suffix_ids", "suffix_messages") if is_delta else ("prompt_ids", "messages")
+    )
+    return (
+        *_IN_ORDER,
+        checks.token_ids(ids),
+        checks.token_ids("output_ids"),
+        *((checks.delta,) if is_delta else ()),
+        checks.prompts_not_empty,
+        *_VALUES[1:],
+        checks.messages(messages),
+        checks.response,
+        *((checks.bodies(messages),) if bodies else ()),
+    )
+
+
+def _raise_first(table: pa.Table, violations: Iterator[Violation]) -> None:
+    for rows, explain in violations:
+        if len(rows):
+            raise InvalidTurnsError(f"{place(table, int(rows[0]))}: {explain(0)}")
+
+
+def _without(
+    table: pa.Table, violations: Iterator[Violation], reasons: dict[str, str]
+) -> pa.Table:
+    """The table without the sessions that a check names; their reasons are noted."""
+    before = len(reasons)
+    names = table.column("session_id")
+    for rows, explain in violations:
+        for k, row in enumerate(rows):
+            name = names[int(row)].as_py()
+            if name is None:
+                raise InvalidTurnsError(f"{place(table, int(row))}: session_id is null")
+            if name not in reasons:
+                reasons[name] = f"{place(table, int(row))}: {explain(k)}"
+    if len(reasons) == before:
+        return table
+    bad = pa.array(list(reasons)[before:], names.type)
+    return table.filter(pc.invert(pc.is_in(names, value_set=bad)))
+
+
+def _settle(table: pa.Table, nonfinite: Nonfinite) -> pa.Table:
+    """Turns with 0.0 under every null logprob, and nulls made of what has no value."""
+    if "output_logprobs" not in table.column_names:
+        return table
+    if nonfinite not in ("raise", "null"):
+        raise ValueError(
+            f"nonfinite_logprobs={nonfinite!r}: expected 'raise' or 'null'"
+        )
+    at = table.column_names.index("output_logprobs")
+    column = table.column(at)
+    chunks = [_settle_chunk(chunk, nonfinite == "null") for chunk in column.chunks]
+    if all(new is old for new, old in zip(chunks, column.chunks, strict=True)):
+        return table
+    return table.set_column(at, table.field(at), pa.chunked_array(chunks, column.type))
+
+
+def _settle_chunk(chunk: pa.LargeListArray, make_null: bool) -> pa.LargeListArray:
+    values = chunk.flatten()
+    numbers = checks.raw_floats(values)
+    absent = values.is_null().to_numpy(zero_copy_only=False)
+    if make_null:
+        absent = absent | checks.not_logprobs(numbers)
+    elif not values.null_count:
+        return chunk
+    # -0.0 and NaN are not the zero that a reader of the bytes is promised
+    if not (make_null and absent.any()) and not numbers[absent].tobytes().strip(b"\0"):
+        return chunk
+    numbers = np.where(absent, np.float32(0), numbers)
+    validity = pa.array(~absent).buffers()[1]
+    fresh = pa.Array.from_buffers(
+        values.type, len(numbers), [validity, pa.py_buffer(numbers)]
+    )
+    ends = np.zeros(len(chunk) + 1, np.int64)
+    n = pc.list_value_length(chunk).fill_null(0).to_numpy(zero_copy_only=False)
+    np.cumsum(n, out=ends[1:])
+    return pa.LargeListArray.from_arrays(
+        pa.array(ends),
+        fresh,
+        type=chunk.type,
+        mask=chunk.is_null() if chunk.null_count else None,
+    )
