@@ -4,5 +4,17 @@ from trajkit.drift import classify_drift
 from trajkit.linearize import linearize
 from trajkit.link import link
 from trajkit.policies import Policy, policy
+from trajkit.prefix import lcp
+from trajkit.records import from_records
+from trajkit.validate import validate
 
-__all__ = ["Policy", "classify_drift", "linearize", "link", "policy"]
+__all__ = [
+    "Policy",
+    "classify_drift",
+    "from_records",
+    "lcp",
+    "linearize",
+    "link",
+    "policy",
+    "validate",
+]

@@ -1,0 +1,93 @@
+"""Reads ``tests/golden``: sessions with the rows that the peers' own code gives."""
+
+import gzip
+import json
+from functools import cache
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "golden"
+
+
+@cache
+def golden(name):
+    """Every session of a file, as dicts. Shared between tests: do not write to them."""
+    with gzip.open(FOLDER / f"{name}.jsonl.gz", "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def golden_name(session):
+    """What pytest shows for a session."""
+    return f"{session['profile']}-{session['seed']}"
+
+
+def slime_sessions():
+    return [*golden("slime"), *golden("slime-order")]
+
+
+def interleave_sessions():
+    """Those without an error: of the rollout (it clears the masks) or of the peer."""
+    return [
+        session
+        for session in golden("interleave")
+        if session["knobs"]["error"] is None and "error" not in session["expected"]
+    ]
+
+
+def cap(session):
+    """max_row_tokens of a slime session: slime's 0 is no cap."""
+    return session["knobs"]["max_sample_tokens"] or None
+
+
+def expected_slime(session):
+    """The peer's rows in our form, and how many it gives no response token.
+
+    Those rows (slime cuts them inside or right after the prompt) are ones that trajkit
+    leaves out. A logprob that slime fills with 0.0 stays 0.0.
+    """
+    rows = []
+    left_out = 0
+    for row in session["expected"]["rows"]:
+        if row["response_length"] <= 0:
+            left_out += 1
+            continue
+        start = len(row["tokens"]) - row["response_length"]
+        rows.append(
+            {
+                "input_ids": row["tokens"],
+                "prompt_length": start,
+                "loss_mask": [False] * start + [bool(m) for m in row["loss_mask"]],
+                "logprobs": [0.0] * start + row["logprobs"],
+                "truncated": row["truncated"],
+                "use_tool": row["use_tool"],
+                "ill_formed": row["ill_formed"],
+            }
+        )
+    return rows, left_out
+
+
+def expected_interleave(session):
+    """The peer's rows in our form."""
+    return [
+        {
+            "input_ids": row["tokens"],
+            "prompt_length": row["prompt_length"],
+            "loss_mask": [False] * row["prompt_length"]
+            + [bool(m) for m in row["loss_mask"]],
+            "logprobs": [0.0] * row["prompt_length"] + row["logprobs"],
+        }
+        for row in session["expected"]["rows"]
+    ]
+
+
+def comparable(rows, like):
+    """The columns that the expected rows have, with 0.0 for an unknown logprob."""
+    names = list(like[0]) if like else []
+    return [
+        {
+            name: [0.0 if p is None else p for p in row[name]]
+            if name == "logprobs"
+            else row[name]
+            for name in names
+        }
+        for row in rows
+    ]

@@ -1,0 +1,614 @@
+"""Slow, obvious twins of what trajkit does. Read these to learn what the rules mean.
+
+A turn is a dict as in ``tests/golden``: ``prompt_messages`` (a list, or None: routed
+by tokens), ``response_message``, ``prompt_ids``, ``output_ids``, ``output_logprobs``
+(empty or None: the engine gave none), ``finish_reason``, ``ill_formed``; and, where a
+test wants them, ``turn_index``, ``trainable`` and ``session_id``. A list of turns is
+one session in commit order. Inside this file a turn is named by its position in that
+list; what leaves it carries turn_index, as the tables do.
+"""
+
+from dataclasses import dataclass, field
+
+DEFAULT_THRESHOLD = 1024
+
+
+def lcp(a, b):
+    """Tokens that a and b share at their start."""
+    n = 0
+    while n < min(len(a), len(b)) and a[n] == b[n]:
+        n += 1
+    return n
+
+
+def held(turn):
+    """What a row holds once it has taken the turn in: its prompt, then its output."""
+    return [*turn["prompt_ids"], *turn["output_ids"]]
+
+
+def turn_indices(turns):
+    """The turn_index of each turn: as recorded, else its position."""
+    return [turn.get("turn_index", i) for i, turn in enumerate(turns)]
+
+
+def is_trainable(turn):
+    return turn.get("trainable") is not False
+
+
+def uses_tool(turn):
+    return bool((turn.get("response_message") or {}).get("tool_calls"))
+
+
+def logprobs_of(turn):
+    """One logprob or None for each output token."""
+    return list(turn.get("output_logprobs") or [None] * len(turn["output_ids"]))
+
+
+# --- which turn each turn continues
+
+
+@dataclass(eq=False)
+class Node:
+    """One chat message. ``turn`` is the position of the turn that generated it."""
+
+    role: str | None
+    message: dict | None
+    parent: "Node | None"
+    turn: int | None = None
+    children: list["Node"] = field(default_factory=list)
+
+    def add(self, role, message, turn=None):
+        child = Node(role, message, self, turn)
+        self.children.append(child)
+        return child
+
+    def generated_ancestor(self):
+        """Position of the nearest turn at this node or above it, or None."""
+        node = self
+        while node is not None and node.turn is None:
+            node = node.parent
+        return None if node is None else node.turn
+
+
+@dataclass
+class Link:
+    """As a row of ``schema.LINKS``, with positions in place of turn_index."""
+
+    parent: int | None = None
+    why: str = "root"
+    order: int | None = None
+    demoted_by: int | None = None
+
+
+def longest_prefix(turns, candidates, prompt):
+    """The candidate turn whose held tokens are the longest prefix of the prompt.
+
+    The first of equals; None where none is a prefix.
+    """
+    best = None
+    for i in candidates:
+        tokens = held(turns[i])
+        if prompt[: len(tokens)] == tokens and (
+            best is None or len(tokens) > len(held(turns[best]))
+        ):
+            best = i
+    return best
+
+
+def message_tree(turns, merge_threshold):
+    """The tree by slime's rule of routing, and what it says of each turn.
+
+    Returns the root (of no message) and one `Link` per turn.
+    """
+    root = Node(None, None, None)
+    links = [Link() for _ in turns]
+    nodes = {}  # turn -> its node, for turns that are still generated
+    for i, turn in enumerate(turns):
+        messages = turn.get("prompt_messages")
+        if messages is None:
+            parent = longest_prefix(turns, sorted(nodes), turn["prompt_ids"])
+            mount = root if parent is None else nodes[parent]
+            links[i].parent = parent
+            links[i].why = "root" if parent is None else "tokens"
+            nodes[i] = mount.add("assistant", None, i)
+            continue
+        if not messages:
+            links[i].why = "unrouted"
+            continue
+        mount, depth = mount_point(root, messages)
+        short = rewritten_reply(turns, mount, messages[depth:], merge_threshold)
+        if short is not None:
+            links[short.turn].demoted_by = i
+            del nodes[short.turn]
+            short.turn = None
+            short.message = messages[depth]
+            mount = short
+            depth += 1
+        for message in messages[depth:]:
+            mount = mount.add(message.get("role"), message)
+        links[i].parent = mount.generated_ancestor()
+        if short is not None:
+            links[i].why = "rewrite"
+        elif links[i].parent is not None:
+            links[i].why = "messages"
+        nodes[i] = mount.add("assistant", turn.get("response_message"), i)
+    for rank, node in enumerate(n for n in pre_order(root) if n.turn is not None):
+        links[node.turn].order = rank
+    return root, links
+
+
+def mount_point(root, messages):
+    """Where the path of messages leaves the tree, and how many of them it matched."""
+    node = root
+    for depth, message in enumerate(messages):
+        for child in node.children:
+            if child.role == message.get("role") and child.message == message:
+                node = child
+                break
+        else:
+            return node, depth
+    return node, len(messages)
+
+
+def rewritten_reply(turns, mount, unmatched, merge_threshold):
+    """The node whose place the first unmatched message takes; None: it gets its own."""
+    if merge_threshold <= 0 or not unmatched:
+        return None
+    if unmatched[0].get("role") != "assistant":
+        return None
+    replies = [child for child in mount.children if child.role == "assistant"]
+    if len(replies) != 1:
+        return None
+    reply = replies[0]
+    if reply.children or reply.turn is None:
+        return None
+    if len(turns[reply.turn]["output_ids"]) >= merge_threshold:
+        return None
+    return reply
+
+
+def pre_order(root):
+    """Every node, parents before children, children in the order they were added."""
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting.extend(reversed(node.children))
+
+
+def chains(root):
+    """The turns on the path to each leaf, leaves in depth-first order."""
+    for node in pre_order(root):
+        if node.children or node is root:
+            continue
+        path = []
+        while node is not None:
+            if node.turn is not None:
+                path.append(node.turn)
+            node = node.parent
+        yield path[::-1]
+
+
+def token_links(turns):
+    """prime-rl's rule: the longest row end that is a prefix of the prompt."""
+    ends = []  # the last turn of each row, rows in order of first appearance
+    links = []
+    for i, turn in enumerate(turns):
+        parent = longest_prefix(turns, ends, turn["prompt_ids"])
+        if parent is None:
+            ends.append(i)
+            links.append(Link(order=i))
+        else:
+            ends[ends.index(parent)] = i
+            links.append(Link(parent, "tokens", i))
+    return links
+
+
+def link(turns, route, merge_threshold=DEFAULT_THRESHOLD):
+    """One dict per turn, as the columns of ``schema.LINKS`` without session_id."""
+    if route == "messages":
+        links = message_tree(turns, merge_threshold)[1]
+    elif route == "tokens":
+        links = token_links(turns)
+    elif route == "previous":
+        links = [
+            Link(i - 1, "previous", i) if i else Link(order=0)
+            for i in range(len(turns))
+        ]
+    elif route == "none":
+        links = [Link(order=i) for i in range(len(turns))]
+    else:
+        raise ValueError(route)
+    names = turn_indices(turns)
+    return [
+        {
+            "turn_index": names[i],
+            "parent": None if one.parent is None else names[one.parent],
+            "why": one.why,
+            "order": one.order,
+            "demoted_by": None if one.demoted_by is None else names[one.demoted_by],
+        }
+        for i, one in enumerate(links)
+    ]
+
+
+# --- how a prompt departs from what was held
+
+
+def classify_drift(turns, links):
+    """One dict per turn with a parent: those columns of ``schema.DRIFT`` with a twin.
+
+    ``links`` as `link` gives them.
+    """
+    position = {name: i for i, name in enumerate(turn_indices(turns))}
+    parent = {
+        position[one["turn_index"]]: position[one["parent"]]
+        for one in links
+        if one["parent"] is not None
+    }
+    shared = {
+        i: lcp(held(turns[before]), turns[i]["prompt_ids"])
+        for i, before in parent.items()
+    }
+    drift = []
+    for one in links:
+        i = position[one["turn_index"]]
+        if i not in parent:
+            continue
+        size = len(held(turns[parent[i]])) - shared[i]
+        # owner[q]: whose output the q-th held token is, still as it was sampled. A
+        # token of the ancestor stands in held while every pair on the way kept it.
+        owner = {}
+        x = parent[i]
+        in_step = len(held(turns[x]))
+        while True:
+            start = len(turns[x]["prompt_ids"])
+            stop = min(len(held(turns[x])), in_step)
+            owner.update(dict.fromkeys(range(start, stop), x))
+            if x not in parent:
+                break
+            in_step = min(in_step, shared[x])
+            x = parent[x]
+        if size == 0:
+            region = "none"
+        elif shared[i] not in owner:
+            region = "prompt"
+        elif owner[shared[i]] == parent[i]:
+            region = "last_reply"
+        else:
+            region = "earlier_reply"
+        drift.append(
+            {
+                "turn_index": one["turn_index"],
+                "parent": one["parent"],
+                "lcp": shared[i],
+                "size": size,
+                "region": region,
+                "at_stake": sum(q >= shared[i] for q in owner),
+            }
+        )
+    return drift
+
+
+# --- which turns make one row
+
+
+@dataclass
+class Segment:
+    """A run of turns that makes one row.
+
+    ``owned``: turns whose output this row is the one to train. ``absorbed``: turns
+    whose output the next turn of the run replaced.
+    """
+
+    turns: list[int]
+    owned: set[int]
+    absorbed: set[int]
+    truncated: bool
+    use_tool: bool
+    ill_formed: bool
+
+
+def flags(turns, chain):
+    """truncated, use_tool and ill_formed of a run of turns."""
+    return {
+        "truncated": turns[chain[-1]].get("finish_reason") == "length",
+        "use_tool": any(uses_tool(turns[i]) for i in chain),
+        "ill_formed": any(bool(turns[i].get("ill_formed")) for i in chain),
+    }
+
+
+def slime_segments(turns, fork_threshold):
+    """slime's rule in closed form: no builder, only pairs of turns."""
+    root, _ = message_tree(turns, fork_threshold)
+    claimed = set()
+    segments = []
+    for chain in chains(root):
+        owned = set(chain) - claimed
+        claimed |= owned
+        runs = []
+        for a, b in zip([None, *chain], chain, strict=False):
+            if a is not None:
+                shared = lcp(held(turns[a]), turns[b]["prompt_ids"])
+                if shared == len(held(turns[a])):
+                    runs[-1][0].append(b)
+                    continue
+                if (
+                    shared >= len(turns[a]["prompt_ids"])
+                    and len(turns[b]["output_ids"]) < fork_threshold
+                ):
+                    runs[-1][0].append(b)
+                    runs[-1][1].add(a)
+                    continue
+            runs.append(([b], set()))
+        for run, absorbed in runs:
+            segments.append(
+                Segment(run, owned & set(run), absorbed, **flags(turns, chain))
+            )
+    return segments
+
+
+def strict_segments(turns):
+    """prime-rl's rule: any drift opens a new row."""
+    runs = {}  # last turn of the row -> its turns; in order of first appearance
+    for i, one in enumerate(token_links(turns)):
+        runs = {
+            (i if end == one.parent else end): [*run, i] if end == one.parent else run
+            for end, run in runs.items()
+        }
+        if one.parent is None:
+            runs[i] = [i]
+    return [Segment(run, set(run), set(), **flags(turns, run)) for run in runs.values()]
+
+
+def per_call_segments(turns):
+    """Each call makes a row of its own."""
+    return [Segment([i], {i}, set(), **flags(turns, [i])) for i in range(len(turns))]
+
+
+# --- rows
+
+
+def linearize(turns, policy, fork_threshold=DEFAULT_THRESHOLD, max_row_tokens=None):
+    """The rows of one session and its line of the report, as lists and dicts.
+
+    ``rows`` have the columns of ``schema.ROWS`` that the turns decide; ``report`` has
+    the counts of ``schema.REPORT``.
+    """
+    if policy == "slime":
+        segments = slime_segments(turns, fork_threshold)
+        links = message_tree(turns, fork_threshold)[1]
+    elif policy == "strict":
+        segments = strict_segments(turns)
+        links = token_links(turns)
+    elif policy == "per_call":
+        segments = per_call_segments(turns)
+        links = [Link(order=i) for i in range(len(turns))]
+    else:
+        raise ValueError(policy)
+
+    limit = float("inf") if max_row_tokens is None else max_row_tokens
+    rows = []
+    rows_untrained = 0
+    rows_cut = 0
+    trained = dict.fromkeys(range(len(turns)), 0)
+    absorbed = set()
+    for segment in segments:
+        absorbed |= segment.absorbed & segment.owned
+        if policy == "slime" and not trains_something(turns, segment):
+            rows_untrained += 1
+            continue
+        length = len(held(turns[segment.turns[-1]]))
+        prompt_length = len(turns[segment.turns[0]]["prompt_ids"])
+        if limit < length and limit <= prompt_length:
+            rows_cut += 1
+            continue
+        rows.append(row_of(turns, segment, limit))
+        position = {name: i for i, name in enumerate(turn_indices(turns))}
+        for span in rows[-1]["spans"]:
+            if span["kind"] == "trained":
+                trained[position[span["turn_index"]]] += span["stop"] - span["start"]
+
+    mask_sum = sum(sum(row["loss_mask"]) for row in rows)
+    for k, row in enumerate(rows):
+        row["row_index"] = k
+        row["rollout_mask_sum"] = mask_sum
+        row["row_weight"] = sum(row["loss_mask"]) / mask_sum if mask_sum else None
+        shared = [lcp(before["input_ids"], row["input_ids"]) for before in rows[:k]]
+        row["shared_length"] = max(shared, default=0)
+        row["parent_row"] = (
+            shared.index(row["shared_length"]) if row["shared_length"] else None
+        )
+
+    report = {
+        "turns": len(turns),
+        "rows": len(rows),
+        "rows_untrained": rows_untrained,
+        "rows_cut": rows_cut,
+        "tokens_sampled": sum(len(turn["output_ids"]) for turn in turns),
+        "tokens_trained": mask_sum,
+        "tokens_duplicated": sum(
+            span["stop"] - span["start"]
+            for row in rows
+            for span in row["spans"]
+            if span["kind"] == "duplicate"
+        ),
+        "tokens_forward": sum(len(row["input_ids"]) for row in rows),
+        "tokens_forward_shared": sum(
+            len(row["input_ids"]) - row["shared_length"] for row in rows
+        ),
+        "lost_absorbed": 0,
+        "lost_demoted": 0,
+        "lost_cut": 0,
+        "lost_unclaimed": 0,
+        "lost_untrainable": 0,
+        "lost_unrouted": 0,
+    }
+    for i, turn in enumerate(turns):
+        if not is_trainable(turn):
+            reason = "untrainable"
+        elif links[i].why == "unrouted":
+            reason = "unrouted"
+        elif links[i].demoted_by is not None:
+            reason = "demoted"
+        elif i in absorbed:
+            reason = "absorbed"
+        else:
+            reason = "cut"
+        report[f"lost_{reason}"] += len(turn["output_ids"]) - trained[i]
+    return rows, report
+
+
+def trains_something(turns, segment):
+    """Whether a token of the uncut row would be under its mask."""
+    return any(
+        is_trainable(turns[i]) and turns[i]["output_ids"]
+        for i in segment.owned - segment.absorbed
+    )
+
+
+def row_of(turns, segment, limit):
+    """The row of a segment, cut to its first ``limit`` tokens."""
+    last = turns[segment.turns[-1]]
+    tokens = held(last)
+    tokens = tokens[: min(len(tokens), limit)]
+    mask = [False] * len(tokens)
+    logprobs = [None] * len(tokens)
+    spans = spans_of(turns, segment, limit)
+    turn_of = dict(zip(turn_indices(turns), turns, strict=True))
+    for span in spans:
+        if span["kind"] == "trained":
+            given = logprobs_of(turn_of[span["turn_index"]])
+            for k in range(span["stop"] - span["start"]):
+                mask[span["start"] + k] = True
+                logprobs[span["start"] + k] = given[span["output_start"] + k]
+    return {
+        "input_ids": tokens,
+        "prompt_length": len(turns[segment.turns[0]]["prompt_ids"]),
+        "loss_mask": mask,
+        "logprobs": logprobs,
+        "spans": spans,
+        "finish_reason": last.get("finish_reason"),
+        "truncated": segment.truncated,
+        "use_tool": segment.use_tool,
+        "ill_formed": segment.ill_formed,
+    }
+
+
+def spans_of(turns, segment, limit):
+    """The pieces of a row, in the order of its turns (see ``schema.SPAN_KINDS``)."""
+    spans = []
+    for i in segment.turns:
+        n = len(turns[i]["output_ids"])
+        place = len(turns[i]["prompt_ids"])
+        if n == 0:
+            continue
+        owned = i in segment.owned
+        if i in segment.absorbed:
+            if owned:
+                spans.append((min(place, limit), 0, i, 0, n, "absorbed"))
+            continue
+        if not is_trainable(turns[i]):
+            kind = "untrainable"
+        elif owned:
+            kind = "trained"
+        else:
+            kind = "duplicate"
+        kept = max(0, min(n, limit - place))
+        if kept:
+            spans.append((place, kept, i, 0, kept, kind))
+        if kept < n and owned:
+            spans.append((limit, 0, i, kept, n, "cut"))
+    names = turn_indices(turns)
+    return [
+        {
+            "start": start,
+            "stop": start + length,
+            "turn_index": names[i],
+            "output_start": output_start,
+            "output_stop": output_stop,
+            "kind": kind,
+        }
+        for start, length, i, output_start, output_stop, kind in spans
+    ]
+
+
+# --- slime once more, as the state machine that its words describe
+
+
+@dataclass
+class Builder:
+    """A row under construction."""
+
+    tokens: list[int] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    response_start: int | None = None
+    prompt_length: int = 0
+
+    def kind_of(self, turn, fork_threshold):
+        shared = lcp(self.tokens, turn["prompt_ids"])
+        if shared == len(self.tokens):
+            return "CLEAN"
+        if (
+            self.response_start is not None
+            and shared >= self.response_start
+            and len(turn["output_ids"]) < fork_threshold
+        ):
+            return "REALIGN"
+        return "FORK"
+
+    def append(self, turn, kind, trained):
+        keep = len(self.tokens) if kind == "CLEAN" else self.response_start
+        context = turn["prompt_ids"][keep:]
+        output = turn["output_ids"]
+        if self.response_start is None:
+            self.prompt_length = len(turn["prompt_ids"])
+        self.tokens = [*self.tokens[:keep], *context]
+        self.loss_mask = [*self.loss_mask[:keep], *([False] * len(context))]
+        self.logprobs = [*self.logprobs[:keep], *([None] * len(context))]
+        self.response_start = len(self.tokens)
+        self.tokens += output
+        self.loss_mask += [trained] * len(output)
+        self.logprobs += logprobs_of(turn) if trained else [None] * len(output)
+
+
+def slime_by_state_machine(
+    turns, fork_threshold=DEFAULT_THRESHOLD, max_row_tokens=None
+):
+    """slime's rows, built token by token.
+
+    Rows come in slime's order, those included whose cut leaves no response token: their
+    ``response_length`` is zero or less.
+    """
+    root, _ = message_tree(turns, fork_threshold)
+    response_trained = set()
+    rows = []
+    for chain in chains(root):
+        builders = []
+        for i in chain:
+            trained = i not in response_trained
+            response_trained.add(i)
+            kind = (
+                builders[-1].kind_of(turns[i], fork_threshold) if builders else "FORK"
+            )
+            if kind == "FORK":
+                builders.append(Builder())
+                kind = "CLEAN"
+            builders[-1].append(turns[i], kind, trained and is_trainable(turns[i]))
+        for builder in builders:
+            start = builder.prompt_length
+            if not any(builder.loss_mask[start:]):
+                continue
+            tokens = builder.tokens[:max_row_tokens]
+            rows.append(
+                {
+                    "input_ids": tokens,
+                    "prompt_length": start,
+                    "response_length": len(tokens) - start,
+                    "loss_mask": builder.loss_mask[:max_row_tokens],
+                    "logprobs": builder.logprobs[:max_row_tokens],
+                    **flags(turns, chain),
+                }
+            )
+    return rows

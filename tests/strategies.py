@@ -1,0 +1,271 @@
+"""Every hypothesis strategy the suite uses.
+
+Vocabularies are tiny and messages few, so that prefixes collide, siblings are equal and
+one reply opens another. Turns are dicts as `tests.reference` reads them.
+"""
+
+from hypothesis import strategies as st
+
+# What a chat template puts around a body of small ids.
+END = 9
+STARTS = {"system": 10, "user": 11, "tool": 12, "assistant": 13}
+
+tokens = st.integers(0, 3)
+bodies = st.lists(tokens, max_size=3)
+token_lists = st.lists(tokens, max_size=12)
+logprobs = st.integers(-64, 0).map(lambda eighths: eighths / 8)  # exact in float32
+finish_reasons = st.sampled_from(
+    ["stop", "stop", "tool_calls", "length", "abort", None]
+)
+
+# Arguments that Python calls equal (1, 1.0, True) and one that it does not.
+arguments = st.sampled_from([{"a": 1}, {"a": 1.0}, {"a": True}, {"a": "1"}, {}])
+
+thresholds = st.sampled_from([1024, 3, 2, 1, 0, -1])
+"""fork_threshold: small enough to matter for outputs of a few tokens."""
+
+policies = (
+    st.tuples(st.just("slime"), thresholds)
+    | st.just(("strict", 0))
+    | st.just(("per_call", 0))
+)
+"""The name of a policy and its fork_threshold."""
+
+row_limits = st.none() | st.integers(1, 40)
+"""max_row_tokens."""
+
+
+@st.composite
+def prefix_pairs(draw):
+    """Two token lists that share a prefix of any length: ``([1, 2, 3], [1, 2, 0])``."""
+    a = draw(token_lists)
+    b = a[: draw(st.integers(0, len(a)))] + draw(token_lists)
+    return a, b
+
+
+@st.composite
+def replies(draw):
+    """What the engine says of an output: ids, logprobs, finish_reason and the flags."""
+    finish_reason = draw(finish_reasons)
+    output = draw(bodies)
+    if output and finish_reason != "length":
+        output = [*output, END]
+    return {
+        "output_ids": output,
+        "output_logprobs": draw(
+            st.none()
+            | st.just([])
+            | st.lists(logprobs, min_size=len(output), max_size=len(output))
+            | st.lists(logprobs | st.none(), min_size=len(output), max_size=len(output))
+        ),
+        "finish_reason": finish_reason,
+        "ill_formed": draw(st.sampled_from([False, False, True, None])),
+        "trainable": draw(st.sampled_from([None] * 6 + [True, False])),
+    }
+
+
+@st.composite
+def turn_numbers(draw, n):
+    """n ascending values of turn_index, with gaps: ``[0, 1, 4]``."""
+    steps = draw(st.lists(st.sampled_from([1, 1, 1, 2, 5]), min_size=n, max_size=n))
+    first = draw(st.sampled_from([0, 0, 3]))
+    return [first + sum(steps[:i]) for i in range(n)]
+
+
+def rendered(role, body):
+    return [STARTS[role], *body, END]
+
+
+def text_of(body):
+    return " ".join(map(str, body))
+
+
+@st.composite
+def messages(draw, role):
+    """A message and the ids that a template makes of it."""
+    body = draw(bodies)
+    return {"role": role, "content": text_of(body)}, rendered(role, body)
+
+
+@st.composite
+def echoes(draw, reply):
+    """The reply as a message, None where the gateway could not tell."""
+    message = {"role": "assistant", "content": text_of(reply["output_ids"])}
+    kind = draw(st.sampled_from(["text"] * 4 + ["call"] * 3 + ["none"]))
+    if kind == "call":
+        call = {"function": {"name": "bash", "arguments": draw(arguments)}}
+        message["tool_calls"] = [call]
+    return None if kind == "none" else message
+
+
+DRIFTS = ("tail changed", "head dropped", "middle edited", "truncated", "grown")
+
+
+@st.composite
+def drifted(draw, ids):
+    """The ids of a message as they come back when the template renders it anew."""
+    start, body = ids[:1], ids[1:]
+    kind = draw(st.sampled_from(DRIFTS))
+    cut = draw(st.integers(0, len(body)))
+    if kind == "tail changed":
+        return [*start, *body[:-2], *draw(bodies), END]
+    if kind == "head dropped":
+        return [*start, *body[cut:]]
+    if kind == "middle edited":
+        return [*start, *body[:cut], draw(tokens), *body[cut + 1 :]]
+    if kind == "truncated":
+        return [*start, *body[:cut]]
+    return [*start, *body[:cut], *draw(bodies), *body[cut:]]
+
+
+EVENTS = (
+    *["go on"] * 8,
+    *["drift of the last reply"] * 4,
+    *["drift of an earlier reply"] * 2,
+    "drift",
+    "rewrite of the last reply",
+    "rewrite",
+    "rollback",
+    "compaction",
+    "sub-agent",
+    "sibling conversation",
+)
+
+
+@st.composite
+def agent_sessions(draw, max_turns=8):
+    """Agents that send their whole conversation at each call, and what goes wrong.
+
+    A conversation is a list of (message, ids). Each turn one of them speaks, after an
+    event; a reply that its agent never gets leaves the conversation as it was, so that
+    its next call is a retry.
+    """
+    opening = [draw(messages("system")), draw(messages("user"))]
+    conversations = [opening]
+    turns = []
+    for turn_index in draw(turn_numbers(draw(st.integers(1, max_turns)))):
+        which = draw(st.integers(0, len(conversations) - 1))
+        talk = list(conversations[which])
+        event = draw(st.sampled_from(EVENTS))
+        ours = [k for k, (said, _) in enumerate(talk) if said["role"] == "assistant"]
+        k = draw(st.integers(0, len(talk) - 1))
+        if event.endswith("the last reply") and ours:
+            k = ours[-1]
+        if event.endswith("an earlier reply") and ours:
+            k = draw(st.sampled_from(ours))
+        message, ids = talk[k]
+        if event.startswith("drift"):
+            talk[k] = message, draw(drifted(ids))
+        elif event.startswith("rewrite"):
+            talk[k] = {**message, "content": "*"}, draw(drifted(ids) | st.just(ids))
+        elif event == "rollback":
+            talk = talk[: k + 1]
+        elif event == "compaction":
+            talk = [talk[0], draw(messages("user")), *talk[k + 1 :]]
+        elif event == "sub-agent":
+            talk = [draw(messages("system")), draw(messages("user"))]
+            conversations.append(talk)
+            which = len(conversations) - 1
+        elif event == "sibling conversation":
+            conversations.append(talk)
+
+        reply = draw(replies())
+        echo = draw(echoes(reply))
+        prompt = [i for _, ids in talk for i in ids] + [STARTS["assistant"]]
+        sent = [message for message, _ in talk]
+        turns.append(
+            {
+                "turn_index": turn_index,
+                "prompt_messages": draw(
+                    st.sampled_from([sent] * 16 + [None, None, []])
+                ),
+                "response_message": echo,
+                "prompt_ids": draw(st.sampled_from([prompt] * 15 + [[]])),
+                **reply,
+            }
+        )
+        if draw(st.sampled_from([True] * 5 + [False])):
+            said = echo or {"role": "assistant", "content": "?"}
+            ids = [STARTS["assistant"], *reply["output_ids"]]
+            if ids[-1] != END:
+                ids = [*ids, *draw(st.sampled_from([[], [END]]))]
+            role = draw(st.sampled_from(["tool", "user"]))
+            talk = [*talk, (said, ids), draw(messages(role))]
+        conversations[which] = talk
+    return turns
+
+
+# A handful of messages, so that paths through the tree meet again and again.
+few_replies = st.sampled_from(
+    [
+        {"role": "assistant", "content": "x"},
+        {"role": "assistant", "content": "y"},
+        {"role": "assistant", "content": None},
+        {"role": "assistant", "tool_calls": [{"arguments": {"a": 1}}]},
+        {"role": "assistant", "tool_calls": [{"arguments": {"a": True}}]},
+    ]
+)
+few_messages = few_replies | st.sampled_from(
+    [
+        {"role": "user", "content": "u"},
+        {"role": "user", "content": "v"},
+        {"role": "tool", "content": "x"},
+    ]
+)
+
+
+@st.composite
+def wild_sessions(draw, max_turns=8):
+    """Turns whose messages and tokens start like earlier ones, each for itself.
+
+    Nothing keeps the two in step, so this reaches what no agent does: a generated
+    ancestor whose tokens are another conversation's, prompts that shrink, outputs that
+    stand elsewhere.
+    """
+    turns = []
+    for turn_index in draw(turn_numbers(draw(st.integers(1, max_turns)))):
+        reply = draw(replies())
+        prompt = []
+        sent = []
+        if turns:
+            known = draw(st.sampled_from(turns))
+            prompt = [*known["prompt_ids"], *known["output_ids"]]
+            prompt = prompt[: draw(st.integers(0, len(prompt)) | st.just(len(prompt)))]
+            known = draw(st.sampled_from([known, draw(st.sampled_from(turns))]))
+            sent = list(known["prompt_messages"] or [])
+            if known["response_message"] is not None:
+                sent.append(known["response_message"])
+            sent = sent[: draw(st.integers(0, len(sent)) | st.just(len(sent)))]
+        sent = [*sent, *draw(st.lists(few_messages, min_size=not sent, max_size=2))]
+        turns.append(
+            {
+                "turn_index": turn_index,
+                "prompt_messages": draw(st.sampled_from([sent] * 8 + [None, []])),
+                "response_message": draw(few_replies | st.none()),
+                "prompt_ids": [*prompt, *draw(bodies)],
+                **reply,
+            }
+        )
+    return turns
+
+
+def sessions(max_turns=8):
+    """One session: a list of turns in commit order."""
+    return agent_sessions(max_turns) | wild_sessions(max_turns)
+
+
+@st.composite
+def runs(draw, max_sessions=4, max_turns=5):
+    """Several sessions whose calls came in interleaved: turns that name their session.
+
+    The turns of each session are in commit order.
+    """
+    waiting = [
+        [{"session_id": f"s{k}", **turn} for turn in session]
+        for k, session in enumerate(
+            draw(st.lists(sessions(max_turns), min_size=1, max_size=max_sessions))
+        )
+    ]
+    order = [k for k, session in enumerate(waiting) for _ in session]
+    waiting = [iter(session) for session in waiting]
+    return [next(waiting[k]) for k in draw(st.permutations(order))]

@@ -1,0 +1,229 @@
+"""Rows, spans and reports agree with the slow twins, and with what rows promise."""
+
+import itertools
+from collections import Counter
+
+import pyarrow as pa
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import trajkit as tk
+from tests import reference
+from tests.strategies import policies, row_limits, runs, sessions, thresholds
+from tests.tables import by_session, dicts, turns_table
+
+
+def policy_of(choice):
+    name, threshold = choice
+    if name == "slime":
+        return tk.policy(name, fork_threshold=threshold)
+    return tk.policy(name)
+
+
+def by_twin(turns, choice, limit=None):
+    name, threshold = choice
+    return reference.linearize(turns, name, threshold, limit)
+
+
+@given(sessions(), thresholds, row_limits)
+def test_closed_form_is_the_state_machine(turns, threshold, limit):
+    rows, report = reference.linearize(turns, "slime", threshold, limit)
+    built = reference.slime_by_state_machine(turns, threshold, limit)
+    left_out = [row for row in built if row["response_length"] <= 0]
+    kept = [row for row in built if row["response_length"] > 0]
+    names = set(kept[0]) - {"response_length"} if kept else set()
+    assert [{name: row[name] for name in names} for row in rows] == [
+        {name: row[name] for name in names} for row in kept
+    ]
+    assert len(rows) == len(kept)
+    assert report["rows_cut"] == len(left_out)
+
+
+SAME_ANSWER_TWICE = [
+    {
+        "prompt_messages": [{"role": "user", "content": "u"}, *said],
+        "response_message": {"role": "assistant", "content": "a"},
+        "prompt_ids": prompt,
+        "output_ids": [5, 6],
+        "output_logprobs": [-1.0, -2.0],
+        "finish_reason": "stop",
+        "ill_formed": False,
+    }
+    for said, prompt in [
+        ([], [1]),
+        ([], [1]),
+        (
+            [{"role": "assistant", "content": "a"}, {"role": "user", "content": "v"}],
+            [1, 5, 6, 2],
+        ),
+    ]
+]
+
+
+@given(sessions(), policies, row_limits)
+@example(SAME_ANSWER_TWICE, ("slime", 1024), None)
+@example(SAME_ANSWER_TWICE, ("strict", 1024), None)
+@example(SAME_ANSWER_TWICE, ("slime", 1024), 2)
+def test_rows_and_report_are_the_twins(turns, choice, limit):
+    rows, report = tk.linearize(
+        turns_table(turns), policy_of(choice), max_row_tokens=limit, report=True
+    )
+    expected, expected_report = by_twin(turns, choice, limit)
+    assert dicts(rows, expected) == expected
+    assert rows.num_rows == len(expected)
+    assert dicts(report, [expected_report]) == [expected_report]
+
+
+@given(sessions(), policies)
+def test_what_a_row_promises(turns, choice):
+    rows = tk.linearize(turns_table(turns), policy_of(choice)).to_pylist()
+    called = dict(zip(reference.turn_indices(turns), turns, strict=True))
+    ends = [reference.held(turn) for turn in turns]
+    trained = Counter()
+    for row in rows:
+        ids, mask = row["input_ids"], row["loss_mask"]
+        assert ids in ends
+        assert len(mask) == len(row["logprobs"]) == len(ids)
+        assert all(m or p is None for m, p in zip(mask, row["logprobs"], strict=True))
+        under_mask = set()
+        before = 0
+        for span in row["spans"]:
+            assert before <= span["start"] <= span["stop"] <= len(ids)
+            before = span["stop"]
+            turn = called[span["turn_index"]]
+            piece = slice(span["output_start"], span["output_stop"])
+            if span["kind"] == "absorbed":
+                assert span["start"] == span["stop"]
+                continue
+            assert ids[span["start"] : span["stop"]] == turn["output_ids"][piece]
+            if span["kind"] == "trained":
+                here = slice(span["start"], span["stop"])
+                assert row["logprobs"][here] == reference.logprobs_of(turn)[piece]
+                under_mask.update(range(span["start"], span["stop"]))
+                trained.update(
+                    (span["turn_index"], k) for k in range(*piece.indices(len(ids)))
+                )
+        assert under_mask == {k for k, m in enumerate(mask) if m}
+        if row["parent_row"] is None:
+            assert row["shared_length"] == 0
+        else:
+            shared = row["shared_length"]
+            assert row["parent_row"] < row["row_index"]
+            parent = rows[row["parent_row"]]["input_ids"]
+            assert parent[:shared] == ids[:shared]
+    assert all(times == 1 for times in trained.values())
+    if choice[0] != "slime":
+        assert set(trained) == {
+            (name, k)
+            for name, turn in called.items()
+            if reference.is_trainable(turn)
+            for k in range(len(turn["output_ids"]))
+        }
+
+
+@given(runs(), policies, row_limits)
+def test_the_report_adds_up(turns, choice, limit):
+    rows, report = tk.linearize(
+        turns_table(turns), policy_of(choice), max_row_tokens=limit, report=True
+    )
+    assert report["session_id"].to_pylist() == list(by_session(turns))
+    for line in report.to_pylist():
+        mine = [r for r in rows.to_pylist() if r["session_id"] == line["session_id"]]
+        lost = sum(n for name, n in line.items() if name.startswith("lost_"))
+        assert line["tokens_sampled"] == line["tokens_trained"] + lost
+        assert line["tokens_trained"] == sum(sum(row["loss_mask"]) for row in mine)
+        assert line["tokens_forward"] == sum(len(row["input_ids"]) for row in mine)
+        assert line["rows"] == len(mine)
+        assert {row["rollout_mask_sum"] for row in mine} <= {line["tokens_trained"]}
+
+
+@given(st.data(), runs(), policies, row_limits, st.sampled_from([1, 2, 3]))
+def test_a_batch_is_its_sessions_one_by_one(data, turns, choice, limit, threads):
+    """In any order of sessions, with any number of threads."""
+    apart = {
+        name: tk.linearize(
+            turns_table(session), policy_of(choice), max_row_tokens=limit, report=True
+        )
+        for name, session in by_session(turns).items()
+    }
+    order = data.draw(st.permutations(list(apart)))
+    rows, report = tk.linearize(
+        pa.concat_tables(turns_table(by_session(turns)[name]) for name in order),
+        policy_of(choice),
+        max_row_tokens=limit,
+        report=True,
+        threads=threads,
+    )
+    assert rows.to_pylist() == [
+        row for name in order for row in apart[name][0].to_pylist()
+    ]
+    assert report.to_pylist() == [
+        line for name in order for line in apart[name][1].to_pylist()
+    ]
+
+
+@given(st.data(), runs(), policies, row_limits)
+def test_a_stream_is_its_table(data, turns, choice, limit):
+    """However the stream is cut into batches, also within a session."""
+    table = turns_table(turns).combine_chunks()
+    cuts = data.draw(st.lists(st.integers(0, table.num_rows), max_size=4).map(sorted))
+    edges = [0, *cuts, table.num_rows]
+    batches = [
+        batch
+        for start, stop in itertools.pairwise(edges)
+        for batch in table.slice(start, stop - start).to_batches()
+    ]
+    choices = {"policy": policy_of(choice), "max_row_tokens": limit}
+    whole, report = tk.linearize(table, report=True, **choices)
+    streamed = tk.linearize(iter(batches), **choices)
+    assert pa.Table.from_batches(streamed, whole.schema).to_pylist() == (
+        whole.to_pylist()
+    )
+    pairs = list(tk.linearize(iter(batches), report=True, **choices))
+    assert [row for rows, _ in pairs for row in rows.to_pylist()] == whole.to_pylist()
+    assert [line for _, lines in pairs for line in lines.to_pylist()] == (
+        report.to_pylist()
+    )
+
+
+def test_a_session_that_comes_back_in_a_stream_is_refused():
+    a = turns_table([{**SAME_ANSWER_TWICE[0], "session_id": "a"}])
+    b = turns_table([{**SAME_ANSWER_TWICE[0], "session_id": "b"}])
+    later = turns_table([{**SAME_ANSWER_TWICE[1], "session_id": "a", "turn_index": 1}])
+    pieces = [batch for table in (a, b, later) for batch in table.to_batches()]
+    with pytest.raises(tk.InvalidTurnsError, match="'a'"):
+        list(tk.linearize(iter(pieces), "strict"))
+    with pytest.raises(tk.InvalidTurnsError, match="'a'"):
+        tk.linearize(pa.concat_tables([a, b, later]), "strict")
+
+
+@given(runs(), thresholds, row_limits)
+def test_links_and_drift_may_be_given(turns, threshold, limit):
+    table = turns_table(turns)
+    policy = tk.policy("slime", fork_threshold=threshold)
+    links = tk.link(table, "messages", merge_threshold=threshold)
+    drift = tk.classify_drift(table, links)
+    computed = tk.linearize(table, policy, max_row_tokens=limit, report=True)
+    given_links = tk.linearize(
+        table, policy, max_row_tokens=limit, report=True, links=links
+    )
+    given_both = tk.linearize(
+        table, policy, max_row_tokens=limit, report=True, links=links, drift=drift
+    )
+    assert computed == given_links == given_both
+
+
+def test_strict_is_also_called_interleave():
+    table = turns_table(SAME_ANSWER_TWICE)
+    assert tk.linearize(table, "interleave") == tk.linearize(table, "strict")
+
+
+@pytest.mark.parametrize("name", ["slime", "strict", "per_call"])
+def test_no_turns_give_no_rows(name):
+    rows, report = tk.linearize(
+        turns_table(SAME_ANSWER_TWICE).slice(0, 0), name, report=True
+    )
+    assert rows.num_rows == report.num_rows == 0
+    assert rows.schema.equals(tk.schema.ROWS)
+    assert report.schema.equals(tk.schema.REPORT)
