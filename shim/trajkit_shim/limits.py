@@ -1,0 +1,71 @@
+"""What must hold of a prompt that an engine gets, and of a sample that it gives."""
+
+import numpy as np
+import numpy.typing as npt
+
+from trajkit_shim.engine import EngineError, EngineInfo, Sample
+
+
+def check_prompt(prompt_ids: npt.NDArray[np.int32], info: EngineInfo) -> None:
+    """Refuse a prompt that the engine cannot take.
+
+    An id outside the vocabulary is no error to every engine: some read past their
+    embedding table and die, and take every other call with them.
+
+    Raises
+    ------
+    EngineError
+        The prompt is empty, holds an id outside the vocabulary, or leaves no room in
+        the context for a reply.
+    """
+    if not len(prompt_ids):
+        raise EngineError("the prompt has no tokens", 400)
+    wrong = np.flatnonzero((prompt_ids < 0) | (prompt_ids >= info.vocab_size))
+    if len(wrong):
+        at = int(wrong[0])
+        raise EngineError(
+            f"prompt_ids[{at}] = {prompt_ids[at]} is outside the vocabulary of "
+            f"{info.model!r}, [0, {info.vocab_size})",
+            400,
+        )
+    if len(prompt_ids) >= info.max_context_tokens:
+        raise EngineError(
+            f"this model's maximum context length is {info.max_context_tokens} "
+            f"tokens; the messages and tools are {len(prompt_ids)} tokens and leave no "
+            "room for a reply",
+            400,
+        )
+
+
+def check_sample(sample: Sample, info: EngineInfo) -> None:
+    """Refuse a sample that cannot be what an engine drew.
+
+    Raises
+    ------
+    EngineError
+        An id lies outside the vocabulary, there is not one logprob per id, a logprob is
+        no finite number, or a weight span lies outside the output.
+    """
+    ids, logprobs = sample.output_ids, sample.output_logprobs
+    wrong = np.flatnonzero((ids < 0) | (ids >= info.vocab_size))
+    if len(wrong):
+        at = int(wrong[0])
+        raise EngineError(
+            f"the engine's output_ids[{at}] = {ids[at]} is outside its vocabulary, "
+            f"[0, {info.vocab_size})"
+        )
+    if logprobs is not None:
+        if len(logprobs) != len(ids):
+            raise EngineError(
+                f"the engine gave {len(logprobs)} logprobs for {len(ids)} output ids"
+            )
+        wrong = np.flatnonzero(~np.isfinite(logprobs))
+        if len(wrong):
+            at = int(wrong[0])
+            raise EngineError(f"the engine's output_logprobs[{at}] = {logprobs[at]}")
+    for span in sample.weight_versions:
+        if not 0 <= span.start <= span.stop <= len(ids):
+            raise EngineError(
+                f"the engine's weight version {span.version!r} covers "
+                f"{span.start}:{span.stop} of {len(ids)} output ids"
+            )
