@@ -44,7 +44,7 @@ def add_serve(commands: Commands) -> None:
         "--model",
         metavar="DIR",
         type=Path,
-        help="tokenizer and chat template of the model, with --engine sglang",
+        help="the model's config, tokenizer and chat template, with --engine sglang",
     )
     parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
     parser.add_argument(
@@ -102,13 +102,14 @@ def _embedded() -> "tuple[Engine, ChatRenderer]":
 
 def _sglang(arguments: argparse.Namespace) -> "tuple[Engine, ChatRenderer]":
     from trajkit_shim.render import load_renderer
-    from trajkit_shim.sglang_engine import SGLangEngine
+    from trajkit_shim.sglang_engine import SGLangEngine, model_vocab_size
 
     try:
         renderer = load_renderer(arguments.model)
+        vocab_size = model_vocab_size(arguments.model)
     except ValueError as error:
         raise FormatError(f"{arguments.model}: {error}") from error
-    return SGLangEngine(arguments.engine_url), renderer
+    return SGLangEngine(arguments.engine_url, vocab_size=vocab_size), renderer
 
 
 @contextmanager

@@ -31,7 +31,7 @@ exit codes:
   0    done
   1    the data breaks a rule: the line on stderr names session, turn, value and rule
   2    wrong usage: an unknown option, policy or choice, or an extra that is missing
-  3    a file cannot be read or written, or is of no format that is known here
+  3    a file or an address cannot be used, or a file is of no format known here
   130  interrupted
   141  the reader of the output went away
 """
