@@ -175,7 +175,7 @@ def test_drift_of_a_policy_that_compares_nothing(capsys, turns):
         pytest.param(
             ["drift", "{dir}/absent.parquet"],
             cli.BAD_FILE,
-            "absent.parquet: No such file",
+            "absent.parquet",
             id="no such file",
         ),
         pytest.param(
@@ -222,6 +222,18 @@ def test_errors_are_one_line_and_a_code(tmp_path, capsys, turns, argv, code, sai
     assert err.startswith("trajkit: ")
     assert err.count("\n") == 1
     assert said in err
+
+
+def test_a_torn_log_is_read_with_a_warning_of_one_line(tmp_path, capsys):
+    log = tmp_path / "turns.jsonl"
+    whole = "".join(f"{json.dumps(each)}\n" for each in CALLS)
+    log.write_text(whole + whole[:30])
+    assert cli.main(["drift", str(log), "--json"]) == cli.DONE
+    out, err = capsys.readouterr()
+    assert json.loads(out)["turns"] == len(CALLS)
+    assert err.startswith("trajkit: warning: ")
+    assert err.count("\n") == 1
+    assert "turns.jsonl" in err
 
 
 @pytest.mark.parametrize(
@@ -283,6 +295,7 @@ def test_from_outside_with_nobody_reading(turns):
     with os.fdopen(writer, "w") as closed:
         done = subprocess.run(
             [sys.executable, "-c", code, "drift", turns],
+            env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'shim'}"},
             stdout=closed,
             stderr=subprocess.PIPE,
             text=True,

@@ -63,6 +63,10 @@ def add_serve(commands: Commands) -> None:
     parser.set_defaults(run=lambda arguments: _serve(parser, arguments))
 
 
+def add_demo(commands: Commands) -> None:
+    parser = commands.add_parser("demo")
+
+
 def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     sglang = arguments.engine == "sglang"
     options = {"--engine-url": arguments.engine_url, "--model": arguments.model}

@@ -12,12 +12,13 @@ Nothing heavy is imported before the arguments are parsed, so that ``--help`` co
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 
 from trajkit.cli.drift import add_drift
 from trajkit.cli.linearize import add_linearize
-from trajkit.errors import FormatError, PolicyError, TrajkitError
+from trajkit.errors import FormatError, PolicyError, TornLogWarning, TrajkitError
 
 DONE = 0
 BAD_DATA = 1
@@ -57,7 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     try:
-        code: int = arguments.run(arguments)
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", TornLogWarning)
+            warnings.showwarning = _warn
+            code: int = arguments.run(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
@@ -99,5 +103,14 @@ def _describe(error: OSError) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    sys.stderr.write(f"trajkit: {' '.join(message.split())}\n")
+    _say(message)
     return code
+
+
+def _warn(message: Warning | str, *_: object) -> None:
+    _say(f"warning: {message}")
+
+
+def _say(message: str) -> None:
+    """One line on stderr, whatever the message holds."""
+    sys.stderr.write(f"trajkit: {' '.join(message.split())}\n")

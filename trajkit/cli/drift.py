@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 import trajkit as tk
 from trajkit.cli.options import Commands, add_policy, add_source, chosen_policy
 from trajkit.cli.show import text_table
+from trajkit.io import write_table
 
 
 def add_drift(commands: Commands) -> None:
@@ -39,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     links = tk.link(turns, route=policy.route, merge_threshold=policy.merge_threshold)
     drift = tk.classify_drift(turns, links)
     if arguments.output is not None:
-        tk.write_table(drift, arguments.output)
+        write_table(drift, arguments.output)
     summary = DriftSummary.of(turns, drift)
     if arguments.json:
         text = json.dumps({"policy": asdict(policy), **asdict(summary)})

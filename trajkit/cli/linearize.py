@@ -19,6 +19,7 @@ from trajkit.cli.options import (
 )
 from trajkit.cli.progress import Progress
 from trajkit.cli.show import share, text_table
+from trajkit.io import write_table
 from trajkit.schema import LOSSES
 from trajkit.stream import whole_sessions
 
@@ -79,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     tk.write_rows(pa.concat_tables(rows), arguments.output)
     sessions = pa.concat_tables(report)
     if arguments.report is not None:
-        tk.write_table(sessions, arguments.report)
+        write_table(sessions, arguments.report)
     totals = add_up(sessions)
     if arguments.json:
         text = json.dumps(
@@ -121,5 +122,5 @@ def describe(totals: dict[str, int]) -> str:
         f"{totals['rows']:,} rows"
         + (f", {left_out:,} more left out" if left_out else "")
         + "\n\n"
-        + text_table(("tokens", "", ""), lines)
+        + text_table(("tokens", "count", "of sampled"), lines)
     )
