@@ -10,7 +10,6 @@ from trajkit.errors import (
     TrajkitError,
     UnknownSessionError,
 )
-from trajkit.io import iter_turns, read_rows, read_turns, write_rows, write_turns
 from trajkit.linearize import linearize
 from trajkit.link import link
 from trajkit.policies import Policy, policy
@@ -29,14 +28,9 @@ __all__ = [
     "UnknownSessionError",
     "classify_drift",
     "from_records",
-    "iter_turns",
     "lcp",
     "linearize",
     "link",
     "policy",
-    "read_rows",
-    "read_turns",
     "validate",
-    "write_rows",
-    "write_turns",
 ]
