@@ -23,6 +23,7 @@ from trajkit_shim.call import PreparedCall, prepare_call
 from trajkit_shim.chat import ChatRequest, parse_request
 from trajkit_shim.engine import Engine, EngineError
 from trajkit_shim.errors import GatewayError, error_body
+from trajkit_shim.limits import PromptError
 from trajkit_shim.log import TurnLog
 from trajkit_shim.render import ChatRenderer
 from trajkit_shim.reply import reply_body, reply_events
@@ -89,7 +90,9 @@ def create_app(
 
 
 async def _answer_error(_: Request, error: Exception) -> Response:
-    if isinstance(error, EngineError):
+    if isinstance(error, PromptError):
+        error = GatewayError(error.message, error.status, code=error.code)
+    elif isinstance(error, EngineError):
         error = GatewayError(error.message, error.status, code="engine_error")
     elif isinstance(error, HTTPException):
         error = GatewayError(error.detail, error.status_code)

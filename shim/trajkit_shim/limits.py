@@ -3,7 +3,23 @@
 import numpy as np
 import numpy.typing as npt
 
+from trajkit.checks import MAX_LOGPROB, not_logprobs
 from trajkit_shim.engine import EngineError, EngineInfo, Sample
+
+
+class PromptError(EngineError):
+    """A prompt that no engine call should be made with.
+
+    Parameters
+    ----------
+    message : str
+    code : str
+        A word for machines.
+    """
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message, 400)
+        self.code = code
 
 
 def check_prompt(prompt_ids: npt.NDArray[np.int32], info: EngineInfo) -> None:
@@ -14,26 +30,26 @@ def check_prompt(prompt_ids: npt.NDArray[np.int32], info: EngineInfo) -> None:
 
     Raises
     ------
-    EngineError
+    PromptError
         The prompt is empty, holds an id outside the vocabulary, or leaves no room in
         the context for a reply.
     """
     if not len(prompt_ids):
-        raise EngineError("the prompt has no tokens", 400)
+        raise PromptError("the prompt has no tokens", "empty_prompt")
     wrong = np.flatnonzero((prompt_ids < 0) | (prompt_ids >= info.vocab_size))
     if len(wrong):
         at = int(wrong[0])
-        raise EngineError(
+        raise PromptError(
             f"prompt_ids[{at}] = {prompt_ids[at]} is outside the vocabulary of "
             f"{info.model!r}, [0, {info.vocab_size})",
-            400,
+            "token_out_of_vocabulary",
         )
     if len(prompt_ids) >= info.max_context_tokens:
-        raise EngineError(
+        raise PromptError(
             f"this model's maximum context length is {info.max_context_tokens} "
             f"tokens; the messages and tools are {len(prompt_ids)} tokens and leave no "
             "room for a reply",
-            400,
+            "context_length_exceeded",
         )
 
 
@@ -43,8 +59,10 @@ def check_sample(sample: Sample, info: EngineInfo) -> None:
     Raises
     ------
     EngineError
-        An id lies outside the vocabulary, there is not one logprob per id, a logprob is
-        no finite number, or a weight span lies outside the output.
+        An id lies outside the vocabulary; there is not one logprob per id; a logprob is
+        no finite number, lies above 0 by more than rounding, or is the -9999 that some
+        engines write for a missing one; or the weight versions given do not tile the
+        output.
     """
     ids, logprobs = sample.output_ids, sample.output_logprobs
     wrong = np.flatnonzero((ids < 0) | (ids >= info.vocab_size))
@@ -59,13 +77,21 @@ def check_sample(sample: Sample, info: EngineInfo) -> None:
             raise EngineError(
                 f"the engine gave {len(logprobs)} logprobs for {len(ids)} output ids"
             )
-        wrong = np.flatnonzero(~np.isfinite(logprobs))
+        wrong = np.flatnonzero(not_logprobs(logprobs) | (logprobs > MAX_LOGPROB))
         if len(wrong):
             at = int(wrong[0])
-            raise EngineError(f"the engine's output_logprobs[{at}] = {logprobs[at]}")
-    for span in sample.weight_versions:
-        if not 0 <= span.start <= span.stop <= len(ids):
             raise EngineError(
-                f"the engine's weight version {span.version!r} covers "
-                f"{span.start}:{span.stop} of {len(ids)} output ids"
+                f"the engine's output_logprobs[{at}] = {logprobs[at]} is no "
+                "log-probability"
             )
+    covered = 0
+    for span in sample.weight_versions:
+        if span.start != covered or span.stop < span.start:
+            break
+        covered = span.stop
+    if sample.weight_versions and covered != len(ids):
+        spans = ", ".join(f"{s.start}:{s.stop}" for s in sample.weight_versions)
+        raise EngineError(
+            f"the engine's weight versions cover {spans} of {len(ids)} output ids: "
+            "they must tile them"
+        )

@@ -2,14 +2,16 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, TypeAlias
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trajkit_shim.engine import EngineError, EngineInfo, Sample, WeightSpan
-from trajkit_shim.render import ChatRenderer
+from trajkit_shim.engine import EngineInfo, Sample, Sampling, WeightSpan
+from trajkit_shim.render import ChatRenderer, Ids
 
 TEMPLATE = """\
 {%- if tools -%}
@@ -34,6 +36,11 @@ TEMPLATE = """\
 AS_STRING = TEMPLATE.replace("ARGUMENTS", "{{ call.function.arguments }}")
 AS_JSON = TEMPLATE.replace("ARGUMENTS", "{{ call.function.arguments | tojson }}")
 
+TOOL = {
+    "type": "function",
+    "function": {"name": "bash", "parameters": {"type": "object"}},
+}
+
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """Ids 0 to 255 are the bytes, then the added tokens."""
@@ -56,61 +63,79 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def byte_renderer(template: str = AS_STRING) -> ChatRenderer:
+    """The renderer of that tokenizer."""
     return ChatRenderer(byte_tokenizer(), template)
 
 
-class ScriptedEngine:
-    """Gives the scripted replies in order; a reply that is an exception is raised.
+RENDERER = byte_renderer()
 
-    A text is sampled as its bytes' ids and the end-of-message id, each with the logprob
-    -(its place) / 1000.
+
+def sampled(text: str, **changes: Any) -> Sample:
+    """The bytes of a text and the end of the message, each of logprob -place / 1000."""
+    encoded = RENDERER._encode(text + "<|im_end|>")
+    ids = encoded if changes.get("finish_reason", "stop") == "stop" else encoded[:-1]
+    whole = Sample(
+        output_ids=ids,
+        output_logprobs=-np.arange(len(ids), dtype=np.float32) / 1000,
+        finish_reason="stop",
+        weight_versions=(WeightSpan("v0", 0, len(ids)),),
+        cached_tokens=0,
+    )
+    return replace(whole, **changes)
+
+
+Scripted: TypeAlias = str | Sample | Exception | Callable[[], Any]
+
+
+class ScriptedEngine:
+    """Gives the scripted replies in order.
+
+    A text is given as `sampled`, an exception is raised, and what a function returns is
+    awaited for the reply.
     """
 
-    def __init__(self, *script: str | Sample | Exception) -> None:
+    def __init__(self, *script: Scripted, context: int = 2000) -> None:
         self.script = deque(script)
-        self.renderer = byte_renderer()
-        self.prompts: list[np.ndarray] = []
-        self.samplings = []
-        self.cancelled = 0
+        self.prompts: list[Ids] = []
+        self.samplings: list[Sampling] = []
         self.closed = False
-        # set: calls wait until it is cleared by being set
-        self.gate: asyncio.Event | None = None
-        self.entered = asyncio.Event()
         self.limits = EngineInfo(
-            model="scripted", vocab_size=260, max_context_tokens=2000
+            model="scripted", vocab_size=260, max_context_tokens=context
         )
 
     async def info(self) -> EngineInfo:
         return self.limits
 
-    def sample(self, text: str, **changes: object) -> Sample:
-        ids = self.renderer._encode(text + "<|im_end|>")
-        whole = Sample(
-            output_ids=ids,
-            output_logprobs=-np.arange(len(ids), dtype=np.float32) / 1000,
-            finish_reason="stop",
-            weight_versions=(WeightSpan("v0", 0, len(ids)),),
-            cached_tokens=0,
-        )
-        return replace(whole, **changes)
-
-    async def generate(self, prompt_ids, sampling, *, request_id, session_id):
+    async def generate(
+        self, prompt_ids: Ids, sampling: Sampling, *, request_id: str, session_id: str
+    ) -> Sample:
         self.prompts.append(prompt_ids)
         self.samplings.append(sampling)
         reply = self.script.popleft()
-        self.entered.set()
-        try:
-            if self.gate is not None:
-                await self.gate.wait()
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
+        if callable(reply):
+            reply = await reply()
         if isinstance(reply, Exception):
             raise reply
-        return self.sample(reply) if isinstance(reply, str) else reply
+        return sampled(reply) if isinstance(reply, str) else reply
 
     async def close(self) -> None:
         self.closed = True
 
 
-__all__ = ["AS_JSON", "AS_STRING", "EngineError", "ScriptedEngine", "byte_renderer"]
+class Held:
+    """A scripted reply that waits until it is let go."""
+
+    def __init__(self, reply: str) -> None:
+        self.reply = reply
+        self.entered = asyncio.Event()
+        self.release = asyncio.Event()
+        self.cancelled = False
+
+    async def __call__(self) -> str:
+        self.entered.set()
+        try:
+            await self.release.wait()
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+        return self.reply
