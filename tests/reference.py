@@ -197,10 +197,16 @@ def token_links(turns):
         parent = longest_prefix(turns, ends, turn["prompt_ids"])
         if parent is None:
             ends.append(i)
-            links.append(Link(order=i))
+            links.append(Link())
         else:
             ends[ends.index(parent)] = i
-            links.append(Link(parent, "tokens", i))
+            links.append(Link(parent, "tokens"))
+    rank = 0  # row by row, rows in order of first appearance
+    for i, one in enumerate(links):
+        while one.parent is None and i is not None:
+            links[i].order = rank
+            rank += 1
+            i = next((k for k, other in enumerate(links) if other.parent == i), None)
     return links
 
 
@@ -440,7 +446,6 @@ def linearize(turns, policy, fork_threshold=DEFAULT_THRESHOLD, max_row_tokens=No
         "lost_absorbed": 0,
         "lost_demoted": 0,
         "lost_cut": 0,
-        "lost_unclaimed": 0,
         "lost_untrainable": 0,
         "lost_unrouted": 0,
     }
@@ -503,7 +508,7 @@ def spans_of(turns, segment, limit):
         place = len(turns[i]["prompt_ids"])
         if n == 0:
             continue
-        owned = i in segment.owned
+        owned = i in segment.owned and is_trainable(turns[i])
         if i in segment.absorbed:
             if owned:
                 spans.append((min(place, limit), 0, i, 0, n, "absorbed"))

@@ -1,6 +1,15 @@
 """Token-exact trajectories for RL post-training: recorded calls in, loss-masked rows out."""
 
 from trajkit.drift import classify_drift
+from trajkit.errors import (
+    FormatError,
+    InvalidTurnsError,
+    LayoutError,
+    PolicyError,
+    SchemaError,
+    TrajkitError,
+    UnknownSessionError,
+)
 from trajkit.linearize import linearize
 from trajkit.link import link
 from trajkit.policies import Policy, policy
@@ -9,7 +18,14 @@ from trajkit.records import from_records
 from trajkit.validate import validate
 
 __all__ = [
+    "FormatError",
+    "InvalidTurnsError",
+    "LayoutError",
     "Policy",
+    "PolicyError",
+    "SchemaError",
+    "TrajkitError",
+    "UnknownSessionError",
     "classify_drift",
     "from_records",
     "lcp",

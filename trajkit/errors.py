@@ -35,3 +35,7 @@ class UnknownSessionError(TrajkitError, KeyError):
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
+
+
+class TornLogWarning(UserWarning):
+    """A log ends within an entry, as a crash leaves it; the whole ones were read."""

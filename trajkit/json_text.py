@@ -2,7 +2,7 @@
 
 import json
 import re
-from json.decoder import scanstring
+from json import decoder
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _NUMBER = re.compile(r"(-?(?:0|[1-9][0-9]*))(\.[0-9]+)?([eE][-+]?[0-9]+)?")
@@ -34,17 +34,16 @@ def parse(text: str) -> object:
 
 def _parse_deep(text: str) -> object:
     # containers still open, the innermost last, and the key that waits for its value
-    stack: list[dict[str, object] | list[object]] = []
+    stack: list[object] = []
     keys: list[str] = []
     at = _skip(text, 0)
     while True:
         opening = _OPEN.get(text[at : at + 1])
-        value: object
         if opening is not None:
-            value = opening()
+            value: object = opening()
             at = _skip(text, at + 1)
             if text[at : at + 1] != ("}" if opening is dict else "]"):
-                stack.append(value)  # type: ignore[arg-type]
+                stack.append(value)
                 if opening is dict:
                     at = _key(text, at, keys)
                 continue
@@ -62,7 +61,7 @@ def _parse_deep(text: str) -> object:
             if isinstance(within, dict):
                 within[keys.pop()] = value
                 closing = "}"
-            else:
+            elif isinstance(within, list):
                 within.append(value)
                 closing = "]"
             sign = text[at : at + 1]
@@ -78,13 +77,14 @@ def _parse_deep(text: str) -> object:
 
 
 def _skip(text: str, at: int) -> int:
-    return _SPACE.match(text, at).end()  # type: ignore[union-attr]
+    found = _SPACE.match(text, at)
+    return at if found is None else found.end()
 
 
 def _key(text: str, at: int, keys: list[str]) -> int:
     if text[at : at + 1] != '"':
         raise json.JSONDecodeError("Expecting a property name in quotes", text, at)
-    key, at = scanstring(text, at + 1, True)
+    key, at = _string(text, at + 1)
     at = _skip(text, at)
     if text[at : at + 1] != ":":
         raise json.JSONDecodeError("Expecting ':' delimiter", text, at)
@@ -92,9 +92,14 @@ def _key(text: str, at: int, keys: list[str]) -> int:
     return _skip(text, at + 1)
 
 
+def _string(text: str, at: int) -> tuple[str, int]:
+    value, end = decoder.scanstring(text, at, True)  # type: ignore[attr-defined]
+    return value, end
+
+
 def _leaf(text: str, at: int) -> tuple[object, int]:
     if text[at : at + 1] == '"':
-        return scanstring(text, at + 1, True)
+        return _string(text, at + 1)
     word = _WORD.match(text, at)
     if word is not None:
         return _WORDS[word[0]], word.end()

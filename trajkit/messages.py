@@ -1,8 +1,8 @@
 """Chat messages: canonical JSON, 128-bit keys, and each distinct message held once.
 
 Two messages have one key exactly when Python calls the dicts equal: key order does not
-matter, list order does, a missing key is not a null, 1 == 1.0 == True and "1" is another.
-NaN is taken to be equal to NaN, as ``json.loads`` makes it.
+matter, list order does, a missing key is not a null, 1 == 1.0 == True and "1" is
+another. NaN is taken to be equal to NaN, as ``json.loads`` makes it.
 """
 
 from collections.abc import Sequence
@@ -134,7 +134,7 @@ class MessageBook:
         """
         ids = np.empty(len(messages), np.int32)
         _core.match_messages(list(messages), list(before), before_ids, ids)
-        for i in np.flatnonzero(ids < 0):
+        for i in np.flatnonzero(ids < 0).tolist():
             ids[i] = self.add(messages[i], f"{where}[{i}]")
         return ids
 

@@ -67,7 +67,7 @@ def from_records(
         turn_index : int
             Absent or None: one more than that of the session's call before, from 0.
         use_tool : bool
-            Absent or None: whether response_message has ``tool_calls``.
+            Absent: whether response_message has ``tool_calls``. None: unknown.
         trainable : bool
         weight_versions : list of dict
             With ``version`` (str), ``start`` and ``stop``.
@@ -75,8 +75,8 @@ def from_records(
         Further keys become columns of their own. Messages must not change once their
         record has been handed over.
     nonfinite_logprobs : {"raise", "null"}
-        What becomes of NaN, the infinities, and values of -9999 and below, which engines
-        give where they have no logprob.
+        What becomes of NaN, the infinities, and values of -9999 and below, which
+        engines give where they have no logprob.
 
     Returns
     -------
@@ -322,7 +322,7 @@ def _string(record: Record, name: str, where: str) -> str | None:
 def _flag(record: Record, name: str, where: str) -> bool | None:
     value = record.get(name)
     if value is None:
-        if name != "use_tool":
+        if name != "use_tool" or name in record:
             return None
         response = record.get("response_message")
         return isinstance(response, dict) and bool(response.get("tool_calls"))
@@ -342,8 +342,8 @@ def _weight_versions(record: Record, where: str) -> list[Record] | None:
     for i, piece in enumerate(value):
         if not isinstance(piece, Mapping) or set(piece) != {"version", "start", "stop"}:
             raise InvalidTurnsError(
-                f"{where}weight_versions[{i}] is {piece!r}: expected a dict of version, "
-                "start and stop"
+                f"{where}weight_versions[{i}] is {piece!r}: expected a dict of "
+                "version, start and stop"
             )
         _string(piece, "version", f"{where}weight_versions[{i}].")
         for name in ("start", "stop"):

@@ -6,7 +6,7 @@ fields, chunks, no metadata. `canonical` takes them all. What a cast would have 
 guess, round or drop is refused.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -31,6 +31,13 @@ TableLike: TypeAlias = pa.Table | pa.RecordBatch | pa.RecordBatchReader | ArrowS
 Rows: TypeAlias = npt.NDArray[np.int64]
 Violation: TypeAlias = tuple[Rows, Callable[[int], str]]
 """Rows that break a rule, and what is wrong with the k-th of them."""
+
+
+def violation(
+    rows: Rows, template: str, *columns: Sequence[object] | npt.NDArray[np.generic]
+) -> Violation:
+    """Rows that break a rule, in words: the k-th of each column fills the template."""
+    return rows, lambda k: template.format(*(column[k] for column in columns))
 
 
 def canonical(table: TableLike, schema: pa.Schema) -> pa.Table:
@@ -217,8 +224,7 @@ def misfits(table: pa.Table, schema: pa.Schema) -> Iterator[Violation]:
         column = table.column(field.name)
         if not field.nullable and column.null_count:
             rows = np.flatnonzero(column.is_null().to_numpy())
-            reason = f"{field.name} is null"
-            yield rows, lambda k, reason=reason: reason  # type: ignore[misc]
+            yield violation(rows, f"{field.name} is null")
         start = 0
         for chunk in column.chunks:
             yield from _misfits(chunk, field.type, field.name, start)
@@ -236,14 +242,8 @@ def _misfits(
             bad = _of_other_width(leaf, type_.byte_width)
             rule = f"is not {type_.byte_width} bytes long"
         if bad.size:
-            values = leaf.take(pa.array(bad))
-
-            def explain(
-                k: int, path: str = path, values: pa.Array = values, rule: str = rule
-            ) -> str:
-                return f"{path} {values[k].as_py()!r} {rule}"
-
-            yield start + parents(bad), explain
+            values = leaf.take(pa.array(bad)).to_pylist()
+            yield violation(start + parents(bad), f"{path} {{!r}} {rule}", values)
 
 
 def _leaves(

@@ -107,17 +107,18 @@ def write_ids(arena: Arena, values: object, where: str, name: str) -> int:
         return _write_id_list(arena, array, f"{where}{name}")
     if array.dtype.kind not in "iu":
         raise InvalidTurnsError(f"{where}{name} is of {array.dtype}: {_ID_RULE}")
-    bad = (array < 0) | (array > 0x7FFFFFFF)
+    numbers: npt.NDArray[np.integer] = array  # type: ignore[assignment]
+    bad = (numbers < 0) | (numbers > 0x7FFFFFFF)
     if bad.any():
         at = int(bad.argmax())
-        raise InvalidTurnsError(f"{where}{name}[{at}] is {array[at]}: {_ID_RULE}")
-    arena.run(len(array))[:] = array
-    return len(array)
+        raise InvalidTurnsError(f"{where}{name}[{at}] is {numbers[at]}: {_ID_RULE}")
+    arena.run(len(numbers))[:] = numbers
+    return len(numbers)
 
 
 def _write_id_list(arena: Arena, values: list[object], what: str) -> int:
     out = arena.run(len(values))
-    at = _core.unbox_ids(values, out)  # type: ignore[arg-type]
+    at = _core.unbox_ids(values, out)
     # the kernel stops at what is no plain int; a numpy integer is one, slowly
     for k in range(at, len(values)):
         value = values[k]
@@ -199,8 +200,8 @@ def _as_array(
         array = _from_buffer(values)
     if array is None:
         raise InvalidTurnsError(
-            f"{what} is of type {type(values).__name__}: expected a list or an array of "
-            f"{expected}"
+            f"{what} is of type {type(values).__name__}: expected a list or an "
+            f"array of {expected}"
         )
     if array.ndim != 1:
         raise InvalidTurnsError(
@@ -215,5 +216,5 @@ def _from_buffer(values: object) -> npt.NDArray[np.generic] | None:
     except TypeError:
         # tensors and the like, which know how to become an array
         return np.asarray(values) if hasattr(values, "__array__") else None
-    # bytes are as likely wider integers that lost their type as they are numbers
+    # bytes are as likely wider integers that lost their type
     return None if view.itemsize == 1 else np.asarray(view)

@@ -1,6 +1,6 @@
 """Whether a table keeps the rules of its schema, named to the row when it does not."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -70,13 +70,13 @@ def validate(
     Parameters
     ----------
     table : Table, RecordBatch, RecordBatchReader or any Arrow stream
-        Turns (plain or in delta form), sessions, links, drift or rows, in any layout that
-        polars, parquet or pyarrow give them.
+        Turns (plain or in delta form), sessions, links, drift or rows, in any layout
+        that polars, parquet or pyarrow give them.
     kind : {"turns", "sessions", "links", "drift", "rows"}, optional
         None: what the table's metadata says, or its columns where they lost it.
     nonfinite_logprobs : {"raise", "null"}
-        What becomes of NaN, the infinities, and values of -9999 and below in the logprobs
-        of turns, which engines give where they have no logprob.
+        What becomes of NaN, the infinities, and values of -9999 and below in the
+        logprobs of turns, which engines give where they have no logprob.
     bodies : bool
         Whether to look into the message bodies of turns. False lets a table pass that
         lost, by a filter, the row in which a message was first seen.
@@ -89,8 +89,8 @@ def validate(
     Raises
     ------
     SchemaError
-        A column is absent or of a type that cannot be taken for its own, or the table is
-        of another kind or a newer schema version.
+        A column is absent or of a type that cannot be taken for its own, or the table
+        is of another kind or a newer schema version.
     InvalidTurnsError
         A value breaks a rule; the text names session, turn, column, value and rule.
     """
@@ -149,6 +149,22 @@ def check_values(turns: pa.Table, nonfinite_logprobs: Nonfinite) -> pa.Table:
     return turns
 
 
+def check_turns(turns: pa.Table, nonfinite_logprobs: Nonfinite) -> pa.Table:
+    """As `validate`, for turns in canonical form, but for bodies and empty prompts."""
+    turns = _settle(turns, nonfinite_logprobs)
+    for check in _turn_checks(turns_schema(turns.column_names), bodies=False):
+        if check is not checks.prompts_not_empty:
+            _raise_first(turns, check(turns))
+    return turns
+
+
+def check_rows(rows: pa.Table) -> pa.Table:
+    """As `validate`, for rows in canonical form."""
+    for check in _DERIVED["rows"][1]:
+        _raise_first(rows, check(rows))
+    return rows
+
+
 def _plan(
     table: pa.Table, kind: Kind | None, bodies: bool
 ) -> tuple[pa.Schema, tuple[Check, ...]]:
@@ -167,7 +183,7 @@ def _plan(
 def _kind_of(table: pa.Table) -> str:
     said = (table.schema.metadata or {}).get(b"trajkit.table")
     if said is not None:
-        return said.decode()
+        return str(said.decode())
     names = set(table.column_names)
     for name, telling in (
         ("rows", {"input_ids", "loss_mask"}),
@@ -214,12 +230,12 @@ def _without(
     before = len(reasons)
     names = table.column("session_id")
     for rows, explain in violations:
-        for k, row in enumerate(rows):
+        for row, k in zip(*np.unique(rows, return_index=True), strict=True):
             name = names[int(row)].as_py()
             if name is None:
                 raise InvalidTurnsError(f"{place(table, int(row))}: session_id is null")
             if name not in reasons:
-                reasons[name] = f"{place(table, int(row))}: {explain(k)}"
+                reasons[name] = f"{place(table, int(row))}: {explain(int(k))}"
     if len(reasons) == before:
         return table
     bad = pa.array(list(reasons)[before:], names.type)

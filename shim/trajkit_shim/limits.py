@@ -3,6 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
+from trajkit.checks import MAX_LOGPROB, not_logprobs
 from trajkit_shim.engine import EngineError, EngineInfo, Sample
 
 
@@ -43,8 +44,10 @@ def check_sample(sample: Sample, info: EngineInfo) -> None:
     Raises
     ------
     EngineError
-        An id lies outside the vocabulary, there is not one logprob per id, a logprob is
-        no finite number, or a weight span lies outside the output.
+        An id lies outside the vocabulary; there is not one logprob per id; a logprob is
+        no finite number, lies above 0 by more than rounding, or is the -9999 that some
+        engines write for a missing one; or the weight versions given do not tile the
+        output.
     """
     ids, logprobs = sample.output_ids, sample.output_logprobs
     wrong = np.flatnonzero((ids < 0) | (ids >= info.vocab_size))
@@ -59,13 +62,21 @@ def check_sample(sample: Sample, info: EngineInfo) -> None:
             raise EngineError(
                 f"the engine gave {len(logprobs)} logprobs for {len(ids)} output ids"
             )
-        wrong = np.flatnonzero(~np.isfinite(logprobs))
+        wrong = np.flatnonzero(not_logprobs(logprobs) | (logprobs > MAX_LOGPROB))
         if len(wrong):
             at = int(wrong[0])
-            raise EngineError(f"the engine's output_logprobs[{at}] = {logprobs[at]}")
-    for span in sample.weight_versions:
-        if not 0 <= span.start <= span.stop <= len(ids):
             raise EngineError(
-                f"the engine's weight version {span.version!r} covers "
-                f"{span.start}:{span.stop} of {len(ids)} output ids"
+                f"the engine's output_logprobs[{at}] = {logprobs[at]} is no "
+                "log-probability"
             )
+    covered = 0
+    for span in sample.weight_versions:
+        if span.start != covered or span.stop < span.start:
+            break
+        covered = span.stop
+    if sample.weight_versions and covered != len(ids):
+        spans = ", ".join(f"{s.start}:{s.stop}" for s in sample.weight_versions)
+        raise EngineError(
+            f"the engine's weight versions cover {spans} of {len(ids)} output ids: "
+            "they must tile them"
+        )

@@ -5,7 +5,6 @@ gateway loses no turn that a client has seen. What a kill can leave is a torn la
 batch, of a turn that was never acknowledged.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import schema
+from trajkit.messages import message_body, message_key
 from trajkit_shim.engine import WeightSpan
 from trajkit_shim.wire import Json
 
@@ -56,9 +56,9 @@ class LoggedMessage:
 
 def logged_message(message: Json) -> LoggedMessage:
     """A canonical chat message with its key and body."""
-    body = json.dumps(message, sort_keys=True, separators=(",", ":"))
-    key = blake2b(body.encode(), digest_size=16).digest()
-    return LoggedMessage(key, str(message["role"]), body)
+    return LoggedMessage(
+        message_key(message), str(message["role"]), message_body(message)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,14 +181,17 @@ def _batch(
     messages: list[dict[str, object]],
     response: dict[str, object] | None,
 ) -> pa.RecordBatch:
-    columns = {
-        **asdict(turn),
+    made: dict[str, object] = {
         "turn_index": turn_index,
         "messages": messages,
         "response": response,
+        "weight_versions": [asdict(span) for span in turn.weight_versions] or None,
     }
     return pa.RecordBatch.from_arrays(
-        [_cell(columns[field.name], field.type) for field in LOG_SCHEMA],
+        [
+            _cell(made[name] if name in made else getattr(turn, name), type_)
+            for name, type_ in zip(LOG_SCHEMA.names, LOG_SCHEMA.types, strict=True)
+        ],
         schema=LOG_SCHEMA,
     )
 

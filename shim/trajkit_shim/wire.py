@@ -32,7 +32,7 @@ def parse_object(body: bytes) -> Json:
     """
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except ValueError as error:
         raise GatewayError(f"the body is not JSON: {error}") from error
     except RecursionError as error:
         raise GatewayError("the body is nested too deep") from error

@@ -1,0 +1,157 @@
+"""Which format a file is of, and how it is opened."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, Literal, TypeAlias, get_args
+
+import pyarrow as pa
+
+from trajkit.errors import FormatError
+
+Format: TypeAlias = Literal[
+    "parquet", "arrow", "arrows", "jsonl", "jsonl.gz", "jsonl.zst"
+]
+
+_SUFFIXES: dict[str, Format] = {
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".ipc": "arrow",
+    ".arrows": "arrows",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".jsonl.gz": "jsonl.gz",
+    ".ndjson.gz": "jsonl.gz",
+    ".jsonl.zst": "jsonl.zst",
+    ".ndjson.zst": "jsonl.zst",
+}
+_FIRST_BYTES: tuple[tuple[bytes, Format], ...] = (
+    (b"PAR1", "parquet"),
+    (b"ARROW1", "arrow"),
+    (b"\xff\xff\xff\xff", "arrows"),
+    (b"\x1f\x8b", "jsonl.gz"),
+    (b"\x28\xb5\x2f\xfd", "jsonl.zst"),
+    (b"{", "jsonl"),
+)
+_CODECS = {"jsonl.gz": "gzip", "jsonl.zst": "zstd"}
+
+
+def is_json(kind: Format) -> bool:
+    return kind.startswith("jsonl")
+
+
+def name_of(file: Path | BinaryIO) -> str:
+    """What errors and warnings call a file."""
+    if isinstance(file, Path):
+        return str(file)
+    return str(getattr(file, "name", "open file"))
+
+
+def format_of(file: Path | BinaryIO, *, writing: bool = False) -> Format:
+    """The format by a path's suffix, or by the first bytes of an open file.
+
+    Raises
+    ------
+    FormatError
+        Neither says one.
+    """
+    if isinstance(file, Path):
+        kind = _by_suffix(file)
+        if kind is None:
+            raise FormatError(
+                f"{file}: the suffix is of no known format: expected one of "
+                f"{', '.join(_SUFFIXES)}"
+            )
+        return kind
+    if writing:
+        raise FormatError(
+            "an open file has no suffix: give format= as one of "
+            f"{', '.join(get_args(Format))}"
+        )
+    if not file.seekable():
+        raise FormatError(
+            f"{name_of(file)} cannot be read twice to find its format: give format= as "
+            f"one of {', '.join(get_args(Format))}"
+        )
+    at = file.tell()
+    head = file.read(8)
+    file.seek(at)
+    for magic, kind in _FIRST_BYTES:
+        if head.startswith(magic):
+            return kind
+    raise FormatError(f"{name_of(file)} begins with {head!r}, as no known format does")
+
+
+def _by_suffix(path: Path) -> Format | None:
+    name = path.name.lower()
+    found = [suffix for suffix in _SUFFIXES if name.endswith(suffix)]
+    return _SUFFIXES[max(found, key=len)] if found else None
+
+
+def paths_in(path: Path) -> list[Path]:
+    """The path itself, or the files of known formats below a directory, sorted.
+
+    Raises
+    ------
+    FormatError
+        A directory without any.
+    """
+    if not path.is_dir():
+        return [path]
+    found = sorted(
+        file
+        for file in path.rglob("*")
+        if _by_suffix(file) is not None
+        and file.is_file()
+        and not any(
+            part.startswith((".", "_")) for part in file.relative_to(path).parts
+        )
+    )
+    if not found:
+        raise FormatError(
+            f"{path} holds no file of a known format ({', '.join(_SUFFIXES)})"
+        )
+    return found
+
+
+def open_input(file: Path | BinaryIO, kind: Format) -> pa.NativeFile:
+    """The file's content, decompressed."""
+    raw = pa.OSFile(str(file)) if isinstance(file, Path) else pa.PythonFile(file, "r")
+    codec = _CODECS.get(kind)
+    return raw if codec is None else pa.CompressedInputStream(raw, codec)
+
+
+@contextmanager
+def atomic(target: Path | BinaryIO, kind: Format) -> Iterator[pa.NativeFile]:
+    """A file to write to; a path gets it whole when the block ends without an error."""
+    codec = _CODECS.get(kind)
+    if not isinstance(target, Path):
+        with pa.PythonFile(target, "w") as raw:
+            yield from _compressed(raw, codec)
+        return
+    handle, name = tempfile.mkstemp(
+        prefix=f".{target.name}.", suffix=".tmp", dir=target.parent
+    )
+    os.close(handle)
+    try:
+        with pa.OSFile(name, "w") as raw:
+            yield from _compressed(raw, codec)
+        # mkstemp keeps others out; a file that is kept follows the user's umask
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)
+        os.replace(name, target)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _compressed(raw: pa.NativeFile, codec: str | None) -> Iterator[pa.NativeFile]:
+    if codec is None:
+        yield raw
+    else:
+        with pa.CompressedOutputStream(raw, codec) as file:
+            yield file
