@@ -14,6 +14,7 @@ from trajkit.linearize import linearize
 from trajkit.link import link
 from trajkit.policies import Policy, policy
 from trajkit.prefix import lcp
+from trajkit.recorder import Recorded, Recorder
 from trajkit.records import from_records
 from trajkit.validate import validate
 
@@ -23,6 +24,8 @@ __all__ = [
     "LayoutError",
     "Policy",
     "PolicyError",
+    "Recorded",
+    "Recorder",
     "SchemaError",
     "TrajkitError",
     "UnknownSessionError",
