@@ -1,16 +1,18 @@
 """The demo: real agents once, and the pieces it is made of."""
 
+import asyncio
 import json
+import os
 import subprocess
 import sys
 
+import httpx
 import numpy as np
 import polars as pl
 import pytest
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
-from starlette.testclient import TestClient
 
 import trajkit as tk
 from trajkit_shim.demo import run_demo
@@ -33,6 +35,7 @@ def demo(tmp_path_factory):
         text=True,
         check=False,
         stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -182,11 +185,19 @@ def test_the_proxy_loses_the_replies_that_it_is_told_to_lose():
         Route("/v1/chat/completions", complete, methods=["POST"]),
         Route("/sessions", complete, methods=["POST"]),
     ]
-    client = TestClient(LossyProxy(Starlette(routes=routes), {"a": (1,), "b": (0,)}))
+    proxy = LossyProxy(Starlette(routes=routes), {"a": (1,), "b": (0,)})
 
     def statuses(key, path="/v1/chat/completions"):
-        headers = {"Authorization": f"Bearer {key}"}
-        return [client.post(path, headers=headers).status_code for _ in range(3)]
+        async def ask():
+            transport = httpx.ASGITransport(proxy)
+            async with httpx.AsyncClient(
+                transport=transport,
+                base_url="http://gateway",
+                headers={"Authorization": f"Bearer {key}"},
+            ) as client:
+                return [(await client.post(path)).status_code for _ in range(3)]
+
+        return asyncio.run(ask())
 
     assert statuses("a") == [200, 504, 200]
     assert statuses("b") == [504, 200, 200]

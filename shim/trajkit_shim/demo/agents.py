@@ -59,9 +59,9 @@ class Agent:
         (self.repository / f"test_{self.task.module}").write_text(self.task.test)
         (self.repository / ".gitignore").write_text("__pycache__/\n")
         who = ("-c", "user.name=demo", "-c", "user.email=demo@localhost")
-        for command in (("init", "-q"), ("add", "."), ("commit", "-qm", "Start")):
+        for step in (["init", "-q"], ["add", "."], ["commit", "-qm", "Start"]):
             subprocess.run(
-                ["git", *who, *command],
+                ["git", *who, *step],
                 cwd=self.repository,
                 env=self._environment(""),
                 check=True,
@@ -136,7 +136,6 @@ class Agent:
             "TERM": "dumb",
             "GIT_CONFIG_GLOBAL": os.devnull,
             "GIT_CONFIG_NOSYSTEM": "1",
-            "PYTHONDONTWRITEBYTECODE": "1",
             "OPENAI_API_KEY": self.api_key,
             "OPENAI_BASE_URL": base_url,
             "OPENAI_API_BASE": base_url,
