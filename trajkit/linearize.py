@@ -165,7 +165,9 @@ def linearize(
     """
     chosen = named_policy(policy)
     if max_row_tokens is not None and max_row_tokens < 1:
-        raise PolicyError(f"max_row_tokens={max_row_tokens}: expected 1 or more, or None")
+        raise PolicyError(
+            f"max_row_tokens={max_row_tokens}: expected 1 or more, or None"
+        )
     if threads is not None and threads < 1:
         raise PolicyError(f"threads={threads}: expected 1 or more, or None")
     work = _Work(
@@ -177,7 +179,9 @@ def linearize(
 
     if isinstance(turns, (Iterator, pa.RecordBatchReader)):
         if links is not None or drift is not None:
-            raise PolicyError("links and drift belong to a table of turns, not to a stream")
+            raise PolicyError(
+                "links and drift belong to a table of turns, not to a stream"
+            )
         pairs = _stream(turns, work, n_threads)
         return pairs if report else (rows for rows, _ in pairs)
 

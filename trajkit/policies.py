@@ -139,7 +139,9 @@ def policy(name: str | Policy, **choices: object) -> Policy:
         preset = PRESETS.get(ALIASES.get(name, name))
         if preset is None:
             known = ", ".join(sorted([*PRESETS, *ALIASES]))
-            raise PolicyError(f"policy {name!r} does not exist: expected one of {known}")
+            raise PolicyError(
+                f"policy {name!r} does not exist: expected one of {known}"
+            )
         chosen = preset
     known_choices = {field.name for field in fields(Policy)} - {"name"}
     for choice, value in choices.items():
@@ -167,7 +169,9 @@ def _check_choice(choice: str, value: object) -> None:
             expected = ", ".join(map(repr, names[choice]))
             raise PolicyError(f"{choice}={value!r}: expected one of {expected}")
     elif choice == "fork_threshold":
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int)
+        ):
             raise PolicyError(f"fork_threshold={value!r}: expected an int or None")
     elif not isinstance(value, bool):
         raise PolicyError(f"{choice}={value!r}: expected a bool")
