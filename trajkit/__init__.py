@@ -15,6 +15,7 @@ from trajkit.linearize import linearize
 from trajkit.link import link
 from trajkit.policies import Policy, policy
 from trajkit.prefix import lcp
+from trajkit.recorder import Recorded, Recorder
 from trajkit.records import from_records
 from trajkit.validate import validate
 
@@ -24,6 +25,8 @@ __all__ = [
     "LayoutError",
     "Policy",
     "PolicyError",
+    "Recorded",
+    "Recorder",
     "SchemaError",
     "TrajkitError",
     "UnknownSessionError",
