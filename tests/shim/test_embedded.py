@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+
 from trajkit_shim.embedded import (
     EmbeddedEngine,
     Fault,

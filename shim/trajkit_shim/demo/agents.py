@@ -16,7 +16,10 @@ _KEPT = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR")
 
 _SUBAGENT = """#!/bin/sh
 # subagent TASK: a second agent, with another system prompt, on the same session
-exec {command} -t "$1"
+{command} -t "$1" > {log} 2>&1
+code=$?
+tail -n 20 {log}
+exit $code
 """
 
 
@@ -26,15 +29,15 @@ class Agent:
 
     Parameters
     ----------
-    session_id : str
-        The session that its calls belong to.
+    api_key : str
+        The key of the session that its calls belong to.
     task : Task
         What it works on.
     folder : Path
         Its own folder: ``repository``, ``bin``, ``home`` and ``agent.log``.
     """
 
-    session_id: str
+    api_key: str
     task: Task
     folder: Path
 
@@ -56,9 +59,9 @@ class Agent:
         (self.repository / f"test_{self.task.module}").write_text(self.task.test)
         (self.repository / ".gitignore").write_text("__pycache__/\n")
         who = ("-c", "user.name=demo", "-c", "user.email=demo@localhost")
-        for command in (("init", "-q"), ("add", "."), ("commit", "-qm", "Start")):
+        for step in (["init", "-q"], ["add", "."], ["commit", "-qm", "Start"]):
             subprocess.run(
-                ["git", *who, *command],
+                ["git", *who, *step],
                 cwd=self.repository,
                 env=self._environment(""),
                 check=True,
@@ -68,7 +71,10 @@ class Agent:
         tool.parent.mkdir()
         command = _command(self.folder / "subagent.json")
         command += ["-c", f"agent.system_template={REVIEWER}"]
-        tool.write_text(_SUBAGENT.format(command=shlex.join(command)))
+        log = self.folder / "subagent.log"
+        tool.write_text(
+            _SUBAGENT.format(command=shlex.join(command), log=shlex.quote(str(log)))
+        )
         tool.chmod(0o755)
 
     def work(self, base_url: str) -> int:
@@ -120,7 +126,7 @@ class Agent:
         return done.returncode == 0
 
     def _environment(self, base_url: str) -> dict[str, str]:
-        """All that the agent sees of the world; whatever would fetch is switched off."""
+        """All that the agent sees of this one's; whatever would fetch is off."""
         home = self.folder / "home"
         path = (self.folder / "bin", Path(sys.executable).parent, os.environ["PATH"])
         return {
@@ -130,8 +136,7 @@ class Agent:
             "TERM": "dumb",
             "GIT_CONFIG_GLOBAL": os.devnull,
             "GIT_CONFIG_NOSYSTEM": "1",
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "OPENAI_API_KEY": self.session_id,
+            "OPENAI_API_KEY": self.api_key,
             "OPENAI_BASE_URL": base_url,
             "OPENAI_API_BASE": base_url,
             "NO_PROXY": "127.0.0.1",

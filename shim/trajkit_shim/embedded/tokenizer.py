@@ -1,5 +1,6 @@
 """The shipped tokenizer and chat template, as the gateway wants them."""
 
+import os
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
 
 def load_tokenizer() -> "PreTrainedTokenizerFast":
     """The embedded engine's tokenizer, with its chat template. Imports transformers."""
+    # transformers advises to install PyTorch, for which nothing here has a use
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
