@@ -11,16 +11,9 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests import reference
 from tests.strategies import policies, row_limits, runs, sessions, thresholds
-from tests.tables import by_session, dicts, turns_table
+from tests.tables import by_session, dicts, policy_of, turns_table
 from trajkit.errors import InvalidTurnsError
 from trajkit.schema import REPORT, ROWS
-
-
-def policy_of(choice):
-    name, threshold = choice
-    if name == "slime":
-        return tk.policy(name, fork_threshold=threshold)
-    return tk.policy(name)
 
 
 def by_twin(turns, choice, limit=None):
