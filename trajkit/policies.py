@@ -39,7 +39,8 @@ class Policy:
     fork_threshold : int
         In tokens. 0 and below: nothing is merged or absorbed.
     own : {"first"}
-        Who trains a claim that several rows hold: the first chain in the policy's order.
+        Who trains a claim that several rows hold: the first chain in the policy's
+        order.
     keep_untrained : bool
         Rows in which nothing is trained are emitted.
     flags : {"chain", "row"}
@@ -114,7 +115,9 @@ def policy(name: str | Policy, **choices: object) -> Policy:
         preset = PRESETS.get(ALIASES.get(name, name))
         if preset is None:
             known = ", ".join(sorted([*PRESETS, *ALIASES]))
-            raise PolicyError(f"policy {name!r} does not exist: expected one of {known}")
+            raise PolicyError(
+                f"policy {name!r} does not exist: expected one of {known}"
+            )
         chosen = preset
     known_choices = {field.name for field in fields(Policy)} - {"name"}
     for choice, value in choices.items():
@@ -136,7 +139,9 @@ def _check_choice(choice: str, value: object) -> None:
             expected = ", ".join(map(repr, names[choice]))
             raise PolicyError(f"{choice}={value!r}: expected one of {expected}")
     elif choice == "fork_threshold":
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int)
+        ):
             raise PolicyError(f"fork_threshold={value!r}: expected an int or None")
     elif not isinstance(value, bool):
         raise PolicyError(f"{choice}={value!r}: expected a bool")
