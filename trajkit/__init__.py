@@ -1,4 +1,4 @@
-"""Token-exact trajectories for RL post-training: recorded calls in, loss-masked rows out."""
+"""Token-exact trajectories for RL: recorded calls in, loss-masked rows out."""
 
 from trajkit.drift import classify_drift
 from trajkit.errors import (

@@ -1,22 +1,142 @@
-"""The whole contract between trajkit/*.py and the compiled kernels."""
+"""The whole contract between trajkit/*.py and the compiled kernels.
 
-from collections.abc import Buffer  # type: ignore[attr-defined]
+Arrays are contiguous; records have the dtypes of trajkit/layout.py.
+"""
+
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+_Records: TypeAlias = npt.NDArray[np.void]
+_I8: TypeAlias = npt.NDArray[np.int8]
+_I32: TypeAlias = npt.NDArray[np.int32]
+_I64: TypeAlias = npt.NDArray[np.int64]
+_U8: TypeAlias = npt.NDArray[np.uint8]
+_U64: TypeAlias = npt.NDArray[np.uint64]
+_F32: TypeAlias = npt.NDArray[np.float32]
 
 # release, debug or sanitize
 BUILD: str
 
-def lcp(a: Buffer, b: Buffer) -> int: ...
-def unbox_ids(values: list[object], out: Buffer) -> int: ...
-def unbox_logprobs(values: list[object], out: Buffer, valid: Buffer) -> int: ...
+# prefix.pxi
+def lcp(a: _I32, b: _I32) -> int: ...
+
+# unbox.pxi
+def unbox_ids(values: list[object], out: _I32) -> int: ...
+def unbox_logprobs(values: list[object], out: _F32, valid: _U8) -> int: ...
+
+# message.pxi
 def encode_message(message: object) -> tuple[str, str]: ...
 def match_messages(
-    messages: list[object], before: list[object], before_ids: Buffer, ids: Buffer
+    messages: list[object], before: list[object], before_ids: _I32, ids: _I32
 ) -> None: ...
 def mark_shown(
-    ids: Buffer,
-    sessions: Buffer,
-    key_of: Buffer,
-    last_session: Buffer,
-    last_id: Buffer,
-    shown: Buffer,
+    ids: _I32,
+    sessions: _I32,
+    key_of: _I32,
+    last_session: _I32,
+    last_id: _I32,
+    shown: _U8,
 ) -> None: ...
+
+# forest.pxi
+def grow_forest(
+    calls: _Records,
+    session_offsets: _I64,
+    path: _I32,
+    stack: _I32,
+    nodes: _Records,
+    ends: _I32,
+    shared: _I64,
+    shared_with: _I32,
+    state: _I64,
+    first_call: int,
+) -> None: ...
+
+# route.pxi
+def tree_size(requests: _Records, session_offsets: _I64) -> tuple[int, int]: ...
+def route_messages(
+    calls: _Records,
+    requests: _Records,
+    session_offsets: _I64,
+    nodes: _Records,
+    ends: _I32,
+    merge_threshold: int,
+    by_tokens: bool,
+    tree_nodes: _Records,
+    table: _I32,
+    places: _I32,
+    ended: _I32,
+    next_ended: _I32,
+    links: _Records,
+) -> None: ...
+def route_tokens(
+    calls: _Records,
+    session_offsets: _I64,
+    nodes: _Records,
+    ends: _I32,
+    active: _I32,
+    next_active: _I32,
+    row_of: _I32,
+    links: _Records,
+) -> None: ...
+def measure_links(
+    calls: _Records, nodes: _Records, ends: _I32, links: _Records
+) -> None: ...
+
+# drift.pxi
+def describe_drift(
+    calls: _Records,
+    nodes: _Records,
+    ends: _I32,
+    links: _Records,
+    min_run: int,
+    tails: _I32,
+    hashes: _U64,
+    starts: _I32,
+    out: _I64,
+) -> None: ...
+
+# plan.pxi
+def plan_rows(
+    calls: _Records,
+    session_offsets: _I64,
+    nodes: _Records,
+    ends: _I32,
+    links: _Records,
+    absorb: int,
+    threshold: int,
+    keep_head: bool,
+    drop_untrained: bool,
+    chain_flags: bool,
+    max_tokens: int,
+    kinds: _U8,
+    scratch: _I32,
+    owners: _I32,
+    marks: _I32,
+    rows: _Records,
+    report: _I64,
+) -> int: ...
+
+# fill.pxi
+def fill_rows(
+    calls: _Records,
+    nodes: _Records,
+    ends: _I32,
+    links: _Records,
+    kinds: _U8,
+    owners: _I32,
+    turn_index: _I32,
+    keep_head: bool,
+    max_tokens: int,
+    rows: _Records,
+    token_offsets: _I64,
+    span_offsets: _I64,
+    input_ids: _I32,
+    loss_mask: _U8,
+    logprobs: _F32,
+    valid: _U8,
+    spans: _I32,
+    span_kinds: _I8,
+) -> int: ...

@@ -1,11 +1,12 @@
 """The calls of a ``turns`` table as the records that the kernels read.
 
-Nothing per token is copied: the records hold the addresses of the table's own buffers, and
-`Calls` holds the table, so that the buffers live as long as the records.
+Nothing per token is copied: the records hold the addresses of the table's own buffers,
+and `Calls` holds the table, so that the buffers live as long as the records.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -88,7 +89,7 @@ class Calls:
         )
 
     def split(self, max_held: int) -> Iterator["Calls"]:
-        """Parts of whole sessions that hold ``max_held`` tokens in all, or one session."""
+        """Parts of whole sessions that hold ``max_held`` tokens, or one session."""
         ends = np.concatenate([[0], np.cumsum(self.held)])[self.session_offsets]
         start = 0
         while start < self.n_sessions:
@@ -116,9 +117,9 @@ def read_calls(turns: TableLike) -> Calls:
     SchemaError
         A column is absent or of another type.
     InvalidTurnsError
-        The table is no sequence of sessions: a session in several pieces, turn_index not
-        ascending, logprobs and outputs of different lengths, a base that is no earlier
-        turn of its session, a null among ids.
+        The table is no sequence of sessions: a session in several pieces, turn_index
+        not ascending, logprobs and outputs of different lengths, a base that is no
+        earlier turn of its session, a null among ids.
     """
     table = as_table(turns)
     table = canonical(table, turns_schema(table.column_names))
@@ -220,7 +221,7 @@ def _refuse_null_ids(table: pa.Table, name: str, chunk: pa.Array, start: int) ->
 
 def _lists(chunk: pa.Array) -> Iterator[pa.Array]:
     offsets = chunk.offsets.to_numpy()
-    for start, stop in zip(offsets[:-1], offsets[1:], strict=True):
+    for start, stop in pairwise(offsets):
         yield chunk.values.slice(start, stop - start)
 
 
@@ -302,8 +303,8 @@ def _bases(table: pa.Table, turn_index: Ints, session_offsets: Longs) -> Ints:
         row = int(bad[0])
         session = table.column("session_id")[row].as_py()
         raise InvalidTurnsError(
-            f"session {session!r}, turn {turn_index[row]}: base_turn {wanted[row]} is no "
-            "earlier turn of the session"
+            f"session {session!r}, turn {turn_index[row]}: base_turn {wanted[row]} is "
+            "no earlier turn of the session"
         )
     return bases
 
@@ -317,8 +318,8 @@ def _check_bases(calls: Calls) -> None:
     if len(bad):
         call = int(bad[0])
         raise InvalidTurnsError(
-            f"{calls.place(call)}: shared_length {records['own_start'][call]} of a base "
-            f"that holds {most[call]} tokens"
+            f"{calls.place(call)}: shared_length {records['own_start'][call]} of a "
+            f"base that holds {most[call]} tokens"
         )
     requests = calls.requests
     counts = requests["shared"] + np.maximum(requests["n_keys"], 0)
@@ -329,8 +330,8 @@ def _check_bases(calls: Calls) -> None:
     if len(bad):
         call = int(bad[0])
         raise InvalidTurnsError(
-            f"{calls.place(call)}: shared_messages {requests['shared'][call]} of a base "
-            f"that shows {most[call]} messages"
+            f"{calls.place(call)}: shared_messages {requests['shared'][call]} of a "
+            f"base that shows {most[call]} messages"
         )
 
 
@@ -381,5 +382,6 @@ def _refuse_null_keys(
         session = table.column("session_id")[row].as_py()
         turn = table.column("turn_index")[row].as_py()
         raise InvalidTurnsError(
-            f"session {session!r}, turn {turn}: a message has no key; messages route by it"
+            f"session {session!r}, turn {turn}: a message has no key; messages "
+            "route by it"
         )

@@ -36,18 +36,20 @@ def classify_drift(
         prompt ++ parent output:
 
         lcp, size
-            Tokens that held and the prompt share at their start, and held tokens beyond.
+            Tokens that held and the prompt share at their start, and held tokens
+            beyond.
         region
             ``none`` (size 0), ``last_reply`` (lcp lies in the parent's output),
             ``earlier_reply`` (in an output before it that stands unchanged in held),
             ``prompt`` (elsewhere).
         resync_held, resync_prompt, resync_length
             The longest run of ``min_run`` tokens or more that both have beyond lcp, the
-            first in the prompt, or failing that the longest (shorter) run that ends where
-            the message in which drift starts ends in held. Null where there is none.
+            first in the prompt, or failing that the longest (shorter) run that ends
+            where the message in which drift starts ends in held. Null where there is
+            none.
         at_stake
-            Sampled tokens, of the parent and of replies before it, that stand in held at
-            or beyond lcp.
+            Sampled tokens, of the parent and of replies before it, that stand in held
+            at or beyond lcp.
         cause
             ``clean``; ``truncated`` (the prompt ends at lcp); ``head_dropped`` (what
             follows in the prompt at lcp is found further on in held, min_run tokens or
@@ -126,8 +128,8 @@ def read_lcp(calls: Calls, links: Records, table: TableLike) -> None:
     Raises
     ------
     InvalidTurnsError
-        It is not one row per linked turn in the order of turns, names another parent, or
-        an lcp that the two turns can't have.
+        It is not one row per linked turn in the order of turns, names another parent,
+        or an lcp that the two turns can't have.
     """
     table = canonical(table, DRIFT)
     rows = np.flatnonzero(links["parent"] >= 0)
@@ -138,8 +140,9 @@ def read_lcp(calls: Calls, links: Records, table: TableLike) -> None:
     )
     if not same:
         raise InvalidTurnsError(
-            f"drift has {table.num_rows} rows for {len(rows)} linked turns, or in another "
-            "order: expected one row per turn that has a parent, in the order of turns"
+            f"drift has {table.num_rows} rows for {len(rows)} linked turns, or in "
+            "another order: expected one row per turn that has a parent, in the order "
+            "of turns"
         )
     links["lcp"] = -1
     links["lcp"][rows] = table.column("lcp").to_numpy()
@@ -151,7 +154,7 @@ def read_lcp(calls: Calls, links: Records, table: TableLike) -> None:
     if len(bad):
         call, row = int(rows[bad[0]]), int(bad[0])
         raise InvalidTurnsError(
-            f"{calls.place(call)}: drift has parent {table.column('parent')[row]} and lcp "
-            f"{lcp[row]}; its link has parent {calls.turn_index[parents[row]]}, which "
-            f"allows an lcp of 0 to {most[row]}"
+            f"{calls.place(call)}: drift has parent {table.column('parent')[row]} and "
+            f"lcp {lcp[row]}; its link has parent {calls.turn_index[parents[row]]}, "
+            f"which allows an lcp of 0 to {most[row]}"
         )

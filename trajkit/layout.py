@@ -1,4 +1,4 @@
-"""The numpy dtypes of the records that the compiled kernels share (_native/rows.pxd)."""
+"""The numpy dtypes of the records that the kernels share (_native/rows.pxd)."""
 
 import numpy as np
 

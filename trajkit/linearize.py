@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Literal, overload
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit.calls import Calls, Longs, Records, read_calls
+from trajkit.calls import Calls, Ints, Longs, Records, read_calls
 from trajkit.drift import read_lcp
 from trajkit.errors import PolicyError
 from trajkit.forest import Forest, grow
@@ -38,9 +39,9 @@ class _Plan:
     """Rows of one part before their columns are written."""
 
     rows: Records
-    kinds: Records
-    owners: Records
-    report: Records
+    kinds: npt.NDArray[np.uint8]
+    owners: Ints
+    report: Longs
 
 
 @overload
@@ -149,8 +150,9 @@ def linearize(
     SchemaError
         A table lacks a column, or a column has a type that cannot be taken for its own.
     InvalidTurnsError
-        A session comes in pieces, its turns out of order, its logprobs in another number
-        than its output ids; ``links``, ``drift`` or ``sessions`` do not fit ``turns``.
+        A session comes in pieces, its turns out of order, its logprobs in another
+        number than its output ids; ``links``, ``drift`` or ``sessions`` do not fit
+        ``turns``.
     PolicyError
         The policy does not exist, or a choice is none.
 

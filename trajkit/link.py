@@ -29,9 +29,9 @@ def link(
     route : {"messages", "tokens", "previous", "none"}
         By the message tree; by the longest row end that is a prefix of the prompt (ties
         to the oldest row); the previous turn of the session; no turn at all. Under
-        ``"messages"`` a turn without a list of messages goes below the turn whose prompt
-        and output are the longest prefix of its prompt, and a turn with an empty list is
-        left out.
+        ``"messages"`` a turn without a list of messages goes below the turn whose
+        prompt and output are the longest prefix of its prompt, and a turn with an empty
+        list is left out.
     merge_threshold : int, optional
         Under ``"messages"``: a reply shorter than this many tokens gives way to the one
         that a later request shows in its place. None: 1024; 0 and below: never.
@@ -143,7 +143,7 @@ def links_table(calls: Calls, links: Records) -> pa.Table:
     )
 
 
-def _turns(calls: Calls, index: Records) -> pa.Array:
+def _turns(calls: Calls, index: Ints) -> pa.Array:
     """The turn_index of each call, null where the call is -1."""
     none = index < 0
     return pa.array(calls.turn_index[np.where(none, 0, index)], mask=none)
@@ -187,8 +187,8 @@ def _check_same_turns(calls: Calls, table: pa.Table) -> None:
         same &= table.column("session_id").equals(calls.table.column("session_id"))
     if not same:
         raise InvalidTurnsError(
-            f"links has {table.num_rows} rows for {len(calls.calls)} turns, or in another "
-            "order: expected one row per turn, in the order of turns"
+            f"links has {table.num_rows} rows for {len(calls.calls)} turns, or in "
+            "another order: expected one row per turn, in the order of turns"
         )
 
 
@@ -208,8 +208,8 @@ def _check_ranks(calls: Calls, links: Records) -> None:
     if len(bad):
         call = int(placed[bad[0]])
         raise InvalidTurnsError(
-            f"{calls.place(call)}: order {links['order'][call]}: expected ranks from 0, "
-            "each once in a session"
+            f"{calls.place(call)}: order {links['order'][call]}: expected ranks from "
+            "0, each once in a session"
         )
     orphans = np.flatnonzero(
         (links["parent"] >= 0) & (links["order"][links["parent"]] < 0)

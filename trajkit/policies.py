@@ -47,7 +47,8 @@ class Policy:
     fork_threshold : int
         In tokens. 0 and below: nothing is merged or absorbed.
     own : {"first"}
-        Who trains a claim that several rows hold: the first chain in the policy's order.
+        Who trains a claim that several rows hold: the first chain in the policy's
+        order.
     keep_untrained : bool
         Rows in which nothing is trained are emitted.
     flags : {"chain", "row"}

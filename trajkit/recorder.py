@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import Lock
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,10 @@ from trajkit.policies import Policy
 from trajkit.records import message_columns
 from trajkit.schema import TURNS_DELTA
 from trajkit.unbox import Arena, check_ids, read_ids, write_logprobs
+
+_Item = TypeVar("_Item", bound=np.generic)
+
+_INT32 = np.dtype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +53,8 @@ class Recorder:
     """Sessions under way, each held in compact form: new tokens and new messages only.
 
     Every method may be called from several threads. Calls of one session are taken one
-    after another; `rows` and `turns` see the calls whose `record` had returned when they
-    began, and no part of one that is under way.
+    after another; `rows` and `turns` see the calls whose `record` had returned when
+    they began, and no part of one that is under way.
 
     Examples
     --------
@@ -201,18 +206,18 @@ def _unknown(session_id: str) -> UnknownSessionError:
     return UnknownSessionError(f"session {session_id!r}: nothing is recorded of it")
 
 
-class _Growing:
+class _Growing(Generic[_Item]):
     """A numpy array that grows at its end; its head never changes under a reader."""
 
-    def __init__(self, dtype: npt.DTypeLike, size: int = 0) -> None:
-        self._array = np.empty(max(size, 16), dtype)
-        self.used = size
+    def __init__(self, dtype: np.dtype[_Item]) -> None:
+        self._array = np.empty(16, dtype)
+        self.used = 0
 
-    def head(self, size: int) -> npt.NDArray[np.generic]:
+    def head(self, size: int) -> npt.NDArray[_Item]:
         """The first ``size`` items, room made for them; new ones are undefined."""
         if size > len(self._array):
-            # an eighth more than is needed: memory stays near what is held, and each item
-            # is moved nine times at most
+            # an eighth more than is needed: memory stays near what is held, and each
+            # item is moved nine times at most
             grown = np.empty(size + size // 8 + 16, self._array.dtype)
             grown[: self.used] = self._array[: self.used]
             self._array = grown
@@ -242,15 +247,15 @@ class _Session:
     dropped: bool = False
     n_calls: int = 0
     # token ids and logprobs that no earlier call had; runs never move once written
-    suffixes: Arena = field(default_factory=lambda: Arena(np.int32))
-    outputs: Arena = field(default_factory=lambda: Arena(np.int32))
-    logprobs: Arena = field(default_factory=lambda: Arena(np.float32))
+    suffixes: Arena[np.int32] = field(default_factory=lambda: Arena(np.int32))
+    outputs: Arena[np.int32] = field(default_factory=lambda: Arena(np.int32))
+    logprobs: Arena[np.float32] = field(default_factory=lambda: Arena(np.float32))
     # the forest of paths (trajkit.forest), grown call by call
-    calls: _Growing = field(default_factory=lambda: _Growing(CALL))
-    nodes: _Growing = field(default_factory=lambda: _Growing(NODE))
-    ends: _Growing = field(default_factory=lambda: _Growing(np.int32))
-    path: _Growing = field(default_factory=lambda: _Growing(np.int32))
-    stack: _Growing = field(default_factory=lambda: _Growing(np.int32))
+    calls: _Growing[np.void] = field(default_factory=lambda: _Growing(CALL))
+    nodes: _Growing[np.void] = field(default_factory=lambda: _Growing(NODE))
+    ends: _Growing[np.int32] = field(default_factory=lambda: _Growing(_INT32))
+    path: _Growing[np.int32] = field(default_factory=lambda: _Growing(_INT32))
+    stack: _Growing[np.int32] = field(default_factory=lambda: _Growing(_INT32))
     state: Longs = field(default_factory=lambda: np.zeros(3, np.int64))
     book: MessageBook = field(default_factory=MessageBook)
     messages: list[_Messages] = field(default_factory=list)
@@ -285,7 +290,9 @@ class _Session:
             prompt_messages, response_message, where
         )
         if flags["use_tool"] is None:
-            flags["use_tool"] = bool(response_message and response_message.get("tool_calls"))
+            flags["use_tool"] = bool(
+                response_message and response_message.get("tool_calls")
+            )
 
         self.outputs.run(len(output))[:] = output
         write_logprobs(self.logprobs, output_logprobs, len(output), where)
@@ -457,8 +464,8 @@ def _check_logprobs(values: object, n_outputs: int, where: str) -> None:
     if bad.any():
         at = int(bad.argmax())
         raise InvalidTurnsError(
-            f"{where}output_logprobs[{at}] is {logprobs[at]}: a log-probability is finite, "
-            "above -9999 and at most 0, give or take 1e-4 for rounding"
+            f"{where}output_logprobs[{at}] is {logprobs[at]}: a log-probability is "
+            "finite, above -9999 and at most 0, give or take 1e-4 for rounding"
         )
 
 

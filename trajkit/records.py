@@ -112,9 +112,9 @@ class _Batch:
     book: MessageBook = field(default_factory=MessageBook)
     session_numbers: list[int] = field(default_factory=list)
     turn_indices: list[int] = field(default_factory=list)
-    prompts: Arena = field(default_factory=lambda: Arena(np.int32))
-    outputs: Arena = field(default_factory=lambda: Arena(np.int32))
-    logprobs: Arena = field(default_factory=lambda: Arena(np.float32))
+    prompts: Arena[np.int32] = field(default_factory=lambda: Arena(np.int32))
+    outputs: Arena[np.int32] = field(default_factory=lambda: Arena(np.int32))
+    logprobs: Arena[np.float32] = field(default_factory=lambda: Arena(np.float32))
     finish_reasons: list[str | None] = field(default_factory=list)
     messages: list[Ids | None] = field(default_factory=list)
     # -1: no response

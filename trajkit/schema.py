@@ -1,8 +1,8 @@
 """The Arrow schema of every table, column by column, with unit and null rule.
 
-Token ids are int32. Positions and lengths count tokens. Unknown is null, never 0.0 or -1;
-a null logprob has 0.0 in its bytes, so that a consumer of the raw buffer gets a finite
-number. Lists are ``large_list``; small sets of names are dictionary-encoded.
+Token ids are int32. Positions and lengths count tokens. Unknown is null, never 0.0 or
+-1; a null logprob has 0.0 in its bytes, so that a consumer of the raw buffer gets a
+finite number. Lists are ``large_list``; small sets of names are dictionary-encoded.
 
 The schema version travels in the table metadata under ``trajkit.version``; a table that
 lost its metadata is taken to be of the present version.
@@ -72,11 +72,11 @@ SPAN = pa.struct(
         pa.field("kind", _names),
     ]
 )
-"""Row tokens ``start:stop`` are turn ``turn_index``'s output ``output_start:output_stop``.
+"""Row tokens ``start:stop`` are ``output_start:output_stop`` of the turn's output.
 
-``trained``, ``duplicate`` and ``untrainable`` pieces have ``stop - start == output_stop -
-output_start``. ``absorbed`` and ``cut`` pieces are empty (``start == stop``): the output
-range is what was lost, ``start`` the place where it would have stood.
+``trained``, ``duplicate`` and ``untrainable`` pieces have ``stop - start == output_stop
+- output_start``. ``absorbed`` and ``cut`` pieces are empty (``start == stop``): the
+output range is what was lost, ``start`` the place where it would have stood.
 """
 
 TURNS = _schema(
@@ -89,7 +89,12 @@ TURNS = _schema(
     _required("prompt_ids", pa.large_list(pa.int32())),
     # exactly what it sampled
     _required("output_ids", pa.large_list(pa.int32())),
-    # one per output id. null list: the engine gave none; null element: none for that token
+    # one per output id. null list: the engine gave none; null element: none for that
+    # token the engine's own word: stop, length, abort, ... the request's chat messages
+    # in order. null list: route by tokens the reply as the next request is expected to
+    # echo it; null: none the reply calls a tool; null: unknown, taken as false the
+    # reply's tool call did not parse; null: unknown, taken as false false: context
+    # only. null: true which weights sampled which output tokens
     pa.field("output_logprobs", pa.large_list(pa.float32())),
     # the engine's own word: stop, length, abort, ...
     pa.field("finish_reason", pa.string()),
@@ -167,7 +172,8 @@ cut
 untrainable
     The turn says ``trainable = false``.
 unrouted
-    The turn had a list of messages with nothing in it, which message routing passes over.
+    The turn had a list of messages with nothing in it, which message routing passes
+    over.
 """
 
 REPORT = _schema(
@@ -288,7 +294,8 @@ ROWS = _schema(
     _required("shared_length", pa.int32()),
     # as given for the session. null: unscorable
     pa.field("reward", pa.float64()),
-    # this row's share of the rollout's trained tokens; null where the rollout trains none
+    # this row's share of the rollout's trained tokens; null where the rollout trains
+    # none trained tokens of all rows of the session
     pa.field("row_weight", pa.float64()),
     # trained tokens of all rows of the session
     _required("rollout_mask_sum", pa.int64()),

@@ -13,7 +13,7 @@ from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.schema import SESSIONS
 from trajkit.tables import ArrowStream, TableLike, canonical
 
-Reward: TypeAlias = float | None | Mapping[str, float | None] | TableLike
+Reward: TypeAlias = float | Mapping[str, float | None] | TableLike | None
 """One reward for all sessions, one by session_id, or a ``sessions`` table."""
 
 
@@ -49,8 +49,8 @@ class SessionFacts:
         if found.null_count:
             missing = session_ids.filter(found.is_null())[0]
             raise InvalidTurnsError(
-                f"session {missing.as_py()!r} has turns, but no line in sessions (or no "
-                "reward): a session that can't be scored has a null reward"
+                f"session {missing.as_py()!r} has turns, but no line in sessions (or "
+                "no reward): a session that can't be scored has a null reward"
             )
         return self.table.take(found)
 
@@ -90,8 +90,8 @@ def session_facts(reward: Reward, sessions: TableLike | None) -> SessionFacts:
     if reward is not None:
         if isinstance(reward, bool) or not isinstance(reward, (int, float, np.number)):
             raise SchemaError(
-                f"reward is of type {type(reward).__name__}: expected a number, a mapping "
-                "by session_id, or a table"
+                f"reward is of type {type(reward).__name__}: expected a number, a "
+                "mapping by session_id, or a table"
             )
         reward = float(reward)
         if not np.isfinite(reward):

@@ -11,9 +11,9 @@ from trajkit.errors import InvalidTurnsError
 def whole_sessions(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
     """Tables of whole sessions, in the order of the stream.
 
-    A session may span batches that follow each other; the last session seen is held back
-    until another begins or the stream ends, so memory is bounded by the largest session
-    and the batch size.
+    A session may span batches that follow each other; the last session seen is held
+    back until another begins or the stream ends, so memory is bounded by the largest
+    session and the batch size.
 
     Raises
     ------

@@ -1,6 +1,7 @@
 """Token ids and logprobs out of whatever Python holds them in, into flat blocks."""
 
 from operator import index
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,10 @@ from trajkit.errors import InvalidTurnsError
 _ID_RULE = "token ids are integers in [0, 2**31)"
 
 
-class Arena:
+_Number = TypeVar("_Number", bound=np.generic)
+
+
+class Arena(Generic[_Number]):
     """Runs of numbers, one after another in blocks that never move.
 
     Parameters
@@ -24,11 +28,11 @@ class Arena:
     # elements of the first block; each further one doubles, up to 64 MiB
     _FIRST, _LARGEST = 1 << 14, 1 << 24
 
-    def __init__(self, dtype: type[np.int32] | type[np.float32]) -> None:
+    def __init__(self, dtype: type[_Number]) -> None:
         self._dtype = dtype
-        self._blocks: list[_Block] = []
+        self._blocks: list[_Block[_Number]] = []
 
-    def run(self, length: int) -> npt.NDArray[np.int32 | np.float32]:
+    def run(self, length: int) -> npt.NDArray[_Number]:
         """A new run to be filled by the caller: its values are undefined."""
         if not self._blocks or self._blocks[-1].room < length:
             size = min(self._FIRST << len(self._blocks), self._LARGEST)
@@ -45,7 +49,7 @@ class Arena:
         block = self._blocks[-1]
         block.null_values.append(block.used - len(valid) + np.flatnonzero(valid == 0))
 
-    def last(self) -> npt.NDArray[np.int32 | np.float32]:
+    def last(self) -> npt.NDArray[_Number]:
         """The values of the run added last."""
         block = self._blocks[-1]
         return block.values[block.used - block.lengths[-1] : block.used]
@@ -56,8 +60,8 @@ class Arena:
         return pa.chunked_array([block.lists(type_) for block in self._blocks], type_)
 
 
-class _Block:
-    def __init__(self, values: npt.NDArray[np.int32 | np.float32]) -> None:
+class _Block(Generic[_Number]):
+    def __init__(self, values: npt.NDArray[_Number]) -> None:
         self.values = values
         self.used = 0
         self.lengths: list[int] = []
@@ -68,7 +72,7 @@ class _Block:
     def room(self) -> int:
         return len(self.values) - self.used
 
-    def run(self, length: int) -> npt.NDArray[np.int32 | np.float32]:
+    def run(self, length: int) -> npt.NDArray[_Number]:
         start = self.used
         self.used += length
         self.lengths.append(length)
@@ -93,7 +97,7 @@ class _Block:
         )
 
 
-def write_ids(arena: Arena, values: object, where: str, name: str) -> int:
+def write_ids(arena: Arena[np.int32], values: object, where: str, name: str) -> int:
     """Append token ids to the arena; returns how many.
 
     Parameters
@@ -130,8 +134,7 @@ def read_ids(values: object, where: str, name: str) -> npt.NDArray[np.int32]:
         return np.ascontiguousarray(values)
     arena = Arena(np.int32)
     write_ids(arena, values, where, name)
-    ids: npt.NDArray[np.int32] = arena.last()  # type: ignore[assignment]
-    return ids
+    return arena.last()
 
 
 def check_ids(ids: npt.NDArray[np.int32], first: int, where: str, name: str) -> None:
@@ -141,7 +144,7 @@ def check_ids(ids: npt.NDArray[np.int32], first: int, where: str, name: str) -> 
         raise InvalidTurnsError(f"{where}{name}[{first + at}] is {ids[at]}: {_ID_RULE}")
 
 
-def _write_id_list(arena: Arena, values: list[object], what: str) -> int:
+def _write_id_list(arena: Arena[np.int32], values: list[object], what: str) -> int:
     out = arena.run(len(values))
     at = _core.unbox_ids(values, out)
     # the kernel stops at what is no plain int; a numpy integer is one, slowly
@@ -157,7 +160,9 @@ def _write_id_list(arena: Arena, values: list[object], what: str) -> int:
     return len(values)
 
 
-def write_logprobs(arena: Arena, values: object, n_outputs: int, where: str) -> None:
+def write_logprobs(
+    arena: Arena[np.float32], values: object, n_outputs: int, where: str
+) -> None:
     """Append the logprobs of a call to the arena; None and an empty list are a null.
 
     Raises
