@@ -285,7 +285,9 @@ class _Session:
             prompt_messages, response_message, where
         )
         if flags["use_tool"] is None:
-            flags["use_tool"] = bool(response_message and response_message.get("tool_calls"))
+            flags["use_tool"] = bool(
+                response_message and response_message.get("tool_calls")
+            )
 
         self.outputs.run(len(output))[:] = output
         write_logprobs(self.logprobs, output_logprobs, len(output), where)
