@@ -7,10 +7,12 @@ from trajkit.errors import PolicyError
 
 Route: TypeAlias = Literal["messages", "tokens", "previous", "none"]
 Absorb: TypeAlias = Literal["never", "short_reply", "short_drift"]
+Equals: TypeAlias = Literal["first", "tokens"]
 Flags: TypeAlias = Literal["chain", "row"]
 
 ROUTES: tuple[Route, ...] = get_args(Route)
 ABSORBS: tuple[Absorb, ...] = get_args(Absorb)
+EQUALS: tuple[Equals, ...] = get_args(Equals)
 FLAGS: tuple[Flags, ...] = get_args(Flags)
 
 DEFAULT_FORK_THRESHOLD = 1024
@@ -32,6 +34,9 @@ class Policy:
     merge : bool
         Message routing lets a reply that is shown otherwise take the place of one that
         is shorter than ``fork_threshold``, has no siblings and was not continued.
+    equals : {"first", "tokens"}
+        Of equal replies to the same messages, a request that shows one of them continues
+        the first, or the one whose prompt and output its own prompt repeats for longest.
     absorb : {"never", "short_reply", "short_drift"}
         What drift inside the last reply does: opens a new row always; or is taken into
         the row, which loses that reply, when the incoming reply, or what was held
@@ -53,6 +58,7 @@ class Policy:
     name: str
     route: Route
     merge: bool = False
+    equals: Equals = "first"
     absorb: Absorb = "never"
     keep_head: bool = False
     fork_threshold: int = 0
@@ -67,6 +73,10 @@ class Policy:
 
 
 PRESETS: dict[str, Policy] = {
+    # nothing that was sampled is lost; a retry or a sibling is a branch of its own
+    "faithful": Policy(
+        name="faithful", route="messages", equals="tokens", keep_untrained=False
+    ),
     # THUDM/slime TrajectoryManager (spec: slime 2, 3)
     "slime": Policy(
         name="slime",
@@ -104,7 +114,7 @@ def policy(name: str | Policy, **choices: object) -> Policy:
     Parameters
     ----------
     name : str or Policy
-        ``"slime"``, ``"trl"``, ``"skyrl"``, ``"strict"`` (also ``"interleave"``) or
+        ``"faithful"``, ``"slime"``, ``"trl"``, ``"skyrl"``, ``"strict"`` (also ``"interleave"``) or
         ``"per_call"``; or a policy to start from.
     **choices
         Attributes of `Policy`. ``fork_threshold=None`` stands for the preset's own.
@@ -147,7 +157,13 @@ def policy(name: str | Policy, **choices: object) -> Policy:
 
 
 def _check_choice(choice: str, value: object) -> None:
-    names = {"route": ROUTES, "absorb": ABSORBS, "own": ("first",), "flags": FLAGS}
+    names = {
+        "route": ROUTES,
+        "equals": EQUALS,
+        "absorb": ABSORBS,
+        "own": ("first",),
+        "flags": FLAGS,
+    }
     if choice in names:
         if value not in names[choice]:
             expected = ", ".join(map(repr, names[choice]))
