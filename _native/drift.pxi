@@ -114,8 +114,8 @@ def describe_drift(
     """Fill ``out`` (n_calls by 6) for every call with a parent.
 
     Columns: region, resync_held, resync_prompt, resync_length (they must come as -1, and stay
-    so where there is none), at_stake (must come as 0), cause. ``tails`` is 2 by the longest path, ``hashes`` and ``starts`` have a power of two
-    entries, at least twice that.
+    so where there is none), at_stake (must come as 0), cause. ``tails`` is 2 by the longest
+    path, ``hashes`` and ``starts`` have a power of two entries, at least twice that.
     """
     cdef:
         int64_t n_calls = calls.shape[0], i, n_table = starts.shape[0], longest = 0

@@ -1,4 +1,4 @@
-"""Token-exact trajectories for RL post-training: recorded calls in, loss-masked rows out."""
+"""Recorded LLM agent calls in, token-exact and loss-masked training rows out."""
 
 from trajkit.drift import classify_drift
 from trajkit.errors import (

@@ -43,6 +43,7 @@ def route_messages(
     nodes: Buffer,
     ends: Buffer,
     merge_threshold: int,
+    by_tokens: bool,
     tree_nodes: Buffer,
     table: Buffer,
     places: Buffer,

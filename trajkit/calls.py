@@ -6,6 +6,7 @@ Nothing per token is copied: the records hold the addresses of the table's own b
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -220,7 +221,7 @@ def _refuse_null_ids(table: pa.Table, name: str, chunk: pa.Array, start: int) ->
 
 def _lists(chunk: pa.Array) -> Iterator[pa.Array]:
     offsets = chunk.offsets.to_numpy()
-    for start, stop in zip(offsets[:-1], offsets[1:], strict=True):
+    for start, stop in pairwise(offsets.tolist()):
         yield chunk.values.slice(start, stop - start)
 
 

@@ -1,6 +1,7 @@
 """Which call a call continues: the ``links`` table."""
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
@@ -8,7 +9,14 @@ from trajkit.calls import Calls, Ints, Records, named_calls, read_calls
 from trajkit.errors import InvalidTurnsError, PolicyError
 from trajkit.forest import Forest, grow
 from trajkit.layout import LINK, MESSAGE
-from trajkit.policies import DEFAULT_FORK_THRESHOLD, EQUALS, ROUTES, Equals, Policy, Route
+from trajkit.policies import (
+    DEFAULT_FORK_THRESHOLD,
+    EQUALS,
+    ROUTES,
+    Equals,
+    Policy,
+    Route,
+)
 from trajkit.schema import LINKS, WHY
 from trajkit.tables import TableLike, canonical
 
@@ -143,7 +151,7 @@ def links_table(calls: Calls, links: Records) -> pa.Table:
     )
 
 
-def _turns(calls: Calls, index: Records) -> pa.Array:
+def _turns(calls: Calls, index: npt.NDArray[np.int32]) -> pa.Array:
     """The turn_index of each call, null where the call is -1."""
     none = index < 0
     return pa.array(calls.turn_index[np.where(none, 0, index)], mask=none)

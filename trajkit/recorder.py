@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import Lock
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -201,14 +202,17 @@ def _unknown(session_id: str) -> UnknownSessionError:
     return UnknownSessionError(f"session {session_id!r}: nothing is recorded of it")
 
 
-class _Growing:
+Item = TypeVar("Item", bound=np.generic)
+
+
+class _Growing(Generic[Item]):
     """A numpy array that grows at its end; its head never changes under a reader."""
 
-    def __init__(self, dtype: npt.DTypeLike, size: int = 0) -> None:
-        self._array = np.empty(max(size, 16), dtype)
+    def __init__(self, dtype: np.dtype[Item] | type[Item], size: int = 0) -> None:
+        self._array: npt.NDArray[Item] = np.empty(max(size, 16), dtype)
         self.used = size
 
-    def head(self, size: int) -> npt.NDArray[np.generic]:
+    def head(self, size: int) -> npt.NDArray[Item]:
         """The first ``size`` items, room made for them; new ones are undefined."""
         if size > len(self._array):
             # an eighth more than is needed: memory stays near what is held, and each item
@@ -246,11 +250,11 @@ class _Session:
     outputs: Arena = field(default_factory=lambda: Arena(np.int32))
     logprobs: Arena = field(default_factory=lambda: Arena(np.float32))
     # the forest of paths (trajkit.forest), grown call by call
-    calls: _Growing = field(default_factory=lambda: _Growing(CALL))
-    nodes: _Growing = field(default_factory=lambda: _Growing(NODE))
-    ends: _Growing = field(default_factory=lambda: _Growing(np.int32))
-    path: _Growing = field(default_factory=lambda: _Growing(np.int32))
-    stack: _Growing = field(default_factory=lambda: _Growing(np.int32))
+    calls: _Growing[np.void] = field(default_factory=lambda: _Growing(CALL))
+    nodes: _Growing[np.void] = field(default_factory=lambda: _Growing(NODE))
+    ends: _Growing[np.int32] = field(default_factory=lambda: _Growing(np.int32))
+    path: _Growing[np.int32] = field(default_factory=lambda: _Growing(np.int32))
+    stack: _Growing[np.int32] = field(default_factory=lambda: _Growing(np.int32))
     state: Longs = field(default_factory=lambda: np.zeros(3, np.int64))
     book: MessageBook = field(default_factory=MessageBook)
     messages: list[_Messages] = field(default_factory=list)
@@ -454,7 +458,7 @@ class _Session:
 def _check_logprobs(values: object, n_outputs: int, where: str) -> None:
     arena = Arena(np.float32)
     write_logprobs(arena, values, n_outputs, where)
-    logprobs = arena.last()
+    logprobs = arena.last().astype(np.float32, copy=False)
     bad = not_logprobs(logprobs) | (logprobs > MAX_LOGPROB)
     if bad.any():
         at = int(bad.argmax())

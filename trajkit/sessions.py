@@ -13,7 +13,7 @@ from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.schema import SESSIONS
 from trajkit.tables import ArrowStream, TableLike, canonical
 
-Reward: TypeAlias = float | None | Mapping[str, float | None] | TableLike
+Reward: TypeAlias = float | Mapping[str, float | None] | TableLike | None
 """One reward for all sessions, one by session_id, or a ``sessions`` table."""
 
 
