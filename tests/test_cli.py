@@ -106,7 +106,7 @@ def test_linearize_tells_people_what_was_lost(tmp_path, capsys, turns):
     rows = str(tmp_path / "rows.jsonl")
     assert cli.main(["linearize", turns, "-o", rows]) == cli.DONE
     out, err = capsys.readouterr()
-    assert "4 turns of 2 sessions gave 2 rows" in out
+    assert "sessions 2, turns 4, rows 2 and 0 left out" in out
     assert ["sampled", "8"] in [line.split() for line in out.splitlines()]
     assert ["lost,", "absorbed", "3", "37.5", "%"] in [
         line.split() for line in out.splitlines()

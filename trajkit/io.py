@@ -170,9 +170,7 @@ def write_rows(
     _write((canonical(piece, ROWS) for piece in _pieces(rows)), ROWS, sink, format)
 
 
-def write_table(
-    table: pa.Table, sink: Sink, *, format: Format | None = None
-) -> None:
+def write_table(table: pa.Table, sink: Sink, *, format: Format | None = None) -> None:
     """Write a table of any schema, links, drift or a report; see `write_turns`."""
     _write(iter([table]), table.schema, sink, format)
 

@@ -4,22 +4,23 @@ What they need comes with an extra, and is imported once a command runs.
 """
 
 import argparse
+import itertools
 import json
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
+from trajkit.cli import BAD_USAGE
+from trajkit.cli.options import Commands, count
 from trajkit.errors import FormatError
 
 if TYPE_CHECKING:
     from trajkit_shim.engine import Engine
     from trajkit_shim.render import ChatRenderer
-
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-
-BAD_USAGE = 2
 
 
 def add_serve(commands: Commands) -> None:
@@ -64,7 +65,53 @@ def add_serve(commands: Commands) -> None:
 
 
 def add_demo(commands: Commands) -> None:
-    parser = commands.add_parser("demo")
+    """Add ``demo`` to the command line."""
+    parser = commands.add_parser(
+        "demo",
+        help="watch real agents being recorded and turned into training rows",
+        description="Run coding agents against the gateway on the embedded engine, "
+        "each in a scratch git repository, write their turns and the rows of every "
+        "policy, and print what drifted and what each policy trains, loses and costs. "
+        "The exit code is 1 where an agent failed.",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="RUN",
+        type=Path,
+        help="directory of the run (default: runs/demo, or the next one that is free)",
+    )
+    parser.add_argument(
+        "--sessions",
+        metavar="N",
+        type=count,
+        default=4,
+        help="agents side by side (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed", metavar="N", type=int, help="of the engine; the default differs"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object and nothing else"
+    )
+    parser.set_defaults(run=lambda arguments: _demo(parser, arguments))
+
+
+def _demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    with _needs_extra(parser, "demo"):
+        # the agent runs in processes of its own, where its absence would show late
+        if find_spec("minisweagent") is None:
+            raise ModuleNotFoundError(name="minisweagent")
+        from trajkit_shim.demo import run_demo
+    out = arguments.out or _free(Path("runs/demo"))
+    return run_demo(
+        out, sessions=arguments.sessions, seed=arguments.seed, json=arguments.json
+    )
+
+
+def _free(path: Path) -> Path:
+    """The path, or it with the first number behind it that nothing has yet."""
+    numbered = (path.with_name(f"{path.name}-{n}") for n in itertools.count(2))
+    return next(each for each in itertools.chain([path], numbered) if not each.exists())
 
 
 def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
@@ -93,7 +140,9 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
         sys.stdout.flush()
 
     app = create_app(engine, renderer, log)
-    serve(app, arguments.host, arguments.port, on_listening=say_where)
+    # Ctrl-C is how it is stopped; the calls under way have been answered by then.
+    with suppress(KeyboardInterrupt):
+        serve(app, arguments.host, arguments.port, on_listening=say_where)
     return 0
 
 
@@ -119,13 +168,16 @@ def _sglang(arguments: argparse.Namespace) -> "tuple[Engine, ChatRenderer]":
 @contextmanager
 def _needs_extra(parser: argparse.ArgumentParser, extra: str) -> Iterator[None]:
     """End the run with one line where an import inside finds a package missing."""
+    # transformers tells whoever imports it that there is no torch; none is needed.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("trajkit"):
+        missing = (error.name or "trajkit").partition(".")[0]
+        if missing in {"trajkit", "trajkit_shim"}:
             raise
         parser.exit(
             BAD_USAGE,
-            f"{parser.prog}: {error.name} is not installed: "
+            f"{parser.prog}: {missing} is not installed: "
             f"pip install 'trajkit[{extra}]'\n",
         )

@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib.metadata import entry_points
+from typing import TextIO
 
 from trajkit.cli.drift import add_drift
 from trajkit.cli.linearize import add_linearize
@@ -107,7 +108,15 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
-def _warn(message: Warning | str, *_: object) -> None:
+def _warn(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """A warning as `warnings.showwarning` is given it, without the place in the code."""
     _say(f"warning: {message}")
 
 

@@ -108,11 +108,8 @@ class DriftSummary:
         """The summary as a table for people."""
         head = ("region", "cause", "turns", "tokens beyond", "tokens at stake")
         lines = [astuple(group) for group in self.groups]
-        return "\n".join(
-            [
-                f"{self.turns:,} turns of {self.sessions:,} sessions, "
-                f"{self.tokens_sampled:,} tokens sampled; "
-                f"{self.turns_compared:,} turns continue another one",
-                *(["", text_table(head, lines)] if lines else []),
-            ]
+        return (
+            f"sessions {self.sessions:,}, turns {self.turns:,}, of which "
+            f"{self.turns_compared:,} continue another; "
+            f"tokens sampled {self.tokens_sampled:,}\n\n" + text_table(head, lines)
         )

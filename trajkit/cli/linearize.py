@@ -116,11 +116,9 @@ def describe(totals: dict[str, int]) -> str:
             lines.append((words, totals[name], share(totals[name], sampled)))
     lines.append(("in all rows", totals["tokens_forward"], ""))
     lines.append(("shared prefixes once", totals["tokens_forward_shared"], ""))
+    head = f"sessions {totals['sessions']:,}, turns {totals['turns']:,}"
     left_out = totals["rows_untrained"] + totals["rows_cut"]
     return (
-        f"{totals['turns']:,} turns of {totals['sessions']:,} sessions gave "
-        f"{totals['rows']:,} rows"
-        + (f", {left_out:,} more left out" if left_out else "")
-        + "\n\n"
+        f"{head}, rows {totals['rows']:,} and {left_out:,} left out\n\n"
         + text_table(("tokens", "count", "of sampled"), lines)
     )
