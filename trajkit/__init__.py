@@ -7,10 +7,11 @@ from trajkit.errors import (
     LayoutError,
     PolicyError,
     SchemaError,
+    TornLogWarning,
     TrajkitError,
     UnknownSessionError,
 )
-from trajkit.io import read_rows, read_turns, write_rows, write_turns
+from trajkit.io import iter_turns, read_rows, read_turns, write_rows, write_turns
 from trajkit.linearize import linearize
 from trajkit.link import link
 from trajkit.policies import Policy, policy
@@ -28,10 +29,12 @@ __all__ = [
     "Recorded",
     "Recorder",
     "SchemaError",
+    "TornLogWarning",
     "TrajkitError",
     "UnknownSessionError",
     "classify_drift",
     "from_records",
+    "iter_turns",
     "lcp",
     "linearize",
     "link",
