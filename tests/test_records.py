@@ -79,7 +79,9 @@ def test_every_value_arrives_and_sessions_are_gathered(records):
 def test_each_body_is_stored_once_and_read_back_exactly(calls):
     table = tk.from_records({**CALL, "prompt_messages": call} for call in calls)
     for (messages, _), call in zip(told_messages(table), calls, strict=True):
-        assert [message["body"] for message in messages] == list(map(message_body, call))
+        assert [message["body"] for message in messages] == list(
+            map(message_body, call)
+        )
 
 
 @given(runs(), st.randoms(use_true_random=False))
