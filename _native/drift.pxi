@@ -113,8 +113,8 @@ def describe_drift(
 ):
     """Fill ``out`` (n_calls by 6) for every call with a parent.
 
-    Columns: region, resync_held, resync_prompt, resync_length (-1 each: nowhere), at_stake,
-    cause. ``tails`` is 2 by the longest path, ``hashes`` and ``starts`` have a power of two
+    Columns: region, resync_held, resync_prompt, resync_length (they must come as -1, and stay
+    so where there is none), at_stake (must come as 0), cause. ``tails`` is 2 by the longest path, ``hashes`` and ``starts`` have a power of two
     entries, at least twice that.
     """
     cdef:
@@ -137,8 +137,7 @@ def describe_drift(
     _check_length("hashes", hashes.shape[0], n_table)
     if min_run < 1:
         raise LayoutError(f"min_run is {min_run}: expected 1 or more")
-    if longest == 0:
-        out[:, :] = 0
+    if longest == 0:  # nothing to drift: all clean
         return
     a = &tails[0, 0]
     b = &tails[1, 0]
@@ -151,8 +150,6 @@ def describe_drift(
                 continue
             lcp = links[i].lcp
             held = _held_len(&calls[parent])
-            out[i, 1] = out[i, 2] = out[i, 3] = -1
-            out[i, 4] = 0
             if lcp == held:
                 out[i, 0] = REGION_NONE
                 out[i, 5] = CAUSE_CLEAN

@@ -221,13 +221,14 @@ cdef void _insert(
 
 
 cdef int64_t _first_bad_call(
-    const Call[::1] calls, const int64_t[::1] session_offsets, pos_t path_len
+    const Call[::1] calls, const int64_t[::1] session_offsets, int64_t first_call,
+    pos_t path_len,
 ) noexcept nogil:
-    """Index of the first call whose lengths do not describe a path, or -1."""
+    """Index of the first call, from first_call on, whose lengths describe no path, or -1."""
     cdef int64_t s, i
     cdef int32_t base
     for s in range(session_offsets.shape[0] - 1):
-        for i in range(session_offsets[s], session_offsets[s + 1]):
+        for i in range(max(first_call, session_offsets[s]), session_offsets[s + 1]):
             if calls[i].out_len < 0 or calls[i].own_start < 0:
                 return i
             if calls[i].prompt_len < calls[i].own_start:
@@ -309,14 +310,16 @@ def grow_forest(
     _check_length("shared", shared.shape[0], n_calls)
     _check_length("shared_with", shared_with.shape[0], n_calls)
     _check_length("state", state.shape[0], 3)
-    bad = _first_bad_call(calls, session_offsets, path.shape[0])
+    bad = _first_bad_call(calls, session_offsets, first_call, path.shape[0])
     if bad >= 0:
         raise LayoutError(
             f"calls[{bad}] is no path: prompt_len {calls[bad].prompt_len}, out_len "
             f"{calls[bad].out_len}, own_start {calls[bad].own_start}, base {calls[bad].base}, "
             f"room for {path.shape[0]} tokens"
         )
-    if n_calls == 0:
+    if first_call < 0 or first_call > n_calls:
+        raise LayoutError(f"first_call is {first_call}: there are {n_calls} calls")
+    if first_call == n_calls:
         return
     cursor.path = &path[0] if path.shape[0] else NULL
     cursor.stack = &stack[0]

@@ -315,3 +315,19 @@ def message_pairs(draw):
 def token_rows(draw, elements):
     """Lists of token ids or logprobs, null lists among them."""
     return draw(st.lists(st.none() | st.lists(elements, max_size=3), max_size=5))
+
+
+# What passes through the gateway as text (tests/shim): markers, halves of markers,
+# white space, and tool calls that read well or badly.
+plain_texts = st.text(st.sampled_from("a \né>|"), max_size=4)
+_markers = st.sampled_from(["<", "<|im_end|>", "<|im_start|>", "</tool_call>"])
+_good_arguments = st.sampled_from(["{}", '{"a":  1.50}', '{"b": "</tool_call>"}'])
+_call = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'.format
+good_calls = st.builds(_call, st.sampled_from(["bash", "edit"]), _good_arguments)
+_bad_calls = st.builds(_call, st.just(""), _good_arguments) | st.builds(
+    _call, st.just("bash"), st.just('{"a": ')
+)
+spoken_texts = st.lists(plain_texts | _markers, max_size=8).map("".join)
+reply_texts = st.lists(
+    plain_texts | _markers | good_calls | _bad_calls, max_size=6
+).map("".join)

@@ -78,6 +78,7 @@ def drift_table(
     longest = int(calls.held.max(initial=0))
     n_table = 1 << max((2 * longest - 1).bit_length(), 1)
     found = np.zeros((len(links), 6), np.int64)
+    found[:, 1:4] = -1
     _core.describe_drift(
         calls.calls,
         forest.nodes,

@@ -215,7 +215,7 @@ class _Batch:
             responses = responses[order]
             numbers = numbers[order]
         columns = dict(zip(table.column_names, table.columns, strict=True))
-        columns["messages"], columns["response"] = _message_columns(
+        columns["messages"], columns["response"] = message_columns(
             self.book, messages, responses, numbers
         )
         fields = [*TURNS, *(table.schema.field(name) for name in self.extras)]
@@ -235,7 +235,7 @@ class _Batch:
             ) from None
 
 
-def _message_columns(
+def message_columns(
     book: MessageBook, messages: list[Ids | None], responses: Ids, sessions: Ids
 ) -> tuple[pa.Array, pa.Array]:
     """The columns messages and response of turns that lie session by session."""

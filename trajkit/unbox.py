@@ -45,6 +45,11 @@ class Arena:
         block = self._blocks[-1]
         block.null_values.append(block.used - len(valid) + np.flatnonzero(valid == 0))
 
+    def last(self) -> npt.NDArray[np.int32 | np.float32]:
+        """The values of the run added last."""
+        block = self._blocks[-1]
+        return block.values[block.used - block.lengths[-1] : block.used]
+
     def lists(self) -> pa.ChunkedArray:
         """The runs as ``large_list``, without a copy of the values."""
         type_ = pa.large_list(pa.from_numpy_dtype(self._dtype))
@@ -114,6 +119,26 @@ def write_ids(arena: Arena, values: object, where: str, name: str) -> int:
         raise InvalidTurnsError(f"{where}{name}[{at}] is {numbers[at]}: {_ID_RULE}")
     arena.run(len(numbers))[:] = numbers
     return len(numbers)
+
+
+def read_ids(values: object, where: str, name: str) -> npt.NDArray[np.int32]:
+    """Token ids as one contiguous array; one of int32 is taken as it is, unchecked.
+
+    Parameters and errors as for `write_ids`.
+    """
+    if isinstance(values, np.ndarray) and values.dtype == np.int32 and values.ndim == 1:
+        return np.ascontiguousarray(values)
+    arena = Arena(np.int32)
+    write_ids(arena, values, where, name)
+    ids: npt.NDArray[np.int32] = arena.last()  # type: ignore[assignment]
+    return ids
+
+
+def check_ids(ids: npt.NDArray[np.int32], first: int, where: str, name: str) -> None:
+    """Raise InvalidTurnsError if one of ``ids``, from number ``first`` on, is none."""
+    if ids.size and ids.min() < 0:
+        at = int((ids < 0).argmax())
+        raise InvalidTurnsError(f"{where}{name}[{first + at}] is {ids[at]}: {_ID_RULE}")
 
 
 def _write_id_list(arena: Arena, values: list[object], what: str) -> int:
