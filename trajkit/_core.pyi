@@ -2,6 +2,9 @@
 
 from collections.abc import Buffer  # type: ignore[attr-defined]
 
+# release, debug or sanitize
+BUILD: str
+
 def lcp(a: Buffer, b: Buffer) -> int: ...
 def unbox_ids(values: list[object], out: Buffer) -> int: ...
 def unbox_logprobs(values: list[object], out: Buffer, valid: Buffer) -> int: ...

@@ -197,7 +197,9 @@ def _token_runs(table: pa.Table, name: str) -> tuple[Longs, Longs]:
         offsets = chunk.offsets.to_numpy()
         if values.null_count:
             _refuse_null_ids(table, name, chunk, start)
-        addresses.append(_address(values, 1, _TOKEN_BYTES) + offsets[:-1] * _TOKEN_BYTES)
+        addresses.append(
+            _address(values, 1, _TOKEN_BYTES) + offsets[:-1] * _TOKEN_BYTES
+        )
         lengths.append(np.diff(offsets))
         start += len(chunk)
     return _joined(addresses), _joined(lengths)

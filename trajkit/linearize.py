@@ -15,7 +15,7 @@ from trajkit.drift import read_lcp
 from trajkit.errors import PolicyError
 from trajkit.forest import Forest, grow
 from trajkit.layout import ROW
-from trajkit.link import find_links, measure, read_links
+from trajkit.link import measure, policy_links, read_links
 from trajkit.policies import ABSORBS, Policy
 from trajkit.policies import policy as named_policy
 from trajkit.schema import REPORT, ROWS, SESSIONS, SPAN, SPAN_KINDS
@@ -46,7 +46,7 @@ class _Plan:
 @overload
 def linearize(
     turns: Iterator[pa.RecordBatch] | pa.RecordBatchReader,
-    policy: str | Policy,
+    policy: str | Policy = ...,
     *,
     reward: Reward = ...,
     sessions: TableLike | None = ...,
@@ -59,7 +59,7 @@ def linearize(
 @overload
 def linearize(
     turns: Iterator[pa.RecordBatch] | pa.RecordBatchReader,
-    policy: str | Policy,
+    policy: str | Policy = ...,
     *,
     reward: Reward = ...,
     sessions: TableLike | None = ...,
@@ -72,7 +72,7 @@ def linearize(
 @overload
 def linearize(
     turns: TableLike,
-    policy: str | Policy,
+    policy: str | Policy = ...,
     *,
     reward: Reward = ...,
     sessions: TableLike | None = ...,
@@ -85,7 +85,7 @@ def linearize(
 @overload
 def linearize(
     turns: TableLike,
-    policy: str | Policy,
+    policy: str | Policy = ...,
     *,
     reward: Reward = ...,
     sessions: TableLike | None = ...,
@@ -97,7 +97,7 @@ def linearize(
 ) -> tuple[pa.Table, pa.Table]: ...
 def linearize(
     turns: TableLike | Iterator[pa.RecordBatch],
-    policy: str | Policy,
+    policy: str | Policy = "faithful",
     *,
     reward: Reward = None,
     sessions: TableLike | None = None,
@@ -165,7 +165,9 @@ def linearize(
     """
     chosen = named_policy(policy)
     if max_row_tokens is not None and max_row_tokens < 1:
-        raise PolicyError(f"max_row_tokens={max_row_tokens}: expected 1 or more, or None")
+        raise PolicyError(
+            f"max_row_tokens={max_row_tokens}: expected 1 or more, or None"
+        )
     if threads is not None and threads < 1:
         raise PolicyError(f"threads={threads}: expected 1 or more, or None")
     work = _Work(
@@ -177,7 +179,9 @@ def linearize(
 
     if isinstance(turns, (Iterator, pa.RecordBatchReader)):
         if links is not None or drift is not None:
-            raise PolicyError("links and drift belong to a table of turns, not to a stream")
+            raise PolicyError(
+                "links and drift belong to a table of turns, not to a stream"
+            )
         pairs = _stream(turns, work, n_threads)
         return pairs if report else (rows for rows, _ in pairs)
 
@@ -205,7 +209,7 @@ def _given_links(
     """Links that the caller gave, completed by what was not given."""
     forest = grow(calls)
     if links is None:
-        records = find_links(calls, forest, policy.route, policy.merge_threshold)
+        records = policy_links(calls, forest, policy)
     else:
         records = read_links(calls, links)
     if drift is None:
@@ -260,8 +264,7 @@ class _Work:
             calls = calls.without_training(failed)
         forest = grow(calls)
         if links is None:
-            policy = self.policy
-            links = find_links(calls, forest, policy.route, policy.merge_threshold)
+            links = policy_links(calls, forest, self.policy)
             measure(calls, forest, links)
         plan = self._plan(calls, forest, links)
         return self._rows(calls, forest, links, plan, facts), _report(facts, plan)
@@ -282,7 +285,7 @@ class _Work:
             links,
             ABSORBS.index(self.policy.absorb),
             self.policy.fork_threshold,
-            False,
+            self.policy.keep_head,
             not self.policy.keep_untrained,
             self.policy.flags == "chain",
             self.cap,
@@ -321,7 +324,7 @@ class _Work:
             plan.kinds,
             plan.owners,
             calls.turn_index,
-            False,
+            self.policy.keep_head,
             self.cap,
             rows,
             offsets,

@@ -95,7 +95,9 @@ def session_facts(reward: Reward, sessions: TableLike | None) -> SessionFacts:
             )
         reward = float(reward)
         if not np.isfinite(reward):
-            raise InvalidTurnsError(f"reward {reward}: expected a finite number or None")
+            raise InvalidTurnsError(
+                f"reward {reward}: expected a finite number or None"
+            )
     return SessionFacts(reward, None)
 
 

@@ -1,1 +1,1 @@
-"""The serving side of trajkit: a gateway that records what an agent's model calls were."""
+"""The serving side of trajkit: a gateway that records an agent's model calls."""
