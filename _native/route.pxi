@@ -2,9 +2,10 @@
 
 The message tree has one node a message. A replayed message descends into the first child
 that equals it, so of equal siblings only the first can be found: a hash table over (parent,
-key) holds those, and a list the others, for a rule that lets tokens choose among them. Messages that a request shares with the call before, or with its base, are
-not looked up one by one: equal runs of keys are compared as bytes, and the node is reached by
-climbing from that call.
+key) holds those, and a list the others, for a rule that lets tokens choose among them.
+Messages that a request shares with the call before, or with its base, are not looked up one
+by one: equal runs of keys are compared as bytes, and the node is reached by climbing from
+that call.
 """
 
 cdef enum:  # in the order of trajkit.schema.WHY
@@ -300,8 +301,9 @@ def route_messages(
 
     Message routing as slime has it; a call without a list of messages goes below the call
     whose path is the longest prefix of its prompt. With ``by_tokens``, of equal replies to
-    the same messages the one with the longest common prefix is the parent, not the first. ``tree_nodes`` and ``table`` are of
-    `tree_size`, ``ended`` has an entry a node of the forest, the rest one a call.
+    the same messages the one with the longest common prefix is the parent, not the first.
+    ``tree_nodes`` and ``table`` are of `tree_size`, ``ended`` has an entry a node of the
+    forest, the rest one a call.
     """
     cdef:
         int64_t n_calls = calls.shape[0], n_sessions = session_offsets.shape[0] - 1

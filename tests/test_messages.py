@@ -119,7 +119,7 @@ def test_very_long_messages():
 def test_a_message_that_holds_itself_is_refused():
     loop = []
     loop.append({"a": loop})
-    with pytest.raises(InvalidTurnsError, match="levels .* holds itself"):
+    with pytest.raises(InvalidTurnsError, match=r"levels .* holds itself"):
         message_key(saying(loop))
 
 

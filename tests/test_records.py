@@ -79,7 +79,9 @@ def test_every_value_arrives_and_sessions_are_gathered(records):
 def test_each_body_is_stored_once_and_read_back_exactly(calls):
     table = tk.from_records({**CALL, "prompt_messages": call} for call in calls)
     for (messages, _), call in zip(told_messages(table), calls, strict=True):
-        assert [message["body"] for message in messages] == list(map(message_body, call))
+        assert [message["body"] for message in messages] == list(
+            map(message_body, call)
+        )
 
 
 @given(runs(), st.randoms(use_true_random=False))
@@ -166,7 +168,7 @@ def test_null_logprobs_have_zero_bytes():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), -9999.0])
 def test_what_engines_give_for_no_logprob_can_be_made_null(bad):
     record = {**CALL, "output_logprobs": [bad, -1.0]}
-    with pytest.raises(InvalidTurnsError, match="nonfinite_logprobs|at most 0"):
+    with pytest.raises(InvalidTurnsError, match=r"nonfinite_logprobs|at most 0"):
         tk.from_records([record])
     table = tk.from_records([record], nonfinite_logprobs="null")
     assert table["output_logprobs"].to_pylist() == [[None, -1.0]]
@@ -282,7 +284,7 @@ def test_the_error_names_session_and_turn():
 
 def test_a_repeated_turn_index_is_refused():
     records = [{**CALL, "turn_index": 3}, {**CALL, "turn_index": 3}]
-    with pytest.raises(InvalidTurnsError, match="session 'a', turn 3: .* repeated"):
+    with pytest.raises(InvalidTurnsError, match=r"session 'a', turn 3: .* repeated"):
         tk.from_records(records)
 
 

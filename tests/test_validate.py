@@ -387,7 +387,9 @@ IDS = {"session_id": ["a"], "turn_index": [0], "prompt_ids": [[1]], "output_ids"
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        pytest.param({"prompt_ids": None}, "'prompt_ids' of turns is absent", id="none"),
+        pytest.param(
+            {"prompt_ids": None}, "'prompt_ids' of turns is absent", id="none"
+        ),
         pytest.param({"session_id": [1]}, "'session_id' is int64", id="numeric id"),
         pytest.param({"turn_index": ["0"]}, "'turn_index' is string", id="text index"),
         pytest.param({"turn_index": [0.0]}, "'turn_index' is double", id="float index"),
@@ -419,7 +421,9 @@ def test_columns_of_another_type_are_refused(changes, match):
     ("changes", "match"),
     [
         pytest.param({"prompt_ids": [[2**31]]}, "prompt_ids 2147483648", id="large"),
-        pytest.param({"prompt_ids": [[-(2**31) - 1]]}, "prompt_ids -21474836", id="low"),
+        pytest.param(
+            {"prompt_ids": [[-(2**31) - 1]]}, "prompt_ids -21474836", id="low"
+        ),
         pytest.param({"turn_index": [2**31]}, "turn_index 2147483648", id="index"),
         pytest.param(
             {"response": [{**MESSAGE, "key": b"short"}]},
@@ -591,7 +595,9 @@ def test_sessions_are_set_aside_whole_and_alone(records, data):
         for row, ids in enumerate(turns["prompt_ids"].to_pylist())
     ]
     at = turns.column_names.index("prompt_ids")
-    broken = turns.set_column(at, turns.field(at), pa.array(prompts, turns.field(at).type))
+    broken = turns.set_column(
+        at, turns.field(at), pa.array(prompts, turns.field(at).type)
+    )
     good, bad = set_aside(broken)
     bad_names = {names[row] for row in bad_rows}
     assert set(bad["session_id"].to_pylist()) == bad_names

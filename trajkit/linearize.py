@@ -30,7 +30,7 @@ REPORT_COUNTS = tuple(REPORT.names[REPORT.names.index("turns") :])
 # Tokens that one part of a table may hold: small enough that the parts of a run share
 # out evenly over cores and that a part's rows stay far below 2^31 list elements, large
 # enough that the fixed cost of a part (0.3 ms) does not show.
-_PART_TOKENS = 1 << 25
+_PART_TOKENS = 1 << 24
 _NO_CAP = np.iinfo(np.int64).max
 
 

@@ -8,7 +8,14 @@ from trajkit.calls import Calls, Ints, Records, named_calls, read_calls
 from trajkit.errors import InvalidTurnsError, PolicyError
 from trajkit.forest import Forest, grow
 from trajkit.layout import LINK, MESSAGE
-from trajkit.policies import DEFAULT_FORK_THRESHOLD, EQUALS, ROUTES, Equals, Policy, Route
+from trajkit.policies import (
+    DEFAULT_FORK_THRESHOLD,
+    EQUALS,
+    ROUTES,
+    Equals,
+    Policy,
+    Route,
+)
 from trajkit.schema import LINKS, WHY
 from trajkit.tables import TableLike, canonical
 

@@ -115,8 +115,8 @@ def policy(name: str | Policy, **choices: object) -> Policy:
     Parameters
     ----------
     name : str or Policy
-        ``"faithful"``, ``"slime"``, ``"trl"``, ``"skyrl"``, ``"strict"`` (also ``"interleave"``) or
-        ``"per_call"``; or a policy to start from.
+        ``"faithful"``, ``"slime"``, ``"trl"``, ``"skyrl"``, ``"strict"`` (also
+        ``"interleave"``) or ``"per_call"``; or a policy to start from.
     **choices
         Attributes of `Policy`. ``fork_threshold=None`` stands for the preset's own.
 
