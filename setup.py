@@ -9,14 +9,21 @@ from setuptools import Extension, setup
 DEBUG = os.environ.get("TRAJKIT_DEBUG") == "1"
 SANITIZE = os.environ.get("TRAJKIT_SANITIZE") == "1"
 
-optimise = ["-O0", "-g"] if DEBUG else ["-O1", "-g"] if SANITIZE else ["-O3", "-g0"]
+build = "sanitize" if SANITIZE else "debug" if DEBUG else "release"
+optimise = {
+    "release": ["-O3", "-g0"],
+    "debug": ["-O0", "-g"],
+    # CPython's own flags wrap signed overflow, which would hide it
+    "sanitize": ["-O1", "-g", "-fno-wrapv"],
+}[build]
 sanitize = ["-fsanitize=address,undefined"] if SANITIZE else []
-checked = DEBUG or SANITIZE
+checked = build != "release"
 
 core = Extension(
     "trajkit._core",
     sources=["_native/_core.pyx"],
     depends=sorted(glob("_native/*.p*")),  # rebuild on a change; ship in the sdist
+    define_macros=[("TRAJKIT_BUILD", f'"{build}"')],
     extra_compile_args=optimise + sanitize,
     extra_link_args=sanitize,
 )

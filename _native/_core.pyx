@@ -30,6 +30,11 @@ from trajkit.errors import InvalidTurnsError, LayoutError
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
+cdef extern from *:
+    const char* TRAJKIT_BUILD  # defined in setup.py
+
+BUILD = TRAJKIT_BUILD.decode("ascii")
+
 include "prefix.pxi"
 include "unbox.pxi"
 include "message.pxi"

@@ -1,10 +1,10 @@
 """Which call a call continues: by its chat messages, or by its tokens.
 
-The message tree has one node a message. A replayed message descends into the first child
-that equals it, so of equal siblings only the first can be found: a hash table over (parent,
-key) holds those. Messages that a request shares with the call before, or with its base, are
-not looked up one by one: equal runs of keys are compared as bytes, and the node is reached by
-climbing from that call.
+The message tree has one node a message. A replayed message descends into the first child that
+equals it, so of equal siblings only the first can be found: a hash table over (parent, key) holds
+those, and a list the others, for a rule that lets tokens choose among them. Messages that a
+request shares with the call before, or with its base, are not looked up one by one: equal runs of
+keys are compared as bytes, and the node is reached by climbing from that call.
 """
 
 cdef enum:  # in the order of trajkit.schema.WHY
@@ -62,7 +62,7 @@ cdef int32_t _hang(
     node.key = key
     node.parent = parent
     node.call = call
-    node.child = node.last_child = node.sibling = node.assistant = -1
+    node.child = node.last_child = node.sibling = node.assistant = node.equal = -1
     node.n_assistants = 0
     if parent < 0:
         node.above = -1
@@ -102,7 +102,10 @@ cdef int32_t _route_call(
     Tree* tree, const Call* calls, const Request* requests, Link* links, int32_t index,
     int32_t before, int64_t merge_threshold,
 ) noexcept nogil:
-    """Place a call that has messages; ``before`` is the one placed before it, or -1."""
+    """The node below which a call that has messages belongs; its prompt's messages are added.
+
+    ``before`` is the call with messages that was placed before it, or -1.
+    """
     cdef:
         const Request* request = &requests[index]
         const Request* other
@@ -172,11 +175,7 @@ cdef int32_t _route_call(
             )
         _remember(tree, node)
         depth += 1
-    links[index].parent = tree.nodes[node].above
-    if merged:
-        links[index].why = WHY_REWRITE
-    else:
-        links[index].why = WHY_MESSAGES if links[index].parent >= 0 else WHY_ROOT
+    links[index].why = WHY_REWRITE if merged else WHY_MESSAGES
     return node
 
 
@@ -195,6 +194,33 @@ cdef void _rank(const Tree* tree, Link* links) noexcept nogil:
         if node == 0:
             return
         node = tree.nodes[node].sibling
+
+
+cdef int32_t _nearest_by_tokens(
+    const Tree* tree, const Call* calls, const Node* nodes, const int32_t* ends, int32_t node,
+    int32_t index,
+) noexcept nogil:
+    """Of the calls nearest above, equal siblings all, the one that the prompt goes on from.
+
+    That is the one with the longest common prefix, the first of equals; -1: none above.
+    """
+    cdef int32_t other, best
+    cdef pos_t shared, most
+    while node > 0:
+        best = -1
+        most = -1
+        other = node
+        while other >= 0:
+            if tree.nodes[other].call >= 0:
+                shared = _shared_by(calls, nodes, ends, tree.nodes[other].call, index)
+                if shared > most:
+                    most = shared
+                    best = tree.nodes[other].call
+            other = tree.nodes[other].equal
+        if best >= 0:
+            return best
+        node = tree.nodes[node].parent
+    return -1
 
 
 cdef int32_t _longest_held(
@@ -262,6 +288,7 @@ def route_messages(
     const Node[::1] nodes not None,
     const int32_t[::1] ends not None,
     int64_t merge_threshold,
+    bint by_tokens,
     Message[::1] tree_nodes not None,
     int32_t[::1] table not None,
     int32_t[::1] places not None,
@@ -271,14 +298,16 @@ def route_messages(
 ):
     """Fill ``parent``, ``order``, ``demoted_by`` and ``why`` of every call's link.
 
-    Message routing as slime has it; a call without a list of messages goes below the call
-    whose path is the longest prefix of its prompt. ``tree_nodes`` and ``table`` are of
-    `tree_size`, ``ended`` has an entry a node of the forest, the rest one a call.
+    Message routing as slime has it; a call without a list of messages goes below the call whose
+    path is the longest prefix of its prompt. With ``by_tokens``, of equal replies to the same
+    messages the one with the longest common prefix is the parent, not the first. ``tree_nodes``
+    and ``table`` are of `tree_size`, ``ended`` has an entry a node of the forest, the rest one a
+    call.
     """
     cdef:
         int64_t n_calls = calls.shape[0], n_sessions = session_offsets.shape[0] - 1
         int64_t s, i, n_table, bad
-        int32_t before, node, call
+        int32_t before, node, call, first
         Tree tree
 
     _check_sessions(session_offsets, n_calls)
@@ -333,11 +362,22 @@ def route_messages(
                 node = _route_call(
                     &tree, &calls[0], &requests[0], &links[0], call, before, merge_threshold
                 )
+                if by_tokens:
+                    links[i].parent = _nearest_by_tokens(
+                        &tree, &calls[0], &nodes[0], &ends[0], node, call
+                    )
+                else:
+                    links[i].parent = tree.nodes[node].above
+                if links[i].parent < 0 and links[i].why == WHY_MESSAGES:
+                    links[i].why = WHY_ROOT
                 if requests[i].reply_key != 0 and requests[i].reply_is_assistant:
+                    first = _find(&tree, node, requests[i].reply_key)
                     places[i] = _hang(&tree, node, requests[i].reply_key, call, True)
-                    # Of equal siblings the first is found; the new one is not the first.
-                    if _find(&tree, node, requests[i].reply_key) < 0:
+                    if first < 0:
                         _remember(&tree, places[i])
+                    else:
+                        tree_nodes[places[i]].equal = tree_nodes[first].equal
+                        tree_nodes[first].equal = places[i]
                 else:
                     places[i] = _hang(&tree, node, 0, call, True)
                 before = call

@@ -57,7 +57,7 @@ cdef struct Message:          # a node of the message tree (route.pxi)
     int32_t sibling           # the next child of the same parent, or -1
     int32_t n_assistants      # children with the role assistant
     int32_t assistant         # one of them, or -1
-    int32_t reserved
+    int32_t equal             # the next sibling with the same key, or -1
 
 
 cdef struct Link:             # what is known of a call and the one that it continues

@@ -191,22 +191,18 @@ def chains(root):
 
 def token_links(turns):
     """prime-rl's rule: the longest row end that is a prefix of the prompt."""
-    ends = []  # the last turn of each row, rows in order of first appearance
+    rows = []  # the turns of each row, rows in order of first appearance
     links = []
     for i, turn in enumerate(turns):
-        parent = longest_prefix(turns, ends, turn["prompt_ids"])
+        parent = longest_prefix(turns, [row[-1] for row in rows], turn["prompt_ids"])
         if parent is None:
-            ends.append(i)
+            rows.append([i])
             links.append(Link())
         else:
-            ends[ends.index(parent)] = i
+            next(row for row in rows if row[-1] == parent).append(i)
             links.append(Link(parent, "tokens"))
-    rank = 0  # row by row, rows in order of first appearance
-    for i, one in enumerate(links):
-        while one.parent is None and i is not None:
-            links[i].order = rank
-            rank += 1
-            i = next((k for k, other in enumerate(links) if other.parent == i), None)
+    for rank, i in enumerate(i for row in rows for i in row):
+        links[i].order = rank
     return links
 
 
@@ -356,15 +352,13 @@ def slime_segments(turns, fork_threshold):
 
 def strict_segments(turns):
     """prime-rl's rule: any drift opens a new row."""
-    runs = {}  # last turn of the row -> its turns; in order of first appearance
+    runs = []
     for i, one in enumerate(token_links(turns)):
-        runs = {
-            (i if end == one.parent else end): [*run, i] if end == one.parent else run
-            for end, run in runs.items()
-        }
         if one.parent is None:
-            runs[i] = [i]
-    return [Segment(run, set(run), set(), **flags(turns, run)) for run in runs.values()]
+            runs.append([i])
+        else:
+            next(run for run in runs if run[-1] == one.parent).append(i)
+    return [Segment(run, set(run), set(), **flags(turns, run)) for run in runs]
 
 
 def per_call_segments(turns):
@@ -508,21 +502,22 @@ def spans_of(turns, segment, limit):
         place = len(turns[i]["prompt_ids"])
         if n == 0:
             continue
-        owned = i in segment.owned and is_trainable(turns[i])
+        # what may not be trained is nobody's to lose: it leaves no empty piece
+        claimed = i in segment.owned and is_trainable(turns[i])
         if i in segment.absorbed:
-            if owned:
+            if claimed:
                 spans.append((min(place, limit), 0, i, 0, n, "absorbed"))
             continue
         if not is_trainable(turns[i]):
             kind = "untrainable"
-        elif owned:
+        elif claimed:
             kind = "trained"
         else:
             kind = "duplicate"
         kept = max(0, min(n, limit - place))
         if kept:
             spans.append((place, kept, i, 0, kept, kind))
-        if kept < n and owned:
+        if kept < n and claimed:
             spans.append((limit, 0, i, kept, n, "cut"))
     names = turn_indices(turns)
     return [

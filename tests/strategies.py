@@ -269,3 +269,65 @@ def runs(draw, max_sessions=4, max_turns=5):
     order = [k for k, session in enumerate(waiting) for _ in session]
     waiting = [iter(session) for session in waiting]
     return [next(waiting[k]) for k in draw(st.permutations(order))]
+
+
+# Messages and records
+
+# one object, as json.loads makes of every NaN: containers find it equal to itself
+NAN = float("nan")
+
+json_leaves = st.sampled_from(
+    [
+        *[None, True, False, 0, 1, -1, 1.0, 0.0, -0.0, 0.5, NAN, float("inf")],
+        *[2**53, 2**53 + 1, float(2**53), 10**30, 1e30],
+        *["", "1", "a", '"\\\n\x00', "é", "\u2028", "\U0001f600", "\ud800", "\\ud800"],
+    ]
+)
+"""Values of which many pairs are equal, or nearly so."""
+
+json_values = st.recursive(
+    json_leaves,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["a", "b", "é"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+json_messages = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "tool"])},
+    optional={"content": json_values, "tool_calls": json_values},
+)
+"""Chat messages of any JSON value."""
+
+
+@st.composite
+def message_pairs(draw):
+    """Two messages, alike but for one field or for the order of their keys."""
+    a = draw(json_messages)
+    b = dict(reversed(a.items()))
+    if draw(st.booleans()):
+        b["content"] = draw(json_values)
+    return a, b
+
+
+@st.composite
+def token_rows(draw, elements):
+    """Lists of token ids or logprobs, null lists among them."""
+    return draw(st.lists(st.none() | st.lists(elements, max_size=3), max_size=5))
+
+
+# What passes through the gateway as text (tests/shim): markers, halves of markers,
+# white space, and tool calls that read well or badly.
+plain_texts = st.text(st.sampled_from("a \né>|"), max_size=4)
+_markers = st.sampled_from(["<", "<|im_end|>", "<|im_start|>", "</tool_call>"])
+_good_arguments = st.sampled_from(["{}", '{"a":  1.50}', '{"b": "</tool_call>"}'])
+_call = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'.format
+good_calls = st.builds(_call, st.sampled_from(["bash", "edit"]), _good_arguments)
+_bad_calls = st.builds(_call, st.just(""), _good_arguments) | st.builds(
+    _call, st.just("bash"), st.just('{"a": ')
+)
+spoken_texts = st.lists(plain_texts | _markers, max_size=8).map("".join)
+reply_texts = st.lists(
+    plain_texts | _markers | good_calls | _bad_calls, max_size=6
+).map("".join)

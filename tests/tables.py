@@ -34,3 +34,11 @@ def dicts(table, like):
     """The rows of a table as dicts of the columns that the first of ``like`` has."""
     names = list(like[0]) if like else []
     return table.select(names).to_pylist()
+
+
+def policy_of(choice):
+    """The policy that `tests.strategies.policies` drew."""
+    name, threshold = choice
+    if name == "slime":
+        return tk.policy(name, fork_threshold=threshold)
+    return tk.policy(name)

@@ -1,13 +1,21 @@
 """How a prompt departs from what was held, against the twin and by hand."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import trajkit as tk
 from tests import reference
 from tests.strategies import sessions, thresholds
 from tests.tables import dicts, turns_table
+
+
+def chain(*calls):
+    """Turns in one line: (prompt_ids, output_ids) each."""
+    return [
+        {"prompt_ids": prompt, "output_ids": output, "prompt_messages": None}
+        for prompt, output in calls
+    ]
 
 
 @given(
@@ -23,6 +31,7 @@ def test_drift_is_the_twins(turns, route, threshold):
 
 
 @given(sessions(), st.sampled_from(["messages", "previous"]))
+@example(chain(([], []), ([], [])), "previous")
 def test_back_in_step_is_where_it_says(turns, route):
     """The run of tokens that resync names stands in held and in the prompt."""
     table = turns_table(turns)
@@ -40,14 +49,6 @@ def test_back_in_step_is_where_it_says(turns, route):
         assert min(a, b) >= line["lcp"]
         assert held[a : a + n] == prompt[b : b + n]
         assert len(held[a : a + n]) == n
-
-
-def chain(*calls):
-    """Turns in one line: (prompt_ids, output_ids) each."""
-    return [
-        {"prompt_ids": prompt, "output_ids": output, "prompt_messages": None}
-        for prompt, output in calls
-    ]
 
 
 @pytest.mark.parametrize(

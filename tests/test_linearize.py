@@ -11,14 +11,9 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests import reference
 from tests.strategies import policies, row_limits, runs, sessions, thresholds
-from tests.tables import by_session, dicts, turns_table
-
-
-def policy_of(choice):
-    name, threshold = choice
-    if name == "slime":
-        return tk.policy(name, fork_threshold=threshold)
-    return tk.policy(name)
+from tests.tables import by_session, dicts, policy_of, turns_table
+from trajkit.errors import InvalidTurnsError
+from trajkit.schema import REPORT, ROWS
 
 
 def by_twin(turns, choice, limit=None):
@@ -192,9 +187,9 @@ def test_a_session_that_comes_back_in_a_stream_is_refused():
     b = turns_table([{**SAME_ANSWER_TWICE[0], "session_id": "b"}])
     later = turns_table([{**SAME_ANSWER_TWICE[1], "session_id": "a", "turn_index": 1}])
     pieces = [batch for table in (a, b, later) for batch in table.to_batches()]
-    with pytest.raises(tk.InvalidTurnsError, match="'a'"):
+    with pytest.raises(InvalidTurnsError, match="'a'"):
         list(tk.linearize(iter(pieces), "strict"))
-    with pytest.raises(tk.InvalidTurnsError, match="'a'"):
+    with pytest.raises(InvalidTurnsError, match="'a'"):
         tk.linearize(pa.concat_tables([a, b, later]), "strict")
 
 
@@ -225,5 +220,5 @@ def test_no_turns_give_no_rows(name):
         turns_table(SAME_ANSWER_TWICE).slice(0, 0), name, report=True
     )
     assert rows.num_rows == report.num_rows == 0
-    assert rows.schema.equals(tk.schema.ROWS)
-    assert report.schema.equals(tk.schema.REPORT)
+    assert rows.schema.equals(ROWS)
+    assert report.schema.equals(REPORT)

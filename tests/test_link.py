@@ -8,6 +8,7 @@ import trajkit as tk
 from tests import reference
 from tests.strategies import runs, sessions, thresholds
 from tests.tables import by_session, dicts, turns_table
+from trajkit.errors import PolicyError
 
 ROUTES = ["messages", "tokens", "previous", "none"]
 
@@ -183,5 +184,5 @@ def test_depth_first_order_is_not_turn_order():
 
 
 def test_a_route_that_does_not_exist_is_refused():
-    with pytest.raises(tk.PolicyError, match="sideways"):
+    with pytest.raises(PolicyError, match="sideways"):
         tk.link(turns_table([call([USER], said("a"))]), "sideways")

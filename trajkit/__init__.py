@@ -10,6 +10,7 @@ from trajkit.errors import (
     TrajkitError,
     UnknownSessionError,
 )
+from trajkit.io import read_rows, read_turns, write_rows, write_turns
 from trajkit.linearize import linearize
 from trajkit.link import link
 from trajkit.policies import Policy, policy
@@ -35,5 +36,9 @@ __all__ = [
     "linearize",
     "link",
     "policy",
+    "read_rows",
+    "read_turns",
     "validate",
+    "write_rows",
+    "write_turns",
 ]

@@ -16,6 +16,9 @@ _U8: TypeAlias = npt.NDArray[np.uint8]
 _U64: TypeAlias = npt.NDArray[np.uint64]
 _F32: TypeAlias = npt.NDArray[np.float32]
 
+# release, debug or sanitize
+BUILD: str
+
 # prefix.pxi
 def lcp(a: _I32, b: _I32) -> int: ...
 
@@ -60,6 +63,7 @@ def route_messages(
     nodes: _Records,
     ends: _I32,
     merge_threshold: int,
+    by_tokens: bool,
     tree_nodes: _Records,
     table: _I32,
     places: _I32,

@@ -170,6 +170,11 @@ def write_rows(
     _write((canonical(piece, ROWS) for piece in _pieces(rows)), ROWS, sink, format)
 
 
+def write_table(table: pa.Table, sink: Sink, *, format: Format | None = None) -> None:
+    """Write a table of any schema, links, drift or a report; see `write_turns`."""
+    _write(iter([table]), table.schema, sink, format)
+
+
 def gather(table: pa.Table, index: str) -> pa.Table:
     """The table with each session in one piece, in order of first appearance.
 

@@ -62,7 +62,7 @@ MESSAGE = np.dtype(
         ("sibling", _i4),
         ("n_assistants", _i4),
         ("assistant", _i4),
-        ("reserved", _i4),
+        ("equal", _i4),
     ],
     align=True,
 )

@@ -16,7 +16,7 @@ from trajkit.drift import read_lcp
 from trajkit.errors import PolicyError
 from trajkit.forest import Forest, grow
 from trajkit.layout import ROW
-from trajkit.link import find_links, measure, read_links
+from trajkit.link import measure, policy_links, read_links
 from trajkit.policies import ABSORBS, Policy
 from trajkit.policies import policy as named_policy
 from trajkit.schema import REPORT, ROWS, SESSIONS, SPAN, SPAN_KINDS
@@ -47,7 +47,7 @@ class _Plan:
 @overload
 def linearize(
     turns: Iterator[pa.RecordBatch] | pa.RecordBatchReader,
-    policy: str | Policy,
+    policy: str | Policy = ...,
     *,
     reward: Reward = ...,
     sessions: TableLike | None = ...,
@@ -60,7 +60,7 @@ def linearize(
 @overload
 def linearize(
     turns: Iterator[pa.RecordBatch] | pa.RecordBatchReader,
-    policy: str | Policy,
+    policy: str | Policy = ...,
     *,
     reward: Reward = ...,
     sessions: TableLike | None = ...,
@@ -73,7 +73,7 @@ def linearize(
 @overload
 def linearize(
     turns: TableLike,
-    policy: str | Policy,
+    policy: str | Policy = ...,
     *,
     reward: Reward = ...,
     sessions: TableLike | None = ...,
@@ -86,7 +86,7 @@ def linearize(
 @overload
 def linearize(
     turns: TableLike,
-    policy: str | Policy,
+    policy: str | Policy = ...,
     *,
     reward: Reward = ...,
     sessions: TableLike | None = ...,
@@ -98,7 +98,7 @@ def linearize(
 ) -> tuple[pa.Table, pa.Table]: ...
 def linearize(
     turns: TableLike | Iterator[pa.RecordBatch],
-    policy: str | Policy,
+    policy: str | Policy = "faithful",
     *,
     reward: Reward = None,
     sessions: TableLike | None = None,
@@ -211,7 +211,7 @@ def _given_links(
     """Links that the caller gave, completed by what was not given."""
     forest = grow(calls)
     if links is None:
-        records = find_links(calls, forest, policy.route, policy.merge_threshold)
+        records = policy_links(calls, forest, policy)
     else:
         records = read_links(calls, links)
     if drift is None:
@@ -266,8 +266,7 @@ class _Work:
             calls = calls.without_training(failed)
         forest = grow(calls)
         if links is None:
-            policy = self.policy
-            links = find_links(calls, forest, policy.route, policy.merge_threshold)
+            links = policy_links(calls, forest, self.policy)
             measure(calls, forest, links)
         plan = self._plan(calls, forest, links)
         return self._rows(calls, forest, links, plan, facts), _report(facts, plan)
@@ -288,7 +287,7 @@ class _Work:
             links,
             ABSORBS.index(self.policy.absorb),
             self.policy.fork_threshold,
-            False,
+            self.policy.keep_head,
             not self.policy.keep_untrained,
             self.policy.flags == "chain",
             self.cap,
@@ -327,7 +326,7 @@ class _Work:
             plan.kinds,
             plan.owners,
             calls.turn_index,
-            False,
+            self.policy.keep_head,
             self.cap,
             rows,
             offsets,

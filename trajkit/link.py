@@ -8,7 +8,14 @@ from trajkit.calls import Calls, Ints, Records, named_calls, read_calls
 from trajkit.errors import InvalidTurnsError, PolicyError
 from trajkit.forest import Forest, grow
 from trajkit.layout import LINK, MESSAGE
-from trajkit.policies import DEFAULT_FORK_THRESHOLD, ROUTES, Route
+from trajkit.policies import (
+    DEFAULT_FORK_THRESHOLD,
+    EQUALS,
+    ROUTES,
+    Equals,
+    Policy,
+    Route,
+)
 from trajkit.schema import LINKS, WHY
 from trajkit.tables import TableLike, canonical
 
@@ -18,6 +25,7 @@ def link(
     route: Route = "messages",
     *,
     merge_threshold: int | None = None,
+    equals: Equals = "first",
 ) -> pa.Table:
     """The turn that each turn continues.
 
@@ -34,6 +42,10 @@ def link(
     merge_threshold : int, optional
         Under ``"messages"``: a reply shorter than this many tokens gives way to the one
         that a later request shows in its place. None: 1024; 0 and below: never.
+    equals : {"first", "tokens"}
+        Under ``"messages"``, of equal replies to the same messages: a request that
+        shows one of them continues the first, or the one whose prompt and output its
+        own prompt repeats for longest.
 
     Returns
     -------
@@ -55,12 +67,14 @@ def link(
     calls = read_calls(turns)
     if merge_threshold is None:
         merge_threshold = DEFAULT_FORK_THRESHOLD
-    links = find_links(calls, grow(calls), route, merge_threshold)
+    if equals not in EQUALS:
+        raise PolicyError(f"equals={equals!r}: expected one of {', '.join(EQUALS)}")
+    links = find_links(calls, grow(calls), route, merge_threshold, equals)
     return links_table(calls, links)
 
 
 def find_links(
-    calls: Calls, forest: Forest, route: Route, merge_threshold: int
+    calls: Calls, forest: Forest, route: Route, merge_threshold: int, equals: Equals
 ) -> Records:
     """The link of every call, dtype LINK, ``lcp`` unset."""
     n_calls = len(calls.calls)
@@ -74,6 +88,7 @@ def find_links(
             forest.nodes,
             forest.ends,
             merge_threshold,
+            equals == "tokens",
             np.empty(n_nodes, MESSAGE),
             np.empty(n_table, np.int32),
             np.empty(n_calls, np.int32),
@@ -104,6 +119,13 @@ def find_links(
     else:
         raise PolicyError(f"route={route!r}: expected one of {', '.join(ROUTES)}")
     return links
+
+
+def policy_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
+    """The link of every call under a policy, dtype LINK, ``lcp`` unset."""
+    return find_links(
+        calls, forest, policy.route, policy.merge_threshold, policy.equals
+    )
 
 
 def measure(calls: Calls, forest: Forest, links: Records) -> None:

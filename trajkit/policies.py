@@ -6,15 +6,17 @@ from typing import Literal, TypeAlias, get_args
 from trajkit.errors import PolicyError
 
 Route: TypeAlias = Literal["messages", "tokens", "previous", "none"]
-Absorb: TypeAlias = Literal["never", "short_reply"]
+Absorb: TypeAlias = Literal["never", "short_reply", "short_drift"]
+Equals: TypeAlias = Literal["first", "tokens"]
 Flags: TypeAlias = Literal["chain", "row"]
 
 ROUTES: tuple[Route, ...] = get_args(Route)
 ABSORBS: tuple[Absorb, ...] = get_args(Absorb)
+EQUALS: tuple[Equals, ...] = get_args(Equals)
 FLAGS: tuple[Flags, ...] = get_args(Flags)
 
 DEFAULT_FORK_THRESHOLD = 1024
-"""Of slime's ``TrajectoryManager`` (spec: slime 1.3)."""
+"""Of slime's ``TrajectoryManager`` and of TRL (spec: slime 1.3, TRL 4)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +34,17 @@ class Policy:
     merge : bool
         Message routing lets a reply that is shown otherwise take the place of one that
         is shorter than ``fork_threshold``, has no siblings and was not continued.
-    absorb : {"never", "short_reply"}
+    equals : {"first", "tokens"}
+        Of equal replies to the same messages, a request that shows one of them
+        continues the first, or the one whose prompt and output its own prompt repeats
+        for longest.
+    absorb : {"never", "short_reply", "short_drift"}
         What drift inside the last reply does: opens a new row always; or is taken into
-        the row, which loses that reply, when the incoming reply is shorter than
-        ``fork_threshold``. Drift before the last reply always opens a new row.
+        the row, which loses that reply, when the incoming reply, or what was held
+        beyond the drift's start, is shorter than ``fork_threshold``. Drift before the
+        last reply always opens a new row.
+    keep_head : bool
+        Of a reply that is lost so, what stands before the drift's start stays trained.
     fork_threshold : int
         In tokens. 0 and below: nothing is merged or absorbed.
     own : {"first"}
@@ -51,7 +60,9 @@ class Policy:
     name: str
     route: Route
     merge: bool = False
+    equals: Equals = "first"
     absorb: Absorb = "never"
+    keep_head: bool = False
     fork_threshold: int = 0
     own: Literal["first"] = "first"
     keep_untrained: bool = True
@@ -64,6 +75,10 @@ class Policy:
 
 
 PRESETS: dict[str, Policy] = {
+    # nothing that was sampled is lost; a retry or a sibling is a branch of its own
+    "faithful": Policy(
+        name="faithful", route="messages", equals="tokens", keep_untrained=False
+    ),
     # THUDM/slime TrajectoryManager (spec: slime 2, 3)
     "slime": Policy(
         name="slime",
@@ -74,6 +89,17 @@ PRESETS: dict[str, Policy] = {
         keep_untrained=False,
         flags="chain",
     ),
+    # TRL async_grpo, message mode (spec: TRL 4)
+    "trl": Policy(
+        name="trl",
+        route="previous",
+        absorb="short_drift",
+        keep_head=True,
+        fork_threshold=DEFAULT_FORK_THRESHOLD,
+        keep_untrained=False,
+    ),
+    # SkyRL merge_stepwise_output (spec: SkyRL 6)
+    "skyrl": Policy(name="skyrl", route="previous"),
     # prime-rl interleave_rollout (spec: prime-rl 2.1)
     "strict": Policy(name="strict", route="tokens"),
     "per_call": Policy(name="per_call", route="none"),
@@ -90,8 +116,8 @@ def policy(name: str | Policy, **choices: object) -> Policy:
     Parameters
     ----------
     name : str or Policy
-        ``"slime"``, ``"strict"`` (also ``"interleave"``) or ``"per_call"``; or a policy
-        to start from.
+        ``"faithful"``, ``"slime"``, ``"trl"``, ``"skyrl"``, ``"strict"`` (also
+        ``"interleave"``) or ``"per_call"``; or a policy to start from.
     **choices
         Attributes of `Policy`. ``fork_threshold=None`` stands for the preset's own.
 
@@ -133,7 +159,13 @@ def policy(name: str | Policy, **choices: object) -> Policy:
 
 
 def _check_choice(choice: str, value: object) -> None:
-    names = {"route": ROUTES, "absorb": ABSORBS, "own": ("first",), "flags": FLAGS}
+    names = {
+        "route": ROUTES,
+        "equals": EQUALS,
+        "absorb": ABSORBS,
+        "own": ("first",),
+        "flags": FLAGS,
+    }
     if choice in names:
         if value not in names[choice]:
             expected = ", ".join(map(repr, names[choice]))

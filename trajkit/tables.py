@@ -303,7 +303,8 @@ def cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
                 chunks = [_cast(chunk, field.type) for chunk in column.chunks]
                 column = pa.chunked_array(chunks, field.type)
         else:
-            column = pa.chunked_array([pa.nulls(table.num_rows, field.type)])
+            nothing = pa.nulls(table.num_rows)
+            column = pa.chunked_array([_cast(nothing, field.type)])
         columns.append(column)
         fields.append(field)
     for field in table.schema:
@@ -317,14 +318,15 @@ def cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
 def _cast(array: pa.Array, target: pa.DataType) -> pa.Array:
     if array.type == target:
         return array
+    if pa.types.is_dictionary(target):
+        return _cast_names(array, target)
     if pa.types.is_null(array.type):
         return pa.nulls(len(array), target)
     if pa.types.is_dictionary(array.type):
-        # the names first: few, and in polars' hands views, which decode to nothing
-        names = target.value_type if pa.types.is_dictionary(target) else target
-        dictionary = _cast(array.dictionary, names)
+        # the values first: few, and in polars' hands views, which decode to nothing
+        dictionary = _cast(array.dictionary, target)
         array = pa.DictionaryArray.from_arrays(array.indices, dictionary)
-        array = array.dictionary_decode()
+        return array.dictionary_decode()
     mask = array.is_null() if array.null_count else None
     if _is_list(target):
         offsets, values = _list_parts(array)
@@ -335,11 +337,19 @@ def _cast(array: pa.Array, target: pa.DataType) -> pa.Array:
             _cast(pc.struct_field(array, field.name), field.type) for field in target
         ]
         return pa.StructArray.from_arrays(children, fields=list(target), mask=mask)
-    if pa.types.is_dictionary(target):
-        # any encoding of the source gives way to one of the names, first seen first
-        return array.cast(target.value_type).dictionary_encode().cast(target)
     # `misfits` has looked at every value that the unchecked cast could mangle
     return array.cast(target, safe=False)
+
+
+def _cast_names(array: pa.Array, target: pa.DataType) -> pa.DictionaryArray:
+    # any encoding of the source gives way to one of the names, first seen first
+    encoded = _cast(array, target.value_type).dictionary_encode()
+    names = encoded.dictionary
+    if len(names) == 0:
+        # polars looks up the first name for a null too (seen in polars 2.1)
+        names = pa.array([""], target.value_type)
+    indices = encoded.indices.cast(target.index_type)
+    return pa.DictionaryArray.from_arrays(indices, names)
 
 
 def _list_parts(array: pa.Array) -> tuple[pa.Array, pa.Array]:

@@ -1,0 +1,122 @@
+"""One model call from the chat request to what is recorded and answered.
+
+Nothing here changes anything: a call that fails or is cancelled on the way leaves no
+trace.
+"""
+
+import asyncio
+import json
+import uuid
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+
+from trajkit_shim.chat import ChatRequest
+from trajkit_shim.engine import Engine, Sample
+from trajkit_shim.limits import check_prompt, check_sample
+from trajkit_shim.log import LoggedTurn, logged_message
+from trajkit_shim.parse import Parsed, parse_reply
+from trajkit_shim.render import ChatRenderer
+from trajkit_shim.reply import Reply, Usage, expected_echo, make_reply
+from trajkit_shim.sampling import Wishes, settle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedCall:
+    """A call that was sampled and parsed, to be recorded and answered."""
+
+    turn: LoggedTurn
+    # None: the engine cut the call short, and its turn is context only
+    reply: Reply | None
+
+
+async def prepare_call(
+    asked: ChatRequest,
+    *,
+    engine: Engine,
+    renderer: ChatRenderer,
+    session_id: str,
+    pins: Wishes,
+    max_new_tokens: int,
+) -> PreparedCall:
+    """Render, sample and parse one call.
+
+    Parameters
+    ----------
+    asked : ChatRequest
+    engine, renderer
+        The model and its tokenizer.
+    session_id : str
+    pins : Wishes
+        The session's sampling parameters.
+    max_new_tokens : int
+        The gateway's own limit on new tokens.
+
+    Raises
+    ------
+    GatewayError
+        The messages cannot be rendered.
+    EngineError
+        The prompt cannot be sampled from, or the engine failed.
+    """
+    started_at = datetime.now(UTC)
+    request_id = uuid.uuid4().hex
+    info = await engine.info()
+    prompt_ids = await asyncio.to_thread(renderer.render, asked.messages, asked.tools)
+    check_prompt(prompt_ids, info)
+    sampling = settle(
+        asked.asked,
+        pins,
+        most=max_new_tokens,
+        room=info.max_context_tokens - len(prompt_ids),
+        end_ids=renderer.end_ids,
+    )
+    sample = await engine.generate(
+        prompt_ids, sampling, request_id=request_id, session_id=session_id
+    )
+    check_sample(sample, info)
+    ended_at = datetime.now(UTC)
+
+    def finish() -> PreparedCall:
+        parsed = _parse(sample, asked, sampling.stop, renderer)
+        aborted = sample.finish_reason == "abort"
+        usage = Usage(
+            prompt_tokens=len(prompt_ids),
+            output_tokens=len(sample.output_ids),
+            cached_tokens=sample.cached_tokens,
+        )
+        reply = make_reply(parsed, sample.finish_reason, model=info.model, usage=usage)
+        turn = LoggedTurn(
+            session_id=session_id,
+            request_id=request_id,
+            model=info.model,
+            prompt_ids=prompt_ids,
+            output_ids=sample.output_ids,
+            output_logprobs=sample.output_logprobs,
+            finish_reason=sample.finish_reason,
+            messages=[logged_message(message) for message in asked.messages],
+            response=None if aborted else logged_message(expected_echo(reply)),
+            use_tool=bool(parsed.tool_calls),
+            ill_formed=parsed.ill_formed,
+            trainable=not aborted,
+            weight_versions=sample.weight_versions,
+            sampling=json.dumps(asdict(sampling), sort_keys=True),
+            cached_tokens=sample.cached_tokens,
+            started_at=started_at,
+            ended_at=ended_at,
+        )
+        return PreparedCall(turn=turn, reply=None if aborted else reply)
+
+    # decoding and digesting a long history would hold up every other call
+    return await asyncio.to_thread(finish)
+
+
+def _parse(
+    sample: Sample, asked: ChatRequest, stop: tuple[str, ...], renderer: ChatRenderer
+) -> Parsed:
+    ended = sample.finish_reason == "stop"
+    text = renderer.decode(sample.output_ids, ended=ended)
+    if ended:
+        # a client never sees the stop string that it asked for
+        cuts = [at for mark in stop if (at := text.find(mark)) >= 0]
+        text = text[: min(cuts, default=len(text))]
+    return parse_reply(text) if asked.tools else Parsed(text, (), False)

@@ -1,0 +1,183 @@
+"""The shim's commands: ``trajkit serve`` and ``trajkit demo``.
+
+What they need comes with an extra, and is imported once a command runs.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trajkit.cli import BAD_USAGE
+from trajkit.cli.options import Commands, count
+from trajkit.errors import FormatError
+
+if TYPE_CHECKING:
+    from trajkit_shim.engine import Engine
+    from trajkit_shim.render import ChatRenderer
+
+
+def add_serve(commands: Commands) -> None:
+    """Add ``serve`` to the command line."""
+    parser = commands.add_parser(
+        "serve",
+        help="record the model calls of an unmodified agent",
+        description="Run a gateway that speaks OpenAI Chat Completions, samples from "
+        "an inference engine in token ids, and writes every call to the run's turn log "
+        "before it is answered. POST /sessions opens a session; its id is the API key.",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=["embedded", "sglang"],
+        default="embedded",
+        help="embedded: a small scripted one, for trying things out (the default)",
+    )
+    parser.add_argument(
+        "--engine-url", metavar="URL", help="of the SGLang server, with --engine sglang"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="DIR",
+        type=Path,
+        help="the model's config, tokenizer and chat template, with --engine sglang",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
+    parser.add_argument(
+        "--port", type=int, default=8765, help="0: any free one (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--out",
+        metavar="RUN",
+        type=Path,
+        required=True,
+        help="directory of the turn log; made if missing",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="say where it listens as a JSON object"
+    )
+    parser.set_defaults(run=lambda arguments: _serve(parser, arguments))
+
+
+def add_demo(commands: Commands) -> None:
+    """Add ``demo`` to the command line."""
+    parser = commands.add_parser(
+        "demo",
+        help="watch real agents being recorded and turned into training rows",
+        description="Run coding agents against the gateway on the embedded engine, "
+        "each in a scratch git repository, write their turns and the rows of every "
+        "policy, and print what drifted and what each policy trains, loses and costs. "
+        "The exit code is 1 where an agent failed.",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="RUN",
+        type=Path,
+        help="directory of the run (default: runs/demo, or the next one that is free)",
+    )
+    parser.add_argument(
+        "--sessions",
+        metavar="N",
+        type=count,
+        default=4,
+        help="agents side by side (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed", metavar="N", type=int, help="of the engine; the default differs"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object and nothing else"
+    )
+    parser.set_defaults(run=lambda arguments: _demo(parser, arguments))
+
+
+def _demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    with _needs_extra(parser, "demo"):
+        # the agent runs in processes of its own, where its absence would show late
+        if find_spec("minisweagent") is None:
+            raise ModuleNotFoundError(name="minisweagent")
+        from trajkit_shim.demo import run_demo
+    out = arguments.out or _free(Path("runs/demo"))
+    return run_demo(
+        out, sessions=arguments.sessions, seed=arguments.seed, json=arguments.json
+    )
+
+
+def _free(path: Path) -> Path:
+    """The path, or it with the first number behind it that nothing has yet."""
+    numbered = (path.with_name(f"{path.name}-{n}") for n in itertools.count(2))
+    return next(each for each in itertools.chain([path], numbered) if not each.exists())
+
+
+def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    sglang = arguments.engine == "sglang"
+    options = {"--engine-url": arguments.engine_url, "--model": arguments.model}
+    for option, value in options.items():
+        if sglang and value is None:
+            parser.error(f"--engine sglang needs {option}")
+        if not sglang and value is not None:
+            parser.error(f"{option} means nothing to the embedded engine")
+    with _needs_extra(parser, "shim"):
+        from trajkit_shim.app import create_app
+        from trajkit_shim.log import TurnLog
+        from trajkit_shim.serve import serve
+
+        engine, renderer = _sglang(arguments) if sglang else _embedded()
+    log = TurnLog(arguments.out)
+
+    def say_where(url: str) -> None:
+        where = {"url": url, "openai_base_url": f"{url}/v1", "turns": str(log.path)}
+        if arguments.json:
+            text = json.dumps(where)
+        else:
+            text = "\n".join(f"{name:<16}{value}" for name, value in where.items())
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+    app = create_app(engine, renderer, log)
+    # Ctrl-C is how it is stopped; the calls under way have been answered by then.
+    with suppress(KeyboardInterrupt):
+        serve(app, arguments.host, arguments.port, on_listening=say_where)
+    return 0
+
+
+def _embedded() -> "tuple[Engine, ChatRenderer]":
+    from trajkit_shim.embedded import EmbeddedEngine, load_tokenizer
+    from trajkit_shim.render import ChatRenderer
+
+    return EmbeddedEngine(), ChatRenderer(load_tokenizer())
+
+
+def _sglang(arguments: argparse.Namespace) -> "tuple[Engine, ChatRenderer]":
+    from trajkit_shim.render import load_renderer
+    from trajkit_shim.sglang_engine import SGLangEngine, model_vocab_size
+
+    try:
+        renderer = load_renderer(arguments.model)
+        vocab_size = model_vocab_size(arguments.model)
+    except ValueError as error:
+        raise FormatError(f"{arguments.model}: {error}") from error
+    return SGLangEngine(arguments.engine_url, vocab_size=vocab_size), renderer
+
+
+@contextmanager
+def _needs_extra(parser: argparse.ArgumentParser, extra: str) -> Iterator[None]:
+    """End the run with one line where an import inside finds a package missing."""
+    # transformers tells whoever imports it that there is no torch; none is needed.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        missing = (error.name or "trajkit").partition(".")[0]
+        if missing in {"trajkit", "trajkit_shim"}:
+            raise
+        parser.exit(
+            BAD_USAGE,
+            f"{parser.prog}: {missing} is not installed: "
+            f"pip install 'trajkit[{extra}]'\n",
+        )

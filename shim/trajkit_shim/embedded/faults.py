@@ -1,0 +1,98 @@
+"""An engine that fails on purpose, around one that does not."""
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from trajkit_shim.engine import Engine, EngineError, EngineInfo, Sample, Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What goes wrong with one call.
+
+    Parameters
+    ----------
+    delay_s : float
+        Seconds before the call starts.
+    error : EngineError, optional
+        Raised in place of a sample.
+    abort_after : int, optional
+        The sample ends after this many tokens with finish reason ``abort``.
+    """
+
+    delay_s: float = 0.0
+    error: EngineError | None = None
+    abort_after: int | None = None
+
+
+class FaultyEngine:
+    """Passes calls on to another engine, with faults.
+
+    Parameters
+    ----------
+    engine : Engine
+        Does the work.
+    faults : iterable of Fault or None
+        One per call, in the order of the calls; None, or past the last: no fault.
+
+    Attributes
+    ----------
+    calls : int
+        Calls begun.
+    cancelled : int
+        Calls whose awaiting task was cancelled.
+    """
+
+    def __init__(self, engine: Engine, faults: Iterable[Fault | None]) -> None:
+        self._engine = engine
+        self._faults = iter(faults)
+        self.calls = 0
+        self.cancelled = 0
+
+    async def info(self) -> EngineInfo:
+        return await self._engine.info()
+
+    async def generate(
+        self,
+        prompt_ids: npt.NDArray[np.int32],
+        sampling: Sampling,
+        *,
+        request_id: str,
+        session_id: str,
+    ) -> Sample:
+        """The other engine's sample, or what this call's fault makes of it."""
+        self.calls += 1
+        fault = next(self._faults, None) or Fault()
+        try:
+            await asyncio.sleep(fault.delay_s)
+            if fault.error is not None:
+                raise fault.error
+            sample = await self._engine.generate(
+                prompt_ids, sampling, request_id=request_id, session_id=session_id
+            )
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return sample if fault.abort_after is None else _cut(sample, fault.abort_after)
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+def _cut(sample: Sample, length: int) -> Sample:
+    logprobs = sample.output_logprobs
+    return Sample(
+        output_ids=sample.output_ids[:length],
+        output_logprobs=None if logprobs is None else logprobs[:length],
+        finish_reason="abort",
+        weight_versions=tuple(
+            type(span)(span.version, span.start, min(span.stop, length))
+            for span in sample.weight_versions
+            if span.start < length
+        ),
+        cached_tokens=sample.cached_tokens,
+    )

@@ -1,0 +1,205 @@
+"""The turn log: an Arrow IPC stream that grows by one batch per turn.
+
+A turn is handed to the operating system before its reply is answered, so a killed
+gateway loses no turn that a client has seen. What a kill can leave is a torn last
+batch, of a turn that was never acknowledged.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trajkit import schema
+from trajkit.messages import message_body, message_key
+from trajkit_shim.engine import WeightSpan
+from trajkit_shim.wire import Json
+
+LOG_SCHEMA = pa.schema(
+    [
+        *schema.TURNS,
+        # the id under which the engine was called
+        pa.field("request_id", pa.string()),
+        pa.field("model", pa.string()),
+        # the parameters of the engine call, as JSON
+        pa.field("sampling", pa.string()),
+        # prompt tokens that the engine did not compute again
+        pa.field("cached_tokens", pa.int32()),
+        # the request was read; the sample was complete
+        pa.field("started_at", pa.timestamp("us", tz="UTC")),
+        pa.field("ended_at", pa.timestamp("us", tz="UTC")),
+    ],
+    metadata=schema.TURNS.metadata,
+)
+"""``turns`` and the provenance that the gateway knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedMessage:
+    """One chat message as the log holds it: see `trajkit.schema.MESSAGE`."""
+
+    key: bytes
+    role: str
+    body: str
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes that stand for the body."""
+        return blake2b(self.body.encode(), digest_size=16).digest()
+
+
+def logged_message(message: Json) -> LoggedMessage:
+    """A canonical chat message with its key and body."""
+    return LoggedMessage(
+        message_key(message), str(message["role"]), message_body(message)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedTurn:
+    """One model call, complete but for its place in the session."""
+
+    session_id: str
+    request_id: str
+    model: str
+    prompt_ids: npt.NDArray[np.int32]
+    output_ids: npt.NDArray[np.int32]
+    output_logprobs: npt.NDArray[np.float32] | None
+    finish_reason: str
+    messages: list[LoggedMessage]
+    # None: nobody will echo it
+    response: LoggedMessage | None
+    use_tool: bool
+    ill_formed: bool
+    trainable: bool
+    weight_versions: tuple[WeightSpan, ...]
+    sampling: str
+    cached_tokens: int | None
+    started_at: datetime
+    ended_at: datetime
+
+
+class TurnLog:
+    """The log of one run, ``turns-00000.arrows`` in the run's directory.
+
+    Parameters
+    ----------
+    directory : path
+        Made if missing. It must hold no log yet: session ids and turn numbers of two
+        gateways in one directory would run into one another.
+    fsync : bool
+        Also wait until the disk has each turn, so that it outlives the machine and not
+        only the process.
+
+    Raises
+    ------
+    FileExistsError
+        The directory holds a log.
+    """
+
+    def __init__(self, directory: str | Path, *, fsync: bool = False) -> None:
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.path = self.directory / "turns-00000.arrows"
+        self._fsync = fsync
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        self._file = os.open(self.path, flags, 0o644)
+        self._end = 0
+        self._write(LOG_SCHEMA.serialize())
+
+    def append(
+        self, turn: LoggedTurn, turn_index: int, shown: Mapping[bytes, bytes]
+    ) -> dict[bytes, bytes]:
+        """Write one turn; on return the operating system has it.
+
+        Parameters
+        ----------
+        turn : LoggedTurn
+        turn_index : int
+            Its place in the session.
+        shown : mapping of bytes to bytes
+            Of the session's log so far: each message key's last body, as its digest. A
+            body that is its key's last one is not written again.
+
+        Returns
+        -------
+        dict
+            What this turn adds to ``shown``.
+
+        Raises
+        ------
+        OSError
+            It could not be written. The log is as it was before.
+        """
+        added: dict[bytes, bytes] = {}
+
+        def fields(message: LoggedMessage) -> dict[str, object]:
+            digest = message.digest
+            known = added.get(message.key, shown.get(message.key)) == digest
+            added[message.key] = digest
+            return {
+                "key": message.key,
+                "role": message.role,
+                "body": None if known else message.body,
+            }
+
+        messages = [fields(message) for message in turn.messages]
+        response = None if turn.response is None else fields(turn.response)
+        self._write(_batch(turn, turn_index, messages, response).serialize())
+        return added
+
+    def close(self) -> None:
+        """End the stream and close the file."""
+        # the end-of-stream marker of the Arrow IPC format: continuation, length 0
+        self._write(pa.py_buffer(b"\xff\xff\xff\xff\0\0\0\0"))
+        os.close(self._file)
+
+    def _write(self, buffer: pa.Buffer) -> None:
+        left = memoryview(buffer)
+        try:
+            while left:
+                left = left[os.write(self._file, left) :]
+            if self._fsync:
+                os.fsync(self._file)
+        except OSError:
+            # half a batch would hide every later one from a reader
+            os.ftruncate(self._file, self._end)
+            os.lseek(self._file, self._end, os.SEEK_SET)
+            raise
+        self._end += len(memoryview(buffer))
+
+
+def _batch(
+    turn: LoggedTurn,
+    turn_index: int,
+    messages: list[dict[str, object]],
+    response: dict[str, object] | None,
+) -> pa.RecordBatch:
+    made: dict[str, object] = {
+        "turn_index": turn_index,
+        "messages": messages,
+        "response": response,
+        "weight_versions": [asdict(span) for span in turn.weight_versions] or None,
+    }
+    return pa.RecordBatch.from_arrays(
+        [
+            _cell(made[name] if name in made else getattr(turn, name), type_)
+            for name, type_ in zip(LOG_SCHEMA.names, LOG_SCHEMA.types, strict=True)
+        ],
+        schema=LOG_SCHEMA,
+    )
+
+
+def _cell(value: object, type_: pa.DataType) -> pa.Array:
+    """An array of one element."""
+    if isinstance(value, np.ndarray):
+        return pa.LargeListArray.from_arrays(
+            pa.array([0, len(value)], pa.int64()), pa.array(value, type_.value_type)
+        )
+    return pa.array([value], type_)

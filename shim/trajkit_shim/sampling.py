@@ -1,0 +1,161 @@
+"""How a call is sampled: what the client asks for, what the session pins, what results.
+
+A session's pins were set by whoever opened it, the trainer, and win over the client's
+wishes, so that an agent cannot change what it is trained under.
+"""
+
+from dataclasses import dataclass, field, fields, replace
+from typing import TypeVar
+
+from trajkit_shim import wire
+from trajkit_shim.engine import Sampling
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """Sampling parameters that someone named. ``None``: not named."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop: tuple[str, ...] | None = None
+    seed: int | None = None
+    # engine-specific parameters; only a session's pins may hold any
+    extra: wire.Json = field(default_factory=dict)
+
+
+PIN_NAMES = tuple(f.name for f in fields(Wishes))
+WISH_NAMES = (*PIN_NAMES[:-1], "max_completion_tokens")
+
+
+def parse_wishes(body: wire.Json, where: str = "") -> Wishes:
+    """The sampling parameters among ``body``'s fields; the other fields are left alone.
+
+    Parameters
+    ----------
+    body : dict
+        A chat request, or the ``sampling`` object of a session.
+    where : str
+        The path of ``body``, for messages; empty at the top.
+
+    Raises
+    ------
+    GatewayError
+        A parameter has the wrong type, lies out of its range, or contradicts another.
+    """
+    dot = f"{where}." if where else ""
+    named = {name: body.get(name) for name in PIN_NAMES[:-1]}
+    longer = body.get("max_completion_tokens")
+    limits = {
+        wire.as_integer(value, dot + name, least=1)
+        for name, value in (
+            ("max_tokens", named["max_tokens"]),
+            ("max_completion_tokens", longer),
+        )
+        if value is not None
+    }
+    if len(limits) > 1:
+        wire.refuse(
+            dot + "max_completion_tokens",
+            f"{longer} contradicts max_tokens = {named['max_tokens']}",
+        )
+    return Wishes(
+        max_tokens=limits.pop() if limits else None,
+        temperature=_number(named["temperature"], dot + "temperature", most=2.0),
+        top_p=_number(named["top_p"], dot + "top_p", most=1.0, above=0.0),
+        top_k=_top_k(named["top_k"], dot + "top_k"),
+        stop=_stop(named["stop"], dot + "stop"),
+        seed=None
+        if named["seed"] is None
+        else wire.as_integer(
+            named["seed"], dot + "seed", least=-(2**63), most=2**63 - 1
+        ),
+    )
+
+
+def parse_pins(value: object) -> Wishes:
+    """The ``sampling`` object of a session that is being opened.
+
+    It takes what a chat request takes and, under ``extra``, parameters that are passed
+    on to the engine as they are.
+    """
+    if value is None:
+        return Wishes()
+    body = wire.as_object(value, "sampling")
+    wire.only(body, PIN_NAMES, "sampling")
+    asked = parse_wishes(body, "sampling")
+    extra = body.get("extra")
+    if extra is None:
+        return asked
+    return replace(asked, extra=wire.as_object(extra, "sampling.extra"))
+
+
+def _number(
+    value: object, where: str, *, most: float, above: float | None = None
+) -> float | None:
+    if value is None:
+        return None
+    number = wire.as_number(value, where, least=0.0, most=most)
+    if above is not None and number <= above:
+        wire.refuse(where, f"{number:g} is not above {above:g}")
+    return number
+
+
+def _top_k(value: object, where: str) -> int | None:
+    if value is None:
+        return None
+    number = wire.as_integer(value, where, least=-1)
+    if number == 0:
+        wire.refuse(where, "0 leaves nothing to sample from; -1 takes the limit away")
+    return number
+
+
+def _stop(value: object, where: str) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return (wire.as_name(value, where),)
+    items = wire.as_list(value, where)
+    return tuple(wire.as_name(item, f"{where}[{i}]") for i, item in enumerate(items))
+
+
+def settle(
+    asked: Wishes,
+    pins: Wishes,
+    *,
+    most: int,
+    room: int,
+    end_ids: tuple[int, ...],
+) -> Sampling:
+    """The parameters of one engine call.
+
+    Parameters
+    ----------
+    asked, pins : Wishes
+        The client's and the session's. A pin replaces the wish; of the token limits the
+        smaller one holds.
+    most : int
+        The gateway's own limit on new tokens.
+    room : int
+        Tokens that the context has left after the prompt.
+    end_ids : tuple of int
+        Token ids that end an assistant message.
+    """
+    limits = [asked.max_tokens, pins.max_tokens, most, room]
+    return Sampling(
+        max_new_tokens=min(limit for limit in limits if limit is not None),
+        temperature=_first(pins.temperature, asked.temperature),
+        top_p=_first(pins.top_p, asked.top_p),
+        top_k=_first(pins.top_k, asked.top_k),
+        stop=_first(pins.stop, asked.stop) or (),
+        stop_token_ids=end_ids,
+        seed=_first(pins.seed, asked.seed),
+        extra=dict(pins.extra),
+    )
+
+
+def _first(pinned: T | None, asked: T | None) -> T | None:
+    return asked if pinned is None else pinned

@@ -1,0 +1,167 @@
+"""The sessions that are open: who may call, how often, and what was shown before.
+
+Everything here runs on the event loop's thread, and no method awaits: each is one step
+for every other call.
+"""
+
+import asyncio
+import re
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+from trajkit_shim.errors import GatewayError
+from trajkit_shim.sampling import Wishes
+
+# it travels in an HTTP header
+_ID = re.compile(r"[!-~]{1,200}")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Session:
+    """One agent run: the calls that carry its id.
+
+    A call that is under way stands in ``calls`` and nowhere else; it changes the counts
+    when it is recorded.
+    """
+
+    session_id: str
+    pins: Wishes
+    # calls that may be answered; None: any number
+    max_turns: int | None
+    metadata: dict[str, object]
+    closed: bool = False
+    # turns in the log, aborted ones included; the next turn's index
+    recorded: int = 0
+    # turns that were answered
+    answered: int = 0
+    calls: set[asyncio.Task[Any]] = field(default_factory=set)
+    # each message key's last body in the log, as its digest
+    shown: dict[bytes, bytes] = field(default_factory=dict)
+
+    def check_open(self) -> None:
+        """Refuse a session that was closed."""
+        if self.closed:
+            raise GatewayError(
+                f"session {self.session_id!r} is closed", 410, code="session_closed"
+            )
+
+    def admit(self) -> None:
+        """Refuse a call beyond ``max_turns``; a call under way counts as a turn."""
+        self.check_open()
+        taken = self.answered + len(self.calls)
+        if self.max_turns is not None and taken >= self.max_turns:
+            raise GatewayError(
+                f"session {self.session_id!r} has had its {self.max_turns} turns",
+                403,
+                code="max_turns_exceeded",
+            )
+
+    def describe(self) -> dict[str, object]:
+        """The session as ``GET /sessions/{id}`` shows it."""
+        return {
+            "session_id": self.session_id,
+            "status": "closed" if self.closed else "open",
+            "turns": self.recorded,
+            "answered": self.answered,
+            "in_flight": len(self.calls),
+            "max_turns": self.max_turns,
+            "metadata": self.metadata,
+        }
+
+
+class SessionStore:
+    """All sessions of one gateway, by id."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+
+    def open(
+        self,
+        session_id: str | None = None,
+        *,
+        pins: Wishes | None = None,
+        max_turns: int | None = None,
+        metadata: dict[str, object] | None = None,
+    ) -> Session:
+        """A new session, under the given id or a fresh one.
+
+        Raises
+        ------
+        GatewayError
+            The id was used before, or cannot travel in a header.
+        """
+        if session_id is None:
+            session_id = f"s-{secrets.token_hex(16)}"
+        if not _ID.fullmatch(session_id):
+            raise GatewayError(
+                f"session_id: {session_id!r} is not 1 to 200 visible ASCII characters",
+                param="session_id",
+            )
+        if session_id in self._sessions:
+            raise GatewayError(
+                f"session {session_id!r} was opened before",
+                409,
+                code="session_exists",
+                param="session_id",
+            )
+        session = Session(
+            session_id=session_id,
+            pins=pins or Wishes(),
+            max_turns=max_turns,
+            metadata=metadata or {},
+        )
+        self._sessions[session_id] = session
+        return session
+
+    def get(self, session_id: str) -> Session:
+        """The session of that id, open or closed; a 404 where there is none."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise GatewayError(
+                f"no session {session_id!r}", 404, code="session_not_found"
+            )
+        return session
+
+    def authorise(self, header: str | None) -> Session:
+        """The open session whose id is the bearer token of an Authorization header.
+
+        Raises
+        ------
+        GatewayError
+            401: there is no such session. 410: it is closed.
+        """
+        scheme, _, token = (header or "").partition(" ")
+        session = self._sessions.get(token.strip())
+        if scheme.lower() != "bearer" or session is None:
+            raise GatewayError(
+                "the API key is the id of no session: open one with POST /sessions",
+                401,
+                code="invalid_api_key",
+            )
+        session.check_open()
+        return session
+
+    def close(self, session_id: str) -> Session:
+        """Close a session: no further turn of it is recorded.
+
+        Calls under way are cancelled; their clients learn that the session is closed.
+        Closing it again changes nothing.
+        """
+        session = self.get(session_id)
+        session.closed = True
+        session.shown.clear()
+        for call in session.calls:
+            call.cancel()
+        return session
+
+    def counts(self) -> dict[str, int]:
+        """Sessions open and closed; calls under way and turns recorded in them all."""
+        sessions = self._sessions.values()
+        closed = sum(session.closed for session in sessions)
+        return {
+            "open": len(sessions) - closed,
+            "closed": closed,
+            "in_flight": sum(len(session.calls) for session in sessions),
+            "turns": sum(session.recorded for session in sessions),
+        }

@@ -1,0 +1,141 @@
+"""A tokenizer of single bytes, a ChatML template, and an engine with a script."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from trajkit_shim.engine import EngineInfo, Sample, Sampling, WeightSpan
+from trajkit_shim.render import ChatRenderer, Ids
+
+TEMPLATE = """\
+{%- if tools -%}
+<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif -%}
+{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls or [] -%}
+{%- if message.content or not loop.first %}{{ '\\n' }}{% endif -%}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": ARGUMENTS}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% endif -%}
+"""
+AS_STRING = TEMPLATE.replace("ARGUMENTS", "{{ call.function.arguments }}")
+AS_JSON = TEMPLATE.replace("ARGUMENTS", "{{ call.function.arguments | tojson }}")
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "bash", "parameters": {"type": "object"}},
+}
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Ids 0 to 255 are the bytes, then the added tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(
+        models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True) for text in ("<|im_start|>", "<|im_end|>")]
+    )
+    tokenizer.add_tokens(
+        [
+            AddedToken(text, special=False, normalized=False)
+            for text in ("<tool_call>", "</tool_call>")
+        ]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+
+
+def byte_renderer(template: str = AS_STRING) -> ChatRenderer:
+    """The renderer of that tokenizer."""
+    return ChatRenderer(byte_tokenizer(), template)
+
+
+RENDERER = byte_renderer()
+
+
+def sampled(text: str, **changes: Any) -> Sample:
+    """The bytes of a text and the end of the message, each of logprob -place / 1000."""
+    encoded = RENDERER._encode(text + "<|im_end|>")
+    ids = encoded if changes.get("finish_reason", "stop") == "stop" else encoded[:-1]
+    whole = Sample(
+        output_ids=ids,
+        output_logprobs=-np.arange(len(ids), dtype=np.float32) / 1000,
+        finish_reason="stop",
+        weight_versions=(WeightSpan("v0", 0, len(ids)),),
+        cached_tokens=0,
+    )
+    return replace(whole, **changes)
+
+
+Scripted: TypeAlias = str | Sample | Exception | Callable[[], Any]
+
+
+class ScriptedEngine:
+    """Gives the scripted replies in order.
+
+    A text is given as `sampled`, an exception is raised, and what a function returns is
+    awaited for the reply.
+    """
+
+    def __init__(self, *script: Scripted, context: int = 2000) -> None:
+        self.script = deque(script)
+        self.prompts: list[Ids] = []
+        self.samplings: list[Sampling] = []
+        self.closed = False
+        self.limits = EngineInfo(
+            model="scripted", vocab_size=260, max_context_tokens=context
+        )
+
+    async def info(self) -> EngineInfo:
+        return self.limits
+
+    async def generate(
+        self, prompt_ids: Ids, sampling: Sampling, *, request_id: str, session_id: str
+    ) -> Sample:
+        self.prompts.append(prompt_ids)
+        self.samplings.append(sampling)
+        reply = self.script.popleft()
+        if callable(reply):
+            reply = await reply()
+        if isinstance(reply, Exception):
+            raise reply
+        return sampled(reply) if isinstance(reply, str) else reply
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Held:
+    """A scripted reply that waits until it is let go."""
+
+    def __init__(self, reply: str) -> None:
+        self.reply = reply
+        self.entered = asyncio.Event()
+        self.release = asyncio.Event()
+        self.cancelled = False
+
+    async def __call__(self) -> str:
+        self.entered.set()
+        try:
+            await self.release.wait()
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+        return self.reply

@@ -1,0 +1,43 @@
+"""SGLang's kernel package for a CPU, in plain torch: what a small dense model needs.
+
+Any other kernel can be imported, and says its name when it is called.
+"""
+
+import torch
+from stand_in import stand_in
+
+__version__ = "0.4.10"
+
+
+def rmsnorm(x, weight, eps=1e-6, out=None, enable_pdl=None):
+    """Root-mean-square norm over the last axis, computed in float32."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    result = (wide * scale).to(x.dtype) * weight
+    return result if out is None else out.copy_(result)
+
+
+def fused_add_rmsnorm(x, residual, weight, eps=1e-6, enable_pdl=None):
+    """Add ``x`` to ``residual`` in place, and put the norm of the sum into ``x``."""
+    residual += x
+    rmsnorm(residual, weight, eps, out=x)
+
+
+def silu_and_mul(x, out=None):
+    """The gated half of a feed-forward layer: silu(first half) * second half."""
+    gate, up = x.chunk(2, dim=-1)
+    result = torch.nn.functional.silu(gate) * up
+    return result if out is None else out.copy_(result)
+
+
+def assign_req_to_token_pool_cpu(pool_rows, table, starts, stops, locations, batch):
+    """Write each request's new cache locations, end to end, into its row of a table."""
+    taken = 0
+    for request in range(batch):
+        start, stop = int(starts[request]), int(stops[request])
+        new = locations[taken : taken + stop - start]
+        table[int(pool_rows[request]), start:stop] = new.to(table.dtype)
+        taken += stop - start
+
+
+stand_in(__name__, may_be_called=False)

@@ -1,0 +1,495 @@
+"""The gateway in process, driven by the real openai client."""
+
+import asyncio
+import json
+from dataclasses import replace
+
+import numpy as np
+import openai
+import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
+
+import trajkit as tk
+from tests.shim.clients import in_process, read_log
+from tests.shim.fakes import RENDERER, TOOL, Held, ScriptedEngine, sampled
+from trajkit_shim.engine import EngineError, WeightSpan
+
+pytestmark = pytest.mark.anyio
+
+USER = {"role": "user", "content": "hi"}
+CALL = '<tool_call>\n{"name": "bash", "arguments": {"command":  "ls"}}\n</tool_call>'
+
+
+def spelled(ids) -> str:
+    return RENDERER.decode(np.array(ids, np.int32), ended=False)
+
+
+async def ask(client, messages=(USER,), **fields):
+    return await client.chat.completions.create(
+        model="any", messages=list(messages), **fields
+    )
+
+
+async def streamed(client, messages=(USER,), **fields):
+    """The completion of a streamed reply, put together by the client library."""
+    state = ChatCompletionStreamState()
+    async for chunk in await ask(client, messages, stream=True, **fields):
+        state.handle_chunk(chunk)
+    return state.get_final_completion()
+
+
+async def test_a_reply_of_text(tmp_path):
+    engine = ScriptedEngine("hello")
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        client = await gateway.open()
+        reply = await ask(client, temperature=0.5, max_tokens=50, seed=1)
+        (turn,) = gateway.turns()
+    assert reply.model == "scripted"
+    assert reply.choices[0].message.content == "hello"
+    assert reply.choices[0].message.tool_calls is None
+    assert reply.choices[0].finish_reason == "stop"
+    assert reply.usage.prompt_tokens == len(engine.prompts[0])
+    assert reply.usage.completion_tokens == 6
+    assert turn["session_id"] == client.api_key
+    assert turn["turn_index"] == 0
+    assert turn["prompt_ids"] == engine.prompts[0].tolist()
+    assert spelled(turn["output_ids"]) == "hello<|im_end|>"
+    assert turn["output_logprobs"] == pytest.approx([-k / 1000 for k in range(6)])
+    assert turn["finish_reason"] == "stop"
+    assert turn["trainable"] is True
+    assert turn["weight_versions"] == [{"version": "v0", "start": 0, "stop": 6}]
+    assert json.loads(turn["response"]["body"]) == {
+        "role": "assistant",
+        "content": "hello",
+    }
+    assert json.loads(turn["sampling"])["temperature"] == 0.5
+    assert turn["started_at"] <= turn["ended_at"]
+    sampling = engine.samplings[0]
+    assert (sampling.max_new_tokens, sampling.seed) == (50, 1)
+    assert sampling.stop_token_ids == RENDERER.end_ids
+
+
+@pytest.mark.parametrize("send", [ask, streamed])
+async def test_a_conversation_with_tools(tmp_path, send):
+    engine = ScriptedEngine(f"Look.\n{CALL}\n{CALL}", "done")
+    messages = [{"role": "system", "content": "be brief"}, USER]
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        client = await gateway.open()
+        reply = await send(client, messages, tools=[TOOL])
+        message = reply.choices[0].message
+        messages += [
+            message.model_dump(exclude_none=True),
+            *(
+                {"role": "tool", "tool_call_id": call.id, "content": "a.txt"}
+                for call in message.tool_calls
+            ),
+        ]
+        last = await send(client, messages, tools=[TOOL])
+        log = read_log(gateway.log.path)
+    assert reply.choices[0].finish_reason == "tool_calls"
+    assert message.content == "Look.\n"
+    assert [c.function.arguments for c in message.tool_calls] == (
+        ['{"command":  "ls"}'] * 2
+    )
+    assert last.choices[0].message.content == "done"
+
+    # the second prompt holds the first one and what was sampled, unchanged
+    first, second = log.to_pylist()
+    held = first["prompt_ids"] + first["output_ids"]
+    assert second["prompt_ids"][: len(held)] == held
+    assert (first["use_tool"], second["use_tool"]) == (True, False)
+
+    # and trajkit sees it so: the echo is recognised, one row trains both replies
+    tk.validate(log)
+    links = tk.link(log)
+    assert links["parent"].to_pylist() == [None, 0]
+    assert tk.classify_drift(log, links)["size"].to_pylist() == [0]
+    rows = tk.linearize(log, policy="slime", reward=1.0).to_pylist()
+    assert len(rows) == 1
+    assert rows[0]["input_ids"] == second["prompt_ids"] + second["output_ids"]
+    trained = len(first["output_ids"]) + len(second["output_ids"])
+    assert sum(rows[0]["loss_mask"]) == trained
+
+
+async def test_the_chunks_of_a_stream(tmp_path):
+    async with in_process(ScriptedEngine(CALL), RENDERER, tmp_path) as gateway:
+        client = await gateway.open()
+        stream = await ask(
+            client, tools=[TOOL], stream=True, stream_options={"include_usage": True}
+        )
+        role, call, finish, usage = [chunk async for chunk in stream]
+    assert role.choices[0].delta.role == "assistant"
+    assert call.choices[0].delta.tool_calls[0].function.name == "bash"
+    assert finish.choices[0].finish_reason == "tool_calls"
+    assert (usage.choices, usage.usage.completion_tokens) == ([], len(CALL) - 20)
+
+
+async def test_a_stream_on_the_wire(tmp_path):
+    async with in_process(ScriptedEngine("h\u00e9"), RENDERER, tmp_path) as gateway:
+        client = await gateway.open()
+        reply = await gateway.http.post(
+            "/v1/chat/completions",
+            headers={"Authorization": f"Bearer {client.api_key}"},
+            json={"messages": [USER], "stream": True},
+        )
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert reply.text.endswith("data: [DONE]\n\n")
+    assert '"content": "h\u00e9"' in reply.text
+
+
+async def test_a_body_is_written_where_it_first_appears(tmp_path):
+    async with in_process(ScriptedEngine("a", "b", "c"), RENDERER, tmp_path) as gateway:
+        one, two = await gateway.open(), await gateway.open()
+        reply = await ask(one)
+        echo = reply.choices[0].message.model_dump(exclude_none=True)
+        await ask(one, [USER, echo, USER])
+        await ask(two)
+        bodies = [
+            [message["body"] is not None for message in turn["messages"]]
+            for turn in gateway.turns()
+        ]
+    assert bodies == [[True], [False, False, False], [True]]
+
+
+async def test_a_call_that_does_not_parse(tmp_path):
+    text = '<tool_call>\n{"name": "bash", "arguments": {"a": \n</tool_call>'
+    async with in_process(ScriptedEngine(text), RENDERER, tmp_path) as gateway:
+        client = await gateway.open()
+        reply = await ask(client, tools=[TOOL])
+        (turn,) = gateway.turns()
+    assert reply.choices[0].message.content == text
+    assert reply.choices[0].finish_reason == "stop"
+    assert (turn["use_tool"], turn["ill_formed"]) == (False, True)
+
+
+async def test_what_looks_like_a_call_is_text_where_no_tool_was_offered(tmp_path):
+    async with in_process(ScriptedEngine(CALL), RENDERER, tmp_path) as gateway:
+        reply = await ask(await gateway.open())
+        (turn,) = gateway.turns()
+    assert reply.choices[0].message.content == CALL
+    assert (turn["use_tool"], turn["ill_formed"]) == (False, False)
+
+
+async def test_a_stop_string_is_sampled_and_not_shown(tmp_path):
+    sample = sampled("one\ntwo", finish_reason="stop")
+    async with in_process(ScriptedEngine(sample), RENDERER, tmp_path) as gateway:
+        reply = await ask(await gateway.open(), stop=["two", "\n"])
+        (turn,) = gateway.turns()
+    assert reply.choices[0].message.content == "one"
+    assert spelled(turn["output_ids"]) == "one\ntwo<|im_end|>"
+
+
+async def test_a_reply_cut_by_the_token_limit(tmp_path):
+    sample = sampled("hel", finish_reason="length")
+    async with in_process(ScriptedEngine(sample), RENDERER, tmp_path) as gateway:
+        reply = await ask(await gateway.open())
+        (turn,) = gateway.turns()
+    assert reply.choices[0].finish_reason == "length"
+    assert turn["finish_reason"] == "length"
+    assert reply.choices[0].message.content == "hel"
+
+
+async def test_a_sample_without_logprobs_or_weight_versions(tmp_path):
+    sample = sampled("x", output_logprobs=None, weight_versions=(), cached_tokens=None)
+    async with in_process(ScriptedEngine(sample), RENDERER, tmp_path) as gateway:
+        reply = await ask(await gateway.open())
+        (turn,) = gateway.turns()
+    assert reply.usage.prompt_tokens_details is None
+    assert turn["output_logprobs"] is None
+    assert turn["weight_versions"] is None
+    assert turn["cached_tokens"] is None
+
+
+async def test_an_empty_reply(tmp_path):
+    sample = sampled("", finish_reason="length")
+    async with in_process(ScriptedEngine(sample), RENDERER, tmp_path) as gateway:
+        reply = await ask(await gateway.open())
+        (turn,) = gateway.turns()
+    assert reply.choices[0].message.content == ""
+    assert (turn["output_ids"], turn["output_logprobs"]) == ([], [])
+
+
+async def test_pins_win_over_wishes(tmp_path):
+    engine = ScriptedEngine("a", "b")
+    pins = {"temperature": 1.0, "max_tokens": 20, "extra": {"regex": "a|b"}}
+    async with in_process(engine, RENDERER, tmp_path, max_new_tokens=30) as gateway:
+        client = await gateway.open(sampling=pins)
+        await ask(client, temperature=0.1, top_p=0.5, max_tokens=10)
+        await ask(client, max_tokens=1000)
+    first, second = engine.samplings
+    assert (first.temperature, first.top_p, first.max_new_tokens) == (1.0, 0.5, 10)
+    assert (second.max_new_tokens, second.extra) == (20, {"regex": "a|b"})
+
+
+async def test_the_context_bounds_the_reply(tmp_path):
+    engine = ScriptedEngine("a", context=40)
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        await ask(await gateway.open(), max_tokens=1000)
+    assert engine.samplings[0].max_new_tokens == 40 - len(engine.prompts[0])
+
+
+async def test_parallel_calls_of_one_session(tmp_path):
+    slow, fast = Held("slow"), Held("fast")
+    engine = ScriptedEngine(slow, fast)
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        client = await gateway.open()
+        first = asyncio.create_task(ask(client))
+        await slow.entered.wait()
+        second = asyncio.create_task(ask(client))
+        await fast.entered.wait()
+        assert (await gateway.session(client))["in_flight"] == 2
+        fast.release.set()
+        await second
+        slow.release.set()
+        await first
+        shown = await gateway.session(client)
+        turns = gateway.turns()
+    assert (shown["turns"], shown["in_flight"]) == (2, 0)
+    assert [spelled(turn["output_ids"]) for turn in turns] == [
+        "fast<|im_end|>",
+        "slow<|im_end|>",
+    ]
+    assert [turn["turn_index"] for turn in turns] == [0, 1]
+    assert [turn["messages"][0]["body"] is None for turn in turns] == [False, True]
+
+
+async def test_a_cancelled_client_leaves_nothing_behind(tmp_path):
+    held = Held("late")
+    async with in_process(ScriptedEngine(held, "b"), RENDERER, tmp_path) as gateway:
+        client = await gateway.open()
+        call = asyncio.create_task(ask(client))
+        await held.entered.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert held.cancelled
+        assert (await gateway.session(client))["in_flight"] == 0
+        await ask(client)
+        (turn,) = gateway.turns()
+    assert turn["turn_index"] == 0
+    assert turn["messages"][0]["body"] is not None
+
+
+async def test_closing_a_session_ends_its_calls(tmp_path):
+    held = Held("late")
+    async with in_process(ScriptedEngine(held), RENDERER, tmp_path) as gateway:
+        client = await gateway.open()
+        call = asyncio.create_task(ask(client))
+        await held.entered.wait()
+        await gateway.http.delete(f"/sessions/{client.api_key}")
+        with pytest.raises(openai.APIStatusError) as caught:
+            await call
+        assert gateway.turns() == []
+    assert held.cancelled
+    assert (caught.value.status_code, caught.value.code) == (410, "session_closed")
+
+
+async def test_an_aborted_call_is_context_only(tmp_path):
+    sample = sampled("half", finish_reason="abort")
+    async with in_process(ScriptedEngine(sample, "b"), RENDERER, tmp_path) as gateway:
+        client = await gateway.open(max_turns=1)
+        with pytest.raises(openai.InternalServerError, match="aborted") as caught:
+            await ask(client)
+        await ask(client)
+        log = read_log(gateway.log.path)
+    assert caught.value.status_code == 503
+    aborted, retried = log.to_pylist()
+    assert (aborted["trainable"], aborted["response"]) == (False, None)
+    assert (aborted["finish_reason"], aborted["turn_index"]) == ("abort", 0)
+    assert (retried["trainable"], retried["turn_index"]) == (True, 1)
+    tk.validate(log)
+    rows, report = tk.linearize(log, policy="slime", reward=1.0, report=True)
+    assert [sum(mask) for mask in rows["loss_mask"].to_pylist() if any(mask)] == [2]
+    assert report["lost_untrainable"].to_pylist() == [4]
+
+
+def out_of_vocabulary():
+    return replace(ScriptedEngine().limits, vocab_size=200)
+
+
+@pytest.mark.parametrize(
+    ("reply", "status", "match"),
+    [
+        pytest.param(EngineError("out of memory"), 502, "out of memory", id="engine"),
+        pytest.param(EngineError("bad regex", 400), 400, "bad regex", id="request"),
+        pytest.param(RuntimeError("bug"), 500, "the gateway failed", id="our bug"),
+        pytest.param(
+            sampled("abc", output_logprobs=np.zeros(2, np.float32)),
+            502,
+            "2 logprobs for 4 output ids",
+            id="a logprob too few",
+        ),
+        pytest.param(
+            sampled("a", output_logprobs=np.array([0, np.nan], np.float32)),
+            502,
+            r"output_logprobs\[1\] = nan",
+            id="NaN",
+        ),
+        pytest.param(
+            sampled("a", output_logprobs=np.array([-9999, 0], np.float32)),
+            502,
+            r"output_logprobs\[0\] = -9999",
+            id="no logprob",
+        ),
+        pytest.param(
+            sampled("a", output_logprobs=np.array([0, 0.5], np.float32)),
+            502,
+            r"output_logprobs\[1\] = 0.5",
+            id="more than certain",
+        ),
+        pytest.param(
+            sampled("a", output_ids=np.array([3, 260], np.int32)),
+            502,
+            r"output_ids\[1\] = 260 is outside",
+            id="an id beyond the vocabulary",
+        ),
+        pytest.param(
+            sampled("a", weight_versions=(WeightSpan("v", 0, 1),)),
+            502,
+            "cover 0:1 of 2 output ids",
+            id="weights of half the output",
+        ),
+        pytest.param(
+            sampled("a", weight_versions=(WeightSpan("v", 1, 2),)),
+            502,
+            "cover 1:2 of 2 output ids",
+            id="weights of the other half",
+        ),
+    ],
+)
+async def test_a_failed_call_leaves_nothing_behind(tmp_path, reply, status, match):
+    async with in_process(ScriptedEngine(reply, "b"), RENDERER, tmp_path) as gateway:
+        client = await gateway.open()
+        with pytest.raises(openai.APIStatusError, match=match) as caught:
+            await ask(client)
+        assert caught.value.status_code == status
+        assert set(caught.value.body) == {"message", "type", "param", "code"}
+        shown = await gateway.session(client)
+        assert (shown["turns"], shown["in_flight"]) == (0, 0)
+        await ask(client)
+        (turn,) = gateway.turns()
+    assert turn["turn_index"] == 0
+
+
+async def test_a_prompt_that_fills_the_context(tmp_path):
+    engine = ScriptedEngine("a", context=30)
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        client = await gateway.open()
+        with pytest.raises(openai.BadRequestError, match="maximum context") as caught:
+            await ask(client, [{"role": "user", "content": "x" * 40}])
+        assert gateway.turns() == []
+    assert caught.value.code == "context_length_exceeded"
+    assert engine.prompts == []
+
+
+async def test_a_prompt_outside_the_vocabulary(tmp_path):
+    engine = ScriptedEngine("a")
+    engine.limits = out_of_vocabulary()
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        client = await gateway.open()
+        with pytest.raises(
+            openai.BadRequestError, match=r"prompt_ids\[0\] = 256 is outside"
+        ) as caught:
+            await ask(client)
+        assert gateway.turns() == []
+    assert caught.value.code == "token_out_of_vocabulary"
+    assert engine.prompts == []
+
+
+async def test_a_log_that_cannot_be_written(tmp_path, monkeypatch):
+    async with in_process(ScriptedEngine("a", "b"), RENDERER, tmp_path) as gateway:
+        client = await gateway.open()
+        with monkeypatch.context() as patch:
+
+            def full(*_):
+                raise OSError(28, "No space left on device")
+
+            patch.setattr(gateway.log, "append", full)
+            with pytest.raises(openai.InternalServerError, match="No space left"):
+                await ask(client)
+        assert (await gateway.session(client))["turns"] == 0
+        await ask(client)
+        assert len(gateway.turns()) == 1
+
+
+async def test_unknown_and_closed_sessions(tmp_path):
+    async with in_process(ScriptedEngine("a"), RENDERER, tmp_path) as gateway:
+        client = await gateway.open(session_id="mine", metadata={"task": 3})
+        assert client.api_key == "mine"
+        with pytest.raises(openai.AuthenticationError) as caught:
+            await ask(gateway.client("other"))
+        assert caught.value.code == "invalid_api_key"
+        again = await gateway.http.post("/sessions", json={"session_id": "mine"})
+        assert again.status_code == 409
+        closed = await gateway.http.post("/sessions/mine/close")
+        assert closed.json()["status"] == "closed"
+        with pytest.raises(openai.APIStatusError) as caught:
+            await ask(client)
+        assert caught.value.status_code == 410
+        assert (await gateway.session(client))["metadata"] == {"task": 3}
+        assert (await gateway.http.get("/sessions/other")).status_code == 404
+        assert gateway.turns() == []
+
+
+async def test_max_turns_counts_what_was_answered_or_is_under_way(tmp_path):
+    held = Held("a")
+    engine = ScriptedEngine(EngineError("no", 400), held, "b")
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        client = await gateway.open(max_turns=2)
+        with pytest.raises(openai.BadRequestError):
+            await ask(client)
+        call = asyncio.create_task(ask(client))
+        await held.entered.wait()
+        await ask(client)
+        with pytest.raises(openai.PermissionDeniedError, match="2 turns") as caught:
+            await ask(client)
+        held.release.set()
+        await call
+        assert (await gateway.session(client))["answered"] == 2
+    assert caught.value.code == "max_turns_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        pytest.param({"session_id": ""}, "session_id", id="no id"),
+        pytest.param({"session_id": "a b"}, "session_id", id="a space"),
+        pytest.param({"session_id": 3}, "session_id", id="a number"),
+        pytest.param({"max_turns": 0}, "max_turns", id="no turns"),
+        pytest.param({"metadata": []}, "metadata", id="metadata as a list"),
+        pytest.param({"sampling": {"n": 2}}, "sampling.n", id="an unknown pin"),
+        pytest.param({"sampling": {"top_p": 3}}, "sampling.top_p", id="a bad pin"),
+        pytest.param({"sampling": {"extra": 3}}, "sampling.extra", id="a bad extra"),
+        pytest.param({"model": "x"}, "model", id="an unknown field"),
+    ],
+)
+async def test_sessions_that_are_refused(tmp_path, body, param):
+    async with in_process(ScriptedEngine(), RENDERER, tmp_path) as gateway:
+        reply = await gateway.http.post("/sessions", json=body)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == param
+
+
+async def test_the_rest_of_the_api(tmp_path):
+    async with in_process(ScriptedEngine("a"), RENDERER, tmp_path) as gateway:
+        client = await gateway.open()
+        await ask(client)
+        models = await client.models.list()
+        health = (await gateway.http.get("/healthz")).json()
+        missing = await gateway.http.get("/v1/nothing")
+        wrong = await gateway.http.get("/v1/chat/completions")
+    assert [model.id for model in models.data] == ["scripted"]
+    assert health["status"] == "ok"
+    assert health["sessions"] == {"open": 1, "closed": 0, "in_flight": 0, "turns": 1}
+    assert (missing.status_code, wrong.status_code) == (404, 405)
+    assert "error" in missing.json()
+    assert "error" in wrong.json()
+
+
+async def test_a_bad_request_names_its_parameter(tmp_path):
+    async with in_process(ScriptedEngine(), RENDERER, tmp_path) as gateway:
+        client = await gateway.open()
+        with pytest.raises(openai.BadRequestError) as caught:
+            await ask(client, n=2)
+    assert caught.value.param == "n"
+    assert caught.value.type == "invalid_request_error"

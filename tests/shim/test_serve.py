@@ -1,0 +1,147 @@
+"""The gateway on a socket."""
+
+import asyncio
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+
+from tests.shim.clients import http, read_log
+from tests.shim.fakes import RENDERER, TOOL, ScriptedEngine
+from trajkit_shim.app import create_app
+from trajkit_shim.log import TurnLog
+from trajkit_shim.serve import running
+
+CALL = '<tool_call>\n{"name": "bash", "arguments": {"command":  "ls"}}\n</tool_call>'
+
+
+def messages(text="hi"):
+    return [{"role": "user", "content": text}]
+
+
+def client_of(url: str, **fields: object) -> openai.OpenAI:
+    key = http.post(f"{url}/sessions", json=fields).json()["api_key"]
+    return openai.OpenAI(api_key=key, base_url=f"{url}/v1", max_retries=0)
+
+
+class Threaded:
+    """A scripted reply that waits until another thread lets it go."""
+
+    def __init__(self, reply: str) -> None:
+        self.reply = reply
+        self.entered = threading.Event()
+        self.release = threading.Event()
+        self.cancelled = threading.Event()
+
+    async def __call__(self) -> str:
+        self.entered.set()
+        try:
+            await asyncio.to_thread(self.release.wait)
+        except asyncio.CancelledError:
+            self.release.set()
+            self.cancelled.set()
+            raise
+        return self.reply
+
+
+def test_replies_over_a_socket(tmp_path):
+    engine = ScriptedEngine("hello", CALL)
+    log = TurnLog(tmp_path)
+    with running(create_app(engine, RENDERER, log)) as url:
+        with client_of(url) as client:
+            reply = client.chat.completions.create(model="x", messages=messages())
+            chunks = list(
+                client.chat.completions.create(
+                    model="x", messages=messages(), tools=[TOOL], stream=True
+                )
+            )
+    assert reply.choices[0].message.content == "hello"
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    assert engine.closed
+    assert read_log(log.path)["turn_index"].to_pylist() == [0, 1]
+
+
+def test_sessions_side_by_side(tmp_path):
+    engine = ScriptedEngine(*(f"reply {k}" for k in range(40)))
+    log = TurnLog(tmp_path)
+
+    def converse(url):
+        with client_of(url) as client:
+            said = messages()
+            for _ in range(5):
+                reply = client.chat.completions.create(model="x", messages=said)
+                said += [reply.choices[0].message.model_dump(), *messages("go on")]
+
+    with (
+        running(create_app(engine, RENDERER, log)) as url,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        for done in [pool.submit(converse, url) for _ in range(8)]:
+            done.result()
+    turns = read_log(log.path).to_pylist()
+    by_session: dict[str, list[int]] = {}
+    for turn in turns:
+        by_session.setdefault(turn["session_id"], []).append(turn["turn_index"])
+    assert list(by_session.values()) == [[0, 1, 2, 3, 4]] * 8
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_leaves_nothing_behind(tmp_path, stream):
+    held = Threaded("late")
+    log = TurnLog(tmp_path)
+    with running(create_app(ScriptedEngine(held, "b"), RENDERER, log)) as url:
+        with client_of(url) as client:
+            host, port = url.removeprefix("http://").split(":")
+            body = b'{"messages": [{"role": "user", "content": "x"}], "stream": %s}' % (
+                b"true" if stream else b"false"
+            )
+            with socket.create_connection((host, int(port))) as line:
+                line.sendall(
+                    b"POST /v1/chat/completions HTTP/1.1\r\nHost: gateway\r\n"
+                    b"Authorization: Bearer %s\r\nContent-Length: %d\r\n\r\n%s"
+                    % (client.api_key.encode(), len(body), body)
+                )
+                assert held.entered.wait(30)
+            assert held.cancelled.wait(30)
+            client.chat.completions.create(model="x", messages=messages())
+    (turn,) = read_log(log.path).to_pylist()
+    assert turn["turn_index"] == 0
+    assert turn["response"]["body"] == '{"content":"b","role":"assistant"}'
+
+
+def release_once_closed(url: str, held: Threaded) -> None:
+    """Let a reply go once the gateway takes no more connections."""
+    host, port = url.removeprefix("http://").split(":")
+    while True:
+        try:
+            socket.create_connection((host, int(port))).close()
+        except ConnectionRefusedError:
+            held.release.set()
+            return
+
+
+def test_stopping_answers_the_calls_under_way(tmp_path):
+    held = Threaded("late")
+    log = TurnLog(tmp_path)
+    with ThreadPoolExecutor(2) as pool:
+        with running(create_app(ScriptedEngine(held), RENDERER, log)) as url:
+            client = client_of(url)
+            call = pool.submit(
+                client.chat.completions.create, model="x", messages=messages()
+            )
+            assert held.entered.wait(30)
+            released = pool.submit(release_once_closed, url, held)
+        assert call.result().choices[0].message.content == "late"
+        client.close()
+        released.result()
+    assert read_log(log.path).num_rows == 1
+
+
+def test_an_address_in_use_is_refused(tmp_path):
+    app = create_app(ScriptedEngine(), RENDERER, TurnLog(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match="in use"), running(app, port=port):
+            pass

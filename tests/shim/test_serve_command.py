@@ -1,0 +1,96 @@
+"""``trajkit serve``, from outside and in process."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+import trajkit as tk
+from trajkit import cli
+
+ROOT = Path(__file__).parent.parent.parent
+COMMAND = "import sys; from trajkit.cli import main; sys.exit(main())"
+
+
+def test_serve_records_until_it_is_interrupted(tmp_path):
+    run = tmp_path / "run"
+    options = ["--out", str(run), "--port", "0", "--json"]
+    with (
+        httpx.Client(trust_env=False) as client,
+        subprocess.Popen(
+            [sys.executable, "-c", COMMAND, "serve", *options],
+            env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'shim'}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as server,
+    ):
+        try:
+            where = json.loads(server.stdout.readline())
+            opened = client.post(f"{where['url']}/sessions").json()
+            reply = client.post(
+                f"{where['openai_base_url']}/chat/completions",
+                headers={"Authorization": f"Bearer {opened['api_key']}"},
+                json={"model": "any", "messages": [{"role": "user", "content": "hi"}]},
+            )
+            assert reply.status_code == 200
+        finally:
+            server.send_signal(signal.SIGINT)
+        rest, said = server.communicate()
+    assert (server.returncode, rest, said) == (cli.DONE, "", "")
+    assert Path(where["turns"]).parent == run
+    turns = tk.read_turns(run)
+    assert turns["session_id"].to_pylist() == [opened["session_id"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        pytest.param(
+            ["--engine", "sglang", "--model", "."],
+            "needs --engine-url",
+            id="no address",
+        ),
+        pytest.param(
+            ["--engine", "sglang", "--engine-url", "http://127.0.0.1:1"],
+            "needs --model",
+            id="no model",
+        ),
+        pytest.param(["--model", "."], "--model means nothing", id="a model too many"),
+        pytest.param(["--engine", "vllm"], "invalid choice", id="no such engine"),
+    ],
+)
+def test_serve_refuses_options_that_do_not_fit(tmp_path, capsys, options, said):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", "--out", str(tmp_path / "run"), *options])
+    assert ended.value.code == cli.BAD_USAGE
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_serve_names_the_model_that_cannot_be_read(tmp_path, capsys):
+    absent = str(tmp_path / "absent")
+    argv = ["serve", "--out", str(tmp_path / "run"), "--engine", "sglang"]
+    argv += ["--engine-url", "http://127.0.0.1:1", "--model", absent]
+    assert cli.main(argv) == cli.BAD_FILE
+    assert absent in capsys.readouterr().err
+
+
+def test_serve_takes_no_directory_that_holds_a_log(tmp_path, capsys):
+    (tmp_path / "turns-00000.arrows").touch()
+    assert cli.main(["serve", "--out", str(tmp_path)]) == cli.BAD_FILE
+    assert "turns-00000.arrows: File exists" in capsys.readouterr().err
+
+
+def test_serve_without_its_extra_says_what_to_install(tmp_path, capsys, monkeypatch):
+    monkeypatch.delitem(sys.modules, "trajkit_shim.app", raising=False)
+    monkeypatch.setitem(sys.modules, "starlette.applications", None)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", "--out", str(tmp_path / "run")])
+    assert ended.value.code == cli.BAD_USAGE
+    assert "pip install 'trajkit[shim]'" in capsys.readouterr().err

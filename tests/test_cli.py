@@ -1,0 +1,348 @@
+"""The command line, in process but for one run from outside."""
+
+import argparse
+import io
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import trajkit as tk
+from trajkit import cli
+from trajkit.cli.progress import Progress
+from trajkit.cli.show import text_table
+
+ROOT = Path(__file__).parent.parent
+
+
+def call(session, prompt, output, messages=None, response=None):
+    return {
+        "session_id": session,
+        "prompt_ids": prompt,
+        "output_ids": output,
+        "output_logprobs": [-0.5] * len(output),
+        "finish_reason": "stop",
+        "prompt_messages": messages,
+        "response_message": response,
+    }
+
+
+QUESTION = {"role": "user", "content": "q"}
+ANSWER = {"role": "assistant", "content": "a"}
+MORE = {"role": "user", "content": "more"}
+
+# Session "a" comes back with the last token of its reply changed, "b" comes back clean.
+CALLS = [
+    call("a", [1, 2], [3, 4, 5], [QUESTION], ANSWER),
+    call("a", [1, 2, 3, 4, 9, 6], [7], [QUESTION, ANSWER, MORE], ANSWER),
+    call("b", [1, 2], [3, 4, 5], [QUESTION], ANSWER),
+    call("b", [1, 2, 3, 4, 5, 6], [7], [QUESTION, ANSWER, MORE], ANSWER),
+]
+
+
+@pytest.fixture
+def turns(tmp_path):
+    path = tmp_path / "turns.parquet"
+    tk.write_turns(tk.from_records(CALLS), path)
+    return str(path)
+
+
+def run_json(capsys, *argv):
+    assert cli.main([*argv, "--json"]) == cli.DONE
+    out, err = capsys.readouterr()
+    assert err == ""
+    return json.loads(out)
+
+
+@pytest.mark.parametrize(
+    ("options", "choices"),
+    [
+        pytest.param([], {"policy": "slime"}, id="slime by default"),
+        pytest.param(
+            ["--policy", "slime", "--fork-threshold", "0"],
+            {"policy": tk.policy("slime", fork_threshold=0)},
+            id="fork threshold",
+        ),
+        pytest.param(["--policy", "strict"], {"policy": "strict"}, id="strict"),
+        pytest.param(
+            ["--policy", "per_call", "--max-row-tokens", "6", "--threads", "1"],
+            {"policy": "per_call", "max_row_tokens": 6},
+            id="cut rows",
+        ),
+        pytest.param(
+            ["--reward", "0.25"], {"policy": "slime", "reward": 0.25}, id="reward"
+        ),
+    ],
+)
+def test_linearize_writes_what_the_function_gives(
+    tmp_path, capsys, turns, options, choices
+):
+    rows = tmp_path / "rows.parquet"
+    report = tmp_path / "report.parquet"
+    printed = run_json(
+        capsys, "linearize", turns, "-o", str(rows), "--report", str(report), *options
+    )
+    expected_rows, expected_report = tk.linearize(
+        tk.from_records(CALLS), report=True, **choices
+    )
+    assert tk.read_rows(rows).equals(expected_rows)
+    assert pq.read_table(report).to_pylist() == expected_report.to_pylist()
+    assert printed["sessions"] == 2
+    assert printed["turns"] == 4
+    assert printed["rows"] == expected_rows.num_rows
+    assert printed["tokens_sampled"] == 8
+    trained = sum(sum(mask) for mask in expected_rows["loss_mask"].to_pylist())
+    assert printed["tokens_trained"] == trained
+
+
+def test_linearize_tells_people_what_was_lost(tmp_path, capsys, turns):
+    rows = str(tmp_path / "rows.jsonl")
+    assert cli.main(["linearize", turns, "-o", rows]) == cli.DONE
+    out, err = capsys.readouterr()
+    assert "sessions 2, turns 4, rows 2 and 0 left out" in out
+    assert ["sampled", "8"] in [line.split() for line in out.splitlines()]
+    assert ["lost,", "absorbed", "3", "37.5", "%"] in [
+        line.split() for line in out.splitlines()
+    ]
+    assert rows in out
+    assert err == ""
+
+
+def test_linearize_takes_no_turns_at_all(tmp_path, capsys):
+    source = tmp_path / "none.parquet"
+    tk.write_turns(tk.from_records([]), source)
+    rows = tmp_path / "rows.parquet"
+    assert run_json(capsys, "linearize", str(source), "-o", str(rows))["rows"] == 0
+    assert tk.read_rows(rows).num_rows == 0
+
+
+def test_drift_counts_by_region_and_cause(tmp_path, capsys, turns):
+    table = tmp_path / "drift.parquet"
+    summary = run_json(capsys, "drift", turns, "-o", str(table))
+    assert summary["sessions"] == 2
+    assert summary["turns"] == 4
+    assert summary["turns_compared"] == 2
+    assert summary["tokens_sampled"] == 8
+    assert summary["groups"] == [
+        {
+            "region": "last_reply",
+            "cause": "tail_changed",
+            "turns": 1,
+            "tokens_beyond": 1,
+            "tokens_at_stake": 1,
+        },
+        {
+            "region": "none",
+            "cause": "clean",
+            "turns": 1,
+            "tokens_beyond": 0,
+            "tokens_at_stake": 0,
+        },
+    ]
+    assert pq.read_table(table)["size"].to_pylist() == [1, 0]
+    assert cli.main(["drift", turns]) == cli.DONE
+    assert "last_reply  tail_changed" in capsys.readouterr().out
+
+
+def test_drift_of_a_policy_that_compares_nothing(capsys, turns):
+    summary = run_json(capsys, "drift", turns, "--policy", "per_call")
+    assert summary["turns_compared"] == 0
+    assert summary["groups"] == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "said"),
+    [
+        pytest.param(
+            ["linearize", "{turns}", "-o", "{dir}/r.parquet", "--policy", "slim"],
+            cli.BAD_USAGE,
+            "policy 'slim'",
+            id="no such policy",
+        ),
+        pytest.param(
+            ["drift", "{turns}", "--policy", "strict", "--fork-threshold", "9"],
+            cli.BAD_USAGE,
+            "--fork-threshold 9: policy 'strict'",
+            id="a choice without effect",
+        ),
+        pytest.param(
+            ["drift", "{dir}/absent.parquet"],
+            cli.BAD_FILE,
+            "absent.parquet",
+            id="no such file",
+        ),
+        pytest.param(
+            ["drift", "{dir}/garbage.parquet"],
+            cli.BAD_FILE,
+            "garbage.parquet",
+            id="not what its suffix says",
+        ),
+        pytest.param(
+            ["linearize", "{turns}", "-o", "{dir}/rows.xlsx"],
+            cli.BAD_FILE,
+            "rows.xlsx",
+            id="a format that is not written",
+        ),
+        pytest.param(
+            ["linearize", "{turns}", "-o", "{dir}/absent/rows.parquet"],
+            cli.BAD_FILE,
+            "No such file or directory",
+            id="no such folder",
+        ),
+        pytest.param(
+            ["drift", "{dir}/strange.parquet"],
+            cli.BAD_DATA,
+            "session_id",
+            id="no turns in it",
+        ),
+        pytest.param(
+            ["drift", "{dir}/twice.parquet"],
+            cli.BAD_DATA,
+            "session 'a', turn 0",
+            id="a turn twice",
+        ),
+    ],
+)
+def test_errors_are_one_line_and_a_code(tmp_path, capsys, turns, argv, code, said):
+    (tmp_path / "garbage.parquet").write_bytes(b"garbage")
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "strange.parquet")
+    table = tk.from_records(CALLS[:1])
+    pq.write_table(pa.concat_tables([table, table]), tmp_path / "twice.parquet")
+    filled = [part.format(turns=turns, dir=tmp_path) for part in argv]
+    assert cli.main(filled) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("trajkit: ")
+    assert err.count("\n") == 1
+    assert said in err
+
+
+def test_a_torn_log_is_read_with_a_warning_of_one_line(tmp_path, capsys):
+    log = tmp_path / "turns.jsonl"
+    whole = "".join(f"{json.dumps(each)}\n" for each in CALLS)
+    log.write_text(whole + whole[:30])
+    assert cli.main(["drift", str(log), "--json"]) == cli.DONE
+    out, err = capsys.readouterr()
+    assert json.loads(out)["turns"] == len(CALLS)
+    assert err.startswith("trajkit: warning: ")
+    assert err.count("\n") == 1
+    assert "turns.jsonl" in err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        pytest.param([], id="no command"),
+        pytest.param(["flatten"], id="no such command"),
+        pytest.param(["linearize", "in"], id="no output"),
+        pytest.param(
+            ["linearize", "in", "-o", "out", "--max-row-tokens", "0"], id="no room"
+        ),
+        pytest.param(["linearize", "in", "-o", "out", "--threads", "x"], id="a word"),
+    ],
+)
+def test_usage_errors_exit_with_2(capsys, argv):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(argv)
+    assert ended.value.code == cli.BAD_USAGE
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("command", [[], ["linearize"], ["drift"]], ids=str)
+def test_help(capsys, command):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command, "--help"])
+    assert ended.value.code == cli.DONE
+    assert "usage: trajkit" in capsys.readouterr().out
+
+
+def test_interrupted(monkeypatch, capsys, turns):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tk, "read_turns", interrupt)
+    assert cli.main(["drift", turns]) == cli.INTERRUPTED
+    assert capsys.readouterr().err == "trajkit: interrupted\n"
+
+
+def test_commands_come_from_entry_points(monkeypatch, capsys):
+    def add_hello(commands):
+        parser = commands.add_parser("hello")
+        parser.set_defaults(run=lambda arguments: 7)
+
+    class Entry:
+        name = "hello"
+
+        def load(self):
+            return add_hello
+
+    monkeypatch.setattr(cli, "entry_points", lambda group: [Entry()])
+    assert cli.main(["hello"]) == 7
+
+
+def test_from_outside_with_nobody_reading(turns):
+    """The process ends quietly when the reader of its output has gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = "import sys; from trajkit.cli import main; sys.exit(main())"
+    with os.fdopen(writer, "w") as closed:
+        done = subprocess.run(
+            [sys.executable, "-c", code, "drift", turns],
+            env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'shim'}"},
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == cli.CLOSED_PIPE
+    assert done.stderr == ""
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_shows_on_a_terminal_only(monkeypatch):
+    for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with Progress("linearize", 4) as bar:
+            for _ in range(4):
+                bar.advance(1)
+        assert ("100 %" in stream.getvalue()) is shown
+        assert stream.getvalue().endswith("\r\x1b[K") is shown
+        assert bool(stream.getvalue()) is shown
+
+
+def test_sessions_go_through_in_pieces(monkeypatch, tmp_path, capsys, turns):
+    monkeypatch.setattr(cli.linearize, "PIECE_TURNS", 1)
+    rows = tmp_path / "rows.parquet"
+    printed = run_json(capsys, "linearize", turns, "-o", str(rows))
+    assert printed["sessions"] == 2
+    assert tk.read_rows(rows).equals(tk.linearize(tk.from_records(CALLS), "slime"))
+
+
+def test_text_table():
+    assert text_table(("name", "n"), [("a", 12345), ("long", 6)]).splitlines() == [
+        "name       n",
+        "----  ------",
+        "a     12,345",
+        "long       6",
+    ]
+
+
+def test_every_entry_point_adds_its_command(capsys):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for name, value in project["entry-points"]["trajkit.commands"].items():
+        parser = argparse.ArgumentParser()
+        EntryPoint(name, value, "trajkit.commands").load()(parser.add_subparsers())
+        with pytest.raises(SystemExit):
+            parser.parse_args([name, "--help"])
+        assert "usage:" in capsys.readouterr().out

@@ -1,0 +1,125 @@
+"""The ``trajkit`` command: parser, exit codes, one line per error.
+
+``linearize`` and ``drift`` stand in this package. Further commands come from the
+entry-point group ``trajkit.commands``: an entry is a function that takes what
+``ArgumentParser.add_subparsers`` returned, adds a parser to it, and sets ``run`` on it,
+a function from the parsed arguments to an exit code.
+
+Nothing heavy is imported before the arguments are parsed, so that ``--help`` costs what
+``import trajkit`` costs.
+"""
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from typing import TextIO
+
+from trajkit.cli.drift import add_drift
+from trajkit.cli.linearize import add_linearize
+from trajkit.errors import FormatError, PolicyError, TornLogWarning, TrajkitError
+
+DONE = 0
+BAD_DATA = 1
+BAD_USAGE = 2
+BAD_FILE = 3
+INTERRUPTED = 130
+CLOSED_PIPE = 141
+
+EXIT_CODES = """\
+exit codes:
+  0    done
+  1    the data breaks a rule: the line on stderr names session, turn, value and rule
+  2    wrong usage: an unknown option, policy or choice, or an extra that is missing
+  3    a file or an address cannot be used, or a file is of no format known here
+  130  interrupted
+  141  the reader of the output went away
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` and return its exit code.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        The arguments without the program's name. None: those of the process.
+
+    Returns
+    -------
+    int
+        See ``EXIT_CODES``.
+
+    Raises
+    ------
+    SystemExit
+        argparse ended the run: code 0 after ``--help``, 2 after a usage error.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", TornLogWarning)
+            warnings.showwarning = _warn
+            code: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more as it exits; give it a place to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
+    except OSError as error:
+        return _fail(_describe(error), BAD_FILE)
+    except FormatError as error:
+        return _fail(str(error), BAD_FILE)
+    except PolicyError as error:
+        return _fail(str(error), BAD_USAGE)
+    except TrajkitError as error:
+        return _fail(str(error), BAD_DATA)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="trajkit",
+        description="From recorded LLM agent calls to loss-masked training rows.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    add_linearize(commands)
+    add_drift(commands)
+    for entry in sorted(entry_points(group="trajkit.commands"), key=lambda e: e.name):
+        entry.load()(commands)
+    return parser
+
+
+def _describe(error: OSError) -> str:
+    """The file first, then what the system says about it."""
+    if error.filename is None or error.strerror is None:
+        return str(error)
+    return f"{error.filename}: {error.strerror}"
+
+
+def _fail(message: str, code: int) -> int:
+    _say(message)
+    return code
+
+
+def _warn(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """A warning as `warnings.showwarning` gets it, without the place in the code."""
+    _say(f"warning: {message}")
+
+
+def _say(message: str) -> None:
+    """One line on stderr, whatever the message holds."""
+    sys.stderr.write(f"trajkit: {' '.join(message.split())}\n")

@@ -1,0 +1,64 @@
+"""Options that several commands share."""
+
+import argparse
+from typing import TypeAlias
+
+import trajkit as tk
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def count(text: str) -> int:
+    """A number of at least one."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return number
+
+
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """Add the file that the turns are read from, and ``--json``."""
+    parser.add_argument(
+        "source",
+        metavar="IN",
+        help="turns: Parquet, Arrow IPC or JSONL by suffix, or a directory of them",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object and nothing else"
+    )
+
+
+def add_policy(parser: argparse.ArgumentParser) -> None:
+    """Add ``--policy`` and the choices within one."""
+    parser.add_argument(
+        "--policy",
+        metavar="NAME",
+        default="slime",
+        help="slime, strict or per_call (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--fork-threshold",
+        metavar="N",
+        type=int,
+        help="slime: a reply shorter than N tokens goes on in the row whose last reply "
+        "drifted; 0 and below: none does (default: 1024)",
+    )
+
+
+def chosen_policy(arguments: argparse.Namespace) -> tk.Policy:
+    """The policy that the options name.
+
+    Raises
+    ------
+    PolicyError
+        It does not exist, or ``--fork-threshold`` means nothing to it.
+    """
+    policy = tk.policy(arguments.policy, fork_threshold=arguments.fork_threshold)
+    if arguments.fork_threshold is not None and not (
+        policy.merge or policy.absorb != "never"
+    ):
+        raise tk.PolicyError(
+            f"--fork-threshold {arguments.fork_threshold}: policy {policy.name!r} "
+            "starts a new row at any drift"
+        )
+    return policy
