@@ -528,7 +528,9 @@ def test_slices_of_lists_with_nulls_are_taken():
         for stop in range(start, 5):
             out = validate(table[start:stop])
             out.validate(full=True)
-            assert out["output_logprobs"].to_pylist() == logprobs[start:stop].to_pylist()
+            assert (
+                out["output_logprobs"].to_pylist() == logprobs[start:stop].to_pylist()
+            )
 
 
 def test_canonical_columns_are_not_copied():
