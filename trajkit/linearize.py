@@ -131,7 +131,8 @@ def linearize(
         out. None: no cap.
     links, drift : table, optional
         Of the same turns, as `trajkit.link` and `trajkit.classify_drift` give them (or
-        changed); computed when not given. Not with an iterator.
+        changed: an lcp may be made smaller, never larger than what the two turns
+        share); computed when not given. Not with an iterator.
     report : bool
         Return what became of each session as well.
     threads : int, optional
@@ -217,9 +218,8 @@ def _given_links(
         records = policy_links(calls, forest, policy)
     else:
         records = read_links(calls, links)
-    if drift is None:
-        measure(calls, forest, records)
-    else:
+    measure(calls, forest, records)
+    if drift is not None:
         read_lcp(calls, records, drift)
     return records
 
