@@ -237,8 +237,31 @@ def link(turns, route, merge_threshold=DEFAULT_THRESHOLD):
 # --- how a prompt departs from what was held
 
 
-def classify_drift(turns, links):
-    """One dict per turn with a parent: those columns of ``schema.DRIFT`` with a twin.
+def longest_common_run(a, b):
+    """Where the longest run that a and b share stands in a and in b, and its length.
+
+    Of equals the first in b, there the first in a.
+    """
+    best = 0, 0, 0
+    for j in range(len(b)):
+        for i in range(len(a)):
+            n = lcp(a[i:], b[j:])
+            if n > best[2]:
+                best = i, j, n
+    return best
+
+
+def longest_end(a, b, limit):
+    """As `longest_common_run`, of runs that end where a does, up to a length."""
+    for n in range(min(len(a), len(b), limit), 0, -1):
+        for j in range(len(b) - n + 1):
+            if b[j : j + n] == a[len(a) - n :]:
+                return len(a) - n, j, n
+    return 0, 0, 0
+
+
+def classify_drift(turns, links, min_run=8):
+    """One dict per turn with a parent, as ``schema.DRIFT`` without session_id.
 
     ``links`` as `link` gives them.
     """
@@ -261,12 +284,17 @@ def classify_drift(turns, links):
         # owner[q]: whose output the q-th held token is, still as it was sampled. A
         # token of the ancestor stands in held while every pair on the way kept it.
         owner = {}
+        # where a message is known to end in held: where a turn's prompt or output did
+        boundaries = set()
         x = parent[i]
         in_step = len(held(turns[x]))
         while True:
             start = len(turns[x]["prompt_ids"])
             stop = min(len(held(turns[x])), in_step)
             owner.update(dict.fromkeys(range(start, stop), x))
+            boundaries |= {
+                end for end in (start, len(held(turns[x]))) if end <= in_step
+            }
             if x not in parent:
                 break
             in_step = min(in_step, shared[x])
@@ -279,6 +307,24 @@ def classify_drift(turns, links):
             region = "last_reply"
         else:
             region = "earlier_reply"
+
+        resync = None, None, None
+        prompt = turns[i]["prompt_ids"]
+        if size == 0:
+            cause = "clean"
+        elif shared[i] == len(prompt):
+            cause = "truncated"
+        else:
+            rest, replay = held(turns[parent[i]])[shared[i] :], prompt[shared[i] :]
+            a, b, n = longest_common_run(rest, replay)
+            if n >= min_run:
+                cause = "head_dropped" if b == 0 else "middle_edited"
+            else:
+                cause = "tail_changed" if region == "last_reply" else "diverged"
+                end = min(q for q in boundaries if q > shared[i])
+                a, b, n = longest_end(rest[: end - shared[i]], replay, min_run - 1)
+            if n:
+                resync = shared[i] + a, shared[i] + b, n
         drift.append(
             {
                 "turn_index": one["turn_index"],
@@ -286,7 +332,11 @@ def classify_drift(turns, links):
                 "lcp": shared[i],
                 "size": size,
                 "region": region,
+                "resync_held": resync[0],
+                "resync_prompt": resync[1],
+                "resync_length": resync[2],
                 "at_stake": sum(q >= shared[i] for q in owner),
+                "cause": cause,
             }
         )
     return drift

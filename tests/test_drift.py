@@ -1,5 +1,8 @@
 """How a prompt departs from what was held, against the twin and by hand."""
 
+import random
+
+import pyarrow as pa
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -8,6 +11,7 @@ import trajkit as tk
 from tests import reference
 from tests.strategies import sessions, thresholds
 from tests.tables import dicts, turns_table
+from trajkit.errors import PolicyError
 
 
 def chain(*calls):
@@ -19,15 +23,46 @@ def chain(*calls):
 
 
 @given(
-    sessions(), st.sampled_from(["messages", "tokens", "previous", "none"]), thresholds
+    sessions(),
+    st.sampled_from(["messages", "tokens", "previous", "none"]),
+    thresholds,
+    st.sampled_from([1, 2, 3, 4, 8]),
 )
-def test_drift_is_the_twins(turns, route, threshold):
+def test_drift_is_the_twins(turns, route, threshold, min_run):
     table = turns_table(turns)
     links = tk.link(table, route, merge_threshold=threshold)
-    drift = tk.classify_drift(table, links)
-    expected = reference.classify_drift(turns, reference.link(turns, route, threshold))
+    drift = tk.classify_drift(table, links, min_run=min_run)
+    expected = reference.classify_drift(
+        turns, reference.link(turns, route, threshold), min_run
+    )
     assert drift.num_rows == len(expected)
     assert dicts(drift, expected) == expected
+
+
+few_tokens = st.lists(st.integers(0, 2), max_size=24)
+
+
+@given(few_tokens, few_tokens, few_tokens, st.integers(1, 9))
+def test_runs_among_few_tokens_are_the_twins(prompt, output, replay, min_run):
+    """Two turns over three token ids: the same short runs stand everywhere."""
+    turns = chain((prompt, output), (replay, []))
+    table = turns_table(turns)
+    links = tk.link(table, "previous")
+    drift = tk.classify_drift(table, links, min_run=min_run)
+    expected = reference.classify_drift(
+        turns, reference.link(turns, "previous"), min_run
+    )
+    assert dicts(drift, expected) == expected
+
+
+def test_a_long_stretch_is_back_in_step():
+    """Thousands of tokens, so that halving looks for runs of many lengths."""
+    body = random.Random(0).choices(range(1000), k=4000)
+    held, replay = [1001, *body], [1002, *body[:1500], 1003, *body[1500:]]
+    table = turns_table(chain((held[:10], held[10:]), (replay, [])))
+    line = tk.classify_drift(table, tk.link(table, "previous")).to_pylist()[0]
+    names = ("resync_held", "resync_prompt", "resync_length", "cause")
+    assert [line[n] for n in names] == [1501, 1502, 2500, "middle_edited"]
 
 
 @given(sessions(), st.sampled_from(["messages", "previous"]))
@@ -122,3 +157,166 @@ def test_drift_by_hand(turns, expected):
     assert tuple(line[n] for n in ("lcp", "size", "region", "at_stake")) == expected
     twin = reference.classify_drift(turns, reference.link(turns, "previous"))[-1]
     assert tuple(twin[n] for n in ("lcp", "size", "region", "at_stake")) == expected
+
+
+REPLY = [20, 21, 22, 23, 24, 25]
+
+
+@pytest.mark.parametrize(
+    ("turns", "cause", "resync"),
+    [
+        pytest.param(
+            chain(([1], REPLY), ([1, *REPLY, 2], [])), "clean", None, id="clean"
+        ),
+        pytest.param(
+            chain(([1], REPLY), ([1, 20, 21], [])),
+            "truncated",
+            None,
+            id="truncated in the reply",
+        ),
+        pytest.param(
+            chain(([1, 2], REPLY), ([1], [])),
+            "truncated",
+            None,
+            id="truncated in the prompt",
+        ),
+        pytest.param(
+            chain(([1], REPLY), ([1, 22, 23, 24, 25, 2], [])),
+            "head_dropped",
+            (3, 1, 4),
+            id="head dropped: the end of the reply follows at once",
+        ),
+        pytest.param(
+            chain(([1], REPLY), ([1, 20, 23, 24, 25, 2], [])),
+            "head_dropped",
+            (4, 2, 3),
+            id="head dropped: from the second token on",
+        ),
+        pytest.param(
+            chain(([1], REPLY), ([1, 22, 23, 24, 2, 22, 23, 24, 25], [])),
+            "middle_edited",
+            (3, 5, 4),
+            id="a longer run further on outweighs one at once",
+        ),
+        pytest.param(
+            chain(([1], REPLY), ([1, 20, 9, 22, 23, 24, 25, 2], [])),
+            "middle_edited",
+            (3, 3, 4),
+            id="middle edited: one token is another",
+        ),
+        pytest.param(
+            chain(([1], REPLY), ([1, 9, 8, *REPLY, 2], [])),
+            "middle_edited",
+            (1, 3, 6),
+            id="middle edited: text put before the reply",
+        ),
+        pytest.param(
+            chain(([1, 2, 3, 4, 5], REPLY), ([1, 9, 3, 4, 5, *REPLY], [])),
+            "middle_edited",
+            (2, 2, 9),
+            id="middle edited: in the prompt",
+        ),
+        pytest.param(
+            chain(([1], REPLY), ([1, 20, 21, 22, 23, 9, 25, 2], [])),
+            "tail_changed",
+            (6, 6, 1),
+            id="tail changed: the last token but one",
+        ),
+        pytest.param(
+            chain(([1], REPLY), ([1, 20, 21, 22, 23, 9, 8], [])),
+            "tail_changed",
+            None,
+            id="tail changed: nowhere in step",
+        ),
+        pytest.param(
+            chain(([1], REPLY), ([1, 9, 24, 25, 23, 24, 25], [])),
+            "middle_edited",
+            (4, 4, 3),
+            id="as long a run as is asked for",
+        ),
+        pytest.param(
+            chain(([1], REPLY), ([1, 9, 24, 25, 8, 24, 25], [])),
+            "tail_changed",
+            (5, 2, 2),
+            id="a shorter run ends the message; the first in the prompt",
+        ),
+        pytest.param(
+            chain(([1], REPLY), ([1, 9, 20, 21, 8], [])),
+            "tail_changed",
+            None,
+            id="a shorter run that does not end the message is none",
+        ),
+        pytest.param(
+            chain(([1, 2, 3], REPLY), ([1, 9, 3, 8, 8], [])),
+            "diverged",
+            (2, 2, 1),
+            id="diverged: in the prompt, which ends before the reply",
+        ),
+        pytest.param(
+            chain(([1, 2, 3], REPLY), ([4, 5, 6], [])),
+            "diverged",
+            None,
+            id="diverged: another conversation",
+        ),
+        pytest.param(
+            chain(([1], [20, 21]), ([1, 20, 21, 2], REPLY), ([1, 20, 9, 2, 8], [])),
+            "diverged",
+            None,
+            id="diverged: in the reply before the last, which ends where it does",
+        ),
+        pytest.param(
+            chain(
+                ([1], [20, 30, 31]),
+                ([1, 20, 30, 31, 2], REPLY),
+                ([1, 20, 9, 31, 8, 7], []),
+            ),
+            "diverged",
+            (3, 3, 1),
+            id="the message that drifted ends within held",
+        ),
+        pytest.param(
+            chain(
+                ([1], [20, 30, 31]),
+                ([1, 20, 9, 31, 2], REPLY),
+                ([1, 20, 9, 8, 31, 2, 7], []),
+            ),
+            "diverged",
+            (3, 4, 2),
+            id="an end that drifted away before is no end",
+        ),
+        pytest.param(
+            chain(
+                ([1, 2, 3, 4], [5]),
+                ([1, 2, 9, 9, 9, 9, 8], [7]),
+                ([1, 6, 9, 8, 5], []),
+            ),
+            "diverged",
+            (5, 2, 2),
+            id="nor is the end of a prompt",
+        ),
+    ],
+)
+def test_causes_by_hand(turns, cause, resync):
+    table = turns_table(turns)
+    line = tk.classify_drift(table, tk.link(table, "previous"), min_run=3).to_pylist()[
+        -1
+    ]
+    found = tuple(line[f"resync_{name}"] for name in ("held", "prompt", "length"))
+    assert line["cause"] == cause
+    assert found == (resync or (None, None, None))
+    twin = reference.classify_drift(turns, reference.link(turns, "previous"), 3)[-1]
+    assert dicts(pa.Table.from_pylist([line]), [twin]) == [twin]
+
+
+def test_the_default_run_is_eight_tokens():
+    runs = {n: list(range(100, 100 + n)) for n in (7, 8)}
+    for n, run in runs.items():
+        table = turns_table(chain(([1, 2, *run, 3], [4]), ([1, 9, *run, 8], [])))
+        line = tk.classify_drift(table, tk.link(table, "previous")).to_pylist()[0]
+        assert line["cause"] == ("middle_edited" if n == 8 else "diverged")
+
+
+def test_a_run_of_no_tokens_is_refused():
+    table = turns_table(chain(([1], [2]), ([1, 2], [])))
+    with pytest.raises(PolicyError, match="min_run=0"):
+        tk.classify_drift(table, tk.link(table), min_run=0)
