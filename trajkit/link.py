@@ -95,6 +95,7 @@ def find_links(
             np.empty(n_table, np.int32),
             np.empty(n_calls, np.int32),
             np.empty(len(forest.nodes), np.int32),
+            np.empty(len(forest.nodes), np.int32),
             np.empty(n_calls, np.int32),
             links,
         )
@@ -104,6 +105,8 @@ def find_links(
             calls.session_offsets,
             forest.nodes,
             forest.ends,
+            np.empty(len(forest.nodes), np.int32),
+            np.empty(len(forest.nodes), np.int32),
             np.empty(len(forest.nodes), np.int32),
             np.empty(n_calls, np.int32),
             np.empty(n_calls, np.int32),
