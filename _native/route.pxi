@@ -99,6 +99,17 @@ cdef int32_t _at_depth(const Tree* tree, int32_t node, int64_t depth) noexcept n
     return node
 
 
+cdef int64_t _repeated(const Request* request, const Request* before) noexcept nogil:
+    """Messages that two calls, neither with a base, have in common at their start."""
+    cdef int64_t n = min(request.n_keys, before.n_keys)
+    if n <= 0:
+        return 0
+    # A key is four tokens long.
+    return _lcp(
+        <const token_t*><intptr_t>request.keys, <const token_t*><intptr_t>before.keys, 4 * n
+    ) // 4
+
+
 cdef int32_t _route_call(
     Tree* tree, const Call* calls, const Request* requests, Link* links, int32_t index,
     int32_t before, int64_t merge_threshold,
@@ -125,13 +136,7 @@ cdef int32_t _route_call(
         if request.shared > of_base:
             reply = other.reply_key
     elif before >= 0 and requests[before].shared == 0:
-        n = min(request.n_keys, requests[before].n_keys)
-        if n > 0:
-            # A key is four tokens long.
-            depth = _lcp(
-                <const token_t*><intptr_t>request.keys,
-                <const token_t*><intptr_t>requests[before].keys, 4 * n,
-            ) // 4
+        depth = _repeated(request, &requests[before])
         if depth > 0:
             node = _at_depth(tree, tree.places[before], depth)
 
@@ -285,10 +290,15 @@ cdef int64_t _first_bad_request(
 
 cdef int64_t _tree_nodes(const Request[::1] requests, int64_t start, int64_t stop) noexcept nogil:
     """Nodes that the message tree of the calls start:stop may need."""
-    cdef int64_t i, n = 1
+    cdef int64_t i, n = 1, before = -1
     for i in range(start, stop):
-        # its new messages, the reply of its base, its own reply
-        n += max(requests[i].n_keys, 0) + 2
+        n += 2  # the reply of its base, its own reply
+        if requests[i].n_keys < 0 or requests[i].shared + requests[i].n_keys == 0:
+            continue
+        n += requests[i].n_keys
+        if requests[i].shared == 0 and before >= 0 and requests[before].shared == 0:
+            n -= _repeated(&requests[i], &requests[before])
+        before = i
     return n
 
 
