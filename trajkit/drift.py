@@ -5,9 +5,10 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit.calls import Calls, Longs, Records, read_calls
-from trajkit.errors import InvalidTurnsError, PolicyError
+from trajkit.errors import InvalidTurnsError
 from trajkit.forest import Forest, grow
 from trajkit.link import measure, read_links
+from trajkit.policies import chosen_int
 from trajkit.schema import CAUSES, DRIFT, REGIONS
 from trajkit.tables import TableLike, canonical
 
@@ -62,10 +63,9 @@ def classify_drift(
     SchemaError, InvalidTurnsError
         As `trajkit.linearize`.
     PolicyError
-        ``min_run`` is below 1.
+        ``min_run`` is no integer of 1 or more.
     """
-    if min_run < 1:
-        raise PolicyError(f"min_run={min_run}: expected 1 or more")
+    min_run = chosen_int("min_run", min_run, 1)
     calls = read_calls(turns)
     records = read_links(calls, links)
     forest = grow(calls)
