@@ -1,10 +1,11 @@
 """Which call a call continues: by its chat messages, or by its tokens.
 
-The message tree has one node a message. A replayed message descends into the first child that
-equals it, so of equal siblings only the first can be found: a hash table over (parent, key) holds
-those, and a list the others, for a rule that lets tokens choose among them. Messages that a
-request shares with the call before, or with its base, are not looked up one by one: equal runs of
-keys are compared as bytes, and the node is reached by climbing from that call.
+The message tree has one node a message. A replayed message descends into the first child
+that equals it, so of equal siblings only the first can be found: a hash table over (parent,
+key) holds those, and a list the others, for a rule that lets tokens choose among them.
+Messages that a request shares with the call before, or with its base, are not looked up one
+by one: equal runs of keys are compared as bytes, and the node is reached by climbing from
+that call.
 """
 
 cdef enum:  # in the order of trajkit.schema.WHY
@@ -98,6 +99,17 @@ cdef int32_t _at_depth(const Tree* tree, int32_t node, int64_t depth) noexcept n
     return node
 
 
+cdef int64_t _repeated(const Request* request, const Request* before) noexcept nogil:
+    """Messages that two calls, neither with a base, have in common at their start."""
+    cdef int64_t n = min(request.n_keys, before.n_keys)
+    if n <= 0:
+        return 0
+    # A key is four tokens long.
+    return _lcp(
+        <const token_t*><intptr_t>request.keys, <const token_t*><intptr_t>before.keys, 4 * n
+    ) // 4
+
+
 cdef int32_t _route_call(
     Tree* tree, const Call* calls, const Request* requests, Link* links, int32_t index,
     int32_t before, int64_t merge_threshold,
@@ -124,13 +136,7 @@ cdef int32_t _route_call(
         if request.shared > of_base:
             reply = other.reply_key
     elif before >= 0 and requests[before].shared == 0:
-        n = min(request.n_keys, requests[before].n_keys)
-        if n > 0:
-            # A key is four tokens long.
-            depth = _lcp(
-                <const token_t*><intptr_t>request.keys,
-                <const token_t*><intptr_t>requests[before].keys, 4 * n,
-            ) // 4
+        depth = _repeated(request, &requests[before])
         if depth > 0:
             node = _at_depth(tree, tree.places[before], depth)
 
@@ -267,14 +273,21 @@ cdef int64_t _first_bad_request(
 
 def tree_size(const Request[::1] requests not None, const int64_t[::1] session_offsets not None):
     """(nodes, table entries) that route_messages needs for its largest session."""
-    cdef int64_t s, i, n, most = 0, n_table = 2
+    cdef int64_t s, i, n, before, most = 0, n_table = 2
     _check_sessions(session_offsets, requests.shape[0])
-    for s in range(session_offsets.shape[0] - 1):
-        n = 1
-        for i in range(session_offsets[s], session_offsets[s + 1]):
-            # its new messages, the reply of its base, its own reply
-            n += max(requests[i].n_keys, 0) + 2
-        most = max(most, n)
+    with nogil:
+        for s in range(session_offsets.shape[0] - 1):
+            n = 1
+            before = -1
+            for i in range(session_offsets[s], session_offsets[s + 1]):
+                n += 2  # the reply of its base, its own reply
+                if requests[i].n_keys < 0 or requests[i].shared + requests[i].n_keys == 0:
+                    continue
+                n += requests[i].n_keys
+                if requests[i].shared == 0 and before >= 0 and requests[before].shared == 0:
+                    n -= _repeated(&requests[i], &requests[before])
+                before = i
+            most = max(most, n)
     # An entry a node and one for each that changed its key; never more than half full.
     while n_table < 4 * most:
         n_table *= 2
@@ -298,11 +311,11 @@ def route_messages(
 ):
     """Fill ``parent``, ``order``, ``demoted_by`` and ``why`` of every call's link.
 
-    Message routing as slime has it; a call without a list of messages goes below the call whose
-    path is the longest prefix of its prompt. With ``by_tokens``, of equal replies to the same
-    messages the one with the longest common prefix is the parent, not the first. ``tree_nodes``
-    and ``table`` are of `tree_size`, ``ended`` has an entry a node of the forest, the rest one a
-    call.
+    Message routing as slime has it; a call without a list of messages goes below the call
+    whose path is the longest prefix of its prompt. With ``by_tokens``, of equal replies to
+    the same messages the one with the longest common prefix is the parent, not the first.
+    ``tree_nodes`` and ``table`` are of `tree_size`, ``ended`` has an entry a node of the
+    forest, the rest one a call.
     """
     cdef:
         int64_t n_calls = calls.shape[0], n_sessions = session_offsets.shape[0] - 1

@@ -7,17 +7,19 @@ from trajkit.errors import (
     LayoutError,
     PolicyError,
     SchemaError,
+    TornLogWarning,
     TrajkitError,
     UnknownSessionError,
 )
-from trajkit.io import read_rows, read_turns, write_rows, write_turns
+from trajkit.io import iter_turns, read_rows, read_turns, write_rows, write_turns
 from trajkit.linearize import linearize
 from trajkit.link import link
+from trajkit.messages import message_body, message_key
 from trajkit.policies import Policy, policy
 from trajkit.prefix import lcp
 from trajkit.recorder import Recorded, Recorder
 from trajkit.records import from_records
-from trajkit.validate import validate
+from trajkit.validate import set_aside, validate
 
 __all__ = [
     "FormatError",
@@ -28,16 +30,21 @@ __all__ = [
     "Recorded",
     "Recorder",
     "SchemaError",
+    "TornLogWarning",
     "TrajkitError",
     "UnknownSessionError",
     "classify_drift",
     "from_records",
+    "iter_turns",
     "lcp",
     "linearize",
     "link",
+    "message_body",
+    "message_key",
     "policy",
     "read_rows",
     "read_turns",
+    "set_aside",
     "validate",
     "write_rows",
     "write_turns",

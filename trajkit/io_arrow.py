@@ -32,9 +32,10 @@ def read_batches(
     TornLogWarning
         An IPC stream ends within a message.
     """
-    source = open_input(file, kind)
-    if not source.seekable():
-        source = pa.BufferReader(source.read())
+    if isinstance(file, Path) or file.seekable():
+        source = open_input(file, kind)
+    else:
+        source = pa.BufferReader(file.read())
     name = name_of(file)
     if kind == "parquet":
         yield from _read_parquet(source, name, batch_rows)

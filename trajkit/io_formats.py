@@ -117,11 +117,29 @@ def paths_in(path: Path) -> list[Path]:
     return found
 
 
+class _Borrowed:
+    """The caller's open file, which stays open when Arrow closes what it was given."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.closed = False
+        self.read, self.write, self.flush = file.read, file.write, file.flush
+        self.seek, self.tell = file.seek, file.tell
+        self.seekable, self.readable = file.seekable, file.readable
+        self.writable = file.writable
+
+    def close(self) -> None:
+        self.closed = True
+
+
 def open_input(file: Path | BinaryIO, kind: Format) -> pa.NativeFile:
     """The file's content, decompressed."""
-    raw = pa.OSFile(str(file)) if isinstance(file, Path) else pa.PythonFile(file, "r")
+    raw = pa.OSFile(str(file)) if isinstance(file, Path) else _borrow(file, "r")
     codec = _CODECS.get(kind)
     return raw if codec is None else pa.CompressedInputStream(raw, codec)
+
+
+def _borrow(file: BinaryIO, mode: str) -> pa.PythonFile:
+    return pa.PythonFile(_Borrowed(file), mode)
 
 
 @contextmanager
@@ -129,7 +147,7 @@ def atomic(target: Path | BinaryIO, kind: Format) -> Iterator[pa.NativeFile]:
     """A file to write to; a path gets it whole when the block ends without an error."""
     codec = _CODECS.get(kind)
     if not isinstance(target, Path):
-        with pa.PythonFile(target, "w") as raw:
+        with _borrow(target, "w") as raw:
             yield from _compressed(raw, codec)
         return
     handle, name = tempfile.mkstemp(

@@ -64,9 +64,7 @@ def _split(source: pa.NativeFile, name: str) -> Iterator[tuple[bytes, bool]]:
             try:
                 block = source.read(_BLOCK_BYTES)
             except OSError as error:  # of the codec: a broken or cut file
-                raise FormatError(
-                    f"{name} cannot be read to its end: {error}"
-                ) from None
+                raise FormatError(f"{name} cannot be read whole: {error}") from None
             if not block:
                 break
             first, *rest = block.split(b"\n")

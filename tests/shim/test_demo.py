@@ -15,6 +15,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 import trajkit as tk
+from trajkit.policies import PRESETS
 from trajkit_shim.demo import run_demo
 from trajkit_shim.demo.proxy import LossyProxy
 from trajkit_shim.demo.script import REVIEWER, SUBMIT, write_code
@@ -68,11 +69,8 @@ def test_a_real_agent_drifts_forks_retries_and_starts_another(demo):
 def test_the_demo_writes_rows_of_each_policy_that_polars_reads(demo):
     turns = tk.read_turns(demo["turns"])
     sampled = sum(map(len, turns["output_ids"].to_pylist()))
-    assert [line["policy"] for line in demo["policies"]] == [
-        "slime",
-        "strict",
-        "per_call",
-    ]
+    policies = {line["policy"]: line for line in demo["policies"]}
+    assert list(policies) == list(PRESETS)
     for line in demo["policies"]:
         rows = pl.read_parquet(line["path"])
         assert rows.height == line["rows"] > 0
@@ -82,8 +80,9 @@ def test_the_demo_writes_rows_of_each_policy_that_polars_reads(demo):
         assert rows["input_ids"].list.len().sum() == line["tokens_forward"]
         assert rows["reward"].to_list() == [1.0] * rows.height
         assert rows["group_id"].to_list() == ["median"] * rows.height
-    strict = demo["policies"][1]
-    assert strict["tokens_lost"] == 0
+    assert policies["faithful"]["tokens_lost"] == 0
+    assert policies["slime"]["tokens_lost"] > 0
+    assert policies["strict"]["rows"] < policies["per_call"]["rows"]
 
 
 def test_logprobs_in_the_rows_are_those_that_the_engine_gave(demo):
@@ -91,7 +90,8 @@ def test_logprobs_in_the_rows_are_those_that_the_engine_gave(demo):
     given = turns["output_logprobs"].explode().to_numpy()
     assert np.isfinite(given).all()
     assert (given <= 0).all()
-    rows = pl.read_parquet(demo["policies"][2]["path"])
+    (line,) = [line for line in demo["policies"] if line["policy"] == "per_call"]
+    rows = pl.read_parquet(line["path"])
     kept = rows["logprobs"].explode().drop_nulls().to_numpy()
     assert kept.tolist() == given.tolist()
 

@@ -27,7 +27,7 @@ PROMPT = np.array(RECORDED["basic"]["request"]["input_ids"], np.int32)
 
 
 class Double:
-    """Answers as the recorded server did; ``/generate`` with the given replies."""
+    """Answers as the recorded server did; ``/generate`` with the replies given."""
 
     def __init__(self, *replies: Response | str) -> None:
         self.replies = list(replies)

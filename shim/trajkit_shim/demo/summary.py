@@ -11,11 +11,11 @@ import pyarrow.compute as pc
 
 import trajkit as tk
 from trajkit.cli.show import share, text_table
+from trajkit.policies import PRESETS
 from trajkit.schema import LOSSES, SESSIONS
 from trajkit_shim.demo.run import Run
 from trajkit_shim.embedded.vocabulary import Vocabulary, shipped
 
-POLICIES = ("slime", "strict", "per_call")
 SAME_TEXT = "same text, other tokens"
 
 
@@ -154,7 +154,7 @@ def summarise(out: Path, run: Run, started: float) -> Summary:
         ],
         SESSIONS,
     )
-    policies = [_policy_line(out, turns, policy, sessions) for policy in POLICIES]
+    policies = [_policy_line(out, turns, policy, sessions) for policy in PRESETS]
     return Summary(
         turns=str(run.turns_path),
         agents=str(out / "agents"),

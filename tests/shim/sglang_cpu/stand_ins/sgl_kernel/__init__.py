@@ -30,13 +30,13 @@ def silu_and_mul(x, out=None):
     return result if out is None else out.copy_(result)
 
 
-def assign_req_to_token_pool_cpu(pool_rows, table, starts, stops, locations, batch):
+def assign_req_to_token_pool_cpu(pool_rows, table, starts, stops, locations, width):
     """Write each request's new cache locations, end to end, into its row of a table."""
     taken = 0
-    for request in range(batch):
-        start, stop = int(starts[request]), int(stops[request])
+    places = zip(pool_rows.tolist(), starts.tolist(), stops.tolist(), strict=True)
+    for row, start, stop in places:
         new = locations[taken : taken + stop - start]
-        table[int(pool_rows[request]), start:stop] = new.to(table.dtype)
+        table[row, start:stop] = new.to(table.dtype)
         taken += stop - start
 
 
