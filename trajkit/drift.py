@@ -54,7 +54,7 @@ def classify_drift(
         cause
             ``clean``; ``truncated`` (the prompt ends at lcp); ``head_dropped`` (what
             follows in the prompt at lcp is found further on in held, min_run tokens or
-            more); ``middle_edited`` (they are back in step further on in both);
+            more); ``middle_edited`` (they are back in step further on in the prompt);
             ``tail_changed`` (the last reply came back changed and not in step again);
             ``diverged`` (any other).
 
