@@ -513,6 +513,26 @@ def test_lists_of_any_layout_are_taken(layout, inner):
         assert out["prompt_ids"].to_pylist() == expected
 
 
+def test_slices_of_lists_with_nulls_are_taken():
+    logprobs = pa.array([[], [-1.0], None, [-2.0, -3.0]], pa.large_list(pa.float64()))
+    table = pa.table(
+        {
+            "session_id": ["a"] * 4,
+            "turn_index": range(4),
+            "prompt_ids": [[1]] * 4,
+            "output_ids": [[], [5], [5], [5, 6]],
+            "output_logprobs": logprobs,
+        }
+    )
+    for start in range(4):
+        for stop in range(start, 5):
+            out = validate(table[start:stop])
+            out.validate(full=True)
+            assert (
+                out["output_logprobs"].to_pylist() == logprobs[start:stop].to_pylist()
+            )
+
+
 def test_canonical_columns_are_not_copied():
     table = tk.from_records([{**IDS_RECORD, "extra": "x"}])
     out = validate(table)

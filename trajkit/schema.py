@@ -96,7 +96,7 @@ TURNS = _schema(
     pa.field("finish_reason", pa.string()),
     # the request's chat messages in order. null list: route by tokens
     pa.field("messages", pa.large_list(MESSAGE)),
-    # the reply as the next request is expected to echo it; null: none
+    # the reply as the next request is expected to echo it. null: none
     pa.field("response", MESSAGE),
     # the reply calls a tool; null: unknown, taken as false
     pa.field("use_tool", pa.bool_()),

@@ -354,7 +354,10 @@ def _list_parts(array: pa.Array) -> tuple[pa.Array, pa.Array]:
         offsets = array.offsets.cast(pa.int64())
         first, last = offsets[0].as_py(), offsets[-1].as_py()
         values = array.values.slice(first, last - first)
-        return (pc.subtract(offsets, first) if first else offsets), values
+        if first or array.offset:
+            # copied, as Arrow takes no mask beside offsets that are a slice
+            offsets = pa.array(offsets.to_numpy() - first)
+        return offsets, values
     lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
     ends = np.zeros(len(array) + 1, np.int64)
     np.cumsum(lengths, out=ends[1:])
