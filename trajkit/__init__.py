@@ -14,16 +14,19 @@ from trajkit.errors import (
 from trajkit.io import iter_turns, read_rows, read_turns, write_rows, write_turns
 from trajkit.linearize import linearize
 from trajkit.link import link
+from trajkit.loss import Loss, reference_loss
 from trajkit.policies import Policy, policy
 from trajkit.prefix import lcp
 from trajkit.recorder import Recorded, Recorder
 from trajkit.records import from_records
 from trajkit.validate import validate
+from trajkit.weights import add_advantages, advantages, spread_rewards, weigh
 
 __all__ = [
     "FormatError",
     "InvalidTurnsError",
     "LayoutError",
+    "Loss",
     "Policy",
     "PolicyError",
     "Recorded",
@@ -32,6 +35,8 @@ __all__ = [
     "TornLogWarning",
     "TrajkitError",
     "UnknownSessionError",
+    "add_advantages",
+    "advantages",
     "classify_drift",
     "from_records",
     "iter_turns",
@@ -41,7 +46,10 @@ __all__ = [
     "policy",
     "read_rows",
     "read_turns",
+    "reference_loss",
+    "spread_rewards",
     "validate",
+    "weigh",
     "write_rows",
     "write_turns",
 ]

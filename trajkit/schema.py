@@ -160,6 +160,34 @@ SESSIONS = _schema(
 )
 """What the caller knows of each session, one row per session."""
 
+TURN_REWARDS = _schema(
+    "turn_rewards",
+    _required("session_id", pa.string()),
+    _required("turn_index", pa.int32()),
+    # null: unscorable, never 0
+    pa.field("reward", pa.float64()),
+)
+"""A reward per turn, as `trajkit.spread_rewards` takes it."""
+
+ATTRIBUTION = _schema(
+    "turns",
+    _required("session_id", pa.string()),
+    _required("turn_index", pa.int32()),
+    # one per prompt token: the message that it renders, counted from the first of the
+    # request (or of the tail, see message_tool_names). negative: structure, such as the
+    # generation prompt, or rendered for an earlier call. null list: unknown
+    pa.field("prompt_message_index", pa.large_list(pa.int32())),
+    # one per prompt token: it is the message's text, not the template's scaffold around
+    # it. null list: unknown
+    pa.field("prompt_is_content", pa.large_list(pa.bool_())),
+    # one per message: the tool whose output it is; null element: none, or unknown. Where
+    # the list is shorter than the request's messages, prompt_message_index counts the
+    # last messages only. null list: joined by tool_call_id from the message bodies
+    pa.field("message_tool_names", pa.large_list(pa.string())),
+)
+"""Optional columns of ``turns``, in either form, that say what each prompt token
+renders. `trajkit.observations` reads them."""
+
 LOSSES = ("absorbed", "demoted", "cut", "untrainable", "unrouted")
 """Why a sampled token is in no row's loss.
 
