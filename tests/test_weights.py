@@ -203,10 +203,10 @@ def test_reward_modes_are_those_of_segments(case):
     assert rewards_of(case["mode"], rows) == [s["reward"] for s in samples]
 
 
-def turn_rewards(*values):
+def turn_rewards(*values, session="a"):
     return pa.table(
         {
-            "session_id": ["a"] * len(values),
+            "session_id": pa.array([session] * len(values), pa.string()),
             "turn_index": pa.array(range(len(values)), pa.int32()),
             "reward": pa.array(values, pa.float64()),
         }
@@ -304,9 +304,7 @@ def test_turn_rewards_of_other_sessions_and_zeros_are_no_fault():
     given = pa.concat_tables(
         [
             turn_rewards(1.0, 2.0, 4.0, 0.0),
-            pa.table({"session_id": ["b"], "turn_index": [0], "reward": [1.0]}).cast(
-                turn_rewards().schema
-            ),
+            turn_rewards(1.0, session="b"),
         ]
     )
     rows = tk.linearize(forks())

@@ -15,6 +15,7 @@ from trajkit.io import iter_turns, read_rows, read_turns, write_rows, write_turn
 from trajkit.linearize import linearize
 from trajkit.link import link
 from trajkit.loss import Loss, reference_loss
+from trajkit.observations import observations
 from trajkit.policies import Policy, policy
 from trajkit.prefix import lcp
 from trajkit.recorder import Recorded, Recorder
@@ -43,6 +44,7 @@ __all__ = [
     "lcp",
     "linearize",
     "link",
+    "observations",
     "policy",
     "read_rows",
     "read_turns",

@@ -227,6 +227,22 @@ REPORT = _schema(
 )
 """What became of each session, one row per session, also where no row came out."""
 
+OBSERVATIONS = _schema(
+    "observations",
+    _required("session_id", pa.string()),
+    # tokens with a weight, over all rows
+    _required("tokens_observed", pa.int64()),
+    # tokens that would have one, had an earlier row not
+    _required("tokens_repeated", pa.int64()),
+    # tool messages passed over because no name is known and tool_names asks for one
+    _required("messages_unnamed", pa.int32()),
+    # turns without attribution that can be used
+    _required("turns_skipped", pa.int32()),
+    # turns of which whole messages were taken
+    _required("turns_whole", pa.int32()),
+)
+"""What `trajkit.observations` did with each session, one row per session."""
+
 WHY = (
     "root",
     "messages",
