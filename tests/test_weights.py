@@ -1,7 +1,5 @@
 """Weights make the number of rows neutral; baselines count rollouts, not rows."""
 
-import importlib.util
-
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -10,6 +8,7 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.golden_sessions import golden
+from tests.libraries import LIBRARIES, joined, tensor
 from tests.strategies import END, STARTS, runs
 from tests.tables import by_session, turns_table
 from trajkit.errors import InvalidTurnsError, PolicyError
@@ -17,8 +16,6 @@ from trajkit.schema import REPORT, SESSIONS
 
 KEEPS_ALL = ["faithful", "strict", "per_call", "skyrl"]
 """Policies that train every sampled token once."""
-
-LIBRARIES = [n for n in ("numpy", "torch") if importlib.util.find_spec(n)]
 
 N_STATES = 11
 N_VOCABULARY = max(END, *STARTS.values()) + 1
@@ -37,13 +34,6 @@ def with_logprobs(turns):
     ]
 
 
-def tensor(values, library, requires_grad=False):
-    if library == "numpy":
-        return np.array(values, np.float64)
-    torch = importlib.import_module("torch")
-    return torch.tensor(values, dtype=torch.float64, requires_grad=requires_grad)
-
-
 def toy_model(ids, scores):
     """The logprob of each id after those before it: a softmax per state of a hash."""
     places, states = [], []
@@ -58,12 +48,6 @@ def toy_model(ids, scores):
         return logits[np.arange(len(ids)), places] - norm
     logits = scores[states]
     return logits[range(len(ids)), places] - logits.logsumexp(dim=1)
-
-
-def joined(parts, scores):
-    if isinstance(scores, np.ndarray):
-        return np.concatenate([np.empty(0), *parts])
-    return importlib.import_module("torch").cat([scores[0, :0], *parts])
 
 
 def loss_over_rows(rows, scores, reduce):

@@ -20,8 +20,9 @@ from trajkit.policies import Policy, policy
 from trajkit.prefix import lcp
 from trajkit.recorder import Recorded, Recorder
 from trajkit.records import from_records
+from trajkit.rewards import spread_rewards
 from trajkit.validate import validate
-from trajkit.weights import add_advantages, advantages, spread_rewards, weigh
+from trajkit.weights import add_advantages, advantages, weigh
 
 __all__ = [
     "FormatError",

@@ -6,14 +6,15 @@ table mean, and is what tests compare a trainer's own with.
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from trajkit.errors import InvalidTurnsError, PolicyError
+from trajkit.errors import InvalidTurnsError
+from trajkit.rollouts import check_choice, session_codes
 from trajkit.schema import ROWS
 from trajkit.tables import TableLike, canonical, place
 
@@ -94,15 +95,11 @@ def reference_loss(
     PolicyError
         ``reduce`` or ``observations_per`` is none of its values.
     InvalidTurnsError
-        ``logprobs`` has another length; a token that is trained has no behaviour
-        logprob.
+        ``logprobs`` or the weights of a row have another length; a token that is
+        trained has no behaviour logprob.
     """
-    for choice, said, known in (
-        ("reduce", reduce, get_args(Reduce)),
-        ("observations_per", observations_per, get_args(Per)),
-    ):
-        if said not in known:
-            raise PolicyError(f"{choice}={said!r}: expected one of {known}")
+    check_choice("reduce", reduce, Reduce)
+    check_choice("observations_per", observations_per, Per)
     table = canonical(rows, ROWS)
     n_ids = pc.list_value_length(table.column("input_ids")).to_numpy()
     if tuple(logprobs.shape) != (int(n_ids.sum()),):
@@ -111,9 +108,7 @@ def reference_loss(
             f"{n_ids.sum()} tokens"
         )
     row = np.repeat(np.arange(len(table)), n_ids)
-    session = np.asarray(
-        pc.index_in(table.column("session_id"), pc.unique(table.column("session_id")))
-    )
+    session, _ = session_codes(table)
     name = "advantage" if "advantage" in table.column_names else "reward"
     scored = np.asarray(table.column(name).is_valid())
     advantage = table.column(name).fill_null(0.0).to_numpy()
@@ -130,7 +125,7 @@ def reference_loss(
     observed = np.empty(0, np.int64)
     value = np.empty(0)
     if "observation_weight" in table.column_names:
-        values = _flat(table, "observation_weight")
+        values = _observation_weights(table, n_ids)
         observed = np.flatnonzero(values)
         value = values[observed].astype(np.float64)
     observation_sum = -(_constant(value, logprobs) * logprobs[observed]).sum()
@@ -145,6 +140,24 @@ def _constant(values: npt.NDArray[np.float64], like: Tensor) -> Tensor:
     if isinstance(like, np.ndarray):
         return values
     return like.new_tensor(values)
+
+
+def _observation_weights(
+    table: pa.Table, n_ids: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """The weight of every token; rows without a list (of another run) have none."""
+    column = table.column("observation_weight")
+    given = np.asarray(column.is_valid())
+    n = pc.list_value_length(column).fill_null(0).to_numpy()
+    bad = np.flatnonzero(given & (n != n_ids))
+    if len(bad):
+        row = int(bad[0])
+        raise InvalidTurnsError(
+            f"{place(table, row)}: {n[row]} observation weights for {n_ids[row]} tokens"
+        )
+    weights = np.zeros(int(n_ids.sum()))
+    weights[np.repeat(given, n_ids)] = _flat(table, "observation_weight")
+    return weights
 
 
 def _behaviour(

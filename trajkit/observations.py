@@ -1,7 +1,7 @@
 """Training on what the model was shown: a weight per token, beside the loss mask."""
 
 from collections.abc import Collection, Mapping
-from typing import Literal, TypeAlias, get_args, overload
+from typing import Literal, TypeAlias, overload
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +19,7 @@ from trajkit.observed_rows import (
     observed_rows,
 )
 from trajkit.prime import prime
+from trajkit.rollouts import check_choice
 from trajkit.schema import OBSERVATIONS, ROWS
 from trajkit.sessions import errored, session_facts
 from trajkit.tables import TableLike, canonical
@@ -189,13 +190,9 @@ def _selection(
     normalization: Normalization,
     missing: Missing,
 ) -> Selection:
-    for choice, said, known in (
-        ("rule", rule, get_args(Rule)),
-        ("normalization", normalization, get_args(Normalization)),
-        ("missing", missing, get_args(Missing)),
-    ):
-        if said not in known:
-            raise PolicyError(f"{choice}={said!r}: expected one of {known}")
+    check_choice("rule", rule, Rule)
+    check_choice("normalization", normalization, Normalization)
+    check_choice("missing", missing, Missing)
     _check_alpha("alpha", alpha)
     if rule == "prime":
         if roles is not None:
