@@ -42,12 +42,11 @@ def toy_model(ids, scores):
         states.append(state)
         places.append(token)
         state = (state * 7 + token + 1) % N_STATES
+    logits = scores[np.array(states, np.int64)]
+    chosen = logits[np.arange(len(ids)), np.array(places, np.int64)]
     if isinstance(scores, np.ndarray):
-        logits = scores[states]
-        norm = np.log(np.exp(logits).sum(axis=1))
-        return logits[np.arange(len(ids)), places] - norm
-    logits = scores[states]
-    return logits[range(len(ids)), places] - logits.logsumexp(dim=1)
+        return chosen - np.log(np.exp(logits).sum(axis=1))
+    return chosen - logits.logsumexp(dim=1)
 
 
 def loss_over_rows(rows, scores, reduce):

@@ -191,7 +191,7 @@ class _Labels:
             return _Labelled(labels, texts)
         tokens = np.flatnonzero((rendered.message >= 0) & rendered.is_content)
         message = rendered.message[tokens]
-        shown = np.unique(message)
+        shown = np.flatnonzero(np.bincount(message))
         if len(shown) == 0:
             return _Labelled(labels, texts)
         messages = self.calls.messages(call)

@@ -19,9 +19,8 @@ def trained_tokens(table: pa.Table) -> Longs:
     parts = [np.empty(0, np.int64)]
     for chunk in table.column("loss_mask").chunks:
         mask = chunk.flatten().to_numpy(zero_copy_only=False)
-        sums = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
         ends = np.cumsum(pc.list_value_length(chunk).to_numpy(zero_copy_only=False))
-        parts.append(np.diff(sums[ends], prepend=0))
+        parts.append(np.diff(np.searchsorted(np.flatnonzero(mask), ends), prepend=0))
     return np.concatenate(parts)
 
 
