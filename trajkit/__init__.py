@@ -15,13 +15,14 @@ from trajkit.io import iter_turns, read_rows, read_turns, write_rows, write_turn
 from trajkit.linearize import linearize
 from trajkit.link import link
 from trajkit.loss import Loss, reference_loss
+from trajkit.messages import message_body, message_key
 from trajkit.observations import observations
 from trajkit.policies import Policy, policy
 from trajkit.prefix import lcp
 from trajkit.recorder import Recorded, Recorder
 from trajkit.records import from_records
 from trajkit.rewards import spread_rewards
-from trajkit.validate import validate
+from trajkit.validate import set_aside, validate
 from trajkit.weights import add_advantages, advantages, weigh
 
 __all__ = [
@@ -45,11 +46,14 @@ __all__ = [
     "lcp",
     "linearize",
     "link",
+    "message_body",
+    "message_key",
     "observations",
     "policy",
     "read_rows",
     "read_turns",
     "reference_loss",
+    "set_aside",
     "spread_rewards",
     "validate",
     "weigh",

@@ -116,7 +116,7 @@ def _warn(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """A warning as `warnings.showwarning` is given it, without the place in the code."""
+    """A warning as `warnings.showwarning` gets it, without the place in the code."""
     _say(f"warning: {message}")
 
 
