@@ -212,7 +212,9 @@ class _Labels:
             ids = self.calls.prompt(call)[tokens]
             order = np.argsort(message, kind="stable")
             stops = np.searchsorted(message[order], shown, side="right")
-            for at, run in zip(shown, np.split(order, stops[:-1]), strict=True):
+            for at, run in zip(
+                shown.tolist(), np.split(order, stops[:-1]), strict=True
+            ):
                 name = (rendered.names or [])[at]
                 text = name_digest(name, ids[run])
                 of_message[at] = self._text(text, texts[text], name)
