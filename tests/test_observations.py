@@ -310,7 +310,9 @@ def test_an_assistant_s_message_that_no_model_sampled_may_be_learned():
         call(OPENING, DONE),
         call([*OPENING, DONE, said("user", 24), injected, said("user", 25)], DONE),
     ]
-    # the sampled reply stands in the same row and is not weighed
+    assert weighed(turns, roles=["assistant"]) == [(0, 36, 1)]
+    # nor is a reply that was sampled, wherever the row shows it
+    turns += [call([*turns[1]["prompt_messages"], DONE, said("user", 26)], DONE)]
     assert weighed(turns, roles=["assistant"]) == [(0, 36, 1)]
 
 
@@ -464,6 +466,24 @@ def test_normalization_is_of_the_rollout_not_of_the_row():
     _, report = tk.linearize(turns, report=True)
     (n,) = report["tokens_forward_shared"].to_pylist()
     assert [weight for *_, weight in every] == pytest.approx([1 / n] * 3)
+
+
+def test_what_cut_rows_would_share_is_counted_once():
+    long = said("assistant", 32, 33, 34, 35)
+    turns = tk.from_records(
+        [
+            call(OPENING, ASK),
+            *[call([*OPENING, ASK, TOLD], long)] * 2,
+        ]
+    )
+    weights = [
+        {w for row in out["observation_weight"].to_pylist() for w in row if w}
+        for limit in (None, 16)
+        for rows in [tk.linearize(turns, "per_call", max_row_tokens=limit)]
+        for out in [tk.observations(turns, rows, normalization="all_tokens")]
+    ]
+    assert weights[0] == weights[1]
+    assert list(weights[0]) == pytest.approx([1 / 20])
 
 
 LACKING = [

@@ -44,7 +44,6 @@ def echo(
         last = row.last_call(calls, range(len(calls)))
         n = len(row.ids)
         full = labels.of(last).copy()
-        full[:1] = -1  # nothing comes before it: its logprob is a placeholder
         for start, stop in zip(row.spans[0], row.spans[1], strict=True):
             full[start:stop] = -1
         tokens = np.flatnonzero(full >= 0)
@@ -307,7 +306,7 @@ class _Labels:
         prompt = self.calls.prompt(call)
         for earlier in range(call):
             asked = self.calls.prompt(earlier)
-            if len(asked) < len(prompt) and begins(prompt, asked):
+            if 0 < len(asked) < len(prompt) and begins(prompt, asked):
                 return len(asked)
         return len(prompt)
 

@@ -77,8 +77,7 @@ def observations(
     content of a message of a selected role or tool; an assistant's message stands
     between that message and the request that its conversation began with (so messages
     tell it, or, without them, the prompt of that request; drift in the reply does not
-    matter); no model sampled it; it is not the first token of its row; and no earlier
-    row of the session weighs it.
+    matter); no model sampled it; and no earlier row of the session weighs it.
 
     A message that comes back in another row is known by its key, its number among equal
     messages of the request, and its tool_call_id or, without one, the reply that it

@@ -76,7 +76,7 @@ def _own_mask(calls: SessionCalls, call: int, selection: Selection) -> Bools:
         return np.zeros(int(calls.n_prompt[call]), np.bool_)
     tools = selection.tools
     taken = np.array(
-        [n is not None and (not tools or n in tools) for n in rendered.names]
+        [n is not None and (tools is None or n in tools) for n in rendered.names]
     )
     message = rendered.message
     known = (message >= 0) & (message < len(taken)) & rendered.is_content
