@@ -483,6 +483,7 @@ async def test_max_turns_counts_what_was_answered_or_is_under_way(tmp_path):
         pytest.param({"session_id": ""}, "session_id", id="no id"),
         pytest.param({"session_id": "a b"}, "session_id", id="a space"),
         pytest.param({"session_id": "a/b"}, "session_id", id="a slash"),
+        pytest.param({"session_id": ".."}, "session_id", id="the folder above"),
         pytest.param({"session_id": "a" * 201}, "session_id", id="a long one"),
         pytest.param({"session_id": 3}, "session_id", id="a number"),
         pytest.param({"max_turns": 0}, "max_turns", id="no turns"),
