@@ -113,7 +113,10 @@ def set_aside(
 ) -> tuple[pa.Table, pa.Table]:
     """The sessions that keep every rule, and those that do not, with the reason.
 
-    Parameters are those of `validate`.
+    Parameters
+    ----------
+    table, kind, nonfinite_logprobs, bodies
+        As for `validate`.
 
     Returns
     -------
