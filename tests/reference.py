@@ -651,3 +651,82 @@ def slime_by_state_machine(
                 }
             )
     return rows
+
+
+# --- what a model was shown, and learns
+
+
+def observed_tokens(turns, rows, roles=("tool",)):
+    """The weighed positions of each row, for turns with messages and full attribution.
+
+    A row is a dict with ``input_ids`` and ``spans``. Positions are of messages of these
+    roles that come after the first model turn, each message in the first row that shows
+    it.
+    """
+    ends = [held(turn) for turn in turns]
+    replies = [turn["response_message"] for turn in turns]
+    seen = []
+    result = []
+    for row in rows:
+        calls = [span["turn_index"] for span in row["spans"]]
+        first = max(calls, default=0)
+        last = next(
+            k for k, ids in enumerate(ends) if k >= first and ids == row["input_ids"]
+        )
+        sampled = {
+            p for span in row["spans"] for p in range(span["start"], span["stop"])
+        }
+        shown = turns[last]["prompt_messages"]
+        new = []
+        for i, message in enumerate(shown):
+            if message["role"] not in roles or i <= first_model_turn(turns, last):
+                continue
+            identity = observation(shown, i, replies, seen)
+            if not any(identity == known for known, _ in seen):
+                new.append((identity, i))
+        seen += new
+        fresh = {i for _, i in new}
+        attribution = turns[last]["attribution"]
+        result.append(
+            [
+                p
+                for p, (i, content) in enumerate(
+                    zip(
+                        attribution["message_indices"],
+                        attribution["is_content"],
+                        strict=True,
+                    )
+                )
+                if content and i in fresh and p > 0 and p not in sampled
+            ]
+        )
+    return result
+
+
+def first_model_turn(turns, last):
+    """The index of the first message that a model said, or that stands for one."""
+    shown = turns[last]["prompt_messages"]
+    base = next(
+        k
+        for k, turn in enumerate(turns)
+        if turn["prompt_messages"]
+        and turn["prompt_messages"] == shown[: len(turn["prompt_messages"])]
+    )
+    given = [turn["response_message"] for turn in turns[:base]]
+    for i, message in enumerate(shown):
+        if message["role"] == "assistant" and (
+            i >= len(turns[base]["prompt_messages"]) or message in given
+        ):
+            return i
+    return len(shown)
+
+
+def observation(shown, i, replies, seen):
+    """What message i is, wherever it is shown: itself, its number, the reply before."""
+    number = shown[:i].count(shown[i])
+    before = [m for m in shown[:i] if m["role"] == "assistant"][-1:]
+    if before and before[0] not in replies:
+        for (message, known, reply), _ in seen:
+            if (message, known) == (shown[i], number):
+                return message, known, reply
+    return shown[i], number, before

@@ -14,17 +14,22 @@ from trajkit.errors import (
 from trajkit.io import iter_turns, read_rows, read_turns, write_rows, write_turns
 from trajkit.linearize import linearize
 from trajkit.link import link
+from trajkit.loss import Loss, reference_loss
 from trajkit.messages import message_body, message_key
+from trajkit.observations import observations
 from trajkit.policies import Policy, policy
 from trajkit.prefix import lcp
 from trajkit.recorder import Recorded, Recorder
 from trajkit.records import from_records
+from trajkit.rewards import spread_rewards
 from trajkit.validate import set_aside, validate
+from trajkit.weights import add_advantages, advantages, weigh
 
 __all__ = [
     "FormatError",
     "InvalidTurnsError",
     "LayoutError",
+    "Loss",
     "Policy",
     "PolicyError",
     "Recorded",
@@ -33,6 +38,8 @@ __all__ = [
     "TornLogWarning",
     "TrajkitError",
     "UnknownSessionError",
+    "add_advantages",
+    "advantages",
     "classify_drift",
     "from_records",
     "iter_turns",
@@ -41,11 +48,15 @@ __all__ = [
     "link",
     "message_body",
     "message_key",
+    "observations",
     "policy",
     "read_rows",
     "read_turns",
+    "reference_loss",
     "set_aside",
+    "spread_rewards",
     "validate",
+    "weigh",
     "write_rows",
     "write_turns",
 ]
