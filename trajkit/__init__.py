@@ -18,7 +18,9 @@ from trajkit.policies import Policy, policy
 from trajkit.prefix import lcp
 from trajkit.recorder import Recorded, Recorder
 from trajkit.records import from_records
+from trajkit.simulate import simulate
 from trajkit.validate import validate
+from trajkit.verify import verify
 
 __all__ = [
     "FormatError",
@@ -41,7 +43,9 @@ __all__ = [
     "policy",
     "read_rows",
     "read_turns",
+    "simulate",
     "validate",
+    "verify",
     "write_rows",
     "write_turns",
 ]
