@@ -32,9 +32,9 @@ assert rows["input_ids"].to_pylist() == [[1, 2, 3, 4, 5, 6]], rows
 assert rows["loss_mask"].to_pylist() == [[False, False, True, True, False, True]], rows
 
 tk.write_turns(turns, "turns.parquet")
+options = ["--policy", "strict", "--reward", "1"]
 subprocess.run(
-    [COMMAND, "linearize", "turns.parquet", "-o", "rows.parquet", "--policy", "strict"],
-    check=True,
+    [COMMAND, "linearize", "turns.parquet", "-o", "rows.parquet", *options], check=True
 )
 assert tk.read_rows("rows.parquet").equals(rows)
 

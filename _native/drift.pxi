@@ -128,8 +128,14 @@ def describe_drift(
     for name, m in (("ends", ends.shape[0]), ("links", links.shape[0]), ("out", out.shape[0])):
         _check_length(name, m, n_calls)
     _check_length("out", out.shape[1], 6)
+    _check_parents(links, n_calls)
     for i in range(n_calls):
         longest = max(longest, calls[i].prompt_len + calls[i].out_len)
+        parent = links[i].parent
+        if parent >= 0 and not (
+            0 <= links[i].lcp <= min(_held_len(&calls[parent]), calls[i].prompt_len)
+        ):
+            raise LayoutError(f"links[{i}]: lcp {links[i].lcp} is not within both paths")
     _check_length("tails", tails.shape[0], 2)
     _check_length("tails", tails.shape[1], longest)
     if n_table & (n_table - 1) or n_table < 2 * longest or n_table < 2:

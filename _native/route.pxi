@@ -99,6 +99,17 @@ cdef int32_t _at_depth(const Tree* tree, int32_t node, int64_t depth) noexcept n
     return node
 
 
+cdef int64_t _repeated(const Request* request, const Request* before) noexcept nogil:
+    """Messages that two calls, neither with a base, have in common at their start."""
+    cdef int64_t n = min(request.n_keys, before.n_keys)
+    if n <= 0:
+        return 0
+    # A key is four tokens long.
+    return _lcp(
+        <const token_t*><intptr_t>request.keys, <const token_t*><intptr_t>before.keys, 4 * n
+    ) // 4
+
+
 cdef int32_t _route_call(
     Tree* tree, const Call* calls, const Request* requests, Link* links, int32_t index,
     int32_t before, int64_t merge_threshold,
@@ -125,13 +136,7 @@ cdef int32_t _route_call(
         if request.shared > of_base:
             reply = other.reply_key
     elif before >= 0 and requests[before].shared == 0:
-        n = min(request.n_keys, requests[before].n_keys)
-        if n > 0:
-            # A key is four tokens long.
-            depth = _lcp(
-                <const token_t*><intptr_t>request.keys,
-                <const token_t*><intptr_t>requests[before].keys, 4 * n,
-            ) // 4
+        depth = _repeated(request, &requests[before])
         if depth > 0:
             node = _at_depth(tree, tree.places[before], depth)
 
@@ -266,20 +271,35 @@ cdef int64_t _first_bad_request(
     return -1
 
 
+cdef int64_t _tree_nodes(const Request[::1] requests, int64_t start, int64_t stop) noexcept nogil:
+    """Nodes that the message tree of the calls start:stop may need."""
+    cdef int64_t i, n = 1, before = -1
+    for i in range(start, stop):
+        n += 2  # the reply of its base, its own reply
+        if requests[i].n_keys < 0 or requests[i].shared + requests[i].n_keys == 0:
+            continue
+        n += requests[i].n_keys
+        if requests[i].shared == 0 and before >= 0 and requests[before].shared == 0:
+            n -= _repeated(&requests[i], &requests[before])
+        before = i
+    return n
+
+
+cdef int64_t _table_entries(int64_t n_nodes) noexcept nogil:
+    # An entry a node and one for each that changed its key; never more than half full.
+    cdef int64_t n_table = 2
+    while n_table < 4 * n_nodes:
+        n_table *= 2
+    return n_table
+
+
 def tree_size(const Request[::1] requests not None, const int64_t[::1] session_offsets not None):
     """(nodes, table entries) that route_messages needs for its largest session."""
-    cdef int64_t s, i, n, most = 0, n_table = 2
+    cdef int64_t s, most = 0
     _check_sessions(session_offsets, requests.shape[0])
     for s in range(session_offsets.shape[0] - 1):
-        n = 1
-        for i in range(session_offsets[s], session_offsets[s + 1]):
-            # its new messages, the reply of its base, its own reply
-            n += max(requests[i].n_keys, 0) + 2
-        most = max(most, n)
-    # An entry a node and one for each that changed its key; never more than half full.
-    while n_table < 4 * most:
-        n_table *= 2
-    return most, n_table
+        most = max(most, _tree_nodes(requests, session_offsets[s], session_offsets[s + 1]))
+    return most, _table_entries(most)
 
 
 def route_messages(
@@ -329,10 +349,8 @@ def route_messages(
         )
     if n_calls == 0:
         return
-    n_table = wanted
     tree.nodes = &tree_nodes[0]
     tree.table = &table[0]
-    tree.mask = n_table - 1
     tree.places = &places[0]
     with nogil:
         for i in range(nodes.shape[0]):
@@ -342,7 +360,12 @@ def route_messages(
             next_ended[i] = ended[ends[i]]
             ended[ends[i]] = <int32_t>i
         for s in range(n_sessions):
+            # as large as this session needs: clearing costs what the session holds
+            n_table = _table_entries(
+                _tree_nodes(requests, session_offsets[s], session_offsets[s + 1])
+            )
             memset(tree.table, 0xFF, n_table * sizeof(int32_t))
+            tree.mask = n_table - 1
             tree.n_nodes = 0
             _hang(&tree, -1, 0, -1, False)
             before = -1
@@ -462,6 +485,13 @@ def route_tokens(
                     call = next_active[call]
 
 
+cdef _check_parents(const Link[::1] links, int64_t n_calls):
+    cdef int64_t i
+    for i in range(n_calls):
+        if links[i].parent >= i:
+            raise LayoutError(f"links[{i}]: parent {links[i].parent} is no earlier call")
+
+
 def measure_links(
     const Call[::1] calls not None,
     const Node[::1] nodes not None,
@@ -472,6 +502,7 @@ def measure_links(
     cdef int64_t i
     _check_length("ends", ends.shape[0], calls.shape[0])
     _check_length("links", links.shape[0], calls.shape[0])
+    _check_parents(links, calls.shape[0])
     with nogil:
         for i in range(calls.shape[0]):
             links[i].lcp = -1

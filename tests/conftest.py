@@ -6,6 +6,7 @@ from hypothesis import settings
 
 from trajkit import _core
 
+settings.register_profile("quick", deadline=None, max_examples=25)
 settings.register_profile("dev", deadline=None, max_examples=100)
 settings.register_profile("ci", deadline=None, max_examples=300, print_blob=True)
 settings.register_profile("thorough", deadline=None, max_examples=5000)

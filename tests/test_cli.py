@@ -64,7 +64,7 @@ def run_json(capsys, *argv):
 @pytest.mark.parametrize(
     ("options", "choices"),
     [
-        pytest.param([], {"policy": "slime"}, id="slime by default"),
+        pytest.param([], {}, id="faithful by default"),
         pytest.param(
             ["--policy", "slime", "--fork-threshold", "0"],
             {"policy": tk.policy("slime", fork_threshold=0)},
@@ -76,9 +76,7 @@ def run_json(capsys, *argv):
             {"policy": "per_call", "max_row_tokens": 6},
             id="cut rows",
         ),
-        pytest.param(
-            ["--reward", "0.25"], {"policy": "slime", "reward": 0.25}, id="reward"
-        ),
+        pytest.param(["--reward", "0.25"], {"reward": 0.25}, id="reward"),
     ],
 )
 def test_linearize_writes_what_the_function_gives(
@@ -104,7 +102,7 @@ def test_linearize_writes_what_the_function_gives(
 
 def test_linearize_tells_people_what_was_lost(tmp_path, capsys, turns):
     rows = str(tmp_path / "rows.jsonl")
-    assert cli.main(["linearize", turns, "-o", rows]) == cli.DONE
+    assert cli.main(["linearize", turns, "-o", rows, "--policy", "slime"]) == 0
     out, err = capsys.readouterr()
     assert "sessions 2, turns 4, rows 2 and 0 left out" in out
     assert ["sampled", "8"] in [line.split() for line in out.splitlines()]
@@ -326,7 +324,7 @@ def test_sessions_go_through_in_pieces(monkeypatch, tmp_path, capsys, turns):
     rows = tmp_path / "rows.parquet"
     printed = run_json(capsys, "linearize", turns, "-o", str(rows))
     assert printed["sessions"] == 2
-    assert tk.read_rows(rows).equals(tk.linearize(tk.from_records(CALLS), "slime"))
+    assert tk.read_rows(rows).equals(tk.linearize(tk.from_records(CALLS)))
 
 
 def test_text_table():

@@ -1,5 +1,8 @@
 """How a prompt departs from what was held, against the twin and by hand."""
 
+import random
+
+import pyarrow as pa
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -8,6 +11,7 @@ import trajkit as tk
 from tests import reference
 from tests.strategies import sessions, thresholds
 from tests.tables import dicts, turns_table
+from trajkit.errors import PolicyError
 
 
 def chain(*calls):
@@ -22,9 +26,8 @@ def chain(*calls):
     sessions(),
     st.sampled_from(["messages", "tokens", "previous", "none"]),
     thresholds,
-    st.integers(1, 4),
+    st.sampled_from([1, 2, 3, 4, 8]),
 )
-@example(chain(([], []), ([], [])), "previous", 1024, 1)
 def test_drift_is_the_twins(turns, route, threshold, min_run):
     table = turns_table(turns)
     links = tk.link(table, route, merge_threshold=threshold)
@@ -34,6 +37,53 @@ def test_drift_is_the_twins(turns, route, threshold, min_run):
     )
     assert drift.num_rows == len(expected)
     assert dicts(drift, expected) == expected
+
+
+few_tokens = st.lists(st.integers(0, 2), max_size=24)
+
+
+@given(few_tokens, few_tokens, few_tokens, st.integers(1, 9))
+def test_runs_among_few_tokens_are_the_twins(prompt, output, replay, min_run):
+    """Two turns over three token ids: the same short runs stand everywhere."""
+    turns = chain((prompt, output), (replay, []))
+    table = turns_table(turns)
+    links = tk.link(table, "previous")
+    drift = tk.classify_drift(table, links, min_run=min_run)
+    expected = reference.classify_drift(
+        turns, reference.link(turns, "previous"), min_run
+    )
+    assert dicts(drift, expected) == expected
+
+
+def test_a_long_stretch_is_back_in_step():
+    """Thousands of tokens, so that halving looks for runs of many lengths."""
+    body = random.Random(0).choices(range(1000), k=4000)
+    held, replay = [1001, *body], [1002, *body[:1500], 1003, *body[1500:]]
+    table = turns_table(chain((held[:10], held[10:]), (replay, [])))
+    line = tk.classify_drift(table, tk.link(table, "previous")).to_pylist()[0]
+    names = ("resync_held", "resync_prompt", "resync_length", "cause")
+    assert [line[n] for n in names] == [1501, 1502, 2500, "middle_edited"]
+
+
+@given(sessions(), st.sampled_from(["messages", "previous"]))
+@example(chain(([], []), ([], [])), "previous")
+def test_back_in_step_is_where_it_says(turns, route):
+    """The run of tokens that resync names stands in held and in the prompt."""
+    table = turns_table(turns)
+    called = dict(zip(reference.turn_indices(turns), turns, strict=True))
+    for line in tk.classify_drift(table, tk.link(table, route)).to_pylist():
+        held = reference.held(called[line["parent"]])
+        prompt = called[line["turn_index"]]["prompt_ids"]
+        n = line["resync_length"]
+        if n is None:
+            assert line["resync_held"] is None
+            assert line["resync_prompt"] is None
+            continue
+        a, b = line["resync_held"], line["resync_prompt"]
+        assert n > 0
+        assert min(a, b) >= line["lcp"]
+        assert held[a : a + n] == prompt[b : b + n]
+        assert len(held[a : a + n]) == n
 
 
 @pytest.mark.parametrize(
@@ -109,46 +159,164 @@ def test_drift_by_hand(turns, expected):
     assert tuple(twin[n] for n in ("lcp", "size", "region", "at_stake")) == expected
 
 
-HELD = [1, 2, *range(100, 130)]  # a prompt of two tokens and a reply of thirty
+REPLY = [20, 21, 22, 23, 24, 25]
 
 
 @pytest.mark.parametrize(
-    ("prompt", "cause", "resync"),
+    ("turns", "cause", "resync"),
     [
-        pytest.param([*HELD, 3], "clean", None, id="clean"),
-        pytest.param(HELD[:20], "truncated", None, id="truncated"),
         pytest.param(
-            [1, 2, *range(110, 130), 3],
+            chain(([1], REPLY), ([1, *REPLY, 2], [])), "clean", None, id="clean"
+        ),
+        pytest.param(
+            chain(([1], REPLY), ([1, 20, 21], [])),
+            "truncated",
+            None,
+            id="truncated in the reply",
+        ),
+        pytest.param(
+            chain(([1, 2], REPLY), ([1], [])),
+            "truncated",
+            None,
+            id="truncated in the prompt",
+        ),
+        pytest.param(
+            chain(([1], REPLY), ([1, 22, 23, 24, 25, 2], [])),
             "head_dropped",
-            (12, 2, 20),
-            id="the first third of the reply dropped",
+            (3, 1, 4),
+            id="head dropped: the end of the reply follows at once",
         ),
         pytest.param(
-            [1, 2, *range(100, 110), 99, 98, *range(111, 130), 3],
+            chain(([1], REPLY), ([1, 20, 23, 24, 25, 2], [])),
+            "head_dropped",
+            (4, 2, 3),
+            id="head dropped: from the second token on",
+        ),
+        pytest.param(
+            chain(([1], REPLY), ([1, 22, 23, 24, 2, 22, 23, 24, 25], [])),
             "middle_edited",
-            (13, 14, 19),
-            id="one token become two",
+            (3, 5, 4),
+            id="a longer run further on outweighs one at once",
         ),
         pytest.param(
-            [*HELD[:-2], 99, 129, 3],
-            "tail_changed",
-            (31, 31, 1),
-            id="the last token but one, and the last as it was",
+            chain(([1], REPLY), ([1, 20, 9, 22, 23, 24, 25, 2], [])),
+            "middle_edited",
+            (3, 3, 4),
+            id="middle edited: one token is another",
         ),
-        pytest.param([*HELD[:-2], 99, 98, 3], "tail_changed", None, id="the last two"),
-        pytest.param([1, 9, 9, 9], "diverged", None, id="another conversation"),
+        pytest.param(
+            chain(([1], REPLY), ([1, 9, 8, *REPLY, 2], [])),
+            "middle_edited",
+            (1, 3, 6),
+            id="middle edited: text put before the reply",
+        ),
+        pytest.param(
+            chain(([1, 2, 3, 4, 5], REPLY), ([1, 9, 3, 4, 5, *REPLY], [])),
+            "middle_edited",
+            (2, 2, 9),
+            id="middle edited: in the prompt",
+        ),
+        pytest.param(
+            chain(([1], REPLY), ([1, 20, 21, 22, 23, 9, 25, 2], [])),
+            "tail_changed",
+            (6, 6, 1),
+            id="tail changed: the last token but one",
+        ),
+        pytest.param(
+            chain(([1], REPLY), ([1, 20, 21, 22, 23, 9, 8], [])),
+            "tail_changed",
+            None,
+            id="tail changed: nowhere in step",
+        ),
+        pytest.param(
+            chain(([1], REPLY), ([1, 9, 24, 25, 23, 24, 25], [])),
+            "middle_edited",
+            (4, 4, 3),
+            id="as long a run as is asked for",
+        ),
+        pytest.param(
+            chain(([1], REPLY), ([1, 9, 24, 25, 8, 24, 25], [])),
+            "tail_changed",
+            (5, 2, 2),
+            id="a shorter run ends the message; the first in the prompt",
+        ),
+        pytest.param(
+            chain(([1], REPLY), ([1, 9, 20, 21, 8], [])),
+            "tail_changed",
+            None,
+            id="a shorter run that does not end the message is none",
+        ),
+        pytest.param(
+            chain(([1, 2, 3], REPLY), ([1, 9, 3, 8, 8], [])),
+            "diverged",
+            (2, 2, 1),
+            id="diverged: in the prompt, which ends before the reply",
+        ),
+        pytest.param(
+            chain(([1, 2, 3], REPLY), ([4, 5, 6], [])),
+            "diverged",
+            None,
+            id="diverged: another conversation",
+        ),
+        pytest.param(
+            chain(([1], [20, 21]), ([1, 20, 21, 2], REPLY), ([1, 20, 9, 2, 8], [])),
+            "diverged",
+            None,
+            id="diverged: in the reply before the last, which ends where it does",
+        ),
+        pytest.param(
+            chain(
+                ([1], [20, 30, 31]),
+                ([1, 20, 30, 31, 2], REPLY),
+                ([1, 20, 9, 31, 8, 7], []),
+            ),
+            "diverged",
+            (3, 3, 1),
+            id="the message that drifted ends within held",
+        ),
+        pytest.param(
+            chain(
+                ([1], [20, 30, 31]),
+                ([1, 20, 9, 31, 2], REPLY),
+                ([1, 20, 9, 8, 31, 2, 7], []),
+            ),
+            "diverged",
+            (3, 4, 2),
+            id="an end that drifted away before is no end",
+        ),
+        pytest.param(
+            chain(
+                ([1, 2, 3, 4], [5]),
+                ([1, 2, 9, 9, 9, 9, 8], [7]),
+                ([1, 6, 9, 8, 5], []),
+            ),
+            "diverged",
+            (5, 2, 2),
+            id="nor is the end of a prompt",
+        ),
     ],
 )
-def test_causes_by_hand(prompt, cause, resync):
-    turns = chain((HELD[:2], HELD[2:]), (prompt, [7]))
+def test_causes_by_hand(turns, cause, resync):
     table = turns_table(turns)
-    (line,) = tk.classify_drift(table, tk.link(table, "previous")).to_pylist()
+    line = tk.classify_drift(table, tk.link(table, "previous"), min_run=3).to_pylist()[
+        -1
+    ]
     found = tuple(line[f"resync_{name}"] for name in ("held", "prompt", "length"))
     assert line["cause"] == cause
     assert found == (resync or (None, None, None))
+    twin = reference.classify_drift(turns, reference.link(turns, "previous"), 3)[-1]
+    assert dicts(pa.Table.from_pylist([line]), [twin]) == [twin]
+
+
+def test_the_default_run_is_eight_tokens():
+    runs = {n: list(range(100, 100 + n)) for n in (7, 8)}
+    for n, run in runs.items():
+        table = turns_table(chain(([1, 2, *run, 3], [4]), ([1, 9, *run, 8], [])))
+        line = tk.classify_drift(table, tk.link(table, "previous")).to_pylist()[0]
+        assert line["cause"] == ("middle_edited" if n == 8 else "diverged")
 
 
 def test_a_run_of_no_tokens_is_refused():
-    table = turns_table(chain(([1], [2])))
-    with pytest.raises(tk.PolicyError, match="min_run=0"):
+    table = turns_table(chain(([1], [2]), ([1, 2], [])))
+    with pytest.raises(PolicyError, match="min_run=0"):
         tk.classify_drift(table, tk.link(table), min_run=0)

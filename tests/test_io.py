@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.strategies import json_messages, runs
-from trajkit import schema
+from trajkit import io_arrow, schema
 from trajkit.errors import (
     FormatError,
     InvalidTurnsError,
@@ -227,8 +227,9 @@ def test_parquet_is_compressed_with_zstd(tmp_path, turns):
         assert file.metadata.row_group(0).column(2).compression == "ZSTD"
 
 
-def test_long_turns_make_many_row_groups(tmp_path):
-    records = ({**OTHER, "prompt_ids": range(9_000_000)} for _ in range(8))
+def test_long_turns_make_many_row_groups(tmp_path, monkeypatch):
+    monkeypatch.setattr(io_arrow, "_GROUP_BYTES", 1000)
+    records = ({**OTHER, "prompt_ids": range(100)} for _ in range(8))
     write_turns(tk.from_records(records), tmp_path / "x.parquet")
     with pq.ParquetFile(tmp_path / "x.parquet") as file:
         assert file.metadata.num_row_groups > 1

@@ -13,7 +13,7 @@ from tests import reference
 from tests.strategies import policies, row_limits, runs, sessions, thresholds
 from tests.tables import by_session, dicts, policy_of, turns_table
 from trajkit.errors import InvalidTurnsError
-from trajkit.schema import REPORT, ROWS
+from trajkit.schema import DRIFT, REPORT, ROWS
 
 
 def by_twin(turns, choice, limit=None):
@@ -207,6 +207,27 @@ def test_links_and_drift_may_be_given(turns, threshold, limit):
         table, policy, max_row_tokens=limit, report=True, links=links, drift=drift
     )
     assert computed == given_links == given_both
+
+
+def test_a_drift_table_may_not_claim_what_two_turns_do_not_share():
+    """Else tokens that were never sampled would stand under the mask."""
+    table = turns_table(
+        [
+            {"prompt_ids": [1, 2], "output_ids": [3, 4]},
+            {"prompt_ids": [1, 2, 3, 9, 5], "output_ids": [6]},
+        ]
+    )
+    links = tk.link(table, "previous")
+    drift = tk.classify_drift(table, links)
+
+    def with_lcp(lcp):
+        at = drift.schema.get_field_index("lcp")
+        return drift.set_column(at, DRIFT.field("lcp"), pa.array([lcp], pa.int32()))
+
+    rows = tk.linearize(table, "trl", links=links, drift=with_lcp(2))
+    assert rows["loss_mask"].to_pylist() == [[False] * 5 + [True]]
+    with pytest.raises(InvalidTurnsError, match=r"lcp 4.*shares 3 tokens"):
+        tk.linearize(table, "trl", links=links, drift=with_lcp(4))
 
 
 def test_strict_is_also_called_interleave():

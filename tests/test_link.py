@@ -8,7 +8,11 @@ import trajkit as tk
 from tests import reference
 from tests.strategies import runs, sessions, thresholds
 from tests.tables import by_session, dicts, turns_table
-from trajkit.errors import PolicyError
+from trajkit.calls import read_calls
+from trajkit.drift import drift_table
+from trajkit.errors import LayoutError, PolicyError
+from trajkit.forest import grow
+from trajkit.link import find_links, measure
 
 ROUTES = ["messages", "tokens", "previous", "none"]
 
@@ -186,3 +190,33 @@ def test_depth_first_order_is_not_turn_order():
 def test_a_route_that_does_not_exist_is_refused():
     with pytest.raises(PolicyError, match="sideways"):
         tk.link(turns_table([call([USER], said("a"))]), "sideways")
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        pytest.param({"parent": 1}, "parent 1 is no earlier call", id="itself"),
+        pytest.param({"parent": 1 << 30}, "is no earlier call", id="far outside"),
+        pytest.param({"lcp": 3}, "not within both paths", id="lcp beyond the prompt"),
+        pytest.param({"lcp": -1}, "not within both paths", id="lcp below 0"),
+    ],
+)
+def test_kernels_refuse_links_that_lead_outside(change, match):
+    calls = read_calls(
+        turns_table(
+            [
+                {"prompt_ids": [1], "output_ids": [2]},
+                {"prompt_ids": [1, 2], "output_ids": [3]},
+            ]
+        )
+    )
+    forest = grow(calls)
+    links = find_links(calls, forest, "previous", 0, "first")
+    measure(calls, forest, links)
+    for name, value in change.items():
+        links[name][1] = value
+    if "parent" in change:
+        with pytest.raises(LayoutError, match=match):
+            measure(calls, forest, links)
+    with pytest.raises(LayoutError, match=match):
+        drift_table(calls, forest, links)

@@ -424,6 +424,7 @@ def test_columns_of_another_type_are_refused(changes, match):
         pytest.param(
             {"prompt_ids": [[-(2**31) - 1]]}, "prompt_ids -21474836", id="low"
         ),
+        pytest.param({"prompt_ids": [[-1, 2**31]]}, "prompt_ids 2147483648", id="both"),
         pytest.param({"turn_index": [2**31]}, "turn_index 2147483648", id="index"),
         pytest.param(
             {"response": [{**MESSAGE, "key": b"short"}]},
@@ -512,6 +513,26 @@ def test_lists_of_any_layout_are_taken(layout, inner):
         assert out["prompt_ids"].to_pylist() == expected
 
 
+def test_slices_of_lists_with_nulls_are_taken():
+    logprobs = pa.array([[], [-1.0], None, [-2.0, -3.0]], pa.large_list(pa.float64()))
+    table = pa.table(
+        {
+            "session_id": ["a"] * 4,
+            "turn_index": range(4),
+            "prompt_ids": [[1]] * 4,
+            "output_ids": [[], [5], [5], [5, 6]],
+            "output_logprobs": logprobs,
+        }
+    )
+    for start in range(4):
+        for stop in range(start, 5):
+            out = validate(table[start:stop])
+            out.validate(full=True)
+            assert (
+                out["output_logprobs"].to_pylist() == logprobs[start:stop].to_pylist()
+            )
+
+
 def test_canonical_columns_are_not_copied():
     table = tk.from_records([{**IDS_RECORD, "extra": "x"}])
     out = validate(table)
@@ -529,13 +550,6 @@ def test_absent_columns_are_null_and_further_ones_stay():
     assert out.column_names == [*schema.TURNS.names, "note"]
     assert out["messages"].null_count == 1
     assert out.schema.metadata[b"mine"] == b"kept"
-
-
-def test_polars_reads_columns_of_names_without_a_name():
-    links = table_of("links", [but(LINK, why=None)]).drop_columns(["why"])
-    assert pl.DataFrame(validate(links, "links"))["why"].to_list() == [None]
-    text = links.append_column("why", pa.array([None], pa.string()))
-    assert pl.DataFrame(validate(text, "links"))["why"].to_list() == [None]
 
 
 def test_null_logprobs_get_zero_bytes_and_nothing_else_moves():

@@ -14,12 +14,13 @@ from trajkit.errors import (
 from trajkit.io import iter_turns, read_rows, read_turns, write_rows, write_turns
 from trajkit.linearize import linearize
 from trajkit.link import link
+from trajkit.messages import message_body, message_key
 from trajkit.policies import Policy, policy
 from trajkit.prefix import lcp
 from trajkit.recorder import Recorded, Recorder
 from trajkit.records import from_records
 from trajkit.simulate import simulate
-from trajkit.validate import validate
+from trajkit.validate import set_aside, validate
 from trajkit.verify import verify
 
 __all__ = [
@@ -40,9 +41,12 @@ __all__ = [
     "lcp",
     "linearize",
     "link",
+    "message_body",
+    "message_key",
     "policy",
     "read_rows",
     "read_turns",
+    "set_aside",
     "simulate",
     "validate",
     "verify",

@@ -123,13 +123,14 @@ def drift_table(
 
 
 def read_lcp(calls: Calls, links: Records, table: TableLike) -> None:
-    """Fill ``lcp`` of the links from a ``drift`` table that belongs to them.
+    """Replace the measured ``lcp`` of links by those of a ``drift`` table.
 
     Raises
     ------
     InvalidTurnsError
         It is not one row per linked turn in the order of turns, names another parent,
-        or an lcp that the two turns can't have.
+        or an lcp beyond what the two turns share: a row would train tokens that were
+        never sampled.
     """
     table = canonical(table, DRIFT)
     rows = np.flatnonzero(links["parent"] >= 0)
@@ -144,11 +145,8 @@ def read_lcp(calls: Calls, links: Records, table: TableLike) -> None:
             "another order: expected one row per turn that has a parent, in the order "
             "of turns"
         )
-    links["lcp"] = -1
-    links["lcp"][rows] = table.column("lcp").to_numpy()
-    parents = links["parent"][rows]
-    most = np.minimum(calls.held[parents], calls.calls["prompt_len"][rows])
-    lcp = links["lcp"][rows]
+    parents, most = links["parent"][rows], links["lcp"][rows]
+    lcp = table.column("lcp").to_numpy()
     other = table.column("parent").to_numpy() != calls.turn_index[parents]
     bad = np.flatnonzero(other | (lcp < 0) | (lcp > most))
     if len(bad):
@@ -156,5 +154,6 @@ def read_lcp(calls: Calls, links: Records, table: TableLike) -> None:
         raise InvalidTurnsError(
             f"{calls.place(call)}: drift has parent {table.column('parent')[row]} and "
             f"lcp {lcp[row]}; its link has parent {calls.turn_index[parents[row]]}, "
-            f"which allows an lcp of 0 to {most[row]}"
+            f"with which it shares {most[row]} tokens"
         )
+    links["lcp"][rows] = lcp

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Literal, overload
+from typing import Literal, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -27,11 +27,14 @@ from trajkit.tables import TableLike
 REPORT_COUNTS = tuple(REPORT.names[REPORT.names.index("turns") :])
 """The columns of the report that the kernel counts, in its order."""
 
-# Tokens that one part of a table may hold: small enough that the parts of a run share
-# out evenly over cores and that a part's rows stay far below 2^31 list elements, large
-# enough that the fixed cost of a part (0.3 ms) does not show.
-_PART_TOKENS = 1 << 24
+# Tokens that one part of a table may hold. Parts are small enough to share out evenly over
+# the threads and to keep a part's rows far below 2^31 list elements, and large enough that
+# the fixed cost of a part (about 0.3 ms) does not show.
+_LEAST_PART, _LARGEST_PART = 1 << 22, 1 << 25
+_PARTS_PER_THREAD = 4
 _NO_CAP = np.iinfo(np.int64).max
+
+_Item = TypeVar("_Item", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,8 @@ def linearize(
         out. None: no cap.
     links, drift : table, optional
         Of the same turns, as `trajkit.link` and `trajkit.classify_drift` give them (or
-        changed); computed when not given. Not with an iterator.
+        changed: an lcp may be made smaller, never larger than what the two turns
+        share); computed when not given. Not with an iterator.
     report : bool
         Return what became of each session as well.
     threads : int, optional
@@ -191,7 +195,7 @@ def linearize(
     given = None
     if links is not None or drift is not None:
         given = _given_links(calls, chosen, links, drift)
-    results = list(_spread(work, _parts(calls, given), n_threads))
+    results = list(_spread(work, _parts(calls, given, n_threads), n_threads))
     rows = pa.Table.from_batches([rows for rows, _ in results], ROWS)
     if not report:
         return rows
@@ -202,7 +206,7 @@ def _stream(
     turns: Iterable[pa.RecordBatch], work: "_Work", n_threads: int
 ) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:
     for table in whole_sessions(turns):
-        yield from _spread(work, _parts(read_calls(table), None), n_threads)
+        yield from _spread(work, _parts(read_calls(table), None, n_threads), n_threads)
 
 
 def _given_links(
@@ -214,18 +218,18 @@ def _given_links(
         records = policy_links(calls, forest, policy)
     else:
         records = read_links(calls, links)
-    if drift is None:
-        measure(calls, forest, records)
-    else:
+    measure(calls, forest, records)
+    if drift is not None:
         read_lcp(calls, records, drift)
     return records
 
 
 def _parts(
-    calls: Calls, links: Records | None
+    calls: Calls, links: Records | None, n_threads: int
 ) -> Iterator[tuple[Calls, Records | None]]:
+    fair = int(calls.held.sum()) // (_PARTS_PER_THREAD * n_threads)
     lo = 0
-    for part in calls.split(_PART_TOKENS):
+    for part in calls.split(min(max(fair, _LEAST_PART), _LARGEST_PART)):
         hi = lo + len(part.calls)
         here = None
         if links is not None:
@@ -312,10 +316,12 @@ class _Work:
         offsets, span_offsets = _offsets(rows["n_tokens"]), _offsets(rows["n_spans"])
         n_tokens, n_spans = int(offsets[-1]), int(span_offsets[-1])
         n_bytes = (n_tokens + 7) // 8
-        input_ids = np.empty(n_tokens, np.int32)
-        loss_mask = np.zeros(n_bytes, np.uint8)
-        logprobs = np.zeros(n_tokens, np.float32)
-        valid = np.zeros(n_bytes, np.uint8)
+        input_ids = _pooled(n_tokens, np.int32)
+        loss_mask, valid = _pooled(n_bytes, np.uint8), _pooled(n_bytes, np.uint8)
+        logprobs = _pooled(n_tokens, np.float32)
+        loss_mask.fill(0)
+        valid.fill(0)
+        logprobs.fill(0)
         spans = np.empty((len(SPAN) - 1, n_spans), np.int32)
         kinds = np.empty(n_spans, np.int8)
         missing = _core.fill_rows(
@@ -387,8 +393,12 @@ class _Work:
 
 def _report(facts: pa.Table, plan: _Plan) -> pa.RecordBatch:
     counts = [
-        pa.array(plan.report[:, i].copy()).cast(REPORT.field(name).type)
-        for i, name in enumerate(REPORT_COUNTS)
+        pa.array(
+            column.astype(
+                np.int32 if REPORT.field(name).type == pa.int32() else np.int64
+            )
+        )
+        for column, name in zip(plan.report.T, REPORT_COUNTS, strict=True)
     ]
     known = [_column(facts, name) for name in SESSIONS.names]
     return pa.RecordBatch.from_arrays([*known, *counts], schema=REPORT)
@@ -397,6 +407,16 @@ def _report(facts: pa.Table, plan: _Plan) -> pa.RecordBatch:
 def _column(table: pa.Table, name: str) -> pa.Array:
     column = table.column(name)
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
+def _pooled(size: int, dtype: type[_Item]) -> npt.NDArray[_Item]:
+    """An array in Arrow's memory pool, undefined.
+
+    The pool keeps what is freed, so the rows of the next part or batch go to pages that
+    are there; pages from the system would be cleared and mapped one by one.
+    """
+    n_bytes = size * np.dtype(dtype).itemsize
+    return np.frombuffer(pa.allocate_buffer(n_bytes), dtype)
 
 
 def _offsets(sizes: Records) -> Longs:

@@ -43,9 +43,9 @@ def link(
         Under ``"messages"``: a reply shorter than this many tokens gives way to the one
         that a later request shows in its place. None: 1024; 0 and below: never.
     equals : {"first", "tokens"}
-        Under ``"messages"``, of equal replies to the same messages: a request that shows
-        one of them continues the first, or the one whose prompt and output its own
-        prompt repeats for longest.
+        Under ``"messages"``, of equal replies to the same messages: a request that
+        shows one of them continues the first, or the one whose prompt and output its
+        own prompt repeats for longest.
 
     Returns
     -------

@@ -35,8 +35,9 @@ class Policy:
         Message routing lets a reply that is shown otherwise take the place of one that
         is shorter than ``fork_threshold``, has no siblings and was not continued.
     equals : {"first", "tokens"}
-        Of equal replies to the same messages, a request that shows one of them continues
-        the first, or the one whose prompt and output its own prompt repeats for longest.
+        Of equal replies to the same messages, a request that shows one of them
+        continues the first, or the one whose prompt and output its own prompt repeats
+        for longest.
     absorb : {"never", "short_reply", "short_drift"}
         What drift inside the last reply does: opens a new row always; or is taken into
         the row, which loses that reply, when the incoming reply, or what was held

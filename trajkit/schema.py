@@ -90,17 +90,13 @@ TURNS = _schema(
     # exactly what it sampled
     _required("output_ids", pa.large_list(pa.int32())),
     # one per output id. null list: the engine gave none; null element: none for that
-    # token the engine's own word: stop, length, abort, ... the request's chat messages
-    # in order. null list: route by tokens the reply as the next request is expected to
-    # echo it; null: none the reply calls a tool; null: unknown, taken as false the
-    # reply's tool call did not parse; null: unknown, taken as false false: context
-    # only. null: true which weights sampled which output tokens
+    # token
     pa.field("output_logprobs", pa.large_list(pa.float32())),
     # the engine's own word: stop, length, abort, ...
     pa.field("finish_reason", pa.string()),
     # the request's chat messages in order. null list: route by tokens
     pa.field("messages", pa.large_list(MESSAGE)),
-    # the reply as the next request is expected to echo it; null: none
+    # the reply as the next request is expected to echo it. null: none
     pa.field("response", MESSAGE),
     # the reply calls a tool; null: unknown, taken as false
     pa.field("use_tool", pa.bool_()),
@@ -295,7 +291,7 @@ ROWS = _schema(
     # as given for the session. null: unscorable
     pa.field("reward", pa.float64()),
     # this row's share of the rollout's trained tokens; null where the rollout trains
-    # none trained tokens of all rows of the session
+    # none
     pa.field("row_weight", pa.float64()),
     # trained tokens of all rows of the session
     _required("rollout_mask_sum", pa.int64()),

@@ -303,8 +303,7 @@ def cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
                 chunks = [_cast(chunk, field.type) for chunk in column.chunks]
                 column = pa.chunked_array(chunks, field.type)
         else:
-            nothing = pa.nulls(table.num_rows)
-            column = pa.chunked_array([_cast(nothing, field.type)])
+            column = pa.chunked_array([pa.nulls(table.num_rows, field.type)])
         columns.append(column)
         fields.append(field)
     for field in table.schema:
@@ -344,12 +343,8 @@ def _cast(array: pa.Array, target: pa.DataType) -> pa.Array:
 def _cast_names(array: pa.Array, target: pa.DataType) -> pa.DictionaryArray:
     # any encoding of the source gives way to one of the names, first seen first
     encoded = _cast(array, target.value_type).dictionary_encode()
-    names = encoded.dictionary
-    if len(names) == 0:
-        # polars looks up the first name for a null too (seen in polars 2.1)
-        names = pa.array([""], target.value_type)
     indices = encoded.indices.cast(target.index_type)
-    return pa.DictionaryArray.from_arrays(indices, names)
+    return pa.DictionaryArray.from_arrays(indices, encoded.dictionary)
 
 
 def _list_parts(array: pa.Array) -> tuple[pa.Array, pa.Array]:
@@ -359,7 +354,10 @@ def _list_parts(array: pa.Array) -> tuple[pa.Array, pa.Array]:
         offsets = array.offsets.cast(pa.int64())
         first, last = offsets[0].as_py(), offsets[-1].as_py()
         values = array.values.slice(first, last - first)
-        return (pc.subtract(offsets, first) if first else offsets), values
+        if first or array.offset:
+            # copied, as Arrow takes no mask beside offsets that are a slice
+            offsets = pa.array(offsets.to_numpy() - first)
+        return offsets, values
     lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
     ends = np.zeros(len(array) + 1, np.int64)
     np.cumsum(lengths, out=ends[1:])

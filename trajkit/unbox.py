@@ -32,12 +32,25 @@ class Arena(Generic[_Number]):
         self._dtype = dtype
         self._blocks: list[_Block[_Number]] = []
 
+    def space(self, length: int) -> npt.NDArray[_Number]:
+        """Where a next run of up to this length will stand, its values undefined."""
+        return self._block(length).space(length)
+
+    def address(self) -> int:
+        """Where in memory the `space` asked for last begins."""
+        block = self._blocks[-1]
+        return block.address + block.used * block.values.itemsize
+
     def run(self, length: int) -> npt.NDArray[_Number]:
-        """A new run to be filled by the caller: its values are undefined."""
+        """A new run: what was put into its `space`, or else undefined values."""
+        return self._block(length).run(length)
+
+    def _block(self, length: int) -> "_Block[_Number]":
+        """The last block, if it has room for so many more, or a new one."""
         if not self._blocks or self._blocks[-1].room < length:
             size = min(self._FIRST << len(self._blocks), self._LARGEST)
             self._blocks.append(_Block(np.empty(max(size, length), self._dtype)))
-        return self._blocks[-1].run(length)
+        return self._blocks[-1]
 
     def no_run(self) -> None:
         """A null in the place of a run."""
@@ -63,6 +76,7 @@ class Arena(Generic[_Number]):
 class _Block(Generic[_Number]):
     def __init__(self, values: npt.NDArray[_Number]) -> None:
         self.values = values
+        self.address = int(values.__array_interface__["data"][0])
         self.used = 0
         self.lengths: list[int] = []
         self.null_runs: list[int] = []
@@ -71,6 +85,9 @@ class _Block(Generic[_Number]):
     @property
     def room(self) -> int:
         return len(self.values) - self.used
+
+    def space(self, length: int) -> npt.NDArray[_Number]:
+        return self.values[self.used : self.used + length]
 
     def run(self, length: int) -> npt.NDArray[_Number]:
         start = self.used
@@ -112,17 +129,8 @@ def write_ids(arena: Arena[np.int32], values: object, where: str, name: str) -> 
         Something in `values` is no token id.
     """
     array = _as_array(values, f"{where}{name}", "integers")
-    if isinstance(array, list):
-        return _write_id_list(arena, array, f"{where}{name}")
-    if array.dtype.kind not in "iu":
-        raise InvalidTurnsError(f"{where}{name} is of {array.dtype}: {_ID_RULE}")
-    numbers: npt.NDArray[np.integer] = array  # type: ignore[assignment]
-    bad = (numbers < 0) | (numbers > 0x7FFFFFFF)
-    if bad.any():
-        at = int(bad.argmax())
-        raise InvalidTurnsError(f"{where}{name}[{at}] is {numbers[at]}: {_ID_RULE}")
-    arena.run(len(numbers))[:] = numbers
-    return len(numbers)
+    _fill_ids(array, arena.run(len(array)), f"{where}{name}")
+    return len(array)
 
 
 def read_ids(values: object, where: str, name: str) -> npt.NDArray[np.int32]:
@@ -132,9 +140,10 @@ def read_ids(values: object, where: str, name: str) -> npt.NDArray[np.int32]:
     """
     if isinstance(values, np.ndarray) and values.dtype == np.int32 and values.ndim == 1:
         return np.ascontiguousarray(values)
-    arena = Arena(np.int32)
-    write_ids(arena, values, where, name)
-    return arena.last()
+    array = _as_array(values, f"{where}{name}", "integers")
+    ids = np.empty(len(array), np.int32)
+    _fill_ids(array, ids, f"{where}{name}")
+    return ids
 
 
 def check_ids(ids: npt.NDArray[np.int32], first: int, where: str, name: str) -> None:
@@ -144,8 +153,25 @@ def check_ids(ids: npt.NDArray[np.int32], first: int, where: str, name: str) -> 
         raise InvalidTurnsError(f"{where}{name}[{first + at}] is {ids[at]}: {_ID_RULE}")
 
 
-def _write_id_list(arena: Arena[np.int32], values: list[object], what: str) -> int:
-    out = arena.run(len(values))
+def _fill_ids(
+    values: list[object] | npt.NDArray[np.generic],
+    out: npt.NDArray[np.int32],
+    what: str,
+) -> None:
+    if isinstance(values, list):
+        _fill_id_list(values, out, what)
+        return
+    if values.dtype.kind not in "iu":
+        raise InvalidTurnsError(f"{what} is of {values.dtype}: {_ID_RULE}")
+    numbers: npt.NDArray[np.integer] = values  # type: ignore[assignment]
+    bad = (numbers < 0) | (numbers > 0x7FFFFFFF)
+    if bad.any():
+        at = int(bad.argmax())
+        raise InvalidTurnsError(f"{what}[{at}] is {numbers[at]}: {_ID_RULE}")
+    out[:] = numbers
+
+
+def _fill_id_list(values: list[object], out: npt.NDArray[np.int32], what: str) -> None:
     at = _core.unbox_ids(values, out)
     # the kernel stops at what is no plain int; a numpy integer is one, slowly
     for k in range(at, len(values)):
@@ -157,7 +183,6 @@ def _write_id_list(arena: Arena[np.int32], values: list[object], what: str) -> i
         if not 0 <= plain <= 0x7FFFFFFF:
             raise InvalidTurnsError(f"{what}[{k}] is {value!r}: {_ID_RULE}")
         out[k] = plain
-    return len(values)
 
 
 def write_logprobs(
@@ -170,32 +195,59 @@ def write_logprobs(
     InvalidTurnsError
         They are no numbers, or not one per output id.
     """
-    if values is None:
+    array = given_logprobs(values, n_outputs, where)
+    if array is None:
         arena.no_run()
         return
+    valid = fill_logprobs(array, arena.run(n_outputs), where)
+    if valid is not None:
+        arena.null_values(valid)
+
+
+def given_logprobs(
+    values: object, n_outputs: int, where: str
+) -> list[object] | npt.NDArray[np.generic] | None:
+    """The logprobs of a call, one per output id; None for None and for an empty list.
+
+    Errors as for `write_logprobs`.
+    """
+    if values is None:
+        return None
     array = _as_array(values, f"{where}output_logprobs", "numbers")
     if len(array) == 0:
-        arena.no_run()
-        return
+        return None
     if len(array) != n_outputs:
         raise InvalidTurnsError(
             f"{where}{len(array)} logprobs for {n_outputs} output ids"
         )
-    out = arena.run(n_outputs)
-    if isinstance(array, list):
-        valid = np.empty(n_outputs, np.uint8)
-        at = _core.unbox_logprobs(array, out, valid)
-        for k in range(at, n_outputs):
-            out[k], valid[k] = _logprob(array[k], f"{where}output_logprobs[{k}]")
-        if not valid.all():
-            arena.null_values(valid)
-    elif array.dtype.kind in "fiu":
+    return array
+
+
+def fill_logprobs(
+    values: list[object] | npt.NDArray[np.generic],
+    out: npt.NDArray[np.float32],
+    where: str,
+) -> npt.NDArray[np.uint8] | None:
+    """Copy given logprobs to ``out``; returns where there is one (None: everywhere).
+
+    Errors as for `write_logprobs`.
+    """
+    if isinstance(values, list):
+        valid = np.empty(len(values), np.uint8)
+        at = _core.unbox_logprobs(values, out, valid)
+        for k in range(at, len(values)):
+            out[k], valid[k] = _logprob(values[k], f"{where}output_logprobs[{k}]")
+        return None if valid.all() else valid
+    if values.dtype == np.float32:
+        out[:] = values
+    elif values.dtype.kind in "fiu":
         with np.errstate(over="ignore"):  # infinite afterwards, and refused as such
-            out[:] = array
+            out[:] = values
     else:
         raise InvalidTurnsError(
-            f"{where}output_logprobs is of {array.dtype}: logprobs are numbers"
+            f"{where}output_logprobs is of {values.dtype}: logprobs are numbers"
         )
+    return None
 
 
 def _logprob(value: object, what: str) -> tuple[float, bool]:

@@ -26,7 +26,7 @@ from trajkit_shim.errors import GatewayError, error_body
 from trajkit_shim.limits import PromptError
 from trajkit_shim.log import TurnLog
 from trajkit_shim.render import ChatRenderer
-from trajkit_shim.reply import reply_body, reply_events
+from trajkit_shim.reply import Reply, reply_body, reply_events
 from trajkit_shim.sampling import parse_pins
 from trajkit_shim.sessions import Session, SessionStore
 
@@ -171,9 +171,8 @@ class _Gateway:
             )
         if not asked.stream:
             return JSONResponse(reply_body(call.reply))
-        events = reply_events(call.reply, include_usage=asked.include_usage)
         return StreamingResponse(
-            events,
+            _events(call.reply, include_usage=asked.include_usage),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
@@ -215,6 +214,12 @@ class _Gateway:
         session.recorded += 1
         session.answered += call.reply is not None
         session.shown |= added
+
+
+async def _events(reply: Reply, *, include_usage: bool) -> AsyncIterator[bytes]:
+    # Starlette would fetch each item of a plain iterator from a thread
+    for event in reply_events(reply, include_usage=include_usage):
+        yield event
 
 
 async def _disconnected(receive: Receive) -> None:

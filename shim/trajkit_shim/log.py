@@ -39,6 +39,9 @@ LOG_SCHEMA = pa.schema(
 )
 """``turns`` and the provenance that the gateway knows."""
 
+# of the Arrow IPC streaming format: the mark of a message, of length 0
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+
 
 @dataclass(frozen=True, slots=True)
 class LoggedMessage:
@@ -95,7 +98,7 @@ class TurnLog:
         gateways in one directory would run into one another.
     fsync : bool
         Also wait until the disk has each turn, so that it outlives the machine and not
-        only the process.
+        only the process. All calls wait meanwhile.
 
     Raises
     ------
@@ -156,8 +159,7 @@ class TurnLog:
 
     def close(self) -> None:
         """End the stream and close the file."""
-        # the end-of-stream marker of the Arrow IPC format: continuation, length 0
-        self._write(pa.py_buffer(b"\xff\xff\xff\xff\0\0\0\0"))
+        self._write(pa.py_buffer(END_OF_STREAM))
         os.close(self._file)
 
     def _write(self, buffer: pa.Buffer) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.sampling import Wishes
 
-# it travels in an HTTP header
-_ID = re.compile(r"[!-~]{1,200}")
+# it travels in an HTTP header and in paths
+_ID = re.compile(r"[A-Za-z0-9._~:@-]{1,200}")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -89,13 +89,13 @@ class SessionStore:
         Raises
         ------
         GatewayError
-            The id was used before, or cannot travel in a header.
+            The id was used before, or cannot travel in a header and in a path.
         """
         if session_id is None:
             session_id = f"s-{secrets.token_hex(16)}"
         if not _ID.fullmatch(session_id):
             raise GatewayError(
-                f"session_id: {session_id!r} is not 1 to 200 visible ASCII characters",
+                f"session_id: {session_id!r}: 1 to 200 letters, digits and ._~:@-",
                 param="session_id",
             )
         if session_id in self._sessions:

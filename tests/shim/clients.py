@@ -26,8 +26,8 @@ class InProcess:
         self, engine: Engine, renderer: ChatRenderer, directory: Path, **options: int
     ) -> None:
         self.log = TurnLog(directory)
-        app = create_app(engine, renderer, self.log, **options)
-        transport = http.ASGITransport(app=app, raise_app_exceptions=False)
+        self.app = create_app(engine, renderer, self.log, **options)
+        transport = http.ASGITransport(app=self.app, raise_app_exceptions=False)
         self.http = http.AsyncClient(transport=transport, base_url="http://gateway")
 
     def client(self, key: str) -> openai.AsyncOpenAI:

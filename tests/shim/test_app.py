@@ -270,6 +270,34 @@ async def test_a_cancelled_client_leaves_nothing_behind(tmp_path):
     assert turn["messages"][0]["body"] is not None
 
 
+async def test_a_client_that_is_gone_gets_no_answer(tmp_path):
+    """Seen from the server: the connection closes while the engine samples."""
+    async with in_process(ScriptedEngine(Held("late")), RENDERER, tmp_path) as gateway:
+        client = await gateway.open()
+        inbox = [
+            {"type": "http.request", "body": json.dumps({"messages": [USER]}).encode()},
+            {"type": "http.disconnect"},
+        ]
+        sent = []
+
+        async def receive():
+            return inbox.pop(0)
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/chat/completions",
+            "query_string": b"",
+            "headers": [(b"authorization", b"Bearer " + client.api_key.encode())],
+        }
+        await gateway.app(scope, receive, send)
+        assert gateway.turns() == []
+    assert sent[0]["status"] == 499
+
+
 async def test_closing_a_session_ends_its_calls(tmp_path):
     held = Held("late")
     async with in_process(ScriptedEngine(held), RENDERER, tmp_path) as gateway:
@@ -278,7 +306,7 @@ async def test_closing_a_session_ends_its_calls(tmp_path):
         await held.entered.wait()
         await gateway.http.delete(f"/sessions/{client.api_key}")
         with pytest.raises(openai.APIStatusError) as caught:
-            await call
+            await asyncio.wait_for(call, 30)
         assert gateway.turns() == []
     assert held.cancelled
     assert (caught.value.status_code, caught.value.code) == (410, "session_closed")
@@ -454,6 +482,8 @@ async def test_max_turns_counts_what_was_answered_or_is_under_way(tmp_path):
     [
         pytest.param({"session_id": ""}, "session_id", id="no id"),
         pytest.param({"session_id": "a b"}, "session_id", id="a space"),
+        pytest.param({"session_id": "a/b"}, "session_id", id="a slash"),
+        pytest.param({"session_id": "a" * 201}, "session_id", id="a long one"),
         pytest.param({"session_id": 3}, "session_id", id="a number"),
         pytest.param({"max_turns": 0}, "max_turns", id="no turns"),
         pytest.param({"metadata": []}, "metadata", id="metadata as a list"),

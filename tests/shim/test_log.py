@@ -15,8 +15,15 @@ import pytest
 
 import trajkit as tk
 from tests.shim.clients import http, read_log
+from trajkit.errors import TornLogWarning
 from trajkit_shim.engine import WeightSpan
-from trajkit_shim.log import LOG_SCHEMA, LoggedTurn, TurnLog, logged_message
+from trajkit_shim.log import (
+    END_OF_STREAM,
+    LOG_SCHEMA,
+    LoggedTurn,
+    TurnLog,
+    logged_message,
+)
 
 ROOT = Path(__file__).parents[2]
 WHEN = datetime(2026, 1, 2, tzinfo=UTC)
@@ -130,6 +137,20 @@ def test_a_write_that_fails_half_way_leaves_the_log_as_it_was(tmp_path, monkeypa
     log.close()
 
 
+def test_a_torn_last_turn_is_left_out_and_said_so(tmp_path):
+    log = TurnLog(tmp_path / "whole")
+    log.append(turn(), 0, {})
+    good = log.path.stat().st_size
+    log.append(turn(), 1, {})
+    log.close()
+    whole = log.path.read_bytes()[: -len(END_OF_STREAM)]
+    torn = tmp_path / "turns-00000.arrows"
+    for size in (*range(good + 1, len(whole), 301), len(whole) - 1):
+        torn.write_bytes(whole[:size])
+        with pytest.warns(TornLogWarning, match=f"last {size - good} bytes"):
+            assert tk.read_turns(torn)["turn_index"].to_pylist() == [0]
+
+
 def test_a_short_write_is_finished(tmp_path, monkeypatch):
     write = os.write
     with monkeypatch.context() as patch:
@@ -174,11 +195,9 @@ def test_every_acknowledged_turn_outlives_a_killed_gateway(tmp_path):
             for done in [pool.submit(ask_on) for _ in range(4)]:
                 done.result()
     assert victim.returncode == -signal.SIGKILL
-    table = read_log(tmp_path / "turns-00000.arrows")
-    tk.validate(
-        table.sort_by([("session_id", "ascending"), ("turn_index", "ascending")])
-    )
-    logged = {(row["session_id"], row["response"]["body"]) for row in table.to_pylist()}
+    turns = tk.read_turns(tmp_path)
+    tk.validate(turns)
+    logged = {(row["session_id"], row["response"]["body"]) for row in turns.to_pylist()}
     assert len(answered) >= 40
     for key, text in answered:
         assert (key, f'{{"content":"{text}","role":"assistant"}}') in logged

@@ -24,7 +24,12 @@ def test_serve_records_until_it_is_interrupted(tmp_path):
         httpx.Client(trust_env=False) as client,
         subprocess.Popen(
             [sys.executable, "-c", COMMAND, "serve", *options],
-            env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'shim'}"},
+            env=os.environ
+            | {
+                "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'shim'}",
+                # a pipe is buffered, unless the environment says otherwise
+                "PYTHONUNBUFFERED": "",
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

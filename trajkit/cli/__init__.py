@@ -1,7 +1,8 @@
 """The ``trajkit`` command: parser, exit codes, one line per error.
 
-``linearize``, ``drift``, ``simulate`` and ``verify`` stand in this package. Further commands come from the
-entry-point group ``trajkit.commands``: an entry is a function that takes what
+``linearize``, ``drift``, ``simulate`` and ``verify`` stand in this package. Further
+commands come from the entry-point group ``trajkit.commands``: an entry is a function
+that takes what
 ``ArgumentParser.add_subparsers`` returned, adds a parser to it, and sets ``run`` on it,
 a function from the parsed arguments to an exit code.
 
@@ -121,7 +122,7 @@ def _warn(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """A warning as `warnings.showwarning` is given it, without the place in the code."""
+    """A warning as `warnings.showwarning` gets it, without the place in the code."""
     _say(f"warning: {message}")
 
 

@@ -37,7 +37,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the summary; the exit code is 0."""
     policy = chosen_policy(arguments)
     turns = tk.read_turns(arguments.source)
-    links = tk.link(turns, route=policy.route, merge_threshold=policy.merge_threshold)
+    links = tk.link(
+        turns,
+        route=policy.route,
+        merge_threshold=policy.merge_threshold,
+        equals=policy.equals,
+    )
     drift = tk.classify_drift(turns, links)
     if arguments.output is not None:
         write_table(drift, arguments.output)

@@ -4,6 +4,7 @@ import argparse
 from typing import TypeAlias
 
 import trajkit as tk
+from trajkit.policies import DEFAULT_FORK_THRESHOLD, PRESETS
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -33,15 +34,16 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
         metavar="NAME",
-        default="slime",
-        help="slime, strict or per_call (default: %(default)s)",
+        default="faithful",
+        help=f"one of {', '.join(PRESETS)} (default: %(default)s)",
     )
     parser.add_argument(
         "--fork-threshold",
         metavar="N",
         type=int,
-        help="slime: a reply shorter than N tokens goes on in the row whose last reply "
-        "drifted; 0 and below: none does (default: 1024)",
+        help="slime: a reply shorter than N tokens, trl: drift of fewer than N, goes on "
+        "in the row whose last reply drifted; 0 and below: none does (default: "
+        f"{DEFAULT_FORK_THRESHOLD})",
     )
 
 
