@@ -35,6 +35,7 @@ SMALL = Size(n_turns=16, context=8_192, system=1_000, reply_min=100, reply_max=3
 LONG = Size(n_turns=128, context=131_072, system=6_000, reply_min=300, reply_max=700)
 SIZES = {"small": SMALL, "long": LONG}
 
+
 def quoted(
     shape: str, n_turns: int = 128, context: int = 131_072, reply: int = 300
 ) -> Size:

@@ -204,7 +204,9 @@ def sampled_id_changed(rows, pick):
 
 
 def context_id_changed(rows, pick):
-    row, k = pick(spots(rows, lambda r, k: is_context(r, k) and any(r["loss_mask"][k:])))
+    row, k = pick(
+        spots(rows, lambda r, k: is_context(r, k) and any(r["loss_mask"][k:]))
+    )
     row["input_ids"][k] = OTHER
     return Planted("context", row, row["loss_mask"].index(True, k))
 
@@ -354,7 +356,8 @@ def trained_by_two_rows(rows, pick):
     claims = [
         r
         for r, s in spans(rows, "trained")
-        if r["session_id"] == row["session_id"] and s["turn_index"] == span["turn_index"]
+        if r["session_id"] == row["session_id"]
+        and s["turn_index"] == span["turn_index"]
     ]
     # rows count in order: the later of the two is named
     last = max(claims, key=lambda r: r["row_index"])
@@ -815,9 +818,9 @@ def test_a_reply_in_another_context_in_rows_without_pieces():
     row = foreign(tk.linearize(turns)).to_pylist()[0]
     row["input_ids"][1] = OTHER
     found = tk.verify(pa.Table.from_pylist([row]), turns).to_pylist()
-    assert [(v["row_index"], v["turn_index"], v["token"], v["rule"]) for v in found] == [
-        (0, 0, 20, "context")
-    ]
+    assert [
+        (v["row_index"], v["turn_index"], v["token"], v["rule"]) for v in found
+    ] == [(0, 0, 20, "context")]
 
 
 def test_what_rows_without_pieces_lose():
@@ -854,7 +857,11 @@ def test_a_turn_that_may_not_be_trained_in_rows_without_pieces():
             {"input_ids": [[1]]}, {}, SchemaError, "loss_mask", id="no loss mask"
         ),
         pytest.param(
-            {"input_ids": [[1], [2]], "loss_mask": [[0], [0]], "session_id": ["c", None]},
+            {
+                "input_ids": [[1], [2]],
+                "loss_mask": [[0], [0]],
+                "session_id": ["c", None],
+            },
             {},
             SchemaError,
             "all or none",

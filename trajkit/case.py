@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pyarrow as pa
 
+from trajkit.calls import Longs
 from trajkit.checks import Bools
-from trajkit.flat import FlatRows, Longs, Sampled
+from trajkit.flat import FlatRows, Index, Sampled
 from trajkit.policies import Policy
 from trajkit.schema import RULES, VIOLATIONS
 from trajkit.sessions import errored
@@ -73,9 +74,9 @@ class Case:
         rule: str,
         detail: str,
         *,
-        row: int | None = None,
-        call: int | None = None,
-        token: int | None = None,
+        row: Index | None = None,
+        call: Index | None = None,
+        token: Index | None = None,
     ) -> None:
         """Note a violation; ``row`` and ``call`` count those of the case."""
         session: object = None
@@ -112,7 +113,7 @@ class Case:
     def owed(self) -> Bools:
         """Sampled tokens that some row must train, flat as the outputs are.
 
-        None where the policy absorbs or demotes: it promises no more than to train
+        None is where the policy absorbs or demotes: it promises no more than to train
         nothing twice.
         """
         calls, outputs = self.turns.calls, self.turns.outputs

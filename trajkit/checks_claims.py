@@ -6,9 +6,10 @@ one by one is per piece or per violation, never per token.
 
 import numpy as np
 
+from trajkit.calls import Longs
 from trajkit.case import Case, stretches
 from trajkit.checks import Bools
-from trajkit.flat import Longs, Pieces
+from trajkit.flat import Index, Pieces
 from trajkit.schema import SPAN_KINDS
 
 EMPTY_KINDS = ("absorbed", "cut")
@@ -77,7 +78,7 @@ def sound(case: Case, pieces: Pieces) -> Pieces:
     return pieces.take(np.flatnonzero(good))
 
 
-def _words(pieces: Pieces, k: int) -> str:
+def _words(pieces: Pieces, k: Index) -> str:
     return (
         f"spans[{pieces.index[k]}] ({pieces.start[k]}:{pieces.stop[k]}, turn "
         f"{pieces.turn_index[k]}, output {pieces.out_start[k]}:{pieces.out_stop[k]}, "

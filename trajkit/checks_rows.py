@@ -5,12 +5,14 @@ A check takes a `Case` and says what it finds (see `trajkit.checks_claims`).
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 
 from trajkit import _core
+from trajkit.calls import Ints, Longs
 from trajkit.case import Case
-from trajkit.flat import Ints, Longs, Pieces, Runs
+from trajkit.flat import Index, Pieces, Runs
 from trajkit.tables import Rows
 
 _ROUNDING = 1e-9  # row_weight is one division away from the counts
@@ -29,9 +31,7 @@ def row_index(case: Case) -> None:
     for rows in by_session(case.session):
         for rank in np.flatnonzero(given[rows] != np.arange(len(rows))):
             row = int(rows[rank])
-            case.say(
-                "row_index", f"{given[row]} is row {rank} of the session", row=row
-            )
+            case.say("row_index", f"{given[row]} is row {rank} of the session", row=row)
 
 
 def lengths(case: Case) -> None:
@@ -57,17 +57,18 @@ def lengths(case: Case) -> None:
                 token=case.cap,
             )
     whole = np.repeat(rows.n_mask == ids.lengths, ids.lengths)
-    for name, null in (
-        ("input_ids", ids.values < 0),
-        ("loss_mask", whole & ~rows.has_mask),
+    for detail, null in (
+        ("input_ids is null or negative", ids.values < 0),
+        ("loss_mask is null", whole & ~rows.has_mask),
     ):
-        for at in np.flatnonzero(null):
-            row = int(np.searchsorted(ids.offsets, at, side="right")) - 1
+        at = np.flatnonzero(null)
+        owners = np.searchsorted(ids.offsets, at, side="right") - 1
+        for k, row in zip(at, owners, strict=True):
             case.say(
                 "null",
-                f"{name} has no value",
+                detail,
                 row=row,
-                token=int(at - ids.offsets[row]),
+                token=k - ids.offsets[row],
             )
 
 
@@ -112,7 +113,7 @@ def _last_calls(case: Case, pieces: Pieces) -> Longs:
     return last
 
 
-def _is_path(case: Case, row: int, call: int) -> bool:
+def _is_path(case: Case, row: Index, call: int) -> bool:
     ids = case.rows.ids[row]
     held = int(case.turns.calls.held[call])
     if min(held, case.cap or held) != len(ids):
@@ -120,7 +121,7 @@ def _is_path(case: Case, row: int, call: int) -> bool:
     return case.turns.shared(ids, call) == len(ids)
 
 
-def _departs(case: Case, row: int, own: int) -> int:
+def _departs(case: Case, row: Index, own: int) -> int:
     """Where a row departs from its own last turn, or from all turns of its session."""
     ids = case.rows.ids[row]
     if own >= 0:
@@ -200,7 +201,7 @@ def longest_shared(ids: Runs, rows: Rows) -> tuple[Longs, Longs]:
     order = np.array(sorted(range(n), key=lambda k: runs[k].tobytes()), np.int64)
     place = np.empty(n, np.int64)
     place[order] = np.arange(n)
-    steps = [_core.lcp(runs[a], runs[b]) for a, b in zip(order, order[1:], strict=False)]
+    steps = [_core.lcp(runs[a], runs[b]) for a, b in pairwise(order)]
     between = np.array(steps, np.int64)
     first, shared = np.zeros(n, np.int64), np.zeros(n, np.int64)
     for k in range(1, n):
@@ -232,8 +233,8 @@ def sums(case: Case, trained: Pieces) -> None:
             f"{given[row]}, the session's rows train {whole[row]}",
             row=int(row),
         )
-    for row, weight in enumerate(table.column("row_weight").to_pylist()):
-        due = mine[row] / whole[row] if whole[row] else None
+    for k, weight in enumerate(table.column("row_weight").to_pylist()):
+        due = mine[k] / whole[k] if whole[k] else None
         if weight is None or due is None:
             wrong = weight is not due
         else:
@@ -241,8 +242,8 @@ def sums(case: Case, trained: Pieces) -> None:
         if wrong:
             case.say(
                 "row_weight",
-                f"{_null(weight)}, the row's share of {whole[row]} is {_null(due)}",
-                row=row,
+                f"{_null(weight)}, the row's share of {whole[k]} is {_null(due)}",
+                row=k,
             )
 
 
@@ -285,7 +286,7 @@ def flags(case: Case, pieces: Pieces) -> None:
             case.say("flags", f"{name} is {_null(said)}", row=row)
 
 
-def _unseen(case: Case, row: int, name: str) -> bool:
+def _unseen(case: Case, row: Index, name: str) -> bool:
     """Whether a call that may have left no piece in the row has the flag."""
     calls, ids = case.turns.calls.calls, case.rows.ids[row]
     return any(

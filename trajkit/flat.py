@@ -15,6 +15,7 @@ from trajkit.checks import Bools, flat_chunks, raw_floats
 from trajkit.tables import Rows
 
 Array: TypeAlias = npt.NDArray[Any]
+Index: TypeAlias = int | np.integer[Any]
 Floats: TypeAlias = npt.NDArray[np.float32]
 
 
@@ -30,7 +31,7 @@ class Runs:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def __getitem__(self, k: int) -> Array:
+    def __getitem__(self, k: Index) -> Array:
         return self.values[self.offsets[k] : self.offsets[k + 1]]
 
     @property
@@ -152,20 +153,20 @@ class FlatRows:
     n_mask: Longs
     n_logprobs: Longs
 
-    def text(self, name: str, row: int) -> str | None:
+    def text(self, name: str, row: Index) -> str | None:
         """A value of a column of strings; None where there is no column."""
         value = self._value(name, row)
         return None if value is None else str(value)
 
-    def number(self, name: str, row: int) -> int | None:
+    def number(self, name: str, row: Index) -> int | None:
         """A value of a column of integers; None where there is no column."""
         value = self._value(name, row)
         return value if isinstance(value, int) else None
 
-    def _value(self, name: str, row: int) -> object:
+    def _value(self, name: str, row: Index) -> object:
         if name not in self.table.column_names:
             return None
-        value: object = self.table.column(name)[row].as_py()
+        value: object = self.table.column(name)[int(row)].as_py()
         return value
 
 

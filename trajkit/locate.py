@@ -12,9 +12,9 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit import checks_claims
+from trajkit.calls import Longs
 from trajkit.case import Case, stretches
 from trajkit.checks import Bools
-from trajkit.flat import Longs
 from trajkit.tables import canonical
 
 FOREIGN = pa.schema(
@@ -198,7 +198,9 @@ class _Located:
 
 def _calls_of(case: Case, session: int) -> range:
     """The calls that may stand in a row: of its session, or all."""
-    return range(len(case.turns.outputs)) if session < 0 else case.turns.calls_of(session)
+    return (
+        range(len(case.turns.outputs)) if session < 0 else case.turns.calls_of(session)
+    )
 
 
 def _in_context(case: Case, row: int, call: int) -> _Place | None:

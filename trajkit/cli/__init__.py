@@ -2,9 +2,8 @@
 
 ``linearize``, ``drift``, ``simulate`` and ``verify`` stand in this package. Further
 commands come from the entry-point group ``trajkit.commands``: an entry is a function
-that takes what
-``ArgumentParser.add_subparsers`` returned, adds a parser to it, and sets ``run`` on it,
-a function from the parsed arguments to an exit code.
+that takes what ``ArgumentParser.add_subparsers`` returned, adds a parser to it, and
+sets ``run`` on it, a function from the parsed arguments to an exit code.
 
 Nothing heavy is imported before the arguments are parsed, so that ``--help`` costs what
 ``import trajkit`` costs.
