@@ -142,8 +142,7 @@ def read_calls(turns: TableLike) -> Calls:
     calls["trainable"] = _flags(table, "trainable", absent=True)
     calls["use_tool"] = _flags(table, "use_tool", absent=False)
     calls["ill_formed"] = _flags(table, "ill_formed", absent=False)
-    finish = pc.equal(table.column("finish_reason"), "length").fill_null(False)
-    calls["length_stop"] = finish.to_numpy()
+    calls["length_stop"] = _is(table.column("finish_reason"), "length")
     result = Calls(
         table,
         calls,
@@ -231,6 +230,14 @@ def _address(values: pa.Array, buffer: int, item_bytes: int) -> int:
     return 0 if data is None else data.address + values.offset * item_bytes
 
 
+def _valid(array: pa.Array) -> npt.NDArray[np.bool_]:
+    """Where an array is not null."""
+    if array.null_count == 0:  # most are; this spares Arrow's cost of a call
+        return np.ones(len(array), np.bool_)
+    valid: npt.NDArray[np.bool_] = array.is_valid().to_numpy(zero_copy_only=False)
+    return valid
+
+
 def _joined(parts: list[npt.NDArray[np.int64]]) -> Longs:
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
@@ -242,7 +249,7 @@ def _read_logprobs(table: pa.Table, calls: Records) -> None:
         values = chunk.values
         offsets = chunk.offsets.to_numpy()
         lengths = np.diff(offsets)
-        given = chunk.is_valid().to_numpy(zero_copy_only=False)
+        given = _valid(chunk)
         bad = np.flatnonzero(given & (lengths != part["out_len"]))
         if len(bad):
             row = start + int(bad[0])
@@ -262,8 +269,17 @@ def _read_logprobs(table: pa.Table, calls: Records) -> None:
 
 
 def _flags(table: pa.Table, name: str, *, absent: bool) -> npt.NDArray[np.bool_]:
-    flags: npt.NDArray[np.bool_] = table.column(name).fill_null(absent).to_numpy()
+    column = table.column(name)
+    if column.null_count == len(column):
+        return np.full(len(column), absent)
+    flags: npt.NDArray[np.bool_] = column.fill_null(absent).to_numpy()
     return flags
+
+
+def _is(names: pa.ChunkedArray, name: str) -> npt.NDArray[np.bool_]:
+    """Where a name is this one; a null is not."""
+    same: npt.NDArray[np.bool_] = pc.equal(names, name).fill_null(False).to_numpy()
+    return same
 
 
 def named_calls(
@@ -344,7 +360,7 @@ def _read_requests(table: pa.Table, delta: bool) -> Records:
         keys, roles = chunk.values.field("key"), chunk.values.field("role")
         _refuse_null_keys(table, keys, chunk, start)
         offsets = chunk.offsets.to_numpy()
-        given = chunk.is_valid().to_numpy(zero_copy_only=False)
+        given = _valid(chunk)
         part["keys"] = _address(keys, 1, KEY_BYTES) + offsets[:-1] * KEY_BYTES
         part["n_keys"] = np.where(given, np.diff(offsets), -1)
         part["role_offsets"] = (
@@ -356,16 +372,18 @@ def _read_requests(table: pa.Table, delta: bool) -> Records:
         shared = table.column("shared_messages").fill_null(0).to_numpy()
         requests["shared"] = np.where(requests["n_keys"] < 0, 0, shared)
     start = 0
+    said = []
     for chunk in table.column("response").chunks:
         part = requests[start : start + len(chunk)]
-        keys, roles = chunk.field("key"), chunk.field("role")
-        given = chunk.is_valid().to_numpy(zero_copy_only=False)
-        given &= keys.is_valid().to_numpy(zero_copy_only=False)
+        keys = chunk.field("key")
+        said.append(chunk.field("role"))
         address = _address(keys, 1, KEY_BYTES) + np.arange(len(chunk)) * KEY_BYTES
-        part["reply_key"] = np.where(given, address, 0)
-        said = pc.equal(roles, "assistant").fill_null(False)
-        part["reply_is_assistant"] = given & said.to_numpy(zero_copy_only=False)
+        part["reply_key"] = np.where(_valid(chunk) & _valid(keys), address, 0)
         start += len(chunk)
+    roles = pa.chunked_array(said, pa.string())
+    requests["reply_is_assistant"] = _is(roles, "assistant") & (
+        requests["reply_key"] != 0
+    )
     return requests
 
 

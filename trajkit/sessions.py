@@ -26,7 +26,7 @@ class SessionFacts:
     # SESSIONS, or None
     table: pa.Table | None
 
-    def of(self, session_ids: pa.Array) -> pa.Table:
+    def of(self, session_ids: pa.Array) -> pa.RecordBatch:
         """SESSIONS for these sessions, in this order.
 
         Raises
@@ -36,7 +36,7 @@ class SessionFacts:
         """
         n = len(session_ids)
         if self.table is None:
-            return pa.Table.from_arrays(
+            return pa.RecordBatch.from_arrays(
                 [
                     session_ids,
                     pa.repeat(pa.scalar(self.reward, pa.float64()), n),
@@ -52,7 +52,7 @@ class SessionFacts:
                 f"session {missing.as_py()!r} has turns, but no line in sessions (or "
                 "no reward): a session that can't be scored has a null reward"
             )
-        return self.table.take(found)
+        return self.table.take(found).combine_chunks().to_batches()[0]
 
 
 def session_facts(reward: Reward, sessions: TableLike | None) -> SessionFacts:
@@ -101,9 +101,11 @@ def session_facts(reward: Reward, sessions: TableLike | None) -> SessionFacts:
     return SessionFacts(reward, None)
 
 
-def errored(facts: pa.Table) -> npt.NDArray[np.bool_]:
+def errored(facts: pa.RecordBatch) -> npt.NDArray[np.bool_]:
     """Which sessions ended in an error."""
-    result: npt.NDArray[np.bool_] = facts.column("error").is_valid().to_numpy()
+    result: npt.NDArray[np.bool_] = (
+        facts.column("error").is_valid().to_numpy(zero_copy_only=False)
+    )
     return result
 
 

@@ -225,6 +225,8 @@ def misfits(table: pa.Table, schema: pa.Schema) -> Iterator[Violation]:
         if not field.nullable and column.null_count:
             rows = np.flatnonzero(column.is_null().to_numpy())
             yield violation(rows, f"{field.name} is null")
+        if column.type == field.type:
+            continue
         start = 0
         for chunk in column.chunks:
             yield from _misfits(chunk, field.type, field.name, start)

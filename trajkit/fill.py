@@ -1,0 +1,126 @@
+"""The columns of planned rows: the ``rows`` table."""
+
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trajkit import _core
+from trajkit.calls import Calls, Longs, Records
+from trajkit.forest import Forest
+from trajkit.plan import Plan
+from trajkit.policies import Policy
+from trajkit.schema import ROWS, SPAN, SPAN_KINDS
+
+_Item = TypeVar("_Item", bound=np.generic)
+
+_SPAN_KINDS = pa.array(SPAN_KINDS)
+
+
+def row_batch(
+    calls: Calls,
+    forest: Forest,
+    links: Records,
+    policy: Policy,
+    max_tokens: int,
+    plan: Plan,
+    facts: pa.RecordBatch,
+) -> pa.RecordBatch:
+    """`trajkit.schema.ROWS` of a plan; ``facts`` are of the same sessions."""
+    rows = plan.rows
+    offsets, span_offsets = _offsets(rows["n_tokens"]), _offsets(rows["n_spans"])
+    n_tokens, n_spans = int(offsets[-1]), int(span_offsets[-1])
+    n_bytes = (n_tokens + 7) // 8
+    input_ids = _pooled(n_tokens, np.int32)
+    logprobs = _pooled(n_tokens, np.float32)
+    loss_mask, valid = _pooled(n_bytes, np.uint8), _pooled(n_bytes, np.uint8)
+    for bits in (loss_mask, valid):
+        bits.fill(0)
+    logprobs.fill(0)
+    spans = np.empty((len(SPAN) - 1, n_spans), np.int32)
+    kinds = np.empty(n_spans, np.int8)
+    missing = _core.fill_rows(
+        calls.calls,
+        forest.nodes,
+        forest.ends,
+        links,
+        plan.kinds,
+        plan.owners,
+        calls.turn_index,
+        policy.keep_head,
+        max_tokens,
+        rows,
+        offsets,
+        span_offsets,
+        input_ids,
+        loss_mask,
+        logprobs,
+        valid,
+        spans,
+        kinds,
+    )
+    mask = pa.py_buffer(loss_mask)
+    # Where the engine gave every logprob, what is valid is what is trained.
+    given = pa.py_buffer(valid) if missing else mask
+    list_offsets = pa.array(offsets)
+
+    def per_token(type_: pa.DataType, *buffers: pa.Buffer | None) -> pa.Array:
+        values = pa.Array.from_buffers(type_, n_tokens, list(buffers))
+        return pa.LargeListArray.from_arrays(list_offsets, values)
+
+    span = pa.StructArray.from_arrays(
+        [
+            *(pa.array(column) for column in spans),
+            pa.DictionaryArray.from_arrays(pa.array(kinds), _SPAN_KINDS, safe=False),
+        ],
+        fields=list(SPAN),
+    )
+    of_session = facts.take(pa.array(rows["session"]))
+    mask_sum = plan.counted("tokens_trained")[rows["session"]]
+    parent_row = rows["parent_row"]
+    return pa.RecordBatch.from_arrays(
+        [
+            of_session.column("session_id"),
+            pa.array(rows["index"]),
+            of_session.column("group_id"),
+            per_token(pa.int32(), None, pa.py_buffer(input_ids)),
+            pa.array(rows["prompt_len"].astype(np.int32)),
+            per_token(pa.bool_(), None, mask),
+            per_token(pa.float32(), given, pa.py_buffer(logprobs)),
+            pa.LargeListArray.from_arrays(pa.array(span_offsets), span),
+            pa.array(parent_row, mask=parent_row < 0),
+            pa.array(rows["shared"].astype(np.int32)),
+            of_session.column("reward"),
+            pa.array(rows["n_trained"] / np.maximum(mask_sum, 1), mask=mask_sum == 0),
+            pa.array(mask_sum),
+            _finish_reasons(calls, rows["last"]),
+            *(
+                pa.array(rows[name].astype(np.bool_))
+                for name in ("truncated", "use_tool", "ill_formed")
+            ),
+        ],
+        schema=ROWS,
+    )
+
+
+def _finish_reasons(calls: Calls, last: Records) -> pa.Array:
+    column = calls.table.column("finish_reason")
+    chunk = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    return chunk.take(pa.array(last))
+
+
+def _pooled(size: int, dtype: type[_Item]) -> npt.NDArray[_Item]:
+    """An array in Arrow's memory pool, undefined.
+
+    The pool keeps what is freed, so the rows of the next part or batch go to pages that
+    are there; pages from the system would be cleared and mapped one by one.
+    """
+    n_bytes = size * np.dtype(dtype).itemsize
+    return np.frombuffer(pa.allocate_buffer(n_bytes), dtype)
+
+
+def _offsets(sizes: Records) -> Longs:
+    offsets = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    return offsets

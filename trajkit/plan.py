@@ -1,0 +1,76 @@
+"""The rows that a policy makes of linked calls, before their columns are written."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trajkit import _core
+from trajkit.calls import Calls, Ints, Longs, Records
+from trajkit.forest import Forest
+from trajkit.layout import ROW
+from trajkit.policies import ABSORBS, Policy
+from trajkit.schema import REPORT
+
+COUNTS = tuple(REPORT.names[REPORT.names.index("turns") :])
+"""The columns of the report that the kernel counts, in its order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Rows as runs of calls, and what became of every claim."""
+
+    # dtype ROW, shape (n_rows,)
+    rows: Records
+    # shape (n_calls,): how each call met its parent's row
+    kinds: npt.NDArray[np.uint8]
+    # shape (n_calls,): the chain that owns each call's claim, or -1
+    owners: Ints
+    # shape (n_sessions, len(COUNTS))
+    counts: Longs
+
+    def counted(self, name: str) -> Longs:
+        """One count of the report, by session."""
+        return self.counts[:, COUNTS.index(name)]
+
+
+def plan_rows(
+    calls: Calls, forest: Forest, links: Records, policy: Policy, max_tokens: int
+) -> Plan:
+    """The rows of links whose ``lcp`` is known."""
+    n_calls = len(calls.calls)
+    plan = Plan(
+        np.empty(n_calls, ROW),
+        np.empty(n_calls, np.uint8),
+        np.empty(n_calls, np.int32),
+        np.zeros((calls.n_sessions, len(COUNTS)), np.int64),
+    )
+    n_rows = _core.plan_rows(
+        calls.calls,
+        calls.session_offsets,
+        forest.nodes,
+        forest.ends,
+        links,
+        ABSORBS.index(policy.absorb),
+        policy.fork_threshold,
+        policy.keep_head,
+        not policy.keep_untrained,
+        policy.flags == "chain",
+        max_tokens,
+        plan.kinds,
+        np.empty((3, n_calls), np.int32),
+        plan.owners,
+        np.empty(len(forest.nodes), np.int32),
+        plan.rows,
+        plan.counts,
+    )
+    return replace(plan, rows=plan.rows[:n_rows])
+
+
+def report_batch(facts: pa.RecordBatch, plan: Plan) -> pa.RecordBatch:
+    """`trajkit.schema.REPORT` of the sessions that the facts are of."""
+    counts = [
+        pa.array(plan.counted(name)).cast(REPORT.field(name).type) for name in COUNTS
+    ]
+    return pa.RecordBatch.from_arrays([*facts.columns, *counts], schema=REPORT)
