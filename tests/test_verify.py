@@ -49,10 +49,17 @@ RICH = [
 ]
 
 
+CLEAN = [
+    {**turn([1, 2], [3, 4, 5]), "session_id": "c"},
+    {**turn([1, 2, 3, 4, 5, 6], [8, 9]), "session_id": "c"},
+]
+
+
 @st.composite
 def rich_runs(draw):
-    """Generated sessions with the rich one among them."""
-    return draw(st.permutations([*by_session(draw(runs(1, 4))).values(), RICH]))
+    """Generated sessions with the rich one and a plain one among them."""
+    drawn = by_session(draw(runs(1, 4))).values()
+    return draw(st.permutations([*drawn, RICH, CLEAN]))
 
 
 def facts_of(turns):
@@ -531,10 +538,12 @@ def session_of_nobody(rows, pick):
 
 def session_in_pieces(rows, pick):
     group = pick(siblings(rows))
+    if rows[-1] is group[-1]:
+        rows.insert(0, rows.pop())
+        return Planted("session", group[0])
     rows.remove(group[-1])
-    rows.insert(0 if rows.index(group[0]) else len(rows), group[-1])
-    first = next(r for r in rows if r["session_id"] == group[0]["session_id"])
-    return Planted("session", group[-1] if first is group[0] else group[0])
+    rows.append(group[-1])
+    return Planted("session", group[-1])
 
 
 FAULTS = [
@@ -681,12 +690,6 @@ def test_turns_in_delta_form():
     ]
 
 
-CLEAN = [
-    {**turn([1, 2], [3, 4, 5]), "session_id": "c"},
-    {**turn([1, 2, 3, 4, 5, 6], [8, 9]), "session_id": "c"},
-]
-
-
 def test_errored_sessions_train_nothing():
     turns = tk.from_records(CLEAN)
     failed = pa.table({"session_id": ["c"], "error": ["out of memory"]})
@@ -694,6 +697,25 @@ def test_errored_sessions_train_nothing():
     assert tk.verify(none, turns, "strict", sessions=failed).num_rows == 0
     found = tk.verify(tk.linearize(turns, "strict"), turns, "strict", sessions=failed)
     assert set(found["rule"].to_pylist()) == {"untrainable"}
+
+
+@pytest.mark.parametrize(
+    ("weigh_by", "weights"),
+    [
+        pytest.param("token", [0.6, 0.4], id="token"),
+        pytest.param("row", [0.5, 0.5], id="row"),
+        pytest.param("rollout", [0.2, 0.2], id="rollout"),
+    ],
+)
+def test_weights_in_each_sense(weigh_by, weights):
+    turns = tk.from_records(CLEAN)
+    rows = tk.linearize(turns, "per_call")
+    place = rows.column_names.index("row_weight")
+    table = rows.set_column(place, ROWS.field("row_weight"), pa.array(weights))
+    assert tk.verify(table, turns, "per_call", weigh_by=weigh_by).num_rows == 0
+    for other in {"token", "row", "rollout"} - {weigh_by}:
+        found = tk.verify(table, turns, "per_call", weigh_by=other)
+        assert found["rule"].to_pylist() == ["row_weight"] * 2
 
 
 def test_a_row_longer_than_rows_may_be():
@@ -873,6 +895,13 @@ def test_a_turn_that_may_not_be_trained_in_rows_without_pieces():
             PolicyError,
             "max_row_tokens=0",
             id="rows of no token",
+        ),
+        pytest.param(
+            {"input_ids": [[1]], "loss_mask": [[0]]},
+            {"weigh_by": "turn"},
+            PolicyError,
+            "weigh_by='turn'",
+            id="weights of no sense",
         ),
         pytest.param(
             {"input_ids": [[1]], "loss_mask": [[0]]},

@@ -6,6 +6,7 @@ A check takes a `Case` and says what it finds (see `trajkit.checks_claims`).
 import math
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from trajkit.calls import Ints, Longs
 from trajkit.case import Case
 from trajkit.flat import Index, Pieces, Runs
 from trajkit.tables import Rows
+
+WeighBy: TypeAlias = Literal["token", "row", "rollout"]
 
 _ROUNDING = 1e-9  # row_weight is one division away from the counts
 
@@ -219,7 +222,7 @@ def longest_shared(ids: Runs, rows: Rows) -> tuple[Longs, Longs]:
     return np.where(shared > 0, first, 0), shared
 
 
-def sums(case: Case, trained: Pieces) -> None:
+def sums(case: Case, trained: Pieces, weigh_by: WeighBy) -> None:
     """rollout_mask_sum and row_weight count what the session's rows train."""
     table = case.rows.table
     mine = np.bincount(
@@ -233,8 +236,13 @@ def sums(case: Case, trained: Pieces) -> None:
             f"{given[row]}, the session's rows train {whole[row]}",
             row=int(row),
         )
+    share, total = mine, whole
+    if weigh_by != "token":
+        share = (mine > 0).astype(np.int64)
+    if weigh_by == "row":
+        total = np.bincount(case.session, share).astype(np.int64)[case.session]
     for k, weight in enumerate(table.column("row_weight").to_pylist()):
-        due = mine[k] / whole[k] if whole[k] else None
+        due = share[k] / total[k] if whole[k] else None
         if weight is None or due is None:
             wrong = weight is not due
         else:
@@ -242,7 +250,7 @@ def sums(case: Case, trained: Pieces) -> None:
         if wrong:
             case.say(
                 "row_weight",
-                f"{_null(weight)}, the row's share of {whole[k]} is {_null(due)}",
+                f"{_null(weight)}, {share[k]} of {total[k]} is due",
                 row=k,
             )
 

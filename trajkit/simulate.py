@@ -9,7 +9,8 @@ import pyarrow as pa
 from trajkit.calls import Calls, read_calls
 from trajkit.errors import PolicyError
 from trajkit.flat import Sampled, flat_turns, ids_of, pieces_of, sessions_of
-from trajkit.linearize import REPORT_COUNTS, linearize
+from trajkit.linearize import linearize
+from trajkit.plan import COUNTS
 from trajkit.policies import PRESETS, Policy
 from trajkit.policies import policy as named_policy
 from trajkit.schema import LOSSES, SIMULATION
@@ -107,14 +108,14 @@ class _Totals:
     def __init__(self, policy: Policy, pad_to: int | None) -> None:
         self.policy = policy
         self._pad_to = pad_to
-        self._counts = dict.fromkeys(REPORT_COUNTS, 0)
+        self._counts = dict.fromkeys(COUNTS, 0)
         self._out_of_context = 0
         self._padding = 0
         self._longest = 0
 
     def add(self, rows: pa.Table, report: pa.Table, sampled: Sampled) -> None:
         """Count the rows that the policy made of the calls ``sampled``."""
-        for name in REPORT_COUNTS:
+        for name in COUNTS:
             self._counts[name] += int(report.column(name).to_numpy().sum())
         ids = ids_of(rows.column("input_ids"))
         pieces = pieces_of(rows, sampled, sessions_of(rows, sampled.calls))

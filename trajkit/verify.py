@@ -1,6 +1,7 @@
 """Whether rows keep every promise: violations as a table, all of them."""
 
 from collections.abc import Iterator
+from typing import get_args
 
 import numpy as np
 import pyarrow as pa
@@ -8,6 +9,7 @@ import pyarrow as pa
 from trajkit import checks_claims, checks_rows
 from trajkit.calls import Calls, read_calls
 from trajkit.case import Case, Violation, violations_table
+from trajkit.checks_rows import WeighBy
 from trajkit.errors import PolicyError, SchemaError
 from trajkit.flat import flat_rows, flat_turns, pieces_of, sessions_of
 from trajkit.locate import foreign_rows, verify_located
@@ -29,6 +31,7 @@ def verify(
     reward: Reward = None,
     sessions: TableLike | None = None,
     max_row_tokens: int | None = None,
+    weigh_by: WeighBy = "token",
 ) -> pa.Table:
     """Every violation of what rows promise about the turns that they were made of.
 
@@ -51,10 +54,14 @@ def verify(
         twice, and no more is asked of them. None: exactly once, as ``faithful`` does.
     reward, sessions : optional
         As given to `trajkit.linearize`. Without them, the rewards of a session's rows
-        need only be alike.
+        need only be alike: rewards that differ from row to row are spread after this.
     max_row_tokens : int, optional
         As given to `trajkit.linearize`; what lies beyond need not be trained. None: no
         row was cut.
+    weigh_by : {"token", "row", "rollout"}
+        What ``row_weight`` is: the row's trained tokens over the rollout's N, as
+        `trajkit.linearize` gives it; 1 over the rollout's rows that train something; or
+        1 / N. A row that trains nothing weighs 0.
 
     Returns
     -------
@@ -69,7 +76,8 @@ def verify(
     InvalidTurnsError
         The turns are no sequence of sessions, or ``reward`` or ``sessions`` lack one.
     PolicyError
-        The policy does not exist, or ``max_row_tokens`` is below 1.
+        The policy does not exist, ``max_row_tokens`` is below 1, or ``weigh_by`` is
+        none of the three.
 
     Examples
     --------
@@ -87,6 +95,10 @@ def verify(
     if max_row_tokens is not None and max_row_tokens < 1:
         raise PolicyError(
             f"max_row_tokens={max_row_tokens}: expected 1 or more, or None"
+        )
+    if weigh_by not in get_args(WeighBy):
+        raise PolicyError(
+            f"weigh_by={weigh_by!r}: expected one of {', '.join(get_args(WeighBy))}"
         )
     chosen = None if policy is None else named_policy(policy)
     table = as_table(rows)
@@ -119,7 +131,7 @@ def verify(
             found,
         )
         if own:
-            _verify_own(case, known)
+            _verify_own(case, known, weigh_by)
         else:
             verify_located(case)
     return violations_table(found)
@@ -152,7 +164,7 @@ def _parts(calls: Calls, session: Rows) -> Iterator[tuple[Calls, Rows]]:
         start = stop
 
 
-def _verify_own(case: Case, known: tuple[str, ...]) -> None:
+def _verify_own(case: Case, known: tuple[str, ...], weigh_by: WeighBy) -> None:
     """The rules of rows whose pieces say what they train."""
     pieces = pieces_of(case.rows.table, case.turns, case.session)
     pieces = checks_claims.sound(case, pieces)
@@ -168,7 +180,7 @@ def _verify_own(case: Case, known: tuple[str, ...]) -> None:
     checks_rows.tokens(case, pieces)
     checks_rows.prompt_length(case, pieces)
     checks_rows.shared_prefixes(case)
-    checks_rows.sums(case, trained)
+    checks_rows.sums(case, trained, weigh_by)
     checks_rows.facts(case, known=known)
     if case.policy is not None and case.policy.flags == "row":
         checks_rows.flags(case, pieces)
