@@ -35,6 +35,19 @@ SMALL = Size(n_turns=16, context=8_192, system=1_000, reply_min=100, reply_max=3
 LONG = Size(n_turns=128, context=131_072, system=6_000, reply_min=300, reply_max=700)
 SIZES = {"small": SMALL, "long": LONG}
 
+
+def quoted(
+    shape: str, n_turns: int = 128, context: int = 131_072, reply: int = 300
+) -> Size:
+    """The rollout that the losses of the rules are quoted for, or a smaller one.
+
+    Replies are of equal length, the system prompt is a fortieth of the context, and the
+    last call holds ``context`` tokens, whatever the shape drops before it.
+    """
+    dropped = 2 * reply // 3 * (n_turns - 1) if shape == "head_dropped" else 0
+    return Size(n_turns, context + dropped, context // 40, reply, reply)
+
+
 SHAPES = ("clean", "tail_changed", "head_dropped")
 """What becomes of a reply when the next prompt shows it again.
 

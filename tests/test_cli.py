@@ -344,3 +344,54 @@ def test_every_entry_point_adds_its_command(capsys):
         with pytest.raises(SystemExit):
             parser.parse_args([name, "--help"])
         assert "usage:" in capsys.readouterr().out
+
+
+def test_simulate_says_what_keeps_everything(capsys, turns):
+    printed = run_json(capsys, "simulate", turns, "--pad", "8")
+    expected = tk.simulate(tk.from_records(CALLS), pad_to=8).to_pylist()
+    assert printed == {"cheapest": "faithful", "policies": expected}
+    assert cli.main(["simulate", turns, "--policy", "slime", "--policy", "strict"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "turns 4, tokens sampled 8".split()
+    assert lines[2][:5] == ["policy", "rows", "trained", "of", "sampled"]
+    assert lines[4] == "slime 2 5 62.5 % 3 0 14 14 7".split()
+    assert lines[-1] == "keeps everything at least cost: strict".split()
+
+
+def test_simulate_where_every_policy_loses(capsys, turns):
+    assert cli.main(["simulate", turns, "--policy", "slime"]) == cli.DONE
+    assert "every policy here loses sampled tokens" in capsys.readouterr().out
+
+
+def test_verify_finds_nothing_in_rows_that_are_right(tmp_path, capsys, turns):
+    rows = str(tmp_path / "rows.jsonl")
+    tk.write_rows(tk.linearize(tk.from_records(CALLS), "slime"), rows)
+    assert run_json(capsys, "verify", rows, turns, "--policy", "slime") == {
+        "violations": []
+    }
+    assert cli.main(["verify", rows, turns, "--policy", "slime"]) == cli.DONE
+    assert capsys.readouterr().out == "no violations\n"
+
+
+def test_verify_exits_with_1_on_a_violation(tmp_path, capsys, turns):
+    rows = str(tmp_path / "rows.parquet")
+    found = str(tmp_path / "found.jsonl")
+    table = tk.linearize(tk.from_records(CALLS), "slime")
+    tk.write_rows(table, rows)
+    assert cli.main(["verify", rows, turns, "-o", found]) == cli.BAD_DATA
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["not_trained", "1"] in lines
+    assert json.loads(Path(found).read_text())["turn_index"] == 0
+    assert cli.main(["verify", rows, turns, "--json"]) == cli.BAD_DATA
+    (violation,) = json.loads(capsys.readouterr().out)["violations"]
+    assert (violation["session_id"], violation["rule"]) == ("a", "not_trained")
+
+
+def test_verify_shows_the_first_violations_of_many(tmp_path, capsys, turns):
+    rows = tmp_path / "rows.jsonl"
+    row = {"session_id": "a", "input_ids": [8] * 50, "loss_mask": [1, 0] * 25}
+    rows.write_text(json.dumps(row))
+    assert cli.main(["verify", str(rows), turns]) == cli.BAD_DATA
+    out = capsys.readouterr().out
+    assert "and 9 more" in out
+    assert ["mask", "25"] in [line.split() for line in out.splitlines()]

@@ -22,7 +22,9 @@ from trajkit.prefix import lcp
 from trajkit.recorder import Recorded, Recorder
 from trajkit.records import from_records
 from trajkit.rewards import spread_rewards
+from trajkit.simulate import simulate
 from trajkit.validate import set_aside, validate
+from trajkit.verify import verify
 from trajkit.weights import add_advantages, advantages, weigh
 
 __all__ = [
@@ -54,8 +56,10 @@ __all__ = [
     "read_turns",
     "reference_loss",
     "set_aside",
+    "simulate",
     "spread_rewards",
     "validate",
+    "verify",
     "weigh",
     "write_rows",
     "write_turns",

@@ -160,6 +160,20 @@ def read_rows(source: Source, *, format: Format | None = None) -> pa.Table:
     return check_rows(gather(_joined(pieces, ROWS), "row_index"))
 
 
+def read_any_rows(source: Source, *, format: Format | None = None) -> pa.Table:
+    """Rows of any system, as the files hold them: not gathered, not checked.
+
+    JSON lines hold one row each, an object of the table's columns; see `read_turns`.
+    """
+    pieces: list[pa.Table] = []
+    for part in _parts(source, format):
+        if isinstance(part, Iterator):
+            pieces.extend(io_json.tables(part))
+        else:
+            pieces.append(part)
+    return _joined(pieces, ROWS)
+
+
 def write_rows(
     rows: TableLike | Iterable[pa.RecordBatch],
     sink: Sink,

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from trajkit.errors import FormatError, InvalidTurnsError, TornLogWarning
 from trajkit.json_text import parse
-from trajkit.schema import ROWS, TURNS, TURNS_DELTA
+from trajkit.schema import TURNS, TURNS_DELTA
 from trajkit.tables import place
 
 _BLOCK_BYTES = 1 << 20
@@ -122,10 +122,10 @@ def write(pieces: Iterator[pa.Table], schema: pa.Schema, file: pa.NativeFile) ->
         for start in range(0, len(piece), _BATCH):
             part = piece.slice(start, _BATCH)
             for k, row in enumerate(part.to_pylist()):
-                if schema is ROWS:
-                    text = _dump(row)
-                else:
+                if schema is TURNS:
                     text = _turn(row, told, part, k)
+                else:
+                    text = _dump(row)
                 file.write(f"{text}\n".encode())
 
 

@@ -345,3 +345,116 @@ ROWS = _schema(
     pa.field("ill_formed", pa.bool_()),
 )
 """One row per training sequence."""
+
+SIMULATION = _schema(
+    "simulation",
+    # its name, and the choices that differ from the preset of that name
+    _required("policy", pa.string()),
+    _required("turns", pa.int64()),
+    _required("rows", pa.int64()),
+    # as in REPORT, over all sessions
+    _required("rows_untrained", pa.int64()),
+    _required("rows_cut", pa.int64()),
+    _required("tokens_sampled", pa.int64()),
+    _required("tokens_trained", pa.int64()),
+    # the sum of all lost_*
+    _required("tokens_lost", pa.int64()),
+    *(_required(f"lost_{reason}", pa.int64()) for reason in LOSSES),
+    _required("tokens_duplicated", pa.int64()),
+    # trained where the row up to the token is not what it was sampled after
+    _required("tokens_out_of_context", pa.int64()),
+    _required("tokens_forward", pa.int64()),
+    _required("tokens_forward_shared", pa.int64()),
+    # what brings each row to a multiple of the given length. null: none was given
+    pa.field("tokens_padding", pa.int64()),
+    # tokens of the longest row; 0 without rows
+    _required("longest_row", pa.int64()),
+)
+"""What policies make of the same turns, one row per policy."""
+
+RULES = (
+    "session",
+    "row_index",
+    "length",
+    "null",
+    "span_turn",
+    "span_kind",
+    "span_place",
+    "span_range",
+    "span_tokens",
+    "untrainable",
+    "mask",
+    "logprob",
+    "context",
+    "trained_twice",
+    "not_trained",
+    "not_located",
+    "row_tokens",
+    "prompt_length",
+    "parent_row",
+    "shared_length",
+    "rollout_mask_sum",
+    "row_weight",
+    "reward",
+    "group_id",
+    "finish_reason",
+    "flags",
+)
+"""What `trajkit.verify` looks at.
+
+session
+    The row's session has turns, and its rows follow one another.
+row_index
+    It counts the session's rows from 0.
+length
+    Mask and logprobs are as long as the row, and no row is longer than it may be.
+null
+    Ids, mask and pieces have no null.
+span_turn, span_kind, span_place, span_range
+    A piece names a turn of the session and a kind that the policy makes, ascends within
+    the row without overlap, and is as long as its range of the turn's output.
+span_tokens
+    A piece holds the tokens that it says.
+untrainable
+    What may not be trained is not claimed, and only that is called so.
+mask
+    It is true where a piece is trained (in rows without pieces: where a located turn's
+    output stands), and only there.
+logprob
+    The engine's own on the mask; null off it.
+context
+    What precedes a trained token is what it was sampled after.
+trained_twice
+    No sampled token is claimed by two rows or pieces.
+not_trained
+    Every token that the policy promises to train is trained.
+not_located
+    In rows without pieces: the turn's prompt's end and its output stand in some row.
+row_tokens
+    A row is the prompt and the output of a turn, cut where rows are cut.
+prompt_length
+    The prompt of the call that opened the row.
+parent_row, shared_length
+    The first of the earlier rows that start like this one for longest, and for how many
+    tokens.
+rollout_mask_sum, row_weight, reward, group_id
+    Of the whole rollout.
+finish_reason, flags
+    Of the row's calls.
+"""
+
+VIOLATIONS = _schema(
+    "violations",
+    pa.field("session_id", pa.string()),
+    # null: the violation is of no one row
+    pa.field("row_index", pa.int32()),
+    # null: of no one turn
+    pa.field("turn_index", pa.int32()),
+    # the first token that is wrong: its position in the row or, without row_index, in
+    # the turn's output. null: of the whole row
+    pa.field("token", pa.int32()),
+    _required("rule", _names),
+    # the values, and for how many tokens
+    _required("detail", pa.string()),
+)
+"""What breaks a rule in rows, one row per violation and run of tokens."""

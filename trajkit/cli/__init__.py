@@ -1,9 +1,9 @@
 """The ``trajkit`` command: parser, exit codes, one line per error.
 
-``linearize`` and ``drift`` stand in this package. Further commands come from the
-entry-point group ``trajkit.commands``: an entry is a function that takes what
-``ArgumentParser.add_subparsers`` returned, adds a parser to it, and sets ``run`` on it,
-a function from the parsed arguments to an exit code.
+``linearize``, ``drift``, ``simulate`` and ``verify`` stand in this package. Further
+commands come from the entry-point group ``trajkit.commands``: an entry is a function
+that takes what ``ArgumentParser.add_subparsers`` returned, adds a parser to it, and
+sets ``run`` on it, a function from the parsed arguments to an exit code.
 
 Nothing heavy is imported before the arguments are parsed, so that ``--help`` costs what
 ``import trajkit`` costs.
@@ -19,6 +19,8 @@ from typing import TextIO
 
 from trajkit.cli.drift import add_drift
 from trajkit.cli.linearize import add_linearize
+from trajkit.cli.simulate import add_simulate
+from trajkit.cli.verify import add_verify
 from trajkit.errors import FormatError, PolicyError, TornLogWarning, TrajkitError
 
 DONE = 0
@@ -32,6 +34,7 @@ EXIT_CODES = """\
 exit codes:
   0    done
   1    the data breaks a rule: the line on stderr names session, turn, value and rule
+       (verify: rows break one, the table on stdout names them)
   2    wrong usage: an unknown option, policy or choice, or an extra that is missing
   3    a file or an address cannot be used, or a file is of no format known here
   130  interrupted
@@ -91,6 +94,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add_linearize(commands)
     add_drift(commands)
+    add_simulate(commands)
+    add_verify(commands)
     for entry in sorted(entry_points(group="trajkit.commands"), key=lambda e: e.name):
         entry.load()(commands)
     return parser

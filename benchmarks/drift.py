@@ -1,0 +1,42 @@
+"""What each policy keeps and costs on two rollouts whose replies come back changed.
+
+    python -m benchmarks.drift
+
+prints the table of `trajkit.simulate` for a rollout in which the second-to-last token
+of every reply comes back as another, and for one in which the first 200 of 300 tokens
+of every reply are gone.
+"""
+
+import argparse
+
+import trajkit as tk
+from benchmarks.data import quoted, rollout
+from trajkit.cli.simulate import describe
+from trajkit.simulate import cheapest_whole
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.drift")
+    parser.add_argument("--turns", type=int, default=128, help="(128)")
+    parser.add_argument("--context", type=int, default=131_072, help="tokens (131072)")
+    parser.add_argument("--reply", type=int, default=300, help="tokens (300)")
+    choices = parser.parse_args()
+    for shape in ("tail_changed", "head_dropped"):
+        size = quoted(shape, choices.turns, choices.context, choices.reply)
+        turns = tk.from_records(rollout("s", size, shape))
+        table = tk.simulate(turns)
+        last = turns.slice(turns.num_rows - 1).to_pylist()[0]
+        context = len(last["prompt_ids"]) + len(last["output_ids"])
+        print(f"{shape}: {context:,} tokens of context at the last call")
+        print(describe(table, cheapest_whole(table)))
+        for line in table.to_pylist():
+            print(
+                f"{line['policy']:<10} forward {line['tokens_forward'] / context:8.3f}"
+                f"  shared once {line['tokens_forward_shared'] / context:8.3f}"
+                "  times that context"
+            )
+        print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""The simulation counts what the tables hold, and shows what each rule loses."""
+
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trajkit as tk
+from benchmarks.data import quoted, rollout
+from tests.reference import held
+from tests.strategies import row_limits, runs
+from tests.tables import by_session, turns_table
+from trajkit.errors import PolicyError
+from trajkit.policies import PRESETS
+from trajkit.schema import LOSSES, SIMULATION
+from trajkit.simulate import cheapest_whole, label
+
+
+def out_of_context(turns, rows):
+    """Trained tokens, one by one, whose row is not what they were sampled after."""
+    called = {
+        (name, one.get("turn_index", k)): one
+        for name, session in by_session(turns).items()
+        for k, one in enumerate(session)
+    }
+    n = 0
+    for row in rows:
+        for span in row["spans"]:
+            if span["kind"] != "trained":
+                continue
+            one = called[row["session_id"], span["turn_index"]]
+            path, n_prompt = held(one), len(one["prompt_ids"])
+            for k in range(span["stop"] - span["start"]):
+                here = row["input_ids"][: span["start"] + k + 1]
+                n += here != path[: n_prompt + span["output_start"] + k + 1]
+    return n
+
+
+@given(runs(), st.sampled_from([*PRESETS]), row_limits, st.sampled_from([None, 1, 8]))
+def test_the_simulation_counts_what_the_tables_hold(turns, name, limit, pad):
+    table = turns_table(turns)
+    rows, report = tk.linearize(table, name, max_row_tokens=limit, report=True)
+    rows = rows.to_pylist()
+    lengths = [len(row["input_ids"]) for row in rows]
+    found = tk.simulate(table, [name], pad_to=pad, max_row_tokens=limit)
+    assert found.schema.equals(SIMULATION)
+    (line,) = found.to_pylist()
+    assert line["policy"] == name
+    assert line["rows"] == len(rows)
+    assert line["tokens_trained"] == sum(sum(row["loss_mask"]) for row in rows)
+    assert line["tokens_forward"] == sum(lengths)
+    assert line["tokens_forward_shared"] == sum(lengths) - sum(
+        row["shared_length"] for row in rows
+    )
+    assert line["tokens_sampled"] == line["tokens_trained"] + line["tokens_lost"]
+    assert line["tokens_lost"] == sum(line[f"lost_{reason}"] for reason in LOSSES)
+    assert line["longest_row"] == max(lengths, default=0)
+    assert line["tokens_out_of_context"] == out_of_context(turns, rows)
+    if pad is None:
+        assert line["tokens_padding"] is None
+    else:
+        assert line["tokens_padding"] == sum(-n % pad for n in lengths)
+    for counted in set(report.column_names) & set(line) - {"policy"}:
+        assert line[counted] == sum(report[counted].to_pylist()), counted
+
+
+@given(runs())
+def test_a_stream_gives_what_its_table_gives(turns):
+    table = turns_table(turns)
+    whole = tk.simulate(table, pad_to=8)
+    assert whole["policy"].to_pylist() == [*PRESETS]
+    assert tk.simulate(iter(table.to_batches(max_chunksize=2)), pad_to=8) == whole
+    assert tk.simulate(pl.from_arrow(table), pad_to=8) == whole
+
+
+@given(runs())
+def test_what_keeps_everything_at_least_cost(turns):
+    found = tk.simulate(turns_table(turns), ["slime", "per_call", "skyrl", "strict"])
+    best = cheapest_whole(found)
+    lines = {line["policy"]: line for line in found.to_pylist()}
+    for name in ("per_call", "skyrl", "strict"):
+        assert lines[best]["tokens_forward"] <= lines[name]["tokens_forward"]
+    assert lines[best]["tokens_lost"] == lines[best]["lost_untrainable"]
+
+
+def test_policies_that_all_lose():
+    turns = tk.from_records(
+        [
+            {"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3]},
+            {"session_id": "a", "prompt_ids": [1, 2, 9], "output_ids": [4]},
+        ]
+    )
+    found = tk.simulate(turns, ["trl"])
+    assert cheapest_whole(found) is None
+    assert cheapest_whole(tk.simulate(turns, [])) is None
+
+
+def test_a_changed_policy_is_named_by_its_changes():
+    slime = tk.policy("slime", fork_threshold=7, keep_head=True)
+    assert label(slime) == "slime(keep_head=True, fork_threshold=7)"
+    turns = tk.from_records([{"session_id": "a", "prompt_ids": [1], "output_ids": [2]}])
+    found = tk.simulate(turns, [slime, "interleave"])
+    assert found["policy"].to_pylist() == [label(slime), "strict"]
+
+
+def test_errored_sessions_train_nothing():
+    turns = tk.from_records([{"session_id": "a", "prompt_ids": [1], "output_ids": [2]}])
+    failed = pl.DataFrame({"session_id": ["a"], "error": ["killed"]})
+    found = tk.simulate(turns, ["strict"], sessions=failed)
+    assert found["tokens_trained"].to_pylist() == [0]
+    assert found["lost_untrainable"].to_pylist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        pytest.param({"pad_to": 0}, "pad_to=0", id="rows of no token"),
+        pytest.param({"policies": ["slim"]}, "'slim'", id="no such policy"),
+        pytest.param({"max_row_tokens": 0}, "max_row_tokens=0", id="no token kept"),
+    ],
+)
+def test_what_is_refused(options, said):
+    turns = tk.from_records([{"session_id": "a", "prompt_ids": [1], "output_ids": [2]}])
+    with pytest.raises(PolicyError, match=said):
+        tk.simulate(turns, **options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "lost_by_trl", "shared"),
+    [
+        # of each reply but the last, its last two tokens
+        pytest.param("tail_changed", 2, 1.01, id="tail changed"),
+        pytest.param("head_dropped", 60, 1.4, id="head dropped"),
+    ],
+)
+def test_two_rollouts_whose_replies_come_back_changed(shape, lost_by_trl, shared):
+    """At a fifth of the size that ``python -m benchmarks.drift`` takes."""
+    n, reply = 64, 60
+    turns = tk.from_records(rollout("s", quoted(shape, n, 26_214, reply), shape))
+    lines = {line["policy"]: line for line in tk.simulate(turns).to_pylist()}
+    context = 26_214
+    assert lines["slime"]["longest_row"] == context
+    assert {line["tokens_sampled"] for line in lines.values()} == {n * reply}
+    assert lines["slime"]["tokens_trained"] == reply
+    assert lines["trl"]["tokens_lost"] == lost_by_trl * (n - 1)
+    assert lines["faithful"]["tokens_lost"] == 0
+    assert lines["faithful"]["tokens_out_of_context"] == 0
+    assert lines["faithful"]["tokens_forward_shared"] <= shared * context
+    for name in ("strict", "skyrl", "per_call"):
+        # each call's context again: on average half of the last one's
+        assert lines[name]["tokens_forward"] > n / 2 * context
+        assert lines[name]["tokens_lost"] == 0

@@ -1,0 +1,95 @@
+"""``trajkit simulate``: what each policy would keep, lose and cost on a run."""
+
+import argparse
+import json
+import sys
+
+import pyarrow as pa
+
+import trajkit as tk
+from trajkit.cli.options import Commands, add_source, count
+from trajkit.cli.show import share, text_table
+from trajkit.simulate import cheapest_whole
+
+
+def add_simulate(commands: Commands) -> None:
+    """Add ``simulate`` to the command line."""
+    parser = commands.add_parser(
+        "simulate",
+        help="compare what the policies keep, lose and cost",
+        description="Make the rows of every policy, count what they train, lose and "
+        "cost, and say which policy keeps everything at least cost. 'forward' are the "
+        "tokens of all rows, 'shared once' the same with each shared prefix counted "
+        "once.",
+    )
+    add_source(parser)
+    parser.add_argument(
+        "--policy",
+        metavar="NAME",
+        action="append",
+        help="a policy to look at; may be repeated (default: all of them)",
+    )
+    parser.add_argument(
+        "--pad",
+        metavar="N",
+        type=count,
+        help="count what pads each row to a multiple of N tokens",
+    )
+    parser.add_argument(
+        "--max-row-tokens", metavar="N", type=count, help="cut rows after N tokens"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table and the cheapest policy; the exit code is 0."""
+    table = tk.simulate(
+        tk.read_turns(arguments.source),
+        arguments.policy,
+        pad_to=arguments.pad,
+        max_row_tokens=arguments.max_row_tokens,
+    )
+    cheapest = cheapest_whole(table)
+    if arguments.json:
+        text = json.dumps({"cheapest": cheapest, "policies": table.to_pylist()})
+    else:
+        text = describe(table, cheapest)
+    sys.stdout.write(text + "\n")
+    return 0
+
+
+def describe(table: pa.Table, cheapest: str | None) -> str:
+    """The table and what it says, for people."""
+    policies = table.to_pylist()
+    # a column for each reason that took something somewhere
+    reasons = {
+        name: name.removeprefix("lost_")
+        for name in table.column_names
+        if name.startswith("lost_") and any(line[name] for line in policies)
+    }
+    further = {**reasons, "tokens_duplicated": "duplicated"}
+    if any(line["tokens_out_of_context"] for line in policies):
+        further["tokens_out_of_context"] = "out of context"
+    further |= {"tokens_forward": "forward", "tokens_forward_shared": "shared once"}
+    if any(line["tokens_padding"] is not None for line in policies):
+        further["tokens_padding"] = "padding"
+    further["longest_row"] = "longest row"
+    head = ["policy", "rows", "trained", "of sampled", *further.values()]
+    lines = [
+        [
+            line["policy"],
+            line["rows"],
+            line["tokens_trained"],
+            share(line["tokens_trained"], line["tokens_sampled"]),
+            *(line[name] for name in further),
+        ]
+        for line in policies
+    ]
+    first = policies[0] if policies else {"turns": 0, "tokens_sampled": 0}
+    said = "every policy here loses sampled tokens"
+    if cheapest is not None:
+        said = f"keeps everything at least cost: {cheapest}"
+    return (
+        f"turns {first['turns']:,}, tokens sampled {first['tokens_sampled']:,}\n\n"
+        f"{text_table(head, lines)}\n\n{said}"
+    )

@@ -1,0 +1,185 @@
+"""What each policy would keep, lose and cost on the same recorded calls."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+
+import numpy as np
+import pyarrow as pa
+
+from trajkit.calls import Calls, read_calls
+from trajkit.errors import PolicyError
+from trajkit.flat import Sampled, flat_turns, ids_of, pieces_of, sessions_of
+from trajkit.linearize import linearize
+from trajkit.plan import COUNTS
+from trajkit.policies import PRESETS, Policy
+from trajkit.policies import policy as named_policy
+from trajkit.schema import LOSSES, SIMULATION
+from trajkit.stream import whole_sessions
+from trajkit.tables import TableLike
+
+# Tokens that the calls of one part hold: what the rows of one policy take at a time.
+_PART_TOKENS = 1 << 25
+_TRAINED = "trained"
+
+
+def simulate(
+    turns: TableLike | Iterator[pa.RecordBatch],
+    policies: Iterable[str | Policy] | None = None,
+    *,
+    pad_to: int | None = None,
+    sessions: TableLike | None = None,
+    max_row_tokens: int | None = None,
+    threads: int | None = None,
+) -> pa.Table:
+    """What policies make of recorded calls: kept, lost and cost, a row per policy.
+
+    Every number is counted on the tables that `trajkit.linearize` returns under the
+    same arguments. The rows of one part of the run are held at a time.
+
+    Parameters
+    ----------
+    turns : table, or iterator of record batches
+        As for `trajkit.linearize`.
+    policies : iterable of str or Policy, optional
+        None: every preset.
+    pad_to : int, optional
+        Rows are padded to the next multiple of this many tokens. None: unknown.
+    sessions : table, optional
+        `trajkit.schema.SESSIONS`; a session with an error trains nothing.
+    max_row_tokens : int, optional
+        As for `trajkit.linearize`.
+    threads : int, optional
+        As for `trajkit.linearize`.
+
+    Returns
+    -------
+    Table
+        `trajkit.schema.SIMULATION`, in the order of ``policies``.
+
+    Raises
+    ------
+    SchemaError, InvalidTurnsError
+        As for `trajkit.linearize`.
+    PolicyError
+        A policy does not exist, or ``pad_to`` is below 1.
+
+    Examples
+    --------
+    >>> import trajkit as tk
+    >>> turns = tk.from_records(
+    ...     [
+    ...         {"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3]},
+    ...         {"session_id": "a", "prompt_ids": [1, 2, 9], "output_ids": [4]},
+    ...     ]
+    ... )
+    >>> tk.simulate(turns, ["faithful", "trl"])["tokens_trained"].to_pylist()
+    [3, 2]
+    """
+    if pad_to is not None and pad_to < 1:
+        raise PolicyError(f"pad_to={pad_to}: expected 1 or more, or None")
+    chosen = [named_policy(one) for one in (PRESETS if policies is None else policies)]
+    totals = [_Totals(one, pad_to) for one in chosen]
+    for part in _parts(turns):
+        sampled = flat_turns(part)
+        for total in totals:
+            rows, report = linearize(
+                part.table,
+                total.policy,
+                sessions=sessions,
+                max_row_tokens=max_row_tokens,
+                report=True,
+                threads=threads,
+            )
+            total.add(rows, report, sampled)
+    return pa.Table.from_pylist([total.line() for total in totals], SIMULATION)
+
+
+def _parts(turns: TableLike | Iterator[pa.RecordBatch]) -> Iterator[Calls]:
+    if isinstance(turns, (Iterator, pa.RecordBatchReader)):
+        for table in whole_sessions(turns):
+            yield from read_calls(table).split(_PART_TOKENS)
+    else:
+        yield from read_calls(turns).split(_PART_TOKENS)
+
+
+class _Totals:
+    """The counts of one policy, part by part."""
+
+    def __init__(self, policy: Policy, pad_to: int | None) -> None:
+        self.policy = policy
+        self._pad_to = pad_to
+        self._counts = dict.fromkeys(COUNTS, 0)
+        self._out_of_context = 0
+        self._padding = 0
+        self._longest = 0
+
+    def add(self, rows: pa.Table, report: pa.Table, sampled: Sampled) -> None:
+        """Count the rows that the policy made of the calls ``sampled``."""
+        for name in COUNTS:
+            self._counts[name] += int(report.column(name).to_numpy().sum())
+        ids = ids_of(rows.column("input_ids"))
+        pieces = pieces_of(rows, sampled, sessions_of(rows, sampled.calls))
+        trained = pieces.take(np.flatnonzero(pieces.kind == _TRAINED))
+        in_context = trained.in_context(ids, sampled)
+        self._out_of_context += int((trained.stop - trained.start - in_context).sum())
+        lengths = ids.lengths
+        self._longest = max(self._longest, int(lengths.max(initial=0)))
+        if self._pad_to is not None:
+            self._padding += int((-lengths % self._pad_to).sum())
+
+    def line(self) -> dict[str, object]:
+        """The policy's row of the table."""
+        counts = self._counts
+        return {
+            "policy": label(self.policy),
+            **counts,
+            "tokens_lost": sum(counts[f"lost_{reason}"] for reason in LOSSES),
+            "tokens_out_of_context": self._out_of_context,
+            "tokens_padding": None if self._pad_to is None else self._padding,
+            "longest_row": self._longest,
+        }
+
+
+def label(policy: Policy) -> str:
+    """The policy's name, and the choices that differ from its preset's.
+
+    Examples
+    --------
+    >>> from trajkit.policies import policy
+    >>> label(policy("slime", fork_threshold=0))
+    'slime(fork_threshold=0)'
+    """
+    preset = PRESETS[policy.name]
+    changed = [
+        f"{field.name}={getattr(policy, field.name)}"
+        for field in fields(policy)
+        if getattr(policy, field.name) != getattr(preset, field.name)
+    ]
+    return f"{policy.name}({', '.join(changed)})" if changed else policy.name
+
+
+def cheapest_whole(table: pa.Table) -> str | None:
+    """The policy that keeps everything at least cost.
+
+    Parameters
+    ----------
+    table : Table
+        As `simulate` gives it.
+
+    Returns
+    -------
+    str or None
+        Of the policies that lose nothing but what the turns say may not be trained, and
+        train nothing out of its context: the first with the fewest forward tokens, with
+        shared prefixes counted once where these are equal. None: every policy loses.
+    """
+    whole = [
+        line
+        for line in table.to_pylist()
+        if line["tokens_lost"] == line["lost_untrainable"]
+        and not line["tokens_out_of_context"]
+    ]
+    if not whole:
+        return None
+    cost = min(whole, key=lambda x: (x["tokens_forward"], x["tokens_forward_shared"]))
+    return str(cost["policy"])
