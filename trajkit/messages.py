@@ -30,6 +30,10 @@ def message_key(message: dict[str, object]) -> bytes:
     message : dict
         Of JSON values throughout.
 
+    Returns
+    -------
+    bytes
+
     Raises
     ------
     InvalidTurnsError
@@ -48,6 +52,10 @@ def message_body(message: dict[str, object]) -> str:
     ----------
     message : dict
         Of JSON values throughout.
+
+    Returns
+    -------
+    str
 
     Raises
     ------
