@@ -40,10 +40,7 @@ assert tk.read_rows("rows.parquet").equals(rows)
 
 # Without the extra, a command of the shim says what to install.
 serve = subprocess.run(
-    [COMMAND, "serve", "--model", ".", "--out", "run"],
-    capture_output=True,
-    check=False,
-    text=True,
+    [COMMAND, "serve", "--out", "run"], capture_output=True, check=False, text=True
 )
 assert serve.returncode == 2, serve
 assert "trajkit[shim]" in serve.stderr, serve

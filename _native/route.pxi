@@ -229,14 +229,31 @@ cdef int32_t _nearest_by_tokens(
     return -1
 
 
+cdef int32_t _next_alive(int32_t* up, const int32_t* alive, int32_t node) noexcept nogil:
+    """The nearest node at or above with ``alive[node] >= 0``, or -1; shortens the way there.
+
+    ``up`` starts as the parents. A node that is not alive never becomes so again: hence a
+    long path of such nodes, as a chain of drifting turns leaves it, is climbed once.
+    """
+    cdef int32_t above
+    while node >= 0 and alive[node] < 0:
+        above = up[node]
+        if above >= 0 and alive[above] < 0:
+            up[node] = up[above]
+        node = up[node]
+    return node
+
+
 cdef int32_t _longest_held(
-    const Call* calls, const Node* nodes, const int32_t* ends, const int32_t* ended,
-    const int32_t* next_ended, const Link* links, const int32_t* places, int32_t index,
+    const Call* calls, const Node* nodes, const int32_t* ends, int32_t* up,
+    const int32_t* ended, const int32_t* next_ended, const Link* links,
+    const int32_t* places, int32_t index,
 ) noexcept nogil:
     """The earlier placed call whose path is the longest prefix of the prompt, or -1."""
     cdef int32_t node = ends[index], call, oldest
     while nodes[node].stop > calls[index].prompt_len:
         node = nodes[node].parent
+    node = _next_alive(up, ended, node)
     while node >= 0:
         oldest = -1
         call = ended[node]
@@ -247,7 +264,7 @@ cdef int32_t _longest_held(
             call = next_ended[call]
         if oldest >= 0:
             return oldest
-        node = nodes[node].parent
+        node = _next_alive(up, ended, up[node])
     return -1
 
 
@@ -313,6 +330,7 @@ def route_messages(
     Message[::1] tree_nodes not None,
     int32_t[::1] table not None,
     int32_t[::1] places not None,
+    int32_t[::1] up not None,
     int32_t[::1] ended not None,
     int32_t[::1] next_ended not None,
     Link[::1] links not None,
@@ -322,8 +340,8 @@ def route_messages(
     Message routing as slime has it; a call without a list of messages goes below the call
     whose path is the longest prefix of its prompt. With ``by_tokens``, of equal replies to
     the same messages the one with the longest common prefix is the parent, not the first.
-    ``tree_nodes`` and ``table`` are of `tree_size`, ``ended`` has an entry a node of the
-    forest, the rest one a call.
+    ``tree_nodes`` and ``table`` are of `tree_size`, ``up`` and ``ended`` have an entry a node
+    of the forest, the rest one a call.
     """
     cdef:
         int64_t n_calls = calls.shape[0], n_sessions = session_offsets.shape[0] - 1
@@ -337,6 +355,7 @@ def route_messages(
         ("places", places.shape[0]), ("next_ended", next_ended.shape[0]),
     ):
         _check_length(name, n, n_calls)
+    _check_length("up", up.shape[0], nodes.shape[0])
     _check_length("ended", ended.shape[0], nodes.shape[0])
     most, wanted = tree_size(requests, session_offsets)
     _check_length("tree_nodes", tree_nodes.shape[0], most)
@@ -355,6 +374,7 @@ def route_messages(
     with nogil:
         for i in range(nodes.shape[0]):
             ended[i] = -1
+            up[i] = nodes[i].parent
         for i in range(n_calls):
             links[i].order = links[i].demoted_by = links[i].parent = places[i] = -1
             next_ended[i] = ended[ends[i]]
@@ -373,8 +393,8 @@ def route_messages(
                 call = <int32_t>i
                 if requests[i].n_keys < 0:
                     links[i].parent = _longest_held(
-                        &calls[0], &nodes[0], &ends[0], &ended[0], &next_ended[0], &links[0],
-                        tree.places, call,
+                        &calls[0], &nodes[0], &ends[0], &up[0], &ended[0], &next_ended[0],
+                        &links[0], tree.places, call,
                     )
                     links[i].why = WHY_TOKENS if links[i].parent >= 0 else WHY_ROOT
                     node = tree.places[links[i].parent] if links[i].parent >= 0 else 0
@@ -413,6 +433,8 @@ def route_tokens(
     const int64_t[::1] session_offsets not None,
     const Node[::1] nodes not None,
     const int32_t[::1] ends not None,
+    int32_t[::1] up not None,
+    int32_t[::1] left not None,
     int32_t[::1] active not None,
     int32_t[::1] next_active not None,
     int32_t[::1] row_of not None,
@@ -421,8 +443,8 @@ def route_tokens(
     """Fill every call's link: its parent is the longest row end that is a prefix of its prompt.
 
     Ties go to the oldest row. A call takes the place of its parent as the row's end, so every
-    call has one child at most. ``active`` has an entry a node of the forest, the rest one a
-    call.
+    call has one child at most. ``up``, ``left`` and ``active`` have an entry a node of the
+    forest, the rest one a call.
     """
     cdef:
         int64_t n_calls = calls.shape[0], n_sessions = session_offsets.shape[0] - 1, s, i
@@ -434,10 +456,18 @@ def route_tokens(
         ("row_of", row_of.shape[0]), ("links", links.shape[0]),
     ):
         _check_length(name, n, n_calls)
-    _check_length("active", active.shape[0], nodes.shape[0])
+    for name, n in (
+        ("up", up.shape[0]), ("left", left.shape[0]), ("active", active.shape[0]),
+    ):
+        _check_length(name, n, nodes.shape[0])
     with nogil:
         for i in range(nodes.shape[0]):
-            active[i] = -1
+            active[i] = left[i] = -1
+            up[i] = nodes[i].parent
+        # One less than the calls that end at a node and that none continues: -1, it has none
+        # left and never will.
+        for i in range(n_calls):
+            left[ends[i]] += 1
         for s in range(n_sessions):
             for i in range(session_offsets[s], session_offsets[s + 1]):
                 call = <int32_t>i
@@ -445,8 +475,9 @@ def route_tokens(
                 node = ends[i]
                 while nodes[node].stop > calls[i].prompt_len:
                     node = nodes[node].parent
+                node = _next_alive(&up[0], &left[0], node)
                 while node >= 0 and active[node] < 0:
-                    node = nodes[node].parent
+                    node = _next_alive(&up[0], &left[0], up[node])
                 if node < 0:
                     links[i].parent = -1
                     links[i].why = WHY_ROOT
@@ -464,6 +495,7 @@ def route_tokens(
                         active[node] = next_active[best]
                     else:
                         next_active[best_before] = next_active[best]
+                    left[node] -= 1
                     links[i].parent = best
                     links[i].why = WHY_TOKENS
                     row_of[i] = row_of[best]

@@ -237,31 +237,8 @@ def link(turns, route, merge_threshold=DEFAULT_THRESHOLD):
 # --- how a prompt departs from what was held
 
 
-def longest_common_run(a, b):
-    """Where the longest run that a and b share stands in a and in b, and its length.
-
-    Of equals the first in b, there the first in a.
-    """
-    best = 0, 0, 0
-    for j in range(len(b)):
-        for i in range(len(a)):
-            n = lcp(a[i:], b[j:])
-            if n > best[2]:
-                best = i, j, n
-    return best
-
-
-def longest_end(a, b, limit):
-    """As `longest_common_run`, of runs that end where a does, up to a length."""
-    for n in range(min(len(a), len(b), limit), 0, -1):
-        for j in range(len(b) - n + 1):
-            if b[j : j + n] == a[len(a) - n :]:
-                return len(a) - n, j, n
-    return 0, 0, 0
-
-
 def classify_drift(turns, links, min_run=8):
-    """One dict per turn with a parent, as ``schema.DRIFT`` without session_id.
+    """One dict per turn with a parent, as the columns of ``schema.DRIFT``.
 
     ``links`` as `link` gives them.
     """
@@ -280,21 +257,18 @@ def classify_drift(turns, links, min_run=8):
         i = position[one["turn_index"]]
         if i not in parent:
             continue
-        size = len(held(turns[parent[i]])) - shared[i]
+        before, prompt = held(turns[parent[i]]), turns[i]["prompt_ids"]
+        size = len(before) - shared[i]
         # owner[q]: whose output the q-th held token is, still as it was sampled. A
         # token of the ancestor stands in held while every pair on the way kept it.
         owner = {}
-        # where a message is known to end in held: where a turn's prompt or output did
-        boundaries = set()
+        ends = {len(before)}  # where messages are known to end in held
         x = parent[i]
-        in_step = len(held(turns[x]))
+        in_step = len(before)
         while True:
-            start = len(turns[x]["prompt_ids"])
-            stop = min(len(held(turns[x])), in_step)
-            owner.update(dict.fromkeys(range(start, stop), x))
-            boundaries |= {
-                end for end in (start, len(held(turns[x]))) if end <= in_step
-            }
+            start, stop = len(turns[x]["prompt_ids"]), len(held(turns[x]))
+            owner.update(dict.fromkeys(range(start, min(stop, in_step)), x))
+            ends.update(end for end in (start, stop) if end <= in_step)
             if x not in parent:
                 break
             in_step = min(in_step, shared[x])
@@ -307,24 +281,10 @@ def classify_drift(turns, links, min_run=8):
             region = "last_reply"
         else:
             region = "earlier_reply"
-
-        resync = None, None, None
-        prompt = turns[i]["prompt_ids"]
-        if size == 0:
-            cause = "clean"
-        elif shared[i] == len(prompt):
-            cause = "truncated"
-        else:
-            rest, replay = held(turns[parent[i]])[shared[i] :], prompt[shared[i] :]
-            a, b, n = longest_common_run(rest, replay)
-            if n >= min_run:
-                cause = "head_dropped" if b == 0 else "middle_edited"
-            else:
-                cause = "tail_changed" if region == "last_reply" else "diverged"
-                end = min(q for q in boundaries if q > shared[i])
-                a, b, n = longest_end(rest[: end - shared[i]], replay, min_run - 1)
-            if n:
-                resync = shared[i] + a, shared[i] + b, n
+        run = None
+        if size:
+            end = min(end for end in ends if end > shared[i])
+            run = back_in_step(before, prompt, shared[i], end, min_run)
         drift.append(
             {
                 "turn_index": one["turn_index"],
@@ -332,14 +292,43 @@ def classify_drift(turns, links, min_run=8):
                 "lcp": shared[i],
                 "size": size,
                 "region": region,
-                "resync_held": resync[0],
-                "resync_prompt": resync[1],
-                "resync_length": resync[2],
+                "resync_held": None if run is None else run[0],
+                "resync_prompt": None if run is None else run[1],
+                "resync_length": None if run is None else run[2],
                 "at_stake": sum(q >= shared[i] for q in owner),
-                "cause": cause,
+                "cause": cause_of(turns[i], shared[i], size, region, run, min_run),
             }
         )
     return drift
+
+
+def back_in_step(before, prompt, start, end, min_run):
+    """Where held and prompt agree again beyond ``start``, and for how many tokens.
+
+    The longest run of min_run or more, the first in the prompt and then in held; else
+    the longest shorter one that stops at ``end`` of held; else None.
+    """
+    for n in range(min(len(before), len(prompt)) - start, min_run - 1, -1):
+        for b in range(start, len(prompt) - n + 1):
+            for a in range(start, len(before) - n + 1):
+                if before[a : a + n] == prompt[b : b + n]:
+                    return a, b, n
+    for n in range(min(min_run - 1, end - start), 0, -1):
+        for b in range(start, len(prompt) - n + 1):
+            if before[end - n : end] == prompt[b : b + n]:
+                return end - n, b, n
+    return None
+
+
+def cause_of(turn, start, size, region, run, min_run):
+    """What drift at ``start`` looks like: one of ``schema.CAUSES``."""
+    if size == 0:
+        return "clean"
+    if start == len(turn["prompt_ids"]):
+        return "truncated"
+    if run is not None and run[2] >= min_run:
+        return "head_dropped" if run[1] == start else "middle_edited"
+    return "tail_changed" if region == "last_reply" else "diverged"
 
 
 # --- which turns make one row
@@ -662,3 +651,82 @@ def slime_by_state_machine(
                 }
             )
     return rows
+
+
+# --- what a model was shown, and learns
+
+
+def observed_tokens(turns, rows, roles=("tool",)):
+    """The weighed positions of each row, for turns with messages and full attribution.
+
+    A row is a dict with ``input_ids`` and ``spans``. Positions are of messages of these
+    roles that come after the first model turn, each message in the first row that shows
+    it.
+    """
+    ends = [held(turn) for turn in turns]
+    replies = [turn["response_message"] for turn in turns]
+    seen = []
+    result = []
+    for row in rows:
+        calls = [span["turn_index"] for span in row["spans"]]
+        first = max(calls, default=0)
+        last = next(
+            k for k, ids in enumerate(ends) if k >= first and ids == row["input_ids"]
+        )
+        sampled = {
+            p for span in row["spans"] for p in range(span["start"], span["stop"])
+        }
+        shown = turns[last]["prompt_messages"]
+        new = []
+        for i, message in enumerate(shown):
+            if message["role"] not in roles or i <= first_model_turn(turns, last):
+                continue
+            identity = observation(shown, i, replies, seen)
+            if not any(identity == known for known, _ in seen):
+                new.append((identity, i))
+        seen += new
+        fresh = {i for _, i in new}
+        attribution = turns[last]["attribution"]
+        result.append(
+            [
+                p
+                for p, (i, content) in enumerate(
+                    zip(
+                        attribution["message_indices"],
+                        attribution["is_content"],
+                        strict=True,
+                    )
+                )
+                if content and i in fresh and p > 0 and p not in sampled
+            ]
+        )
+    return result
+
+
+def first_model_turn(turns, last):
+    """The index of the first message that a model said, or that stands for one."""
+    shown = turns[last]["prompt_messages"]
+    base = next(
+        k
+        for k, turn in enumerate(turns)
+        if turn["prompt_messages"]
+        and turn["prompt_messages"] == shown[: len(turn["prompt_messages"])]
+    )
+    given = [turn["response_message"] for turn in turns[:base]]
+    for i, message in enumerate(shown):
+        if message["role"] == "assistant" and (
+            i >= len(turns[base]["prompt_messages"]) or message in given
+        ):
+            return i
+    return len(shown)
+
+
+def observation(shown, i, replies, seen):
+    """What message i is, wherever it is shown: itself, its number, the reply before."""
+    number = shown[:i].count(shown[i])
+    before = [m for m in shown[:i] if m["role"] == "assistant"][-1:]
+    if before and before[0] not in replies:
+        for (message, known, reply), _ in seen:
+            if (message, known) == (shown[i], number):
+                return message, known, reply
+    return shown[i], number, before

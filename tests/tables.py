@@ -3,6 +3,8 @@
 import pyarrow as pa
 
 import trajkit as tk
+from tests import reference
+from trajkit.schema import TURNS_DELTA
 
 
 def by_session(turns):
@@ -28,6 +30,43 @@ def turns_table(turns):
     place = table.schema.get_field_index("prompt_ids")
     field = table.schema.field(place)
     return table.set_column(place, field, pa.array(prompts, field.type))
+
+
+def in_delta_form(table, choose):
+    """A full turns table, each prompt said as what it shares with an earlier turn.
+
+    ``choose(options)`` picks one of a list: the base of a turn (None: none), and how
+    much of what they share is said by it. A base need not be the best, nor used up.
+    """
+    lines = table.to_pylist()
+    for i, line in enumerate(lines):
+        earlier = [
+            other for other in lines[:i] if other["session_id"] == line["session_id"]
+        ]
+        base = choose([None, *earlier])
+        held, shows = [], []
+        if base is not None:
+            held = base["prompt_ids"] + base["output_ids"]
+            if base["messages"] is not None:
+                shows = [
+                    m for m in [*base["messages"], base["response"]] if m is not None
+                ]
+        line["base_turn"] = None if base is None else base["turn_index"]
+        n = choose(range(reference.lcp(held, line["prompt_ids"]) + 1))
+        line["shared_length"] = n
+        line["suffix_ids"] = line["prompt_ids"][n:]
+        line["shared_messages"] = line["suffix_messages"] = None
+        if line["messages"] is not None:
+            names = [
+                [(m["key"], m["role"]) for m in x] for x in (shows, line["messages"])
+            ]
+            n = choose(range(reference.lcp(*names) + 1))
+            line["shared_messages"] = n
+            line["suffix_messages"] = line["messages"][n:]
+    return pa.Table.from_pylist(
+        [{name: line[name] for name in TURNS_DELTA.names} for line in lines],
+        TURNS_DELTA,
+    )
 
 
 def dicts(table, like):

@@ -4,6 +4,7 @@ Lengths in tokens are another matter: each prompt is looked at once, whole.
 """
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 import trajkit as tk
@@ -92,6 +93,26 @@ def test_a_tree_of_messages_as_deep():
         [1, 7, 2, 7],
         [1, 7],
     ]
+
+
+@pytest.mark.parametrize("route", ["tokens", "messages"])
+def test_a_line_in_which_every_turn_drifts(route):
+    """Each prompt drops the last token before it: no path is the start of another."""
+    at = np.arange(N, dtype=np.int32)
+    ids = pa.large_list(pa.int32())
+    turns = pa.table(
+        {
+            "session_id": pa.repeat("s", N),
+            "turn_index": at,
+            "base_turn": pa.array(at - 1, mask=at == 0),
+            "shared_length": np.where(at == 0, 0, 2 * at),
+            "suffix_ids": pa.repeat(pa.scalar([8], ids), N),
+            "output_ids": pa.repeat(pa.scalar([5, 6], ids), N),
+        }
+    )
+    links = tk.link(turns, route)
+    assert links["parent"].null_count == N
+    assert links["order"].to_pylist() == list(range(N))
 
 
 def test_as_many_siblings():

@@ -1,6 +1,7 @@
 """Rows, spans and reports agree with the slow twins, and with what rows promise."""
 
 import itertools
+import re
 from collections import Counter
 
 import pyarrow as pa
@@ -12,7 +13,7 @@ import trajkit as tk
 from tests import reference
 from tests.strategies import policies, row_limits, runs, sessions, thresholds
 from tests.tables import by_session, dicts, policy_of, turns_table
-from trajkit.errors import InvalidTurnsError
+from trajkit.errors import InvalidTurnsError, PolicyError, SchemaError
 from trajkit.schema import DRIFT, REPORT, ROWS
 
 
@@ -228,6 +229,63 @@ def test_a_drift_table_may_not_claim_what_two_turns_do_not_share():
     assert rows["loss_mask"].to_pylist() == [[False] * 5 + [True]]
     with pytest.raises(InvalidTurnsError, match=r"lcp 4.*shares 3 tokens"):
         tk.linearize(table, "trl", links=links, drift=with_lcp(4))
+
+
+@pytest.mark.parametrize(
+    ("choices", "error", "match"),
+    [
+        ({"policy": ["slime"]}, PolicyError, "policy ['slime'] does not exist"),
+        ({"max_row_tokens": 1.5}, PolicyError, "max_row_tokens=1.5: expected an int"),
+        ({"max_row_tokens": True}, PolicyError, "max_row_tokens=True"),
+        ({"max_row_tokens": 0}, PolicyError, "max_row_tokens=0: expected an integer"),
+        ({"max_row_tokens": 2**63}, PolicyError, "max_row_tokens=92233720"),
+        ({"threads": "2"}, PolicyError, "threads='2': expected an integer of 1"),
+        ({"reward": "1"}, SchemaError, "reward is of type str: expected a number, a"),
+        ({"reward": {"s": "1"}}, SchemaError, "session 's': reward is of type str"),
+        ({"reward": {"s": True}}, SchemaError, "session 's': reward is of type bool"),
+        ({"reward": {1: 2.0}}, SchemaError, "reward has the key 1: expected session"),
+        ({"reward": 10**400}, InvalidTurnsError, "reward inf: expected a finite"),
+        ({"reward": {"s": float("nan")}}, InvalidTurnsError, "'s': reward nan"),
+        ({"reward": {}}, InvalidTurnsError, "session 's' has turns, but no line"),
+    ],
+)
+def test_choices_that_are_none_are_refused(choices, error, match):
+    with pytest.raises(error, match=re.escape(match)):
+        tk.linearize(turns_table(SAME_ANSWER_TWICE), **{"policy": "slime", **choices})
+
+
+@pytest.mark.parametrize("threshold", [2**63, -(2**70), 1.5, True, "1"])
+def test_thresholds_are_integers_of_64_bits(threshold):
+    with pytest.raises(PolicyError, match="fork_threshold="):
+        tk.policy("slime", fork_threshold=threshold)
+    with pytest.raises(PolicyError, match="merge_threshold="):
+        tk.link(turns_table(SAME_ANSWER_TWICE), merge_threshold=threshold)
+
+
+def test_a_threshold_of_none_is_the_preset_s_own():
+    other = tk.policy("slime", fork_threshold=5)
+    assert tk.policy(other, fork_threshold=None) == tk.policy("slime")
+    assert tk.policy(other, merge=False).fork_threshold == 5
+
+
+@pytest.mark.parametrize(
+    ("pieces", "match"),
+    [
+        pytest.param([{"session_id": "s"}], "dict is no record batch", id="a dict"),
+        pytest.param([pa.record_batch({"x": [1]})], "'session_id'", id="no session"),
+        pytest.param(
+            [
+                pa.record_batch({"session_id": ["s"]}),
+                pa.record_batch({"session_id": ["s"], "turn_index": [1]}),
+            ],
+            "do not make one table",
+            id="columns that change",
+        ),
+    ],
+)
+def test_what_is_no_stream_of_turns_is_refused(pieces, match):
+    with pytest.raises(SchemaError, match=match):
+        list(tk.linearize(iter(pieces), "slime"))
 
 
 def test_strict_is_also_called_interleave():

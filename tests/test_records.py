@@ -146,6 +146,9 @@ def test_ids_are_taken_from(make):
         pytest.param([np.float32(-0.5), -1.0], [-0.5, -1.0], id="numpy scalar"),
         pytest.param(np.array([-0.5, -1], "f2"), [-0.5, -1.0], id="half precision"),
         pytest.param(array("d", [-0.5, -1]), [-0.5, -1.0], id="array.array"),
+        pytest.param(
+            np.ma.array([-0.5, -1], mask=[True, False]), [None, -1.0], id="masked"
+        ),
         pytest.param(pa.array([None, -1.0]), [None, -1.0], id="arrow with null"),
         pytest.param([0.0001, -9998.0], [np.float32(1e-4), -9998.0], id="at the edge"),
     ],
@@ -256,6 +259,7 @@ REFUSED = [
     ),
     ({"output_log_probs": []}, "'output_log_probs': spell it 'output_logprobs'"),
     ({"promptIds": []}, "'promptIds': spell it 'prompt_ids'"),
+    ({"logprobs": [-1.0]}, "'logprobs': spell it 'output_logprobs'"),
     ({"messages": []}, "'messages', which is a column made from prompt_messages"),
     ({3: 4}, "record 0 has the key 3"),
     ({"extra": object()}, "the values of 'extra' make no Arrow column"),

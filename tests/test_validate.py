@@ -596,7 +596,18 @@ def test_every_stage_of_a_run_is_valid(records):
     assert validate(links).num_rows == turns.num_rows
     validate(tk.classify_drift(turns, links))
     for policy in ("slime", "strict", "per_call"):
-        validate(tk.linearize(turns, policy=policy, reward=1.0))
+        rows, report = tk.linearize(turns, policy=policy, reward=1.0, report=True)
+        validate(rows)
+        assert validate(report).equals(report)
+
+
+def test_a_report_that_does_not_add_up_is_refused():
+    turns = tk.from_records([{**IDS_RECORD, "output_ids": [5, 6, 7]}])
+    _, report = tk.linearize(turns, report=True)
+    at = report.column_names.index("lost_cut")
+    report = report.set_column(at, report.field(at), pa.array([1]))
+    with pytest.raises(InvalidTurnsError, match="3 tokens sampled, but trained and l"):
+        validate(report)
 
 
 @given(runs(), st.data())

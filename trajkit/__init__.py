@@ -14,19 +14,24 @@ from trajkit.errors import (
 from trajkit.io import iter_turns, read_rows, read_turns, write_rows, write_turns
 from trajkit.linearize import linearize
 from trajkit.link import link
+from trajkit.loss import Loss, reference_loss
 from trajkit.messages import message_body, message_key
+from trajkit.observations import observations
 from trajkit.policies import Policy, policy
 from trajkit.prefix import lcp
 from trajkit.recorder import Recorded, Recorder
 from trajkit.records import from_records
+from trajkit.rewards import spread_rewards
 from trajkit.simulate import simulate
 from trajkit.validate import set_aside, validate
 from trajkit.verify import verify
+from trajkit.weights import add_advantages, advantages, weigh
 
 __all__ = [
     "FormatError",
     "InvalidTurnsError",
     "LayoutError",
+    "Loss",
     "Policy",
     "PolicyError",
     "Recorded",
@@ -35,6 +40,8 @@ __all__ = [
     "TornLogWarning",
     "TrajkitError",
     "UnknownSessionError",
+    "add_advantages",
+    "advantages",
     "classify_drift",
     "from_records",
     "iter_turns",
@@ -43,13 +50,17 @@ __all__ = [
     "link",
     "message_body",
     "message_key",
+    "observations",
     "policy",
     "read_rows",
     "read_turns",
+    "reference_loss",
     "set_aside",
     "simulate",
+    "spread_rewards",
     "validate",
     "verify",
+    "weigh",
     "write_rows",
     "write_turns",
 ]

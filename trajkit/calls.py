@@ -358,7 +358,8 @@ def _read_requests(table: pa.Table, delta: bool) -> Records:
         part = requests[start : start + len(chunk)]
         # field() gives the children as the offsets count them, whatever was sliced
         keys, roles = chunk.values.field("key"), chunk.values.field("role")
-        _refuse_null_keys(table, keys, chunk, start)
+        if keys.null_count or chunk.values.null_count:
+            _refuse_null_keys(table, keys, chunk, start)
         offsets = chunk.offsets.to_numpy()
         given = _valid(chunk)
         part["keys"] = _address(keys, 1, KEY_BYTES) + offsets[:-1] * KEY_BYTES
@@ -390,9 +391,9 @@ def _read_requests(table: pa.Table, delta: bool) -> Records:
 def _refuse_null_keys(
     table: pa.Table, keys: pa.Array, chunk: pa.Array, start: int
 ) -> None:
-    if not keys.null_count:
-        return
-    bad = np.flatnonzero(keys.is_null().to_numpy(zero_copy_only=False))
+    # a message that is null may have a key under it
+    absent = pc.or_(keys.is_null(), chunk.values.is_null())
+    bad = np.flatnonzero(absent.to_numpy(zero_copy_only=False))
     owner = np.searchsorted(chunk.offsets.to_numpy(), bad, side="right") - 1
     inside = (owner >= 0) & (owner < len(chunk))
     if inside.any():

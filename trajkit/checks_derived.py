@@ -18,7 +18,7 @@ from trajkit.checks import (
     run_starts,
     token_ids,
 )
-from trajkit.schema import CAUSES, REGIONS, SPAN_KINDS, WHY
+from trajkit.schema import CAUSES, LOSSES, REGIONS, SPAN_KINDS, WHY
 from trajkit.tables import Violation, violation
 
 
@@ -308,7 +308,23 @@ def weights(table: pa.Table) -> Iterator[Violation]:
     )
 
 
+def every_token_counted(table: pa.Table) -> Iterator[Violation]:
+    """What was sampled is trained, or lost for one reason."""
+    sampled = table.column("tokens_sampled").to_numpy()
+    counted = table.column("tokens_trained").to_numpy().copy()
+    for reason in LOSSES:
+        counted += table.column(f"lost_{reason}").to_numpy()
+    bad = np.flatnonzero(sampled != counted)
+    yield violation(
+        bad,
+        "{} tokens sampled, but trained and lost are {}",
+        sampled[bad],
+        counted[bad],
+    )
+
+
 SESSIONS: tuple[Check, ...] = (one_row_per_session, finite("reward"))
+REPORT: tuple[Check, ...] = (*SESSIONS, every_token_counted)
 LINKS: tuple[Check, ...] = (
     earlier("parent", "turn_index"),
     turns_exist("parent", "demoted_by"),

@@ -5,9 +5,10 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit.calls import Calls, Longs, Records, read_calls
-from trajkit.errors import InvalidTurnsError, PolicyError
+from trajkit.errors import InvalidTurnsError
 from trajkit.forest import Forest, grow
 from trajkit.link import measure, read_links
+from trajkit.policies import chosen_int
 from trajkit.schema import CAUSES, DRIFT, REGIONS
 from trajkit.tables import TableLike, canonical
 
@@ -53,7 +54,7 @@ def classify_drift(
         cause
             ``clean``; ``truncated`` (the prompt ends at lcp); ``head_dropped`` (what
             follows in the prompt at lcp is found further on in held, min_run tokens or
-            more); ``middle_edited`` (they are back in step further on in both);
+            more); ``middle_edited`` (they are back in step further on in the prompt);
             ``tail_changed`` (the last reply came back changed and not in step again);
             ``diverged`` (any other).
 
@@ -62,10 +63,9 @@ def classify_drift(
     SchemaError, InvalidTurnsError
         As `trajkit.linearize`.
     PolicyError
-        ``min_run`` is below 1.
+        ``min_run`` is no integer of 1 or more.
     """
-    if min_run < 1:
-        raise PolicyError(f"min_run={min_run}: expected 1 or more")
+    min_run = chosen_int("min_run", min_run, 1)
     calls = read_calls(turns)
     records = read_links(calls, links)
     forest = grow(calls)

@@ -1,5 +1,6 @@
 """The columns of planned rows: the ``rows`` table."""
 
+from functools import cache
 from typing import TypeVar
 
 import numpy as np
@@ -15,7 +16,11 @@ from trajkit.schema import ROWS, SPAN, SPAN_KINDS
 
 _Item = TypeVar("_Item", bound=np.generic)
 
-_SPAN_KINDS = pa.array(SPAN_KINDS)
+
+@cache
+def _span_kinds() -> pa.Array:
+    # not at import: pyarrow would load pandas for it where that is installed
+    return pa.array(SPAN_KINDS)
 
 
 def row_batch(
@@ -72,7 +77,7 @@ def row_batch(
     span = pa.StructArray.from_arrays(
         [
             *(pa.array(column) for column in spans),
-            pa.DictionaryArray.from_arrays(pa.array(kinds), _SPAN_KINDS, safe=False),
+            pa.DictionaryArray.from_arrays(pa.array(kinds), _span_kinds(), safe=False),
         ],
         fields=list(SPAN),
     )

@@ -16,7 +16,7 @@ from trajkit.fill import row_batch
 from trajkit.forest import grow
 from trajkit.link import measure, policy_links, read_links
 from trajkit.plan import plan_rows, report_batch
-from trajkit.policies import Policy
+from trajkit.policies import Policy, chosen_int
 from trajkit.policies import policy as named_policy
 from trajkit.schema import REPORT, ROWS
 from trajkit.sessions import Reward, SessionFacts, errored, session_facts
@@ -157,12 +157,10 @@ def linearize(
     slime's rule: spec, slime 2 and 3. strict: prime-rl's interleave_rollout.
     """
     chosen = named_policy(policy)
-    if max_row_tokens is not None and max_row_tokens < 1:
-        raise PolicyError(
-            f"max_row_tokens={max_row_tokens}: expected 1 or more, or None"
-        )
-    if threads is not None and threads < 1:
-        raise PolicyError(f"threads={threads}: expected 1 or more, or None")
+    if max_row_tokens is not None:
+        max_row_tokens = chosen_int("max_row_tokens", max_row_tokens, 1)
+    if threads is not None:
+        threads = chosen_int("threads", threads, 1)
     work = _Work(
         chosen,
         session_facts(reward, sessions),

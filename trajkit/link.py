@@ -15,6 +15,7 @@ from trajkit.policies import (
     Equals,
     Policy,
     Route,
+    chosen_int,
 )
 from trajkit.schema import LINKS, WHY
 from trajkit.tables import TableLike, canonical
@@ -57,18 +58,19 @@ def link(
     SchemaError, InvalidTurnsError
         As `trajkit.linearize`.
     PolicyError
-        ``route`` is none of the four.
+        ``route`` is none of the four, or another choice is none.
 
     References
     ----------
     Message routing and its merge are slime's (spec: slime 2), token routing prime-rl's
     (spec: prime-rl 2.1).
     """
-    calls = read_calls(turns)
     if merge_threshold is None:
         merge_threshold = DEFAULT_FORK_THRESHOLD
+    merge_threshold = chosen_int("merge_threshold", merge_threshold)
     if equals not in EQUALS:
         raise PolicyError(f"equals={equals!r}: expected one of {', '.join(EQUALS)}")
+    calls = read_calls(turns)
     links = find_links(calls, grow(calls), route, merge_threshold, equals)
     return links_table(calls, links)
 
@@ -93,6 +95,7 @@ def find_links(
             np.empty(n_table, np.int32),
             np.empty(n_calls, np.int32),
             np.empty(len(forest.nodes), np.int32),
+            np.empty(len(forest.nodes), np.int32),
             np.empty(n_calls, np.int32),
             links,
         )
@@ -102,6 +105,8 @@ def find_links(
             calls.session_offsets,
             forest.nodes,
             forest.ends,
+            np.empty(len(forest.nodes), np.int32),
+            np.empty(len(forest.nodes), np.int32),
             np.empty(len(forest.nodes), np.int32),
             np.empty(n_calls, np.int32),
             np.empty(n_calls, np.int32),

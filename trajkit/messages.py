@@ -25,6 +25,15 @@ NO_IDS: Ids = np.empty(0, np.int32)
 def message_key(message: dict[str, object]) -> bytes:
     """The 16-byte key of a chat message: equal for messages that are ``==``.
 
+    Parameters
+    ----------
+    message : dict
+        Of JSON values throughout.
+
+    Returns
+    -------
+    bytes
+
     Raises
     ------
     InvalidTurnsError
@@ -38,6 +47,15 @@ def message_body(message: dict[str, object]) -> str:
 
     Two lone surrogates side by side are written as the pair that they look like; their
     key is still their own.
+
+    Parameters
+    ----------
+    message : dict
+        Of JSON values throughout.
+
+    Returns
+    -------
+    str
 
     Raises
     ------

@@ -1,6 +1,7 @@
 """Every rule of the field as one frozen record of choices."""
 
 from dataclasses import dataclass, fields, replace
+from operator import index
 from typing import Literal, TypeAlias, get_args
 
 from trajkit.errors import PolicyError
@@ -138,7 +139,8 @@ def policy(name: str | Policy, **choices: object) -> Policy:
     if isinstance(name, Policy):
         chosen = name
     else:
-        preset = PRESETS.get(ALIASES.get(name, name))
+        known_name = isinstance(name, str)
+        preset = PRESETS.get(ALIASES.get(name, name)) if known_name else None
         if preset is None:
             known = ", ".join(sorted([*PRESETS, *ALIASES]))
             raise PolicyError(
@@ -153,8 +155,12 @@ def policy(name: str | Policy, **choices: object) -> Policy:
                 f"{', '.join(sorted(known_choices))}"
             )
         _check_choice(choice, value)
-    if choices.get("fork_threshold", 0) is None:
-        del choices["fork_threshold"]
+    if "fork_threshold" in choices:
+        threshold = choices.pop("fork_threshold")
+        if threshold is not None:
+            choices["fork_threshold"] = chosen_int("fork_threshold", threshold)
+        elif chosen.name in PRESETS:
+            choices["fork_threshold"] = PRESETS[chosen.name].fork_threshold
     return replace(chosen, **choices)  # type: ignore[arg-type]
 
 
@@ -170,10 +176,23 @@ def _check_choice(choice: str, value: object) -> None:
         if value not in names[choice]:
             expected = ", ".join(map(repr, names[choice]))
             raise PolicyError(f"{choice}={value!r}: expected one of {expected}")
-    elif choice == "fork_threshold":
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int)
-        ):
-            raise PolicyError(f"fork_threshold={value!r}: expected an int or None")
-    elif not isinstance(value, bool):
+    elif choice != "fork_threshold" and not isinstance(value, bool):
         raise PolicyError(f"{choice}={value!r}: expected a bool")
+
+
+def chosen_int(name: str, value: object, least: int = -(2**63)) -> int:
+    """An integer that a caller chose, which the kernels take as 64 bits.
+
+    Raises
+    ------
+    PolicyError
+        It is no integer (a bool is none), or below ``least``.
+    """
+    try:
+        number = None if isinstance(value, bool) else index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or not least <= number < 2**63:
+        rule = f"of {least} or more" if least > -(2**63) else "of 64 bits"
+        raise PolicyError(f"{name}={value!r}: expected an integer {rule}")
+    return number

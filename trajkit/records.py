@@ -31,6 +31,8 @@ FIELDS = (
     "weight_versions",
 )
 _SPELLED = {name.replace("_", ""): name for name in FIELDS}
+# a column of its own would leave the turns without any, and say nothing
+_SPELLED["logprobs"] = "output_logprobs"
 
 
 def from_records(

@@ -156,6 +156,34 @@ SESSIONS = _schema(
 )
 """What the caller knows of each session, one row per session."""
 
+TURN_REWARDS = _schema(
+    "turn_rewards",
+    _required("session_id", pa.string()),
+    _required("turn_index", pa.int32()),
+    # null: unscorable, never 0
+    pa.field("reward", pa.float64()),
+)
+"""A reward per turn, as `trajkit.spread_rewards` takes it."""
+
+ATTRIBUTION = _schema(
+    "turns",
+    _required("session_id", pa.string()),
+    _required("turn_index", pa.int32()),
+    # one per prompt token: the message that it renders, counted from the first of the
+    # request (or of the tail, see message_tool_names). negative: structure, such as the
+    # generation prompt, or rendered for an earlier call. null list: unknown
+    pa.field("prompt_message_index", pa.large_list(pa.int32())),
+    # one per prompt token: it is the message's text, not the template's scaffold around
+    # it. null list: unknown
+    pa.field("prompt_is_content", pa.large_list(pa.bool_())),
+    # one per message: the tool whose output it is; null element: none, or unknown. Where
+    # the list is shorter than the request's messages, prompt_message_index counts the
+    # last messages only. null list: joined by tool_call_id from the message bodies
+    pa.field("message_tool_names", pa.large_list(pa.string())),
+)
+"""Optional columns of ``turns``, in either form, that say what each prompt token
+renders. `trajkit.observations` reads them."""
+
 LOSSES = ("absorbed", "demoted", "cut", "untrainable", "unrouted")
 """Why a sampled token is in no row's loss.
 
@@ -194,6 +222,22 @@ REPORT = _schema(
     *(_required(f"lost_{reason}", pa.int64()) for reason in LOSSES),
 )
 """What became of each session, one row per session, also where no row came out."""
+
+OBSERVATIONS = _schema(
+    "observations",
+    _required("session_id", pa.string()),
+    # tokens with a weight, over all rows
+    _required("tokens_observed", pa.int64()),
+    # tokens that would have one, had an earlier row not
+    _required("tokens_repeated", pa.int64()),
+    # tool messages passed over because no name is known and tool_names asks for one
+    _required("messages_unnamed", pa.int32()),
+    # turns without attribution that can be used
+    _required("turns_skipped", pa.int32()),
+    # turns of which whole messages were taken
+    _required("turns_whole", pa.int32()),
+)
+"""What `trajkit.observations` did with each session, one row per session."""
 
 WHY = (
     "root",

@@ -77,28 +77,41 @@ def session_facts(reward: Reward, sessions: TableLike | None) -> SessionFacts:
         return SessionFacts(None, _checked(canonical(sessions, SESSIONS)))
     if isinstance(reward, Mapping):
         n = len(reward)
+        for name in reward:
+            if not isinstance(name, str):
+                raise SchemaError(f"reward has the key {name!r}: expected session ids")
+        rewards = [_number(r, f"session {name!r}: ") for name, r in reward.items()]
         table = pa.Table.from_arrays(
             [
                 pa.array(list(reward), pa.string()),
-                pa.array(list(reward.values()), pa.float64(), from_pandas=False),
+                pa.array(rewards, pa.float64()),
                 pa.nulls(n, pa.string()),
                 pa.nulls(n, pa.string()),
             ],
             schema=SESSIONS,
         )
         return SessionFacts(None, _checked(table))
-    if reward is not None:
-        if isinstance(reward, bool) or not isinstance(reward, (int, float, np.number)):
-            raise SchemaError(
-                f"reward is of type {type(reward).__name__}: expected a number, a "
-                "mapping by session_id, or a table"
-            )
-        reward = float(reward)
-        if not np.isfinite(reward):
-            raise InvalidTurnsError(
-                f"reward {reward}: expected a finite number or None"
-            )
-    return SessionFacts(reward, None)
+    return SessionFacts(_number(reward, ""), None)
+
+
+def _number(reward: object, where: str) -> float | None:
+    """A finite reward, or None."""
+    if reward is None:
+        return None
+    if isinstance(reward, bool) or not isinstance(reward, (int, float, np.number)):
+        raise SchemaError(
+            f"{where}reward is of type {type(reward).__name__}: expected a number"
+            + ("" if where else ", a mapping by session_id, or a table")
+        )
+    try:
+        number = float(reward)
+    except OverflowError:  # an int beyond every float
+        number = float("inf")
+    if not np.isfinite(number):
+        raise InvalidTurnsError(
+            f"{where}reward {number}: expected a finite number or None"
+        )
+    return number
 
 
 def errored(facts: pa.RecordBatch) -> npt.NDArray[np.bool_]:

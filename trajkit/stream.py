@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from trajkit.errors import InvalidTurnsError
+from trajkit.errors import InvalidTurnsError, SchemaError
 
 
 def whole_sessions(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
@@ -17,6 +17,9 @@ def whole_sessions(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
 
     Raises
     ------
+    SchemaError
+        What comes is no record batch, or one without a session_id, or the batches of a
+        session differ in their columns.
     InvalidTurnsError
         A session comes back after another began.
     """
@@ -24,6 +27,13 @@ def whole_sessions(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
     current: str | None = None
     ended: set[str] = set()
     for batch in batches:
+        if not isinstance(batch, pa.RecordBatch):
+            raise SchemaError(
+                f"{type(batch).__name__} is no record batch: expected an iterator of "
+                "pyarrow RecordBatch"
+            )
+        if "session_id" not in batch.schema.names:
+            raise SchemaError("column 'session_id' of turns is absent")
         if batch.num_rows == 0:
             continue
         ids = batch.column("session_id").cast(pa.string())
@@ -47,7 +57,14 @@ def whole_sessions(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
         last = starts[-1]
         whole = [*held, batch.slice(0, last)] if last else held
         if whole:
-            yield pa.Table.from_batches(whole)
+            yield _table(whole)
         held = [batch.slice(last)]
     if held:
-        yield pa.Table.from_batches(held)
+        yield _table(held)
+
+
+def _table(batches: list[pa.RecordBatch]) -> pa.Table:
+    try:
+        return pa.Table.from_batches(batches)
+    except pa.ArrowInvalid as error:
+        raise SchemaError(f"the batches do not make one table: {error}") from None

@@ -276,6 +276,8 @@ def _as_array(
         return values.to_numpy() if values.null_count == 0 else values.to_pylist()  # type: ignore[no-any-return]
     if isinstance(values, (str, bytes, bytearray)):
         array = None
+    elif isinstance(values, np.ma.MaskedArray):
+        return list(values.tolist())  # None where masked
     elif isinstance(values, np.ndarray):
         array = values
     else:

@@ -21,7 +21,7 @@ from trajkit.tables import (
     turns_schema,
 )
 
-Kind: TypeAlias = Literal["turns", "sessions", "links", "drift", "rows"]
+Kind: TypeAlias = Literal["turns", "sessions", "links", "drift", "rows", "report"]
 Nonfinite: TypeAlias = Literal["raise", "null"]
 
 SET_ASIDE = pa.schema(
@@ -47,6 +47,7 @@ _DERIVED: dict[str, tuple[pa.Schema, tuple[Check, ...]]] = {
     "sessions": (schema.SESSIONS, checks_derived.SESSIONS),
     "links": (schema.LINKS, (*_IN_ORDER, *checks_derived.LINKS)),
     "drift": (schema.DRIFT, (*_IN_ORDER, *checks_derived.DRIFT)),
+    "report": (schema.REPORT, checks_derived.REPORT),
     "rows": (
         schema.ROWS,
         (
@@ -113,7 +114,10 @@ def set_aside(
 ) -> tuple[pa.Table, pa.Table]:
     """The sessions that keep every rule, and those that do not, with the reason.
 
-    Parameters are those of `validate`.
+    Parameters
+    ----------
+    table, kind, nonfinite_logprobs, bodies
+        As for `validate`.
 
     Returns
     -------
@@ -190,6 +194,7 @@ def _kind_of(table: pa.Table) -> str:
         ("turns", {"output_ids"}),
         ("drift", {"lcp"}),
         ("links", {"parent", "turn_index"}),
+        ("report", {"tokens_sampled"}),
         ("sessions", {"session_id"}),
     ):
         if telling <= names:

@@ -37,6 +37,7 @@ def create_app(
     log: TurnLog,
     *,
     max_new_tokens: int = 4096,
+    max_body_bytes: int = 16 << 20,
 ) -> Starlette:
     """The gateway's ASGI app. It closes the engine and the log when it shuts down.
 
@@ -54,12 +55,14 @@ def create_app(
     max_new_tokens : int
         The most tokens that a reply may have, and how many it may have where the client
         names no limit. The room left in the context bounds it too.
+    max_body_bytes : int
+        The longest request body that is read; a longer one is answered with 413.
 
     Returns
     -------
     Starlette
     """
-    gateway = _Gateway(engine, renderer, log, max_new_tokens)
+    gateway = _Gateway(engine, renderer, log, max_new_tokens, max_body_bytes)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -106,12 +109,18 @@ class _Gateway:
     """The routes, and what they share."""
 
     def __init__(
-        self, engine: Engine, renderer: ChatRenderer, log: TurnLog, max_new_tokens: int
+        self,
+        engine: Engine,
+        renderer: ChatRenderer,
+        log: TurnLog,
+        max_new_tokens: int,
+        max_body_bytes: int,
     ) -> None:
         self._engine = engine
         self._renderer = renderer
         self._log = log
         self._max_new_tokens = max_new_tokens
+        self._max_body_bytes = max_body_bytes
         self._sessions = SessionStore()
 
     async def health(self, _: Request) -> Response:
@@ -129,7 +138,7 @@ class _Gateway:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def open_session(self, request: Request) -> Response:
-        body = wire.parse_object(await request.body() or b"{}")
+        body = wire.parse_object(await self._body(request) or b"{}")
         wire.only(body, {"session_id", "sampling", "max_turns", "metadata"}, "")
         session_id, limit = body.get("session_id"), body.get("max_turns")
         metadata = body.get("metadata")
@@ -152,12 +161,15 @@ class _Gateway:
         session = self._sessions.close(self._session(request).session_id)
         return JSONResponse(session.describe())
 
+    async def _body(self, request: Request) -> bytes:
+        return await wire.read_body(request.stream(), self._max_body_bytes)
+
     def _session(self, request: Request) -> Session:
         return self._sessions.get(request.path_params["session_id"])
 
     async def chat(self, request: Request) -> Response:
         session = self._sessions.authorise(request.headers.get("authorization"))
-        asked = parse_request(wire.parse_object(await request.body()))
+        asked = parse_request(wire.parse_object(await self._body(request)))
         session.admit()
         call = await self._attend(session, asked, request.receive)
         if call is None:

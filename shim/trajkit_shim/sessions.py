@@ -14,7 +14,8 @@ from trajkit_shim.errors import GatewayError
 from trajkit_shim.sampling import Wishes
 
 # it travels in an HTTP header and in paths
-_ID = re.compile(r"[A-Za-z0-9._~:@-]{1,200}")
+# but . and .., which a client resolves before it asks
+_ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:@-]{1,200}")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -95,7 +96,8 @@ class SessionStore:
             session_id = f"s-{secrets.token_hex(16)}"
         if not _ID.fullmatch(session_id):
             raise GatewayError(
-                f"session_id: {session_id!r}: 1 to 200 letters, digits and ._~:@-",
+                f"session_id: {session_id!r}: 1 to 200 letters, digits and ._~:@- (not "
+                ". or ..)",
                 param="session_id",
             )
         if session_id in self._sessions:

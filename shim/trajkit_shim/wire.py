@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Collection
 from typing import NoReturn, TypeAlias
 
 from trajkit_shim.errors import GatewayError
@@ -19,6 +19,24 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 def refuse(where: str, rule: str, *, code: str | None = None) -> NoReturn:
     """Raise a 400 that names the parameter ``where`` and the rule that it breaks."""
     raise GatewayError(f"{where}: {rule}", code=code, param=where)
+
+
+async def read_body(chunks: AsyncIterator[bytes], most: int) -> bytes:
+    """A request's body, of ``most`` bytes at the most.
+
+    Raises
+    ------
+    GatewayError
+        413: it is longer. What lies beyond is not read.
+    """
+    body = bytearray()
+    async for chunk in chunks:
+        body += chunk
+        if len(body) > most:
+            raise GatewayError(
+                f"the body is longer than {most} bytes", 413, code="body_too_long"
+            )
+    return bytes(body)
 
 
 def parse_object(body: bytes) -> Json:

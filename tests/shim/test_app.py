@@ -483,6 +483,7 @@ async def test_max_turns_counts_what_was_answered_or_is_under_way(tmp_path):
         pytest.param({"session_id": ""}, "session_id", id="no id"),
         pytest.param({"session_id": "a b"}, "session_id", id="a space"),
         pytest.param({"session_id": "a/b"}, "session_id", id="a slash"),
+        pytest.param({"session_id": ".."}, "session_id", id="the folder above"),
         pytest.param({"session_id": "a" * 201}, "session_id", id="a long one"),
         pytest.param({"session_id": 3}, "session_id", id="a number"),
         pytest.param({"max_turns": 0}, "max_turns", id="no turns"),
@@ -523,3 +524,17 @@ async def test_a_bad_request_names_its_parameter(tmp_path):
             await ask(client, n=2)
     assert caught.value.param == "n"
     assert caught.value.type == "invalid_request_error"
+
+
+async def test_a_body_beyond_the_limit_is_not_read(tmp_path):
+    engine = ScriptedEngine("hello")
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        client = await gateway.open()
+        with pytest.raises(
+            openai.APIStatusError, match="longer than 16777216 bytes"
+        ) as e:
+            await ask(client, [{"role": "user", "content": "a" * (16 << 20)}])
+        assert gateway.turns() == []
+    assert e.value.status_code == 413
+    assert e.value.code == "body_too_long"
+    assert engine.prompts == []

@@ -1,0 +1,339 @@
+"""Turns in delta form: the stages say of them what they say of the full form."""
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trajkit as tk
+from tests.strategies import policies, row_limits, runs, thresholds
+from tests.tables import in_delta_form, policy_of, turns_table
+from trajkit.errors import InvalidTurnsError
+from trajkit.schema import TURNS, TURNS_DELTA
+
+ROUTES = ["messages", "tokens", "previous", "none"]
+
+
+def drawn_delta(data, table):
+    return in_delta_form(
+        table, lambda options: data.draw(st.sampled_from(list(options)))
+    )
+
+
+def fullest(options):
+    """The latest base, and all that it shares."""
+    return options[-1]
+
+
+@given(st.data(), runs(), st.sampled_from(ROUTES), thresholds, st.integers(1, 8))
+def test_links_and_drift_are_those_of_the_full_form(
+    data, turns, route, threshold, min_run
+):
+    table = turns_table(turns)
+    delta = drawn_delta(data, table)
+    links = tk.link(delta, route, merge_threshold=threshold)
+    assert links == tk.link(table, route, merge_threshold=threshold)
+    drift = tk.classify_drift(delta, links, min_run=min_run)
+    assert drift == tk.classify_drift(table, links, min_run=min_run)
+
+
+@given(st.data(), runs(), policies, row_limits, st.integers(1, 3))
+def test_rows_and_report_are_those_of_the_full_form(
+    data, turns, choice, limit, threads
+):
+    table = turns_table(turns)
+    choices = {
+        "policy": policy_of(choice),
+        "max_row_tokens": limit,
+        "report": True,
+        "reward": 1.0,
+    }
+    expected = tk.linearize(table, **choices)
+    assert tk.linearize(drawn_delta(data, table), threads=threads, **choices) == (
+        expected
+    )
+    assert tk.linearize(in_delta_form(table, fullest), **choices) == expected
+
+
+@given(st.data(), runs(), policies)
+def test_a_stream_in_delta_form_is_its_table(data, turns, choice):
+    delta = drawn_delta(data, turns_table(turns))
+    cut = data.draw(st.integers(0, delta.num_rows))
+    batches = [*delta.slice(0, cut).to_batches(), *delta.slice(cut).to_batches()]
+    rows = list(tk.linearize(iter(batches), policy_of(choice)))
+    whole = tk.linearize(delta, policy_of(choice))
+    assert pa.Table.from_batches(rows, whole.schema) == whole
+
+
+def message(text, role="user"):
+    said = {"role": role, "content": text}
+    return {"key": tk.message_key(said), "role": role, "body": tk.message_body(said)}
+
+
+def turn(turn_index, base_turn, shared, suffix, **more):
+    """A turn in delta form, of session a."""
+    return {
+        "session_id": "a",
+        "turn_index": turn_index,
+        "base_turn": base_turn,
+        "shared_length": shared,
+        "suffix_ids": suffix,
+        "output_ids": [7],
+        "output_logprobs": [-0.5],
+        **more,
+    }
+
+
+def talk(shared, suffix, reply):
+    """What a turn in delta form says of its messages."""
+    return {
+        "shared_messages": shared,
+        "suffix_messages": suffix,
+        "response": reply,
+    }
+
+
+REPLY = message("r", "assistant")
+
+
+def test_by_hand():
+    delta = pa.Table.from_pylist(
+        [
+            turn(0, None, 0, [1, 2], **talk(0, [message("u")], REPLY)),
+            turn(3, 0, 3, [4], **talk(2, [message("v")], REPLY)),
+            turn(4, 0, 2, [5], **talk(1, [], None)),
+            turn(9, 3, 5, [], **talk(4, [], None)),
+        ],
+        TURNS_DELTA,
+    )
+    rows = tk.linearize(delta, "per_call")
+    assert rows["input_ids"].to_pylist() == [
+        [1, 2, 7],
+        [1, 2, 7, 4, 7],
+        [1, 2, 5, 7],
+        [1, 2, 7, 4, 7, 7],
+    ]
+    assert tk.link(delta)["parent"].to_pylist() == [None, 0, None, 3]
+
+
+def test_message_columns_may_be_absent():
+    lines = [turn(0, None, 0, [1, 2]), turn(1, 0, 3, [4])]
+    names = ["session_id", "turn_index", "base_turn", "shared_length", "suffix_ids"]
+    lines = [{n: line[n] for n in [*names, "output_ids"]} for line in lines]
+    rows = tk.linearize(pa.Table.from_pylist(lines), "slime")
+    assert rows["input_ids"].to_pylist() == [[1, 2, 7, 4, 7]]
+
+
+FIRST = turn(0, None, 0, [1, 2], **talk(0, [message("u")], REPLY))
+SILENT = turn(0, None, 0, [1, 2], response=REPLY)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        pytest.param(
+            [FIRST, turn(2, 1, 0, [1])],
+            "session 'a', turn 2: base_turn 1 is no earlier turn of the session",
+            id="a base that is not there",
+        ),
+        pytest.param(
+            [FIRST, turn(2, -1, 0, [1])],
+            "session 'a', turn 2: base_turn -1 is no earlier turn of the session",
+            id="a negative base",
+        ),
+        pytest.param(
+            [FIRST, turn(2, 2, 0, [1])],
+            "session 'a', turn 2: base_turn 2 is no earlier turn of the session",
+            id="a turn that is its own base",
+        ),
+        pytest.param(
+            [FIRST, turn(2, 5, 0, [1]), turn(5, None, 0, [1])],
+            "session 'a', turn 2: base_turn 5 is no earlier turn of the session",
+            id="a later base",
+        ),
+        pytest.param(
+            [FIRST, {**turn(1, 0, 0, [1]), "session_id": "b"}],
+            "session 'b', turn 1: base_turn 0 is no earlier turn of the session",
+            id="a base of another session",
+        ),
+        pytest.param(
+            [FIRST, turn(1, 0, 4, [1])],
+            "session 'a', turn 1: shared_length 4 of a base that holds 3 tokens",
+            id="more tokens than the base holds",
+        ),
+        pytest.param(
+            [FIRST, turn(1, None, 1, [1])],
+            "session 'a', turn 1: shared_length 1 of a base that holds 0 tokens",
+            id="tokens of no base",
+        ),
+        pytest.param(
+            [FIRST, turn(1, 0, -1, [1])],
+            "session 'a', turn 1: shared_length -1 of a base that holds 3 tokens",
+            id="fewer tokens than none",
+        ),
+        pytest.param(
+            [FIRST, turn(1, 0, 0, [1], **talk(3, [], None))],
+            "session 'a', turn 1: shared_messages 3 of a base that shows 2 messages",
+            id="more messages than the base shows",
+        ),
+        pytest.param(
+            [
+                turn(0, None, 0, [1, 2], **talk(0, [message("u")], None)),
+                turn(1, 0, 0, [1], **talk(2, [], None)),
+            ],
+            "session 'a', turn 1: shared_messages 2 of a base that shows 1 messages",
+            id="the reply of a base that has none",
+        ),
+        pytest.param(
+            [SILENT, turn(1, 0, 0, [1], **talk(1, [], None))],
+            "session 'a', turn 1: shared_messages 1 of a base that shows 0 messages",
+            id="messages of a base without a list of them",
+        ),
+        pytest.param(
+            [FIRST, turn(1, None, 0, [1], **talk(1, [], None))],
+            "session 'a', turn 1: shared_messages 1 of a base that shows 0 messages",
+            id="messages of no base",
+        ),
+        pytest.param(
+            [FIRST, turn(1, 0, 0, [1], **talk(-1, [], None))],
+            "session 'a', turn 1: shared_messages -1 of a base that shows 2 messages",
+            id="fewer messages than none",
+        ),
+        pytest.param(
+            [FIRST, turn(1, 0, 0, [1, None, 2])],
+            "session 'a', turn 1: suffix_ids holds a null; every id is needed",
+            id="a null among the ids",
+        ),
+        pytest.param(
+            [FIRST, turn(1, 0, 0, [1], output_ids=[None])],
+            "session 'a', turn 1: output_ids holds a null; every id is needed",
+            id="a null among the output ids",
+        ),
+        pytest.param(
+            [FIRST, turn(1, 0, 0, [1], output_logprobs=[-0.5, -0.5])],
+            "session 'a', turn 1: 2 logprobs for 1 output ids",
+            id="more logprobs than output ids",
+        ),
+        pytest.param(
+            [FIRST, turn(1, 0, 0, [1], output_logprobs=[])],
+            "session 'a', turn 1: 0 logprobs for 1 output ids",
+            id="an empty list of logprobs",
+        ),
+        pytest.param(
+            [
+                FIRST,
+                turn(
+                    1,
+                    0,
+                    0,
+                    [1],
+                    **talk(0, [message("u"), {**message("v"), "key": None}], None),
+                ),
+            ],
+            "session 'a', turn 1: a message has no key; messages route by it",
+            id="a message without a key",
+        ),
+        pytest.param(
+            [FIRST, turn(0, None, 0, [1])],
+            "session 'a', turn 0: follows turn 0; turn_index must ascend",
+            id="a turn twice",
+        ),
+        pytest.param(
+            [turn(4, None, 0, [1]), turn(3, None, 0, [1])],
+            "session 'a', turn 3: follows turn 4; turn_index must ascend",
+            id="turns out of order",
+        ),
+        pytest.param(
+            [
+                FIRST,
+                {**turn(0, None, 0, [1]), "session_id": "b"},
+                turn(1, None, 0, [1]),
+            ],
+            "session 'a' comes back in table row 2 after another session began",
+            id="a session in two pieces",
+        ),
+    ],
+)
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_what_is_no_table_of_turns_is_refused(lines, said, chunks):
+    table = pa.Table.from_pylist(lines, TURNS_DELTA)
+    if chunks == 2:
+        table = pa.concat_tables([table.slice(0, 1), table.slice(1)])
+    for stage in (
+        tk.link,
+        lambda turns: tk.linearize(turns, "slime"),
+        lambda turns: tk.linearize(turns, "strict"),
+        lambda turns: tk.classify_drift(turns, tk.link(table.slice(0, 0))),
+    ):
+        with pytest.raises(InvalidTurnsError) as refused:
+            stage(table)
+        assert str(refused.value).startswith(said)
+
+
+FULL = {
+    "session_id": "a",
+    "turn_index": 0,
+    "prompt_ids": [1, 2],
+    "output_ids": [7, 8],
+    "output_logprobs": [-0.5, None],
+    "messages": [message("u")],
+    "response": REPLY,
+}
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        pytest.param(
+            {"prompt_ids": [1, None]},
+            "session 'a', turn 1: prompt_ids holds a null; every id is needed",
+            id="a null among the ids",
+        ),
+        pytest.param(
+            {"output_ids": [None, 8]},
+            "session 'a', turn 1: output_ids holds a null; every id is needed",
+            id="a null among the output ids",
+        ),
+        pytest.param(
+            {"output_logprobs": [-0.5]},
+            "session 'a', turn 1: 1 logprobs for 2 output ids",
+            id="fewer logprobs than output ids",
+        ),
+        pytest.param(
+            {"messages": [{**message("v"), "key": None}]},
+            "session 'a', turn 1: a message has no key; messages route by it",
+            id="a message without a key",
+        ),
+        pytest.param(
+            {"messages": [None]},
+            "session 'a', turn 1: a message has no key; messages route by it",
+            id="no message",
+        ),
+        pytest.param(
+            {"turn_index": 0},
+            "session 'a', turn 0: follows turn 0; turn_index must ascend",
+            id="a turn twice",
+        ),
+    ],
+)
+def test_what_is_no_table_of_full_turns_is_refused(more, said):
+    table = pa.Table.from_pylist([FULL, {**FULL, "turn_index": 1, **more}], TURNS)
+    padding = pa.Table.from_pylist([{**FULL, "session_id": "0"}], TURNS)
+    table = pa.concat_tables([padding, table]).combine_chunks().slice(1)
+    with pytest.raises(InvalidTurnsError) as refused:
+        tk.linearize(table, "slime")
+    assert str(refused.value).startswith(said)
+
+
+def test_a_refused_turn_may_be_sliced_off():
+    """Rules are of the rows that are there, not of the buffers under them."""
+    bad = {
+        **FULL,
+        "turn_index": 1,
+        "prompt_ids": [None],
+        "messages": [{**message("v"), "key": None}],
+    }
+    table = pa.Table.from_pylist([FULL, bad, {**FULL, "turn_index": 2}], TURNS)
+    for start, stop in ((0, 1), (2, 3)):
+        rows = tk.linearize(table.slice(start, stop - start), "slime")
+        assert rows["input_ids"].to_pylist() == [[1, 2, 7, 8]]
