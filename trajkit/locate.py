@@ -73,8 +73,9 @@ def verify_located(case: Case) -> None:
         bits = rows.mask[ids.offsets[row] : ids.offsets[row + 1]]
         calls = _calls_of(case, int(case.session[row]))
         places = [one for call in calls if (one := _in_context(case, row, call))]
-        # of two replies the one that stands whole, then the longer one
-        places.sort(key=lambda one: (not one.whole, one.start - one.stop))
+        # of two replies the one that stands whole, that may be trained, that is longer
+        may = case.trainable
+        places.sort(key=lambda x: (not x.whole, not may[x.call], x.start - x.stop))
         left = found.take(row, bits.copy(), places)
         if left.any():
             known = {one.call for one in places if one.whole}
