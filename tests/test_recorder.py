@@ -536,6 +536,21 @@ def test_sessions_dropped_while_others_record():
     assert rows["row_index"].to_pylist() == list(range(rows.num_rows))
 
 
+def test_a_call_that_was_waiting_when_its_session_was_dropped(monkeypatch):
+    """It found the session, then waited for its lock: as if the drop came between."""
+    recorder = tk.Recorder()
+    recorder.record("a", **call([1], [2]))
+    found = recorder._known("a")
+    recorder.drop("a")
+    monkeypatch.setattr(recorder, "_session", lambda name: found)
+    monkeypatch.setattr(recorder, "_known", lambda name: found)
+    with pytest.raises(UnknownSessionError, match="dropped while a call was under way"):
+        recorder.record("a", **call([1], [2]))
+    for ask in asks(recorder, "a"):
+        with pytest.raises(UnknownSessionError, match="'a'"):
+            ask()
+
+
 def test_branches_at_every_depth():
     """A line of calls, then one that departs from each of them, deepest first."""
     n = 2000
