@@ -42,6 +42,7 @@ setup(
             "wraparound": False,
             "cdivision": True,
             "autotestdict": False,
+            "show_performance_hints": not checked,  # they ask for unchecked loops
         },
     ),
 )
