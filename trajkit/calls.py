@@ -26,6 +26,9 @@ Ints: TypeAlias = npt.NDArray[np.int32]
 _TOKEN_BYTES = 4
 _OFFSET_BYTES = 4
 
+# Reading a chunk costs some 0.1 ms whatever it holds; copying a smaller one costs less.
+_MANY_CHUNKS, _CHUNK_BYTES = 16, 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Calls:
@@ -123,6 +126,9 @@ def read_calls(turns: TableLike) -> Calls:
     """
     table = as_table(turns)
     table = canonical(table, turns_schema(table.column_names))
+    chunks = table.column("output_ids").num_chunks
+    if chunks > _MANY_CHUNKS and table.nbytes < chunks * _CHUNK_BYTES:
+        table = table.combine_chunks()  # a log has a chunk a turn
     turn_index = table.column("turn_index").to_numpy().astype(np.int32, copy=False)
     session_offsets, session_ids = _sessions(table)
     _check_order(table, turn_index, session_offsets)

@@ -25,8 +25,9 @@ class Arena(Generic[_Number]):
         ``np.int32`` or ``np.float32``.
     """
 
-    # elements of the first block; each further one doubles, up to 64 MiB
-    _FIRST, _LARGEST = 1 << 14, 1 << 24
+    # elements of the first block; each further one is four times as large, up to 64 MiB.
+    # Pages that are not written cost nothing, and a reader pays for every block.
+    _FIRST, _LARGEST = 1 << 16, 1 << 24
 
     def __init__(self, dtype: type[_Number]) -> None:
         self._dtype = dtype
@@ -48,7 +49,7 @@ class Arena(Generic[_Number]):
     def _block(self, length: int) -> "_Block[_Number]":
         """The last block, if it has room for so many more, or a new one."""
         if not self._blocks or self._blocks[-1].room < length:
-            size = min(self._FIRST << len(self._blocks), self._LARGEST)
+            size = min(self._FIRST << 2 * len(self._blocks), self._LARGEST)
             self._blocks.append(_Block(np.empty(max(size, length), self._dtype)))
         return self._blocks[-1]
 
