@@ -1,5 +1,8 @@
 """Turns in delta form: the stages say of them what they say of the full form."""
 
+from importlib import import_module
+from unittest import mock
+
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -63,6 +66,25 @@ def test_a_stream_in_delta_form_is_its_table(data, turns, choice):
     rows = list(tk.linearize(iter(batches), policy_of(choice)))
     whole = tk.linearize(delta, policy_of(choice))
     assert pa.Table.from_batches(rows, whole.schema) == whole
+
+
+@given(
+    st.data(), runs(), policies, st.integers(1, 60), st.integers(1, 3), st.booleans()
+)
+def test_parts_of_a_table_are_the_whole(data, turns, choice, size, threads, linked):
+    """Large tables are cut into parts of whole sessions; here small ones are."""
+    policy = policy_of(choice)
+    delta = drawn_delta(data, turns_table(turns))
+    given = {}
+    if linked:
+        threshold = policy.fork_threshold if policy.merge else 0
+        given["links"] = tk.link(delta, policy.route, merge_threshold=threshold)
+        given["drift"] = tk.classify_drift(delta, given["links"])
+    whole = tk.linearize(delta, policy, report=True)
+    module = import_module("trajkit.linearize")
+    with mock.patch.multiple(module, _LEAST_PART=1, _LARGEST_PART=size):
+        parts = tk.linearize(delta, policy, report=True, threads=threads, **given)
+    assert parts == whole
 
 
 def message(text, role="user"):
