@@ -50,7 +50,7 @@ class Timing:
 
 
 def timed(repeats: int, work: Callable[[], object], share: int) -> Timing:
-    """Seconds that ``work`` takes, divided by ``share``. Freeing its result is not timed."""
+    """Seconds that ``work`` takes, divided by ``share``; freeing its result aside."""
     seconds = []
     for _ in range(repeats):
         gc.collect()
