@@ -33,6 +33,11 @@ def interleave_sessions():
     ]
 
 
+def delivered(name):
+    """Those for which the peer gave rows."""
+    return [one for one in golden(name) if "error" not in one["expected"]]
+
+
 def cap(session):
     """max_row_tokens of a slime session: slime's 0 is no cap."""
     return session["knobs"]["max_sample_tokens"] or None
