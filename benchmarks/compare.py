@@ -17,10 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -49,27 +49,16 @@ class Timing:
         return f"{self.median * 1e3:10.3f} ms   {low:10.3f} to {high:.3f}"
 
 
-def timed(
-    repeats: int, work: Callable[[Any], object], subjects: Iterator[Any], share: int
-) -> Timing:
-    """Seconds that ``work`` takes on the next subject, divided by ``share``.
-
-    Making the subject and freeing the result are not timed.
-    """
+def timed(repeats: int, work: Callable[[], object], share: int) -> Timing:
+    """Seconds that ``work`` takes, divided by ``share``; freeing its result aside."""
     seconds = []
     for _ in range(repeats):
-        subject = next(subjects)
         gc.collect()
         start = time.perf_counter()
-        result = work(subject)
+        result = work()
         seconds.append((time.perf_counter() - start) / share)
-        del result, subject
+        del result
     return Timing(seconds)
-
-
-def forever(make: Callable[[], Any]) -> Iterator[Any]:
-    while True:
-        yield make()
 
 
 def write_table(table: pa.Table, path: Path) -> None:
@@ -164,7 +153,7 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--size", choices=SIZES, default="long")
     parser.add_argument("--shape", choices=SHAPES, default="clean")
-    parser.add_argument("--rollouts", type=int, default=2, help="per batch (2)")
+    parser.add_argument("--rollouts", type=int, default=4, help="per batch (4)")
     parser.add_argument("--repeats", type=int, default=7, help="of each timing (7)")
     return parser.parse_args(words)
 
@@ -200,33 +189,28 @@ def main(words: list[str] | None = None) -> None:
         )
         plain = timed(
             repeats,
-            lambda _: [peers.linearize(one) for one in rollouts],
-            forever(lambda: None),
+            lambda: [peers.linearize(one) for one in rollouts],
             n,
         )
         print(f"{'rows':<44}{plain}   slime's rule over lists")
+        table = read_table(path)
         for label, threads in (("one thread", 1), ("all cores", None)):
             ours = timed(
                 repeats,
-                lambda table, threads=threads: tk.linearize(
-                    table, policy="slime", threads=threads
-                ),
-                forever(lambda: read_table(path)),
+                partial(tk.linearize, table, policy="slime", threads=threads),
                 n,
             )
             show(f"  linearize, table read from file, {label}", ours, plain)
         ours = timed(
             repeats,
-            lambda _: tk.linearize(read_table(path), policy="slime", threads=1),
-            forever(lambda: None),
+            lambda: tk.linearize(read_table(path), policy="slime", threads=1),
             n,
         )
         show("  reading the file included, one thread", ours, plain)
 
     ours = timed(
         repeats,
-        lambda _: tk.linearize(tk.from_records(records), policy="slime", threads=1),
-        forever(lambda: None),
+        lambda: tk.linearize(tk.from_records(records), policy="slime", threads=1),
         n,
     )
     show("  from_records + linearize, one thread", ours, plain)
