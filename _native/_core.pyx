@@ -6,6 +6,7 @@
     message.pxi  chat messages as canonical JSON
     forest.pxi   the calls of a session as a forest of token paths
     route.pxi    which call a call continues: by messages, by tokens
+    route_prefix.pxi  the same, whatever the order of calls
     drift.pxi    how a prompt departs from what was held
     plan.pxi     which rows a policy makes, who owns a claim, what is lost
     fill.pxi     the columns of planned rows
@@ -40,6 +41,7 @@ include "unbox.pxi"
 include "message.pxi"
 include "forest.pxi"
 include "route.pxi"
+include "route_prefix.pxi"
 include "drift.pxi"
 include "plan.pxi"
 include "fill.pxi"

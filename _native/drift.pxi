@@ -119,7 +119,7 @@ def describe_drift(
     """
     cdef:
         int64_t n_calls = calls.shape[0], i, n_table = starts.shape[0], longest = 0
-        int32_t x, parent
+        int32_t x, parent, steps
         pos_t lcp, held, reach, stop, boundary, at_a = 0, at_b = 0, n
         Windows windows
         token_t* a
@@ -165,7 +165,9 @@ def describe_drift(
             out[i, 0] = REGION_PROMPT
             reach = boundary = held
             x = parent
-            while x >= 0 and reach > lcp:
+            steps = 0  # parents of calls without an order may run in a circle
+            while x >= 0 and reach > lcp and steps < n_calls:
+                steps += 1
                 stop = min(_held_len(&calls[x]), reach)
                 out[i, 4] += max(stop - max(calls[x].prompt_len, lcp), 0)
                 if calls[x].prompt_len <= lcp < stop:

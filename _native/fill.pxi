@@ -48,6 +48,7 @@ def fill_rows(
     const int32_t[::1] owners not None,
     const int32_t[::1] turn_index not None,
     bint keep_head,
+    bint own_every,
     int64_t max_tokens,
     const Row[::1] rows not None,
     const pos_t[::1] token_offsets not None,
@@ -123,7 +124,7 @@ def fill_rows(
                 n = _pieces(
                     item, &links[below] if below >= 0 else NULL,
                     below >= 0 and kinds[below] == KIND_ABSORB,
-                    owners[call] == rows[r].owner, &rule, pieces,
+                    own_every or owners[call] == rows[r].owner, &rule, pieces,
                 )
                 at -= n
                 for k in range(n):

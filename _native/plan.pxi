@@ -20,7 +20,8 @@ cdef enum:  # in the order of trajkit.schema.REPORT, from turns on
     REPORT_TURNS, REPORT_ROWS, REPORT_ROWS_UNTRAINED, REPORT_ROWS_CUT
     REPORT_SAMPLED, REPORT_TRAINED, REPORT_DUPLICATED, REPORT_FORWARD, REPORT_FORWARD_SHARED
     REPORT_LOST_ABSORBED, REPORT_LOST_DEMOTED, REPORT_LOST_CUT
-    REPORT_LOST_UNTRAINABLE, REPORT_LOST_UNROUTED
+    REPORT_LOST_UNTRAINABLE, REPORT_LOST_UNROUTED, REPORT_LOST_QUARANTINED
+    REPORT_LOST_UNDELIVERED
     REPORT_WIDTH
 
 
@@ -30,6 +31,8 @@ cdef struct Rule:
     bint keep_head            # an absorbed reply stays trained up to where drift starts
     bint drop_untrained
     bint chain_flags          # flags of the whole chain, not of the row
+    bint own_every            # a claim trains in every row that holds it, not in the first
+    bint main_only            # rows of one chain: the first of the root that was created first
     pos_t max_tokens
 
 
@@ -109,24 +112,34 @@ cdef void _survey(
     cdef int32_t call = row.last, below = -1
     cdef int64_t i
     cdef int n, k
+    cdef bint mine
+    cdef pos_t size
     cdef Piece[3] pieces
     row.n_spans = 0
+    row.n_trained = 0
     row.use_tool = row.ill_formed = 0
     row.truncated = calls[row.last].length_stop
     for i in range(row.n_calls):
+        mine = owners[call] == row.owner
         n = _pieces(
             &calls[call], &links[below] if below >= 0 else NULL,
-            below >= 0 and kinds[below] == KIND_ABSORB, owners[call] == row.owner, rule, pieces,
+            below >= 0 and kinds[below] == KIND_ABSORB, mine or rule.own_every, rule, pieces,
         )
         row.n_spans += n
         for k in range(n):
-            totals[pieces[k].kind] += pieces[k].out_stop - pieces[k].out_start
+            size = pieces[k].out_stop - pieces[k].out_start
+            if pieces[k].kind == SPAN_TRAINED:
+                row.n_trained += size
+            # What trains again is counted as what stands there again.
+            if mine or pieces[k].kind in (SPAN_DUPLICATE, SPAN_UNTRAINABLE):
+                totals[pieces[k].kind] += size
+            elif pieces[k].kind == SPAN_TRAINED:
+                totals[SPAN_DUPLICATE] += size
         row.use_tool |= calls[call].use_tool
         row.ill_formed |= calls[call].ill_formed
         row.prompt_len = calls[call].prompt_len
         below = call
         call = links[call].parent
-    row.n_trained = totals[SPAN_TRAINED]
     row.n_tokens = min(_held_len(&calls[row.last]), rule.max_tokens)
 
 
@@ -154,15 +167,55 @@ cdef void _find_parent_row(
         node = nodes[node].parent
 
 
+cdef bint _has_late_parent(const Link* links, int64_t lo, int64_t hi) noexcept nogil:
+    """Whether a call of the session was recorded before its parent.
+
+    Then parents come before their children in order; else they do in the turns.
+    """
+    cdef int64_t i
+    for i in range(lo, hi):
+        if links[i].order >= 0 and links[i].parent > i:
+            return True
+    return False
+
+
+cdef int _loss(const Link* link) noexcept nogil:
+    """Under which reason of the report a call is lost that is in no chain."""
+    if link.demoted_by >= 0:
+        return REPORT_LOST_DEMOTED
+    if link.why in (
+        WHY_AMBIGUOUS, WHY_SUPERSEDED, WHY_UNRESOLVED, WHY_UNRESOLVED_AMBIGUOUS,
+        WHY_UNRESOLVED_KEPT, WHY_STRANDED,
+    ):
+        return REPORT_LOST_QUARANTINED
+    return REPORT_LOST_UNROUTED
+
+
+cdef int32_t _main_chain(
+    const int32_t* by_order, const uint8_t* flags, const int32_t* roots, const int32_t* births,
+    int32_t lo, int32_t hi,
+) noexcept nogil:
+    """The leaf of the first chain of the root that was created first, or -1."""
+    cdef int32_t k, leaf, best = -1
+    for k in range(lo, hi):
+        leaf = by_order[k]
+        if leaf < 0 or flags[leaf] & 4:
+            continue
+        if best < 0 or births[roots[leaf]] < births[roots[best]]:
+            best = leaf
+    return best
+
+
 cdef int64_t _plan_session(
     const Call* calls, int32_t lo, int32_t hi, int32_t session, const Node* nodes,
     const int32_t* ends, const Link* links, const Rule* rule, uint8_t* kinds,
-    int32_t* by_order, int32_t* forks, uint8_t* flags, int32_t* owners, int32_t* marks,
-    Row* rows, int64_t n_rows, int64_t* report,
+    int32_t* by_order, int32_t* forks, uint8_t* flags, int32_t* roots, const int32_t* births,
+    int32_t* owners, int32_t* marks, Row* rows, int64_t n_rows, int64_t* report,
 ) noexcept nogil:
     """Append the rows of one session to rows[:n_rows]; return how many there are then."""
-    cdef int32_t i, k, parent, leaf, top, call, first_of_session = <int32_t>n_rows
+    cdef int32_t i, k, parent, leaf, top, call, only = -1, first_of_session = <int32_t>n_rows
     cdef int64_t low, high, chain_start, j
+    cdef bint late
     cdef int64_t[N_SPAN_KINDS] totals
     cdef Row row
     cdef Row* emitted
@@ -175,27 +228,31 @@ cdef int64_t _plan_session(
         if not calls[i].trainable:
             report[REPORT_LOST_UNTRAINABLE] += calls[i].out_len
         elif links[i].order < 0:
-            if links[i].demoted_by >= 0:
-                report[REPORT_LOST_DEMOTED] += calls[i].out_len
-            else:
-                report[REPORT_LOST_UNROUTED] += calls[i].out_len
+            report[_loss(&links[i])] += calls[i].out_len
+        kinds[i] = KIND_FORK
+        if links[i].order >= 0:
+            by_order[lo + links[i].order] = i
+    late = _has_late_parent(links, lo, hi)
+    for k in range(lo, hi):
+        i = by_order[k] if late else k
+        if i < 0 or links[i].order < 0:
+            continue
         flags[i] = calls[i].use_tool | (calls[i].ill_formed << 1)
         forks[i] = 0
-        kinds[i] = KIND_FORK
+        roots[i] = i
         parent = links[i].parent
         if parent >= 0:
             kinds[i] = _kind(calls, links, i, rule)
             forks[i] = forks[parent] + (kinds[i] == KIND_FORK)
-            flags[i] |= flags[parent]
-            if links[i].order >= 0:
-                flags[parent] |= 4  # something continues it: no leaf
-        flags[i] &= 3
-        if links[i].order >= 0:
-            by_order[lo + links[i].order] = i
+            roots[i] = roots[parent]
+            flags[i] |= flags[parent] & 3
+            flags[parent] |= 4  # something continues it: no leaf
+    if rule.main_only:
+        only = _main_chain(by_order, flags, roots, births, lo, hi)
 
     for k in range(lo, hi):
         leaf = by_order[k]
-        if leaf < 0 or flags[leaf] & 4:
+        if leaf < 0 or flags[leaf] & 4 or (rule.main_only and leaf != only):
             continue
         top = call = leaf
         while call >= 0 and owners[call] < 0:
@@ -226,7 +283,7 @@ cdef int64_t _plan_session(
                 row.use_tool = flags[leaf] & 1
                 row.ill_formed = (flags[leaf] >> 1) & 1
             report[REPORT_LOST_ABSORBED] += totals[SPAN_ABSORBED]
-            if rule.drop_untrained and totals[SPAN_TRAINED] + totals[SPAN_CUT] == 0:
+            if rule.drop_untrained and row.n_trained + totals[SPAN_CUT] == 0:
                 report[REPORT_ROWS_UNTRAINED] += 1
             elif row.n_tokens < _held_len(&calls[row.last]) and row.n_tokens <= row.prompt_len:
                 report[REPORT_ROWS_CUT] += 1
@@ -257,26 +314,43 @@ cdef int64_t _plan_session(
             report[REPORT_ROWS] += 1
             report[REPORT_FORWARD] += emitted.n_tokens
             report[REPORT_FORWARD_SHARED] += emitted.n_tokens - emitted.shared
+    if rule.main_only:
+        for i in range(lo, hi):
+            if links[i].order >= 0 and owners[i] < 0 and calls[i].trainable:
+                report[REPORT_LOST_UNDELIVERED] += calls[i].out_len
     return n_rows
 
 
 cdef int64_t _first_bad_link(
     const Call[::1] calls, const int64_t[::1] session_offsets, const Link[::1] links
 ) noexcept nogil:
-    """Index of the first link that is none, or -1."""
+    """Index of the first link that is none, or -1.
+
+    A session's parents all come before their children, in the turns or in order, so that
+    no chain runs in a circle.
+    """
+    cdef bint late
     cdef int64_t s, i, lo, hi
     cdef int32_t parent
     for s in range(session_offsets.shape[0] - 1):
         lo = session_offsets[s]
         hi = session_offsets[s + 1]
+        if lo == hi:
+            continue
+        late = _has_late_parent(&links[0], lo, hi)
         for i in range(lo, hi):
             parent = links[i].parent
             if links[i].order >= hi - lo:
                 return i
             if parent < 0:
                 continue
-            if parent < lo or parent >= i or links[parent].order < 0:
+            if parent < lo or parent >= hi:
                 return i
+            if links[i].order >= 0:
+                if parent == i or links[parent].order < 0:
+                    return i
+                if late and links[parent].order >= links[i].order:
+                    return i
             if links[i].lcp < 0 or links[i].lcp > calls[i].prompt_len:
                 return i
             if links[i].lcp > calls[parent].prompt_len + calls[parent].out_len:
@@ -295,6 +369,9 @@ def plan_rows(
     bint keep_head,
     bint drop_untrained,
     bint chain_flags,
+    bint own_every,
+    bint main_only,
+    const int32_t[::1] births not None,
     int64_t max_tokens,
     uint8_t[::1] kinds not None,
     int32_t[:, ::1] scratch not None,
@@ -307,8 +384,9 @@ def plan_rows(
 
     ``kinds`` tells how each call met its parent's row, ``owners`` names the chain (its last
     call) that owns each call's claim, or -1. ``report`` has a line a session, of the columns
-    of `trajkit.schema.REPORT` from ``turns`` on; it must come as zeros. ``scratch`` is 3 by
-    n_calls, ``marks`` has an entry a node of the forest.
+    of `trajkit.schema.REPORT` from ``turns`` on; it must come as zeros. ``scratch`` is 4 by
+    n_calls, ``marks`` has an entry a node of the forest. ``births``, read with ``main_only``,
+    ranks the calls by when they were created.
     """
     cdef:
         int64_t n_calls = calls.shape[0], n_sessions = session_offsets.shape[0] - 1
@@ -321,7 +399,8 @@ def plan_rows(
         ("owners", owners.shape[0]), ("rows", rows.shape[0]), ("scratch", scratch.shape[1]),
     ):
         _check_length(name, n, n_calls)
-    _check_length("scratch", scratch.shape[0], 3)
+    _check_length("scratch", scratch.shape[0], 4)
+    _check_length("births", births.shape[0], n_calls if main_only else 0)
     _check_length("marks", marks.shape[0], nodes.shape[0])
     _check_length("report", report.shape[0], n_sessions)
     if report.shape[1] != REPORT_WIDTH:
@@ -339,6 +418,8 @@ def plan_rows(
     rule.keep_head = keep_head
     rule.drop_untrained = drop_untrained
     rule.chain_flags = chain_flags
+    rule.own_every = own_every
+    rule.main_only = main_only
     rule.max_tokens = max_tokens
     with nogil:
         for i in range(nodes.shape[0]):
@@ -347,7 +428,8 @@ def plan_rows(
             n_rows = _plan_session(
                 &calls[0], <int32_t>session_offsets[s], <int32_t>session_offsets[s + 1],
                 <int32_t>s, &nodes[0], &ends[0], &links[0], &rule, &kinds[0], &scratch[0, 0],
-                &scratch[1, 0], <uint8_t*>&scratch[2, 0], &owners[0], &marks[0], &rows[0],
+                &scratch[1, 0], <uint8_t*>&scratch[2, 0], &scratch[3, 0],
+                &births[0] if births.shape[0] else NULL, &owners[0], &marks[0], &rows[0],
                 n_rows, &report[s, 0],
             )
     return n_rows

@@ -10,6 +10,8 @@ that call.
 
 cdef enum:  # in the order of trajkit.schema.WHY
     WHY_ROOT, WHY_MESSAGES, WHY_REWRITE, WHY_TOKENS, WHY_PREVIOUS, WHY_UNROUTED
+    WHY_AMBIGUOUS, WHY_SUPERSEDED, WHY_UNRESOLVED_KEPT, WHY_UNRESOLVED
+    WHY_UNRESOLVED_AMBIGUOUS, WHY_STRANDED, WHY_EMPTY
 
 cdef enum:
     KEY_BYTES = 16
@@ -520,8 +522,8 @@ def route_tokens(
 cdef _check_parents(const Link[::1] links, int64_t n_calls):
     cdef int64_t i
     for i in range(n_calls):
-        if links[i].parent >= i:
-            raise LayoutError(f"links[{i}]: parent {links[i].parent} is no earlier call")
+        if links[i].parent >= n_calls or links[i].parent == i:
+            raise LayoutError(f"links[{i}]: parent {links[i].parent} is no other call")
 
 
 def measure_links(

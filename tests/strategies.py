@@ -331,3 +331,32 @@ spoken_texts = st.lists(plain_texts | _markers, max_size=8).map("".join)
 reply_texts = st.lists(
     plain_texts | _markers | good_calls | _bad_calls, max_size=6
 ).map("".join)
+
+
+# Calls whose order does not count
+
+
+@st.composite
+def named_sessions(draw, max_turns=8, *, unique=False):
+    """A session whose calls have a request_id and a started_at, or None.
+
+    ``unique``: every call has its own. Small vocabularies make many calls equal, and
+    some retries and copies are added.
+    """
+    turns = draw(sessions(max_turns))
+    for k in draw(st.lists(st.integers(0, len(turns) - 1), max_size=3)):
+        again = dict(turns[k])
+        if draw(st.booleans()):
+            again.update(draw(replies()))
+        turns.insert(draw(st.integers(0, len(turns))), again)
+    n = len(turns)
+    if unique:
+        names = draw(st.permutations([f"r{k}" for k in range(n)]))
+    else:
+        some = st.sampled_from(["a", "b", "ab", "", None])
+        names = draw(st.lists(some, min_size=n, max_size=n))
+    times = st.sampled_from([0.0, 1.0, 2.0, *([] if unique else [None])])
+    return [
+        {**turn, "turn_index": index, "request_id": name, "started_at": draw(times)}
+        for turn, index, name in zip(turns, draw(turn_numbers(n)), names, strict=True)
+    ]

@@ -195,8 +195,8 @@ def test_a_route_that_does_not_exist_is_refused():
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        pytest.param({"parent": 1}, "parent 1 is no earlier call", id="itself"),
-        pytest.param({"parent": 1 << 30}, "is no earlier call", id="far outside"),
+        pytest.param({"parent": 1}, "parent 1 is no other call", id="itself"),
+        pytest.param({"parent": 1 << 30}, "is no other call", id="far outside"),
         pytest.param({"lcp": 3}, "not within both paths", id="lcp beyond the prompt"),
         pytest.param({"lcp": -1}, "not within both paths", id="lcp below 0"),
     ],

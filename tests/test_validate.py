@@ -266,8 +266,14 @@ BAD = [
     ("sessions", [but(SESSION, reward=float("inf"))], "reward is inf"),
     # links
     ("links", [LINK, but(CHILD, parent=1)], "turn 2: parent 1 is no turn"),
-    ("links", [LINK, but(CHILD, parent=2)], "parent 2 is no earlier turn_index"),
-    ("links", [LINK, but(CHILD, parent=-1)], "parent -1 is no earlier turn_index"),
+    ("links", [LINK, but(CHILD, parent=2)], "parent 2 is no other turn_index"),
+    ("links", [LINK, but(CHILD, parent=-1)], "parent -1 is no other turn_index"),
+    (
+        "links",
+        [but(LINK, parent=2, order=0), but(CHILD, parent=None)],
+        "order 0 does not come after its parent's, 1",
+    ),
+    ("links", [but(LINK, order=None), CHILD], "after its parent's, null"),
     ("links", [LINK, but(CHILD, order=0)], "order 0 is repeated"),
     ("links", [but(LINK, order=-1)], "order is -1"),
     ("links", [LINK, but(CHILD, demoted_by=0)], "demoted_by 0 is no later turn"),
@@ -276,7 +282,7 @@ BAD = [
     ("links", [LINK, LINK], "turn_index is repeated"),
     # drift
     ("drift", [but(DRIFT, parent=None)], "parent is null"),
-    ("drift", [but(DRIFT, parent=2)], "parent 2 is no earlier turn_index"),
+    ("drift", [but(DRIFT, parent=2)], "parent 2 is no other turn_index"),
     ("drift", [but(DRIFT, lcp=-1)], "lcp is -1"),
     ("drift", [but(DRIFT, at_stake=3)], "at_stake 3 exceeds the size 2"),
     ("drift", [but(DRIFT, cause="magic")], "cause is 'magic'"),

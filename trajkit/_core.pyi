@@ -84,6 +84,21 @@ def route_tokens(
     row_of: _I32,
     links: _Records,
 ) -> None: ...
+
+# route_prefix.pxi
+def route_prefix(
+    calls: _Records,
+    session_offsets: _I64,
+    nodes: _Records,
+    ends: _I32,
+    places: _I32,
+    of_nodes: _I32,
+    of_calls: _I32,
+    state: _U8,
+    links: _Records,
+) -> None: ...
+
+# route.pxi, of any links
 def measure_links(
     calls: _Records, nodes: _Records, ends: _I32, links: _Records
 ) -> None: ...
@@ -113,6 +128,9 @@ def plan_rows(
     keep_head: bool,
     drop_untrained: bool,
     chain_flags: bool,
+    own_every: bool,
+    main_only: bool,
+    births: _I32,
     max_tokens: int,
     kinds: _U8,
     scratch: _I32,
@@ -132,6 +150,7 @@ def fill_rows(
     owners: _I32,
     turn_index: _I32,
     keep_head: bool,
+    own_every: bool,
     max_tokens: int,
     rows: _Records,
     token_offsets: _I64,

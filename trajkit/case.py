@@ -113,12 +113,12 @@ class Case:
     def owed(self) -> Bools:
         """Sampled tokens that some row must train, flat as the outputs are.
 
-        None is where the policy absorbs or demotes: it promises no more than to train
-        nothing twice.
+        None is where the policy absorbs, demotes, sets aside or leaves chains out: it
+        promises no more than to train nothing twice, or once in each row that holds it.
         """
         calls, outputs = self.turns.calls, self.turns.outputs
         policy = self.policy
-        if policy is not None and (policy.merge or policy.absorb != "never"):
+        if policy is not None and not policy.keeps_all:
             return np.zeros(len(outputs.values), np.bool_)
         due = self.trainable
         if policy is None or policy.route == "messages":

@@ -61,6 +61,9 @@ def sound(case: Case, pieces: Pieces) -> Pieces:
     if policy is not None and policy.absorb == "never":
         absorbed = pieces.kind == "absorbed"
         rules.append((absorbed, "span_kind", "is lost, where nothing is absorbed"))
+    if policy is not None and policy.own == "every":
+        again = pieces.kind == "duplicate"
+        rules.append((again, "span_kind", "is context, where every row trains it"))
     if case.cap is None:
         cut = pieces.kind == "cut"
         rules.append((cut, "span_kind", "is lost, where no row is cut"))
@@ -198,14 +201,18 @@ def context(case: Case, trained: Pieces) -> None:
 def claims(case: Case, pieces: Pieces) -> None:
     """Every sampled token is claimed once at most, and trained where that is promised.
 
-    What a row lost (pieces absorbed or cut) it has claimed, too.
+    Under ``own="every"``, once in each row. What a row lost (pieces absorbed or cut) it
+    has claimed, too.
     """
     kinds = np.isin(pieces.kind, ("trained", *EMPTY_KINDS))
     pieces = pieces.take(np.flatnonzero(kinds))
     source = pieces.sampled(case.turns)
     owner = np.repeat(np.arange(len(pieces)), pieces.out_stop - pieces.out_start)
-    order = np.argsort(source, kind="stable")
-    again = np.sort(order[1:][np.diff(source[order]) == 0])
+    claimed = source
+    if case.policy is not None and case.policy.own == "every":
+        claimed = source + pieces.row[owner] * len(case.turns.outputs.values)
+    order = np.argsort(claimed, kind="stable")
+    again = np.sort(order[1:][np.diff(claimed[order]) == 0])
     for first, n in zip(*stretches(again, owner[again]), strict=True):
         piece = owner[again[first]]
         into = source[again[first]] - case.turns.outputs.offsets[pieces.call[piece]]

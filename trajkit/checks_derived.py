@@ -93,6 +93,21 @@ def earlier(name: str, index: str) -> Check:
     return check
 
 
+def another(name: str, index: str) -> Check:
+    """The check that a reference is to another index, or null."""
+
+    def check(table: pa.Table) -> Iterator[Violation]:
+        column = table.column(name)
+        values = column.fill_null(-1).to_numpy()
+        same = (values < 0) | (values == table.column(index).to_numpy())
+        rows = np.flatnonzero(same & ~nulls(column))
+        yield violation(
+            rows, f"{name} {{}} is no other {index} of the session", values[rows]
+        )
+
+    return check
+
+
 def turns_exist(*names: str) -> Check:
     """The check that references are to turns of the session, or null."""
 
@@ -107,6 +122,27 @@ def turns_exist(*names: str) -> Check:
             )
 
     return check
+
+
+def parents_first(table: pa.Table) -> Iterator[Violation]:
+    """The parent of a turn with an order has one.
+
+    Parents come before their children: in turns or, throughout a session, in order.
+    """
+    order = table.column("order").fill_null(-1).to_numpy()
+    at, found = lookup(table, "turn_index", table.column("parent"))
+    followed = found & (order >= 0)
+    before = np.where(followed, order[at], -1)
+    session = np.searchsorted(run_starts(table), np.arange(len(table)), side="right")
+    later = np.unique(session[followed & (at > np.arange(len(table)))])
+    unordered = (before >= order) & np.isin(session, later)
+    rows = np.flatnonzero(followed & ((before < 0) | unordered))
+    yield violation(
+        rows,
+        "order {} does not come after its parent's, {}",
+        order[rows],
+        np.where(before[rows] < 0, "null", before[rows].astype(str)),
+    )
 
 
 def demoted_later(table: pa.Table) -> Iterator[Violation]:
@@ -326,15 +362,16 @@ def every_token_counted(table: pa.Table) -> Iterator[Violation]:
 SESSIONS: tuple[Check, ...] = (one_row_per_session, finite("reward"))
 REPORT: tuple[Check, ...] = (*SESSIONS, every_token_counted)
 LINKS: tuple[Check, ...] = (
-    earlier("parent", "turn_index"),
+    another("parent", "turn_index"),
     turns_exist("parent", "demoted_by"),
     demoted_later,
     one_of("why", WHY),
     not_negative("order"),
     orders_differ,
+    parents_first,
 )
 DRIFT: tuple[Check, ...] = (
-    earlier("parent", "turn_index"),
+    another("parent", "turn_index"),
     not_negative(
         "lcp", "size", "at_stake", "resync_held", "resync_prompt", "resync_length"
     ),

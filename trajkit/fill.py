@@ -54,6 +54,7 @@ def row_batch(
         plan.owners,
         calls.turn_index,
         policy.keep_head,
+        policy.own == "every",
         max_tokens,
         rows,
         offsets,
@@ -82,7 +83,7 @@ def row_batch(
         fields=list(SPAN),
     )
     of_session = facts.take(pa.array(rows["session"]))
-    mask_sum = plan.counted("tokens_trained")[rows["session"]]
+    mask_sum = _mask_sums(rows)
     parent_row = rows["parent_row"]
     return pa.RecordBatch.from_arrays(
         [
@@ -107,6 +108,14 @@ def row_batch(
         ],
         schema=ROWS,
     )
+
+
+def _mask_sums(rows: Records) -> Longs:
+    """Trained tokens of all rows of each row's session, shape (n_rows,)."""
+    sums = np.zeros(int(rows["session"].max(initial=-1)) + 1, np.int64)
+    np.add.at(sums, rows["session"], rows["n_trained"])
+    of_row: Longs = sums[rows["session"]]
+    return of_row
 
 
 def _finish_reasons(calls: Calls, last: Records) -> pa.Array:

@@ -12,11 +12,14 @@ from trajkit.policies import (
     DEFAULT_FORK_THRESHOLD,
     EQUALS,
     ROUTES,
+    SORTS,
     Equals,
     Policy,
     Route,
+    Sort,
     chosen_int,
 )
+from trajkit.ranks import by_prompt
 from trajkit.schema import LINKS, WHY
 from trajkit.tables import TableLike, canonical
 
@@ -27,6 +30,7 @@ def link(
     *,
     merge_threshold: int | None = None,
     equals: Equals = "first",
+    sort: Sort = "turn",
 ) -> pa.Table:
     """The turn that each turn continues.
 
@@ -34,9 +38,11 @@ def link(
     ----------
     turns : table
         `trajkit.schema.TURNS` in full or delta form.
-    route : {"messages", "tokens", "previous", "none"}
+    route : {"messages", "tokens", "previous", "none", "prefix"}
         By the message tree; by the longest row end that is a prefix of the prompt (ties
-        to the oldest row); the previous turn of the session; no turn at all. Under
+        to the oldest row); the previous turn of the session; no turn at all; the turn,
+        recorded before or after, whose prompt and output are the longest prefix of the
+        prompt, with some set aside (see `trajkit.schema.WHY`). Under
         ``"messages"`` a turn without a list of messages goes below the turn whose
         prompt and output are the longest prefix of its prompt, and a turn with an empty
         list is left out.
@@ -47,6 +53,8 @@ def link(
         Under ``"messages"``, of equal replies to the same messages: a request that
         shows one of them continues the first, or the one whose prompt and output its
         own prompt repeats for longest.
+    sort : {"turn", "prompt"}
+        Under ``"none"``: ``order`` is that of turns, or from the shortest prompt up.
 
     Returns
     -------
@@ -58,25 +66,32 @@ def link(
     SchemaError, InvalidTurnsError
         As `trajkit.linearize`.
     PolicyError
-        ``route`` is none of the four, or another choice is none.
+        ``route`` is none of the five, or another choice is none.
 
     References
     ----------
     Message routing and its merge are slime's (spec: slime 2), token routing prime-rl's
-    (spec: prime-rl 2.1).
+    (spec: prime-rl 2.1), prefix routing NeMo Gym's (spec: NeMo Gym 5).
     """
     if merge_threshold is None:
         merge_threshold = DEFAULT_FORK_THRESHOLD
     merge_threshold = chosen_int("merge_threshold", merge_threshold)
     if equals not in EQUALS:
         raise PolicyError(f"equals={equals!r}: expected one of {', '.join(EQUALS)}")
+    if sort not in SORTS:
+        raise PolicyError(f"sort={sort!r}: expected one of {', '.join(SORTS)}")
     calls = read_calls(turns)
-    links = find_links(calls, grow(calls), route, merge_threshold, equals)
+    links = find_links(calls, grow(calls), route, merge_threshold, equals, sort)
     return links_table(calls, links)
 
 
 def find_links(
-    calls: Calls, forest: Forest, route: Route, merge_threshold: int, equals: Equals
+    calls: Calls,
+    forest: Forest,
+    route: Route,
+    merge_threshold: int,
+    equals: Equals,
+    sort: Sort = "turn",
 ) -> Records:
     """The link of every call, dtype LINK, ``lcp`` unset."""
     n_calls = len(calls.calls)
@@ -112,10 +127,24 @@ def find_links(
             np.empty(n_calls, np.int32),
             links,
         )
+    elif route == "prefix":
+        _core.route_prefix(
+            calls.calls,
+            calls.session_offsets,
+            forest.nodes,
+            forest.ends,
+            by_prompt(calls),
+            np.empty((4, len(forest.nodes)), np.int32),
+            np.empty((2, n_calls), np.int32),
+            np.empty(n_calls, np.uint8),
+            links,
+        )
     elif route in ("previous", "none"):
         starts = calls.session_offsets[:-1]
         place = np.arange(n_calls, dtype=np.int32)
-        links["order"] = place - np.repeat(starts, np.diff(calls.session_offsets))
+        ranked = by_prompt(calls) if route == "none" and sort == "prompt" else place
+        first = np.repeat(starts, np.diff(calls.session_offsets))
+        links["order"][ranked] = place - first
         links["demoted_by"] = -1
         links["parent"] = place - 1 if route == "previous" else -1
         links["why"] = WHY.index("previous" if route == "previous" else "root")
@@ -129,7 +158,12 @@ def find_links(
 def policy_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
     """The link of every call under a policy, dtype LINK, ``lcp`` unset."""
     return find_links(
-        calls, forest, policy.route, policy.merge_threshold, policy.equals
+        calls,
+        forest,
+        policy.route,
+        policy.merge_threshold,
+        policy.equals,
+        policy.sort,
     )
 
 
@@ -168,19 +202,19 @@ def read_links(calls: Calls, table: TableLike) -> Records:
     ------
     InvalidTurnsError
         It is not one row per turn in the same order, or a row names a turn that is no
-        earlier turn of its session.
+        other turn of its session, or parents do not come first.
     """
     table = canonical(table, LINKS)
     _check_same_turns(calls, table)
     links = np.zeros(len(calls.calls), LINK)
     for name in ("parent", "demoted_by"):
         links[name] = find_turns(calls, table.column(name), name)
-    late = np.flatnonzero(links["parent"] >= np.arange(len(links)))
-    if len(late):
-        call = int(late[0])
+    own = np.flatnonzero(links["parent"] == np.arange(len(links)))
+    if len(own):
+        call = int(own[0])
         raise InvalidTurnsError(
             f"{calls.place(call)}: parent {table.column('parent')[call].as_py()} is no "
-            "earlier turn"
+            "other turn"
         )
     links["order"] = table.column("order").fill_null(-1).to_numpy()
     _check_ranks(calls, links)
@@ -223,13 +257,26 @@ def _check_ranks(calls: Calls, links: Records) -> None:
             f"{calls.place(call)}: order {links['order'][call]}: expected ranks from "
             "0, each once in a session"
         )
-    orphans = np.flatnonzero(
-        (links["parent"] >= 0) & (links["order"][links["parent"]] < 0)
-    )
+    followed = (links["parent"] >= 0) & (links["order"] >= 0)
+    before = np.where(followed, links["order"][links["parent"]], -1)
+    orphans = np.flatnonzero(followed & (before < 0))
     if len(orphans):
         call = int(orphans[0])
         raise InvalidTurnsError(
             f"{calls.place(call)}: its parent has no order, so it is in no row"
+        )
+    # parents come first in turns, or else, throughout a session, in order
+    session = calls.session_of()
+    later = np.unique(session[followed & (links["parent"] > np.arange(len(links)))])
+    late = np.flatnonzero(
+        followed & (before >= links["order"]) & np.isin(session, later)
+    )
+    if len(late):
+        call = int(late[0])
+        raise InvalidTurnsError(
+            f"{calls.place(call)}: order {links['order'][call]} does not come after "
+            f"its parent's, {before[call]}, in a session with a parent that is a later "
+            "turn"
         )
 
 

@@ -11,6 +11,7 @@ from trajkit.calls import Calls, Ints, Longs, Records
 from trajkit.forest import Forest
 from trajkit.layout import ROW
 from trajkit.policies import ABSORBS, Policy
+from trajkit.ranks import by_birth
 from trajkit.schema import REPORT
 
 COUNTS = tuple(REPORT.names[REPORT.names.index("turns") :])
@@ -57,9 +58,12 @@ def plan_rows(
         policy.keep_head,
         not policy.keep_untrained,
         policy.flags == "chain",
+        policy.own == "every",
+        policy.emit == "main",
+        by_birth(calls) if policy.emit == "main" else np.empty(0, np.int32),
         max_tokens,
         plan.kinds,
-        np.empty((3, n_calls), np.int32),
+        np.empty((4, n_calls), np.int32),
         plan.owners,
         np.empty(len(forest.nodes), np.int32),
         plan.rows,

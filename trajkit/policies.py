@@ -6,15 +6,21 @@ from typing import Literal, TypeAlias, get_args
 
 from trajkit.errors import PolicyError
 
-Route: TypeAlias = Literal["messages", "tokens", "previous", "none"]
+Route: TypeAlias = Literal["messages", "tokens", "previous", "none", "prefix"]
 Absorb: TypeAlias = Literal["never", "short_reply", "short_drift"]
 Equals: TypeAlias = Literal["first", "tokens"]
 Flags: TypeAlias = Literal["chain", "row"]
+Own: TypeAlias = Literal["first", "every"]
+Emit: TypeAlias = Literal["all", "main"]
+Sort: TypeAlias = Literal["turn", "prompt"]
 
 ROUTES: tuple[Route, ...] = get_args(Route)
 ABSORBS: tuple[Absorb, ...] = get_args(Absorb)
 EQUALS: tuple[Equals, ...] = get_args(Equals)
 FLAGS: tuple[Flags, ...] = get_args(Flags)
+OWNS: tuple[Own, ...] = get_args(Own)
+EMITS: tuple[Emit, ...] = get_args(Emit)
+SORTS: tuple[Sort, ...] = get_args(Sort)
 
 DEFAULT_FORK_THRESHOLD = 1024
 """Of slime's ``TrajectoryManager`` and of TRL (spec: slime 1.3, TRL 4)."""
@@ -28,10 +34,15 @@ class Policy:
     ----------
     name : str
         Of the preset that the choices started from.
-    route : {"messages", "tokens", "previous", "none"}
+    route : {"messages", "tokens", "previous", "none", "prefix"}
         The call that a call is compared with: the generated message above it in the
         message tree; the longest row end that is a prefix of its prompt; the previous
-        call; none.
+        call; none; or, whatever order the calls came in, the one whose prompt and
+        output are the longest prefix of its prompt. Under ``"prefix"`` what nothing
+        tells apart is set aside, with every chain that it stands in: a call that may
+        continue several with the same tokens, and a retry (a call with the prompt of
+        another) that was not gone on from, the first of retries excepted where none
+        was. See `trajkit.schema.WHY`.
     merge : bool
         Message routing lets a reply that is shown otherwise take the place of one that
         is shorter than ``fork_threshold``, has no siblings and was not continued.
@@ -48,9 +59,17 @@ class Policy:
         Of a reply that is lost so, what stands before the drift's start stays trained.
     fork_threshold : int
         In tokens. 0 and below: nothing is merged or absorbed.
-    own : {"first"}
+    own : {"first", "every"}
         Who trains a claim that several rows hold: the first chain in the policy's
-        order.
+        order, or each of them. ``"every"`` needs ``absorb="never"``.
+    emit : {"all", "main"}
+        Which chains become rows: all, or one of each session: the first, in the
+        policy's order, of the root that was created first (by the columns
+        ``started_at`` and ``request_id`` of turns where they are there, else by turn).
+    sort : {"turn", "prompt"}
+        The order of rows under the route ``"none"``: of turns, or from the shortest
+        prompt up, equals by ``request_id`` where it is there. The route ``"prefix"``
+        always has the second.
     keep_untrained : bool
         Rows in which nothing is trained are emitted.
     flags : {"chain", "row"}
@@ -65,7 +84,9 @@ class Policy:
     absorb: Absorb = "never"
     keep_head: bool = False
     fork_threshold: int = 0
-    own: Literal["first"] = "first"
+    own: Own = "first"
+    emit: Emit = "all"
+    sort: Sort = "turn"
     keep_untrained: bool = True
     flags: Flags = "row"
 
@@ -73,6 +94,12 @@ class Policy:
     def merge_threshold(self) -> int:
         """Output length, in tokens, below which message routing may merge; 0: never."""
         return max(self.fork_threshold, 0) if self.merge else 0
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every claim that may be trained is trained in some row."""
+        gives_up = self.merge or self.absorb != "never" or self.route == "prefix"
+        return not gives_up and self.emit == "all"
 
 
 PRESETS: dict[str, Policy] = {
@@ -104,6 +131,9 @@ PRESETS: dict[str, Policy] = {
     # prime-rl interleave_rollout (spec: prime-rl 2.1)
     "strict": Policy(name="strict", route="tokens"),
     "per_call": Policy(name="per_call", route="none"),
+    # NeMo Gym token_id_capture (spec: NeMo Gym 5), prefix_merging; its per_request is
+    # route="none". It delivers emit="main"
+    "nemo": Policy(name="nemo", route="prefix", own="every", sort="prompt"),
 }
 """The named policies."""
 
@@ -118,7 +148,7 @@ def policy(name: str | Policy, **choices: object) -> Policy:
     ----------
     name : str or Policy
         ``"faithful"``, ``"slime"``, ``"trl"``, ``"skyrl"``, ``"strict"`` (also
-        ``"interleave"``) or ``"per_call"``; or a policy to start from.
+        ``"interleave"``), ``"per_call"`` or ``"nemo"``; or a policy to start from.
     **choices
         Attributes of `Policy`. ``fork_threshold=None`` stands for the preset's own.
 
@@ -129,7 +159,8 @@ def policy(name: str | Policy, **choices: object) -> Policy:
     Raises
     ------
     PolicyError
-        No preset has that name, or no policy has that choice.
+        No preset has that name, or no policy has that choice; or two choices exclude
+        each other.
 
     Examples
     --------
@@ -161,7 +192,13 @@ def policy(name: str | Policy, **choices: object) -> Policy:
             choices["fork_threshold"] = chosen_int("fork_threshold", threshold)
         elif chosen.name in PRESETS:
             choices["fork_threshold"] = PRESETS[chosen.name].fork_threshold
-    return replace(chosen, **choices)  # type: ignore[arg-type]
+    chosen = replace(chosen, **choices)  # type: ignore[arg-type]
+    if chosen.own == "every" and chosen.absorb != "never":
+        raise PolicyError(
+            f"own='every' with absorb={chosen.absorb!r}: a claim that one row trains "
+            "and another has lost could not be counted once"
+        )
+    return chosen
 
 
 def _check_choice(choice: str, value: object) -> None:
@@ -169,7 +206,9 @@ def _check_choice(choice: str, value: object) -> None:
         "route": ROUTES,
         "equals": EQUALS,
         "absorb": ABSORBS,
-        "own": ("first",),
+        "own": OWNS,
+        "emit": EMITS,
+        "sort": SORTS,
         "flags": FLAGS,
     }
     if choice in names:

@@ -184,7 +184,15 @@ ATTRIBUTION = _schema(
 """Optional columns of ``turns``, in either form, that say what each prompt token
 renders. `trajkit.observations` reads them."""
 
-LOSSES = ("absorbed", "demoted", "cut", "untrainable", "unrouted")
+LOSSES = (
+    "absorbed",
+    "demoted",
+    "cut",
+    "untrainable",
+    "unrouted",
+    "quarantined",
+    "undelivered",
+)
 """Why a sampled token is in no row's loss.
 
 absorbed
@@ -198,6 +206,10 @@ untrainable
 unrouted
     The turn had a list of messages with nothing in it, which message routing passes
     over.
+quarantined
+    Every chain that the turn stands in holds one that was set aside (see `WHY`).
+undelivered
+    It is in chains that the policy does not emit.
 """
 
 REPORT = _schema(
@@ -211,9 +223,9 @@ REPORT = _schema(
     _required("rows_cut", pa.int32()),
     # tokens that the model sampled; equals trained plus all lost_*
     _required("tokens_sampled", pa.int64()),
-    # tokens under the loss mask of some row
+    # sampled tokens that are under the loss mask of some row, each counted once
     _required("tokens_trained", pa.int64()),
-    # sampled tokens that stand in further rows as context
+    # sampled tokens that stand in further rows, as context or trained again
     _required("tokens_duplicated", pa.int64()),
     # tokens of all rows: what a forward pass computes
     _required("tokens_forward", pa.int64()),
@@ -246,8 +258,15 @@ WHY = (
     "tokens",
     "previous",
     "unrouted",
+    "ambiguous",
+    "superseded",
+    "unresolved_kept",
+    "unresolved",
+    "unresolved_ambiguous",
+    "stranded",
+    "empty",
 )
-"""How a turn was given its parent (or none).
+"""How a turn was given its parent (or none), and why it is in no row.
 
 root
     Nothing that the policy compares with comes before it.
@@ -256,11 +275,30 @@ messages
 rewrite
     As ``messages``, and its prompt took the place of a short reply, which was demoted.
 tokens
-    The longest row end that is a prefix of its prompt.
+    The longest row end (of any turn, under the route ``"prefix"``) that is a prefix of
+    its prompt.
 previous
     The previous call of the session.
 unrouted
     It has a list of messages with nothing in it: not placed, in no row.
+
+Under the route ``"prefix"``, of turns set aside or not (the parent is as for
+``tokens``):
+
+ambiguous
+    Set aside: several turns are that prefix with the same tokens. The parent is the
+    first of them.
+superseded
+    Set aside: a retry that was not gone on from, beside one that was.
+unresolved_kept, unresolved
+    A retry; no turn with its prompt was gone on from. The first of them is kept, the
+    others are set aside.
+unresolved_ambiguous
+    Set aside as ``ambiguous``, and such a retry as well.
+stranded
+    Not set aside, but every chain that it stands in holds a turn that is.
+empty
+    It sampled nothing: no turn continues it, and it is in no row.
 """
 
 LINKS = _schema(

@@ -1,0 +1,383 @@
+"""Rules that make a forest of whole calls: NeMo Gym's."""
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import trajkit as tk
+from tests import reference, reference_forests
+from tests.golden_sessions import golden, golden_name
+from tests.strategies import named_sessions, row_limits
+from tests.tables import dicts, in_delta_form, turns_table
+from trajkit.errors import InvalidTurnsError, PolicyError, SchemaError
+
+emits = st.sampled_from(["all", "main"])
+
+
+def nemo_turns(session):
+    """A golden session with the names and times that the peer was given."""
+    knobs = session["knobs"]
+    return [
+        {**turn, "request_id": name, "started_at": time}
+        for turn, name, time in zip(
+            session["turns"], knobs["call_ids"], knobs["created_at"], strict=True
+        )
+    ]
+
+
+def nemo_fields(turns, links, rows, main, report):
+    """What the peer says of a session, from trajkit's tables."""
+    whys = [link["why"] for link in links]
+    names = [turn["request_id"] for turn in turns]
+    ranked = reference_forests.by_prompt(turns)
+    ambiguous = [i for i in ranked if "ambiguous" in whys[i]]
+    prompts = [turn["prompt_ids"] for turn in turns]
+    # retries stand together, groups in the order of their first
+    first = {i: min(k for k in ranked if prompts[k] == prompts[i]) for i in ranked}
+    for rank, i in enumerate(ranked):
+        first[i] = min(r for r, k in enumerate(ranked) if prompts[k] == prompts[i])
+        assert first[i] <= rank
+    grouped = sorted(ranked, key=lambda i: (first[i], ranked.index(i)))
+    retries = [
+        i
+        for i in grouped
+        if whys[i] in ("superseded", "unresolved") and i not in ambiguous
+    ]
+    unresolved = [i for i in grouped if whys[i].startswith("unresolved")]
+    sampled = sum(len(turn["output_ids"]) for turn in turns)
+    delivered = sum(sum(row["loss_mask"]) for row in main)
+    roots = sum(
+        link["parent"] is None and why != "empty"
+        for link, why in zip(links, whys, strict=True)
+    )
+    return {
+        "quarantined": [names[i] for i in ambiguous + retries],
+        "unresolved_retries": [names[i] for i in unresolved],
+        "empty_generation_calls": [
+            name for name, why in zip(names, whys, strict=True) if why == "empty"
+        ],
+        "roots": roots,
+        "chains": len(rows),
+        "generated_tokens_captured": report["tokens_sampled"],
+        "generated_tokens_delivered": delivered,
+        "delivered_fraction": round(delivered / sampled, 4) if sampled else 0.0,
+        "mask_sample": roots > 1 or len(rows) > 1 or bool(unresolved),
+        "undeliverable": not rows,
+    }
+
+
+def nemo_chains(links, rows):
+    """The request_id of every turn of each row's chain."""
+    parents = {link["turn_index"]: link["parent"] for link in links}
+    for row in rows:
+        chain = [row["spans"][-1]["turn_index"]]
+        while parents[chain[0]] is not None:
+            chain.insert(0, parents[chain[0]])
+        yield chain
+
+
+@pytest.mark.parametrize(
+    "session",
+    [one for one in golden("nemo") if "error" not in one["expected"]],
+    ids=golden_name,
+)
+def test_golden_nemo(session):
+    turns, expected = nemo_turns(session), session["expected"]
+    merging = session["knobs"]["builder"] == "prefix_merging"
+    route = "prefix" if merging else "none"
+    policy = tk.policy("nemo", route=route)
+    table = turns_table(turns)
+    rows, report = tk.linearize(table, policy, report=True)
+    rows = rows.to_pylist()
+    links = tk.link(table, route, sort="prompt").to_pylist()
+    names = session["knobs"]["call_ids"]
+    chains = [
+        [names[i] for i in chain]
+        for chain in (
+            nemo_chains(links, rows)
+            if merging
+            else [[k] for k in reference_forests.by_prompt(turns)]
+        )
+    ]
+    assert chains == [row["calls"] for row in expected["rows"]]
+    assert len(rows) == len(expected["rows"])
+    for row, peer in zip(rows, expected["rows"], strict=True):
+        n_prompt = peer["prompt_length"]
+        assert row["input_ids"] == peer["tokens"]
+        assert row["prompt_length"] == n_prompt
+        assert row["loss_mask"][:n_prompt] == [False] * n_prompt
+        assert row["loss_mask"][n_prompt:] == [bool(bit) for bit in peer["loss_mask"]]
+        given = [0.0 if p is None else p for p in row["logprobs"][n_prompt:]]
+        assert given == np.array(peer["logprobs"], np.float32).tolist()
+    if not merging:
+        assert [row["chain_id"] for row in expected["rows"]] == [
+            f"req-{k}" for k in range(len(rows))
+        ]
+        return
+    main = tk.linearize(table, tk.policy("nemo", emit="main")).to_pylist()
+    # the peer's names: main, and branch-0 on for the others
+    labels = [
+        "main" if row["input_ids"] == main[0]["input_ids"] else "" for row in rows
+    ]
+    assert [row["chain_id"] == "main" for row in expected["rows"]] == [
+        label == "main" for label in labels
+    ]
+    assert [one for one in expected["rows"] if one["chain_id"] == "main"] == [
+        one
+        for one in expected["rows"]
+        if main and one["tokens"] == main[0]["input_ids"]
+    ]
+    found = nemo_fields(turns, links, rows, main, report.to_pylist()[0])
+    assert found.pop("undeliverable") == (expected["delivery_error"] is not None)
+    assert found == {name: expected[name] for name in found}
+
+
+def test_the_golden_session_without_logprobs_has_none_here():
+    """The peer refuses it; here a logprob that the engine did not give is null."""
+    (session,) = [one for one in golden("nemo") if "error" in one["expected"]]
+    rows = tk.linearize(turns_table(nemo_turns(session)), "nemo").to_pylist()
+    missing = [
+        span["turn_index"]
+        for row in rows
+        for span in row["spans"]
+        if row["logprobs"][span["start"]] is None
+    ]
+    assert missing
+    assert all(not session["turns"][i]["output_logprobs"] for i in missing)
+
+
+@given(named_sessions())
+def test_prefix_links_are_the_twins(turns):
+    found = tk.link(turns_table(turns), "prefix").to_pylist()
+    names = reference.turn_indices(turns)
+    assert [
+        (link["parent"], link["why"], link["order"], link["demoted_by"])
+        for link in found
+    ] == [
+        (None if one.parent is None else names[one.parent], one.why, one.order, None)
+        for one in reference_forests.prefix_links(turns)
+    ]
+
+
+@given(named_sessions(), emits, row_limits)
+def test_nemo_rows_and_report_are_the_twins(turns, emit, limit):
+    rows, report = tk.linearize(
+        turns_table(turns),
+        tk.policy("nemo", emit=emit),
+        max_row_tokens=limit,
+        report=True,
+    )
+    expected, expected_report = reference_forests.nemo(turns, emit, limit)
+    assert dicts(rows, expected) == expected
+    assert rows.num_rows == len(expected)
+    assert dicts(report, [expected_report]) == [expected_report]
+    losses = sum(n for name, n in report.to_pylist()[0].items() if "lost_" in name)
+    assert losses == sum(n for name, n in expected_report.items() if "lost_" in name)
+
+
+@given(st.data(), named_sessions(unique=True), emits)
+def test_nemo_does_not_ask_for_the_order_of_calls(data, turns, emit):
+    policy = tk.policy("nemo", emit=emit)
+    shuffled = [
+        {**turn, "turn_index": k}
+        for k, turn in enumerate(data.draw(st.permutations(turns)))
+    ]
+
+    def tokens(calls):
+        rows = tk.linearize(turns_table(calls), policy)
+        return rows.select(["input_ids", "loss_mask", "logprobs"]).to_pylist()
+
+    assert tokens(shuffled) == tokens(turns)
+
+
+@given(st.data(), named_sessions(), emits, row_limits)
+def test_nemo_from_links_in_delta_form_and_recorded(data, turns, emit, limit):
+    policy = tk.policy("nemo", emit=emit)
+    table = turns_table(turns)
+    rows = tk.linearize(table, policy, max_row_tokens=limit)
+    links = tk.link(table, "prefix")
+    tk.validate(links)
+    assert tk.linearize(table, policy, links=links, max_row_tokens=limit).equals(rows)
+    assert set(tk.classify_drift(table, links)["cause"].to_pylist()) <= {"clean"}
+
+    # the recorder numbers turns itself, refuses empty prompts and keeps no request_id
+    turns = [
+        {**turn, "prompt_ids": turn["prompt_ids"] or [0], "turn_index": k}
+        for k, turn in enumerate(turns)
+    ]
+    for turn in turns:
+        del turn["request_id"], turn["started_at"]
+    table = turns_table(turns)
+    rows = tk.linearize(table, policy, max_row_tokens=limit)
+    delta = in_delta_form(table, lambda options: data.draw(st.sampled_from(options)))
+    assert tk.linearize(delta, policy, max_row_tokens=limit).equals(rows)
+    recorder = tk.Recorder()
+    for turn in turns:
+        recorder.record(
+            "s", **{k: v for k, v in turn.items() if k not in ("turn_index",)}
+        )
+    assert recorder.rows("s", policy, max_row_tokens=limit).equals(rows)
+
+
+@given(named_sessions(), emits, row_limits)
+def test_nemo_keeps_its_promise(turns, emit, limit):
+    table, policy = turns_table(turns), tk.policy("nemo", emit=emit)
+    rows = tk.linearize(table, policy, max_row_tokens=limit)
+    found = tk.verify(rows, table, policy, max_row_tokens=limit)
+    assert found.to_pylist() == []
+
+
+# A reply that two later calls continue.
+FORKED = [
+    {"prompt_ids": [1], "output_ids": [2, 3]},
+    {"prompt_ids": [1, 2, 3, 4], "output_ids": [5]},
+    {"prompt_ids": [1, 2, 3, 6], "output_ids": [7, 8]},
+]
+
+
+def test_a_claim_trains_in_every_row():
+    rows, report = tk.linearize(turns_table(FORKED), "nemo", report=True)
+    masks = rows["loss_mask"].to_pylist()
+    assert masks == [
+        [False, True, True, False, True],
+        [False, True, True, False, True, True],
+    ]
+    line = report.to_pylist()[0]
+    assert (line["tokens_sampled"], line["tokens_trained"]) == (5, 5)
+    assert line["tokens_duplicated"] == 2
+    assert rows["rollout_mask_sum"].to_pylist() == [7, 7]
+    assert rows["row_weight"].to_pylist() == [3 / 7, 4 / 7]
+
+
+@pytest.mark.parametrize(
+    ("policy", "rule"),
+    [("nemo", "span_kind"), ("strict", "trained_twice")],
+)
+def test_verify_holds_each_policy_to_its_own(policy, rule):
+    """What one promises is a violation under the other."""
+    table = turns_table(FORKED)
+    other = "faithful" if policy == "nemo" else "nemo"
+    found = tk.verify(tk.linearize(table, other), table, policy)
+    assert rule in found["rule"].to_pylist()
+
+
+def test_verify_finds_a_claim_twice_in_a_row_of_nemo():
+    table = turns_table([{"prompt_ids": [1], "output_ids": [2, 2]}])
+    rows = tk.linearize(table, "nemo").to_pylist()
+    (span,) = rows[0]["spans"]
+    rows[0]["spans"] = [
+        {**span, "stop": 2, "output_stop": 1},
+        {**span, "start": 2, "output_stop": 1},
+    ]
+    found = tk.verify(pa.Table.from_pylist(rows, tk.schema.ROWS), table, "nemo")
+    assert "trained_twice" in found["rule"].to_pylist()
+
+
+def test_main_is_the_chain_of_the_root_created_first():
+    turns = [
+        {"prompt_ids": [1], "output_ids": [2], "started_at": 5.0, "request_id": "a"},
+        {"prompt_ids": [3, 3], "output_ids": [4], "started_at": 1.0, "request_id": "b"},
+        {"prompt_ids": [6], "output_ids": [7], "started_at": None, "request_id": "c"},
+    ]
+    rows, report = tk.linearize(
+        turns_table(turns), tk.policy("nemo", emit="main"), report=True
+    )
+    assert rows["input_ids"].to_pylist() == [[3, 3, 4]]
+    assert report["lost_undelivered"].to_pylist() == [2]
+    rows = tk.linearize(
+        turns_table([{**turn, "started_at": None} for turn in turns]),
+        tk.policy("nemo", emit="main"),
+    )
+    assert rows["input_ids"].to_pylist() == [[1, 2]]
+
+
+@given(named_sessions(), row_limits)
+def test_main_of_any_policy_is_one_chain_of_all(turns, limit):
+    table = turns_table(turns)
+    for name in ("faithful", "strict", "slime"):
+        rows = tk.linearize(table, name, max_row_tokens=limit).to_pylist()
+        main, report = tk.linearize(
+            table, tk.policy(name, emit="main"), max_row_tokens=limit, report=True
+        )
+        kept = main["input_ids"].to_pylist()
+        assert all(ids in [row["input_ids"] for row in rows] for ids in kept)
+        line = report.to_pylist()[0]
+        lost = sum(n for column, n in line.items() if column.startswith("lost_"))
+        assert line["tokens_sampled"] == line["tokens_trained"] + lost
+        assert line["tokens_trained"] == sum(map(sum, main["loss_mask"].to_pylist()))
+        policy = tk.policy(name, emit="main")
+        assert not tk.verify(main, table, policy, max_row_tokens=limit).num_rows
+
+
+def test_request_ids_of_any_kind_rank():
+    turns = [
+        {"prompt_ids": [1], "output_ids": [k], "request_id": name}
+        for k, name in ((2, "b"), (3, "a"))
+    ]
+    table = turns_table(turns)
+    kept = tk.linearize(table, "nemo")["input_ids"].to_pylist()
+    assert kept == [[1, 3]]
+    names = table["request_id"].combine_chunks().dictionary_encode()
+    place = table.schema.get_field_index("request_id")
+    encoded = table.set_column(place, "request_id", names)
+    assert tk.linearize(encoded, "nemo")["input_ids"].to_pylist() == kept
+    assert tk.linearize(pl.from_arrow(table), "nemo")["input_ids"].to_pylist() == kept
+    lists = table.set_column(place, "request_id", pa.array([[1], [2]]))
+    with pytest.raises(SchemaError, match="column 'request_id' is list"):
+        tk.linearize(lists, "nemo")
+
+
+@pytest.mark.parametrize(
+    ("choices", "match"),
+    [
+        ({"own": "every", "absorb": "short_reply"}, "own='every' with absorb="),
+        ({"own": "none"}, "own='none': expected one of 'first', 'every'"),
+        ({"emit": "one"}, "emit='one': expected one of 'all', 'main'"),
+        ({"sort": "size"}, "sort='size': expected one of 'turn', 'prompt'"),
+    ],
+)
+def test_choices_that_do_not_exist_are_refused(choices, match):
+    with pytest.raises(PolicyError, match=match):
+        tk.policy("nemo", **choices)
+
+
+def test_links_in_which_a_parent_does_not_come_first_are_refused():
+    table = turns_table(FORKED[::-1])
+    links = tk.link(table, "prefix").to_pylist()
+    assert [link["parent"] for link in links] == [2, 2, None]
+    for change, match in (
+        ([0, 2, 1], "order 0 does not come after its parent's, 1"),
+        ([0, 1, None], "its parent has no order"),
+    ):
+        changed = pa.Table.from_pylist(
+            [{**one, "order": k} for one, k in zip(links, change, strict=True)],
+            tk.schema.LINKS,
+        )
+        with pytest.raises(InvalidTurnsError, match=match):
+            tk.linearize(table, "nemo", links=changed)
+
+
+RETRIED = [
+    {"prompt_ids": [1], "output_ids": [2, 9]},
+    {"prompt_ids": [1], "output_ids": [3, 9]},
+    {"prompt_ids": [1, 3, 9, 4], "output_ids": [5]},
+    {"prompt_ids": [1, 3, 9, 4], "output_ids": []},
+]
+
+
+@example(RETRIED)
+@given(named_sessions())
+def test_what_is_set_aside_is_counted(turns):
+    rows, report = tk.linearize(turns_table(turns), "nemo", report=True)
+    placed = {s["turn_index"] for row in rows["spans"].to_pylist() for s in row}
+    names = reference.turn_indices(turns)
+    assert report["lost_quarantined"].to_pylist() == [
+        sum(
+            len(turn["output_ids"])
+            for name, turn in zip(names, turns, strict=True)
+            if name not in placed and reference.is_trainable(turn)
+        )
+    ]
