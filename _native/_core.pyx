@@ -5,6 +5,7 @@
     unbox.pxi    Python lists of numbers into flat buffers
     message.pxi  chat messages as canonical JSON
     forest.pxi   the calls of a session as a forest of token paths
+    bodies.pxi   which stored body a message means
     route.pxi    which call a call continues: by messages, by tokens
     drift.pxi    how a prompt departs from what was held
     plan.pxi     which rows a policy makes, who owns a claim, what is lost
@@ -40,6 +41,7 @@ include "unbox.pxi"
 include "message.pxi"
 include "forest.pxi"
 include "route.pxi"
+include "bodies.pxi"
 include "drift.pxi"
 include "plan.pxi"
 include "fill.pxi"

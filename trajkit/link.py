@@ -5,6 +5,7 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit.calls import Calls, Ints, Records, named_calls, read_calls
+from trajkit.equality import EQUALITIES, Equality, rekeyed
 from trajkit.errors import InvalidTurnsError, PolicyError
 from trajkit.forest import Forest, grow
 from trajkit.layout import LINK, MESSAGE
@@ -27,6 +28,7 @@ def link(
     *,
     merge_threshold: int | None = None,
     equals: Equals = "first",
+    equality: Equality = "values",
 ) -> pa.Table:
     """The turn that each turn continues.
 
@@ -47,6 +49,9 @@ def link(
         Under ``"messages"``, of equal replies to the same messages: a request that
         shows one of them continues the first, or the one whose prompt and output its
         own prompt repeats for longest.
+    equality : {"values", "text"}
+        Messages are equal where Python's ``==`` calls them so; or where their JSON
+        texts with sorted keys are, once every ``cache_control`` is left out.
 
     Returns
     -------
@@ -70,7 +75,11 @@ def link(
     merge_threshold = chosen_int("merge_threshold", merge_threshold)
     if equals not in EQUALS:
         raise PolicyError(f"equals={equals!r}: expected one of {', '.join(EQUALS)}")
-    calls = read_calls(turns)
+    if equality not in EQUALITIES:
+        raise PolicyError(
+            f"equality={equality!r}: expected one of {', '.join(EQUALITIES)}"
+        )
+    calls = rekeyed(read_calls(turns), equality)
     links = find_links(calls, grow(calls), route, merge_threshold, equals)
     return links_table(calls, links)
 
@@ -129,7 +138,11 @@ def find_links(
 def policy_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
     """The link of every call under a policy, dtype LINK, ``lcp`` unset."""
     return find_links(
-        calls, forest, policy.route, policy.merge_threshold, policy.equals
+        rekeyed(calls, policy.equality),
+        forest,
+        policy.route,
+        policy.merge_threshold,
+        policy.equals,
     )
 
 
