@@ -6,6 +6,7 @@
     message.pxi  chat messages as canonical JSON
     columns.pxi  the columns of a turns table, through Arrow's C interface
     forest.pxi   the calls of a session as a forest of token paths
+    bodies.pxi   which stored body a message means
     route.pxi    which call a call continues: by messages, by tokens
     route_prefix.pxi  the same, whatever the order of calls
     drift.pxi    how a prompt departs from what was held
@@ -44,6 +45,7 @@ include "message.pxi"
 include "forest.pxi"
 include "route.pxi"
 include "route_prefix.pxi"
+include "bodies.pxi"
 include "drift.pxi"
 include "plan.pxi"
 include "fill.pxi"

@@ -108,6 +108,18 @@ def measure_links(
     calls: _Records, nodes: _Records, ends: _I32, links: _Records
 ) -> None: ...
 
+# bodies.pxi
+def body_table(requests: _Records, session_offsets: _I64, has_body: _U8) -> int: ...
+def find_bodies(
+    requests: _Records,
+    session_offsets: _I64,
+    has_body: _U8,
+    reply_has_body: _U8,
+    table: _I64,
+    places: _I64,
+    replies: _I64,
+) -> None: ...
+
 # drift.pxi
 def describe_drift(
     calls: _Records,

@@ -5,6 +5,7 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit.calls import Calls, Ints, Records, named_calls, read_calls
+from trajkit.equality import EQUALITIES, Equality, rekeyed
 from trajkit.errors import InvalidTurnsError, PolicyError
 from trajkit.forest import Forest, grow
 from trajkit.layout import LINK, MESSAGE
@@ -30,6 +31,7 @@ def link(
     *,
     merge_threshold: int | None = None,
     equals: Equals = "first",
+    equality: Equality = "values",
     sort: Sort = "turn",
 ) -> pa.Table:
     """The turn that each turn continues.
@@ -53,6 +55,9 @@ def link(
         Under ``"messages"``, of equal replies to the same messages: a request that
         shows one of them continues the first, or the one whose prompt and output its
         own prompt repeats for longest.
+    equality : {"values", "text"}
+        Messages are equal where Python's ``==`` calls them so; or where their JSON
+        texts with sorted keys are, once every ``cache_control`` is left out.
     sort : {"turn", "prompt"}
         Under ``"none"``: ``order`` is that of turns, or from the shortest prompt up.
 
@@ -78,10 +83,16 @@ def link(
     merge_threshold = chosen_int("merge_threshold", merge_threshold)
     if equals not in EQUALS:
         raise PolicyError(f"equals={equals!r}: expected one of {', '.join(EQUALS)}")
+    if equality not in EQUALITIES:
+        raise PolicyError(
+            f"equality={equality!r}: expected one of {', '.join(EQUALITIES)}"
+        )
     if sort not in SORTS:
         raise PolicyError(f"sort={sort!r}: expected one of {', '.join(SORTS)}")
     calls = read_calls(turns)
-    links = find_links(calls, grow(calls), route, merge_threshold, equals, sort)
+    links = find_links(
+        calls, grow(calls), route, merge_threshold, equals, equality, sort
+    )
     return links_table(calls, links)
 
 
@@ -91,12 +102,14 @@ def find_links(
     route: Route,
     merge_threshold: int,
     equals: Equals,
+    equality: Equality = "values",
     sort: Sort = "turn",
 ) -> Records:
     """The link of every call, dtype LINK, ``lcp`` unset."""
     n_calls = len(calls.calls)
     links = np.zeros(n_calls, LINK)
     if route == "messages":
+        calls = rekeyed(calls, equality)
         n_nodes, n_table = _core.tree_size(calls.requests, calls.session_offsets)
         _core.route_messages(
             calls.calls,
@@ -163,6 +176,7 @@ def policy_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
         policy.route,
         policy.merge_threshold,
         policy.equals,
+        policy.equality,
         policy.sort,
     )
 

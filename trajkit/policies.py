@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields, replace
 from operator import index
 from typing import Literal, TypeAlias, get_args
 
+from trajkit.equality import EQUALITIES, Equality
 from trajkit.errors import PolicyError
 
 Route: TypeAlias = Literal["messages", "tokens", "previous", "none", "prefix"]
@@ -46,6 +47,9 @@ class Policy:
     merge : bool
         Message routing lets a reply that is shown otherwise take the place of one that
         is shorter than ``fork_threshold``, has no siblings and was not continued.
+    equality : {"values", "text"}
+        Messages are equal where Python's ``==`` calls them so; or where their JSON
+        texts with sorted keys are, once every ``cache_control`` is left out.
     equals : {"first", "tokens"}
         Of equal replies to the same messages, a request that shows one of them
         continues the first, or the one whose prompt and output its own prompt repeats
@@ -80,6 +84,7 @@ class Policy:
     name: str
     route: Route
     merge: bool = False
+    equality: Equality = "values"
     equals: Equals = "first"
     absorb: Absorb = "never"
     keep_head: bool = False
@@ -204,6 +209,7 @@ def policy(name: str | Policy, **choices: object) -> Policy:
 def _check_choice(choice: str, value: object) -> None:
     names = {
         "route": ROUTES,
+        "equality": EQUALITIES,
         "equals": EQUALS,
         "absorb": ABSORBS,
         "own": OWNS,
