@@ -9,6 +9,7 @@
     bodies.pxi   which stored body a message means
     route.pxi    which call a call continues: by messages, by tokens
     route_prefix.pxi  the same, whatever the order of calls
+    route_generations.pxi  a forest of generations, by messages and checked by tokens
     drift.pxi    how a prompt departs from what was held
     plan.pxi     which rows a policy makes, who owns a claim, what is lost
     fill.pxi     the columns of planned rows
@@ -45,6 +46,7 @@ include "message.pxi"
 include "forest.pxi"
 include "route.pxi"
 include "route_prefix.pxi"
+include "route_generations.pxi"
 include "bodies.pxi"
 include "drift.pxi"
 include "plan.pxi"

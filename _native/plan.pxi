@@ -12,6 +12,9 @@ cdef enum:  # how a call meets the row that its parent ended
 cdef enum:  # what is compared with the threshold when the last reply came back changed
     ABSORB_NEVER, ABSORB_SHORT_REPLY, ABSORB_SHORT_DRIFT
 
+cdef enum:  # who trains a claim that several rows hold
+    OWN_FIRST, OWN_EARLIEST, OWN_EVERY
+
 cdef enum:  # in the order of trajkit.schema.SPAN_KINDS
     SPAN_TRAINED, SPAN_DUPLICATE, SPAN_ABSORBED, SPAN_CUT, SPAN_UNTRAINABLE
     N_SPAN_KINDS
@@ -21,7 +24,7 @@ cdef enum:  # in the order of trajkit.schema.REPORT, from turns on
     REPORT_SAMPLED, REPORT_TRAINED, REPORT_DUPLICATED, REPORT_FORWARD, REPORT_FORWARD_SHARED
     REPORT_LOST_ABSORBED, REPORT_LOST_DEMOTED, REPORT_LOST_CUT
     REPORT_LOST_UNTRAINABLE, REPORT_LOST_UNROUTED, REPORT_LOST_QUARANTINED
-    REPORT_LOST_UNDELIVERED
+    REPORT_LOST_UNDELIVERED, REPORT_LOST_REFUSED, REPORT_LOST_RETRIED
     REPORT_WIDTH
 
 
@@ -31,8 +34,9 @@ cdef struct Rule:
     bint keep_head            # an absorbed reply stays trained up to where drift starts
     bint drop_untrained
     bint chain_flags          # flags of the whole chain, not of the row
-    bint own_every            # a claim trains in every row that holds it, not in the first
+    int32_t own               # OWN_*
     bint main_only            # rows of one chain: the first of the root that was created first
+    bint cut_calls            # a row that max_tokens cuts in a prompt ends with the call before
     pos_t max_tokens
 
 
@@ -123,7 +127,8 @@ cdef void _survey(
         mine = owners[call] == row.owner
         n = _pieces(
             &calls[call], &links[below] if below >= 0 else NULL,
-            below >= 0 and kinds[below] == KIND_ABSORB, mine or rule.own_every, rule, pieces,
+            below >= 0 and kinds[below] == KIND_ABSORB, mine or rule.own == OWN_EVERY, rule,
+            pieces,
         )
         row.n_spans += n
         for k in range(n):
@@ -141,6 +146,29 @@ cdef void _survey(
         below = call
         call = links[call].parent
     row.n_tokens = min(_held_len(&calls[row.last]), rule.max_tokens)
+
+
+cdef void _cut_to_calls(
+    const Call* calls, const Link* links, const uint8_t* kinds, const int32_t* owners,
+    const Rule* rule, Row* row, int64_t* totals,
+) noexcept nogil:
+    """Let a row that is cut inside a prompt end with the call before; totals stay complete."""
+    cdef int64_t before, j
+    cdef bint shorter = False
+    while (
+        row.n_calls > 1 and calls[row.last].prompt_len >= rule.max_tokens
+        and _held_len(&calls[row.last]) > rule.max_tokens
+    ):
+        row.last = links[row.last].parent
+        row.n_calls -= 1
+        shorter = True
+    if not shorter:
+        return
+    before = totals[SPAN_TRAINED] + totals[SPAN_CUT] + totals[SPAN_ABSORBED]
+    for j in range(N_SPAN_KINDS):
+        totals[j] = 0
+    _survey(calls, links, kinds, owners, rule, row, totals)
+    totals[SPAN_CUT] = before - totals[SPAN_TRAINED] - totals[SPAN_ABSORBED]
 
 
 cdef void _find_parent_row(
@@ -188,6 +216,10 @@ cdef int _loss(const Link* link) noexcept nogil:
         WHY_UNRESOLVED_KEPT, WHY_STRANDED,
     ):
         return REPORT_LOST_QUARANTINED
+    if link.why == WHY_REFUSED_TOKENS or link.why == WHY_REFUSED_TRUNCATED:
+        return REPORT_LOST_REFUSED
+    if link.why == WHY_RETRIED:
+        return REPORT_LOST_RETRIED
     return REPORT_LOST_UNROUTED
 
 
@@ -249,13 +281,21 @@ cdef int64_t _plan_session(
             flags[parent] |= 4  # something continues it: no leaf
     if rule.main_only:
         only = _main_chain(by_order, flags, roots, births, lo, hi)
+    if rule.own == OWN_EARLIEST:
+        for i in range(lo, hi):
+            if links[i].order < 0 or flags[i] & 4 or (rule.main_only and i != only):
+                continue
+            call = i
+            while call >= 0 and owners[call] < 0:
+                owners[call] = i
+                call = links[call].parent
 
     for k in range(lo, hi):
         leaf = by_order[k]
         if leaf < 0 or flags[leaf] & 4 or (rule.main_only and leaf != only):
             continue
         top = call = leaf
-        while call >= 0 and owners[call] < 0:
+        while call >= 0 and (owners[call] < 0 or owners[call] == leaf):
             owners[call] = leaf
             top = call
             call = links[call].parent
@@ -278,6 +318,8 @@ cdef int64_t _plan_session(
             for j in range(N_SPAN_KINDS):
                 totals[j] = 0
             _survey(calls, links, kinds, owners, rule, &row, totals)
+            if rule.cut_calls:
+                _cut_to_calls(calls, links, kinds, owners, rule, &row, totals)
             if rule.chain_flags:
                 row.truncated = calls[leaf].length_stop
                 row.use_tool = flags[leaf] & 1
@@ -369,8 +411,9 @@ def plan_rows(
     bint keep_head,
     bint drop_untrained,
     bint chain_flags,
-    bint own_every,
+    int32_t own,
     bint main_only,
+    bint cut_calls,
     const int32_t[::1] births not None,
     int64_t max_tokens,
     uint8_t[::1] kinds not None,
@@ -418,8 +461,9 @@ def plan_rows(
     rule.keep_head = keep_head
     rule.drop_untrained = drop_untrained
     rule.chain_flags = chain_flags
-    rule.own_every = own_every
+    rule.own = own
     rule.main_only = main_only
+    rule.cut_calls = cut_calls
     rule.max_tokens = max_tokens
     with nogil:
         for i in range(nodes.shape[0]):

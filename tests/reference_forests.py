@@ -1,4 +1,4 @@
-"""Slow, obvious twins of the rules that make a forest of whole calls (NeMo Gym's).
+"""Slow, obvious twins of the rules that make a forest of whole calls: NeMo Gym, miles.
 
 Turns are as in `tests.reference`; ``request_id`` and ``started_at`` may be there.
 """
@@ -163,13 +163,185 @@ def summed(turns, rows, why_lost, **counts):
         ),
         **{
             f"lost_{reason}": 0
-            for reason in ("untrainable", "cut", "quarantined", "undelivered")
+            for reason in (
+                "absorbed",
+                "untrainable",
+                "unrouted",
+                "cut",
+                "quarantined",
+                "undelivered",
+                "refused",
+                "retried",
+            )
         },
         **counts,
     }
+    absorbed = dict.fromkeys(turn_indices(turns), 0)
+    for span in (s for row in rows for s in row["spans"] if s["kind"] == "absorbed"):
+        absorbed[span["turn_index"]] += span["output_stop"] - span["output_start"]
+    report["lost_absorbed"] = sum(absorbed.values())
     for i, name in enumerate(turn_indices(turns)):
         trained = sum(turn == name for turn, _ in kinds["trained"])
-        lost = len(turns[i]["output_ids"]) - trained
+        lost = len(turns[i]["output_ids"]) - trained - absorbed[name]
         if lost:
             report[f"lost_{why_lost(i)}"] += lost
     return rows, report
+
+
+# --- miles
+
+
+def fields_of(message, equality):
+    """What counts of a message; None, "" and [] are one."""
+    names = ["role", "content"]
+    if equality == "strict":
+        names += ["reasoning_content", "tool_calls"]
+    said = {}
+    for name in names:
+        value = message.get(name)
+        if name == "tool_calls" and isinstance(value, list):
+            value = [
+                {k: v for k, v in call.items() if k != "index"}
+                if isinstance(call, dict)
+                else call
+                for call in value
+            ]
+        if not (value is None or value == "" or value == []):
+            said[name] = value
+    return said
+
+
+def generation_links(turns, equality="strict", threshold=1):
+    """miles' tree of generations: one `Link` per turn."""
+    links = []
+    paths = {}  # generation -> its messages and its reply
+    for i, turn in enumerate(turns):
+        sent, reply = turn.get("prompt_messages"), turn.get("response_message")
+        if sent is not None and not sent:
+            links.append(Link(why="unrouted"))
+            continue
+        prompt = turn["prompt_ids"]
+        if sent is None:
+            parents = [
+                j for j in paths if prompt[: len(held(turns[j]))] == held(turns[j])
+            ]
+            parent = max(parents, key=lambda j: (len(held(turns[j])), -j), default=None)
+            path = [object()]
+        else:
+            sent = [fields_of(message, equality) for message in sent]
+            parents = [j for j, path in paths.items() if sent[: len(path)] == path]
+            parent = max(parents, key=lambda j: (len(paths[j]), j), default=None)
+            path = [*sent, object() if reply is None else fields_of(reply, equality)]
+        if parent is None:
+            links.append(Link())
+        else:
+            links.append(Link(parent, "tokens" if sent is None else "messages"))
+            before = held(turns[parent])
+            shared = lcp(before, prompt)
+            if turns[parent].get("finish_reason") == "length":
+                links[i].why = "refused_truncated"
+                continue
+            if shared < len(before) and (
+                shared < len(turns[parent]["prompt_ids"])
+                or len(before) - shared >= threshold
+            ):
+                links[i].why = "refused_tokens"
+                continue
+        paths[i] = path
+
+    children = {i: [j for j in paths if links[j].parent == i] for i in paths}
+    chains = []
+    for leaf in paths:
+        if children[leaf]:
+            continue
+        if links[leaf].parent is not None and leaf < children[links[leaf].parent][-1]:
+            links[leaf].why = "retried"
+            continue
+        chains.append([leaf])
+        while links[chains[-1][0]].parent is not None:
+            chains[-1].insert(0, links[chains[-1][0]].parent)
+    chains.sort(key=lambda chain: (-len(chain), -chain[-1]))
+    rank = 0
+    for i in (i for chain in chains for i in chain):
+        if links[i].order is None:
+            links[i].order = rank
+            rank += 1
+    return links
+
+
+def miles(turns, equality="strict", threshold=1, max_row_tokens=None):
+    """The rows of one session and its line of the report (see `reference.linearize`)."""
+    links = generation_links(turns, equality, threshold)
+    limit = float("inf") if max_row_tokens is None else max_row_tokens
+    chains = list(forest_chains(links))
+    owners = {}
+    for chain in sorted(chains, key=lambda chain: chain[-1]):
+        for i in chain:
+            owners.setdefault(i, chain[-1])
+    rows = []
+    cut = 0
+    for chain in chains:
+        leaf = chain[-1]
+        while chain and not (
+            len(turns[chain[-1]]["prompt_ids"]) < limit
+            or len(held(turns[chain[-1]])) <= limit
+        ):
+            chain = chain[:-1]
+        if not chain:
+            cut += 1
+            continue
+        owned = {i for i in chain if owners[i] == leaf}
+        segment = Segment(chain, owned, set(), **flags(turns, chain))
+        row = row_of(turns, segment, limit)
+        row["spans"] = trimmed_spans(turns, chain, owned, limit)
+        shown = {
+            k
+            for span in row["spans"]
+            if span["kind"] == "trained"
+            for k in range(span["start"], span["stop"])
+        }
+        for k in range(len(row["input_ids"])):
+            row["loss_mask"][k] = k in shown
+            row["logprobs"][k] = row["logprobs"][k] if k in shown else None
+        rows.append(row)
+
+    def why_lost(i):
+        if not is_trainable(turns[i]):
+            return "untrainable"
+        if links[i].order is not None:
+            return "cut"
+        return links[i].why.split("_")[0]
+
+    return summed(turns, rows, why_lost, rows_cut=cut)
+
+
+def trimmed_spans(turns, chain, owned, limit):
+    """The pieces of a row whose replies may have lost their last tokens."""
+    names = turn_indices(turns)
+    spans = []
+    for i, below in zip(chain, [*chain[1:], None], strict=True):
+        n, place = len(turns[i]["output_ids"]), len(turns[i]["prompt_ids"])
+        kept = n
+        if below is not None:
+            kept = min(n, lcp(held(turns[i]), turns[below]["prompt_ids"]) - place)
+        inside = max(0, min(kept, limit - place))
+        kind = "trained" if i in owned else "duplicate"
+        kind = kind if is_trainable(turns[i]) else "untrainable"
+        pieces = [(place, place + inside, 0, inside, kind)]
+        if kind == "trained":
+            at = min(place + kept, limit)
+            pieces.append((limit, limit, inside, kept, "cut"))
+            pieces.append((at, at, kept, n, "absorbed"))
+        spans += [
+            {
+                "start": start,
+                "stop": stop,
+                "turn_index": names[i],
+                "output_start": output_start,
+                "output_stop": output_stop,
+                "kind": kind,
+            }
+            for start, stop, output_start, output_stop, kind in pieces
+            if output_stop > output_start
+        ]
+    return spans

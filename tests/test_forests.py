@@ -1,4 +1,4 @@
-"""Rules that make a forest of whole calls: NeMo Gym's."""
+"""Rules that make a forest of whole calls: NeMo Gym's and miles'."""
 
 import numpy as np
 import polars as pl
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests import reference, reference_forests
 from tests.golden_sessions import golden, golden_name
-from tests.strategies import named_sessions, row_limits
+from tests.strategies import message_pairs, named_sessions, row_limits
 from tests.tables import dicts, in_delta_form, turns_table
 from trajkit.errors import InvalidTurnsError, PolicyError, SchemaError
 
@@ -334,7 +334,7 @@ def test_request_ids_of_any_kind_rank():
     ("choices", "match"),
     [
         ({"own": "every", "absorb": "short_reply"}, "own='every' with absorb="),
-        ({"own": "none"}, "own='none': expected one of 'first', 'every'"),
+        ({"own": "none"}, "own='none': expected one of 'first', 'earliest'"),
         ({"emit": "one"}, "emit='one': expected one of 'all', 'main'"),
         ({"sort": "size"}, "sort='size': expected one of 'turn', 'prompt'"),
     ],
@@ -380,4 +380,304 @@ def test_what_is_set_aside_is_counted(turns):
             for name, turn in zip(names, turns, strict=True)
             if name not in placed and reference.is_trainable(turn)
         )
+    ]
+
+
+# --- miles
+
+
+def miles_policy(session):
+    knobs = session["knobs"]
+    return tk.policy(
+        "miles",
+        fork_threshold=knobs["max_trim_tokens"] + 1,
+        equality=knobs["matcher"],
+    )
+
+
+def miles_turns(session):
+    """The peer takes a reply that is not there for an empty one."""
+    empty = {"role": "assistant", "content": ""}
+    return [
+        {**turn, "response_message": turn["response_message"] or empty}
+        for turn in session["turns"]
+    ]
+
+
+STATUS = {
+    "refused_tokens": "TokenizationError",
+    "refused_truncated": "TruncatedGenerationError",
+}
+
+
+@pytest.mark.parametrize("session", golden("miles_v2"), ids=golden_name)
+def test_golden_miles(session):
+    turns, expected = miles_turns(session), session["expected"]
+    policy, limit = miles_policy(session), session["knobs"]["max_seq_len"]
+    table = turns_table(turns)
+    links = tk.link(
+        table,
+        "generations",
+        equality=policy.equality,
+        fork_threshold=policy.fork_threshold,
+    ).to_pylist()
+    assert [STATUS.get(one["why"], "ok") for one in links] == expected["turn_status"]
+    ok = [one for one in links if one["why"] not in STATUS]
+    assert [one["parent"] for one in ok] == expected["parents"]
+    parents = {one["parent"] for one in ok}
+    leaves = [one for one in ok if one["turn_index"] not in parents]
+    assert len(leaves) == expected["leaves"]
+
+    chains = []
+    for one in sorted(
+        leaves, key=lambda one: -1 if one["order"] is None else one["order"]
+    ):
+        if one["order"] is not None:
+            chains.append([one["turn_index"]])
+            while links[chains[-1][0]]["parent"] is not None:
+                chains[-1].insert(0, links[chains[-1][0]]["parent"])
+    rows, report = tk.linearize(
+        table,
+        policy,
+        reward=session["knobs"]["reward"],
+        max_row_tokens=limit,
+        report=True,
+    )
+    assert rows.num_rows + report["rows_cut"][0].as_py() == len(chains)
+    chains = [
+        chain
+        for chain in chains
+        if limit is None or len(turns[chain[0]]["prompt_ids"]) < limit
+    ]
+    assert chains == [row["turns"] for row in expected["rows"]]
+    assert rows.num_rows == len(expected["rows"])
+    ends = [reference.held(turn) for turn in turns]
+    for row, chain, peer in zip(
+        rows.to_pylist(), chains, expected["rows"], strict=True
+    ):
+        ids, n_prompt = row["input_ids"], row["prompt_length"]
+        whole = ids in [ends[i] for i in chain]
+        assert ids == peer["tokens"]
+        assert len(ids) - n_prompt == peer["response_length"]
+        assert row["loss_mask"][n_prompt:] == [bool(bit) for bit in peer["loss_mask"]]
+        # the peer keeps the logprobs of what another row trains; here the piece names them
+        given = [0.0 if p is None else p for p in row["logprobs"]]
+        for span in row["spans"]:
+            if span["kind"] == "duplicate":
+                logprobs = turns[span["turn_index"]]["output_logprobs"]
+                logprobs = logprobs[span["output_start"] : span["output_stop"]]
+                given[span["start"] : span["start"] + len(logprobs)] = logprobs
+        peers = np.array(peer["logprobs"], np.float32)
+        assert np.array(given[n_prompt:], np.float32).tolist() == peers.tolist()
+        status = "truncated" if row["truncated"] or not whole else "completed"
+        assert status == peer["status"]
+        assert row["reward"] == peer["reward"]
+
+
+equalities = st.sampled_from(["strict", "role_content_only"])
+trims = st.sampled_from([1, 2, 3, 1, 0, 5])
+"""fork_threshold of miles: what may be trimmed, and one more."""
+
+
+@given(named_sessions(), equalities, trims)
+def test_generation_links_are_the_twins(turns, equality, trim):
+    found = tk.link(
+        turns_table(turns), "generations", equality=equality, fork_threshold=trim
+    ).to_pylist()
+    names = reference.turn_indices(turns)
+    twins = reference_forests.generation_links(turns, equality, trim)
+    assert [
+        (link["parent"], link["why"], link["order"], link["demoted_by"])
+        for link in found
+    ] == [
+        (None if one.parent is None else names[one.parent], one.why, one.order, None)
+        for one in twins
+    ]
+
+
+@given(named_sessions(), equalities, trims, row_limits)
+def test_miles_rows_and_report_are_the_twins(turns, equality, trim, limit):
+    rows, report = tk.linearize(
+        turns_table(turns),
+        tk.policy("miles", equality=equality, fork_threshold=trim),
+        max_row_tokens=limit,
+        report=True,
+    )
+    expected, expected_report = reference_forests.miles(turns, equality, trim, limit)
+    assert dicts(rows, expected) == expected
+    assert rows.num_rows == len(expected)
+    assert dicts(report, [expected_report]) == [expected_report]
+    lost = {n: v for n, v in report.to_pylist()[0].items() if n.startswith("lost_")}
+    assert sum(lost.values()) == sum(
+        expected_report[name] for name in lost if lost[name]
+    )
+
+
+@given(st.data(), named_sessions(), equalities, trims, row_limits)
+def test_miles_from_links_in_delta_form_and_recorded(
+    data, turns, equality, trim, limit
+):
+    policy = tk.policy("miles", equality=equality, fork_threshold=trim)
+    turns = [
+        {**turn, "prompt_ids": turn["prompt_ids"] or [0], "turn_index": k}
+        for k, turn in enumerate(turns)
+    ]
+    for turn in turns:
+        del turn["request_id"], turn["started_at"]
+    table = turns_table(turns)
+    rows = tk.linearize(table, policy, max_row_tokens=limit)
+    links = tk.link(table, "generations", equality=equality, fork_threshold=trim)
+    tk.validate(links)
+    assert tk.linearize(table, policy, links=links, max_row_tokens=limit).equals(rows)
+    delta = in_delta_form(table, lambda options: data.draw(st.sampled_from(options)))
+    assert tk.linearize(delta, policy, max_row_tokens=limit).equals(rows)
+    recorder = tk.Recorder()
+    for turn in turns:
+        recorder.record("s", **{k: v for k, v in turn.items() if k != "turn_index"})
+    assert recorder.rows("s", policy, max_row_tokens=limit).equals(rows)
+
+
+@given(named_sessions(), equalities, trims, row_limits)
+def test_miles_keeps_its_promise(turns, equality, trim, limit):
+    table = turns_table(turns)
+    policy = tk.policy("miles", equality=equality, fork_threshold=trim)
+    rows = tk.linearize(table, policy, max_row_tokens=limit)
+    found = tk.verify(rows, table, policy, max_row_tokens=limit)
+    assert found.to_pylist() == []
+
+
+@given(message_pairs(), equalities)
+def test_messages_are_equal_as_the_twin_says(pair, equality):
+    """A request that shows the second message goes on from a reply to the first."""
+    a, b = pair
+    reply = {"role": "assistant", "content": "r"}
+    turns = [
+        {"prompt_ids": [1], "prompt_messages": [a], "response_message": reply},
+        {"prompt_ids": [1, 2], "prompt_messages": [b, reply]},
+    ]
+    table = turns_table([{**turn, "output_ids": [2]} for turn in turns])
+    (_, link) = tk.link(table, "generations", equality=equality).to_pylist()
+    same = reference_forests.fields_of(a, equality) == reference_forests.fields_of(
+        b, equality
+    )
+    assert (link["parent"] == 0) == same
+
+
+TOOL = {"id": "1", "function": {"name": "bash"}}
+
+
+@pytest.mark.parametrize(
+    ("equality", "a", "b", "same"),
+    [
+        ("strict", {"content": None}, {"content": ""}, True),
+        ("strict", {"content": []}, {}, True),
+        ("strict", {"content": "x", "name": "y"}, {"content": "x"}, True),
+        ("strict", {"content": "x"}, {"content": "x "}, False),
+        ("strict", {"reasoning_content": "x"}, {"reasoning_content": None}, False),
+        (
+            "strict",
+            {"tool_calls": [TOOL]},
+            {"tool_calls": [{**TOOL, "index": 0}]},
+            True,
+        ),
+        ("strict", {"tool_calls": [TOOL]}, {"tool_calls": []}, False),
+        ("role_content_only", {"tool_calls": [TOOL]}, {}, True),
+        ("role_content_only", {"content": 1}, {"content": True}, True),
+        ("role_content_only", {"content": 0}, {"content": ""}, False),
+    ],
+)
+def test_what_miles_calls_equal(equality, a, b, same):
+    user = {"role": "user", "content": "u"}
+    said = [{"role": "assistant", **message} for message in (a, b)]
+    turns = [
+        {
+            "prompt_ids": [1],
+            "output_ids": [2],
+            "prompt_messages": [user],
+            "response_message": said[0],
+        },
+        {
+            "prompt_ids": [1, 2, 3],
+            "output_ids": [4],
+            "prompt_messages": [user, said[1], user],
+        },
+    ]
+    (_, link) = tk.link(
+        turns_table(turns), "generations", equality=equality
+    ).to_pylist()
+    assert (link["parent"] == 0) == same
+
+
+def generation(messages, prompt, output, **more):
+    return {
+        "prompt_messages": messages,
+        "response_message": {"role": "assistant", "content": str(output)},
+        "prompt_ids": prompt,
+        "output_ids": output,
+        **more,
+    }
+
+
+USER = {"role": "user", "content": "u"}
+SAID = {"role": "assistant", "content": "[2, 3]"}
+# a reply, and two calls that go on from it: the first of them is gone on from
+GROWN = [
+    generation([USER], [1], [2, 3]),
+    generation([USER, SAID, USER], [1, 2, 3, 4], [5]),
+    generation(
+        [USER, SAID, USER, {"role": "assistant", "content": "[5]"}],
+        [1, 2, 3, 4, 5, 6],
+        [7],
+    ),
+    generation([USER, SAID, USER, USER], [1, 2, 3, 8], [9]),
+]
+
+
+def test_the_chain_that_ended_first_owns_and_the_deepest_comes_first():
+    rows = tk.linearize(turns_table(GROWN), "miles").to_pylist()
+    assert [row["input_ids"] for row in rows] == [
+        [1, 2, 3, 4, 5, 6, 7],
+        [1, 2, 3, 8, 9],
+    ]
+    assert [sum(row["loss_mask"]) for row in rows] == [4, 1]
+    late = [GROWN[0], GROWN[1], GROWN[3], GROWN[2]]
+    rows = tk.linearize(turns_table(late), "miles").to_pylist()
+    assert [sum(row["loss_mask"]) for row in rows] == [2, 3]
+
+
+def test_a_cut_inside_a_prompt_ends_with_the_call_before():
+    rows, report = tk.linearize(
+        turns_table(GROWN), "miles", max_row_tokens=4, report=True
+    )
+    assert rows["input_ids"].to_pylist() == [[1, 2, 3], [1, 2, 3]]
+    assert rows["loss_mask"].to_pylist()[0] == [False, True, True]
+    assert report["lost_cut"].to_pylist() == [3]
+    plain = tk.linearize(
+        turns_table(GROWN), tk.policy("miles", cut="tokens"), max_row_tokens=4
+    )
+    assert plain["input_ids"].to_pylist() == [[1, 2, 3, 4], [1, 2, 3, 8]]
+
+
+def test_what_is_refused_or_retried_is_counted():
+    turns = [
+        generation([USER], [1], [2, 3]),
+        generation([USER, SAID, USER], [1, 2, 0, 4], [5, 5]),
+        generation([USER, SAID, USER], [1, 2, 3, 4], [6, 6, 6]),
+        generation([USER, SAID, USER], [1, 2, 3, 4], [7], finish_reason="length"),
+        generation(
+            [USER, SAID, USER, {"role": "assistant", "content": "[7]"}],
+            [1, 2, 3, 4, 7],
+            [8],
+        ),
+    ]
+    rows, report = tk.linearize(turns_table(turns), "miles", report=True)
+    assert rows["input_ids"].to_pylist() == [[1, 2, 3, 4, 7]]
+    line = report.to_pylist()[0]
+    assert (line["lost_refused"], line["lost_retried"]) == (3, 3)
+    assert tk.link(turns_table(turns), "generations")["why"].to_pylist() == [
+        "root",
+        "refused_tokens",
+        "retried",
+        "messages",
+        "refused_truncated",
     ]

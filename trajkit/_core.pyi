@@ -103,6 +103,21 @@ def route_prefix(
     links: _Records,
 ) -> None: ...
 
+# route_generations.pxi
+def route_generations(
+    calls: _Records,
+    requests: _Records,
+    session_offsets: _I64,
+    nodes: _Records,
+    ends: _I32,
+    threshold: int,
+    tree_nodes: _Records,
+    table: _I32,
+    of_nodes: _I32,
+    of_calls: _I32,
+    links: _Records,
+) -> None: ...
+
 # route.pxi, of any links
 def measure_links(
     calls: _Records, nodes: _Records, ends: _I32, links: _Records
@@ -145,8 +160,9 @@ def plan_rows(
     keep_head: bool,
     drop_untrained: bool,
     chain_flags: bool,
-    own_every: bool,
+    own: int,
     main_only: bool,
+    cut_calls: bool,
     births: _I32,
     max_tokens: int,
     kinds: _U8,

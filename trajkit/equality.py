@@ -23,7 +23,7 @@ from trajkit.schema import KEY_BYTES
 Identity: TypeAlias = Callable[[pa.Array], pa.Array]
 """Of distinct bodies (strings), texts that are equal where the messages are to be."""
 
-Equality: TypeAlias = Literal["values", "text"]
+Equality: TypeAlias = Literal["values", "text", "strict", "role_content_only"]
 
 EQUALITIES: tuple[Equality, ...] = get_args(Equality)
 
@@ -84,7 +84,9 @@ def classify(calls: Calls, identity: Identity) -> Classes:
         "suffix_messages" if "suffix_ids" in calls.table.column_names else "messages"
     )
     shown = [chunk.flatten().field("body") for chunk in column.chunks]
-    said = [chunk.field("body") for chunk in calls.table.column("response").chunks]
+    # struct_field, unlike field, has a null where the reply is null
+    replied = calls.table.column("response").chunks
+    said = [pc.struct_field(chunk, "body") for chunk in replied]
     has_body, reply_has_body = _valid(shown), _valid(said)
     n_places = len(has_body)
     n_table = _core.body_table(requests, calls.session_offsets, has_body)
@@ -173,7 +175,44 @@ def _without_cache_control(body: str) -> str:
     return text
 
 
-_IDENTITIES: dict[Equality, Identity | None] = {"values": None, "text": _text}
+def _of_fields(*names: str) -> Identity:
+    """The named fields alone; None, "" and [] are one, like a field that is absent.
+
+    The ``index`` of a tool call does not count.
+    """
+
+    def identity(bodies: pa.Array) -> pa.Array:
+        texts = [_text_of_fields(body, names) for body in bodies.to_pylist()]
+        return pa.array(texts, bodies.type)
+
+    return identity
+
+
+def _text_of_fields(body: str, names: tuple[str, ...]) -> str:
+    message = parse(body)
+    said: dict[str, object] = {}
+    for name in names:
+        value = message.get(name) if isinstance(message, dict) else None
+        if name == "tool_calls" and isinstance(value, list):
+            value = [_without_index(call) for call in value]
+        if value is not None and value != "" and value != []:
+            said[name] = value
+    text: str = _core.encode_message(said)[1]
+    return text
+
+
+def _without_index(call: object) -> object:
+    if not isinstance(call, dict):
+        return call
+    return {name: value for name, value in call.items() if name != "index"}
+
+
+_IDENTITIES: dict[Equality, Identity | None] = {
+    "values": None,
+    "text": _text,
+    "strict": _of_fields("role", "content", "reasoning_content", "tool_calls"),
+    "role_content_only": _of_fields("role", "content"),
+}
 """What each name stands for; None: the keys as they are stored.
 
 values
@@ -181,4 +220,9 @@ values
 text
     The same JSON text with keys sorted and every ``cache_control`` left out, at any
     depth; 1 and 1.0 differ (spec: segments 1).
+strict
+    Python's ``==`` of role, content, reasoning_content and tool_calls alone, without the
+    ``index`` of a tool call; None, "" and [] are one (spec: miles 1.2).
+role_content_only
+    The same of role and content.
 """

@@ -31,7 +31,8 @@ def link(
     *,
     merge_threshold: int | None = None,
     equals: Equals = "first",
-    equality: Equality = "values",
+    equality: Equality | None = None,
+    fork_threshold: int = 1,
     sort: Sort = "turn",
 ) -> pa.Table:
     """The turn that each turn continues.
@@ -40,11 +41,12 @@ def link(
     ----------
     turns : table
         `trajkit.schema.TURNS` in full or delta form.
-    route : {"messages", "tokens", "previous", "none", "prefix"}
+    route : {"messages", "tokens", "previous", "none", "prefix", "generations"}
         By the message tree; by the longest row end that is a prefix of the prompt (ties
         to the oldest row); the previous turn of the session; no turn at all; the turn,
         recorded before or after, whose prompt and output are the longest prefix of the
-        prompt, with some set aside (see `trajkit.schema.WHY`). Under
+        prompt, with some set aside (see `trajkit.schema.WHY`); the last turn whose
+        messages and reply are the request's first, with some refused. Under
         ``"messages"`` a turn without a list of messages goes below the turn whose
         prompt and output are the longest prefix of its prompt, and a turn with an empty
         list is left out.
@@ -55,9 +57,15 @@ def link(
         Under ``"messages"``, of equal replies to the same messages: a request that
         shows one of them continues the first, or the one whose prompt and output its
         own prompt repeats for longest.
-    equality : {"values", "text"}
-        Messages are equal where Python's ``==`` calls them so; or where their JSON
-        texts with sorted keys are, once every ``cache_control`` is left out.
+    equality : {"values", "text", "strict", "role_content_only"}, optional
+        Messages are equal where Python's ``==`` calls them so; where their JSON texts
+        with sorted keys are, once every ``cache_control`` is left out; where Python
+        calls role, content, reasoning_content and tool_calls equal; or role and content
+        alone. For the last two None, "" and [] are one. None: ``"strict"`` under
+        ``"generations"``, else ``"values"``.
+    fork_threshold : int
+        Under ``"generations"``, a turn whose prompt lacks so many tokens or more of
+        what its parent held is refused.
     sort : {"turn", "prompt"}
         Under ``"none"``: ``order`` is that of turns, or from the shortest prompt up.
 
@@ -71,27 +79,38 @@ def link(
     SchemaError, InvalidTurnsError
         As `trajkit.linearize`.
     PolicyError
-        ``route`` is none of the five, or another choice is none.
+        ``route`` is none of the six, or another choice is none.
 
     References
     ----------
     Message routing and its merge are slime's (spec: slime 2), token routing prime-rl's
-    (spec: prime-rl 2.1), prefix routing NeMo Gym's (spec: NeMo Gym 5).
+    (spec: prime-rl 2.1), prefix routing NeMo Gym's (spec: NeMo Gym 5),
+    that of generations miles' (spec: miles 1.2).
     """
     if merge_threshold is None:
         merge_threshold = DEFAULT_FORK_THRESHOLD
     merge_threshold = chosen_int("merge_threshold", merge_threshold)
     if equals not in EQUALS:
         raise PolicyError(f"equals={equals!r}: expected one of {', '.join(EQUALS)}")
+    if equality is None:
+        equality = "strict" if route == "generations" else "values"
     if equality not in EQUALITIES:
         raise PolicyError(
             f"equality={equality!r}: expected one of {', '.join(EQUALITIES)}"
         )
     if sort not in SORTS:
         raise PolicyError(f"sort={sort!r}: expected one of {', '.join(SORTS)}")
+    fork_threshold = chosen_int("fork_threshold", fork_threshold)
     calls = read_calls(turns)
     links = find_links(
-        calls, grow(calls), route, merge_threshold, equals, equality, sort
+        calls,
+        grow(calls),
+        route,
+        merge_threshold,
+        equals,
+        equality,
+        fork_threshold,
+        sort,
     )
     return links_table(calls, links)
 
@@ -103,6 +122,7 @@ def find_links(
     merge_threshold: int,
     equals: Equals,
     equality: Equality = "values",
+    fork_threshold: int = 1,
     sort: Sort = "turn",
 ) -> Records:
     """The link of every call, dtype LINK, ``lcp`` unset."""
@@ -138,6 +158,22 @@ def find_links(
             np.empty(len(forest.nodes), np.int32),
             np.empty(n_calls, np.int32),
             np.empty(n_calls, np.int32),
+            links,
+        )
+    elif route == "generations":
+        calls = rekeyed(calls, equality)
+        n_nodes, n_table = _core.tree_size(calls.requests, calls.session_offsets)
+        _core.route_generations(
+            calls.calls,
+            calls.requests,
+            calls.session_offsets,
+            forest.nodes,
+            forest.ends,
+            fork_threshold,
+            np.empty(n_nodes, MESSAGE),
+            np.empty(n_table, np.int32),
+            np.empty((2, len(forest.nodes)), np.int32),
+            np.empty((7, n_calls), np.int32),
             links,
         )
     elif route == "prefix":
@@ -177,6 +213,7 @@ def policy_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
         policy.merge_threshold,
         policy.equals,
         policy.equality,
+        policy.fork_threshold,
         policy.sort,
     )
 

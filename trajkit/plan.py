@@ -10,7 +10,7 @@ from trajkit import _core
 from trajkit.calls import Calls, Ints, Longs, Records
 from trajkit.forest import Forest
 from trajkit.layout import ROW
-from trajkit.policies import ABSORBS, Policy
+from trajkit.policies import ABSORBS, OWNS, Policy
 from trajkit.ranks import by_birth
 from trajkit.schema import REPORT
 
@@ -58,8 +58,9 @@ def plan_rows(
         policy.keep_head,
         not policy.keep_untrained,
         policy.flags == "chain",
-        policy.own == "every",
+        OWNS.index(policy.own),
         policy.emit == "main",
+        policy.cut == "calls",
         by_birth(calls) if policy.emit == "main" else np.empty(0, np.int32),
         max_tokens,
         plan.kinds,

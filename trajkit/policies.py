@@ -7,13 +7,16 @@ from typing import Literal, TypeAlias, get_args
 from trajkit.equality import EQUALITIES, Equality
 from trajkit.errors import PolicyError
 
-Route: TypeAlias = Literal["messages", "tokens", "previous", "none", "prefix"]
+Route: TypeAlias = Literal[
+    "messages", "tokens", "previous", "none", "prefix", "generations"
+]
 Absorb: TypeAlias = Literal["never", "short_reply", "short_drift"]
 Equals: TypeAlias = Literal["first", "tokens"]
 Flags: TypeAlias = Literal["chain", "row"]
-Own: TypeAlias = Literal["first", "every"]
+Own: TypeAlias = Literal["first", "earliest", "every"]
 Emit: TypeAlias = Literal["all", "main"]
 Sort: TypeAlias = Literal["turn", "prompt"]
+Cut: TypeAlias = Literal["tokens", "calls"]
 
 ROUTES: tuple[Route, ...] = get_args(Route)
 ABSORBS: tuple[Absorb, ...] = get_args(Absorb)
@@ -22,6 +25,7 @@ FLAGS: tuple[Flags, ...] = get_args(Flags)
 OWNS: tuple[Own, ...] = get_args(Own)
 EMITS: tuple[Emit, ...] = get_args(Emit)
 SORTS: tuple[Sort, ...] = get_args(Sort)
+CUTS: tuple[Cut, ...] = get_args(Cut)
 
 DEFAULT_FORK_THRESHOLD = 1024
 """Of slime's ``TrajectoryManager`` and of TRL (spec: slime 1.3, TRL 4)."""
@@ -35,7 +39,7 @@ class Policy:
     ----------
     name : str
         Of the preset that the choices started from.
-    route : {"messages", "tokens", "previous", "none", "prefix"}
+    route : {"messages", "tokens", "previous", "none", "prefix", "generations"}
         The call that a call is compared with: the generated message above it in the
         message tree; the longest row end that is a prefix of its prompt; the previous
         call; none; or, whatever order the calls came in, the one whose prompt and
@@ -43,13 +47,20 @@ class Policy:
         tells apart is set aside, with every chain that it stands in: a call that may
         continue several with the same tokens, and a retry (a call with the prompt of
         another) that was not gone on from, the first of retries excepted where none
-        was. See `trajkit.schema.WHY`.
+        was. Or, under ``"generations"``, the last call whose messages and reply are the
+        first messages of the request, for as many as can be; a call is refused, and no
+        later one goes on from it, where ``fork_threshold`` tokens or more of what that
+        call held (or any of its prompt) are not in the prompt, and where that call
+        stopped for its length; a call that none goes on from, with a later one beside
+        it, is a retry and in no row. See `trajkit.schema.WHY`.
     merge : bool
         Message routing lets a reply that is shown otherwise take the place of one that
         is shorter than ``fork_threshold``, has no siblings and was not continued.
-    equality : {"values", "text"}
-        Messages are equal where Python's ``==`` calls them so; or where their JSON
-        texts with sorted keys are, once every ``cache_control`` is left out.
+    equality : {"values", "text", "strict", "role_content_only"}
+        Messages are equal where Python's ``==`` calls them so; where their JSON texts
+        with sorted keys are, once every ``cache_control`` is left out; where Python
+        calls role, content, reasoning_content and tool_calls equal; or role and content
+        alone. For the last two None, "" and [] are one.
     equals : {"first", "tokens"}
         Of equal replies to the same messages, a request that shows one of them
         continues the first, or the one whose prompt and output its own prompt repeats
@@ -63,9 +74,10 @@ class Policy:
         Of a reply that is lost so, what stands before the drift's start stays trained.
     fork_threshold : int
         In tokens. 0 and below: nothing is merged or absorbed.
-    own : {"first", "every"}
+    own : {"first", "earliest", "every"}
         Who trains a claim that several rows hold: the first chain in the policy's
-        order, or each of them. ``"every"`` needs ``absorb="never"``.
+        order, the one whose last call came first, or each of them. ``"every"`` needs
+        ``absorb="never"``.
     emit : {"all", "main"}
         Which chains become rows: all, or one of each session: the first, in the
         policy's order, of the root that was created first (by the columns
@@ -74,6 +86,9 @@ class Policy:
         The order of rows under the route ``"none"``: of turns, or from the shortest
         prompt up, equals by ``request_id`` where it is there. The route ``"prefix"``
         always has the second.
+    cut : {"tokens", "calls"}
+        Where ``max_row_tokens`` ends a row: there; or, if that lies inside a prompt,
+        with the call before.
     keep_untrained : bool
         Rows in which nothing is trained are emitted.
     flags : {"chain", "row"}
@@ -92,6 +107,7 @@ class Policy:
     own: Own = "first"
     emit: Emit = "all"
     sort: Sort = "turn"
+    cut: Cut = "tokens"
     keep_untrained: bool = True
     flags: Flags = "row"
 
@@ -103,8 +119,9 @@ class Policy:
     @property
     def keeps_all(self) -> bool:
         """Whether every claim that may be trained is trained in some row."""
-        gives_up = self.merge or self.absorb != "never" or self.route == "prefix"
-        return not gives_up and self.emit == "all"
+        if self.merge or self.absorb != "never":
+            return False
+        return self.route not in ("prefix", "generations") and self.emit == "all"
 
 
 PRESETS: dict[str, Policy] = {
@@ -139,6 +156,18 @@ PRESETS: dict[str, Policy] = {
     # NeMo Gym token_id_capture (spec: NeMo Gym 5), prefix_merging; its per_request is
     # route="none". It delivers emit="main"
     "nemo": Policy(name="nemo", route="prefix", own="every", sort="prompt"),
+    # miles session v2 (spec: miles 1.2, 1.4, 1.5); fork_threshold is its max_trim_tokens
+    # and one more, max_row_tokens its max_seq_len
+    "miles": Policy(
+        name="miles",
+        route="generations",
+        equality="strict",
+        absorb="short_drift",
+        keep_head=True,
+        fork_threshold=1,
+        own="earliest",
+        cut="calls",
+    ),
 }
 """The named policies."""
 
@@ -153,7 +182,8 @@ def policy(name: str | Policy, **choices: object) -> Policy:
     ----------
     name : str or Policy
         ``"faithful"``, ``"slime"``, ``"trl"``, ``"skyrl"``, ``"strict"`` (also
-        ``"interleave"``), ``"per_call"`` or ``"nemo"``; or a policy to start from.
+        ``"interleave"``), ``"per_call"``, ``"nemo"`` or ``"miles"``; or a
+        policy to start from.
     **choices
         Attributes of `Policy`. ``fork_threshold=None`` stands for the preset's own.
 
@@ -215,6 +245,7 @@ def _check_choice(choice: str, value: object) -> None:
         "own": OWNS,
         "emit": EMITS,
         "sort": SORTS,
+        "cut": CUTS,
         "flags": FLAGS,
     }
     if choice in names:

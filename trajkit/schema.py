@@ -192,6 +192,8 @@ LOSSES = (
     "unrouted",
     "quarantined",
     "undelivered",
+    "refused",
+    "retried",
 )
 """Why a sampled token is in no row's loss.
 
@@ -210,6 +212,10 @@ quarantined
     Every chain that the turn stands in holds one that was set aside (see `WHY`).
 undelivered
     It is in chains that the policy does not emit.
+refused
+    Its tokens do not go on from what its messages go on from (see `WHY`).
+retried
+    A later call went on from the same call, and none from this one.
 """
 
 REPORT = _schema(
@@ -265,6 +271,9 @@ WHY = (
     "unresolved_ambiguous",
     "stranded",
     "empty",
+    "refused_tokens",
+    "refused_truncated",
+    "retried",
 )
 """How a turn was given its parent (or none), and why it is in no row.
 
@@ -299,6 +308,16 @@ stranded
     Not set aside, but every chain that it stands in holds a turn that is.
 empty
     It sampled nothing: no turn continues it, and it is in no row.
+
+Under the route ``"generations"`` (``messages`` is then the last turn whose messages and
+reply are the first messages of the request, for as many as can be):
+
+refused_tokens
+    Its prompt does not begin with what that turn held, the parent: in no row.
+refused_truncated
+    That turn, the parent, stopped for its length: in no row.
+retried
+    No turn goes on from it, and a later one goes on from the same parent: in no row.
 """
 
 LINKS = _schema(

@@ -51,8 +51,8 @@ def verify(
     policy : str or Policy, optional
         Whose promise is to hold. A policy that neither absorbs nor demotes, sets aside
         or leaves chains out trains every token that may be trained exactly once;
-        ``slime`` and ``trl`` train no token twice, ``nemo`` each token of a row's turns
-        once in that row, and no more is asked of them. None: exactly once, as
+        ``slime``, ``trl`` and ``miles`` train no token twice, ``nemo`` each token of a
+        row's turns once in that row, and no more is asked of them. None: exactly once, as
         ``faithful`` does.
     reward, sessions : optional
         As given to `trajkit.linearize`. Without them, the rewards of a session's rows
