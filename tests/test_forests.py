@@ -12,7 +12,11 @@ from tests import reference, reference_forests
 from tests.golden_sessions import golden, golden_name
 from tests.strategies import message_pairs, named_sessions, row_limits
 from tests.tables import dicts, in_delta_form, turns_table
-from trajkit.errors import InvalidTurnsError, PolicyError, SchemaError
+from trajkit import _core
+from trajkit.calls import read_calls
+from trajkit.errors import InvalidTurnsError, LayoutError, PolicyError, SchemaError
+from trajkit.forest import grow
+from trajkit.layout import LINK
 
 emits = st.sampled_from(["all", "main"])
 
@@ -681,3 +685,55 @@ def test_what_is_refused_or_retried_is_counted():
         "messages",
         "refused_truncated",
     ]
+
+
+# --- what the kernels refuse
+
+
+def test_a_row_each_that_shares_a_reply_breaks_no_promise_of_nemo():
+    table = turns_table(FORKED)
+    rows = tk.linearize(table, "nemo")
+    assert tk.verify(rows, table, "nemo").num_rows == 0
+    found = tk.verify(rows, table, "faithful")["rule"].to_pylist()
+    assert found == ["trained_twice"]
+
+
+@pytest.mark.parametrize(
+    ("places", "match"),
+    [
+        ([0, 1, 1], r"places\[2\] = 1"),
+        ([0, 2, 3], r"places\[2\] = 3"),
+        ([1, 0, 2], r"places\[1\] = 0"),
+        ([0, 1], "places has 2 entries, 3 are needed"),
+    ],
+)
+def test_prefix_routing_refuses_what_ranks_no_calls(places, match):
+    calls = read_calls(turns_table(FORKED))
+    forest = grow(calls)
+    with pytest.raises(LayoutError, match=match):
+        _core.route_prefix(
+            calls.calls,
+            calls.session_offsets,
+            forest.nodes,
+            forest.ends,
+            np.array(places, np.int32),
+            np.empty((4, len(forest.nodes)), np.int32),
+            np.empty((2, 3), np.int32),
+            np.empty(3, np.uint8),
+            np.zeros(3, LINK),
+        )
+
+
+def test_parents_in_a_circle_are_refused():
+    """Also among turns that are in no row, where drift is measured all the same."""
+    table = turns_table(FORKED)
+    links = tk.link(table, "prefix").to_pylist()
+    for one, parent, order in zip(links, [2, 0, 0], [0, 1, 2], strict=True):
+        one.update(parent=parent, order=order)
+    circle = pa.Table.from_pylist(links, tk.schema.LINKS)
+    with pytest.raises(InvalidTurnsError, match="does not come after its parent's"):
+        tk.linearize(table, "nemo", links=circle)
+    placeless = [{**one, "order": None} for one in links]
+    circle = pa.Table.from_pylist(placeless, tk.schema.LINKS)
+    assert tk.classify_drift(table, circle).num_rows == 3
+    assert tk.linearize(table, "nemo", links=circle).num_rows == 0

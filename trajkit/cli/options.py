@@ -43,7 +43,7 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="slime: a reply shorter than N tokens, trl: drift of fewer than N, goes on "
         "in the row whose last reply drifted; 0 and below: none does (default: "
-        f"{DEFAULT_FORK_THRESHOLD})",
+        f"{DEFAULT_FORK_THRESHOLD}); miles: drift of N or more is refused (default: 1)",
     )
 
 
