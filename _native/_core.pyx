@@ -8,6 +8,7 @@
     route.pxi    which call a call continues: by messages, by tokens
     drift.pxi    how a prompt departs from what was held
     plan.pxi     which rows a policy makes, who owns a claim, what is lost
+    own.pxi      which of the rows that hold a claim trains it
     fill.pxi     the columns of planned rows
 
 Kernels never allocate: the caller passes every output buffer.
@@ -42,4 +43,5 @@ include "forest.pxi"
 include "route.pxi"
 include "drift.pxi"
 include "plan.pxi"
+include "own.pxi"
 include "fill.pxi"

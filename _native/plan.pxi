@@ -3,7 +3,8 @@
 The path of a call is what a row holds once the call has been taken into it, so a row is a
 maximal run of linked calls that no drift cuts, and all that is said of it follows from the
 pairs: no row is built to find out. A claim is a call's output; the first chain in the
-policy's order that contains a call owns its claim.
+policy's order that contains a call owns its claim, or one of the rows that hold it does
+(own.pxi).
 """
 
 cdef enum:  # how a call meets the row that its parent ended
@@ -11,6 +12,9 @@ cdef enum:  # how a call meets the row that its parent ended
 
 cdef enum:  # what is compared with the threshold when the last reply came back changed
     ABSORB_NEVER, ABSORB_SHORT_REPLY, ABSORB_SHORT_DRIFT
+
+cdef enum:  # who trains a claim that several rows hold; in the order of policies.OWNS
+    OWN_FIRST, OWN_LONGEST, OWN_MOST_TRAINED
 
 cdef enum:  # in the order of trajkit.schema.SPAN_KINDS
     SPAN_TRAINED, SPAN_DUPLICATE, SPAN_ABSORBED, SPAN_CUT, SPAN_UNTRAINABLE
@@ -31,6 +35,12 @@ cdef struct Rule:
     bint drop_untrained
     bint chain_flags          # flags of the whole chain, not of the row
     pos_t max_tokens
+    int32_t own               # OWN_*: who trains a claim that several rows hold
+
+
+cdef struct Claims:           # scratch of own.pxi
+    int64_t* lines            # CLAIM_WIDTH by n_calls
+    int64_t n_calls
 
 
 cdef struct Piece:
@@ -158,7 +168,7 @@ cdef int64_t _plan_session(
     const Call* calls, int32_t lo, int32_t hi, int32_t session, const Node* nodes,
     const int32_t* ends, const Link* links, const Rule* rule, uint8_t* kinds,
     int32_t* by_order, int32_t* forks, uint8_t* flags, int32_t* owners, int32_t* marks,
-    Row* rows, int64_t n_rows, int64_t* report,
+    const Claims* claims, Row* rows, int64_t n_rows, int64_t* report,
 ) noexcept nogil:
     """Append the rows of one session to rows[:n_rows]; return how many there are then."""
     cdef int32_t i, k, parent, leaf, top, call, first_of_session = <int32_t>n_rows
@@ -192,26 +202,37 @@ cdef int64_t _plan_session(
         flags[i] &= 3
         if links[i].order >= 0:
             by_order[lo + links[i].order] = i
+    if rule.own != OWN_FIRST:
+        _find_owners(calls, lo, hi, links, rule, kinds, claims, owners)
 
     for k in range(lo, hi):
         leaf = by_order[k]
         if leaf < 0 or flags[leaf] & 4:
             continue
         top = call = leaf
-        while call >= 0 and owners[call] < 0:
-            owners[call] = leaf
-            top = call
-            call = links[call].parent
-        # The topmost row with something new may start above it.
-        while kinds[top] != KIND_FORK:
-            top = links[top].parent
-        report[REPORT_ROWS_UNTRAINED] += forks[top]
+        if rule.own == OWN_FIRST:
+            while call >= 0 and owners[call] < 0:
+                owners[call] = leaf
+                top = call
+                call = links[call].parent
+            # The topmost row with something new may start above it.
+            while kinds[top] != KIND_FORK:
+                top = links[top].parent
+            report[REPORT_ROWS_UNTRAINED] += forks[top]
+        else:
+            # Every row comes once, in the first chain that has it.
+            while call >= 0 and not flags[call] & 8:
+                flags[call] |= 8
+                while kinds[call] != KIND_FORK:
+                    call = links[call].parent
+                top = call
+                call = links[call].parent
 
         chain_start = n_rows
         call = leaf
         while True:
             row.last = call
-            row.owner = leaf
+            row.owner = leaf if rule.own == OWN_FIRST else call
             row.session = session
             row.reserved = 0
             row.n_calls = 1
@@ -296,8 +317,10 @@ def plan_rows(
     bint drop_untrained,
     bint chain_flags,
     int64_t max_tokens,
+    int32_t own,
     uint8_t[::1] kinds not None,
     int32_t[:, ::1] scratch not None,
+    int64_t[:, ::1] claims not None,
     int32_t[::1] owners not None,
     int32_t[::1] marks not None,
     Row[::1] rows not None,
@@ -306,14 +329,16 @@ def plan_rows(
     """Fill ``rows`` in the policy's order, ``kinds``, ``owners`` and ``report``; return n_rows.
 
     ``kinds`` tells how each call met its parent's row, ``owners`` names the chain (its last
-    call) that owns each call's claim, or -1. ``report`` has a line a session, of the columns
-    of `trajkit.schema.REPORT` from ``turns`` on; it must come as zeros. ``scratch`` is 3 by
-    n_calls, ``marks`` has an entry a node of the forest.
+    call; the last call of the row, unless ``own`` is the first) that owns each call's claim,
+    or -1. ``claims`` is 6 by n_calls, read unless ``own`` is the first. ``report`` has a line
+    a session, of the columns of `trajkit.schema.REPORT` from ``turns`` on; it must come as
+    zeros. ``scratch`` is 3 by n_calls, ``marks`` has an entry a node of the forest.
     """
     cdef:
         int64_t n_calls = calls.shape[0], n_sessions = session_offsets.shape[0] - 1
         int64_t s, i, bad, n_rows = 0
         Rule rule
+        Claims held_by
 
     _check_sessions(session_offsets, n_calls)
     for name, n in (
@@ -322,6 +347,9 @@ def plan_rows(
     ):
         _check_length(name, n, n_calls)
     _check_length("scratch", scratch.shape[0], 3)
+    if own != OWN_FIRST:
+        _check_length("claims", claims.shape[0], CLAIM_WIDTH)
+        _check_length("claims", claims.shape[1], n_calls)
     _check_length("marks", marks.shape[0], nodes.shape[0])
     _check_length("report", report.shape[0], n_sessions)
     if report.shape[1] != REPORT_WIDTH:
@@ -340,6 +368,9 @@ def plan_rows(
     rule.drop_untrained = drop_untrained
     rule.chain_flags = chain_flags
     rule.max_tokens = max_tokens
+    rule.own = own
+    held_by.lines = NULL if own == OWN_FIRST else &claims[0, 0]
+    held_by.n_calls = claims.shape[1]
     with nogil:
         for i in range(nodes.shape[0]):
             marks[i] = -1
@@ -347,7 +378,7 @@ def plan_rows(
             n_rows = _plan_session(
                 &calls[0], <int32_t>session_offsets[s], <int32_t>session_offsets[s + 1],
                 <int32_t>s, &nodes[0], &ends[0], &links[0], &rule, &kinds[0], &scratch[0, 0],
-                &scratch[1, 0], <uint8_t*>&scratch[2, 0], &owners[0], &marks[0], &rows[0],
-                n_rows, &report[s, 0],
+                &scratch[1, 0], <uint8_t*>&scratch[2, 0], &owners[0], &marks[0], &held_by,
+                &rows[0], n_rows, &report[s, 0],
             )
     return n_rows

@@ -331,3 +331,23 @@ spoken_texts = st.lists(plain_texts | _markers, max_size=8).map("".join)
 reply_texts = st.lists(
     plain_texts | _markers | good_calls | _bad_calls, max_size=6
 ).map("".join)
+
+
+# Choices of a policy
+
+
+@st.composite
+def chosen_policies(draw):
+    """A preset's name and choices made otherwise, as `trajkit.policy` takes them."""
+    name = draw(st.sampled_from(["faithful"] * 3 + ["slime", "trl"]))
+    choices = {"own": draw(st.sampled_from(["first", "longest", "most_trained"]))}
+    if name != "faithful":
+        choices["fork_threshold"] = draw(thresholds)
+        choices["keep_head"] = draw(st.booleans())
+        choices["flags"] = draw(st.sampled_from(["chain", "row"]))
+    if choices["own"] != "first":
+        choices["keep_untrained"] = draw(st.booleans())
+    if name == "trl":
+        # a forest, so that several rows hold a claim
+        choices["route"] = draw(st.sampled_from(["messages", "previous"]))
+    return name, choices

@@ -10,7 +10,7 @@ from trajkit import _core
 from trajkit.calls import Calls, Ints, Longs, Records
 from trajkit.forest import Forest
 from trajkit.layout import ROW
-from trajkit.policies import ABSORBS, Policy
+from trajkit.policies import ABSORBS, OWNS, Policy
 from trajkit.schema import REPORT
 
 COUNTS = tuple(REPORT.names[REPORT.names.index("turns") :])
@@ -25,7 +25,8 @@ class Plan:
     rows: Records
     # shape (n_calls,): how each call met its parent's row
     kinds: npt.NDArray[np.uint8]
-    # shape (n_calls,): the chain that owns each call's claim, or -1
+    # shape (n_calls,): the chain, or row, that owns each call's claim, by its last call;
+    # -1: none
     owners: Ints
     # shape (n_sessions, len(COUNTS))
     counts: Longs
@@ -58,8 +59,10 @@ def plan_rows(
         not policy.keep_untrained,
         policy.flags == "chain",
         max_tokens,
+        OWNS.index(policy.own),
         plan.kinds,
         np.empty((3, n_calls), np.int32),
+        np.empty((6, 0 if policy.own == "first" else n_calls), np.int64),
         plan.owners,
         np.empty(len(forest.nodes), np.int32),
         plan.rows,

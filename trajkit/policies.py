@@ -9,11 +9,13 @@ from trajkit.errors import PolicyError
 Route: TypeAlias = Literal["messages", "tokens", "previous", "none"]
 Absorb: TypeAlias = Literal["never", "short_reply", "short_drift"]
 Equals: TypeAlias = Literal["first", "tokens"]
+Own: TypeAlias = Literal["first", "longest", "most_trained"]
 Flags: TypeAlias = Literal["chain", "row"]
 
 ROUTES: tuple[Route, ...] = get_args(Route)
 ABSORBS: tuple[Absorb, ...] = get_args(Absorb)
 EQUALS: tuple[Equals, ...] = get_args(Equals)
+OWNS: tuple[Own, ...] = get_args(Own)
 FLAGS: tuple[Flags, ...] = get_args(Flags)
 
 DEFAULT_FORK_THRESHOLD = 1024
@@ -48,9 +50,13 @@ class Policy:
         Of a reply that is lost so, what stands before the drift's start stays trained.
     fork_threshold : int
         In tokens. 0 and below: nothing is merged or absorbed.
-    own : {"first"}
-        Who trains a claim that several rows hold: the first chain in the policy's
-        order.
+    own : {"first", "longest", "most_trained"}
+        Who trains a claim (one turn's output) that several rows hold: the first chain
+        in the policy's order; the longest row that holds it; or the row that would
+        train most if it trained all that it holds. The last two look, of the rows that
+        hold it, at those that absorb least of it, count a row as ``max_row_tokens`` cuts
+        it, and of equals take the first in the policy's order. A claim may be trained
+        within the stretch that a row shares with its parent row.
     keep_untrained : bool
         Rows in which nothing is trained are emitted.
     flags : {"chain", "row"}
@@ -65,7 +71,7 @@ class Policy:
     absorb: Absorb = "never"
     keep_head: bool = False
     fork_threshold: int = 0
-    own: Literal["first"] = "first"
+    own: Own = "first"
     keep_untrained: bool = True
     flags: Flags = "row"
 
@@ -169,7 +175,7 @@ def _check_choice(choice: str, value: object) -> None:
         "route": ROUTES,
         "equals": EQUALS,
         "absorb": ABSORBS,
-        "own": ("first",),
+        "own": OWNS,
         "flags": FLAGS,
     }
     if choice in names:
