@@ -48,6 +48,7 @@ def fill_rows(
     const int32_t[::1] owners not None,
     const int32_t[::1] turn_index not None,
     bint keep_head,
+    bint by_token,
     int64_t max_tokens,
     const Row[::1] rows not None,
     const pos_t[::1] token_offsets not None,
@@ -66,11 +67,13 @@ def fill_rows(
     five arguments are those that `plan_rows` filled or read, ``rows`` its result.
     """
     cdef:
-        int64_t n_rows = rows.shape[0], n_calls = calls.shape[0], r, i, at
+        int64_t n_rows = rows.shape[0], n_calls = calls.shape[0], r, i, at, next_span
         pos_t n_tokens, n_spans, missing = 0, offset
         int32_t call, below
         int n, k
+        pos_t begin
         Piece[3] pieces
+        Piece part
         Rule rule
         const Call* item
         token_t* tokens = NULL
@@ -125,17 +128,24 @@ def fill_rows(
                     below >= 0 and kinds[below] == KIND_ABSORB,
                     owners[call] == rows[r].owner, &rule, pieces,
                 )
-                at -= n
                 for k in range(n):
-                    spans[0, at + k] = <int32_t>pieces[k].start
-                    spans[1, at + k] = <int32_t>pieces[k].stop
-                    spans[2, at + k] = turn_index[call]
-                    spans[3, at + k] = <int32_t>pieces[k].out_start
-                    spans[4, at + k] = <int32_t>pieces[k].out_stop
-                    span_kinds[at + k] = pieces[k].kind
-                    if pieces[k].kind == SPAN_TRAINED:
-                        _set_bits(mask, offset + pieces[k].start, offset + pieces[k].stop)
-                        missing += _copy_logprobs(item, &pieces[k], values, given, offset)
+                    begin = pieces[k].out_start
+                    while _next_part(item, &pieces[k], by_token, &begin, &part):
+                        at -= 1
+                next_span = at
+                for k in range(n):
+                    begin = pieces[k].out_start
+                    while _next_part(item, &pieces[k], by_token, &begin, &part):
+                        spans[0, next_span] = <int32_t>part.start
+                        spans[1, next_span] = <int32_t>part.stop
+                        spans[2, next_span] = turn_index[call]
+                        spans[3, next_span] = <int32_t>part.out_start
+                        spans[4, next_span] = <int32_t>part.out_stop
+                        span_kinds[next_span] = part.kind
+                        next_span += 1
+                        if part.kind == SPAN_TRAINED:
+                            _set_bits(mask, offset + part.start, offset + part.stop)
+                            missing += _copy_logprobs(item, &part, values, given, offset)
                 below = call
                 call = links[call].parent
     return missing

@@ -26,7 +26,8 @@ cdef inline pos_t _trains(const Call* call, pos_t kept, const Rule* rule) noexce
     """Tokens of the first ``kept`` of a call's output that a row could train."""
     if not call.trainable:
         return 0
-    return max(min(kept, rule.max_tokens - call.prompt_len), 0)
+    kept = max(min(kept, rule.max_tokens - call.prompt_len), 0)
+    return kept - _n_without(call, kept) if rule.by_token else kept
 
 
 cdef inline pos_t _kept(

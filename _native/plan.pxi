@@ -25,6 +25,8 @@ cdef enum:  # in the order of trajkit.schema.REPORT, from turns on
     REPORT_SAMPLED, REPORT_TRAINED, REPORT_DUPLICATED, REPORT_FORWARD, REPORT_FORWARD_SHARED
     REPORT_LOST_ABSORBED, REPORT_LOST_DEMOTED, REPORT_LOST_CUT
     REPORT_LOST_UNTRAINABLE, REPORT_LOST_UNROUTED
+    REPORT_LOST_ABORTED       # left to the caller, who knows which calls were aborted
+    REPORT_LOST_NO_LOGPROB
     REPORT_WIDTH
 
 
@@ -36,6 +38,7 @@ cdef struct Rule:
     bint chain_flags          # flags of the whole chain, not of the row
     pos_t max_tokens
     int32_t own               # OWN_*: who trains a claim that several rows hold
+    bint by_token             # a token without a logprob is not trained
 
 
 cdef struct Claims:           # scratch of own.pxi
@@ -111,6 +114,62 @@ cdef int _pieces(
     return n
 
 
+cdef inline bint _has_logprob(const Call* call, pos_t k) noexcept nogil:
+    """Whether the engine gave one for the k-th token of the output."""
+    cdef const uint8_t* bits = <const uint8_t*><intptr_t>call.valid
+    cdef pos_t bit = call.valid_bit + k
+    if call.logprobs == 0:
+        return False
+    return bits == NULL or bits[bit >> 3] >> (bit & 7) & 1
+
+
+cdef pos_t _n_without(const Call* call, pos_t n) noexcept nogil:
+    """How many of the first n tokens of an output have no logprob."""
+    cdef pos_t k, missing = 0
+    if call.logprobs == 0:
+        return n
+    if call.valid == 0:
+        return 0
+    for k in range(n):
+        missing += not _has_logprob(call, k)
+    return missing
+
+
+cdef bint _next_part(
+    const Call* call, const Piece* piece, bint by_token, pos_t* at, Piece* part
+) noexcept nogil:
+    """The part of a piece that begins at ``at[0]`` of the output, or beyond; 0: none left.
+
+    A piece has one part, unless what may be trained is said token by token. Then what
+    stands in the row is parted where that changes; of what was lost, only the parts that
+    might have been trained count, and they all stand where the piece does.
+    """
+    cdef pos_t start, stop
+    cdef bint given, empty = piece.start == piece.stop
+    while at[0] < piece.out_stop:
+        part[0] = piece[0]
+        if not by_token or piece.kind == SPAN_UNTRAINABLE:
+            at[0] = piece.out_stop
+            return True
+        start = at[0]
+        given = _has_logprob(call, start)
+        stop = start + 1
+        while stop < piece.out_stop and _has_logprob(call, stop) == given:
+            stop += 1
+        at[0] = stop
+        if empty and not given:
+            continue
+        part.out_start = start
+        part.out_stop = stop
+        if not empty:
+            part.start = piece.start + (start - piece.out_start)
+            part.stop = part.start + (stop - start)
+        if not given:
+            part.kind = SPAN_UNTRAINABLE
+        return True
+    return False
+
+
 cdef void _survey(
     const Call* calls, const Link* links, const uint8_t* kinds, const int32_t* owners,
     const Rule* rule, Row* row, int64_t* totals,
@@ -119,7 +178,9 @@ cdef void _survey(
     cdef int32_t call = row.last, below = -1
     cdef int64_t i
     cdef int n, k
+    cdef pos_t at
     cdef Piece[3] pieces
+    cdef Piece part
     row.n_spans = 0
     row.use_tool = row.ill_formed = 0
     row.truncated = calls[row.last].length_stop
@@ -128,9 +189,11 @@ cdef void _survey(
             &calls[call], &links[below] if below >= 0 else NULL,
             below >= 0 and kinds[below] == KIND_ABSORB, owners[call] == row.owner, rule, pieces,
         )
-        row.n_spans += n
         for k in range(n):
-            totals[pieces[k].kind] += pieces[k].out_stop - pieces[k].out_start
+            at = pieces[k].out_start
+            while _next_part(&calls[call], &pieces[k], rule.by_token, &at, &part):
+                row.n_spans += 1
+                totals[part.kind] += part.out_stop - part.out_start
         row.use_tool |= calls[call].use_tool
         row.ill_formed |= calls[call].ill_formed
         row.prompt_len = calls[call].prompt_len
@@ -172,7 +235,7 @@ cdef int64_t _plan_session(
 ) noexcept nogil:
     """Append the rows of one session to rows[:n_rows]; return how many there are then."""
     cdef int32_t i, k, parent, leaf, top, call, first_of_session = <int32_t>n_rows
-    cdef int64_t low, high, chain_start, j
+    cdef int64_t low, high, chain_start, j, due
     cdef int64_t[N_SPAN_KINDS] totals
     cdef Row row
     cdef Row* emitted
@@ -182,13 +245,18 @@ cdef int64_t _plan_session(
     for i in range(lo, hi):
         report[REPORT_TURNS] += 1
         report[REPORT_SAMPLED] += calls[i].out_len
+        due = calls[i].out_len
         if not calls[i].trainable:
-            report[REPORT_LOST_UNTRAINABLE] += calls[i].out_len
-        elif links[i].order < 0:
+            report[REPORT_LOST_UNTRAINABLE] += due
+            due = 0
+        elif rule.by_token:
+            due -= _n_without(&calls[i], due)
+            report[REPORT_LOST_NO_LOGPROB] += calls[i].out_len - due
+        if links[i].order < 0:
             if links[i].demoted_by >= 0:
-                report[REPORT_LOST_DEMOTED] += calls[i].out_len
+                report[REPORT_LOST_DEMOTED] += due
             else:
-                report[REPORT_LOST_UNROUTED] += calls[i].out_len
+                report[REPORT_LOST_UNROUTED] += due
         flags[i] = calls[i].use_tool | (calls[i].ill_formed << 1)
         forks[i] = 0
         kinds[i] = KIND_FORK
@@ -318,6 +386,7 @@ def plan_rows(
     bint chain_flags,
     int64_t max_tokens,
     int32_t own,
+    bint by_token,
     uint8_t[::1] kinds not None,
     int32_t[:, ::1] scratch not None,
     int64_t[:, ::1] claims not None,
@@ -369,6 +438,7 @@ def plan_rows(
     rule.chain_flags = chain_flags
     rule.max_tokens = max_tokens
     rule.own = own
+    rule.by_token = by_token
     held_by.lines = NULL if own == OWN_FIRST else &claims[0, 0]
     held_by.n_calls = claims.shape[1]
     with nogil:

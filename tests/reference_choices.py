@@ -9,7 +9,10 @@ from itertools import groupby, pairwise
 
 from tests.reference import flags, held, is_trainable, lcp, logprobs_of, turn_indices
 
-LOSSES = ("absorbed", "demoted", "cut", "untrainable", "unrouted")
+LOSSES = (
+    *("absorbed", "demoted", "cut", "untrainable", "unrouted"),
+    *("aborted", "no_logprob"),
+)
 
 
 @dataclass
@@ -67,6 +70,10 @@ def why_not(turn, k, policy):
     """Why the k-th sampled token of a turn may not be trained, or None."""
     if not is_trainable(turn):
         return "untrainable"
+    if turn["finish_reason"] == "abort" and policy.aborted == "context":
+        return "aborted"
+    if logprobs_of(turn)[k] is None and policy.missing_logprobs == "untrain":
+        return "no_logprob"
     return None
 
 

@@ -345,6 +345,8 @@ def chosen_policies(draw):
         choices["fork_threshold"] = draw(thresholds)
         choices["keep_head"] = draw(st.booleans())
         choices["flags"] = draw(st.sampled_from(["chain", "row"]))
+    choices["aborted"] = draw(st.sampled_from(["context", "train"]))
+    choices["missing_logprobs"] = draw(st.sampled_from(["keep", "untrain"]))
     if choices["own"] != "first":
         choices["keep_untrained"] = draw(st.booleans())
     if name == "trl":

@@ -54,6 +54,7 @@ def row_batch(
         plan.owners,
         calls.turn_index,
         policy.keep_head,
+        policy.missing_logprobs == "untrain",
         max_tokens,
         rows,
         offsets,

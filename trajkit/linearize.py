@@ -22,6 +22,7 @@ from trajkit.schema import REPORT, ROWS
 from trajkit.sessions import Reward, SessionFacts, errored, session_facts
 from trajkit.stream import whole_sessions
 from trajkit.tables import TableLike
+from trajkit.trainable import check_logprobs, without_aborted
 
 Batches: TypeAlias = tuple[pa.RecordBatch, pa.RecordBatch | None]
 """Rows of some sessions, and their report if it was asked for."""
@@ -143,7 +144,8 @@ def linearize(
     InvalidTurnsError
         A session comes in pieces, its turns out of order, its logprobs in another
         number than its output ids; ``links``, ``drift`` or ``sessions`` do not fit
-        ``turns``.
+        ``turns``; a token has no logprob, and the policy's ``missing_logprobs`` is
+        ``"raise"``.
     PolicyError
         The policy does not exist, or a choice is none.
 
@@ -255,10 +257,14 @@ class _Work:
         facts = self.facts.of(calls.session_ids)
         if facts.column("error").null_count < calls.n_sessions:
             calls = calls.without_training(errored(facts))
+        calls, aborted = without_aborted(calls, self.policy)
+        check_logprobs(calls, self.policy)
         forest = grow(calls)
         if links is None:
             links = policy_links(calls, forest, self.policy)
             measure(calls, forest, links)
         plan = plan_rows(calls, forest, links, self.policy, self.cap)
+        plan.counted("lost_untrainable")[:] -= aborted
+        plan.counted("lost_aborted")[:] += aborted
         rows = row_batch(calls, forest, links, self.policy, self.cap, plan, facts)
         return rows, report_batch(facts, plan) if self.report else None

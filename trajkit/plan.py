@@ -60,6 +60,7 @@ def plan_rows(
         policy.flags == "chain",
         max_tokens,
         OWNS.index(policy.own),
+        policy.missing_logprobs == "untrain",
         plan.kinds,
         np.empty((3, n_calls), np.int32),
         np.empty((6, 0 if policy.own == "first" else n_calls), np.int64),

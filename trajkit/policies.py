@@ -10,12 +10,16 @@ Route: TypeAlias = Literal["messages", "tokens", "previous", "none"]
 Absorb: TypeAlias = Literal["never", "short_reply", "short_drift"]
 Equals: TypeAlias = Literal["first", "tokens"]
 Own: TypeAlias = Literal["first", "longest", "most_trained"]
+MissingLogprobs: TypeAlias = Literal["keep", "untrain", "raise"]
+Aborted: TypeAlias = Literal["context", "train"]
 Flags: TypeAlias = Literal["chain", "row"]
 
 ROUTES: tuple[Route, ...] = get_args(Route)
 ABSORBS: tuple[Absorb, ...] = get_args(Absorb)
 EQUALS: tuple[Equals, ...] = get_args(Equals)
 OWNS: tuple[Own, ...] = get_args(Own)
+MISSING_LOGPROBS: tuple[MissingLogprobs, ...] = get_args(MissingLogprobs)
+ABORTED: tuple[Aborted, ...] = get_args(Aborted)
 FLAGS: tuple[Flags, ...] = get_args(Flags)
 
 DEFAULT_FORK_THRESHOLD = 1024
@@ -57,6 +61,13 @@ class Policy:
         hold it, at those that absorb least of it, count a row as ``max_row_tokens`` cuts
         it, and of equals take the first in the policy's order. A claim may be trained
         within the stretch that a row shares with its parent row.
+    missing_logprobs : {"keep", "untrain", "raise"}
+        Sampled tokens for which the engine gave no logprob are trained and have a null;
+        or are context, which the report counts as ``lost_no_logprob``; or are an error.
+    aborted : {"context", "train"}
+        Turns whose ``finish_reason`` is ``abort`` are context only, which the report
+        counts as ``lost_aborted``; or are trained as any other, as the rules do that
+        the presets slime, trl, skyrl and strict reproduce.
     keep_untrained : bool
         Rows in which nothing is trained are emitted.
     flags : {"chain", "row"}
@@ -72,6 +83,8 @@ class Policy:
     keep_head: bool = False
     fork_threshold: int = 0
     own: Own = "first"
+    missing_logprobs: MissingLogprobs = "keep"
+    aborted: Aborted = "context"
     keep_untrained: bool = True
     flags: Flags = "row"
 
@@ -93,6 +106,7 @@ PRESETS: dict[str, Policy] = {
         merge=True,
         absorb="short_reply",
         fork_threshold=DEFAULT_FORK_THRESHOLD,
+        aborted="train",
         keep_untrained=False,
         flags="chain",
     ),
@@ -103,12 +117,13 @@ PRESETS: dict[str, Policy] = {
         absorb="short_drift",
         keep_head=True,
         fork_threshold=DEFAULT_FORK_THRESHOLD,
+        aborted="train",
         keep_untrained=False,
     ),
     # SkyRL merge_stepwise_output (spec: SkyRL 6)
-    "skyrl": Policy(name="skyrl", route="previous"),
+    "skyrl": Policy(name="skyrl", route="previous", aborted="train"),
     # prime-rl interleave_rollout (spec: prime-rl 2.1)
-    "strict": Policy(name="strict", route="tokens"),
+    "strict": Policy(name="strict", route="tokens", aborted="train"),
     "per_call": Policy(name="per_call", route="none"),
 }
 """The named policies."""
@@ -176,6 +191,8 @@ def _check_choice(choice: str, value: object) -> None:
         "equals": EQUALS,
         "absorb": ABSORBS,
         "own": OWNS,
+        "missing_logprobs": MISSING_LOGPROBS,
+        "aborted": ABORTED,
         "flags": FLAGS,
     }
     if choice in names:

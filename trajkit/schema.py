@@ -59,7 +59,8 @@ absorbed
 cut
     The row claimed it and it lies beyond ``max_row_tokens``; the piece is empty.
 untrainable
-    It stands in the row as context; the turn may not be trained.
+    It stands in the row as context; it may not be trained (`LOSSES`: untrainable,
+    aborted, no_logprob).
 """
 
 SPAN = pa.struct(
@@ -184,7 +185,15 @@ ATTRIBUTION = _schema(
 """Optional columns of ``turns``, in either form, that say what each prompt token
 renders. `trajkit.observations` reads them."""
 
-LOSSES = ("absorbed", "demoted", "cut", "untrainable", "unrouted")
+LOSSES = (
+    "absorbed",
+    "demoted",
+    "cut",
+    "untrainable",
+    "unrouted",
+    "aborted",
+    "no_logprob",
+)
 """Why a sampled token is in no row's loss.
 
 absorbed
@@ -194,10 +203,17 @@ demoted
 cut
     It lies beyond ``max_row_tokens`` of the row that claimed it.
 untrainable
-    The turn says ``trainable = false``.
+    The turn says ``trainable = false``, or its session ended in an error.
 unrouted
     The turn had a list of messages with nothing in it, which message routing passes
     over.
+aborted
+    The turn's finish_reason is ``abort``, and the policy takes such turns for context.
+no_logprob
+    The engine gave no logprob for it, and the policy trains no token without.
+
+What may not be trained at all is counted as that, whatever else befell it: untrainable
+before aborted before no_logprob, and these before all others.
 """
 
 REPORT = _schema(
