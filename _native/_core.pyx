@@ -7,6 +7,7 @@
     forest.pxi   the calls of a session as a forest of token paths
     bodies.pxi   which stored body a message means
     route.pxi    which call a call continues: by messages, by tokens
+    agents.pxi   which call a call continues: of the main agent or of a sub-agent
     drift.pxi    how a prompt departs from what was held
     plan.pxi     which rows a policy makes, who owns a claim, what is lost
     fill.pxi     the columns of planned rows
@@ -42,6 +43,7 @@ include "message.pxi"
 include "forest.pxi"
 include "route.pxi"
 include "bodies.pxi"
+include "agents.pxi"
 include "drift.pxi"
 include "plan.pxi"
 include "fill.pxi"

@@ -39,10 +39,14 @@ def rekeyed(calls: Calls, equality: Equality) -> Calls:
     InvalidTurnsError
         A message's body is nowhere in its session, and the equality asks for it.
     """
-    identity = _IDENTITIES[equality]
-    if identity is None:
+    if equality == "values":  # so they are stored
         return calls
-    return classify(calls, identity).keyed(calls)
+    return classify(calls, identity_of(equality)).keyed(calls)
+
+
+def identity_of(equality: Equality) -> Identity:
+    """What tells messages apart under an equality."""
+    return _IDENTITIES[equality]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +177,14 @@ def _without_cache_control(body: str) -> str:
     return text
 
 
-_IDENTITIES: dict[Equality, Identity | None] = {"values": None, "text": _text}
-"""What each name stands for; None: the keys as they are stored.
+def _values(bodies: pa.Array) -> pa.Array:
+    """Of each body, the text that `trajkit.message_key` digests."""
+    texts = [_core.encode_message(parse(body))[1] for body in bodies.to_pylist()]
+    return pa.array(texts, bodies.type)
+
+
+_IDENTITIES: dict[Equality, Identity] = {"values": _values, "text": _text}
+"""What each name stands for.
 
 values
     Python's ``==``: key order does not matter, 1 == 1.0 == True.
