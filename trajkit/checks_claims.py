@@ -31,6 +31,10 @@ def sound(case: Case, pieces: Pieces) -> Pieces:
     size = pieces.stop - pieces.start
     out_size = pieces.out_stop - pieces.out_start
     due = np.minimum(prompt_len + pieces.out_start, n_ids)
+    # What drift before it took out of the row stands where that drift began.
+    earlier = (pieces.kind == "absorbed") & (
+        policy is not None and policy.absorb == "any"
+    )
     rules: list[tuple[Bools, str, str]] = [
         (pieces.broken, "null", "has a null"),
         (pieces.call < 0, "span_turn", "names no turn of the session"),
@@ -53,7 +57,7 @@ def sound(case: Case, pieces: Pieces) -> Pieces:
         (empty & (size != 0), "span_range", "is not empty"),
         (~empty & (size != out_size), "span_range", "is not as long as its range"),
         (
-            empty & (pieces.start != due),
+            empty & (pieces.start != due) & ~(earlier & (pieces.start < due)),
             "span_place",
             "does not stand where it would have stood",
         ),
