@@ -44,7 +44,6 @@ def fill_rows(
     const Node[::1] nodes not None,
     const int32_t[::1] ends not None,
     const Link[::1] links not None,
-    const uint8_t[::1] kinds not None,
     const int32_t[::1] owners not None,
     const int32_t[::1] turn_index not None,
     bint keep_head,
@@ -69,7 +68,8 @@ def fill_rows(
     cdef:
         int64_t n_rows = rows.shape[0], n_calls = calls.shape[0], r, i, at, next_span
         pos_t n_tokens, n_spans, missing = 0, offset
-        int32_t call, below
+        int32_t call
+        pos_t replaced
         int n, k
         pos_t begin
         Piece[3] pieces
@@ -82,7 +82,7 @@ def fill_rows(
         uint8_t* given = NULL
 
     for name, m in (
-        ("ends", ends.shape[0]), ("links", links.shape[0]), ("kinds", kinds.shape[0]),
+        ("ends", ends.shape[0]), ("links", links.shape[0]),
         ("owners", owners.shape[0]), ("turn_index", turn_index.shape[0]),
     ):
         _check_length(name, m, n_calls)
@@ -119,15 +119,11 @@ def fill_rows(
             )
             at = span_offsets[r + 1]
             call = rows[r].last
-            below = -1
+            replaced = NEVER
             # From the last call upwards, so the spans are written from the end.
             for i in range(rows[r].n_calls):
                 item = &calls[call]
-                n = _pieces(
-                    item, &links[below] if below >= 0 else NULL,
-                    below >= 0 and kinds[below] == KIND_ABSORB,
-                    owners[call] == rows[r].owner, &rule, pieces,
-                )
+                n = _pieces(item, replaced, owners[call] == rows[r].owner, &rule, pieces)
                 for k in range(n):
                     begin = pieces[k].out_start
                     while _next_part(item, &pieces[k], by_token, &begin, &part):
@@ -146,6 +142,6 @@ def fill_rows(
                         if part.kind == SPAN_TRAINED:
                             _set_bits(mask, offset + part.start, offset + part.stop)
                             missing += _copy_logprobs(item, &part, values, given, offset)
-                below = call
+                replaced = min(replaced, links[call].lcp)
                 call = links[call].parent
     return missing

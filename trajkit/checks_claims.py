@@ -38,6 +38,10 @@ def sound(case: Case, pieces: Pieces) -> Pieces:
         pieces.kind[1:] == pieces.kind[:-1]
     )
     due = due[np.maximum.accumulate(np.where(again, 0, np.arange(len(pieces))))]
+    # What drift before it took out of the row stands where that drift began.
+    earlier = (pieces.kind == "absorbed") & (
+        policy is not None and policy.absorb == "any"
+    )
     rules: list[tuple[Bools, str, str]] = [
         (pieces.broken, "null", "has a null"),
         (pieces.call < 0, "span_turn", "names no turn of the session"),
@@ -60,7 +64,7 @@ def sound(case: Case, pieces: Pieces) -> Pieces:
         (empty & (size != 0), "span_range", "is not empty"),
         (~empty & (size != out_size), "span_range", "is not as long as its range"),
         (
-            empty & (pieces.start != due),
+            empty & (pieces.start != due) & ~(earlier & (pieces.start < due)),
             "span_place",
             "does not stand where it would have stood",
         ),

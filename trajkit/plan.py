@@ -16,6 +16,8 @@ from trajkit.schema import REPORT
 COUNTS = tuple(REPORT.names[REPORT.names.index("turns") :])
 """The columns of the report that the kernel counts, in its order."""
 
+_NO_LIMIT = np.iinfo(np.int64).max
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -57,12 +59,14 @@ def plan_rows(
         policy.fork_threshold,
         policy.keep_head,
         not policy.keep_untrained,
+        not policy.keep_empty,
         policy.flags == "chain",
         max_tokens,
+        _NO_LIMIT if policy.max_rows is None else policy.max_rows,
         OWNS.index(policy.own),
         policy.missing_logprobs == "untrain",
         plan.kinds,
-        np.empty((3, n_calls), np.int32),
+        np.empty((4, n_calls), np.int32),
         np.empty((6, 0 if policy.own == "first" else n_calls), np.int64),
         plan.owners,
         np.empty(len(forest.nodes), np.int32),

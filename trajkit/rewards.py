@@ -3,6 +3,7 @@
 from typing import Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -19,6 +20,8 @@ from trajkit.rollouts import (
 from trajkit.schema import ROWS, TURN_REWARDS
 from trajkit.tables import TableLike, as_table, canonical, place
 
+Floats: TypeAlias = npt.NDArray[np.float64]
+Ints: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Spread: TypeAlias = Literal["copy", "uniform", "final_only", "per_turn"]
 
 
@@ -42,9 +45,9 @@ def spread_rewards(
             Every row has the reward divided by the rollout's number of rows, those
             without a trained token among them.
         final_only
-            The final row has the reward, every other row 0. Where the rows have a
-            column ``segment_kind``, final rows are those of kind ``final``, and a
-            rollout without one has 0 throughout; else it is the last row of the
+            The final row has the reward, every other row 0. Where rows have a
+            ``segment_kind``, the final ones of the rollout are those of kind ``final``,
+            and a rollout without one has 0 throughout; else it is the last row of the
             session.
         per_turn
             A row has the sum of the rewards of the turns that it trains. A turn
@@ -85,12 +88,53 @@ def spread_rewards(
         return with_column(table, "reward", reward)
     known = np.asarray(table.column("reward").is_valid())
     whole = table.column("reward").fill_null(0.0).to_numpy()
-    if mode == "uniform":
-        session, n_sessions = session_codes(table)
-        whole = whole / np.bincount(session, minlength=n_sessions)[session]
-    elif mode == "final_only":
-        whole = np.where(_final(table), whole, 0.0)
+    if len(table):
+        session, _ = session_codes(table)
+        whole = spread(whole, mode, session, _final(table, session))
     return with_column(table, "reward", pa.array(whole, mask=~known))
+
+
+def spread(
+    whole: Floats,
+    mode: Literal["copy", "uniform", "final_only"],
+    session: Ints,
+    final: Bools,
+) -> Floats:
+    """Each row's share of the reward of its rollout.
+
+    Parameters
+    ----------
+    whole : ndarray of float64, shape (n_rows,)
+        The reward of the rollout, in each of its rows.
+    mode : {"copy", "uniform", "final_only"}
+        As for `spread_rewards`.
+    session : ndarray of int, shape (n_rows,)
+        The number of each row's rollout.
+    final : ndarray of bool, shape (n_rows,)
+        As `final_rows` gives it.
+    """
+    if mode == "uniform":
+        return whole / np.bincount(session)[session]
+    if mode == "final_only":
+        return np.where(final, whole, 0.0)
+    return whole
+
+
+def final_rows(session: Ints, index: Ints, of_kind: Bools, final: Bools) -> Bools:
+    """The rows of kind final; in a rollout whose rows have no kind, the last.
+
+    Parameters
+    ----------
+    session, index : ndarray of int, shape (n_rows,)
+        The number of each row's rollout, and its place in that.
+    of_kind, final : ndarray of bool, shape (n_rows,)
+        Rows that have a kind, and that have the kind final. At least one row.
+    """
+    kinds = np.bincount(session, of_kind)[session] > 0
+    last = np.full(int(session.max()) + 1, -1, np.int64)
+    np.maximum.at(last, session, index)
+    result: Bools = np.where(kinds, final, index == last[session])
+    return result
 
 
 def _per_turn(table: pa.Table, given: pa.Table) -> pa.Array:
@@ -148,13 +192,11 @@ def _ranks(session: Longs, turn: Longs) -> Longs:
     return session.astype(np.int64) << 32 | turn.astype(np.int64)
 
 
-def _final(table: pa.Table) -> Bools:
-    if "segment_kind" in table.column_names:
-        kinds = table.column("segment_kind").cast(pa.string())
-        return np.asarray(pc.equal(kinds, "final").fill_null(False))
-    session, n_sessions = session_codes(table)
-    index = table.column("row_index").to_numpy()
-    last = np.full(n_sessions, -1, np.int64)
-    np.maximum.at(last, session, index)
-    final: Bools = index == last[session]
-    return final
+def _final(table: pa.Table, session: Longs) -> Bools:
+    kinds = table.column("segment_kind").cast(pa.string())
+    return final_rows(
+        session,
+        table.column("row_index").to_numpy(),
+        np.asarray(kinds.is_valid()),
+        np.asarray(pc.equal(kinds, "final").fill_null(False)),
+    )
