@@ -481,3 +481,15 @@ def delegating_sessions(draw, max_turns=10):
                     agents.append([opening, []])
         agents[which] = [talk, waiting]
     return turns
+
+
+# Payloads
+
+
+@st.composite
+def payload_lists(draw, turn):
+    """Pairs of small numbers, one per output id, per prompt and output id, or none."""
+    n_output, n_prompt = len(turn["output_ids"]), len(turn["prompt_ids"])
+    n = draw(st.sampled_from([n_output, n_prompt + n_output, None]))
+    pairs = st.none() | st.lists(st.integers(0, 99), min_size=2, max_size=2)
+    return None if n is None else draw(st.lists(pairs, min_size=n, max_size=n))

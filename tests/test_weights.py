@@ -81,7 +81,8 @@ def test_the_loss_over_rows_is_that_of_the_rollouts(policy, library, turns, rand
         [[random.uniform(-1, 1) for _ in range(N_VOCABULARY)] for _ in range(N_STATES)],
         library,
     )
-    rows = tk.linearize(turns_table(turns), policy, reward=rewards)
+    whole = tk.policy(policy, aborted="train")
+    rows = tk.linearize(turns_table(turns), whole, reward=rewards)
     expected = pytest.approx(
         float(loss_over_rollouts(turns, rewards, scores)), rel=1e-6, abs=1e-9
     )
@@ -428,3 +429,25 @@ def test_advantages_of_nothing():
 def test_tables_that_are_refused(call, match):
     with pytest.raises(InvalidTurnsError, match=match):
         call()
+
+
+# --- the reward of a row's last turn
+
+
+def test_a_row_has_the_reward_of_its_last_turn():
+    rows = tk.linearize(forks())
+    last = rows["last_turn"].to_pylist()
+    given = turn_rewards(*[float(k) for k in range(max(last) + 1)])
+    assert rewards_of("last_turn", rows, turn_rewards=given) == [float(k) for k in last]
+
+
+def test_a_last_turn_needs_a_reward_and_a_name():
+    rows = tk.linearize(forks())
+    last = max(rows["last_turn"].to_pylist())
+    with pytest.raises(InvalidTurnsError, match=f"ends with turn {last}, which has no"):
+        rewards_of("last_turn", rows, turn_rewards=turn_rewards(*[1.0] * last))
+    unnamed = rows.drop_columns("last_turn")
+    with pytest.raises(InvalidTurnsError, match="row 0: last_turn is null"):
+        rewards_of("last_turn", unnamed, turn_rewards=turn_rewards(1.0))
+    with pytest.raises(PolicyError, match="mode is 'last_turn', turn_rewards is not"):
+        rewards_of("last_turn", rows)

@@ -85,6 +85,14 @@ def tokens(case: Case, pieces: Pieces) -> None:
     for row in range(len(case.rows.ids)):
         said = case.rows.text("finish_reason", row)
         own = int(last[row])
+        named = case.rows.number("last_turn", row)
+        if named is not None and not any(
+            case.turns.calls.turn_index[call] == named and _is_path(case, row, call)
+            for call in case.turns.calls_of(int(case.session[row]))
+        ):
+            case.say(
+                "row_tokens", f"the row is not what last_turn {named} held", row=row
+            )
         if own >= 0 and _is_path(case, row, own) and reasons[own] == said:
             continue
         equal = [

@@ -115,6 +115,7 @@ def row_batch(
                 pa.array(segments.astype(np.int8) - 1, mask=segments == 0),
                 _segment_kinds(),
             ),
+            pa.array(calls.turn_index[rows["last"]]),
         ],
         schema=ROWS,
     )

@@ -22,7 +22,7 @@ from trajkit.tables import TableLike, as_table, canonical, place
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
-Spread: TypeAlias = Literal["copy", "uniform", "final_only", "per_turn"]
+Spread: TypeAlias = Literal["copy", "uniform", "final_only", "per_turn", "last_turn"]
 
 
 def spread_rewards(
@@ -38,7 +38,7 @@ def spread_rewards(
     rows : table
         `trajkit.schema.ROWS`, with all rows of each session that is in it, and in each
         the reward of its whole rollout, as `trajkit.linearize` gives it.
-    mode : {"copy", "uniform", "final_only", "per_turn"}
+    mode : {"copy", "uniform", "final_only", "per_turn", "last_turn"}
         copy
             Every row has the reward of the rollout.
         uniform
@@ -52,39 +52,46 @@ def spread_rewards(
         per_turn
             A row has the sum of the rewards of the turns that it trains. A turn
             that several rows train in pieces is shared out by trained tokens.
-    turn_rewards : table, for per_turn
+        last_turn
+            A row has the reward of its last turn; those of the turns before it in the
+            row count for nothing.
+    turn_rewards : table, for per_turn and last_turn
         `trajkit.schema.TURN_REWARDS`, at most one line per turn.
 
     Returns
     -------
     Table
         The rows with ``reward`` made anew. A null reward stays null in all rows of its
-        rollout; in mode per_turn, in the rows that train such a turn.
+        rollout; in mode per_turn, in the rows that train such a turn; in mode
+        last_turn, in those that end with it.
 
     Raises
     ------
     PolicyError
-        The mode is none of the four, or ``turn_rewards`` is given with another one or
+        The mode is none of the five, or ``turn_rewards`` is given with another one or
         missing.
     InvalidTurnsError
-        A turn has two rewards, or one that is not finite; a turn that is trained has no
-        line; a turn has a reward other than 0, and no row trains it.
+        A turn has two rewards, or one that is not finite; a turn that is trained, or in
+        mode last_turn is a row's last, has no line; in mode per_turn a turn has a
+        reward other than 0, and no row trains it.
 
     References
     ----------
-    copy, uniform and final_only: spec, segments 8 (slime's reward modes).
+    copy, uniform and final_only: spec, segments 8 (slime's reward modes). last_turn:
+    SkyRL's merge of scalar rewards (spec, SkyRL 6).
     """
     check_choice("mode", mode, Spread)
-    if (turn_rewards is not None) != (mode == "per_turn"):
+    if (turn_rewards is not None) != (mode in ("per_turn", "last_turn")):
         raise PolicyError(
-            "turn_rewards goes with mode='per_turn', and that mode with turn_rewards: "
-            f"mode is {mode!r}, turn_rewards is "
+            "turn_rewards goes with mode='per_turn' and mode='last_turn', and those "
+            f"with turn_rewards: mode is {mode!r}, turn_rewards is "
             f"{'not given' if turn_rewards is None else 'given'}"
         )
     table = canonical(rows, ROWS)
     if turn_rewards is not None:
         given = as_table(turn_rewards).replace_schema_metadata(None)
-        reward = _per_turn(table, canonical(given, TURN_REWARDS))
+        of_turn = _per_turn if mode == "per_turn" else _last_turn
+        reward = of_turn(table, canonical(given, TURN_REWARDS))
         return with_column(table, "reward", reward)
     known = np.asarray(table.column("reward").is_valid())
     whole = table.column("reward").fill_null(0.0).to_numpy()
@@ -96,7 +103,7 @@ def spread_rewards(
 
 def spread(
     whole: Floats,
-    mode: Literal["copy", "uniform", "final_only"],
+    mode: Spread,
     session: Ints,
     final: Bools,
 ) -> Floats:
@@ -185,6 +192,33 @@ def _per_turn(table: pa.Table, given: pa.Table) -> pa.Array:
     shares = rewards[line] * n_tokens / np.maximum(n_trained[line], 1)
     unknown = np.bincount(row, ~known[line], len(table)) > 0
     return pa.array(np.bincount(row, shares, len(table)), mask=unknown)
+
+
+def _last_turn(table: pa.Table, given: pa.Table) -> pa.Array:
+    """The reward of each row's last turn."""
+    check_once(given, ["session_id", "turn_index"])
+    check_finite(given)
+    last = table.column("last_turn")
+    if last.null_count:
+        row = int(np.flatnonzero(np.asarray(last.is_null()))[0])
+        raise InvalidTurnsError(f"{place(table, row)}: last_turn is null")
+    names = pc.unique(table.column("session_id"))
+    ours = given.filter(pc.is_in(given.column("session_id"), names))
+    wanted, there = (
+        _ranks(
+            np.asarray(pc.index_in(one.column("session_id"), names)),
+            one.column(turn).to_numpy(),
+        )
+        for one, turn in ((table, "last_turn"), (ours, "turn_index"))
+    )
+    line = pc.index_in(pa.array(wanted), pa.array(there))
+    if line.null_count:
+        row = int(np.flatnonzero(np.asarray(line.is_null()))[0])
+        raise InvalidTurnsError(
+            f"{place(table, row)}: ends with turn {last[row]}, which has no line in "
+            "turn_rewards"
+        )
+    return ours.column("reward").combine_chunks().take(line)
 
 
 def _ranks(session: Longs, turn: Longs) -> Longs:

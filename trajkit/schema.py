@@ -388,6 +388,8 @@ ROWS = _schema(
     pa.field("ill_formed", pa.bool_()),
     # of its turns, as in LINKS
     pa.field("segment_kind", _names),
+    # the turn whose prompt and output the row is. null: unknown
+    pa.field("last_turn", pa.int32()),
 )
 """One row per training sequence."""
 
@@ -477,7 +479,8 @@ not_trained
 not_located
     In rows without pieces: the turn's prompt's end and its output stand in some row.
 row_tokens
-    A row is the prompt and the output of a turn, cut where rows are cut.
+    A row is the prompt and the output of a turn (``last_turn``, where it is given), cut
+    where rows are cut.
 prompt_length
     The prompt of the call that opened the row.
 parent_row, shared_length
