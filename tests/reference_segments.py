@@ -149,7 +149,10 @@ def merged(turns, segment):
     restarted = []
     for i in segment:
         prompt, output = turns[i]["prompt_ids"], turns[i]["output_ids"]
-        if row is None or prompt[: row.prompt_length] != row.tokens[: row.prompt_length]:
+        if (
+            row is None
+            or prompt[: row.prompt_length] != row.tokens[: row.prompt_length]
+        ):
             if row is not None:
                 restarted += row.outputs
             row = Row([], len(prompt), [], [])

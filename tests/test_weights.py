@@ -163,10 +163,7 @@ def test_final_only_goes_by_the_kind_of_a_segment_where_rows_have_one():
         0.0,
     ]
     nothing = pa.array(["wipe", None, "subagent"])
-    assert (
-        rewards_of("final_only", with_kinds(rows, nothing))
-        == [0.0] * 3
-    )
+    assert rewards_of("final_only", with_kinds(rows, nothing)) == [0.0] * 3
 
 
 @pytest.mark.parametrize(

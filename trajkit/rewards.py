@@ -88,14 +88,17 @@ def spread_rewards(
         return with_column(table, "reward", reward)
     known = np.asarray(table.column("reward").is_valid())
     whole = table.column("reward").fill_null(0.0).to_numpy()
-    if len(table):
+    if mode != "per_turn" and len(table):
         session, _ = session_codes(table)
         whole = spread(whole, mode, session, _final(table, session))
     return with_column(table, "reward", pa.array(whole, mask=~known))
 
 
 def spread(
-    whole: Floats, mode: Literal["copy", "uniform", "final_only"], session: Ints, final: Bools
+    whole: Floats,
+    mode: Literal["copy", "uniform", "final_only"],
+    session: Ints,
+    final: Bools,
 ) -> Floats:
     """Each row's share of the reward of its rollout.
 
