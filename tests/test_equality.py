@@ -1,4 +1,4 @@
-"""Messages sorted into classes of equal ones, whatever the equality and the table's form."""
+"""Messages are sorted into classes of equal ones, under each equality."""
 
 import json
 import re

@@ -1,5 +1,7 @@
 """The policy segments: its rows are the twin's, and those that slime's own code gives."""
 
+from itertools import pairwise
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -80,11 +82,7 @@ def test_links_are_the_twins(turns):
     links = tk.link(turns_table(turns), "agents").to_pylist()
     places = {line["turn_index"]: k for k, line in enumerate(links)}
     kinds = {i: kind for kind, segment in routed.frozen for i in segment}
-    parents = {
-        b: a
-        for _, segment in routed.frozen
-        for a, b in zip(segment, segment[1:], strict=False)
-    }
+    parents = {b: a for _, segment in routed.frozen for a, b in pairwise(segment)}
     order = [i for _, segment in routed.frozen for i in segment]
     for i, (line, route) in enumerate(zip(links, routed.routes, strict=True)):
         if route is None:

@@ -152,9 +152,8 @@ def _check_shown(calls: Calls, places: Longs, replies: Longs) -> None:
             return
         call, what = int(silent.argmax()), "response"
     raise InvalidTurnsError(
-        f"{calls.place(call)}: {what} has no body, here or earlier in the session; messages "
-        "are compared by their bodies unless equality is 'values' and no agents are "
-        "told apart"
+        f"{calls.place(call)}: {what} has no body, here or earlier in the session "
+        "(rows filtered away?): the policy compares messages by their bodies"
     )
 
 

@@ -45,13 +45,13 @@ def link(
         `trajkit.schema.TURNS` in full or delta form.
     route : {"messages", "agents", "tokens", "previous", "none"}
         By the message tree; the last call of the same agent, if that one's messages are
-        its first ones (see `Policy.route`); by the longest row end that is a prefix of the prompt (ties
-        to the oldest row); the previous turn of the session; no turn at all. Under
-        ``"messages"`` a turn without a list of messages goes below the turn whose
-        prompt and output are the longest prefix of its prompt, and a turn with an empty
-        list is left out. So is it under ``"agents"``, where a turn without a list, or
-        after one without, goes on where its prompt starts with the other's prompt and
-        output.
+        its first ones (see `Policy`); by the longest row end that is a prefix of the
+        prompt (ties to the oldest row); the previous turn of the session; no turn at
+        all. Under ``"messages"`` a turn without a list of messages goes below the turn
+        whose prompt and output are the longest prefix of its prompt, and a turn with an
+        empty list is left out. So it is under ``"agents"``, where a turn without a
+        list, or after one without, goes on where its prompt starts with the other's
+        prompt and output.
     merge_threshold : int, optional
         Under ``"messages"``: a reply shorter than this many tokens gives way to the one
         that a later request shows in its place. None: 1024; 0 and below: never.
