@@ -77,8 +77,8 @@ SPAN = pa.struct(
 
 ``trained``, ``duplicate`` and ``untrainable`` pieces have ``stop - start == output_stop
 - output_start``. ``absorbed`` and ``cut`` pieces are empty (``start == stop``): the
-output range is what was lost, ``start`` the place where it would have stood, or where the row
-was replaced if that is before it.
+output range is what was lost, ``start`` the place where it would have stood, or where
+the row was replaced if that is before it.
 """
 
 TURNS = _schema(
