@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import trajkit as tk
@@ -26,7 +26,20 @@ def shown(turns):
     return [m for turn in turns for m in turn["prompt_messages"] or []]
 
 
+# Messages that == calls equal: the second stored body of their key is the one meant last.
+NUMBERS = [
+    {
+        "prompt_messages": [{"role": "assistant", "content": number}],
+        "response_message": {"role": "assistant", "content": 1.0},
+        "prompt_ids": [1],
+        "output_ids": [2],
+    }
+    for number in (1, 1.0)
+]
+
+
 @given(delegating_sessions() | sessions(), st.sampled_from([*EQUAL]))
+@example(NUMBERS, "text")
 def test_classes_are_those_of_the_equality(turns, equality):
     calls = read_calls(turns_table(turns))
     classes = classify(calls, identity_of(equality))

@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import trajkit as tk
@@ -33,7 +33,31 @@ row_counts = st.none() | st.integers(1, 3)
 reward_modes = st.sampled_from(["uniform", "copy", "final_only"])
 
 
+def growing(*calls):
+    """One agent whose list of messages grows by one a turn, with any tokens."""
+    return [
+        {
+            "prompt_messages": [{"role": "user", "content": n} for n in range(k + 1)],
+            "response_message": None,
+            "prompt_ids": prompt,
+            "output_ids": output,
+            "output_logprobs": None,
+            "finish_reason": "stop",
+            "ill_formed": False,
+        }
+        for k, (prompt, output) in enumerate(calls)
+    ]
+
+
+# The third prompt takes two outputs out of the row, and ends before the second stood.
+SHORTER = growing(([1], [2, 3]), ([1, 2, 3, 4, 5], [6]), ([1, 9], [7]))
+# A prompt that departs right behind the row's opening prompt, and one inside it.
+EDGES = growing(([1, 2], [3]), ([1, 2], [4]), ([1], [5]), ([2, 2], []))
+
+
 @given(any_session, row_counts, reward_modes, row_limits)
+@example(SHORTER, None, "uniform", None)
+@example(EDGES, None, "uniform", None)
 def test_rows_and_report_are_the_twins(turns, max_rows, mode, limit):
     policy = tk.policy("segments", max_rows=max_rows, rewards=mode)
     rows, report = tk.linearize(
