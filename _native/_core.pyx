@@ -7,6 +7,7 @@
     forest.pxi   the calls of a session as a forest of token paths
     route.pxi    which call a call continues: by messages, by tokens
     drift.pxi    how a prompt departs from what was held
+    align.pxi    where two runs of tokens differ
     plan.pxi     which rows a policy makes, who owns a claim, what is lost
     fill.pxi     the columns of planned rows
 
@@ -41,5 +42,6 @@ include "message.pxi"
 include "forest.pxi"
 include "route.pxi"
 include "drift.pxi"
+include "align.pxi"
 include "plan.pxi"
 include "fill.pxi"
