@@ -157,14 +157,19 @@ def copy_path(
     const Node[::1] nodes not None,
     const int32_t[::1] ends not None,
     int64_t call,
+    int64_t start,
     token_t[::1] out not None,
 ):
-    """The first tokens of a call's path (prompt, then output), as many as ``out`` has."""
+    """Tokens of a call's path (prompt, then output) from start on, as many as ``out`` has."""
     _check_length("ends", ends.shape[0], calls.shape[0])
     if not 0 <= call < calls.shape[0]:
         raise LayoutError(f"call is {call}: expected one of {calls.shape[0]}")
-    if out.shape[0] > _held_len(&calls[call]):
-        raise LayoutError(f"out has {out.shape[0]} entries: the path is shorter")
+    if start < 0 or start + out.shape[0] > _held_len(&calls[call]):
+        raise LayoutError(
+            f"tokens {start} to {start + out.shape[0]} of a path of {_held_len(&calls[call])}"
+        )
     if out.shape[0]:
         with nogil:
-            _copy_stretch(&calls[0], &nodes[0], ends[call], 0, out.shape[0], &out[0])
+            _copy_stretch(
+                &calls[0], &nodes[0], ends[call], start, start + out.shape[0], &out[0]
+            )

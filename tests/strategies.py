@@ -331,3 +331,19 @@ spoken_texts = st.lists(plain_texts | _markers, max_size=8).map("".join)
 reply_texts = st.lists(
     plain_texts | _markers | good_calls | _bad_calls, max_size=6
 ).map("".join)
+
+
+# What comes back of a run of tokens: pieces of it, among others.
+few_ids = st.lists(st.integers(0, 3), max_size=12)
+
+
+@st.composite
+def runs_apart(draw):
+    """Two token lists, the second with stretches of the first left out or replaced."""
+    a = draw(few_ids)
+    b, at = [], 0
+    while at < len(a):
+        kept = draw(st.integers(0, len(a) - at))
+        b += a[at : at + kept] + draw(st.lists(st.integers(0, 3), max_size=3))
+        at += kept + draw(st.integers(1, 4))
+    return a, b + draw(few_ids)

@@ -114,7 +114,7 @@ def align(
     out: _I64,
 ) -> int: ...
 def copy_path(
-    calls: _Records, nodes: _Records, ends: _I32, call: int, out: _I32
+    calls: _Records, nodes: _Records, ends: _I32, call: int, start: int, out: _I32
 ) -> None: ...
 
 # plan.pxi
