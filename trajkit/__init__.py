@@ -1,5 +1,6 @@
 """Token-exact trajectories for RL: recorded calls in, loss-masked rows out."""
 
+from trajkit.branches import label_branches
 from trajkit.drift import classify_drift
 from trajkit.errors import (
     FormatError,
@@ -49,6 +50,7 @@ __all__ = [
     "explain_drift",
     "from_records",
     "iter_turns",
+    "label_branches",
     "lcp",
     "linearize",
     "link",

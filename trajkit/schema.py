@@ -398,8 +398,8 @@ BRANCHES = _schema(
     _required("session_id", pa.string()),
     _required("turn_index", pa.int32()),
     _required("label", _names),
-    # the earlier turn that it is held against. null: none shares anything with it
-    pa.field("other", pa.int32()),
+    # the earlier turn that it is held against
+    _required("other", pa.int32()),
     # messages that this request and the other turn (its request and its reply) share at
     # their start. null: unknown, tokens tell
     pa.field("shared_messages", pa.int32()),
