@@ -17,6 +17,7 @@ from tests.tables import in_delta_form, turns_table
 from trajkit import _core, schema
 from trajkit.causes import json_objects
 from trajkit.errors import LayoutError
+from trajkit.tokenizer import Codec
 
 ROOT = Path(__file__).parent.parent
 TOKENIZER = Tokenizer.from_file(str(ROOT / "shim/trajkit_shim/embedded/tokenizer.json"))
@@ -270,6 +271,29 @@ def test_any_tokenizer_will_do():
     assert texts(found) == [("other_text", " b", " c")]
     found = explained(turn([1], [97, 98]), turn([1, 97, 0, 98]), tokenizer=letters)
     assert texts(found) == [("special_tokens", "", " END")]
+
+
+class Numbers:
+    """A tokenizer whose token is its number; those that 7 divides are special."""
+
+    def encode(self, text, *, add_special_tokens):
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids, *, skip_special_tokens):
+        return " ".join(str(i) for i in ids if i % 7 or not skip_special_tokens)
+
+
+@given(
+    st.lists(
+        st.lists(st.integers(0, 50) | st.sampled_from([2**31 - 1, 7 * 10**8])),
+        max_size=4,
+    )
+)
+def test_special_tokens_are_those_that_decoding_leaves_out(runs):
+    codec = Codec(Numbers())
+    for run in runs:
+        found = codec.special(np.array(run, np.int32))
+        assert found.tolist() == [token % 7 == 0 for token in run]
 
 
 @given(sessions(), st.sampled_from(["messages", "tokens", "previous"]))

@@ -9,6 +9,10 @@ from trajkit.errors import SchemaError
 
 Ids = npt.NDArray[np.int32]
 
+_UNKNOWN, _ORDINARY, _SPECIAL = 0, 1, 2
+# ids that no vocabulary has are asked about one by one
+_MOST_IDS = 1 << 22
+
 
 @runtime_checkable
 class Tokenizer(Protocol):
@@ -44,7 +48,8 @@ class Codec:
         # transformers may tidy up white space before punctuation, which no id says
         tidies = hasattr(tokenizer, "clean_up_tokenization_spaces")
         self._options = {"clean_up_tokenization_spaces": False} if tidies else {}
-        self._special: dict[int, bool] = {}
+        # by id
+        self._kinds = np.zeros(0, np.int8)
 
     def text(self, ids: Ids | list[int]) -> str:
         """The text of ids, special tokens spelled out."""
@@ -62,17 +67,26 @@ class Codec:
 
     def special(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """Which ids are those of special tokens: decoding leaves them out if asked."""
-        distinct, place = np.unique(ids, return_inverse=True)
-        known = np.array([self._is_special(token) for token in distinct.tolist()], bool)
-        found: npt.NDArray[np.bool_] = known[place]
-        return found
+        low, high = ids.min(initial=0), ids.max(initial=0)
+        if low < 0 or high >= _MOST_IDS:
+            distinct, place = np.unique(ids, return_inverse=True)
+            kinds = np.array([self._kind(token) for token in distinct.tolist()])
+            found: npt.NDArray[np.bool_] = kinds[place] == _SPECIAL
+            return found
+        if high >= len(self._kinds):
+            grown = np.zeros(int(high) + 1, np.int8)
+            grown[: len(self._kinds)] = self._kinds
+            self._kinds = grown
+        known = self._kinds[ids]
+        new = np.unique(ids[known == _UNKNOWN])
+        if len(new):
+            self._kinds[new] = [self._kind(token) for token in new.tolist()]
+            known = self._kinds[ids]
+        return np.equal(known, _SPECIAL)
 
-    def _is_special(self, token: int) -> bool:
-        known = self._special.get(token)
-        if known is None:
-            known = bool(self.text([token])) and not self.plain([token])
-            self._special[token] = known
-        return known
+    def _kind(self, token: int) -> int:
+        is_special = bool(self.text([token])) and not self.plain([token])
+        return _SPECIAL if is_special else _ORDINARY
 
     def _decode(self, ids: Ids | list[int], *, skip_special_tokens: bool) -> str:
         given = ids.tolist() if isinstance(ids, np.ndarray) else ids
