@@ -12,7 +12,6 @@ cdef struct Windows:          # the runs of one length in a sequence, found by t
     uint64_t* hashes
     int32_t* starts           # -1: free
     int64_t mask
-    int32_t* first            # where the run at each place stands first
 
 
 cdef inline uint64_t _mixed(uint64_t rolling) noexcept nogil:
@@ -41,7 +40,7 @@ cdef bint _common_run(
     cdef uint64_t base = 0x9E3779B97F4A7C15, power = 1, rolling
     cdef int64_t slot
     cdef pos_t i, k, start
-    cdef int32_t like  # where the run before this one stands first, if that is further up
+    cdef int32_t like  # an earlier place in a where the run at the place before stands too
     if length > n_a or length > n_b:
         return False
     for k in range(length - 1):
@@ -60,7 +59,7 @@ cdef bint _common_run(
             if like >= 0 and a[like + length] == a[i]:
                 # Goes on as the run that it repeats goes on, so that a loop of many equal
                 # runs is read once and not compared run by run.
-                like = windows.first[start] = windows.first[like + 1]
+                like += 1
                 continue
             slot = <int64_t>_mixed(rolling) & windows.mask
             while windows.starts[slot] >= 0:
@@ -75,7 +74,6 @@ cdef bint _common_run(
                 if like < 0:
                     windows.starts[slot] = <int32_t>start
                     windows.hashes[slot] = rolling
-                windows.first[start] = windows.starts[slot]
             elif windows.starts[slot] >= 0:
                 at_a[0] = windows.starts[slot]
                 at_b[0] = start
@@ -135,7 +133,7 @@ cdef pos_t _back_in_step(
         _common_run(a, n_a, b, n_b, low, windows, at_a, at_b)
         return low
     high = min(min(boundary, n_b), min_run - 1)
-    return _ending_run(a + boundary - high, high, b, n_b, boundary, windows.first, at_a, at_b)
+    return _ending_run(a + boundary - high, high, b, n_b, boundary, windows.starts, at_a, at_b)
 
 
 def describe_drift(
@@ -152,7 +150,7 @@ def describe_drift(
     """Fill ``out`` (n_calls by 6) for every call with a parent.
 
     Columns: region, resync_held, resync_prompt, resync_length (they must come as -1, and stay so
-    where there is none), at_stake (must come as 0), cause. ``tails`` is 3 by the longest path,
+    where there is none), at_stake (must come as 0), cause. ``tails`` is 2 by the longest path,
     ``hashes`` and ``starts`` have a power of two entries, at least twice that.
     """
     cdef:
@@ -174,7 +172,7 @@ def describe_drift(
             0 <= links[i].lcp <= min(_held_len(&calls[parent]), calls[i].prompt_len)
         ):
             raise LayoutError(f"links[{i}]: lcp {links[i].lcp} is not within both paths")
-    _check_length("tails", tails.shape[0], 3)
+    _check_length("tails", tails.shape[0], 2)
     _check_length("tails", tails.shape[1], longest)
     if n_table & (n_table - 1) or n_table < 2 * longest or n_table < 2:
         raise LayoutError(f"starts has {n_table} entries: not a power of two, or too few")
@@ -187,7 +185,6 @@ def describe_drift(
     b = &tails[1, 0]
     windows.hashes = &hashes[0]
     windows.starts = &starts[0]
-    windows.first = &tails[2, 0]
     with nogil:
         for i in range(n_calls):
             parent = links[i].parent

@@ -107,7 +107,7 @@ def drift_table(
         forest.ends,
         links,
         min_run,
-        np.empty((3, longest), np.int32),
+        np.empty((2, longest), np.int32),
         np.empty(n_table, np.uint64),
         np.empty(n_table, np.int32),
         found,
