@@ -15,8 +15,11 @@ from tests.shim.fakes import byte_tokenizer
 from tests.strategies import runs_apart, sessions
 from tests.tables import in_delta_form, turns_table
 from trajkit import _core, schema
+from trajkit.calls import read_calls
 from trajkit.causes import json_objects
 from trajkit.errors import LayoutError
+from trajkit.forest import grow
+from trajkit.paths import Paths
 from trajkit.tokenizer import Codec
 
 ROOT = Path(__file__).parent.parent
@@ -102,6 +105,12 @@ THOUGHT = "<think>\nThe fault is in the second line, so I mend that.\n</think>\n
                 )
             ],
             id="reasoning dropped, its frame kept",
+        ),
+        pytest.param(
+            "<think>\nIt is the second line.\n</think>\n\nI mend that.",
+            "<think>\nA fault.\n</think>\n\nI mend that.",
+            [("other_text", "It is the second line", "A fault")],
+            id="other reasoning",
         ),
         pytest.param(
             "I mend that line.",
@@ -446,3 +455,33 @@ def test_layouts_that_are_refused(change, match):
         given["hashes"] = np.empty(3, np.uint64)
     with pytest.raises(LayoutError, match=match):
         _core.align(**given)
+
+
+@given(sessions(), st.data())
+def test_paths_are_prompt_and_output_in_either_form(turns, data):
+    table = turns_table(turns)
+    delta = in_delta_form(table, lambda options: data.draw(st.sampled_from(options)))
+    for form in (table, delta):
+        calls = read_calls(form)
+        paths = Paths(calls, grow(calls))
+        for i, line in enumerate(table.to_pylist()):
+            assert paths.prompt(i).tolist() == line["prompt_ids"]
+            assert paths.output(i).tolist() == line["output_ids"]
+            assert paths.held(i).tolist() == line["prompt_ids"] + line["output_ids"]
+
+
+@pytest.mark.parametrize(
+    ("call", "start", "size", "match"),
+    [
+        pytest.param(2, 0, 1, "call is 2", id="no such call"),
+        pytest.param(-1, 0, 1, "call is -1", id="before the first"),
+        pytest.param(0, -1, 1, "tokens -1 to 0", id="before the path"),
+        pytest.param(0, 2, 2, "tokens 2 to 4 of a path of 3", id="beyond its end"),
+    ],
+)
+def test_paths_that_are_refused(call, start, size, match):
+    calls = read_calls(tk.from_records([turn([1, 2], [3]), turn([1], [3])]))
+    forest = grow(calls)
+    out = np.empty(size, np.int32)
+    with pytest.raises(LayoutError, match=match):
+        _core.copy_path(calls.calls, forest.nodes, forest.ends, call, start, out)
