@@ -70,6 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
         route=policy.route,
         merge_threshold=policy.merge_threshold,
         equals=policy.equals,
+        equality=policy.equality,
+        dispatch_tools=policy.dispatch_tools,
     )
     drift = tk.classify_drift(turns, links, tokenizer=tokenizer)
     causes: list[CauseGroup] | None = None
