@@ -10,8 +10,11 @@
     route.pxi    which call a call continues: by messages, by tokens
     route_prefix.pxi  the same, whatever the order of calls
     route_generations.pxi  a forest of generations, by messages and checked by tokens
+    agents.pxi   which call a call continues: of the main agent or of a sub-agent
     drift.pxi    how a prompt departs from what was held
+    align.pxi    where two runs of tokens differ
     plan.pxi     which rows a policy makes, who owns a claim, what is lost
+    own.pxi      which of the rows that hold a claim trains it
     fill.pxi     the columns of planned rows
 
 Kernels never allocate: the caller passes every output buffer.
@@ -48,7 +51,10 @@ include "route.pxi"
 include "route_prefix.pxi"
 include "route_generations.pxi"
 include "bodies.pxi"
+include "agents.pxi"
 include "drift.pxi"
+include "align.pxi"
 include "plan.pxi"
+include "own.pxi"
 include "fill.pxi"
 include "columns.pxi"

@@ -338,7 +338,9 @@ def test_request_ids_of_any_kind_rank():
     ("choices", "match"),
     [
         ({"own": "every", "absorb": "short_reply"}, "own='every' with absorb="),
-        ({"own": "none"}, "own='none': expected one of 'first', 'earliest'"),
+        ({"max_rows": 1}, "own='every' with absorb='never' and max_rows=1"),
+        ({"order": "commit"}, "order='commit' does not go with route='prefix'"),
+        ({"own": "none"}, "own='none': expected one of 'first', 'longest'"),
         ({"emit": "one"}, "emit='one': expected one of 'all', 'main'"),
         ({"sort": "size"}, "sort='size': expected one of 'turn', 'prompt'"),
     ],

@@ -68,7 +68,7 @@ def route_messages(
     nodes: _Records,
     ends: _I32,
     merge_threshold: int,
-    by_tokens: bool,
+    equals: int,
     tree_nodes: _Records,
     table: _I32,
     places: _I32,
@@ -135,6 +135,23 @@ def find_bodies(
     replies: _I64,
 ) -> None: ...
 
+# agents.pxi
+def route_agents(
+    calls: _Records,
+    requests: _Records,
+    session_offsets: _I64,
+    nodes: _Records,
+    ends: _I32,
+    dispatches: _I32,
+    answer_offsets: _I64,
+    answers: _I32,
+    tree_nodes: _Records,
+    table: _I32,
+    places: _I32,
+    searched: _I32,
+    links: _Records,
+) -> None: ...
+
 # drift.pxi
 def describe_drift(
     calls: _Records,
@@ -148,6 +165,22 @@ def describe_drift(
     out: _I64,
 ) -> None: ...
 
+# align.pxi
+def align(
+    a: _I32,
+    b: _I32,
+    borders_a: _I32,
+    borders_b: _I32,
+    run: int,
+    hashes: _U64,
+    heads: _I32,
+    following: _I32,
+    out: _I64,
+) -> int: ...
+def copy_path(
+    calls: _Records, nodes: _Records, ends: _I32, call: int, start: int, out: _I32
+) -> None: ...
+
 # plan.pxi
 def plan_rows(
     calls: _Records,
@@ -159,14 +192,18 @@ def plan_rows(
     threshold: int,
     keep_head: bool,
     drop_untrained: bool,
+    drop_empty: bool,
     chain_flags: bool,
-    own: int,
     main_only: bool,
     cut_calls: bool,
     births: _I32,
     max_tokens: int,
+    max_rows: int,
+    own: int,
+    by_token: bool,
     kinds: _U8,
     scratch: _I32,
+    claims: _I64,
     owners: _I32,
     marks: _I32,
     rows: _Records,
@@ -179,11 +216,11 @@ def fill_rows(
     nodes: _Records,
     ends: _I32,
     links: _Records,
-    kinds: _U8,
     owners: _I32,
     turn_index: _I32,
     keep_head: bool,
     own_every: bool,
+    by_token: bool,
     max_tokens: int,
     rows: _Records,
     token_offsets: _I64,

@@ -1,28 +1,39 @@
 """Which call a call continues: the ``links`` table."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from trajkit import _core
+from trajkit.agents import find_dispatches
 from trajkit.calls import Calls, Ints, Records, named_calls, read_calls
-from trajkit.equality import EQUALITIES, Equality, rekeyed
+from trajkit.equality import EQUALITIES, Equality, classify, identity_of, rekeyed
 from trajkit.errors import InvalidTurnsError, PolicyError
 from trajkit.forest import Forest, grow
 from trajkit.layout import LINK, MESSAGE
 from trajkit.policies import (
     DEFAULT_FORK_THRESHOLD,
+    DISPATCH_TOOLS,
     EQUALS,
+    ORDERS,
     ROUTES,
     SORTS,
     Equals,
+    Order,
     Policy,
     Route,
     Sort,
+    check_order,
     chosen_int,
+    tool_names,
 )
 from trajkit.ranks import by_prompt
-from trajkit.schema import LINKS, WHY
+from trajkit.schema import LINKS, SEGMENT_KINDS, WHY
 from trajkit.tables import TableLike, canonical
+
+_EQUALITY_OF_ROUTE: dict[Route, Equality] = {"agents": "text", "generations": "strict"}
 
 
 def link(
@@ -32,6 +43,8 @@ def link(
     merge_threshold: int | None = None,
     equals: Equals = "first",
     equality: Equality | None = None,
+    dispatch_tools: Sequence[str] = DISPATCH_TOOLS,
+    order: Order = "tree",
     fork_threshold: int = 1,
     sort: Sort = "turn",
 ) -> pa.Table:
@@ -41,28 +54,35 @@ def link(
     ----------
     turns : table
         `trajkit.schema.TURNS` in full or delta form.
-    route : {"messages", "tokens", "previous", "none", "prefix", "generations"}
-        By the message tree; by the longest row end that is a prefix of the prompt (ties
-        to the oldest row); the previous turn of the session; no turn at all; the turn,
-        recorded before or after, whose prompt and output are the longest prefix of the
-        prompt, with some set aside (see `trajkit.schema.WHY`); the last turn whose
-        messages and reply are the request's first, with some refused. Under
+    route : {"messages", "agents", "tokens", "previous", "none", "prefix", "generations"}
+        By the message tree; the last call of the same agent, if that one's messages are
+        its first ones (see `Policy`); by the longest row end that is a prefix of the
+        prompt (ties to the oldest row); the previous turn of the session; no turn at
+        all; the turn, recorded before or after, whose prompt and output are the longest
+        prefix of the prompt, with some set aside (see `trajkit.schema.WHY`); the last
+        turn whose messages and reply are the request's first, with some refused. Under
         ``"messages"`` a turn without a list of messages goes below the turn whose
         prompt and output are the longest prefix of its prompt, and a turn with an empty
-        list is left out.
+        list is left out. So it is under ``"agents"``, where a turn without a list, or
+        after one without, goes on where its prompt starts with the other's prompt and
+        output.
     merge_threshold : int, optional
         Under ``"messages"``: a reply shorter than this many tokens gives way to the one
         that a later request shows in its place. None: 1024; 0 and below: never.
-    equals : {"first", "tokens"}
+    equals : {"first", "tokens", "whole"}
         Under ``"messages"``, of equal replies to the same messages: a request that
         shows one of them continues the first, or the one whose prompt and output its
-        own prompt repeats for longest.
-    equality : {"values", "text", "strict", "role_content_only"}, optional
-        Messages are equal where Python's ``==`` calls them so; where their JSON texts
-        with sorted keys are, once every ``cache_control`` is left out; where Python
-        calls role, content, reasoning_content and tool_calls equal; or role and content
-        alone. For the last two None, "" and [] are one. None: ``"strict"`` under
+        own prompt repeats for longest. ``"whole"``: it continues the nearest message
+        above whose prompt and output its own prompt repeats to the end, the last of
+        equals.
+    order : {"tree", "commit"}
+        The rank in the traversal of the message tree (of the rows, of the agents), or
+        among the turns as they came.
+    equality : {"values", "text", "content", "strict", "role_content_only"}, optional
+        As for `trajkit.policy`. None: ``"text"`` under ``"agents"``, ``"strict"`` under
         ``"generations"``, else ``"values"``.
+    dispatch_tools : sequence of str
+        Under ``"agents"``, tools whose calls send out a sub-agent.
     fork_threshold : int
         Under ``"generations"``, a turn whose prompt lacks so many tokens or more of
         what its parent held is refused.
@@ -79,7 +99,8 @@ def link(
     SchemaError, InvalidTurnsError
         As `trajkit.linearize`.
     PolicyError
-        ``route`` is none of the six, or another choice is none.
+        ``route`` is none of the seven, or another choice is none, or ``route`` and
+        ``order`` exclude each other.
 
     References
     ----------
@@ -93,13 +114,17 @@ def link(
     if equals not in EQUALS:
         raise PolicyError(f"equals={equals!r}: expected one of {', '.join(EQUALS)}")
     if equality is None:
-        equality = "strict" if route == "generations" else "values"
+        equality = _EQUALITY_OF_ROUTE.get(route, "values")
     if equality not in EQUALITIES:
         raise PolicyError(
             f"equality={equality!r}: expected one of {', '.join(EQUALITIES)}"
         )
+    if order not in ORDERS:
+        raise PolicyError(f"order={order!r}: expected one of {', '.join(ORDERS)}")
+    check_order(route, order)
     if sort not in SORTS:
         raise PolicyError(f"sort={sort!r}: expected one of {', '.join(SORTS)}")
+    tools = tool_names("dispatch_tools", dispatch_tools)
     fork_threshold = chosen_int("fork_threshold", fork_threshold)
     calls = read_calls(turns)
     links = find_links(
@@ -108,9 +133,11 @@ def link(
         route,
         merge_threshold,
         equals,
-        equality,
-        fork_threshold,
-        sort,
+        equality=equality,
+        dispatch_tools=tools,
+        order=order,
+        fork_threshold=fork_threshold,
+        sort=sort,
     )
     return links_table(calls, links)
 
@@ -121,7 +148,10 @@ def find_links(
     route: Route,
     merge_threshold: int,
     equals: Equals,
+    *,
     equality: Equality = "values",
+    dispatch_tools: tuple[str, ...] = DISPATCH_TOOLS,
+    order: Order = "tree",
     fork_threshold: int = 1,
     sort: Sort = "turn",
 ) -> Records:
@@ -138,13 +168,33 @@ def find_links(
             forest.nodes,
             forest.ends,
             merge_threshold,
-            equals == "tokens",
+            EQUALS.index(equals),
             np.empty(n_nodes, MESSAGE),
             np.empty(n_table, np.int32),
             np.empty(n_calls, np.int32),
             np.empty(len(forest.nodes), np.int32),
             np.empty(len(forest.nodes), np.int32),
             np.empty(n_calls, np.int32),
+            links,
+        )
+    elif route == "agents":
+        classes = classify(calls, identity_of(equality))
+        calls = classes.keyed(calls)
+        dispatches = find_dispatches(classes, dispatch_tools)
+        n_nodes, n_table = _core.tree_size(calls.requests, calls.session_offsets)
+        _core.route_agents(
+            calls.calls,
+            calls.requests,
+            calls.session_offsets,
+            forest.nodes,
+            forest.ends,
+            dispatches.calls,
+            dispatches.offsets,
+            dispatches.answers,
+            np.empty(n_nodes, MESSAGE),
+            np.empty(n_table, np.int32),
+            np.empty(n_calls, np.int32),
+            np.empty(n_nodes, np.int32),
             links,
         )
     elif route == "tokens":
@@ -201,6 +251,13 @@ def find_links(
         links["why"][starts] = WHY.index("root")
     else:
         raise PolicyError(f"route={route!r}: expected one of {', '.join(ROUTES)}")
+    if order == "commit":
+        placed = links["order"] >= 0
+        before = np.concatenate([[0], np.cumsum(placed)])
+        first = np.repeat(
+            before[calls.session_offsets[:-1]], np.diff(calls.session_offsets)
+        )
+        links["order"] = np.where(placed, before[:-1] - first, -1)
     return links
 
 
@@ -212,9 +269,11 @@ def policy_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
         policy.route,
         policy.merge_threshold,
         policy.equals,
-        policy.equality,
-        policy.fork_threshold,
-        policy.sort,
+        equality=policy.equality,
+        dispatch_tools=policy.dispatch_tools,
+        order=policy.order,
+        fork_threshold=policy.fork_threshold,
+        sort=policy.sort,
     )
 
 
@@ -235,6 +294,12 @@ def links_table(calls: Calls, links: Records) -> pa.Table:
             ),
             pa.array(links["order"], mask=links["order"] < 0),
             _turns(calls, links["demoted_by"]),
+            pa.DictionaryArray.from_arrays(
+                pa.array(
+                    links["segment"].astype(np.int8) - 1, mask=links["segment"] == 0
+                ),
+                pa.array(SEGMENT_KINDS),
+            ),
         ],
         schema=LINKS,
     )
@@ -274,6 +339,9 @@ def read_links(calls: Calls, table: TableLike) -> Records:
     ranks = np.array([WHY.index(name) for name in names], np.int32)
     codes = why.indices.fill_null(0).to_numpy()
     links["why"] = ranks[codes] if len(names) else 0
+    kinds = table.column("segment_kind").cast(pa.string())
+    found = pc.index_in(kinds, pa.array(SEGMENT_KINDS)).fill_null(-1)
+    links["segment"] = found.to_numpy() + 1
     return links
 
 

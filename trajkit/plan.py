@@ -17,6 +17,10 @@ from trajkit.schema import REPORT
 COUNTS = tuple(REPORT.names[REPORT.names.index("turns") :])
 """The columns of the report that the kernel counts, in its order."""
 
+_NO_LIMIT = np.iinfo(np.int64).max
+
+_BY_ROW = ("longest", "most_trained")  # of OWNS, those that compare rows
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -26,7 +30,8 @@ class Plan:
     rows: Records
     # shape (n_calls,): how each call met its parent's row
     kinds: npt.NDArray[np.uint8]
-    # shape (n_calls,): the chain that owns each call's claim, or -1
+    # shape (n_calls,): the chain, or row, that owns each call's claim, by its last call;
+    # -1: none
     owners: Ints
     # shape (n_sessions, len(COUNTS))
     counts: Longs
@@ -57,14 +62,18 @@ def plan_rows(
         policy.fork_threshold,
         policy.keep_head,
         not policy.keep_untrained,
+        not policy.keep_empty,
         policy.flags == "chain",
-        OWNS.index(policy.own),
         policy.emit == "main",
         policy.cut == "calls",
         by_birth(calls) if policy.emit == "main" else np.empty(0, np.int32),
         max_tokens,
+        _NO_LIMIT if policy.max_rows is None else policy.max_rows,
+        OWNS.index(policy.own),
+        policy.missing_logprobs == "untrain",
         plan.kinds,
-        np.empty((4, n_calls), np.int32),
+        np.empty((5, n_calls), np.int32),
+        np.empty((6, n_calls if policy.own in _BY_ROW else 0), np.int64),
         plan.owners,
         np.empty(len(forest.nodes), np.int32),
         plan.rows,

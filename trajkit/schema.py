@@ -59,7 +59,8 @@ absorbed
 cut
     The row claimed it and it lies beyond ``max_row_tokens``; the piece is empty.
 untrainable
-    It stands in the row as context; the turn may not be trained.
+    It stands in the row as context; it may not be trained (`LOSSES`: untrainable,
+    aborted, no_logprob).
 """
 
 SPAN = pa.struct(
@@ -76,7 +77,8 @@ SPAN = pa.struct(
 
 ``trained``, ``duplicate`` and ``untrainable`` pieces have ``stop - start == output_stop
 - output_start``. ``absorbed`` and ``cut`` pieces are empty (``start == stop``): the
-output range is what was lost, ``start`` the place where it would have stood.
+output range is what was lost, ``start`` the place where it would have stood, or where
+the row was replaced if that is before it.
 """
 
 TURNS = _schema(
@@ -190,6 +192,10 @@ LOSSES = (
     "cut",
     "untrainable",
     "unrouted",
+    "restarted",
+    "unemitted",
+    "aborted",
+    "no_logprob",
     "quarantined",
     "undelivered",
     "refused",
@@ -204,10 +210,19 @@ demoted
 cut
     It lies beyond ``max_row_tokens`` of the row that claimed it.
 untrainable
-    The turn says ``trainable = false``.
+    The turn says ``trainable = false``, or its session ended in an error.
 unrouted
     The turn had a list of messages with nothing in it, which message routing passes
     over.
+restarted
+    A later prompt of the row departs inside the prompt that opened it: the row begins
+    anew there, without what it had.
+unemitted
+    Its row is one that ``max_rows`` of the policy leaves out.
+aborted
+    The turn's finish_reason is ``abort``, and the policy takes such turns for context.
+no_logprob
+    The engine gave no logprob for it, and the policy trains no token without.
 quarantined
     Every chain that the turn stands in holds one that was set aside (see `WHY`).
 undelivered
@@ -216,6 +231,9 @@ refused
     Its tokens do not go on from what its messages go on from (see `WHY`).
 retried
     A later call went on from the same call, and none from this one.
+
+What may not be trained at all is counted as that, whatever else befell it: untrainable
+before aborted before no_logprob, and these before all others.
 """
 
 REPORT = _schema(
@@ -223,10 +241,12 @@ REPORT = _schema(
     *SESSIONS,
     _required("turns", pa.int32()),
     _required("rows", pa.int32()),
-    # rows left out because nothing in them was trained
+    # rows left out because nothing in them was trained, or they had no response
     _required("rows_untrained", pa.int32()),
     # rows left out because max_row_tokens left no response token
     _required("rows_cut", pa.int32()),
+    # rows left out because the policy's max_rows leaves no room for them
+    _required("rows_unemitted", pa.int32()),
     # tokens that the model sampled; equals trained plus all lost_*
     _required("tokens_sampled", pa.int64()),
     # sampled tokens that are under the loss mask of some row, each counted once
@@ -264,6 +284,7 @@ WHY = (
     "tokens",
     "previous",
     "unrouted",
+    "wipe",
     "ambiguous",
     "superseded",
     "unresolved_kept",
@@ -290,6 +311,8 @@ previous
     The previous call of the session.
 unrouted
     It has a list of messages with nothing in it: not placed, in no row.
+wipe
+    None, though its agent spoke before: it does not go on where that agent stood.
 
 Under the route ``"prefix"``, of turns set aside or not (the parent is as for
 ``tokens``):
@@ -320,6 +343,17 @@ retried
     No turn goes on from it, and a later one goes on from the same parent: in no row.
 """
 
+SEGMENT_KINDS = ("wipe", "subagent", "final")
+"""How an agent's run of calls ended.
+
+wipe
+    The agent went on with other messages than those that it had been shown.
+subagent
+    It was sent out by a tool call, and that call was answered or the session ended.
+final
+    It is the main agent's last run.
+"""
+
 LINKS = _schema(
     "links",
     _required("session_id", pa.string()),
@@ -331,6 +365,9 @@ LINKS = _schema(
     pa.field("order", pa.int32()),
     # the turn whose rewrite took this one out of training. null: none
     pa.field("demoted_by", pa.int32()),
+    # how the run of calls that it is in ended (SEGMENT_KINDS). null: the route knows no
+    # agents
+    pa.field("segment_kind", _names),
 )
 """One row per turn: which turn it continues."""
 
@@ -347,6 +384,46 @@ CAUSES = (
     "diverged",
 )
 """What drift looks like from the token ids alone (see `trajkit.classify_drift`)."""
+
+TEXT_CAUSES = (
+    "truncated",
+    "same_text",
+    "special_tokens",
+    "boolean",
+    "tool_arguments",
+    "white_space",
+    "reasoning_dropped",
+    "template",
+    "rewritten",
+    "other_text",
+)
+"""What a stretch of drift is once both sides are decoded; the first that holds.
+
+truncated
+    The prompt ends here; or, of what no other name fits, its message does, while the
+    one of held goes on.
+same_text
+    The text is the same, in other tokens.
+special_tokens
+    The same but for special tokens (there, or spelled out in ordinary ones) and white
+    space around them.
+boolean
+    The same once ``True``, ``False`` and ``None`` are ``true``, ``false`` and ``null``.
+tool_arguments
+    Part of a JSON object that is the same value, written otherwise.
+white_space
+    The same but for white space.
+reasoning_dropped
+    The same once the reasoning of held is left out; the prompt has none.
+template
+    Other text, though the request shows every message that was shown before, the reply
+    included, as it was: so what renders it made the difference. Also an empty frame for
+    reasoning that one side has.
+rewritten
+    Other text, and the request leaves out or changes a message that was shown before.
+other_text
+    Other text, and no messages to tell who changed it.
+"""
 
 DRIFT = _schema(
     "drift",
@@ -368,6 +445,67 @@ DRIFT = _schema(
     pa.field("cause", _names),
 )
 """One row per turn with a parent: how its prompt departs from what was held."""
+
+FINDINGS = _schema(
+    "findings",
+    _required("session_id", pa.string()),
+    _required("turn_index", pa.int32()),
+    _required("parent", pa.int32()),
+    # counts the findings of the turn from 0, in the order of the prompt
+    _required("finding", pa.int32()),
+    _required("cause", _names),
+    # tokens of held (parent prompt ++ parent output) ...
+    _required("held_start", pa.int32()),
+    _required("held_stop", pa.int32()),
+    # ... that stand in the prompt as these. Between one finding and the next, and from
+    # the last one to the end of held, both have the same tokens
+    _required("prompt_start", pa.int32()),
+    _required("prompt_stop", pa.int32()),
+    # decoded, special tokens spelled out
+    _required("held_text", pa.string()),
+    _required("prompt_text", pa.string()),
+)
+"""Each stretch where a prompt departs from what was held, with its cause."""
+
+ROUNDTRIP = _schema(
+    "roundtrip",
+    _required("session_id", pa.string()),
+    _required("turn_index", pa.int32()),
+    # encode(decode(output_ids)) gives output_ids
+    _required("exact", pa.bool_()),
+    # the first position in the output where it does not. null: exact
+    pa.field("first_difference", pa.int32()),
+    # output ids, and ids that encoding gives
+    _required("n_output", pa.int32()),
+    _required("n_encoded", pa.int32()),
+    # the turn's own, and false where the text does not give the ids back
+    _required("trainable", pa.bool_()),
+)
+"""Whether the text of each output gives its ids back, one row per turn."""
+
+LABELS = ("sub_agent", "retry", "sibling", "rollback", "compaction", "rewrite")
+"""Why a turn does not simply go on where its agent was (see `trajkit.label_branches`).
+"""
+
+BRANCHES = _schema(
+    "branches",
+    _required("session_id", pa.string()),
+    _required("turn_index", pa.int32()),
+    _required("label", _names),
+    # the earlier turn that it is held against
+    _required("other", pa.int32()),
+    # messages that this request and the other turn (its request and its reply) share at
+    # their start. null: unknown, tokens tell
+    pa.field("shared_messages", pa.int32()),
+    # the same of tokens: of this prompt and the other's prompt and output
+    _required("shared_tokens", pa.int32()),
+    # tokens of the other's prompt and output that this prompt does not show as they
+    # were
+    _required("dropped_tokens", pa.int32()),
+    # what tells it, in words
+    _required("evidence", pa.string()),
+)
+"""The turns that open a branch, one row each."""
 
 ROWS = _schema(
     "rows",
@@ -400,6 +538,10 @@ ROWS = _schema(
     pa.field("truncated", pa.bool_()),
     pa.field("use_tool", pa.bool_()),
     pa.field("ill_formed", pa.bool_()),
+    # of its turns, as in LINKS
+    pa.field("segment_kind", _names),
+    # the turn whose prompt and output the row is. null: unknown
+    pa.field("last_turn", pa.int32()),
 )
 """One row per training sequence."""
 
@@ -412,6 +554,7 @@ SIMULATION = _schema(
     # as in REPORT, over all sessions
     _required("rows_untrained", pa.int64()),
     _required("rows_cut", pa.int64()),
+    _required("rows_unemitted", pa.int64()),
     _required("tokens_sampled", pa.int64()),
     _required("tokens_trained", pa.int64()),
     # the sum of all lost_*
@@ -488,7 +631,8 @@ not_trained
 not_located
     In rows without pieces: the turn's prompt's end and its output stand in some row.
 row_tokens
-    A row is the prompt and the output of a turn, cut where rows are cut.
+    A row is the prompt and the output of a turn (``last_turn``, where it is given), cut
+    where rows are cut.
 prompt_length
     The prompt of the call that opened the row.
 parent_row, shared_length
