@@ -6,9 +6,12 @@
     message.pxi  chat messages as canonical JSON
     forest.pxi   the calls of a session as a forest of token paths
     route.pxi    which call a call continues: by messages, by tokens
+    prompts.pxi  which chain a call goes on, by prompts alone
     drift.pxi    how a prompt departs from what was held
     plan.pxi     which rows a policy makes, who owns a claim, what is lost
     fill.pxi     the columns of planned rows
+    logprobs.pxi rows of which the engine did not give every logprob
+    splice.pxi   rows of raw outputs between stretches of later prompts: plan and columns
 
 Kernels never allocate: the caller passes every output buffer.
 """
@@ -40,6 +43,9 @@ include "unbox.pxi"
 include "message.pxi"
 include "forest.pxi"
 include "route.pxi"
+include "prompts.pxi"
 include "drift.pxi"
 include "plan.pxi"
 include "fill.pxi"
+include "logprobs.pxi"
+include "splice.pxi"

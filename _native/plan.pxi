@@ -13,14 +13,15 @@ cdef enum:  # what is compared with the threshold when the last reply came back 
     ABSORB_NEVER, ABSORB_SHORT_REPLY, ABSORB_SHORT_DRIFT
 
 cdef enum:  # in the order of trajkit.schema.SPAN_KINDS
-    SPAN_TRAINED, SPAN_DUPLICATE, SPAN_ABSORBED, SPAN_CUT, SPAN_UNTRAINABLE
+    SPAN_TRAINED, SPAN_DUPLICATE, SPAN_ABSORBED, SPAN_CUT, SPAN_UNTRAINABLE, SPAN_UNSPLICED
     N_SPAN_KINDS
 
 cdef enum:  # in the order of trajkit.schema.REPORT, from turns on
     REPORT_TURNS, REPORT_ROWS, REPORT_ROWS_UNTRAINED, REPORT_ROWS_CUT
     REPORT_SAMPLED, REPORT_TRAINED, REPORT_DUPLICATED, REPORT_FORWARD, REPORT_FORWARD_SHARED
     REPORT_LOST_ABSORBED, REPORT_LOST_DEMOTED, REPORT_LOST_CUT
-    REPORT_LOST_UNTRAINABLE, REPORT_LOST_UNROUTED
+    REPORT_LOST_UNTRAINABLE, REPORT_LOST_UNROUTED, REPORT_LOST_UNSPLICED
+    REPORT_ROWS_UNSPLICED, REPORT_TURNS_UNSPLICED
     REPORT_WIDTH
 
 
@@ -154,6 +155,19 @@ cdef void _find_parent_row(
         node = nodes[node].parent
 
 
+cdef void _count_call(const Call* call, const Link* link, int64_t* report) noexcept nogil:
+    """Count a call, and what no row can claim of it."""
+    report[REPORT_TURNS] += 1
+    report[REPORT_SAMPLED] += call.out_len
+    if not call.trainable:
+        report[REPORT_LOST_UNTRAINABLE] += call.out_len
+    elif link.order < 0:
+        if link.demoted_by >= 0:
+            report[REPORT_LOST_DEMOTED] += call.out_len
+        else:
+            report[REPORT_LOST_UNROUTED] += call.out_len
+
+
 cdef int64_t _plan_session(
     const Call* calls, int32_t lo, int32_t hi, int32_t session, const Node* nodes,
     const int32_t* ends, const Link* links, const Rule* rule, uint8_t* kinds,
@@ -170,15 +184,7 @@ cdef int64_t _plan_session(
     for i in range(lo, hi):
         by_order[i] = owners[i] = -1
     for i in range(lo, hi):
-        report[REPORT_TURNS] += 1
-        report[REPORT_SAMPLED] += calls[i].out_len
-        if not calls[i].trainable:
-            report[REPORT_LOST_UNTRAINABLE] += calls[i].out_len
-        elif links[i].order < 0:
-            if links[i].demoted_by >= 0:
-                report[REPORT_LOST_DEMOTED] += calls[i].out_len
-            else:
-                report[REPORT_LOST_UNROUTED] += calls[i].out_len
+        _count_call(&calls[i], &links[i], report)
         flags[i] = calls[i].use_tool | (calls[i].ill_formed << 1)
         forks[i] = 0
         kinds[i] = KIND_FORK

@@ -9,7 +9,7 @@ that call.
 """
 
 cdef enum:  # in the order of trajkit.schema.WHY
-    WHY_ROOT, WHY_MESSAGES, WHY_REWRITE, WHY_TOKENS, WHY_PREVIOUS, WHY_UNROUTED
+    WHY_ROOT, WHY_MESSAGES, WHY_REWRITE, WHY_TOKENS, WHY_PREVIOUS, WHY_UNROUTED, WHY_PROMPTS
 
 cdef enum:
     KEY_BYTES = 16

@@ -10,9 +10,7 @@ from trajkit.calls import Longs
 from trajkit.case import Case, stretches
 from trajkit.checks import Bools
 from trajkit.flat import Index, Pieces
-from trajkit.schema import SPAN_KINDS
-
-EMPTY_KINDS = ("absorbed", "cut")
+from trajkit.schema import EMPTY_KINDS, SPAN_KINDS
 
 
 def sound(case: Case, pieces: Pieces) -> Pieces:

@@ -15,11 +15,12 @@ from trajkit.errors import PolicyError
 from trajkit.fill import row_batch
 from trajkit.forest import grow
 from trajkit.link import measure, policy_links, read_links
-from trajkit.plan import plan_rows, report_batch
+from trajkit.plan import Planned, plan_rows, report_batch
 from trajkit.policies import Policy, chosen_int
 from trajkit.policies import policy as named_policy
 from trajkit.schema import REPORT, ROWS
 from trajkit.sessions import Reward, SessionFacts, errored, session_facts
+from trajkit.splice import plan_splices, splice_batch
 from trajkit.stream import whole_sessions
 from trajkit.tables import TableLike
 
@@ -154,7 +155,8 @@ def linearize(
 
     References
     ----------
-    slime's rule: spec, slime 2 and 3. strict: prime-rl's interleave_rollout.
+    slime's rule: spec, slime 2 and 3. strict: prime-rl's interleave_rollout. Splices:
+    spec, Polar 2.3.
     """
     chosen = named_policy(policy)
     if max_row_tokens is not None:
@@ -259,6 +261,11 @@ class _Work:
         if links is None:
             links = policy_links(calls, forest, self.policy)
             measure(calls, forest, links)
-        plan = plan_rows(calls, forest, links, self.policy, self.cap)
-        rows = row_batch(calls, forest, links, self.policy, self.cap, plan, facts)
+        plan: Planned
+        if self.policy.absorb == "splice":
+            plan = splice = plan_splices(calls, forest, links, self.policy, self.cap)
+            rows = splice_batch(calls, forest, self.policy, self.cap, splice, facts)
+        else:
+            plan = runs = plan_rows(calls, forest, links, self.policy, self.cap)
+            rows = row_batch(calls, forest, links, self.policy, self.cap, runs, facts)
         return rows, report_batch(facts, plan) if self.report else None

@@ -18,21 +18,27 @@ COUNTS = tuple(REPORT.names[REPORT.names.index("turns") :])
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Rows as runs of calls, and what became of every claim."""
+class Planned:
+    """Rows before their columns are written, and what became of every session."""
 
     # dtype ROW, shape (n_rows,)
     rows: Records
-    # shape (n_calls,): how each call met its parent's row
-    kinds: npt.NDArray[np.uint8]
-    # shape (n_calls,): the chain that owns each call's claim, or -1
-    owners: Ints
     # shape (n_sessions, len(COUNTS))
     counts: Longs
 
     def counted(self, name: str) -> Longs:
         """One count of the report, by session."""
         return self.counts[:, COUNTS.index(name)]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Planned):
+    """Rows as runs of calls, and what became of every claim."""
+
+    # shape (n_calls,): how each call met its parent's row
+    kinds: npt.NDArray[np.uint8]
+    # shape (n_calls,): the chain that owns each call's claim, or -1
+    owners: Ints
 
 
 def plan_rows(
@@ -42,9 +48,9 @@ def plan_rows(
     n_calls = len(calls.calls)
     plan = Plan(
         np.empty(n_calls, ROW),
+        np.zeros((calls.n_sessions, len(COUNTS)), np.int64),
         np.empty(n_calls, np.uint8),
         np.empty(n_calls, np.int32),
-        np.zeros((calls.n_sessions, len(COUNTS)), np.int64),
     )
     n_rows = _core.plan_rows(
         calls.calls,
@@ -68,7 +74,7 @@ def plan_rows(
     return replace(plan, rows=plan.rows[:n_rows])
 
 
-def report_batch(facts: pa.RecordBatch, plan: Plan) -> pa.RecordBatch:
+def report_batch(facts: pa.RecordBatch, plan: Planned) -> pa.RecordBatch:
     """`trajkit.schema.REPORT` of the sessions that the facts are of."""
     counts = [
         pa.array(plan.counted(name)).cast(REPORT.field(name).type) for name in COUNTS

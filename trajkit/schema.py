@@ -47,7 +47,14 @@ WEIGHT_VERSION = pa.struct(
 )
 """Output tokens ``start:stop`` were sampled with the weights ``version``."""
 
-SPAN_KINDS = ("trained", "duplicate", "absorbed", "cut", "untrainable")
+SPAN_KINDS = (
+    "trained",
+    "duplicate",
+    "absorbed",
+    "cut",
+    "untrainable",
+    "unspliced",
+)
 """What a row does with a stretch of a turn's output.
 
 trained
@@ -60,6 +67,8 @@ cut
     The row claimed it and it lies beyond ``max_row_tokens``; the piece is empty.
 untrainable
     It stands in the row as context; the turn may not be trained.
+unspliced
+    The row would have gone on with it, but ended before; the piece is empty.
 """
 
 SPAN = pa.struct(
@@ -75,9 +84,13 @@ SPAN = pa.struct(
 """Row tokens ``start:stop`` are ``output_start:output_stop`` of the turn's output.
 
 ``trained``, ``duplicate`` and ``untrainable`` pieces have ``stop - start == output_stop
-- output_start``. ``absorbed`` and ``cut`` pieces are empty (``start == stop``): the
-output range is what was lost, ``start`` the place where it would have stood.
+- output_start``. ``absorbed``, ``cut`` and ``unspliced`` pieces are empty (``start ==
+stop``): the output range is what was lost, ``start`` the place where it would have
+stood, at most the row's end.
 """
+
+EMPTY_KINDS = ("absorbed", "cut", "unspliced")
+"""Pieces that say what a row lost."""
 
 TURNS = _schema(
     "turns",
@@ -184,7 +197,7 @@ ATTRIBUTION = _schema(
 """Optional columns of ``turns``, in either form, that say what each prompt token
 renders. `trajkit.observations` reads them."""
 
-LOSSES = ("absorbed", "demoted", "cut", "untrainable", "unrouted")
+LOSSES = ("absorbed", "demoted", "cut", "untrainable", "unrouted", "unspliced")
 """Why a sampled token is in no row's loss.
 
 absorbed
@@ -198,6 +211,9 @@ untrainable
 unrouted
     The turn had a list of messages with nothing in it, which message routing passes
     over.
+unspliced
+    Its prompt, or that of a turn before it in its chain, had no end of turn at which a
+    row of raw replies could go on; the row ended there.
 """
 
 REPORT = _schema(
@@ -220,6 +236,10 @@ REPORT = _schema(
     # the same with each shared prefix counted once
     _required("tokens_forward_shared", pa.int64()),
     *(_required(f"lost_{reason}", pa.int64()) for reason in LOSSES),
+    # rows that ended before their chain of turns did (see LOSSES), left out or not
+    _required("rows_unspliced", pa.int32()),
+    # turns that are in no row for this, also those with nothing to train
+    _required("turns_unspliced", pa.int32()),
 )
 """What became of each session, one row per session, also where no row came out."""
 
@@ -246,6 +266,7 @@ WHY = (
     "tokens",
     "previous",
     "unrouted",
+    "prompts",
 )
 """How a turn was given its parent (or none).
 
@@ -261,6 +282,8 @@ previous
     The previous call of the session.
 unrouted
     It has a list of messages with nothing in it: not placed, in no row.
+prompts
+    The chain whose last prompt is the longest prefix of its prompt.
 """
 
 LINKS = _schema(
