@@ -4,6 +4,7 @@ import json
 import re
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -21,7 +22,9 @@ from tests.strategies import (
     sessions,
 )
 from tests.tables import by_session, dicts, in_delta_form, turns_table
+from trajkit.cli import main
 from trajkit.errors import PolicyError
+from trajkit.schema import ROWS
 
 any_session = growing_prompts() | sessions()
 
@@ -366,3 +369,221 @@ def test_builders_are_routes():
 def test_choices_that_are_none_are_refused(name, choices, match):
     with pytest.raises(PolicyError, match=re.escape(match)):
         tk.policy(name, **choices)
+
+
+# --- verified from outside
+
+
+@st.composite
+def some_runs(draw):
+    """Several sessions, among them such as grow by prompts alone."""
+    turns = draw(runs(3, 5))
+    more = draw(st.lists(growing_prompts(), max_size=2))
+    return [
+        *turns,
+        *(
+            {**one, "session_id": f"g{k}"}
+            for k, session in enumerate(more)
+            for one in session
+        ),
+    ]
+
+
+@given(
+    some_runs(),
+    st.sampled_from(["prompts", "none", "previous", "tokens", "messages"]),
+    ends_of_turn,
+    row_limits,
+    st.sampled_from(["row", "chain"]),
+)
+def test_nothing_is_found_in_rows_that_are_spliced(turns, route, token, limit, flags):
+    table = turns_table(turns)
+    policy = tk.policy("polar", route=route, end_of_turn_token_id=token, flags=flags)
+    rows = tk.linearize(table, policy, max_row_tokens=limit)
+    found = tk.verify(rows, table, policy, max_row_tokens=limit)
+    assert found.to_pylist() == []
+
+
+def said(**more):
+    return {
+        "output_logprobs": None,
+        "ill_formed": False,
+        "response_message": None,
+    } | more
+
+
+# One chain: a reply that comes back changed, one that its engine cut, one of nothing, and
+# after a prompt without an end of turn two that are dropped; beside it a row of its own.
+RICH = [
+    turn([1, 2], [3, 4, END], **said(output_logprobs=[-1.0, -2.0, -3.0])),
+    turn([1, 2, 5, END, 6], [7, 7], **said(output_logprobs=[-1.0, None])),
+    turn([1, 2, 5, END, 6, 7, 7, END, 8], [], **said(ill_formed=True)),
+    turn([1, 2, 5, END, 6, 7, 7, END, 8, 1, END, 1], [2, END], **said()),
+    turn([1, 2, 5, END, 6, 7, 7, END, 8, 1, END, 1, 2], [3, END], **said()),
+    turn([1, 2, 5, END, 6, 7, 7, END, 8, 1, END, 1, 2, END], [5, END], **said()),
+    turn([4, 4], [6, END], **said(output_logprobs=[-4.0, -5.0])),
+]
+
+
+def test_the_rich_session_is_what_it_says():
+    rows = tk.linearize(turns_table(RICH), "polar").to_pylist()
+    assert [row["input_ids"] for row in rows] == [
+        [1, 2, 3, 4, END, 6, 7, 7, END, 8, END, 1, 2, END],
+        [4, 4, 6, END],
+    ]
+    assert [row["finish_reason"] for row in rows] == ["stop", "stop"]
+    kinds = [[span["kind"] for span in row["spans"]] for row in rows]
+    assert kinds == [["trained"] * 3 + ["unspliced"] * 2, ["trained"]]
+    assert rows[0]["logprobs"] == [None] * 14
+    assert rows[1]["logprobs"] == [None, None, -4.0, -5.0]
+
+
+def context_changed(rows):
+    rows[0]["input_ids"][8] = 5
+    return "row_tokens", 0, 3, 8
+
+
+def stretch_longer(rows):
+    """A token more between two outputs, all else moved with it."""
+    row = rows[0]
+    row["input_ids"].insert(5, END)
+    row["loss_mask"].insert(5, False)
+    row["logprobs"].append(None)
+    for span in row["spans"][1:]:
+        span["start"] += 1
+        span["stop"] += 1
+    return "row_tokens", 0, 1, 5
+
+
+def last_turn_left_out(rows):
+    row = rows[0]
+    for name in ("input_ids", "loss_mask", "logprobs"):
+        del row[name][12:]
+    del row["spans"][2]
+    for span in row["spans"][2:]:
+        span["start"] = span["stop"] = 12
+    return "not_trained", None, 3, 0
+
+
+def dropped_without_a_piece(rows):
+    del rows[0]["spans"][4]
+    return "not_trained", None, 5, 0
+
+
+def dropped_elsewhere(rows):
+    """The second row says that it dropped what does not go on from it."""
+    moved = rows[0]["spans"].pop()
+    rows[1]["spans"].append({**moved, "start": 4, "stop": 4})
+    return "span_kind", 1, 5, 4
+
+
+def dropped_out_of_order(rows):
+    spans = rows[0]["spans"]
+    spans[3:] = spans[:2:-1]
+    return "span_kind", 0, 4, 14
+
+
+def dropped_though_it_goes_on(rows):
+    """The row ends early, and says that it had to."""
+    row = rows[0]
+    for name in ("input_ids", "loss_mask", "logprobs"):
+        del row[name][10:]
+    row["spans"][2]["kind"] = "unspliced"
+    for span in row["spans"][2:]:
+        span["start"] = span["stop"] = 10
+    return "span_kind", 0, 3, 10
+
+
+def piece_moved(rows):
+    span = rows[0]["spans"][4]
+    span["start"] = span["stop"] = 13
+    return "span_place", 0, 5, 13
+
+
+def absorbed(rows):
+    rows[0]["spans"][4]["kind"] = "absorbed"
+    return "span_kind", 0, 5, 14
+
+
+def logprob_in_a_row_without(rows):
+    rows[0]["logprobs"][2] = -1.0
+    return "logprob", 0, 0, 2
+
+
+def logprob_lost(rows):
+    rows[1]["logprobs"][2] = None
+    return "logprob", 1, 6, 2
+
+
+def finish_reason_changed(rows):
+    rows[0]["finish_reason"] = "length"
+    return "finish_reason", 0, 3, None
+
+
+def flag_of_a_reply_of_nothing_lost(rows):
+    rows[0]["ill_formed"] = False
+    return "flags", 0, None, None
+
+
+def prompt_longer(rows):
+    rows[0]["prompt_length"] = 3
+    return "prompt_length", 0, None, 3
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(one, id=one.__name__.replace("_", " "))
+        for one in (
+            context_changed,
+            stretch_longer,
+            last_turn_left_out,
+            dropped_without_a_piece,
+            dropped_elsewhere,
+            dropped_out_of_order,
+            dropped_though_it_goes_on,
+            piece_moved,
+            absorbed,
+            logprob_in_a_row_without,
+            logprob_lost,
+            finish_reason_changed,
+            flag_of_a_reply_of_nothing_lost,
+            prompt_longer,
+        )
+    ],
+)
+def test_a_fault_is_found_where_it_is_planted(fault):
+    turns = turns_table(RICH)
+    rows = tk.linearize(turns, "polar").to_pylist()
+    names = ("rule", "row_index", "turn_index", "token")
+    due = dict(zip(names, fault(rows), strict=True))
+    found = tk.verify(pa.Table.from_pylist(rows, ROWS), turns, "polar").to_pylist()
+    assert any(due.items() <= one.items() for one in found)
+
+
+def test_a_splice_is_no_promise_of_other_policies():
+    turns = turns_table(RICH)
+    rows = tk.linearize(turns, "polar")
+    rules = set(tk.verify(rows, turns, "strict")["rule"].to_pylist())
+    assert {"span_place", "context", "not_trained", "row_tokens"} <= rules
+
+
+def test_the_simulation_counts_what_stands_out_of_its_context():
+    """All after the first reply, which came back otherwise."""
+    (line,) = tk.simulate(turns_table(RICH), ["polar"]).to_pylist()
+    assert line["tokens_trained"] == 9
+    assert line["tokens_out_of_context"] == 4
+    assert line["lost_unspliced"] == line["tokens_lost"] == 4
+
+
+def test_polar_is_listed_and_shown(capsys, tmp_path):
+    path = str(tmp_path / "turns.parquet")
+    tk.write_turns(turns_table(RICH), path)
+    assert main(["simulate", path]) == 0
+    assert "polar" in capsys.readouterr().out
+    rows = ["-o", str(tmp_path / "rows.parquet"), "--policy", "polar"]
+    assert main(["linearize", path, *rows]) == 0
+    assert "unspliced" in capsys.readouterr().out
+    assert main(["drift", path, "--policy", "polar"]) == 0
+    assert main(["verify", rows[1], path, "--policy", "polar"]) == 0
+    assert main(["linearize", path, *rows, "--fork-threshold", "3"]) == 2

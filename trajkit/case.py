@@ -110,11 +110,16 @@ class Case:
         return flags & ~failed[calls.session_of()]
 
     @property
+    def splices(self) -> bool:
+        """Whether rows put raw outputs between stretches of later prompts."""
+        return self.policy is not None and self.policy.absorb == "splice"
+
+    @property
     def owed(self) -> Bools:
         """Sampled tokens that some row must train, flat as the outputs are.
 
         None is where the policy absorbs or demotes: it promises no more than to train
-        nothing twice.
+        nothing twice. Nor where it splices (see `trajkit.checks_splice.told`).
         """
         calls, outputs = self.turns.calls, self.turns.outputs
         policy = self.policy

@@ -29,6 +29,8 @@ def sound(case: Case, pieces: Pieces) -> Pieces:
     size = pieces.stop - pieces.start
     out_size = pieces.out_stop - pieces.out_start
     due = np.minimum(prompt_len + pieces.out_start, n_ids)
+    if case.splices:
+        due = n_ids  # an output may stand before where it was sampled
     rules: list[tuple[Bools, str, str]] = [
         (pieces.broken, "null", "has a null"),
         (pieces.call < 0, "span_turn", "names no turn of the session"),
@@ -56,9 +58,12 @@ def sound(case: Case, pieces: Pieces) -> Pieces:
             "does not stand where it would have stood",
         ),
     ]
-    if policy is not None and policy.absorb == "never":
+    if policy is not None and not policy.absorbs_short:
         absorbed = pieces.kind == "absorbed"
         rules.append((absorbed, "span_kind", "is lost, where nothing is absorbed"))
+    if policy is not None and not case.splices:
+        dropped = pieces.kind == "unspliced"
+        rules.append((dropped, "span_kind", "is lost, where nothing is spliced"))
     if case.cap is None:
         cut = pieces.kind == "cut"
         rules.append((cut, "span_kind", "is lost, where no row is cut"))
@@ -152,6 +157,9 @@ def logprobs(case: Case, trained: Pieces) -> None:
     expected = np.zeros(len(ids.values), np.float32)
     given = np.zeros(len(ids.values), np.bool_)
     expected[at], given[at] = case.turns.logprobs[source], case.turns.given[source]
+    if case.policy is not None and case.policy.missing_logprobs == "null_row":
+        partial = np.unique(ids.owner[at[~given[at]]])
+        given &= ~np.isin(ids.owner, partial)
     owner = np.full(len(ids.values), -1)
     owner[at] = np.repeat(trained.call, trained.stop - trained.start)
     # a list of another length is named as such
@@ -222,16 +230,22 @@ def claims(case: Case, pieces: Pieces) -> None:
 
 def not_trained(case: Case, source: Longs) -> None:
     """Every token that is owed is among ``source``, flat positions in the outputs."""
+    spared = np.flatnonzero(~case.owed)
+    not_among(case, np.concatenate([source, spared]), "that no row trains")
+
+
+def not_among(case: Case, source: Longs, words: str) -> None:
+    """Every sampled token is among ``source``, flat positions in the outputs."""
     outputs = case.turns.outputs
-    owed = case.owed
-    owed[source] = False
-    bad = np.flatnonzero(owed)
+    absent = np.ones(len(outputs.values), np.bool_)
+    absent[source] = False
+    bad = np.flatnonzero(absent)
     call = outputs.owner[bad]
     for first, n in zip(*stretches(bad, call), strict=True):
         c = int(call[first])
         case.say(
             "not_trained",
-            f"{_count(n)} of {outputs.lengths[c]} sampled that no row trains",
+            f"{_count(n)} of {outputs.lengths[c]} sampled {words}",
             call=c,
             token=int(bad[first] - outputs.offsets[c]),
         )
