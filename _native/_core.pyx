@@ -4,6 +4,7 @@
     prefix.pxi   longest common prefix
     unbox.pxi    Python lists of numbers into flat buffers
     message.pxi  chat messages as canonical JSON
+    columns.pxi  the columns of a turns table, through Arrow's C interface
     forest.pxi   the calls of a session as a forest of token paths
     route.pxi    which call a call continues: by messages, by tokens
     prompts.pxi  which chain a call goes on, by prompts alone
@@ -20,6 +21,7 @@ from cpython.float cimport PyFloat_AS_DOUBLE, PyFloat_CheckExact
 from cpython.list cimport PyList_GET_ITEM
 from cpython.long cimport PyLong_AsDouble, PyLong_CheckExact
 from cpython.object cimport PyObject
+from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.math cimport floor
 from libc.stdint cimport int8_t, int32_t, int64_t, intptr_t, uint8_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
@@ -49,3 +51,4 @@ include "plan.pxi"
 include "fill.pxi"
 include "logprobs.pxi"
 include "splice.pxi"
+include "columns.pxi"
