@@ -12,8 +12,11 @@ all that go on from it are in no row.
 cdef struct SpliceRule:
     int64_t end_of_turn       # -1: that of each chain
     bint drop_untrained
+    bint drop_empty           # rows without a response
     bint chain_flags          # flags of the calls that the row dropped, too
     pos_t max_tokens
+    int64_t max_rows          # of a session: the first ones and the last
+    bint by_token             # a token without a logprob is not trained
 
 
 cdef struct Splice:           # what is known of each call of the rows
@@ -106,7 +109,16 @@ cdef int _spliced_pieces(
     rule.keep_head = False
     rule.max_tokens = max_tokens
     moved.prompt_len = place
-    return _pieces(&moved, NULL, False, True, &rule, pieces)
+    return _pieces(&moved, NEVER, True, &rule, pieces)
+
+
+cdef int _dropped_piece(const Call* call, pos_t place, Piece* piece) noexcept nogil:
+    """What a row that ends at ``place`` says of an output that it dropped: a piece, or none."""
+    piece.start = piece.stop = place
+    piece.out_start = 0
+    piece.out_stop = call.out_len
+    piece.kind = SPAN_UNSPLICED
+    return call.trainable and call.out_len > 0
 
 
 cdef void _splice_chain(
@@ -116,9 +128,10 @@ cdef void _splice_chain(
     """Complete a row of which owner, the call that opens it, is known; totals by span kind."""
     cdef int32_t call = row.owner
     cdef int64_t end_of_turn = rule.end_of_turn
-    cdef pos_t start = 0, n_tokens = 0
+    cdef pos_t start = 0, n_tokens = 0, at
     cdef int n, k
     cdef Piece[3] pieces
+    cdef Piece part
     if end_of_turn < 0:
         end_of_turn = _end_of_turn(calls, ended, splice.next_call, call)
     row.n_calls = row.n_spans = 0
@@ -134,8 +147,10 @@ cdef void _splice_chain(
         splice.places[call] = n_tokens + calls[call].prompt_len - start
         n = _spliced_pieces(&calls[call], splice.places[call], rule.max_tokens, pieces)
         for k in range(n):
-            totals[pieces[k].kind] += pieces[k].out_stop - pieces[k].out_start
-        row.n_spans += n
+            at = pieces[k].out_start
+            while _next_part(&calls[call], &pieces[k], rule.by_token, &at, &part):
+                row.n_spans += 1
+                totals[part.kind] += part.out_stop - part.out_start
         row.use_tool |= calls[call].use_tool
         row.ill_formed |= calls[call].ill_formed
         row.truncated = calls[call].length_stop
@@ -147,9 +162,11 @@ cdef void _splice_chain(
         report[REPORT_ROWS_UNSPLICED] += 1
     while call >= 0:
         report[REPORT_TURNS_UNSPLICED] += 1
-        if calls[call].trainable and calls[call].out_len > 0:
-            report[REPORT_LOST_UNSPLICED] += calls[call].out_len
+        n = _dropped_piece(&calls[call], 0, pieces)
+        at = 0
+        while n > 0 and _next_part(&calls[call], pieces, rule.by_token, &at, &part):
             row.n_spans += 1
+            report[REPORT_LOST_UNSPLICED] += part.out_stop - part.out_start
         if rule.chain_flags:
             row.use_tool |= calls[call].use_tool
             row.ill_formed |= calls[call].ill_formed
@@ -166,7 +183,7 @@ cdef int64_t _splice_session(
 ) noexcept nogil:
     """Append the rows of one session to rows[:n_rows]; return how many there are then."""
     cdef int32_t i, k, parent, first_of_session = <int32_t>n_rows
-    cdef int64_t j
+    cdef int64_t j, excess
     cdef pos_t whole
     cdef int64_t[N_SPAN_KINDS] totals
     cdef Row row
@@ -174,7 +191,7 @@ cdef int64_t _splice_session(
         by_order[i] = splice.next_call[i] = -1
         splice.starts[i] = splice.places[i] = -1
     for i in range(lo, hi):
-        _count_call(&calls[i], &links[i], report)
+        _count_call(&calls[i], &links[i], rule.by_token, report)
         if links[i].order >= 0:
             by_order[lo + links[i].order] = i
     # Of several calls that go on from one, the first in the policy's order is in its row.
@@ -196,11 +213,12 @@ cdef int64_t _splice_session(
         row.reserved = 0
         row.shared = 0
         row.parent_row = -1
-        row.index = <int32_t>n_rows - first_of_session
         _splice_chain(calls, nodes, ends, ended, rule, splice, &row, totals, report)
         whole = row.n_tokens
         row.n_tokens = min(whole, rule.max_tokens)
-        if rule.drop_untrained and totals[SPAN_TRAINED] + totals[SPAN_CUT] == 0:
+        if rule.drop_empty and whole == row.prompt_len:
+            report[REPORT_ROWS_UNTRAINED] += 1
+        elif rule.drop_untrained and totals[SPAN_TRAINED] + totals[SPAN_CUT] == 0:
             report[REPORT_ROWS_UNTRAINED] += 1
         elif row.n_tokens < whole and row.n_tokens <= row.prompt_len:
             report[REPORT_ROWS_CUT] += 1
@@ -208,10 +226,20 @@ cdef int64_t _splice_session(
         else:
             report[REPORT_LOST_CUT] += totals[SPAN_CUT]
             report[REPORT_TRAINED] += totals[SPAN_TRAINED]
-            report[REPORT_ROWS] += 1
-            report[REPORT_FORWARD] += row.n_tokens
             rows[n_rows] = row
             n_rows += 1
+    excess = max(n_rows - first_of_session - rule.max_rows, 0)
+    for j in range(n_rows - 1 - excess, n_rows - 1):
+        report[REPORT_ROWS_UNEMITTED] += 1
+        report[REPORT_TRAINED] -= rows[j].n_trained
+        report[REPORT_LOST_UNEMITTED] += rows[j].n_trained
+    if excess:
+        rows[n_rows - 1 - excess] = rows[n_rows - 1]
+        n_rows -= excess
+    for j in range(first_of_session, n_rows):
+        rows[j].index = <int32_t>(j - first_of_session)
+        report[REPORT_ROWS] += 1
+        report[REPORT_FORWARD] += rows[j].n_tokens
     return n_rows
 
 
@@ -230,8 +258,11 @@ def plan_splices(
     const uint8_t[::1] ended not None,
     int64_t end_of_turn,
     bint drop_untrained,
+    bint drop_empty,
     bint chain_flags,
     int64_t max_tokens,
+    int64_t max_rows,
+    bint by_token,
     int32_t[::1] by_order not None,
     int32_t[::1] next_call not None,
     pos_t[::1] starts not None,
@@ -276,8 +307,11 @@ def plan_splices(
         return 0
     rule.end_of_turn = end_of_turn
     rule.drop_untrained = drop_untrained
+    rule.drop_empty = drop_empty
     rule.chain_flags = chain_flags
     rule.max_tokens = max_tokens
+    rule.max_rows = max_rows
+    rule.by_token = by_token
     splice.next_call = &next_call[0]
     splice.starts = &starts[0]
     splice.places = &places[0]
@@ -325,6 +359,7 @@ def fill_splices(
     const pos_t[::1] starts not None,
     const pos_t[::1] places not None,
     const int32_t[::1] turn_index not None,
+    bint by_token,
     int64_t max_tokens,
     const Row[::1] rows not None,
     const pos_t[::1] token_offsets not None,
@@ -339,10 +374,11 @@ def fill_splices(
     """As `fill_rows`, of the rows that `plan_splices` planned."""
     cdef:
         int64_t n_rows = rows.shape[0], n_calls = calls.shape[0], r, at, bad
-        pos_t n_tokens, n_spans, missing = 0, offset, n, where
+        pos_t n_tokens, n_spans, missing = 0, offset, n, where, begin
         int32_t call, i
         int m, k
         Piece[3] pieces
+        Piece part
         token_t* target
         token_t* tokens = NULL
         float* values = NULL
@@ -393,21 +429,21 @@ def fill_splices(
                     )
                 m = _spliced_pieces(&calls[call], places[call], max_tokens, pieces)
                 for k in range(m):
-                    _write_span(spans, span_kinds, at, &pieces[k], turn_index[call])
-                    at += 1
-                    if pieces[k].kind == SPAN_TRAINED:
-                        _set_bits(mask, offset + pieces[k].start, offset + pieces[k].stop)
-                        missing += _copy_logprobs(
-                            &calls[call], &pieces[k], values, given, offset
-                        )
+                    begin = pieces[k].out_start
+                    while _next_part(&calls[call], &pieces[k], by_token, &begin, &part):
+                        _write_span(spans, span_kinds, at, &part, turn_index[call])
+                        at += 1
+                        if part.kind == SPAN_TRAINED:
+                            _set_bits(mask, offset + part.start, offset + part.stop)
+                            missing += _copy_logprobs(
+                                &calls[call], &part, values, given, offset
+                            )
                 call = next_call[call]
             while at < n_spans and call >= 0:
-                if calls[call].trainable and calls[call].out_len > 0:
-                    pieces[0].start = pieces[0].stop = n_tokens
-                    pieces[0].out_start = 0
-                    pieces[0].out_stop = calls[call].out_len
-                    pieces[0].kind = SPAN_UNSPLICED
-                    _write_span(spans, span_kinds, at, pieces, turn_index[call])
+                m = _dropped_piece(&calls[call], n_tokens, pieces)
+                begin = 0
+                while m > 0 and _next_part(&calls[call], pieces, by_token, &begin, &part):
+                    _write_span(spans, span_kinds, at, &part, turn_index[call])
                     at += 1
                 call = next_call[call]
     return missing

@@ -209,4 +209,5 @@ def row_of(turns, chain, tokens, places, limit):
         "spans": spans,
         "finish_reason": turns[kept[-1]].get("finish_reason"),
         **flags(turns, kept),
+        "last_turn": names[kept[-1]],
     }

@@ -41,6 +41,21 @@ SAME_PROMPT_TWICE = [
 NO_END_OF_TURN = [turn([1], [2, END]), turn([1, 2, 5], [6]), turn([1, 2, 5, END], [7])]
 
 
+@st.composite
+def some_runs(draw):
+    """Several sessions, among them such as grow by prompts alone."""
+    turns = draw(runs(3, 5))
+    more = draw(st.lists(growing_prompts(), max_size=2))
+    return [
+        *turns,
+        *(
+            {**one, "session_id": f"g{k}"}
+            for k, session in enumerate(more)
+            for one in session
+        ),
+    ]
+
+
 # --- which chain a call goes on
 
 
@@ -212,6 +227,82 @@ def test_a_long_tail_is_searched_to_its_end():
             assert rows == [[1, 4, *tail[at:], 5]]
 
 
+# --- choices that are made for all policies
+
+
+@given(some_runs(), ends_of_turn, row_limits, st.integers(1, 3) | st.none())
+def test_rows_that_are_left_out_are_counted(turns, token, limit, most):
+    """Those that max_rows and keep_empty leave out; the others are as they were."""
+    table = turns_table(turns)
+    plain = tk.policy("polar", end_of_turn_token_id=token)
+    policy = tk.policy(plain, max_rows=most, keep_empty=False)
+    rows, report = tk.linearize(table, policy, max_row_tokens=limit, report=True)
+    before = tk.linearize(table, plain, max_row_tokens=limit).to_pylist()
+    for line in report.to_pylist():
+        mine = [r for r in rows.to_pylist() if r["session_id"] == line["session_id"]]
+        kept = [
+            row
+            for row in before
+            if row["session_id"] == line["session_id"]
+            and len(row["input_ids"]) > row["prompt_length"]
+        ]
+        if most is not None and len(kept) > most:
+            assert line["rows_unemitted"] == len(kept) - most
+            kept = [*kept[: most - 1], kept[-1]]
+        assert [row["input_ids"] for row in mine] == [row["input_ids"] for row in kept]
+        assert [row["spans"] for row in mine] == [row["spans"] for row in kept]
+        lost = sum(n for name, n in line.items() if name.startswith("lost_"))
+        assert line["tokens_sampled"] == line["tokens_trained"] + lost
+        assert line["tokens_trained"] == sum(sum(row["loss_mask"]) for row in mine)
+        assert line["tokens_forward"] == sum(len(row["input_ids"]) for row in mine)
+    assert tk.verify(rows, table, policy, max_row_tokens=limit).to_pylist() == []
+
+
+@given(some_runs(), ends_of_turn, row_limits)
+def test_tokens_without_a_logprob_are_not_trained(turns, token, limit):
+    table = turns_table(turns)
+    plain = tk.policy("polar", end_of_turn_token_id=token, missing_logprobs="keep")
+    policy = tk.policy(plain, missing_logprobs="untrain", aborted="context")
+    rows, report = tk.linearize(table, policy, max_row_tokens=limit, report=True)
+    before = tk.linearize(table, plain, max_row_tokens=limit).to_pylist()
+    aborted = {
+        (name, one.get("turn_index", k))
+        for name, session in by_session(turns).items()
+        for k, one in enumerate(session)
+        if one["finish_reason"] == "abort"
+    }
+    for row, whole in zip(rows.to_pylist(), before, strict=True):
+        assert row["input_ids"] == whole["input_ids"]
+        mask = [p is not None for p in whole["logprobs"]]
+        for span in whole["spans"]:
+            if (row["session_id"], span["turn_index"]) in aborted:
+                for k in range(span["start"], span["stop"]):
+                    mask[k] = False
+        assert row["loss_mask"] == mask
+    for line in report.to_pylist():
+        lost = sum(n for name, n in line.items() if name.startswith("lost_"))
+        assert line["tokens_sampled"] == line["tokens_trained"] + lost
+    assert tk.verify(rows, table, policy, max_row_tokens=limit).to_pylist() == []
+
+
+@given(some_runs(), ends_of_turn, row_limits)
+def test_payloads_follow_their_tokens(turns, token, limit):
+    """Where each token has its own id for a payload, rows have theirs twice."""
+    table = turns_table(turns)
+    paths = [
+        prompt + output
+        for prompt, output in zip(
+            table["prompt_ids"].to_pylist(),
+            table["output_ids"].to_pylist(),
+            strict=True,
+        )
+    ]
+    table = table.append_column("copy", pa.array(paths, pa.list_(pa.int32())))
+    policy = tk.policy("polar", end_of_turn_token_id=token)
+    rows = tk.linearize(table, policy, max_row_tokens=limit, payloads=["copy"])
+    assert rows["copy"].to_pylist() == rows["input_ids"].to_pylist()
+
+
 # --- the peer's own rows
 
 
@@ -372,21 +463,6 @@ def test_choices_that_are_none_are_refused(name, choices, match):
 
 
 # --- verified from outside
-
-
-@st.composite
-def some_runs(draw):
-    """Several sessions, among them such as grow by prompts alone."""
-    turns = draw(runs(3, 5))
-    more = draw(st.lists(growing_prompts(), max_size=2))
-    return [
-        *turns,
-        *(
-            {**one, "session_id": f"g{k}"}
-            for k, session in enumerate(more)
-            for one in session
-        ),
-    ]
 
 
 @given(

@@ -108,6 +108,35 @@ def route_prompts(
     links: _Records,
 ) -> None: ...
 
+# bodies.pxi
+def body_table(requests: _Records, session_offsets: _I64, has_body: _U8) -> int: ...
+def find_bodies(
+    requests: _Records,
+    session_offsets: _I64,
+    has_body: _U8,
+    reply_has_body: _U8,
+    table: _I64,
+    places: _I64,
+    replies: _I64,
+) -> None: ...
+
+# agents.pxi
+def route_agents(
+    calls: _Records,
+    requests: _Records,
+    session_offsets: _I64,
+    nodes: _Records,
+    ends: _I32,
+    dispatches: _I32,
+    answer_offsets: _I64,
+    answers: _I32,
+    tree_nodes: _Records,
+    table: _I32,
+    places: _I32,
+    searched: _I32,
+    links: _Records,
+) -> None: ...
+
 # drift.pxi
 def describe_drift(
     calls: _Records,
@@ -132,10 +161,15 @@ def plan_rows(
     threshold: int,
     keep_head: bool,
     drop_untrained: bool,
+    drop_empty: bool,
     chain_flags: bool,
     max_tokens: int,
+    max_rows: int,
+    own: int,
+    by_token: bool,
     kinds: _U8,
     scratch: _I32,
+    claims: _I64,
     owners: _I32,
     marks: _I32,
     rows: _Records,
@@ -148,10 +182,10 @@ def fill_rows(
     nodes: _Records,
     ends: _I32,
     links: _Records,
-    kinds: _U8,
     owners: _I32,
     turn_index: _I32,
     keep_head: bool,
+    by_token: bool,
     max_tokens: int,
     rows: _Records,
     token_offsets: _I64,
@@ -179,8 +213,11 @@ def plan_splices(
     ended: _U8,
     end_of_turn: int,
     drop_untrained: bool,
+    drop_empty: bool,
     chain_flags: bool,
     max_tokens: int,
+    max_rows: int,
+    by_token: bool,
     by_order: _I32,
     next_call: _I32,
     starts: _I64,
@@ -196,6 +233,7 @@ def fill_splices(
     starts: _I64,
     places: _I64,
     turn_index: _I32,
+    by_token: bool,
     max_tokens: int,
     rows: _Records,
     token_offsets: _I64,

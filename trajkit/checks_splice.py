@@ -28,12 +28,15 @@ def rows(case: Case, pieces: Pieces) -> None:
 
     Its finish_reason is its last turn's, its flags are those of its turns.
     """
+    outputs = case.turns.outputs
     has_ended = ended(case.turns.calls).astype(np.bool_)
+    speaks = np.zeros(len(outputs), np.bool_)
+    speaks[outputs.owner[case.may_train]] = True
     order = np.argsort(pieces.row, kind="stable")
     bounds = np.searchsorted(pieces.row[order], np.arange(len(case.rows.ids) + 1))
     for row in range(len(case.rows.ids)):
         mine = pieces.take(order[bounds[row] : bounds[row + 1]])
-        _check(_Reading(case, row, mine, has_ended))
+        _check(_Reading(case, row, mine, has_ended, speaks))
 
 
 def told(case: Case, pieces: Pieces) -> None:
@@ -43,17 +46,18 @@ def told(case: Case, pieces: Pieces) -> None:
     ``max_row_tokens`` may have left no row.
     """
     policy, calls = case.policy, case.turns.calls
-    if policy is None or policy.merge or not policy.keep_untrained:
+    if policy is None or policy.merge or policy.max_rows is not None:
         return
-    due = case.trainable
+    if not (policy.keep_untrained and policy.keep_empty):
+        return
+    due = np.ones(len(calls.calls), np.bool_)
     if policy.route == "messages":
         requests = calls.requests
         due &= (requests["n_keys"] != 0) | (requests["shared"] != 0)
     if case.cap is not None:
         due &= calls.calls["prompt_len"] < case.cap
     said = pieces.take(np.flatnonzero(np.isin(pieces.kind, _TOLD)))
-    owner = case.turns.outputs.owner
-    silent = np.flatnonzero(~due[owner])
+    silent = np.flatnonzero(~(due[case.turns.outputs.owner] & case.may_train))
     checks_claims.not_among(
         case, np.concatenate([said.sampled(case.turns), silent]), "that no row tells of"
     )
@@ -75,12 +79,16 @@ class _State:
 class _Reading:
     """One row, read as the calls that make it."""
 
-    def __init__(self, case: Case, row: int, pieces: Pieces, has_ended: Bools) -> None:
+    def __init__(
+        self, case: Case, row: int, pieces: Pieces, has_ended: Bools, speaks: Bools
+    ) -> None:
         self.case, self.row = case, row
         self._ended = has_ended
+        # calls with a token that may be trained: they leave a piece wherever they are
+        self._speaks = speaks
         self.ids: Ints = case.rows.ids[row]
         lost = pieces.kind == "unspliced"
-        self.dropped = [int(call) for call in pieces.call[lost]]
+        self.dropped = list(dict.fromkeys(int(call) for call in pieces.call[lost]))
         # where the output of each call stands; the row's end where nothing is left of it
         self.places: dict[int, int] = {}
         for call, start in zip(pieces.call[~lost], pieces.start[~lost], strict=True):
@@ -93,12 +101,11 @@ class _Reading:
     def hidden(self) -> list[int]:
         """Calls of the session that may stand in the row without a piece."""
         calls = self.case.turns.calls.calls
-        may = self.case.trainable
         return [
             call
             for call in self.case.turns.calls_of(int(self.case.session[self.row]))
             if calls["out_len"][call] == 0
-            or (self.case.cap is not None and not may[call])
+            or (self.case.cap is not None and not self._speaks[call])
         ]
 
     def ends_of_turn(self) -> list[int | None]:
@@ -207,10 +214,8 @@ class _Reading:
     @cached_property
     def _silent(self) -> list[int]:
         """Calls of the session that leave no piece where they are dropped."""
-        may = self.case.trainable
-        outputs = self.case.turns.outputs
         session = self.case.turns.calls_of(int(self.case.session[self.row]))
-        return [one for one in session if not (may[one] and len(outputs[one]))]
+        return [one for one in session if not self._speaks[one]]
 
 
 def _check(reading: _Reading) -> None:
@@ -233,6 +238,13 @@ def _check(reading: _Reading) -> None:
         )
         return
     _check_dropped(reading, ways)
+    named = case.rows.number("last_turn", row)
+    turns = {int(case.turns.calls.turn_index[state.call]) for state, _ in ways}
+    if named is not None and named not in turns:
+        shown = ", ".join(map(str, sorted(turns)))
+        case.say(
+            "row_tokens", f"last_turn is {named}, the row ends at {shown}", row=row
+        )
     reasons = case.turns.calls.table.column("finish_reason")
     said = case.rows.text("finish_reason", row)
     last = [reasons[state.call].as_py() for state, _ in ways]

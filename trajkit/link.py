@@ -1,23 +1,30 @@
 """Which call a call continues: the ``links`` table."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from trajkit import _core
+from trajkit.agents import find_dispatches
 from trajkit.calls import Calls, Ints, Records, named_calls, read_calls
+from trajkit.equality import EQUALITIES, Equality, classify, identity_of, rekeyed
 from trajkit.errors import InvalidTurnsError, PolicyError
 from trajkit.forest import Forest, grow
 from trajkit.layout import LINK, MESSAGE
 from trajkit.policies import (
     DEFAULT_FORK_THRESHOLD,
+    DISPATCH_TOOLS,
     EQUALS,
     ROUTES,
     Equals,
     Policy,
     Route,
     chosen_int,
+    tool_names,
 )
-from trajkit.schema import LINKS, WHY
+from trajkit.schema import LINKS, SEGMENT_KINDS, WHY
 from trajkit.tables import TableLike, canonical
 
 
@@ -27,6 +34,8 @@ def link(
     *,
     merge_threshold: int | None = None,
     equals: Equals = "first",
+    equality: Equality | None = None,
+    dispatch_tools: Sequence[str] = DISPATCH_TOOLS,
 ) -> pa.Table:
     """The turn that each turn continues.
 
@@ -34,14 +43,18 @@ def link(
     ----------
     turns : table
         `trajkit.schema.TURNS` in full or delta form.
-    route : {"messages", "tokens", "previous", "none", "prompts"}
-        By the message tree; by the longest row end that is a prefix of the prompt (ties
-        to the oldest row); the previous turn of the session; no turn at all; by the
-        chain of turns whose last prompt is the longest prefix of the prompt, whatever
-        was sampled (an empty prompt goes on nothing, and nothing on it). Under
+    route : {"messages", "agents", "tokens", "previous", "none", "prompts"}
+        By the message tree; the last call of the same agent, if that one's messages are
+        its first ones (see `Policy.route`); by the longest row end that is a prefix of
+        the prompt (ties to the oldest row); the previous turn of the session; no turn
+        at all; by the chain of turns whose last prompt is the longest prefix of the
+        prompt, whatever was sampled (an empty prompt goes on nothing, and nothing on
+        it). Under
         ``"messages"`` a turn without a list of messages goes below the turn whose
         prompt and output are the longest prefix of its prompt, and a turn with an empty
-        list is left out.
+        list is left out. So is it under ``"agents"``, where a turn without a list, or
+        after one without, goes on where its prompt starts with the other's prompt and
+        output.
     merge_threshold : int, optional
         Under ``"messages"``: a reply shorter than this many tokens gives way to the one
         that a later request shows in its place. None: 1024; 0 and below: never.
@@ -49,6 +62,12 @@ def link(
         Under ``"messages"``, of equal replies to the same messages: a request that
         shows one of them continues the first, or the one whose prompt and output its
         own prompt repeats for longest.
+    equality : {"values", "text"}, optional
+        Messages are equal where Python's ``==`` calls them so; or where their JSON
+        texts with sorted keys are, once every ``cache_control`` is left out. None:
+        ``"text"`` under ``"agents"``, else ``"values"``.
+    dispatch_tools : sequence of str
+        Under ``"agents"``, tools whose calls send out a sub-agent.
 
     Returns
     -------
@@ -72,18 +91,34 @@ def link(
     merge_threshold = chosen_int("merge_threshold", merge_threshold)
     if equals not in EQUALS:
         raise PolicyError(f"equals={equals!r}: expected one of {', '.join(EQUALS)}")
+    if equality is None:
+        equality = "text" if route == "agents" else "values"
+    if equality not in EQUALITIES:
+        raise PolicyError(
+            f"equality={equality!r}: expected one of {', '.join(EQUALITIES)}"
+        )
+    tools = tool_names("dispatch_tools", dispatch_tools)
     calls = read_calls(turns)
-    links = find_links(calls, grow(calls), route, merge_threshold, equals)
+    links = find_links(
+        calls, grow(calls), route, merge_threshold, equals, equality, tools
+    )
     return links_table(calls, links)
 
 
 def find_links(
-    calls: Calls, forest: Forest, route: Route, merge_threshold: int, equals: Equals
+    calls: Calls,
+    forest: Forest,
+    route: Route,
+    merge_threshold: int,
+    equals: Equals,
+    equality: Equality = "values",
+    dispatch_tools: tuple[str, ...] = DISPATCH_TOOLS,
 ) -> Records:
     """The link of every call, dtype LINK, ``lcp`` unset."""
     n_calls = len(calls.calls)
     links = np.zeros(n_calls, LINK)
     if route == "messages":
+        calls = rekeyed(calls, equality)
         n_nodes, n_table = _core.tree_size(calls.requests, calls.session_offsets)
         _core.route_messages(
             calls.calls,
@@ -99,6 +134,26 @@ def find_links(
             np.empty(len(forest.nodes), np.int32),
             np.empty(len(forest.nodes), np.int32),
             np.empty(n_calls, np.int32),
+            links,
+        )
+    elif route == "agents":
+        classes = classify(calls, identity_of(equality))
+        calls = classes.keyed(calls)
+        dispatches = find_dispatches(classes, dispatch_tools)
+        n_nodes, n_table = _core.tree_size(calls.requests, calls.session_offsets)
+        _core.route_agents(
+            calls.calls,
+            calls.requests,
+            calls.session_offsets,
+            forest.nodes,
+            forest.ends,
+            dispatches.calls,
+            dispatches.offsets,
+            dispatches.answers,
+            np.empty(n_nodes, MESSAGE),
+            np.empty(n_table, np.int32),
+            np.empty(n_calls, np.int32),
+            np.empty(n_nodes, np.int32),
             links,
         )
     elif route == "tokens":
@@ -145,7 +200,13 @@ def find_links(
 def policy_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
     """The link of every call under a policy, dtype LINK, ``lcp`` unset."""
     return find_links(
-        calls, forest, policy.route, policy.merge_threshold, policy.equals
+        calls,
+        forest,
+        policy.route,
+        policy.merge_threshold,
+        policy.equals,
+        policy.equality,
+        policy.dispatch_tools,
     )
 
 
@@ -166,6 +227,12 @@ def links_table(calls: Calls, links: Records) -> pa.Table:
             ),
             pa.array(links["order"], mask=links["order"] < 0),
             _turns(calls, links["demoted_by"]),
+            pa.DictionaryArray.from_arrays(
+                pa.array(
+                    links["segment"].astype(np.int8) - 1, mask=links["segment"] == 0
+                ),
+                pa.array(SEGMENT_KINDS),
+            ),
         ],
         schema=LINKS,
     )
@@ -205,6 +272,9 @@ def read_links(calls: Calls, table: TableLike) -> Records:
     ranks = np.array([WHY.index(name) for name in names], np.int32)
     codes = why.indices.fill_null(0).to_numpy()
     links["why"] = ranks[codes] if len(names) else 0
+    kinds = table.column("segment_kind").cast(pa.string())
+    found = pc.index_in(kinds, pa.array(SEGMENT_KINDS)).fill_null(-1)
+    links["segment"] = found.to_numpy() + 1
     return links
 
 

@@ -4,25 +4,37 @@ from dataclasses import dataclass, fields, replace
 from operator import index
 from typing import Literal, TypeAlias, get_args
 
+from trajkit.equality import EQUALITIES, Equality
 from trajkit.errors import PolicyError
 
-Route: TypeAlias = Literal["messages", "tokens", "previous", "none", "prompts"]
-Absorb: TypeAlias = Literal["never", "short_reply", "short_drift", "splice"]
+Route: TypeAlias = Literal[
+    "messages", "agents", "tokens", "previous", "none", "prompts"
+]
+Absorb: TypeAlias = Literal["never", "short_reply", "short_drift", "any", "splice"]
+Rewards: TypeAlias = Literal["copy", "uniform", "final_only"]
 Equals: TypeAlias = Literal["first", "tokens"]
+Own: TypeAlias = Literal["first", "longest", "most_trained"]
+MissingLogprobs: TypeAlias = Literal["keep", "untrain", "raise", "null_row"]
+Aborted: TypeAlias = Literal["context", "train"]
 Flags: TypeAlias = Literal["chain", "row"]
-MissingLogprobs: TypeAlias = Literal["keep", "null_row"]
 
 ROUTES: tuple[Route, ...] = get_args(Route)
 ABSORBS: tuple[Absorb, ...] = get_args(Absorb)
 EQUALS: tuple[Equals, ...] = get_args(Equals)
-FLAGS: tuple[Flags, ...] = get_args(Flags)
+OWNS: tuple[Own, ...] = get_args(Own)
 MISSING_LOGPROBS: tuple[MissingLogprobs, ...] = get_args(MissingLogprobs)
+ABORTED: tuple[Aborted, ...] = get_args(Aborted)
+FLAGS: tuple[Flags, ...] = get_args(Flags)
+REWARDS: tuple[Rewards, ...] = get_args(Rewards)
 
-_NUMBERS = ("fork_threshold", "end_of_turn_token_id")
 _LAST_TOKEN = 2**31 - 1
 
 DEFAULT_FORK_THRESHOLD = 1024
 """Of slime's ``TrajectoryManager`` and of TRL (spec: slime 1.3, TRL 4)."""
+
+
+DISPATCH_TOOLS = ("Task", "Agent")
+"""Of Claude Code (spec: segments 3)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,23 +45,36 @@ class Policy:
     ----------
     name : str
         Of the preset that the choices started from.
-    route : {"messages", "tokens", "previous", "none", "prompts"}
+    route : {"messages", "agents", "tokens", "previous", "none", "prompts"}
         The call that a call is compared with: the generated message above it in the
-        message tree; the longest row end that is a prefix of its prompt; the previous
-        call; none; the last call of the chain whose last prompt is the longest prefix
-        of its prompt, whatever that call sampled.
+        message tree; the last call of its agent, if that one's messages are its first
+        ones; the longest row end that is a prefix of its prompt; the previous call;
+        none; the last call of the chain whose last prompt is the longest prefix of its
+        prompt, whatever that call sampled. There is a main agent, and one sub-agent
+        from a reply of the main agent that calls one of ``dispatch_tools`` until a
+        request shows the result: what then does not go on where the main agent stood is
+        the sub-agent's.
+    dispatch_tools : tuple of str
+        Tools whose calls send out a sub-agent.
     merge : bool
         Message routing lets a reply that is shown otherwise take the place of one that
         is shorter than ``fork_threshold``, has no siblings and was not continued.
+    equality : {"values", "text"}
+        Messages are equal where Python's ``==`` calls them so; or where their JSON
+        texts with sorted keys are, once every ``cache_control`` is left out.
     equals : {"first", "tokens"}
         Of equal replies to the same messages, a request that shows one of them
         continues the first, or the one whose prompt and output its own prompt repeats
         for longest.
-    absorb : {"never", "short_reply", "short_drift", "splice"}
+    absorb : {"never", "short_reply", "short_drift", "any", "splice"}
         What drift inside the last reply does: opens a new row always; or is taken into
         the row, which loses that reply, when the incoming reply, or what was held
         beyond the drift's start, is shorter than ``fork_threshold``. Drift before the
-        last reply always opens a new row. ``"splice"`` passes over it: the row keeps
+        last reply always opens a new row. Under ``"any"``, drift anywhere behind the
+        prompt that opened the row is taken in, and the row loses every reply that does
+        not end before it; drift inside that prompt begins the row anew, without all
+        that it had.
+        ``"splice"`` passes over drift behind the last prompt: the row keeps
         the reply as it was sampled and goes on with what the next prompt has after the
         first end of turn that follows the prompt before, so later replies may stand in
         a context that they were not sampled in. Where the next prompt has none, the row
@@ -58,18 +83,36 @@ class Policy:
     end_of_turn_token_id : int or None
         Of ``"splice"``. None: the last token of the first output in the chain whose
         finish_reason is stop, tool_calls or stop_sequence.
-    missing_logprobs : {"keep", "null_row"}
-        Of a row in which the engine did not give every trained token's logprob: those
-        that it gave are kept, or the row has none.
     keep_head : bool
         Of a reply that is lost so, what stands before the drift's start stays trained.
     fork_threshold : int
         In tokens. 0 and below: nothing is merged or absorbed.
-    own : {"first"}
-        Who trains a claim that several rows hold: the first chain in the policy's
-        order.
+    own : {"first", "longest", "most_trained"}
+        Who trains a claim (one turn's output) that several rows hold: the first chain
+        in the policy's order; the longest row that holds it; or the row that would
+        train most if it trained all that it holds. The last two look, of the rows that
+        hold it, at those that absorb least of it, count a row as ``max_row_tokens`` cuts
+        it, and of equals take the first in the policy's order; they do not go with
+        ``absorb="any"``. A claim may be trained
+        within the stretch that a row shares with its parent row.
+    missing_logprobs : {"keep", "untrain", "raise", "null_row"}
+        Sampled tokens for which the engine gave no logprob are trained and have a null;
+        or are context, which the report counts as ``lost_no_logprob``; or are an error;
+        or are trained, and the row that trains one has no logprob at all.
+    aborted : {"context", "train"}
+        Turns whose ``finish_reason`` is ``abort`` are context only, which the report
+        counts as ``lost_aborted``; or are trained as any other, as the systems do that
+        the presets slime, trl, segments, skyrl and strict reproduce.
     keep_untrained : bool
         Rows in which nothing is trained are emitted.
+    keep_empty : bool
+        Rows that hold nothing beyond the prompt that opened them are emitted.
+    max_rows : int or None
+        Of more rows than this in a session, the first ones and the last are emitted;
+        1: the last alone. None: all.
+    rewards : {"copy", "uniform", "final_only"}
+        How the reward of the session is spread over its rows (see
+        `trajkit.spread_rewards`).
     flags : {"chain", "row"}
         ``truncated``, ``use_tool`` and ``ill_formed`` are those of the whole chain from
         the first call to the leaf (of a row that ``"splice"`` ended, with the calls
@@ -78,16 +121,22 @@ class Policy:
 
     name: str
     route: Route
+    dispatch_tools: tuple[str, ...] = DISPATCH_TOOLS
     merge: bool = False
+    equality: Equality = "values"
     equals: Equals = "first"
     absorb: Absorb = "never"
     keep_head: bool = False
     fork_threshold: int = 0
-    own: Literal["first"] = "first"
+    own: Own = "first"
+    missing_logprobs: MissingLogprobs = "keep"
+    aborted: Aborted = "context"
     keep_untrained: bool = True
+    keep_empty: bool = True
+    max_rows: int | None = None
+    rewards: Rewards = "copy"
     flags: Flags = "row"
     end_of_turn_token_id: int | None = None
-    missing_logprobs: MissingLogprobs = "keep"
 
     @property
     def absorbs_short(self) -> bool:
@@ -112,6 +161,7 @@ PRESETS: dict[str, Policy] = {
         merge=True,
         absorb="short_reply",
         fork_threshold=DEFAULT_FORK_THRESHOLD,
+        aborted="train",
         keep_untrained=False,
         flags="chain",
     ),
@@ -122,16 +172,31 @@ PRESETS: dict[str, Policy] = {
         absorb="short_drift",
         keep_head=True,
         fork_threshold=DEFAULT_FORK_THRESHOLD,
+        aborted="train",
         keep_untrained=False,
     ),
+    # slime's first coding-agent example, after it gave up splicing (spec: segments 2 to 8)
+    "segments": Policy(
+        name="segments",
+        route="agents",
+        equality="text",
+        absorb="any",
+        aborted="train",
+        keep_empty=False,
+        rewards="uniform",
+    ),
     # SkyRL merge_stepwise_output (spec: SkyRL 6)
-    "skyrl": Policy(name="skyrl", route="previous"),
+    "skyrl": Policy(name="skyrl", route="previous", aborted="train"),
     # prime-rl interleave_rollout (spec: prime-rl 2.1)
-    "strict": Policy(name="strict", route="tokens"),
+    "strict": Policy(name="strict", route="tokens", aborted="train"),
     "per_call": Policy(name="per_call", route="none"),
     # ProRL-Agent-Server PrefixMergingBuilder (spec: Polar 2.3)
     "polar": Policy(
-        name="polar", route="prompts", absorb="splice", missing_logprobs="null_row"
+        name="polar",
+        route="prompts",
+        absorb="splice",
+        missing_logprobs="null_row",
+        aborted="train",
     ),
 }
 """The named policies."""
@@ -158,8 +223,9 @@ def policy(name: str | Policy, **choices: object) -> Policy:
     Parameters
     ----------
     name : str or Policy
-        ``"faithful"``, ``"slime"``, ``"trl"``, ``"skyrl"``, ``"strict"`` (also
-        ``"interleave"``), ``"per_call"`` or ``"polar"``; or a policy to start from.
+        ``"faithful"``, ``"slime"``, ``"trl"``, ``"segments"``, ``"skyrl"``,
+        ``"strict"`` (also ``"interleave"``), ``"per_call"`` or ``"polar"``; or a policy
+        to start from.
     **choices
         Attributes of `Policy`. ``fork_threshold=None`` stands for the preset's own.
         ``"polar"`` also takes ``builder``: ``"prefix_merging"`` (``route="prompts"``,
@@ -200,19 +266,20 @@ def policy(name: str | Policy, **choices: object) -> Policy:
                 f"policy {chosen.name!r} has no choice {choice!r}: expected one of "
                 f"{', '.join(sorted(known_choices))}"
             )
-        _check_choice(choice, value)
+        choices[choice] = _checked_choice(choice, value)
     if "fork_threshold" in choices:
         threshold = choices.pop("fork_threshold")
         if threshold is not None:
             choices["fork_threshold"] = chosen_int("fork_threshold", threshold)
         elif chosen.name in PRESETS:
             choices["fork_threshold"] = PRESETS[chosen.name].fork_threshold
-    if choices.get("end_of_turn_token_id") is not None:
-        token = chosen_int("end_of_turn_token_id", choices["end_of_turn_token_id"], 0)
-        if token > _LAST_TOKEN:
-            raise PolicyError(f"end_of_turn_token_id={token}: ids are below 2**31")
-        choices["end_of_turn_token_id"] = token
-    return replace(chosen, **choices)  # type: ignore[arg-type]
+    result = replace(chosen, **choices)  # type: ignore[arg-type]
+    if result.absorb == "any" and result.own != "first":
+        raise PolicyError(
+            f"own={result.own!r} does not go with absorb='any', under which a row that "
+            "begins anew loses what it had: expected 'first'"
+        )
+    return result
 
 
 def _in_our_words(name: str, choices: dict[str, object]) -> dict[str, object]:
@@ -234,21 +301,51 @@ def _in_our_words(name: str, choices: dict[str, object]) -> dict[str, object]:
     return ours
 
 
-def _check_choice(choice: str, value: object) -> None:
+def _checked_choice(choice: str, value: object) -> object:
     names = {
         "route": ROUTES,
+        "equality": EQUALITIES,
         "equals": EQUALS,
         "absorb": ABSORBS,
-        "own": ("first",),
-        "flags": FLAGS,
+        "own": OWNS,
         "missing_logprobs": MISSING_LOGPROBS,
+        "aborted": ABORTED,
+        "flags": FLAGS,
+        "rewards": REWARDS,
     }
     if choice in names:
         if value not in names[choice]:
             expected = ", ".join(map(repr, names[choice]))
             raise PolicyError(f"{choice}={value!r}: expected one of {expected}")
-    elif choice not in _NUMBERS and not isinstance(value, bool):
+    elif choice == "max_rows":
+        return None if value is None else chosen_int(choice, value, 1)
+    elif choice == "dispatch_tools":
+        return tool_names(choice, value)
+    elif choice == "end_of_turn_token_id":
+        return None if value is None else _token_id(choice, value)
+    elif choice != "fork_threshold" and not isinstance(value, bool):
         raise PolicyError(f"{choice}={value!r}: expected a bool")
+    return value
+
+
+def _token_id(name: str, value: object) -> int:
+    token = chosen_int(name, value, 0)
+    if token > _LAST_TOKEN:
+        raise PolicyError(f"{name}={token}: ids are below 2**31")
+    return token
+
+
+def tool_names(name: str, value: object) -> tuple[str, ...]:
+    """Names of tools that a caller chose.
+
+    Raises
+    ------
+    PolicyError
+        It is no sequence of strings, or one string.
+    """
+    if isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value):
+        return tuple(value)
+    raise PolicyError(f"{name}={value!r}: expected a sequence of strings")
 
 
 def chosen_int(name: str, value: object, least: int = -(2**63)) -> int:

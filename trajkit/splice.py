@@ -13,7 +13,8 @@ from trajkit.calls import Calls, Ints, Longs, Records
 from trajkit.fill import batch_of
 from trajkit.forest import Forest, grow_paths
 from trajkit.layout import CALL, ROW
-from trajkit.plan import COUNTS, Planned
+from trajkit.payloads import Stretches
+from trajkit.plan import COUNTS, NO_LIMIT, Planned
 from trajkit.policies import Policy
 
 ENDED = ("stop", "tool_calls", "stop_sequence")
@@ -58,8 +59,11 @@ def plan_splices(
         ended(calls),
         -1 if end_of_turn is None else end_of_turn,
         not policy.keep_untrained,
+        not policy.keep_empty,
         policy.flags == "chain",
         max_tokens,
+        NO_LIMIT if policy.max_rows is None else policy.max_rows,
+        policy.missing_logprobs == "untrain",
         np.empty(n_calls, np.int32),
         plan.next_calls,
         plan.starts,
@@ -83,6 +87,7 @@ def ended(calls: Calls) -> npt.NDArray[np.uint8]:
 def splice_batch(
     calls: Calls,
     forest: Forest,
+    links: Records,
     policy: Policy,
     max_tokens: int,
     plan: SplicePlan,
@@ -99,9 +104,12 @@ def splice_batch(
         plan.starts,
         plan.places,
         calls.turn_index,
+        policy.missing_logprobs == "untrain",
         max_tokens,
     )
-    return batch_of(calls, policy, plan, facts, write, partial(_find_shared, plan))
+    return batch_of(
+        calls, links, policy, plan, facts, write, partial(_find_shared, plan)
+    )
 
 
 def _find_shared(plan: SplicePlan, token_offsets: Longs, input_ids: Ints) -> None:
@@ -124,3 +132,21 @@ def _find_shared(plan: SplicePlan, token_offsets: Longs, input_ids: Ints) -> Non
         rows["session"], rows["n_tokens"] - forest.shared, len(plan.counts)
     )
     plan.counted("tokens_forward_shared")[:] = new.astype(np.int64)
+
+
+def splice_stretches(calls: Calls, plan: SplicePlan) -> Stretches:
+    """What each row has of the prompts of its calls.
+
+    Needed only where payloads are carried; one by one per call.
+    """
+    rows, found = plan.rows, []
+    prompt_len = calls.calls["prompt_len"]
+    for row in range(len(rows)):
+        call = int(rows["owner"][row])
+        for _ in range(int(rows["n_calls"][row])):
+            length = int(prompt_len[call] - plan.starts[call])
+            place = int(plan.places[call]) - length
+            inside = max(min(length, int(rows["n_tokens"][row]) - place), 0)
+            found.append((row, place, call, int(plan.starts[call]), inside))
+            call = int(plan.next_calls[call])
+    return Stretches(*np.array(found, np.int64).reshape(-1, 5).T)
