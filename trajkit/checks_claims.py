@@ -69,7 +69,7 @@ def sound(case: Case, pieces: Pieces) -> Pieces:
             "does not stand where it would have stood",
         ),
     ]
-    if policy is not None and not policy.absorbs_short:
+    if policy is not None and not policy.absorbs:
         absorbed = pieces.kind == "absorbed"
         rules.append((absorbed, "span_kind", "is lost, where nothing is absorbed"))
     if policy is not None and not case.splices:

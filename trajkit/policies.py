@@ -139,6 +139,11 @@ class Policy:
     end_of_turn_token_id: int | None = None
 
     @property
+    def absorbs(self) -> bool:
+        """Whether a row may lose a reply to drift."""
+        return self.absorb not in ("never", "splice")
+
+    @property
     def absorbs_short(self) -> bool:
         """Whether a row may lose a reply to drift shorter than ``fork_threshold``."""
         return self.absorb in ("short_reply", "short_drift")
