@@ -347,3 +347,19 @@ def test_simulate_counts_as_the_report_does(turns, chosen):
     }
     if policy.absorb == "never":
         assert line["tokens_out_of_context"] == 0
+
+
+def test_verify_knows_a_wrong_last_turn():
+    table = turns_table(SHARED)
+    rows = tk.linearize(table)
+    at = rows.schema.get_field_index("last_turn")
+    wrong = rows.set_column(at, rows.field(at), pa.array([1, 0, 3], pa.int32()))
+    found = tk.verify(wrong, table).select(["row_index", "rule", "detail"]).to_pylist()
+    assert rows["last_turn"].to_pylist() == [1, 2, 3]
+    assert found == [
+        {
+            "row_index": 1,
+            "rule": "row_tokens",
+            "detail": "last_turn is 0, turn 2 held the row's tokens",
+        }
+    ]

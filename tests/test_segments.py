@@ -1,8 +1,11 @@
 """The policy segments: its rows are the twin's, and those that slime's own code gives."""
 
+from itertools import pairwise
+
+import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import trajkit as tk
@@ -18,13 +21,43 @@ from tests.golden_sessions import (
 from tests.strategies import delegating_sessions, row_limits, sessions
 from tests.tables import dicts, in_delta_form, turns_table
 from tests.test_golden_api import as_float32
+from trajkit import _core
+from trajkit.calls import read_calls
+from trajkit.equality import classify, identity_of
+from trajkit.errors import LayoutError
+from trajkit.forest import grow
+from trajkit.layout import LINK, MESSAGE
 
 any_session = delegating_sessions() | sessions()
 row_counts = st.none() | st.integers(1, 3)
 reward_modes = st.sampled_from(["uniform", "copy", "final_only"])
 
 
+def growing(*calls):
+    """One agent whose list of messages grows by one a turn, with any tokens."""
+    return [
+        {
+            "prompt_messages": [{"role": "user", "content": n} for n in range(k + 1)],
+            "response_message": None,
+            "prompt_ids": prompt,
+            "output_ids": output,
+            "output_logprobs": None,
+            "finish_reason": "stop",
+            "ill_formed": False,
+        }
+        for k, (prompt, output) in enumerate(calls)
+    ]
+
+
+# The third prompt takes two outputs out of the row, and ends before the second stood.
+SHORTER = growing(([1], [2, 3]), ([1, 2, 3, 4, 5], [6]), ([1, 9], [7]))
+# A prompt that departs right behind the row's opening prompt, and one inside it.
+EDGES = growing(([1, 2], [3]), ([1, 2], [4]), ([1], [5]), ([2, 2], []))
+
+
 @given(any_session, row_counts, reward_modes, row_limits)
+@example(SHORTER, None, "uniform", None)
+@example(EDGES, None, "uniform", None)
 def test_rows_and_report_are_the_twins(turns, max_rows, mode, limit):
     policy = tk.policy("segments", max_rows=max_rows, rewards=mode)
     rows, report = tk.linearize(
@@ -73,11 +106,7 @@ def test_links_are_the_twins(turns):
     links = tk.link(turns_table(turns), "agents").to_pylist()
     places = {line["turn_index"]: k for k, line in enumerate(links)}
     kinds = {i: kind for kind, segment in routed.frozen for i in segment}
-    parents = {
-        b: a
-        for _, segment in routed.frozen
-        for a, b in zip(segment, segment[1:], strict=False)
-    }
+    parents = {b: a for _, segment in routed.frozen for a, b in pairwise(segment)}
     order = [i for _, segment in routed.frozen for i in segment]
     for i, (line, route) in enumerate(zip(links, routed.routes, strict=True)):
         if route is None:
@@ -213,3 +242,126 @@ def test_golden_rewards(case):
                 assert len(rows) == value
             if name.endswith("segment_kind"):
                 assert row["segment_kind"] == value.removeprefix("pre_")
+
+
+# What a caller may choose, and refuse
+
+
+def said(content, *calls, role="assistant"):
+    message = {"role": role, "content": content}
+    if calls:
+        message["tool_calls"] = [
+            {"id": one, "function": {"name": name}} for name, one in calls
+        ]
+    return message
+
+
+def sent_out():
+    """Main calls a tool, its agent answers, main goes on: one turn each."""
+    opening = [said("s", role="system"), said("u", role="user")]
+    asks = said("x", ("search", "c1"))
+    answer = {"role": "tool", "content": "y", "tool_call_id": "c1"}
+    prompts = [opening, [said("other", role="user")], [*opening, asks, answer]]
+    replies = [asks, said("y"), said("z")]
+    return tk.from_records(
+        {
+            "session_id": "s",
+            "prompt_ids": ids,
+            "output_ids": [k, 9],
+            "prompt_messages": prompt,
+            "response_message": reply,
+        }
+        for k, (ids, prompt, reply) in enumerate(
+            zip([[1, 2], [5], [1, 2, 0, 9, 3]], prompts, replies, strict=True)
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("tools", "kinds"),
+    [
+        (["search"], ["subagent", "final"]),
+        (("Task", "search"), ["subagent", "final"]),
+        ((), ["wipe", "wipe", "final"]),
+        (["Task"], ["wipe", "wipe", "final"]),
+    ],
+)
+def test_a_tool_that_dispatches_is_the_caller_s_to_name(tools, kinds):
+    rows = tk.linearize(sent_out(), tk.policy("segments", dispatch_tools=tools))
+    assert rows["segment_kind"].to_pylist() == kinds
+    assert tk.linearize(sent_out())["segment_kind"].to_pylist() == [None] * 2
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"dispatch_tools": "Task"},
+        {"dispatch_tools": ["Task", 1]},
+        {"max_rows": 0},
+        {"max_rows": True},
+        {"rewards": "per_turn"},
+        {"absorb": "all"},
+        {"keep_empty": 1},
+    ],
+    ids=str,
+)
+def test_choices_that_are_none_are_refused(choice):
+    with pytest.raises(tk.PolicyError, match=f"{next(iter(choice))}="):
+        tk.policy("segments", **choice)
+
+
+def test_no_turns_give_no_rows():
+    rows, report = tk.linearize(sent_out().slice(0, 0), "segments", report=True)
+    assert rows.num_rows == report.num_rows == 0
+    assert tk.verify(rows, sent_out().slice(0, 0), "segments").num_rows == 0
+
+
+def test_a_shifted_share_of_the_reward_is_found():
+    policy = tk.policy("segments", dispatch_tools=["search"])
+    turns = sent_out()
+    rows = tk.linearize(turns, policy, reward=1.0)
+    place = rows.schema.get_field_index("reward")
+    wrong = rows.set_column(place, "reward", pa.array([0.25, 0.5]))
+    for reward in (1.0, None):
+        found = tk.verify(wrong, turns, policy, reward=reward).to_pylist()
+        assert {one["rule"] for one in found} == {"reward"}
+    final = tk.policy(policy, rewards="final_only")
+    assert tk.verify(rows, turns, final, reward=1.0).num_rows == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "match"),
+    [
+        ("dispatches", lambda a: a[:-1], "dispatches has 2 entries"),
+        ("places", lambda a: a[:-1], "places has 2 entries"),
+        ("searched", lambda a: a[:0], "searched has 0 entries"),
+        ("table", lambda a: a[:0], "table has 0 entries"),
+        ("answer_offsets", lambda a: a[:0], "answer_offsets has 0"),
+        ("answer_offsets", lambda a: a[:-1] * 0, "shows a class that is none"),
+        ("answer_offsets", lambda a: a + 1, "answer_offsets ends at 1"),
+    ],
+)
+def test_the_kernel_refuses_what_leads_outside(name, change, match):
+    calls = read_calls(sent_out())
+    classes = classify(calls, identity_of("text"))
+    calls = classes.keyed(calls)
+    forest = grow(calls)
+    n_nodes, n_table = _core.tree_size(calls.requests, calls.session_offsets)
+    good = {
+        "calls": calls.calls,
+        "requests": calls.requests,
+        "session_offsets": calls.session_offsets,
+        "nodes": forest.nodes,
+        "ends": forest.ends,
+        "dispatches": np.full(3, -1, np.int32),
+        "answer_offsets": np.zeros(len(classes.bodies) + 1, np.int64),
+        "answers": np.empty(0, np.int32),
+        "tree_nodes": np.empty(n_nodes, MESSAGE),
+        "table": np.empty(n_table, np.int32),
+        "places": np.empty(3, np.int32),
+        "searched": np.empty(n_nodes, np.int32),
+        "links": np.zeros(3, LINK),
+    }
+    _core.route_agents(*good.values())
+    with pytest.raises(LayoutError, match=match):
+        _core.route_agents(*{**good, name: change(good[name])}.values())

@@ -14,7 +14,7 @@ from tests.tables import by_session, turns_table
 from trajkit.errors import InvalidTurnsError, PolicyError
 from trajkit.schema import REPORT, SESSIONS
 
-KEEPS_ALL = ["faithful", "strict", "per_call", "skyrl"]
+KEEPS_ALL = ["faithful", "strict", "per_call", "skyrl", "graph"]
 """Policies that train every sampled token once."""
 
 N_STATES = 11

@@ -68,7 +68,7 @@ def route_messages(
     nodes: _Records,
     ends: _I32,
     merge_threshold: int,
-    by_tokens: bool,
+    equals: int,
     tree_nodes: _Records,
     table: _I32,
     places: _I32,

@@ -9,10 +9,10 @@ import pyarrow.compute as pc
 from trajkit.calls import Ints, Longs
 from trajkit.equality import Classes
 from trajkit.json_text import parse
+from trajkit.messages import message_body
 
-# Where canonical JSON says which tool call a message answers; quoted text cannot hold it.
-_ANSWERS = re.compile(r'"(?:tool_call_id|tool_use_id)":')
-_CALLS = '"tool_calls":|"tool_use"'
+# Where JSON may say which tool call a message answers, and the id in quotes.
+_ANSWERS = re.compile(r'"tool_(?:call|use)_id":\s*("(?:[^"\\]|\\.)*")')
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,9 @@ def find_dispatches(classes: Classes, tools: tuple[str, ...]) -> Dispatches:
     replies = np.unique(classes.replies[classes.replies >= 0])
     if tools:
         bodies = classes.bodies.take(replies)
-        calling = pc.match_substring_regex(bodies, _CALLS)
+        # Only replies that may call one of the tools are parsed.
+        names = "|".join(re.escape(_quoted(tool)) for tool in tools)
+        calling = pc.match_substring_regex(bodies, rf'"name":\s*(?:{names})')
         for k, body in zip(
             replies[np.asarray(calling)],
             bodies.filter(calling).to_pylist(),
@@ -48,13 +50,19 @@ def find_dispatches(classes: Classes, tools: tuple[str, ...]) -> Dispatches:
                 of_class[k] = numbers.setdefault(ids[-1], len(numbers))
     offsets = np.zeros(len(classes.bodies) + 1, np.int64)
     answers: list[int] = []
-    if numbers:
+    quoted = {_quoted(call) for call in numbers if call is not None}
+    if quoted:
         for k, body in enumerate(classes.bodies.to_pylist()):
-            if _ANSWERS.search(body):
+            if not quoted.isdisjoint(_ANSWERS.findall(body)):
                 found = {numbers.get(call, -1) for call in _answered(parse(body))}
                 answers.extend(found - {-1})
             offsets[k + 1] = len(answers)
     return Dispatches(of_class[classes.replies], offsets, np.array(answers, np.int32))
+
+
+def _quoted(text: str) -> str:
+    """A string as the bodies of messages write it."""
+    return message_body({"": text})[len('{"":') : -1]
 
 
 def _tool_calls(message: object) -> list[tuple[object, str | None]]:

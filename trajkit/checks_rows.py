@@ -81,19 +81,14 @@ def tokens(case: Case, pieces: Pieces) -> None:
     The finish_reason is that turn's.
     """
     reasons = case.turns.calls.table.column("finish_reason").to_pylist()
+    names = case.turns.calls.turn_index
     last = _last_calls(case, pieces)
     for row in range(len(case.rows.ids)):
         said = case.rows.text("finish_reason", row)
         own = int(last[row])
         named = case.rows.number("last_turn", row)
-        if named is not None and not any(
-            case.turns.calls.turn_index[call] == named and _is_path(case, row, call)
-            for call in case.turns.calls_of(int(case.session[row]))
-        ):
-            case.say(
-                "row_tokens", f"the row is not what last_turn {named} held", row=row
-            )
-        if own >= 0 and _is_path(case, row, own) and reasons[own] == said:
+        by_name = named is None or (own >= 0 and names[own] == named)
+        if own >= 0 and by_name and _is_path(case, row, own) and reasons[own] == said:
             continue
         equal = [
             call
@@ -112,6 +107,13 @@ def tokens(case: Case, pieces: Pieces) -> None:
             case.say(
                 "finish_reason",
                 f"{said!r}, the last turn's is {reasons[equal[0]]!r}",
+                row=row,
+                call=equal[0],
+            )
+        elif named is not None and named not in names[equal]:
+            case.say(
+                "row_tokens",
+                f"last_turn is {named}, turn {names[equal[0]]} held the row's tokens",
                 row=row,
                 call=equal[0],
             )

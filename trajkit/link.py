@@ -17,8 +17,10 @@ from trajkit.policies import (
     DEFAULT_FORK_THRESHOLD,
     DISPATCH_TOOLS,
     EQUALS,
+    ORDERS,
     ROUTES,
     Equals,
+    Order,
     Policy,
     Route,
     chosen_int,
@@ -36,6 +38,7 @@ def link(
     equals: Equals = "first",
     equality: Equality | None = None,
     dispatch_tools: Sequence[str] = DISPATCH_TOOLS,
+    order: Order = "tree",
 ) -> pa.Table:
     """The turn that each turn continues.
 
@@ -45,27 +48,29 @@ def link(
         `trajkit.schema.TURNS` in full or delta form.
     route : {"messages", "agents", "tokens", "previous", "none", "prompts"}
         By the message tree; the last call of the same agent, if that one's messages are
-        its first ones (see `Policy.route`); by the longest row end that is a prefix of
-        the prompt (ties to the oldest row); the previous turn of the session; no turn
-        at all; by the chain of turns whose last prompt is the longest prefix of the
+        its first ones (see `Policy`); by the longest row end that is a prefix of the
+        prompt (ties to the oldest row); the previous turn of the session; no turn at
+        all; by the chain of turns whose last prompt is the longest prefix of the
         prompt, whatever was sampled (an empty prompt goes on nothing, and nothing on
-        it). Under
-        ``"messages"`` a turn without a list of messages goes below the turn whose
-        prompt and output are the longest prefix of its prompt, and a turn with an empty
-        list is left out. So is it under ``"agents"``, where a turn without a list, or
-        after one without, goes on where its prompt starts with the other's prompt and
-        output.
+        it). Under ``"messages"`` a turn without a list of messages goes below the turn
+        whose prompt and output are the longest prefix of its prompt, and a turn with an
+        empty list is left out. So it is under ``"agents"``, where a turn without a
+        list, or after one without, goes on where its prompt starts with the other's
+        prompt and output.
     merge_threshold : int, optional
         Under ``"messages"``: a reply shorter than this many tokens gives way to the one
         that a later request shows in its place. None: 1024; 0 and below: never.
-    equals : {"first", "tokens"}
+    equals : {"first", "tokens", "whole"}
         Under ``"messages"``, of equal replies to the same messages: a request that
         shows one of them continues the first, or the one whose prompt and output its
-        own prompt repeats for longest.
-    equality : {"values", "text"}, optional
-        Messages are equal where Python's ``==`` calls them so; or where their JSON
-        texts with sorted keys are, once every ``cache_control`` is left out. None:
-        ``"text"`` under ``"agents"``, else ``"values"``.
+        own prompt repeats for longest. ``"whole"``: it continues the nearest message
+        above whose prompt and output its own prompt repeats to the end, the last of
+        equals.
+    order : {"tree", "commit"}
+        The rank in the traversal of the message tree (of the rows, of the agents), or
+        among the turns as they came.
+    equality : {"values", "text", "content"}, optional
+        As for `trajkit.policy`. None: ``"text"`` under ``"agents"``, else ``"values"``.
     dispatch_tools : sequence of str
         Under ``"agents"``, tools whose calls send out a sub-agent.
 
@@ -97,10 +102,12 @@ def link(
         raise PolicyError(
             f"equality={equality!r}: expected one of {', '.join(EQUALITIES)}"
         )
+    if order not in ORDERS:
+        raise PolicyError(f"order={order!r}: expected one of {', '.join(ORDERS)}")
     tools = tool_names("dispatch_tools", dispatch_tools)
     calls = read_calls(turns)
     links = find_links(
-        calls, grow(calls), route, merge_threshold, equals, equality, tools
+        calls, grow(calls), route, merge_threshold, equals, equality, tools, order
     )
     return links_table(calls, links)
 
@@ -113,6 +120,7 @@ def find_links(
     equals: Equals,
     equality: Equality = "values",
     dispatch_tools: tuple[str, ...] = DISPATCH_TOOLS,
+    order: Order = "tree",
 ) -> Records:
     """The link of every call, dtype LINK, ``lcp`` unset."""
     n_calls = len(calls.calls)
@@ -127,7 +135,7 @@ def find_links(
             forest.nodes,
             forest.ends,
             merge_threshold,
-            equals == "tokens",
+            EQUALS.index(equals),
             np.empty(n_nodes, MESSAGE),
             np.empty(n_table, np.int32),
             np.empty(n_calls, np.int32),
@@ -194,6 +202,13 @@ def find_links(
         )
     else:
         raise PolicyError(f"route={route!r}: expected one of {', '.join(ROUTES)}")
+    if order == "commit":
+        placed = links["order"] >= 0
+        before = np.concatenate([[0], np.cumsum(placed)])
+        first = np.repeat(
+            before[calls.session_offsets[:-1]], np.diff(calls.session_offsets)
+        )
+        links["order"] = np.where(placed, before[:-1] - first, -1)
     return links
 
 
@@ -207,6 +222,7 @@ def policy_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
         policy.equals,
         policy.equality,
         policy.dispatch_tools,
+        policy.order,
     )
 
 

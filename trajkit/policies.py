@@ -12,10 +12,11 @@ Route: TypeAlias = Literal[
 ]
 Absorb: TypeAlias = Literal["never", "short_reply", "short_drift", "any", "splice"]
 Rewards: TypeAlias = Literal["copy", "uniform", "final_only"]
-Equals: TypeAlias = Literal["first", "tokens"]
+Equals: TypeAlias = Literal["first", "tokens", "whole"]
 Own: TypeAlias = Literal["first", "longest", "most_trained"]
 MissingLogprobs: TypeAlias = Literal["keep", "untrain", "raise", "null_row"]
 Aborted: TypeAlias = Literal["context", "train"]
+Order: TypeAlias = Literal["tree", "commit"]
 Flags: TypeAlias = Literal["chain", "row"]
 
 ROUTES: tuple[Route, ...] = get_args(Route)
@@ -24,6 +25,7 @@ EQUALS: tuple[Equals, ...] = get_args(Equals)
 OWNS: tuple[Own, ...] = get_args(Own)
 MISSING_LOGPROBS: tuple[MissingLogprobs, ...] = get_args(MissingLogprobs)
 ABORTED: tuple[Aborted, ...] = get_args(Aborted)
+ORDERS: tuple[Order, ...] = get_args(Order)
 FLAGS: tuple[Flags, ...] = get_args(Flags)
 REWARDS: tuple[Rewards, ...] = get_args(Rewards)
 
@@ -59,13 +61,20 @@ class Policy:
     merge : bool
         Message routing lets a reply that is shown otherwise take the place of one that
         is shorter than ``fork_threshold``, has no siblings and was not continued.
-    equality : {"values", "text"}
+    equality : {"values", "text", "content"}
         Messages are equal where Python's ``==`` calls them so; or where their JSON
-        texts with sorted keys are, once every ``cache_control`` is left out.
-    equals : {"first", "tokens"}
+        texts with sorted keys are, once every ``cache_control`` is left out; or where
+        role, content, reasoning, tool calls (the arguments as JSON) and the call that a
+        tool's message answers are, content null being the empty text.
+    equals : {"first", "tokens", "whole"}
         Of equal replies to the same messages, a request that shows one of them
         continues the first, or the one whose prompt and output its own prompt repeats
-        for longest.
+        for longest. ``"whole"``: it continues the nearest message above whose prompt
+        and output its own prompt repeats to the end, the last of equals, so that no row
+        drifts.
+    order : {"tree", "commit"}
+        Chains, and so rows and who is first to train a claim, come as the traversal of
+        ``route`` has their last turns, or as those were recorded.
     absorb : {"never", "short_reply", "short_drift", "any", "splice"}
         What drift inside the last reply does: opens a new row always; or is taken into
         the row, which loses that reply, when the incoming reply, or what was held
@@ -102,7 +111,8 @@ class Policy:
     aborted : {"context", "train"}
         Turns whose ``finish_reason`` is ``abort`` are context only, which the report
         counts as ``lost_aborted``; or are trained as any other, as the systems do that
-        the presets slime, trl, segments, skyrl and strict reproduce.
+        the presets slime, trl, segments, skyrl, graph and strict
+        reproduce.
     keep_untrained : bool
         Rows in which nothing is trained are emitted.
     keep_empty : bool
@@ -125,6 +135,7 @@ class Policy:
     merge: bool = False
     equality: Equality = "values"
     equals: Equals = "first"
+    order: Order = "tree"
     absorb: Absorb = "never"
     keep_head: bool = False
     fork_threshold: int = 0
@@ -192,6 +203,16 @@ PRESETS: dict[str, Policy] = {
     ),
     # SkyRL merge_stepwise_output (spec: SkyRL 6)
     "skyrl": Policy(name="skyrl", route="previous", aborted="train"),
+    # prime-rl's message graph (spec: prime-rl 2.2)
+    "graph": Policy(
+        name="graph",
+        route="messages",
+        equality="content",
+        equals="whole",
+        order="commit",
+        aborted="train",
+        keep_untrained=False,
+    ),
     # prime-rl interleave_rollout (spec: prime-rl 2.1)
     "strict": Policy(name="strict", route="tokens", aborted="train"),
     "per_call": Policy(name="per_call", route="none"),
@@ -228,7 +249,7 @@ def policy(name: str | Policy, **choices: object) -> Policy:
     Parameters
     ----------
     name : str or Policy
-        ``"faithful"``, ``"slime"``, ``"trl"``, ``"segments"``, ``"skyrl"``,
+        ``"faithful"``, ``"slime"``, ``"trl"``, ``"segments"``, ``"graph"``, ``"skyrl"``,
         ``"strict"`` (also ``"interleave"``), ``"per_call"`` or ``"polar"``; or a policy
         to start from.
     **choices
@@ -311,6 +332,7 @@ def _checked_choice(choice: str, value: object) -> object:
         "route": ROUTES,
         "equality": EQUALITIES,
         "equals": EQUALS,
+        "order": ORDERS,
         "absorb": ABSORBS,
         "own": OWNS,
         "missing_logprobs": MISSING_LOGPROBS,

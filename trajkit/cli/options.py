@@ -61,6 +61,6 @@ def chosen_policy(arguments: argparse.Namespace) -> tk.Policy:
     ):
         raise tk.PolicyError(
             f"--fork-threshold {arguments.fork_threshold}: policy {policy.name!r} "
-            "has no threshold"
+            "does with all drift the same"
         )
     return policy
