@@ -155,7 +155,7 @@ def prompt_length(case: Case, pieces: Pieces) -> None:
     calls = case.turns.calls.calls
     due = np.full(len(given), -1)
     due[pieces.row[::-1]] = calls["prompt_len"][pieces.call[::-1]]
-    absorbs = case.policy is None or case.policy.absorb != "never"
+    absorbs = case.policy is None or case.policy.absorbs
     for row in np.flatnonzero(given != due):
         n = int(given[row])
         ids = case.rows.ids[row]

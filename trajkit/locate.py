@@ -145,7 +145,7 @@ class _Located:
             left[at] = False
             twice[at] = -1
             self._compare(row, call, start, at)
-            if not place.in_context:
+            if not place.in_context and not case.splices:
                 n_prompt = len(case.turns.prompts[call])
                 case.say(
                     "context",
