@@ -82,8 +82,7 @@ def tokens(case: Case, pieces: Pieces) -> None:
     """
     reasons = case.turns.calls.table.column("finish_reason").to_pylist()
     last = _last_calls(case, pieces)
-    for row in range(len(case.rows.ids)):
-        said = case.rows.text("finish_reason", row)
+    for row, said in enumerate(case.rows.table.column("finish_reason").to_pylist()):
         own = int(last[row])
         if own >= 0 and _is_path(case, row, own) and reasons[own] == said:
             continue
@@ -118,7 +117,7 @@ def _last_calls(case: Case, pieces: Pieces) -> Longs:
 
 def _is_path(case: Case, row: Index, call: int) -> bool:
     ids = case.rows.ids[row]
-    held = int(case.turns.calls.held[call])
+    held = case.turns.held(call)
     if min(held, case.cap or held) != len(ids):
         return False
     return case.turns.shared(ids, call) == len(ids)
@@ -129,7 +128,7 @@ def _departs(case: Case, row: Index, own: int) -> int:
     ids = case.rows.ids[row]
     if own >= 0:
         n = case.turns.shared(ids, own)
-        if n < min(len(ids), int(case.turns.calls.held[own])):
+        if n < min(len(ids), case.turns.held(own)):
             return n
     calls = case.turns.calls_of(int(case.session[row]))
     return max((case.turns.shared(ids, call) for call in calls), default=0)
@@ -146,7 +145,7 @@ def prompt_length(case: Case, pieces: Pieces) -> None:
     due = np.full(len(given), -1)
     due[pieces.row[::-1]] = calls["prompt_len"][pieces.call[::-1]]
     absorbs = case.policy is None or case.policy.absorb != "never"
-    for row in np.flatnonzero(given != due):
+    for row in np.flatnonzero((given != due) | (due < 0)):
         n = int(given[row])
         ids = case.rows.ids[row]
         opened = False
@@ -277,8 +276,8 @@ def flags(case: Case, pieces: Pieces) -> None:
     """truncated, use_tool and ill_formed are those of the row's calls."""
     table, calls = case.rows.table, case.turns.calls.calls
     truncated = table.column("truncated").to_pylist()
-    for row, said in enumerate(truncated):
-        reason = case.rows.text("finish_reason", row)
+    reasons = table.column("finish_reason").to_pylist()
+    for row, (said, reason) in enumerate(zip(truncated, reasons, strict=True)):
         if said is not (reason == "length"):
             case.say(
                 "flags",
@@ -297,9 +296,10 @@ def flags(case: Case, pieces: Pieces) -> None:
 def _unseen(case: Case, row: Index, name: str) -> bool:
     """Whether a call that may have left no piece in the row has the flag."""
     calls, ids = case.turns.calls.calls, case.rows.ids[row]
+    absorbs = case.policy is None or case.policy.absorb != "never"
     return any(
         calls[name][call]
-        and (calls["out_len"][call] == 0 or case.cap is not None)
+        and (absorbs or calls["out_len"][call] == 0 or case.cap is not None)
         and _core.lcp(ids, case.turns.prompts[call])
         == min(len(ids), calls["prompt_len"][call])
         for call in case.turns.calls_of(int(case.session[row]))
