@@ -296,10 +296,15 @@ def flags(case: Case, pieces: Pieces) -> None:
 def _unseen(case: Case, row: Index, name: str) -> bool:
     """Whether a call that may have left no piece in the row has the flag."""
     calls, ids = case.turns.calls.calls, case.rows.ids[row]
-    absorbs = case.policy is None or case.policy.absorb != "never"
+    absorbs = case.policy is not None and case.policy.absorb != "never"
+    trainable = case.trainable
     return any(
         calls[name][call]
-        and (absorbs or calls["out_len"][call] == 0 or case.cap is not None)
+        and (
+            calls["out_len"][call] == 0
+            or case.cap is not None
+            or (absorbs and not trainable[call])
+        )
         and _core.lcp(ids, case.turns.prompts[call])
         == min(len(ids), calls["prompt_len"][call])
         for call in case.turns.calls_of(int(case.session[row]))
