@@ -127,7 +127,12 @@ def as_parsed(records: Iterator[Record]) -> list[Record]:
     Every int, float and message is an object of its own, in each turn again.
     """
     return [
-        json.loads(json.dumps(record, default=lambda array: array.tolist()))
+        {
+            name: value.tolist()
+            if isinstance(value, np.ndarray)
+            else json.loads(json.dumps(value))
+            for name, value in record.items()
+        }
         for record in records
     ]
 
