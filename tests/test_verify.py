@@ -990,6 +990,65 @@ def test_rows_without_session_ids():
     assert tk.verify(rows, turns).to_pylist() == []
 
 
+def any_mask_bit(row, pick):
+    k = pick(range(len(row["loss_mask"])))
+    row["loss_mask"][k] = not row["loss_mask"][k]
+    return k
+
+
+def any_trained_logprob(row, pick):
+    k = pick([k for k, trained in enumerate(row["loss_mask"]) if trained])
+    row["logprobs"][k] = -99.0
+    return k
+
+
+def any_trained_id(row, pick):
+    k = pick([k for k, trained in enumerate(row["loss_mask"]) if trained])
+    row["input_ids"][k] = OTHER
+    return k
+
+
+def any_id_before(row, pick):
+    last = max((k for k, trained in enumerate(row["loss_mask"]) if trained), default=0)
+    k = pick(range(last))
+    row["input_ids"][k] = OTHER
+    return k
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["full mask", "response mask"])
+@pytest.mark.parametrize(
+    "fault", [any_mask_bit, any_trained_logprob, any_trained_id, any_id_before]
+)
+@settings(max_examples=10)
+@given(st.data(), rich_seeds, st.sampled_from(KEEPS_ALL))
+def test_a_fault_is_found_in_rows_without_pieces(fault, whole, data, seed, policy):
+    """In its row at or after the token, or as tokens of the session that are lost."""
+    turns = rich_run(seed)
+    rows = copy.deepcopy(rich_rows(seed, policy))
+    pick = picking(lambda n: data.draw(st.integers(0, n - 1)))
+    row = pick([r for r in rows if any(r["loss_mask"]) and r["prompt_length"]])
+    k = fault(row, pick)
+    if not whole and not any(row["loss_mask"][: row["prompt_length"]]):
+        response_only(row)
+    known = without_pieces(rich_rows(seed, policy), turns, policy)
+    found = without_pieces(rows, turns, policy)
+    session, index = row["session_id"], row["row_index"]
+    assert [
+        one
+        for one in found
+        if one not in known
+        and one["session_id"] == session
+        and (one["row_index"] is None or one["row_index"] == index)
+        and (one["row_index"] is None or one["token"] >= k)
+    ]
+
+
+def without_pieces(rows, turns, policy):
+    names = ("session_id", "row_index", "input_ids", "loss_mask", "logprobs")
+    table = pa.table({name: [row[name] for row in rows] for name in names})
+    return tk.verify(table, turns, policy).to_pylist()
+
+
 def outside_of_replies(row):
     row["loss_mask"][1] = True
     return ("mask", 1)
