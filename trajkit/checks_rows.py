@@ -142,10 +142,10 @@ def prompt_length(case: Case, pieces: Pieces) -> None:
     """
     given = case.rows.table.column("prompt_length").to_numpy()
     calls = case.turns.calls.calls
-    due = np.full(len(given), -1)
+    due = np.full(len(given), np.iinfo(np.int64).min)  # what no row can say
     due[pieces.row[::-1]] = calls["prompt_len"][pieces.call[::-1]]
     absorbs = case.policy is None or case.policy.absorb != "never"
-    for row in np.flatnonzero((given != due) | (due < 0)):
+    for row in np.flatnonzero(given != due):
         n = int(given[row])
         ids = case.rows.ids[row]
         opened = False
