@@ -71,11 +71,14 @@ def test_skyrl(session):
 
 @pytest.mark.parametrize("policy", TWINS)
 def test_generated_sessions(policy):
-    """Of calls as the systems know them: messages, all logprobs or none, all trained."""
+    """Of calls as the systems know them: messages, all logprobs or none, none aborted."""
     turns = [
         {
             **one,
             "trainable": None,
+            "finish_reason": one["finish_reason"]
+            if one["finish_reason"] != "abort"
+            else None,
             "prompt_messages": one["prompt_messages"] or [],
             "output_logprobs": []
             if None in (one["output_logprobs"] or [None])
