@@ -79,12 +79,12 @@ def test_generated_sessions(policy):
             "finish_reason": one["finish_reason"]
             if one["finish_reason"] != "abort"
             else None,
-            "prompt_messages": one["prompt_messages"] or [],
             "output_logprobs": []
             if None in (one["output_logprobs"] or [None])
             else one["output_logprobs"],
         }
         for one in generated_runs(1000, seed=2)
+        if one["prompt_messages"]
     ]
     expected = [
         row for session in by_session(turns).values() for row in TWINS[policy](session)
