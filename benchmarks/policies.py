@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 import trajkit as tk
-from benchmarks import peers, peers_chains, peers_faithful
+from benchmarks import peers, peers_chains, peers_faithful, peers_segments
 from benchmarks.compare import (
     Timing,
     commit,
@@ -41,6 +41,7 @@ TWINS: dict[str, Twin] = {
     "skyrl": peers_chains.skyrl,
     "strict": peers_chains.strict,
     "per_call": peers_chains.per_call,
+    "segments": peers_segments.linearize,
 }
 """The rules in plain Python, by the policy that they are."""
 

@@ -3,7 +3,7 @@
 import pytest
 
 import trajkit as tk
-from benchmarks import peers, peers_chains
+from benchmarks import peers, peers_chains, peers_segments
 from benchmarks.data import SHAPES, SMALL, as_parsed, rollout
 from benchmarks.forks import FORKS, forking
 from benchmarks.policies import TWINS, difference
@@ -112,3 +112,17 @@ def test_a_difference_is_said():
     assert difference(rows, expected) == "row 0: loss_mask differs"
     expected[0]["prompt_length"] = 0
     assert difference(rows, []) == "trajkit gives 1 rows, plain Python 0"
+
+
+@pytest.mark.parametrize(
+    "session",
+    [*golden("segments"), *golden("segments_sub"), *golden("segments_directed")],
+    ids=golden_name,
+)
+def test_segments(session, monkeypatch):
+    monkeypatch.setattr(peers_segments, "dispatched", lambda turn: turn["dispatch_ids"])
+    monkeypatch.setattr(peers_segments, "answered", lambda turn: turn["answered_ids"])
+    rows = peers_segments.linearize(session["turns"])
+    assert of(rows) == [
+        with_prompt(row, row["prompt_length"]) for row in session["expected"]["rows"]
+    ]

@@ -29,7 +29,7 @@ from trajkit.schema import (
     VIOLATIONS,
 )
 
-KEEPS_ALL = ("faithful", "strict", "per_call", "skyrl")
+KEEPS_ALL = ("faithful", "strict", "per_call", "skyrl", "graph")
 OTHER = 77  # an id that no strategy draws
 
 

@@ -120,6 +120,8 @@ class _Located:
         self.seen: set[int] = set()
         # shape (n_calls,): calls that may be trained
         self._may = case.trainable
+        # shape (n_sampled,): tokens that may be
+        self._may_train = case.may_train
 
     def rank(self, row: int, places: list[_Place]) -> None:
         """Put the turns first that a row's trained tokens are likelier to be of.
@@ -185,13 +187,15 @@ class _Located:
     def _compare(self, row: int, call: int, start: int, at: Longs) -> None:
         """Logprobs of trained tokens, and whether the turn may be trained."""
         case, rows = self._case, self._case.rows
-        if not self._may[call]:
+        source = case.turns.outputs.offsets[call] + at - start
+        barred = at[~self._may_train[source]]
+        if len(barred):
             case.say(
                 "untrainable",
-                f"{len(at)} tokens of a turn that may not be trained",
+                f"{len(barred)} tokens that may not be trained",
                 row=row,
                 call=call,
-                token=int(at[0]),
+                token=int(barred[0]),
             )
         bad = self._wrong_logprobs(row, call, start, at)
         for first, n in zip(*stretches(at[bad], np.zeros(len(bad), int)), strict=True):
