@@ -11,11 +11,14 @@
     route_prefix.pxi  the same, whatever the order of calls
     route_generations.pxi  a forest of generations, by messages and checked by tokens
     agents.pxi   which call a call continues: of the main agent or of a sub-agent
+    prompts.pxi  which chain a call goes on, by prompts alone
     drift.pxi    how a prompt departs from what was held
     align.pxi    where two runs of tokens differ
     plan.pxi     which rows a policy makes, who owns a claim, what is lost
     own.pxi      which of the rows that hold a claim trains it
     fill.pxi     the columns of planned rows
+    logprobs.pxi rows of which the engine did not give every logprob
+    splice.pxi   rows of raw outputs between stretches of later prompts: plan and columns
 
 Kernels never allocate: the caller passes every output buffer.
 """
@@ -52,9 +55,12 @@ include "route_prefix.pxi"
 include "route_generations.pxi"
 include "bodies.pxi"
 include "agents.pxi"
+include "prompts.pxi"
 include "drift.pxi"
 include "align.pxi"
 include "plan.pxi"
 include "own.pxi"
 include "fill.pxi"
+include "logprobs.pxi"
+include "splice.pxi"
 include "columns.pxi"

@@ -22,7 +22,7 @@ cdef enum:  # who trains a claim that several rows hold; in the order of policie
     OWN_FIRST, OWN_LONGEST, OWN_MOST_TRAINED, OWN_EARLIEST, OWN_EVERY
 
 cdef enum:  # in the order of trajkit.schema.SPAN_KINDS
-    SPAN_TRAINED, SPAN_DUPLICATE, SPAN_ABSORBED, SPAN_CUT, SPAN_UNTRAINABLE
+    SPAN_TRAINED, SPAN_DUPLICATE, SPAN_ABSORBED, SPAN_CUT, SPAN_UNTRAINABLE, SPAN_UNSPLICED
     N_SPAN_KINDS
 
 cdef enum:  # in the order of trajkit.schema.REPORT, from turns on
@@ -32,9 +32,10 @@ cdef enum:  # in the order of trajkit.schema.REPORT, from turns on
     REPORT_LOST_UNTRAINABLE, REPORT_LOST_UNROUTED, REPORT_LOST_RESTARTED
     REPORT_LOST_UNEMITTED
     REPORT_LOST_ABORTED       # left to the caller, who knows which calls were aborted
-    REPORT_LOST_NO_LOGPROB
+    REPORT_LOST_NO_LOGPROB, REPORT_LOST_UNSPLICED
     REPORT_LOST_QUARANTINED, REPORT_LOST_UNDELIVERED, REPORT_LOST_REFUSED
     REPORT_LOST_RETRIED
+    REPORT_ROWS_UNSPLICED, REPORT_TURNS_UNSPLICED
     REPORT_WIDTH
 
 
@@ -278,6 +279,23 @@ cdef void _find_parent_row(
         node = nodes[node].parent
 
 
+cdef void _count_call(
+    const Call* call, const Link* link, bint by_token, int64_t* report
+) noexcept nogil:
+    """Count a call, and what no row can claim of it."""
+    cdef int64_t due = call.out_len
+    report[REPORT_TURNS] += 1
+    report[REPORT_SAMPLED] += due
+    if not call.trainable:
+        report[REPORT_LOST_UNTRAINABLE] += due
+        due = 0
+    elif by_token:
+        due -= _n_without(call, due)
+        report[REPORT_LOST_NO_LOGPROB] += call.out_len - due
+    if link.order < 0:
+        report[_loss(link)] += due
+
+
 cdef int64_t _withdraw(
     const Call* calls, const Link* links, const int32_t* owners, const Rule* rule, Row* rows,
     int64_t first, int64_t n_rows, int64_t* report,
@@ -359,20 +377,10 @@ cdef int64_t _plan_session(
     for i in range(lo, hi):
         by_order[i] = owners[i] = -1
     for i in range(lo, hi):
-        report[REPORT_TURNS] += 1
-        report[REPORT_SAMPLED] += calls[i].out_len
-        due = calls[i].out_len
-        if not calls[i].trainable:
-            report[REPORT_LOST_UNTRAINABLE] += due
-            due = 0
-        elif rule.by_token:
-            due -= _n_without(&calls[i], due)
-            report[REPORT_LOST_NO_LOGPROB] += calls[i].out_len - due
+        _count_call(&calls[i], &links[i], rule.by_token, report)
         kinds[i] = KIND_FORK
         if links[i].order >= 0:
             by_order[lo + links[i].order] = i
-        else:
-            report[_loss(&links[i])] += due
     late = _has_late_parent(links, lo, hi)
     for k in range(lo, hi):
         i = by_order[k] if late else k

@@ -511,6 +511,58 @@ def runs_apart(draw):
     return a, b + draw(few_ids)
 
 
+# Rows that are spliced
+
+
+@st.composite
+def growing_prompts(draw, max_turns=8):
+    """One session whose prompts grow out of earlier prompts, whatever was sampled.
+
+    Equal prompts (retries), empty ones, tails without an end of turn, or with one of
+    several ids that may be one, outputs that are empty or do not end their turn.
+    """
+    ids = tokens | st.just(END)
+    turns = []
+    for turn_index in draw(turn_numbers(draw(st.integers(1, max_turns)))):
+        reply = draw(replies())
+        known = draw(st.sampled_from([None, *turns, *turns[-1:], *turns[-1:]]))
+        prompt = []
+        if known is not None:
+            prompt = list(known["prompt_ids"])
+            said = list(known["output_ids"])
+            tail = draw(st.lists(ids, max_size=4))
+            prompt += draw(
+                st.sampled_from(
+                    [
+                        [],
+                        tail,
+                        [*said, *tail],
+                        [*said, END, *tail],
+                        [*said[:-1], END, *tail],
+                        [*tail, END, 2],
+                    ]
+                )
+            )
+        turns.append(
+            {
+                "turn_index": turn_index,
+                "prompt_messages": None,
+                "response_message": None,
+                "prompt_ids": prompt or draw(bodies),
+                **reply,
+                "output_ids": [
+                    *reply["output_ids"][:-1],
+                    *(draw(ids) for _ in reply["output_ids"][-1:]),
+                ],
+            }
+        )
+    return turns
+
+
+ends_of_turn = st.sampled_from([END, END, None, None, 0, 7])
+"""end_of_turn_token_id: that of the template, each chain's own, others."""
+
+
 # Calls whose order does not count
 
 
@@ -538,3 +590,34 @@ def named_sessions(draw, max_turns=8, *, unique=False):
         {**turn, "turn_index": index, "request_id": name, "started_at": draw(times)}
         for turn, index, name in zip(turns, draw(turn_numbers(n)), names, strict=True)
     ]
+
+
+@st.composite
+def forest_policies(draw):
+    """Choices of the rules of forests beside those of other rules, as they may be made."""
+    route = draw(st.sampled_from(["prefix", "prefix", "generations", "messages"]))
+    absorbs = ["never", "short_drift", *(["splice"] if route != "prefix" else [])]
+    absorb = draw(st.sampled_from(absorbs))
+    spliced = absorb == "splice"
+    max_rows = draw(st.sampled_from([None, None, 1, 2]))
+    owns = ["first", "longest", "most_trained", "earliest"]
+    if absorb == "never" and max_rows is None:
+        owns += ["every", "every"]
+    return {
+        "route": route,
+        "absorb": absorb,
+        "keep_head": draw(st.booleans()),
+        "fork_threshold": draw(thresholds),
+        "own": draw(st.sampled_from(owns)),
+        "emit": "all" if spliced else draw(st.sampled_from(["all", "main"])),
+        "cut": "tokens" if spliced else draw(st.sampled_from(["tokens", "calls"])),
+        "order": "tree"
+        if route == "prefix"
+        else draw(st.sampled_from(["tree", "commit"])),
+        "max_rows": max_rows,
+        "missing_logprobs": draw(st.sampled_from(["keep", "untrain", "null_row"])),
+        "aborted": draw(st.sampled_from(["context", "train"])),
+        "keep_untrained": draw(st.booleans()),
+        "keep_empty": draw(st.booleans()),
+        "flags": draw(st.sampled_from(["chain", "row"])),
+    }

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests import reference, reference_forests
 from tests.golden_sessions import golden, golden_name
-from tests.strategies import message_pairs, named_sessions, row_limits
+from tests.strategies import forest_policies, message_pairs, named_sessions, row_limits
 from tests.tables import dicts, in_delta_form, turns_table
 from trajkit import _core
 from trajkit.calls import read_calls
@@ -334,12 +334,21 @@ def test_request_ids_of_any_kind_rank():
         tk.linearize(lists, "nemo")
 
 
+SPLICED = {"absorb": "splice", "own": "first", "route": "none"}
+
+
 @pytest.mark.parametrize(
     ("choices", "match"),
     [
         ({"own": "every", "absorb": "short_reply"}, "own='every' with absorb="),
         ({"max_rows": 1}, "own='every' with absorb='never' and max_rows=1"),
         ({"order": "commit"}, "order='commit' does not go with route='prefix'"),
+        (
+            {"absorb": "splice", "own": "first"},
+            "route='prefix' does not go with absorb",
+        ),
+        ({**SPLICED, "emit": "main"}, "emit='main' does not go with absorb"),
+        ({**SPLICED, "cut": "calls"}, "cut='calls' does not go with absorb"),
         ({"own": "none"}, "own='none': expected one of 'first', 'longest'"),
         ({"emit": "one"}, "emit='one': expected one of 'all', 'main'"),
         ({"sort": "size"}, "sort='size': expected one of 'turn', 'prompt'"),
@@ -739,3 +748,83 @@ def test_parents_in_a_circle_are_refused():
     circle = pa.Table.from_pylist(placeless, tk.schema.LINKS)
     assert tk.classify_drift(table, circle).num_rows == 3
     assert tk.linearize(table, "nemo", links=circle).num_rows == 0
+
+
+# --- beside the choices of other rules
+
+
+def trained_tokens(rows):
+    return [
+        (span["turn_index"], span["output_start"] + k)
+        for row in rows.to_pylist()
+        for span in row["spans"]
+        if span["kind"] == "trained"
+        for k in range(span["stop"] - span["start"])
+    ]
+
+
+@given(named_sessions(), forest_policies(), row_limits)
+def test_any_choices_together_count_every_token_once(turns, choices, limit):
+    table = turns_table(turns)
+    policy = tk.policy("nemo", **choices)
+    rows, report = tk.linearize(table, policy, max_row_tokens=limit, report=True)
+    tokens = trained_tokens(rows)
+    if policy.own != "every":
+        assert len(tokens) == len(set(tokens))
+    (line,) = report.to_pylist()
+    assert line["tokens_trained"] == len(set(tokens))
+    lost = sum(n for name, n in line.items() if name.startswith("lost_"))
+    assert line["tokens_sampled"] == line["tokens_trained"] + lost
+    found = tk.verify(rows, table, policy, max_row_tokens=limit)
+    assert found.to_pylist() == []
+
+
+# Turn 1, recorded first, goes on from turn 2, and so does turn 0, for longer.
+LATE = [
+    {"prompt_ids": [1, 2, 3, 4, 5], "output_ids": [6, 6, 6]},
+    {"prompt_ids": [1, 2, 3, 4], "output_ids": [7]},
+    {"prompt_ids": [1], "output_ids": [2, 3]},
+]
+
+
+@pytest.mark.parametrize(
+    ("choices", "expected"),
+    [
+        ({"own": "first"}, [[2, 1], [0]]),
+        ({"own": "earliest"}, [[1], [2, 0]]),
+        ({"own": "every"}, [[2, 1], [2, 0]]),
+        ({"own": "longest"}, [[1], [2, 0]]),
+        # of one chain alone, every claim is its own
+        ({"own": "longest", "emit": "main"}, [[2, 1]]),
+        ({"own": "earliest", "emit": "main"}, [[2, 1]]),
+    ],
+)
+def test_who_trains_where_a_parent_is_recorded_late(choices, expected):
+    turns = [
+        {
+            **one,
+            "turn_index": k,
+            "output_logprobs": [-1.0] * len(one["output_ids"]),
+            "finish_reason": "stop",
+        }
+        for k, one in enumerate(LATE)
+    ]
+    rows = tk.linearize(turns_table(turns), tk.policy("nemo", **choices))
+    trained = [
+        [span["turn_index"] for span in row["spans"] if span["kind"] == "trained"]
+        for row in rows.to_pylist()
+    ]
+    assert trained == expected
+
+
+def test_an_empty_row_that_was_cut_to_a_call_has_lost_what_was_cut():
+    turns = [
+        {**generation([], [1], []), "turn_index": 0},
+        {**generation([], [1, 2, 3], [4, 5]), "turn_index": 1},
+    ]
+    policy = tk.policy("skyrl", cut="calls", keep_empty=False)
+    rows, report = tk.linearize(
+        turns_table(turns), policy, max_row_tokens=2, report=True
+    )
+    assert rows.num_rows == 0
+    assert report["lost_cut"].to_pylist() == [2]

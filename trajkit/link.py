@@ -54,11 +54,14 @@ def link(
     ----------
     turns : table
         `trajkit.schema.TURNS` in full or delta form.
-    route : {"messages", "agents", "tokens", "previous", "none", "prefix", "generations"}
+    route : {"messages", "agents", "tokens", "previous", "none", "prompts", "prefix", \
+"generations"}
         By the message tree; the last call of the same agent, if that one's messages are
         its first ones (see `Policy`); by the longest row end that is a prefix of the
         prompt (ties to the oldest row); the previous turn of the session; no turn at
-        all; the turn, recorded before or after, whose prompt and output are the longest
+        all; by the chain of turns whose last prompt is the longest prefix of the
+        prompt, whatever was sampled (an empty prompt goes on nothing, and nothing on
+        it); the turn, recorded before or after, whose prompt and output are the longest
         prefix of the prompt, with some set aside (see `trajkit.schema.WHY`); the last
         turn whose messages and reply are the request's first, with some refused. Under
         ``"messages"`` a turn without a list of messages goes below the turn whose
@@ -99,14 +102,14 @@ def link(
     SchemaError, InvalidTurnsError
         As `trajkit.linearize`.
     PolicyError
-        ``route`` is none of the seven, or another choice is none, or ``route`` and
+        ``route`` is none of the eight, or another choice is none, or ``route`` and
         ``order`` exclude each other.
 
     References
     ----------
     Message routing and its merge are slime's (spec: slime 2), token routing prime-rl's
-    (spec: prime-rl 2.1), prefix routing NeMo Gym's (spec: NeMo Gym 5),
-    that of generations miles' (spec: miles 1.2).
+    (spec: prime-rl 2.1), routing by prompts is Polar's (spec: Polar 2.3), by prefixes
+    NeMo Gym's (spec: NeMo Gym 5), by generations miles' (spec: miles 1.2).
     """
     if merge_threshold is None:
         merge_threshold = DEFAULT_FORK_THRESHOLD
@@ -249,6 +252,20 @@ def find_links(
         links["why"] = WHY.index("previous" if route == "previous" else "root")
         links["parent"][starts] = -1
         links["why"][starts] = WHY.index("root")
+    elif route == "prompts":
+        inside = np.empty(n_calls, np.int32)
+        _core.find_prompt_ends(calls.calls, forest.nodes, forest.ends, inside)
+        by_place = np.lexsort((calls.calls["prompt_len"], inside))
+        _core.route_prompts(
+            calls.calls,
+            calls.session_offsets,
+            forest.nodes,
+            inside,
+            by_place.astype(np.int32),
+            np.empty((2, len(forest.nodes)), np.int32),
+            np.empty((5, n_calls), np.int32),
+            links,
+        )
     else:
         raise PolicyError(f"route={route!r}: expected one of {', '.join(ROUTES)}")
     if order == "commit":

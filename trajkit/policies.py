@@ -8,13 +8,20 @@ from trajkit.equality import EQUALITIES, Equality
 from trajkit.errors import PolicyError
 
 Route: TypeAlias = Literal[
-    "messages", "agents", "tokens", "previous", "none", "prefix", "generations"
+    "messages",
+    "agents",
+    "tokens",
+    "previous",
+    "none",
+    "prompts",
+    "prefix",
+    "generations",
 ]
-Absorb: TypeAlias = Literal["never", "short_reply", "short_drift", "any"]
+Absorb: TypeAlias = Literal["never", "short_reply", "short_drift", "any", "splice"]
 Rewards: TypeAlias = Literal["copy", "uniform", "final_only"]
 Equals: TypeAlias = Literal["first", "tokens", "whole"]
 Own: TypeAlias = Literal["first", "longest", "most_trained", "earliest", "every"]
-MissingLogprobs: TypeAlias = Literal["keep", "untrain", "raise"]
+MissingLogprobs: TypeAlias = Literal["keep", "untrain", "raise", "null_row"]
 Aborted: TypeAlias = Literal["context", "train"]
 Order: TypeAlias = Literal["tree", "commit"]
 Flags: TypeAlias = Literal["chain", "row"]
@@ -35,6 +42,11 @@ SORTS: tuple[Sort, ...] = get_args(Sort)
 CUTS: tuple[Cut, ...] = get_args(Cut)
 REWARDS: tuple[Rewards, ...] = get_args(Rewards)
 
+_LAST_TOKEN = 2**31 - 1
+
+# what rows that are spliced have no rule for
+_UNSPLICED = {"route": "prefix", "emit": "main", "cut": "calls"}
+
 DEFAULT_FORK_THRESHOLD = 1024
 """Of slime's ``TrajectoryManager`` and of TRL (spec: slime 1.3, TRL 4)."""
 
@@ -51,24 +63,26 @@ class Policy:
     ----------
     name : str
         Of the preset that the choices started from.
-    route : {"messages", "agents", "tokens", "previous", "none", "prefix", "generations"}
+    route : {"messages", "agents", "tokens", "previous", "none", "prompts", "prefix", \
+"generations"}
         The call that a call is compared with: the generated message above it in the
         message tree; the last call of its agent, if that one's messages are its first
         ones; the longest row end that is a prefix of its prompt; the previous call;
-        none; or, whatever order the calls came in, the one whose prompt and output are
-        the longest prefix of its prompt. There is a main agent, and one sub-agent from
-        a reply of the main agent that calls one of ``dispatch_tools`` until a request
-        shows the result: what then does not go on where the main agent stood is the
-        sub-agent's. Under ``"prefix"`` what nothing tells apart is set aside, with
-        every chain that it stands in: a call that may continue several with the same
-        tokens, and a retry (a call with the prompt of another) that was not gone on
-        from, the first of retries excepted where none was. Or, under
-        ``"generations"``, the last call whose messages and reply are the first messages
-        of the request, for as many as can be; a call is refused, and no later one goes
-        on from it, where ``fork_threshold`` tokens or more of what that call held (or
-        any of its prompt) are not in the prompt, and where that call stopped for its
-        length; a call that none goes on from, with a later one beside it, is a retry
-        and in no row. See `trajkit.schema.WHY`.
+        none; the last call of the chain whose last prompt is the longest prefix of its
+        prompt, whatever that call sampled; or, whatever order the calls came in, the
+        one whose prompt and output are the longest prefix of its prompt. There is a
+        main agent, and one sub-agent from a reply of the main agent that calls one of
+        ``dispatch_tools`` until a request shows the result: what then does not go on
+        where the main agent stood is the sub-agent's. Under ``"prefix"`` what nothing
+        tells apart is set aside, with every chain that it stands in: a call that may
+        continue several with the same tokens, and a retry (a call with the prompt of
+        another) that was not gone on from, the first of retries excepted where none
+        was. Or, under ``"generations"``, the last call whose messages and reply are the
+        first messages of the request, for as many as can be; a call is refused, and no
+        later one goes on from it, where ``fork_threshold`` tokens or more of what that
+        call held (or any of its prompt) are not in the prompt, and where that call
+        stopped for its length; a call that none goes on from, with a later one beside
+        it, is a retry and in no row. See `trajkit.schema.WHY`.
     dispatch_tools : tuple of str
         Tools whose calls send out a sub-agent.
     merge : bool
@@ -92,7 +106,7 @@ class Policy:
         ``route`` has their last turns, or as those were recorded. ``"prefix"``, under
         which a turn may be recorded before the one that it continues, has only the
         first.
-    absorb : {"never", "short_reply", "short_drift", "any"}
+    absorb : {"never", "short_reply", "short_drift", "any", "splice"}
         What drift inside the last reply does: opens a new row always; or is taken into
         the row, which loses that reply, when the incoming reply, or what was held
         beyond the drift's start, is shorter than ``fork_threshold``. Drift before the
@@ -100,6 +114,16 @@ class Policy:
         prompt that opened the row is taken in, and the row loses every reply that does
         not end before it; drift inside that prompt begins the row anew, without all
         that it had.
+        ``"splice"`` passes over drift behind the last prompt: the row keeps
+        the reply as it was sampled and goes on with what the next prompt has after the
+        first end of turn that follows the prompt before, so later replies may stand in
+        a context that they were not sampled in. Where the next prompt has none, the row
+        ends, and this call and all that go on from it are in no row. A call belongs to
+        one row: of several that go on from one call, the later ones open rows. It does
+        not go with ``route="prefix"``, ``emit="main"`` and ``cut="calls"``.
+    end_of_turn_token_id : int or None
+        Of ``"splice"``. None: the last token of the first output in the chain whose
+        finish_reason is stop, tool_calls or stop_sequence.
     keep_head : bool
         Of a reply that is lost so, what stands before the drift's start stays trained.
     fork_threshold : int
@@ -124,9 +148,10 @@ class Policy:
     cut : {"tokens", "calls"}
         Where ``max_row_tokens`` ends a row: there; or, if that lies inside a prompt,
         with the call before.
-    missing_logprobs : {"keep", "untrain", "raise"}
+    missing_logprobs : {"keep", "untrain", "raise", "null_row"}
         Sampled tokens for which the engine gave no logprob are trained and have a null;
-        or are context, which the report counts as ``lost_no_logprob``; or are an error.
+        or are context, which the report counts as ``lost_no_logprob``; or are an error;
+        or are trained, and the row that trains one has no logprob at all.
     aborted : {"context", "train"}
         Turns whose ``finish_reason`` is ``abort`` are context only, which the report
         counts as ``lost_aborted``; or are trained as any other, as the systems do that
@@ -144,7 +169,8 @@ class Policy:
         `trajkit.spread_rewards`).
     flags : {"chain", "row"}
         ``truncated``, ``use_tool`` and ``ill_formed`` are those of the whole chain from
-        the first call to the leaf, or of the calls in the row.
+        the first call to the leaf (of a row that ``"splice"`` ended, with the calls
+        that it dropped), or of the calls in the row.
     """
 
     name: str
@@ -168,6 +194,17 @@ class Policy:
     max_rows: int | None = None
     rewards: Rewards = "copy"
     flags: Flags = "row"
+    end_of_turn_token_id: int | None = None
+
+    @property
+    def absorbs(self) -> bool:
+        """Whether a row may lose a reply to drift."""
+        return self.absorb not in ("never", "splice")
+
+    @property
+    def absorbs_short(self) -> bool:
+        """Whether a row may lose a reply to drift shorter than ``fork_threshold``."""
+        return self.absorb in ("short_reply", "short_drift")
 
     @property
     def merge_threshold(self) -> int:
@@ -175,13 +212,16 @@ class Policy:
         return max(self.fork_threshold, 0) if self.merge else 0
 
     @property
+    def places_all(self) -> bool:
+        """Whether every turn with something to route it by is in some chain."""
+        return not self.merge and self.route not in ("prefix", "generations")
+
+    @property
     def keeps_all(self) -> bool:
         """Whether every claim that may be trained is trained in some row."""
-        if self.merge or self.absorb != "never":
+        if self.absorb != "never" or self.max_rows is not None:
             return False
-        if self.emit != "all" or self.max_rows is not None:
-            return False
-        return self.route not in ("prefix", "generations")
+        return self.places_all and self.emit == "all"
 
 
 PRESETS: dict[str, Policy] = {
@@ -253,11 +293,31 @@ PRESETS: dict[str, Policy] = {
         cut="calls",
         aborted="train",
     ),
+    # ProRL-Agent-Server PrefixMergingBuilder (spec: Polar 2.3)
+    "polar": Policy(
+        name="polar",
+        route="prompts",
+        absorb="splice",
+        missing_logprobs="null_row",
+        aborted="train",
+    ),
 }
 """The named policies."""
 
 ALIASES = {"interleave": "strict"}
 """Other names of presets."""
+
+IN_OTHER_WORDS: dict[str, dict[str, dict[str, dict[str, object]]]] = {
+    # PrefixMergingBuilder, PerRequestBuilder (spec: Polar 2.2, 2.3)
+    "polar": {
+        "builder": {
+            "prefix_merging": {"route": "prompts"},
+            "per_request": {"route": "none"},
+        }
+    }
+}
+"""Of a preset: options under the name that its system gives them, and the choices that
+each value stands for."""
 
 
 def policy(name: str | Policy, **choices: object) -> Policy:
@@ -267,10 +327,12 @@ def policy(name: str | Policy, **choices: object) -> Policy:
     ----------
     name : str or Policy
         ``"faithful"``, ``"slime"``, ``"trl"``, ``"segments"``, ``"graph"``, ``"skyrl"``,
-        ``"strict"`` (also ``"interleave"``), ``"per_call"``, ``"nemo"`` or ``"miles"``;
-        or a policy to start from.
+        ``"strict"`` (also ``"interleave"``), ``"per_call"``, ``"polar"``, ``"nemo"`` or
+        ``"miles"``; or a policy to start from.
     **choices
         Attributes of `Policy`. ``fork_threshold=None`` stands for the preset's own.
+        ``"polar"`` also takes ``builder``: ``"prefix_merging"`` (``route="prompts"``,
+        its own) or ``"per_request"`` (``route="none"``).
 
     Returns
     -------
@@ -286,6 +348,8 @@ def policy(name: str | Policy, **choices: object) -> Policy:
     --------
     >>> policy("slime", fork_threshold=0).fork_threshold
     0
+    >>> policy("polar", builder="per_request").route
+    'none'
     """
     if isinstance(name, Policy):
         chosen = name
@@ -298,6 +362,7 @@ def policy(name: str | Policy, **choices: object) -> Policy:
                 f"policy {name!r} does not exist: expected one of {known}"
             )
         chosen = preset
+    choices = _in_our_words(chosen.name, choices)
     known_choices = {field.name for field in fields(Policy)} - {"name"}
     for choice, value in choices.items():
         if choice not in known_choices:
@@ -325,6 +390,9 @@ def policy(name: str | Policy, **choices: object) -> Policy:
             f"own='every' with absorb={result.absorb!r} and max_rows={result.max_rows}: "
             "a claim that one row trains and another has lost could not be counted once"
         )
+    for name, value in _UNSPLICED.items():
+        if result.absorb == "splice" and getattr(result, name) == value:
+            raise PolicyError(f"{name}={value!r} does not go with absorb='splice'")
     check_order(result.route, result.order)
     return result
 
@@ -336,6 +404,25 @@ def check_order(route: Route, order: Order) -> None:
             "order='commit' does not go with route='prefix', under which a turn may be "
             "recorded before the one that it continues: expected 'tree'"
         )
+
+
+def _in_our_words(name: str, choices: dict[str, object]) -> dict[str, object]:
+    """Choices, with what `IN_OTHER_WORDS` knows of the preset put as attributes."""
+    options = IN_OTHER_WORDS.get(name, {})
+    ours = {key: value for key, value in choices.items() if key not in options}
+    for option in options.keys() & choices.keys():
+        said = choices[option]
+        meant = options[option].get(said) if isinstance(said, str) else None
+        if meant is None:
+            expected = ", ".join(map(repr, options[option]))
+            raise PolicyError(f"{option}={said!r}: expected one of {expected}")
+        for choice, value in meant.items():
+            if ours.setdefault(choice, value) != value:
+                raise PolicyError(
+                    f"{option}={said!r} means {choice}={value!r}, but "
+                    f"{choice}={ours[choice]!r} was given"
+                )
+    return ours
 
 
 def _checked_choice(choice: str, value: object) -> object:
@@ -362,9 +449,18 @@ def _checked_choice(choice: str, value: object) -> object:
         return None if value is None else chosen_int(choice, value, 1)
     elif choice == "dispatch_tools":
         return tool_names(choice, value)
+    elif choice == "end_of_turn_token_id":
+        return None if value is None else _token_id(choice, value)
     elif choice != "fork_threshold" and not isinstance(value, bool):
         raise PolicyError(f"{choice}={value!r}: expected a bool")
     return value
+
+
+def _token_id(name: str, value: object) -> int:
+    token = chosen_int(name, value, 0)
+    if token > _LAST_TOKEN:
+        raise PolicyError(f"{name}={token}: ids are below 2**31")
+    return token
 
 
 def tool_names(name: str, value: object) -> tuple[str, ...]:
