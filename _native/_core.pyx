@@ -10,6 +10,7 @@
     drift.pxi    how a prompt departs from what was held
     plan.pxi     which rows a policy makes, who owns a claim, what is lost
     fill.pxi     the columns of planned rows
+    delta.pxi    prompts said as what they share with an earlier one, and back
 
 Kernels never allocate: the caller passes every output buffer.
 """
@@ -20,7 +21,7 @@ from cpython.long cimport PyLong_AsDouble, PyLong_CheckExact
 from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.math cimport floor
-from libc.stdint cimport int8_t, int32_t, int64_t, intptr_t, uint8_t, uint64_t
+from libc.stdint cimport INT64_MAX, int8_t, int32_t, int64_t, intptr_t, uint8_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
 
 from rows cimport Call, Link, Message, Node, Request, Row, pos_t, token_t
@@ -45,4 +46,5 @@ include "route.pxi"
 include "drift.pxi"
 include "plan.pxi"
 include "fill.pxi"
+include "delta.pxi"
 include "columns.pxi"

@@ -1,5 +1,6 @@
 """Token-exact trajectories for RL: recorded calls in, loss-masked rows out."""
 
+from trajkit.delta import compact, expand
 from trajkit.drift import classify_drift
 from trajkit.errors import (
     FormatError,
@@ -43,6 +44,8 @@ __all__ = [
     "add_advantages",
     "advantages",
     "classify_drift",
+    "compact",
+    "expand",
     "from_records",
     "iter_turns",
     "lcp",
