@@ -64,9 +64,10 @@ def fill_rows(
     ``loss_mask`` and ``valid`` are bitmaps; they and ``logprobs`` must come as zeros.
     ``spans`` is 5 by n_spans: start, stop, turn_index, output_start, output_stop. The first
     five arguments are those that `plan_rows` filled or read, ``rows`` its result.
+    Tokens before a row's ``stored``, of which it trains none, are left out.
     """
     cdef:
-        int64_t n_rows = rows.shape[0], n_calls = calls.shape[0], r, i, at
+        int64_t n_rows = rows.shape[0], n_calls = calls.shape[0], r, i, at, bad = -1
         pos_t n_tokens, n_spans, missing = 0, offset
         int32_t call, below
         int n, k
@@ -88,7 +89,11 @@ def fill_rows(
     if n_rows == 0:
         return 0
     for r in range(n_rows):
-        if token_offsets[r + 1] - token_offsets[r] != rows[r].n_tokens:
+        if not 0 <= rows[r].stored <= rows[r].n_tokens:
+            raise LayoutError(
+                f"rows[{r}] is stored from {rows[r].stored} on: it has {rows[r].n_tokens} tokens"
+            )
+        if token_offsets[r + 1] - token_offsets[r] != rows[r].n_tokens - rows[r].stored:
             raise LayoutError(f"token_offsets[{r}] leaves no room for {rows[r].n_tokens} tokens")
         if span_offsets[r + 1] - span_offsets[r] != rows[r].n_spans:
             raise LayoutError(f"span_offsets[{r}] leaves no room for {rows[r].n_spans} spans")
@@ -110,10 +115,11 @@ def fill_rows(
     rule.max_tokens = max_tokens
     with nogil:
         for r in range(n_rows):
-            offset = token_offsets[r]
             _copy_stretch(
-                &calls[0], &nodes[0], ends[rows[r].last], 0, rows[r].n_tokens, tokens + offset
+                &calls[0], &nodes[0], ends[rows[r].last], rows[r].stored, rows[r].n_tokens,
+                tokens + token_offsets[r],
             )
+            offset = token_offsets[r] - rows[r].stored
             at = span_offsets[r + 1]
             call = rows[r].last
             below = -1
@@ -133,9 +139,13 @@ def fill_rows(
                     spans[3, at + k] = <int32_t>pieces[k].out_start
                     spans[4, at + k] = <int32_t>pieces[k].out_stop
                     span_kinds[at + k] = pieces[k].kind
-                    if pieces[k].kind == SPAN_TRAINED:
+                    if pieces[k].kind == SPAN_TRAINED and pieces[k].start < rows[r].stored:
+                        bad = r
+                    elif pieces[k].kind == SPAN_TRAINED:
                         _set_bits(mask, offset + pieces[k].start, offset + pieces[k].stop)
                         missing += _copy_logprobs(item, &pieces[k], values, given, offset)
                 below = call
                 call = links[call].parent
+    if bad >= 0:
+        raise LayoutError(f"rows[{bad}] trains a token before {rows[bad].stored}")
     return missing

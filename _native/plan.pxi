@@ -113,6 +113,7 @@ cdef void _survey(
     row.n_spans = 0
     row.use_tool = row.ill_formed = 0
     row.truncated = calls[row.last].length_stop
+    row.n_tokens = row.stored = min(_held_len(&calls[row.last]), rule.max_tokens)
     for i in range(row.n_calls):
         n = _pieces(
             &calls[call], &links[below] if below >= 0 else NULL,
@@ -121,13 +122,14 @@ cdef void _survey(
         row.n_spans += n
         for k in range(n):
             totals[pieces[k].kind] += pieces[k].out_stop - pieces[k].out_start
+            if pieces[k].kind == SPAN_TRAINED:
+                row.stored = pieces[k].start
         row.use_tool |= calls[call].use_tool
         row.ill_formed |= calls[call].ill_formed
         row.prompt_len = calls[call].prompt_len
         below = call
         call = links[call].parent
     row.n_trained = totals[SPAN_TRAINED]
-    row.n_tokens = min(_held_len(&calls[row.last]), rule.max_tokens)
 
 
 cdef void _find_parent_row(

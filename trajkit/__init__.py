@@ -24,6 +24,7 @@ from trajkit.recorder import Recorded, Recorder
 from trajkit.records import from_records
 from trajkit.rewards import spread_rewards
 from trajkit.simulate import simulate
+from trajkit.suffix import full_rows, suffix_rows
 from trajkit.validate import set_aside, validate
 from trajkit.verify import verify
 from trajkit.weights import add_advantages, advantages, weigh
@@ -47,6 +48,7 @@ __all__ = [
     "compact",
     "expand",
     "from_records",
+    "full_rows",
     "iter_turns",
     "lcp",
     "linearize",
@@ -61,6 +63,7 @@ __all__ = [
     "set_aside",
     "simulate",
     "spread_rewards",
+    "suffix_rows",
     "validate",
     "verify",
     "weigh",

@@ -12,7 +12,7 @@ from trajkit.calls import Calls, Longs, Records
 from trajkit.forest import Forest
 from trajkit.plan import Plan
 from trajkit.policies import Policy
-from trajkit.schema import ROWS, SPAN, SPAN_KINDS
+from trajkit.schema import ROWS, ROWS_SUFFIX, SPAN, SPAN_KINDS
 
 _Item = TypeVar("_Item", bound=np.generic)
 
@@ -31,10 +31,17 @@ def row_batch(
     max_tokens: int,
     plan: Plan,
     facts: pa.RecordBatch,
+    *,
+    suffix: bool = False,
 ) -> pa.RecordBatch:
-    """`trajkit.schema.ROWS` of a plan; ``facts`` are of the same sessions."""
-    rows = plan.rows
-    offsets, span_offsets = _offsets(rows["n_tokens"]), _offsets(rows["n_spans"])
+    """`trajkit.schema.ROWS` of a plan, or ``ROWS_SUFFIX``.
+
+    ``facts`` are of the same sessions.
+    """
+    rows = plan.rows.copy()
+    rows["stored"] = np.minimum(rows["shared"], rows["stored"]) if suffix else 0
+    offsets = _offsets(rows["n_tokens"] - rows["stored"])
+    span_offsets = _offsets(rows["n_spans"])
     n_tokens, n_spans = int(offsets[-1]), int(span_offsets[-1])
     n_bytes = (n_tokens + 7) // 8
     input_ids = _pooled(n_tokens, np.int32)
@@ -89,6 +96,7 @@ def row_batch(
             of_session.column("session_id"),
             pa.array(rows["index"]),
             of_session.column("group_id"),
+            *([pa.array(rows["stored"].astype(np.int32))] if suffix else []),
             per_token(pa.int32(), None, pa.py_buffer(input_ids)),
             pa.array(rows["prompt_len"].astype(np.int32)),
             per_token(pa.bool_(), None, mask),
@@ -105,7 +113,7 @@ def row_batch(
                 for name in ("truncated", "use_tool", "ill_formed")
             ),
         ],
-        schema=ROWS,
+        schema=ROWS_SUFFIX if suffix else ROWS,
     )
 
 

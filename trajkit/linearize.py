@@ -18,13 +18,16 @@ from trajkit.link import measure, policy_links, read_links
 from trajkit.plan import plan_rows, report_batch
 from trajkit.policies import Policy, chosen_int
 from trajkit.policies import policy as named_policy
-from trajkit.schema import REPORT, ROWS
+from trajkit.rollouts import check_choice
+from trajkit.schema import REPORT, ROWS, ROWS_SUFFIX
 from trajkit.sessions import Reward, SessionFacts, errored, session_facts
 from trajkit.stream import whole_sessions
 from trajkit.tables import TableLike
 
 Batches: TypeAlias = tuple[pa.RecordBatch, pa.RecordBatch | None]
 """Rows of some sessions, and their report if it was asked for."""
+
+Layout: TypeAlias = Literal["full", "suffix"]
 
 # Tokens that one part of a table may hold. Parts are small enough to share out evenly over
 # the threads and to keep a part's rows far below 2^31 list elements, and large enough that
@@ -46,6 +49,7 @@ def linearize(
     drift: None = ...,
     report: Literal[False] = ...,
     threads: int | None = ...,
+    layout: Layout = ...,
 ) -> Iterator[pa.RecordBatch]: ...
 @overload
 def linearize(
@@ -59,6 +63,7 @@ def linearize(
     drift: None = ...,
     report: Literal[True],
     threads: int | None = ...,
+    layout: Layout = ...,
 ) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]: ...
 @overload
 def linearize(
@@ -72,6 +77,7 @@ def linearize(
     drift: TableLike | None = ...,
     report: Literal[False] = ...,
     threads: int | None = ...,
+    layout: Layout = ...,
 ) -> pa.Table: ...
 @overload
 def linearize(
@@ -85,6 +91,7 @@ def linearize(
     drift: TableLike | None = ...,
     report: Literal[True],
     threads: int | None = ...,
+    layout: Layout = ...,
 ) -> tuple[pa.Table, pa.Table]: ...
 def linearize(
     turns: TableLike | Iterator[pa.RecordBatch],
@@ -97,6 +104,7 @@ def linearize(
     drift: TableLike | None = None,
     report: bool = False,
     threads: int | None = None,
+    layout: Layout = "full",
 ) -> object:
     """The training rows that a policy makes of recorded calls.
 
@@ -125,12 +133,16 @@ def linearize(
     threads : int, optional
         Sessions are spread over this many threads, with the GIL released. None: one per
         core. The rows are the same for any number.
+    layout : {"full", "suffix"}
+        "suffix": per token, a row holds only what lies beyond the tokens that it shares
+        with its parent_row, from its first trained token on at the latest. So tokens
+        that many rows share are written once; `trajkit.full_rows` is the inverse.
 
     Returns
     -------
     rows : Table
-        `trajkit.schema.ROWS`; sessions in the order of ``turns``, the rows of a session
-        in the policy's order.
+        `trajkit.schema.ROWS`, or ``ROWS_SUFFIX`` in layout "suffix"; sessions in the
+        order of ``turns``, the rows of a session in the policy's order.
     report : Table, if asked for
         `trajkit.schema.REPORT`, one row per session.
 
@@ -145,7 +157,7 @@ def linearize(
         number than its output ids; ``links``, ``drift`` or ``sessions`` do not fit
         ``turns``.
     PolicyError
-        The policy does not exist, or a choice is none.
+        The policy does not exist, or a choice or the layout is none.
 
     Notes
     -----
@@ -157,6 +169,7 @@ def linearize(
     slime's rule: spec, slime 2 and 3. strict: prime-rl's interleave_rollout.
     """
     chosen = named_policy(policy)
+    check_choice("layout", layout, Layout)
     if max_row_tokens is not None:
         max_row_tokens = chosen_int("max_row_tokens", max_row_tokens, 1)
     if threads is not None:
@@ -166,6 +179,7 @@ def linearize(
         session_facts(reward, sessions),
         _NO_CAP if max_row_tokens is None else max_row_tokens,
         report,
+        layout == "suffix",
     )
     n_threads = threads or os.cpu_count() or 1
 
@@ -182,7 +196,8 @@ def linearize(
     if links is not None or drift is not None:
         given = _given_links(calls, chosen, links, drift)
     results = list(_spread(work, _parts(calls, given, n_threads), n_threads))
-    rows = pa.Table.from_batches([rows for rows, _ in results], ROWS)
+    schema = ROWS_SUFFIX if work.suffix else ROWS
+    rows = pa.Table.from_batches([rows for rows, _ in results], schema)
     if not report:
         return rows
     return rows, pa.Table.from_batches([counts for _, counts in results], REPORT)
@@ -255,6 +270,7 @@ class _Work:
     facts: SessionFacts
     cap: int
     report: bool
+    suffix: bool
 
     def __call__(self, calls: Calls, links: Records | None) -> Batches:
         """Rows and, if asked for, report of the calls of whole sessions."""
@@ -266,5 +282,14 @@ class _Work:
             links = policy_links(calls, forest, self.policy)
             measure(calls, forest, links)
         plan = plan_rows(calls, forest, links, self.policy, self.cap)
-        rows = row_batch(calls, forest, links, self.policy, self.cap, plan, facts)
+        rows = row_batch(
+            calls,
+            forest,
+            links,
+            self.policy,
+            self.cap,
+            plan,
+            facts,
+            suffix=self.suffix,
+        )
         return rows, report_batch(facts, plan) if self.report else None
