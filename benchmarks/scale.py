@@ -5,15 +5,19 @@
 prints the bytes of one rollout in full and in delta form and of its rows in either
 layout; the rates of `compact` and `expand` beside a plain copy; and the time of
 `linearize` from delta form while turns double, and on one and two threads. Every answer
-is checked before it is timed.
+is checked before it is timed. Where one thread works, its processor time is taken, which
+other programs disturb less than the clock; threads are timed by the clock.
 """
 
 import argparse
+import gc
 import io
 import json
 import platform
 import shlex
 import sys
+import time
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -24,7 +28,6 @@ from benchmarks.compare import Timing, commit, machine, timed
 from benchmarks.data import Record, Size, quoted, rollout
 
 TOKENS_PER_TURN = 1024
-COPIES = 4  # rollouts of a table whose time is taken: fixed costs do not show
 
 
 def without_text(record: Record) -> Record:
@@ -126,9 +129,21 @@ def print_rates(size: Size, repeats: int) -> None:
         ("expand", partial(tk.expand, delta)),
     )
     for label, work in rates:
-        time = timed(repeats, work, 1)
-        rate = ids.nbytes / min(time.seconds) / 1e9
-        print(f"{f'  {label}':<44}{time}   {rate:.2f} GB/s")
+        taken = worked(repeats, work, 1)
+        rate = ids.nbytes / fastest(taken) / 1e9
+        print(f"{f'  {label}':<44}{taken}   {rate:.2f} GB/s")
+
+
+def worked(repeats: int, work: Callable[[], object], share: int) -> Timing:
+    """Seconds of processor time that ``work`` takes, divided by ``share``."""
+    seconds = []
+    for _ in range(repeats):
+        gc.collect()
+        start = time.process_time()
+        result = work()
+        seconds.append((time.process_time() - start) / share)
+        del result
+    return Timing(seconds)
 
 
 def print_growth(shape: str, policy: str, layout: str, most: int, repeats: int) -> None:
@@ -139,14 +154,19 @@ def print_growth(shape: str, policy: str, layout: str, most: int, repeats: int) 
     before: Timing | None = None
     n_turns = 64
     while n_turns <= most:
+        # tables of one size in tokens, so that caches hold the same share of each
+        n = 2 * most // n_turns
         size = quoted(shape, n_turns, TOKENS_PER_TURN * n_turns)
-        turns = copies(recorded("s", size, shape), COPIES)
+        turns = copies(recorded("s", size, shape), n)
         work = partial(tk.linearize, turns, policy, layout=layout, threads=1)
-        check(work().num_rows % COPIES == 0, "each copy gives as many rows")
-        time = timed(repeats, work, COPIES)
-        grown = "" if before is None else f"   {fastest(time) / fastest(before):.2f}"
-        print(f"{f'  {n_turns} turns':<44}{time}{grown}")
-        before, n_turns = time, 2 * n_turns
+        check(work().num_rows % n == 0, "each copy gives as many rows")
+        taken = worked(repeats, work, n)
+        grown = "" if before is None else f"   {fastest(taken) / fastest(before):.2f}"
+        print(
+            f"{f'  {n_turns} turns':<44}{taken}"
+            f"   {fastest(taken) / size.context * 1e9:.1f} ns a token{grown}"
+        )
+        before, n_turns = taken, 2 * n_turns
 
 
 def print_threads(size: Size, repeats: int) -> None:
@@ -160,13 +180,13 @@ def print_threads(size: Size, repeats: int) -> None:
         timed(repeats, partial(tk.linearize, turns, "slime", threads=threads), n)
         for threads in (1, 2)
     ]
-    for threads, time in zip((1, 2), times, strict=True):
-        ratio = fastest(times[0]) / fastest(time)
-        print(f"{f'  {threads} threads':<44}{time}   {ratio:.2f} times one")
+    for threads, taken in zip((1, 2), times, strict=True):
+        ratio = fastest(times[0]) / fastest(taken)
+        print(f"{f'  {threads} threads':<44}{taken}   {ratio:.2f} times one")
 
 
-def fastest(time: Timing) -> float:
-    return min(time.seconds)
+def fastest(taken: Timing) -> float:
+    return min(taken.seconds)
 
 
 def line(label: str, value: int, unit: str) -> None:
