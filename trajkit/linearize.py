@@ -1,7 +1,7 @@
 """Calls to training rows, under a policy."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, overload
@@ -15,14 +15,16 @@ from trajkit.errors import PolicyError
 from trajkit.fill import row_batch
 from trajkit.forest import grow
 from trajkit.link import measure, policy_links, read_links
+from trajkit.payloads import payload_names, rows_schema, with_payloads
 from trajkit.plan import plan_rows, report_batch
 from trajkit.policies import Policy, chosen_int
 from trajkit.policies import policy as named_policy
 from trajkit.rollouts import check_choice
-from trajkit.schema import REPORT, ROWS, ROWS_SUFFIX
+from trajkit.schema import REPORT, ROWS_SUFFIX
 from trajkit.sessions import Reward, SessionFacts, errored, session_facts
 from trajkit.stream import whole_sessions
 from trajkit.tables import TableLike
+from trajkit.trainable import check_logprobs, without_aborted
 
 Batches: TypeAlias = tuple[pa.RecordBatch, pa.RecordBatch | None]
 """Rows of some sessions, and their report if it was asked for."""
@@ -48,6 +50,7 @@ def linearize(
     links: None = ...,
     drift: None = ...,
     report: Literal[False] = ...,
+    payloads: Sequence[str] = ...,
     threads: int | None = ...,
     layout: Layout = ...,
 ) -> Iterator[pa.RecordBatch]: ...
@@ -62,6 +65,7 @@ def linearize(
     links: None = ...,
     drift: None = ...,
     report: Literal[True],
+    payloads: Sequence[str] = ...,
     threads: int | None = ...,
     layout: Layout = ...,
 ) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]: ...
@@ -76,6 +80,7 @@ def linearize(
     links: TableLike | None = ...,
     drift: TableLike | None = ...,
     report: Literal[False] = ...,
+    payloads: Sequence[str] = ...,
     threads: int | None = ...,
     layout: Layout = ...,
 ) -> pa.Table: ...
@@ -90,6 +95,7 @@ def linearize(
     links: TableLike | None = ...,
     drift: TableLike | None = ...,
     report: Literal[True],
+    payloads: Sequence[str] = ...,
     threads: int | None = ...,
     layout: Layout = ...,
 ) -> tuple[pa.Table, pa.Table]: ...
@@ -103,6 +109,7 @@ def linearize(
     links: TableLike | None = None,
     drift: TableLike | None = None,
     report: bool = False,
+    payloads: Sequence[str] = (),
     threads: int | None = None,
     layout: Layout = "full",
 ) -> object:
@@ -130,6 +137,13 @@ def linearize(
         share); computed when not given. Not with an iterator.
     report : bool
         Return what became of each session as well.
+    payloads : sequence of str
+        Further columns of ``turns`` to carry into the rows: lists of elements of any
+        type, one per output id, or one per prompt and output id (routed experts,
+        rewards per token); a null list: none is known. The rows have a list of the
+        same name, as long as the ids. A sampled token has what its own turn says of
+        it. Any other has what the row's last turn says of its prompt, if it does, else
+        null.
     threads : int, optional
         Sessions are spread over this many threads, with the GIL released. None: one per
         core. The rows are the same for any number.
@@ -155,9 +169,11 @@ def linearize(
     InvalidTurnsError
         A session comes in pieces, its turns out of order, its logprobs in another
         number than its output ids; ``links``, ``drift`` or ``sessions`` do not fit
-        ``turns``.
+        ``turns``; a token has no logprob, and the policy's ``missing_logprobs`` is
+        ``"raise"``.
     PolicyError
-        The policy does not exist, or a choice or the layout is none.
+        The policy does not exist, or a choice or the layout is none; ``payloads`` in
+        layout "suffix".
 
     Notes
     -----
@@ -179,8 +195,11 @@ def linearize(
         session_facts(reward, sessions),
         _NO_CAP if max_row_tokens is None else max_row_tokens,
         report,
+        payload_names(payloads),
         layout == "suffix",
     )
+    if work.payloads and work.suffix:
+        raise PolicyError("payloads go with whole rows: layout is 'suffix'")
     n_threads = threads or os.cpu_count() or 1
 
     if isinstance(turns, (Iterator, pa.RecordBatchReader)):
@@ -196,7 +215,8 @@ def linearize(
     if links is not None or drift is not None:
         given = _given_links(calls, chosen, links, drift)
     results = list(_spread(work, _parts(calls, given, n_threads), n_threads))
-    schema = ROWS_SUFFIX if work.suffix else ROWS
+    schema = rows_schema(calls.table.schema, work.payloads)
+    schema = ROWS_SUFFIX if work.suffix else schema
     rows = pa.Table.from_batches([rows for rows, _ in results], schema)
     if not report:
         return rows
@@ -270,6 +290,7 @@ class _Work:
     facts: SessionFacts
     cap: int
     report: bool
+    payloads: tuple[str, ...]
     suffix: bool
 
     def __call__(self, calls: Calls, links: Records | None) -> Batches:
@@ -277,11 +298,15 @@ class _Work:
         facts = self.facts.of(calls.session_ids)
         if facts.column("error").null_count < calls.n_sessions:
             calls = calls.without_training(errored(facts))
+        calls, aborted = without_aborted(calls, self.policy)
+        check_logprobs(calls, self.policy)
         forest = grow(calls)
         if links is None:
             links = policy_links(calls, forest, self.policy)
             measure(calls, forest, links)
         plan = plan_rows(calls, forest, links, self.policy, self.cap)
+        plan.counted("lost_untrainable")[:] -= aborted
+        plan.counted("lost_aborted")[:] += aborted
         rows = row_batch(
             calls,
             forest,
@@ -292,4 +317,5 @@ class _Work:
             facts,
             suffix=self.suffix,
         )
+        rows = with_payloads(rows, calls, plan.rows, self.payloads)
         return rows, report_batch(facts, plan) if self.report else None
