@@ -1,5 +1,6 @@
 """Token-exact trajectories for RL: recorded calls in, loss-masked rows out."""
 
+from trajkit.branches import label_branches
 from trajkit.delta import compact, expand
 from trajkit.drift import classify_drift
 from trajkit.errors import (
@@ -12,6 +13,7 @@ from trajkit.errors import (
     TrajkitError,
     UnknownSessionError,
 )
+from trajkit.explain import explain_drift
 from trajkit.io import iter_turns, read_rows, read_turns, write_rows, write_turns
 from trajkit.linearize import linearize
 from trajkit.link import link
@@ -23,6 +25,7 @@ from trajkit.prefix import lcp
 from trajkit.recorder import Recorded, Recorder
 from trajkit.records import from_records
 from trajkit.rewards import spread_rewards
+from trajkit.roundtrip import check_roundtrip
 from trajkit.simulate import simulate
 from trajkit.suffix import full_rows, suffix_rows
 from trajkit.validate import set_aside, validate
@@ -44,12 +47,15 @@ __all__ = [
     "UnknownSessionError",
     "add_advantages",
     "advantages",
+    "check_roundtrip",
     "classify_drift",
     "compact",
     "expand",
+    "explain_drift",
     "from_records",
     "full_rows",
     "iter_turns",
+    "label_branches",
     "lcp",
     "linearize",
     "link",

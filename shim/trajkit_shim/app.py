@@ -38,6 +38,7 @@ def create_app(
     *,
     max_new_tokens: int = 4096,
     max_body_bytes: int = 16 << 20,
+    attributed: bool = True,
 ) -> Starlette:
     """The gateway's ASGI app. It closes the engine and the log when it shuts down.
 
@@ -57,12 +58,18 @@ def create_app(
         names no limit. The room left in the context bounds it too.
     max_body_bytes : int
         The longest request body that is read; a longer one is answered with 413.
+    attributed : bool
+        Write with each turn which message each prompt token shows (the columns
+        `trajkit.schema.ATTRIBUTION`), where it can be told exactly; a session counts
+        the turns where not (``unattributed``). The log is twice as large with it.
 
     Returns
     -------
     Starlette
     """
-    gateway = _Gateway(engine, renderer, log, max_new_tokens, max_body_bytes)
+    gateway = _Gateway(
+        engine, renderer, log, max_new_tokens, max_body_bytes, attributed
+    )
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -115,12 +122,14 @@ class _Gateway:
         log: TurnLog,
         max_new_tokens: int,
         max_body_bytes: int,
+        attributed: bool,
     ) -> None:
         self._engine = engine
         self._renderer = renderer
         self._log = log
         self._max_new_tokens = max_new_tokens
         self._max_body_bytes = max_body_bytes
+        self._attributed = attributed
         self._sessions = SessionStore()
 
     async def health(self, _: Request) -> Response:
@@ -201,6 +210,7 @@ class _Gateway:
                 session_id=session.session_id,
                 pins=session.pins,
                 max_new_tokens=self._max_new_tokens,
+                attributed=self._attributed,
             )
         )
         gone = asyncio.create_task(_disconnected(receive))
@@ -225,6 +235,8 @@ class _Gateway:
             ) from error
         session.recorded += 1
         session.answered += call.reply is not None
+        if self._attributed:
+            session.unattributed += call.turn.prompt_message_index is None
         session.shown |= added
 
 

@@ -10,6 +10,7 @@ import uuid
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
+from trajkit_shim.attribution import tool_names
 from trajkit_shim.chat import ChatRequest
 from trajkit_shim.engine import Engine, Sample
 from trajkit_shim.limits import check_prompt, check_sample
@@ -37,6 +38,7 @@ async def prepare_call(
     session_id: str,
     pins: Wishes,
     max_new_tokens: int,
+    attributed: bool = True,
 ) -> PreparedCall:
     """Render, sample and parse one call.
 
@@ -50,6 +52,8 @@ async def prepare_call(
         The session's sampling parameters.
     max_new_tokens : int
         The gateway's own limit on new tokens.
+    attributed : bool
+        Say of each prompt token which message it shows, for learning from tool outputs.
 
     Raises
     ------
@@ -85,6 +89,9 @@ async def prepare_call(
             cached_tokens=sample.cached_tokens,
         )
         reply = make_reply(parsed, sample.finish_reason, model=info.model, usage=usage)
+        shown = None
+        if attributed:
+            shown = renderer.attribute(asked.messages, asked.tools, prompt_ids)
         turn = LoggedTurn(
             session_id=session_id,
             request_id=request_id,
@@ -103,6 +110,9 @@ async def prepare_call(
             cached_tokens=sample.cached_tokens,
             started_at=started_at,
             ended_at=ended_at,
+            prompt_message_index=None if shown is None else shown.message_index,
+            prompt_is_content=None if shown is None else shown.is_content,
+            message_tool_names=tool_names(asked.messages) if attributed else None,
         )
         return PreparedCall(turn=turn, reply=None if aborted else reply)
 

@@ -24,6 +24,8 @@ from trajkit_shim.wire import Json
 LOG_SCHEMA = pa.schema(
     [
         *schema.TURNS,
+        # what each prompt token shows (schema.ATTRIBUTION)
+        *list(schema.ATTRIBUTION)[2:],
         # the id under which the engine was called
         pa.field("request_id", pa.string()),
         pa.field("model", pa.string()),
@@ -86,6 +88,10 @@ class LoggedTurn:
     cached_tokens: int | None
     started_at: datetime
     ended_at: datetime
+    # the columns of schema.ATTRIBUTION. None: it could not be told, or was not asked for
+    prompt_message_index: npt.NDArray[np.int32] | None = None
+    prompt_is_content: npt.NDArray[np.bool_] | None = None
+    message_tool_names: list[str | None] | None = None
 
 
 class TurnLog:
