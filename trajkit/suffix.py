@@ -89,6 +89,12 @@ def suffix_rows(rows: TableLike | Stream) -> pa.Table | Stream:
     return _convert(rows, ROWS_SUFFIX, _suffix_columns)
 
 
+def suffix_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """One batch of full rows in the layout "suffix"."""
+    table = suffix_rows(pa.Table.from_batches([batch])).combine_chunks()
+    return next(iter(table.to_batches()), pa.RecordBatch.from_pylist([], table.schema))
+
+
 def _convert(
     rows: TableLike | Iterable[pa.RecordBatch],
     schema: pa.Schema,
