@@ -1,4 +1,4 @@
-"""The gateway: an ASGI app that speaks OpenAI Chat Completions and records every call.
+"""The gateway: an ASGI app that speaks several protocols and records every call.
 
 A call is prepared (rendered, sampled, parsed) without touching anything, then recorded
 in one step, then answered. A call that fails, that the client walks away from, or whose
@@ -7,28 +7,40 @@ is one that the engine itself cut short: its turn is context only.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from typing import Any
+from dataclasses import replace
+from typing import TypeAlias
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive
+from starlette.types import ASGIApp
 
 from trajkit_shim import wire
+from trajkit_shim.answer import STREAM_HEADERS, STREAM_TYPE, Attended, LateStream
 from trajkit_shim.call import PreparedCall, prepare_call
-from trajkit_shim.chat import ChatRequest, parse_request
+from trajkit_shim.chat import ChatRequest, Images, Reading
 from trajkit_shim.engine import Engine, EngineError
-from trajkit_shim.errors import GatewayError, error_body
-from trajkit_shim.limits import PromptError
+from trajkit_shim.errors import GatewayError, as_gateway_error, retry_header
 from trajkit_shim.log import TurnLog
+from trajkit_shim.protocols import PROTOCOLS
+from trajkit_shim.protocols.openai_chat import OPENAI_CHAT
+from trajkit_shim.protocols.protocol import Verb, WireProtocol
+from trajkit_shim.protocols.sse import encode
 from trajkit_shim.render import ChatRenderer
-from trajkit_shim.reply import Reply, reply_body, reply_events
+from trajkit_shim.reply import Reply
 from trajkit_shim.sampling import parse_pins
 from trajkit_shim.sessions import Session, SessionStore
+from trajkit_shim.wire import Json
+
+Endpoint: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
+
+SESSION_HEADER = "x-session-id"
+# where the clients of the protocols put their API key
+_KEY_HEADERS = ("x-api-key", "x-goog-api-key")
 
 
 def create_app(
@@ -38,13 +50,16 @@ def create_app(
     *,
     max_new_tokens: int = 4096,
     max_body_bytes: int = 16 << 20,
+    images: Images = "refuse",
+    ping_seconds: float = 10.0,
 ) -> Starlette:
     """The gateway's ASGI app. It closes the engine and the log when it shuts down.
 
     Routes: ``POST /sessions`` opens a session, ``GET /sessions/{id}`` shows it,
     ``DELETE /sessions/{id}`` and ``POST /sessions/{id}/close`` close it;
-    ``POST /v1/chat/completions`` with the session's id as API key;
-    ``GET /v1/models``; ``GET /healthz``.
+    ``GET /v1/models``; ``GET /healthz``; and the paths of every protocol
+    (`trajkit_shim.protocols`). A call names its session by a prefix of its path,
+    ``/s/{id}``, else by the header ``x-session-id``, else by its API key.
 
     Parameters
     ----------
@@ -57,12 +72,26 @@ def create_app(
         names no limit. The room left in the context bounds it too.
     max_body_bytes : int
         The longest request body that is read; a longer one is answered with 413.
+    images : "refuse" or "omit"
+        Whether a request with an image is answered with 400, or a text stands in the
+        image's place.
+    ping_seconds : float
+        How long a streaming client waits for its reply until the stream begins, and
+        then for each sign of life.
 
     Returns
     -------
     Starlette
     """
-    gateway = _Gateway(engine, renderer, log, max_new_tokens, max_body_bytes)
+    gateway = _Gateway(
+        engine,
+        renderer,
+        log,
+        max_new_tokens,
+        max_body_bytes,
+        Reading(images=images),
+        ping_seconds,
+    )
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -72,6 +101,7 @@ def create_app(
 
     return Starlette(
         routes=[
+            Route("/", gateway.health, methods=["GET"]),
             Route("/healthz", gateway.health, methods=["GET"]),
             Route("/sessions", gateway.open_session, methods=["POST"]),
             Route("/sessions/{session_id}", gateway.show_session, methods=["GET"]),
@@ -79,8 +109,11 @@ def create_app(
             Route(
                 "/sessions/{session_id}/close", gateway.close_session, methods=["POST"]
             ),
-            Route("/v1/models", gateway.models, methods=["GET"]),
-            Route("/v1/chat/completions", gateway.chat, methods=["POST"]),
+            *(
+                Route(prefix + path, endpoint, methods=[method])
+                for path, method, endpoint in gateway.client_routes()
+                for prefix in ("", "/s/{session_id}")
+            ),
         ],
         exception_handlers={
             GatewayError: _answer_error,
@@ -92,17 +125,20 @@ def create_app(
     )
 
 
-async def _answer_error(_: Request, error: Exception) -> Response:
-    if isinstance(error, PromptError):
-        error = GatewayError(error.message, error.status, code=error.code)
-    elif isinstance(error, EngineError):
-        error = GatewayError(error.message, error.status, code="engine_error")
-    elif isinstance(error, HTTPException):
-        error = GatewayError(error.detail, error.status_code)
-    elif not isinstance(error, GatewayError):
-        # the server logs it with its traceback
-        error = GatewayError("the gateway failed", 500, code="internal_error")
-    return JSONResponse(error_body(error), error.status)
+async def _answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        told = GatewayError(error.detail, error.status_code)
+    else:
+        # the server logs what is no GatewayError with its traceback
+        told = as_gateway_error(error)
+    protocol: WireProtocol = getattr(request.state, "protocol", OPENAI_CHAT)
+    return _json(protocol.error(told), told.status, retry_header(told))
+
+
+def _json(
+    body: Json, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    return Response(encode(body), status, headers, "application/json")
 
 
 class _Gateway:
@@ -115,13 +151,24 @@ class _Gateway:
         log: TurnLog,
         max_new_tokens: int,
         max_body_bytes: int,
+        reading: Reading,
+        ping_seconds: float,
     ) -> None:
         self._engine = engine
         self._renderer = renderer
         self._log = log
         self._max_new_tokens = max_new_tokens
         self._max_body_bytes = max_body_bytes
+        self._reading = reading
+        self._ping_seconds = ping_seconds
         self._sessions = SessionStore()
+
+    def client_routes(self) -> Iterator[tuple[str, str, Endpoint]]:
+        """Path, method and endpoint of what the clients call."""
+        yield "/v1/models", "GET", self.models
+        for protocol in PROTOCOLS:
+            for path, verb in protocol.paths.items():
+                yield path, "POST", self._endpoint(protocol, verb)
 
     async def health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok", "sessions": self._sessions.counts()})
@@ -167,32 +214,31 @@ class _Gateway:
     def _session(self, request: Request) -> Session:
         return self._sessions.get(request.path_params["session_id"])
 
-    async def chat(self, request: Request) -> Response:
-        session = self._sessions.authorise(request.headers.get("authorization"))
-        asked = parse_request(wire.parse_object(await self._body(request)))
-        session.admit()
-        call = await self._attend(session, asked, request.receive)
-        if call is None:
-            # nobody is there to read it
-            return Response(status_code=499)
-        self._record(session, call)
-        if call.reply is None:
-            raise EngineError(
-                f"the engine aborted the call after {len(call.turn.output_ids)} tokens",
-                503,
-            )
-        if not asked.stream:
-            return JSONResponse(reply_body(call.reply))
-        return StreamingResponse(
-            _events(call.reply, include_usage=asked.include_usage),
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-        )
+    def _endpoint(self, protocol: WireProtocol, verb: Verb) -> Endpoint:
+        async def endpoint(request: Request) -> ASGIApp:
+            # errors are told in its words
+            request.state.protocol = protocol
+            session = self._sessions.authorise(_claims(request))
+            body = await self._body(request)
 
-    async def _attend(
-        self, session: Session, asked: ChatRequest, receive: Receive
-    ) -> PreparedCall | None:
-        """Prepare a call, watching client and session. None: the client is gone."""
+            def read() -> ChatRequest:
+                asked = protocol.read(wire.parse_object(body), self._reading)
+                return replace(asked, stream=True) if verb == "stream" else asked
+
+            # a long history would hold up every other call
+            asked = await asyncio.to_thread(read)
+            return await self._call(protocol, session, asked, request)
+
+        return endpoint
+
+    async def _call(
+        self,
+        protocol: WireProtocol,
+        session: Session,
+        asked: ChatRequest,
+        request: Request,
+    ) -> ASGIApp:
+        session.admit()
         work = asyncio.create_task(
             prepare_call(
                 asked,
@@ -201,22 +247,50 @@ class _Gateway:
                 session_id=session.session_id,
                 pins=session.pins,
                 max_new_tokens=self._max_new_tokens,
+                call_prefix=protocol.call_prefix,
             )
         )
-        gone = asyncio.create_task(_disconnected(receive))
-        session.calls.add(work)
-        try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if gone.done():
-                return None
-            session.check_open()
-            return work.result()
-        finally:
-            session.calls.discard(work)
-            await _cancel(work, gone)
+        attended = Attended(work, request.receive, session.calls)
+        watched: Attended | None = attended
+        events = protocol.events(asked) if asked.stream else None
 
-    def _record(self, session: Session, call: PreparedCall) -> None:
-        """Write the turn and count it, in one step for every other call."""
+        def finish() -> Reply:
+            session.check_open()
+            return self._record(session, work.result())
+
+        try:
+            ready = await attended.wait(None if events is None else self._ping_seconds)
+            if events is not None and not ready:
+                late = LateStream(attended, finish, events, self._ping_seconds)
+                # which ends it
+                watched = None
+                return late
+            if attended.gone:
+                # nobody is there to read it
+                return Response(status_code=499)
+            reply = finish()
+        except (GatewayError, EngineError) as error:
+            told = as_gateway_error(error)
+            if events is None or told.code not in protocol.told_in_stream:
+                raise
+            return _stream(events.opening() + events.error(told))
+        finally:
+            if watched is not None:
+                await watched.end()
+        if events is None:
+            return _json(protocol.write(reply, asked))
+        return _stream(events.opening() + b"".join(events.reply(reply)))
+
+    def _record(self, session: Session, call: PreparedCall) -> Reply:
+        """Write the turn and count it, in one step for every other call.
+
+        Raises
+        ------
+        EngineError
+            The engine cut the call short.
+        GatewayError
+            The turn could not be written.
+        """
         try:
             added = self._log.append(call.turn, session.recorded, session.shown)
         except OSError as error:
@@ -226,22 +300,28 @@ class _Gateway:
         session.recorded += 1
         session.answered += call.reply is not None
         session.shown |= added
+        if call.reply is None:
+            raise EngineError(
+                f"the engine aborted the call after {len(call.turn.output_ids)} tokens",
+                503,
+            )
+        return call.reply
 
 
-async def _events(reply: Reply, *, include_usage: bool) -> AsyncIterator[bytes]:
-    # Starlette would fetch each item of a plain iterator from a thread
-    for event in reply_events(reply, include_usage=include_usage):
-        yield event
+def _stream(events: bytes) -> Response:
+    return Response(events, headers=STREAM_HEADERS, media_type=STREAM_TYPE)
 
 
-async def _disconnected(receive: Receive) -> None:
-    """Return when the client hangs up. The request's body must have been read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _cancel(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel what is under way and wait until it has cleaned up."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+def _claims(request: Request) -> Iterator[str]:
+    """What may be the id of a call's session, in order."""
+    named = request.path_params.get("session_id") or request.headers.get(SESSION_HEADER)
+    if named is not None:
+        yield named
+        return
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        yield token.strip()
+    for header in _KEY_HEADERS:
+        yield request.headers.get(header, "")
+    # Gemini's clients of old
+    yield request.query_params.get("key", "")

@@ -14,7 +14,7 @@ from trajkit_shim.chat import ChatRequest
 from trajkit_shim.engine import Engine, Sample
 from trajkit_shim.limits import check_prompt, check_sample
 from trajkit_shim.log import LoggedTurn, logged_message
-from trajkit_shim.parse import Parsed, parse_reply
+from trajkit_shim.parse import Parsed, parse_reply, parse_text
 from trajkit_shim.render import ChatRenderer
 from trajkit_shim.reply import Reply, Usage, expected_echo, make_reply
 from trajkit_shim.sampling import Wishes, settle
@@ -37,6 +37,7 @@ async def prepare_call(
     session_id: str,
     pins: Wishes,
     max_new_tokens: int,
+    call_prefix: str = "call_",
 ) -> PreparedCall:
     """Render, sample and parse one call.
 
@@ -50,6 +51,8 @@ async def prepare_call(
         The session's sampling parameters.
     max_new_tokens : int
         The gateway's own limit on new tokens.
+    call_prefix : str
+        What the ids of tool calls start with.
 
     Raises
     ------
@@ -77,14 +80,21 @@ async def prepare_call(
     ended_at = datetime.now(UTC)
 
     def finish() -> PreparedCall:
-        parsed = _parse(sample, asked, sampling.stop, renderer)
+        parsed, stop_sequence = _parse(sample, asked, sampling.stop, renderer)
         aborted = sample.finish_reason == "abort"
         usage = Usage(
             prompt_tokens=len(prompt_ids),
             output_tokens=len(sample.output_ids),
             cached_tokens=sample.cached_tokens,
         )
-        reply = make_reply(parsed, sample.finish_reason, model=info.model, usage=usage)
+        reply = make_reply(
+            parsed,
+            sample.finish_reason,
+            model=info.model,
+            usage=usage,
+            call_prefix=call_prefix,
+            stop_sequence=stop_sequence,
+        )
         turn = LoggedTurn(
             session_id=session_id,
             request_id=request_id,
@@ -112,11 +122,15 @@ async def prepare_call(
 
 def _parse(
     sample: Sample, asked: ChatRequest, stop: tuple[str, ...], renderer: ChatRenderer
-) -> Parsed:
+) -> tuple[Parsed, str | None]:
+    """The reply, taken apart, and the stop string at which it was cut."""
     ended = sample.finish_reason == "stop"
     text = renderer.decode(sample.output_ids, ended=ended)
+    matched = None
     if ended:
         # a client never sees the stop string that it asked for
-        cuts = [at for mark in stop if (at := text.find(mark)) >= 0]
-        text = text[: min(cuts, default=len(text))]
-    return parse_reply(text) if asked.tools else Parsed(text, (), False)
+        found = [(at, mark) for mark in stop if (at := text.find(mark)) >= 0]
+        if found:
+            at, matched = min(found)
+            text = text[:at]
+    return parse_reply(text) if asked.tools else parse_text(text), matched

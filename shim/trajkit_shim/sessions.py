@@ -7,6 +7,7 @@ for every other call.
 import asyncio
 import re
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,24 +126,29 @@ class SessionStore:
             )
         return session
 
-    def authorise(self, header: str | None) -> Session:
-        """The open session whose id is the bearer token of an Authorization header.
+    def authorise(self, claims: Iterable[str]) -> Session:
+        """The open session that a call names.
+
+        Parameters
+        ----------
+        claims : iterable of str
+            What may be a session's id; the first that is one counts.
 
         Raises
         ------
         GatewayError
             401: there is no such session. 410: it is closed.
         """
-        scheme, _, token = (header or "").partition(" ")
-        session = self._sessions.get(token.strip())
-        if scheme.lower() != "bearer" or session is None:
-            raise GatewayError(
-                "the API key is the id of no session: open one with POST /sessions",
-                401,
-                code="invalid_api_key",
-            )
-        session.check_open()
-        return session
+        for claim in claims:
+            session = self._sessions.get(claim)
+            if session is not None:
+                session.check_open()
+                return session
+        raise GatewayError(
+            "the API key is the id of no session: open one with POST /sessions",
+            401,
+            code="invalid_api_key",
+        )
 
     def close(self, session_id: str) -> Session:
         """Close a session: no further turn of it is recorded.

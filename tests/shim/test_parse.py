@@ -7,7 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import good_calls, plain_texts
-from trajkit_shim.parse import Parsed, ToolCall, parse_reply
+from trajkit_shim.parse import ToolCall, parse_reply
+
+
+def taken(text: str) -> tuple[str, tuple[ToolCall, ...], bool]:
+    parsed = parse_reply(text)
+    return parsed.content, parsed.tool_calls, parsed.ill_formed
 
 
 def block(name: str = "bash", arguments: str = "{}") -> str:
@@ -18,21 +23,21 @@ def block(name: str = "bash", arguments: str = "{}") -> str:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        pytest.param("", Parsed("", (), False), id="nothing"),
-        pytest.param(" just text\n", Parsed(" just text\n", (), False), id="text"),
+        pytest.param("", ("", (), False), id="nothing"),
+        pytest.param(" just text\n", (" just text\n", (), False), id="text"),
         pytest.param(
             block(arguments='{"a":  1.50}'),
-            Parsed("", (ToolCall("bash", '{"a":  1.50}'),), False),
+            ("", (ToolCall("bash", '{"a":  1.50}'),), False),
             id="arguments as they were sampled",
         ),
         pytest.param(
             f"Look. \n{block()} \ndone ",
-            Parsed("Look. \n \ndone ", (ToolCall("bash", "{}"),), False),
+            ("Look. \n \ndone ", (ToolCall("bash", "{}"),), False),
             id="text on both sides",
         ),
         pytest.param(
             f"{block('a')}\n{block('b')} \n\t{block('a')}",
-            Parsed(
+            (
                 "",
                 (ToolCall("a", "{}"), ToolCall("b", "{}"), ToolCall("a", "{}")),
                 False,
@@ -41,49 +46,45 @@ def block(name: str = "bash", arguments: str = "{}") -> str:
         ),
         pytest.param(
             f"{block('a')} then {block('b')}",
-            Parsed(" then ", (ToolCall("a", "{}"), ToolCall("b", "{}")), False),
+            (" then ", (ToolCall("a", "{}"), ToolCall("b", "{}")), False),
             id="text between calls",
         ),
         pytest.param(
             f"\n{block()}\n",
-            Parsed("\n\n", (ToolCall("bash", "{}"),), False),
+            ("\n\n", (ToolCall("bash", "{}"),), False),
             id="white space around calls",
         ),
         pytest.param(
             '<tool_call>{"arguments":{"x":"</tool_call>"},"id":[1],"name":"f"}'
             "</tool_call>",
-            Parsed("", (ToolCall("f", '{"x":"</tool_call>"}'),), False),
+            ("", (ToolCall("f", '{"x":"</tool_call>"}'),), False),
             id="an end marker inside a string, fields in another order",
         ),
         pytest.param(
             '<tool_call>{"name": "now"}</tool_call>',
-            Parsed("", (ToolCall("now", "{}"),), False),
+            ("", (ToolCall("now", "{}"),), False),
             id="no arguments",
         ),
         pytest.param(
             '<tool_call>{"name": "caf\\u00e9", "arguments": {}}</tool_call>',
-            Parsed("", (ToolCall("café", "{}"),), False),
+            ("", (ToolCall("café", "{}"),), False),
             id="an escaped name",
         ),
         pytest.param(
             f"<tool_call> {block()}",
-            Parsed("<tool_call> ", (ToolCall("bash", "{}"),), True),
+            ("<tool_call> ", (ToolCall("bash", "{}"),), True),
             id="a call after a marker that opens none",
         ),
         pytest.param(
             f"{block('a')}\n<tool_call>no\n{block('b')}",
-            Parsed(
-                "\n<tool_call>no\n", (ToolCall("a", "{}"), ToolCall("b", "{}")), True
-            ),
+            ("\n<tool_call>no\n", (ToolCall("a", "{}"), ToolCall("b", "{}")), True),
             id="white space beside a broken call is kept",
         ),
-        pytest.param(
-            "a </tool_call> b", Parsed("a </tool_call> b", (), False), id="end"
-        ),
+        pytest.param("a </tool_call> b", ("a </tool_call> b", (), False), id="end"),
     ],
 )
 def test_parse_reply(text, expected):
-    assert parse_reply(text) == expected
+    assert taken(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -103,18 +104,19 @@ def test_parse_reply(text, expected):
         pytest.param('{"name": "f", "name": "g"}', id="two names"),
         pytest.param('{"name": "f"} {"name": "g"}', id="two objects"),
         pytest.param('{"name": "f",}', id="a trailing comma"),
+        pytest.param('{"name": "f", "arguments": {"a": NaN}}', id="NaN"),
         pytest.param('{"name" "f"}', id="no colon"),
         pytest.param('{"name": "f", "arguments": ' + "[" * 100_000, id="too deep"),
     ],
 )
 def test_what_does_not_read_as_a_call_stays_as_it_is(inside):
     text = f"so: <tool_call>{inside}</tool_call> \n"
-    assert parse_reply(text) == Parsed(text, (), True)
+    assert taken(text) == (text, (), True)
 
 
 def test_a_call_cut_off_by_the_token_limit_stays_as_it_is():
     text = '<tool_call>\n{"name": "bash", "arguments": {}}\n'
-    assert parse_reply(text) == Parsed(text, (), True)
+    assert taken(text) == (text, (), True)
 
 
 @given(st.lists(st.tuples(plain_texts, good_calls)), plain_texts)
