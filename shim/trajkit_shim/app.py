@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 
 from trajkit_shim import wire
 from trajkit_shim.answer import STREAM_HEADERS, STREAM_TYPE, Attended, LateStream
-from trajkit_shim.call import PreparedCall, prepare_call
+from trajkit_shim.call import PreparedCall, count_tokens, prepare_call
 from trajkit_shim.chat import ChatRequest, Images, Reading
 from trajkit_shim.engine import Engine, EngineError
 from trajkit_shim.errors import GatewayError, as_gateway_error, retry_header
@@ -220,13 +220,18 @@ class _Gateway:
             request.state.protocol = protocol
             session = self._sessions.authorise(_claims(request))
             body = await self._body(request)
+            counts = verb == "count" and protocol.read_for_count
+            read = counts or protocol.read
 
-            def read() -> ChatRequest:
-                asked = protocol.read(wire.parse_object(body), self._reading)
+            def parse() -> ChatRequest:
+                asked = read(wire.parse_object(body), self._reading)
                 return replace(asked, stream=True) if verb == "stream" else asked
 
             # a long history would hold up every other call
-            asked = await asyncio.to_thread(read)
+            asked = await asyncio.to_thread(parse)
+            if verb == "count":
+                tokens = await count_tokens(asked, self._renderer)
+                return _json(protocol.count(tokens))
             return await self._call(protocol, session, asked, request)
 
         return endpoint

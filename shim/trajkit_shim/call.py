@@ -14,7 +14,7 @@ from trajkit_shim.chat import ChatRequest
 from trajkit_shim.engine import Engine, Sample
 from trajkit_shim.limits import check_prompt, check_sample
 from trajkit_shim.log import LoggedTurn, logged_message
-from trajkit_shim.parse import Parsed, parse_reply, parse_text
+from trajkit_shim.parse import Parsed, parse
 from trajkit_shim.render import ChatRenderer
 from trajkit_shim.reply import Reply, Usage, expected_echo, make_reply
 from trajkit_shim.sampling import Wishes, settle
@@ -80,12 +80,21 @@ async def prepare_call(
     ended_at = datetime.now(UTC)
 
     def finish() -> PreparedCall:
-        parsed, stop_sequence = _parse(sample, asked, sampling.stop, renderer)
+        parsed, stop_sequence = _parse(
+            sample,
+            sampling.stop,
+            renderer,
+            tools=asked.tools is not None,
+            opened=renderer.opens_reasoning(prompt_ids),
+        )
         aborted = sample.finish_reason == "abort"
         usage = Usage(
             prompt_tokens=len(prompt_ids),
             output_tokens=len(sample.output_ids),
             cached_tokens=sample.cached_tokens,
+            reasoning_tokens=0
+            if parsed.reasoning is None
+            else renderer.reasoning_tokens(sample.output_ids),
         )
         reply = make_reply(
             parsed,
@@ -120,8 +129,24 @@ async def prepare_call(
     return await asyncio.to_thread(finish)
 
 
+async def count_tokens(asked: ChatRequest, renderer: ChatRenderer) -> int:
+    """How many tokens the prompt of a call has. Nothing is sampled or recorded.
+
+    Raises
+    ------
+    GatewayError
+        The messages cannot be rendered.
+    """
+    return len(await asyncio.to_thread(renderer.render, asked.messages, asked.tools))
+
+
 def _parse(
-    sample: Sample, asked: ChatRequest, stop: tuple[str, ...], renderer: ChatRenderer
+    sample: Sample,
+    stop: tuple[str, ...],
+    renderer: ChatRenderer,
+    *,
+    tools: bool,
+    opened: bool,
 ) -> tuple[Parsed, str | None]:
     """The reply, taken apart, and the stop string at which it was cut."""
     ended = sample.finish_reason == "stop"
@@ -133,4 +158,4 @@ def _parse(
         if found:
             at, matched = min(found)
             text = text[:at]
-    return parse_reply(text) if asked.tools else parse_text(text), matched
+    return parse(text, tools=tools, opened=opened), matched

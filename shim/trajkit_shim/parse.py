@@ -1,4 +1,7 @@
-"""Tool calls in sampled text, in the form that Hermes and Qwen models use.
+"""Reasoning and tool calls in sampled text, in the form of Hermes and Qwen models.
+
+``<think>...</think>`` at the start is reasoning; where the prompt opened it, the reply
+holds only its end. White space around it is its frame.
 
 ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: every such block whose
 JSON reads as a call is a call, in order, its arguments being the very text that was
@@ -8,8 +11,10 @@ in the content as it is, and the reply is ill-formed.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+THINK = "<think>"
+END_THINK = "</think>"
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 
@@ -51,6 +56,33 @@ class Parsed:
     def tool_calls(self) -> tuple[ToolCall, ...]:
         """The calls, in order."""
         return tuple(part for part in self.parts if isinstance(part, ToolCall))
+
+
+def parse(text: str, *, tools: bool, opened: bool) -> Parsed:
+    """A reply, taken apart.
+
+    Parameters
+    ----------
+    text : str
+        What was sampled, without the token that ends the message.
+    tools : bool
+        Calls are looked for.
+    opened : bool
+        The prompt ends inside of the reasoning.
+    """
+    reasoning, rest = _split_reasoning(text, opened=opened)
+    parsed = parse_reply(rest) if tools else parse_text(rest)
+    return replace(parsed, reasoning=reasoning)
+
+
+def _split_reasoning(text: str, *, opened: bool) -> tuple[str | None, str]:
+    inside = text if opened else text.lstrip(_SPACE)
+    if not opened:
+        if not inside.startswith(THINK):
+            return None, text
+        inside = inside.removeprefix(THINK)
+    inside, _, rest = inside.partition(END_THINK)
+    return inside.strip(_SPACE) or None, rest.lstrip("\n")
 
 
 def parse_text(text: str) -> Parsed:

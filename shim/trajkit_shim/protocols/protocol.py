@@ -48,7 +48,9 @@ class WireProtocol:
     write: Callable[[Reply, ChatRequest], Json]
     events: Callable[[ChatRequest], Events]
     error: Callable[[GatewayError], Json]
-    # None: no path asks for a count
-    count: Callable[[int], Json] | None = None
+    # of a path that asks for a count; None: as ``read``
+    read_for_count: Callable[[Json, Reading], ChatRequest] | None = None
+    # the answer of such a path
+    count: Callable[[int], Json] = lambda tokens: {"input_tokens": tokens}
     # codes of errors that a streaming client understands only as an event
     told_in_stream: frozenset[str] = field(default=frozenset())
