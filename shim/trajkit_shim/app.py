@@ -261,7 +261,9 @@ class _Gateway:
 
         def finish() -> Reply:
             session.check_open()
-            return self._record(session, work.result())
+            reply = self._record(session, work.result())
+            session.left_out.update(asked.left_out)
+            return reply
 
         try:
             ready = await attended.wait(None if events is None else self._ping_seconds)

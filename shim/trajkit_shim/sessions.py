@@ -7,6 +7,7 @@ for every other call.
 import asyncio
 import re
 import secrets
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,8 @@ class Session:
     calls: set[asyncio.Task[Any]] = field(default_factory=set)
     # each message key's last body in the log, as its digest
     shown: dict[bytes, bytes] = field(default_factory=dict)
+    # how often a recorded call offered a tool that only a provider can run, by type
+    left_out: Counter[str] = field(default_factory=Counter)
 
     def check_open(self) -> None:
         """Refuse a session that was closed."""
@@ -68,6 +71,7 @@ class Session:
             "answered": self.answered,
             "in_flight": len(self.calls),
             "max_turns": self.max_turns,
+            "tools_left_out": dict(self.left_out),
             "metadata": self.metadata,
         }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import anthropic
 import openai
 import pyarrow as pa
+from google import genai
 
 from tests.shim.fakes import Held
 from trajkit_shim.app import create_app
@@ -60,6 +61,15 @@ class InProcess:
             http_client=self._anthropic_http,
             max_retries=0,
             **options,
+        )
+
+    def gemini(self, key: str = "none", *, path: str = "") -> genai.Client:
+        """A client that puts the session's id in ``x-goog-api-key``."""
+        return genai.Client(
+            api_key=key,
+            http_options=genai.types.HttpOptions(
+                base_url=f"http://gateway{path}", httpx_async_client=self.http
+            ),
         )
 
     async def open(self, **fields: object) -> openai.AsyncOpenAI:
