@@ -331,3 +331,7 @@ spoken_texts = st.lists(plain_texts | _markers, max_size=8).map("".join)
 reply_texts = st.lists(
     plain_texts | _markers | good_calls | _bad_calls, max_size=6
 ).map("".join)
+
+
+client_habits = st.sets(st.sampled_from(["no reasoning", "blocks", "numbers"]))
+"""What a client does to a reply that it sends back: `tests.shim.test_echo`."""

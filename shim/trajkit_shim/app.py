@@ -230,7 +230,7 @@ class _Gateway:
             # a long history would hold up every other call
             asked = await asyncio.to_thread(parse)
             if verb == "count":
-                tokens = await count_tokens(asked, self._renderer)
+                tokens = await count_tokens(asked, session.echo, self._renderer)
                 return _json(protocol.count(tokens))
             return await self._call(protocol, session, asked, request)
 
@@ -250,6 +250,7 @@ class _Gateway:
                 engine=self._engine,
                 renderer=self._renderer,
                 session_id=session.session_id,
+                echo=session.echo,
                 pins=session.pins,
                 max_new_tokens=self._max_new_tokens,
                 call_prefix=protocol.call_prefix,
@@ -307,11 +308,13 @@ class _Gateway:
         session.recorded += 1
         session.answered += call.reply is not None
         session.shown |= added
+        session.echo.count(call.heard)
         if call.reply is None:
             raise EngineError(
                 f"the engine aborted the call after {len(call.turn.output_ids)} tokens",
                 503,
             )
+        session.echo.remember(call.heard.place, call.message)
         return call.reply
 
 

@@ -11,13 +11,15 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
 from trajkit_shim.chat import ChatRequest
+from trajkit_shim.echo import EchoBook, Heard
 from trajkit_shim.engine import Engine, Sample
 from trajkit_shim.limits import check_prompt, check_sample
 from trajkit_shim.log import LoggedTurn, logged_message
 from trajkit_shim.parse import Parsed, parse
-from trajkit_shim.render import ChatRenderer
+from trajkit_shim.render import ChatRenderer, Ids
 from trajkit_shim.reply import Reply, Usage, expected_echo, make_reply
 from trajkit_shim.sampling import Wishes, settle
+from trajkit_shim.wire import Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +27,12 @@ class PreparedCall:
     """A call that was sampled and parsed, to be recorded and answered."""
 
     turn: LoggedTurn
+    # the request's messages, with the session's replies put back
+    heard: Heard
     # None: the engine cut the call short, and its turn is context only
     reply: Reply | None
+    # the reply in canonical form
+    message: Json
 
 
 async def prepare_call(
@@ -35,6 +41,7 @@ async def prepare_call(
     engine: Engine,
     renderer: ChatRenderer,
     session_id: str,
+    echo: EchoBook,
     pins: Wishes,
     max_new_tokens: int,
     call_prefix: str = "call_",
@@ -47,6 +54,8 @@ async def prepare_call(
     engine, renderer
         The model and its tokenizer.
     session_id : str
+    echo : EchoBook
+        What was sampled in the session.
     pins : Wishes
         The session's sampling parameters.
     max_new_tokens : int
@@ -64,7 +73,7 @@ async def prepare_call(
     started_at = datetime.now(UTC)
     request_id = uuid.uuid4().hex
     info = await engine.info()
-    prompt_ids = await asyncio.to_thread(renderer.render, asked.messages, asked.tools)
+    heard, prompt_ids = await asyncio.to_thread(_prompt, asked, echo, renderer)
     check_prompt(prompt_ids, info)
     sampling = settle(
         asked.asked,
@@ -104,6 +113,7 @@ async def prepare_call(
             call_prefix=call_prefix,
             stop_sequence=stop_sequence,
         )
+        message = expected_echo(reply)
         turn = LoggedTurn(
             session_id=session_id,
             request_id=request_id,
@@ -112,8 +122,8 @@ async def prepare_call(
             output_ids=sample.output_ids,
             output_logprobs=sample.output_logprobs,
             finish_reason=sample.finish_reason,
-            messages=[logged_message(message) for message in asked.messages],
-            response=None if aborted else logged_message(expected_echo(reply)),
+            messages=heard.logged,
+            response=None if aborted else logged_message(message),
             use_tool=bool(parsed.tool_calls),
             ill_formed=parsed.ill_formed,
             trainable=not aborted,
@@ -123,13 +133,20 @@ async def prepare_call(
             started_at=started_at,
             ended_at=ended_at,
         )
-        return PreparedCall(turn=turn, reply=None if aborted else reply)
+        return PreparedCall(
+            turn=turn,
+            heard=heard,
+            reply=None if aborted else reply,
+            message=message,
+        )
 
     # decoding and digesting a long history would hold up every other call
     return await asyncio.to_thread(finish)
 
 
-async def count_tokens(asked: ChatRequest, renderer: ChatRenderer) -> int:
+async def count_tokens(
+    asked: ChatRequest, echo: EchoBook, renderer: ChatRenderer
+) -> int:
     """How many tokens the prompt of a call has. Nothing is sampled or recorded.
 
     Raises
@@ -137,7 +154,15 @@ async def count_tokens(asked: ChatRequest, renderer: ChatRenderer) -> int:
     GatewayError
         The messages cannot be rendered.
     """
-    return len(await asyncio.to_thread(renderer.render, asked.messages, asked.tools))
+    _, prompt_ids = await asyncio.to_thread(_prompt, asked, echo, renderer)
+    return len(prompt_ids)
+
+
+def _prompt(
+    asked: ChatRequest, echo: EchoBook, renderer: ChatRenderer
+) -> tuple[Heard, Ids]:
+    heard = echo.hear(asked.messages)
+    return heard, renderer.render(heard.messages, asked.tools)
 
 
 def _parse(

@@ -71,6 +71,7 @@ class ChatRenderer:
         self._spelled = re.compile(spelled)
         self._keeps_apart = self._split_agrees()
         self._takes_string, self._call_separator = self._probe_template()
+        self._keeps_markup = self._probe_markup()
         self._takes_late_system = self._probe_late_system()
         self._end_of_reasoning: int | None = self._backend.token_to_id("</think>")
         self.end_ids: tuple[int, ...] = (int(tokenizer.eos_token_id),)
@@ -223,6 +224,10 @@ class ChatRenderer:
         calls = message.get("tool_calls")
         if not calls:
             return message
+        if self._keeps_markup and "sampled" in message:
+            # text stands behind a call, where no template would put it
+            plain = {k: v for k, v in message.items() if k != "tool_calls"}
+            return {**plain, "content": message["sampled"]}
         assert isinstance(calls, list)
         content = str(message["content"])
         separator = self._call_separator
@@ -265,6 +270,21 @@ class ChatRenderer:
         _, _, separator = before.rpartition(_PROBE_TEXT)
         spaced = separator if separator and separator.isspace() else ""
         return _PROBE_ARGUMENTS in text, spaced
+
+    def _probe_markup(self) -> bool:
+        """Whether a call in an assistant's text is rendered as it is."""
+        text = (
+            f"{_PROBE_TEXT}<tool_call>\n{_PROBE_ARGUMENTS}\n</tool_call> {_PROBE_TEXT}"
+        )
+        probe: list[Json] = [
+            {"role": "user", "content": "user"},
+            {"role": "assistant", "content": text},
+            {"role": "tool", "content": "tool", "tool_call_id": "call_0"},
+        ]
+        try:
+            return text in self._apply(probe, None)
+        except TemplateError:
+            return False
 
     def _probe_late_system(self) -> bool:
         """Whether a system message may stand among the others."""

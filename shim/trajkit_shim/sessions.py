@@ -10,8 +10,9 @@ import secrets
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
+from trajkit_shim.echo import EchoBook, Known
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.sampling import Wishes
 
@@ -41,6 +42,8 @@ class Session:
     calls: set[asyncio.Task[Any]] = field(default_factory=set)
     # each message key's last body in the log, as its digest
     shown: dict[bytes, bytes] = field(default_factory=dict)
+    # the replies, to know them again
+    echo: EchoBook = field(default_factory=EchoBook)
     # how often a recorded call offered a tool that only a provider can run, by type
     left_out: Counter[str] = field(default_factory=Counter)
 
@@ -71,6 +74,7 @@ class Session:
             "answered": self.answered,
             "in_flight": len(self.calls),
             "max_turns": self.max_turns,
+            "echo": {kind: self.echo.counts[kind] for kind in get_args(Known)},
             "tools_left_out": dict(self.left_out),
             "metadata": self.metadata,
         }
@@ -163,6 +167,7 @@ class SessionStore:
         session = self.get(session_id)
         session.closed = True
         session.shown.clear()
+        session.echo.clear()
         for call in session.calls:
             call.cancel()
         return session
