@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 from trajkit_shim import wire
 from trajkit_shim.answer import STREAM_HEADERS, STREAM_TYPE, Attended, LateStream
 from trajkit_shim.call import PreparedCall, count_tokens, prepare_call
+from trajkit_shim.callers import identify
 from trajkit_shim.chat import ChatRequest, Images, Reading
 from trajkit_shim.engine import Engine, EngineError
 from trajkit_shim.errors import GatewayError, as_gateway_error, retry_header
@@ -253,7 +254,8 @@ class _Gateway:
                 echo=session.echo,
                 pins=session.pins,
                 max_new_tokens=self._max_new_tokens,
-                call_prefix=protocol.call_prefix,
+                protocol=protocol,
+                caller=identify(request.headers, asked),
             )
         )
         attended = Attended(work, request.receive, session.calls)

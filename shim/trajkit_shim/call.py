@@ -10,12 +10,14 @@ import uuid
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
+from trajkit_shim.callers import Caller
 from trajkit_shim.chat import ChatRequest
 from trajkit_shim.echo import EchoBook, Heard
 from trajkit_shim.engine import Engine, Sample
 from trajkit_shim.limits import check_prompt, check_sample
 from trajkit_shim.log import LoggedTurn, logged_message
 from trajkit_shim.parse import Parsed, parse
+from trajkit_shim.protocols.protocol import WireProtocol
 from trajkit_shim.render import ChatRenderer, Ids
 from trajkit_shim.reply import Reply, Usage, expected_echo, make_reply
 from trajkit_shim.sampling import Wishes, settle
@@ -44,7 +46,8 @@ async def prepare_call(
     echo: EchoBook,
     pins: Wishes,
     max_new_tokens: int,
-    call_prefix: str = "call_",
+    protocol: WireProtocol,
+    caller: Caller,
 ) -> PreparedCall:
     """Render, sample and parse one call.
 
@@ -60,8 +63,9 @@ async def prepare_call(
         The session's sampling parameters.
     max_new_tokens : int
         The gateway's own limit on new tokens.
-    call_prefix : str
-        What the ids of tool calls start with.
+    protocol : WireProtocol
+        That the call came in on.
+    caller : Caller
 
     Raises
     ------
@@ -110,7 +114,7 @@ async def prepare_call(
             sample.finish_reason,
             model=info.model,
             usage=usage,
-            call_prefix=call_prefix,
+            call_prefix=protocol.call_prefix,
             stop_sequence=stop_sequence,
         )
         message = expected_echo(reply)
@@ -132,6 +136,11 @@ async def prepare_call(
             cached_tokens=sample.cached_tokens,
             started_at=started_at,
             ended_at=ended_at,
+            protocol=protocol.name,
+            harness=caller.harness,
+            agent_id=caller.agent_id,
+            parent_agent_id=caller.parent_agent_id,
+            call_kind=caller.call_kind,
         )
         return PreparedCall(
             turn=turn,

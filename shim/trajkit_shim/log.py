@@ -27,6 +27,13 @@ LOG_SCHEMA = pa.schema(
         # the id under which the engine was called
         pa.field("request_id", pa.string()),
         pa.field("model", pa.string()),
+        # the protocol that the call came in on
+        pa.field("protocol", pa.string()),
+        # who called, and what for (trajkit_shim.callers); null: the request does not tell
+        pa.field("harness", pa.string()),
+        pa.field("agent_id", pa.string()),
+        pa.field("parent_agent_id", pa.string()),
+        pa.field("call_kind", pa.string()),
         # the parameters of the engine call, as JSON
         pa.field("sampling", pa.string()),
         # prompt tokens that the engine did not compute again
@@ -86,6 +93,11 @@ class LoggedTurn:
     cached_tokens: int | None
     started_at: datetime
     ended_at: datetime
+    protocol: str | None = None
+    harness: str | None = None
+    agent_id: str | None = None
+    parent_agent_id: str | None = None
+    call_kind: str | None = None
 
 
 class TurnLog:

@@ -153,7 +153,8 @@ class SessionStore:
                 session.check_open()
                 return session
         raise GatewayError(
-            "the API key is the id of no session: open one with POST /sessions",
+            "no such session: its id is the API key, or the header x-session-id, or the "
+            "path prefix /s/{id}; open one with POST /sessions",
             401,
             code="invalid_api_key",
         )
