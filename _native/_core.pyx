@@ -4,6 +4,7 @@
     prefix.pxi   longest common prefix
     unbox.pxi    Python lists of numbers into flat buffers
     message.pxi  chat messages as canonical JSON
+    columns.pxi  the columns of a turns table, through Arrow's C interface
     forest.pxi   the calls of a session as a forest of token paths
     route.pxi    which call a call continues: by messages, by tokens
     drift.pxi    how a prompt departs from what was held
@@ -17,6 +18,7 @@ from cpython.float cimport PyFloat_AS_DOUBLE, PyFloat_CheckExact
 from cpython.list cimport PyList_GET_ITEM
 from cpython.long cimport PyLong_AsDouble, PyLong_CheckExact
 from cpython.object cimport PyObject
+from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.math cimport floor
 from libc.stdint cimport int8_t, int32_t, int64_t, intptr_t, uint8_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
@@ -43,3 +45,4 @@ include "route.pxi"
 include "drift.pxi"
 include "plan.pxi"
 include "fill.pxi"
+include "columns.pxi"

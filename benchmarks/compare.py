@@ -153,7 +153,7 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--size", choices=SIZES, default="long")
     parser.add_argument("--shape", choices=SHAPES, default="clean")
-    parser.add_argument("--rollouts", type=int, default=4, help="per batch (4)")
+    parser.add_argument("--rollouts", type=int, default=8, help="per batch (8)")
     parser.add_argument("--repeats", type=int, default=7, help="of each timing (7)")
     return parser.parse_args(words)
 

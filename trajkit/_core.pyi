@@ -40,6 +40,11 @@ def mark_shown(
     shown: _U8,
 ) -> None: ...
 
+# columns.pxi
+def read_columns(
+    table: object, turn_index: _I32, calls: _Records, requests: _Records, starts: _U8
+) -> tuple[int, int]: ...
+
 # forest.pxi
 def grow_forest(
     calls: _Records,

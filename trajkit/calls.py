@@ -6,25 +6,39 @@ and `Calls` holds the table, so that the buffers live as long as the records.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from trajkit import _core
 from trajkit.errors import InvalidTurnsError
 from trajkit.layout import CALL, REQUEST
-from trajkit.schema import KEY_BYTES
-from trajkit.tables import TableLike, as_table, canonical, turns_schema
+from trajkit.tables import TableLike, as_table, canonical, place, turns_schema
 
 Records: TypeAlias = npt.NDArray[np.void]
 Longs: TypeAlias = npt.NDArray[np.int64]
 Ints: TypeAlias = npt.NDArray[np.int32]
 
-_TOKEN_BYTES = 4
-_OFFSET_BYTES = 4
+# The columns that the kernel reads, in its order (_native/columns.pxi), and what stands for
+# them in delta form.
+_COLUMNS = (
+    "session_id",
+    "turn_index",
+    "prompt_ids",
+    "output_ids",
+    "output_logprobs",
+    "finish_reason",
+    "messages",
+    "response",
+    "use_tool",
+    "ill_formed",
+    "trainable",
+)
+_DELTA_NAMES = {"prompt_ids": "suffix_ids", "messages": "suffix_messages"}
+# what it may find wrong with a turn
+_OWN_NULL, _OUT_NULL, _LOGPROBS, _KEY = range(1, 5)
 
 # Reading a chunk costs some 0.1 ms whatever it holds; copying a smaller one costs less.
 _MANY_CHUNKS, _CHUNK_BYTES = 16, 1 << 20
@@ -129,57 +143,61 @@ def read_calls(turns: TableLike) -> Calls:
     chunks = table.column("output_ids").num_chunks
     if chunks > _MANY_CHUNKS and table.nbytes < chunks * _CHUNK_BYTES:
         table = table.combine_chunks()  # a log has a chunk a turn
-    turn_index = table.column("turn_index").to_numpy().astype(np.int32, copy=False)
-    session_offsets, session_ids = _sessions(table)
-    _check_order(table, turn_index, session_offsets)
-
-    calls = np.zeros(table.num_rows, CALL)
+    turn_index = np.empty(table.num_rows, np.int32)
+    calls, requests = np.zeros(table.num_rows, CALL), np.zeros(table.num_rows, REQUEST)
+    starts = np.empty(table.num_rows, np.uint8)
     delta = "suffix_ids" in table.column_names
-    own, own_len = _token_runs(table, "suffix_ids" if delta else "prompt_ids")
-    calls["own"] = own
+    names = [_DELTA_NAMES.get(name, name) if delta else name for name in _COLUMNS]
+    columns = table.select(names).__arrow_c_stream__()
+    fault, row = _core.read_columns(columns, turn_index, calls, requests, starts)
+    if fault:
+        raise InvalidTurnsError(
+            f"{place(table, row)}: {_fault(table, row, fault, delta)}"
+        )
+    session_offsets, session_ids = _sessions(table, np.flatnonzero(starts))
+    _check_order(table, turn_index, session_offsets)
+    calls["base"] = -1
     if delta:
         calls["own_start"] = table.column("shared_length").to_numpy()
+        calls["prompt_len"] += calls["own_start"]
         calls["base"] = _bases(table, turn_index, session_offsets)
-    else:
-        calls["base"] = -1
-    calls["prompt_len"] = calls["own_start"] + own_len
-    calls["out"], calls["out_len"] = _token_runs(table, "output_ids")
-    _read_logprobs(table, calls)
-    calls["trainable"] = _flags(table, "trainable", absent=True)
-    calls["use_tool"] = _flags(table, "use_tool", absent=False)
-    calls["ill_formed"] = _flags(table, "ill_formed", absent=False)
-    calls["length_stop"] = _is(table.column("finish_reason"), "length")
-    result = Calls(
-        table,
-        calls,
-        _read_requests(table, delta),
-        session_offsets,
-        session_ids,
-        turn_index,
-    )
-    _check_bases(result)
+        shared = table.column("shared_messages").fill_null(0).to_numpy()
+        requests["shared"] = np.where(requests["n_keys"] < 0, 0, shared)
+    result = Calls(table, calls, requests, session_offsets, session_ids, turn_index)
+    if delta:
+        _check_bases(result)
     return result
 
 
-def _sessions(table: pa.Table) -> tuple[Longs, pa.Array]:
+def _fault(table: pa.Table, row: int, fault: int, delta: bool) -> str:
+    """What the kernel found wrong with a turn, in words."""
+    if fault == _LOGPROBS:
+        given = len(table.column("output_logprobs")[row])
+        return f"{given} logprobs for {len(table.column('output_ids')[row])} output ids"
+    if fault == _KEY:
+        return "a message has no key; messages route by it"
+    own = "suffix_ids" if delta else "prompt_ids"
+    return f"{own if fault == _OWN_NULL else 'output_ids'} holds a null; every id is needed"
+
+
+def _sessions(table: pa.Table, starts: Longs) -> tuple[Longs, pa.Array]:
     """Where each session starts, and its id."""
-    ids = table.column("session_id").combine_chunks()
-    if isinstance(ids, pa.ChunkedArray):  # more bytes than one array can index
-        ids = ids.cast(pa.large_string()).combine_chunks()
-    encoded = ids.dictionary_encode()
-    codes = encoded.indices.to_numpy()
-    starts = np.flatnonzero(np.diff(codes, prepend=-1))
-    if len(starts) > len(encoded.dictionary):
-        first = np.unique(codes[starts], return_index=True)[1]
+    offsets = np.append(starts, table.num_rows).astype(np.int64, copy=False)
+    ids = table.column("session_id").take(pa.array(starts)).combine_chunks()
+    if isinstance(ids, pa.ChunkedArray):  # as older versions of Arrow give it
+        ids = pa.concat_arrays(ids.chunks) if ids.num_chunks else pa.array([], ids.type)
+    if len(ids.unique()) < len(ids):
+        first = np.unique(
+            ids.dictionary_encode().indices.to_numpy(), return_index=True
+        )[1]
         again = int(np.setdiff1d(np.arange(len(starts)), first)[0])
-        row = int(starts[again])
         raise InvalidTurnsError(
-            f"session {ids[row].as_py()!r} comes back in table row {row} after another "
-            "session began: a session must be in one piece. Gather them first: "
-            "turns.sort_by([('session_id', 'ascending'), ('turn_index', 'ascending')])"
+            f"session {ids[again].as_py()!r} comes back in table row {starts[again]} "
+            "after another session began: a session must be in one piece. Gather them "
+            "first: turns.sort_by([('session_id', 'ascending'), ('turn_index', "
+            "'ascending')])"
         )
-    offsets = np.concatenate([starts, [len(codes)]]).astype(np.int64)
-    return offsets, encoded.dictionary.cast(pa.string())
+    return offsets, ids
 
 
 def _check_order(table: pa.Table, turn_index: Ints, session_offsets: Longs) -> None:
@@ -192,100 +210,6 @@ def _check_order(table: pa.Table, turn_index: Ints, session_offsets: Longs) -> N
             f"session {session!r}, turn {turn_index[row]}: follows turn "
             f"{turn_index[row - 1]}; turn_index must ascend within a session"
         )
-
-
-def _token_runs(table: pa.Table, name: str) -> tuple[Longs, Longs]:
-    """Address and length of each list of token ids."""
-    addresses, lengths = [], []
-    start = 0
-    for chunk in table.column(name).chunks:
-        values = chunk.values
-        offsets = chunk.offsets.to_numpy()
-        if values.null_count:
-            _refuse_null_ids(table, name, chunk, start)
-        addresses.append(
-            _address(values, 1, _TOKEN_BYTES) + offsets[:-1] * _TOKEN_BYTES
-        )
-        lengths.append(np.diff(offsets))
-        start += len(chunk)
-    return _joined(addresses), _joined(lengths)
-
-
-def _refuse_null_ids(table: pa.Table, name: str, chunk: pa.Array, start: int) -> None:
-    counts = np.array([len(ids) - ids.null_count for ids in _lists(chunk)])
-    lengths = pc.list_value_length(chunk).to_numpy()
-    bad = np.flatnonzero(counts < lengths)
-    if len(bad):
-        row = start + int(bad[0])
-        session = table.column("session_id")[row].as_py()
-        turn = table.column("turn_index")[row].as_py()
-        raise InvalidTurnsError(
-            f"session {session!r}, turn {turn}: {name} holds a null; every id is needed"
-        )
-
-
-def _lists(chunk: pa.Array) -> Iterator[pa.Array]:
-    offsets = chunk.offsets.to_numpy()
-    for start, stop in pairwise(offsets):
-        yield chunk.values.slice(start, stop - start)
-
-
-def _address(values: pa.Array, buffer: int, item_bytes: int) -> int:
-    """Address of an array's first item in one of its buffers; 0 if it has none."""
-    data = values.buffers()[buffer]
-    return 0 if data is None else data.address + values.offset * item_bytes
-
-
-def _valid(array: pa.Array) -> npt.NDArray[np.bool_]:
-    """Where an array is not null."""
-    if array.null_count == 0:  # most are; this spares Arrow's cost of a call
-        return np.ones(len(array), np.bool_)
-    valid: npt.NDArray[np.bool_] = array.is_valid().to_numpy(zero_copy_only=False)
-    return valid
-
-
-def _joined(parts: list[npt.NDArray[np.int64]]) -> Longs:
-    return np.concatenate(parts) if parts else np.empty(0, np.int64)
-
-
-def _read_logprobs(table: pa.Table, calls: Records) -> None:
-    start = 0
-    for chunk in table.column("output_logprobs").chunks:
-        part = calls[start : start + len(chunk)]
-        values = chunk.values
-        offsets = chunk.offsets.to_numpy()
-        lengths = np.diff(offsets)
-        given = _valid(chunk)
-        bad = np.flatnonzero(given & (lengths != part["out_len"]))
-        if len(bad):
-            row = start + int(bad[0])
-            session = table.column("session_id")[row].as_py()
-            turn = table.column("turn_index")[row].as_py()
-            raise InvalidTurnsError(
-                f"session {session!r}, turn {turn}: {lengths[bad[0]]} logprobs for "
-                f"{part['out_len'][bad[0]]} output ids"
-            )
-        given &= lengths > 0
-        address = _address(values, 1, _TOKEN_BYTES) + offsets[:-1] * _TOKEN_BYTES
-        part["logprobs"] = np.where(given, address, 0)
-        if values.null_count:
-            part["valid"] = np.where(given, _address(values, 0, 0), 0)
-            part["valid_bit"] = values.offset + offsets[:-1]
-        start += len(chunk)
-
-
-def _flags(table: pa.Table, name: str, *, absent: bool) -> npt.NDArray[np.bool_]:
-    column = table.column(name)
-    if column.null_count == len(column):
-        return np.full(len(column), absent)
-    flags: npt.NDArray[np.bool_] = column.fill_null(absent).to_numpy()
-    return flags
-
-
-def _is(names: pa.ChunkedArray, name: str) -> npt.NDArray[np.bool_]:
-    """Where a name is this one; a null is not."""
-    same: npt.NDArray[np.bool_] = pc.equal(names, name).fill_null(False).to_numpy()
-    return same
 
 
 def named_calls(
@@ -354,59 +278,4 @@ def _check_bases(calls: Calls) -> None:
         raise InvalidTurnsError(
             f"{calls.place(call)}: shared_messages {requests['shared'][call]} of a "
             f"base that shows {most[call]} messages"
-        )
-
-
-def _read_requests(table: pa.Table, delta: bool) -> Records:
-    requests = np.zeros(table.num_rows, REQUEST)
-    start = 0
-    for chunk in table.column("suffix_messages" if delta else "messages").chunks:
-        part = requests[start : start + len(chunk)]
-        # field() gives the children as the offsets count them, whatever was sliced
-        keys, roles = chunk.values.field("key"), chunk.values.field("role")
-        if keys.null_count or chunk.values.null_count:
-            _refuse_null_keys(table, keys, chunk, start)
-        offsets = chunk.offsets.to_numpy()
-        given = _valid(chunk)
-        part["keys"] = _address(keys, 1, KEY_BYTES) + offsets[:-1] * KEY_BYTES
-        part["n_keys"] = np.where(given, np.diff(offsets), -1)
-        part["role_offsets"] = (
-            _address(roles, 1, _OFFSET_BYTES) + offsets[:-1] * _OFFSET_BYTES
-        )
-        part["role_bytes"] = _address(roles, 2, 0)
-        start += len(chunk)
-    if delta:
-        shared = table.column("shared_messages").fill_null(0).to_numpy()
-        requests["shared"] = np.where(requests["n_keys"] < 0, 0, shared)
-    start = 0
-    said = []
-    for chunk in table.column("response").chunks:
-        part = requests[start : start + len(chunk)]
-        keys = chunk.field("key")
-        said.append(chunk.field("role"))
-        address = _address(keys, 1, KEY_BYTES) + np.arange(len(chunk)) * KEY_BYTES
-        part["reply_key"] = np.where(_valid(chunk) & _valid(keys), address, 0)
-        start += len(chunk)
-    roles = pa.chunked_array(said, pa.string())
-    requests["reply_is_assistant"] = _is(roles, "assistant") & (
-        requests["reply_key"] != 0
-    )
-    return requests
-
-
-def _refuse_null_keys(
-    table: pa.Table, keys: pa.Array, chunk: pa.Array, start: int
-) -> None:
-    # a message that is null may have a key under it
-    absent = pc.or_(keys.is_null(), chunk.values.is_null())
-    bad = np.flatnonzero(absent.to_numpy(zero_copy_only=False))
-    owner = np.searchsorted(chunk.offsets.to_numpy(), bad, side="right") - 1
-    inside = (owner >= 0) & (owner < len(chunk))
-    if inside.any():
-        row = start + int(owner[inside][0])
-        session = table.column("session_id")[row].as_py()
-        turn = table.column("turn_index")[row].as_py()
-        raise InvalidTurnsError(
-            f"session {session!r}, turn {turn}: a message has no key; messages "
-            "route by it"
         )

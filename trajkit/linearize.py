@@ -234,11 +234,17 @@ def _spread(
 ) -> Iterator[Batches]:
     """What ``work`` makes of each part, in order, on so many threads."""
     parts = list(parts)
-    if n_threads == 1 or len(parts) <= 1:
+    n_threads = min(n_threads, len(parts))
+    if n_threads <= 1:
         yield from (work(*part) for part in parts)
         return
-    with ThreadPoolExecutor(min(n_threads, len(parts))) as pool:
-        yield from pool.map(lambda part: work(*part), parts)
+    # The calling thread works as well: what it can still cancel, it does itself.
+    with ThreadPoolExecutor(n_threads - 1) as pool:
+        given = [pool.submit(work, *part) for part in parts]
+        own = {k: work(*parts[k]) for k, future in enumerate(given) if future.cancel()}
+        yield from (
+            own[k] if k in own else given[k].result() for k in range(len(given))
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,12 @@ def canonical(table: TableLike, schema: pa.Schema) -> pa.Table:
         a null where none may be.
     """
     source = as_table(table)
+    if source.schema.equals(schema, check_metadata=True) and not any(
+        column.null_count
+        for field, column in zip(schema, source.columns, strict=True)
+        if not field.nullable
+    ):
+        return source
     check_columns(source, schema)
     for rows, explain in misfits(source, schema):
         raise InvalidTurnsError(f"{place(source, int(rows[0]))}: {explain(0)}")
