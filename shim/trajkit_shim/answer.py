@@ -8,49 +8,43 @@ as an event.
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from trajkit_shim.call import PreparedCall
 from trajkit_shim.engine import EngineError
 from trajkit_shim.errors import GatewayError, as_gateway_error
 from trajkit_shim.protocols.protocol import Events
-from trajkit_shim.reply import Reply
+from trajkit_shim.resend import SharedCall
 
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 STREAM_TYPE = "text/event-stream"
 
 
 class Attended:
-    """The work on one call, watched together with its client's connection.
+    """A call, watched together with the connection of a client that waits for it.
 
     Parameters
     ----------
-    work : task
-        Prepares the call.
+    call : SharedCall
     receive : ASGI receive
         Of a request whose body has been read.
-    calls : set of task
-        Holds ``work`` for as long as it is under way.
+    last : callable
+        Called when the last connection has left the call.
     """
 
     def __init__(
-        self,
-        work: "asyncio.Task[PreparedCall]",
-        receive: Receive,
-        calls: "set[asyncio.Task[Any]]",
+        self, call: SharedCall, receive: Receive, last: Callable[[], None]
     ) -> None:
-        self.work = work
+        self.call = call
         self._gone = asyncio.create_task(_disconnected(receive))
-        self._calls = calls
-        calls.add(work)
+        self._last = last
+        call.join()
 
     async def wait(self, seconds: float | None) -> bool:
         """Whether the work ended, or the client left, within that time."""
         done, _ = await asyncio.wait(
-            {self.work, self._gone},
+            {self.call.work, self._gone},
             timeout=seconds,
             return_when=asyncio.FIRST_COMPLETED,
         )
@@ -62,11 +56,11 @@ class Attended:
         return self._gone.done()
 
     async def end(self) -> None:
-        """Cancel what is under way and wait until it has cleaned up."""
-        self._calls.discard(self.work)
-        for task in (self.work, self._gone):
-            task.cancel()
-        await asyncio.gather(self.work, self._gone, return_exceptions=True)
+        """Leave the call; cancel it where nobody else waits for it."""
+        self._gone.cancel()
+        await asyncio.gather(self._gone, return_exceptions=True)
+        if await self.call.leave():
+            self._last()
 
 
 class LateStream:
@@ -76,8 +70,6 @@ class LateStream:
     ----------
     attended : Attended
         Ended when this is done.
-    finish : callable
-        Records the call, whose work is done, and gives the reply; or raises.
     events : Events
     ping_seconds : float
         Between two signs of life.
@@ -86,12 +78,10 @@ class LateStream:
     def __init__(
         self,
         attended: Attended,
-        finish: Callable[[], Reply],
         events: Events,
         ping_seconds: float,
     ) -> None:
         self._attended = attended
-        self._finish = finish
         self._events = events
         self._ping_seconds = ping_seconds
 
@@ -116,7 +106,7 @@ class LateStream:
         if self._attended.gone:
             return
         try:
-            reply = self._finish()
+            reply = self._attended.call.finish()
         except (GatewayError, EngineError) as error:
             await write(self._events.error(as_gateway_error(error)), more=False)
             return

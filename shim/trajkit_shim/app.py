@@ -29,16 +29,21 @@ from trajkit_shim.errors import GatewayError, as_gateway_error, retry_header
 from trajkit_shim.log import TurnLog
 from trajkit_shim.protocols import PROTOCOLS
 from trajkit_shim.protocols.openai_chat import OPENAI_CHAT
-from trajkit_shim.protocols.protocol import Verb, WireProtocol
+from trajkit_shim.protocols.protocol import Events, Verb, WireProtocol
 from trajkit_shim.protocols.sse import encode
 from trajkit_shim.render import ChatRenderer
 from trajkit_shim.reply import Reply
+from trajkit_shim.resend import SharedCall, request_digest, says_retry
 from trajkit_shim.sampling import parse_pins
 from trajkit_shim.sessions import Session, SessionStore
 from trajkit_shim.wire import Json
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
 
+# of the body that opens a session
+SESSION_FIELDS = frozenset(
+    {"session_id", "sampling", "max_turns", "metadata", "replay"}
+)
 SESSION_HEADER = "x-session-id"
 # where the clients of the protocols put their API key
 _KEY_HEADERS = ("x-api-key", "x-goog-api-key")
@@ -187,9 +192,9 @@ class _Gateway:
 
     async def open_session(self, request: Request) -> Response:
         body = wire.parse_object(await self._body(request) or b"{}")
-        wire.only(body, {"session_id", "sampling", "max_turns", "metadata"}, "")
+        wire.only(body, SESSION_FIELDS, "")
         session_id, limit = body.get("session_id"), body.get("max_turns")
-        metadata = body.get("metadata")
+        metadata, replay = body.get("metadata"), body.get("replay")
         session = self._sessions.open(
             None if session_id is None else wire.as_text(session_id, "session_id"),
             pins=parse_pins(body.get("sampling")),
@@ -197,6 +202,7 @@ class _Gateway:
             if limit is None
             else wire.as_integer(limit, "max_turns", least=1),
             metadata=None if metadata is None else wire.as_object(metadata, "metadata"),
+            replay=replay is not None and wire.as_flag(replay, "replay"),
         )
         return JSONResponse(
             {"session_id": session.session_id, "api_key": session.session_id}
@@ -233,7 +239,8 @@ class _Gateway:
             if verb == "count":
                 tokens = await count_tokens(asked, session.echo, self._renderer)
                 return _json(protocol.count(tokens))
-            return await self._call(protocol, session, asked, request)
+            digest = request_digest(f"{protocol.name} {verb}", body)
+            return await self._call(protocol, session, asked, digest, request)
 
         return endpoint
 
@@ -242,9 +249,58 @@ class _Gateway:
         protocol: WireProtocol,
         session: Session,
         asked: ChatRequest,
+        digest: bytes,
         request: Request,
     ) -> ASGIApp:
-        session.admit()
+        events = protocol.events(asked) if asked.stream else None
+        resends, call = session.resends, None
+        if session.replay or says_retry(request.headers):
+            session.check_open()
+            known = resends.reply(digest)
+            call = resends.under_way.get(digest)
+            resends.replayed += known is not None or call is not None
+            if known is not None:
+                return _answer(protocol, asked, events, known)
+        if call is None:
+            session.admit()
+            call = self._begin(protocol, session, asked, digest, request)
+
+        def last() -> None:
+            session.calls.discard(call.work)
+            if resends.under_way.get(digest) is call:
+                del resends.under_way[digest]
+
+        attended = Attended(call, request.receive, last)
+        watched: Attended | None = attended
+        try:
+            ready = await attended.wait(None if events is None else self._ping_seconds)
+            if events is not None and not ready:
+                # which ends it
+                watched = None
+                return LateStream(attended, events, self._ping_seconds)
+            if attended.gone:
+                # nobody is there to read it
+                return Response(status_code=499)
+            reply = call.finish()
+        except (GatewayError, EngineError) as error:
+            told = as_gateway_error(error)
+            if events is None or told.code not in protocol.told_in_stream:
+                raise
+            return _stream(events.opening() + events.error(told))
+        finally:
+            if watched is not None:
+                await watched.end()
+        return _answer(protocol, asked, events, reply)
+
+    def _begin(
+        self,
+        protocol: WireProtocol,
+        session: Session,
+        asked: ChatRequest,
+        digest: bytes,
+        request: Request,
+    ) -> SharedCall:
+        """Start the work on a call."""
         work = asyncio.create_task(
             prepare_call(
                 asked,
@@ -258,38 +314,22 @@ class _Gateway:
                 caller=identify(request.headers, asked),
             )
         )
-        attended = Attended(work, request.receive, session.calls)
-        watched: Attended | None = attended
-        events = protocol.events(asked) if asked.stream else None
 
-        def finish() -> Reply:
+        def record() -> Reply:
+            # closing it cancelled the work
             session.check_open()
-            reply = self._record(session, work.result())
+            prepared = work.result()
+            earlier = session.resends.earlier(digest)
+            turn = replace(prepared.turn, resend_of=earlier)
+            reply = self._record(session, replace(prepared, turn=turn))
             session.left_out.update(asked.left_out)
+            session.resends.remember(digest, turn.request_id, reply)
             return reply
 
-        try:
-            ready = await attended.wait(None if events is None else self._ping_seconds)
-            if events is not None and not ready:
-                late = LateStream(attended, finish, events, self._ping_seconds)
-                # which ends it
-                watched = None
-                return late
-            if attended.gone:
-                # nobody is there to read it
-                return Response(status_code=499)
-            reply = finish()
-        except (GatewayError, EngineError) as error:
-            told = as_gateway_error(error)
-            if events is None or told.code not in protocol.told_in_stream:
-                raise
-            return _stream(events.opening() + events.error(told))
-        finally:
-            if watched is not None:
-                await watched.end()
-        if events is None:
-            return _json(protocol.write(reply, asked))
-        return _stream(events.opening() + b"".join(events.reply(reply)))
+        call = SharedCall(work, record)
+        session.calls.add(work)
+        session.resends.under_way[digest] = call
+        return call
 
     def _record(self, session: Session, call: PreparedCall) -> Reply:
         """Write the turn and count it, in one step for every other call.
@@ -318,6 +358,14 @@ class _Gateway:
             )
         session.echo.remember(call.heard.place, call.message)
         return call.reply
+
+
+def _answer(
+    protocol: WireProtocol, asked: ChatRequest, events: Events | None, reply: Reply
+) -> Response:
+    if events is None:
+        return _json(protocol.write(reply, asked))
+    return _stream(events.opening() + b"".join(events.reply(reply)))
 
 
 def _stream(events: bytes) -> Response:

@@ -105,9 +105,7 @@ async def prepare_call(
             prompt_tokens=len(prompt_ids),
             output_tokens=len(sample.output_ids),
             cached_tokens=sample.cached_tokens,
-            reasoning_tokens=0
-            if parsed.reasoning is None
-            else renderer.reasoning_tokens(sample.output_ids),
+            reasoning_tokens=_reasoning_tokens(parsed, sample, renderer),
         )
         reply = make_reply(
             parsed,
@@ -172,6 +170,15 @@ def _prompt(
 ) -> tuple[Heard, Ids]:
     heard = echo.hear(asked.messages)
     return heard, renderer.render(heard.messages, asked.tools)
+
+
+def _reasoning_tokens(parsed: Parsed, sample: Sample, renderer: ChatRenderer) -> int:
+    if parsed.reasoning is None:
+        return 0
+    if not parsed.sampled:
+        return len(sample.output_ids)
+    # 0 where the end is spelled in other tokens
+    return renderer.end_of_reasoning(sample.output_ids) or 0
 
 
 def _parse(

@@ -26,6 +26,9 @@ LOG_SCHEMA = pa.schema(
         *schema.TURNS,
         # the id under which the engine was called
         pa.field("request_id", pa.string()),
+        # the request_id of the session's first turn whose request was the same to the
+        # byte; null: there is none
+        pa.field("resend_of", pa.string()),
         pa.field("model", pa.string()),
         # the protocol that the call came in on
         pa.field("protocol", pa.string()),
@@ -93,6 +96,7 @@ class LoggedTurn:
     cached_tokens: int | None
     started_at: datetime
     ended_at: datetime
+    resend_of: str | None = None
     protocol: str | None = None
     harness: str | None = None
     agent_id: str | None = None

@@ -143,15 +143,15 @@ class ChatRenderer:
         )
         return str(tail).rstrip().endswith("<think>")
 
-    def reasoning_tokens(self, output_ids: Ids) -> int:
-        """How many of the sampled ids are reasoning, its end included.
+    def end_of_reasoning(self, output_ids: Ids) -> int | None:
+        """How many of the sampled ids come up to the end of reasoning, and with it.
 
-        0 where the tokenizer has no token for the end of reasoning.
+        None: no token among them ends it.
         """
         if self._end_of_reasoning is None:
-            return 0
+            return None
         ends = np.flatnonzero(output_ids == self._end_of_reasoning)
-        return int(ends[0]) + 1 if len(ends) else len(output_ids)
+        return int(ends[0]) + 1 if len(ends) else None
 
     def _apply(self, messages: list[Json], tools: list[Json] | None) -> str:
         from jinja2.exceptions import TemplateError as JinjaError

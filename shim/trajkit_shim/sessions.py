@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 from trajkit_shim.echo import EchoBook, Known
 from trajkit_shim.errors import GatewayError
+from trajkit_shim.resend import Resends
 from trajkit_shim.sampling import Wishes
 
 # it travels in an HTTP header and in paths
@@ -44,6 +45,9 @@ class Session:
     shown: dict[bytes, bytes] = field(default_factory=dict)
     # the replies, to know them again
     echo: EchoBook = field(default_factory=EchoBook)
+    # a request that is equal to an earlier one is that one sent again
+    replay: bool = False
+    resends: Resends = field(default_factory=Resends)
     # how often a recorded call offered a tool that only a provider can run, by type
     left_out: Counter[str] = field(default_factory=Counter)
 
@@ -75,6 +79,7 @@ class Session:
             "in_flight": len(self.calls),
             "max_turns": self.max_turns,
             "echo": {kind: self.echo.counts[kind] for kind in get_args(Known)},
+            "replayed": self.resends.replayed,
             "tools_left_out": dict(self.left_out),
             "metadata": self.metadata,
         }
@@ -93,8 +98,12 @@ class SessionStore:
         pins: Wishes | None = None,
         max_turns: int | None = None,
         metadata: dict[str, object] | None = None,
+        replay: bool = False,
     ) -> Session:
         """A new session, under the given id or a fresh one.
+
+        With ``replay`` a request that is equal to an earlier one to the byte is taken
+        for a retry, whatever its headers say: for harnesses that don't say.
 
         Raises
         ------
@@ -121,6 +130,7 @@ class SessionStore:
             pins=pins or Wishes(),
             max_turns=max_turns,
             metadata=metadata or {},
+            replay=replay,
         )
         self._sessions[session_id] = session
         return session
@@ -169,6 +179,7 @@ class SessionStore:
         session.closed = True
         session.shown.clear()
         session.echo.clear()
+        session.resends.clear()
         for call in session.calls:
             call.cancel()
         return session
