@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import good_calls, plain_texts
-from trajkit_shim.parse import ToolCall, parse_reply
+from trajkit_shim.parse import ToolCall, parse, parse_reply
 
 
 def taken(text: str) -> tuple[str, tuple[ToolCall, ...], bool]:
@@ -130,3 +130,35 @@ def test_every_call_is_found_and_all_other_text_is_kept(pairs, last):
     assert not parsed.ill_formed
     rebuilt = [block(call.name, call.arguments) for call in parsed.tool_calls]
     assert rebuilt == [call for _, call in pairs]
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "reasoning", "rest"),
+    [
+        pytest.param("hello", False, None, "hello", id="none"),
+        pytest.param("<think>\nhm \n</think>\n\n a\n", False, "hm", " a\n", id="some"),
+        pytest.param(" <think>hm</think>", False, "hm", "", id="nothing else"),
+        pytest.param("<think>\n\n</think>\n\na", False, None, "a", id="empty"),
+        pytest.param("<think>hm, <tool_call>", False, "hm, <tool_call>", "", id="cut"),
+        pytest.param(
+            "a <think>b</think>", False, None, "a <think>b</think>", id="late"
+        ),
+        pytest.param("hm\n</think>\n\na", True, "hm", "a", id="opened by the prompt"),
+        pytest.param("hm", True, "hm", "", id="opened and never closed"),
+        pytest.param(
+            "</think>a</think>b", True, None, "a</think>b", id="closed at once"
+        ),
+    ],
+)
+def test_reasoning(text, opened, reasoning, rest):
+    for tools in (False, True):
+        parsed = parse(text, tools=tools, opened=opened)
+        assert (parsed.reasoning, parsed.sampled) == (reasoning, rest)
+        assert parsed.content == rest
+
+
+@pytest.mark.parametrize("tools", [False, True])
+def test_calls_are_looked_for_where_tools_were_offered(tools):
+    parsed = parse(f"<think>{block()}</think>{block()}", tools=tools, opened=False)
+    assert len(parsed.tool_calls) == tools
+    assert parsed.reasoning == block()
