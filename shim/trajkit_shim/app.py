@@ -137,8 +137,25 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     else:
         # the server logs what is no GatewayError with its traceback
         told = as_gateway_error(error)
-    protocol: WireProtocol = getattr(request.state, "protocol", OPENAI_CHAT)
+    protocol = _protocol_of(request)
     return _json(protocol.error(told), told.status, retry_header(told))
+
+
+def _protocol_of(request: Request) -> WireProtocol:
+    """The protocol in whose words a client is told of an error."""
+    protocol: WireProtocol | None = getattr(request.state, "protocol", None)
+    if protocol is not None:
+        return protocol
+    # a path that nothing answers, or not this method
+    path = request.url.path
+    return next(
+        (
+            each
+            for each in PROTOCOLS
+            if any(known.partition("{")[0] in path for known in each.paths)
+        ),
+        OPENAI_CHAT,
+    )
 
 
 def _json(

@@ -499,6 +499,7 @@ async def test_max_turns_counts_what_was_answered_or_is_under_way(tmp_path):
         pytest.param({"sampling": {"n": 2}}, "sampling.n", id="an unknown pin"),
         pytest.param({"sampling": {"top_p": 3}}, "sampling.top_p", id="a bad pin"),
         pytest.param({"sampling": {"extra": 3}}, "sampling.extra", id="a bad extra"),
+        pytest.param({"replay": 1}, "replay", id="replay as a number"),
         pytest.param({"model": "x"}, "model", id="an unknown field"),
     ],
 )
@@ -568,3 +569,21 @@ async def test_reasoning_that_the_prompt_opens(tmp_path):
     assert reply.usage.completion_tokens_details is None
     assert cut.choices[0].message.content == ""
     assert cut.usage.completion_tokens_details.reasoning_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "words"),
+    [
+        ("GET", "/v1/messages", 405, {"type", "error"}),
+        ("POST", "/v1/messages/batches", 404, {"type", "error"}),
+        ("POST", "/s/a/v1beta/models/x:embedContent", 404, {"error"}),
+        ("POST", "/v1/responses/r/cancel", 404, {"error"}),
+        ("POST", "/nothing", 404, {"error"}),
+    ],
+)
+async def test_paths_that_nothing_answers(tmp_path, method, path, status, words):
+    async with in_process(ScriptedEngine(), RENDERER, tmp_path) as gateway:
+        reply = await gateway.http.request(method, path)
+    assert reply.status_code == status
+    assert set(reply.json()) == words
+    assert ("status" in reply.json()["error"]) == ("v1beta" in path)

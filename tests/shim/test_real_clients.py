@@ -60,7 +60,7 @@ def gateway(directory, scripts):
         (directory / "session.json").write_text(json.dumps(shown))
 
 
-def run(directory, command, environment):
+def run(directory, command, environment, expected=0):
     # no git repository: Claude Code writes its state into the system prompt
     work = directory / "work"
     work.mkdir(exist_ok=True)
@@ -75,7 +75,7 @@ def run(directory, command, environment):
     )
     (directory / "stdout.txt").write_text(done.stdout)
     (directory / "stderr.txt").write_text(done.stderr)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == expected, done.stdout + done.stderr
     return done.stdout, work
 
 
@@ -91,6 +91,43 @@ def check(log, directory, roots):
     rows = tk.linearize(turns, policy="faithful", reward=1.0)
     assert tk.verify(rows, turns).num_rows == 0
     return turns.to_pylist(), shown
+
+
+CLAUDE_OPTIONS = ["--output-format", "json", "--allowedTools", "Bash,Agent"]
+CODEX_OPTIONS = ["--skip-git-repo-check", "--json"]
+
+
+def claude_environment(url, session):
+    return {
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_AUTH_TOKEN": session,
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "DISABLE_AUTOUPDATER": "1",
+        "DISABLE_ERROR_REPORTING": "1",
+        "DISABLE_TELEMETRY": "1",
+        "IS_SANDBOX": "1",
+    }
+
+
+def write_codex_config(directory, url):
+    home = directory / ".codex"
+    home.mkdir()
+    (home / "config.toml").write_text(
+        f"""
+model = "any"
+model_provider = "gateway"
+sandbox_mode = "danger-full-access"
+approval_policy = "never"
+check_for_update_on_startup = false
+[analytics]
+enabled = false
+[model_providers.gateway]
+name = "gateway"
+base_url = "{url}/v1"
+env_key = "OPENAI_API_KEY"
+wire_api = "responses"
+"""
+    )
 
 
 @pytest.mark.skipif(not CLAUDE.exists(), reason="Claude Code is not installed")
@@ -112,19 +149,14 @@ def test_claude_code(tmp_path):
         ],
     }
     with gateway(tmp_path, scripts) as (url, session, log):
-        environment = {
-            "ANTHROPIC_BASE_URL": url,
-            "ANTHROPIC_AUTH_TOKEN": session,
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            "DISABLE_AUTOUPDATER": "1",
-            "DISABLE_ERROR_REPORTING": "1",
-            "DISABLE_TELEMETRY": "1",
-            "IS_SANDBOX": "1",
-        }
-        options = ["--output-format", "json", "--allowedTools", "Bash,Agent"]
-        said, work = run(tmp_path, [CLAUDE, "-p", "MAINTASK", *options], environment)
+        environment = claude_environment(url, session)
+        said, work = run(
+            tmp_path, [CLAUDE, "-p", "MAINTASK", *CLAUDE_OPTIONS], environment
+        )
         again, _ = run(
-            tmp_path, [CLAUDE, "--continue", "-p", "Sure?", *options], environment
+            tmp_path,
+            [CLAUDE, "--continue", "-p", "Sure?", *CLAUDE_OPTIONS],
+            environment,
         )
     # the sub-agent's conversation is one of its own
     turns, _ = check(log, tmp_path, roots=2)
@@ -153,30 +185,14 @@ def test_codex(tmp_path):
         ],
     }
     with gateway(tmp_path, scripts) as (url, session, log):
-        home = tmp_path / ".codex"
-        home.mkdir()
-        (home / "config.toml").write_text(
-            f"""
-model = "any"
-model_provider = "gateway"
-sandbox_mode = "danger-full-access"
-approval_policy = "never"
-check_for_update_on_startup = false
-[analytics]
-enabled = false
-[model_providers.gateway]
-name = "gateway"
-base_url = "{url}/v1"
-env_key = "OPENAI_API_KEY"
-wire_api = "responses"
-"""
-        )
+        write_codex_config(tmp_path, url)
         environment = {"OPENAI_API_KEY": session}
-        options = ["--skip-git-repo-check", "--json"]
-        said, work = run(tmp_path, [CODEX, "exec", *options, "MAINTASK"], environment)
+        said, work = run(
+            tmp_path, [CODEX, "exec", *CODEX_OPTIONS, "MAINTASK"], environment
+        )
         again, _ = run(
             tmp_path,
-            [CODEX, "exec", *options, "resume", "--last", "Sure?"],
+            [CODEX, "exec", *CODEX_OPTIONS, "resume", "--last", "Sure?"],
             environment,
         )
     turns, shown = check(log, tmp_path, roots=1)
@@ -188,3 +204,31 @@ wire_api = "responses"
     assert {turn["harness"] for turn in turns} == {"codex"}
     assert len({turn["agent_id"] for turn in turns}) == 1
     assert shown["tools_left_out"] == {"web_search": 4}
+
+
+def refused(tmp_path, client):
+    """What a client says whose session is closed; it must end by itself."""
+    with gateway(tmp_path, {}) as (url, session, log):
+        http.delete(f"{url}/sessions/{session}")
+        if client == "claude":
+            command = [CLAUDE, "-p", "hi", *CLAUDE_OPTIONS]
+            environment = claude_environment(url, session)
+        else:
+            write_codex_config(tmp_path, url)
+            command = [CODEX, "exec", *CODEX_OPTIONS, "hi"]
+            environment = {"OPENAI_API_KEY": session}
+        said, _ = run(tmp_path, command, environment, expected=1)
+    assert tk.read_turns(log.path).num_rows == 0
+    return said
+
+
+@pytest.mark.skipif(not CLAUDE.exists(), reason="Claude Code is not installed")
+def test_claude_code_takes_a_closed_session_for_the_end(tmp_path):
+    assert json.loads(refused(tmp_path, "claude"))["api_error_status"] == 410
+
+
+@pytest.mark.skipif(CODEX is None, reason="Codex is not installed")
+def test_codex_takes_a_closed_session_for_the_end(tmp_path):
+    last = json.loads(refused(tmp_path, "codex").splitlines()[-1])
+    assert last["type"] == "turn.failed"
+    assert "410" in last["error"]["message"]

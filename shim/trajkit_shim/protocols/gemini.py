@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from trajkit_shim import wire
 from trajkit_shim.chat import OMITTED_IMAGE, ChatRequest, Reading
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.protocols.protocol import Verb, WireProtocol
+from trajkit_shim.protocols.protocol import WireProtocol
 from trajkit_shim.protocols.sse import RawJson, event
 from trajkit_shim.reply import Call, Reply, Usage
 from trajkit_shim.sampling import Wishes, parse_wishes
@@ -430,17 +430,15 @@ def error_body(error: GatewayError) -> Json:
     }
 
 
-def _paths() -> Iterator[tuple[str, Verb]]:
-    for version in ("v1beta", "v1"):
-        stem = f"/{version}/models/{{model:path}}"
-        yield f"{stem}:generateContent", "reply"
-        yield f"{stem}:streamGenerateContent", "stream"
-        yield f"{stem}:countTokens", "count"
-
+_STEM = "/v1beta/models/{model:path}"
 
 GEMINI = WireProtocol(
     name="gemini",
-    paths=dict(_paths()),
+    paths={
+        f"{_STEM}:generateContent": "reply",
+        f"{_STEM}:streamGenerateContent": "stream",
+        f"{_STEM}:countTokens": "count",
+    },
     call_prefix="call_",
     read=read,
     read_for_count=read_for_count,
