@@ -148,14 +148,13 @@ def _protocol_of(request: Request) -> WireProtocol:
         return protocol
     # a path that nothing answers, or not this method
     path = request.url.path
-    return next(
-        (
-            each
-            for each in PROTOCOLS
-            if any(known.partition("{")[0] in path for known in each.paths)
-        ),
-        OPENAI_CHAT,
-    )
+
+    def begins(known: str) -> bool:
+        stem, has_model, _ = known.partition("{")
+        # /v1/models/{model} alone is OpenAI's, and Gemini's with a method behind it
+        return stem in path and (not has_model or ":" in path)
+
+    return next((p for p in PROTOCOLS if any(map(begins, p.paths))), OPENAI_CHAT)
 
 
 def _json(

@@ -578,6 +578,7 @@ async def test_reasoning_that_the_prompt_opens(tmp_path):
         ("POST", "/v1/messages/batches", 404, {"type", "error"}),
         ("POST", "/s/a/v1beta/models/x:embedContent", 404, {"error"}),
         ("POST", "/v1/responses/r/cancel", 404, {"error"}),
+        ("GET", "/v1/models/x", 404, {"error"}),
         ("POST", "/nothing", 404, {"error"}),
     ],
 )

@@ -17,7 +17,7 @@ CALLS = {
     "/v1/chat/completions": {"messages": [USER]},
     "/v1/messages": {"messages": [USER], "max_tokens": 9},
     "/v1/responses": {"input": "hi"},
-    "/v1beta/models/any:generateContent": {"contents": [{"parts": [{"text": "hi"}]}]},
+    "/v1/models/a/b:generateContent": {"contents": [{"parts": [{"text": "hi"}]}]},
     "/v1beta/models/any:streamGenerateContent": {
         "contents": [{"parts": [{"text": "hi"}]}]
     },

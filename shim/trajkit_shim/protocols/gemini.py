@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from trajkit_shim import wire
 from trajkit_shim.chat import OMITTED_IMAGE, ChatRequest, Reading
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.protocols.protocol import WireProtocol
+from trajkit_shim.protocols.protocol import Verb, WireProtocol
 from trajkit_shim.protocols.sse import RawJson, event
 from trajkit_shim.reply import Call, Reply, Usage
 from trajkit_shim.sampling import Wishes, parse_wishes
@@ -430,14 +430,18 @@ def error_body(error: GatewayError) -> Json:
     }
 
 
-_STEM = "/v1beta/models/{model:path}"
+_VERBS: dict[str, Verb] = {
+    "generateContent": "reply",
+    "streamGenerateContent": "stream",
+    "countTokens": "count",
+}
 
 GEMINI = WireProtocol(
     name="gemini",
     paths={
-        f"{_STEM}:generateContent": "reply",
-        f"{_STEM}:streamGenerateContent": "stream",
-        f"{_STEM}:countTokens": "count",
+        f"/{version}/models/{{model:path}}:{method}": verb
+        for version in ("v1", "v1beta")
+        for method, verb in _VERBS.items()
     },
     call_prefix="call_",
     read=read,
