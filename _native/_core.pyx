@@ -6,9 +6,12 @@
     message.pxi  chat messages as canonical JSON
     columns.pxi  the columns of a turns table, through Arrow's C interface
     forest.pxi   the calls of a session as a forest of token paths
+    bodies.pxi   which stored body a message means
     route.pxi    which call a call continues: by messages, by tokens
+    agents.pxi   which call a call continues: of the main agent or of a sub-agent
     drift.pxi    how a prompt departs from what was held
     plan.pxi     which rows a policy makes, who owns a claim, what is lost
+    own.pxi      which of the rows that hold a claim trains it
     fill.pxi     the columns of planned rows
 
 Kernels never allocate: the caller passes every output buffer.
@@ -42,7 +45,10 @@ include "unbox.pxi"
 include "message.pxi"
 include "forest.pxi"
 include "route.pxi"
+include "bodies.pxi"
+include "agents.pxi"
 include "drift.pxi"
 include "plan.pxi"
+include "own.pxi"
 include "fill.pxi"
 include "columns.pxi"

@@ -44,10 +44,10 @@ def fill_rows(
     const Node[::1] nodes not None,
     const int32_t[::1] ends not None,
     const Link[::1] links not None,
-    const uint8_t[::1] kinds not None,
     const int32_t[::1] owners not None,
     const int32_t[::1] turn_index not None,
     bint keep_head,
+    bint by_token,
     int64_t max_tokens,
     const Row[::1] rows not None,
     const pos_t[::1] token_offsets not None,
@@ -66,11 +66,14 @@ def fill_rows(
     five arguments are those that `plan_rows` filled or read, ``rows`` its result.
     """
     cdef:
-        int64_t n_rows = rows.shape[0], n_calls = calls.shape[0], r, i, at
+        int64_t n_rows = rows.shape[0], n_calls = calls.shape[0], r, i, at, next_span
         pos_t n_tokens, n_spans, missing = 0, offset
-        int32_t call, below
+        int32_t call
+        pos_t replaced
         int n, k
+        pos_t begin
         Piece[3] pieces
+        Piece part
         Rule rule
         const Call* item
         token_t* tokens = NULL
@@ -79,7 +82,7 @@ def fill_rows(
         uint8_t* given = NULL
 
     for name, m in (
-        ("ends", ends.shape[0]), ("links", links.shape[0]), ("kinds", kinds.shape[0]),
+        ("ends", ends.shape[0]), ("links", links.shape[0]),
         ("owners", owners.shape[0]), ("turn_index", turn_index.shape[0]),
     ):
         _check_length(name, m, n_calls)
@@ -116,26 +119,29 @@ def fill_rows(
             )
             at = span_offsets[r + 1]
             call = rows[r].last
-            below = -1
+            replaced = NEVER
             # From the last call upwards, so the spans are written from the end.
             for i in range(rows[r].n_calls):
                 item = &calls[call]
-                n = _pieces(
-                    item, &links[below] if below >= 0 else NULL,
-                    below >= 0 and kinds[below] == KIND_ABSORB,
-                    owners[call] == rows[r].owner, &rule, pieces,
-                )
-                at -= n
+                n = _pieces(item, replaced, owners[call] == rows[r].owner, &rule, pieces)
                 for k in range(n):
-                    spans[0, at + k] = <int32_t>pieces[k].start
-                    spans[1, at + k] = <int32_t>pieces[k].stop
-                    spans[2, at + k] = turn_index[call]
-                    spans[3, at + k] = <int32_t>pieces[k].out_start
-                    spans[4, at + k] = <int32_t>pieces[k].out_stop
-                    span_kinds[at + k] = pieces[k].kind
-                    if pieces[k].kind == SPAN_TRAINED:
-                        _set_bits(mask, offset + pieces[k].start, offset + pieces[k].stop)
-                        missing += _copy_logprobs(item, &pieces[k], values, given, offset)
-                below = call
+                    begin = pieces[k].out_start
+                    while _next_part(item, &pieces[k], by_token, &begin, &part):
+                        at -= 1
+                next_span = at
+                for k in range(n):
+                    begin = pieces[k].out_start
+                    while _next_part(item, &pieces[k], by_token, &begin, &part):
+                        spans[0, next_span] = <int32_t>part.start
+                        spans[1, next_span] = <int32_t>part.stop
+                        spans[2, next_span] = turn_index[call]
+                        spans[3, next_span] = <int32_t>part.out_start
+                        spans[4, next_span] = <int32_t>part.out_stop
+                        span_kinds[next_span] = part.kind
+                        next_span += 1
+                        if part.kind == SPAN_TRAINED:
+                            _set_bits(mask, offset + part.start, offset + part.stop)
+                            missing += _copy_logprobs(item, &part, values, given, offset)
+                replaced = min(replaced, links[call].lcp)
                 call = links[call].parent
     return missing

@@ -3,24 +3,36 @@
 The path of a call is what a row holds once the call has been taken into it, so a row is a
 maximal run of linked calls that no drift cuts, and all that is said of it follows from the
 pairs: no row is built to find out. A claim is a call's output; the first chain in the
-policy's order that contains a call owns its claim.
+policy's order that contains a call owns its claim, or one of the rows that hold it does
+(own.pxi).
 """
 
 cdef enum:  # how a call meets the row that its parent ended
-    KIND_CLEAN, KIND_ABSORB, KIND_FORK
+    # a fork that leaves nothing of that row: the row begins anew
+    KIND_CLEAN, KIND_ABSORB, KIND_FORK, KIND_RESTART
 
 cdef enum:  # what is compared with the threshold when the last reply came back changed
     ABSORB_NEVER, ABSORB_SHORT_REPLY, ABSORB_SHORT_DRIFT
+    ABSORB_ANY  # nothing is: drift is taken in from the row's opening prompt on
+
+cdef enum:
+    NEVER = 0x7FFFFFFFFFFFFFFF  # a position beyond every row
+
+cdef enum:  # who trains a claim that several rows hold; in the order of policies.OWNS
+    OWN_FIRST, OWN_LONGEST, OWN_MOST_TRAINED
 
 cdef enum:  # in the order of trajkit.schema.SPAN_KINDS
     SPAN_TRAINED, SPAN_DUPLICATE, SPAN_ABSORBED, SPAN_CUT, SPAN_UNTRAINABLE
     N_SPAN_KINDS
 
 cdef enum:  # in the order of trajkit.schema.REPORT, from turns on
-    REPORT_TURNS, REPORT_ROWS, REPORT_ROWS_UNTRAINED, REPORT_ROWS_CUT
+    REPORT_TURNS, REPORT_ROWS, REPORT_ROWS_UNTRAINED, REPORT_ROWS_CUT, REPORT_ROWS_UNEMITTED
     REPORT_SAMPLED, REPORT_TRAINED, REPORT_DUPLICATED, REPORT_FORWARD, REPORT_FORWARD_SHARED
     REPORT_LOST_ABSORBED, REPORT_LOST_DEMOTED, REPORT_LOST_CUT
-    REPORT_LOST_UNTRAINABLE, REPORT_LOST_UNROUTED
+    REPORT_LOST_UNTRAINABLE, REPORT_LOST_UNROUTED, REPORT_LOST_RESTARTED
+    REPORT_LOST_UNEMITTED
+    REPORT_LOST_ABORTED       # left to the caller, who knows which calls were aborted
+    REPORT_LOST_NO_LOGPROB
     REPORT_WIDTH
 
 
@@ -29,8 +41,17 @@ cdef struct Rule:
     int64_t threshold
     bint keep_head            # an absorbed reply stays trained up to where drift starts
     bint drop_untrained
+    bint drop_empty           # rows without a response
     bint chain_flags          # flags of the whole chain, not of the row
     pos_t max_tokens
+    int64_t max_rows          # of a session: the first ones and the last
+    int32_t own               # OWN_*: who trains a claim that several rows hold
+    bint by_token             # a token without a logprob is not trained
+
+
+cdef struct Claims:           # scratch of own.pxi
+    int64_t* lines            # CLAIM_WIDTH by n_calls
+    int64_t n_calls
 
 
 cdef struct Piece:
@@ -42,14 +63,19 @@ cdef struct Piece:
 
 
 cdef inline int _kind(
-    const Call* calls, const Link* links, int32_t call, const Rule* rule
+    const Call* calls, const Link* links, int32_t call, pos_t opened, const Rule* rule
 ) noexcept nogil:
-    """What becomes of the row that holds the call's parent when the call comes."""
+    """What becomes of the row that holds the call's parent when the call comes.
+
+    ``opened`` is the length of the prompt that opened the row.
+    """
     cdef const Link* link = &links[call]
     cdef const Call* parent = &calls[link.parent]
     cdef pos_t drift = parent.prompt_len + parent.out_len - link.lcp
     if drift == 0:
         return KIND_CLEAN
+    if rule.absorb == ABSORB_ANY:
+        return KIND_ABSORB if link.lcp >= opened else KIND_RESTART
     if link.lcp < parent.prompt_len:
         return KIND_FORK
     if rule.absorb == ABSORB_SHORT_REPLY and calls[call].out_len < rule.threshold:
@@ -60,19 +86,18 @@ cdef inline int _kind(
 
 
 cdef int _pieces(
-    const Call* call, const Link* next_link, bint absorbed, bint owned, const Rule* rule,
-    Piece* pieces,
+    const Call* call, pos_t replaced, bint owned, const Rule* rule, Piece* pieces
 ) noexcept nogil:
     """What a row says of one call's output: up to three pieces, ascending.
 
-    ``next_link`` is the link of the call that follows in the row; read if ``absorbed``.
+    ``replaced`` is where, at the earliest, later calls of the row have put something else.
     """
     cdef pos_t start = call.prompt_len, kept = call.out_len, inside
     cdef int n = 0
     if call.out_len == 0:
         return 0
-    if absorbed:
-        kept = next_link.lcp - start if rule.keep_head else 0
+    if replaced < start + call.out_len:
+        kept = max(replaced - start, 0) if rule.keep_head else 0
     inside = max(min(kept, rule.max_tokens - start), 0)
     if inside > 0:
         pieces[0].start = start
@@ -93,7 +118,7 @@ cdef int _pieces(
         pieces[n].kind = SPAN_CUT
         n += 1
     if kept < call.out_len:
-        pieces[n].start = pieces[n].stop = min(start + kept, rule.max_tokens)
+        pieces[n].start = pieces[n].stop = min(min(start + kept, replaced), rule.max_tokens)
         pieces[n].out_start = kept
         pieces[n].out_stop = call.out_len
         pieces[n].kind = SPAN_ABSORBED
@@ -101,30 +126,90 @@ cdef int _pieces(
     return n
 
 
+cdef inline bint _has_logprob(const Call* call, pos_t k) noexcept nogil:
+    """Whether the engine gave one for the k-th token of the output."""
+    cdef const uint8_t* bits = <const uint8_t*><intptr_t>call.valid
+    cdef pos_t bit = call.valid_bit + k
+    if call.logprobs == 0:
+        return False
+    return bits == NULL or bits[bit >> 3] >> (bit & 7) & 1
+
+
+cdef pos_t _n_without(const Call* call, pos_t n) noexcept nogil:
+    """How many of the first n tokens of an output have no logprob."""
+    cdef pos_t k, missing = 0
+    if call.logprobs == 0:
+        return n
+    if call.valid == 0:
+        return 0
+    for k in range(n):
+        missing += not _has_logprob(call, k)
+    return missing
+
+
+cdef bint _next_part(
+    const Call* call, const Piece* piece, bint by_token, pos_t* at, Piece* part
+) noexcept nogil:
+    """The part of a piece that begins at ``at[0]`` of the output, or beyond; 0: none left.
+
+    A piece has one part, unless what may be trained is said token by token. Then what
+    stands in the row is parted where that changes; of what was lost, only the parts that
+    might have been trained count, and they all stand where the piece does.
+    """
+    cdef pos_t start, stop
+    cdef bint given, empty = piece.start == piece.stop
+    while at[0] < piece.out_stop:
+        part[0] = piece[0]
+        if not by_token or piece.kind == SPAN_UNTRAINABLE:
+            at[0] = piece.out_stop
+            return True
+        start = at[0]
+        given = _has_logprob(call, start)
+        stop = start + 1
+        while stop < piece.out_stop and _has_logprob(call, stop) == given:
+            stop += 1
+        at[0] = stop
+        if empty and not given:
+            continue
+        part.out_start = start
+        part.out_stop = stop
+        if not empty:
+            part.start = piece.start + (start - piece.out_start)
+            part.stop = part.start + (stop - start)
+        if not given:
+            part.kind = SPAN_UNTRAINABLE
+        return True
+    return False
+
+
 cdef void _survey(
-    const Call* calls, const Link* links, const uint8_t* kinds, const int32_t* owners,
-    const Rule* rule, Row* row, int64_t* totals,
+    const Call* calls, const Link* links, const int32_t* owners, const Rule* rule, Row* row,
+    int64_t* totals,
 ) noexcept nogil:
     """Complete a row of which last, n_calls and owner are known; totals by span kind."""
-    cdef int32_t call = row.last, below = -1
+    cdef int32_t call = row.last
     cdef int64_t i
+    cdef pos_t replaced = NEVER
     cdef int n, k
+    cdef pos_t at
     cdef Piece[3] pieces
+    cdef Piece part
+    for k in range(N_SPAN_KINDS):
+        totals[k] = 0
     row.n_spans = 0
     row.use_tool = row.ill_formed = 0
     row.truncated = calls[row.last].length_stop
     for i in range(row.n_calls):
-        n = _pieces(
-            &calls[call], &links[below] if below >= 0 else NULL,
-            below >= 0 and kinds[below] == KIND_ABSORB, owners[call] == row.owner, rule, pieces,
-        )
-        row.n_spans += n
+        n = _pieces(&calls[call], replaced, owners[call] == row.owner, rule, pieces)
         for k in range(n):
-            totals[pieces[k].kind] += pieces[k].out_stop - pieces[k].out_start
+            at = pieces[k].out_start
+            while _next_part(&calls[call], &pieces[k], rule.by_token, &at, &part):
+                row.n_spans += 1
+                totals[part.kind] += part.out_stop - part.out_start
         row.use_tool |= calls[call].use_tool
         row.ill_formed |= calls[call].ill_formed
         row.prompt_len = calls[call].prompt_len
-        below = call
+        replaced = min(replaced, links[call].lcp)
         call = links[call].parent
     row.n_trained = totals[SPAN_TRAINED]
     row.n_tokens = min(_held_len(&calls[row.last]), rule.max_tokens)
@@ -154,15 +239,35 @@ cdef void _find_parent_row(
         node = nodes[node].parent
 
 
+cdef int64_t _withdraw(
+    const Call* calls, const Link* links, const int32_t* owners, const Rule* rule, Row* rows,
+    int64_t first, int64_t n_rows, int64_t* report,
+) noexcept nogil:
+    """Of rows[first:n_rows], leave as many as may be emitted; return n_rows as it is then."""
+    cdef int64_t excess = n_rows - first - rule.max_rows, j
+    cdef int64_t[N_SPAN_KINDS] totals
+    if excess <= 0:
+        return n_rows
+    for j in range(n_rows - 1 - excess, n_rows - 1):
+        _survey(calls, links, owners, rule, &rows[j], totals)
+        report[REPORT_ROWS_UNEMITTED] += 1
+        report[REPORT_TRAINED] -= totals[SPAN_TRAINED]
+        report[REPORT_LOST_UNEMITTED] += totals[SPAN_TRAINED]
+        report[REPORT_DUPLICATED] -= totals[SPAN_DUPLICATE]
+    rows[n_rows - 1 - excess] = rows[n_rows - 1]
+    return n_rows - excess
+
+
 cdef int64_t _plan_session(
     const Call* calls, int32_t lo, int32_t hi, int32_t session, const Node* nodes,
     const int32_t* ends, const Link* links, const Rule* rule, uint8_t* kinds,
-    int32_t* by_order, int32_t* forks, uint8_t* flags, int32_t* owners, int32_t* marks,
-    Row* rows, int64_t n_rows, int64_t* report,
+    int32_t* by_order, int32_t* forks, uint8_t* flags, int32_t* openers, int32_t* owners,
+    int32_t* marks, const Claims* claims, Row* rows, int64_t n_rows, int64_t* report,
 ) noexcept nogil:
     """Append the rows of one session to rows[:n_rows]; return how many there are then."""
     cdef int32_t i, k, parent, leaf, top, call, first_of_session = <int32_t>n_rows
-    cdef int64_t low, high, chain_start, j
+    cdef int64_t low, high, chain_start, j, due
+    cdef int below
     cdef int64_t[N_SPAN_KINDS] totals
     cdef Row row
     cdef Row* emitted
@@ -172,19 +277,27 @@ cdef int64_t _plan_session(
     for i in range(lo, hi):
         report[REPORT_TURNS] += 1
         report[REPORT_SAMPLED] += calls[i].out_len
+        due = calls[i].out_len
         if not calls[i].trainable:
-            report[REPORT_LOST_UNTRAINABLE] += calls[i].out_len
-        elif links[i].order < 0:
+            report[REPORT_LOST_UNTRAINABLE] += due
+            due = 0
+        elif rule.by_token:
+            due -= _n_without(&calls[i], due)
+            report[REPORT_LOST_NO_LOGPROB] += calls[i].out_len - due
+        if links[i].order < 0:
             if links[i].demoted_by >= 0:
-                report[REPORT_LOST_DEMOTED] += calls[i].out_len
+                report[REPORT_LOST_DEMOTED] += due
             else:
-                report[REPORT_LOST_UNROUTED] += calls[i].out_len
+                report[REPORT_LOST_UNROUTED] += due
         flags[i] = calls[i].use_tool | (calls[i].ill_formed << 1)
         forks[i] = 0
         kinds[i] = KIND_FORK
+        openers[i] = i
         parent = links[i].parent
         if parent >= 0:
-            kinds[i] = _kind(calls, links, i, rule)
+            kinds[i] = _kind(calls, links, i, calls[openers[parent]].prompt_len, rule)
+            if kinds[i] < KIND_FORK:
+                openers[i] = openers[parent]
             forks[i] = forks[parent] + (kinds[i] == KIND_FORK)
             flags[i] |= flags[parent]
             if links[i].order >= 0:
@@ -192,41 +305,52 @@ cdef int64_t _plan_session(
         flags[i] &= 3
         if links[i].order >= 0:
             by_order[lo + links[i].order] = i
+    if rule.own != OWN_FIRST:
+        _find_owners(calls, lo, hi, links, rule, kinds, claims, owners)
 
     for k in range(lo, hi):
         leaf = by_order[k]
         if leaf < 0 or flags[leaf] & 4:
             continue
         top = call = leaf
-        while call >= 0 and owners[call] < 0:
-            owners[call] = leaf
-            top = call
-            call = links[call].parent
-        # The topmost row with something new may start above it.
-        while kinds[top] != KIND_FORK:
-            top = links[top].parent
-        report[REPORT_ROWS_UNTRAINED] += forks[top]
+        if rule.own == OWN_FIRST:
+            while call >= 0 and owners[call] < 0:
+                owners[call] = leaf
+                top = call
+                call = links[call].parent
+            # The topmost row with something new may start above it.
+            top = openers[top]
+            report[REPORT_ROWS_UNTRAINED] += forks[top]
+        else:
+            # Every row comes once, in the first chain that has it.
+            while call >= 0 and not flags[call] & 8:
+                flags[call] |= 8
+                top = openers[call]
+                call = links[top].parent
 
         chain_start = n_rows
         call = leaf
+        below = KIND_FORK  # how the row that follows in the chain begins
         while True:
             row.last = call
-            row.owner = leaf
+            row.owner = leaf if rule.own == OWN_FIRST else call
             row.session = session
             row.reserved = 0
             row.n_calls = 1
-            while kinds[call] != KIND_FORK:
+            while kinds[call] < KIND_FORK:
                 call = links[call].parent
                 row.n_calls += 1
-            for j in range(N_SPAN_KINDS):
-                totals[j] = 0
-            _survey(calls, links, kinds, owners, rule, &row, totals)
+            _survey(calls, links, owners, rule, &row, totals)
             if rule.chain_flags:
                 row.truncated = calls[leaf].length_stop
                 row.use_tool = flags[leaf] & 1
                 row.ill_formed = (flags[leaf] >> 1) & 1
             report[REPORT_LOST_ABSORBED] += totals[SPAN_ABSORBED]
-            if rule.drop_untrained and totals[SPAN_TRAINED] + totals[SPAN_CUT] == 0:
+            if below == KIND_RESTART:
+                report[REPORT_LOST_RESTARTED] += totals[SPAN_TRAINED] + totals[SPAN_CUT]
+            elif rule.drop_empty and _held_len(&calls[row.last]) == row.prompt_len:
+                report[REPORT_ROWS_UNTRAINED] += 1
+            elif rule.drop_untrained and totals[SPAN_TRAINED] + totals[SPAN_CUT] == 0:
                 report[REPORT_ROWS_UNTRAINED] += 1
             elif row.n_tokens < _held_len(&calls[row.last]) and row.n_tokens <= row.prompt_len:
                 report[REPORT_ROWS_CUT] += 1
@@ -239,6 +363,7 @@ cdef int64_t _plan_session(
                 n_rows += 1
             if call == top:
                 break
+            below = kinds[call]
             call = links[call].parent
 
         # They were found from the leaf upwards; a chain's rows come from the root downwards.
@@ -250,13 +375,15 @@ cdef int64_t _plan_session(
             rows[high] = row
             low += 1
             high -= 1
-        for j in range(chain_start, n_rows):
-            emitted = &rows[j]
-            emitted.index = <int32_t>j - first_of_session
-            _find_parent_row(nodes, ends, marks, rows, emitted, <int32_t>j)
-            report[REPORT_ROWS] += 1
-            report[REPORT_FORWARD] += emitted.n_tokens
-            report[REPORT_FORWARD_SHARED] += emitted.n_tokens - emitted.shared
+
+    n_rows = _withdraw(calls, links, owners, rule, rows, first_of_session, n_rows, report)
+    for j in range(first_of_session, n_rows):
+        emitted = &rows[j]
+        emitted.index = <int32_t>j - first_of_session
+        _find_parent_row(nodes, ends, marks, rows, emitted, <int32_t>j)
+        report[REPORT_ROWS] += 1
+        report[REPORT_FORWARD] += emitted.n_tokens
+        report[REPORT_FORWARD_SHARED] += emitted.n_tokens - emitted.shared
     return n_rows
 
 
@@ -294,10 +421,15 @@ def plan_rows(
     int64_t threshold,
     bint keep_head,
     bint drop_untrained,
+    bint drop_empty,
     bint chain_flags,
     int64_t max_tokens,
+    int64_t max_rows,
+    int32_t own,
+    bint by_token,
     uint8_t[::1] kinds not None,
     int32_t[:, ::1] scratch not None,
+    int64_t[:, ::1] claims not None,
     int32_t[::1] owners not None,
     int32_t[::1] marks not None,
     Row[::1] rows not None,
@@ -306,14 +438,16 @@ def plan_rows(
     """Fill ``rows`` in the policy's order, ``kinds``, ``owners`` and ``report``; return n_rows.
 
     ``kinds`` tells how each call met its parent's row, ``owners`` names the chain (its last
-    call) that owns each call's claim, or -1. ``report`` has a line a session, of the columns
-    of `trajkit.schema.REPORT` from ``turns`` on; it must come as zeros. ``scratch`` is 3 by
-    n_calls, ``marks`` has an entry a node of the forest.
+    call; the last call of the row, unless ``own`` is the first) that owns each call's claim,
+    or -1. ``claims`` is 6 by n_calls, read unless ``own`` is the first. ``report`` has a line
+    a session, of the columns of `trajkit.schema.REPORT` from ``turns`` on; it must come as
+    zeros. ``scratch`` is 4 by n_calls, ``marks`` has an entry a node of the forest.
     """
     cdef:
         int64_t n_calls = calls.shape[0], n_sessions = session_offsets.shape[0] - 1
         int64_t s, i, bad, n_rows = 0
         Rule rule
+        Claims held_by
 
     _check_sessions(session_offsets, n_calls)
     for name, n in (
@@ -321,7 +455,10 @@ def plan_rows(
         ("owners", owners.shape[0]), ("rows", rows.shape[0]), ("scratch", scratch.shape[1]),
     ):
         _check_length(name, n, n_calls)
-    _check_length("scratch", scratch.shape[0], 3)
+    _check_length("scratch", scratch.shape[0], 4)
+    if own != OWN_FIRST:
+        _check_length("claims", claims.shape[0], CLAIM_WIDTH)
+        _check_length("claims", claims.shape[1], n_calls)
     _check_length("marks", marks.shape[0], nodes.shape[0])
     _check_length("report", report.shape[0], n_sessions)
     if report.shape[1] != REPORT_WIDTH:
@@ -338,8 +475,14 @@ def plan_rows(
     rule.threshold = threshold
     rule.keep_head = keep_head
     rule.drop_untrained = drop_untrained
+    rule.drop_empty = drop_empty
     rule.chain_flags = chain_flags
     rule.max_tokens = max_tokens
+    rule.max_rows = max_rows
+    rule.own = own
+    rule.by_token = by_token
+    held_by.lines = NULL if own == OWN_FIRST else &claims[0, 0]
+    held_by.n_calls = claims.shape[1]
     with nogil:
         for i in range(nodes.shape[0]):
             marks[i] = -1
@@ -347,7 +490,7 @@ def plan_rows(
             n_rows = _plan_session(
                 &calls[0], <int32_t>session_offsets[s], <int32_t>session_offsets[s + 1],
                 <int32_t>s, &nodes[0], &ends[0], &links[0], &rule, &kinds[0], &scratch[0, 0],
-                &scratch[1, 0], <uint8_t*>&scratch[2, 0], &owners[0], &marks[0], &rows[0],
-                n_rows, &report[s, 0],
+                &scratch[1, 0], <uint8_t*>&scratch[2, 0], &scratch[3, 0], &owners[0],
+                &marks[0], &held_by, &rows[0], n_rows, &report[s, 0],
             )
     return n_rows

@@ -9,7 +9,10 @@ that call.
 """
 
 cdef enum:  # in the order of trajkit.schema.WHY
-    WHY_ROOT, WHY_MESSAGES, WHY_REWRITE, WHY_TOKENS, WHY_PREVIOUS, WHY_UNROUTED
+    WHY_ROOT, WHY_MESSAGES, WHY_REWRITE, WHY_TOKENS, WHY_PREVIOUS, WHY_UNROUTED, WHY_WIPE
+
+cdef enum:  # in the order of trajkit.policies.EQUALS
+    EQUALS_FIRST, EQUALS_TOKENS, EQUALS_WHOLE
 
 cdef enum:
     KEY_BYTES = 16
@@ -229,6 +232,27 @@ cdef int32_t _nearest_by_tokens(
     return -1
 
 
+cdef int32_t _nearest_whole(
+    const Tree* tree, const Call* calls, const Node* nodes, const int32_t* ends, int32_t node,
+    int32_t index,
+) noexcept nogil:
+    """The nearest call above whose whole path the prompt repeats, the last of equals; or -1."""
+    cdef int32_t other, call, best
+    while node > 0:
+        best = -1
+        other = node
+        while other >= 0:
+            call = tree.nodes[other].call
+            if call > best and _held_len(&calls[call]) <= calls[index].prompt_len:
+                if _shared_by(calls, nodes, ends, call, index) == _held_len(&calls[call]):
+                    best = call
+            other = tree.nodes[other].equal
+        if best >= 0:
+            return best
+        node = tree.nodes[node].parent
+    return -1
+
+
 cdef int32_t _next_alive(int32_t* up, const int32_t* alive, int32_t node) noexcept nogil:
     """The nearest node at or above with ``alive[node] >= 0``, or -1; shortens the way there.
 
@@ -326,7 +350,7 @@ def route_messages(
     const Node[::1] nodes not None,
     const int32_t[::1] ends not None,
     int64_t merge_threshold,
-    bint by_tokens,
+    int32_t equals,
     Message[::1] tree_nodes not None,
     int32_t[::1] table not None,
     int32_t[::1] places not None,
@@ -338,8 +362,9 @@ def route_messages(
     """Fill ``parent``, ``order``, ``demoted_by`` and ``why`` of every call's link.
 
     Message routing as slime has it; a call without a list of messages goes below the call
-    whose path is the longest prefix of its prompt. With ``by_tokens``, of equal replies to
-    the same messages the one with the longest common prefix is the parent, not the first.
+    whose path is the longest prefix of its prompt. With EQUALS_TOKENS, of equal replies to
+    the same messages the one with the longest common prefix is the parent, not the first;
+    with EQUALS_WHOLE the parent is the nearest whose whole path the prompt repeats.
     ``tree_nodes`` and ``table`` are of `tree_size`, ``up`` and ``ended`` have an entry a node
     of the forest, the rest one a call.
     """
@@ -406,7 +431,11 @@ def route_messages(
                 node = _route_call(
                     &tree, &calls[0], &requests[0], &links[0], call, before, merge_threshold
                 )
-                if by_tokens:
+                if equals == EQUALS_WHOLE:
+                    links[i].parent = _nearest_whole(
+                        &tree, &calls[0], &nodes[0], &ends[0], node, call
+                    )
+                elif equals == EQUALS_TOKENS:
                     links[i].parent = _nearest_by_tokens(
                         &tree, &calls[0], &nodes[0], &ends[0], node, call
                     )

@@ -66,6 +66,7 @@ cdef struct Link:             # what is known of a call and the one that it cont
     int32_t order             # rank in the policy's traversal; -1: not in it
     int32_t demoted_by        # -1: not demoted
     int32_t why               # index into trajkit.schema.WHY
+    int32_t segment           # index into trajkit.schema.SEGMENT_KINDS plus 1; 0: none
 
 
 cdef struct Row:              # one training sequence, before its columns are written

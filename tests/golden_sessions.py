@@ -96,3 +96,79 @@ def comparable(rows, like):
         }
         for row in rows
     ]
+
+
+def segment_sessions():
+    return [
+        *golden("segments"),
+        *golden("segments_sub"),
+        *golden("segments_directed"),
+    ]
+
+
+def with_call_ids(turns):
+    """The turns of a segments session, their messages with the ids of tool calls.
+
+    The peer was fed those ids beside the messages: call k of a message with content c
+    is ``toolu_c-k``, and the j-th tool message after it answers call j, or the last.
+    """
+    told = []
+    for turn in turns:
+        ids = []
+        shown = []
+        answered = []
+        for message in turn["prompt_messages"]:
+            if message["role"] == "assistant":
+                message = calls_named(message)
+                ids = [call["id"] for call in message.get("tool_calls") or []]
+                n = 0
+            elif message["role"] == "tool" and ids:
+                message = {**message, "tool_call_id": ids[min(n, len(ids) - 1)]}
+                answered.append(message["tool_call_id"])
+                n += 1
+            shown.append(message)
+        assert answered == turn["answered_ids"]
+        reply = turn["response_message"]
+        told.append(
+            {
+                **{
+                    name: value
+                    for name, value in turn.items()
+                    if name not in ("dispatch_ids", "answered_ids")
+                },
+                "prompt_messages": shown,
+                "response_message": None if reply is None else calls_named(reply),
+            }
+        )
+    return told
+
+
+def calls_named(message):
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    name = message["content"].strip()
+    return {
+        **message,
+        "tool_calls": [
+            {**call, "id": f"toolu_{name}-{k}"} for k, call in enumerate(calls)
+        ],
+    }
+
+
+def expected_segments(session):
+    """The peer's rows in our form."""
+    return [
+        {
+            "input_ids": row["tokens"],
+            "prompt_length": row["prompt_length"],
+            "loss_mask": [False] * row["prompt_length"]
+            + [bool(m) for m in row["loss_mask"]],
+            "logprobs": [0.0] * row["prompt_length"] + row["logprobs"],
+            "segment_kind": row["segment_kind"],
+            "finish_reason": row["finish_reason"],
+            "reward": row["reward"],
+            "row_index": row["segment_idx"],
+        }
+        for row in session["expected"]["rows"]
+    ]

@@ -35,6 +35,12 @@ def is_trainable(turn):
     return turn.get("trainable") is not False
 
 
+def may_train(turn, policy):
+    """Whether a policy of `linearize` trains the turn: the native rule takes no abort."""
+    aborted = policy == "per_call" and turn.get("finish_reason") == "abort"
+    return is_trainable(turn) and not aborted
+
+
 def uses_tool(turn):
     return bool((turn.get("response_message") or {}).get("tool_calls"))
 
@@ -427,6 +433,8 @@ def linearize(turns, policy, fork_threshold=DEFAULT_THRESHOLD, max_row_tokens=No
         raise ValueError(policy)
 
     limit = float("inf") if max_row_tokens is None else max_row_tokens
+    said = turns
+    turns = [{**turn, "trainable": may_train(turn, policy)} for turn in turns]
     rows = []
     rows_untrained = 0
     rows_cut = 0
@@ -481,10 +489,14 @@ def linearize(turns, policy, fork_threshold=DEFAULT_THRESHOLD, max_row_tokens=No
         "lost_cut": 0,
         "lost_untrainable": 0,
         "lost_unrouted": 0,
+        "lost_aborted": 0,
+        "lost_no_logprob": 0,
     }
     for i, turn in enumerate(turns):
-        if not is_trainable(turn):
+        if not is_trainable(said[i]):
             reason = "untrainable"
+        elif not is_trainable(turn):
+            reason = "aborted"
         elif links[i].why == "unrouted":
             reason = "unrouted"
         elif links[i].demoted_by is not None:

@@ -333,5 +333,167 @@ reply_texts = st.lists(
 ).map("".join)
 
 
+# Choices of a policy
+
+
+@st.composite
+def chosen_policies(draw):
+    """A preset's name and choices made otherwise, as `trajkit.policy` takes them."""
+    name = draw(st.sampled_from(["faithful"] * 3 + ["slime", "trl"]))
+    choices = {"own": draw(st.sampled_from(["first", "longest", "most_trained"]))}
+    if name != "faithful":
+        choices["fork_threshold"] = draw(thresholds)
+        choices["keep_head"] = draw(st.booleans())
+        choices["flags"] = draw(st.sampled_from(["chain", "row"]))
+    choices["aborted"] = draw(st.sampled_from(["context", "train"]))
+    choices["missing_logprobs"] = draw(st.sampled_from(["keep", "untrain"]))
+    if choices["own"] != "first":
+        choices["keep_untrained"] = draw(st.booleans())
+    if name == "trl":
+        # a forest, so that several rows hold a claim
+        choices["route"] = draw(st.sampled_from(["messages", "previous"]))
+    return name, choices
+
+
+# Agents that send out sub-agents (tests/reference_segments.py)
+
+DISPATCHING = ("Task", "Agent")
+tool_names = st.sampled_from(["Task", "Task", "Agent", "bash"])
+ASKED = (
+    *["go on"] * 8,
+    *["drift"] * 3,
+    "rewrite",
+    "rollback",
+    "compaction",
+    "unsaid",
+    "by tokens",
+    "nothing",
+)
+
+
+@st.composite
+def asked(draw, reply, number):
+    """The reply as a message that may call tools, in either form, and the calls' ids."""
+    text = text_of(reply["output_ids"])
+    names = draw(st.lists(tool_names, max_size=2))
+    # few ids, so that old results answer new calls
+    ids = [
+        draw(st.sampled_from([f"c{number}-{k}", f"c{number}-{k}", "c"]))
+        for k in range(len(names))
+    ]
+    given = list(zip(names, ids, strict=True))
+    if not names:
+        return draw(st.sampled_from([{"role": "assistant", "content": text}, None])), []
+    if draw(st.booleans()):
+        calls = [
+            {
+                "id": one,
+                "function": {"name": name, "arguments": draw(arguments)},
+            }
+            for name, one in given
+        ]
+        if draw(st.sampled_from([False] * 7 + [True])):
+            del calls[-1]["id"]
+        return {"role": "assistant", "content": text, "tool_calls": calls}, given
+    blocks = [
+        {"type": "tool_use", "id": one, "name": name, "input": {}}
+        for name, one in given
+    ]
+    said = [{"type": "text", "text": text}, *blocks]
+    return {"role": "assistant", "content": said}, given
+
+
+@st.composite
+def results(draw, ids):
+    """Messages that answer some tool calls, with their tokens: in either form."""
+    if not ids or draw(st.sampled_from([False] * 4 + [True])):
+        return [draw(messages("user"))]
+    if draw(st.booleans()):
+        told = []
+        for one in ids:
+            message, shown = draw(messages("tool"))
+            told.append(({**message, "tool_call_id": one}, shown))
+        return told
+    _, shown = draw(messages("user"))
+    blocks = [{"type": "tool_result", "tool_use_id": one} for one in ids]
+    if draw(st.booleans()):
+        blocks[-1]["cache_control"] = {"type": "ephemeral"}
+    return [({"role": "user", "content": blocks}, shown)]
+
+
+@st.composite
+def delegating_sessions(draw, max_turns=10):
+    """A main agent and those that it sends out, nested and side by side.
+
+    Each agent has its conversation, as in `agent_sessions`, and the tool calls that it
+    waits for. A sub-agent starts with messages of its own, or with those of its sender.
+    """
+    agents = [[[draw(messages("system")), draw(messages("user"))], []]]
+    turns = []
+    for number in range(draw(st.integers(1, max_turns))):
+        which = draw(st.integers(0, len(agents) - 1) | st.sampled_from([0, -1]))
+        talk, waiting = agents[which]
+        talk = list(talk)
+        if waiting and draw(st.sampled_from([True, True, False])):
+            talk += draw(results(draw(st.permutations(waiting))))
+            waiting = []
+        event = draw(st.sampled_from(ASKED))
+        k = draw(st.integers(0, len(talk) - 1) | st.just(len(talk) - 1))
+        message, ids = talk[k]
+        if event == "drift":
+            talk[k] = message, draw(drifted(ids))
+        elif event == "rewrite":
+            # the same but for what the equality leaves out, or a number's type
+            told = draw(
+                st.sampled_from(
+                    [
+                        {**message, "content": "*"},
+                        {**message, "cache_control": {}},
+                        {**message, "n": 1},
+                        {**message, "n": 1.0},
+                    ]
+                )
+            )
+            talk[k] = told, ids
+        elif event == "rollback":
+            talk = talk[: k + 1]
+        elif event == "compaction":
+            talk = [talk[0], draw(messages("user"))]
+        reply = draw(replies())
+        said, calls = draw(asked(reply, number))
+        sent = [message for message, _ in talk]
+        turns.append(
+            {
+                "prompt_messages": {"by tokens": None, "nothing": []}.get(event, sent),
+                "response_message": said,
+                "prompt_ids": [i for _, ids in talk for i in ids]
+                + [STARTS["assistant"]],
+                **reply,
+            }
+        )
+        if event != "unsaid" and said is not None:
+            talk = [*talk, (said, [STARTS["assistant"], *reply["output_ids"]])]
+            waiting = [one for _, one in calls]
+            for name, _ in calls:
+                if name in DISPATCHING and len(agents) < 4:
+                    opening = [draw(messages("system")), draw(messages("user"))]
+                    opening = draw(st.sampled_from([opening] * 4 + [list(talk)]))
+                    agents.append([opening, []])
+        agents[which] = [talk, waiting]
+    return turns
+
+
+# Payloads
+
+
+@st.composite
+def payload_lists(draw, turn):
+    """Pairs of small numbers, one per output id, per prompt and output id, or none."""
+    n_output, n_prompt = len(turn["output_ids"]), len(turn["prompt_ids"])
+    n = draw(st.sampled_from([n_output, n_prompt + n_output, None]))
+    pairs = st.none() | st.lists(st.integers(0, 99), min_size=2, max_size=2)
+    return None if n is None else draw(st.lists(pairs, min_size=n, max_size=n))
+
+
 client_habits = st.sets(st.sampled_from(["no reasoning", "blocks", "numbers"]))
 """What a client does to a reply that it sends back: `tests.shim.test_echo`."""

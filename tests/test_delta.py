@@ -359,3 +359,30 @@ def test_a_refused_turn_may_be_sliced_off():
     for start, stop in ((0, 1), (2, 3)):
         rows = tk.linearize(table.slice(start, stop - start), "slime")
         assert rows["input_ids"].to_pylist() == [[1, 2, 7, 8]]
+
+
+def nested_at(array, n):
+    """The same values, with others before them in every buffer, children's too."""
+    if isinstance(array, pa.LargeListArray):
+        shifted = array.offsets.to_numpy() + n
+        # n items that no list has, in an array that itself begins at item n
+        values = pa.concat_arrays([pa.nulls(2 * n, array.values.type), array.values])
+        values = values.slice(n)
+        mask = array.is_null() if array.null_count else None
+        return pa.LargeListArray.from_arrays(
+            pa.array(shifted), values, type=array.type, mask=mask
+        )
+    return pa.concat_arrays([pa.nulls(n, array.type), array]).slice(n)
+
+
+@given(runs(), policies, st.integers(1, 9), st.integers(1, 40))
+def test_where_a_table_stands_in_its_buffers_does_not_matter(turns, choice, n, size):
+    table = turns_table(turns)
+    expected = tk.linearize(table, policy_of(choice))
+    names = TURNS.names
+    whole = table.select(names).combine_chunks()
+    columns = [nested_at(column.combine_chunks(), n) for column in whole.columns]
+    moved = pa.Table.from_arrays(columns, names)
+    pieces = [moved.slice(k, size) for k in range(0, moved.num_rows, size)]
+    for same in (moved, pa.concat_tables([moved.slice(0, 0), *pieces])):
+        assert tk.linearize(same, policy_of(choice)) == expected

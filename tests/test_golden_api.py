@@ -1,6 +1,7 @@
 """trajkit gives what the peers' own code gives."""
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 import trajkit as tk
@@ -10,10 +11,12 @@ from tests.golden_sessions import (
     delivered,
     expected_interleave,
     expected_slime,
+    golden,
     golden_name,
     interleave_sessions,
     slime_sessions,
 )
+from trajkit.errors import InvalidTurnsError
 
 
 def as_float32(rows):
@@ -72,23 +75,58 @@ def test_trl(session):
     ]
 
 
-@pytest.mark.parametrize("session", delivered("skyrl"), ids=golden_name)
-def test_skyrl(session):
-    """Its tokens, masks and logprobs; its rewards are not of the turns."""
-    rows = tk.linearize(recorded(session), policy="skyrl").to_pylist()
-    expected = session["expected"]["rows"]
-    assert [
-        (
-            row["input_ids"],
-            row["prompt_length"],
-            row["loss_mask"][row["prompt_length"] :],
+def skyrl_turns(session):
+    """The turns, with the rewards per token that the peer was given."""
+    turns = recorded(session)
+    rewards = [
+        [0.0] * (len(turn["output_ids"]) - 1) + [reward] if turn["output_ids"] else []
+        for turn, reward in zip(
+            session["turns"], session["knobs"]["turn_rewards"], strict=True
         )
-        for row in rows
-    ] == [
-        (row["tokens"], row["prompt_length"], [bool(bit) for bit in row["loss_mask"]])
-        for row in expected
     ]
-    for row, peer in zip(rows, expected, strict=True):
-        if peer["logprobs"] is not None:
-            given = zeros_for_nulls(row["logprobs"][row["prompt_length"] :])
-            assert given == np.array(peer["logprobs"], np.float32).tolist()
+    lists = pa.array(rewards, pa.list_(pa.float64()))
+    return turns.append_column("token_rewards", lists)
+
+
+def skyrl_policy(session):
+    """Under ``as_is`` the peer wants logprobs of all turns or of none."""
+    given = [bool(turn["output_logprobs"]) for turn in session["turns"]]
+    as_is = session["knobs"]["missing_logprobs"] == "as_is"
+    missing = "raise" if as_is and any(given) else "keep"
+    return tk.policy("skyrl", missing_logprobs=missing)
+
+
+@pytest.mark.parametrize("session", golden("skyrl"), ids=golden_name)
+def test_skyrl(session):
+    """Every field, whatever the knobs, and an error where the peer has one."""
+    turns, policy = skyrl_turns(session), skyrl_policy(session)
+    if "error" in session["expected"]:
+        with pytest.raises(InvalidTurnsError, match="sampled tokens have no logprob"):
+            tk.linearize(turns, policy)
+        return
+    rows = tk.linearize(turns, policy, payloads=["token_rewards"])
+    expected = session["expected"]["rows"]
+    if session["knobs"]["rewards"] == "scalar":
+        given = turns.select(["session_id", "turn_index"]).append_column(
+            "reward", pa.array(session["knobs"]["turn_rewards"])
+        )
+        rows = tk.spread_rewards(rows, "last_turn", turn_rewards=given)
+    last = turns["turn_index"][-1].as_py()
+    for row, peer in zip(rows.to_pylist(), expected, strict=True):
+        response = slice(row["prompt_length"], None)
+        reward = row["reward"]
+        if reward is None:
+            reward = zeros_for_nulls(row["token_rewards"][response])
+        assert {
+            "tokens": row["input_ids"],
+            "prompt_length": row["prompt_length"],
+            "loss_mask": [int(bit) for bit in row["loss_mask"][response]],
+            "reward": reward,
+            "stop_reason": row["finish_reason"],
+            "is_last_step": row["last_turn"] == last,
+        } == {name: value for name, value in peer.items() if name != "logprobs"}
+        if peer["logprobs"] is None:
+            assert set(row["logprobs"]) == {None}
+        else:
+            here = zeros_for_nulls(row["logprobs"][response])
+            assert here == np.array(peer["logprobs"], np.float32).tolist()

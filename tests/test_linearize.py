@@ -113,7 +113,7 @@ def test_what_a_row_promises(turns, choice):
         assert set(trained) == {
             (name, k)
             for name, turn in called.items()
-            if reference.is_trainable(turn)
+            if reference.may_train(turn, choice[0])
             for k in range(len(turn["output_ids"]))
         }
 

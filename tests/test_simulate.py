@@ -80,7 +80,8 @@ def test_what_keeps_everything_at_least_cost(turns):
     lines = {line["policy"]: line for line in found.to_pylist()}
     for name in ("per_call", "skyrl", "strict"):
         assert lines[best]["tokens_forward"] <= lines[name]["tokens_forward"]
-    assert lines[best]["tokens_lost"] == lines[best]["lost_untrainable"]
+    asked = ("lost_untrainable", "lost_aborted", "lost_no_logprob")
+    assert lines[best]["tokens_lost"] == sum(lines[best][name] for name in asked)
 
 
 def test_policies_that_all_lose():

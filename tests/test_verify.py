@@ -19,7 +19,7 @@ from tests.tables import by_session, turns_table
 from trajkit.errors import InvalidTurnsError, PolicyError, SchemaError
 from trajkit.schema import ROWS, RULES, VIOLATIONS
 
-KEEPS_ALL = ("faithful", "strict", "per_call", "skyrl")
+KEEPS_ALL = ("faithful", "strict", "per_call", "skyrl", "graph")
 OTHER = 77  # an id that no strategy draws
 
 

@@ -14,7 +14,7 @@ from tests.tables import by_session, turns_table
 from trajkit.errors import InvalidTurnsError, PolicyError
 from trajkit.schema import REPORT, SESSIONS
 
-KEEPS_ALL = ["faithful", "strict", "per_call", "skyrl"]
+KEEPS_ALL = ["faithful", "strict", "per_call", "skyrl", "graph"]
 """Policies that train every sampled token once."""
 
 N_STATES = 11
@@ -81,7 +81,8 @@ def test_the_loss_over_rows_is_that_of_the_rollouts(policy, library, turns, rand
         [[random.uniform(-1, 1) for _ in range(N_VOCABULARY)] for _ in range(N_STATES)],
         library,
     )
-    rows = tk.linearize(turns_table(turns), policy, reward=rewards)
+    whole = tk.policy(policy, aborted="train")
+    rows = tk.linearize(turns_table(turns), whole, reward=rewards)
     expected = pytest.approx(
         float(loss_over_rollouts(turns, rewards, scores)), rel=1e-6, abs=1e-9
     )
@@ -149,19 +150,21 @@ def test_reward_modes(mode, expected):
     assert rewards_of(mode, unscored) == [None] * 3
 
 
+def with_kinds(rows, kinds):
+    place = rows.schema.get_field_index("segment_kind")
+    return rows.set_column(place, "segment_kind", kinds)
+
+
 def test_final_only_goes_by_the_kind_of_a_segment_where_rows_have_one():
     rows = tk.linearize(forks(), reward=3.0)
     kinds = pa.array(["wipe", "final", "subagent"]).dictionary_encode()
-    assert rewards_of("final_only", rows.append_column("segment_kind", kinds)) == [
+    assert rewards_of("final_only", with_kinds(rows, kinds)) == [
         0.0,
         3.0,
         0.0,
     ]
     nothing = pa.array(["wipe", None, "subagent"])
-    assert (
-        rewards_of("final_only", rows.append_column("segment_kind", nothing))
-        == [0.0] * 3
-    )
+    assert rewards_of("final_only", with_kinds(rows, nothing)) == [0.0] * 3
 
 
 @pytest.mark.parametrize(
@@ -182,7 +185,7 @@ def test_reward_modes_are_those_of_segments(case):
     )
     kinds = pa.array([case["kinds"][sample["source"]] for sample in samples])
     rows = tk.linearize(turns, "per_call", reward=case["reward"])
-    rows = rows.append_column("segment_kind", kinds)
+    rows = with_kinds(rows, kinds)
     assert rewards_of(case["mode"], rows) == [s["reward"] for s in samples]
 
 
@@ -426,3 +429,25 @@ def test_advantages_of_nothing():
 def test_tables_that_are_refused(call, match):
     with pytest.raises(InvalidTurnsError, match=match):
         call()
+
+
+# --- the reward of a row's last turn
+
+
+def test_a_row_has_the_reward_of_its_last_turn():
+    rows = tk.linearize(forks())
+    last = rows["last_turn"].to_pylist()
+    given = turn_rewards(*[float(k) for k in range(max(last) + 1)])
+    assert rewards_of("last_turn", rows, turn_rewards=given) == [float(k) for k in last]
+
+
+def test_a_last_turn_needs_a_reward_and_a_name():
+    rows = tk.linearize(forks())
+    last = max(rows["last_turn"].to_pylist())
+    with pytest.raises(InvalidTurnsError, match=f"ends with turn {last}, which has no"):
+        rewards_of("last_turn", rows, turn_rewards=turn_rewards(*[1.0] * last))
+    unnamed = rows.drop_columns("last_turn")
+    with pytest.raises(InvalidTurnsError, match="row 0: last_turn is null"):
+        rewards_of("last_turn", unnamed, turn_rewards=turn_rewards(1.0))
+    with pytest.raises(PolicyError, match="mode is 'last_turn', turn_rewards is not"):
+        rewards_of("last_turn", rows)

@@ -68,7 +68,7 @@ def route_messages(
     nodes: _Records,
     ends: _I32,
     merge_threshold: int,
-    by_tokens: bool,
+    equals: int,
     tree_nodes: _Records,
     table: _I32,
     places: _I32,
@@ -91,6 +91,35 @@ def route_tokens(
 ) -> None: ...
 def measure_links(
     calls: _Records, nodes: _Records, ends: _I32, links: _Records
+) -> None: ...
+
+# bodies.pxi
+def body_table(requests: _Records, session_offsets: _I64, has_body: _U8) -> int: ...
+def find_bodies(
+    requests: _Records,
+    session_offsets: _I64,
+    has_body: _U8,
+    reply_has_body: _U8,
+    table: _I64,
+    places: _I64,
+    replies: _I64,
+) -> None: ...
+
+# agents.pxi
+def route_agents(
+    calls: _Records,
+    requests: _Records,
+    session_offsets: _I64,
+    nodes: _Records,
+    ends: _I32,
+    dispatches: _I32,
+    answer_offsets: _I64,
+    answers: _I32,
+    tree_nodes: _Records,
+    table: _I32,
+    places: _I32,
+    searched: _I32,
+    links: _Records,
 ) -> None: ...
 
 # drift.pxi
@@ -117,10 +146,15 @@ def plan_rows(
     threshold: int,
     keep_head: bool,
     drop_untrained: bool,
+    drop_empty: bool,
     chain_flags: bool,
     max_tokens: int,
+    max_rows: int,
+    own: int,
+    by_token: bool,
     kinds: _U8,
     scratch: _I32,
+    claims: _I64,
     owners: _I32,
     marks: _I32,
     rows: _Records,
@@ -133,10 +167,10 @@ def fill_rows(
     nodes: _Records,
     ends: _I32,
     links: _Records,
-    kinds: _U8,
     owners: _I32,
     turn_index: _I32,
     keep_head: bool,
+    by_token: bool,
     max_tokens: int,
     rows: _Records,
     token_offsets: _I64,

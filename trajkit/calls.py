@@ -59,6 +59,8 @@ class Calls:
     session_ids: pa.Array
     # shape (n_calls,)
     turn_index: Ints
+    # what requests point at where that is not the table (trajkit.equality)
+    keys: Longs | None = None
 
     @property
     def n_sessions(self) -> int:

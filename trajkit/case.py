@@ -12,6 +12,7 @@ from trajkit.policies import Policy
 from trajkit.schema import RULES, VIOLATIONS
 from trajkit.sessions import errored
 from trajkit.tables import Rows
+from trajkit.trainable import aborted_calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,17 @@ class Case:
         calls = self.turns.calls
         failed = errored(self.facts)
         flags: Bools = calls.calls["trainable"].astype(np.bool_)
+        if self.policy is None or self.policy.aborted == "context":
+            flags &= ~aborted_calls(calls)
         return flags & ~failed[calls.session_of()]
+
+    @property
+    def may_train(self) -> Bools:
+        """Sampled tokens that may be trained, flat as the outputs are."""
+        tokens = self.trainable[self.turns.outputs.owner]
+        if self.policy is not None and self.policy.missing_logprobs == "untrain":
+            tokens &= self.turns.given
+        return tokens
 
     @property
     def owed(self) -> Bools:
@@ -120,12 +131,12 @@ class Case:
         policy = self.policy
         if policy is not None and (policy.merge or policy.absorb != "never"):
             return np.zeros(len(outputs.values), np.bool_)
-        due = self.trainable
+        due = np.ones(len(calls.calls), np.bool_)
         if policy is None or policy.route == "messages":
             requests = calls.requests
             due &= (requests["n_keys"] != 0) | (requests["shared"] != 0)
         owner = outputs.owner
-        tokens = due[owner]
+        tokens = due[owner] & self.may_train
         if self.cap is not None:
             at = np.arange(len(owner)) - outputs.offsets[owner]
             tokens &= calls.calls["prompt_len"][owner] + at < self.cap

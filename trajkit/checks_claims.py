@@ -31,6 +31,17 @@ def sound(case: Case, pieces: Pieces) -> Pieces:
     size = pieces.stop - pieces.start
     out_size = pieces.out_stop - pieces.out_start
     due = np.minimum(prompt_len + pieces.out_start, n_ids)
+    # parts of one loss all stand where its first would have stood
+    again = np.zeros(len(pieces), np.bool_)
+    again[1:] = empty[1:] & empty[:-1] & (pieces.index[1:] > 0)
+    again[1:] &= (pieces.call[1:] == pieces.call[:-1]) & (
+        pieces.kind[1:] == pieces.kind[:-1]
+    )
+    due = due[np.maximum.accumulate(np.where(again, 0, np.arange(len(pieces))))]
+    # What drift before it took out of the row stands where that drift began.
+    earlier = (pieces.kind == "absorbed") & (
+        policy is not None and policy.absorb == "any"
+    )
     rules: list[tuple[Bools, str, str]] = [
         (pieces.broken, "null", "has a null"),
         (pieces.call < 0, "span_turn", "names no turn of the session"),
@@ -53,7 +64,7 @@ def sound(case: Case, pieces: Pieces) -> Pieces:
         (empty & (size != 0), "span_range", "is not empty"),
         (~empty & (size != out_size), "span_range", "is not as long as its range"),
         (
-            empty & (pieces.start != due),
+            empty & (pieces.start != due) & ~(earlier & (pieces.start < due)),
             "span_place",
             "does not stand where it would have stood",
         ),
@@ -107,13 +118,20 @@ def span_tokens(case: Case, pieces: Pieces) -> None:
 
 def untrainable(case: Case, pieces: Pieces) -> None:
     """What may not be trained is called untrainable, and nothing else is."""
-    may = case.trainable[pieces.call]
+    may = np.concatenate([[0], np.cumsum(case.may_train)])
+    start = case.turns.outputs.offsets[pieces.call]
+    n_may = may[start + pieces.out_stop] - may[start + pieces.out_start]
+    size = pieces.out_stop - pieces.out_start
+    out_len = case.turns.outputs.lengths
     called = pieces.kind == "untrainable"
-    for k in np.flatnonzero(may == called):
-        words = "may be trained" if may[k] else "may not be trained"
+    for k in np.flatnonzero(n_may != np.where(called, 0, size)):
+        n, words = n_may[k], "may be trained"
+        if not called[k]:
+            n, words = size[k] - n, "may not be trained"
+        what = "a turn" if n == out_len[pieces.call[k]] else _count(n)
         case.say(
             "untrainable",
-            f"{_words(pieces, k)} is of a turn that {words}",
+            f"{_words(pieces, k)} is of {what} that {words}",
             row=int(pieces.row[k]),
             call=int(pieces.call[k]),
             token=int(pieces.start[k]),

@@ -81,11 +81,14 @@ def tokens(case: Case, pieces: Pieces) -> None:
     The finish_reason is that turn's.
     """
     reasons = case.turns.calls.table.column("finish_reason").to_pylist()
+    names = case.turns.calls.turn_index
     last = _last_calls(case, pieces)
     for row in range(len(case.rows.ids)):
         said = case.rows.text("finish_reason", row)
         own = int(last[row])
-        if own >= 0 and _is_path(case, row, own) and reasons[own] == said:
+        named = case.rows.number("last_turn", row)
+        by_name = named is None or (own >= 0 and names[own] == named)
+        if own >= 0 and by_name and _is_path(case, row, own) and reasons[own] == said:
             continue
         equal = [
             call
@@ -104,6 +107,13 @@ def tokens(case: Case, pieces: Pieces) -> None:
             case.say(
                 "finish_reason",
                 f"{said!r}, the last turn's is {reasons[equal[0]]!r}",
+                row=row,
+                call=equal[0],
+            )
+        elif named is not None and named not in names[equal]:
+            case.say(
+                "row_tokens",
+                f"last_turn is {named}, turn {names[equal[0]]} held the row's tokens",
                 row=row,
                 call=equal[0],
             )
@@ -256,14 +266,20 @@ def sums(case: Case, trained: Pieces, weigh_by: WeighBy) -> None:
 
 
 def facts(case: Case, *, known: tuple[str, ...]) -> None:
-    """reward and group_id are the session's: as given where ``known``, else all alike."""
+    """reward and group_id are the session's: as given where ``known``, else all alike.
+
+    A reward that the policy spreads over the rows is a row's share of it.
+    """
+    spreads = case.policy is not None and case.policy.rewards != "copy"
     for name in ("reward", "group_id"):
         given = case.rows.table.column(name).to_pylist()
         due = case.facts.column(name).to_pylist()
         for rows in by_session(case.session):
-            of_session = given[rows[0]]
-            if name in known:
-                of_session = due[case.session[rows[0]]]
+            whole = due[case.session[rows[0]]] if name in known else None
+            if name == "reward" and spreads:
+                _shares(case, rows, given, name in known, whole)
+                continue
+            of_session = whole if name in known else given[rows[0]]
             for row in rows:
                 if given[row] != of_session:
                     case.say(
@@ -271,6 +287,45 @@ def facts(case: Case, *, known: tuple[str, ...]) -> None:
                         f"{_null(given[row])}, the session's is {_null(of_session)}",
                         row=int(row),
                     )
+
+
+def _shares(
+    case: Case,
+    rows: Rows,
+    given: list[float | None],
+    known: bool,
+    whole: float | None,
+) -> None:
+    """The rows of a session have their shares of its reward, if that is known.
+
+    Else they have shares of one and the same.
+    """
+    if case.policy is not None and case.policy.rewards == "final_only":
+        kinds = [case.rows.text("segment_kind", row) for row in rows]
+        if any(kinds):
+            shares = [float(kind == "final") for kind in kinds]
+        else:
+            shares = [float(row == rows[-1]) for row in rows]
+    else:
+        shares = [1 / len(rows)] * len(rows)
+    if not known:
+        at = int(np.argmax(shares))
+        first = given[rows[at]]
+        # without a share above 0, nothing but null or not is to be seen
+        whole = first if first is None or not shares[at] else first / shares[at]
+    for row, share in zip(rows, shares, strict=True):
+        due = None if whole is None else whole * share
+        here = given[row]
+        if here is None or due is None:
+            wrong = here is not due
+        else:
+            wrong = not math.isclose(here, due, rel_tol=_ROUNDING, abs_tol=_ROUNDING)
+        if wrong:
+            case.say(
+                "reward",
+                f"{_null(here)}, {_null(due)} of the session's {_null(whole)} is due",
+                row=int(row),
+            )
 
 
 def flags(case: Case, pieces: Pieces) -> None:
@@ -297,11 +352,22 @@ def flags(case: Case, pieces: Pieces) -> None:
 def _unseen(case: Case, row: Index, name: str) -> bool:
     """Whether a call that may have left no piece in the row has the flag."""
     calls, ids = case.turns.calls.calls, case.rows.ids[row]
+    policy = case.policy
+    absorbs = policy is not None and policy.absorb != "never"
+    # Where drift is taken in anywhere, a call of the row shares its opening prompt alone.
+    opened = case.rows.number("prompt_length", row) or 0
+    least = opened if policy is not None and policy.absorb == "any" else len(ids)
+    trainable = case.trainable
     return any(
         calls[name][call]
-        and (calls["out_len"][call] == 0 or case.cap is not None)
+        and (
+            calls["out_len"][call] == 0
+            or case.cap is not None
+            or (absorbs and not trainable[call])
+        )
         and _core.lcp(ids, case.turns.prompts[call])
-        == min(len(ids), calls["prompt_len"][call])
+        >= min(len(ids), least, calls["prompt_len"][call])
+        and calls["prompt_len"][call] >= min(opened, len(ids))
         for call in case.turns.calls_of(int(case.session[row]))
     )
 

@@ -8,11 +8,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit.calls import Calls, Longs, Records
+from trajkit.calls import Calls, Ints, Longs, Records
 from trajkit.forest import Forest
 from trajkit.plan import Plan
 from trajkit.policies import Policy
-from trajkit.schema import ROWS, SPAN, SPAN_KINDS
+from trajkit.rewards import final_rows, spread
+from trajkit.schema import ROWS, SEGMENT_KINDS, SPAN, SPAN_KINDS
 
 _Item = TypeVar("_Item", bound=np.generic)
 
@@ -21,6 +22,11 @@ _Item = TypeVar("_Item", bound=np.generic)
 def _span_kinds() -> pa.Array:
     # not at import: pyarrow would load pandas for it where that is installed
     return pa.array(SPAN_KINDS)
+
+
+@cache
+def _segment_kinds() -> pa.Array:
+    return pa.array(SEGMENT_KINDS)
 
 
 def row_batch(
@@ -50,10 +56,10 @@ def row_batch(
         forest.nodes,
         forest.ends,
         links,
-        plan.kinds,
         plan.owners,
         calls.turn_index,
         policy.keep_head,
+        policy.missing_logprobs == "untrain",
         max_tokens,
         rows,
         offsets,
@@ -84,6 +90,7 @@ def row_batch(
     of_session = facts.take(pa.array(rows["session"]))
     mask_sum = plan.counted("tokens_trained")[rows["session"]]
     parent_row = rows["parent_row"]
+    segments = links["segment"][rows["last"]]
     return pa.RecordBatch.from_arrays(
         [
             of_session.column("session_id"),
@@ -96,7 +103,7 @@ def row_batch(
             pa.LargeListArray.from_arrays(pa.array(span_offsets), span),
             pa.array(parent_row, mask=parent_row < 0),
             pa.array(rows["shared"].astype(np.int32)),
-            of_session.column("reward"),
+            _rewards(of_session.column("reward"), policy, rows, segments),
             pa.array(rows["n_trained"] / np.maximum(mask_sum, 1), mask=mask_sum == 0),
             pa.array(mask_sum),
             _finish_reasons(calls, rows["last"]),
@@ -104,9 +111,31 @@ def row_batch(
                 pa.array(rows[name].astype(np.bool_))
                 for name in ("truncated", "use_tool", "ill_formed")
             ),
+            pa.DictionaryArray.from_arrays(
+                pa.array(segments.astype(np.int8) - 1, mask=segments == 0),
+                _segment_kinds(),
+            ),
+            pa.array(calls.turn_index[rows["last"]]),
         ],
         schema=ROWS,
     )
+
+
+def _rewards(
+    given: pa.Array, policy: Policy, rows: Records, segments: Ints
+) -> pa.Array:
+    """The rollout's reward in each row, spread as the policy says."""
+    if policy.rewards == "copy" or not len(rows):
+        return given
+    final = final_rows(
+        rows["session"],
+        rows["index"],
+        segments > 0,
+        segments == SEGMENT_KINDS.index("final") + 1,
+    )
+    whole = given.fill_null(0.0).to_numpy()
+    shares = spread(whole, policy.rewards, rows["session"], final)
+    return pa.array(shares, mask=given.is_null().to_numpy(zero_copy_only=False))
 
 
 def _finish_reasons(calls: Calls, last: Records) -> pa.Array:

@@ -68,7 +68,14 @@ MESSAGE = np.dtype(
 )
 
 LINK = np.dtype(
-    [("lcp", _i8), ("parent", _i4), ("order", _i4), ("demoted_by", _i4), ("why", _i4)],
+    [
+        ("lcp", _i8),
+        ("parent", _i4),
+        ("order", _i4),
+        ("demoted_by", _i4),
+        ("why", _i4),
+        ("segment", _i4),
+    ],
     align=True,
 )
 

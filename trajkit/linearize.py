@@ -1,7 +1,7 @@
 """Calls to training rows, under a policy."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, overload
@@ -15,13 +15,15 @@ from trajkit.errors import PolicyError
 from trajkit.fill import row_batch
 from trajkit.forest import grow
 from trajkit.link import measure, policy_links, read_links
+from trajkit.payloads import payload_names, rows_schema, with_payloads
 from trajkit.plan import plan_rows, report_batch
 from trajkit.policies import Policy, chosen_int
 from trajkit.policies import policy as named_policy
-from trajkit.schema import REPORT, ROWS
+from trajkit.schema import REPORT
 from trajkit.sessions import Reward, SessionFacts, errored, session_facts
 from trajkit.stream import whole_sessions
 from trajkit.tables import TableLike
+from trajkit.trainable import check_logprobs, without_aborted
 
 Batches: TypeAlias = tuple[pa.RecordBatch, pa.RecordBatch | None]
 """Rows of some sessions, and their report if it was asked for."""
@@ -45,6 +47,7 @@ def linearize(
     links: None = ...,
     drift: None = ...,
     report: Literal[False] = ...,
+    payloads: Sequence[str] = ...,
     threads: int | None = ...,
 ) -> Iterator[pa.RecordBatch]: ...
 @overload
@@ -58,6 +61,7 @@ def linearize(
     links: None = ...,
     drift: None = ...,
     report: Literal[True],
+    payloads: Sequence[str] = ...,
     threads: int | None = ...,
 ) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]: ...
 @overload
@@ -71,6 +75,7 @@ def linearize(
     links: TableLike | None = ...,
     drift: TableLike | None = ...,
     report: Literal[False] = ...,
+    payloads: Sequence[str] = ...,
     threads: int | None = ...,
 ) -> pa.Table: ...
 @overload
@@ -84,6 +89,7 @@ def linearize(
     links: TableLike | None = ...,
     drift: TableLike | None = ...,
     report: Literal[True],
+    payloads: Sequence[str] = ...,
     threads: int | None = ...,
 ) -> tuple[pa.Table, pa.Table]: ...
 def linearize(
@@ -96,6 +102,7 @@ def linearize(
     links: TableLike | None = None,
     drift: TableLike | None = None,
     report: bool = False,
+    payloads: Sequence[str] = (),
     threads: int | None = None,
 ) -> object:
     """The training rows that a policy makes of recorded calls.
@@ -122,6 +129,13 @@ def linearize(
         share); computed when not given. Not with an iterator.
     report : bool
         Return what became of each session as well.
+    payloads : sequence of str
+        Further columns of ``turns`` to carry into the rows: lists of elements of any
+        type, one per output id, or one per prompt and output id (routed experts,
+        rewards per token); a null list: none is known. The rows have a list of the
+        same name, as long as the ids. A sampled token has what its own turn says of
+        it. Any other has what the row's last turn says of its prompt, if it does, else
+        null.
     threads : int, optional
         Sessions are spread over this many threads, with the GIL released. None: one per
         core. The rows are the same for any number.
@@ -143,7 +157,8 @@ def linearize(
     InvalidTurnsError
         A session comes in pieces, its turns out of order, its logprobs in another
         number than its output ids; ``links``, ``drift`` or ``sessions`` do not fit
-        ``turns``.
+        ``turns``; a token has no logprob, and the policy's ``missing_logprobs`` is
+        ``"raise"``.
     PolicyError
         The policy does not exist, or a choice is none.
 
@@ -166,6 +181,7 @@ def linearize(
         session_facts(reward, sessions),
         _NO_CAP if max_row_tokens is None else max_row_tokens,
         report,
+        payload_names(payloads),
     )
     n_threads = threads or os.cpu_count() or 1
 
@@ -182,7 +198,8 @@ def linearize(
     if links is not None or drift is not None:
         given = _given_links(calls, chosen, links, drift)
     results = list(_spread(work, _parts(calls, given, n_threads), n_threads))
-    rows = pa.Table.from_batches([rows for rows, _ in results], ROWS)
+    schema = rows_schema(calls.table.schema, work.payloads)
+    rows = pa.Table.from_batches([rows for rows, _ in results], schema)
     if not report:
         return rows
     return rows, pa.Table.from_batches([counts for _, counts in results], REPORT)
@@ -255,16 +272,22 @@ class _Work:
     facts: SessionFacts
     cap: int
     report: bool
+    payloads: tuple[str, ...]
 
     def __call__(self, calls: Calls, links: Records | None) -> Batches:
         """Rows and, if asked for, report of the calls of whole sessions."""
         facts = self.facts.of(calls.session_ids)
         if facts.column("error").null_count < calls.n_sessions:
             calls = calls.without_training(errored(facts))
+        calls, aborted = without_aborted(calls, self.policy)
+        check_logprobs(calls, self.policy)
         forest = grow(calls)
         if links is None:
             links = policy_links(calls, forest, self.policy)
             measure(calls, forest, links)
         plan = plan_rows(calls, forest, links, self.policy, self.cap)
+        plan.counted("lost_untrainable")[:] -= aborted
+        plan.counted("lost_aborted")[:] += aborted
         rows = row_batch(calls, forest, links, self.policy, self.cap, plan, facts)
+        rows = with_payloads(rows, calls, plan.rows, self.payloads)
         return rows, report_batch(facts, plan) if self.report else None

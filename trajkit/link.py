@@ -1,23 +1,32 @@
 """Which call a call continues: the ``links`` table."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from trajkit import _core
+from trajkit.agents import find_dispatches
 from trajkit.calls import Calls, Ints, Records, named_calls, read_calls
+from trajkit.equality import EQUALITIES, Equality, classify, identity_of, rekeyed
 from trajkit.errors import InvalidTurnsError, PolicyError
 from trajkit.forest import Forest, grow
 from trajkit.layout import LINK, MESSAGE
 from trajkit.policies import (
     DEFAULT_FORK_THRESHOLD,
+    DISPATCH_TOOLS,
     EQUALS,
+    ORDERS,
     ROUTES,
     Equals,
+    Order,
     Policy,
     Route,
     chosen_int,
+    tool_names,
 )
-from trajkit.schema import LINKS, WHY
+from trajkit.schema import LINKS, SEGMENT_KINDS, WHY
 from trajkit.tables import TableLike, canonical
 
 
@@ -27,6 +36,9 @@ def link(
     *,
     merge_threshold: int | None = None,
     equals: Equals = "first",
+    equality: Equality | None = None,
+    dispatch_tools: Sequence[str] = DISPATCH_TOOLS,
+    order: Order = "tree",
 ) -> pa.Table:
     """The turn that each turn continues.
 
@@ -34,19 +46,31 @@ def link(
     ----------
     turns : table
         `trajkit.schema.TURNS` in full or delta form.
-    route : {"messages", "tokens", "previous", "none"}
-        By the message tree; by the longest row end that is a prefix of the prompt (ties
-        to the oldest row); the previous turn of the session; no turn at all. Under
-        ``"messages"`` a turn without a list of messages goes below the turn whose
-        prompt and output are the longest prefix of its prompt, and a turn with an empty
-        list is left out.
+    route : {"messages", "agents", "tokens", "previous", "none"}
+        By the message tree; the last call of the same agent, if that one's messages are
+        its first ones (see `Policy`); by the longest row end that is a prefix of the
+        prompt (ties to the oldest row); the previous turn of the session; no turn at
+        all. Under ``"messages"`` a turn without a list of messages goes below the turn
+        whose prompt and output are the longest prefix of its prompt, and a turn with an
+        empty list is left out. So it is under ``"agents"``, where a turn without a
+        list, or after one without, goes on where its prompt starts with the other's
+        prompt and output.
     merge_threshold : int, optional
         Under ``"messages"``: a reply shorter than this many tokens gives way to the one
         that a later request shows in its place. None: 1024; 0 and below: never.
-    equals : {"first", "tokens"}
+    equals : {"first", "tokens", "whole"}
         Under ``"messages"``, of equal replies to the same messages: a request that
         shows one of them continues the first, or the one whose prompt and output its
-        own prompt repeats for longest.
+        own prompt repeats for longest. ``"whole"``: it continues the nearest message
+        above whose prompt and output its own prompt repeats to the end, the last of
+        equals.
+    order : {"tree", "commit"}
+        The rank in the traversal of the message tree (of the rows, of the agents), or
+        among the turns as they came.
+    equality : {"values", "text", "content"}, optional
+        As for `trajkit.policy`. None: ``"text"`` under ``"agents"``, else ``"values"``.
+    dispatch_tools : sequence of str
+        Under ``"agents"``, tools whose calls send out a sub-agent.
 
     Returns
     -------
@@ -58,7 +82,7 @@ def link(
     SchemaError, InvalidTurnsError
         As `trajkit.linearize`.
     PolicyError
-        ``route`` is none of the four, or another choice is none.
+        ``route`` is none of the five, or another choice is none.
 
     References
     ----------
@@ -70,18 +94,37 @@ def link(
     merge_threshold = chosen_int("merge_threshold", merge_threshold)
     if equals not in EQUALS:
         raise PolicyError(f"equals={equals!r}: expected one of {', '.join(EQUALS)}")
+    if equality is None:
+        equality = "text" if route == "agents" else "values"
+    if equality not in EQUALITIES:
+        raise PolicyError(
+            f"equality={equality!r}: expected one of {', '.join(EQUALITIES)}"
+        )
+    if order not in ORDERS:
+        raise PolicyError(f"order={order!r}: expected one of {', '.join(ORDERS)}")
+    tools = tool_names("dispatch_tools", dispatch_tools)
     calls = read_calls(turns)
-    links = find_links(calls, grow(calls), route, merge_threshold, equals)
+    links = find_links(
+        calls, grow(calls), route, merge_threshold, equals, equality, tools, order
+    )
     return links_table(calls, links)
 
 
 def find_links(
-    calls: Calls, forest: Forest, route: Route, merge_threshold: int, equals: Equals
+    calls: Calls,
+    forest: Forest,
+    route: Route,
+    merge_threshold: int,
+    equals: Equals,
+    equality: Equality = "values",
+    dispatch_tools: tuple[str, ...] = DISPATCH_TOOLS,
+    order: Order = "tree",
 ) -> Records:
     """The link of every call, dtype LINK, ``lcp`` unset."""
     n_calls = len(calls.calls)
     links = np.zeros(n_calls, LINK)
     if route == "messages":
+        calls = rekeyed(calls, equality)
         n_nodes, n_table = _core.tree_size(calls.requests, calls.session_offsets)
         _core.route_messages(
             calls.calls,
@@ -90,13 +133,33 @@ def find_links(
             forest.nodes,
             forest.ends,
             merge_threshold,
-            equals == "tokens",
+            EQUALS.index(equals),
             np.empty(n_nodes, MESSAGE),
             np.empty(n_table, np.int32),
             np.empty(n_calls, np.int32),
             np.empty(len(forest.nodes), np.int32),
             np.empty(len(forest.nodes), np.int32),
             np.empty(n_calls, np.int32),
+            links,
+        )
+    elif route == "agents":
+        classes = classify(calls, identity_of(equality))
+        calls = classes.keyed(calls)
+        dispatches = find_dispatches(classes, dispatch_tools)
+        n_nodes, n_table = _core.tree_size(calls.requests, calls.session_offsets)
+        _core.route_agents(
+            calls.calls,
+            calls.requests,
+            calls.session_offsets,
+            forest.nodes,
+            forest.ends,
+            dispatches.calls,
+            dispatches.offsets,
+            dispatches.answers,
+            np.empty(n_nodes, MESSAGE),
+            np.empty(n_table, np.int32),
+            np.empty(n_calls, np.int32),
+            np.empty(n_nodes, np.int32),
             links,
         )
     elif route == "tokens":
@@ -123,13 +186,27 @@ def find_links(
         links["why"][starts] = WHY.index("root")
     else:
         raise PolicyError(f"route={route!r}: expected one of {', '.join(ROUTES)}")
+    if order == "commit":
+        placed = links["order"] >= 0
+        before = np.concatenate([[0], np.cumsum(placed)])
+        first = np.repeat(
+            before[calls.session_offsets[:-1]], np.diff(calls.session_offsets)
+        )
+        links["order"] = np.where(placed, before[:-1] - first, -1)
     return links
 
 
 def policy_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
     """The link of every call under a policy, dtype LINK, ``lcp`` unset."""
     return find_links(
-        calls, forest, policy.route, policy.merge_threshold, policy.equals
+        calls,
+        forest,
+        policy.route,
+        policy.merge_threshold,
+        policy.equals,
+        policy.equality,
+        policy.dispatch_tools,
+        policy.order,
     )
 
 
@@ -150,6 +227,12 @@ def links_table(calls: Calls, links: Records) -> pa.Table:
             ),
             pa.array(links["order"], mask=links["order"] < 0),
             _turns(calls, links["demoted_by"]),
+            pa.DictionaryArray.from_arrays(
+                pa.array(
+                    links["segment"].astype(np.int8) - 1, mask=links["segment"] == 0
+                ),
+                pa.array(SEGMENT_KINDS),
+            ),
         ],
         schema=LINKS,
     )
@@ -189,6 +272,9 @@ def read_links(calls: Calls, table: TableLike) -> Records:
     ranks = np.array([WHY.index(name) for name in names], np.int32)
     codes = why.indices.fill_null(0).to_numpy()
     links["why"] = ranks[codes] if len(names) else 0
+    kinds = table.column("segment_kind").cast(pa.string())
+    found = pc.index_in(kinds, pa.array(SEGMENT_KINDS)).fill_null(-1)
+    links["segment"] = found.to_numpy() + 1
     return links
 
 

@@ -120,6 +120,7 @@ class _Located:
         self.trained = np.zeros(len(case.turns.outputs.values), np.bool_)
         # calls whose output stands in some row
         self.seen: set[int] = set()
+        self._may_train = case.may_train
 
     def take(self, row: int, left: Bools, places: list[_Place]) -> Bools:
         """Give trained tokens to the turns that stand there; the tokens without one.
@@ -168,18 +169,19 @@ class _Located:
     def _compare(self, row: int, call: int, start: int, at: Longs) -> None:
         """Logprobs of trained tokens, and whether the turn may be trained."""
         case, rows = self._case, self._case.rows
-        if not case.trainable[call]:
+        source = case.turns.outputs.offsets[call] + at - start
+        barred = at[~self._may_train[source]]
+        if len(barred):
             case.say(
                 "untrainable",
-                f"{len(at)} tokens of a turn that may not be trained",
+                f"{len(barred)} tokens that may not be trained",
                 row=row,
                 call=call,
-                token=int(at[0]),
+                token=int(barred[0]),
             )
         if not rows.n_logprobs[row]:
             return
         flat = rows.ids.offsets[row] + at
-        source = case.turns.outputs.offsets[call] + at - start
         here, due = rows.logprobs[flat], case.turns.logprobs[source]
         given = case.turns.given[source]
         # other systems write 0.0 or NaN where there is none

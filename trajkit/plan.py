@@ -10,11 +10,13 @@ from trajkit import _core
 from trajkit.calls import Calls, Ints, Longs, Records
 from trajkit.forest import Forest
 from trajkit.layout import ROW
-from trajkit.policies import ABSORBS, Policy
+from trajkit.policies import ABSORBS, OWNS, Policy
 from trajkit.schema import REPORT
 
 COUNTS = tuple(REPORT.names[REPORT.names.index("turns") :])
 """The columns of the report that the kernel counts, in its order."""
+
+_NO_LIMIT = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,8 @@ class Plan:
     rows: Records
     # shape (n_calls,): how each call met its parent's row
     kinds: npt.NDArray[np.uint8]
-    # shape (n_calls,): the chain that owns each call's claim, or -1
+    # shape (n_calls,): the chain, or row, that owns each call's claim, by its last call;
+    # -1: none
     owners: Ints
     # shape (n_sessions, len(COUNTS))
     counts: Longs
@@ -56,10 +59,15 @@ def plan_rows(
         policy.fork_threshold,
         policy.keep_head,
         not policy.keep_untrained,
+        not policy.keep_empty,
         policy.flags == "chain",
         max_tokens,
+        _NO_LIMIT if policy.max_rows is None else policy.max_rows,
+        OWNS.index(policy.own),
+        policy.missing_logprobs == "untrain",
         plan.kinds,
-        np.empty((3, n_calls), np.int32),
+        np.empty((4, n_calls), np.int32),
+        np.empty((6, 0 if policy.own == "first" else n_calls), np.int64),
         plan.owners,
         np.empty(len(forest.nodes), np.int32),
         plan.rows,

@@ -4,20 +4,35 @@ from dataclasses import dataclass, fields, replace
 from operator import index
 from typing import Literal, TypeAlias, get_args
 
+from trajkit.equality import EQUALITIES, Equality
 from trajkit.errors import PolicyError
 
-Route: TypeAlias = Literal["messages", "tokens", "previous", "none"]
-Absorb: TypeAlias = Literal["never", "short_reply", "short_drift"]
-Equals: TypeAlias = Literal["first", "tokens"]
+Route: TypeAlias = Literal["messages", "agents", "tokens", "previous", "none"]
+Absorb: TypeAlias = Literal["never", "short_reply", "short_drift", "any"]
+Rewards: TypeAlias = Literal["copy", "uniform", "final_only"]
+Equals: TypeAlias = Literal["first", "tokens", "whole"]
+Own: TypeAlias = Literal["first", "longest", "most_trained"]
+MissingLogprobs: TypeAlias = Literal["keep", "untrain", "raise"]
+Aborted: TypeAlias = Literal["context", "train"]
+Order: TypeAlias = Literal["tree", "commit"]
 Flags: TypeAlias = Literal["chain", "row"]
 
 ROUTES: tuple[Route, ...] = get_args(Route)
 ABSORBS: tuple[Absorb, ...] = get_args(Absorb)
 EQUALS: tuple[Equals, ...] = get_args(Equals)
+OWNS: tuple[Own, ...] = get_args(Own)
+MISSING_LOGPROBS: tuple[MissingLogprobs, ...] = get_args(MissingLogprobs)
+ABORTED: tuple[Aborted, ...] = get_args(Aborted)
+ORDERS: tuple[Order, ...] = get_args(Order)
 FLAGS: tuple[Flags, ...] = get_args(Flags)
+REWARDS: tuple[Rewards, ...] = get_args(Rewards)
 
 DEFAULT_FORK_THRESHOLD = 1024
 """Of slime's ``TrajectoryManager`` and of TRL (spec: slime 1.3, TRL 4)."""
+
+
+DISPATCH_TOOLS = ("Task", "Agent")
+"""Of Claude Code (spec: segments 3)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,31 +43,70 @@ class Policy:
     ----------
     name : str
         Of the preset that the choices started from.
-    route : {"messages", "tokens", "previous", "none"}
+    route : {"messages", "agents", "tokens", "previous", "none"}
         The call that a call is compared with: the generated message above it in the
-        message tree; the longest row end that is a prefix of its prompt; the previous
-        call; none.
+        message tree; the last call of its agent, if that one's messages are its first
+        ones; the longest row end that is a prefix of its prompt; the previous call;
+        none. There is a main agent, and one sub-agent from a reply of the main agent
+        that calls one of ``dispatch_tools`` until a request shows the result: what then
+        does not go on where the main agent stood is the sub-agent's.
+    dispatch_tools : tuple of str
+        Tools whose calls send out a sub-agent.
     merge : bool
         Message routing lets a reply that is shown otherwise take the place of one that
         is shorter than ``fork_threshold``, has no siblings and was not continued.
-    equals : {"first", "tokens"}
+    equality : {"values", "text", "content"}
+        Messages are equal where Python's ``==`` calls them so; or where their JSON
+        texts with sorted keys are, once every ``cache_control`` is left out; or where
+        role, content, reasoning, tool calls (the arguments as JSON) and the call that a
+        tool's message answers are, content null being the empty text.
+    equals : {"first", "tokens", "whole"}
         Of equal replies to the same messages, a request that shows one of them
         continues the first, or the one whose prompt and output its own prompt repeats
-        for longest.
-    absorb : {"never", "short_reply", "short_drift"}
+        for longest. ``"whole"``: it continues the nearest message above whose prompt
+        and output its own prompt repeats to the end, the last of equals, so that no row
+        drifts.
+    order : {"tree", "commit"}
+        Chains, and so rows and who is first to train a claim, come as the traversal of
+        ``route`` has their last turns, or as those were recorded.
+    absorb : {"never", "short_reply", "short_drift", "any"}
         What drift inside the last reply does: opens a new row always; or is taken into
         the row, which loses that reply, when the incoming reply, or what was held
         beyond the drift's start, is shorter than ``fork_threshold``. Drift before the
-        last reply always opens a new row.
+        last reply always opens a new row. Under ``"any"``, drift anywhere behind the
+        prompt that opened the row is taken in, and the row loses every reply that does
+        not end before it; drift inside that prompt begins the row anew, without all
+        that it had.
     keep_head : bool
         Of a reply that is lost so, what stands before the drift's start stays trained.
     fork_threshold : int
         In tokens. 0 and below: nothing is merged or absorbed.
-    own : {"first"}
-        Who trains a claim that several rows hold: the first chain in the policy's
-        order.
+    own : {"first", "longest", "most_trained"}
+        Who trains a claim (one turn's output) that several rows hold: the first chain
+        in the policy's order; the longest row that holds it; or the row that would
+        train most if it trained all that it holds. The last two look, of the rows that
+        hold it, at those that absorb least of it, count a row as ``max_row_tokens`` cuts
+        it, and of equals take the first in the policy's order; they do not go with
+        ``absorb="any"``. A claim may be trained
+        within the stretch that a row shares with its parent row.
+    missing_logprobs : {"keep", "untrain", "raise"}
+        Sampled tokens for which the engine gave no logprob are trained and have a null;
+        or are context, which the report counts as ``lost_no_logprob``; or are an error.
+    aborted : {"context", "train"}
+        Turns whose ``finish_reason`` is ``abort`` are context only, which the report
+        counts as ``lost_aborted``; or are trained as any other, as the systems do that
+        the presets slime, trl, segments, skyrl, graph and strict
+        reproduce.
     keep_untrained : bool
         Rows in which nothing is trained are emitted.
+    keep_empty : bool
+        Rows that hold nothing beyond the prompt that opened them are emitted.
+    max_rows : int or None
+        Of more rows than this in a session, the first ones and the last are emitted;
+        1: the last alone. None: all.
+    rewards : {"copy", "uniform", "final_only"}
+        How the reward of the session is spread over its rows (see
+        `trajkit.spread_rewards`).
     flags : {"chain", "row"}
         ``truncated``, ``use_tool`` and ``ill_formed`` are those of the whole chain from
         the first call to the leaf, or of the calls in the row.
@@ -60,13 +114,21 @@ class Policy:
 
     name: str
     route: Route
+    dispatch_tools: tuple[str, ...] = DISPATCH_TOOLS
     merge: bool = False
+    equality: Equality = "values"
     equals: Equals = "first"
+    order: Order = "tree"
     absorb: Absorb = "never"
     keep_head: bool = False
     fork_threshold: int = 0
-    own: Literal["first"] = "first"
+    own: Own = "first"
+    missing_logprobs: MissingLogprobs = "keep"
+    aborted: Aborted = "context"
     keep_untrained: bool = True
+    keep_empty: bool = True
+    max_rows: int | None = None
+    rewards: Rewards = "copy"
     flags: Flags = "row"
 
     @property
@@ -87,6 +149,7 @@ PRESETS: dict[str, Policy] = {
         merge=True,
         absorb="short_reply",
         fork_threshold=DEFAULT_FORK_THRESHOLD,
+        aborted="train",
         keep_untrained=False,
         flags="chain",
     ),
@@ -97,12 +160,33 @@ PRESETS: dict[str, Policy] = {
         absorb="short_drift",
         keep_head=True,
         fork_threshold=DEFAULT_FORK_THRESHOLD,
+        aborted="train",
         keep_untrained=False,
     ),
+    # slime's first coding-agent example, after it gave up splicing (spec: segments 2 to 8)
+    "segments": Policy(
+        name="segments",
+        route="agents",
+        equality="text",
+        absorb="any",
+        aborted="train",
+        keep_empty=False,
+        rewards="uniform",
+    ),
     # SkyRL merge_stepwise_output (spec: SkyRL 6)
-    "skyrl": Policy(name="skyrl", route="previous"),
+    "skyrl": Policy(name="skyrl", route="previous", aborted="train"),
+    # prime-rl's message graph (spec: prime-rl 2.2)
+    "graph": Policy(
+        name="graph",
+        route="messages",
+        equality="content",
+        equals="whole",
+        order="commit",
+        aborted="train",
+        keep_untrained=False,
+    ),
     # prime-rl interleave_rollout (spec: prime-rl 2.1)
-    "strict": Policy(name="strict", route="tokens"),
+    "strict": Policy(name="strict", route="tokens", aborted="train"),
     "per_call": Policy(name="per_call", route="none"),
 }
 """The named policies."""
@@ -117,8 +201,9 @@ def policy(name: str | Policy, **choices: object) -> Policy:
     Parameters
     ----------
     name : str or Policy
-        ``"faithful"``, ``"slime"``, ``"trl"``, ``"skyrl"``, ``"strict"`` (also
-        ``"interleave"``) or ``"per_call"``; or a policy to start from.
+        ``"faithful"``, ``"slime"``, ``"trl"``, ``"segments"``, ``"graph"``, ``"skyrl"``,
+        ``"strict"`` (also ``"interleave"``) or ``"per_call"``; or a policy to start
+        from.
     **choices
         Attributes of `Policy`. ``fork_threshold=None`` stands for the preset's own.
 
@@ -154,30 +239,59 @@ def policy(name: str | Policy, **choices: object) -> Policy:
                 f"policy {chosen.name!r} has no choice {choice!r}: expected one of "
                 f"{', '.join(sorted(known_choices))}"
             )
-        _check_choice(choice, value)
+        choices[choice] = _checked_choice(choice, value)
     if "fork_threshold" in choices:
         threshold = choices.pop("fork_threshold")
         if threshold is not None:
             choices["fork_threshold"] = chosen_int("fork_threshold", threshold)
         elif chosen.name in PRESETS:
             choices["fork_threshold"] = PRESETS[chosen.name].fork_threshold
-    return replace(chosen, **choices)  # type: ignore[arg-type]
+    result = replace(chosen, **choices)  # type: ignore[arg-type]
+    if result.absorb == "any" and result.own != "first":
+        raise PolicyError(
+            f"own={result.own!r} does not go with absorb='any', under which a row that "
+            "begins anew loses what it had: expected 'first'"
+        )
+    return result
 
 
-def _check_choice(choice: str, value: object) -> None:
+def _checked_choice(choice: str, value: object) -> object:
     names = {
         "route": ROUTES,
+        "equality": EQUALITIES,
         "equals": EQUALS,
+        "order": ORDERS,
         "absorb": ABSORBS,
-        "own": ("first",),
+        "own": OWNS,
+        "missing_logprobs": MISSING_LOGPROBS,
+        "aborted": ABORTED,
         "flags": FLAGS,
+        "rewards": REWARDS,
     }
     if choice in names:
         if value not in names[choice]:
             expected = ", ".join(map(repr, names[choice]))
             raise PolicyError(f"{choice}={value!r}: expected one of {expected}")
+    elif choice == "max_rows":
+        return None if value is None else chosen_int(choice, value, 1)
+    elif choice == "dispatch_tools":
+        return tool_names(choice, value)
     elif choice != "fork_threshold" and not isinstance(value, bool):
         raise PolicyError(f"{choice}={value!r}: expected a bool")
+    return value
+
+
+def tool_names(name: str, value: object) -> tuple[str, ...]:
+    """Names of tools that a caller chose.
+
+    Raises
+    ------
+    PolicyError
+        It is no sequence of strings, or one string.
+    """
+    if isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value):
+        return tuple(value)
+    raise PolicyError(f"{name}={value!r}: expected a sequence of strings")
 
 
 def chosen_int(name: str, value: object, least: int = -(2**63)) -> int:

@@ -3,6 +3,7 @@
 from typing import Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -19,7 +20,9 @@ from trajkit.rollouts import (
 from trajkit.schema import ROWS, TURN_REWARDS
 from trajkit.tables import TableLike, as_table, canonical, place
 
-Spread: TypeAlias = Literal["copy", "uniform", "final_only", "per_turn"]
+Floats: TypeAlias = npt.NDArray[np.float64]
+Ints: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+Spread: TypeAlias = Literal["copy", "uniform", "final_only", "per_turn", "last_turn"]
 
 
 def spread_rewards(
@@ -35,62 +38,110 @@ def spread_rewards(
     rows : table
         `trajkit.schema.ROWS`, with all rows of each session that is in it, and in each
         the reward of its whole rollout, as `trajkit.linearize` gives it.
-    mode : {"copy", "uniform", "final_only", "per_turn"}
+    mode : {"copy", "uniform", "final_only", "per_turn", "last_turn"}
         copy
             Every row has the reward of the rollout.
         uniform
             Every row has the reward divided by the rollout's number of rows, those
             without a trained token among them.
         final_only
-            The final row has the reward, every other row 0. Where the rows have a
-            column ``segment_kind``, final rows are those of kind ``final``, and a
-            rollout without one has 0 throughout; else it is the last row of the
+            The final row has the reward, every other row 0. Where rows have a
+            ``segment_kind``, the final ones of the rollout are those of kind ``final``,
+            and a rollout without one has 0 throughout; else it is the last row of the
             session.
         per_turn
             A row has the sum of the rewards of the turns that it trains. A turn
             that several rows train in pieces is shared out by trained tokens.
-    turn_rewards : table, for per_turn
+        last_turn
+            A row has the reward of its last turn; those of the turns before it in the
+            row count for nothing.
+    turn_rewards : table, for per_turn and last_turn
         `trajkit.schema.TURN_REWARDS`, at most one line per turn.
 
     Returns
     -------
     Table
         The rows with ``reward`` made anew. A null reward stays null in all rows of its
-        rollout; in mode per_turn, in the rows that train such a turn.
+        rollout; in mode per_turn, in the rows that train such a turn; in mode
+        last_turn, in those that end with it.
 
     Raises
     ------
     PolicyError
-        The mode is none of the four, or ``turn_rewards`` is given with another one or
+        The mode is none of the five, or ``turn_rewards`` is given with another one or
         missing.
     InvalidTurnsError
-        A turn has two rewards, or one that is not finite; a turn that is trained has no
-        line; a turn has a reward other than 0, and no row trains it.
+        A turn has two rewards, or one that is not finite; a turn that is trained, or in
+        mode last_turn is a row's last, has no line; in mode per_turn a turn has a
+        reward other than 0, and no row trains it.
 
     References
     ----------
-    copy, uniform and final_only: spec, segments 8 (slime's reward modes).
+    copy, uniform and final_only: spec, segments 8 (slime's reward modes). last_turn:
+    SkyRL's merge of scalar rewards (spec, SkyRL 6).
     """
     check_choice("mode", mode, Spread)
-    if (turn_rewards is not None) != (mode == "per_turn"):
+    if (turn_rewards is not None) != (mode in ("per_turn", "last_turn")):
         raise PolicyError(
-            "turn_rewards goes with mode='per_turn', and that mode with turn_rewards: "
-            f"mode is {mode!r}, turn_rewards is "
+            "turn_rewards goes with mode='per_turn' and mode='last_turn', and those "
+            f"with turn_rewards: mode is {mode!r}, turn_rewards is "
             f"{'not given' if turn_rewards is None else 'given'}"
         )
     table = canonical(rows, ROWS)
     if turn_rewards is not None:
         given = as_table(turn_rewards).replace_schema_metadata(None)
-        reward = _per_turn(table, canonical(given, TURN_REWARDS))
+        of_turn = _per_turn if mode == "per_turn" else _last_turn
+        reward = of_turn(table, canonical(given, TURN_REWARDS))
         return with_column(table, "reward", reward)
     known = np.asarray(table.column("reward").is_valid())
     whole = table.column("reward").fill_null(0.0).to_numpy()
-    if mode == "uniform":
-        session, n_sessions = session_codes(table)
-        whole = whole / np.bincount(session, minlength=n_sessions)[session]
-    elif mode == "final_only":
-        whole = np.where(_final(table), whole, 0.0)
+    if len(table):
+        session, _ = session_codes(table)
+        whole = spread(whole, mode, session, _final(table, session))
     return with_column(table, "reward", pa.array(whole, mask=~known))
+
+
+def spread(
+    whole: Floats,
+    mode: Spread,
+    session: Ints,
+    final: Bools,
+) -> Floats:
+    """Each row's share of the reward of its rollout.
+
+    Parameters
+    ----------
+    whole : ndarray of float64, shape (n_rows,)
+        The reward of the rollout, in each of its rows.
+    mode : {"copy", "uniform", "final_only"}
+        As for `spread_rewards`.
+    session : ndarray of int, shape (n_rows,)
+        The number of each row's rollout.
+    final : ndarray of bool, shape (n_rows,)
+        As `final_rows` gives it.
+    """
+    if mode == "uniform":
+        return whole / np.bincount(session)[session]
+    if mode == "final_only":
+        return np.where(final, whole, 0.0)
+    return whole
+
+
+def final_rows(session: Ints, index: Ints, of_kind: Bools, final: Bools) -> Bools:
+    """The rows of kind final; in a rollout whose rows have no kind, the last.
+
+    Parameters
+    ----------
+    session, index : ndarray of int, shape (n_rows,)
+        The number of each row's rollout, and its place in that.
+    of_kind, final : ndarray of bool, shape (n_rows,)
+        Rows that have a kind, and that have the kind final. At least one row.
+    """
+    kinds = np.bincount(session, of_kind)[session] > 0
+    last = np.full(int(session.max()) + 1, -1, np.int64)
+    np.maximum.at(last, session, index)
+    result: Bools = np.where(kinds, final, index == last[session])
+    return result
 
 
 def _per_turn(table: pa.Table, given: pa.Table) -> pa.Array:
@@ -143,18 +194,43 @@ def _per_turn(table: pa.Table, given: pa.Table) -> pa.Array:
     return pa.array(np.bincount(row, shares, len(table)), mask=unknown)
 
 
+def _last_turn(table: pa.Table, given: pa.Table) -> pa.Array:
+    """The reward of each row's last turn."""
+    check_once(given, ["session_id", "turn_index"])
+    check_finite(given)
+    last = table.column("last_turn")
+    if last.null_count:
+        row = int(np.flatnonzero(np.asarray(last.is_null()))[0])
+        raise InvalidTurnsError(f"{place(table, row)}: last_turn is null")
+    names = pc.unique(table.column("session_id"))
+    ours = given.filter(pc.is_in(given.column("session_id"), names))
+    wanted, there = (
+        _ranks(
+            np.asarray(pc.index_in(one.column("session_id"), names)),
+            one.column(turn).to_numpy(),
+        )
+        for one, turn in ((table, "last_turn"), (ours, "turn_index"))
+    )
+    line = pc.index_in(pa.array(wanted), pa.array(there))
+    if line.null_count:
+        row = int(np.flatnonzero(np.asarray(line.is_null()))[0])
+        raise InvalidTurnsError(
+            f"{place(table, row)}: ends with turn {last[row]}, which has no line in "
+            "turn_rewards"
+        )
+    return ours.column("reward").combine_chunks().take(line)
+
+
 def _ranks(session: Longs, turn: Longs) -> Longs:
     """One number for a turn of a session."""
     return session.astype(np.int64) << 32 | turn.astype(np.int64)
 
 
-def _final(table: pa.Table) -> Bools:
-    if "segment_kind" in table.column_names:
-        kinds = table.column("segment_kind").cast(pa.string())
-        return np.asarray(pc.equal(kinds, "final").fill_null(False))
-    session, n_sessions = session_codes(table)
-    index = table.column("row_index").to_numpy()
-    last = np.full(n_sessions, -1, np.int64)
-    np.maximum.at(last, session, index)
-    final: Bools = index == last[session]
-    return final
+def _final(table: pa.Table, session: Longs) -> Bools:
+    kinds = table.column("segment_kind").cast(pa.string())
+    return final_rows(
+        session,
+        table.column("row_index").to_numpy(),
+        np.asarray(kinds.is_valid()),
+        np.asarray(pc.equal(kinds, "final").fill_null(False)),
+    )

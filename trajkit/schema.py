@@ -59,7 +59,8 @@ absorbed
 cut
     The row claimed it and it lies beyond ``max_row_tokens``; the piece is empty.
 untrainable
-    It stands in the row as context; the turn may not be trained.
+    It stands in the row as context; it may not be trained (`LOSSES`: untrainable,
+    aborted, no_logprob).
 """
 
 SPAN = pa.struct(
@@ -76,7 +77,8 @@ SPAN = pa.struct(
 
 ``trained``, ``duplicate`` and ``untrainable`` pieces have ``stop - start == output_stop
 - output_start``. ``absorbed`` and ``cut`` pieces are empty (``start == stop``): the
-output range is what was lost, ``start`` the place where it would have stood.
+output range is what was lost, ``start`` the place where it would have stood, or where
+the row was replaced if that is before it.
 """
 
 TURNS = _schema(
@@ -184,7 +186,17 @@ ATTRIBUTION = _schema(
 """Optional columns of ``turns``, in either form, that say what each prompt token
 renders. `trajkit.observations` reads them."""
 
-LOSSES = ("absorbed", "demoted", "cut", "untrainable", "unrouted")
+LOSSES = (
+    "absorbed",
+    "demoted",
+    "cut",
+    "untrainable",
+    "unrouted",
+    "restarted",
+    "unemitted",
+    "aborted",
+    "no_logprob",
+)
 """Why a sampled token is in no row's loss.
 
 absorbed
@@ -194,10 +206,22 @@ demoted
 cut
     It lies beyond ``max_row_tokens`` of the row that claimed it.
 untrainable
-    The turn says ``trainable = false``.
+    The turn says ``trainable = false``, or its session ended in an error.
 unrouted
     The turn had a list of messages with nothing in it, which message routing passes
     over.
+restarted
+    A later prompt of the row departs inside the prompt that opened it: the row begins
+    anew there, without what it had.
+unemitted
+    Its row is one that ``max_rows`` of the policy leaves out.
+aborted
+    The turn's finish_reason is ``abort``, and the policy takes such turns for context.
+no_logprob
+    The engine gave no logprob for it, and the policy trains no token without.
+
+What may not be trained at all is counted as that, whatever else befell it: untrainable
+before aborted before no_logprob, and these before all others.
 """
 
 REPORT = _schema(
@@ -205,10 +229,12 @@ REPORT = _schema(
     *SESSIONS,
     _required("turns", pa.int32()),
     _required("rows", pa.int32()),
-    # rows left out because nothing in them was trained
+    # rows left out because nothing in them was trained, or they had no response
     _required("rows_untrained", pa.int32()),
     # rows left out because max_row_tokens left no response token
     _required("rows_cut", pa.int32()),
+    # rows left out because the policy's max_rows leaves no room for them
+    _required("rows_unemitted", pa.int32()),
     # tokens that the model sampled; equals trained plus all lost_*
     _required("tokens_sampled", pa.int64()),
     # tokens under the loss mask of some row
@@ -246,6 +272,7 @@ WHY = (
     "tokens",
     "previous",
     "unrouted",
+    "wipe",
 )
 """How a turn was given its parent (or none).
 
@@ -261,6 +288,19 @@ previous
     The previous call of the session.
 unrouted
     It has a list of messages with nothing in it: not placed, in no row.
+wipe
+    None, though its agent spoke before: it does not go on where that agent stood.
+"""
+
+SEGMENT_KINDS = ("wipe", "subagent", "final")
+"""How an agent's run of calls ended.
+
+wipe
+    The agent went on with other messages than those that it had been shown.
+subagent
+    It was sent out by a tool call, and that call was answered or the session ended.
+final
+    It is the main agent's last run.
 """
 
 LINKS = _schema(
@@ -274,6 +314,9 @@ LINKS = _schema(
     pa.field("order", pa.int32()),
     # the turn whose rewrite took this one out of training. null: none
     pa.field("demoted_by", pa.int32()),
+    # how the run of calls that it is in ended (SEGMENT_KINDS). null: the route knows no
+    # agents
+    pa.field("segment_kind", _names),
 )
 """One row per turn: which turn it continues."""
 
@@ -343,6 +386,10 @@ ROWS = _schema(
     pa.field("truncated", pa.bool_()),
     pa.field("use_tool", pa.bool_()),
     pa.field("ill_formed", pa.bool_()),
+    # of its turns, as in LINKS
+    pa.field("segment_kind", _names),
+    # the turn whose prompt and output the row is. null: unknown
+    pa.field("last_turn", pa.int32()),
 )
 """One row per training sequence."""
 
@@ -355,6 +402,7 @@ SIMULATION = _schema(
     # as in REPORT, over all sessions
     _required("rows_untrained", pa.int64()),
     _required("rows_cut", pa.int64()),
+    _required("rows_unemitted", pa.int64()),
     _required("tokens_sampled", pa.int64()),
     _required("tokens_trained", pa.int64()),
     # the sum of all lost_*
@@ -431,7 +479,8 @@ not_trained
 not_located
     In rows without pieces: the turn's prompt's end and its output stand in some row.
 row_tokens
-    A row is the prompt and the output of a turn, cut where rows are cut.
+    A row is the prompt and the output of a turn (``last_turn``, where it is given), cut
+    where rows are cut.
 prompt_length
     The prompt of the call that opened the row.
 parent_row, shared_length

@@ -20,6 +20,8 @@ from trajkit.tables import TableLike
 # Tokens that the calls of one part hold: what the rows of one policy take at a time.
 _PART_TOKENS = 1 << 25
 _TRAINED = "trained"
+# what a caller asked to be left out
+_ASKED = ("untrainable", "aborted", "no_logprob")
 
 
 def simulate(
@@ -169,14 +171,15 @@ def cheapest_whole(table: pa.Table) -> str | None:
     Returns
     -------
     str or None
-        Of the policies that lose nothing but what the turns say may not be trained, and
-        train nothing out of its context: the first with the fewest forward tokens, with
-        shared prefixes counted once where these are equal. None: every policy loses.
+        Of the policies that lose nothing but what may not be trained (untrainable,
+        aborted, without a logprob), and train nothing out of its context: the first
+        with the fewest forward tokens, with shared prefixes counted once where these
+        are equal. None: every policy loses.
     """
     whole = [
         line
         for line in table.to_pylist()
-        if line["tokens_lost"] == line["lost_untrainable"]
+        if line["tokens_lost"] == sum(line[f"lost_{reason}"] for reason in _ASKED)
         and not line["tokens_out_of_context"]
     ]
     if not whole:

@@ -153,7 +153,7 @@ def _check_type(source: pa.DataType, target: pa.DataType, where: str) -> None:
         return
     if pa.types.is_dictionary(target):
         target = target.value_type
-    if _is_list(source) and _is_list(target):
+    if is_list(source) and is_list(target):
         _check_type(source.value_type, target.value_type, f"{where} element")
         return
     if pa.types.is_struct(source) and pa.types.is_struct(target):
@@ -177,7 +177,8 @@ def _check_struct(source: pa.DataType, target: pa.DataType, where: str) -> None:
         )
 
 
-def _is_list(type_: pa.DataType) -> bool:
+def is_list(type_: pa.DataType) -> bool:
+    """Whether it is one of Arrow's list types."""
     return any(
         test(type_)
         for test in (
@@ -271,7 +272,7 @@ def _leaves(
         for field in target:
             child = pc.struct_field(array, field.name)
             yield from _leaves(child, field.type, f"{name}.{field.name}", parents)
-    elif _is_list(target):
+    elif is_list(target):
         lists = _cast(array, pa.large_list(array.type.value_type))
 
         def up(positions: Rows) -> Rows:
@@ -335,8 +336,8 @@ def _cast(array: pa.Array, target: pa.DataType) -> pa.Array:
         array = pa.DictionaryArray.from_arrays(array.indices, dictionary)
         return array.dictionary_decode()
     mask = array.is_null() if array.null_count else None
-    if _is_list(target):
-        offsets, values = _list_parts(array)
+    if is_list(target):
+        offsets, values = list_parts(array)
         values = _cast(values, target.value_type)
         return pa.LargeListArray.from_arrays(offsets, values, type=target, mask=mask)
     if pa.types.is_struct(target):
@@ -355,7 +356,7 @@ def _cast_names(array: pa.Array, target: pa.DataType) -> pa.DictionaryArray:
     return pa.DictionaryArray.from_arrays(indices, encoded.dictionary)
 
 
-def _list_parts(array: pa.Array) -> tuple[pa.Array, pa.Array]:
+def list_parts(array: pa.Array) -> tuple[pa.Array, pa.Array]:
     """Offsets (int64, from 0) and values of a list array of any layout."""
     # Arrow's own cast of list views writes one offset too few (seen in pyarrow 26)
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):

@@ -50,11 +50,13 @@ def verify(
         `trajkit.schema.TURNS`, in full or delta form, of all sessions of the rows.
     policy : str or Policy, optional
         Whose promise is to hold. A policy that neither absorbs nor demotes trains every
-        token that may be trained exactly once; ``slime`` and ``trl`` train no token
-        twice, and no more is asked of them. None: exactly once, as ``faithful`` does.
+        token that may be trained exactly once; ``slime``, ``trl`` and ``segments``
+        train no token twice, and no more is asked of them. None: exactly once, as
+        ``faithful`` does.
     reward, sessions : optional
         As given to `trajkit.linearize`. Without them, the rewards of a session's rows
-        need only be alike: rewards that differ from row to row are spread after this.
+        need only be alike, or shares of one as the policy spreads it: other rewards that
+        differ from row to row are spread after this.
     max_row_tokens : int, optional
         As given to `trajkit.linearize`; what lies beyond need not be trained. None: no
         row was cut.

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import schema
-from trajkit.messages import message_body, message_key
+from trajkit.messages import message_record
 from trajkit_shim.engine import WeightSpan
 from trajkit_shim.wire import Json
 
@@ -69,9 +69,8 @@ class LoggedMessage:
 
 def logged_message(message: Json) -> LoggedMessage:
     """A canonical chat message with its key and body."""
-    return LoggedMessage(
-        message_key(message), str(message["role"]), message_body(message)
-    )
+    key, body = message_record(message)
+    return LoggedMessage(key, str(message["role"]), body)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
         route=policy.route,
         merge_threshold=policy.merge_threshold,
         equals=policy.equals,
+        equality=policy.equality,
+        dispatch_tools=policy.dispatch_tools,
     )
     drift = tk.classify_drift(turns, links)
     if arguments.output is not None:

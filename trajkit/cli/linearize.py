@@ -117,7 +117,7 @@ def describe(totals: dict[str, int]) -> str:
     lines.append(("in all rows", totals["tokens_forward"], ""))
     lines.append(("shared prefixes once", totals["tokens_forward_shared"], ""))
     head = f"sessions {totals['sessions']:,}, turns {totals['turns']:,}"
-    left_out = totals["rows_untrained"] + totals["rows_cut"]
+    left_out = sum(totals[f"rows_{why}"] for why in ("untrained", "cut", "unemitted"))
     return (
         f"{head}, rows {totals['rows']:,} and {left_out:,} left out\n\n"
         + text_table(("tokens", "count", "of sampled"), lines)

@@ -57,10 +57,10 @@ def chosen_policy(arguments: argparse.Namespace) -> tk.Policy:
     """
     policy = tk.policy(arguments.policy, fork_threshold=arguments.fork_threshold)
     if arguments.fork_threshold is not None and not (
-        policy.merge or policy.absorb != "never"
+        policy.merge or policy.absorb.startswith("short_")
     ):
         raise tk.PolicyError(
             f"--fork-threshold {arguments.fork_threshold}: policy {policy.name!r} "
-            "starts a new row at any drift"
+            "does with all drift the same"
         )
     return policy

@@ -1,0 +1,364 @@
+"""What a policy may choose beyond its preset: who trains, what may be trained."""
+
+import re
+
+import pyarrow as pa
+import pytest
+from hypothesis import example, given
+
+import trajkit as tk
+from tests import reference_choices
+from tests.strategies import chosen_policies, row_limits, runs, sessions
+from tests.tables import dicts, turns_table
+from trajkit.errors import InvalidTurnsError, PolicyError
+from trajkit.policies import PRESETS
+from trajkit.recorder import Recorder
+
+OWNS = ["first", "longest", "most_trained"]
+
+
+def by_twin(turns, policy, limit=None):
+    table = turns_table(turns)
+    links = tk.link(
+        table,
+        policy.route,
+        merge_threshold=policy.merge_threshold,
+        equals=policy.equals,
+    )
+    return reference_choices.linearize(turns, links.to_pylist(), policy, limit)
+
+
+def said(role, content):
+    return {"role": role, "content": content}
+
+
+# The answer of turn 0 goes on in turn 1 and, with its last token changed, in turn 3; turn
+# 2 goes on from turn 0 as well, and for longer.
+SHARED = [
+    {
+        "prompt_messages": [said("user", "u"), *more],
+        "response_message": said("assistant", reply),
+        "prompt_ids": prompt,
+        "output_ids": output,
+        "output_logprobs": [-1.0] * len(output),
+        "finish_reason": "stop",
+    }
+    for more, reply, prompt, output in [
+        ([], "a", [1], [2, 3]),
+        ([said("assistant", "a"), said("user", "v")], "b", [1, 2, 3, 4], [5, 5, 5]),
+        ([said("assistant", "a"), said("user", "w")], "c", [1, 2, 3, *[6] * 5], [7]),
+        ([said("assistant", "a"), said("user", "x")], "d", [1, 2, 9, 4], [5]),
+    ]
+]
+
+
+def trained_turns(rows):
+    return [
+        [s["turn_index"] for s in row["spans"] if s["kind"] == "trained"]
+        for row in rows.to_pylist()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("own", "limit", "expected"),
+    [
+        ("first", None, [[0, 1], [2], [3]]),
+        ("longest", None, [[1], [0, 2], [3]]),
+        ("most_trained", None, [[0, 1], [2], [3]]),
+        # cut to 7 tokens the two rows are as long as each other: the first has it
+        ("longest", 7, [[0, 1], [3]]),
+        # cut to 5 tokens they would train three and two
+        ("most_trained", 5, [[0, 1], [3]]),
+    ],
+)
+def test_who_trains_what_several_rows_hold(own, limit, expected):
+    table = turns_table(SHARED)
+    policy = tk.policy("faithful", own=own)
+    rows = tk.linearize(table, policy, max_row_tokens=limit)
+    kinds = [{s["kind"] for s in row["spans"]} for row in rows.to_pylist()]
+    trained = [turns for turns in trained_turns(rows) if turns]
+    assert trained == expected, kinds
+    assert not tk.verify(rows, table, policy, max_row_tokens=limit).num_rows
+
+
+def test_an_equal_reply_goes_to_the_first_row_in_the_policy_s_order():
+    turns = [SHARED[0], SHARED[1], {**SHARED[2], "prompt_ids": [1, 2, 3, 6]}]
+    turns[2]["output_ids"], turns[2]["output_logprobs"] = [7] * 3, [-1.0] * 3
+    for own in OWNS:
+        rows = tk.linearize(turns_table(turns), tk.policy("faithful", own=own))
+        assert trained_turns(rows) == [[0, 1], [2]]
+
+
+def test_a_row_that_others_train_is_left_out():
+    """Turn 1 goes on from turn 0 with drift, turn 2 without: one row for each."""
+    turns = [SHARED[0], SHARED[3], SHARED[2]]
+    first = tk.linearize(turns_table(turns), "faithful", report=True)
+    assert trained_turns(first[0]) == [[0], [1], [2]]
+    longest = tk.policy("faithful", own="longest")
+    rows, report = tk.linearize(turns_table(turns), longest, report=True)
+    assert trained_turns(rows) == [[1], [0, 2]]
+    assert report["rows_untrained"].to_pylist() == [1]
+    assert report["tokens_duplicated"].to_pylist() == [0]
+
+
+# Turn 1 takes turn 0's reply out of its row, turn 2 keeps it in a shorter one.
+ABSORBED = [SHARED[0], {**SHARED[3], "prompt_ids": [1, 2, 9, 4, 4, 4]}, SHARED[1]]
+TRL_FOREST = ("trl", {"own": "longest", "route": "messages", "fork_threshold": 9})
+
+
+def test_a_claim_goes_where_it_is_kept():
+    policy = tk.policy("trl", **TRL_FOREST[1])
+    for own, expected in [("first", [[0, 1], [2]]), ("longest", [[1], [0, 2]])]:
+        chosen = tk.policy(policy, own=own, keep_head=own == "first")
+        rows = tk.linearize(turns_table(ABSORBED), chosen)
+        assert trained_turns(rows) == expected
+
+
+@given(sessions(), chosen_policies(), row_limits)
+@example(ABSORBED, TRL_FOREST, None)
+@example(SHARED, ("faithful", {"own": "longest"}), None)
+@example(SHARED, ("faithful", {"own": "most_trained"}), 6)
+def test_rows_and_report_are_the_twin_s(turns, chosen, limit):
+    name, choices = chosen
+    policy = tk.policy(name, **choices)
+    rows, report = tk.linearize(
+        turns_table(turns), policy, max_row_tokens=limit, report=True
+    )
+    expected, expected_report = by_twin(turns, policy, limit)
+    assert dicts(rows, expected) == expected
+    assert rows.num_rows == len(expected)
+    assert dicts(report, [expected_report]) == [expected_report]
+
+
+@given(runs(), chosen_policies(), row_limits)
+def test_verify_finds_nothing(turns, chosen, limit):
+    name, choices = chosen
+    policy = tk.policy(name, **choices)
+    table = turns_table(turns)
+    rows, report = tk.linearize(table, policy, max_row_tokens=limit, report=True)
+    found = tk.verify(rows, table, policy, max_row_tokens=limit)
+    assert found.to_pylist() == []
+    for line in report.to_pylist():
+        lost = sum(n for reason, n in line.items() if reason.startswith("lost_"))
+        assert line["tokens_sampled"] == line["tokens_trained"] + lost
+
+
+def test_a_choice_that_is_none_is_refused():
+    for choice in ("own", "missing_logprobs", "aborted"):
+        with pytest.raises(PolicyError, match=f"{choice}='last': expected one of '"):
+            tk.policy("faithful", **{choice: "last"})
+
+
+# --- what may be trained
+
+
+def turn(prompt, output, **more):
+    return {"prompt_ids": prompt, "output_ids": output, **more}
+
+
+def one_lost(report):
+    """The reasons for which tokens were lost, and how many."""
+    line = report.to_pylist()[0]
+    return {
+        name.removeprefix("lost_"): n
+        for name, n in line.items()
+        if name.startswith("lost_") and n
+    }
+
+
+def pieces(rows):
+    return [
+        [
+            (s["start"], s["stop"], s["turn_index"], s["output_start"], s["kind"])
+            for s in row["spans"]
+        ]
+        for row in rows.to_pylist()
+    ]
+
+
+def test_tokens_without_a_logprob_are_context_where_a_policy_wants_it_so():
+    table = turns_table(
+        [
+            turn([1], [2, 3, 4, 5], output_logprobs=[-1.0, None, None, -2.0]),
+            turn([1, 2, 3, 4, 5, 6], [7, 8], output_logprobs=None),
+            turn([1, 2, 3, 4, 5, 6, 7, 8], [9], output_logprobs=[-3.0]),
+        ]
+    )
+    kept, report = tk.linearize(table, "strict", report=True)
+    assert kept["loss_mask"].to_pylist() == [
+        [False] + [True] * 4 + [False] + [True] * 3
+    ]
+    assert one_lost(report) == {}
+
+    policy = tk.policy("strict", missing_logprobs="untrain")
+    rows, report = tk.linearize(table, policy, report=True)
+    assert pieces(rows) == [
+        [
+            (1, 2, 0, 0, "trained"),
+            (2, 4, 0, 1, "untrainable"),
+            (4, 5, 0, 3, "trained"),
+            (6, 8, 1, 0, "untrainable"),
+            (8, 9, 2, 0, "trained"),
+        ]
+    ]
+    assert rows["logprobs"].to_pylist() == kept["logprobs"].to_pylist()
+    mask = [p is not None for p in rows["logprobs"][0].as_py()]
+    assert rows["loss_mask"].to_pylist() == [mask]
+    assert one_lost(report) == {"no_logprob": 4}
+    assert tk.verify(rows, table, policy).num_rows == 0
+    # a row that trains a token without a logprob breaks this policy's promise
+    assert set(tk.verify(kept, table, policy)["rule"].to_pylist()) == {"untrainable"}
+
+
+def test_what_was_lost_has_a_piece_for_each_part_that_might_have_been_trained():
+    turns = [
+        turn([1], [2, 3, 4], output_logprobs=[-1.0, None, -2.0]),
+        turn([1, 9], [5], output_logprobs=[-1.0]),
+    ]
+    policy = tk.policy("trl", missing_logprobs="untrain")
+    rows, report = tk.linearize(turns_table(turns), policy, report=True)
+    assert pieces(rows) == [
+        [(1, 1, 0, 0, "absorbed"), (1, 1, 0, 2, "absorbed"), (2, 3, 1, 0, "trained")]
+    ]
+    assert one_lost(report) == {"absorbed": 2, "no_logprob": 1}
+    assert tk.verify(rows, turns_table(turns), policy).num_rows == 0
+
+
+def test_a_missing_logprob_may_be_an_error():
+    policy = tk.policy("faithful", missing_logprobs="raise")
+    turns = [
+        turn([1], [2], output_logprobs=[-1.0], turn_index=0),
+        turn([1, 2], [3, 4], output_logprobs=[None, -1.0], turn_index=4),
+        turn([1, 2], [3], turn_index=6),
+    ]
+    match = (
+        "session 's', turn 4: 1 of 2 sampled tokens have no logprob (and 1 more turns)"
+    )
+    with pytest.raises(InvalidTurnsError, match=re.escape(match)):
+        tk.linearize(turns_table(turns), policy)
+    # what is not trained needs none
+    turns[1]["trainable"], turns[2]["finish_reason"] = False, "abort"
+    rows = tk.linearize(turns_table(turns), policy)
+    assert trained_turns(rows) == [[0]]
+    errors = {"session_id": ["s"], "reward": [None], "group_id": [None], "error": ["x"]}
+    turns[2]["finish_reason"] = "stop"
+    assert (
+        tk.linearize(turns_table(turns), policy, sessions=pa.table(errors)) is not None
+    )
+
+
+def test_aborted_turns_are_context_or_trained():
+    turns = [
+        turn([1], [2, 3], finish_reason="abort"),
+        turn([1, 2, 3], [4], finish_reason="abort", trainable=False),
+        turn([1, 2, 3, 4], [5, 6, 7], finish_reason="stop"),
+    ]
+    table = turns_table(turns)
+    for name in PRESETS:
+        native = name in ("faithful", "per_call")
+        assert tk.policy(name).aborted == ("context" if native else "train")
+        for aborted in ("context", "train"):
+            policy = tk.policy(name, aborted=aborted)
+            rows, report = tk.linearize(table, policy, report=True)
+            lost = {"untrainable": 1}
+            if aborted == "context":
+                lost["aborted"] = 2
+            assert one_lost(report) == lost
+            assert sum(map(sum, rows["loss_mask"].to_pylist())) == 6 - sum(
+                lost.values()
+            )
+            assert tk.verify(rows, table, policy).num_rows == 0
+            if aborted == "train":
+                found = tk.verify(rows, table, tk.policy(name, aborted="context"))
+                assert set(found["rule"].to_pylist()) == {"untrainable"}
+
+
+def test_trainable_is_honoured_by_every_policy():
+    turns = [turn([1], [2, 3], trainable=False), turn([1, 2, 3, 4], [5, 6])]
+    for name in PRESETS:
+        rows, report = tk.linearize(turns_table(turns), name, report=True)
+        assert one_lost(report) == {"untrainable": 2}
+        assert {t for turns in trained_turns(rows) for t in turns} == {1}
+
+
+def test_what_follows_a_truncated_turn_is_kept():
+    """In one row where the prompt goes on from the cut, in a row of its own where not."""
+    cut = turn([1], [2, 3], finish_reason="length")
+    goes_on = [cut, turn([1, 2, 3, 4], [5, 6])]
+    closed = [cut, turn([1, 2, 9, 4], [5, 6])]  # a template closes it in its own way
+    for name in PRESETS:
+        rows, report = tk.linearize(turns_table(goes_on), name, report=True)
+        assert one_lost(report) == {}
+        assert [t for turns in trained_turns(rows) for t in turns] == [0, 1]
+    for name in ("faithful", "strict", "skyrl", "per_call"):
+        rows, report = tk.linearize(turns_table(closed), name, report=True)
+        assert one_lost(report) == {}
+        assert trained_turns(rows) == [[0], [1]]
+        assert rows["truncated"].to_pylist() == [True, False]
+
+
+@given(sessions())
+def test_an_errored_session_trains_nothing_and_says_so(turns):
+    facts = pa.table(
+        {"session_id": ["s"], "reward": [None], "group_id": ["g"], "error": ["boom"]}
+    )
+    table = turns_table(turns)
+    for name in PRESETS:
+        rows, report = tk.linearize(table, name, sessions=facts, report=True)
+        sampled = sum(len(one["output_ids"]) for one in turns)
+        assert one_lost(report) == ({"untrainable": sampled} if sampled else {})
+        assert report["error"].to_pylist() == ["boom"]
+        assert report["reward"].to_pylist() == [None]
+        assert not any(map(any, rows["loss_mask"].to_pylist()))
+        assert set(rows["group_id"].to_pylist()) <= {"g"}
+        assert set(rows["reward"].to_pylist()) <= {None}
+        found = tk.verify(rows, table, name, sessions=facts)
+        assert found.to_pylist() == []
+
+
+@given(sessions(), chosen_policies())
+def test_the_recorder_gives_the_rows_of_the_stored_table(turns, chosen):
+    name, choices = chosen
+    policy = tk.policy(name, **choices)
+    recorder = Recorder()
+    for one in turns:
+        given = {**one, "prompt_ids": one["prompt_ids"] or [0]}
+        given.pop("turn_index", None)
+        recorder.record("s", **given)
+    renumbered = [
+        {**one, "turn_index": k, "prompt_ids": one["prompt_ids"] or [0]}
+        for k, one in enumerate(turns)
+    ]
+    stored = tk.linearize(turns_table(renumbered), policy)
+    assert recorder.rows("s", policy).to_pylist() == stored.to_pylist()
+
+
+@given(sessions(), chosen_policies())
+def test_simulate_counts_as_the_report_does(turns, chosen):
+    name, choices = chosen
+    policy = tk.policy(name, **choices)
+    table = turns_table(turns)
+    _, report = tk.linearize(table, policy, report=True)
+    (line,) = tk.simulate(table, [policy]).to_pylist()
+    (counted,) = report.to_pylist()
+    assert {n: line[n] for n in counted if n in line} == {
+        n: counted[n] for n in counted if n in line
+    }
+    if policy.absorb == "never":
+        assert line["tokens_out_of_context"] == 0
+
+
+def test_verify_knows_a_wrong_last_turn():
+    table = turns_table(SHARED)
+    rows = tk.linearize(table)
+    at = rows.schema.get_field_index("last_turn")
+    wrong = rows.set_column(at, rows.field(at), pa.array([1, 0, 3], pa.int32()))
+    found = tk.verify(wrong, table).select(["row_index", "rule", "detail"]).to_pylist()
+    assert rows["last_turn"].to_pylist() == [1, 2, 3]
+    assert found == [
+        {
+            "row_index": 1,
+            "rule": "row_tokens",
+            "detail": "last_turn is 0, turn 2 held the row's tokens",
+        }
+    ]

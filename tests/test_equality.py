@@ -1,0 +1,182 @@
+"""Messages are sorted into classes of equal ones, under each equality."""
+
+import json
+import re
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import trajkit as tk
+from tests.reference_segments import same
+from tests.strategies import delegating_sessions, json_messages, sessions
+from tests.tables import in_delta_form, turns_table
+from trajkit import _core
+from trajkit.calls import read_calls
+from trajkit.equality import classify, identity_of, rekeyed
+from trajkit.errors import InvalidTurnsError, LayoutError, PolicyError
+
+EQUAL = {"values": lambda a, b: a == b, "text": same}
+
+
+def shown(turns):
+    """Every message of the requests, in order."""
+    return [m for turn in turns for m in turn["prompt_messages"] or []]
+
+
+# Messages that == calls equal: the second stored body of their key is the one meant last.
+NUMBERS = [
+    {
+        "prompt_messages": [{"role": "assistant", "content": number}],
+        "response_message": {"role": "assistant", "content": 1.0},
+        "prompt_ids": [1],
+        "output_ids": [2],
+    }
+    for number in (1, 1.0)
+]
+
+
+@given(delegating_sessions() | sessions(), st.sampled_from([*EQUAL]))
+@example(NUMBERS, "text")
+def test_classes_are_those_of_the_equality(turns, equality):
+    calls = read_calls(turns_table(turns))
+    classes = classify(calls, identity_of(equality))
+    messages = shown(turns)
+    assert len(classes.places) == len(messages)
+    for a, left in zip(messages, classes.places, strict=True):
+        body = json.loads(classes.bodies[int(left)].as_py())
+        assert EQUAL[equality](a, body)
+        for b, right in zip(messages, classes.places, strict=True):
+            assert (left == right) == EQUAL[equality](a, b)
+    for turn, reply in zip(turns, classes.replies, strict=True):
+        said = turn["response_message"]
+        assert (reply < 0) == (said is None)
+        if said is not None:
+            body = json.loads(classes.bodies[int(reply)].as_py())
+            assert EQUAL[equality](said, body)
+
+
+@given(st.lists(json_messages, min_size=1, max_size=6))
+def test_values_are_the_equality_of_the_stored_keys(messages):
+    turns = tk.from_records(
+        [
+            {
+                "session_id": "s",
+                "prompt_ids": [1],
+                "output_ids": [2],
+                "prompt_messages": messages,
+            }
+        ]
+    )
+    places = classify(read_calls(turns), identity_of("values")).places
+    keys = [tk.message_key(message) for message in messages]
+    for a, left in zip(keys, places, strict=True):
+        assert [left == right for right in places] == [a == b for b in keys]
+
+
+@given(st.data(), delegating_sessions(), st.sampled_from([*EQUAL]))
+def test_routing_by_new_keys_is_the_same_in_delta_form(data, turns, equality):
+    full = turns_table(turns)
+    delta = in_delta_form(full, lambda options: data.draw(st.sampled_from(options)))
+    links = tk.link(full, "messages", equality=equality)
+    if equality == "values":
+        assert links.equals(tk.link(full, "messages"))
+        assert tk.link(full, "agents", equality="values").equals(
+            tk.link(delta, "agents", equality="values")
+        )
+    # what delta form shares is equal under ==, the coarser of the two in a number's type
+    calls = read_calls(delta)
+    keyed = rekeyed(calls, equality)
+    assert keyed.requests["n_keys"].tolist() == calls.requests["n_keys"].tolist()
+    assert (keyed.keys is None) == (equality == "values")
+
+
+def test_cache_control_is_left_out_at_any_depth():
+    block = {"type": "text", "text": "a"}
+    deep = {"role": "user", "content": [{**block, "cache_control": {"type": "x"}}]}
+    for _ in range(3000):
+        block, deep = [block], deep
+    messages = [
+        deep,
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "a"}],
+            "cache_control": 1,
+        },
+        {"role": "user", "content": [{"type": "text", "text": "cache_control"}]},
+        {"role": "user", "content": block},
+    ]
+    turns = tk.from_records(
+        [
+            {
+                "session_id": "s",
+                "prompt_ids": [1],
+                "output_ids": [2],
+                "prompt_messages": messages,
+            }
+        ]
+    )
+    places = classify(read_calls(turns), identity_of("text")).places
+    assert places[0] == places[1]
+    assert len({*places.tolist()}) == 3
+
+
+def chat(*contents):
+    return [{"role": "user", "content": content} for content in contents]
+
+
+def two_turns():
+    return tk.from_records(
+        {
+            "session_id": "s",
+            "prompt_ids": [1],
+            "output_ids": [2],
+            "prompt_messages": messages,
+            "response_message": {"role": "assistant", "content": "r"},
+        }
+        for messages in (chat("a"), chat("b", "a"))
+    )
+
+
+def test_a_body_that_was_filtered_away_is_named():
+    table = two_turns().slice(1)
+    with pytest.raises(
+        InvalidTurnsError, match=re.escape("turn 1: messages[1] has no")
+    ):
+        tk.linearize(table, "segments")
+    assert tk.linearize(table, "faithful").num_rows == 1
+    silent = two_turns().slice(1)
+    at = silent.schema.get_field_index("messages")
+    field = silent.schema.field(at)
+    silent = silent.set_column(at, field, pa.array([[]], field.type))
+    with pytest.raises(InvalidTurnsError, match="turn 1: response has no body"):
+        tk.linearize(silent, "segments")
+
+
+def test_an_equality_that_does_not_exist_is_refused():
+    with pytest.raises(PolicyError, match="equality='hash'"):
+        tk.link(two_turns(), equality="hash")
+    with pytest.raises(PolicyError, match="equality='hash'"):
+        tk.policy("segments", equality="hash")
+
+
+def test_the_kernel_refuses_arrays_of_other_lengths():
+    calls = read_calls(two_turns())
+    has_body = np.ones(3, np.uint8)
+    n_table = _core.body_table(calls.requests, calls.session_offsets, has_body)
+    good = {
+        "requests": calls.requests,
+        "session_offsets": calls.session_offsets,
+        "has_body": has_body,
+        "reply_has_body": np.ones(2, np.uint8),
+        "table": np.empty((n_table, 2), np.int64),
+        "places": np.empty(3, np.int64),
+        "replies": np.empty(2, np.int64),
+    }
+    _core.find_bodies(*good.values())
+    for name in ("has_body", "reply_has_body", "table", "places", "replies"):
+        short = {**good, name: good[name][:-1]}
+        with pytest.raises(LayoutError, match=name):
+            _core.find_bodies(*short.values())

@@ -1,0 +1,249 @@
+"""Which messages a policy calls equal, where that is not Python's ``==``.
+
+The keys that a table stores are equal where Python calls the messages equal (see
+`trajkit.messages`). Under another equality they are made anew from the bodies, once per
+distinct body; all that routes by keys then works as before.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from trajkit import _core
+from trajkit.calls import Calls, Longs
+from trajkit.errors import InvalidTurnsError
+from trajkit.json_text import parse
+from trajkit.schema import KEY_BYTES
+
+Identity: TypeAlias = Callable[[pa.Array], pa.Array]
+"""Of distinct bodies (strings), texts that are equal where the messages are to be."""
+
+Equality: TypeAlias = Literal["values", "text", "content"]
+
+EQUALITIES: tuple[Equality, ...] = get_args(Equality)
+
+_KEY_WORDS = KEY_BYTES // 8
+_CACHE_CONTROL = "cache_control"
+
+
+def rekeyed(calls: Calls, equality: Equality) -> Calls:
+    """The same calls, their requests with the keys of an equality.
+
+    Raises
+    ------
+    InvalidTurnsError
+        A message's body is nowhere in its session, and the equality asks for it.
+    """
+    if equality == "values":  # so they are stored
+        return calls
+    return classify(calls, identity_of(equality)).keyed(calls)
+
+
+def identity_of(equality: Equality) -> Identity:
+    """What tells messages apart under an equality."""
+    return _IDENTITIES[equality]
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """The messages of calls, sorted into classes of equal ones."""
+
+    # shape (n_classes,): a body of each class
+    bodies: pa.Array
+    # shape (n_places,): the class of each message that the requests bring themselves
+    places: Longs
+    # shape (n_calls,): the class of each reply; -1: there is none
+    replies: Longs
+
+    def keyed(self, calls: Calls) -> Calls:
+        """The calls, with keys that say the class: in their first 8 bytes, native order."""
+        n_places, n_calls = len(self.places), len(self.replies)
+        keys = np.zeros((n_places + n_calls, _KEY_WORDS), np.int64)
+        keys[:n_places, 0] = self.places
+        keys[n_places:, 0] = self.replies
+        requests = calls.requests.copy()
+        address = keys.ctypes.data
+        sizes = np.maximum(requests["n_keys"], 0)
+        requests["keys"] = address + (np.cumsum(sizes) - sizes) * KEY_BYTES
+        replies = address + (n_places + np.arange(n_calls)) * KEY_BYTES
+        requests["reply_key"] = np.where(self.replies < 0, 0, replies)
+        return replace(calls, requests=requests, keys=keys)
+
+
+def classify(calls: Calls, identity: Identity) -> Classes:
+    """Sort the messages of calls into classes; ``identity`` sees each body once.
+
+    Raises
+    ------
+    InvalidTurnsError
+        A message's body is nowhere in its session up to its place.
+    """
+    requests = calls.requests
+    column = calls.table.column(
+        "suffix_messages" if "suffix_ids" in calls.table.column_names else "messages"
+    )
+    shown = [chunk.flatten() for chunk in column.chunks]
+    said = calls.table.column("response").chunks
+    # unlike field(), this is null under a reply that is null
+    shown, said = (
+        [pc.struct_field(chunk, "body") for chunk in chunks] for chunks in (shown, said)
+    )
+    has_body, reply_has_body = _valid(shown), _valid(said)
+    n_places = len(has_body)
+    n_table = _core.body_table(requests, calls.session_offsets, has_body)
+    places = np.empty(n_places, np.int64)
+    replies = np.empty(len(requests), np.int64)
+    _core.find_bodies(
+        requests,
+        calls.session_offsets,
+        has_body,
+        reply_has_body,
+        np.empty((n_table, 2), np.int64),
+        places,
+        replies,
+    )
+    _check_shown(calls, places, replies)
+    encoded = pa.chunked_array([*shown, *said], pa.string()).dictionary_encode()
+    if not encoded.num_chunks or not len(encoded.chunk(0).dictionary):
+        return Classes(pa.array([], pa.string()), places, replies)
+    bodies = encoded.chunk(0).dictionary
+    body_of = np.concatenate(
+        [chunk.indices.fill_null(-1).to_numpy() for chunk in encoded.chunks]
+    )
+    texts = identity(bodies)
+    if texts is bodies:  # distinct already
+        class_of = first = np.arange(len(bodies))
+    else:
+        class_of = texts.dictionary_encode().indices.to_numpy().astype(np.int64)
+        first = np.unique(class_of, return_index=True)[1]
+    class_at = np.append(class_of[body_of], -1)  # so that -1, no reply, stays -1
+    return Classes(
+        bodies.take(pa.array(first)),
+        class_at[places],
+        class_at[replies],
+    )
+
+
+def _valid(chunks: list[pa.Array]) -> npt.NDArray[np.uint8]:
+    """1 where the values of chunks are not null."""
+    parts = [np.zeros(0, np.uint8)]
+    for chunk in chunks:
+        valid = chunk.is_valid().to_numpy(zero_copy_only=False)
+        parts.append(valid.astype(np.uint8))
+    return np.concatenate(parts)
+
+
+def _check_shown(calls: Calls, places: Longs, replies: Longs) -> None:
+    bodiless = np.flatnonzero(places < 0)
+    if len(bodiless):
+        sizes = np.maximum(calls.requests["n_keys"], 0)
+        stops = np.cumsum(sizes)
+        call = int(np.searchsorted(stops, bodiless[0], side="right"))
+        index = calls.requests["shared"][call] + bodiless[0] - stops[call] + sizes[call]
+        what = f"messages[{index}]"
+    else:
+        silent = (replies < 0) & (calls.requests["reply_key"] != 0)
+        if not silent.any():
+            return
+        call, what = int(silent.argmax()), "response"
+    raise InvalidTurnsError(
+        f"{calls.place(call)}: {what} has no body, here or earlier in the session "
+        "(rows filtered away?): the policy compares messages by their bodies"
+    )
+
+
+def _text(bodies: pa.Array) -> pa.Array:
+    """The bodies without any ``cache_control``."""
+    # some thirty times faster than Arrow's search for plain text
+    marked = pc.match_substring_regex(bodies, f'"{_CACHE_CONTROL}"')
+    if not pc.any(marked).as_py():
+        return bodies
+    texts = [
+        _without_cache_control(body) if found else body
+        for body, found in zip(bodies.to_pylist(), marked.to_pylist(), strict=True)
+    ]
+    return pa.array(texts, bodies.type)
+
+
+def _without_cache_control(body: str) -> str:
+    """Canonical JSON without the keys ``cache_control``, at any depth."""
+    message = parse(body)
+    within = [message]
+    while within:
+        value = within.pop()
+        if isinstance(value, dict):
+            value.pop(_CACHE_CONTROL, None)
+            within.extend(value.values())
+        elif isinstance(value, list):
+            within.extend(value)
+    text: str = _core.encode_message(message)[0]
+    return text
+
+
+def _values(bodies: pa.Array) -> pa.Array:
+    """Of each body, the text that `trajkit.message_key` digests."""
+    texts = [_core.encode_message(parse(body))[1] for body in bodies.to_pylist()]
+    return pa.array(texts, bodies.type)
+
+
+def _content(bodies: pa.Array) -> pa.Array:
+    """Of each body, what a message says, calls and answers, as one JSON text."""
+    texts = [_core.encode_message(_said(parse(body)))[0] for body in bodies.to_pylist()]
+    return pa.array(texts, bodies.type)
+
+
+def _said(message: object) -> dict[str, object]:
+    assert isinstance(message, dict)  # a body is an object
+    role, content = message.get("role"), message.get("content")
+    said = {"role": role, "content": "" if content is None else content}
+    if role == "assistant":
+        for name in ("reasoning_content", "provider_state"):
+            if message.get(name) is not None:
+                said[name] = message[name]
+        calls = message.get("tool_calls")
+        if isinstance(calls, list):
+            said["tool_calls"] = [_called(call) for call in calls]
+    elif role == "tool":
+        said["tool_call_id"] = message.get("tool_call_id")
+    return said
+
+
+def _called(call: object) -> object:
+    """A tool call's id, name and arguments; arguments that are JSON text, parsed."""
+    if not isinstance(call, dict):
+        return call
+    function = call.get("function")
+    holder = function if isinstance(function, dict) else call
+    arguments = holder.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = {"parsed": parse(arguments)}
+        except ValueError:
+            arguments = {"text": arguments}
+    else:
+        arguments = {"parsed": arguments}
+    return [call.get("id"), holder.get("name"), arguments]
+
+
+_IDENTITIES: dict[Equality, Identity] = {
+    "values": _values,
+    "text": _text,
+    "content": _content,
+}
+"""What each name stands for.
+
+values
+    Python's ``==``: key order does not matter, 1 == 1.0 == True.
+text
+    The same JSON text with keys sorted and every ``cache_control`` left out, at any
+    depth; 1 and 1.0 differ (spec: segments 1).
+content
+    The same role, content (null is the empty text), reasoning, provider state, tool calls
+    (id, name, arguments as JSON values, whether given as text or not) and, of a tool's
+    message, tool_call_id; nothing else counts (spec: prime-rl 2.2). 1 and 1.0 differ.
+"""
