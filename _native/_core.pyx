@@ -10,6 +10,7 @@
     route.pxi    which call a call continues: by messages, by tokens
     agents.pxi   which call a call continues: of the main agent or of a sub-agent
     drift.pxi    how a prompt departs from what was held
+    align.pxi    where two runs of tokens differ
     plan.pxi     which rows a policy makes, who owns a claim, what is lost
     own.pxi      which of the rows that hold a claim trains it
     fill.pxi     the columns of planned rows
@@ -48,6 +49,7 @@ include "route.pxi"
 include "bodies.pxi"
 include "agents.pxi"
 include "drift.pxi"
+include "align.pxi"
 include "plan.pxi"
 include "own.pxi"
 include "fill.pxi"

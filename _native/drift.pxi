@@ -39,7 +39,8 @@ cdef bint _common_run(
     """Whether a and b have a run of this length in common; the first in b, its first in a."""
     cdef uint64_t base = 0x9E3779B97F4A7C15, power = 1, rolling
     cdef int64_t slot
-    cdef pos_t i, k
+    cdef pos_t i, k, start
+    cdef int32_t like  # an earlier place in a where the run at the place before stands too
     if length > n_a or length > n_b:
         return False
     for k in range(length - 1):
@@ -47,29 +48,71 @@ cdef bint _common_run(
     memset(windows.starts, 0xFF, (windows.mask + 1) * sizeof(int32_t))
     for k in range(2):  # the runs of a are stored, then those of b looked up
         rolling = 0
+        like = -1
         for i in range((n_a if k == 0 else n_b)):
             if i >= length:
                 rolling -= power * <uint64_t>((a if k == 0 else b)[i - length] + 1)
             rolling = rolling * base + <uint64_t>((a if k == 0 else b)[i] + 1)
             if i < length - 1:
                 continue
+            start = i - length + 1
+            if like >= 0 and a[like + length] == a[i]:
+                # Goes on as the run that it repeats goes on, so that a loop of many equal
+                # runs is read once and not compared run by run.
+                like += 1
+                continue
             slot = <int64_t>_mixed(rolling) & windows.mask
             while windows.starts[slot] >= 0:
                 if windows.hashes[slot] == rolling and memcmp(
-                    a + windows.starts[slot], (a if k == 0 else b) + i - length + 1,
+                    a + windows.starts[slot], (a if k == 0 else b) + start,
                     length * sizeof(token_t),
                 ) == 0:
                     break
                 slot = (slot + 1) & windows.mask
             if k == 0:
-                if windows.starts[slot] < 0:
-                    windows.starts[slot] = <int32_t>(i - length + 1)
+                like = windows.starts[slot]
+                if like < 0:
+                    windows.starts[slot] = <int32_t>start
                     windows.hashes[slot] = rolling
             elif windows.starts[slot] >= 0:
                 at_a[0] = windows.starts[slot]
-                at_b[0] = i - length + 1
+                at_b[0] = start
                 return True
     return False
+
+
+cdef pos_t _ending_run(
+    const token_t* tail, pos_t n_tail, const token_t* b, pos_t n_b, pos_t boundary,
+    int32_t* border, pos_t* at_a, pos_t* at_b,
+) noexcept nogil:
+    """Length of the longest end of the tail that stands in b, the first there; 0: none.
+
+    Knuth, Morris and Pratt's search, backwards: ``border[k]`` is the longest proper end of the
+    tail's last k tokens that they also start with. It has room for n_tail.
+    """
+    cdef pos_t k = 0, i, longest = 0
+    if n_tail == 0:
+        return 0
+    border[0] = 0  # of one token
+    for i in range(1, n_tail):
+        while k > 0 and tail[n_tail - 1 - i] != tail[n_tail - 1 - k]:
+            k = border[k - 1]
+        if tail[n_tail - 1 - i] == tail[n_tail - 1 - k]:
+            k += 1
+        border[i] = <int32_t>k
+    k = 0
+    for i in range(n_b - 1, -1, -1):
+        if k == n_tail:
+            k = border[k - 1]
+        while k > 0 and b[i] != tail[n_tail - 1 - k]:
+            k = border[k - 1]
+        if b[i] == tail[n_tail - 1 - k]:
+            k += 1
+        if k > 0 and k >= longest:
+            longest = k
+            at_a[0] = boundary - k
+            at_b[0] = i
+    return longest
 
 
 cdef pos_t _back_in_step(
@@ -78,7 +121,7 @@ cdef pos_t _back_in_step(
 ) noexcept nogil:
     """Length of the longest common run of min_run tokens or more, or failing that of the
     longest that ends where ``a[:boundary]`` does; 0: none. Where it stands, in at_a, at_b."""
-    cdef pos_t low = min_run, high = min(n_a, n_b), half, j
+    cdef pos_t low = min_run, high = min(n_a, n_b), half
     if _common_run(a, n_a, b, n_b, low, windows, at_a, at_b):
         # What is common at one length is common at every smaller one.
         while low < high:
@@ -90,14 +133,7 @@ cdef pos_t _back_in_step(
         _common_run(a, n_a, b, n_b, low, windows, at_a, at_b)
         return low
     high = min(min(boundary, n_b), min_run - 1)
-    while high > 0:
-        for j in range(n_b - high + 1):
-            if memcmp(a + boundary - high, b + j, high * sizeof(token_t)) == 0:
-                at_a[0] = boundary - high
-                at_b[0] = j
-                return high
-        high -= 1
-    return 0
+    return _ending_run(a + boundary - high, high, b, n_b, boundary, windows.starts, at_a, at_b)
 
 
 def describe_drift(

@@ -742,3 +742,46 @@ def observation(shown, i, replies, seen):
             if (message, known) == (shown[i], number):
                 return message, known, reply
     return shown[i], number, before
+
+
+# --- where two runs of tokens differ
+
+
+def align(a, b, special, run, border=64):
+    """Stretches (a_start, a_stop, b_start, b_stop) between common runs.
+
+    From each difference on to the place where passing over least leads to ``run`` common
+    tokens, or to the end of ``a`` with fewer; a special token that one side alone passes
+    over costs ``border`` more.
+    """
+
+    def cost(i, to_i, j, to_j):
+        odd = sum(t in special for t in a[i:to_i]) - sum(
+            t in special for t in b[j:to_j]
+        )
+        return to_i - i + to_j - j + border * abs(odd)
+
+    found, i, j = [], 0, 0
+    while True:
+        same = lcp(a[i:], b[j:])
+        i, j = i + same, j + same
+        if i == len(a):
+            return found
+        places = []
+        if a[-1] in b[j:]:
+            end = b.index(a[-1], j) + 1
+            n = lcp(a[i:][::-1], b[j:end][::-1])
+            places.append((len(a) - n, end - n))
+        for to_j in range(j, len(b) - run + 1):
+            for to_i in range(i, len(a) - run + 1):
+                if a[to_i : to_i + run] == b[to_j : to_j + run]:
+                    places.append((to_i, to_j))
+                    break
+        to_i, to_j = len(a), j
+        if places:
+            to_i, to_j = min(places, key=lambda place: cost(i, place[0], j, place[1]))
+        else:
+            while to_j < len(b) and b[to_j] not in special:
+                to_j += 1
+        found.append((i, to_i, j, to_j))
+        i, j = to_i, to_j

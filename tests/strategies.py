@@ -495,5 +495,21 @@ def payload_lists(draw, turn):
     return None if n is None else draw(st.lists(pairs, min_size=n, max_size=n))
 
 
+# What comes back of a run of tokens: pieces of it, among others.
+few_ids = st.lists(st.integers(0, 3), max_size=12)
+
+
+@st.composite
+def runs_apart(draw):
+    """Two token lists, the second with stretches of the first left out or replaced."""
+    a = draw(few_ids)
+    b, at = [], 0
+    while at < len(a):
+        kept = draw(st.integers(0, len(a) - at))
+        b += a[at : at + kept] + draw(st.lists(st.integers(0, 3), max_size=3))
+        at += kept + draw(st.integers(1, 4))
+    return a, b + draw(few_ids)
+
+
 client_habits = st.sets(st.sampled_from(["no reasoning", "blocks", "numbers"]))
 """What a client does to a reply that it sends back: `tests.shim.test_echo`."""

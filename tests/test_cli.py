@@ -16,8 +16,10 @@ import pytest
 
 import trajkit as tk
 from trajkit import cli
+from trajkit.cli.drift import _short
 from trajkit.cli.progress import Progress
 from trajkit.cli.show import text_table
+from trajkit.cli.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parent.parent
 
@@ -395,3 +397,101 @@ def test_verify_shows_the_first_violations_of_many(tmp_path, capsys, turns):
     out = capsys.readouterr().out
     assert "and 9 more" in out
     assert ["mask", "25"] in [line.split() for line in out.splitlines()]
+
+
+# --- drift with a tokenizer
+
+TOKENIZER = ROOT / "shim/trajkit_shim/embedded/tokenizer.json"
+
+
+@pytest.fixture
+def spoken(tmp_path):
+    """Turns of two sessions: white space goes missing in one, nothing in the other."""
+    tokenizer = load_tokenizer(TOKENIZER)
+
+    def ids(text):
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    head, end = ids("<|im_start|>assistant\n"), ids("<|im_end|>")
+    reply = ids("It holds. \n") + end
+    calls = [
+        call(session, head, reply)
+        if shown is None
+        else call(session, head + shown, end)
+        for session, replayed in (("a", ids("It holds.") + end), ("b", reply))
+        for shown in (None, replayed)
+    ]
+    path = tmp_path / "spoken.parquet"
+    tk.write_turns(tk.from_records(calls), path)
+    return str(path)
+
+
+@pytest.mark.parametrize("where", ["file", "directory"])
+def test_drift_says_why_with_a_tokenizer(tmp_path, capsys, spoken, where):
+    path = TOKENIZER if where == "file" else TOKENIZER.parent
+    written = tmp_path / "findings.parquet"
+    argv = [spoken, "--tokenizer", str(path), "--policy", "trl"]
+    said = run_json(capsys, "drift", *argv, "--findings", str(written))
+    by_cause = {group["cause"]: group["turns"] for group in said["groups"]}
+    assert by_cause == {"white_space": 1, "clean": 1}
+    (group,) = said["causes"]
+    (example,) = group.pop("examples")
+    assert (group["cause"], group["findings"], group["turns"]) == ("white_space", 1, 1)
+    assert (example["held_text"], example["prompt_text"]) == (" \n", "")
+    assert pq.read_table(written)["held_text"].to_pylist() == [" \n"]
+    assert cli.main(["drift", *argv]) == cli.DONE
+    out, _ = capsys.readouterr()
+    assert "white_space: session 'a', turn 1, from token" in out
+    assert "  held   ' \\n'\n  shown  ''\n" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        pytest.param(
+            ["--tokenizer", "nowhere.json"],
+            cli.BAD_FILE,
+            "nowhere.json: No such file",
+            id="nothing there",
+        ),
+        pytest.param(
+            ["--tokenizer", "{turns}"], cli.BAD_FILE, "no tokenizer", id="no tokenizer"
+        ),
+        pytest.param(
+            ["--tokenizer", "{folder}"], cli.BAD_FILE, "no tokenizer", id="no model"
+        ),
+        pytest.param(
+            ["--findings", "x.parquet"],
+            cli.BAD_USAGE,
+            "--findings needs --tokenizer",
+            id="findings alone",
+        ),
+    ],
+)
+def test_tokenizers_that_cannot_be_read(tmp_path, capsys, turns, options, code, said):
+    bad = tmp_path / "bad.json"
+    bad.write_text("{}")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    options = [o.format(turns=bad, folder=empty) for o in options]
+    assert cli.main(["drift", turns, *options]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("trajkit: ")
+    assert said in err
+
+
+@pytest.mark.parametrize(
+    ("path", "library"),
+    [(TOKENIZER, "tokenizers"), (ROOT / "tests", "transformers")],
+)
+def test_a_library_that_is_missing_is_named(monkeypatch, capsys, turns, path, library):
+    monkeypatch.setitem(sys.modules, library, None)
+    argv = ["drift", turns, "--tokenizer", str(path)]
+    assert cli.main(argv) == cli.BAD_USAGE
+    assert f"pip install {library}" in capsys.readouterr().err
+
+
+def test_a_long_text_is_shown_by_its_ends():
+    text = _short("a" * 60 + "b" * 100 + "c" * 60)
+    assert text == repr("a" * 60) + " ... " + repr("c" * 60)

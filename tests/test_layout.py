@@ -96,8 +96,12 @@ def test_the_shim_s_commands_load_nothing_heavy_before_they_run():
 
 @pytest.mark.parametrize("path", modules("trajkit"), ids=lambda path: path.name)
 def test_trajkit_imports_nothing_heavy_and_never_the_shim(path):
+    refused = HEAVY | {"trajkit_shim"}
+    if path == ROOT / "trajkit/cli/tokenizer.py":
+        # when a command is given one, and nowhere else
+        refused -= {"tokenizers", "transformers"}
     for name in imports(path):
-        assert name.partition(".")[0] not in HEAVY | {"trajkit_shim"}
+        assert name.partition(".")[0] not in refused
 
 
 @pytest.mark.parametrize("path", modules("trajkit_shim"), ids=lambda path: path.name)

@@ -1,5 +1,6 @@
 """Token-exact trajectories for RL: recorded calls in, loss-masked rows out."""
 
+from trajkit.branches import label_branches
 from trajkit.drift import classify_drift
 from trajkit.errors import (
     FormatError,
@@ -11,6 +12,7 @@ from trajkit.errors import (
     TrajkitError,
     UnknownSessionError,
 )
+from trajkit.explain import explain_drift
 from trajkit.io import iter_turns, read_rows, read_turns, write_rows, write_turns
 from trajkit.linearize import linearize
 from trajkit.link import link
@@ -22,6 +24,7 @@ from trajkit.prefix import lcp
 from trajkit.recorder import Recorded, Recorder
 from trajkit.records import from_records
 from trajkit.rewards import spread_rewards
+from trajkit.roundtrip import check_roundtrip
 from trajkit.simulate import simulate
 from trajkit.validate import set_aside, validate
 from trajkit.verify import verify
@@ -42,9 +45,12 @@ __all__ = [
     "UnknownSessionError",
     "add_advantages",
     "advantages",
+    "check_roundtrip",
     "classify_drift",
+    "explain_drift",
     "from_records",
     "iter_turns",
+    "label_branches",
     "lcp",
     "linearize",
     "link",

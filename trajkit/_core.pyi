@@ -135,6 +135,22 @@ def describe_drift(
     out: _I64,
 ) -> None: ...
 
+# align.pxi
+def align(
+    a: _I32,
+    b: _I32,
+    borders_a: _I32,
+    borders_b: _I32,
+    run: int,
+    hashes: _U64,
+    heads: _I32,
+    following: _I32,
+    out: _I64,
+) -> int: ...
+def copy_path(
+    calls: _Records, nodes: _Records, ends: _I32, call: int, start: int, out: _I32
+) -> None: ...
+
 # plan.pxi
 def plan_rows(
     calls: _Records,

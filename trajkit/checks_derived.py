@@ -18,7 +18,7 @@ from trajkit.checks import (
     run_starts,
     token_ids,
 )
-from trajkit.schema import CAUSES, LOSSES, REGIONS, SPAN_KINDS, WHY
+from trajkit.schema import CAUSES, LOSSES, REGIONS, SPAN_KINDS, TEXT_CAUSES, WHY
 from trajkit.tables import Violation, violation
 
 
@@ -339,7 +339,7 @@ DRIFT: tuple[Check, ...] = (
         "lcp", "size", "at_stake", "resync_held", "resync_prompt", "resync_length"
     ),
     one_of("region", REGIONS),
-    one_of("cause", CAUSES),
+    one_of("cause", (*CAUSES, *TEXT_CAUSES)),
     drift_agrees,
 )
 ROWS: tuple[Check, ...] = (

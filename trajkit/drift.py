@@ -6,18 +6,21 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit.calls import Calls, Longs, Records, read_calls
 from trajkit.errors import InvalidTurnsError
+from trajkit.explain import MIN_RUN, find_causes
 from trajkit.forest import Forest, grow
 from trajkit.link import measure, read_links
 from trajkit.policies import chosen_int
-from trajkit.schema import CAUSES, DRIFT, REGIONS
+from trajkit.schema import CAUSES, DRIFT, REGIONS, TEXT_CAUSES
 from trajkit.tables import TableLike, canonical
-
-MIN_RUN = 8
-"""Tokens that must agree in a row for held and replay to count as back in step."""
+from trajkit.tokenizer import Codec, Tokenizer
 
 
 def classify_drift(
-    turns: TableLike, links: TableLike, *, min_run: int = MIN_RUN
+    turns: TableLike,
+    links: TableLike,
+    *,
+    min_run: int = MIN_RUN,
+    tokenizer: Tokenizer | None = None,
 ) -> pa.Table:
     """How the prompt of each linked turn departs from its parent's prompt and output.
 
@@ -29,6 +32,10 @@ def classify_drift(
         `trajkit.schema.LINKS` of the same turns, as `trajkit.link` gives it.
     min_run : int
         Length, in tokens, from which a common run counts as back in step.
+    tokenizer : Tokenizer, optional
+        The one that the ids are of, as `trajkit.check_roundtrip` takes it: ``cause`` is
+        then that of the first finding of `trajkit.explain_drift`
+        (`trajkit.schema.TEXT_CAUSES`), or ``clean``.
 
     Returns
     -------
@@ -61,16 +68,29 @@ def classify_drift(
     Raises
     ------
     SchemaError, InvalidTurnsError
-        As `trajkit.linearize`.
+        As `trajkit.linearize`; the tokenizer lacks a method.
     PolicyError
         ``min_run`` is no integer of 1 or more.
     """
     min_run = chosen_int("min_run", min_run, 1)
+    codec = None if tokenizer is None else Codec(tokenizer)
     calls = read_calls(turns)
     records = read_links(calls, links)
     forest = grow(calls)
     measure(calls, forest, records)
-    return drift_table(calls, forest, records, min_run)
+    table = drift_table(calls, forest, records, min_run)
+    if codec is None:
+        return table
+    names = ("clean", *TEXT_CAUSES)
+    codes = np.zeros(len(calls.calls), np.int8)
+    for one in find_causes(calls, forest, records, codec, min_run):
+        if one.number == 0:
+            codes[one.call] = names.index(one.cause)
+    cause = pa.DictionaryArray.from_arrays(
+        pa.array(codes[records["parent"] >= 0]), pa.array(names)
+    )
+    at = table.schema.get_field_index("cause")
+    return table.set_column(at, table.schema.field(at), cause)
 
 
 def drift_table(

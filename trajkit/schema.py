@@ -334,6 +334,46 @@ CAUSES = (
 )
 """What drift looks like from the token ids alone (see `trajkit.classify_drift`)."""
 
+TEXT_CAUSES = (
+    "truncated",
+    "same_text",
+    "special_tokens",
+    "boolean",
+    "tool_arguments",
+    "white_space",
+    "reasoning_dropped",
+    "template",
+    "rewritten",
+    "other_text",
+)
+"""What a stretch of drift is once both sides are decoded; the first that holds.
+
+truncated
+    The prompt ends here; or, of what no other name fits, its message does, while the
+    one of held goes on.
+same_text
+    The text is the same, in other tokens.
+special_tokens
+    The same but for special tokens (there, or spelled out in ordinary ones) and white
+    space around them.
+boolean
+    The same once ``True``, ``False`` and ``None`` are ``true``, ``false`` and ``null``.
+tool_arguments
+    Part of a JSON object that is the same value, written otherwise.
+white_space
+    The same but for white space.
+reasoning_dropped
+    The same once the reasoning of held is left out; the prompt has none.
+template
+    Other text, though the request shows every message that was shown before, the reply
+    included, as it was: so what renders it made the difference. Also an empty frame for
+    reasoning that one side has.
+rewritten
+    Other text, and the request leaves out or changes a message that was shown before.
+other_text
+    Other text, and no messages to tell who changed it.
+"""
+
 DRIFT = _schema(
     "drift",
     _required("session_id", pa.string()),
@@ -354,6 +394,67 @@ DRIFT = _schema(
     pa.field("cause", _names),
 )
 """One row per turn with a parent: how its prompt departs from what was held."""
+
+FINDINGS = _schema(
+    "findings",
+    _required("session_id", pa.string()),
+    _required("turn_index", pa.int32()),
+    _required("parent", pa.int32()),
+    # counts the findings of the turn from 0, in the order of the prompt
+    _required("finding", pa.int32()),
+    _required("cause", _names),
+    # tokens of held (parent prompt ++ parent output) ...
+    _required("held_start", pa.int32()),
+    _required("held_stop", pa.int32()),
+    # ... that stand in the prompt as these. Between one finding and the next, and from
+    # the last one to the end of held, both have the same tokens
+    _required("prompt_start", pa.int32()),
+    _required("prompt_stop", pa.int32()),
+    # decoded, special tokens spelled out
+    _required("held_text", pa.string()),
+    _required("prompt_text", pa.string()),
+)
+"""Each stretch where a prompt departs from what was held, with its cause."""
+
+ROUNDTRIP = _schema(
+    "roundtrip",
+    _required("session_id", pa.string()),
+    _required("turn_index", pa.int32()),
+    # encode(decode(output_ids)) gives output_ids
+    _required("exact", pa.bool_()),
+    # the first position in the output where it does not. null: exact
+    pa.field("first_difference", pa.int32()),
+    # output ids, and ids that encoding gives
+    _required("n_output", pa.int32()),
+    _required("n_encoded", pa.int32()),
+    # the turn's own, and false where the text does not give the ids back
+    _required("trainable", pa.bool_()),
+)
+"""Whether the text of each output gives its ids back, one row per turn."""
+
+LABELS = ("sub_agent", "retry", "sibling", "rollback", "compaction", "rewrite")
+"""Why a turn does not simply go on where its agent was (see `trajkit.label_branches`).
+"""
+
+BRANCHES = _schema(
+    "branches",
+    _required("session_id", pa.string()),
+    _required("turn_index", pa.int32()),
+    _required("label", _names),
+    # the earlier turn that it is held against
+    _required("other", pa.int32()),
+    # messages that this request and the other turn (its request and its reply) share at
+    # their start. null: unknown, tokens tell
+    pa.field("shared_messages", pa.int32()),
+    # the same of tokens: of this prompt and the other's prompt and output
+    _required("shared_tokens", pa.int32()),
+    # tokens of the other's prompt and output that this prompt does not show as they
+    # were
+    _required("dropped_tokens", pa.int32()),
+    # what tells it, in words
+    _required("evidence", pa.string()),
+)
+"""The turns that open a branch, one row each."""
 
 ROWS = _schema(
     "rows",

@@ -58,6 +58,7 @@ def create_app(
     max_body_bytes: int = 16 << 20,
     images: Images = "refuse",
     ping_seconds: float = 10.0,
+    attributed: bool = True,
 ) -> Starlette:
     """The gateway's ASGI app. It closes the engine and the log when it shuts down.
 
@@ -84,6 +85,10 @@ def create_app(
     ping_seconds : float
         How long a streaming client waits for its reply until the stream begins, and
         then for each sign of life.
+    attributed : bool
+        Write with each turn which message each prompt token shows (the columns
+        `trajkit.schema.ATTRIBUTION`), where it can be told exactly; a session counts
+        the turns where not (``unattributed``). The log is twice as large with it.
 
     Returns
     -------
@@ -97,6 +102,7 @@ def create_app(
         max_body_bytes,
         Reading(images=images),
         ping_seconds,
+        attributed,
     )
 
     @asynccontextmanager
@@ -175,6 +181,7 @@ class _Gateway:
         max_body_bytes: int,
         reading: Reading,
         ping_seconds: float,
+        attributed: bool,
     ) -> None:
         self._engine = engine
         self._renderer = renderer
@@ -183,6 +190,7 @@ class _Gateway:
         self._max_body_bytes = max_body_bytes
         self._reading = reading
         self._ping_seconds = ping_seconds
+        self._attributed = attributed
         self._sessions = SessionStore()
 
     def client_routes(self) -> Iterator[tuple[str, str, Endpoint]]:
@@ -328,6 +336,7 @@ class _Gateway:
                 max_new_tokens=self._max_new_tokens,
                 protocol=protocol,
                 caller=identify(request.headers, asked),
+                attributed=self._attributed,
             )
         )
 
@@ -365,6 +374,8 @@ class _Gateway:
             ) from error
         session.recorded += 1
         session.answered += call.reply is not None
+        if self._attributed:
+            session.unattributed += call.turn.prompt_message_index is None
         session.shown |= added
         session.echo.count(call.heard)
         if call.reply is None:

@@ -10,6 +10,7 @@ import uuid
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
+from trajkit_shim.attribution import tool_names
 from trajkit_shim.callers import Caller
 from trajkit_shim.chat import ChatRequest
 from trajkit_shim.echo import EchoBook, Heard
@@ -48,6 +49,7 @@ async def prepare_call(
     max_new_tokens: int,
     protocol: WireProtocol,
     caller: Caller,
+    attributed: bool = True,
 ) -> PreparedCall:
     """Render, sample and parse one call.
 
@@ -66,6 +68,8 @@ async def prepare_call(
     protocol : WireProtocol
         That the call came in on.
     caller : Caller
+    attributed : bool
+        Say of each prompt token which message it shows, for learning from tool outputs.
 
     Raises
     ------
@@ -116,6 +120,9 @@ async def prepare_call(
             stop_sequence=stop_sequence,
         )
         message = expected_echo(reply)
+        shown = None
+        if attributed:
+            shown = renderer.attribute(heard.messages, asked.tools, prompt_ids)
         turn = LoggedTurn(
             session_id=session_id,
             request_id=request_id,
@@ -139,6 +146,9 @@ async def prepare_call(
             agent_id=caller.agent_id,
             parent_agent_id=caller.parent_agent_id,
             call_kind=caller.call_kind,
+            prompt_message_index=None if shown is None else shown.message_index,
+            prompt_is_content=None if shown is None else shown.is_content,
+            message_tool_names=tool_names(heard.messages) if attributed else None,
         )
         return PreparedCall(
             turn=turn,

@@ -66,6 +66,11 @@ def add_serve(commands: Commands) -> None:
         help="a request with an image is refused (the default), or a text stands for it",
     )
     parser.add_argument(
+        "--no-attribution",
+        action="store_true",
+        help="leave out which message each prompt token shows; the log is half as large",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="say where it listens as a JSON object"
     )
     parser.set_defaults(run=lambda arguments: _serve(parser, arguments))
@@ -146,7 +151,13 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
 
-    app = create_app(engine, renderer, log, images=arguments.images)
+    app = create_app(
+        engine,
+        renderer,
+        log,
+        images=arguments.images,
+        attributed=not arguments.no_attribution,
+    )
     # Ctrl-C is how it is stopped; the calls under way have been answered by then.
     with suppress(KeyboardInterrupt):
         serve(app, arguments.host, arguments.port, on_listening=say_where)

@@ -24,6 +24,8 @@ from trajkit_shim.wire import Json
 LOG_SCHEMA = pa.schema(
     [
         *schema.TURNS,
+        # what each prompt token shows (schema.ATTRIBUTION)
+        *list(schema.ATTRIBUTION)[2:],
         # the id under which the engine was called
         pa.field("request_id", pa.string()),
         # the request_id of the session's first turn whose request was the same to the
@@ -101,6 +103,10 @@ class LoggedTurn:
     agent_id: str | None = None
     parent_agent_id: str | None = None
     call_kind: str | None = None
+    # the columns of schema.ATTRIBUTION. None: it could not be told, or was not asked for
+    prompt_message_index: npt.NDArray[np.int32] | None = None
+    prompt_is_content: npt.NDArray[np.bool_] | None = None
+    message_tool_names: list[str | None] | None = None
 
 
 class TurnLog:

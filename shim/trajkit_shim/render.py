@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
+from trajkit_shim.attribution import Attribution, Encoded, attribute
 from trajkit_shim.errors import GatewayError, TemplateError
 from trajkit_shim.wire import Json
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 Ids: TypeAlias = npt.NDArray[np.int32]
 
+_NOWHERE = np.empty(0, np.int64)
 _PROBE_TEXT = "lead"
 _PROBE_ARGUMENTS = '{"probe":  1}'
 
@@ -103,12 +105,54 @@ class ChatRenderer:
             A text spells out a special token, and this tokenizer cannot keep it apart
             from the real one.
         """
+        text, mark = self._text(messages, tools)
+        return self._encode(text) if mark is None else self._encode_marked(text, mark)
+
+    def attribute(
+        self, messages: list[Json], tools: list[Json] | None, prompt_ids: Ids
+    ) -> Attribution | None:
+        """Which message each prompt token shows, None where it cannot be told exactly.
+
+        Parameters
+        ----------
+        messages, tools
+            As `render` takes them.
+        prompt_ids : ndarray of int32, shape (n_prompt,)
+            What was made of them.
+        """
+        broken: list[str] = []
+
+        def text_of(marked: list[Json]) -> str:
+            text, mark = self._text(marked, tools)
+            broken[:] = [mark] if mark is not None else []
+            return text
+
+        def encode(text: str) -> Encoded:
+            mark = broken[0] if broken else None
+            return self._encode_placed(text, mark)
+
+        try:
+            return attribute(
+                messages,
+                prompt_ids,
+                text_of=text_of,
+                encode=encode,
+                special=list(self._special.values()),
+            )
+        except TemplateError:
+            # the marks are what it refuses
+            return None
+
+    def _text(
+        self, messages: list[Json], tools: list[Json] | None
+    ) -> tuple[str, str | None]:
+        """The prompt's text, and the mark that breaks up special tokens in it."""
         if not self._takes_late_system:
             messages = _one_system(messages)
         shaped = [self._for_template(message) for message in messages]
         asked = {"messages": shaped, "tools": tools}
         if self._spelled.search(_all_text(asked)) is None:
-            return self._encode(self._apply(shaped, tools))
+            return self._apply(shaped, tools), None
         if not self._keeps_apart:
             raise GatewayError(
                 "a message or tool spells out a special token, which this model's "
@@ -118,8 +162,7 @@ class ChatRenderer:
         mark = f"x{secrets.token_hex(12)}x"
         broken = self._break(asked, mark)
         assert isinstance(broken, dict)
-        text = self._apply(broken["messages"], broken["tools"])
-        return self._encode_marked(text, mark)
+        return self._apply(broken["messages"], broken["tools"]), mark
 
     def decode(self, output_ids: Ids, *, ended: bool) -> str:
         """The text of sampled ids, special tokens spelled out.
@@ -192,6 +235,40 @@ class ChatRenderer:
             at = match.end()
         ids += self._encode_plain(text[at:].replace(mark, ""))
         return np.array(ids, dtype=np.int32)
+
+    def _encode_placed(self, text: str, mark: str | None) -> Encoded:
+        """As `_encode` or, with a mark, `_encode_marked`; and where each id stands."""
+        if mark is None:
+            whole = self._backend.encode(text, add_special_tokens=False)
+            places = np.array(whole.offsets, np.int64).reshape(-1, 2)
+            return Encoded(np.array(whole.ids, np.int32), places[:, 0], places[:, 1])
+        ids: list[int] = []
+        starts, stops = [_NOWHERE], [_NOWHERE]
+        at = 0
+        for match in [*self._spelled.finditer(text), None]:
+            end = len(text) if match is None else match.start()
+            part = self._plain.encode(
+                text[at:end].replace(mark, ""), add_special_tokens=False
+            )
+            ids += part.ids
+            places = np.array(part.offsets, np.int64).reshape(-1, 2)
+            # of each mark in the piece, the place that it has without those before it
+            marks = [m.start() for m in re.finditer(mark, text[at:end])]
+            before = np.array(marks, np.int64) - np.arange(len(marks)) * len(mark)
+            for part_of, side, column in (
+                (starts, places[:, 0], places[:, 0]),
+                (stops, places[:, 1], places[:, 1] - 1),
+            ):
+                passed = np.searchsorted(before, column, side="right")
+                part_of.append(at + side + passed * len(mark))
+            if match is not None:
+                ids.append(self._special[match.group()])
+                starts.append(np.array([match.start()], np.int64))
+                stops.append(np.array([match.end()], np.int64))
+                at = match.end()
+        return Encoded(
+            np.array(ids, np.int32), np.concatenate(starts), np.concatenate(stops)
+        )
 
     def _encode_plain(self, text: str) -> list[int]:
         ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids

@@ -40,6 +40,8 @@ class Session:
     recorded: int = 0
     # turns that were answered
     answered: int = 0
+    # recorded turns of which nobody can tell what each prompt token shows
+    unattributed: int = 0
     calls: set[asyncio.Task[Any]] = field(default_factory=set)
     # each message key's last body in the log, as its digest
     shown: dict[bytes, bytes] = field(default_factory=dict)
@@ -76,6 +78,7 @@ class Session:
             "status": "closed" if self.closed else "open",
             "turns": self.recorded,
             "answered": self.answered,
+            "unattributed": self.unattributed,
             "in_flight": len(self.calls),
             "max_turns": self.max_turns,
             "echo": {kind: self.echo.counts[kind] for kind in get_args(Known)},

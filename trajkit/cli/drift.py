@@ -3,16 +3,20 @@
 import argparse
 import json
 import sys
-from dataclasses import asdict, astuple, dataclass
-from typing import Self
+from dataclasses import asdict, astuple, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 import trajkit as tk
-from trajkit.cli.options import Commands, add_policy, add_source, chosen_policy
+from trajkit.cli.options import Commands, add_policy, add_source, chosen_policy, count
 from trajkit.cli.show import text_table
+from trajkit.cli.tokenizer import load_tokenizer
 from trajkit.io import write_table
+
+_LONGEST_TEXT = 120
 
 
 def add_drift(commands: Commands) -> None:
@@ -23,11 +27,30 @@ def add_drift(commands: Commands) -> None:
         description="Compare every prompt with what was held before it (the prompt and "
         "output of the call that it continues), and count the departures by where they "
         "start and what they look like. 'at stake' are sampled tokens that the prompt "
-        "shows otherwise or not at all.",
+        "shows otherwise or not at all. With a tokenizer, the causes are those that "
+        "the texts tell, and every stretch that departs is counted and shown.",
     )
     add_source(parser)
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="write the drift table, a line per turn"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        type=Path,
+        help="of the model: its tokenizer.json, or a directory",
+    )
+    parser.add_argument(
+        "--findings",
+        metavar="FILE",
+        help="with --tokenizer: write each stretch, with its span and text on both sides",
+    )
+    parser.add_argument(
+        "--examples",
+        metavar="N",
+        type=count,
+        default=1,
+        help="with --tokenizer: stretches to show of each cause (default: %(default)s)",
     )
     add_policy(parser)
     parser.set_defaults(run=run)
@@ -36,6 +59,11 @@ def add_drift(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the summary; the exit code is 0."""
     policy = chosen_policy(arguments)
+    if arguments.findings is not None and arguments.tokenizer is None:
+        raise tk.PolicyError("--findings needs --tokenizer")
+    tokenizer = None
+    if arguments.tokenizer is not None:
+        tokenizer = load_tokenizer(arguments.tokenizer)
     turns = tk.read_turns(arguments.source)
     links = tk.link(
         turns,
@@ -45,16 +73,96 @@ def run(arguments: argparse.Namespace) -> int:
         equality=policy.equality,
         dispatch_tools=policy.dispatch_tools,
     )
-    drift = tk.classify_drift(turns, links)
+    drift = tk.classify_drift(turns, links, tokenizer=tokenizer)
+    causes: list[CauseGroup] | None = None
+    if tokenizer is not None:
+        findings = tk.explain_drift(turns, links, tokenizer)
+        causes = cause_groups(findings, arguments.examples)
+        if arguments.findings is not None:
+            write_table(findings, arguments.findings)
     if arguments.output is not None:
         write_table(drift, arguments.output)
     summary = DriftSummary.of(turns, drift)
     if arguments.json:
-        text = json.dumps({"policy": asdict(policy), **asdict(summary)})
+        said = {"policy": asdict(policy), **asdict(summary)}
+        if causes is not None:
+            said["causes"] = [asdict(group) for group in causes]
+        text = json.dumps(said)
     else:
         text = summary.describe()
+        if causes is not None:
+            text += "\n\n" + describe_causes(causes)
     sys.stdout.write(text + "\n")
     return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CauseExample:
+    """One stretch where a prompt departs, as text."""
+
+    session_id: str
+    turn_index: int
+    held_start: int
+    held_text: str
+    prompt_text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CauseGroup:
+    """The stretches of one cause, over all turns."""
+
+    cause: str
+    findings: int
+    turns: int
+    tokens_held: int
+    tokens_shown: int
+    examples: list[CauseExample]
+
+
+def cause_groups(findings: pa.Table, n_examples: int) -> list[CauseGroup]:
+    """The findings by cause, most first, each with its first few."""
+    by_cause: dict[str, list[dict[str, Any]]] = {}
+    for one in findings.to_pylist():
+        by_cause.setdefault(one["cause"], []).append(one)
+    names = [field.name for field in fields(CauseExample)]
+    groups = [
+        CauseGroup(
+            cause=cause,
+            findings=len(ours),
+            turns=len({(one["session_id"], one["turn_index"]) for one in ours}),
+            tokens_held=sum(one["held_stop"] - one["held_start"] for one in ours),
+            tokens_shown=sum(one["prompt_stop"] - one["prompt_start"] for one in ours),
+            examples=[
+                CauseExample(**{name: one[name] for name in names})
+                for one in ours[:n_examples]
+            ],
+        )
+        for cause, ours in by_cause.items()
+    ]
+    return sorted(groups, key=lambda group: (-group.findings, group.cause))
+
+
+def describe_causes(groups: list[CauseGroup]) -> str:
+    """The causes as a table for people, and what they look like."""
+    head = ("cause", "stretches", "turns", "tokens held", "tokens shown")
+    lines = [astuple(group)[:5] for group in groups]
+    said = [text_table(head, lines)]
+    for group in groups:
+        for one in group.examples:
+            said.append(
+                f"\n{group.cause}: session {one.session_id!r}, turn {one.turn_index}, "
+                f"from token {one.held_start}\n"
+                f"  held   {_short(one.held_text)}\n  shown  {_short(one.prompt_text)}"
+            )
+    return "\n".join(said)
+
+
+def _short(text: str) -> str:
+    """A text on one line, its middle left out where it is long."""
+    if len(text) > _LONGEST_TEXT:
+        half = _LONGEST_TEXT // 2
+        return f"{text[:half]!r} ... {text[-half:]!r}"
+    return repr(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,58 @@
+"""Reading a tokenizer. The one place in trajkit that imports tokenizers, transformers."""
+
+import os
+from pathlib import Path
+from typing import cast
+
+from trajkit.errors import FormatError, PolicyError
+from trajkit.tokenizer import Tokenizer
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a ``tokenizer.json`` or of a model's directory.
+
+    A directory with a ``tokenizer.json`` is read by tokenizers, another one by
+    transformers. Nothing is downloaded.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is nothing at the path.
+    FormatError
+        What is there is no tokenizer.
+    PolicyError
+        The library that reads it is not installed.
+    """
+    if not path.exists():
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        return _from_directory(path)
+    try:
+        from tokenizers import Tokenizer as Fast
+    except ModuleNotFoundError as error:
+        raise _missing("tokenizers") from error
+    try:
+        fast: Tokenizer = Fast.from_str(file.read_text("utf-8"))
+    # tokenizers raises bare Exceptions, whatever is wrong with the text
+    except Exception as error:
+        raise FormatError(f"{file}: no tokenizer: {error}") from error
+    return fast
+
+
+def _from_directory(path: Path) -> Tokenizer:
+    # transformers advises to install PyTorch, for which nothing here has a use
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    try:
+        from transformers import AutoTokenizer
+    except ModuleNotFoundError as error:
+        raise _missing("transformers") from error
+    try:
+        read = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise FormatError(f"{path}: no tokenizer: {error}") from error
+    return cast("Tokenizer", read)
+
+
+def _missing(library: str) -> PolicyError:
+    return PolicyError(f"--tokenizer needs {library}: pip install {library}")

@@ -1,0 +1,96 @@
+"""What trajkit asks of a tokenizer: ids to text and back, by nobody's class."""
+
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from trajkit.errors import SchemaError
+
+Ids = npt.NDArray[np.int32]
+
+_UNKNOWN, _ORDINARY, _SPECIAL = 0, 1, 2
+# ids that no vocabulary has are asked about one by one
+_MOST_IDS = 1 << 22
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """A tokenizer of transformers, fast or slow, a ``tokenizers.Tokenizer``, or alike.
+
+    ``encode`` gives ids, or an object that has them as ``ids``.
+    """
+
+    def encode(self, text: str, /, *, add_special_tokens: bool) -> object:
+        """The ids of a text, in which a special token may be spelled out."""
+
+    def decode(self, ids: list[int], /, *, skip_special_tokens: bool) -> str:
+        """The text of ids, special tokens spelled out or left out."""
+
+
+class Codec:
+    """A tokenizer's two directions, and which of its tokens are special.
+
+    Raises
+    ------
+    SchemaError
+        It has no ``encode`` or no ``decode``.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        for name in ("encode", "decode"):
+            if not callable(getattr(tokenizer, name, None)):
+                raise SchemaError(
+                    f"tokenizer is of type {type(tokenizer).__name__}, which has no "
+                    f"method {name}"
+                )
+        self._tokenizer = tokenizer
+        # transformers may tidy up white space before punctuation, which no id says
+        tidies = hasattr(tokenizer, "clean_up_tokenization_spaces")
+        self._options = {"clean_up_tokenization_spaces": False} if tidies else {}
+        # by id
+        self._kinds = np.zeros(0, np.int8)
+
+    def text(self, ids: Ids | list[int]) -> str:
+        """The text of ids, special tokens spelled out."""
+        return self._decode(ids, skip_special_tokens=False)
+
+    def plain(self, ids: Ids | list[int]) -> str:
+        """The text of ids without special tokens."""
+        return self._decode(ids, skip_special_tokens=True)
+
+    def ids(self, text: str) -> Ids:
+        """The ids of a text."""
+        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = getattr(encoded, "ids", encoded)
+        return np.array(ids, np.int32)
+
+    def special(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Which ids are those of special tokens: decoding leaves them out if asked."""
+        low, high = ids.min(initial=0), ids.max(initial=0)
+        if low < 0 or high >= _MOST_IDS:
+            distinct, place = np.unique(ids, return_inverse=True)
+            kinds = np.array([self._kind(token) for token in distinct.tolist()])
+            found: npt.NDArray[np.bool_] = kinds[place] == _SPECIAL
+            return found
+        if high >= len(self._kinds):
+            grown = np.zeros(int(high) + 1, np.int8)
+            grown[: len(self._kinds)] = self._kinds
+            self._kinds = grown
+        known = self._kinds[ids]
+        new = np.unique(ids[known == _UNKNOWN])
+        if len(new):
+            self._kinds[new] = [self._kind(token) for token in new.tolist()]
+            known = self._kinds[ids]
+        return np.equal(known, _SPECIAL)
+
+    def _kind(self, token: int) -> int:
+        is_special = bool(self.text([token])) and not self.plain([token])
+        return _SPECIAL if is_special else _ORDINARY
+
+    def _decode(self, ids: Ids | list[int], *, skip_special_tokens: bool) -> str:
+        given = ids.tolist() if isinstance(ids, np.ndarray) else ids
+        text = self._tokenizer.decode(
+            given, skip_special_tokens=skip_special_tokens, **self._options
+        )
+        return str(text)
