@@ -9,11 +9,14 @@
     bodies.pxi   which stored body a message means
     route.pxi    which call a call continues: by messages, by tokens
     agents.pxi   which call a call continues: of the main agent or of a sub-agent
+    prompts.pxi  which chain a call goes on, by prompts alone
     drift.pxi    how a prompt departs from what was held
     align.pxi    where two runs of tokens differ
     plan.pxi     which rows a policy makes, who owns a claim, what is lost
     own.pxi      which of the rows that hold a claim trains it
     fill.pxi     the columns of planned rows
+    logprobs.pxi rows of which the engine did not give every logprob
+    splice.pxi   rows of raw outputs between stretches of later prompts: plan and columns
 
 Kernels never allocate: the caller passes every output buffer.
 """
@@ -48,9 +51,12 @@ include "forest.pxi"
 include "route.pxi"
 include "bodies.pxi"
 include "agents.pxi"
+include "prompts.pxi"
 include "drift.pxi"
 include "align.pxi"
 include "plan.pxi"
 include "own.pxi"
 include "fill.pxi"
+include "logprobs.pxi"
+include "splice.pxi"
 include "columns.pxi"

@@ -39,6 +39,43 @@ cdef pos_t _copy_logprobs(
     return missing
 
 
+cdef inline void _write_span(
+    int32_t[:, ::1] spans, int8_t[::1] kinds, int64_t at, const Piece* piece, int32_t turn_index
+) noexcept nogil:
+    spans[0, at] = <int32_t>piece.start
+    spans[1, at] = <int32_t>piece.stop
+    spans[2, at] = turn_index
+    spans[3, at] = <int32_t>piece.out_start
+    spans[4, at] = <int32_t>piece.out_stop
+    kinds[at] = piece.kind
+
+
+cdef _check_row_columns(
+    const Row[::1] rows, const pos_t[::1] token_offsets, const pos_t[::1] span_offsets,
+    const token_t[::1] input_ids, const uint8_t[::1] loss_mask, const float[::1] logprobs,
+    const uint8_t[::1] valid, const int32_t[:, ::1] spans, const int8_t[::1] span_kinds,
+):
+    """Raise unless the columns have room for the rows, at these offsets."""
+    cdef int64_t n_rows = rows.shape[0], r
+    cdef pos_t n_tokens, n_spans
+    _check_length("token_offsets", token_offsets.shape[0], n_rows + 1)
+    _check_length("span_offsets", span_offsets.shape[0], n_rows + 1)
+    for r in range(n_rows):
+        if token_offsets[r + 1] - token_offsets[r] != rows[r].n_tokens:
+            raise LayoutError(f"token_offsets[{r}] leaves no room for {rows[r].n_tokens} tokens")
+        if span_offsets[r + 1] - span_offsets[r] != rows[r].n_spans:
+            raise LayoutError(f"span_offsets[{r}] leaves no room for {rows[r].n_spans} spans")
+    n_tokens = token_offsets[n_rows]
+    n_spans = span_offsets[n_rows]
+    _check_length("input_ids", input_ids.shape[0], n_tokens)
+    _check_length("loss_mask", loss_mask.shape[0], (n_tokens + 7) // 8)
+    _check_length("logprobs", logprobs.shape[0], n_tokens)
+    _check_length("valid", valid.shape[0], (n_tokens + 7) // 8)
+    _check_length("spans", spans.shape[0], 5)
+    _check_length("spans", spans.shape[1], n_spans)
+    _check_length("span_kinds", span_kinds.shape[0], n_spans)
+
+
 def fill_rows(
     const Call[::1] calls not None,
     const Node[::1] nodes not None,
@@ -67,7 +104,7 @@ def fill_rows(
     """
     cdef:
         int64_t n_rows = rows.shape[0], n_calls = calls.shape[0], r, i, at, next_span
-        pos_t n_tokens, n_spans, missing = 0, offset
+        pos_t missing = 0, offset
         int32_t call
         pos_t replaced
         int n, k
@@ -86,25 +123,13 @@ def fill_rows(
         ("owners", owners.shape[0]), ("turn_index", turn_index.shape[0]),
     ):
         _check_length(name, m, n_calls)
-    _check_length("token_offsets", token_offsets.shape[0], n_rows + 1)
-    _check_length("span_offsets", span_offsets.shape[0], n_rows + 1)
+    _check_row_columns(
+        rows, token_offsets, span_offsets, input_ids, loss_mask, logprobs, valid, spans,
+        span_kinds,
+    )
     if n_rows == 0:
         return 0
-    for r in range(n_rows):
-        if token_offsets[r + 1] - token_offsets[r] != rows[r].n_tokens:
-            raise LayoutError(f"token_offsets[{r}] leaves no room for {rows[r].n_tokens} tokens")
-        if span_offsets[r + 1] - span_offsets[r] != rows[r].n_spans:
-            raise LayoutError(f"span_offsets[{r}] leaves no room for {rows[r].n_spans} spans")
-    n_tokens = token_offsets[n_rows]
-    n_spans = span_offsets[n_rows]
-    _check_length("input_ids", input_ids.shape[0], n_tokens)
-    _check_length("loss_mask", loss_mask.shape[0], (n_tokens + 7) // 8)
-    _check_length("logprobs", logprobs.shape[0], n_tokens)
-    _check_length("valid", valid.shape[0], (n_tokens + 7) // 8)
-    _check_length("spans", spans.shape[0], 5)
-    _check_length("spans", spans.shape[1], n_spans)
-    _check_length("span_kinds", span_kinds.shape[0], n_spans)
-    if n_tokens:
+    if token_offsets[n_rows]:
         tokens = &input_ids[0]
         mask = &loss_mask[0]
         values = &logprobs[0]
@@ -132,12 +157,7 @@ def fill_rows(
                 for k in range(n):
                     begin = pieces[k].out_start
                     while _next_part(item, &pieces[k], by_token, &begin, &part):
-                        spans[0, next_span] = <int32_t>part.start
-                        spans[1, next_span] = <int32_t>part.stop
-                        spans[2, next_span] = turn_index[call]
-                        spans[3, next_span] = <int32_t>part.out_start
-                        spans[4, next_span] = <int32_t>part.out_stop
-                        span_kinds[next_span] = part.kind
+                        _write_span(spans, span_kinds, next_span, &part, turn_index[call])
                         next_span += 1
                         if part.kind == SPAN_TRAINED:
                             _set_bits(mask, offset + part.start, offset + part.stop)

@@ -22,7 +22,7 @@ cdef enum:  # who trains a claim that several rows hold; in the order of policie
     OWN_FIRST, OWN_LONGEST, OWN_MOST_TRAINED
 
 cdef enum:  # in the order of trajkit.schema.SPAN_KINDS
-    SPAN_TRAINED, SPAN_DUPLICATE, SPAN_ABSORBED, SPAN_CUT, SPAN_UNTRAINABLE
+    SPAN_TRAINED, SPAN_DUPLICATE, SPAN_ABSORBED, SPAN_CUT, SPAN_UNTRAINABLE, SPAN_UNSPLICED
     N_SPAN_KINDS
 
 cdef enum:  # in the order of trajkit.schema.REPORT, from turns on
@@ -32,7 +32,8 @@ cdef enum:  # in the order of trajkit.schema.REPORT, from turns on
     REPORT_LOST_UNTRAINABLE, REPORT_LOST_UNROUTED, REPORT_LOST_RESTARTED
     REPORT_LOST_UNEMITTED
     REPORT_LOST_ABORTED       # left to the caller, who knows which calls were aborted
-    REPORT_LOST_NO_LOGPROB
+    REPORT_LOST_NO_LOGPROB, REPORT_LOST_UNSPLICED
+    REPORT_ROWS_UNSPLICED, REPORT_TURNS_UNSPLICED
     REPORT_WIDTH
 
 
@@ -239,6 +240,26 @@ cdef void _find_parent_row(
         node = nodes[node].parent
 
 
+cdef void _count_call(
+    const Call* call, const Link* link, bint by_token, int64_t* report
+) noexcept nogil:
+    """Count a call, and what no row can claim of it."""
+    cdef int64_t due = call.out_len
+    report[REPORT_TURNS] += 1
+    report[REPORT_SAMPLED] += due
+    if not call.trainable:
+        report[REPORT_LOST_UNTRAINABLE] += due
+        due = 0
+    elif by_token:
+        due -= _n_without(call, due)
+        report[REPORT_LOST_NO_LOGPROB] += call.out_len - due
+    if link.order < 0:
+        if link.demoted_by >= 0:
+            report[REPORT_LOST_DEMOTED] += due
+        else:
+            report[REPORT_LOST_UNROUTED] += due
+
+
 cdef int64_t _withdraw(
     const Call* calls, const Link* links, const int32_t* owners, const Rule* rule, Row* rows,
     int64_t first, int64_t n_rows, int64_t* report,
@@ -266,7 +287,7 @@ cdef int64_t _plan_session(
 ) noexcept nogil:
     """Append the rows of one session to rows[:n_rows]; return how many there are then."""
     cdef int32_t i, k, parent, leaf, top, call, first_of_session = <int32_t>n_rows
-    cdef int64_t low, high, chain_start, j, due
+    cdef int64_t low, high, chain_start, j
     cdef int below
     cdef int64_t[N_SPAN_KINDS] totals
     cdef Row row
@@ -275,20 +296,7 @@ cdef int64_t _plan_session(
     for i in range(lo, hi):
         by_order[i] = owners[i] = -1
     for i in range(lo, hi):
-        report[REPORT_TURNS] += 1
-        report[REPORT_SAMPLED] += calls[i].out_len
-        due = calls[i].out_len
-        if not calls[i].trainable:
-            report[REPORT_LOST_UNTRAINABLE] += due
-            due = 0
-        elif rule.by_token:
-            due -= _n_without(&calls[i], due)
-            report[REPORT_LOST_NO_LOGPROB] += calls[i].out_len - due
-        if links[i].order < 0:
-            if links[i].demoted_by >= 0:
-                report[REPORT_LOST_DEMOTED] += due
-            else:
-                report[REPORT_LOST_UNROUTED] += due
+        _count_call(&calls[i], &links[i], rule.by_token, report)
         flags[i] = calls[i].use_tool | (calls[i].ill_formed << 1)
         forks[i] = 0
         kinds[i] = KIND_FORK

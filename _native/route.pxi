@@ -10,6 +10,7 @@ that call.
 
 cdef enum:  # in the order of trajkit.schema.WHY
     WHY_ROOT, WHY_MESSAGES, WHY_REWRITE, WHY_TOKENS, WHY_PREVIOUS, WHY_UNROUTED, WHY_WIPE
+    WHY_PROMPTS
 
 cdef enum:  # in the order of trajkit.policies.EQUALS
     EQUALS_FIRST, EQUALS_TOKENS, EQUALS_WHOLE

@@ -86,23 +86,23 @@ def rollout(
         size.context - size.system - int(replies.sum()), size.n_turns
     )
     messages: list[dict[str, Any]] = [
-        {"role": "system", "content": _text(draw, size.system)}
+        {"role": "system", "content": draw_text(draw, size.system)}
     ]
-    prompt = _tokens(draw, size.system)
+    prompt = draw_tokens(draw, size.system)
     for k in range(size.n_turns):
         role = "tool" if k else "user"
-        messages.append({"role": role, "content": _text(draw, observations[k])})
-        prompt = np.concatenate([prompt, _tokens(draw, observations[k])])
-        output = _tokens(draw, int(replies[k]))
+        messages.append({"role": role, "content": draw_text(draw, observations[k])})
+        prompt = np.concatenate([prompt, draw_tokens(draw, observations[k])])
+        output = draw_tokens(draw, int(replies[k]))
         reply = {
             "role": "assistant",
-            "content": _text(draw, len(output) // 2),
+            "content": draw_text(draw, len(output) // 2),
             "tool_calls": [
                 {
                     "type": "function",
                     "function": {
                         "name": "bash",
-                        "arguments": {"command": _text(draw, len(output) // 2)},
+                        "arguments": {"command": draw_text(draw, len(output) // 2)},
                     },
                 }
             ],
@@ -127,7 +127,12 @@ def as_parsed(records: Iterator[Record]) -> list[Record]:
     Every int, float and message is an object of its own, in each turn again.
     """
     return [
-        json.loads(json.dumps(record, default=lambda array: array.tolist()))
+        {
+            name: value.tolist()
+            if isinstance(value, np.ndarray)
+            else json.loads(json.dumps(value))
+            for name, value in record.items()
+        }
         for record in records
     ]
 
@@ -147,11 +152,12 @@ def _shares(total: int, n: int) -> list[int]:
     return [total // n + (k < total % n) for k in range(n)]
 
 
-def _tokens(draw: np.random.Generator, n: int) -> Tokens:
+def draw_tokens(draw: np.random.Generator, n: int) -> Tokens:
+    """n ids of the vocabulary."""
     return draw.integers(0, VOCABULARY, n, dtype=np.int32)
 
 
-def _text(draw: np.random.Generator, n_tokens: int) -> str:
+def draw_text(draw: np.random.Generator, n_tokens: int) -> str:
     """About as much text as n tokens decode to: four characters each."""
     words = draw.integers(0, 16**7, n_tokens // 2)
     return " ".join(f"{word:07x}" for word in words)

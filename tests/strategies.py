@@ -511,5 +511,57 @@ def runs_apart(draw):
     return a, b + draw(few_ids)
 
 
+# Rows that are spliced
+
+
+@st.composite
+def growing_prompts(draw, max_turns=8):
+    """One session whose prompts grow out of earlier prompts, whatever was sampled.
+
+    Equal prompts (retries), empty ones, tails without an end of turn, or with one of
+    several ids that may be one, outputs that are empty or do not end their turn.
+    """
+    ids = tokens | st.just(END)
+    turns = []
+    for turn_index in draw(turn_numbers(draw(st.integers(1, max_turns)))):
+        reply = draw(replies())
+        known = draw(st.sampled_from([None, *turns, *turns[-1:], *turns[-1:]]))
+        prompt = []
+        if known is not None:
+            prompt = list(known["prompt_ids"])
+            said = list(known["output_ids"])
+            tail = draw(st.lists(ids, max_size=4))
+            prompt += draw(
+                st.sampled_from(
+                    [
+                        [],
+                        tail,
+                        [*said, *tail],
+                        [*said, END, *tail],
+                        [*said[:-1], END, *tail],
+                        [*tail, END, 2],
+                    ]
+                )
+            )
+        turns.append(
+            {
+                "turn_index": turn_index,
+                "prompt_messages": None,
+                "response_message": None,
+                "prompt_ids": prompt or draw(bodies),
+                **reply,
+                "output_ids": [
+                    *reply["output_ids"][:-1],
+                    *(draw(ids) for _ in reply["output_ids"][-1:]),
+                ],
+            }
+        )
+    return turns
+
+
+ends_of_turn = st.sampled_from([END, END, None, None, 0, 7])
+"""end_of_turn_token_id: that of the template, each chain's own, others."""
+
+
 client_habits = st.sets(st.sampled_from(["no reasoning", "blocks", "numbers"]))
 """What a client does to a reply that it sends back: `tests.shim.test_echo`."""

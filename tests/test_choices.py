@@ -249,9 +249,9 @@ def test_a_missing_logprob_may_be_an_error():
 
 def test_aborted_turns_are_context_or_trained():
     turns = [
-        turn([1], [2, 3], finish_reason="abort"),
-        turn([1, 2, 3], [4], finish_reason="abort", trainable=False),
-        turn([1, 2, 3, 4], [5, 6, 7], finish_reason="stop"),
+        turn([1], [2, 7], finish_reason="abort"),
+        turn([1, 2, 7], [7], finish_reason="abort", trainable=False),
+        turn([1, 2, 7, 7], [5, 6, 7], finish_reason="stop"),
     ]
     table = turns_table(turns)
     for name in PRESETS:
@@ -274,7 +274,8 @@ def test_aborted_turns_are_context_or_trained():
 
 
 def test_trainable_is_honoured_by_every_policy():
-    turns = [turn([1], [2, 3], trainable=False), turn([1, 2, 3, 4], [5, 6])]
+    ended = turn([1, 2, 3, 4], [5, 4], finish_reason="stop")
+    turns = [turn([1], [2, 3], trainable=False), ended]
     for name in PRESETS:
         rows, report = tk.linearize(turns_table(turns), name, report=True)
         assert one_lost(report) == {"untrainable": 2}
@@ -284,7 +285,7 @@ def test_trainable_is_honoured_by_every_policy():
 def test_what_follows_a_truncated_turn_is_kept():
     """In one row where the prompt goes on from the cut, in a row of its own where not."""
     cut = turn([1], [2, 3], finish_reason="length")
-    goes_on = [cut, turn([1, 2, 3, 4], [5, 6])]
+    goes_on = [cut, turn([1, 2, 3, 4], [5, 4], finish_reason="stop")]
     closed = [cut, turn([1, 2, 9, 4], [5, 6])]  # a template closes it in its own way
     for name in PRESETS:
         rows, report = tk.linearize(turns_table(goes_on), name, report=True)

@@ -333,7 +333,7 @@ BAD = [
     ("rows", [span(turn_index=-1)], "its turn_index is negative"),
     ("rows", [span(start=1, output_stop=3)], "loss_mask is true where a piece is"),
     ("rows", [span(kind="duplicate")], "loss_mask is true where a piece is trained"),
-    ("rows", [span(kind="cut")], "an absorbed or cut piece is empty"),
+    ("rows", [span(kind="cut")], "an absorbed, cut or unspliced piece is empty"),
     ("rows", [but(ROW, spans=[SPAN, SPAN])], "not begin before the piece before"),
     (
         "rows",

@@ -3,7 +3,9 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import polars as pl
@@ -14,10 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trajkit as tk
+from tests.generated import generated_runs
 from tests.strategies import row_limits, runs, thresholds
 from tests.tables import by_session, turns_table
 from trajkit.errors import InvalidTurnsError, PolicyError, SchemaError
-from trajkit.schema import ROWS, RULES, VIOLATIONS
+from trajkit.policies import PRESETS
+from trajkit.schema import (
+    CAUSES,
+    REGIONS,
+    ROWS,
+    RULES,
+    VIOLATIONS,
+)
 
 KEEPS_ALL = ("faithful", "strict", "per_call", "skyrl", "graph")
 OTHER = 77  # an id that no strategy draws
@@ -55,13 +65,6 @@ CLEAN = [
 ]
 
 
-@st.composite
-def rich_runs(draw):
-    """Generated sessions with the rich one and a plain one among them."""
-    drawn = by_session(draw(runs(1, 4))).values()
-    return draw(st.permutations([*drawn, RICH, CLEAN]))
-
-
 def facts_of(turns):
     names = turns["session_id"].unique()
     return pa.table(
@@ -69,8 +72,47 @@ def facts_of(turns):
     )
 
 
+@cache
+def rich_run(seed, prefix=""):
+    """Turns of three generated sessions with the rich one and a plain one among them."""
+    drawn = by_session(generated_runs(3, seed, max_turns=5)).values()
+    groups = [*drawn, RICH, CLEAN]
+    Random(seed).shuffle(groups)
+    return turns_table(
+        [
+            {**one, "session_id": prefix + one["session_id"]}
+            for group in groups
+            for one in group
+        ]
+    )
+
+
+@cache
+def rich_rows(seed, policy, prefix=""):
+    turns = rich_run(seed, prefix)
+    return tk.linearize(turns, policy, sessions=facts_of(turns)).to_pylist()
+
+
+rich_seeds = st.integers(0, 63)
+
+
 Row = dict[str, Any]
 Pick = Callable[[list[Any]], Any]
+
+
+class NoPlaceError(Exception):
+    """The rows have no place for a fault."""
+
+
+def picking(choose):
+    """A `Pick`: ``choose(n)`` gives a number below n."""
+
+    def pick(places):
+        if not places:
+            raise NoPlaceError
+        return places[choose(len(places))]
+
+    return pick
 
 
 @dataclass(frozen=True)
@@ -81,11 +123,14 @@ class Planted:
     row: Row | None = None
     token: int | None = None
     turn_index: int | None = None
+    # where there is no row
+    session: str | None = None
 
     def is_among(self, violations):
         due = {"rule": self.rule, "token": self.token}
         if self.row is None:
             due["row_index"] = None
+            due["session_id"] = self.session
         else:
             due["session_id"] = self.row["session_id"]
             due["row_index"] = self.row["row_index"]
@@ -97,6 +142,10 @@ class Planted:
 def spots(rows, wanted):
     """(row, position) of every token for which ``wanted(row, position)`` holds."""
     return [(r, k) for r in rows for k in range(len(r["input_ids"])) if wanted(r, k)]
+
+
+def is_rich(row):
+    return row["session_id"].endswith("rich")
 
 
 def spans(rows, *kinds):
@@ -116,6 +165,10 @@ def train(row, span, value):
     for k in range(span["start"], span["stop"]):
         row["loss_mask"][k] = value
         row["logprobs"][k] = None
+
+
+def not_trained(row, token, turn_index):
+    return Planted("not_trained", None, token, turn_index, row["session_id"])
 
 
 def siblings(rows):
@@ -140,8 +193,16 @@ def mask_set(rows, pick):
     return Planted("mask", row, k)
 
 
+def mask_shifted(rows, pick):
+    """Off by one, as where the first token of a label row is dropped."""
+    row = pick([r for r in rows if any(r["loss_mask"])])
+    first = row["loss_mask"].index(True)
+    row["loss_mask"] = [False, *row["loss_mask"][:-1]]
+    return Planted("mask", row, first)
+
+
 def mask_short(rows, pick):
-    row = pick(rows)
+    row = pick([r for r in rows if r["input_ids"]])
     row["loss_mask"].pop()
     return Planted("length", row, len(row["loss_mask"]))
 
@@ -185,7 +246,7 @@ def logprob_off_mask(rows, pick):
 
 
 def logprobs_short(rows, pick):
-    row = pick(rows)
+    row = pick([r for r in rows if r["input_ids"]])
     row["logprobs"].pop()
     return Planted("length", row, len(row["logprobs"]))
 
@@ -247,6 +308,19 @@ def token_slipped_in(rows, pick):
     return Planted("context", row, row["loss_mask"].index(True))
 
 
+def head_lost(rows, pick):
+    """The first token is gone, as where a start token is dropped."""
+    row = pick(
+        [r for r in rows if any(r["loss_mask"]) and all(s["start"] for s in r["spans"])]
+    )
+    for name in ("input_ids", "loss_mask", "logprobs"):
+        row[name].pop(0)
+    for span in row["spans"]:
+        span["start"] -= 1
+        span["stop"] -= 1
+    return Planted("context", row, row["loss_mask"].index(True))
+
+
 def tail_changed(rows, pick):
     row, k = pick(
         spots(rows, lambda r, k: not any(r["loss_mask"][k:]) and _ends_in_piece(r))
@@ -271,6 +345,23 @@ def turn_of_nobody(rows, pick):
     row, span = pick(spans(rows, "trained", "duplicate", "untrainable"))
     span["turn_index"] = 10_000
     return Planted("span_turn", row, span["start"])
+
+
+def turns_confused(rows, pick):
+    """Two pieces of a session, each said to be the other's turn."""
+    row, span, other = pick(
+        [
+            (r, s, t)
+            for r, s in spans(rows, "trained")
+            for q, t in spans(rows, "trained")
+            if r["session_id"] == q["session_id"]
+            and s["stop"] - s["start"] == t["stop"] - t["start"]
+            and r["input_ids"][s["start"]] != q["input_ids"][t["start"]]
+        ]
+    )
+    names = span["turn_index"], other["turn_index"]
+    other["turn_index"], span["turn_index"] = names
+    return Planted("span_tokens", row, span["start"], span["turn_index"])
 
 
 def kind_of_nobody(rows, pick):
@@ -342,7 +433,7 @@ def called_duplicate(rows, pick):
     row, span = pick(spans(rows, "trained"))
     span["kind"] = "duplicate"
     train(row, span, False)
-    return Planted("not_trained", None, span["output_start"], span["turn_index"])
+    return not_trained(row, span["output_start"], span["turn_index"])
 
 
 def half_trained(rows, pick):
@@ -353,7 +444,7 @@ def half_trained(rows, pick):
     row["logprobs"][span["stop"] - 1] = None
     span["stop"] -= 1
     span["output_stop"] -= 1
-    return Planted("not_trained", None, span["output_stop"], span["turn_index"])
+    return not_trained(row, span["output_stop"], span["turn_index"])
 
 
 def trained_by_two_rows(rows, pick):
@@ -389,7 +480,7 @@ def last_row_missing(rows, pick):
     row = pick([r for r in last.values() if any(r["loss_mask"])])
     rows.remove(row)
     span = next(s for s in row["spans"] if s["kind"] == "trained")
-    return Planted("not_trained", None, span["output_start"], span["turn_index"])
+    return not_trained(row, span["output_start"], span["turn_index"])
 
 
 def middle_row_missing(rows, pick):
@@ -476,6 +567,15 @@ def weight_changed(rows, pick):
     return Planted("row_weight", row)
 
 
+def weights_of_rows(rows, pick):
+    """One for each row, as where a batch is weighed and not a rollout."""
+    groups = [[r for r in g if any(r["loss_mask"])] for g in siblings(rows)]
+    group = pick([g for g in groups if len(g) > 1])
+    for row in group:
+        row["row_weight"] = 1.0
+    return Planted("row_weight", pick(group))
+
+
 def weight_null(rows, pick):
     row = pick([r for r in rows if r["row_weight"] is not None])
     row["row_weight"] = None
@@ -519,13 +619,13 @@ def truncated_flipped(rows, pick):
 
 
 def ill_formed_hidden(rows, pick):
-    row = pick([r for r in rows if r["ill_formed"] and r["session_id"] == "rich"])
+    row = pick([r for r in rows if r["ill_formed"] and is_rich(r)])
     row["ill_formed"] = False
     return Planted("flags", row)
 
 
 def use_tool_made_up(rows, pick):
-    row = pick([r for r in rows if r["session_id"] == "rich"])
+    row = pick([r for r in rows if is_rich(r)])
     row["use_tool"] = True
     return Planted("flags", row)
 
@@ -549,6 +649,7 @@ def session_in_pieces(rows, pick):
 FAULTS = [
     mask_cleared,
     mask_set,
+    mask_shifted,
     mask_short,
     mask_null,
     id_null,
@@ -562,9 +663,11 @@ FAULTS = [
     context_id_changed,
     reply_before_changed,
     token_slipped_in,
+    head_lost,
     tail_changed,
     row_cut_short,
     turn_of_nobody,
+    turns_confused,
     kind_of_nobody,
     absorbed_where_nothing_is,
     cut_where_nothing_is,
@@ -593,6 +696,7 @@ FAULTS = [
     parent_row_other,
     parent_row_itself,
     weight_changed,
+    weights_of_rows,
     weight_null,
     sum_changed,
     reward_changed,
@@ -607,21 +711,113 @@ FAULTS = [
 ]
 
 
+def test_there_are_faults_enough():
+    assert len(FAULTS) == len(set(FAULTS)) >= 30
+
+
+@cache
+def policies_with_place(fault):
+    """Those that keep all, in whose rows of any `rich_run` the fault has a place."""
+    found = []
+    for policy in KEEPS_ALL:
+        rows = copy.deepcopy(rich_rows(0, policy))
+        rows = [row for row in rows if row["session_id"] in ("rich", "c")]
+        try:
+            fault(rows, picking(lambda n: 0))
+        except NoPlaceError:
+            continue
+        found.append(policy)
+    assert "faithful" in found
+    return found
+
+
 @pytest.mark.parametrize(
     "fault", [pytest.param(f, id=f.__name__.replace("_", " ")) for f in FAULTS]
 )
 @settings(max_examples=10)
-@given(st.data(), rich_runs())
-def test_a_fault_is_found_where_it_is_planted(fault, data, groups):
-    turns = turns_table([one for group in groups for one in group])
-    facts = facts_of(turns)
-    rows = tk.linearize(turns, "faithful", sessions=facts).to_pylist()
-    planted = fault(rows, lambda places: data.draw(st.sampled_from(places)))
+@given(st.data(), rich_seeds)
+def test_a_fault_is_found_where_it_is_planted(fault, data, seed):
+    policy = data.draw(st.sampled_from(policies_with_place(fault)))
+    turns = rich_run(seed)
+    rows = copy.deepcopy(rich_rows(seed, policy))
+    pick = picking(lambda n: data.draw(st.integers(0, n - 1)))
+    planted = fault(rows, pick)
     table = pa.Table.from_pylist(rows, ROWS)
-    found = tk.verify(table, turns, "faithful", sessions=facts)
+    found = tk.verify(table, turns, policy, sessions=facts_of(turns))
     assert planted.is_among(found.to_pylist())
 
 
+@settings(max_examples=5)
+@given(st.randoms(use_true_random=False), st.sampled_from(KEEPS_ALL))
+def test_all_faults_at_once(draw, policy):
+    """All are found, and nothing in the sessions that none was planted in."""
+    turns, rows, planted, clean = [], [], [], set()
+    for fault in FAULTS:
+        if policy not in policies_with_place(fault):
+            continue
+        run = draw.randrange(64), f"{fault.__name__}: "
+        turns.append(rich_run(*run))
+        faulty = copy.deepcopy(rich_rows(run[0], policy, run[1]))
+        planted.append(fault(faulty, picking(draw.randrange)))
+        rows += faulty
+        before = by_session(rich_rows(run[0], policy, run[1]))
+        after = by_session(faulty)
+        clean |= {name for name in before if before[name] == after.get(name)}
+    table = pa.concat_tables(turns)
+    found = tk.verify(
+        pa.Table.from_pylist(rows, ROWS), table, policy, sessions=facts_of(table)
+    ).to_pylist()
+    assert [one for one in planted if not one.is_among(found)] == []
+    assert {one["session_id"] for one in found} & clean <= out_of_order(rows)
+
+
+def out_of_order(rows):
+    """Sessions whose rows do not follow one another."""
+    names = [row["session_id"] for row in rows]
+    runs_of = [a for a, b in zip(names, [None, *names], strict=False) if a != b]
+    return {name for name in runs_of if runs_of.count(name) > 1}
+
+
+MANY = 10_000
+HARD_LOSSES = ("absorbed", "demoted", "cut", "untrainable", "unrouted")
+
+
+@cache
+def many_turns():
+    return turns_table(generated_runs(MANY))
+
+
+@pytest.mark.parametrize("limit", [None, 12], ids=["whole rows", "rows of 12 tokens"])
+@pytest.mark.parametrize("policy", PRESETS)
+def test_nothing_is_found_in_ten_thousand_sessions(policy, limit):
+    turns = many_turns()
+    facts = facts_of(turns)
+    rows, report = tk.linearize(
+        turns, policy, sessions=facts, max_row_tokens=limit, report=True
+    )
+    assert report.num_rows == MANY
+    assert pc.sum(report["tokens_trained"]).as_py() > 2 * MANY
+    found = tk.verify(rows, turns, policy, sessions=facts, max_row_tokens=limit)
+    assert found.slice(0, 5).to_pylist() == []
+
+
+def test_generated_sessions_are_hard():
+    """Pieces of every kind come out, tokens are lost in every way, drift has all causes."""
+    turns = many_turns()
+    kinds, lost = set(), dict.fromkeys(HARD_LOSSES, 0)
+    for policy in ("faithful", "slime", "trl"):
+        rows, report = tk.linearize(turns, policy, max_row_tokens=12, report=True)
+        kinds |= set(rows["spans"].combine_chunks().flatten().field("kind").to_pylist())
+        for reason in lost:
+            lost[reason] += pc.sum(report[f"lost_{reason}"]).as_py()
+    assert kinds == {"trained", "duplicate", "absorbed", "cut", "untrainable"}
+    assert all(lost.values())
+    drift = tk.classify_drift(turns, tk.link(turns))
+    assert set(drift["cause"].to_pylist()) == set(CAUSES)
+    assert set(drift["region"].to_pylist()) == set(REGIONS)
+
+
+@settings(max_examples=25)
 @given(runs(), st.sampled_from(KEEPS_ALL), row_limits)
 def test_nothing_is_found_in_rows_that_keep_all(turns, policy, limit):
     table = turns_table(turns)
@@ -634,6 +830,7 @@ def test_nothing_is_found_in_rows_that_keep_all(turns, policy, limit):
         assert tk.verify(rows, table, max_row_tokens=limit).num_rows == 0
 
 
+@settings(max_examples=25)
 @given(runs(), st.sampled_from(["slime", "trl"]), thresholds, row_limits)
 def test_slime_and_trl_keep_their_own_promise(turns, name, threshold, limit):
     table = turns_table(turns)
@@ -652,10 +849,11 @@ def test_slime_and_trl_keep_their_own_promise(turns, name, threshold, limit):
         assert {v["session_id"] for v in found if v["rule"] == "not_trained"} == losers
 
 
-@given(rich_runs(), st.sampled_from(["faithful", "slime"]))
-def test_any_form_of_the_tables_will_do(groups, policy):
+@settings(max_examples=25)
+@given(rich_seeds, st.sampled_from(["faithful", "slime"]))
+def test_any_form_of_the_tables_will_do(seed, policy):
     """Rows in another order of sessions, chunks, views; turns as polars has them."""
-    turns = turns_table([one for group in groups for one in group])
+    turns = rich_run(seed)
     rows = tk.linearize(turns, policy)
     names = rows["session_id"].unique().to_pylist()
     turned = pa.concat_tables(
@@ -750,15 +948,16 @@ def foreign(rows, *names):
     return rows.select(["session_id", "input_ids", "loss_mask", "logprobs", *names])
 
 
-@given(runs(2, 4), st.sampled_from(["faithful", "strict", "per_call", "trl"]))
-def test_rows_without_pieces(turns, policy):
-    table = turns_table(turns)
-    rows = tk.linearize(table, policy)
-    found = tk.verify(foreign(rows), table, policy).to_pylist()
-    assert [v for v in found if v["rule"] != "not_located"] == []
-    # what an absorbing policy dropped stands nowhere, nor does what was not routed
-    if policy in ("strict", "per_call"):
-        assert found == []
+@pytest.mark.parametrize("policy", [*KEEPS_ALL, "slime", "trl"])
+def test_rows_without_pieces(policy):
+    """In either order, so that equal replies are told apart by their logprobs."""
+    turns = turns_table(generated_runs(500, seed=1))
+    rows = foreign(tk.linearize(turns, policy))
+    for some in (rows, rows.take(pa.array(range(rows.num_rows)[::-1]))):
+        found = tk.verify(some, turns, policy).to_pylist()
+        assert [v for v in found if v["rule"] != "not_located"] == []
+        # what an absorbing policy dropped stands nowhere, nor does what was not routed
+        assert not found or policy not in ("strict", "per_call", "skyrl")
 
 
 def response_only(row):
@@ -770,9 +969,10 @@ def response_only(row):
     return row
 
 
-@given(rich_runs())
-def test_rows_without_pieces_whose_mask_is_of_the_response(groups):
-    turns = turns_table([one for group in groups for one in group])
+@settings(max_examples=25)
+@given(rich_seeds)
+def test_rows_without_pieces_whose_mask_is_of_the_response(seed):
+    turns = rich_run(seed)
     rows = [response_only(row) for row in tk.linearize(turns, "per_call").to_pylist()]
     names = ("session_id", "input_ids", "loss_mask", "logprobs", "prompt_length")
     table = pa.table(
@@ -786,6 +986,65 @@ def test_rows_without_session_ids():
     turns = turns_table(RICH)
     rows = tk.linearize(turns, "strict").select(["input_ids", "loss_mask"])
     assert tk.verify(rows, turns).to_pylist() == []
+
+
+def any_mask_bit(row, pick):
+    k = pick(range(len(row["loss_mask"])))
+    row["loss_mask"][k] = not row["loss_mask"][k]
+    return k
+
+
+def any_trained_logprob(row, pick):
+    k = pick([k for k, trained in enumerate(row["loss_mask"]) if trained])
+    row["logprobs"][k] = -99.0
+    return k
+
+
+def any_trained_id(row, pick):
+    k = pick([k for k, trained in enumerate(row["loss_mask"]) if trained])
+    row["input_ids"][k] = OTHER
+    return k
+
+
+def any_id_before(row, pick):
+    last = max((k for k, trained in enumerate(row["loss_mask"]) if trained), default=0)
+    k = pick(range(last))
+    row["input_ids"][k] = OTHER
+    return k
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["full mask", "response mask"])
+@pytest.mark.parametrize(
+    "fault", [any_mask_bit, any_trained_logprob, any_trained_id, any_id_before]
+)
+@settings(max_examples=10)
+@given(st.data(), rich_seeds, st.sampled_from(KEEPS_ALL))
+def test_a_fault_is_found_in_rows_without_pieces(fault, whole, data, seed, policy):
+    """In its row at or after the token, or as tokens of the session that are lost."""
+    turns = rich_run(seed)
+    rows = copy.deepcopy(rich_rows(seed, policy))
+    pick = picking(lambda n: data.draw(st.integers(0, n - 1)))
+    row = pick([r for r in rows if any(r["loss_mask"]) and r["prompt_length"]])
+    k = fault(row, pick)
+    if not whole and not any(row["loss_mask"][: row["prompt_length"]]):
+        response_only(row)
+    known = without_pieces(rich_rows(seed, policy), turns, policy)
+    found = without_pieces(rows, turns, policy)
+    session, index = row["session_id"], row["row_index"]
+    assert [
+        one
+        for one in found
+        if one not in known
+        and one["session_id"] == session
+        and (one["row_index"] is None or one["row_index"] == index)
+        and (one["row_index"] is None or one["token"] >= k)
+    ]
+
+
+def without_pieces(rows, turns, policy):
+    names = ("session_id", "row_index", "input_ids", "loss_mask", "logprobs")
+    table = pa.table({name: [row[name] for row in rows] for name in names})
+    return tk.verify(table, turns, policy).to_pylist()
 
 
 def outside_of_replies(row):

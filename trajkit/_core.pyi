@@ -93,6 +93,21 @@ def measure_links(
     calls: _Records, nodes: _Records, ends: _I32, links: _Records
 ) -> None: ...
 
+# prompts.pxi
+def find_prompt_ends(
+    calls: _Records, nodes: _Records, ends: _I32, inside: _I32
+) -> None: ...
+def route_prompts(
+    calls: _Records,
+    session_offsets: _I64,
+    nodes: _Records,
+    inside: _I32,
+    by_place: _I32,
+    of_node: _I32,
+    of_call: _I32,
+    links: _Records,
+) -> None: ...
+
 # bodies.pxi
 def body_table(requests: _Records, session_offsets: _I64, has_body: _U8) -> int: ...
 def find_bodies(
@@ -186,6 +201,54 @@ def fill_rows(
     owners: _I32,
     turn_index: _I32,
     keep_head: bool,
+    by_token: bool,
+    max_tokens: int,
+    rows: _Records,
+    token_offsets: _I64,
+    span_offsets: _I64,
+    input_ids: _I32,
+    loss_mask: _U8,
+    logprobs: _F32,
+    valid: _U8,
+    spans: _I32,
+    span_kinds: _I8,
+) -> int: ...
+
+# logprobs.pxi
+def drop_partial_logprobs(
+    token_offsets: _I64, loss_mask: _U8, logprobs: _F32, valid: _U8
+) -> None: ...
+
+# splice.pxi
+def plan_splices(
+    calls: _Records,
+    session_offsets: _I64,
+    nodes: _Records,
+    ends: _I32,
+    links: _Records,
+    ended: _U8,
+    end_of_turn: int,
+    drop_untrained: bool,
+    drop_empty: bool,
+    chain_flags: bool,
+    max_tokens: int,
+    max_rows: int,
+    by_token: bool,
+    by_order: _I32,
+    next_call: _I32,
+    starts: _I64,
+    places: _I64,
+    rows: _Records,
+    report: _I64,
+) -> int: ...
+def fill_splices(
+    calls: _Records,
+    nodes: _Records,
+    ends: _I32,
+    next_call: _I32,
+    starts: _I64,
+    places: _I64,
+    turn_index: _I32,
     by_token: bool,
     max_tokens: int,
     rows: _Records,

@@ -113,6 +113,11 @@ class Case:
         return flags & ~failed[calls.session_of()]
 
     @property
+    def splices(self) -> bool:
+        """Whether rows put raw outputs between stretches of later prompts."""
+        return self.policy is not None and self.policy.absorb == "splice"
+
+    @property
     def may_train(self) -> Bools:
         """Sampled tokens that may be trained, flat as the outputs are."""
         tokens = self.trainable[self.turns.outputs.owner]
@@ -125,7 +130,7 @@ class Case:
         """Sampled tokens that some row must train, flat as the outputs are.
 
         None is where the policy absorbs or demotes: it promises no more than to train
-        nothing twice.
+        nothing twice. Nor where it splices (see `trajkit.checks_splice.told`).
         """
         calls, outputs = self.turns.calls, self.turns.outputs
         policy = self.policy

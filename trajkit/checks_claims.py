@@ -10,9 +10,7 @@ from trajkit.calls import Longs
 from trajkit.case import Case, stretches
 from trajkit.checks import Bools
 from trajkit.flat import Index, Pieces
-from trajkit.schema import SPAN_KINDS
-
-EMPTY_KINDS = ("absorbed", "cut")
+from trajkit.schema import EMPTY_KINDS, SPAN_KINDS
 
 
 def sound(case: Case, pieces: Pieces) -> Pieces:
@@ -42,6 +40,8 @@ def sound(case: Case, pieces: Pieces) -> Pieces:
     earlier = (pieces.kind == "absorbed") & (
         policy is not None and policy.absorb == "any"
     )
+    if case.splices:
+        due = n_ids  # an output may stand before where it was sampled
     rules: list[tuple[Bools, str, str]] = [
         (pieces.broken, "null", "has a null"),
         (pieces.call < 0, "span_turn", "names no turn of the session"),
@@ -69,9 +69,12 @@ def sound(case: Case, pieces: Pieces) -> Pieces:
             "does not stand where it would have stood",
         ),
     ]
-    if policy is not None and policy.absorb == "never":
+    if policy is not None and not policy.absorbs:
         absorbed = pieces.kind == "absorbed"
         rules.append((absorbed, "span_kind", "is lost, where nothing is absorbed"))
+    if policy is not None and not case.splices:
+        dropped = pieces.kind == "unspliced"
+        rules.append((dropped, "span_kind", "is lost, where nothing is spliced"))
     if case.cap is None:
         cut = pieces.kind == "cut"
         rules.append((cut, "span_kind", "is lost, where no row is cut"))
@@ -172,6 +175,9 @@ def logprobs(case: Case, trained: Pieces) -> None:
     expected = np.zeros(len(ids.values), np.float32)
     given = np.zeros(len(ids.values), np.bool_)
     expected[at], given[at] = case.turns.logprobs[source], case.turns.given[source]
+    if case.policy is not None and case.policy.missing_logprobs == "null_row":
+        partial = np.unique(ids.owner[at[~given[at]]])
+        given &= ~np.isin(ids.owner, partial)
     owner = np.full(len(ids.values), -1)
     owner[at] = np.repeat(trained.call, trained.stop - trained.start)
     # a list of another length is named as such
@@ -242,16 +248,22 @@ def claims(case: Case, pieces: Pieces) -> None:
 
 def not_trained(case: Case, source: Longs) -> None:
     """Every token that is owed is among ``source``, flat positions in the outputs."""
+    spared = np.flatnonzero(~case.owed)
+    not_among(case, np.concatenate([source, spared]), "that no row trains")
+
+
+def not_among(case: Case, source: Longs, words: str) -> None:
+    """Every sampled token is among ``source``, flat positions in the outputs."""
     outputs = case.turns.outputs
-    owed = case.owed
-    owed[source] = False
-    bad = np.flatnonzero(owed)
+    absent = np.ones(len(outputs.values), np.bool_)
+    absent[source] = False
+    bad = np.flatnonzero(absent)
     call = outputs.owner[bad]
     for first, n in zip(*stretches(bad, call), strict=True):
         c = int(call[first])
         case.say(
             "not_trained",
-            f"{_count(n)} of {outputs.lengths[c]} sampled that no row trains",
+            f"{_count(n)} of {outputs.lengths[c]} sampled {words}",
             call=c,
             token=int(bad[first] - outputs.offsets[c]),
         )

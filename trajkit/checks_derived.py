@@ -18,7 +18,15 @@ from trajkit.checks import (
     run_starts,
     token_ids,
 )
-from trajkit.schema import CAUSES, LOSSES, REGIONS, SPAN_KINDS, TEXT_CAUSES, WHY
+from trajkit.schema import (
+    CAUSES,
+    EMPTY_KINDS,
+    LOSSES,
+    REGIONS,
+    SPAN_KINDS,
+    TEXT_CAUSES,
+    WHY,
+)
 from trajkit.tables import Violation, violation
 
 
@@ -262,14 +270,14 @@ def spans(table: pa.Table) -> Iterator[Violation]:
     base = np.cumsum(n_ids) - n_ids
     low = np.where(inside, base[row] + start, 0)
     high = np.where(inside, base[row] + stop, 0)
-    trained, empty = kind == "trained", np.isin(kind, ["absorbed", "cut"])
+    trained, empty = kind == "trained", np.isin(kind, EMPTY_KINDS)
     for bad, rule in (
         (~np.isin(kind, SPAN_KINDS), f"expected one of {', '.join(SPAN_KINDS)}"),
         (~inside, "it must lie within the row"),
         (start < before, "it must not begin before the piece before it ends"),
         ((out_start < 0) | (out_stop < out_start), "its output range runs backwards"),
         (turn < 0, "its turn_index is negative"),
-        (empty & (start != stop), "an absorbed or cut piece is empty"),
+        (empty & (start != stop), "an absorbed, cut or unspliced piece is empty"),
         (
             ~empty & (stop - start != out_stop - out_start),
             "it must be as long as its output range",

@@ -83,8 +83,7 @@ def tokens(case: Case, pieces: Pieces) -> None:
     reasons = case.turns.calls.table.column("finish_reason").to_pylist()
     names = case.turns.calls.turn_index
     last = _last_calls(case, pieces)
-    for row in range(len(case.rows.ids)):
-        said = case.rows.text("finish_reason", row)
+    for row, said in enumerate(case.rows.table.column("finish_reason").to_pylist()):
         own = int(last[row])
         named = case.rows.number("last_turn", row)
         by_name = named is None or (own >= 0 and names[own] == named)
@@ -128,7 +127,7 @@ def _last_calls(case: Case, pieces: Pieces) -> Longs:
 
 def _is_path(case: Case, row: Index, call: int) -> bool:
     ids = case.rows.ids[row]
-    held = int(case.turns.calls.held[call])
+    held = case.turns.held(call)
     if min(held, case.cap or held) != len(ids):
         return False
     return case.turns.shared(ids, call) == len(ids)
@@ -139,7 +138,7 @@ def _departs(case: Case, row: Index, own: int) -> int:
     ids = case.rows.ids[row]
     if own >= 0:
         n = case.turns.shared(ids, own)
-        if n < min(len(ids), int(case.turns.calls.held[own])):
+        if n < min(len(ids), case.turns.held(own)):
             return n
     calls = case.turns.calls_of(int(case.session[row]))
     return max((case.turns.shared(ids, call) for call in calls), default=0)
@@ -153,9 +152,9 @@ def prompt_length(case: Case, pieces: Pieces) -> None:
     """
     given = case.rows.table.column("prompt_length").to_numpy()
     calls = case.turns.calls.calls
-    due = np.full(len(given), -1)
+    due = np.full(len(given), np.iinfo(np.int64).min)  # what no row can say
     due[pieces.row[::-1]] = calls["prompt_len"][pieces.call[::-1]]
-    absorbs = case.policy is None or case.policy.absorb != "never"
+    absorbs = case.policy is None or case.policy.absorbs
     for row in np.flatnonzero(given != due):
         n = int(given[row])
         ids = case.rows.ids[row]
@@ -332,8 +331,8 @@ def flags(case: Case, pieces: Pieces) -> None:
     """truncated, use_tool and ill_formed are those of the row's calls."""
     table, calls = case.rows.table, case.turns.calls.calls
     truncated = table.column("truncated").to_pylist()
-    for row, said in enumerate(truncated):
-        reason = case.rows.text("finish_reason", row)
+    reasons = table.column("finish_reason").to_pylist()
+    for row, (said, reason) in enumerate(zip(truncated, reasons, strict=True)):
         if said is not (reason == "length"):
             case.say(
                 "flags",

@@ -1,6 +1,7 @@
 """The columns of planned rows: the ``rows`` table."""
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import TypeVar
 
 import numpy as np
@@ -10,7 +11,7 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit.calls import Calls, Ints, Longs, Records
 from trajkit.forest import Forest
-from trajkit.plan import Plan
+from trajkit.plan import Plan, Planned
 from trajkit.policies import Policy
 from trajkit.rewards import final_rows, spread
 from trajkit.schema import ROWS, SEGMENT_KINDS, SPAN, SPAN_KINDS
@@ -39,6 +40,37 @@ def row_batch(
     facts: pa.RecordBatch,
 ) -> pa.RecordBatch:
     """`trajkit.schema.ROWS` of a plan; ``facts`` are of the same sessions."""
+    write = partial(
+        _core.fill_rows,
+        calls.calls,
+        forest.nodes,
+        forest.ends,
+        links,
+        plan.owners,
+        calls.turn_index,
+        policy.keep_head,
+        policy.missing_logprobs == "untrain",
+        max_tokens,
+    )
+    return batch_of(calls, links, policy, plan, facts, write)
+
+
+def batch_of(
+    calls: Calls,
+    links: Records,
+    policy: Policy,
+    plan: Planned,
+    facts: pa.RecordBatch,
+    write: Callable[..., int],
+    written: Callable[[Longs, Ints], None] | None = None,
+) -> pa.RecordBatch:
+    """`trajkit.schema.ROWS` of a plan.
+
+    ``write`` takes the rows and their columns as the last nine arguments of
+    ``_core.fill_rows``, fills them, and returns how many logprobs the engine did not
+    give. ``written`` then gets the offsets of the rows and their tokens, and may
+    complete ``parent_row`` and ``shared`` of the rows.
+    """
     rows = plan.rows
     offsets, span_offsets = _offsets(rows["n_tokens"]), _offsets(rows["n_spans"])
     n_tokens, n_spans = int(offsets[-1]), int(span_offsets[-1])
@@ -51,16 +83,7 @@ def row_batch(
     logprobs.fill(0)
     spans = np.empty((len(SPAN) - 1, n_spans), np.int32)
     kinds = np.empty(n_spans, np.int8)
-    missing = _core.fill_rows(
-        calls.calls,
-        forest.nodes,
-        forest.ends,
-        links,
-        plan.owners,
-        calls.turn_index,
-        policy.keep_head,
-        policy.missing_logprobs == "untrain",
-        max_tokens,
+    missing = write(
         rows,
         offsets,
         span_offsets,
@@ -71,6 +94,10 @@ def row_batch(
         spans,
         kinds,
     )
+    if written is not None:
+        written(offsets, input_ids)
+    if missing and policy.missing_logprobs == "null_row":
+        _core.drop_partial_logprobs(offsets, loss_mask, logprobs, valid)
     mask = pa.py_buffer(loss_mask)
     # Where the engine gave every logprob, what is valid is what is trained.
     given = pa.py_buffer(valid) if missing else mask

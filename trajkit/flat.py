@@ -85,6 +85,11 @@ class Sampled:
             return n
         return n + _core.lcp(ids[n:], self.outputs[call])
 
+    def held(self, call: Index) -> int:
+        """Tokens of a call's prompt and output."""
+        record = self.calls.calls[call]
+        return int(record["prompt_len"]) + int(record["out_len"])
+
     def calls_of(self, session: int) -> range:
         """The calls of a session."""
         offsets = self.calls.session_offsets

@@ -25,17 +25,26 @@ class Forest:
 
 def grow(calls: Calls) -> Forest:
     """The forest of all calls, each session by itself."""
-    n_calls = len(calls.calls)
-    sizes = np.diff(calls.session_offsets)
-    nodes = np.empty(2 * n_calls + calls.n_sessions, NODE)
+    return grow_paths(calls.calls, calls.session_offsets)
+
+
+def grow_paths(paths: Records, session_offsets: Longs) -> Forest:
+    """The forest of records of dtype CALL.
+
+    ``session_offsets`` has shape (n_sessions + 1,).
+    """
+    n_calls = len(paths)
+    sizes = np.diff(session_offsets)
+    longest = int((paths["prompt_len"] + paths["out_len"]).max(initial=0))
+    nodes = np.empty(2 * n_calls + len(sizes), NODE)
     ends = np.empty(n_calls, np.int32)
     shared = np.empty(n_calls, np.int64)
     shared_with = np.empty(n_calls, np.int32)
     state = np.zeros(3, np.int64)
     _core.grow_forest(
-        calls.calls,
-        calls.session_offsets,
-        np.empty(int(calls.held.max(initial=0)), np.int32),
+        paths,
+        session_offsets,
+        np.empty(longest, np.int32),
         np.empty(2 * int(sizes.max(initial=0)) + 1, np.int32),
         nodes,
         ends,

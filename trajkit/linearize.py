@@ -16,11 +16,12 @@ from trajkit.fill import row_batch
 from trajkit.forest import grow
 from trajkit.link import measure, policy_links, read_links
 from trajkit.payloads import payload_names, rows_schema, with_payloads
-from trajkit.plan import plan_rows, report_batch
+from trajkit.plan import Planned, plan_rows, report_batch
 from trajkit.policies import Policy, chosen_int
 from trajkit.policies import policy as named_policy
 from trajkit.schema import REPORT
 from trajkit.sessions import Reward, SessionFacts, errored, session_facts
+from trajkit.splice import plan_splices, splice_batch, splice_stretches
 from trajkit.stream import whole_sessions
 from trajkit.tables import TableLike
 from trajkit.trainable import check_logprobs, without_aborted
@@ -169,7 +170,8 @@ def linearize(
 
     References
     ----------
-    slime's rule: spec, slime 2 and 3. strict: prime-rl's interleave_rollout.
+    slime's rule: spec, slime 2 and 3. strict: prime-rl's interleave_rollout. Splices:
+    spec, Polar 2.3.
     """
     chosen = named_policy(policy)
     if max_row_tokens is not None:
@@ -285,9 +287,19 @@ class _Work:
         if links is None:
             links = policy_links(calls, forest, self.policy)
             measure(calls, forest, links)
-        plan = plan_rows(calls, forest, links, self.policy, self.cap)
+        plan: Planned
+        shown = None
+        if self.policy.absorb == "splice":
+            plan = splice = plan_splices(calls, forest, links, self.policy, self.cap)
+            rows = splice_batch(
+                calls, forest, links, self.policy, self.cap, splice, facts
+            )
+            if self.payloads:
+                shown = splice_stretches(calls, splice)
+        else:
+            plan = runs = plan_rows(calls, forest, links, self.policy, self.cap)
+            rows = row_batch(calls, forest, links, self.policy, self.cap, runs, facts)
         plan.counted("lost_untrainable")[:] -= aborted
         plan.counted("lost_aborted")[:] += aborted
-        rows = row_batch(calls, forest, links, self.policy, self.cap, plan, facts)
-        rows = with_payloads(rows, calls, plan.rows, self.payloads)
+        rows = with_payloads(rows, calls, plan.rows, self.payloads, shown)
         return rows, report_batch(facts, plan) if self.report else None

@@ -46,11 +46,13 @@ def link(
     ----------
     turns : table
         `trajkit.schema.TURNS` in full or delta form.
-    route : {"messages", "agents", "tokens", "previous", "none"}
+    route : {"messages", "agents", "tokens", "previous", "none", "prompts"}
         By the message tree; the last call of the same agent, if that one's messages are
         its first ones (see `Policy`); by the longest row end that is a prefix of the
         prompt (ties to the oldest row); the previous turn of the session; no turn at
-        all. Under ``"messages"`` a turn without a list of messages goes below the turn
+        all; by the chain of turns whose last prompt is the longest prefix of the
+        prompt, whatever was sampled (an empty prompt goes on nothing, and nothing on
+        it). Under ``"messages"`` a turn without a list of messages goes below the turn
         whose prompt and output are the longest prefix of its prompt, and a turn with an
         empty list is left out. So it is under ``"agents"``, where a turn without a
         list, or after one without, goes on where its prompt starts with the other's
@@ -87,7 +89,7 @@ def link(
     References
     ----------
     Message routing and its merge are slime's (spec: slime 2), token routing prime-rl's
-    (spec: prime-rl 2.1).
+    (spec: prime-rl 2.1), routing by prompts is Polar's (spec: Polar 2.3).
     """
     if merge_threshold is None:
         merge_threshold = DEFAULT_FORK_THRESHOLD
@@ -184,6 +186,20 @@ def find_links(
         links["why"] = WHY.index("previous" if route == "previous" else "root")
         links["parent"][starts] = -1
         links["why"][starts] = WHY.index("root")
+    elif route == "prompts":
+        inside = np.empty(n_calls, np.int32)
+        _core.find_prompt_ends(calls.calls, forest.nodes, forest.ends, inside)
+        by_place = np.lexsort((calls.calls["prompt_len"], inside))
+        _core.route_prompts(
+            calls.calls,
+            calls.session_offsets,
+            forest.nodes,
+            inside,
+            by_place.astype(np.int32),
+            np.empty((2, len(forest.nodes)), np.int32),
+            np.empty((5, n_calls), np.int32),
+            links,
+        )
     else:
         raise PolicyError(f"route={route!r}: expected one of {', '.join(ROUTES)}")
     if order == "commit":

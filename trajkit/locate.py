@@ -73,9 +73,7 @@ def verify_located(case: Case) -> None:
         bits = rows.mask[ids.offsets[row] : ids.offsets[row + 1]]
         calls = _calls_of(case, int(case.session[row]))
         places = [one for call in calls if (one := _in_context(case, row, call))]
-        # of two replies the one that stands whole, that may be trained, that is longer
-        may = case.trainable
-        places.sort(key=lambda x: (not x.whole, not may[x.call], x.start - x.stop))
+        found.rank(row, places)
         left = found.take(row, bits.copy(), places)
         if left.any():
             known = {one.call for one in places if one.whole}
@@ -120,7 +118,27 @@ class _Located:
         self.trained = np.zeros(len(case.turns.outputs.values), np.bool_)
         # calls whose output stands in some row
         self.seen: set[int] = set()
+        # shape (n_calls,): calls that may be trained
+        self._may = case.trainable
+        # shape (n_sampled,): tokens that may be
         self._may_train = case.may_train
+
+    def rank(self, row: int, places: list[_Place]) -> None:
+        """Put the turns first that a row's trained tokens are likelier to be of.
+
+        Of equal replies that is the one with the row's logprobs, that stands whole,
+        that may be trained, that is longer.
+        """
+
+        def unlikely(place: _Place) -> tuple[int, bool, bool, int]:
+            at = np.arange(place.start, place.stop)
+            at = at[self._case.rows.mask[self._case.rows.ids.offsets[row] + at]]
+            wrong = self._wrong_logprobs(row, place.call, place.start, at)
+            may = bool(self._may[place.call])
+            return len(wrong), not place.whole, not may, place.start - place.stop
+
+        if len(places) > 1:
+            places.sort(key=unlikely)
 
     def take(self, row: int, left: Bools, places: list[_Place]) -> Bools:
         """Give trained tokens to the turns that stand there; the tokens without one.
@@ -145,7 +163,7 @@ class _Located:
             left[at] = False
             twice[at] = -1
             self._compare(row, call, start, at)
-            if not place.in_context:
+            if not place.in_context and not case.splices:
                 n_prompt = len(case.turns.prompts[call])
                 case.say(
                     "context",
@@ -179,24 +197,35 @@ class _Located:
                 call=call,
                 token=int(barred[0]),
             )
-        if not rows.n_logprobs[row]:
-            return
-        flat = rows.ids.offsets[row] + at
-        here, due = rows.logprobs[flat], case.turns.logprobs[source]
-        given = case.turns.given[source]
-        # other systems write 0.0 or NaN where there is none
-        nothing = ~rows.given[flat] | (here == 0) | np.isnan(here)
-        bad = np.flatnonzero(np.where(given, here != due, ~nothing))
+        bad = self._wrong_logprobs(row, call, start, at)
         for first, n in zip(*stretches(at[bad], np.zeros(len(bad), int)), strict=True):
             k = bad[first]
-            said = due[k] if given[k] else "none"
+            here = rows.logprobs[rows.ids.offsets[row] + at[k]]
+            due = case.turns.outputs.offsets[call] + at[k] - start
+            said = case.turns.logprobs[due] if case.turns.given[due] else "none"
             case.say(
                 "logprob",
-                f"{n} tokens, the first {here[k]}: the engine gave {said}",
+                f"{n} tokens, the first {here}: the engine gave {said}",
                 row=row,
                 call=call,
                 token=int(at[k]),
             )
+
+    def _wrong_logprobs(self, row: int, call: int, start: int, at: Longs) -> Longs:
+        """Which of the row's positions ``at`` have another logprob than the turn."""
+        rows, turns = self._case.rows, self._case.turns
+        if not rows.n_logprobs[row]:
+            return at[:0]
+        flat = rows.ids.offsets[row] + at
+        source = turns.outputs.offsets[call] + at - start
+        here, due, given = (
+            rows.logprobs[flat],
+            turns.logprobs[source],
+            turns.given[source],
+        )
+        # other systems write 0.0 or NaN where there is none
+        nothing = ~rows.given[flat] | (here == 0) | np.isnan(here)
+        return np.flatnonzero(np.where(given, here != due, ~nothing))
 
 
 def _calls_of(case: Case, session: int) -> range:
@@ -213,7 +242,7 @@ def _in_context(case: Case, row: int, call: int) -> _Place | None:
     stop = case.turns.shared(ids, call)
     if stop <= n_prompt:
         return None
-    whole = stop == min(int(case.turns.calls.held[call]), len(ids))
+    whole = stop == min(case.turns.held(call), len(ids))
     return _Place(call, n_prompt, stop, whole, in_context=True)
 
 

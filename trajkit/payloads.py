@@ -1,6 +1,7 @@
 """Per-token columns of turns that a caller carries into rows, in lockstep with the ids."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -9,6 +10,19 @@ from trajkit.calls import Calls, Longs, Records
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.schema import ROWS
 from trajkit.tables import is_list, list_parts
+
+
+@dataclass(frozen=True, slots=True)
+class Stretches:
+    """Stretches of rows that are stretches of calls' prompts and outputs; by stretch."""
+
+    row: Longs
+    # where it begins in the row
+    place: Longs
+    call: Longs
+    # where it begins in the call's prompt and output
+    first: Longs
+    length: Longs
 
 
 def payload_names(payloads: object) -> tuple[str, ...]:
@@ -55,7 +69,11 @@ def rows_schema(turns: pa.Schema, names: tuple[str, ...]) -> pa.Schema:
 
 
 def with_payloads(
-    batch: pa.RecordBatch, calls: Calls, planned: Records, names: tuple[str, ...]
+    batch: pa.RecordBatch,
+    calls: Calls,
+    planned: Records,
+    names: tuple[str, ...],
+    shown: Stretches | None = None,
 ) -> pa.RecordBatch:
     """Rows with the payloads of their tokens.
 
@@ -69,6 +87,9 @@ def with_payloads(
         The rows before they were written.
     names : tuple of str
         As `payload_names` gives them.
+    shown : Stretches, optional
+        Which call was shown what stands in a row. None: the last call of the row was
+        shown all of it.
 
     Raises
     ------
@@ -80,7 +101,13 @@ def with_payloads(
         return batch
     schema = rows_schema(calls.table.schema, names)
     at = [_Lists(calls, name) for name in names]
-    columns = [one.of_rows(batch, calls, planned) for one in at]
+    if shown is None:
+        # A row is its last call's prompt and output; what that call did not sample of
+        # them, it was at least shown.
+        nowhere = np.zeros(len(planned), np.int64)
+        rows, last = np.arange(len(planned)), planned["last"].astype(np.int64)
+        shown = Stretches(rows, nowhere, last, nowhere, planned["n_tokens"])
+    columns = [one.of_rows(batch, calls, planned, shown) for one in at]
     return pa.RecordBatch.from_arrays([*batch.columns, *columns], schema=schema)
 
 
@@ -122,17 +149,23 @@ class _Lists:
             )
 
     def of_rows(
-        self, batch: pa.RecordBatch, calls: Calls, planned: Records
+        self,
+        batch: pa.RecordBatch,
+        calls: Calls,
+        planned: Records,
+        shown: Stretches,
     ) -> pa.LargeListArray:
         """The payload of every token of every row, null where none is known."""
         offsets = np.zeros(len(planned) + 1, np.int64)
         np.cumsum(planned["n_tokens"], out=offsets[1:])
         at = np.full(int(offsets[-1]), -1)
-        # A row is its last call's prompt and output; what that call did not sample of
-        # them, it was at least shown.
-        last = planned["last"].astype(np.int64)
-        shown = np.flatnonzero(self.whole[last])
-        _lay(at, offsets[shown], self.start[last[shown]], planned["n_tokens"][shown])
+        known = np.flatnonzero(self.whole[shown.call])
+        _lay(
+            at,
+            (offsets[shown.row] + shown.place)[known],
+            (self.start[shown.call] + shown.first)[known],
+            shown.length[known],
+        )
         spans = batch.column("spans").flatten()
         start, stop, turn, first = (
             spans.field(name).to_numpy().astype(np.int64)

@@ -16,26 +16,33 @@ from trajkit.schema import REPORT
 COUNTS = tuple(REPORT.names[REPORT.names.index("turns") :])
 """The columns of the report that the kernel counts, in its order."""
 
-_NO_LIMIT = np.iinfo(np.int64).max
+NO_LIMIT = np.iinfo(np.int64).max
+"""Of a number that a policy does not limit."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Rows as runs of calls, and what became of every claim."""
+class Planned:
+    """Rows before their columns are written, and what became of every session."""
 
     # dtype ROW, shape (n_rows,)
     rows: Records
-    # shape (n_calls,): how each call met its parent's row
-    kinds: npt.NDArray[np.uint8]
-    # shape (n_calls,): the chain, or row, that owns each call's claim, by its last call;
-    # -1: none
-    owners: Ints
     # shape (n_sessions, len(COUNTS))
     counts: Longs
 
     def counted(self, name: str) -> Longs:
         """One count of the report, by session."""
         return self.counts[:, COUNTS.index(name)]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Planned):
+    """Rows as runs of calls, and what became of every claim."""
+
+    # shape (n_calls,): how each call met its parent's row
+    kinds: npt.NDArray[np.uint8]
+    # shape (n_calls,): the chain, or row, that owns each call's claim, by its last call;
+    # -1: none
+    owners: Ints
 
 
 def plan_rows(
@@ -45,9 +52,9 @@ def plan_rows(
     n_calls = len(calls.calls)
     plan = Plan(
         np.empty(n_calls, ROW),
+        np.zeros((calls.n_sessions, len(COUNTS)), np.int64),
         np.empty(n_calls, np.uint8),
         np.empty(n_calls, np.int32),
-        np.zeros((calls.n_sessions, len(COUNTS)), np.int64),
     )
     n_rows = _core.plan_rows(
         calls.calls,
@@ -62,7 +69,7 @@ def plan_rows(
         not policy.keep_empty,
         policy.flags == "chain",
         max_tokens,
-        _NO_LIMIT if policy.max_rows is None else policy.max_rows,
+        NO_LIMIT if policy.max_rows is None else policy.max_rows,
         OWNS.index(policy.own),
         policy.missing_logprobs == "untrain",
         plan.kinds,
@@ -76,7 +83,7 @@ def plan_rows(
     return replace(plan, rows=plan.rows[:n_rows])
 
 
-def report_batch(facts: pa.RecordBatch, plan: Plan) -> pa.RecordBatch:
+def report_batch(facts: pa.RecordBatch, plan: Planned) -> pa.RecordBatch:
     """`trajkit.schema.REPORT` of the sessions that the facts are of."""
     counts = [
         pa.array(plan.counted(name)).cast(REPORT.field(name).type) for name in COUNTS

@@ -7,12 +7,14 @@ from typing import Literal, TypeAlias, get_args
 from trajkit.equality import EQUALITIES, Equality
 from trajkit.errors import PolicyError
 
-Route: TypeAlias = Literal["messages", "agents", "tokens", "previous", "none"]
-Absorb: TypeAlias = Literal["never", "short_reply", "short_drift", "any"]
+Route: TypeAlias = Literal[
+    "messages", "agents", "tokens", "previous", "none", "prompts"
+]
+Absorb: TypeAlias = Literal["never", "short_reply", "short_drift", "any", "splice"]
 Rewards: TypeAlias = Literal["copy", "uniform", "final_only"]
 Equals: TypeAlias = Literal["first", "tokens", "whole"]
 Own: TypeAlias = Literal["first", "longest", "most_trained"]
-MissingLogprobs: TypeAlias = Literal["keep", "untrain", "raise"]
+MissingLogprobs: TypeAlias = Literal["keep", "untrain", "raise", "null_row"]
 Aborted: TypeAlias = Literal["context", "train"]
 Order: TypeAlias = Literal["tree", "commit"]
 Flags: TypeAlias = Literal["chain", "row"]
@@ -26,6 +28,8 @@ ABORTED: tuple[Aborted, ...] = get_args(Aborted)
 ORDERS: tuple[Order, ...] = get_args(Order)
 FLAGS: tuple[Flags, ...] = get_args(Flags)
 REWARDS: tuple[Rewards, ...] = get_args(Rewards)
+
+_LAST_TOKEN = 2**31 - 1
 
 DEFAULT_FORK_THRESHOLD = 1024
 """Of slime's ``TrajectoryManager`` and of TRL (spec: slime 1.3, TRL 4)."""
@@ -43,13 +47,15 @@ class Policy:
     ----------
     name : str
         Of the preset that the choices started from.
-    route : {"messages", "agents", "tokens", "previous", "none"}
+    route : {"messages", "agents", "tokens", "previous", "none", "prompts"}
         The call that a call is compared with: the generated message above it in the
         message tree; the last call of its agent, if that one's messages are its first
         ones; the longest row end that is a prefix of its prompt; the previous call;
-        none. There is a main agent, and one sub-agent from a reply of the main agent
-        that calls one of ``dispatch_tools`` until a request shows the result: what then
-        does not go on where the main agent stood is the sub-agent's.
+        none; the last call of the chain whose last prompt is the longest prefix of its
+        prompt, whatever that call sampled. There is a main agent, and one sub-agent
+        from a reply of the main agent that calls one of ``dispatch_tools`` until a
+        request shows the result: what then does not go on where the main agent stood is
+        the sub-agent's.
     dispatch_tools : tuple of str
         Tools whose calls send out a sub-agent.
     merge : bool
@@ -69,7 +75,7 @@ class Policy:
     order : {"tree", "commit"}
         Chains, and so rows and who is first to train a claim, come as the traversal of
         ``route`` has their last turns, or as those were recorded.
-    absorb : {"never", "short_reply", "short_drift", "any"}
+    absorb : {"never", "short_reply", "short_drift", "any", "splice"}
         What drift inside the last reply does: opens a new row always; or is taken into
         the row, which loses that reply, when the incoming reply, or what was held
         beyond the drift's start, is shorter than ``fork_threshold``. Drift before the
@@ -77,6 +83,15 @@ class Policy:
         prompt that opened the row is taken in, and the row loses every reply that does
         not end before it; drift inside that prompt begins the row anew, without all
         that it had.
+        ``"splice"`` passes over drift behind the last prompt: the row keeps
+        the reply as it was sampled and goes on with what the next prompt has after the
+        first end of turn that follows the prompt before, so later replies may stand in
+        a context that they were not sampled in. Where the next prompt has none, the row
+        ends, and this call and all that go on from it are in no row. A call belongs to
+        one row: of several that go on from one call, the later ones open rows.
+    end_of_turn_token_id : int or None
+        Of ``"splice"``. None: the last token of the first output in the chain whose
+        finish_reason is stop, tool_calls or stop_sequence.
     keep_head : bool
         Of a reply that is lost so, what stands before the drift's start stays trained.
     fork_threshold : int
@@ -89,9 +104,10 @@ class Policy:
         it, and of equals take the first in the policy's order; they do not go with
         ``absorb="any"``. A claim may be trained
         within the stretch that a row shares with its parent row.
-    missing_logprobs : {"keep", "untrain", "raise"}
+    missing_logprobs : {"keep", "untrain", "raise", "null_row"}
         Sampled tokens for which the engine gave no logprob are trained and have a null;
-        or are context, which the report counts as ``lost_no_logprob``; or are an error.
+        or are context, which the report counts as ``lost_no_logprob``; or are an error;
+        or are trained, and the row that trains one has no logprob at all.
     aborted : {"context", "train"}
         Turns whose ``finish_reason`` is ``abort`` are context only, which the report
         counts as ``lost_aborted``; or are trained as any other, as the systems do that
@@ -109,7 +125,8 @@ class Policy:
         `trajkit.spread_rewards`).
     flags : {"chain", "row"}
         ``truncated``, ``use_tool`` and ``ill_formed`` are those of the whole chain from
-        the first call to the leaf, or of the calls in the row.
+        the first call to the leaf (of a row that ``"splice"`` ended, with the calls
+        that it dropped), or of the calls in the row.
     """
 
     name: str
@@ -130,6 +147,17 @@ class Policy:
     max_rows: int | None = None
     rewards: Rewards = "copy"
     flags: Flags = "row"
+    end_of_turn_token_id: int | None = None
+
+    @property
+    def absorbs(self) -> bool:
+        """Whether a row may lose a reply to drift."""
+        return self.absorb not in ("never", "splice")
+
+    @property
+    def absorbs_short(self) -> bool:
+        """Whether a row may lose a reply to drift shorter than ``fork_threshold``."""
+        return self.absorb in ("short_reply", "short_drift")
 
     @property
     def merge_threshold(self) -> int:
@@ -188,11 +216,31 @@ PRESETS: dict[str, Policy] = {
     # prime-rl interleave_rollout (spec: prime-rl 2.1)
     "strict": Policy(name="strict", route="tokens", aborted="train"),
     "per_call": Policy(name="per_call", route="none"),
+    # ProRL-Agent-Server PrefixMergingBuilder (spec: Polar 2.3)
+    "polar": Policy(
+        name="polar",
+        route="prompts",
+        absorb="splice",
+        missing_logprobs="null_row",
+        aborted="train",
+    ),
 }
 """The named policies."""
 
 ALIASES = {"interleave": "strict"}
 """Other names of presets."""
+
+IN_OTHER_WORDS: dict[str, dict[str, dict[str, dict[str, object]]]] = {
+    # PrefixMergingBuilder, PerRequestBuilder (spec: Polar 2.2, 2.3)
+    "polar": {
+        "builder": {
+            "prefix_merging": {"route": "prompts"},
+            "per_request": {"route": "none"},
+        }
+    }
+}
+"""Of a preset: options under the name that its system gives them, and the choices that
+each value stands for."""
 
 
 def policy(name: str | Policy, **choices: object) -> Policy:
@@ -202,10 +250,12 @@ def policy(name: str | Policy, **choices: object) -> Policy:
     ----------
     name : str or Policy
         ``"faithful"``, ``"slime"``, ``"trl"``, ``"segments"``, ``"graph"``, ``"skyrl"``,
-        ``"strict"`` (also ``"interleave"``) or ``"per_call"``; or a policy to start
-        from.
+        ``"strict"`` (also ``"interleave"``), ``"per_call"`` or ``"polar"``; or a policy
+        to start from.
     **choices
         Attributes of `Policy`. ``fork_threshold=None`` stands for the preset's own.
+        ``"polar"`` also takes ``builder``: ``"prefix_merging"`` (``route="prompts"``,
+        its own) or ``"per_request"`` (``route="none"``).
 
     Returns
     -------
@@ -220,6 +270,8 @@ def policy(name: str | Policy, **choices: object) -> Policy:
     --------
     >>> policy("slime", fork_threshold=0).fork_threshold
     0
+    >>> policy("polar", builder="per_request").route
+    'none'
     """
     if isinstance(name, Policy):
         chosen = name
@@ -232,6 +284,7 @@ def policy(name: str | Policy, **choices: object) -> Policy:
                 f"policy {name!r} does not exist: expected one of {known}"
             )
         chosen = preset
+    choices = _in_our_words(chosen.name, choices)
     known_choices = {field.name for field in fields(Policy)} - {"name"}
     for choice, value in choices.items():
         if choice not in known_choices:
@@ -255,6 +308,25 @@ def policy(name: str | Policy, **choices: object) -> Policy:
     return result
 
 
+def _in_our_words(name: str, choices: dict[str, object]) -> dict[str, object]:
+    """Choices, with what `IN_OTHER_WORDS` knows of the preset put as attributes."""
+    options = IN_OTHER_WORDS.get(name, {})
+    ours = {key: value for key, value in choices.items() if key not in options}
+    for option in options.keys() & choices.keys():
+        said = choices[option]
+        meant = options[option].get(said) if isinstance(said, str) else None
+        if meant is None:
+            expected = ", ".join(map(repr, options[option]))
+            raise PolicyError(f"{option}={said!r}: expected one of {expected}")
+        for choice, value in meant.items():
+            if ours.setdefault(choice, value) != value:
+                raise PolicyError(
+                    f"{option}={said!r} means {choice}={value!r}, but "
+                    f"{choice}={ours[choice]!r} was given"
+                )
+    return ours
+
+
 def _checked_choice(choice: str, value: object) -> object:
     names = {
         "route": ROUTES,
@@ -276,9 +348,18 @@ def _checked_choice(choice: str, value: object) -> object:
         return None if value is None else chosen_int(choice, value, 1)
     elif choice == "dispatch_tools":
         return tool_names(choice, value)
+    elif choice == "end_of_turn_token_id":
+        return None if value is None else _token_id(choice, value)
     elif choice != "fork_threshold" and not isinstance(value, bool):
         raise PolicyError(f"{choice}={value!r}: expected a bool")
     return value
+
+
+def _token_id(name: str, value: object) -> int:
+    token = chosen_int(name, value, 0)
+    if token > _LAST_TOKEN:
+        raise PolicyError(f"{name}={token}: ids are below 2**31")
+    return token
 
 
 def tool_names(name: str, value: object) -> tuple[str, ...]:

@@ -47,7 +47,14 @@ WEIGHT_VERSION = pa.struct(
 )
 """Output tokens ``start:stop`` were sampled with the weights ``version``."""
 
-SPAN_KINDS = ("trained", "duplicate", "absorbed", "cut", "untrainable")
+SPAN_KINDS = (
+    "trained",
+    "duplicate",
+    "absorbed",
+    "cut",
+    "untrainable",
+    "unspliced",
+)
 """What a row does with a stretch of a turn's output.
 
 trained
@@ -61,6 +68,8 @@ cut
 untrainable
     It stands in the row as context; it may not be trained (`LOSSES`: untrainable,
     aborted, no_logprob).
+unspliced
+    The row would have gone on with it, but ended before; the piece is empty.
 """
 
 SPAN = pa.struct(
@@ -76,10 +85,13 @@ SPAN = pa.struct(
 """Row tokens ``start:stop`` are ``output_start:output_stop`` of the turn's output.
 
 ``trained``, ``duplicate`` and ``untrainable`` pieces have ``stop - start == output_stop
-- output_start``. ``absorbed`` and ``cut`` pieces are empty (``start == stop``): the
-output range is what was lost, ``start`` the place where it would have stood, or where
-the row was replaced if that is before it.
+- output_start``. ``absorbed``, ``cut`` and ``unspliced`` pieces are empty (``start ==
+stop``): the output range is what was lost, ``start`` the place where it would have
+stood, or where the row was replaced or ended if that is before it.
 """
+
+EMPTY_KINDS = ("absorbed", "cut", "unspliced")
+"""Pieces that say what a row lost."""
 
 TURNS = _schema(
     "turns",
@@ -196,6 +208,7 @@ LOSSES = (
     "unemitted",
     "aborted",
     "no_logprob",
+    "unspliced",
 )
 """Why a sampled token is in no row's loss.
 
@@ -219,6 +232,9 @@ aborted
     The turn's finish_reason is ``abort``, and the policy takes such turns for context.
 no_logprob
     The engine gave no logprob for it, and the policy trains no token without.
+unspliced
+    Its prompt, or that of a turn before it in its chain, had no end of turn at which a
+    row of raw replies could go on; the row ended there.
 
 What may not be trained at all is counted as that, whatever else befell it: untrainable
 before aborted before no_logprob, and these before all others.
@@ -246,6 +262,10 @@ REPORT = _schema(
     # the same with each shared prefix counted once
     _required("tokens_forward_shared", pa.int64()),
     *(_required(f"lost_{reason}", pa.int64()) for reason in LOSSES),
+    # rows that ended before their chain of turns did (see LOSSES), left out or not
+    _required("rows_unspliced", pa.int32()),
+    # turns that are in no row for this, also those with nothing to train
+    _required("turns_unspliced", pa.int32()),
 )
 """What became of each session, one row per session, also where no row came out."""
 
@@ -273,6 +293,7 @@ WHY = (
     "previous",
     "unrouted",
     "wipe",
+    "prompts",
 )
 """How a turn was given its parent (or none).
 
@@ -290,6 +311,8 @@ unrouted
     It has a list of messages with nothing in it: not placed, in no row.
 wipe
     None, though its agent spoke before: it does not go on where that agent stood.
+prompts
+    The chain whose last prompt is the longest prefix of its prompt.
 """
 
 SEGMENT_KINDS = ("wipe", "subagent", "final")
@@ -489,7 +512,7 @@ ROWS = _schema(
     pa.field("ill_formed", pa.bool_()),
     # of its turns, as in LINKS
     pa.field("segment_kind", _names),
-    # the turn whose prompt and output the row is. null: unknown
+    # the turn whose prompt and output the row is, or ends with. null: unknown
     pa.field("last_turn", pa.int32()),
 )
 """One row per training sequence."""
@@ -572,7 +595,8 @@ mask
 logprob
     The engine's own on the mask; null off it.
 context
-    What precedes a trained token is what it was sampled after.
+    What precedes a trained token is what it was sampled after. Not asked of a policy
+    that splices.
 trained_twice
     No sampled token is claimed by two rows or pieces.
 not_trained
@@ -581,7 +605,8 @@ not_located
     In rows without pieces: the turn's prompt's end and its output stand in some row.
 row_tokens
     A row is the prompt and the output of a turn (``last_turn``, where it is given), cut
-    where rows are cut.
+    where rows are cut; of a policy that splices, its turns' outputs with the stretches
+    between them.
 prompt_length
     The prompt of the call that opened the row.
 parent_row, shared_length

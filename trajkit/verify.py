@@ -6,7 +6,7 @@ from typing import get_args
 import numpy as np
 import pyarrow as pa
 
-from trajkit import checks_claims, checks_rows
+from trajkit import checks_claims, checks_rows, checks_splice
 from trajkit.calls import Calls, read_calls
 from trajkit.case import Case, Violation, violations_table
 from trajkit.checks_rows import WeighBy
@@ -50,8 +50,10 @@ def verify(
         `trajkit.schema.TURNS`, in full or delta form, of all sessions of the rows.
     policy : str or Policy, optional
         Whose promise is to hold. A policy that neither absorbs nor demotes trains every
-        token that may be trained exactly once; ``slime``, ``trl`` and ``segments``
-        train no token twice, and no more is asked of them. None: exactly once, as
+        token that may be trained exactly once; ``slime``, ``trl`` and ``segments`` train
+        no token twice, and no more is asked of them; ``polar`` puts raw outputs between
+        stretches of later prompts, whatever they were sampled after, and trains each
+        once or says in a row that it cut or dropped it. None: exactly once, as
         ``faithful`` does.
     reward, sessions : optional
         As given to `trajkit.linearize`. Without them, the rewards of a session's rows
@@ -177,12 +179,16 @@ def _verify_own(case: Case, known: tuple[str, ...], weigh_by: WeighBy) -> None:
     checks_claims.untrainable(case, pieces)
     checks_claims.masks(case, trained)
     checks_claims.logprobs(case, trained)
-    checks_claims.context(case, trained)
     checks_claims.claims(case, pieces)
-    checks_rows.tokens(case, pieces)
+    if case.splices:
+        checks_splice.rows(case, pieces)
+        checks_splice.told(case, pieces)
+    else:
+        checks_claims.context(case, trained)
+        checks_rows.tokens(case, pieces)
     checks_rows.prompt_length(case, pieces)
     checks_rows.shared_prefixes(case)
     checks_rows.sums(case, trained, weigh_by)
     checks_rows.facts(case, known=known)
-    if case.policy is not None and case.policy.flags == "row":
+    if case.policy is not None and case.policy.flags == "row" and not case.splices:
         checks_rows.flags(case, pieces)

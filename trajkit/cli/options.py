@@ -57,7 +57,7 @@ def chosen_policy(arguments: argparse.Namespace) -> tk.Policy:
     """
     policy = tk.policy(arguments.policy, fork_threshold=arguments.fork_threshold)
     if arguments.fork_threshold is not None and not (
-        policy.merge or policy.absorb.startswith("short_")
+        policy.merge or policy.absorbs_short
     ):
         raise tk.PolicyError(
             f"--fork-threshold {arguments.fork_threshold}: policy {policy.name!r} "

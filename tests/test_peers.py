@@ -1,0 +1,128 @@
+"""The plain-Python rules that the benchmarks time give what the systems' own code gives."""
+
+import pytest
+
+import trajkit as tk
+from benchmarks import peers, peers_chains, peers_segments
+from benchmarks.data import SHAPES, SMALL, as_parsed, rollout
+from benchmarks.forks import FORKS, forking
+from benchmarks.policies import TWINS, difference
+from tests.generated import generated_runs
+from tests.golden_sessions import delivered, golden, golden_name, interleave_sessions
+from tests.tables import by_session, turns_table
+
+NAMES = ("tokens", "loss_mask", "logprobs")
+
+
+def with_prompt(row, start):
+    """A golden row whose mask and logprobs are of its response, at full length."""
+    return {
+        "tokens": row["tokens"],
+        "loss_mask": [0] * start + row["loss_mask"],
+        "logprobs": [0.0] * start + row["logprobs"],
+    }
+
+
+def of(rows):
+    return [{name: row[name] for name in NAMES} for row in rows]
+
+
+def uncapped():
+    return [one for one in golden("slime") if not one["knobs"]["max_sample_tokens"]]
+
+
+@pytest.mark.parametrize("session", uncapped(), ids=golden_name)
+def test_slime(session):
+    rows = peers.linearize(session["turns"], session["knobs"]["fork_threshold"])
+    assert of(rows) == [
+        with_prompt(row, len(row["tokens"]) - row["response_length"])
+        for row in session["expected"]["rows"]
+    ]
+
+
+@pytest.mark.parametrize("session", delivered("trl"), ids=golden_name)
+def test_trl(session):
+    threshold = session["knobs"]["fork_threshold_tokens"]
+    rows = peers_chains.trl(session["turns"], threshold)
+    assert of(rows) == of(session["expected"]["rows"])
+
+
+@pytest.mark.parametrize("session", interleave_sessions(), ids=golden_name)
+def test_strict(session):
+    rows = peers_chains.strict(session["turns"])
+    assert of(rows) == [
+        with_prompt(row, row["prompt_length"]) for row in session["expected"]["rows"]
+    ]
+
+
+@pytest.mark.parametrize("session", delivered("skyrl"), ids=golden_name)
+def test_skyrl(session):
+    rows = peers_chains.skyrl(session["turns"])
+    for row, due in zip(rows, session["expected"]["rows"], strict=True):
+        n = due["prompt_length"]
+        assert row["prompt_length"] == n
+        assert row["tokens"] == due["tokens"]
+        assert row["loss_mask"][n:] == due["loss_mask"]
+        # null where no turn of the rollout has any
+        assert row["logprobs"][n:] == (
+            due["logprobs"] or [0.0] * len(row["tokens"][n:])
+        )
+
+
+@pytest.mark.parametrize("policy", TWINS)
+def test_generated_sessions(policy):
+    """Of calls as the systems know them: messages, all logprobs or none, none aborted."""
+    turns = [
+        {
+            **one,
+            "trainable": None,
+            "finish_reason": one["finish_reason"]
+            if one["finish_reason"] != "abort"
+            else None,
+            "output_logprobs": []
+            if None in (one["output_logprobs"] or [None])
+            else one["output_logprobs"],
+        }
+        for one in generated_runs(1000, seed=2)
+        if one["prompt_messages"]
+    ]
+    expected = [
+        row for session in by_session(turns).values() for row in TWINS[policy](session)
+    ]
+    assert difference(tk.linearize(turns_table(turns), policy), expected) is None
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *FORKS])
+def test_shapes(shape):
+    make = forking if shape in FORKS else rollout
+    records = as_parsed(make("s", SMALL, shape))
+    assert len(records) >= SMALL.n_turns
+    faithful = tk.simulate(tk.from_records(records), ["faithful"]).to_pylist()[0]
+    assert faithful["tokens_lost"] == 0
+    lost = tk.simulate(tk.from_records(records), ["trl"])["tokens_lost"][0].as_py()
+    assert (lost > 0) == (shape not in ("clean", "sub_agents"))
+
+
+def test_a_difference_is_said():
+    records = as_parsed(rollout("s", SMALL))
+    rows = tk.linearize(tk.from_records(records))
+    expected = peers.linearize(records)
+    assert difference(rows, expected) is None
+    expected[0]["loss_mask"][-1] = 0
+    assert difference(rows, expected) == "row 0: loss_mask differs"
+    expected[0]["prompt_length"] = 0
+    assert difference(rows, []) == "trajkit gives 1 rows, plain Python 0"
+
+
+@pytest.mark.parametrize(
+    "session",
+    [*golden("segments"), *golden("segments_sub"), *golden("segments_directed")],
+    ids=golden_name,
+)
+def test_segments(session, monkeypatch):
+    monkeypatch.setattr(peers_segments, "dispatched", lambda turn: turn["dispatch_ids"])
+    monkeypatch.setattr(peers_segments, "answered", lambda turn: turn["answered_ids"])
+    rows = peers_segments.linearize(session["turns"])
+    assert of(rows) == [
+        with_prompt(row, row["prompt_length"]) for row in session["expected"]["rows"]
+    ]
