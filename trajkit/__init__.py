@@ -18,7 +18,7 @@ from trajkit.io import iter_turns, read_rows, read_turns, write_rows, write_turn
 from trajkit.linearize import linearize
 from trajkit.link import link
 from trajkit.loss import Loss, reference_loss
-from trajkit.messages import message_body, message_key
+from trajkit.messages import message_body, message_key, message_record
 from trajkit.observations import observations
 from trajkit.policies import Policy, policy
 from trajkit.prefix import lcp
@@ -61,6 +61,7 @@ __all__ = [
     "link",
     "message_body",
     "message_key",
+    "message_record",
     "observations",
     "policy",
     "read_rows",
