@@ -19,6 +19,7 @@
     fill.pxi     the columns of planned rows
     logprobs.pxi rows of which the engine did not give every logprob
     splice.pxi   rows of raw outputs between stretches of later prompts: plan and columns
+    delta.pxi    prompts said as what they share with an earlier one, and back
 
 Kernels never allocate: the caller passes every output buffer.
 """
@@ -29,7 +30,7 @@ from cpython.long cimport PyLong_AsDouble, PyLong_CheckExact
 from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.math cimport floor
-from libc.stdint cimport int8_t, int32_t, int64_t, intptr_t, uint8_t, uint64_t
+from libc.stdint cimport INT64_MAX, int8_t, int32_t, int64_t, intptr_t, uint8_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
 
 from rows cimport Call, Link, Message, Node, Request, Row, pos_t, token_t
@@ -63,4 +64,5 @@ include "own.pxi"
 include "fill.pxi"
 include "logprobs.pxi"
 include "splice.pxi"
+include "delta.pxi"
 include "columns.pxi"

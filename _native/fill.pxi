@@ -61,7 +61,11 @@ cdef _check_row_columns(
     _check_length("token_offsets", token_offsets.shape[0], n_rows + 1)
     _check_length("span_offsets", span_offsets.shape[0], n_rows + 1)
     for r in range(n_rows):
-        if token_offsets[r + 1] - token_offsets[r] != rows[r].n_tokens:
+        if not 0 <= rows[r].stored <= rows[r].n_tokens:
+            raise LayoutError(
+                f"rows[{r}] is stored from {rows[r].stored} on: it has {rows[r].n_tokens} tokens"
+            )
+        if token_offsets[r + 1] - token_offsets[r] != rows[r].n_tokens - rows[r].stored:
             raise LayoutError(f"token_offsets[{r}] leaves no room for {rows[r].n_tokens} tokens")
         if span_offsets[r + 1] - span_offsets[r] != rows[r].n_spans:
             raise LayoutError(f"span_offsets[{r}] leaves no room for {rows[r].n_spans} spans")
@@ -102,9 +106,10 @@ def fill_rows(
     ``loss_mask`` and ``valid`` are bitmaps; they and ``logprobs`` must come as zeros.
     ``spans`` is 5 by n_spans: start, stop, turn_index, output_start, output_stop. The first
     five arguments are those that `plan_rows` filled or read, ``rows`` its result.
+    Tokens before a row's ``stored``, of which it trains none, are left out.
     """
     cdef:
-        int64_t n_rows = rows.shape[0], n_calls = calls.shape[0], r, i, at, next_span
+        int64_t n_rows = rows.shape[0], n_calls = calls.shape[0], r, i, at, next_span, bad = -1
         pos_t missing = 0, offset
         int32_t call
         pos_t replaced
@@ -139,10 +144,11 @@ def fill_rows(
     rule.max_tokens = max_tokens
     with nogil:
         for r in range(n_rows):
-            offset = token_offsets[r]
             _copy_stretch(
-                &calls[0], &nodes[0], ends[rows[r].last], 0, rows[r].n_tokens, tokens + offset
+                &calls[0], &nodes[0], ends[rows[r].last], rows[r].stored, rows[r].n_tokens,
+                tokens + token_offsets[r],
             )
+            offset = token_offsets[r] - rows[r].stored
             at = span_offsets[r + 1]
             call = rows[r].last
             replaced = NEVER
@@ -162,9 +168,13 @@ def fill_rows(
                     while _next_part(item, &pieces[k], by_token, &begin, &part):
                         _write_span(spans, span_kinds, next_span, &part, turn_index[call])
                         next_span += 1
-                        if part.kind == SPAN_TRAINED:
+                        if part.kind == SPAN_TRAINED and part.start < rows[r].stored:
+                            bad = r
+                        elif part.kind == SPAN_TRAINED:
                             _set_bits(mask, offset + part.start, offset + part.stop)
                             missing += _copy_logprobs(item, &part, values, given, offset)
                 replaced = min(replaced, links[call].lcp)
                 call = links[call].parent
+    if bad >= 0:
+        raise LayoutError(f"rows[{bad}] trains a token before {rows[bad].stored}")
     return missing

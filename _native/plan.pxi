@@ -211,6 +211,7 @@ cdef void _survey(
     row.n_trained = 0
     row.use_tool = row.ill_formed = 0
     row.truncated = calls[row.last].length_stop
+    row.n_tokens = row.stored = min(_held_len(&calls[row.last]), rule.max_tokens)
     for i in range(row.n_calls):
         mine = owners[call] == row.owner
         n = _pieces(&calls[call], replaced, mine or rule.own == OWN_EVERY, rule, pieces)
@@ -221,6 +222,7 @@ cdef void _survey(
                 size = part.out_stop - part.out_start
                 if part.kind == SPAN_TRAINED:
                     row.n_trained += size
+                    row.stored = min(row.stored, part.start)
                 # What trains again is counted as what stands there again.
                 if mine or part.kind in (SPAN_DUPLICATE, SPAN_UNTRAINABLE):
                     totals[part.kind] += size
@@ -231,7 +233,6 @@ cdef void _survey(
         row.prompt_len = calls[call].prompt_len
         replaced = min(replaced, links[call].lcp)
         call = links[call].parent
-    row.n_tokens = min(_held_len(&calls[row.last]), rule.max_tokens)
 
 
 cdef void _cut_to_calls(

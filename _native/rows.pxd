@@ -74,6 +74,7 @@ cdef struct Row:              # one training sequence, before its columns are wr
     pos_t prompt_len
     pos_t n_trained
     pos_t shared
+    pos_t stored              # the first token that is written; plan: the first that is trained
     int32_t last              # the call whose path the row is
     int32_t n_calls           # calls in the row, counted upwards from last
     int32_t owner             # the chain that the row belongs to

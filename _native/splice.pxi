@@ -397,6 +397,8 @@ def fill_splices(
     )
     if n_rows == 0:
         return 0
+    if token_offsets[n_rows] < sum([rows[r].n_tokens for r in range(n_rows)]):
+        raise LayoutError("rows of raw outputs are written whole")
     bad = _first_bad_splice(calls, rows, next_call, starts, places)
     if bad >= 0:
         raise LayoutError(f"rows[{bad}] is no row of the calls from {rows[bad].owner} on")

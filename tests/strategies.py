@@ -563,6 +563,10 @@ ends_of_turn = st.sampled_from([END, END, None, None, 0, 7])
 """end_of_turn_token_id: that of the template, each chain's own, others."""
 
 
+client_habits = st.sets(st.sampled_from(["no reasoning", "blocks", "numbers"]))
+"""What a client does to a reply that it sends back: `tests.shim.test_echo`."""
+
+
 # Calls whose order does not count
 
 

@@ -20,6 +20,7 @@ from trajkit.cli.drift import _short
 from trajkit.cli.progress import Progress
 from trajkit.cli.show import text_table
 from trajkit.cli.tokenizer import load_tokenizer
+from trajkit.schema import TURNS, TURNS_DELTA
 
 ROOT = Path(__file__).parent.parent
 
@@ -495,3 +496,53 @@ def test_a_library_that_is_missing_is_named(monkeypatch, capsys, turns, path, li
 def test_a_long_text_is_shown_by_its_ends():
     text = _short("a" * 60 + "b" * 100 + "c" * 60)
     assert text == repr("a" * 60) + " ... " + repr("c" * 60)
+
+
+# The forms of turns
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow", "arrows"])
+def test_compact_and_expand_change_the_form_of_a_file(tmp_path, capsys, turns, suffix):
+    small, back = str(tmp_path / f"small.{suffix}"), str(tmp_path / "back.jsonl.gz")
+    said = run_json(capsys, "compact", turns, "-o", small)
+    assert said == {
+        "output": small,
+        "turns": 4,
+        "bytes_before": os.path.getsize(turns),
+        "bytes_after": os.path.getsize(small),
+    }
+    assert tk.read_turns(small) == tk.compact(tk.read_turns(turns))
+    said = run_json(capsys, "expand", small, "-o", back)
+    assert said["turns"] == 4
+    assert tk.read_turns(back) == tk.read_turns(turns)
+
+
+def test_compact_says_what_a_file_takes(tmp_path, capsys, turns):
+    out = str(tmp_path / "small.parquet")
+    assert cli.main(["compact", turns, "-o", out]) == cli.DONE
+    assert capsys.readouterr().out == (
+        f"turns 4, bytes {os.path.getsize(turns):,} before and "
+        f"{os.path.getsize(out):,} after\n\nwritten to {out}\n"
+    )
+
+
+def test_compact_of_no_turns_is_of_the_delta_form(tmp_path, capsys):
+    empty, out = tmp_path / "empty.parquet", tmp_path / "small.parquet"
+    tk.write_turns(TURNS.empty_table(), empty)
+    assert run_json(capsys, "compact", str(empty), "-o", str(out))["turns"] == 0
+    assert pq.read_schema(out).names == TURNS_DELTA.names
+
+
+def test_the_delta_form_has_no_json_lines(tmp_path, capsys, turns):
+    out = tmp_path / "small.jsonl"
+    assert cli.main(["compact", turns, "-o", str(out)]) == cli.BAD_FILE
+    said = "trajkit: turns in delta form have no form in JSON lines\n"
+    assert capsys.readouterr().err == said
+    assert not out.exists()
+
+
+def test_linearize_writes_either_layout(tmp_path, capsys, turns):
+    out = str(tmp_path / "rows.parquet")
+    run_json(capsys, "linearize", turns, "-o", out, "--layout", "suffix")
+    assert tk.read_rows(out) == tk.linearize(tk.read_turns(turns), layout="suffix")
+    assert cli.main(["verify", out, turns]) == cli.DONE

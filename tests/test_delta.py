@@ -3,15 +3,17 @@
 from importlib import import_module
 from unittest import mock
 
+import polars as pl
 import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
+from tests import reference
 from tests.strategies import policies, row_limits, runs, thresholds
 from tests.tables import in_delta_form, policy_of, turns_table
-from trajkit.errors import InvalidTurnsError
+from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.schema import TURNS, TURNS_DELTA
 
 ROUTES = ["messages", "tokens", "previous", "none"]
@@ -286,6 +288,7 @@ def test_what_is_no_table_of_turns_is_refused(lines, said, chunks):
         lambda turns: tk.linearize(turns, "slime"),
         lambda turns: tk.linearize(turns, "strict"),
         lambda turns: tk.classify_drift(turns, tk.link(table.slice(0, 0))),
+        tk.expand,
     ):
         with pytest.raises(InvalidTurnsError) as refused:
             stage(table)
@@ -386,3 +389,179 @@ def test_where_a_table_stands_in_its_buffers_does_not_matter(turns, choice, n, s
     pieces = [moved.slice(k, size) for k in range(0, moved.num_rows, size)]
     for same in (moved, pa.concat_tables([moved.slice(0, 0), *pieces])):
         assert tk.linearize(same, policy_of(choice)) == expected
+
+
+# The two forms as functions of each other
+
+
+def with_bodies(table, again):
+    """The turns table, with a body also where ``again()`` says so.
+
+    A body that stands a second time need not be the one that stood first.
+    """
+    lines = table.to_pylist()
+    for line in lines:
+        for said in line["messages"] or []:
+            if said["body"] is None and again():
+                said["body"] = '"again"'
+    return pa.Table.from_pylist(lines, table.schema)
+
+
+def in_other_layouts(data, table):
+    """The same table in chunks, sliced out of a larger one, or from polars' hands."""
+    layout = data.draw(st.sampled_from(["plain", "chunks", "slice", "polars"]))
+    if layout == "chunks":
+        cut = data.draw(st.integers(0, table.num_rows))
+        return pa.concat_tables([table.slice(0, cut), table.slice(cut)])
+    if layout == "slice":
+        return pa.concat_tables([table] * 2).combine_chunks().slice(table.num_rows)
+    return pl.DataFrame(table) if layout == "polars" else table
+
+
+@given(st.data(), runs(), st.integers(1, 60))
+def test_compact_and_expand_are_inverses(data, turns, size):
+    table = turns_table(turns)
+    table = with_bodies(table, lambda: data.draw(st.sampled_from([False] * 3 + [True])))
+    notes = [[i] * (i % 3) or None for i in range(table.num_rows)]
+    table = table.append_column("notes", pa.array(notes, pa.large_list(pa.int64())))
+    with mock.patch.object(import_module("trajkit.delta"), "_PART", size):
+        delta = tk.compact(in_other_layouts(data, table))
+        back = tk.expand(in_other_layouts(data, delta))
+    delta.validate(full=True)
+    back.validate(full=True)
+    assert delta.column_names == [*TURNS_DELTA.names, "notes"]
+    assert delta.schema.metadata == TURNS_DELTA.metadata
+    assert back.schema == table.schema
+    assert back == table
+    assert tk.compact(back) == delta
+
+
+@given(runs())
+def test_compact_takes_the_base_that_shares_most(turns):
+    table = turns_table(turns)
+    earlier = {}
+    for line, full in zip(
+        tk.compact(table).to_pylist(), table.to_pylist(), strict=True
+    ):
+        session = earlier.setdefault(full["session_id"], {})
+        shares = {
+            turn_index: reference.lcp(
+                other["prompt_ids"] + other["output_ids"], full["prompt_ids"]
+            )
+            for turn_index, other in session.items()
+        }
+        assert line["shared_length"] == max(shares.values(), default=0)
+        assert line["suffix_ids"] == full["prompt_ids"][line["shared_length"] :]
+        base = session.get(line["base_turn"])
+        session[full["turn_index"]] = full
+        if line["shared_length"] == 0:
+            assert base is None
+        else:
+            assert shares[line["base_turn"]] == line["shared_length"]
+        if full["messages"] is None:
+            assert line["shared_messages"] is None
+            continue
+        shown, bare = [], []
+        if base is not None and base["messages"] is not None:
+            shown = [m for m in [*base["messages"], base["response"]] if m is not None]
+            shown = [(m["key"], m["role"], None) for m in shown]
+        bare = [tuple(m.values()) for m in full["messages"]]
+        assert line["shared_messages"] == reference.lcp(shown, bare)
+
+
+@given(st.data(), runs())
+def test_expand_reads_any_base(data, turns):
+    table = turns_table(turns)
+    delta = drawn_delta(data, table)
+    expected = table.to_pylist()
+    for line, n in zip(expected, delta["shared_messages"].to_pylist(), strict=True):
+        for said in (line["messages"] or [])[: n or 0]:
+            said["body"] = None
+    expanded = tk.expand(delta)
+    expanded.validate(full=True)
+    assert expanded == pa.Table.from_pylist(expected, TURNS)
+
+
+@given(st.data(), runs())
+def test_a_form_that_is_there_already_stays(data, turns):
+    table = turns_table(turns)
+    assert tk.expand(table) == table
+    delta = drawn_delta(data, table)
+    assert tk.compact(delta) == delta
+
+
+@given(st.data(), runs())
+def test_streams_of_turns_change_their_form_as_tables_do(data, turns):
+    table = turns_table(turns)
+    cut = data.draw(st.integers(0, table.num_rows))
+    batches = [*table.slice(0, cut).to_batches(), *table.slice(cut).to_batches()]
+    delta = list(tk.compact(iter(batches)))
+    assert pa.Table.from_batches(delta, TURNS_DELTA) == tk.compact(table)
+    reader = pa.RecordBatchReader.from_batches(TURNS_DELTA, delta)
+    assert pa.Table.from_batches(tk.expand(reader), TURNS) == table
+
+
+def test_a_long_chain_of_bases_is_followed():
+    lines = [turn(0, None, 0, [1, 2], **talk(0, [message("u")], REPLY))]
+    for i in range(1, 3000):
+        lines.append(turn(i, i - 1, i + 2, [], **talk(i + 1, [], REPLY)))
+    delta = pa.Table.from_pylist(lines, TURNS_DELTA)
+    full = tk.expand(delta)
+    assert full["prompt_ids"][2999].as_py() == [1, 2, *[7] * 2999]
+    said = full["messages"][2999].as_py()
+    assert [one["role"] for one in said] == ["user", *["assistant"] * 2999]
+    assert {one["body"] for one in said} == {None}
+    assert tk.compact(full) == delta
+
+
+def test_no_turns_are_none_in_either_form():
+    assert tk.compact(TURNS.empty_table()) == TURNS_DELTA.empty_table()
+    assert tk.expand(TURNS_DELTA.empty_table()) == TURNS.empty_table()
+
+
+def test_a_message_with_another_role_or_a_body_is_not_shared():
+    said, other = message("u"), message("v")
+    lines = [
+        {**FULL, "messages": [said, other]},
+        {**FULL, "turn_index": 1, "messages": [{**said, "role": None, "body": None}]},
+        {**FULL, "turn_index": 2, "messages": [{**said, "role": "", "body": None}]},
+        {**FULL, "turn_index": 3, "messages": [said]},
+        {**FULL, "turn_index": 4, "messages": [{**said, "body": None}, other]},
+    ]
+    table = pa.Table.from_pylist(lines, TURNS)
+    delta = tk.compact(table)
+    assert delta["base_turn"].to_pylist() == [None, 0, 0, 0, 0]
+    assert delta["shared_messages"].to_pylist() == [0, 0, 0, 0, 1]
+    assert tk.expand(delta) == table
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        pytest.param(
+            talk(0, None, None),
+            "session 'a', turn 1: shared_messages and suffix_messages are null together",
+            id="a count without messages",
+        ),
+        pytest.param(
+            talk(None, [message("u")], None),
+            "session 'a', turn 1: shared_messages and suffix_messages are null together",
+            id="messages without a count",
+        ),
+    ],
+)
+def test_what_cannot_be_expanded_is_refused(more, said):
+    table = pa.Table.from_pylist([FIRST, turn(1, 0, 0, [1], **more)], TURNS_DELTA)
+    with pytest.raises(InvalidTurnsError) as refused:
+        tk.expand(table)
+    assert str(refused.value) == said
+
+
+def test_a_name_that_the_other_form_uses_is_refused():
+    full = pa.Table.from_pylist([FULL], TURNS)
+    delta = tk.compact(full)
+    column = pa.array([1])
+    with pytest.raises(SchemaError, match=r"column 'shared_length' would stand twice"):
+        tk.compact(full.append_column("shared_length", column))
+    with pytest.raises(SchemaError, match=r"column 'messages' would stand twice"):
+        tk.expand(delta.append_column("messages", column))

@@ -484,3 +484,20 @@ def test_the_deep_parser_refuses_what_is_no_json(bad):
         parse("[" * 3000 + bad + "]" * 3000)
     with pytest.raises(ValueError, match="line 1"):
         parse(bad)
+
+
+def test_parquet_keeps_no_dictionary_of_what_is_per_token(tmp_path, turns, rows):
+    for write, table in ((write_turns, turns), (write_rows, rows)):
+        write(table, tmp_path / "x.parquet")
+        group = pq.read_metadata(tmp_path / "x.parquet").row_group(0)
+        columns = [group.column(i) for i in range(group.num_columns)]
+        encodings = {one.path_in_schema: one.encodings for one in columns}
+        for path, used in encodings.items():
+            name = path.partition(".")[0]
+            if name in ("prompt_ids", "output_ids", "input_ids"):
+                assert "PLAIN" in used
+                assert "RLE_DICTIONARY" not in used
+            if name in ("output_logprobs", "logprobs"):
+                assert "BYTE_STREAM_SPLIT" in used
+            if name == "session_id":
+                assert "RLE_DICTIONARY" in used

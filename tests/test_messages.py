@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 from tests.strategies import NAN, json_messages, message_pairs
 from trajkit import _core
 from trajkit.errors import InvalidTurnsError, LayoutError
-from trajkit.messages import NO_IDS, MessageBook, message_body, message_key
+from trajkit.messages import (
+    NO_IDS,
+    MessageBook,
+    message_body,
+    message_key,
+    message_record,
+)
 
 
 def saying(value):
@@ -224,3 +230,8 @@ def test_layouts_that_do_not_fit_are_refused(changes, match):
 def test_ids_must_fit_their_messages():
     with pytest.raises(LayoutError, match="one id"):
         _core.match_messages([{}], [], NO_IDS, NO_IDS)
+
+
+@given(json_messages)
+def test_a_message_read_once(message):
+    assert message_record(message) == (message_key(message), message_body(message))

@@ -125,8 +125,12 @@ class Planted:
     turn_index: int | None = None
     # where there is no row
     session: str | None = None
+    # what it may say in its place
+    instead: "Planted | None" = None
 
     def is_among(self, violations):
+        if self.instead is not None and self.instead.is_among(violations):
+            return True
         due = {"rule": self.rule, "token": self.token}
         if self.row is None:
             due["row_index"] = None
@@ -333,12 +337,19 @@ def _ends_in_piece(row):
     return bool(row["spans"]) and row["spans"][-1]["stop"] == len(row["input_ids"])
 
 
+def _ends_in_long_piece(row, span):
+    return span["stop"] == len(row["input_ids"]) and span["stop"] - span["start"] > 1
+
+
 def row_cut_short(rows, pick):
-    row = pick([r for r in rows if _ends_in_piece(r)])
+    row = pick([r for r, s in spans(rows, "trained") if _ends_in_long_piece(r, s)])
     for name in ("input_ids", "loss_mask", "logprobs"):
         row[name].pop()
-    row["spans"].pop()
-    return Planted("row_tokens", row, len(row["input_ids"]))
+    left = row["spans"].pop()["start"]
+    # what is left may be all that another turn held: then its mask has no piece
+    return Planted(
+        "row_tokens", row, len(row["input_ids"]), instead=Planted("mask", row, left)
+    )
 
 
 def turn_of_nobody(rows, pick):

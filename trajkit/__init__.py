@@ -1,6 +1,7 @@
 """Token-exact trajectories for RL: recorded calls in, loss-masked rows out."""
 
 from trajkit.branches import label_branches
+from trajkit.delta import compact, expand
 from trajkit.drift import classify_drift
 from trajkit.errors import (
     FormatError,
@@ -17,7 +18,7 @@ from trajkit.io import iter_turns, read_rows, read_turns, write_rows, write_turn
 from trajkit.linearize import linearize
 from trajkit.link import link
 from trajkit.loss import Loss, reference_loss
-from trajkit.messages import message_body, message_key
+from trajkit.messages import message_body, message_key, message_record
 from trajkit.observations import observations
 from trajkit.policies import Policy, policy
 from trajkit.prefix import lcp
@@ -26,6 +27,7 @@ from trajkit.records import from_records
 from trajkit.rewards import spread_rewards
 from trajkit.roundtrip import check_roundtrip
 from trajkit.simulate import simulate
+from trajkit.suffix import full_rows, suffix_rows
 from trajkit.validate import set_aside, validate
 from trajkit.verify import verify
 from trajkit.weights import add_advantages, advantages, weigh
@@ -47,8 +49,11 @@ __all__ = [
     "advantages",
     "check_roundtrip",
     "classify_drift",
+    "compact",
+    "expand",
     "explain_drift",
     "from_records",
+    "full_rows",
     "iter_turns",
     "label_branches",
     "lcp",
@@ -56,6 +61,7 @@ __all__ = [
     "link",
     "message_body",
     "message_key",
+    "message_record",
     "observations",
     "policy",
     "read_rows",
@@ -64,6 +70,7 @@ __all__ = [
     "set_aside",
     "simulate",
     "spread_rewards",
+    "suffix_rows",
     "validate",
     "verify",
     "weigh",

@@ -27,7 +27,7 @@ from trajkit.schema import (
     TEXT_CAUSES,
     WHY,
 )
-from trajkit.tables import Violation, violation
+from trajkit.tables import Rows, Violation, violation
 
 
 def one_row_per_session(table: pa.Table) -> Iterator[Violation]:
@@ -196,28 +196,50 @@ def drift_agrees(table: pa.Table) -> Iterator[Violation]:
     yield violation(rows, "the three resync columns are null together")
 
 
+def _per_token(table: pa.Table) -> tuple[str, str, str]:
+    """The columns of ids, mask and logprobs, in either layout of rows."""
+    if "suffix_ids" in table.column_names:
+        return "suffix_ids", "suffix_mask", "suffix_logprobs"
+    return "input_ids", "loss_mask", "logprobs"
+
+
+def _stored(table: pa.Table) -> tuple[Rows, Rows]:
+    """Where each row's per-token columns begin in the row, and how long they are."""
+    n_stored = lengths(table.column(_per_token(table)[0]))
+    if "suffix_ids" not in table.column_names:
+        return np.zeros_like(n_stored), n_stored
+    return table.column("suffix_start").to_numpy().astype(np.int64), n_stored
+
+
 def row_lengths(table: pa.Table) -> Iterator[Violation]:
     """Per-token columns are as long as the row, and no length goes beyond it."""
-    n_ids = lengths(table.column("input_ids"))
-    for name in ("loss_mask", "logprobs"):
+    first, n_stored = _stored(table)
+    ids, *others = _per_token(table)
+    for name in others:
         n_here = lengths(table.column(name))
-        rows = np.flatnonzero(n_here != n_ids)
+        rows = np.flatnonzero(n_here != n_stored)
         yield violation(
             rows,
-            f"{{}} elements of {name} for {{}} input_ids",
+            f"{{}} elements of {name} for {{}} {ids}",
             n_here[rows],
-            n_ids[rows],
+            n_stored[rows],
         )
+    shared = table.column("shared_length").to_numpy()
+    rows = np.flatnonzero((first < 0) | (first > shared))
+    yield violation(
+        rows,
+        "suffix_start is {} where {} tokens are shared",
+        first[rows],
+        shared[rows],
+    )
+    n_ids = first + n_stored
     for name in ("prompt_length", "shared_length"):
         values = table.column(name).to_numpy()
         rows = np.flatnonzero(values > n_ids)
         yield violation(
             rows, f"{name} is {{}} in a row of {{}} tokens", values[rows], n_ids[rows]
         )
-    shared, parent = (
-        table.column("shared_length").to_numpy(),
-        table.column("parent_row"),
-    )
+    parent = table.column("parent_row")
     rows = np.flatnonzero(nulls(parent) & (shared > 0))
     yield violation(rows, "shared_length is {} without a parent_row", shared[rows])
     parent_at, found = lookup(table, "row_index", parent)
@@ -228,31 +250,43 @@ def row_lengths(table: pa.Table) -> Iterator[Violation]:
         shared[rows],
         n_ids[parent_at[rows]],
     )
+    rows = np.flatnonzero((first > 0) & ~found)
+    yield violation(
+        rows,
+        "parent_row {} is not there: the first {} tokens stand in it",
+        parent.fill_null(-1).to_numpy()[rows],
+        first[rows],
+    )
 
 
 def mask_not_null(table: pa.Table) -> Iterator[Violation]:
     """Each element of the mask is true or false."""
-    for start, ends, values in flat_chunks(table.column("loss_mask")):
+    name = _per_token(table)[1]
+    for start, ends, values in flat_chunks(table.column(name)):
         rows, at = owners(np.flatnonzero(np.asarray(values.is_null())), ends)
-        yield violation(start + rows, "loss_mask[{}] is null", at)
+        yield violation(start + rows, f"{name}[{{}}] is null", at)
 
 
 def masks(table: pa.Table) -> Iterator[Violation]:
     """Nothing is trained in the prompt, and no logprob stands off the mask."""
-    mask = np.asarray(_whole(table, "loss_mask"))
-    ends = np.cumsum(lengths(table.column("input_ids")))
+    _, mask_name, logprobs_name = _per_token(table)
+    mask = np.asarray(_whole(table, mask_name))
+    first, n_stored = _stored(table)
+    ends = np.cumsum(n_stored)
     owner, offset = owners(np.flatnonzero(mask), ends)
     prompt = table.column("prompt_length").to_numpy()
-    inside = np.flatnonzero(offset < prompt[owner])
+    inside = np.flatnonzero(first[owner] + offset < prompt[owner])
     yield violation(
         owner[inside],
-        "loss_mask[{}] is true within the prompt of {} tokens",
+        f"{mask_name}[{{}}] is true within the prompt of {{}} tokens",
         offset[inside],
         prompt[owner[inside]],
     )
-    given = np.asarray(_whole(table, "logprobs").is_valid())
+    given = np.asarray(_whole(table, logprobs_name).is_valid())
     rows, at = owners(np.flatnonzero(given & ~mask), ends)
-    yield violation(rows, "logprobs[{}] is given where loss_mask is false", at)
+    yield violation(
+        rows, f"{logprobs_name}[{{}}] is given where {mask_name} is false", at
+    )
     n_trained = np.bincount(owner, minlength=len(table))
     sums = table.column("rollout_mask_sum").to_numpy()
     rows = np.flatnonzero(sums < n_trained)
@@ -286,7 +320,8 @@ def spans_not_null(table: pa.Table) -> Iterator[Violation]:
 
 def spans(table: pa.Table) -> Iterator[Violation]:
     """Ascending pieces within the row, which train just what the mask says."""
-    n_ids = lengths(table.column("input_ids"))
+    first, n_stored = _stored(table)
+    n_ids = first + n_stored
     kinds, columns = [], []
     for chunk in table.column("spans").chunks:
         pieces = chunk.flatten()
@@ -301,11 +336,12 @@ def spans(table: pa.Table) -> Iterator[Violation]:
     before = np.concatenate([[0], stop[:-1]])[: len(stop)]
     before[at == 0] = 0
     inside = (start >= 0) & (stop >= start) & (stop <= n_ids[row])
-    mask = np.asarray(_whole(table, "loss_mask"))
+    mask = np.asarray(_whole(table, _per_token(table)[1]))
     trues = np.concatenate([[0], np.cumsum(mask)])
-    base = np.cumsum(n_ids) - n_ids
-    low = np.where(inside, base[row] + start, 0)
-    high = np.where(inside, base[row] + stop, 0)
+    base = np.cumsum(n_stored) - n_stored
+    # what is not stored is not trained
+    low = np.where(inside, base[row] + np.maximum(start - first[row], 0), 0)
+    high = np.where(inside, base[row] + np.maximum(stop - first[row], 0), 0)
     trained, empty = kind == "trained", np.isin(kind, EMPTY_KINDS)
     for bad, rule in (
         (~np.isin(kind, SPAN_KINDS), f"expected one of {', '.join(SPAN_KINDS)}"),
@@ -319,7 +355,7 @@ def spans(table: pa.Table) -> Iterator[Violation]:
             "it must be as long as its output range",
         ),
         (
-            trues[high] - trues[low] != np.where(trained, high - low, 0),
+            inside & (trues[high] - trues[low] != np.where(trained, stop - start, 0)),
             "loss_mask is true where a piece is trained, and only there",
         ),
     ):
@@ -333,7 +369,7 @@ def spans(table: pa.Table) -> Iterator[Violation]:
             kind[wrong],
         )
     claimed = np.bincount(row, np.where(trained, stop - start, 0), len(table))
-    masked = trues[base + n_ids] - trues[base]
+    masked = trues[base + n_stored] - trues[base]
     rows = np.flatnonzero(claimed != masked)
     yield violation(
         rows,
@@ -387,17 +423,31 @@ DRIFT: tuple[Check, ...] = (
     one_of("cause", (*CAUSES, *TEXT_CAUSES)),
     drift_agrees,
 )
-ROWS: tuple[Check, ...] = (
-    token_ids("input_ids"),
+LAYOUT: tuple[Check, ...] = (
     not_negative("prompt_length", "shared_length", "rollout_mask_sum"),
     earlier("parent_row", "row_index"),
     row_lengths,
     mask_not_null,
+)
+"""What `trajkit.suffix` takes for granted of the rows that it lays out anew."""
+
+_ROWS: tuple[Check, ...] = (
     masks,
-    logprobs("logprobs", "input_ids"),
     spans_not_null,
     spans,
     finite("reward"),
     finite("row_weight"),
     weights,
+)
+ROWS: tuple[Check, ...] = (
+    token_ids("input_ids"),
+    *LAYOUT,
+    logprobs("logprobs", "input_ids"),
+    *_ROWS,
+)
+ROWS_SUFFIX: tuple[Check, ...] = (
+    token_ids("suffix_ids"),
+    *LAYOUT,
+    logprobs("suffix_logprobs", "suffix_ids"),
+    *_ROWS,
 )

@@ -14,7 +14,7 @@ from trajkit.forest import Forest
 from trajkit.plan import Plan, Planned
 from trajkit.policies import Policy
 from trajkit.rewards import final_rows, spread
-from trajkit.schema import ROWS, SEGMENT_KINDS, SPAN, SPAN_KINDS
+from trajkit.schema import ROWS, ROWS_SUFFIX, SEGMENT_KINDS, SPAN, SPAN_KINDS
 
 _Item = TypeVar("_Item", bound=np.generic)
 
@@ -38,8 +38,13 @@ def row_batch(
     max_tokens: int,
     plan: Plan,
     facts: pa.RecordBatch,
+    *,
+    suffix: bool = False,
 ) -> pa.RecordBatch:
-    """`trajkit.schema.ROWS` of a plan; ``facts`` are of the same sessions."""
+    """`trajkit.schema.ROWS` of a plan, or ``ROWS_SUFFIX``.
+
+    ``facts`` are of the same sessions.
+    """
     write = partial(
         _core.fill_rows,
         calls.calls,
@@ -53,7 +58,7 @@ def row_batch(
         policy.missing_logprobs == "untrain",
         max_tokens,
     )
-    return batch_of(calls, links, policy, plan, facts, write)
+    return batch_of(calls, links, policy, plan, facts, write, suffix=suffix)
 
 
 def batch_of(
@@ -64,16 +69,21 @@ def batch_of(
     facts: pa.RecordBatch,
     write: Callable[..., int],
     written: Callable[[Longs, Ints], None] | None = None,
+    *,
+    suffix: bool = False,
 ) -> pa.RecordBatch:
-    """`trajkit.schema.ROWS` of a plan.
+    """`trajkit.schema.ROWS` of a plan, or ``ROWS_SUFFIX``.
 
     ``write`` takes the rows and their columns as the last nine arguments of
     ``_core.fill_rows``, fills them, and returns how many logprobs the engine did not
     give. ``written`` then gets the offsets of the rows and their tokens, and may
-    complete ``parent_row`` and ``shared`` of the rows.
+    complete ``parent_row`` and ``shared`` of the rows. For suffixes, what rows share and
+    where each trains first (``stored``) must be known before.
     """
     rows = plan.rows
-    offsets, span_offsets = _offsets(rows["n_tokens"]), _offsets(rows["n_spans"])
+    rows["stored"] = np.minimum(rows["shared"], rows["stored"]) if suffix else 0
+    offsets = _offsets(rows["n_tokens"] - rows["stored"])
+    span_offsets = _offsets(rows["n_spans"])
     n_tokens, n_spans = int(offsets[-1]), int(span_offsets[-1])
     n_bytes = (n_tokens + 7) // 8
     input_ids = _pooled(n_tokens, np.int32)
@@ -124,6 +134,7 @@ def batch_of(
             of_session.column("session_id"),
             pa.array(rows["index"]),
             of_session.column("group_id"),
+            *([pa.array(rows["stored"].astype(np.int32))] if suffix else []),
             per_token(pa.int32(), None, pa.py_buffer(input_ids)),
             pa.array(rows["prompt_len"].astype(np.int32)),
             per_token(pa.bool_(), None, mask),
@@ -145,7 +156,7 @@ def batch_of(
             ),
             pa.array(calls.turn_index[rows["last"]]),
         ],
-        schema=ROWS,
+        schema=ROWS_SUFFIX if suffix else ROWS,
     )
 
 

@@ -27,7 +27,13 @@ from trajkit.io_formats import (
 )
 from trajkit.records import from_records
 from trajkit.schema import ROWS, TURNS
-from trajkit.tables import ArrowStream, TableLike, canonical, turns_schema
+from trajkit.tables import (
+    ArrowStream,
+    TableLike,
+    canonical,
+    canonical_rows,
+    turns_schema,
+)
 from trajkit.validate import Nonfinite, check_rows, check_turns
 
 Source: TypeAlias = str | os.PathLike[str] | BinaryIO | TableLike
@@ -147,16 +153,16 @@ def write_turns(
 
 
 def read_rows(source: Source, *, format: Format | None = None) -> pa.Table:
-    """Training rows, in the schema's canonical form; see `read_turns`.
+    """Training rows of either layout, in canonical form; see `read_turns`.
 
     JSON lines hold one row each, an object of the table's columns.
     """
     pieces: list[pa.Table] = []
     for part in _parts(source, format):
         if isinstance(part, Iterator):
-            pieces.extend(canonical(piece, ROWS) for piece in io_json.tables(part))
+            pieces.extend(canonical_rows(piece) for piece in io_json.tables(part))
         else:
-            pieces.append(canonical(part, ROWS))
+            pieces.append(canonical_rows(part))
     return check_rows(gather(_joined(pieces, ROWS), "row_index"))
 
 
@@ -180,8 +186,11 @@ def write_rows(
     *,
     format: Format | None = None,
 ) -> None:
-    """Write training rows where `read_rows` finds them again; see `write_turns`."""
-    _write((canonical(piece, ROWS) for piece in _pieces(rows)), ROWS, sink, format)
+    """Write training rows where `read_rows` finds them again; see `write_turns`.
+
+    Rows of the layout "suffix" are written as they are.
+    """
+    _write((canonical_rows(piece) for piece in _pieces(rows)), ROWS, sink, format)
 
 
 def write_table(table: pa.Table, sink: Sink, *, format: Format | None = None) -> None:

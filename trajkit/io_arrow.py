@@ -131,7 +131,35 @@ def _write_parquet(
 
     first = next(pieces, None)
     first = schema.empty_table() if first is None else first
-    with pq.ParquetWriter(file, first.schema, compression="zstd") as writer:
+    leaves = [
+        leaf for field in first.schema for leaf in _leaves(field.name, field.type)
+    ]
+    floats = [path for path, type_ in leaves if pa.types.is_floating(type_)]
+    # Token ids and logprobs are too many and too different for a dictionary; apart, the
+    # bytes of floats repeat more.
+    few = [
+        path
+        for path, type_ in leaves
+        if not pa.types.is_floating(type_) and not pa.types.is_integer(type_)
+    ]
+    with pq.ParquetWriter(
+        file,
+        first.schema,
+        compression="zstd",
+        use_dictionary=few or False,
+        column_encoding=dict.fromkeys(floats, "BYTE_STREAM_SPLIT") or None,
+    ) as writer:
         for piece in (first, *pieces):
             rows = max(1, len(piece) * _GROUP_BYTES // max(piece.nbytes, 1))
             writer.write_table(piece, row_group_size=rows)
+
+
+def _leaves(path: str, type_: pa.DataType) -> Iterator[tuple[str, pa.DataType]]:
+    """The columns of numbers or text that Parquet makes of an Arrow column."""
+    if pa.types.is_struct(type_):
+        for field in type_:
+            yield from _leaves(f"{path}.{field.name}", field.type)
+    elif pa.types.is_list(type_) or pa.types.is_large_list(type_):
+        yield from _leaves(f"{path}.list.element", type_.value_type)
+    else:
+        yield path, type_

@@ -85,6 +85,7 @@ ROW = np.dtype(
         ("prompt_len", _i8),
         ("n_trained", _i8),
         ("shared", _i8),
+        ("stored", _i8),
         ("last", _i4),
         ("n_calls", _i4),
         ("owner", _i4),

@@ -19,15 +19,19 @@ from trajkit.payloads import payload_names, rows_schema, with_payloads
 from trajkit.plan import Planned, plan_rows, report_batch
 from trajkit.policies import Policy, chosen_int
 from trajkit.policies import policy as named_policy
-from trajkit.schema import REPORT
+from trajkit.rollouts import check_choice
+from trajkit.schema import REPORT, ROWS_SUFFIX
 from trajkit.sessions import Reward, SessionFacts, errored, session_facts
 from trajkit.splice import plan_splices, splice_batch, splice_stretches
 from trajkit.stream import whole_sessions
+from trajkit.suffix import suffix_batch
 from trajkit.tables import TableLike
 from trajkit.trainable import check_logprobs, without_aborted
 
 Batches: TypeAlias = tuple[pa.RecordBatch, pa.RecordBatch | None]
 """Rows of some sessions, and their report if it was asked for."""
+
+Layout: TypeAlias = Literal["full", "suffix"]
 
 # Tokens that one part of a table may hold. Parts are small enough to share out evenly over
 # the threads and to keep a part's rows far below 2^31 list elements, and large enough that
@@ -50,6 +54,7 @@ def linearize(
     report: Literal[False] = ...,
     payloads: Sequence[str] = ...,
     threads: int | None = ...,
+    layout: Layout = ...,
 ) -> Iterator[pa.RecordBatch]: ...
 @overload
 def linearize(
@@ -64,6 +69,7 @@ def linearize(
     report: Literal[True],
     payloads: Sequence[str] = ...,
     threads: int | None = ...,
+    layout: Layout = ...,
 ) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]: ...
 @overload
 def linearize(
@@ -78,6 +84,7 @@ def linearize(
     report: Literal[False] = ...,
     payloads: Sequence[str] = ...,
     threads: int | None = ...,
+    layout: Layout = ...,
 ) -> pa.Table: ...
 @overload
 def linearize(
@@ -92,6 +99,7 @@ def linearize(
     report: Literal[True],
     payloads: Sequence[str] = ...,
     threads: int | None = ...,
+    layout: Layout = ...,
 ) -> tuple[pa.Table, pa.Table]: ...
 def linearize(
     turns: TableLike | Iterator[pa.RecordBatch],
@@ -105,6 +113,7 @@ def linearize(
     report: bool = False,
     payloads: Sequence[str] = (),
     threads: int | None = None,
+    layout: Layout = "full",
 ) -> object:
     """The training rows that a policy makes of recorded calls.
 
@@ -140,12 +149,16 @@ def linearize(
     threads : int, optional
         Sessions are spread over this many threads, with the GIL released. None: one per
         core. The rows are the same for any number.
+    layout : {"full", "suffix"}
+        "suffix": per token, a row holds only what lies beyond the tokens that it shares
+        with its parent_row, from its first trained token on at the latest. So tokens
+        that many rows share are written once; `trajkit.full_rows` is the inverse.
 
     Returns
     -------
     rows : Table
-        `trajkit.schema.ROWS`; sessions in the order of ``turns``, the rows of a session
-        in the policy's order.
+        `trajkit.schema.ROWS`, or ``ROWS_SUFFIX`` in layout "suffix"; sessions in the
+        order of ``turns``, the rows of a session in the policy's order.
     report : Table, if asked for
         `trajkit.schema.REPORT`, one row per session.
 
@@ -161,7 +174,8 @@ def linearize(
         ``turns``; a token has no logprob, and the policy's ``missing_logprobs`` is
         ``"raise"``.
     PolicyError
-        The policy does not exist, or a choice is none.
+        The policy does not exist, or a choice or the layout is none; ``payloads`` in
+        layout "suffix".
 
     Notes
     -----
@@ -174,6 +188,7 @@ def linearize(
     spec, Polar 2.3.
     """
     chosen = named_policy(policy)
+    check_choice("layout", layout, Layout)
     if max_row_tokens is not None:
         max_row_tokens = chosen_int("max_row_tokens", max_row_tokens, 1)
     if threads is not None:
@@ -184,7 +199,10 @@ def linearize(
         _NO_CAP if max_row_tokens is None else max_row_tokens,
         report,
         payload_names(payloads),
+        layout == "suffix",
     )
+    if work.payloads and work.suffix:
+        raise PolicyError("payloads go with whole rows: layout is 'suffix'")
     n_threads = threads or os.cpu_count() or 1
 
     if isinstance(turns, (Iterator, pa.RecordBatchReader)):
@@ -201,6 +219,7 @@ def linearize(
         given = _given_links(calls, chosen, links, drift)
     results = list(_spread(work, _parts(calls, given, n_threads), n_threads))
     schema = rows_schema(calls.table.schema, work.payloads)
+    schema = ROWS_SUFFIX if work.suffix else schema
     rows = pa.Table.from_batches([rows for rows, _ in results], schema)
     if not report:
         return rows
@@ -275,6 +294,7 @@ class _Work:
     cap: int
     report: bool
     payloads: tuple[str, ...]
+    suffix: bool
 
     def __call__(self, calls: Calls, links: Records | None) -> Batches:
         """Rows and, if asked for, report of the calls of whole sessions."""
@@ -294,11 +314,22 @@ class _Work:
             rows = splice_batch(
                 calls, forest, links, self.policy, self.cap, splice, facts
             )
+            if self.suffix:  # what spliced rows share is known once they are written
+                rows = suffix_batch(rows)
             if self.payloads:
                 shown = splice_stretches(calls, splice)
         else:
             plan = runs = plan_rows(calls, forest, links, self.policy, self.cap)
-            rows = row_batch(calls, forest, links, self.policy, self.cap, runs, facts)
+            rows = row_batch(
+                calls,
+                forest,
+                links,
+                self.policy,
+                self.cap,
+                runs,
+                facts,
+                suffix=self.suffix,
+            )
         plan.counted("lost_untrainable")[:] -= aborted
         plan.counted("lost_aborted")[:] += aborted
         rows = with_payloads(rows, calls, plan.rows, self.payloads, shown)

@@ -65,6 +65,28 @@ def message_body(message: dict[str, object]) -> str:
     return _core.encode_message(message)[0]
 
 
+def message_record(message: dict[str, object]) -> tuple[bytes, str]:
+    """The key and the body of a chat message, read once.
+
+    Parameters
+    ----------
+    message : dict
+        Of JSON values throughout.
+
+    Returns
+    -------
+    tuple of bytes and str
+        What `message_key` and `message_body` give.
+
+    Raises
+    ------
+    InvalidTurnsError
+        The message holds a value that JSON does not know; the text names its path.
+    """
+    body, key_text = _core.encode_message(message)
+    return _digest(key_text), body
+
+
 def _digest(text: str) -> bytes:
     return blake2b(text.encode(), digest_size=KEY_BYTES).digest()
 

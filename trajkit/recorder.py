@@ -7,7 +7,7 @@ from threading import Lock
 import pyarrow as pa
 
 from trajkit.errors import InvalidTurnsError, UnknownSessionError
-from trajkit.linearize import linearize
+from trajkit.linearize import Layout, linearize
 from trajkit.messages import check_text
 from trajkit.policies import Policy
 from trajkit.recording import Recording, Said
@@ -146,8 +146,15 @@ class Recorder:
         *,
         reward: float | None = None,
         max_row_tokens: int | None = None,
+        layout: Layout = "full",
     ) -> pa.Table:
         """The session's training rows so far: `trajkit.linearize` of its `turns`.
+
+        Parameters
+        ----------
+        session_id : str
+        policy, reward, max_row_tokens, layout
+            As for `trajkit.linearize`.
 
         Raises
         ------
@@ -155,7 +162,13 @@ class Recorder:
             Nothing was recorded under that id, or it was dropped.
         """
         turns = self.turns(session_id)
-        return linearize(turns, policy, reward=reward, max_row_tokens=max_row_tokens)
+        return linearize(
+            turns,
+            policy,
+            reward=reward,
+            max_row_tokens=max_row_tokens,
+            layout=layout,
+        )
 
     def drop(self, session_id: str) -> None:
         """Forget a session. What `turns` gave of it stays valid.

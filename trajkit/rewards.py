@@ -18,7 +18,7 @@ from trajkit.rollouts import (
     with_column,
 )
 from trajkit.schema import ROWS, TURN_REWARDS
-from trajkit.tables import TableLike, as_table, canonical, place
+from trajkit.tables import TableLike, as_table, canonical, canonical_rows, place
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
@@ -36,8 +36,8 @@ def spread_rewards(
     Parameters
     ----------
     rows : table
-        `trajkit.schema.ROWS`, with all rows of each session that is in it, and in each
-        the reward of its whole rollout, as `trajkit.linearize` gives it.
+        `trajkit.schema.ROWS`, or ``ROWS_SUFFIX``, with all rows of each session in it,
+        and in each the reward of its whole rollout, as `trajkit.linearize` gives it.
     mode : {"copy", "uniform", "final_only", "per_turn", "last_turn"}
         copy
             Every row has the reward of the rollout.
@@ -87,7 +87,7 @@ def spread_rewards(
             f"with turn_rewards: mode is {mode!r}, turn_rewards is "
             f"{'not given' if turn_rewards is None else 'given'}"
         )
-    table = canonical(rows, ROWS)
+    table = canonical_rows(rows)
     if turn_rewards is not None:
         given = as_table(turn_rewards).replace_schema_metadata(None)
         of_turn = _per_turn if mode == "per_turn" else _last_turn

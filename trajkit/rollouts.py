@@ -15,9 +15,10 @@ Bools: TypeAlias = npt.NDArray[np.bool_]
 
 
 def trained_tokens(table: pa.Table) -> Longs:
-    """Trained tokens of each row."""
+    """Trained tokens of each row, in either layout."""
     parts = [np.empty(0, np.int64)]
-    for chunk in table.column("loss_mask").chunks:
+    name = "loss_mask" if "loss_mask" in table.column_names else "suffix_mask"
+    for chunk in table.column(name).chunks:
         mask = chunk.flatten().to_numpy(zero_copy_only=False)
         ends = np.cumsum(pc.list_value_length(chunk).to_numpy(zero_copy_only=False))
         parts.append(np.diff(np.searchsorted(np.flatnonzero(mask), ends), prepend=0))

@@ -568,6 +568,28 @@ ROWS = _schema(
 )
 """One row per training sequence."""
 
+_SUFFIX_FIELDS = {
+    "input_ids": (
+        # where the suffixes begin: shared_length, or the first token that the row
+        # trains, where that comes before. 0 without a parent_row
+        _required("suffix_start", pa.int32()),
+        # input_ids[suffix_start:]
+        _required("suffix_ids", pa.large_list(pa.int32())),
+    ),
+    # loss_mask[suffix_start:]; what comes before is false
+    "loss_mask": (_required("suffix_mask", pa.large_list(pa.bool_())),),
+    # logprobs[suffix_start:]; what comes before is null
+    "logprobs": (_required("suffix_logprobs", pa.large_list(pa.float32())),),
+}
+
+ROWS_SUFFIX = _schema(
+    "rows",
+    *(new for field in ROWS for new in _SUFFIX_FIELDS.get(field.name, (field,))),
+)
+"""``rows`` in the layout "suffix": what a row shares with its parent_row, and does not
+train, stands there only. Positions (``spans``, ``prompt_length``) are still those of the
+whole row."""
+
 SIMULATION = _schema(
     "simulation",
     # its name, and the choices that differ from the preset of that name

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from trajkit.errors import InvalidTurnsError, SchemaError
-from trajkit.schema import SCHEMA_VERSION, TURNS, TURNS_DELTA
+from trajkit.schema import ROWS, ROWS_SUFFIX, SCHEMA_VERSION, TURNS, TURNS_DELTA
 
 
 @runtime_checkable
@@ -103,6 +103,19 @@ def turns_schema(names: list[str]) -> pa.Schema:
     return TURNS
 
 
+def rows_schema(names: list[str]) -> pa.Schema:
+    """`ROWS` or `ROWS_SUFFIX`, by which of them the columns spell."""
+    if "suffix_ids" in names and "input_ids" not in names:
+        return ROWS_SUFFIX
+    return ROWS
+
+
+def canonical_rows(rows: TableLike) -> pa.Table:
+    """Rows of either layout in canonical form."""
+    table = as_table(rows)
+    return canonical(table, rows_schema(table.column_names))
+
+
 def place(table: pa.Table, row: int) -> str:
     """Where a row is, in words: ``session 'a', turn 7``."""
     session = _scalar(table, "session_id", row)
@@ -142,7 +155,10 @@ def check_columns(table: pa.Table, schema: pa.Schema) -> None:
             source = table.schema.field(field.name).type
             _check_type(source, field.type, f"column {field.name!r}")
         elif not field.nullable:
-            raise SchemaError(f"column {field.name!r} of {kind} is absent")
+            hint = ""
+            if schema is ROWS and rows_schema(names) is ROWS_SUFFIX:
+                hint = ": these rows hold suffixes, of which full_rows makes whole ones"
+            raise SchemaError(f"column {field.name!r} of {kind} is absent{hint}")
 
 
 def _check_type(source: pa.DataType, target: pa.DataType, where: str) -> None:

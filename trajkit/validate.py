@@ -18,6 +18,7 @@ from trajkit.tables import (
     check_columns,
     misfits,
     place,
+    rows_schema,
     turns_schema,
 )
 
@@ -43,20 +44,18 @@ _IN_ORDER: tuple[Check, ...] = (
     checks.sessions_in_one_piece,
     checks.ascending("turn_index"),
 )
+_ROWS_IN_ORDER: tuple[Check, ...] = (
+    checks.sessions_in_one_piece,
+    checks.ascending("row_index"),
+)
 _DERIVED: dict[str, tuple[pa.Schema, tuple[Check, ...]]] = {
     "sessions": (schema.SESSIONS, checks_derived.SESSIONS),
     "links": (schema.LINKS, (*_IN_ORDER, *checks_derived.LINKS)),
     "drift": (schema.DRIFT, (*_IN_ORDER, *checks_derived.DRIFT)),
     "report": (schema.REPORT, checks_derived.REPORT),
-    "rows": (
-        schema.ROWS,
-        (
-            checks.sessions_in_one_piece,
-            checks.ascending("row_index"),
-            *checks_derived.ROWS,
-        ),
-    ),
+    "rows": (schema.ROWS, (*_ROWS_IN_ORDER, *checks_derived.ROWS)),
 }
+_ROWS_SUFFIX = (schema.ROWS_SUFFIX, (*_ROWS_IN_ORDER, *checks_derived.ROWS_SUFFIX))
 
 
 def validate(
@@ -163,10 +162,21 @@ def check_turns(turns: pa.Table, nonfinite_logprobs: Nonfinite) -> pa.Table:
 
 
 def check_rows(rows: pa.Table) -> pa.Table:
-    """As `validate`, for rows in canonical form."""
-    for check in _DERIVED["rows"][1]:
+    """As `validate`, for rows of either layout in canonical form."""
+    for check in _plan(rows, "rows", bodies=False)[1]:
         _raise_first(rows, check(rows))
     return rows
+
+
+def check_layout(rows: pa.Table) -> None:
+    """Raise unless rows of either layout, in canonical form, can be laid out anew."""
+    ids = "suffix_ids" if "suffix_ids" in rows.column_names else "input_ids"
+    for check in (
+        *_ROWS_IN_ORDER,
+        checks.token_ids(ids),
+        *checks_derived.LAYOUT,
+    ):
+        _raise_first(rows, check(rows))
 
 
 def _plan(
@@ -181,6 +191,8 @@ def _plan(
             f"there are no {name!r} tables: expected one of "
             f"{', '.join(['turns', *_DERIVED])}"
         )
+    if name == "rows" and rows_schema(table.column_names) is schema.ROWS_SUFFIX:
+        return _ROWS_SUFFIX
     return _DERIVED[name]
 
 
@@ -191,6 +203,7 @@ def _kind_of(table: pa.Table) -> str:
     names = set(table.column_names)
     for name, telling in (
         ("rows", {"input_ids", "loss_mask"}),
+        ("rows", {"suffix_ids", "suffix_mask"}),
         ("turns", {"output_ids"}),
         ("drift", {"lcp"}),
         ("links", {"parent", "turn_index"}),

@@ -15,9 +15,9 @@ from trajkit.flat import flat_rows, flat_turns, pieces_of, sessions_of
 from trajkit.locate import foreign_rows, verify_located
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
-from trajkit.schema import ROWS
 from trajkit.sessions import Reward, session_facts
-from trajkit.tables import Rows, TableLike, as_table, canonical
+from trajkit.suffix import full_rows
+from trajkit.tables import Rows, TableLike, as_table, canonical_rows
 
 # Tokens that the calls of one part hold: bounds what is held per token beside the rows.
 _PART_TOKENS = 1 << 24
@@ -41,7 +41,8 @@ def verify(
     Parameters
     ----------
     rows : table
-        `trajkit.schema.ROWS`. Or rows of another system, without ``spans``: input_ids,
+        `trajkit.schema.ROWS`, or ``ROWS_SUFFIX``, which is laid out in full part by
+        part. Or rows of another system, without ``spans``: input_ids,
         loss_mask (as long as the row, or of its response alone: then it stands at the
         row's end) and, where there are any, logprobs (as the mask), session_id,
         row_index and prompt_length. A turn is located in such a row where its prompt's
@@ -108,7 +109,7 @@ def verify(
     chosen = None if policy is None else named_policy(policy)
     table = as_table(rows)
     own = "spans" in table.column_names
-    table = canonical(table, ROWS) if own else foreign_rows(table)
+    table = canonical_rows(table) if own else foreign_rows(table)
     calls = read_calls(turns)
     facts = session_facts(reward, sessions)
     known: tuple[str, ...] = ()
@@ -126,6 +127,8 @@ def verify(
         parts = _parts(calls, session)
     for part, which in parts:
         here = table.take(pa.array(which))
+        if own:
+            here = full_rows(here)
         case = Case(
             flat_rows(here, align_right=not own),
             flat_turns(part),

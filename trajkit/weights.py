@@ -20,8 +20,8 @@ from trajkit.rollouts import (
     trained_tokens,
     with_column,
 )
-from trajkit.schema import ROWS, SESSIONS
-from trajkit.tables import TableLike, as_table, canonical
+from trajkit.schema import SESSIONS
+from trajkit.tables import TableLike, as_table, canonical, canonical_rows
 
 By: TypeAlias = Literal["token", "row", "rollout"]
 Baseline: TypeAlias = Literal["none", "group_mean", "leave_one_out"]
@@ -48,7 +48,7 @@ def weigh(rows: TableLike, by: By = "token") -> pa.Table:
     Parameters
     ----------
     rows : table
-        `trajkit.schema.ROWS`, with all rows of each session that is in it.
+        `trajkit.schema.ROWS`, or ``ROWS_SUFFIX``, with all rows of each session in it.
     by : {"token", "row", "rollout"}
         What each weight is a share of.
 
@@ -76,7 +76,7 @@ def weigh(rows: TableLike, by: By = "token") -> pa.Table:
     ``rollout`` is slime's denominator per rollout_id (spec: segments 8).
     """
     check_choice("by", by, By)
-    table = canonical(rows, ROWS)
+    table = canonical_rows(rows)
     session, n_sessions = session_codes(table)
     n_trained = trained_tokens(table)
     mask_sum = np.bincount(session, n_trained, n_sessions)[session].astype(np.int64)
@@ -177,7 +177,7 @@ def add_advantages(rows: TableLike, sessions: TableLike) -> pa.Table:
     Parameters
     ----------
     rows : table
-        `trajkit.schema.ROWS`.
+        `trajkit.schema.ROWS`, or ``ROWS_SUFFIX``.
     sessions : table
         With ``session_id`` and ``advantage``, as `trajkit.advantages` gives it.
 
@@ -191,7 +191,7 @@ def add_advantages(rows: TableLike, sessions: TableLike) -> pa.Table:
     InvalidTurnsError
         A session of the rows has no line in ``sessions``, or two.
     """
-    table = canonical(rows, ROWS)
+    table = canonical_rows(rows)
     facts = as_table(sessions).select(["session_id", "advantage"])
     check_once(facts, ["session_id"])
     found = pc.index_in(

@@ -1,4 +1,4 @@
-"""The gateway: an ASGI app that speaks OpenAI Chat Completions and records every call.
+"""The gateway: an ASGI app that speaks several protocols and records every call.
 
 A call is prepared (rendered, sampled, parsed) without touching anything, then recorded
 in one step, then answered. A call that fails, that the client walks away from, or whose
@@ -7,28 +7,46 @@ is one that the engine itself cut short: its turn is context only.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from typing import Any
+from dataclasses import replace
+from typing import TypeAlias
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive
+from starlette.types import ASGIApp
 
 from trajkit_shim import wire
-from trajkit_shim.call import PreparedCall, prepare_call
-from trajkit_shim.chat import ChatRequest, parse_request
+from trajkit_shim.answer import STREAM_HEADERS, STREAM_TYPE, Attended, LateStream
+from trajkit_shim.call import PreparedCall, count_tokens, prepare_call
+from trajkit_shim.callers import identify
+from trajkit_shim.chat import ChatRequest, Images, Reading
 from trajkit_shim.engine import Engine, EngineError
-from trajkit_shim.errors import GatewayError, error_body
-from trajkit_shim.limits import PromptError
+from trajkit_shim.errors import GatewayError, as_gateway_error, retry_header
 from trajkit_shim.log import TurnLog
+from trajkit_shim.protocols import PROTOCOLS
+from trajkit_shim.protocols.openai_chat import OPENAI_CHAT
+from trajkit_shim.protocols.protocol import Events, Verb, WireProtocol
+from trajkit_shim.protocols.sse import encode
 from trajkit_shim.render import ChatRenderer
-from trajkit_shim.reply import Reply, reply_body, reply_events
+from trajkit_shim.reply import Reply
+from trajkit_shim.resend import SharedCall, request_digest, says_retry
 from trajkit_shim.sampling import parse_pins
 from trajkit_shim.sessions import Session, SessionStore
+from trajkit_shim.wire import Json
+
+Endpoint: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
+
+# of the body that opens a session
+SESSION_FIELDS = frozenset(
+    {"session_id", "sampling", "max_turns", "metadata", "replay"}
+)
+SESSION_HEADER = "x-session-id"
+# where the clients of the protocols put their API key
+_KEY_HEADERS = ("x-api-key", "x-goog-api-key")
 
 
 def create_app(
@@ -38,14 +56,17 @@ def create_app(
     *,
     max_new_tokens: int = 4096,
     max_body_bytes: int = 16 << 20,
+    images: Images = "refuse",
+    ping_seconds: float = 10.0,
     attributed: bool = True,
 ) -> Starlette:
     """The gateway's ASGI app. It closes the engine and the log when it shuts down.
 
     Routes: ``POST /sessions`` opens a session, ``GET /sessions/{id}`` shows it,
     ``DELETE /sessions/{id}`` and ``POST /sessions/{id}/close`` close it;
-    ``POST /v1/chat/completions`` with the session's id as API key;
-    ``GET /v1/models``; ``GET /healthz``.
+    ``GET /v1/models``; ``GET /healthz``; and the paths of every protocol
+    (`trajkit_shim.protocols`). A call names its session by a prefix of its path,
+    ``/s/{id}``, else by the header ``x-session-id``, else by its API key.
 
     Parameters
     ----------
@@ -58,6 +79,12 @@ def create_app(
         names no limit. The room left in the context bounds it too.
     max_body_bytes : int
         The longest request body that is read; a longer one is answered with 413.
+    images : "refuse" or "omit"
+        Whether a request with an image is answered with 400, or a text stands in the
+        image's place.
+    ping_seconds : float
+        How long a streaming client waits for its reply until the stream begins, and
+        then for each sign of life.
     attributed : bool
         Write with each turn which message each prompt token shows (the columns
         `trajkit.schema.ATTRIBUTION`), where it can be told exactly; a session counts
@@ -68,7 +95,14 @@ def create_app(
     Starlette
     """
     gateway = _Gateway(
-        engine, renderer, log, max_new_tokens, max_body_bytes, attributed
+        engine,
+        renderer,
+        log,
+        max_new_tokens,
+        max_body_bytes,
+        Reading(images=images),
+        ping_seconds,
+        attributed,
     )
 
     @asynccontextmanager
@@ -79,6 +113,7 @@ def create_app(
 
     return Starlette(
         routes=[
+            Route("/", gateway.health, methods=["GET"]),
             Route("/healthz", gateway.health, methods=["GET"]),
             Route("/sessions", gateway.open_session, methods=["POST"]),
             Route("/sessions/{session_id}", gateway.show_session, methods=["GET"]),
@@ -86,8 +121,11 @@ def create_app(
             Route(
                 "/sessions/{session_id}/close", gateway.close_session, methods=["POST"]
             ),
-            Route("/v1/models", gateway.models, methods=["GET"]),
-            Route("/v1/chat/completions", gateway.chat, methods=["POST"]),
+            *(
+                Route(prefix + path, endpoint, methods=[method])
+                for path, method, endpoint in gateway.client_routes()
+                for prefix in ("", "/s/{session_id}")
+            ),
         ],
         exception_handlers={
             GatewayError: _answer_error,
@@ -99,17 +137,36 @@ def create_app(
     )
 
 
-async def _answer_error(_: Request, error: Exception) -> Response:
-    if isinstance(error, PromptError):
-        error = GatewayError(error.message, error.status, code=error.code)
-    elif isinstance(error, EngineError):
-        error = GatewayError(error.message, error.status, code="engine_error")
-    elif isinstance(error, HTTPException):
-        error = GatewayError(error.detail, error.status_code)
-    elif not isinstance(error, GatewayError):
-        # the server logs it with its traceback
-        error = GatewayError("the gateway failed", 500, code="internal_error")
-    return JSONResponse(error_body(error), error.status)
+async def _answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        told = GatewayError(error.detail, error.status_code)
+    else:
+        # the server logs what is no GatewayError with its traceback
+        told = as_gateway_error(error)
+    protocol = _protocol_of(request)
+    return _json(protocol.error(told), told.status, retry_header(told))
+
+
+def _protocol_of(request: Request) -> WireProtocol:
+    """The protocol in whose words a client is told of an error."""
+    protocol: WireProtocol | None = getattr(request.state, "protocol", None)
+    if protocol is not None:
+        return protocol
+    # a path that nothing answers, or not this method
+    path = request.url.path
+
+    def begins(known: str) -> bool:
+        stem, has_model, _ = known.partition("{")
+        # /v1/models/{model} alone is OpenAI's, and Gemini's with a method behind it
+        return stem in path and (not has_model or ":" in path)
+
+    return next((p for p in PROTOCOLS if any(map(begins, p.paths))), OPENAI_CHAT)
+
+
+def _json(
+    body: Json, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    return Response(encode(body), status, headers, "application/json")
 
 
 class _Gateway:
@@ -122,6 +179,8 @@ class _Gateway:
         log: TurnLog,
         max_new_tokens: int,
         max_body_bytes: int,
+        reading: Reading,
+        ping_seconds: float,
         attributed: bool,
     ) -> None:
         self._engine = engine
@@ -129,8 +188,17 @@ class _Gateway:
         self._log = log
         self._max_new_tokens = max_new_tokens
         self._max_body_bytes = max_body_bytes
+        self._reading = reading
+        self._ping_seconds = ping_seconds
         self._attributed = attributed
         self._sessions = SessionStore()
+
+    def client_routes(self) -> Iterator[tuple[str, str, Endpoint]]:
+        """Path, method and endpoint of what the clients call."""
+        yield "/v1/models", "GET", self.models
+        for protocol in PROTOCOLS:
+            for path, verb in protocol.paths.items():
+                yield path, "POST", self._endpoint(protocol, verb)
 
     async def health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok", "sessions": self._sessions.counts()})
@@ -148,9 +216,9 @@ class _Gateway:
 
     async def open_session(self, request: Request) -> Response:
         body = wire.parse_object(await self._body(request) or b"{}")
-        wire.only(body, {"session_id", "sampling", "max_turns", "metadata"}, "")
+        wire.only(body, SESSION_FIELDS, "")
         session_id, limit = body.get("session_id"), body.get("max_turns")
-        metadata = body.get("metadata")
+        metadata, replay = body.get("metadata"), body.get("replay")
         session = self._sessions.open(
             None if session_id is None else wire.as_text(session_id, "session_id"),
             pins=parse_pins(body.get("sampling")),
@@ -158,6 +226,7 @@ class _Gateway:
             if limit is None
             else wire.as_integer(limit, "max_turns", least=1),
             metadata=None if metadata is None else wire.as_object(metadata, "metadata"),
+            replay=replay is not None and wire.as_flag(replay, "replay"),
         )
         return JSONResponse(
             {"session_id": session.session_id, "api_key": session.session_id}
@@ -176,57 +245,127 @@ class _Gateway:
     def _session(self, request: Request) -> Session:
         return self._sessions.get(request.path_params["session_id"])
 
-    async def chat(self, request: Request) -> Response:
-        session = self._sessions.authorise(request.headers.get("authorization"))
-        asked = parse_request(wire.parse_object(await self._body(request)))
-        session.admit()
-        call = await self._attend(session, asked, request.receive)
-        if call is None:
-            # nobody is there to read it
-            return Response(status_code=499)
-        self._record(session, call)
-        if call.reply is None:
-            raise EngineError(
-                f"the engine aborted the call after {len(call.turn.output_ids)} tokens",
-                503,
-            )
-        if not asked.stream:
-            return JSONResponse(reply_body(call.reply))
-        return StreamingResponse(
-            _events(call.reply, include_usage=asked.include_usage),
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-        )
+    def _endpoint(self, protocol: WireProtocol, verb: Verb) -> Endpoint:
+        async def endpoint(request: Request) -> ASGIApp:
+            # errors are told in its words
+            request.state.protocol = protocol
+            session = self._sessions.authorise(_claims(request))
+            body = await self._body(request)
+            counts = verb == "count" and protocol.read_for_count
+            read = counts or protocol.read
 
-    async def _attend(
-        self, session: Session, asked: ChatRequest, receive: Receive
-    ) -> PreparedCall | None:
-        """Prepare a call, watching client and session. None: the client is gone."""
+            def parse() -> ChatRequest:
+                asked = read(wire.parse_object(body), self._reading)
+                return replace(asked, stream=True) if verb == "stream" else asked
+
+            # a long history would hold up every other call
+            asked = await asyncio.to_thread(parse)
+            if verb == "count":
+                tokens = await count_tokens(asked, session.echo, self._renderer)
+                return _json(protocol.count(tokens))
+            digest = request_digest(f"{protocol.name} {verb}", body)
+            return await self._call(protocol, session, asked, digest, request)
+
+        return endpoint
+
+    async def _call(
+        self,
+        protocol: WireProtocol,
+        session: Session,
+        asked: ChatRequest,
+        digest: bytes,
+        request: Request,
+    ) -> ASGIApp:
+        events = protocol.events(asked) if asked.stream else None
+        resends, call = session.resends, None
+        if session.replay or says_retry(request.headers):
+            session.check_open()
+            known = resends.reply(digest)
+            call = resends.under_way.get(digest)
+            resends.replayed += known is not None or call is not None
+            if known is not None:
+                return _answer(protocol, asked, events, known)
+        if call is None:
+            session.admit()
+            call = self._begin(protocol, session, asked, digest, request)
+
+        def last() -> None:
+            session.calls.discard(call.work)
+            if resends.under_way.get(digest) is call:
+                del resends.under_way[digest]
+
+        attended = Attended(call, request.receive, last)
+        watched: Attended | None = attended
+        try:
+            ready = await attended.wait(None if events is None else self._ping_seconds)
+            if events is not None and not ready:
+                # which ends it
+                watched = None
+                return LateStream(attended, events, self._ping_seconds)
+            if attended.gone:
+                # nobody is there to read it
+                return Response(status_code=499)
+            reply = call.finish()
+        except (GatewayError, EngineError) as error:
+            told = as_gateway_error(error)
+            if events is None or told.code not in protocol.told_in_stream:
+                raise
+            return _stream(events.opening() + events.error(told))
+        finally:
+            if watched is not None:
+                await watched.end()
+        return _answer(protocol, asked, events, reply)
+
+    def _begin(
+        self,
+        protocol: WireProtocol,
+        session: Session,
+        asked: ChatRequest,
+        digest: bytes,
+        request: Request,
+    ) -> SharedCall:
+        """Start the work on a call."""
         work = asyncio.create_task(
             prepare_call(
                 asked,
                 engine=self._engine,
                 renderer=self._renderer,
                 session_id=session.session_id,
+                echo=session.echo,
                 pins=session.pins,
                 max_new_tokens=self._max_new_tokens,
+                protocol=protocol,
+                caller=identify(request.headers, asked),
                 attributed=self._attributed,
             )
         )
-        gone = asyncio.create_task(_disconnected(receive))
-        session.calls.add(work)
-        try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if gone.done():
-                return None
-            session.check_open()
-            return work.result()
-        finally:
-            session.calls.discard(work)
-            await _cancel(work, gone)
 
-    def _record(self, session: Session, call: PreparedCall) -> None:
-        """Write the turn and count it, in one step for every other call."""
+        def record() -> Reply:
+            # closing it cancelled the work
+            session.check_open()
+            prepared = work.result()
+            earlier = session.resends.earlier(digest)
+            turn = replace(prepared.turn, resend_of=earlier)
+            reply = self._record(session, replace(prepared, turn=turn))
+            session.left_out.update(asked.left_out)
+            session.resends.remember(digest, turn.request_id, reply)
+            return reply
+
+        call = SharedCall(work, record)
+        session.calls.add(work)
+        session.resends.under_way[digest] = call
+        return call
+
+    def _record(self, session: Session, call: PreparedCall) -> Reply:
+        """Write the turn and count it, in one step for every other call.
+
+        Raises
+        ------
+        EngineError
+            The engine cut the call short.
+        GatewayError
+            The turn could not be written.
+        """
         try:
             added = self._log.append(call.turn, session.recorded, session.shown)
         except OSError as error:
@@ -238,22 +377,38 @@ class _Gateway:
         if self._attributed:
             session.unattributed += call.turn.prompt_message_index is None
         session.shown |= added
+        session.echo.count(call.heard)
+        if call.reply is None:
+            raise EngineError(
+                f"the engine aborted the call after {len(call.turn.output_ids)} tokens",
+                503,
+            )
+        session.echo.remember(call.heard.place, call.message)
+        return call.reply
 
 
-async def _events(reply: Reply, *, include_usage: bool) -> AsyncIterator[bytes]:
-    # Starlette would fetch each item of a plain iterator from a thread
-    for event in reply_events(reply, include_usage=include_usage):
-        yield event
+def _answer(
+    protocol: WireProtocol, asked: ChatRequest, events: Events | None, reply: Reply
+) -> Response:
+    if events is None:
+        return _json(protocol.write(reply, asked))
+    return _stream(events.opening() + b"".join(events.reply(reply)))
 
 
-async def _disconnected(receive: Receive) -> None:
-    """Return when the client hangs up. The request's body must have been read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+def _stream(events: bytes) -> Response:
+    return Response(events, headers=STREAM_HEADERS, media_type=STREAM_TYPE)
 
 
-async def _cancel(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel what is under way and wait until it has cleaned up."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+def _claims(request: Request) -> Iterator[str]:
+    """What may be the id of a call's session, in order."""
+    named = request.path_params.get("session_id") or request.headers.get(SESSION_HEADER)
+    if named is not None:
+        yield named
+        return
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        yield token.strip()
+    for header in _KEY_HEADERS:
+        yield request.headers.get(header, "")
+    # Gemini's clients of old
+    yield request.query_params.get("key", "")

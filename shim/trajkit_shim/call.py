@@ -11,14 +11,18 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
 from trajkit_shim.attribution import tool_names
+from trajkit_shim.callers import Caller
 from trajkit_shim.chat import ChatRequest
+from trajkit_shim.echo import EchoBook, Heard
 from trajkit_shim.engine import Engine, Sample
 from trajkit_shim.limits import check_prompt, check_sample
 from trajkit_shim.log import LoggedTurn, logged_message
-from trajkit_shim.parse import Parsed, parse_reply
-from trajkit_shim.render import ChatRenderer
+from trajkit_shim.parse import Parsed, parse
+from trajkit_shim.protocols.protocol import WireProtocol
+from trajkit_shim.render import ChatRenderer, Ids
 from trajkit_shim.reply import Reply, Usage, expected_echo, make_reply
 from trajkit_shim.sampling import Wishes, settle
+from trajkit_shim.wire import Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +30,12 @@ class PreparedCall:
     """A call that was sampled and parsed, to be recorded and answered."""
 
     turn: LoggedTurn
+    # the request's messages, with the session's replies put back
+    heard: Heard
     # None: the engine cut the call short, and its turn is context only
     reply: Reply | None
+    # the reply in canonical form
+    message: Json
 
 
 async def prepare_call(
@@ -36,8 +44,11 @@ async def prepare_call(
     engine: Engine,
     renderer: ChatRenderer,
     session_id: str,
+    echo: EchoBook,
     pins: Wishes,
     max_new_tokens: int,
+    protocol: WireProtocol,
+    caller: Caller,
     attributed: bool = True,
 ) -> PreparedCall:
     """Render, sample and parse one call.
@@ -48,10 +59,15 @@ async def prepare_call(
     engine, renderer
         The model and its tokenizer.
     session_id : str
+    echo : EchoBook
+        What was sampled in the session.
     pins : Wishes
         The session's sampling parameters.
     max_new_tokens : int
         The gateway's own limit on new tokens.
+    protocol : WireProtocol
+        That the call came in on.
+    caller : Caller
     attributed : bool
         Say of each prompt token which message it shows, for learning from tool outputs.
 
@@ -65,7 +81,7 @@ async def prepare_call(
     started_at = datetime.now(UTC)
     request_id = uuid.uuid4().hex
     info = await engine.info()
-    prompt_ids = await asyncio.to_thread(renderer.render, asked.messages, asked.tools)
+    heard, prompt_ids = await asyncio.to_thread(_prompt, asked, echo, renderer)
     check_prompt(prompt_ids, info)
     sampling = settle(
         asked.asked,
@@ -81,17 +97,32 @@ async def prepare_call(
     ended_at = datetime.now(UTC)
 
     def finish() -> PreparedCall:
-        parsed = _parse(sample, asked, sampling.stop, renderer)
+        parsed, stop_sequence = _parse(
+            sample,
+            sampling.stop,
+            renderer,
+            tools=asked.tools is not None,
+            opened=renderer.opens_reasoning(prompt_ids),
+        )
         aborted = sample.finish_reason == "abort"
         usage = Usage(
             prompt_tokens=len(prompt_ids),
             output_tokens=len(sample.output_ids),
             cached_tokens=sample.cached_tokens,
+            reasoning_tokens=_reasoning_tokens(parsed, sample, renderer),
         )
-        reply = make_reply(parsed, sample.finish_reason, model=info.model, usage=usage)
+        reply = make_reply(
+            parsed,
+            sample.finish_reason,
+            model=info.model,
+            usage=usage,
+            call_prefix=protocol.call_prefix,
+            stop_sequence=stop_sequence,
+        )
+        message = expected_echo(reply)
         shown = None
         if attributed:
-            shown = renderer.attribute(asked.messages, asked.tools, prompt_ids)
+            shown = renderer.attribute(heard.messages, asked.tools, prompt_ids)
         turn = LoggedTurn(
             session_id=session_id,
             request_id=request_id,
@@ -100,8 +131,8 @@ async def prepare_call(
             output_ids=sample.output_ids,
             output_logprobs=sample.output_logprobs,
             finish_reason=sample.finish_reason,
-            messages=[logged_message(message) for message in asked.messages],
-            response=None if aborted else logged_message(expected_echo(reply)),
+            messages=heard.logged,
+            response=None if aborted else logged_message(message),
             use_tool=bool(parsed.tool_calls),
             ill_formed=parsed.ill_formed,
             trainable=not aborted,
@@ -110,23 +141,72 @@ async def prepare_call(
             cached_tokens=sample.cached_tokens,
             started_at=started_at,
             ended_at=ended_at,
+            protocol=protocol.name,
+            harness=caller.harness,
+            agent_id=caller.agent_id,
+            parent_agent_id=caller.parent_agent_id,
+            call_kind=caller.call_kind,
             prompt_message_index=None if shown is None else shown.message_index,
             prompt_is_content=None if shown is None else shown.is_content,
-            message_tool_names=tool_names(asked.messages) if attributed else None,
+            message_tool_names=tool_names(heard.messages) if attributed else None,
         )
-        return PreparedCall(turn=turn, reply=None if aborted else reply)
+        return PreparedCall(
+            turn=turn,
+            heard=heard,
+            reply=None if aborted else reply,
+            message=message,
+        )
 
     # decoding and digesting a long history would hold up every other call
     return await asyncio.to_thread(finish)
 
 
+async def count_tokens(
+    asked: ChatRequest, echo: EchoBook, renderer: ChatRenderer
+) -> int:
+    """How many tokens the prompt of a call has. Nothing is sampled or recorded.
+
+    Raises
+    ------
+    GatewayError
+        The messages cannot be rendered.
+    """
+    _, prompt_ids = await asyncio.to_thread(_prompt, asked, echo, renderer)
+    return len(prompt_ids)
+
+
+def _prompt(
+    asked: ChatRequest, echo: EchoBook, renderer: ChatRenderer
+) -> tuple[Heard, Ids]:
+    heard = echo.hear(asked.messages)
+    return heard, renderer.render(heard.messages, asked.tools)
+
+
+def _reasoning_tokens(parsed: Parsed, sample: Sample, renderer: ChatRenderer) -> int:
+    if parsed.reasoning is None:
+        return 0
+    if not parsed.sampled:
+        return len(sample.output_ids)
+    # 0 where the end is spelled in other tokens
+    return renderer.end_of_reasoning(sample.output_ids) or 0
+
+
 def _parse(
-    sample: Sample, asked: ChatRequest, stop: tuple[str, ...], renderer: ChatRenderer
-) -> Parsed:
+    sample: Sample,
+    stop: tuple[str, ...],
+    renderer: ChatRenderer,
+    *,
+    tools: bool,
+    opened: bool,
+) -> tuple[Parsed, str | None]:
+    """The reply, taken apart, and the stop string at which it was cut."""
     ended = sample.finish_reason == "stop"
     text = renderer.decode(sample.output_ids, ended=ended)
+    matched = None
     if ended:
         # a client never sees the stop string that it asked for
-        cuts = [at for mark in stop if (at := text.find(mark)) >= 0]
-        text = text[: min(cuts, default=len(text))]
-    return parse_reply(text) if asked.tools else Parsed(text, (), False)
+        found = [(at, mark) for mark in stop if (at := text.find(mark)) >= 0]
+        if found:
+            at, matched = min(found)
+            text = text[:at]
+    return parse(text, tools=tools, opened=opened), matched

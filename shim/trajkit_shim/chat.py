@@ -1,70 +1,40 @@
-"""OpenAI Chat Completions requests, and the canonical form of their messages.
+"""The chat request that every protocol's request becomes.
 
-A message has one canonical form whether it comes from a client or is the gateway's own
-reply on its way out, so that a client's echo of a reply equals the reply's record:
+Messages are canonical: one form whatever the protocol, and whether a message comes from
+a client or is the gateway's own reply on its way out, so that a client's echo of a reply
+equals the reply's record.
 
-- ``content`` is a string: null and missing are ``""``, text parts are joined by
-  newlines;
-- the role ``developer`` is ``system``;
-- tool calls keep their ids, their order and their ``arguments`` string as it was sent;
-- what means nothing to the model (refusal: null, annotations, cache hints, ...) is left
-  out.
+- ``role`` is ``system``, ``user``, ``assistant`` or ``tool``; ``content`` is a string.
+- An assistant message may have ``reasoning_content``, and ``tool_calls`` in OpenAI's
+  form, whose ``arguments`` are JSON text as it was sampled. Where text was sampled after
+  a call, ``sampled`` holds the reply as it was, from the end of its reasoning on; only
+  the gateway itself writes it (`trajkit_shim.echo`).
+- A tool message has ``tool_call_id``.
+- What means nothing to the model (cache hints, annotations, ...) is left out.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
-from trajkit_shim import wire
-from trajkit_shim.sampling import WISH_NAMES, Wishes, parse_wishes
-from trajkit_shim.wire import Json, refuse
+from trajkit_shim.sampling import Wishes
+from trajkit_shim.wire import Json
 
-# Accepted and without effect: who asks, and how a provider may store and bill it.
-HINTS = frozenset(
-    {
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-    }
-)
-# Accepted with the one value that asks for nothing.
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "modalities": (["text"],),
-    "n": (1,),
-    "parallel_tool_calls": (True,),
-    "presence_penalty": (0,),
-    "response_format": ({"type": "text"},),
-    "top_logprobs": (0,),
-}
-KNOWN = frozenset(
-    {
-        *HINTS,
-        *NEUTRAL,
-        *WISH_NAMES,
-        "messages",
-        "model",
-        "stream",
-        "stream_options",
-        "tool_choice",
-        "tools",
-    }
-)
+Images: TypeAlias = Literal["refuse", "omit"]
 
-# What clients add to messages that means nothing to the model.
-_SILENT = frozenset({"annotations", "cache_control", "provider_specific_fields"})
-_FIELDS = {
-    "system": frozenset({"role", "content", "name"}),
-    "user": frozenset({"role", "content", "name"}),
-    "tool": frozenset({"role", "content", "name", "tool_call_id"}),
-    "assistant": frozenset(
-        {"role", "content", "name", "tool_calls", "reasoning_content"}
-    ),
-}
+OMITTED_IMAGE = "[image omitted]"
+"""What stands where an image was, with ``images="omit"``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What a gateway does with the parts of a request that no model here can take."""
+
+    # refuse: answered with 400. omit: `OMITTED_IMAGE` stands in its place
+    images: Images = "refuse"
+
+
+AS_GIVEN = Reading()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,158 +43,14 @@ class ChatRequest:
 
     # canonical, at least one
     messages: list[Json]
-    # as the client sent them; None: no tool may be called
+    # in OpenAI's form; None: no tool may be called
     tools: list[Json] | None
     asked: Wishes
     stream: bool
-    include_usage: bool
-
-
-def parse_request(body: Json) -> ChatRequest:
-    """The chat request that the body of ``POST /v1/chat/completions`` holds.
-
-    Raises
-    ------
-    GatewayError
-        A field is missing, malformed, or asks for what this gateway does not do.
-    """
-    wire.only(body, KNOWN, "")
-    for name, allowed in NEUTRAL.items():
-        value = body.get(name)
-        if value is not None and not any(_same(value, one) for one in allowed):
-            refuse(name, f"{value!r} is not supported", code="unsupported_value")
-    if body.get("model") is not None:
-        wire.as_text(body["model"], "model")
-    stream = body.get("stream") is not None and wire.as_flag(body["stream"], "stream")
-    return ChatRequest(
-        messages=_messages(body.get("messages")),
-        tools=_tools(body.get("tools"), body.get("tool_choice")),
-        asked=parse_wishes(body),
-        stream=stream,
-        include_usage=_include_usage(body.get("stream_options"), stream=stream),
-    )
-
-
-def _same(value: object, neutral: object) -> bool:
-    # 0 and false are equal in Python and not in JSON
-    return isinstance(value, bool) is isinstance(neutral, bool) and value == neutral
-
-
-def _include_usage(value: object, *, stream: bool) -> bool:
-    if value is None:
-        return False
-    options = wire.as_object(value, "stream_options")
-    if not stream:
-        refuse("stream_options", "only a streaming request takes them")
-    wire.only(options, {"include_usage", "include_obfuscation"}, "stream_options")
-    wanted = options.get("include_usage")
-    return wanted is not None and wire.as_flag(wanted, "stream_options.include_usage")
-
-
-def _tools(value: object, choice: object) -> list[Json] | None:
-    if choice not in (None, "auto", "none"):
-        refuse("tool_choice", f"{choice!r} is not supported", code="unsupported_value")
-    if value is None:
-        return None
-    tools = []
-    for i, item in enumerate(wire.as_list(value, "tools")):
-        where = f"tools[{i}]"
-        tool = wire.as_object(item, where)
-        if tool.get("type") != "function":
-            refuse(f"{where}.type", f"{tool.get('type')!r} is not 'function'")
-        function = wire.as_object(tool.get("function"), f"{where}.function")
-        wire.as_name(function.get("name"), f"{where}.function.name")
-        if function.get("strict"):
-            refuse(
-                f"{where}.function.strict", "replies are not constrained to a schema"
-            )
-        tools.append(tool)
-    return tools if tools and choice != "none" else None
-
-
-def _messages(value: object) -> list[Json]:
-    items = wire.as_list(value, "messages")
-    if not items:
-        refuse("messages", "an empty list")
-    return [canonical_message(item, f"messages[{i}]") for i, item in enumerate(items)]
-
-
-def canonical_message(value: object, where: str) -> Json:
-    """One chat message in canonical form.
-
-    Parameters
-    ----------
-    value : dict
-        A message as a client sends it, or as the gateway's reply holds it.
-    where : str
-        Its path, for messages.
-
-    Raises
-    ------
-    GatewayError
-        The role is unknown, content is not text, or a field is missing or unknown.
-    """
-    message = wire.as_object(value, where)
-    role = wire.as_name(message.get("role"), f"{where}.role")
-    role = "system" if role == "developer" else role
-    if role not in _FIELDS:
-        refuse(f"{where}.role", f"{role!r} is not one of {', '.join(sorted(_FIELDS))}")
-    wire.only(message, _FIELDS[role] | _SILENT, where)
-    content = message.get("content")
-    calls = message.get("tool_calls")
-    if content is None and role != "assistant":
-        refuse(f"{where}.content", f"missing in a {role} message")
-    canonical: Json = {"role": role, "content": _text(content, f"{where}.content")}
-    for name in ("name", "reasoning_content"):
-        if message.get(name) is not None:
-            canonical[name] = wire.as_text(message[name], f"{where}.{name}")
-    if role == "tool":
-        canonical["tool_call_id"] = wire.as_text(
-            message.get("tool_call_id"), f"{where}.tool_call_id"
-        )
-    if calls:
-        canonical["tool_calls"] = [
-            _tool_call(call, f"{where}.tool_calls[{i}]")
-            for i, call in enumerate(wire.as_list(calls, f"{where}.tool_calls"))
-        ]
-    return canonical
-
-
-def _text(content: object, where: str) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    parts = []
-    for i, item in enumerate(wire.as_list(content, where)):
-        at = f"{where}[{i}]"
-        part = wire.as_object(item, at)
-        if part.get("type") != "text":
-            refuse(
-                f"{at}.type",
-                f"{part.get('type')!r} is not supported: messages are text",
-                code="unsupported_content",
-            )
-        wire.only(part, {"type", "text", *_SILENT}, at)
-        parts.append(wire.as_text(part.get("text"), f"{at}.text"))
-    return "\n".join(parts)
-
-
-def _tool_call(value: object, where: str) -> Json:
-    call = wire.as_object(value, where)
-    wire.only(call, {"id", "type", "function", "index", *_SILENT}, where)
-    if call.get("type") not in (None, "function"):
-        refuse(f"{where}.type", f"{call['type']!r} is not 'function'")
-    function = wire.as_object(call.get("function"), f"{where}.function")
-    wire.only(function, {"name", "arguments", *_SILENT}, f"{where}.function")
-    arguments = function.get("arguments")
-    return {
-        "id": wire.as_text(call.get("id"), f"{where}.id"),
-        "type": "function",
-        "function": {
-            "name": wire.as_name(function.get("name"), f"{where}.function.name"),
-            "arguments": wire.as_text(
-                "" if arguments is None else arguments, f"{where}.function.arguments"
-            ),
-        },
-    }
+    # a stream ends with its token counts (OpenAI Chat Completions)
+    include_usage: bool = False
+    # types of the tools that only a provider can run: the model is not told of them
+    left_out: tuple[str, ...] = ()
+    # namespace and name, as the client knows them, of tools that the model knows under
+    # one name (OpenAI Responses)
+    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)

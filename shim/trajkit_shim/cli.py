@@ -28,9 +28,10 @@ def add_serve(commands: Commands) -> None:
     parser = commands.add_parser(
         "serve",
         help="record the model calls of an unmodified agent",
-        description="Run a gateway that speaks OpenAI Chat Completions, samples from "
-        "an inference engine in token ids, and writes every call to the run's turn log "
-        "before it is answered. POST /sessions opens a session; its id is the API key.",
+        description="Run a gateway that speaks OpenAI Chat Completions and Responses, "
+        "Anthropic Messages and Gemini generateContent, samples from an inference "
+        "engine in token ids, and writes every call to the run's turn log before it is "
+        "answered. POST /sessions opens a session; its id is the API key.",
     )
     parser.add_argument(
         "--engine",
@@ -57,6 +58,12 @@ def add_serve(commands: Commands) -> None:
         type=Path,
         required=True,
         help="directory of the turn log; made if missing",
+    )
+    parser.add_argument(
+        "--images",
+        choices=["refuse", "omit"],
+        default="refuse",
+        help="a request with an image is refused (the default), or a text stands for it",
     )
     parser.add_argument(
         "--no-attribution",
@@ -144,7 +151,13 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
 
-    app = create_app(engine, renderer, log, attributed=not arguments.no_attribution)
+    app = create_app(
+        engine,
+        renderer,
+        log,
+        images=arguments.images,
+        attributed=not arguments.no_attribution,
+    )
     # Ctrl-C is how it is stopped; the calls under way have been answered by then.
     with suppress(KeyboardInterrupt):
         serve(app, arguments.host, arguments.port, on_listening=say_where)

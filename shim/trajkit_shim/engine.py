@@ -23,6 +23,11 @@ class EngineError(Exception):
         fault, 5xx when the engine is.
     """
 
+    # a word for machines
+    code = "engine_error"
+    # tokens of a prompt that is too long, and the context's length
+    overflow: tuple[int, int] | None = None
+
     def __init__(self, message: str, status: int = 502) -> None:
         super().__init__(message, status)
         self.message = message

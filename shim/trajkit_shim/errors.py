@@ -1,4 +1,6 @@
-"""What the gateway answers when it cannot answer: one exception, one wire shape."""
+"""What the gateway answers when it cannot answer."""
+
+from trajkit_shim.engine import EngineError
 
 
 class GatewayError(Exception):
@@ -14,6 +16,8 @@ class GatewayError(Exception):
         A word for machines.
     param : str, optional
         The request parameter at fault, as a path: ``messages[3].content``.
+    overflow : tuple of int, optional
+        Tokens of a prompt that the context has no room for, and the context's length.
     """
 
     def __init__(
@@ -23,12 +27,14 @@ class GatewayError(Exception):
         *,
         code: str | None = None,
         param: str | None = None,
+        overflow: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(message, status)
         self.message = message
         self.status = status
         self.code = code
         self.param = param
+        self.overflow = overflow
 
     def __str__(self) -> str:
         return self.message
@@ -36,6 +42,29 @@ class GatewayError(Exception):
 
 class TemplateError(GatewayError):
     """The chat template refuses the messages."""
+
+
+# What may go away by itself. Clients that obey x-should-retry send no other call again.
+_PASSING = frozenset({502, 503, 504})
+
+
+def as_gateway_error(error: Exception) -> GatewayError:
+    """What a client is told of an error, whatever raised it."""
+    if isinstance(error, GatewayError):
+        return error
+    if isinstance(error, EngineError):
+        return GatewayError(
+            error.message,
+            error.status,
+            code=error.code,
+            overflow=error.overflow,
+        )
+    return GatewayError("the gateway failed", 500, code="internal_error")
+
+
+def retry_header(error: GatewayError) -> dict[str, str]:
+    """The header that tells the official clients whether to send the call again."""
+    return {"x-should-retry": "true" if error.status in _PASSING else "false"}
 
 
 def error_body(error: GatewayError) -> dict[str, object]:

@@ -15,11 +15,16 @@ class PromptError(EngineError):
     message : str
     code : str
         A word for machines.
+    overflow : tuple of int, optional
+        The prompt's tokens, and the context's length, where that is what is wrong.
     """
 
-    def __init__(self, message: str, code: str) -> None:
+    def __init__(
+        self, message: str, code: str, overflow: tuple[int, int] | None = None
+    ) -> None:
         super().__init__(message, 400)
         self.code = code
+        self.overflow = overflow
 
 
 def check_prompt(prompt_ids: npt.NDArray[np.int32], info: EngineInfo) -> None:
@@ -50,6 +55,7 @@ def check_prompt(prompt_ids: npt.NDArray[np.int32], info: EngineInfo) -> None:
             f"tokens; the messages and tools are {len(prompt_ids)} tokens and leave no "
             "room for a reply",
             "context_length_exceeded",
+            (len(prompt_ids), info.max_context_tokens),
         )
 
 

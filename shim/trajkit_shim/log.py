@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import schema
-from trajkit.messages import message_body, message_key
+from trajkit.messages import message_record
 from trajkit_shim.engine import WeightSpan
 from trajkit_shim.wire import Json
 
@@ -28,7 +28,17 @@ LOG_SCHEMA = pa.schema(
         *list(schema.ATTRIBUTION)[2:],
         # the id under which the engine was called
         pa.field("request_id", pa.string()),
+        # the request_id of the session's first turn whose request was the same to the
+        # byte; null: there is none
+        pa.field("resend_of", pa.string()),
         pa.field("model", pa.string()),
+        # the protocol that the call came in on
+        pa.field("protocol", pa.string()),
+        # who called, and what for (trajkit_shim.callers); null: the request does not tell
+        pa.field("harness", pa.string()),
+        pa.field("agent_id", pa.string()),
+        pa.field("parent_agent_id", pa.string()),
+        pa.field("call_kind", pa.string()),
         # the parameters of the engine call, as JSON
         pa.field("sampling", pa.string()),
         # prompt tokens that the engine did not compute again
@@ -61,9 +71,8 @@ class LoggedMessage:
 
 def logged_message(message: Json) -> LoggedMessage:
     """A canonical chat message with its key and body."""
-    return LoggedMessage(
-        message_key(message), str(message["role"]), message_body(message)
-    )
+    key, body = message_record(message)
+    return LoggedMessage(key, str(message["role"]), body)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +97,12 @@ class LoggedTurn:
     cached_tokens: int | None
     started_at: datetime
     ended_at: datetime
+    resend_of: str | None = None
+    protocol: str | None = None
+    harness: str | None = None
+    agent_id: str | None = None
+    parent_agent_id: str | None = None
+    call_kind: str | None = None
     # the columns of schema.ATTRIBUTION. None: it could not be told, or was not asked for
     prompt_message_index: npt.NDArray[np.int32] | None = None
     prompt_is_content: npt.NDArray[np.bool_] | None = None

@@ -1,4 +1,7 @@
-"""Tool calls in sampled text, in the form that Hermes and Qwen models use.
+"""Reasoning and tool calls in sampled text, in the form of Hermes and Qwen models.
+
+``<think>...</think>`` at the start is reasoning; where the prompt opened it, the reply
+holds only its end. White space around it is its frame.
 
 ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: every such block whose
 JSON reads as a call is a call, in order, its arguments being the very text that was
@@ -8,12 +11,19 @@ in the content as it is, and the reply is ill-formed.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+THINK = "<think>"
+END_THINK = "</think>"
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 
-_decoder = json.JSONDecoder()
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+_decoder = json.JSONDecoder(parse_constant=_refuse_constant)
 _SPACE = " \t\n\r"
 
 
@@ -25,13 +35,59 @@ class ToolCall:
     arguments: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Parsed:
     """A reply's text, taken apart."""
 
-    content: str
-    tool_calls: tuple[ToolCall, ...]
-    ill_formed: bool
+    # text and calls in the order in which they were sampled; no empty text
+    parts: tuple[str | ToolCall, ...]
+    # the text of all parts, as it was sampled
+    sampled: str
+    ill_formed: bool = False
+    # None: the reply has none
+    reasoning: str | None = None
+
+    @property
+    def content(self) -> str:
+        """All text, calls left out."""
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls, in order."""
+        return tuple(part for part in self.parts if isinstance(part, ToolCall))
+
+
+def parse(text: str, *, tools: bool, opened: bool) -> Parsed:
+    """A reply, taken apart.
+
+    Parameters
+    ----------
+    text : str
+        What was sampled, without the token that ends the message.
+    tools : bool
+        Calls are looked for.
+    opened : bool
+        The prompt ends inside of the reasoning.
+    """
+    reasoning, rest = _split_reasoning(text, opened=opened)
+    parsed = parse_reply(rest) if tools else parse_text(rest)
+    return replace(parsed, reasoning=reasoning)
+
+
+def _split_reasoning(text: str, *, opened: bool) -> tuple[str | None, str]:
+    inside = text if opened else text.lstrip(_SPACE)
+    if not opened:
+        if not inside.startswith(THINK):
+            return None, text
+        inside = inside.removeprefix(THINK)
+    inside, _, rest = inside.partition(END_THINK)
+    return inside.strip(_SPACE) or None, rest.lstrip("\n")
+
+
+def parse_text(text: str) -> Parsed:
+    """A reply in which nothing is looked for."""
+    return Parsed(parts=(text,) if text else (), sampled=text)
 
 
 def parse_reply(text: str) -> Parsed:
@@ -42,8 +98,8 @@ def parse_reply(text: str) -> Parsed:
     text : str
         What was sampled, without the token that ends the message.
     """
-    content: list[str] = []
-    calls: list[ToolCall] = []
+    parts: list[str | ToolCall] = []
+    said: list[str] = []
     ill_formed = False
     at = 0
     after_call = False
@@ -53,17 +109,19 @@ def parse_reply(text: str) -> Parsed:
         if found is None:
             # the marker is text; what follows it may still hold a call
             ill_formed = True
-            content.append(text[at:inside])
+            said.append(text[at:inside])
             at, after_call = inside, False
             continue
         before = text[at:start]
         if not after_call or before.strip(_SPACE):
-            content.append(before)
+            said.append(before)
+        parts += filter(None, ["".join(said)])
+        said.clear()
         call, at = found
-        calls.append(call)
+        parts.append(call)
         after_call = True
-    content.append(text[at:])
-    return Parsed("".join(content), tuple(calls), ill_formed)
+    parts += filter(None, ["".join([*said, text[at:]])])
+    return Parsed(parts=tuple(parts), sampled=text, ill_formed=ill_formed)
 
 
 def _read_call(text: str, at: int) -> tuple[ToolCall, int] | None:

@@ -73,6 +73,9 @@ class ChatRenderer:
         self._spelled = re.compile(spelled)
         self._keeps_apart = self._split_agrees()
         self._takes_string, self._call_separator = self._probe_template()
+        self._keeps_markup = self._probe_markup()
+        self._takes_late_system = self._probe_late_system()
+        self._end_of_reasoning: int | None = self._backend.token_to_id("</think>")
         self.end_ids: tuple[int, ...] = (int(tokenizer.eos_token_id),)
 
     @property
@@ -144,6 +147,8 @@ class ChatRenderer:
         self, messages: list[Json], tools: list[Json] | None
     ) -> tuple[str, str | None]:
         """The prompt's text, and the mark that breaks up special tokens in it."""
+        if not self._takes_late_system:
+            messages = _one_system(messages)
         shaped = [self._for_template(message) for message in messages]
         asked = {"messages": shaped, "tools": tools}
         if self._spelled.search(_all_text(asked)) is None:
@@ -172,6 +177,24 @@ class ChatRenderer:
         if ended and ids and ids[-1] in self.end_ids:
             ids.pop()
         return str(self._backend.decode(ids, skip_special_tokens=False))
+
+    def opens_reasoning(self, prompt_ids: Ids) -> bool:
+        """Whether a prompt ends inside of the reply's reasoning."""
+        # as long as "<think>\n" is in single bytes, and a bit
+        tail = self._backend.decode(
+            prompt_ids[-16:].tolist(), skip_special_tokens=False
+        )
+        return str(tail).rstrip().endswith("<think>")
+
+    def end_of_reasoning(self, output_ids: Ids) -> int | None:
+        """How many of the sampled ids come up to the end of reasoning, and with it.
+
+        None: no token among them ends it.
+        """
+        if self._end_of_reasoning is None:
+            return None
+        ends = np.flatnonzero(output_ids == self._end_of_reasoning)
+        return int(ends[0]) + 1 if len(ends) else None
 
     def _apply(self, messages: list[Json], tools: list[Json] | None) -> str:
         from jinja2.exceptions import TemplateError as JinjaError
@@ -278,6 +301,10 @@ class ChatRenderer:
         calls = message.get("tool_calls")
         if not calls:
             return message
+        if self._keeps_markup and "sampled" in message:
+            # text stands behind a call, where no template would put it
+            plain = {k: v for k, v in message.items() if k != "tool_calls"}
+            return {**plain, "content": message["sampled"]}
         assert isinstance(calls, list)
         content = str(message["content"])
         separator = self._call_separator
@@ -320,6 +347,56 @@ class ChatRenderer:
         _, _, separator = before.rpartition(_PROBE_TEXT)
         spaced = separator if separator and separator.isspace() else ""
         return _PROBE_ARGUMENTS in text, spaced
+
+    def _probe_markup(self) -> bool:
+        """Whether a call in an assistant's text is rendered as it is."""
+        text = (
+            f"{_PROBE_TEXT}<tool_call>\n{_PROBE_ARGUMENTS}\n</tool_call> {_PROBE_TEXT}"
+        )
+        probe: list[Json] = [
+            {"role": "user", "content": "user"},
+            {"role": "assistant", "content": text},
+            {"role": "tool", "content": "tool", "tool_call_id": "call_0"},
+        ]
+        try:
+            return text in self._apply(probe, None)
+        except TemplateError:
+            return False
+
+    def _probe_late_system(self) -> bool:
+        """Whether a system message may stand among the others."""
+        roles = ("user", "assistant", "system", "user")
+        probe: list[Json] = [
+            {"role": role, "content": f"{_PROBE_TEXT}{k}"}
+            for k, role in enumerate(roles)
+        ]
+        try:
+            return f"{_PROBE_TEXT}2" in self._apply(probe, None)
+        except TemplateError:
+            return False
+
+
+def _one_system(messages: list[Json]) -> list[Json]:
+    """The messages for a template that takes no system message but the first.
+
+    System messages at the start become one; a later one stays where it is, as a
+    reminder that the user gives.
+    """
+    first = next(
+        (k for k, message in enumerate(messages) if message["role"] != "system"),
+        len(messages),
+    )
+    system = "\n\n".join(str(message["content"]) for message in messages[:first])
+    merged: list[Json] = [{"role": "system", "content": system}] if first else []
+    return merged + [
+        {
+            "role": "user",
+            "content": f"<system-reminder>\n{message['content']}\n</system-reminder>",
+        }
+        if message["role"] == "system"
+        else message
+        for message in messages[first:]
+    ]
 
 
 def load_renderer(path: str | Path, chat_template: str | None = None) -> ChatRenderer:

@@ -4,13 +4,17 @@ A session's pins were set by whoever opened it, the trainer, and win over the cl
 wishes, so that an agent cannot change what it is trained under.
 """
 
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from dataclasses import fields as fields_of
 from typing import TypeVar
 
 from trajkit_shim import wire
 from trajkit_shim.engine import Sampling
 
 T = TypeVar("T")
+
+NO_NAMES: Mapping[str, str | None] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +31,13 @@ class Wishes:
     extra: wire.Json = field(default_factory=dict)
 
 
-PIN_NAMES = tuple(f.name for f in fields(Wishes))
+PIN_NAMES = tuple(f.name for f in fields_of(Wishes))
 WISH_NAMES = (*PIN_NAMES[:-1], "max_completion_tokens")
 
 
-def parse_wishes(body: wire.Json, where: str = "") -> Wishes:
+def parse_wishes(
+    body: wire.Json, where: str = "", names: Mapping[str, str | None] = NO_NAMES
+) -> Wishes:
     """The sampling parameters among ``body``'s fields; the other fields are left alone.
 
     Parameters
@@ -40,6 +46,9 @@ def parse_wishes(body: wire.Json, where: str = "") -> Wishes:
         A chat request, or the ``sampling`` object of a session.
     where : str
         The path of ``body``, for messages; empty at the top.
+    names : mapping of str to str or None, optional
+        The field of ``body`` that a parameter has, where it is not its name here. None:
+        it has none.
 
     Raises
     ------
@@ -47,12 +56,16 @@ def parse_wishes(body: wire.Json, where: str = "") -> Wishes:
         A parameter has the wrong type, lies out of its range, or contradicts another.
     """
     dot = f"{where}." if where else ""
-    named = {name: body.get(name) for name in PIN_NAMES[:-1]}
+    fields = {name: names.get(name, name) for name in PIN_NAMES[:-1]}
+    named = {
+        name: None if field is None else body.get(field)
+        for name, field in fields.items()
+    }
     longer = body.get("max_completion_tokens")
     limits = {
-        wire.as_integer(value, dot + name, least=1)
+        wire.as_integer(value, f"{dot}{name}", least=1)
         for name, value in (
-            ("max_tokens", named["max_tokens"]),
+            (fields["max_tokens"], named["max_tokens"]),
             ("max_completion_tokens", longer),
         )
         if value is not None
@@ -64,14 +77,16 @@ def parse_wishes(body: wire.Json, where: str = "") -> Wishes:
         )
     return Wishes(
         max_tokens=limits.pop() if limits else None,
-        temperature=_number(named["temperature"], dot + "temperature", most=2.0),
-        top_p=_number(named["top_p"], dot + "top_p", most=1.0, above=0.0),
-        top_k=_top_k(named["top_k"], dot + "top_k"),
-        stop=_stop(named["stop"], dot + "stop"),
+        temperature=_number(
+            named["temperature"], f"{dot}{fields['temperature']}", most=2.0
+        ),
+        top_p=_number(named["top_p"], f"{dot}{fields['top_p']}", most=1.0, above=0.0),
+        top_k=_top_k(named["top_k"], f"{dot}{fields['top_k']}"),
+        stop=_stop(named["stop"], f"{dot}{fields['stop']}"),
         seed=None
         if named["seed"] is None
         else wire.as_integer(
-            named["seed"], dot + "seed", least=-(2**63), most=2**63 - 1
+            named["seed"], f"{dot}{fields['seed']}", least=-(2**63), most=2**63 - 1
         ),
     )
 

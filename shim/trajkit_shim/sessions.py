@@ -7,10 +7,14 @@ for every other call.
 import asyncio
 import re
 import secrets
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
+from trajkit_shim.echo import EchoBook, Known
 from trajkit_shim.errors import GatewayError
+from trajkit_shim.resend import Resends
 from trajkit_shim.sampling import Wishes
 
 # it travels in an HTTP header and in paths
@@ -41,6 +45,13 @@ class Session:
     calls: set[asyncio.Task[Any]] = field(default_factory=set)
     # each message key's last body in the log, as its digest
     shown: dict[bytes, bytes] = field(default_factory=dict)
+    # the replies, to know them again
+    echo: EchoBook = field(default_factory=EchoBook)
+    # a request that is equal to an earlier one is that one sent again
+    replay: bool = False
+    resends: Resends = field(default_factory=Resends)
+    # how often a recorded call offered a tool that only a provider can run, by type
+    left_out: Counter[str] = field(default_factory=Counter)
 
     def check_open(self) -> None:
         """Refuse a session that was closed."""
@@ -70,6 +81,9 @@ class Session:
             "unattributed": self.unattributed,
             "in_flight": len(self.calls),
             "max_turns": self.max_turns,
+            "echo": {kind: self.echo.counts[kind] for kind in get_args(Known)},
+            "replayed": self.resends.replayed,
+            "tools_left_out": dict(self.left_out),
             "metadata": self.metadata,
         }
 
@@ -87,8 +101,12 @@ class SessionStore:
         pins: Wishes | None = None,
         max_turns: int | None = None,
         metadata: dict[str, object] | None = None,
+        replay: bool = False,
     ) -> Session:
         """A new session, under the given id or a fresh one.
+
+        With ``replay`` a request that is equal to an earlier one to the byte is taken
+        for a retry, whatever its headers say: for harnesses that don't say.
 
         Raises
         ------
@@ -115,6 +133,7 @@ class SessionStore:
             pins=pins or Wishes(),
             max_turns=max_turns,
             metadata=metadata or {},
+            replay=replay,
         )
         self._sessions[session_id] = session
         return session
@@ -128,24 +147,30 @@ class SessionStore:
             )
         return session
 
-    def authorise(self, header: str | None) -> Session:
-        """The open session whose id is the bearer token of an Authorization header.
+    def authorise(self, claims: Iterable[str]) -> Session:
+        """The open session that a call names.
+
+        Parameters
+        ----------
+        claims : iterable of str
+            What may be a session's id; the first that is one counts.
 
         Raises
         ------
         GatewayError
             401: there is no such session. 410: it is closed.
         """
-        scheme, _, token = (header or "").partition(" ")
-        session = self._sessions.get(token.strip())
-        if scheme.lower() != "bearer" or session is None:
-            raise GatewayError(
-                "the API key is the id of no session: open one with POST /sessions",
-                401,
-                code="invalid_api_key",
-            )
-        session.check_open()
-        return session
+        for claim in claims:
+            session = self._sessions.get(claim)
+            if session is not None:
+                session.check_open()
+                return session
+        raise GatewayError(
+            "no such session: its id is the API key, or the header x-session-id, or the "
+            "path prefix /s/{id}; open one with POST /sessions",
+            401,
+            code="invalid_api_key",
+        )
 
     def close(self, session_id: str) -> Session:
         """Close a session: no further turn of it is recorded.
@@ -156,6 +181,8 @@ class SessionStore:
         session = self.get(session_id)
         session.closed = True
         session.shown.clear()
+        session.echo.clear()
+        session.resends.clear()
         for call in session.calls:
             call.cancel()
         return session

@@ -1,34 +1,47 @@
-"""The real openai client, wired to an app in this process or to a URL."""
+"""The official clients, wired to an app in this process or to a URL."""
 
+import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib import import_module
 from pathlib import Path
 
+import anthropic
 import openai
 import pyarrow as pa
+from google import genai
 
+from tests.shim.fakes import Held
 from trajkit_shim.app import create_app
 from trajkit_shim.engine import Engine
 from trajkit_shim.log import TurnLog
 from trajkit_shim.render import ChatRenderer
+from trajkit_shim.wire import Json
 
-# the HTTP library that this version of the client is built on
-http = import_module(
-    openai.DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0]
-)
+
+def http_of(client_class):
+    """The HTTP library that this version of a client is built on."""
+    return import_module(client_class.__mro__[1].__module__.partition(".")[0])
+
+
+http = http_of(openai.DefaultAsyncHttpxClient)
 
 
 class InProcess:
     """A gateway in this process, and clients of it."""
 
     def __init__(
-        self, engine: Engine, renderer: ChatRenderer, directory: Path, **options: int
+        self, engine: Engine, renderer: ChatRenderer, directory: Path, **options: object
     ) -> None:
         self.log = TurnLog(directory)
         self.app = create_app(engine, renderer, self.log, **options)
-        transport = http.ASGITransport(app=self.app, raise_app_exceptions=False)
-        self.http = http.AsyncClient(transport=transport, base_url="http://gateway")
+        self.http = self._http(http)
+        self._anthropic_http = self._http(http_of(anthropic.DefaultAsyncHttpxClient))
+
+    def _http(self, library):
+        transport = library.ASGITransport(app=self.app, raise_app_exceptions=False)
+        return library.AsyncClient(transport=transport, base_url="http://gateway")
 
     def client(self, key: str) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(
@@ -38,11 +51,36 @@ class InProcess:
             max_retries=0,
         )
 
+    def anthropic(
+        self, key: str = "none", *, path: str = "", **options: object
+    ) -> anthropic.AsyncAnthropic:
+        """A client that puts the session's id in ``x-api-key``."""
+        return anthropic.AsyncAnthropic(
+            api_key=key,
+            base_url=f"http://gateway{path}",
+            http_client=self._anthropic_http,
+            max_retries=0,
+            **options,
+        )
+
+    def gemini(self, key: str = "none", *, path: str = "") -> genai.Client:
+        """A client that puts the session's id in ``x-goog-api-key``."""
+        return genai.Client(
+            api_key=key,
+            http_options=genai.types.HttpOptions(
+                base_url=f"http://gateway{path}", httpx_async_client=self.http
+            ),
+        )
+
     async def open(self, **fields: object) -> openai.AsyncOpenAI:
         """A client whose key is a new session."""
         reply = await self.http.post("/sessions", json=fields)
         assert reply.status_code == 200, reply.text
         return self.client(reply.json()["api_key"])
+
+    async def open_id(self, **fields: object) -> str:
+        """The id of a new session."""
+        return (await self.open(**fields)).api_key
 
     async def session(self, client: openai.AsyncOpenAI) -> dict[str, object]:
         return (await self.http.get(f"/sessions/{client.api_key}")).json()
@@ -53,7 +91,7 @@ class InProcess:
 
 @asynccontextmanager
 async def in_process(
-    engine: Engine, renderer: ChatRenderer, directory: Path, **options: int
+    engine: Engine, renderer: ChatRenderer, directory: Path, **options: object
 ) -> AsyncIterator[InProcess]:
     gateway = InProcess(engine, renderer, directory, **options)
     async with gateway.http:
@@ -64,3 +102,52 @@ async def in_process(
 def read_log(path: Path) -> pa.Table:
     with pa.ipc.open_stream(path) as reader:
         return reader.read_all()
+
+
+async def late_stream(gateway: InProcess, path: str, body: Json, held: Held) -> bytes:
+    """What a streaming client reads whose reply comes after two signs of life.
+
+    The gateway's ``ping_seconds`` must be short. ``body`` names the session as the
+    ``session`` that is taken out of it.
+    """
+    session = body.pop("session")
+    inbox = [{"type": "http.request", "body": json.dumps(body).encode()}]
+    read: list[bytes] = []
+    ended = asyncio.Event()
+
+    async def receive():
+        if inbox:
+            return inbox.pop()
+        await ended.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        if message["type"] == "http.response.start":
+            assert message["status"] == 200
+            return
+        read.append(message["body"])
+        if len(read) == 2:
+            held.release.set()
+        if not message.get("more_body", False):
+            ended.set()
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "query_string": b"",
+        "headers": [(b"x-session-id", session.encode())],
+    }
+    await gateway.app(scope, receive, send)
+    return b"".join(read)
+
+
+def replaying(client_class, data: bytes):
+    """An HTTP client of the library under ``client_class`` whose every answer is this."""
+    library = http_of(client_class)
+
+    def answer(_):
+        headers = {"content-type": "text/event-stream"}
+        return library.Response(200, content=data, headers=headers)
+
+    return library.AsyncClient(transport=library.MockTransport(answer))

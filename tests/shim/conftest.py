@@ -1,10 +1,14 @@
-"""Async tests run on asyncio. The tests of a real SGLang server need its address."""
+"""Async tests run on asyncio. The tests of real servers and clients need their places."""
 
 import os
 
 import pytest
 
-collect_ignore = [] if "TRAJKIT_SGLANG_URL" in os.environ else ["test_sglang_real.py"]
+_NEEDS = {
+    "test_sglang_real.py": "TRAJKIT_SGLANG_URL",
+    "test_real_clients.py": "TRAJKIT_CLIENTS",
+}
+collect_ignore = [name for name, need in _NEEDS.items() if need not in os.environ]
 
 
 @pytest.fixture

@@ -125,13 +125,13 @@ class ScriptedEngine:
 class Held:
     """A scripted reply that waits until it is let go."""
 
-    def __init__(self, reply: str) -> None:
+    def __init__(self, reply: "str | Sample | Exception") -> None:
         self.reply = reply
         self.entered = asyncio.Event()
         self.release = asyncio.Event()
         self.cancelled = False
 
-    async def __call__(self) -> str:
+    async def __call__(self) -> "str | Sample | Exception":
         self.entered.set()
         try:
             await self.release.wait()

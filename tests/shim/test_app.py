@@ -11,7 +11,15 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 
 import trajkit as tk
 from tests.shim.clients import in_process, read_log
-from tests.shim.fakes import RENDERER, TOOL, Held, ScriptedEngine, sampled
+from tests.shim.fakes import (
+    AS_STRING,
+    RENDERER,
+    TOOL,
+    Held,
+    ScriptedEngine,
+    byte_renderer,
+    sampled,
+)
 from trajkit_shim.engine import EngineError, WeightSpan
 
 pytestmark = pytest.mark.anyio
@@ -491,6 +499,7 @@ async def test_max_turns_counts_what_was_answered_or_is_under_way(tmp_path):
         pytest.param({"sampling": {"n": 2}}, "sampling.n", id="an unknown pin"),
         pytest.param({"sampling": {"top_p": 3}}, "sampling.top_p", id="a bad pin"),
         pytest.param({"sampling": {"extra": 3}}, "sampling.extra", id="a bad extra"),
+        pytest.param({"replay": 1}, "replay", id="replay as a number"),
         pytest.param({"model": "x"}, "model", id="an unknown field"),
     ],
 )
@@ -538,3 +547,44 @@ async def test_a_body_beyond_the_limit_is_not_read(tmp_path):
     assert e.value.status_code == 413
     assert e.value.code == "body_too_long"
     assert engine.prompts == []
+
+
+async def test_reasoning_that_the_prompt_opens(tmp_path):
+    opening = AS_STRING.replace(
+        "<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>\n{% endif"
+    )
+    renderer = byte_renderer(opening)
+    engine = ScriptedEngine(
+        "hm\n</think>\n\nhello", sampled("h", finish_reason="length")
+    )
+    async with in_process(engine, renderer, tmp_path) as gateway:
+        client = await gateway.open()
+        reply, cut = await ask(client), await ask(client)
+        turn, _ = gateway.turns()
+    assert spelled(engine.prompts[0]).endswith("<think>\n")
+    assert reply.choices[0].message.content == "hello"
+    assert reply.choices[0].message.reasoning_content == "hm"
+    assert json.loads(turn["response"]["body"])["reasoning_content"] == "hm"
+    # no token of this tokenizer ends reasoning, so only a whole reply can be counted
+    assert reply.usage.completion_tokens_details is None
+    assert cut.choices[0].message.content == ""
+    assert cut.usage.completion_tokens_details.reasoning_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "words"),
+    [
+        ("GET", "/v1/messages", 405, {"type", "error"}),
+        ("POST", "/v1/messages/batches", 404, {"type", "error"}),
+        ("POST", "/s/a/v1beta/models/x:embedContent", 404, {"error"}),
+        ("POST", "/v1/responses/r/cancel", 404, {"error"}),
+        ("GET", "/v1/models/x", 404, {"error"}),
+        ("POST", "/nothing", 404, {"error"}),
+    ],
+)
+async def test_paths_that_nothing_answers(tmp_path, method, path, status, words):
+    async with in_process(ScriptedEngine(), RENDERER, tmp_path) as gateway:
+        reply = await gateway.http.request(method, path)
+    assert reply.status_code == status
+    assert set(reply.json()) == words
+    assert ("status" in reply.json()["error"]) == ("v1beta" in path)

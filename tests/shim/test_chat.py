@@ -5,9 +5,15 @@ import json
 import pytest
 
 from trajkit_shim import wire
-from trajkit_shim.chat import canonical_message, parse_request
+from trajkit_shim.chat import Reading
 from trajkit_shim.errors import GatewayError
+from trajkit_shim.protocols.openai_chat import canonical_message, read
 from trajkit_shim.sampling import Wishes
+
+
+def parse_request(body):
+    return read(body, Reading())
+
 
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "bash", "parameters": {}}}

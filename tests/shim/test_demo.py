@@ -78,7 +78,9 @@ def test_the_demo_writes_rows_of_each_policy_that_polars_reads(demo):
         assert masks == line["tokens_trained"]
         assert line["tokens_trained"] + line["tokens_lost"] == sampled
         assert rows["input_ids"].list.len().sum() == line["tokens_forward"]
-        assert rows["reward"].to_list() == [1.0] * rows.height
+        spread = PRESETS[line["policy"]].rewards == "uniform"
+        each = 1 / rows.height if spread else 1.0
+        assert rows["reward"].to_list() == [each] * rows.height
         assert rows["group_id"].to_list() == ["median"] * rows.height
     assert policies["faithful"]["tokens_lost"] == 0
     assert policies["slime"]["tokens_lost"] > 0

@@ -7,7 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import good_calls, plain_texts
-from trajkit_shim.parse import Parsed, ToolCall, parse_reply
+from trajkit_shim.parse import ToolCall, parse, parse_reply
+
+
+def taken(text: str) -> tuple[str, tuple[ToolCall, ...], bool]:
+    parsed = parse_reply(text)
+    return parsed.content, parsed.tool_calls, parsed.ill_formed
 
 
 def block(name: str = "bash", arguments: str = "{}") -> str:
@@ -18,21 +23,21 @@ def block(name: str = "bash", arguments: str = "{}") -> str:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        pytest.param("", Parsed("", (), False), id="nothing"),
-        pytest.param(" just text\n", Parsed(" just text\n", (), False), id="text"),
+        pytest.param("", ("", (), False), id="nothing"),
+        pytest.param(" just text\n", (" just text\n", (), False), id="text"),
         pytest.param(
             block(arguments='{"a":  1.50}'),
-            Parsed("", (ToolCall("bash", '{"a":  1.50}'),), False),
+            ("", (ToolCall("bash", '{"a":  1.50}'),), False),
             id="arguments as they were sampled",
         ),
         pytest.param(
             f"Look. \n{block()} \ndone ",
-            Parsed("Look. \n \ndone ", (ToolCall("bash", "{}"),), False),
+            ("Look. \n \ndone ", (ToolCall("bash", "{}"),), False),
             id="text on both sides",
         ),
         pytest.param(
             f"{block('a')}\n{block('b')} \n\t{block('a')}",
-            Parsed(
+            (
                 "",
                 (ToolCall("a", "{}"), ToolCall("b", "{}"), ToolCall("a", "{}")),
                 False,
@@ -41,49 +46,45 @@ def block(name: str = "bash", arguments: str = "{}") -> str:
         ),
         pytest.param(
             f"{block('a')} then {block('b')}",
-            Parsed(" then ", (ToolCall("a", "{}"), ToolCall("b", "{}")), False),
+            (" then ", (ToolCall("a", "{}"), ToolCall("b", "{}")), False),
             id="text between calls",
         ),
         pytest.param(
             f"\n{block()}\n",
-            Parsed("\n\n", (ToolCall("bash", "{}"),), False),
+            ("\n\n", (ToolCall("bash", "{}"),), False),
             id="white space around calls",
         ),
         pytest.param(
             '<tool_call>{"arguments":{"x":"</tool_call>"},"id":[1],"name":"f"}'
             "</tool_call>",
-            Parsed("", (ToolCall("f", '{"x":"</tool_call>"}'),), False),
+            ("", (ToolCall("f", '{"x":"</tool_call>"}'),), False),
             id="an end marker inside a string, fields in another order",
         ),
         pytest.param(
             '<tool_call>{"name": "now"}</tool_call>',
-            Parsed("", (ToolCall("now", "{}"),), False),
+            ("", (ToolCall("now", "{}"),), False),
             id="no arguments",
         ),
         pytest.param(
             '<tool_call>{"name": "caf\\u00e9", "arguments": {}}</tool_call>',
-            Parsed("", (ToolCall("café", "{}"),), False),
+            ("", (ToolCall("café", "{}"),), False),
             id="an escaped name",
         ),
         pytest.param(
             f"<tool_call> {block()}",
-            Parsed("<tool_call> ", (ToolCall("bash", "{}"),), True),
+            ("<tool_call> ", (ToolCall("bash", "{}"),), True),
             id="a call after a marker that opens none",
         ),
         pytest.param(
             f"{block('a')}\n<tool_call>no\n{block('b')}",
-            Parsed(
-                "\n<tool_call>no\n", (ToolCall("a", "{}"), ToolCall("b", "{}")), True
-            ),
+            ("\n<tool_call>no\n", (ToolCall("a", "{}"), ToolCall("b", "{}")), True),
             id="white space beside a broken call is kept",
         ),
-        pytest.param(
-            "a </tool_call> b", Parsed("a </tool_call> b", (), False), id="end"
-        ),
+        pytest.param("a </tool_call> b", ("a </tool_call> b", (), False), id="end"),
     ],
 )
 def test_parse_reply(text, expected):
-    assert parse_reply(text) == expected
+    assert taken(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -103,18 +104,19 @@ def test_parse_reply(text, expected):
         pytest.param('{"name": "f", "name": "g"}', id="two names"),
         pytest.param('{"name": "f"} {"name": "g"}', id="two objects"),
         pytest.param('{"name": "f",}', id="a trailing comma"),
+        pytest.param('{"name": "f", "arguments": {"a": NaN}}', id="NaN"),
         pytest.param('{"name" "f"}', id="no colon"),
         pytest.param('{"name": "f", "arguments": ' + "[" * 100_000, id="too deep"),
     ],
 )
 def test_what_does_not_read_as_a_call_stays_as_it_is(inside):
     text = f"so: <tool_call>{inside}</tool_call> \n"
-    assert parse_reply(text) == Parsed(text, (), True)
+    assert taken(text) == (text, (), True)
 
 
 def test_a_call_cut_off_by_the_token_limit_stays_as_it_is():
     text = '<tool_call>\n{"name": "bash", "arguments": {}}\n'
-    assert parse_reply(text) == Parsed(text, (), True)
+    assert taken(text) == (text, (), True)
 
 
 @given(st.lists(st.tuples(plain_texts, good_calls)), plain_texts)
@@ -128,3 +130,35 @@ def test_every_call_is_found_and_all_other_text_is_kept(pairs, last):
     assert not parsed.ill_formed
     rebuilt = [block(call.name, call.arguments) for call in parsed.tool_calls]
     assert rebuilt == [call for _, call in pairs]
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "reasoning", "rest"),
+    [
+        pytest.param("hello", False, None, "hello", id="none"),
+        pytest.param("<think>\nhm \n</think>\n\n a\n", False, "hm", " a\n", id="some"),
+        pytest.param(" <think>hm</think>", False, "hm", "", id="nothing else"),
+        pytest.param("<think>\n\n</think>\n\na", False, None, "a", id="empty"),
+        pytest.param("<think>hm, <tool_call>", False, "hm, <tool_call>", "", id="cut"),
+        pytest.param(
+            "a <think>b</think>", False, None, "a <think>b</think>", id="late"
+        ),
+        pytest.param("hm\n</think>\n\na", True, "hm", "a", id="opened by the prompt"),
+        pytest.param("hm", True, "hm", "", id="opened and never closed"),
+        pytest.param(
+            "</think>a</think>b", True, None, "a</think>b", id="closed at once"
+        ),
+    ],
+)
+def test_reasoning(text, opened, reasoning, rest):
+    for tools in (False, True):
+        parsed = parse(text, tools=tools, opened=opened)
+        assert (parsed.reasoning, parsed.sampled) == (reasoning, rest)
+        assert parsed.content == rest
+
+
+@pytest.mark.parametrize("tools", [False, True])
+def test_calls_are_looked_for_where_tools_were_offered(tools):
+    parsed = parse(f"<think>{block()}</think>{block()}", tools=tools, opened=False)
+    assert len(parsed.tool_calls) == tools
+    assert parsed.reasoning == block()

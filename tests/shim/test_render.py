@@ -204,3 +204,13 @@ def test_load_renderer_reads_a_model_directory(tmp_path):
     )
     with pytest.raises(FileNotFoundError, match="no model directory"):
         load_renderer(tmp_path / "nowhere")
+
+
+def test_where_reasoning_ends():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["</think>"])
+    renderer = ChatRenderer(tokenizer, AS_STRING)
+    ids = renderer._encode("hm</think>a</think>")
+    assert renderer.end_of_reasoning(ids) == 3
+    assert renderer.end_of_reasoning(ids[:2]) is None
+    assert RENDERER.end_of_reasoning(ids) is None

@@ -87,11 +87,20 @@ def test_sessions_side_by_side(tmp_path):
     assert list(by_session.values()) == [[0, 1, 2, 3, 4]] * 8
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_hangs_up_leaves_nothing_behind(tmp_path, stream):
+@pytest.mark.parametrize(
+    ("stream", "ping_seconds"),
+    [
+        pytest.param(False, 10.0, id="whole"),
+        pytest.param(True, 10.0, id="stream"),
+        pytest.param(True, 0.001, id="a stream that has begun"),
+    ],
+)
+def test_a_client_that_hangs_up_leaves_nothing_behind(tmp_path, stream, ping_seconds):
     held = Threaded("late")
     log = TurnLog(tmp_path)
-    with running(create_app(ScriptedEngine(held, "b"), RENDERER, log)) as url:
+    engine = ScriptedEngine(held, "b")
+    app = create_app(engine, RENDERER, log, ping_seconds=ping_seconds)
+    with running(app) as url:
         with client_of(url) as client:
             host, port = url.removeprefix("http://").split(":")
             body = b'{"messages": [{"role": "user", "content": "x"}], "stream": %s}' % (
@@ -104,6 +113,9 @@ def test_a_client_that_hangs_up_leaves_nothing_behind(tmp_path, stream):
                     % (client.api_key.encode(), len(body), body)
                 )
                 assert held.entered.wait(30)
+                if ping_seconds < 1:
+                    line.settimeout(30)
+                    assert line.recv(12) == b"HTTP/1.1 200"
             assert held.cancelled.wait(30)
             client.chat.completions.create(model="x", messages=messages())
     (turn,) = read_log(log.path).to_pylist()

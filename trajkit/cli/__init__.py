@@ -1,6 +1,7 @@
 """The ``trajkit`` command: parser, exit codes, one line per error.
 
-``linearize``, ``drift``, ``simulate`` and ``verify`` stand in this package. Further
+``linearize``, ``drift``, ``simulate``, ``verify``, ``compact`` and ``expand`` stand in
+this package. Further
 commands come from the entry-point group ``trajkit.commands``: an entry is a function
 that takes what ``ArgumentParser.add_subparsers`` returned, adds a parser to it, and
 sets ``run`` on it, a function from the parsed arguments to an exit code.
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 from typing import TextIO
 
+from trajkit.cli.compact import add_compact, add_expand
 from trajkit.cli.drift import add_drift
 from trajkit.cli.linearize import add_linearize
 from trajkit.cli.simulate import add_simulate
@@ -96,6 +98,8 @@ def _parser() -> argparse.ArgumentParser:
     add_drift(commands)
     add_simulate(commands)
     add_verify(commands)
+    add_compact(commands)
+    add_expand(commands)
     for entry in sorted(entry_points(group="trajkit.commands"), key=lambda e: e.name):
         entry.load()(commands)
     return parser

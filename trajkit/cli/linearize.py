@@ -54,6 +54,12 @@ def add_linearize(commands: Commands) -> None:
         "--threads", metavar="N", type=count, help="default: one per processor"
     )
     parser.add_argument(
+        "--layout",
+        choices=("full", "suffix"),
+        default="full",
+        help="suffix: write the tokens that rows share once (default: %(default)s)",
+    )
+    parser.add_argument(
         "--report", metavar="FILE", help="write the report, a line per session"
     )
     parser.set_defaults(run=run)
@@ -72,6 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
                 reward=arguments.reward,
                 max_row_tokens=arguments.max_row_tokens,
                 threads=arguments.threads,
+                layout=arguments.layout,
                 report=True,
             )
             rows.append(piece_rows)

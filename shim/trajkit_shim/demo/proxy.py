@@ -10,7 +10,8 @@ class LossyProxy:
     """Passes requests on and loses some of the replies, as a proxy that times out does.
 
     The gateway has answered by then; the client reads status 504 in its place, and asks
-    again.
+    again. As with many clients, the gateway is not told that it is a retry, and samples a
+    sibling.
 
     Parameters
     ----------
@@ -31,6 +32,8 @@ class LossyProxy:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
+        headers.pop(b"x-stainless-retry-count", None)
+        scope = {**scope, "headers": list(headers.items())}
         key = headers.get(b"authorization", b"").decode().removeprefix("Bearer ")
         number = self._seen[key]
         self._seen[key] += 1

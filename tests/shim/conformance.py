@@ -1,0 +1,352 @@
+"""What each protocol answers in each case: the table, and the clients that ask.
+
+``python -m tests.shim.conformance`` prints the table of ``docs/serving.md``.
+"""
+
+from dataclasses import dataclass, field
+
+import anthropic
+import openai
+from google.genai import errors as google
+from google.genai import types
+from openai.lib.streaming.chat import ChatCompletionStreamState
+
+# What an answered call ends with, by case: the client's own word for it.
+ENDS = {
+    "text": ("stop", "end_turn", "completed", "STOP"),
+    "reasoning, then text": ("stop", "end_turn", "completed", "STOP"),
+    "text beside two calls": ("tool_calls", "tool_use", "completed", "STOP"),
+    "text after a call": ("tool_calls", "tool_use", "completed", "STOP"),
+    "a call that does not parse": ("stop", "end_turn", "completed", "STOP"),
+    "cut by the token limit": ("length", "max_tokens", "incomplete", "MAX_TOKENS"),
+    "a call, then cut": ("length", "max_tokens", "incomplete", "MAX_TOKENS"),
+    "a stop string of the client": ("stop", "stop_sequence", None, "STOP"),
+    "after a tool that failed": ("stop", "end_turn", "completed", "STOP"),
+}
+# What a call that fails is told, by case: the status, and the word for machines.
+FAILURES = {
+    "an unknown session": (
+        401,
+        (
+            "invalid_api_key",
+            "authentication_error",
+            "invalid_api_key",
+            "UNAUTHENTICATED",
+        ),
+    ),
+    "a closed session": (
+        410,
+        (
+            "session_closed",
+            "invalid_request_error",
+            "session_closed",
+            "FAILED_PRECONDITION",
+        ),
+    ),
+    "no turn left": (
+        403,
+        (
+            "max_turns_exceeded",
+            "permission_error",
+            "max_turns_exceeded",
+            "PERMISSION_DENIED",
+        ),
+    ),
+    "a body that is too long": (
+        413,
+        ("body_too_long", "request_too_large", "body_too_long", "INVALID_ARGUMENT"),
+    ),
+    "a parameter out of range": (
+        400,
+        (None, "invalid_request_error", None, "INVALID_ARGUMENT"),
+    ),
+    "a prompt that is too long": (
+        400,
+        (
+            "context_length_exceeded",
+            "invalid_request_error",
+            "context_length_exceeded",
+            "INVALID_ARGUMENT",
+        ),
+    ),
+    "refused by the engine": (
+        400,
+        ("engine_error", "invalid_request_error", "engine_error", "INVALID_ARGUMENT"),
+    ),
+    "the engine fails": (
+        502,
+        ("engine_error", "api_error", "engine_error", "UNAVAILABLE"),
+    ),
+    "the engine cuts the call short": (
+        503,
+        ("engine_error", "overloaded_error", "engine_error", "UNAVAILABLE"),
+    ),
+    "a fault of the gateway": (
+        500,
+        ("internal_error", "api_error", "internal_error", "INTERNAL"),
+    ),
+}
+NAMES = ("openai_chat", "anthropic", "openai_responses", "gemini")
+TITLES = (
+    "OpenAI Chat Completions",
+    "Anthropic Messages",
+    "OpenAI Responses",
+    "Gemini generateContent",
+)
+
+
+@dataclass
+class Answer:
+    """A reply as the client library gives it, in words of no protocol."""
+
+    end: str
+    text: str = ""
+    reasoning: str | None = None
+    # name and arguments of each call
+    calls: list = field(default_factory=list)
+    tokens: tuple[int, int] = (0, 0)
+    # to be sent back, and the ids of its calls
+    echo: list = field(default_factory=list)
+    ids: list = field(default_factory=list)
+
+
+@dataclass
+class Failure(Exception):
+    """What the client library raises, in words of no protocol."""
+
+    status: int
+    word: str | None
+    message: str
+
+
+PARAMETERS = {"type": "object", "properties": {"n": {"type": "number"}}}
+
+
+class Chat:
+    """OpenAI Chat Completions."""
+
+    def client(self, gateway, session):
+        return gateway.client(session)
+
+    def user(self, text):
+        return [{"role": "user", "content": text}]
+
+    def failed(self, answer, text):
+        return [{"role": "tool", "tool_call_id": answer.ids[0], "content": text}]
+
+    async def ask(self, client, said, *, stream, stop=None, temperature=None):
+        fields = {"model": "any", "messages": said, "tools": [self._tool()]}
+        fields |= {k: v for k, v in [("stop", stop), ("temperature", temperature)] if v}
+        try:
+            if stream:
+                state = ChatCompletionStreamState()
+                asked = {**fields, "stream_options": {"include_usage": True}}
+                async for chunk in await client.chat.completions.create(
+                    stream=True, **asked
+                ):
+                    state.handle_chunk(chunk)
+                reply = state.current_completion_snapshot
+            else:
+                reply = await client.chat.completions.create(**fields)
+        except openai.APIStatusError as error:
+            raise Failure(error.status_code, error.code, error.message) from error
+        choice = reply.choices[0]
+        message = choice.message.model_dump(exclude_none=True)
+        calls = choice.message.tool_calls or []
+        return Answer(
+            end=choice.finish_reason,
+            text=choice.message.content or "",
+            reasoning=message.get("reasoning_content"),
+            calls=[(c.function.name, c.function.arguments) for c in calls],
+            tokens=(reply.usage.prompt_tokens, reply.usage.completion_tokens),
+            echo=[message],
+            ids=[c.id for c in calls],
+        )
+
+    def _tool(self):
+        return {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}
+
+
+class Anthropic:
+    """Anthropic Messages."""
+
+    def client(self, gateway, session):
+        return gateway.anthropic(session)
+
+    def user(self, text):
+        return [{"role": "user", "content": text}]
+
+    def failed(self, answer, text):
+        result = {"type": "tool_result", "tool_use_id": answer.ids[0], "content": text}
+        return [{"role": "user", "content": [{**result, "is_error": True}]}]
+
+    async def ask(self, client, said, *, stream, stop=None, temperature=None):
+        fields = {
+            "model": "any",
+            "max_tokens": 200,
+            "messages": said,
+            "tools": [{"name": "f", "input_schema": PARAMETERS}],
+            # not in every version of the client
+            "extra_body": {"temperature": temperature},
+        }
+        fields |= {"stop_sequences": stop} if stop else {}
+        try:
+            if stream:
+                async with client.messages.stream(**fields) as events:
+                    reply = await events.get_final_message()
+            else:
+                reply = await client.messages.create(**fields)
+        except anthropic.APIStatusError as error:
+            told = error.body["error"]
+            raise Failure(error.status_code, told["type"], told["message"]) from error
+        thoughts = [b.thinking for b in reply.content if b.type == "thinking"]
+        calls = [b for b in reply.content if b.type == "tool_use"]
+        usage = reply.usage
+        return Answer(
+            end=reply.stop_reason,
+            text="".join(b.text for b in reply.content if b.type == "text"),
+            reasoning="".join(thoughts) or None,
+            calls=[(b.name, b.input) for b in calls],
+            tokens=(
+                usage.input_tokens + usage.cache_read_input_tokens,
+                usage.output_tokens,
+            ),
+            echo=[
+                {
+                    "role": "assistant",
+                    "content": [b.model_dump(exclude_none=True) for b in reply.content],
+                }
+            ],
+            ids=[b.id for b in calls],
+        )
+
+
+class Responses:
+    """OpenAI Responses."""
+
+    def client(self, gateway, session):
+        return gateway.client(session)
+
+    def user(self, text):
+        return [{"role": "user", "content": text}]
+
+    def failed(self, answer, text):
+        kind = "function_call_output"
+        return [{"type": kind, "call_id": answer.ids[0], "output": text}]
+
+    async def ask(self, client, said, *, stream, stop=None, temperature=None):
+        tool = {"type": "function", "name": "f", "strict": False}
+        fields = {
+            "model": "any",
+            "input": said,
+            "tools": [{**tool, "parameters": PARAMETERS}],
+        }
+        fields |= {"temperature": temperature} if temperature else {}
+        try:
+            if stream:
+                events = await client.responses.create(stream=True, **fields)
+                *_, last = [event async for event in events]
+                reply = last.response
+            else:
+                reply = await client.responses.create(**fields)
+        except openai.APIStatusError as error:
+            raise Failure(error.status_code, error.code, error.message) from error
+        if reply.status == "failed":
+            # the one failure that is told in the stream, where the status is gone
+            raise Failure(400, reply.error.code, reply.error.message)
+        thoughts = [i.content[0].text for i in reply.output if i.type == "reasoning"]
+        calls = [item for item in reply.output if item.type == "function_call"]
+        return Answer(
+            end=reply.status,
+            text=reply.output_text,
+            reasoning="".join(thoughts) or None,
+            calls=[(item.name, item.arguments) for item in calls],
+            tokens=(reply.usage.input_tokens, reply.usage.output_tokens),
+            echo=[item.model_dump(exclude_none=True) for item in reply.output],
+            ids=[item.call_id for item in calls],
+        )
+
+
+class Gemini:
+    """Gemini generateContent."""
+
+    def client(self, gateway, session):
+        return gateway.gemini(session)
+
+    def user(self, text):
+        return [types.Content(role="user", parts=[types.Part(text=text)])]
+
+    def failed(self, answer, text):
+        result = types.FunctionResponse(
+            id=answer.ids[0], name="f", response={"error": text}
+        )
+        return [
+            types.Content(role="user", parts=[types.Part(function_response=result)])
+        ]
+
+    async def ask(self, client, said, *, stream, stop=None, temperature=None):
+        declared = types.FunctionDeclaration(
+            name="f", parameters_json_schema=PARAMETERS
+        )
+        config = types.GenerateContentConfig(
+            automatic_function_calling=types.AutomaticFunctionCallingConfig(
+                disable=True
+            ),
+            tools=[types.Tool(function_declarations=[declared])],
+            stop_sequences=stop,
+            temperature=temperature,
+        )
+        fields = {"model": "any", "contents": said, "config": config}
+        parts = []
+        try:
+            if stream:
+                events = await client.aio.models.generate_content_stream(**fields)
+                async for reply in events:
+                    parts += reply.candidates[0].content.parts
+            else:
+                reply = await client.aio.models.generate_content(**fields)
+                parts = reply.candidates[0].content.parts
+        except google.APIError as error:
+            raise Failure(error.code, error.status, error.message) from error
+        calls = [part.function_call for part in parts if part.function_call]
+        texts = [part for part in parts if part.text]
+        usage = reply.usage_metadata
+        return Answer(
+            end=reply.candidates[0].finish_reason.name,
+            text="".join(part.text for part in texts if not part.thought),
+            reasoning="".join(part.text for part in texts if part.thought) or None,
+            calls=[(call.name, call.args) for call in calls],
+            tokens=(
+                usage.prompt_token_count,
+                usage.candidates_token_count + (usage.thoughts_token_count or 0),
+            ),
+            echo=[types.Content(role="model", parts=parts)],
+            ids=[call.id for call in calls],
+        )
+
+
+DRIVERS = dict(zip(NAMES, (Chat(), Anthropic(), Responses(), Gemini()), strict=True))
+
+
+def table() -> str:
+    """The table in Markdown."""
+    lines = [
+        f"| case | status | {' | '.join(TITLES)} |",
+        "| --- | --- |" + " --- |" * len(TITLES),
+    ]
+    for case, words in ENDS.items():
+        lines.append(_line(case, 200, words))
+    for case, (status, words) in FAILURES.items():
+        lines.append(_line(case, status, words))
+    return "\n".join(lines) + "\n"
+
+
+def _line(case, status, words) -> str:
+    cells = ["" if word is None else f"`{word}`" for word in words]
+    return f"| {case} | {status} | {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.stdout.write(table())

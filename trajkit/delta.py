@@ -1,0 +1,298 @@
+"""Turns in delta form, and back in full."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeAlias, overload
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from trajkit import _core
+from trajkit.calls import Calls, Ints, Longs, Records, read_calls
+from trajkit.errors import InvalidTurnsError, SchemaError
+from trajkit.flat import offsets_of, positions
+from trajkit.forest import grow
+from trajkit.layout import CALL
+from trajkit.schema import MESSAGE, TURNS, TURNS_DELTA
+from trajkit.stream import whole_sessions
+from trajkit.tables import TableLike, as_table, canonical, place, turns_schema
+
+Columns: TypeAlias = dict[str, pa.Array]
+Stream: TypeAlias = Iterator[pa.RecordBatch]
+
+# Tokens of the prompts and outputs of one part: its columns are one chunk each.
+_PART = 1 << 25
+
+
+@overload
+def compact(turns: Stream | pa.RecordBatchReader) -> Stream: ...
+@overload
+def compact(turns: TableLike) -> pa.Table: ...
+def compact(turns: TableLike | Stream) -> pa.Table | Stream:
+    """The turns in delta form: each prompt as what it adds to an earlier turn.
+
+    The base of a turn is the earlier turn of its session whose prompt and output start
+    like its prompt for longest, of equals the first that had these tokens; a turn that
+    shares no token has none. A message is shared where the base has it too, by key and
+    role, and as long as no body is given again. So `expand` gives back what was there.
+
+    Parameters
+    ----------
+    turns : table, or iterator of record batches
+        `trajkit.schema.TURNS`, each session in one piece; in delta form already: it
+        comes back as it is. An iterator (or a RecordBatchReader) is read as the result
+        is, and may hold a session in several batches that follow each other.
+
+    Returns
+    -------
+    Table
+        `trajkit.schema.TURNS_DELTA`, in the order of ``turns``, further columns behind
+        as they are. For an iterator: an iterator of record batches.
+
+    Raises
+    ------
+    SchemaError
+        A column is absent, has a type that cannot be taken for its own, or a further
+        one has the name of a column of the delta form.
+    InvalidTurnsError
+        A session comes in pieces, its turns out of order, its logprobs in another
+        number than its output ids; a message has no key.
+    """
+    return _convert(turns, TURNS_DELTA, _delta_columns)
+
+
+@overload
+def expand(turns: Stream | pa.RecordBatchReader) -> Stream: ...
+@overload
+def expand(turns: TableLike) -> pa.Table: ...
+def expand(turns: TableLike | Stream) -> pa.Table | Stream:
+    """The turns in full: each with its whole prompt and all of its messages.
+
+    The inverse of `compact`. A shared message has no body, as the session showed that
+    before.
+
+    Parameters
+    ----------
+    turns : table, or iterator of record batches
+        `trajkit.schema.TURNS_DELTA`, each session in one piece; in full already: it
+        comes back as it is. An iterator (or a RecordBatchReader) is read as the result
+        is, and may hold a session in several batches that follow each other.
+
+    Returns
+    -------
+    Table
+        `trajkit.schema.TURNS`, in the order of ``turns``, further columns behind as
+        they are. For an iterator: an iterator of record batches.
+
+    Raises
+    ------
+    SchemaError
+        A column is absent, has a type that cannot be taken for its own, or a further
+        one has the name of a column of the full form.
+    InvalidTurnsError
+        A base is no earlier turn of its session or holds less than is shared with it;
+        shared and own messages are not null together; or as for `compact`.
+    """
+    return _convert(turns, TURNS, _full_columns)
+
+
+def _convert(
+    turns: TableLike | Iterable[pa.RecordBatch],
+    schema: pa.Schema,
+    columns: Callable[[Calls], Columns],
+) -> pa.Table | Stream:
+    if isinstance(turns, Iterator | pa.RecordBatchReader):
+        return _converted(turns, schema, columns)
+    return _convert_table(as_table(turns), schema, columns)
+
+
+def _converted(
+    turns: Iterable[pa.RecordBatch],
+    schema: pa.Schema,
+    columns: Callable[[Calls], Columns],
+) -> Stream:
+    for table in whole_sessions(turns):
+        yield from _convert_table(table, schema, columns).to_batches()
+
+
+def _convert_table(
+    table: pa.Table, schema: pa.Schema, columns: Callable[[Calls], Columns]
+) -> pa.Table:
+    form = turns_schema(table.column_names)
+    if form is schema:
+        return canonical(table, schema)
+    new = [name for name in schema.names if name not in form.names]
+    for name in new:
+        if name in table.column_names:
+            raise SchemaError(
+                f"column {name!r} would stand twice: the other form of turns has one of "
+                "that name"
+            )
+    calls = read_calls(table)
+    table = calls.table
+    parts = [columns(part) for part in calls.split(_PART)]
+    made = {
+        name: pa.chunked_array([part[name] for part in parts], schema.field(name).type)
+        for name in new
+    }
+    fields = [
+        *schema,
+        *(field for field in table.schema if field.name not in form.names),
+    ]
+    return pa.Table.from_arrays(
+        [
+            made[field.name] if field.name in made else table.column(field.name)
+            for field in fields
+        ],
+        schema=pa.schema(fields, metadata=table.schema.metadata),
+    )
+
+
+def _delta_columns(calls: Calls) -> Columns:
+    """The columns that `TURNS_DELTA` has and `TURNS` has not."""
+    forest = grow(calls)
+    n_prompt = calls.calls["prompt_len"]
+    shared = np.minimum(forest.shared, n_prompt)
+    bases = np.where(shared > 0, forest.shared_with, -1).astype(np.int32)
+    offsets = offsets_of(n_prompt - shared)
+    ids = _Values(int(offsets[-1]))
+    _core.copy_suffixes(calls.calls, shared, offsets, ids.numbers)
+
+    lists = _whole(calls.table.column("messages"))
+    silent = lists.is_null().to_numpy(zero_copy_only=False)
+    messages, replies = lists.flatten(), _whole(calls.table.column("response"))
+    n_messages = _lengths(lists)
+    n_shared = _shared_messages(calls, bases, n_messages, messages, replies)
+    n_own = n_messages - n_shared
+    own = positions(np.cumsum(n_messages) - n_own, n_own)
+    return {
+        "base_turn": pa.array(calls.turn_index[bases], mask=bases < 0),
+        "shared_length": pa.array(shared.astype(np.int32)),
+        "suffix_ids": pa.LargeListArray.from_arrays(pa.array(offsets), ids.array()),
+        "shared_messages": pa.array(n_shared.astype(np.int32), mask=silent),
+        "suffix_messages": pa.LargeListArray.from_arrays(
+            pa.array(offsets_of(n_own)),
+            messages.take(pa.array(own)),
+            type=lists.type,
+            mask=pa.array(silent) if silent.any() else None,
+        ),
+    }
+
+
+def _shared_messages(
+    calls: Calls,
+    bases: Ints,
+    n_messages: Longs,
+    messages: pa.StructArray,
+    replies: pa.StructArray,
+) -> Longs:
+    """How many leading messages of each call its base shows, and give no body."""
+    begins = np.cumsum(n_messages) - n_messages
+    with_body = np.flatnonzero(pc.struct_field(messages, "body").is_valid())
+    with_body = np.append(with_body, len(messages))
+    bare = with_body[np.searchsorted(with_body, begins)] - begins
+    limits = np.minimum(bare, n_messages)
+    # A call without a list of messages shows none, not even its reply.
+    limits[(bases >= 0) & (calls.requests["n_keys"][bases] < 0)] = 0
+    shared = limits.copy()
+    for name in ("key", "role"):
+        both = [pc.struct_field(array, name) for array in (messages, replies)]
+        codes = pa.concat_arrays(both).dictionary_encode("encode").indices.to_numpy()
+        paths = _paths(calls, n_messages, codes)
+        _core.share_heads(paths, bases, limits, shared)
+    return shared
+
+
+def _full_columns(calls: Calls) -> Columns:
+    """The columns that `TURNS` has and `TURNS_DELTA` has not."""
+    offsets = offsets_of(calls.calls["prompt_len"])
+    ids = _Values(int(offsets[-1]))
+    _core.expand_prompts(calls.calls, calls.session_offsets, offsets, ids.numbers)
+    return {
+        "prompt_ids": pa.LargeListArray.from_arrays(pa.array(offsets), ids.array()),
+        "messages": _all_messages(calls),
+    }
+
+
+def _all_messages(calls: Calls) -> pa.LargeListArray:
+    lists = _whole(calls.table.column("suffix_messages"))
+    silent = lists.is_null().to_numpy(zero_copy_only=False)
+    count = calls.table.column("shared_messages")
+    odd = np.flatnonzero(silent != count.is_null().to_numpy())
+    if len(odd):
+        raise InvalidTurnsError(
+            f"{place(calls.table, int(odd[0]))}: shared_messages and suffix_messages are "
+            "null together"
+        )
+    messages, replies = lists.flatten(), _whole(calls.table.column("response"))
+    n_own = _lengths(lists)
+    shared = calls.requests["shared"].astype(np.int64)
+    # A message's number is its place among the turns' own, and then their replies.
+    numbers = np.arange(len(messages) + len(replies), dtype=np.int32)
+    paths = _paths(calls, n_own, numbers)
+    paths["base"] = calls.calls["base"]
+    paths["own_start"] = shared
+    paths["prompt_len"] += shared
+    offsets = offsets_of(paths["prompt_len"])
+    places = np.empty(int(offsets[-1]), np.int32)
+    _core.expand_prompts(paths, calls.session_offsets, offsets, places)
+    given = np.zeros(len(places), np.bool_)
+    given[positions(offsets[:-1] + shared, n_own)] = True
+    take = pa.array(places)
+    fields = [
+        pa.concat_arrays(
+            [pc.struct_field(array, name) for array in (messages, replies)]
+        ).take(take)
+        for name in ("key", "role")
+    ]
+    bodies = pc.struct_field(messages, "body")
+    fields.append(bodies.take(pa.array(places, mask=~given)))
+    return pa.LargeListArray.from_arrays(
+        pa.array(offsets),
+        pa.StructArray.from_arrays(fields, fields=list(MESSAGE)),
+        type=lists.type,
+        mask=pa.array(silent) if silent.any() else None,
+    )
+
+
+def _paths(calls: Calls, n_own: Longs, numbers: Ints) -> Records:
+    """Each call's own messages and its reply as a path of numbers.
+
+    ``numbers`` has one for each call's own messages, end to end, and then one for each
+    call's reply. It must outlive the records.
+    """
+    n_calls = len(n_own)
+    paths = np.zeros(n_calls, CALL)
+    at = numbers.ctypes.data
+    paths["own"] = at + 4 * (np.cumsum(n_own) - n_own)
+    paths["prompt_len"] = n_own
+    paths["out"] = at + 4 * (int(n_own.sum()) + np.arange(n_calls))
+    heard = (calls.requests["n_keys"] >= 0) & (calls.requests["reply_key"] != 0)
+    paths["out_len"] = heard
+    paths["base"] = -1
+    return paths
+
+
+class _Values:
+    """Token ids to be filled in, in Arrow's memory pool."""
+
+    def __init__(self, n: int) -> None:
+        self._buffer = pa.allocate_buffer(4 * n)
+        self.numbers: npt.NDArray[np.int32] = np.frombuffer(self._buffer, np.int32)
+
+    def array(self) -> pa.Array:
+        return pa.Array.from_buffers(
+            pa.int32(), len(self.numbers), [None, self._buffer]
+        )
+
+
+def _whole(column: pa.ChunkedArray) -> pa.Array:
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    return pa.concat_arrays([pa.array([], column.type), *column.chunks])
+
+
+def _lengths(lists: pa.LargeListArray) -> Longs:
+    n = pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False)
+    return np.asarray(n, np.int64)

@@ -1,0 +1,246 @@
+"""Rows without the tokens that they share, and back."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeAlias, overload
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from trajkit import _core
+from trajkit.calls import Longs
+from trajkit.checks import lookup, nulls, run_starts
+from trajkit.errors import SchemaError
+from trajkit.flat import ids_of, offsets_of, positions
+from trajkit.layout import CALL
+from trajkit.schema import ROWS, ROWS_SUFFIX
+from trajkit.stream import whole_sessions
+from trajkit.tables import TableLike, canonical_rows, rows_schema
+from trajkit.validate import check_layout
+
+Columns: TypeAlias = dict[str, pa.Array]
+Stream: TypeAlias = Iterator[pa.RecordBatch]
+
+# Tokens of the whole rows of one part: its columns are one chunk each.
+_PART = 1 << 25
+
+
+@overload
+def full_rows(rows: Stream | pa.RecordBatchReader) -> Stream: ...
+@overload
+def full_rows(rows: TableLike) -> pa.Table: ...
+def full_rows(rows: TableLike | Stream) -> pa.Table | Stream:
+    """Rows with all their tokens: the layout "full" of rows in the layout "suffix".
+
+    Parameters
+    ----------
+    rows : table, or iterator of record batches
+        `trajkit.schema.ROWS_SUFFIX`, with all rows of each session that is in it. In
+        the layout "full" already: they come back as they are. An iterator (or a
+        RecordBatchReader) is read as the result is, and may hold a session in several
+        batches that follow each other.
+
+    Returns
+    -------
+    Table
+        `trajkit.schema.ROWS`, as `trajkit.linearize` gives them; further columns behind
+        as they are. For an iterator: an iterator of record batches.
+
+    Raises
+    ------
+    SchemaError
+        A column is absent, has a type that cannot be taken for its own, or a further
+        one has the name of a column of the other layout.
+    InvalidTurnsError
+        A row's parent_row is not there or has fewer tokens than are taken from it; the
+        suffixes of a row differ in length; a session comes in pieces.
+    """
+    return _convert(rows, ROWS, _whole_columns)
+
+
+@overload
+def suffix_rows(rows: Stream | pa.RecordBatchReader) -> Stream: ...
+@overload
+def suffix_rows(rows: TableLike) -> pa.Table: ...
+def suffix_rows(rows: TableLike | Stream) -> pa.Table | Stream:
+    """Rows without the tokens that they share: the layout "suffix" of full rows.
+
+    The inverse of `full_rows`. To make rows, `trajkit.linearize` with
+    ``layout="suffix"`` is the shorter way.
+
+    Parameters
+    ----------
+    rows : table, or iterator of record batches
+        `trajkit.schema.ROWS`, with all rows of each session that is in it; else as for
+        `full_rows`.
+
+    Returns
+    -------
+    Table
+        `trajkit.schema.ROWS_SUFFIX`; further columns behind as they are. For an
+        iterator: an iterator of record batches.
+
+    Raises
+    ------
+    SchemaError, InvalidTurnsError
+        As `full_rows`.
+    """
+    return _convert(rows, ROWS_SUFFIX, _suffix_columns)
+
+
+def suffix_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """One batch of full rows in the layout "suffix"."""
+    table = suffix_rows(pa.Table.from_batches([batch])).combine_chunks()
+    return next(iter(table.to_batches()), pa.RecordBatch.from_pylist([], table.schema))
+
+
+def _convert(
+    rows: TableLike | Iterable[pa.RecordBatch],
+    schema: pa.Schema,
+    columns: Callable[[pa.Table], Columns],
+) -> pa.Table | Stream:
+    if isinstance(rows, Iterator | pa.RecordBatchReader):
+        return _converted(rows, schema, columns)
+    return _convert_table(rows, schema, columns)
+
+
+def _converted(
+    rows: Iterable[pa.RecordBatch],
+    schema: pa.Schema,
+    columns: Callable[[pa.Table], Columns],
+) -> Stream:
+    for table in whole_sessions(rows):
+        yield from _convert_table(table, schema, columns).to_batches()
+
+
+def _convert_table(
+    rows: TableLike, schema: pa.Schema, columns: Callable[[pa.Table], Columns]
+) -> pa.Table:
+    table = canonical_rows(rows)
+    layout = rows_schema(table.column_names)
+    if layout is schema:
+        return table
+    new = [name for name in schema.names if name not in layout.names]
+    for name in new:
+        if name in table.column_names:
+            raise SchemaError(
+                f"column {name!r} would stand twice: the other layout of rows has one "
+                "of that name"
+            )
+    check_layout(table)
+    parts = [columns(part) for part in _parts(table)]
+    made = {
+        name: pa.chunked_array([part[name] for part in parts], schema.field(name).type)
+        for name in new
+    }
+    fields = [
+        *schema,
+        *(field for field in table.schema if field.name not in layout.names),
+    ]
+    return pa.Table.from_arrays(
+        [
+            made[field.name] if field.name in made else table.column(field.name)
+            for field in fields
+        ],
+        schema=pa.schema(fields, metadata=table.schema.metadata),
+    )
+
+
+def _parts(table: pa.Table) -> Iterator[pa.Table]:
+    """Whole sessions whose rows have so many tokens, or one session."""
+    starts = np.append(run_starts(table), table.num_rows)
+    ends = offsets_of(row_lengths(table))[starts]
+    s = 0
+    while s < len(starts) - 1:
+        stop = int(np.searchsorted(ends, ends[s] + _PART, side="right")) - 1
+        stop = max(stop, s + 1)
+        yield table.slice(starts[s], starts[stop] - starts[s])
+        s = stop
+
+
+def row_lengths(table: pa.Table) -> Longs:
+    """Tokens of each whole row, in either layout."""
+    suffixes = "suffix_ids" in table.column_names
+    column = table.column("suffix_ids" if suffixes else "input_ids")
+    n: Longs = np.asarray(pc.list_value_length(column), np.int64)
+    return n + table.column("suffix_start").to_numpy() if suffixes else n
+
+
+def _whole_columns(table: pa.Table) -> Columns:
+    """The columns that `ROWS` has and `ROWS_SUFFIX` has not."""
+    suffixes = ids_of(table.column("suffix_ids"))
+    start = table.column("suffix_start").to_numpy().astype(np.int64)
+    paths = np.zeros(table.num_rows, CALL)
+    paths["own"] = suffixes.values.ctypes.data + 4 * suffixes.offsets[:-1]
+    paths["own_start"] = start
+    paths["prompt_len"] = start + suffixes.lengths
+    parents = lookup(table, "row_index", table.column("parent_row"))[0]
+    paths["base"] = np.where(start > 0, parents, -1)
+    offsets = offsets_of(paths["prompt_len"])
+    n_tokens = int(offsets[-1])
+    ids = np.frombuffer(pa.allocate_buffer(4 * n_tokens), np.int32)
+    sessions = np.append(run_starts(table), table.num_rows).astype(np.int64)
+    _core.expand_prompts(paths, sessions, offsets, ids)
+    at = positions(offsets[:-1] + start, suffixes.lengths)
+    mask, given = np.zeros((2, n_tokens), np.bool_)
+    logprobs = np.zeros(n_tokens, np.float32)
+    mask[at] = _marks(table.column("suffix_mask"))
+    logprobs[at] = _numbers(table.column("suffix_logprobs"))
+    given[at] = _given(table.column("suffix_logprobs"))
+    return {
+        "input_ids": _lists(offsets, pa.array(ids)),
+        "loss_mask": _lists(offsets, pa.array(mask)),
+        "logprobs": _lists(offsets, _floats(logprobs, given)),
+    }
+
+
+def _suffix_columns(table: pa.Table) -> Columns:
+    """The columns that `ROWS_SUFFIX` has and `ROWS` has not."""
+    ids = ids_of(table.column("input_ids"))
+    mask = _marks(table.column("loss_mask"))
+    # the first trained token of each row, or its end
+    trained = np.append(np.flatnonzero(mask), len(mask))
+    first = trained[np.searchsorted(trained, ids.offsets[:-1])]
+    first = np.minimum(first, ids.offsets[1:]) - ids.offsets[:-1]
+    shared = table.column("shared_length").to_numpy()
+    start = np.where(nulls(table.column("parent_row")), 0, np.minimum(shared, first))
+    n = ids.lengths - start
+    at, offsets = positions(ids.offsets[:-1] + start, n), offsets_of(n)
+    logprobs = _numbers(table.column("logprobs"))[at]
+    given = _given(table.column("logprobs"))[at]
+    return {
+        "suffix_start": pa.array(start.astype(np.int32)),
+        "suffix_ids": _lists(offsets, pa.array(ids.values[at])),
+        "suffix_mask": _lists(offsets, pa.array(mask[at])),
+        "suffix_logprobs": _lists(offsets, _floats(logprobs, given)),
+    }
+
+
+def _lists(offsets: Longs, values: pa.Array) -> pa.LargeListArray:
+    return pa.LargeListArray.from_arrays(pa.array(offsets), values)
+
+
+def _flat(column: pa.ChunkedArray) -> pa.Array:
+    parts = [chunk.flatten() for chunk in column.chunks]
+    return pa.concat_arrays([pa.array([], column.type.value_type), *parts])
+
+
+def _marks(column: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
+    return np.asarray(_flat(column).to_numpy(zero_copy_only=False))
+
+
+def _numbers(column: pa.ChunkedArray) -> npt.NDArray[np.float32]:
+    return np.asarray(_flat(column).fill_null(0.0).to_numpy())
+
+
+def _given(column: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
+    return np.asarray(_flat(column).is_valid().to_numpy(zero_copy_only=False))
+
+
+def _floats(numbers: npt.NDArray[np.float32], given: npt.NDArray[np.bool_]) -> pa.Array:
+    """Floats that are null, with 0.0 in their bytes, where none was given."""
+    valid = pa.array(given).buffers()[1]
+    return pa.Array.from_buffers(
+        pa.float32(), len(numbers), [valid, pa.py_buffer(numbers)]
+    )
