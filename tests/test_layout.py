@@ -67,6 +67,10 @@ def imports(path: Path) -> Iterator[str]:
 
 def loaded_by(statement: str) -> set[str]:
     """Top-level modules that a fresh interpreter holds after the statement."""
+    return {name.partition(".")[0] for name in modules_after(statement)}
+
+
+def modules_after(statement: str) -> list[str]:
     code = f"{statement}; import sys; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -76,7 +80,7 @@ def loaded_by(statement: str) -> set[str]:
         text=True,
         check=True,
     )
-    return {name.partition(".")[0] for name in done.stdout.split()}
+    return done.stdout.split()
 
 
 @pytest.mark.parametrize("module", ["trajkit", "trajkit.cli"])
@@ -88,6 +92,10 @@ def test_importing_trajkit_loads_numpy_and_pyarrow_only(module):
         and not re.match("_|cython_runtime", name)
     }
     assert third_party == {"numpy", "pyarrow", "trajkit"}
+
+
+def test_importing_trajkit_leaves_the_compute_functions_alone():
+    assert "pyarrow.compute" not in modules_after("import trajkit")
 
 
 def test_the_shim_s_commands_load_nothing_heavy_before_they_run():

@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow.compute as pc
 
+from trajkit import compute as pc
 from trajkit.calls import Ints, Longs
 from trajkit.equality import Classes
 from trajkit.json_text import parse

@@ -12,8 +12,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from trajkit import compute as pc
 from trajkit.calls import Calls
 from trajkit.schema import ATTRIBUTION, KEY_BYTES
 from trajkit.tables import canonical

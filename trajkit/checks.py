@@ -11,8 +11,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from trajkit import compute as pc
 from trajkit.json_text import parse
 from trajkit.tables import Rows, Violation, violation
 

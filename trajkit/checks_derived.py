@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from trajkit import compute as pc
 from trajkit.checks import (
     Bools,
     Check,

@@ -6,9 +6,9 @@ from typing import TypeAlias, overload
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from trajkit import _core
+from trajkit import compute as pc
 from trajkit.calls import Calls, Ints, Longs, Records, read_calls
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.flat import offsets_of, positions

@@ -12,9 +12,9 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from trajkit import _core
+from trajkit import compute as pc
 from trajkit.calls import Calls, Longs
 from trajkit.errors import InvalidTurnsError
 from trajkit.json_text import parse

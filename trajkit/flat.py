@@ -7,9 +7,9 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from trajkit import _core
+from trajkit import compute as pc
 from trajkit.calls import Calls, Ints, Longs
 from trajkit.checks import Bools, flat_chunks, raw_floats
 from trajkit.tables import Rows

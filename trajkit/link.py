@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from trajkit import _core
+from trajkit import compute as pc
 from trajkit.agents import find_dispatches
 from trajkit.calls import Calls, Ints, Records, named_calls, read_calls
 from trajkit.equality import EQUALITIES, Equality, classify, identity_of, rekeyed

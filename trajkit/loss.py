@@ -11,8 +11,8 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from trajkit import compute as pc
 from trajkit.errors import InvalidTurnsError
 from trajkit.rollouts import check_choice, session_codes
 from trajkit.schema import ROWS

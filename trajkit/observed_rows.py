@@ -7,8 +7,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from trajkit import compute as pc
 from trajkit.attribution import Ints, SessionCalls
 from trajkit.errors import InvalidTurnsError
 from trajkit.tables import place

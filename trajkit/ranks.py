@@ -2,8 +2,8 @@
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from trajkit import compute as pc
 from trajkit.calls import Calls, Ints, Longs
 from trajkit.errors import SchemaError
 

@@ -5,8 +5,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from trajkit import compute as pc
 from trajkit.errors import InvalidTurnsError, PolicyError
 from trajkit.rollouts import (
     Bools,

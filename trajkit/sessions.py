@@ -7,8 +7,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from trajkit import compute as pc
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.schema import SESSIONS
 from trajkit.tables import ArrowStream, TableLike, canonical

@@ -6,9 +6,9 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from trajkit import _core
+from trajkit import compute as pc
 from trajkit.calls import Calls, Ints, Longs, Records
 from trajkit.fill import batch_of
 from trajkit.forest import Forest, grow_paths

@@ -12,8 +12,8 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from trajkit import compute as pc
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.schema import ROWS, ROWS_SUFFIX, SCHEMA_VERSION, TURNS, TURNS_DELTA
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow.compute as pc
 
+from trajkit import compute as pc
 from trajkit.calls import Calls, Longs
 from trajkit.errors import InvalidTurnsError
 from trajkit.policies import Policy

@@ -5,9 +5,9 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from trajkit import checks, checks_derived, schema
+from trajkit import compute as pc
 from trajkit.checks import Check
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.tables import (

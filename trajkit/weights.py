@@ -8,8 +8,8 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from trajkit import compute as pc
 from trajkit.errors import InvalidTurnsError
 from trajkit.rollouts import (
     Longs,

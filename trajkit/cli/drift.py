@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 import trajkit as tk
+from trajkit import compute as pc
 from trajkit.cli.options import Commands, add_policy, add_source, chosen_policy, count
 from trajkit.cli.show import text_table
 from trajkit.cli.tokenizer import load_tokenizer

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 import trajkit as tk
+from trajkit import compute as pc
 from trajkit.cli.options import (
     Commands,
     add_policy,
