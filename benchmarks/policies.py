@@ -20,7 +20,15 @@ import numpy as np
 import pyarrow as pa
 
 import trajkit as tk
-from benchmarks import peers, peers_chains, peers_faithful, peers_segments
+from benchmarks import (
+    peers,
+    peers_chains,
+    peers_faithful,
+    peers_miles,
+    peers_nemo,
+    peers_polar,
+    peers_segments,
+)
 from benchmarks.compare import (
     Timing,
     commit,
@@ -42,6 +50,9 @@ TWINS: dict[str, Twin] = {
     "strict": peers_chains.strict,
     "per_call": peers_chains.per_call,
     "segments": peers_segments.linearize,
+    "polar": peers_polar.linearize,
+    "nemo": peers_nemo.linearize,
+    "miles": peers_miles.linearize,
 }
 """The rules in plain Python, by the policy that they are."""
 

@@ -3,7 +3,14 @@
 import pytest
 
 import trajkit as tk
-from benchmarks import peers, peers_chains, peers_segments
+from benchmarks import (
+    peers,
+    peers_chains,
+    peers_miles,
+    peers_nemo,
+    peers_polar,
+    peers_segments,
+)
 from benchmarks.data import SHAPES, SMALL, as_parsed, rollout
 from benchmarks.forks import FORKS, forking
 from benchmarks.policies import TWINS, difference
@@ -126,3 +133,60 @@ def test_segments(session, monkeypatch):
     assert of(rows) == [
         with_prompt(row, row["prompt_length"]) for row in session["expected"]["rows"]
     ]
+
+
+@pytest.mark.parametrize("session", golden("polar"), ids=golden_name)
+def test_polar(session):
+    knobs = session["knobs"]
+    rows = (
+        peers_polar.linearize(session["turns"], knobs["end_of_turn_token_id"])
+        if knobs["builder"] == "prefix_merging"
+        else peers_chains.per_call(session["turns"])
+    )
+    for row, due in zip(rows, session["expected"]["rows"], strict=True):
+        n = due["prompt_length"]
+        assert row["prompt_length"] == n
+        assert row["tokens"] == due["tokens"]
+        assert row["loss_mask"][n:] == due["loss_mask"]
+        assert row["logprobs"][n:] == (
+            due["logprobs"] or [0.0] * len(row["tokens"][n:])
+        )
+
+
+@pytest.mark.parametrize(
+    "session",
+    [one for one in delivered("nemo") if one["knobs"]["builder"] == "prefix_merging"],
+    ids=golden_name,
+)
+def test_nemo(session):
+    turns = [
+        {**turn, "request_id": name}
+        for turn, name in zip(
+            session["turns"], session["knobs"]["call_ids"], strict=True
+        )
+    ]
+    rows = peers_nemo.linearize(turns)
+    expected = [
+        with_prompt(row, row["prompt_length"]) for row in session["expected"]["rows"]
+    ]
+    assert sorted(of(rows), key=str) == sorted(expected, key=str)
+
+
+@pytest.mark.parametrize(
+    "session",
+    [
+        one
+        for one in golden("miles_v2")
+        if one["knobs"]["matcher"] == "strict"
+        and one["knobs"]["max_seq_len"] is None
+        and not one["knobs"]["max_trim_tokens"]
+    ],
+    ids=golden_name,
+)
+def test_miles(session):
+    rows = peers_miles.linearize(session["turns"])
+    for row, due in zip(rows, session["expected"]["rows"], strict=True):
+        n = len(due["tokens"]) - due["response_length"]
+        assert row["prompt_length"] == n
+        assert row["tokens"] == due["tokens"]
+        assert row["loss_mask"][n:] == due["loss_mask"]
