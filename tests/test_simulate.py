@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trajkit as tk
-from benchmarks.data import quoted, rollout
+from benchmarks.data import SMALL, quoted, rollout
 from tests.generated import generated_runs
 from tests.reference import held
 from tests.strategies import row_limits, runs
@@ -164,3 +164,16 @@ def test_two_rollouts_whose_replies_come_back_changed(shape, kept_by_trl, shared
         # each call's context again: on average half of the last one's
         assert 66 * context < lines[name]["tokens_forward"] < 67 * context
         assert lines[name]["tokens_lost"] == 0
+
+
+def test_presets_that_need_bodies_are_left_out_where_there_are_none():
+    turns = tk.from_records(rollout("s", SMALL))
+    whole = tk.simulate(turns)
+    later = turns.slice(1)  # what the first request showed has its body in no row
+    with pytest.warns(tk.LeftOutWarning) as warned:
+        table = tk.simulate(later)
+    names = [str(one.message).partition(" ")[0] for one in warned]
+    assert "segments" in names
+    assert {*table["policy"].to_pylist(), *names} == {*whole["policy"].to_pylist()}
+    with pytest.raises(tk.MissingBodyError, match="has no body"):
+        tk.simulate(later, ["faithful", "segments"])

@@ -16,7 +16,7 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit import compute as pc
 from trajkit.calls import Calls, Longs
-from trajkit.errors import InvalidTurnsError
+from trajkit.errors import MissingBodyError
 from trajkit.json_text import parse
 from trajkit.schema import KEY_BYTES
 
@@ -38,7 +38,7 @@ def rekeyed(calls: Calls, equality: Equality) -> Calls:
 
     Raises
     ------
-    InvalidTurnsError
+    MissingBodyError
         A message's body is nowhere in its session, and the equality asks for it.
     """
     if equality == "values":  # so they are stored
@@ -82,7 +82,7 @@ def classify(calls: Calls, identity: Identity) -> Classes:
 
     Raises
     ------
-    InvalidTurnsError
+    MissingBodyError
         A message's body is nowhere in its session up to its place.
     """
     requests = calls.requests
@@ -153,7 +153,7 @@ def _check_shown(calls: Calls, places: Longs, replies: Longs) -> None:
         if not silent.any():
             return
         call, what = int(silent.argmax()), "response"
-    raise InvalidTurnsError(
+    raise MissingBodyError(
         f"{calls.place(call)}: {what} has no body, here or earlier in the session "
         "(rows filtered away?): the policy compares messages by their bodies"
     )

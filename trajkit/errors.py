@@ -18,6 +18,10 @@ class InvalidTurnsError(TrajkitError, ValueError):
     """A value in a table breaks a rule of its schema."""
 
 
+class MissingBodyError(InvalidTurnsError):
+    """A policy compares messages by their bodies, and the table has one without."""
+
+
 class LayoutError(TrajkitError, ValueError):
     """Offsets or lengths do not describe runs inside the values that they index."""
 
@@ -35,6 +39,10 @@ class UnknownSessionError(TrajkitError, KeyError):
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
+
+
+class LeftOutWarning(UserWarning):
+    """A preset is not among the policies that were simulated, as it can't be applied."""
 
 
 class TornLogWarning(UserWarning):

@@ -1,5 +1,6 @@
 """What each policy would keep, lose and cost on the same recorded calls."""
 
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 
@@ -7,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit.calls import Calls, read_calls
-from trajkit.errors import PolicyError
+from trajkit.errors import LeftOutWarning, MissingBodyError, PolicyError
 from trajkit.flat import Sampled, flat_turns, ids_of, pieces_of, sessions_of
 from trajkit.linearize import linearize
 from trajkit.plan import COUNTS
@@ -43,7 +44,9 @@ def simulate(
     turns : table, or iterator of record batches
         As for `trajkit.linearize`.
     policies : iterable of str or Policy, optional
-        None: every preset.
+        None: every preset. Where the table lacks message bodies (rows were filtered
+        away, say), those that compare messages by their bodies are left out with a
+        `LeftOutWarning`.
     pad_to : int, optional
         Rows are padded to the next multiple of this many tokens. None: unknown.
     sessions : table, optional
@@ -83,16 +86,24 @@ def simulate(
     totals = [_Totals(one, pad_to) for one in chosen]
     for part in _parts(turns):
         sampled = flat_turns(part)
-        for total in totals:
-            rows, report = linearize(
-                part.table,
-                total.policy,
-                sessions=sessions,
-                max_row_tokens=max_row_tokens,
-                report=True,
-                threads=threads,
-            )
-            total.add(rows, report, sampled)
+        for total in tuple(totals):
+            try:
+                rows, report = linearize(
+                    part.table,
+                    total.policy,
+                    sessions=sessions,
+                    max_row_tokens=max_row_tokens,
+                    report=True,
+                    threads=threads,
+                )
+            except MissingBodyError as error:
+                if policies is not None:
+                    raise
+                left_out = f"{total.policy.name} is left out: {error}"
+                warnings.warn(left_out, LeftOutWarning, stacklevel=2)
+                totals.remove(total)
+            else:
+                total.add(rows, report, sampled)
     return pa.Table.from_pylist([total.line() for total in totals], SIMULATION)
 
 
