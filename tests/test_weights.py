@@ -257,9 +257,8 @@ def test_turn_rewards_add_up(data, turns, policy):
     given = table.select(["session_id", "turn_index"]).append_column(
         "reward", pa.array(values, pa.float64())
     )
-    rows = tk.spread_rewards(
-        tk.linearize(table, policy), "per_turn", turn_rewards=given
-    )
+    whole = tk.policy(policy, aborted="train")
+    rows = tk.spread_rewards(tk.linearize(table, whole), "per_turn", turn_rewards=given)
     for name in by_session(turns):
         mine = [r["reward"] for r in rows.to_pylist() if r["session_id"] == name]
         theirs = [r["reward"] for r in given.to_pylist() if r["session_id"] == name]
