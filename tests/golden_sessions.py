@@ -33,6 +33,11 @@ def interleave_sessions():
     ]
 
 
+def errored_interleave_sessions():
+    """Those whose rollout carries an error, and of which the peer gave rows."""
+    return [one for one in delivered("interleave") if one["knobs"]["error"] is not None]
+
+
 def delivered(name):
     """Those for which the peer gave rows."""
     return [one for one in golden(name) if "error" not in one["expected"]]

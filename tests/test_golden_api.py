@@ -9,6 +9,7 @@ from tests.golden_sessions import (
     cap,
     comparable,
     delivered,
+    errored_interleave_sessions,
     expected_interleave,
     expected_slime,
     golden,
@@ -130,3 +131,19 @@ def test_skyrl(session):
         else:
             here = zeros_for_nulls(row["logprobs"][response])
             assert here == np.array(peer["logprobs"], np.float32).tolist()
+
+
+@pytest.mark.parametrize("session", errored_interleave_sessions(), ids=golden_name)
+def test_strict_on_rollouts_that_failed(session):
+    """The peer clears its masks, and keeps logprobs that trajkit has no place for."""
+    facts = pa.table({"session_id": ["s"], "error": [session["knobs"]["error"]]})
+    rows, report = tk.linearize(
+        recorded(session), "interleave", sessions=facts, report=True
+    )
+    names = ["input_ids", "prompt_length", "loss_mask"]
+    expected = [
+        {name: row[name] for name in names} for row in expected_interleave(session)
+    ]
+    assert rows.select(names).to_pylist() == expected
+    assert not any(bit for row in expected for bit in row["loss_mask"])
+    assert report["error"].to_pylist() == [session["knobs"]["error"]]
