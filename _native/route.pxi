@@ -376,6 +376,7 @@ def route_messages(
         int64_t n_calls = calls.shape[0], n_sessions = session_offsets.shape[0] - 1
         int64_t s, i, n_table, bad
         int32_t before, node, call, first
+        bint empty
         Tree tree
 
     _check_sessions(session_offsets, n_calls)
@@ -420,7 +421,8 @@ def route_messages(
             before = -1
             for i in range(session_offsets[s], session_offsets[s + 1]):
                 call = <int32_t>i
-                if requests[i].n_keys < 0:
+                empty = requests[i].n_keys >= 0 and requests[i].shared + requests[i].n_keys == 0
+                if requests[i].n_keys < 0 or (empty and equals == EQUALS_TOKENS):
                     links[i].parent = _longest_held(
                         &calls[0], &nodes[0], &ends[0], &up[0], &ended[0], &next_ended[0],
                         &links[0], tree.places, call,
@@ -429,7 +431,7 @@ def route_messages(
                     node = tree.places[links[i].parent] if links[i].parent >= 0 else 0
                     places[i] = _hang(&tree, node, 0, call, True)
                     continue
-                if requests[i].shared + requests[i].n_keys == 0:
+                if empty:
                     links[i].why = WHY_UNROUTED
                     continue
                 node = _route_call(

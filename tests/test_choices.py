@@ -365,3 +365,25 @@ def test_verify_knows_a_wrong_last_turn():
             "detail": "last_turn is 0, turn 2 held the row's tokens",
         }
     ]
+
+
+def test_an_empty_list_of_messages_goes_by_tokens_where_tokens_decide():
+    turns = [
+        {"prompt_ids": [1], "output_ids": [2], "prompt_messages": []},
+        {"prompt_ids": [1, 2, 3], "output_ids": [4], "prompt_messages": []},
+        {"prompt_ids": [1, 9], "output_ids": [5], "prompt_messages": []},
+    ]
+    table = turns_table([{"session_id": "s", **turn} for turn in turns])
+    rows, report = tk.linearize(table, "faithful", report=True)
+    assert rows["input_ids"].to_pylist() == [[1, 2, 3, 4], [1, 9, 5]]
+    assert report["lost_unrouted"].to_pylist() == [0]
+    assert report["tokens_trained"].to_pylist() == [3]
+    assert tk.link(table)["why"].to_pylist() == ["unrouted"] * 3
+
+
+@given(runs())
+def test_faithful_loses_nothing_that_it_was_not_asked_to(turns):
+    report = tk.linearize(turns_table(turns), "faithful", report=True)[1]
+    for line in report.to_pylist():
+        asked = line["lost_untrainable"] + line["lost_aborted"]
+        assert line["tokens_sampled"] == line["tokens_trained"] + asked

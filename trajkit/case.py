@@ -138,7 +138,8 @@ class Case:
         if policy is not None and not policy.keeps_all:
             return np.zeros(len(outputs.values), np.bool_)
         due = np.ones(len(calls.calls), np.bool_)
-        if policy is None or policy.route == "messages":
+        routed = policy is None or policy.route == "messages"
+        if routed and (policy is None or policy.equals != "tokens"):
             requests = calls.requests
             due &= (requests["n_keys"] != 0) | (requests["shared"] != 0)
         owner = outputs.owner

@@ -65,10 +65,10 @@ def link(
         prefix of the prompt, with some set aside (see `trajkit.schema.WHY`); the last
         turn whose messages and reply are the request's first, with some refused. Under
         ``"messages"`` a turn without a list of messages goes below the turn whose
-        prompt and output are the longest prefix of its prompt, and a turn with an empty
-        list is left out. So it is under ``"agents"``, where a turn without a list, or
-        after one without, goes on where its prompt starts with the other's prompt and
-        output.
+        prompt and output are the longest prefix of its prompt; so does one with an
+        empty list if ``equals`` is ``"tokens"``, else it is left out. It is left out
+        under ``"agents"`` as well, where a turn without a list, or after one without,
+        goes on where its prompt starts with the other's prompt and output.
     merge_threshold : int, optional
         Under ``"messages"``: a reply shorter than this many tokens gives way to the one
         that a later request shows in its place. None: 1024; 0 and below: never.

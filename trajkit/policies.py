@@ -98,9 +98,10 @@ class Policy:
     equals : {"first", "tokens", "whole"}
         Of equal replies to the same messages, a request that shows one of them
         continues the first, or the one whose prompt and output its own prompt repeats
-        for longest. ``"whole"``: it continues the nearest message above whose prompt
-        and output its own prompt repeats to the end, the last of equals, so that no row
-        drifts.
+        for longest; then a request with an empty list of messages goes by tokens, too,
+        instead of being left out. ``"whole"``: it continues the nearest message above
+        whose prompt and output its own prompt repeats to the end, the last of equals,
+        so that no row drifts.
     order : {"tree", "commit"}
         Chains, and so rows and who is first to train a claim, come as the traversal of
         ``route`` has their last turns, or as those were recorded. ``"prefix"``, under

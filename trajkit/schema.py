@@ -226,7 +226,7 @@ untrainable
     The turn says ``trainable = false``, or its session ended in an error.
 unrouted
     The turn had a list of messages with nothing in it, which message routing passes
-    over.
+    over (unless tokens decide among equals, as they do for ``faithful``).
 restarted
     A later prompt of the row departs inside the prompt that opened it: the row begins
     anew there, without what it had.
