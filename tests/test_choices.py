@@ -130,6 +130,15 @@ def test_rows_and_report_are_the_twin_s(turns, chosen, limit):
     assert dicts(report, [expected_report]) == [expected_report]
 
 
+@example(
+    # the first reply leaves no piece in the row that absorbed it, only its flag
+    [
+        {"prompt_ids": [], "output_ids": [0, 9], "ill_formed": True},
+        {"prompt_ids": [], "output_ids": []},
+    ],
+    ("trl", {"missing_logprobs": "untrain", "keep_untrained": True}),
+    None,
+)
 @given(runs(), chosen_policies(), row_limits)
 def test_verify_finds_nothing(turns, chosen, limit):
     name, choices = chosen

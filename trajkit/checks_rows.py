@@ -13,6 +13,7 @@ import numpy as np
 from trajkit import _core
 from trajkit.calls import Ints, Longs
 from trajkit.case import Case
+from trajkit.checks import Bools
 from trajkit.flat import Index, Pieces, Runs
 from trajkit.tables import Rows
 
@@ -339,30 +340,34 @@ def flags(case: Case, pieces: Pieces) -> None:
                 f"truncated is {_null(said)} where finish_reason is {reason!r}",
                 row=row,
             )
+    starts, may_train = case.turns.outputs.offsets, case.may_train
+    silent = np.diff(np.append(0, np.cumsum(may_train))[starts]) == 0
     for name in ("use_tool", "ill_formed"):
         due = np.zeros(len(truncated), np.bool_)
         due[pieces.row[calls[name][pieces.call] == 1]] = True
         for row, said in enumerate(table.column(name).to_pylist()):
-            if said is bool(due[row]) or (said and _unseen(case, row, name)):
+            if said is bool(due[row]) or (said and _unseen(case, row, name, silent)):
                 continue
             case.say("flags", f"{name} is {_null(said)}", row=row)
 
 
-def _unseen(case: Case, row: Index, name: str) -> bool:
-    """Whether a call that may have left no piece in the row has the flag."""
+def _unseen(case: Case, row: Index, name: str, silent: Bools) -> bool:
+    """Whether a call that may have left no piece in the row has the flag.
+
+    ``silent`` are the calls of whose outputs nothing may be trained.
+    """
     calls, ids = case.turns.calls.calls, case.rows.ids[row]
     policy = case.policy
     absorbs = policy is not None and policy.absorb != "never"
     # Where drift is taken in anywhere, a call of the row shares its opening prompt alone.
     opened = case.rows.number("prompt_length", row) or 0
     least = opened if policy is not None and policy.absorb == "any" else len(ids)
-    trainable = case.trainable
     return any(
         calls[name][call]
         and (
             calls["out_len"][call] == 0
             or case.cap is not None
-            or (absorbs and not trainable[call])
+            or (absorbs and silent[call])
         )
         and _core.lcp(ids, case.turns.prompts[call])
         >= min(len(ids), least, calls["prompt_len"][call])
