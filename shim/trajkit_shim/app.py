@@ -26,7 +26,9 @@ from trajkit_shim.callers import identify
 from trajkit_shim.chat import ChatRequest, Images, Reading
 from trajkit_shim.engine import Engine, EngineError
 from trajkit_shim.errors import GatewayError, as_gateway_error, retry_header
+from trajkit_shim.held import HeldBudget
 from trajkit_shim.log import TurnLog
+from trajkit_shim.prompts import Mode, Prompts
 from trajkit_shim.protocols import PROTOCOLS
 from trajkit_shim.protocols.openai_chat import OPENAI_CHAT
 from trajkit_shim.protocols.protocol import Events, Verb, WireProtocol
@@ -59,12 +61,15 @@ def create_app(
     images: Images = "refuse",
     ping_seconds: float = 10.0,
     attributed: bool = True,
+    prompts: Mode = "append",
+    held_bytes: int = 1 << 30,
 ) -> Starlette:
     """The gateway's ASGI app. It closes the engine and the log when it shuts down.
 
     Routes: ``POST /sessions`` opens a session, ``GET /sessions/{id}`` shows it,
     ``DELETE /sessions/{id}`` and ``POST /sessions/{id}/close`` close it;
-    ``GET /v1/models``; ``GET /healthz``; and the paths of every protocol
+    ``GET /v1/models``; ``GET /healthz``; ``GET /prompts`` says how prompts are built
+    and what the chat template does; and the paths of every protocol
     (`trajkit_shim.protocols`). A call names its session by a prefix of its path,
     ``/s/{id}``, else by the header ``x-session-id``, else by its API key.
 
@@ -90,19 +95,27 @@ def create_app(
         `trajkit.schema.ATTRIBUTION`), where it can be told exactly; a session counts
         the turns where not (``unattributed``). The log is twice as large with it.
 
+    prompts : "append" or "render"
+        Build each prompt behind the ids of the turn that it goes on from, where the
+        template allows it and the request does so, or render each one whole
+        (`trajkit_shim.prompts`).
+    held_bytes : int
+        The most memory that the ids of all sessions' turns take, for that.
+
     Returns
     -------
     Starlette
     """
     gateway = _Gateway(
         engine,
-        renderer,
         log,
         max_new_tokens,
         max_body_bytes,
         Reading(images=images),
         ping_seconds,
         attributed,
+        Prompts(renderer, prompts),
+        HeldBudget(held_bytes),
     )
 
     @asynccontextmanager
@@ -115,6 +128,7 @@ def create_app(
         routes=[
             Route("/", gateway.health, methods=["GET"]),
             Route("/healthz", gateway.health, methods=["GET"]),
+            Route("/prompts", gateway.prompts, methods=["GET"]),
             Route("/sessions", gateway.open_session, methods=["POST"]),
             Route("/sessions/{session_id}", gateway.show_session, methods=["GET"]),
             Route("/sessions/{session_id}", gateway.close_session, methods=["DELETE"]),
@@ -175,22 +189,24 @@ class _Gateway:
     def __init__(
         self,
         engine: Engine,
-        renderer: ChatRenderer,
         log: TurnLog,
         max_new_tokens: int,
         max_body_bytes: int,
         reading: Reading,
         ping_seconds: float,
         attributed: bool,
+        prompts: Prompts,
+        budget: HeldBudget,
     ) -> None:
         self._engine = engine
-        self._renderer = renderer
         self._log = log
         self._max_new_tokens = max_new_tokens
         self._max_body_bytes = max_body_bytes
         self._reading = reading
         self._ping_seconds = ping_seconds
         self._attributed = attributed
+        self._prompts = prompts
+        self._budget = budget
         self._sessions = SessionStore()
 
     def client_routes(self) -> Iterator[tuple[str, str, Endpoint]]:
@@ -202,6 +218,10 @@ class _Gateway:
 
     async def health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok", "sessions": self._sessions.counts()})
+
+    async def prompts(self, _: Request) -> Response:
+        told = await asyncio.to_thread(self._prompts.describe)
+        return JSONResponse({**told, "held_bytes": self._budget.n_bytes})
 
     async def models(self, _: Request) -> Response:
         info = await self._engine.info()
@@ -261,7 +281,9 @@ class _Gateway:
             # a long history would hold up every other call
             asked = await asyncio.to_thread(parse)
             if verb == "count":
-                tokens = await count_tokens(asked, session.echo, self._renderer)
+                tokens = await count_tokens(
+                    asked, session.echo, session.held, self._prompts
+                )
                 return _json(protocol.count(tokens))
             digest = request_digest(f"{protocol.name} {verb}", body)
             return await self._call(protocol, session, asked, digest, request)
@@ -329,9 +351,10 @@ class _Gateway:
             prepare_call(
                 asked,
                 engine=self._engine,
-                renderer=self._renderer,
+                prompts=self._prompts,
                 session_id=session.session_id,
                 echo=session.echo,
+                held=session.held,
                 pins=session.pins,
                 max_new_tokens=self._max_new_tokens,
                 protocol=protocol,
@@ -374,6 +397,7 @@ class _Gateway:
             ) from error
         session.recorded += 1
         session.answered += call.reply is not None
+        session.prompts[call.turn.render_reason or "append"] += 1
         if self._attributed:
             session.unattributed += call.turn.prompt_message_index is None
         session.shown |= added
@@ -384,6 +408,8 @@ class _Gateway:
                 503,
             )
         session.echo.remember(call.heard.place, call.message)
+        if call.path is not None:
+            session.held.remember(call.path, self._budget)
         return call.reply
 
 

@@ -66,6 +66,13 @@ def add_serve(commands: Commands) -> None:
         help="a request with an image is refused (the default), or a text stands for it",
     )
     parser.add_argument(
+        "--prompts",
+        choices=["append", "render"],
+        default="append",
+        help="append: build each prompt behind the ids of the turn before, where the "
+        "chat template allows it (the default); render: render each one whole",
+    )
+    parser.add_argument(
         "--no-attribution",
         action="store_true",
         help="leave out which message each prompt token shows; the log is half as large",
@@ -137,6 +144,7 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
     with _needs_extra(parser, "shim"):
         from trajkit_shim.app import create_app
         from trajkit_shim.log import TurnLog
+        from trajkit_shim.prompts import Prompts
         from trajkit_shim.serve import serve
 
         engine, renderer = _sglang(arguments) if sglang else _embedded()
@@ -144,9 +152,11 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
 
     def say_where(url: str) -> None:
         where = {"url": url, "openai_base_url": f"{url}/v1", "turns": str(log.path)}
+        built = Prompts(renderer, arguments.prompts)
         if arguments.json:
-            text = json.dumps(where)
+            text = json.dumps({**where, "prompts": built.describe()})
         else:
+            where["prompts"] = built.summary()
             text = "\n".join(f"{name:<16}{value}" for name, value in where.items())
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
@@ -157,6 +167,7 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
         log,
         images=arguments.images,
         attributed=not arguments.no_attribution,
+        prompts=arguments.prompts,
     )
     # Ctrl-C is how it is stopped; the calls under way have been answered by then.
     with suppress(KeyboardInterrupt):

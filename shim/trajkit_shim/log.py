@@ -41,6 +41,12 @@ LOG_SCHEMA = pa.schema(
         pa.field("call_kind", pa.string()),
         # the parameters of the engine call, as JSON
         pa.field("sampling", pa.string()),
+        # how the prompt came about: append or render; and why it was rendered
+        # (trajkit_shim.prompts.Reason)
+        pa.field("prompt_built", pa.string()),
+        pa.field("render_reason", pa.string()),
+        # of prompt_ids, as little-endian int32: BLAKE2b of 16 bytes
+        pa.field("prompt_digest", pa.binary(16)),
         # prompt tokens that the engine did not compute again
         pa.field("cached_tokens", pa.int32()),
         # the request was read; the sample was complete
@@ -97,6 +103,9 @@ class LoggedTurn:
     cached_tokens: int | None
     started_at: datetime
     ended_at: datetime
+    prompt_built: str | None = None
+    render_reason: str | None = None
+    prompt_digest: bytes | None = None
     resend_of: str | None = None
     protocol: str | None = None
     harness: str | None = None
