@@ -138,6 +138,30 @@ def test_a_template_may_be_safe_without_tools_alone():
     assert probed(NO_TOOLS, tools=False).safe
 
 
+@pytest.mark.parametrize(
+    ("template", "mode", "says"),
+    [
+        pytest.param(AS_STRING, "render", "render", id="render"),
+        pytest.param(KEEPS_REASONING, "append", "append", id="append"),
+        pytest.param(
+            DROPS_REASONING,
+            "append",
+            "append; rendered where a tool or user message drops reasoning",
+            id="drops reasoning",
+        ),
+        pytest.param(
+            MOVES_TOOLS,
+            "append",
+            "append; rendered with tools: a later message changes what stands before it; "
+            "rendered where a tool or user message drops reasoning",
+            id="unsafe",
+        ),
+    ],
+)
+def test_what_is_done_in_one_line(template, mode, says):
+    assert Prompts(byte_renderer(template), mode).summary() == says
+
+
 def test_a_tokenizer_that_does_not_encode_piece_by_piece():
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens(
