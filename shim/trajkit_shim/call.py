@@ -16,7 +16,7 @@ from trajkit_shim.chat import ChatRequest
 from trajkit_shim.echo import EchoBook, Heard, place_behind
 from trajkit_shim.engine import Engine, Sample
 from trajkit_shim.held import HeldPath, HeldPaths
-from trajkit_shim.limits import check_prompt, check_sample
+from trajkit_shim.limits import check_consumed, check_prompt, check_sample
 from trajkit_shim.log import LoggedTurn, logged_message
 from trajkit_shim.parse import Parsed, parse
 from trajkit_shim.prompts import Prompt, Prompts
@@ -103,6 +103,7 @@ async def prepare_call(
         prompt_ids, sampling, request_id=request_id, session_id=session_id
     )
     check_sample(sample, info)
+    check_consumed(prompt_ids, sample)
     ended_at = datetime.now(UTC)
 
     def finish() -> PreparedCall:

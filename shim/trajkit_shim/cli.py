@@ -43,6 +43,12 @@ def add_serve(commands: Commands) -> None:
         "--engine-url", metavar="URL", help="of the SGLang server, with --engine sglang"
     )
     parser.add_argument(
+        "--check-prompts",
+        action="store_true",
+        help="have the SGLang server send each prompt back, and refuse one that is "
+        "another",
+    )
+    parser.add_argument(
         "--model",
         metavar="DIR",
         type=Path,
@@ -191,7 +197,12 @@ def _sglang(arguments: argparse.Namespace) -> "tuple[Engine, ChatRenderer]":
         vocab_size = model_vocab_size(arguments.model)
     except ValueError as error:
         raise FormatError(f"{arguments.model}: {error}") from error
-    return SGLangEngine(arguments.engine_url, vocab_size=vocab_size), renderer
+    engine = SGLangEngine(
+        arguments.engine_url,
+        vocab_size=vocab_size,
+        check_prompts=arguments.check_prompts,
+    )
+    return engine, renderer
 
 
 @contextmanager

@@ -29,9 +29,9 @@ from trajkit_shim.attribution import (
 from trajkit_shim.echo import START, EchoBook, Heard
 from trajkit_shim.errors import TemplateError
 from trajkit_shim.held import HeldPath, HeldPaths
-from trajkit_shim.probe import TemplateProbe, probe_template
 from trajkit_shim.render import ChatRenderer
 from trajkit_shim.standing import Departure, Standing, end_of_reply
+from trajkit_shim.template_probe import TemplateProbe, probe_template
 from trajkit_shim.wire import Json
 
 Mode: TypeAlias = Literal["append", "render"]

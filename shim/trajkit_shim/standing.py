@@ -31,7 +31,7 @@ class Standing:
 
     @classmethod
     def of(cls, text: str, leaves: str) -> "Standing":
-        """All of a prompt's text but ``leaves`` (`trajkit_shim.probe`) at its end."""
+        """All of a text but ``leaves`` (`TemplateProbe.leaves`) at its end."""
         stays = text.removesuffix(leaves)
         return cls(len(stays), _digest(stays))
 

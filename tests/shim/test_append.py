@@ -626,6 +626,24 @@ async def test_calls_that_fail_leave_nothing_to_go_on_from(tmp_path):
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize(
+    "consumed",
+    [
+        pytest.param({"prompt_tokens": 5}, id="their number"),
+        pytest.param({"prompt_ids": np.zeros(19, np.int32)}, id="the ids"),
+    ],
+)
+async def test_a_sample_for_another_prompt_is_no_turn(tmp_path, consumed):
+    engine = ScriptedEngine(sampled("Yes.", **consumed))
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        client = await gateway.open(session_id="a")
+        with pytest.raises(Exception, match="the engine consumed"):
+            await client.chat.completions.create(model="m", messages=[said("user", "")])
+        assert gateway.turns() == []
+    assert len(engine.prompts[0]) == 19
+
+
+@pytest.mark.anyio
 async def test_a_count_is_that_of_the_prompt_to_come(tmp_path):
     engine = EmbeddedEngine(drift=0.9, seed=2)
     async with in_process(engine, EMBEDDED, tmp_path) as gateway:
