@@ -205,6 +205,8 @@ def values_within(message):
 
 @given(st.lists(body_texts, max_size=4))
 @example(['{"content":"' + "é" * 40 + '","role":"user"}', "{}"])
+@example(['{"content":""}', '{"tool_calls":[]}', '{"content":null}', '{"role":{}}'])
+@example(['{"content":{"index":"a"}}', '{"content":[[],null,""]}', '{"\\u0061":"a"}'])
 @example(['{"content":' + "[" * 31 + '"a"' + "]" * 31 + "}"])
 @example(['{"content":[{"b":"x","a":"x"}]}', '{"content":[{"a":"x","a":"x"}]}'])
 def test_a_plain_body_is_what_its_fields_say(texts):

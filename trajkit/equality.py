@@ -86,9 +86,7 @@ def classify(calls: Calls, identity: Identity) -> Classes:
         A message's body is nowhere in its session up to its place.
     """
     requests = calls.requests
-    column = calls.table.column(
-        "suffix_messages" if "suffix_ids" in calls.table.column_names else "messages"
-    )
+    column = calls.table.column("suffix_messages" if calls.is_delta else "messages")
     shown = [chunk.flatten() for chunk in column.chunks]
     said = calls.table.column("response").chunks
     # unlike field(), this is null under a reply that is null
