@@ -390,7 +390,9 @@ class _Gateway:
             The turn could not be written.
         """
         try:
-            added = self._log.append(call.turn, session.recorded, session.shown)
+            added = self._log.append(
+                call.turn, session.recorded, session.shown, session.deltas
+            )
         except OSError as error:
             raise GatewayError(
                 f"the turn could not be written: {error}", 500, code="log_failed"

@@ -66,6 +66,13 @@ def add_serve(commands: Commands) -> None:
         help="directory of the turn log; made if missing",
     )
     parser.add_argument(
+        "--log",
+        choices=["full", "delta"],
+        default="full",
+        help="delta: write each prompt as what it adds to an earlier turn, compressed "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
         "--images",
         choices=["refuse", "omit"],
         default="refuse",
@@ -154,7 +161,7 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
         from trajkit_shim.serve import serve
 
         engine, renderer = _sglang(arguments) if sglang else _embedded()
-    log = TurnLog(arguments.out)
+    log = TurnLog(arguments.out, form=arguments.log)
 
     def say_where(url: str) -> None:
         where = {"url": url, "openai_base_url": f"{url}/v1", "turns": str(log.path)}

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+from trajkit_shim.deltas import DeltaBook
 from trajkit_shim.echo import EchoBook, Known
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.held import HeldPaths
@@ -46,6 +47,8 @@ class Session:
     calls: set[asyncio.Task[Any]] = field(default_factory=set)
     # each message key's last body in the log, as its digest
     shown: dict[bytes, bytes] = field(default_factory=dict)
+    # its turns in the log, to say what the next one adds
+    deltas: DeltaBook = field(default_factory=DeltaBook)
     # the replies, to know them again
     echo: EchoBook = field(default_factory=EchoBook)
     # the ids of the replies and what they were sampled for
@@ -187,6 +190,7 @@ class SessionStore:
         session = self.get(session_id)
         session.closed = True
         session.shown.clear()
+        session.deltas.clear()
         session.echo.clear()
         session.held.clear()
         session.resends.clear()
