@@ -137,7 +137,7 @@ async def test_what_the_server_must_never_see(renderer):
     engine_ = engine()
     info = await engine_.info()
     assert info.model == "tiny"
-    assert info.max_context_tokens == 32768
+    assert info.max_context_tokens == 65536
     assert info.vocab_size >= renderer.n_tokens
     with pytest.raises(EngineError, match="outside the vocabulary"):
         await engine_.generate(
@@ -160,7 +160,7 @@ async def test_a_prompt_that_leaves_no_room(tmp_path, renderer):
     async with in_process(engine_, renderer, tmp_path) as gateway:
         client = await gateway.open()
         with pytest.raises(openai.BadRequestError) as caught:
-            await ask(client, [{"role": "user", "content": "\x00" * 33_000}])
+            await ask(client, [{"role": "user", "content": "\x00" * 66_000}])
         assert gateway.turns() == []
     await engine_.close()
     assert caught.value.code == "context_length_exceeded"
