@@ -4,8 +4,9 @@ An engine sees ids and sampling parameters and nothing else: no text, no message
 gateway owns tokenization in both directions.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -113,3 +114,28 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+OnTokens: TypeAlias = Callable[[Sequence[int]], None]
+"""Takes the output ids that are new."""
+
+
+@runtime_checkable
+class StreamingEngine(Engine, Protocol):
+    """An engine that tells what it samples while it samples."""
+
+    async def stream(
+        self,
+        prompt_ids: npt.NDArray[np.int32],
+        sampling: Sampling,
+        *,
+        request_id: str,
+        session_id: str,
+        on_tokens: OnTokens,
+    ) -> Sample:
+        """As `generate`, and tells the output ids as they come.
+
+        ``on_tokens`` is called on the event loop, with any number of ids; put together
+        they are the beginning of the sample's ``output_ids``, or all of them.
+        """
+        ...

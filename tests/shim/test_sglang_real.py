@@ -196,6 +196,6 @@ async def until_running(engine: SGLangEngine, wanted: int) -> None:
     """Ask the server until it has so many calls under way."""
     async with asyncio.timeout(60):
         while True:
-            loads = (await engine._client.get(f"{URL}/v1/loads")).json()["loads"]
+            loads = (await engine._server.client.get(f"{URL}/v1/loads")).json()["loads"]
             if sum(load["num_running_reqs"] for load in loads) == wanted:
                 return
