@@ -27,6 +27,7 @@ from trajkit_shim.chat import ChatRequest, Images, Reading
 from trajkit_shim.engine import Engine, EngineError
 from trajkit_shim.errors import GatewayError, as_gateway_error, retry_header
 from trajkit_shim.log import TurnLog
+from trajkit_shim.parsers import ToolForm, form_of
 from trajkit_shim.protocols import PROTOCOLS
 from trajkit_shim.protocols.openai_chat import OPENAI_CHAT
 from trajkit_shim.protocols.protocol import Events, Verb, WireProtocol
@@ -59,6 +60,7 @@ def create_app(
     images: Images = "refuse",
     ping_seconds: float = 10.0,
     attributed: bool = True,
+    tool_form: ToolForm | None = None,
 ) -> Starlette:
     """The gateway's ASGI app. It closes the engine and the log when it shuts down.
 
@@ -89,6 +91,9 @@ def create_app(
         Write with each turn which message each prompt token shows (the columns
         `trajkit.schema.ATTRIBUTION`), where it can be told exactly; a session counts
         the turns where not (``unattributed``). The log is twice as large with it.
+    tool_form : ToolForm, optional
+        In which the model writes its calls (`trajkit_shim.parsers`). None: as the chat
+        template tells.
 
     Returns
     -------
@@ -103,6 +108,7 @@ def create_app(
         Reading(images=images),
         ping_seconds,
         attributed,
+        tool_form or form_of(renderer.chat_template),
     )
 
     @asynccontextmanager
@@ -182,6 +188,7 @@ class _Gateway:
         reading: Reading,
         ping_seconds: float,
         attributed: bool,
+        tool_form: ToolForm,
     ) -> None:
         self._engine = engine
         self._renderer = renderer
@@ -191,6 +198,7 @@ class _Gateway:
         self._reading = reading
         self._ping_seconds = ping_seconds
         self._attributed = attributed
+        self._tool_form = tool_form
         self._sessions = SessionStore()
 
     def client_routes(self) -> Iterator[tuple[str, str, Endpoint]]:
@@ -336,6 +344,7 @@ class _Gateway:
                 max_new_tokens=self._max_new_tokens,
                 protocol=protocol,
                 caller=identify(request.headers, asked),
+                form=self._tool_form,
                 attributed=self._attributed,
             )
         )

@@ -18,6 +18,7 @@ from trajkit_shim.engine import Engine, Sample
 from trajkit_shim.limits import check_prompt, check_sample
 from trajkit_shim.log import LoggedTurn, logged_message
 from trajkit_shim.parse import Parsed, parse
+from trajkit_shim.parsers import ToolForm, Tools
 from trajkit_shim.protocols.protocol import WireProtocol
 from trajkit_shim.render import ChatRenderer, Ids
 from trajkit_shim.reply import Reply, Usage, expected_echo, make_reply
@@ -49,6 +50,7 @@ async def prepare_call(
     max_new_tokens: int,
     protocol: WireProtocol,
     caller: Caller,
+    form: ToolForm,
     attributed: bool = True,
 ) -> PreparedCall:
     """Render, sample and parse one call.
@@ -68,6 +70,8 @@ async def prepare_call(
     protocol : WireProtocol
         That the call came in on.
     caller : Caller
+    form : ToolForm
+        In which the model writes its calls.
     attributed : bool
         Say of each prompt token which message it shows, for learning from tool outputs.
 
@@ -101,7 +105,8 @@ async def prepare_call(
             sample,
             sampling.stop,
             renderer,
-            tools=asked.tools is not None,
+            form,
+            tools=asked.tools,
             opened=renderer.opens_reasoning(prompt_ids),
         )
         aborted = sample.finish_reason == "abort"
@@ -195,8 +200,9 @@ def _parse(
     sample: Sample,
     stop: tuple[str, ...],
     renderer: ChatRenderer,
+    form: ToolForm,
     *,
-    tools: bool,
+    tools: Tools | None,
     opened: bool,
 ) -> tuple[Parsed, str | None]:
     """The reply, taken apart, and the stop string at which it was cut."""
@@ -209,4 +215,4 @@ def _parse(
         if found:
             at, matched = min(found)
             text = text[:at]
-    return parse(text, tools=tools, opened=opened), matched
+    return parse(text, tools=tools, opened=opened, form=form), matched

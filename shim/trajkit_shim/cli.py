@@ -49,6 +49,12 @@ def add_serve(commands: Commands) -> None:
         type=Path,
         help="the model's config, tokenizer and chat template, with another engine",
     )
+    parser.add_argument(
+        "--tool-form",
+        metavar="NAME",
+        help="how the model writes its calls: hermes, qwen3-coder, glm or plain-json "
+        "(default: as its chat template tells)",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
     parser.add_argument(
         "--port", type=int, default=8765, help="0: any free one (default: %(default)s)"
@@ -138,8 +144,13 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
     with _needs_extra(parser, "shim"):
         from trajkit_shim.app import create_app
         from trajkit_shim.log import TurnLog
+        from trajkit_shim.parsers import FORMS
         from trajkit_shim.serve import serve
 
+        if arguments.tool_form not in (None, *FORMS):
+            parser.error(
+                f"--tool-form {arguments.tool_form} is none of {', '.join(FORMS)}"
+            )
         engine, renderer = _served(arguments) if served else _embedded()
     log = TurnLog(arguments.out)
 
@@ -158,6 +169,7 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
         log,
         images=arguments.images,
         attributed=not arguments.no_attribution,
+        tool_form=FORMS.get(arguments.tool_form),
     )
     # Ctrl-C is how it is stopped; the calls under way have been answered by then.
     with suppress(KeyboardInterrupt):

@@ -69,6 +69,9 @@ def test_serve_records_until_it_is_interrupted(tmp_path):
         ),
         pytest.param(["--model", "."], "--model means nothing", id="a model too many"),
         pytest.param(["--engine", "vllm"], "vllm needs --engine-url", id="vllm"),
+        pytest.param(
+            ["--tool-form", "x"], "x is none of qwen3-coder", id="no such form"
+        ),
         pytest.param(["--engine", "tgi"], "invalid choice", id="no such engine"),
     ],
 )
