@@ -26,6 +26,7 @@ from trajkit_shim.callers import identify
 from trajkit_shim.chat import ChatRequest, Images, Reading
 from trajkit_shim.engine import Engine, EngineError
 from trajkit_shim.errors import GatewayError, as_gateway_error, retry_header
+from trajkit_shim.growth import Growth
 from trajkit_shim.log import TurnLog
 from trajkit_shim.parsers import ToolForm, form_of
 from trajkit_shim.protocols import PROTOCOLS
@@ -333,6 +334,7 @@ class _Gateway:
         request: Request,
     ) -> SharedCall:
         """Start the work on a call."""
+        growth = Growth()
         work = asyncio.create_task(
             prepare_call(
                 asked,
@@ -346,6 +348,7 @@ class _Gateway:
                 caller=identify(request.headers, asked),
                 form=self._tool_form,
                 attributed=self._attributed,
+                growth=growth.tell if asked.stream else None,
             )
         )
 
@@ -360,7 +363,7 @@ class _Gateway:
             session.resends.remember(digest, turn.request_id, reply)
             return reply
 
-        call = SharedCall(work, record)
+        call = SharedCall(work, record, growth)
         session.calls.add(work)
         session.resends.under_way[digest] = call
         return call
