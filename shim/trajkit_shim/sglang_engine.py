@@ -231,7 +231,7 @@ class Gathered:
         if whole and ids[:held] != self._ids:
             raise EngineError("the SGLang server's stream took back what it had told")
         self._ids = ids if whole else self._ids + ids
-        self.reply = {"output_ids": self._ids, "meta_info": meta}
+        self.reply = {**event, "output_ids": self._ids, "meta_info": meta}
         return self._ids[held:]
 
 
