@@ -31,8 +31,10 @@ _AS_SAMPLED: Json = {
     "spaces_between_special_tokens": False,
     "no_stop_trim": True,
 }
-# Without --incremental-streaming-output each event of a stream repeats all before it.
+# A stream brings an event per so many tokens. Where each event repeats all before it,
+# there are at most so many events, or a long reply would come mostly in repetitions.
 _TOKENS_PER_EVENT = 8
+_REPEATING_EVENTS = 128
 
 
 class SGLangEngine:
@@ -64,6 +66,7 @@ class SGLangEngine:
         self._server = EngineServer("SGLang", base_url, client)
         self._info: EngineInfo | None = None
         self._preferred: Json = {}
+        self._incremental: bool | None = None
 
     async def info(self) -> EngineInfo:
         """Model name, vocabulary size and context length; asked of the server once."""
@@ -154,7 +157,8 @@ class SGLangEngine:
             if on_tokens is None:
                 reply = await self._server.post("/generate", request, headers)
             else:
-                params.setdefault("stream_interval", _TOKENS_PER_EVENT)
+                interval = await self._stream_interval(sampling.max_new_tokens)
+                params.setdefault("stream_interval", interval)
                 request["stream"] = True
                 gathered = Gathered()
                 async for event in self._server.events("/generate", request, headers):
@@ -167,6 +171,19 @@ class SGLangEngine:
             )
             raise
         return read_sample(reply, sampling_logprobs=cut)
+
+    async def _stream_interval(self, most: int) -> int:
+        """Tokens per event of a reply of at most so many tokens."""
+        if self._incremental is None:
+            try:
+                told = await self._server.get("/server_info")
+            except EngineError:
+                # a router need not know
+                told = {}
+            self._incremental = told.get("incremental_streaming_output") is True
+        if self._incremental:
+            return _TOKENS_PER_EVENT
+        return max(_TOKENS_PER_EVENT, most // _REPEATING_EVENTS)
 
 
 def model_vocab_size(model_dir: str | Path) -> int:

@@ -38,6 +38,8 @@ class Double:
         self.hold = False
         self.model_info = deepcopy(RECORDED["model_info"]["reply"])
         self.models = RECORDED["models"]["reply"]
+        self.server_info = None
+        self.server_info_asked = 0
 
     async def generate(self, request: Request) -> Response:
         self.requests.append(await request.json())
@@ -61,12 +63,19 @@ class Double:
     async def show_models(self, _: Request) -> Response:
         return JSONResponse(self.models)
 
+    async def show_server(self, _: Request) -> Response:
+        self.server_info_asked += 1
+        if self.server_info is None:
+            return Response("Not Found", 404)
+        return JSONResponse(self.server_info)
+
     def app(self) -> Starlette:
         return Starlette(
             routes=[
                 Route("/generate", self.generate, methods=["POST"]),
                 Route("/abort_request", self.abort, methods=["POST"]),
                 Route("/model_info", self.show_model),
+                Route("/server_info", self.show_server),
                 Route("/v1/models", self.show_models),
             ]
         )
@@ -395,3 +404,25 @@ async def test_streams_that_fail(events, end, match):
     async with engine_of(double) as engine:
         with pytest.raises(EngineError, match=match):
             await stream(engine, [])
+
+
+@pytest.mark.parametrize(
+    ("told", "most", "interval"),
+    [
+        pytest.param(
+            {"incremental_streaming_output": True}, 32_768, 8, id="what is new"
+        ),
+        pytest.param({"incremental_streaming_output": False}, 32_768, 256, id="all"),
+        pytest.param({"incremental_streaming_output": False}, 100, 8, id="all, short"),
+        pytest.param(None, 32_768, 256, id="does not say"),
+    ],
+)
+async def test_events_are_rarer_where_each_repeats_all_before_it(told, most, interval):
+    double = Double(*[as_response(stream_of("basic", [2])) for _ in range(2)])
+    double.server_info = told
+    async with engine_of(double) as engine:
+        for _ in range(2):
+            await stream(engine, [], max_new_tokens=most)
+    for request in double.requests:
+        assert request["sampling_params"]["stream_interval"] == interval
+    assert double.server_info_asked == 1
