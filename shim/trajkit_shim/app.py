@@ -38,6 +38,7 @@ from trajkit_shim.reply import Reply
 from trajkit_shim.resend import SharedCall, request_digest, says_retry
 from trajkit_shim.sampling import parse_pins
 from trajkit_shim.sessions import Session, SessionStore
+from trajkit_shim.weights import Weights
 from trajkit_shim.wire import Json
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
@@ -67,6 +68,8 @@ def create_app(
 
     Routes: ``POST /sessions`` opens a session, ``GET /sessions/{id}`` shows it,
     ``DELETE /sessions/{id}`` and ``POST /sessions/{id}/close`` close it;
+    ``POST /engine/pause``, ``/engine/update`` and ``/engine/resume`` change the
+    weights, ``GET /engine`` shows how that stands;
     ``GET /v1/models``; ``GET /healthz``; and the paths of every protocol
     (`trajkit_shim.protocols`). A call names its session by a prefix of its path,
     ``/s/{id}``, else by the header ``x-session-id``, else by its API key.
@@ -115,6 +118,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
+        await gateway.weights.close()
         await engine.close()
         log.close()
 
@@ -122,6 +126,10 @@ def create_app(
         routes=[
             Route("/", gateway.health, methods=["GET"]),
             Route("/healthz", gateway.health, methods=["GET"]),
+            Route("/engine", gateway.show_engine, methods=["GET"]),
+            Route("/engine/pause", gateway.pause_engine, methods=["POST"]),
+            Route("/engine/update", gateway.update_engine, methods=["POST"]),
+            Route("/engine/resume", gateway.resume_engine, methods=["POST"]),
             Route("/sessions", gateway.open_session, methods=["POST"]),
             Route("/sessions/{session_id}", gateway.show_session, methods=["GET"]),
             Route("/sessions/{session_id}", gateway.close_session, methods=["DELETE"]),
@@ -201,6 +209,7 @@ class _Gateway:
         self._attributed = attributed
         self._tool_form = tool_form
         self._sessions = SessionStore()
+        self.weights = Weights(engine)
 
     def client_routes(self) -> Iterator[tuple[str, str, Endpoint]]:
         """Path, method and endpoint of what the clients call."""
@@ -211,6 +220,31 @@ class _Gateway:
 
     async def health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok", "sessions": self._sessions.counts()})
+
+    async def show_engine(self, _: Request) -> Response:
+        return JSONResponse(self.weights.describe())
+
+    async def pause_engine(self, request: Request) -> Response:
+        body = wire.parse_object(await self._body(request) or b"{}")
+        wire.only(body, {"timeout_s"}, "")
+        seconds = 600.0 if (given := body.get("timeout_s")) is None else given
+        await self.weights.pause(
+            wire.as_number(seconds, "timeout_s", least=0.0, most=86_400.0)
+        )
+        return JSONResponse(self.weights.describe())
+
+    async def update_engine(self, request: Request) -> Response:
+        body = wire.parse_object(await self._body(request))
+        wire.only(body, {"model_path", "weight_version"}, "")
+        await self.weights.update(
+            wire.as_name(body.get("model_path"), "model_path"),
+            wire.as_name(body.get("weight_version"), "weight_version"),
+        )
+        return JSONResponse(self.weights.describe())
+
+    async def resume_engine(self, _: Request) -> Response:
+        await self.weights.resume()
+        return JSONResponse(self.weights.describe())
 
     async def models(self, _: Request) -> Response:
         info = await self._engine.info()

@@ -139,3 +139,38 @@ class StreamingEngine(Engine, Protocol):
         they are the beginning of the sample's ``output_ids``, or all of them.
         """
         ...
+
+
+@runtime_checkable
+class UpdatableEngine(Engine, Protocol):
+    """An engine whose weights can be changed while calls are under way."""
+
+    async def pause(self) -> None:
+        """Sample no more; calls under way wait. Again: nothing changes.
+
+        Raises
+        ------
+        EngineError
+            The engine failed.
+        """
+        ...
+
+    async def update_weights(self, path: str, version: str) -> None:
+        """Load the weights of a model directory, while paused, under a name.
+
+        Raises
+        ------
+        EngineError
+            The engine did not take them.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Go on. Again: nothing changes.
+
+        Raises
+        ------
+        EngineError
+            The engine failed.
+        """
+        ...

@@ -127,6 +127,26 @@ class SGLangEngine:
             prompt_ids, sampling, request_id, session_id, on_tokens
         )
 
+    async def pause(self) -> None:
+        """Sample no more. Calls under way lose their cache and go on afterwards."""
+        await self._server.post("/pause_generation", {"mode": "retract"})
+
+    async def update_weights(self, path: str, version: str) -> None:
+        """Load weights from a directory that the server can read."""
+        told = await self._server.post(
+            "/update_weights_from_disk",
+            {"model_path": path, "weight_version": version, "flush_cache": True},
+        )
+        if told.get("success") is not True:
+            raise EngineError(
+                f"the SGLang server did not take the weights of {path!r}: "
+                f"{told.get('message')}"
+            )
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self._server.post("/continue_generation", {})
+
     async def close(self) -> None:
         """Close the connections."""
         await self._server.close()

@@ -14,7 +14,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from trajkit_shim.engine import EngineError, Sampling, StreamingEngine, WeightSpan
+from trajkit_shim.engine import (
+    EngineError,
+    Sampling,
+    StreamingEngine,
+    UpdatableEngine,
+    WeightSpan,
+)
 from trajkit_shim.limits import check_sample
 from trajkit_shim.sglang_engine import SGLangEngine, model_vocab_size, read_sample
 
@@ -426,3 +432,36 @@ async def test_events_are_rarer_where_each_repeats_all_before_it(told, most, int
     for request in double.requests:
         assert request["sampling_params"]["stream_interval"] == interval
     assert double.server_info_asked == 1
+
+
+async def test_pausing_and_updating():
+    double = Double()
+    told = []
+
+    async def answer(request: Request) -> Response:
+        told.append((request.url.path, await request.json()))
+        success = "bad" not in str(told[-1])
+        return JSONResponse({"success": success, "message": "no such directory"})
+
+    paths = ("pause_generation", "continue_generation", "update_weights_from_disk")
+    app = Starlette(
+        routes=[Route(f"/{path}", answer, methods=["POST"]) for path in paths]
+    )
+    double.app = lambda: app
+    async with engine_of(double) as engine:
+        assert isinstance(engine, UpdatableEngine)
+        await engine.pause()
+        await engine.update_weights("/new", "step-1")
+        with pytest.raises(EngineError, match="'/bad': no such directory"):
+            await engine.update_weights("/bad", "step-2")
+        await engine.resume()
+    update = {"model_path": "/new", "weight_version": "step-1", "flush_cache": True}
+    assert told == [
+        ("/pause_generation", {"mode": "retract"}),
+        ("/update_weights_from_disk", update),
+        (
+            "/update_weights_from_disk",
+            {**update, "model_path": "/bad", "weight_version": "step-2"},
+        ),
+        ("/continue_generation", {}),
+    ]

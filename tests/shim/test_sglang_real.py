@@ -199,3 +199,32 @@ async def until_running(engine: SGLangEngine, wanted: int) -> None:
             loads = (await engine._server.client.get(f"{URL}/v1/loads")).json()["loads"]
             if sum(load["num_running_reqs"] for load in loads) == wanted:
                 return
+
+
+async def test_weights_that_change_in_the_middle_of_a_turn(tmp_path, renderer):
+    engine_ = engine()
+    update = {"model_path": MODEL, "weight_version": "step-1"}
+    async with in_process(engine_, renderer, tmp_path, max_new_tokens=400) as gateway:
+        client = await gateway.open(sampling={"extra": {"ignore_eos": True}})
+        call = asyncio.create_task(ask(client, [USER]))
+        await until_running(engine_, 1)
+        paused = await gateway.http.post("/engine/pause", json={"timeout_s": 60})
+        assert paused.status_code == 200, paused.text
+        updated = await gateway.http.post("/engine/update", json=update)
+        assert updated.status_code == 200, updated.text
+        assert not call.done()
+        await gateway.http.post("/engine/resume")
+        await call
+        (turn,) = gateway.turns()
+        # later tests find the server as it was
+        await gateway.http.post("/engine/pause")
+        await gateway.http.post(
+            "/engine/update", json={**update, "weight_version": "default"}
+        )
+        await gateway.http.post("/engine/resume")
+    await engine_.close()
+    spans = turn["weight_versions"]
+    assert [span["version"] for span in spans] == ["default", "step-1"]
+    assert spans[0]["start"] == 0
+    assert spans[0]["stop"] == spans[1]["start"]
+    assert spans[1]["stop"] == len(turn["output_ids"]) == 400
