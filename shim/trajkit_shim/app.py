@@ -27,8 +27,10 @@ from trajkit_shim.chat import ChatRequest, Images, Reading
 from trajkit_shim.engine import Engine, EngineError
 from trajkit_shim.errors import GatewayError, as_gateway_error, retry_header
 from trajkit_shim.growth import Growth
+from trajkit_shim.held import HeldBudget
 from trajkit_shim.log import TurnLog
 from trajkit_shim.parsers import ToolForm, form_of
+from trajkit_shim.prompts import Mode, Prompts
 from trajkit_shim.protocols import PROTOCOLS
 from trajkit_shim.protocols.openai_chat import OPENAI_CHAT
 from trajkit_shim.protocols.protocol import Events, Verb, WireProtocol
@@ -63,6 +65,8 @@ def create_app(
     ping_seconds: float = 10.0,
     attributed: bool = True,
     tool_form: ToolForm | None = None,
+    prompts: Mode = "append",
+    held_bytes: int = 1 << 30,
 ) -> Starlette:
     """The gateway's ASGI app. It closes the engine and the log when it shuts down.
 
@@ -70,7 +74,8 @@ def create_app(
     ``DELETE /sessions/{id}`` and ``POST /sessions/{id}/close`` close it;
     ``POST /engine/pause``, ``/engine/update`` and ``/engine/resume`` change the
     weights, ``GET /engine`` shows how that stands;
-    ``GET /v1/models``; ``GET /healthz``; and the paths of every protocol
+    ``GET /v1/models``; ``GET /healthz``; ``GET /prompts`` says how prompts are built
+    and what the chat template does; and the paths of every protocol
     (`trajkit_shim.protocols`). A call names its session by a prefix of its path,
     ``/s/{id}``, else by the header ``x-session-id``, else by its API key.
 
@@ -99,13 +104,19 @@ def create_app(
         In which the model writes its calls (`trajkit_shim.parsers`). None: as the chat
         template tells.
 
+    prompts : "append" or "render"
+        Build each prompt behind the ids of the turn that it goes on from, where the
+        template allows it and the request does so, or render each one whole
+        (`trajkit_shim.prompts`).
+    held_bytes : int
+        The most memory that the ids of all sessions' turns take, for that.
+
     Returns
     -------
     Starlette
     """
     gateway = _Gateway(
         engine,
-        renderer,
         log,
         max_new_tokens,
         max_body_bytes,
@@ -113,6 +124,8 @@ def create_app(
         ping_seconds,
         attributed,
         tool_form or form_of(renderer.chat_template),
+        Prompts(renderer, prompts),
+        HeldBudget(held_bytes),
     )
 
     @asynccontextmanager
@@ -130,6 +143,7 @@ def create_app(
             Route("/engine/pause", gateway.pause_engine, methods=["POST"]),
             Route("/engine/update", gateway.update_engine, methods=["POST"]),
             Route("/engine/resume", gateway.resume_engine, methods=["POST"]),
+            Route("/prompts", gateway.prompts, methods=["GET"]),
             Route("/sessions", gateway.open_session, methods=["POST"]),
             Route("/sessions/{session_id}", gateway.show_session, methods=["GET"]),
             Route("/sessions/{session_id}", gateway.close_session, methods=["DELETE"]),
@@ -190,7 +204,6 @@ class _Gateway:
     def __init__(
         self,
         engine: Engine,
-        renderer: ChatRenderer,
         log: TurnLog,
         max_new_tokens: int,
         max_body_bytes: int,
@@ -198,9 +211,10 @@ class _Gateway:
         ping_seconds: float,
         attributed: bool,
         tool_form: ToolForm,
+        prompts: Prompts,
+        budget: HeldBudget,
     ) -> None:
         self._engine = engine
-        self._renderer = renderer
         self._log = log
         self._max_new_tokens = max_new_tokens
         self._max_body_bytes = max_body_bytes
@@ -208,6 +222,8 @@ class _Gateway:
         self._ping_seconds = ping_seconds
         self._attributed = attributed
         self._tool_form = tool_form
+        self._prompts = prompts
+        self._budget = budget
         self._sessions = SessionStore()
         self.weights = Weights(engine)
 
@@ -245,6 +261,10 @@ class _Gateway:
     async def resume_engine(self, _: Request) -> Response:
         await self.weights.resume()
         return JSONResponse(self.weights.describe())
+
+    async def prompts(self, _: Request) -> Response:
+        told = await asyncio.to_thread(self._prompts.describe)
+        return JSONResponse({**told, "held_bytes": self._budget.n_bytes})
 
     async def models(self, _: Request) -> Response:
         info = await self._engine.info()
@@ -304,7 +324,9 @@ class _Gateway:
             # a long history would hold up every other call
             asked = await asyncio.to_thread(parse)
             if verb == "count":
-                tokens = await count_tokens(asked, session.echo, self._renderer)
+                tokens = await count_tokens(
+                    asked, session.echo, session.held, self._prompts
+                )
                 return _json(protocol.count(tokens))
             digest = request_digest(f"{protocol.name} {verb}", body)
             return await self._call(protocol, session, asked, digest, request)
@@ -373,9 +395,10 @@ class _Gateway:
             prepare_call(
                 asked,
                 engine=self._engine,
-                renderer=self._renderer,
+                prompts=self._prompts,
                 session_id=session.session_id,
                 echo=session.echo,
+                held=session.held,
                 pins=session.pins,
                 max_new_tokens=self._max_new_tokens,
                 protocol=protocol,
@@ -413,13 +436,16 @@ class _Gateway:
             The turn could not be written.
         """
         try:
-            added = self._log.append(call.turn, session.recorded, session.shown)
+            added = self._log.append(
+                call.turn, session.recorded, session.shown, session.deltas
+            )
         except OSError as error:
             raise GatewayError(
                 f"the turn could not be written: {error}", 500, code="log_failed"
             ) from error
         session.recorded += 1
         session.answered += call.reply is not None
+        session.prompts[call.turn.render_reason or "append"] += 1
         if self._attributed:
             session.unattributed += call.turn.prompt_message_index is None
         session.shown |= added
@@ -430,6 +456,8 @@ class _Gateway:
                 503,
             )
         session.echo.remember(call.heard.place, call.message)
+        if call.path is not None:
+            session.held.remember(call.path, self._budget)
         return call.reply
 
 

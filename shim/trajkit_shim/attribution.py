@@ -71,20 +71,15 @@ def attribute(
     """
     for inside_space in (False, True):
         name = f"x{secrets.token_hex(12)}"
-        marked = [_marked(m, i, name, inside_space) for i, m in enumerate(messages)]
-        text, spans = _without_marks(text_of(marked), name)
+        named = [marked(m, i, name, inside_space) for i, m in enumerate(messages)]
+        text, spans = without_marks(text_of(named), name)
         if spans is None:
             continue
         encoded = encode(text)
         place = _places(encoded.ids, prompt_ids, special)
         if place is None:
             continue
-        of_text = np.full(len(encoded.ids), -1, np.int32)
-        for i, start, stop in spans:
-            # offsets ascend, but tokens of one character share theirs
-            first = int(np.searchsorted(encoded.starts, start))
-            last = int(np.searchsorted(encoded.stops, stop, side="right"))
-            of_text[first:last] = i
+        of_text = message_index(encoded, spans)
         # all of it stands in the prompt, but for replies
         known = np.zeros(len(of_text), np.bool_)
         known[place[place >= 0]] = True
@@ -96,6 +91,20 @@ def attribute(
             index = np.where(place >= 0, of_text[place], -1).astype(np.int32)
             return Attribution(index, index >= 0)
     return None
+
+
+def message_index(encoded: Encoded, spans: list[tuple[int, int, int]]) -> Ids:
+    """The message whose content each token of a text lies in, -1 for none.
+
+    ``spans`` are (message, start, stop): where in the text each content stands.
+    """
+    index = np.full(len(encoded.ids), -1, np.int32)
+    for i, start, stop in spans:
+        # offsets ascend, but tokens of one character share theirs
+        first = int(np.searchsorted(encoded.starts, start))
+        last = int(np.searchsorted(encoded.stops, stop, side="right"))
+        index[first:last] = i
+    return index
 
 
 def tool_names(messages: list[Json]) -> list[str | None]:
@@ -124,8 +133,8 @@ def _has_text(message: Json) -> bool:
     return isinstance(content, str) and bool(content.strip())
 
 
-def _marked(message: Json, i: int, name: str, inside_space: bool) -> Json:
-    """The message with marks around its content.
+def marked(message: Json, i: int, name: str, inside_space: bool) -> Json:
+    """Message ``i`` with marks around its content, ``name`` in each.
 
     A template that trims the content wants them inside the white space around it.
     """
@@ -137,11 +146,11 @@ def _marked(message: Json, i: int, name: str, inside_space: bool) -> Json:
         core = content.strip()
         before, _, behind = content.partition(core)
         content = core
-    marked = f"{before}{name}o{i};{content}{name}c{i};{behind}"
-    return {**message, "content": marked}
+    with_marks = f"{before}{name}o{i};{content}{name}c{i};{behind}"
+    return {**message, "content": with_marks}
 
 
-def _without_marks(
+def without_marks(
     text: str, name: str
 ) -> tuple[str, list[tuple[int, int, int]] | None]:
     """The text, and (message, start, stop) of each content; None: marks that are odd."""

@@ -14,16 +14,18 @@ from datetime import UTC, datetime
 from trajkit_shim.attribution import tool_names
 from trajkit_shim.callers import Caller
 from trajkit_shim.chat import ChatRequest
-from trajkit_shim.echo import EchoBook, Heard
+from trajkit_shim.echo import EchoBook, Heard, place_behind
 from trajkit_shim.engine import Engine, EngineError, Sample, StreamingEngine
 from trajkit_shim.errors import GatewayError
+from trajkit_shim.held import HeldPath, HeldPaths
 from trajkit_shim.increments import Increments
-from trajkit_shim.limits import check_prompt, check_sample
+from trajkit_shim.limits import check_consumed, check_prompt, check_sample
 from trajkit_shim.log import LoggedTurn, logged_message
 from trajkit_shim.parse import Parsed, Parser
 from trajkit_shim.parsers import ToolForm
+from trajkit_shim.prompts import Prompt, Prompts
 from trajkit_shim.protocols.protocol import WireProtocol
-from trajkit_shim.render import ChatRenderer, Ids
+from trajkit_shim.render import ChatRenderer
 from trajkit_shim.reply import (
     Identity,
     Reply,
@@ -47,15 +49,18 @@ class PreparedCall:
     reply: Reply | None
     # the reply in canonical form
     message: Json
+    # prompt and output, for the prompts to come; None: none is built behind them
+    path: HeldPath | None
 
 
 async def prepare_call(
     asked: ChatRequest,
     *,
     engine: Engine,
-    renderer: ChatRenderer,
+    prompts: Prompts,
     session_id: str,
     echo: EchoBook,
+    held: HeldPaths,
     pins: Wishes,
     max_new_tokens: int,
     protocol: WireProtocol,
@@ -69,10 +74,10 @@ async def prepare_call(
     Parameters
     ----------
     asked : ChatRequest
-    engine, renderer
-        The model and its tokenizer.
+    engine, prompts
+        The model, and how its prompts are built.
     session_id : str
-    echo : EchoBook
+    echo, held : EchoBook, HeldPaths
         What was sampled in the session.
     pins : Wishes
         The session's sampling parameters.
@@ -99,7 +104,11 @@ async def prepare_call(
     started_at = datetime.now(UTC)
     request_id = uuid.uuid4().hex
     info = await engine.info()
-    heard, prompt_ids = await asyncio.to_thread(_prompt, asked, echo, renderer)
+    renderer = prompts.renderer
+    heard, prompt = await asyncio.to_thread(
+        _prompt, asked, echo, held, prompts, attributed=attributed
+    )
+    prompt_ids = prompt.ids
     check_prompt(prompt_ids, info)
     sampling = settle(
         asked.asked,
@@ -147,6 +156,7 @@ async def prepare_call(
             prompt_ids, sampling, request_id=request_id, session_id=session_id
         )
     check_sample(sample, info)
+    check_consumed(prompt_ids, sample)
     ended_at = datetime.now(UTC)
 
     def finish() -> PreparedCall:
@@ -173,7 +183,7 @@ async def prepare_call(
         message = expected_echo(reply)
         shown = None
         if attributed:
-            shown = renderer.attribute(heard.messages, asked.tools, prompt_ids)
+            shown = prompts.shown(prompt, heard.messages, asked.tools)
         turn = LoggedTurn(
             session_id=session_id,
             request_id=request_id,
@@ -200,12 +210,26 @@ async def prepare_call(
             prompt_message_index=None if shown is None else shown.message_index,
             prompt_is_content=None if shown is None else shown.is_content,
             message_tool_names=tool_names(heard.messages) if attributed else None,
+            prompt_built=prompt.built,
+            render_reason=prompt.reason,
+            prompt_digest=prompt.digest,
         )
+        path = None
+        if not aborted:
+            said = logged_message(message)
+            path = prompts.hold(
+                prompt,
+                shown,
+                sample.output_ids,
+                place=place_behind(heard.place, said.key),
+                message=len(heard.messages),
+            )
         return PreparedCall(
             turn=turn,
             heard=heard,
             reply=None if aborted else reply,
             message=message,
+            path=path,
         )
 
     # decoding and digesting a long history would hold up every other call
@@ -213,7 +237,7 @@ async def prepare_call(
 
 
 async def count_tokens(
-    asked: ChatRequest, echo: EchoBook, renderer: ChatRenderer
+    asked: ChatRequest, echo: EchoBook, held: HeldPaths, prompts: Prompts
 ) -> int:
     """How many tokens the prompt of a call has. Nothing is sampled or recorded.
 
@@ -222,15 +246,22 @@ async def count_tokens(
     GatewayError
         The messages cannot be rendered.
     """
-    _, prompt_ids = await asyncio.to_thread(_prompt, asked, echo, renderer)
-    return len(prompt_ids)
+    _, prompt = await asyncio.to_thread(
+        _prompt, asked, echo, held, prompts, attributed=False
+    )
+    return len(prompt.ids)
 
 
 def _prompt(
-    asked: ChatRequest, echo: EchoBook, renderer: ChatRenderer
-) -> tuple[Heard, Ids]:
+    asked: ChatRequest,
+    echo: EchoBook,
+    held: HeldPaths,
+    prompts: Prompts,
+    *,
+    attributed: bool,
+) -> tuple[Heard, Prompt]:
     heard = echo.hear(asked.messages)
-    return heard, renderer.render(heard.messages, asked.tools)
+    return heard, prompts.build(heard, asked.tools, echo, held, attributed=attributed)
 
 
 def _reasoning_tokens(parsed: Parsed, sample: Sample, renderer: ChatRenderer) -> int:

@@ -44,6 +44,12 @@ def add_serve(commands: Commands) -> None:
         "--engine-url", metavar="URL", help="of the server, with another engine"
     )
     parser.add_argument(
+        "--check-prompts",
+        action="store_true",
+        help="have the SGLang server send each prompt back, and refuse one that is "
+        "another",
+    )
+    parser.add_argument(
         "--model",
         metavar="DIR",
         type=Path,
@@ -67,10 +73,24 @@ def add_serve(commands: Commands) -> None:
         help="directory of the turn log; made if missing",
     )
     parser.add_argument(
+        "--log",
+        choices=["full", "delta"],
+        default="full",
+        help="delta: write each prompt as what it adds to an earlier turn, compressed "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
         "--images",
         choices=["refuse", "omit"],
         default="refuse",
         help="a request with an image is refused (the default), or a text stands for it",
+    )
+    parser.add_argument(
+        "--prompts",
+        choices=["append", "render"],
+        default="append",
+        help="append: build each prompt behind the ids of the turn before, where the "
+        "chat template allows it (the default); render: render each one whole",
     )
     parser.add_argument(
         "--no-attribution",
@@ -145,20 +165,25 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
         from trajkit_shim.app import create_app
         from trajkit_shim.log import TurnLog
         from trajkit_shim.parsers import FORMS
+        from trajkit_shim.prompts import Prompts
         from trajkit_shim.serve import serve
 
         if arguments.tool_form not in (None, *FORMS):
             parser.error(
                 f"--tool-form {arguments.tool_form} is none of {', '.join(FORMS)}"
             )
+        if arguments.check_prompts and arguments.engine != "sglang":
+            parser.error("--check-prompts means nothing to another engine than sglang")
         engine, renderer = _served(arguments) if served else _embedded()
-    log = TurnLog(arguments.out)
+    log = TurnLog(arguments.out, form=arguments.log)
 
     def say_where(url: str) -> None:
         where = {"url": url, "openai_base_url": f"{url}/v1", "turns": str(log.path)}
+        built = Prompts(renderer, arguments.prompts)
         if arguments.json:
-            text = json.dumps(where)
+            text = json.dumps({**where, "prompts": built.describe()})
         else:
+            where["prompts"] = built.summary()
             text = "\n".join(f"{name:<16}{value}" for name, value in where.items())
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
@@ -170,6 +195,7 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
         images=arguments.images,
         attributed=not arguments.no_attribution,
         tool_form=FORMS.get(arguments.tool_form),
+        prompts=arguments.prompts,
     )
     # Ctrl-C is how it is stopped; the calls under way have been answered by then.
     with suppress(KeyboardInterrupt):
@@ -198,8 +224,13 @@ def _served(arguments: argparse.Namespace) -> "tuple[Engine, ChatRenderer]":
         raise FormatError(f"{arguments.model}: {error}") from error
 
     def engine() -> "Engine":
-        kind = VLLMEngine if arguments.engine == "vllm" else SGLangEngine
-        return kind(arguments.engine_url, vocab_size=vocab_size)
+        if arguments.engine == "vllm":
+            return VLLMEngine(arguments.engine_url, vocab_size=vocab_size)
+        return SGLangEngine(
+            arguments.engine_url,
+            vocab_size=vocab_size,
+            check_prompts=arguments.check_prompts,
+        )
 
     # connections belong to the event loop that opened them
     asyncio.run(probe(engine()))

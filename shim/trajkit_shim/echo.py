@@ -39,6 +39,8 @@ class Heard:
     place: bytes
     # each assistant message: the place behind it, and what it was taken for
     known: list[tuple[bytes, Known]]
+    # behind each message
+    places: list[bytes]
 
 
 @dataclass(slots=True)
@@ -70,6 +72,7 @@ class EchoBook:
         known: list[tuple[bytes, Known]] = []
         # ids that a client gave to calls of ours
         renamed: dict[str, str] = {}
+        places: list[bytes] = []
         place = START
         at = 0
         while at < len(messages):
@@ -84,10 +87,15 @@ class EchoBook:
             at += step
             heard.append(message)
             logged.append(logged_message(message))
-            place = _after(place, logged[-1].key)
+            place = place_behind(place, logged[-1].key)
+            places.append(place)
             if as_what is not None:
                 known.append((place, as_what))
-        return Heard(heard, logged, place, known)
+        return Heard(heard, logged, place, known, places)
+
+    def sampled_at(self, place: bytes) -> bool:
+        """Whether a reply was sampled there."""
+        return place in self._said
 
     def remember(self, place: bytes, reply: Json) -> None:
         """Keep a reply that was sampled at a place (`Heard.place`).
@@ -184,7 +192,8 @@ class EchoBook:
         )
 
 
-def _after(place: bytes, key: bytes) -> bytes:
+def place_behind(place: bytes, key: bytes) -> bytes:
+    """The place behind the message of that key at a place."""
     return blake2b(place + key, digest_size=16).digest()
 
 

@@ -76,6 +76,9 @@ class Sample:
     weight_versions: tuple[WeightSpan, ...] = ()
     # prompt tokens that the engine did not compute again; None: it does not say
     cached_tokens: int | None = None
+    # the prompt that it says it consumed: how many tokens, and which; None: it does not
+    prompt_tokens: int | None = None
+    prompt_ids: npt.NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,6 +59,31 @@ def check_prompt(prompt_ids: npt.NDArray[np.int32], info: EngineInfo) -> None:
         )
 
 
+def check_consumed(prompt_ids: npt.NDArray[np.int32], sample: Sample) -> None:
+    """Refuse a sample of an engine that says it consumed another prompt.
+
+    Raises
+    ------
+    EngineError
+        The number of tokens, or a token, is another than was sent.
+    """
+    said = sample.prompt_tokens if sample.prompt_ids is None else len(sample.prompt_ids)
+    if said is not None and said != len(prompt_ids):
+        raise EngineError(
+            f"the engine consumed {said} prompt tokens where it was given "
+            f"{len(prompt_ids)}"
+        )
+    if sample.prompt_ids is None:
+        return
+    wrong = np.flatnonzero(sample.prompt_ids != prompt_ids)
+    if len(wrong):
+        at = int(wrong[0])
+        raise EngineError(
+            f"the engine consumed {sample.prompt_ids[at]} as token {at} of the prompt "
+            f"where it was given {prompt_ids[at]}"
+        )
+
+
 def check_sample(sample: Sample, info: EngineInfo) -> None:
     """Refuse a sample that cannot be what an engine drew.
 

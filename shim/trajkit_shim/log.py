@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from hashlib import blake2b
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +19,15 @@ import pyarrow as pa
 
 from trajkit import schema
 from trajkit.messages import message_record
+from trajkit_shim.deltas import DeltaBook
 from trajkit_shim.engine import WeightSpan
 from trajkit_shim.wire import Json
 
-LOG_SCHEMA = pa.schema(
+Form: TypeAlias = Literal["full", "delta"]
+"""Whether the log holds each prompt whole, or as what it adds to an earlier turn."""
+
+_PROVENANCE = pa.schema(
     [
-        *schema.TURNS,
         # what each prompt token shows (schema.ATTRIBUTION)
         *list(schema.ATTRIBUTION)[2:],
         # the id under which the engine was called
@@ -41,15 +45,25 @@ LOG_SCHEMA = pa.schema(
         pa.field("call_kind", pa.string()),
         # the parameters of the engine call, as JSON
         pa.field("sampling", pa.string()),
+        # how the prompt came about: append or render; and why it was rendered
+        # (trajkit_shim.prompts.Reason)
+        pa.field("prompt_built", pa.string()),
+        pa.field("render_reason", pa.string()),
+        # of prompt_ids, as little-endian int32: BLAKE2b of 16 bytes
+        pa.field("prompt_digest", pa.binary(16)),
         # prompt tokens that the engine did not compute again
         pa.field("cached_tokens", pa.int32()),
         # the request was read; the sample was complete
         pa.field("started_at", pa.timestamp("us", tz="UTC")),
         pa.field("ended_at", pa.timestamp("us", tz="UTC")),
-    ],
-    metadata=schema.TURNS.metadata,
+    ]
 )
-"""``turns`` and the provenance that the gateway knows."""
+
+LOG_SCHEMA, DELTA_LOG_SCHEMA = (
+    pa.schema([*turns, *_PROVENANCE], metadata=turns.metadata)
+    for turns in (schema.TURNS, schema.TURNS_DELTA)
+)
+"""``turns`` in either form and the provenance that the gateway knows."""
 
 # of the Arrow IPC streaming format: the mark of a message, of length 0
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
@@ -97,6 +111,9 @@ class LoggedTurn:
     cached_tokens: int | None
     started_at: datetime
     ended_at: datetime
+    prompt_built: str | None = None
+    render_reason: str | None = None
+    prompt_digest: bytes | None = None
     resend_of: str | None = None
     protocol: str | None = None
     harness: str | None = None
@@ -120,6 +137,9 @@ class TurnLog:
     fsync : bool
         Also wait until the disk has each turn, so that it outlives the machine and not
         only the process. All calls wait meanwhile.
+    form : "full" or "delta"
+        ``delta``: each prompt is written as what it adds to an earlier turn of its
+        session, compressed, so that the log grows with what is new.
 
     Raises
     ------
@@ -127,7 +147,9 @@ class TurnLog:
         The directory holds a log.
     """
 
-    def __init__(self, directory: str | Path, *, fsync: bool = False) -> None:
+    def __init__(
+        self, directory: str | Path, *, fsync: bool = False, form: Form = "full"
+    ) -> None:
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         self.path = self.directory / "turns-00000.arrows"
@@ -135,10 +157,15 @@ class TurnLog:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         self._file = os.open(self.path, flags, 0o644)
         self._end = 0
-        self._write(LOG_SCHEMA.serialize())
+        self._schema = LOG_SCHEMA if form == "full" else DELTA_LOG_SCHEMA
+        self._write(self._schema.serialize())
 
     def append(
-        self, turn: LoggedTurn, turn_index: int, shown: Mapping[bytes, bytes]
+        self,
+        turn: LoggedTurn,
+        turn_index: int,
+        shown: Mapping[bytes, bytes],
+        deltas: DeltaBook | None = None,
     ) -> dict[bytes, bytes]:
         """Write one turn; on return the operating system has it.
 
@@ -150,6 +177,8 @@ class TurnLog:
         shown : mapping of bytes to bytes
             Of the session's log so far: each message key's last body, as its digest. A
             body that is its key's last one is not written again.
+        deltas : DeltaBook, optional
+            The session's turns in the log, for the delta form. None: there are none.
 
         Returns
         -------
@@ -175,7 +204,23 @@ class TurnLog:
 
         messages = [fields(message) for message in turn.messages]
         response = None if turn.response is None else fields(turn.response)
-        self._write(_batch(turn, turn_index, messages, response).serialize())
+        made: dict[str, object] = {
+            "turn_index": turn_index,
+            "messages": messages,
+            "response": response,
+            "weight_versions": [asdict(span) for span in turn.weight_versions] or None,
+        }
+        if self._schema is LOG_SCHEMA:
+            self._write(_batch(turn, made, self._schema).serialize())
+            return added
+        deltas = deltas or DeltaBook()
+        made |= _delta_fields(turn, turn_index, messages, deltas)
+        try:
+            self._write(_compressed(_batch(turn, made, self._schema)))
+        except (OSError, pa.ArrowException):
+            # no later turn may have this one for its base
+            deltas.clear()
+            raise
         return added
 
     def close(self) -> None:
@@ -198,25 +243,51 @@ class TurnLog:
         self._end += len(memoryview(buffer))
 
 
-def _batch(
+def _delta_fields(
     turn: LoggedTurn,
     turn_index: int,
     messages: list[dict[str, object]],
-    response: dict[str, object] | None,
-) -> pa.RecordBatch:
-    made: dict[str, object] = {
-        "turn_index": turn_index,
-        "messages": messages,
-        "response": response,
-        "weight_versions": [asdict(span) for span in turn.weight_versions] or None,
+    deltas: DeltaBook,
+) -> dict[str, object]:
+    """The columns that stand for the prompt's ids and for the messages."""
+    with_body = (i for i, message in enumerate(messages) if message["body"] is not None)
+    delta = deltas.add(
+        turn_index,
+        turn.prompt_ids,
+        turn.output_ids,
+        [(message.key, message.role) for message in turn.messages],
+        None if turn.response is None else (turn.response.key, turn.response.role),
+        next(with_body, len(messages)),
+    )
+    return {
+        **asdict(delta),
+        "suffix_ids": turn.prompt_ids[delta.shared_length :],
+        "suffix_messages": messages[delta.shared_messages :],
     }
+
+
+def _batch(
+    turn: LoggedTurn, made: Mapping[str, object], log_schema: pa.Schema
+) -> pa.RecordBatch:
+    """One turn: the columns of ``made``, and all others as they stand in it."""
     return pa.RecordBatch.from_arrays(
         [
             _cell(made[name] if name in made else getattr(turn, name), type_)
-            for name, type_ in zip(LOG_SCHEMA.names, LOG_SCHEMA.types, strict=True)
+            for name, type_ in zip(log_schema.names, log_schema.types, strict=True)
         ],
-        schema=LOG_SCHEMA,
+        schema=log_schema,
     )
+
+
+def _compressed(batch: pa.RecordBatch) -> pa.Buffer:
+    """A batch as an IPC message with compressed buffers."""
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
+        writer.write_batch(batch)
+    data = sink.getvalue()
+    head = batch.schema.serialize().size
+    return data.slice(head, data.size - head - len(END_OF_STREAM))
 
 
 def _cell(value: object, type_: pa.DataType) -> pa.Array:

@@ -12,6 +12,7 @@ Everything here is safe to call from several threads at once.
 import json
 import re
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -20,6 +21,7 @@ import numpy.typing as npt
 
 from trajkit_shim.attribution import Attribution, Encoded, attribute
 from trajkit_shim.errors import GatewayError, TemplateError
+from trajkit_shim.pieces import PieceCache
 from trajkit_shim.wire import Json
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ Ids: TypeAlias = npt.NDArray[np.int32]
 _NOWHERE = np.empty(0, np.int64)
 _PROBE_TEXT = "lead"
 _PROBE_ARGUMENTS = '{"probe":  1}'
+# where a piece may begin: some tokenizers treat the beginning of a text otherwise
+_PROBE_PIECES = ("", " a\n", "a", "\n", "\u00e9 ", "  a", ".a")
 
 
 class ChatRenderer:
@@ -41,6 +45,8 @@ class ChatRenderer:
         A fast tokenizer. Its ``eos_token`` ends an assistant message.
     chat_template : str, optional
         Used in place of the tokenizer's own template.
+    cache_bytes : int
+        Of what was tokenized before and is kept (`trajkit_shim.pieces`).
 
     Raises
     ------
@@ -49,7 +55,11 @@ class ChatRenderer:
     """
 
     def __init__(
-        self, tokenizer: "PreTrainedTokenizerFast", chat_template: str | None = None
+        self,
+        tokenizer: "PreTrainedTokenizerFast",
+        chat_template: str | None = None,
+        *,
+        cache_bytes: int = 256 << 20,
     ) -> None:
         from tokenizers import Tokenizer
 
@@ -67,11 +77,17 @@ class ChatRenderer:
             for token_id, token in tokenizer.added_tokens_decoder.items()
             if token.special
         }
+        self._spelling = {
+            token_id: content for content, token_id in self._special.items()
+        }
         longest_first = sorted(self._special, key=len, reverse=True)
         # the empty alternation would match everywhere
         spelled = "|".join(map(re.escape, longest_first)) or "(?!)"
         self._spelled = re.compile(spelled)
-        self._keeps_apart = self._split_agrees()
+        # breaks up special tokens that are text; nobody outside can know it
+        self._mark = f"x{secrets.token_hex(12)}x"
+        self._piece = PieceCache(self._plain, cache_bytes)
+        self.keeps_apart = self._split_agrees()
         self._takes_string, self._call_separator = self._probe_template()
         self._keeps_markup = self._probe_markup()
         self._takes_late_system = self._probe_late_system()
@@ -110,8 +126,7 @@ class ChatRenderer:
             A text spells out a special token, and this tokenizer cannot keep it apart
             from the real one.
         """
-        text, mark = self._text(messages, tools)
-        return self._encode(text) if mark is None else self._encode_marked(text, mark)
+        return self.ids_of(self.text(messages, tools))
 
     def attribute(
         self, messages: list[Json], tools: list[Json] | None, prompt_ids: Ids
@@ -125,49 +140,58 @@ class ChatRenderer:
         prompt_ids : ndarray of int32, shape (n_prompt,)
             What was made of them.
         """
-        broken: list[str] = []
-
-        def text_of(marked: list[Json]) -> str:
-            text, mark = self._text(marked, tools)
-            broken[:] = [mark] if mark is not None else []
-            return text
-
-        def encode(text: str) -> Encoded:
-            mark = broken[0] if broken else None
-            return self._encode_placed(text, mark)
-
         try:
             return attribute(
                 messages,
                 prompt_ids,
-                text_of=text_of,
-                encode=encode,
+                text_of=lambda marked: self.text(marked, tools),
+                encode=self.encode,
                 special=list(self._special.values()),
             )
         except TemplateError:
             # the marks are what it refuses
             return None
 
-    def _text(
-        self, messages: list[Json], tools: list[Json] | None
-    ) -> tuple[str, str | None]:
-        """The prompt's text, and the mark that breaks up special tokens in it."""
+    def text(
+        self,
+        messages: list[Json],
+        tools: list[Json] | None,
+        *,
+        generation_prompt: bool = True,
+    ) -> str:
+        """The prompt's text. A special token that is text in it has a mark inside.
+
+        Raises
+        ------
+        TemplateError, GatewayError
+            As `render`.
+        """
         if not self._takes_late_system:
             messages = _one_system(messages)
         shaped = [self._for_template(message) for message in messages]
         asked = {"messages": shaped, "tools": tools}
-        if self._spelled.search(_all_text(asked)) is None:
-            return self._apply(shaped, tools), None
-        if not self._keeps_apart:
-            raise GatewayError(
-                "a message or tool spells out a special token, which this model's "
-                "tokenizer cannot encode as text",
-                code="special_token_in_text",
-            )
-        mark = f"x{secrets.token_hex(12)}x"
-        broken = self._break(asked, mark)
-        assert isinstance(broken, dict)
-        return self._apply(broken["messages"], broken["tools"]), mark
+        if self._spelled.search(_all_text(asked)) is not None:
+            if not self.keeps_apart:
+                raise GatewayError(
+                    "a message or tool spells out a special token, which this model's "
+                    "tokenizer cannot encode as text",
+                    code="special_token_in_text",
+                )
+            broken = self._break(asked)
+            assert isinstance(broken, dict)
+            shaped, tools = broken["messages"], broken["tools"]
+        return self._apply(shaped, tools, generation_prompt)
+
+    def without_mark(self, text: str) -> str:
+        """A part of `text` with its special tokens spelled out, be they text or not."""
+        return text.replace(self._mark, "")
+
+    def end_of_message(self, text: str, start: int) -> tuple[int, int] | None:
+        """Where in `text` the first end of a message from ``start`` on stands."""
+        for match in self._spelled.finditer(text, start):
+            if self._special[match.group()] in self.end_ids:
+                return match.span()
+        return None
 
     def decode(self, output_ids: Ids, *, ended: bool) -> str:
         """The text of sampled ids, special tokens spelled out.
@@ -201,7 +225,12 @@ class ChatRenderer:
         ends = np.flatnonzero(output_ids == self._end_of_reasoning)
         return int(ends[0]) + 1 if len(ends) else None
 
-    def _apply(self, messages: list[Json], tools: list[Json] | None) -> str:
+    def _apply(
+        self,
+        messages: list[Json],
+        tools: list[Json] | None,
+        generation_prompt: bool = True,
+    ) -> str:
         from jinja2.exceptions import TemplateError as JinjaError
 
         try:
@@ -210,7 +239,7 @@ class ChatRenderer:
                     cast("list[dict[str, str]]", messages),
                     tools=cast("list[Any] | None", tools),
                     chat_template=self._template,
-                    add_generation_prompt=True,
+                    add_generation_prompt=generation_prompt,
                     tokenize=False,
                 )
             )
@@ -226,80 +255,90 @@ class ChatRenderer:
                 f"the chat template refuses the messages: {error}", code="chat_template"
             ) from error
 
-    def _encode(self, text: str) -> Ids:
-        ids = self._backend.encode(text, add_special_tokens=False).ids
-        return np.array(ids, dtype=np.int32)
+    def ids_of(self, text: str) -> Ids:
+        """The ids of a `text`."""
+        if not self.keeps_apart:
+            return self._encode_whole(text)
+        runs = []
+        for start, stop, token_id in self._cut(text):
+            runs.append(self._piece(self.without_mark(text[start:stop])).ids)
+            if token_id is not None:
+                runs.append(np.array([token_id], np.int32))
+        return np.concatenate(runs)
 
-    def _encode_marked(self, text: str, mark: str) -> Ids:
-        """Encode text in which ``mark`` breaks up the special tokens that are text."""
-        ids: list[int] = []
-        at = 0
-        for match in self._spelled.finditer(text):
-            ids += self._encode_plain(text[at : match.start()].replace(mark, ""))
-            ids.append(self._special[match.group()])
-            at = match.end()
-        ids += self._encode_plain(text[at:].replace(mark, ""))
-        return np.array(ids, dtype=np.int32)
-
-    def _encode_placed(self, text: str, mark: str | None) -> Encoded:
-        """As `_encode` or, with a mark, `_encode_marked`; and where each id stands."""
-        if mark is None:
+    def encode(self, text: str) -> Encoded:
+        """The ids of a `text`, and where in it each of them stands."""
+        if not self.keeps_apart:
             whole = self._backend.encode(text, add_special_tokens=False)
             places = np.array(whole.offsets, np.int64).reshape(-1, 2)
             return Encoded(np.array(whole.ids, np.int32), places[:, 0], places[:, 1])
-        ids: list[int] = []
-        starts, stops = [_NOWHERE], [_NOWHERE]
-        at = 0
-        for match in [*self._spelled.finditer(text), None]:
-            end = len(text) if match is None else match.start()
-            part = self._plain.encode(
-                text[at:end].replace(mark, ""), add_special_tokens=False
-            )
-            ids += part.ids
-            places = np.array(part.offsets, np.int64).reshape(-1, 2)
+        runs, starts, stops = [], [_NOWHERE], [_NOWHERE]
+        marked = self._mark in text
+        for start, stop, token_id in self._cut(text):
+            part = text[start:stop]
+            piece = self._piece(self.without_mark(part))
+            runs.append(piece.ids)
             # of each mark in the piece, the place that it has without those before it
-            marks = [m.start() for m in re.finditer(mark, text[at:end])]
-            before = np.array(marks, np.int64) - np.arange(len(marks)) * len(mark)
-            for part_of, side, column in (
-                (starts, places[:, 0], places[:, 0]),
-                (stops, places[:, 1], places[:, 1] - 1),
-            ):
-                passed = np.searchsorted(before, column, side="right")
-                part_of.append(at + side + passed * len(mark))
-            if match is not None:
-                ids.append(self._special[match.group()])
-                starts.append(np.array([match.start()], np.int64))
-                stops.append(np.array([match.end()], np.int64))
-                at = match.end()
+            marks = [m.start() for m in re.finditer(self._mark, part)] if marked else []
+            before = np.array(marks, np.int64) - np.arange(len(marks)) * len(self._mark)
+            for part_of, side, last in ((starts, 0, 0), (stops, 1, 1)):
+                column = piece.places[:, side]
+                at = start + column.astype(np.int64)
+                if marks:
+                    passed = np.searchsorted(before, column - last, side="right")
+                    at += passed * len(self._mark)
+                part_of.append(at)
+            if token_id is not None:
+                end = stop + len(self._spelling[token_id])
+                runs.append(np.array([token_id], np.int32))
+                starts.append(np.array([stop], np.int64))
+                stops.append(np.array([end], np.int64))
         return Encoded(
-            np.array(ids, np.int32), np.concatenate(starts), np.concatenate(stops)
+            np.concatenate(runs), np.concatenate(starts), np.concatenate(stops)
         )
 
-    def _encode_plain(self, text: str) -> list[int]:
-        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
-        return ids
+    def _cut(self, text: str) -> Iterator[tuple[int, int, int | None]]:
+        """The pieces of a text, each with the special token that ends it."""
+        at = 0
+        for match in self._spelled.finditer(text):
+            yield at, match.start(), self._special[match.group()]
+            at = match.end()
+        yield at, len(text), None
 
-    def _break(self, value: object, mark: str) -> object:
-        """``value`` with ``mark`` inside each special token that it spells out."""
+    def _encode_whole(self, text: str) -> Ids:
+        ids = self._backend.encode(text, add_special_tokens=False).ids
+        return np.array(ids, dtype=np.int32)
+
+    def _break(self, value: object) -> object:
+        """``value`` with the mark inside each special token that it spells out."""
         if isinstance(value, str):
             while self._spelled.search(value):
-                value = self._spelled.sub(lambda m: m[0][0] + mark + m[0][1:], value)
+                value = self._spelled.sub(
+                    lambda m: m[0][0] + self._mark + m[0][1:], value
+                )
             return value
         if isinstance(value, dict):
             return {
-                str(self._break(key, mark)): self._break(item, mark)
-                for key, item in value.items()
+                str(self._break(key)): self._break(item) for key, item in value.items()
             }
         if isinstance(value, list):
-            return [self._break(item, mark) for item in value]
+            return [self._break(item) for item in value]
         return value
 
     def _split_agrees(self) -> bool:
         """Encoding piece by piece between special tokens gives the same ids."""
         if any(len(token) < 2 for token in self._special):
             return False
-        text = " a\n".join(["", *self._special, ""])
-        return np.array_equal(self._encode(text), self._encode_marked(text, ""))
+        pieces = PieceCache(self._plain, 0)
+        for begins in _PROBE_PIECES:
+            text = begins.join(["", *self._special, ""])
+            ids: list[int] = []
+            for start, stop, token_id in self._cut(text):
+                ids += pieces(text[start:stop]).ids.tolist()
+                ids += [] if token_id is None else [token_id]
+            if self._encode_whole(text).tolist() != ids:
+                return False
+        return True
 
     def _for_template(self, message: Json) -> Json:
         """The message as this template renders it closest to what was sampled."""

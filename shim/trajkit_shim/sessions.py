@@ -12,8 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+from trajkit_shim.deltas import DeltaBook
 from trajkit_shim.echo import EchoBook, Known
 from trajkit_shim.errors import GatewayError
+from trajkit_shim.held import HeldPaths
 from trajkit_shim.resend import Resends
 from trajkit_shim.sampling import Wishes
 
@@ -45,8 +47,14 @@ class Session:
     calls: set[asyncio.Task[Any]] = field(default_factory=set)
     # each message key's last body in the log, as its digest
     shown: dict[bytes, bytes] = field(default_factory=dict)
+    # its turns in the log, to say what the next one adds
+    deltas: DeltaBook = field(default_factory=DeltaBook)
     # the replies, to know them again
     echo: EchoBook = field(default_factory=EchoBook)
+    # the ids of the replies and what they were sampled for
+    held: HeldPaths = field(default_factory=HeldPaths)
+    # recorded turns by how their prompts were built: append, or why not
+    prompts: Counter[str] = field(default_factory=Counter)
     # a request that is equal to an earlier one is that one sent again
     replay: bool = False
     resends: Resends = field(default_factory=Resends)
@@ -82,6 +90,7 @@ class Session:
             "in_flight": len(self.calls),
             "max_turns": self.max_turns,
             "echo": {kind: self.echo.counts[kind] for kind in get_args(Known)},
+            "prompts": dict(self.prompts),
             "replayed": self.resends.replayed,
             "tools_left_out": dict(self.left_out),
             "metadata": self.metadata,
@@ -181,7 +190,9 @@ class SessionStore:
         session = self.get(session_id)
         session.closed = True
         session.shown.clear()
+        session.deltas.clear()
         session.echo.clear()
+        session.held.clear()
         session.resends.clear()
         for call in session.calls:
             call.cancel()

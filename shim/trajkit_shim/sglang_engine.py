@@ -49,6 +49,9 @@ class SGLangEngine:
         kills the server.
     max_context_tokens : int, optional
         None: what the server says.
+    check_prompts : bool
+        Have the server send each prompt back, to be compared with what was sent. How
+        many tokens it counts is compared in any case.
     client : httpx.AsyncClient, optional
         Used in place of one made here; closed with the engine.
     """
@@ -59,10 +62,12 @@ class SGLangEngine:
         *,
         vocab_size: int,
         max_context_tokens: int | None = None,
+        check_prompts: bool = False,
         client: httpx.AsyncClient | None = None,
     ) -> None:
         self._vocab_size = vocab_size
         self._max_context_tokens = max_context_tokens
+        self._check_prompts = check_prompts
         self._server = EngineServer("SGLang", base_url, client)
         self._info: EngineInfo | None = None
         self._preferred: Json = {}
@@ -171,6 +176,8 @@ class SGLangEngine:
         }
         if cut:
             request["return_sampling_mask"] = True
+        if self._check_prompts:
+            request["return_prompt_token_ids"] = True
         # a router in front of several servers keeps a session on one prefix cache
         headers = {"X-SMG-Routing-Key": session_id}
         try:
@@ -304,6 +311,10 @@ def read_sample(reply: Mapping[str, Any], *, sampling_logprobs: bool) -> Sample:
             for item in meta.get("weight_versions") or ()
         )
         cached = meta.get("cached_tokens")
+        prompt_tokens = meta.get("prompt_tokens")
+        consumed = reply.get("prompt_token_ids")
+        if consumed is not None:
+            consumed = np.array([int(token) for token in consumed], np.int32)
     except (LookupError, TypeError, ValueError) as error:
         raise EngineError(
             f"the SGLang server's reply to /generate cannot be read: "
@@ -320,6 +331,8 @@ def read_sample(reply: Mapping[str, Any], *, sampling_logprobs: bool) -> Sample:
         finish_reason=finish,
         weight_versions=spans,
         cached_tokens=cached if isinstance(cached, int) else None,
+        prompt_tokens=prompt_tokens if isinstance(prompt_tokens, int) else None,
+        prompt_ids=consumed,
     )
 
 

@@ -243,9 +243,9 @@ def read_sample(reply: Mapping[str, Any]) -> Sample:
         logprobs = [float(item["logprob"]) for item in scored]
         labels = [str(item["token"]) for item in scored]
         finish = str(choice["finish_reason"])
-        cached = ((reply.get("usage") or {}).get("prompt_tokens_details") or {}).get(
-            "cached_tokens"
-        )
+        usage = reply.get("usage") or {}
+        consumed = usage.get("prompt_tokens")
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         version = reply.get("weight_version")
     except (LookupError, TypeError, ValueError) as error:
         raise EngineError(
@@ -264,6 +264,7 @@ def read_sample(reply: Mapping[str, Any]) -> Sample:
         finish_reason=finish,
         weight_versions=spans,
         cached_tokens=cached if isinstance(cached, int) else None,
+        prompt_tokens=consumed if isinstance(consumed, int) else None,
     )
 
 

@@ -34,7 +34,7 @@ class InProcess:
     def __init__(
         self, engine: Engine, renderer: ChatRenderer, directory: Path, **options: object
     ) -> None:
-        self.log = TurnLog(directory)
+        self.log = TurnLog(directory, form=str(options.pop("form", "full")))
         self.app = create_app(engine, renderer, self.log, **options)
         self.http = self._http(http)
         self._anthropic_http = self._http(http_of(anthropic.DefaultAsyncHttpxClient))

@@ -72,7 +72,7 @@ RENDERER = byte_renderer()
 
 def sampled(text: str, **changes: Any) -> Sample:
     """The bytes of a text and the end of the message, each of logprob -place / 1000."""
-    encoded = RENDERER._encode(text + "<|im_end|>")
+    encoded = RENDERER.ids_of(text + "<|im_end|>")
     ids = encoded if changes.get("finish_reason", "stop") == "stop" else encoded[:-1]
     whole = Sample(
         output_ids=ids,

@@ -88,6 +88,19 @@ def check(log, directory, roots):
     shown = json.loads((directory / "session.json").read_text())
     assert shown["turns"] == shown["answered"] == len(turns)
     assert shown["echo"]["new"] == 0, shown
+    # What the client sends back is what was sampled, to the token; but once the user
+    # speaks the template leaves out what was thought.
+    assert set(shown["prompts"]) <= {"append", "opening", "reasoning"}, shown
+    drift = tk.classify_drift(turns, links).to_pylist()
+    reasons = dict(
+        zip(
+            turns["turn_index"].to_pylist(),
+            turns["render_reason"].to_pylist(),
+            strict=True,
+        )
+    )
+    drifting = {reasons[pair["turn_index"]] for pair in drift if pair["size"]}
+    assert drifting <= {"reasoning"}
     rows = tk.linearize(turns, policy="faithful", reward=1.0)
     assert tk.verify(rows, turns).num_rows == 0
     return turns.to_pylist(), shown

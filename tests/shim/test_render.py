@@ -210,7 +210,7 @@ def test_where_reasoning_ends():
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["</think>"])
     renderer = ChatRenderer(tokenizer, AS_STRING)
-    ids = renderer._encode("hm</think>a</think>")
+    ids = renderer.ids_of("hm</think>a</think>")
     assert renderer.end_of_reasoning(ids) == 3
     assert renderer.end_of_reasoning(ids[:2]) is None
     assert RENDERER.end_of_reasoning(ids) is None

@@ -50,6 +50,8 @@ def test_serve_records_until_it_is_interrupted(tmp_path):
         rest, said = server.communicate()
     assert (server.returncode, rest, said) == (cli.DONE, "", "")
     assert Path(where["turns"]).parent == run
+    assert where["prompts"]["mode"] == "append"
+    assert where["prompts"]["template"]["with_tools"]["drops_reasoning"] == ["user"]
     turns = tk.read_turns(run)
     assert turns["session_id"].to_pylist() == [opened["session_id"]]
 

@@ -21,7 +21,7 @@ from trajkit_shim.engine import (
     UpdatableEngine,
     WeightSpan,
 )
-from trajkit_shim.limits import check_sample
+from trajkit_shim.limits import check_consumed, check_sample
 from trajkit_shim.sglang_engine import SGLangEngine, model_vocab_size, read_sample
 
 pytestmark = pytest.mark.anyio
@@ -465,3 +465,24 @@ async def test_pausing_and_updating():
         ),
         ("/continue_generation", {}),
     ]
+
+
+async def test_the_prompt_that_the_server_consumed():
+    recorded = deepcopy(RECORDED["basic"]["reply"])
+    told = {**recorded, "prompt_token_ids": PROMPT.tolist()}
+    double = Double(JSONResponse(told), "basic")
+    async with engine_of(double, check_prompts=True) as engine:
+        checked = await sample(engine)
+        plain = await sample(engine)
+    assert [r["return_prompt_token_ids"] for r in double.requests] == [True, True]
+    assert checked.prompt_ids.tolist() == PROMPT.tolist()
+    assert plain.prompt_ids is None
+    assert checked.prompt_tokens == plain.prompt_tokens == len(PROMPT)
+    for one in (checked, plain):
+        check_consumed(PROMPT, one)
+        with pytest.raises(EngineError, match=r"consumed 10 prompt tokens .* given 9"):
+            check_consumed(PROMPT[:-1], one)
+    other = np.where(np.arange(len(PROMPT)) == 3, 7, PROMPT)
+    check_consumed(other, plain)
+    with pytest.raises(EngineError, match=r"consumed 80 as token 3 .* was given 7"):
+        check_consumed(other, checked)

@@ -212,6 +212,7 @@ async def test_what_is_read():
     assert first.output_logprobs.tolist() == [-1.5] * 4
     assert first.finish_reason == "stop"
     assert (first.cached_tokens, second.cached_tokens) == (3, None)
+    assert (first.prompt_tokens, second.prompt_tokens) == (4, None)
     assert first.weight_versions == ()
     assert second.weight_versions == (WeightSpan("step-3", 0, 4),)
 

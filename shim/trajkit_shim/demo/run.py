@@ -78,7 +78,8 @@ def record(out: Path, tasks: Sequence[Task], seed: int | None) -> Run:
         raise ModuleNotFoundError("No module named 'minisweagent'", name="minisweagent")
     log = TurnLog(out)
     engine = EmbeddedEngine(write_code, drift=_DRIFT, seed=seed)
-    gateway = create_app(engine, ChatRenderer(load_tokenizer()), log)
+    # drift is what the demo is there to show
+    gateway = create_app(engine, ChatRenderer(load_tokenizer()), log, prompts="render")
     lost: dict[str, tuple[int, ...]] = {}
     with running(LossyProxy(gateway, lost)) as url:
         agents = []
