@@ -196,7 +196,7 @@ class Conversation:
         """Sample these ids; the message that the client sees."""
         ended = bool(len(ids)) and ids[-1] in self.renderer.end_ids
         text = self.renderer.decode(ids, ended=ended)
-        parsed = parse(text, tools=self.tools is not None, opened=False)
+        parsed = parse(text, tools=self.tools, opened=False)
         message = expected_echo(make_reply(parsed, "stop", model="m", usage=USAGE))
         path = self.prompts.hold(
             self.prompt,
