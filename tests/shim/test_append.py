@@ -1,5 +1,6 @@
 """Prompts that are built behind what was sampled, and why others are rendered."""
 
+import asyncio
 import json
 from hashlib import blake2b
 
@@ -196,7 +197,8 @@ class Conversation:
         """Sample these ids; the message that the client sees."""
         ended = bool(len(ids)) and ids[-1] in self.renderer.end_ids
         text = self.renderer.decode(ids, ended=ended)
-        parsed = parse(text, tools=self.tools, opened=False)
+        opened = self.renderer.opens_reasoning(self.prompt.ids)
+        parsed = parse(text, tools=self.tools, opened=opened)
         message = expected_echo(make_reply(parsed, "stop", model="m", usage=USAGE))
         path = self.prompts.hold(
             self.prompt,
@@ -439,6 +441,27 @@ def test_reasoning_stays_until_the_template_drops_it():
     assert reason(conversation, [*messages, NEXT]) == "reasoning"
 
 
+def test_a_prompt_that_opens_the_reasoning_stays_as_it_was():
+    template = KEEPS_REASONING.replace(
+        "<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>\n{% endif"
+    )
+    renderer = byte_renderer(template)
+    conversation = Conversation(renderer)
+    messages = start(conversation, "hm \n</think>\n\nYes.")
+    assert messages[-1]["reasoning_content"] == "hm"
+    assert reason(conversation, [*messages, NEXT]) is None
+    ids = conversation.prompt.ids
+    text = renderer.decode(ids, ended=False)
+    assert "assistant\n<think>\nhm \n</think>\n\nYes.<|im_end|>\n" in text
+    assert text.endswith("next<|im_end|>\n<|im_start|>assistant\n<think>\n")
+    # where nothing was thought
+    conversation = Conversation(renderer)
+    messages = start(conversation, "\n</think>\n\nYes.")
+    assert "reasoning_content" not in messages[-1]
+    assert reason(conversation, [*messages, NEXT]) is None
+    assert conversation.prompt.ids[conversation.prompt.n_held - 1] == 257
+
+
 def test_a_special_token_that_the_model_wrote_is_kept():
     """Of a control id in a reply a rendering makes text; here it stays what it was."""
     conversation = Conversation(RENDERER)
@@ -599,6 +622,38 @@ async def test_fifty_turns_without_drift_are_one_row(tmp_path):
         assert turn["prompt_digest"] == blake2b(ids.tobytes(), digest_size=16).digest()
         assert turn["prompt_built"] == ("append" if turn["turn_index"] else "render")
         assert turn["render_reason"] == (None if turn["turn_index"] else "opening")
+
+
+@pytest.mark.anyio
+async def test_agents_side_by_side_go_on_from_their_own_turns(tmp_path):
+    engine = EmbeddedEngine(drift=0.9, seed=4)
+    async with in_process(engine, EMBEDDED, tmp_path) as gateway:
+        client = await gateway.open(session_id="a")
+
+        async def ask(messages):
+            reply = await client.chat.completions.create(model="m", messages=messages)
+            return [*messages, said("assistant", reply.choices[0].message.content)]
+
+        async def talk(messages):
+            for i in range(3):
+                messages = await ask([*messages, said("user", f"and {i}?")])
+
+        trunk = await ask([said("user", "u")])
+        other = [said("system", "Another agent.")]
+
+        async def way(i):
+            await talk(await ask([*trunk, said("user", f"way {i}")]))
+
+        await asyncio.gather(talk(other), *map(way, range(4)))
+        session = await gateway.session(client)
+    assert session["prompts"] == {"opening": 2, "append": 18}
+    turns = tk.read_turns(tmp_path)
+    links = tk.link(turns)
+    assert links["parent"].null_count == 2
+    assert not any(tk.classify_drift(turns, links)["size"].to_pylist())
+    rows = tk.linearize(turns)
+    assert rows.num_rows == 5
+    assert tk.verify(rows, turns).num_rows == 0
 
 
 @pytest.mark.anyio
