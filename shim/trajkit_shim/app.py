@@ -139,10 +139,10 @@ def create_app(
         routes=[
             Route("/", gateway.health, methods=["GET"]),
             Route("/healthz", gateway.health, methods=["GET"]),
-            Route("/engine", gateway.show_engine, methods=["GET"]),
-            Route("/engine/pause", gateway.pause_engine, methods=["POST"]),
-            Route("/engine/update", gateway.update_engine, methods=["POST"]),
-            Route("/engine/resume", gateway.resume_engine, methods=["POST"]),
+            *(
+                Route(path, endpoint, methods=[method])
+                for path, method, endpoint in gateway.weights.routes(gateway.read_body)
+            ),
             Route("/prompts", gateway.prompts, methods=["GET"]),
             Route("/sessions", gateway.open_session, methods=["POST"]),
             Route("/sessions/{session_id}", gateway.show_session, methods=["GET"]),
@@ -237,31 +237,6 @@ class _Gateway:
     async def health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok", "sessions": self._sessions.counts()})
 
-    async def show_engine(self, _: Request) -> Response:
-        return JSONResponse(self.weights.describe())
-
-    async def pause_engine(self, request: Request) -> Response:
-        body = wire.parse_object(await self._body(request) or b"{}")
-        wire.only(body, {"timeout_s"}, "")
-        seconds = 600.0 if (given := body.get("timeout_s")) is None else given
-        await self.weights.pause(
-            wire.as_number(seconds, "timeout_s", least=0.0, most=86_400.0)
-        )
-        return JSONResponse(self.weights.describe())
-
-    async def update_engine(self, request: Request) -> Response:
-        body = wire.parse_object(await self._body(request))
-        wire.only(body, {"model_path", "weight_version"}, "")
-        await self.weights.update(
-            wire.as_name(body.get("model_path"), "model_path"),
-            wire.as_name(body.get("weight_version"), "weight_version"),
-        )
-        return JSONResponse(self.weights.describe())
-
-    async def resume_engine(self, _: Request) -> Response:
-        await self.weights.resume()
-        return JSONResponse(self.weights.describe())
-
     async def prompts(self, _: Request) -> Response:
         told = await asyncio.to_thread(self._prompts.describe)
         return JSONResponse({**told, "held_bytes": self._budget.n_bytes})
@@ -278,7 +253,7 @@ class _Gateway:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def open_session(self, request: Request) -> Response:
-        body = wire.parse_object(await self._body(request) or b"{}")
+        body = wire.parse_object(await self.read_body(request) or b"{}")
         wire.only(body, SESSION_FIELDS, "")
         session_id, limit = body.get("session_id"), body.get("max_turns")
         metadata, replay = body.get("metadata"), body.get("replay")
@@ -302,7 +277,7 @@ class _Gateway:
         session = self._sessions.close(self._session(request).session_id)
         return JSONResponse(session.describe())
 
-    async def _body(self, request: Request) -> bytes:
+    async def read_body(self, request: Request) -> bytes:
         return await wire.read_body(request.stream(), self._max_body_bytes)
 
     def _session(self, request: Request) -> Session:
@@ -313,7 +288,7 @@ class _Gateway:
             # errors are told in its words
             request.state.protocol = protocol
             session = self._sessions.authorise(_claims(request))
-            body = await self._body(request)
+            body = await self.read_body(request)
             counts = verb == "count" and protocol.read_for_count
             read = counts or protocol.read
 

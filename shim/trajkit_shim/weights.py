@@ -7,9 +7,17 @@ its tokens came from which weights.
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeAlias
 
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from trajkit_shim import wire
 from trajkit_shim.engine import Engine, EngineError, UpdatableEngine
 from trajkit_shim.errors import GatewayError
+
+Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 # how long an engine may take to stand still, or to go on
 _AT_ONCE_S = 60.0
@@ -119,6 +127,47 @@ class Weights:
             "pauses_expired": self.expired,
             "weight_version": self.version,
         }
+
+    def routes(
+        self, read_body: Callable[[Request], Awaitable[bytes]]
+    ) -> Iterator[tuple[str, str, Endpoint]]:
+        """Path, method and endpoint of what a trainer asks.
+
+        Parameters
+        ----------
+        read_body : callable
+            Gives a request's body; refuses one that is too long.
+        """
+
+        async def pause(request: Request) -> Response:
+            body = wire.parse_object(await read_body(request) or b"{}")
+            wire.only(body, {"timeout_s"}, "")
+            seconds = 600.0 if (given := body.get("timeout_s")) is None else given
+            await self.pause(
+                wire.as_number(seconds, "timeout_s", least=0.0, most=86_400.0)
+            )
+            return JSONResponse(self.describe())
+
+        async def update(request: Request) -> Response:
+            body = wire.parse_object(await read_body(request))
+            wire.only(body, {"model_path", "weight_version"}, "")
+            await self.update(
+                wire.as_name(body.get("model_path"), "model_path"),
+                wire.as_name(body.get("weight_version"), "weight_version"),
+            )
+            return JSONResponse(self.describe())
+
+        async def resume(_: Request) -> Response:
+            await self.resume()
+            return JSONResponse(self.describe())
+
+        async def show(_: Request) -> Response:
+            return JSONResponse(self.describe())
+
+        yield "/engine", "GET", show
+        yield "/engine/pause", "POST", pause
+        yield "/engine/update", "POST", update
+        yield "/engine/resume", "POST", resume
 
     def _updatable(self) -> UpdatableEngine:
         if not isinstance(self._engine, UpdatableEngine):
