@@ -627,6 +627,62 @@ def forest_policies(draw):
     }
 
 
+# Tool calls in the forms of models
+
+_json_kinds = {
+    "string": st.text(st.sampled_from("a 1\n\t<>/=\"'{}:é\\"), max_size=8),
+    "integer": st.integers(-(10**12), 10**12),
+    "number": st.floats(allow_nan=False, allow_infinity=False) | st.integers(0, 9),
+    "boolean": st.booleans(),
+    "null": st.none(),
+    "array": st.lists(st.integers() | st.text(st.sampled_from('a<\n"'), max_size=3)),
+    "object": st.dictionaries(st.sampled_from("ab"), st.text(max_size=3), max_size=2),
+}
+_tool_names = st.sampled_from(["bash", "edit_file", "mcp__a__b"])
+
+
+@st.composite
+def typed_calls(draw):
+    """A tool in OpenAI's form, and a call of it: its name and arguments."""
+    name = draw(_tool_names)
+    keys = draw(st.lists(st.sampled_from(["path", "b", "old text"]), unique=True))
+    kinds = {key: draw(st.sampled_from(sorted(_json_kinds))) for key in keys}
+    tool = {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {key: {"type": kind} for key, kind in kinds.items()},
+            },
+        },
+    }
+    return tool, name, {key: draw(_json_kinds[kind]) for key, kind in kinds.items()}
+
+
+call_shards = st.text(st.sampled_from('a \n\t{}:,"=<>/'), max_size=4) | st.sampled_from(
+    [
+        "<tool_call>",
+        "</tool_call>",
+        "<function=bash>",
+        "</function>",
+        "<parameter=path>",
+        "</parameter>",
+        "<arg_key>path</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+        '{"name": "bash"',
+        ', "arguments": {}',
+        ', "parameters": {}',
+        "}",
+        "<think>",
+        "</think>",
+        "bash\n",
+    ]
+)
+"""Pieces of which something like calls, and calls, are made."""
+
+
 _json_leaves = st.sampled_from(
     ['""', '"a"', '"\\n"', '"\\u001b"', '"\\/"', '"é"', '"\\\\"', '"\\""', '"},{"']
 ) | st.sampled_from(["null", "null", "true", "1", "1.0", "NaN", "{}", "[]", " null"])

@@ -1,9 +1,10 @@
 """A call that is under way, and how its client is answered.
 
 A reply that is ready soon, or an error, is an ordinary answer with its status. A client
-that streams and has waited for a while gets the status 200 and the head of a stream, and
-from then on signs of life until the reply is there; what goes wrong after that is told
-as an event.
+that streams gets the status 200 and the head of a stream once there is something to tell
+of its reply, or it has waited for a while. From then on it is told what the engine
+samples as it comes, or gets signs of life, until the reply is there and recorded; what
+goes wrong after that is told as an event.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from trajkit_shim.engine import EngineError
 from trajkit_shim.errors import GatewayError, as_gateway_error
 from trajkit_shim.protocols.protocol import Events
+from trajkit_shim.reply import Reply
 from trajkit_shim.resend import SharedCall
 
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -39,16 +41,30 @@ class Attended:
         self.call = call
         self._gone = asyncio.create_task(_disconnected(receive))
         self._last = last
+        self._seen: Reply | None = None
         call.join()
 
     async def wait(self, seconds: float | None) -> bool:
-        """Whether the work ended, or the client left, within that time."""
-        done, _ = await asyncio.wait(
-            {self.call.work, self._gone},
-            timeout=seconds,
-            return_when=asyncio.FIRST_COMPLETED,
-        )
-        return bool(done)
+        """Whether the work ended, or the client left, within that time.
+
+        It returns early where there is more of the reply than `grown` gave.
+        """
+        ends = {self.call.work, self._gone}
+        more = asyncio.create_task(self.call.growth.beyond(self._seen))
+        try:
+            await asyncio.wait(
+                {*ends, more},
+                timeout=seconds,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        finally:
+            more.cancel()
+        return any(end.done() for end in ends)
+
+    def grown(self) -> Reply | None:
+        """What can be told of the reply; None: no more than the last time."""
+        before, self._seen = self._seen, self.call.growth.reply
+        return None if self._seen is before else self._seen
 
     @property
     def gone(self) -> bool:
@@ -100,9 +116,9 @@ class LateStream:
         async def write(data: bytes, *, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
-        await write(self._events.opening() + self._events.ping())
+        await write(self._events.opening() + self._more())
         while not await self._attended.wait(self._ping_seconds):
-            await write(self._events.ping())
+            await write(self._more())
         if self._attended.gone:
             return
         try:
@@ -117,6 +133,11 @@ class LateStream:
         for data in self._events.reply(reply):
             await write(data)
         await write(b"", more=False)
+
+    def _more(self) -> bytes:
+        """What is new of the reply, or a sign of life."""
+        grown = self._attended.grown()
+        return self._events.ping() if grown is None else self._events.partial(grown)
 
 
 async def _disconnected(receive: Receive) -> None:

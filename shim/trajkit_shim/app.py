@@ -26,8 +26,10 @@ from trajkit_shim.callers import identify
 from trajkit_shim.chat import ChatRequest, Images, Reading
 from trajkit_shim.engine import Engine, EngineError
 from trajkit_shim.errors import GatewayError, as_gateway_error, retry_header
+from trajkit_shim.growth import Growth
 from trajkit_shim.held import HeldBudget
 from trajkit_shim.log import TurnLog
+from trajkit_shim.parsers import ToolForm, form_of
 from trajkit_shim.prompts import Mode, Prompts
 from trajkit_shim.protocols import PROTOCOLS
 from trajkit_shim.protocols.openai_chat import OPENAI_CHAT
@@ -38,6 +40,7 @@ from trajkit_shim.reply import Reply
 from trajkit_shim.resend import SharedCall, request_digest, says_retry
 from trajkit_shim.sampling import parse_pins
 from trajkit_shim.sessions import Session, SessionStore
+from trajkit_shim.weights import Weights
 from trajkit_shim.wire import Json
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
@@ -61,6 +64,7 @@ def create_app(
     images: Images = "refuse",
     ping_seconds: float = 10.0,
     attributed: bool = True,
+    tool_form: ToolForm | None = None,
     prompts: Mode = "append",
     held_bytes: int = 1 << 30,
 ) -> Starlette:
@@ -68,6 +72,8 @@ def create_app(
 
     Routes: ``POST /sessions`` opens a session, ``GET /sessions/{id}`` shows it,
     ``DELETE /sessions/{id}`` and ``POST /sessions/{id}/close`` close it;
+    ``POST /engine/pause``, ``/engine/update`` and ``/engine/resume`` change the
+    weights, ``GET /engine`` shows how that stands;
     ``GET /v1/models``; ``GET /healthz``; ``GET /prompts`` says how prompts are built
     and what the chat template does; and the paths of every protocol
     (`trajkit_shim.protocols`). A call names its session by a prefix of its path,
@@ -94,6 +100,9 @@ def create_app(
         Write with each turn which message each prompt token shows (the columns
         `trajkit.schema.ATTRIBUTION`), where it can be told exactly; a session counts
         the turns where not (``unattributed``). The log is twice as large with it.
+    tool_form : ToolForm, optional
+        In which the model writes its calls (`trajkit_shim.parsers`). None: as the chat
+        template tells.
 
     prompts : "append" or "render"
         Build each prompt behind the ids of the turn that it goes on from, where the
@@ -114,6 +123,7 @@ def create_app(
         Reading(images=images),
         ping_seconds,
         attributed,
+        tool_form or form_of(renderer.chat_template),
         Prompts(renderer, prompts),
         HeldBudget(held_bytes),
     )
@@ -121,6 +131,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
+        await gateway.weights.close()
         await engine.close()
         log.close()
 
@@ -128,6 +139,10 @@ def create_app(
         routes=[
             Route("/", gateway.health, methods=["GET"]),
             Route("/healthz", gateway.health, methods=["GET"]),
+            *(
+                Route(path, endpoint, methods=[method])
+                for path, method, endpoint in gateway.weights.routes(gateway.read_body)
+            ),
             Route("/prompts", gateway.prompts, methods=["GET"]),
             Route("/sessions", gateway.open_session, methods=["POST"]),
             Route("/sessions/{session_id}", gateway.show_session, methods=["GET"]),
@@ -195,6 +210,7 @@ class _Gateway:
         reading: Reading,
         ping_seconds: float,
         attributed: bool,
+        tool_form: ToolForm,
         prompts: Prompts,
         budget: HeldBudget,
     ) -> None:
@@ -205,9 +221,11 @@ class _Gateway:
         self._reading = reading
         self._ping_seconds = ping_seconds
         self._attributed = attributed
+        self._tool_form = tool_form
         self._prompts = prompts
         self._budget = budget
         self._sessions = SessionStore()
+        self.weights = Weights(engine)
 
     def client_routes(self) -> Iterator[tuple[str, str, Endpoint]]:
         """Path, method and endpoint of what the clients call."""
@@ -235,7 +253,7 @@ class _Gateway:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def open_session(self, request: Request) -> Response:
-        body = wire.parse_object(await self._body(request) or b"{}")
+        body = wire.parse_object(await self.read_body(request) or b"{}")
         wire.only(body, SESSION_FIELDS, "")
         session_id, limit = body.get("session_id"), body.get("max_turns")
         metadata, replay = body.get("metadata"), body.get("replay")
@@ -259,7 +277,7 @@ class _Gateway:
         session = self._sessions.close(self._session(request).session_id)
         return JSONResponse(session.describe())
 
-    async def _body(self, request: Request) -> bytes:
+    async def read_body(self, request: Request) -> bytes:
         return await wire.read_body(request.stream(), self._max_body_bytes)
 
     def _session(self, request: Request) -> Session:
@@ -270,7 +288,7 @@ class _Gateway:
             # errors are told in its words
             request.state.protocol = protocol
             session = self._sessions.authorise(_claims(request))
-            body = await self._body(request)
+            body = await self.read_body(request)
             counts = verb == "count" and protocol.read_for_count
             read = counts or protocol.read
 
@@ -347,6 +365,7 @@ class _Gateway:
         request: Request,
     ) -> SharedCall:
         """Start the work on a call."""
+        growth = Growth()
         work = asyncio.create_task(
             prepare_call(
                 asked,
@@ -359,7 +378,9 @@ class _Gateway:
                 max_new_tokens=self._max_new_tokens,
                 protocol=protocol,
                 caller=identify(request.headers, asked),
+                form=self._tool_form,
                 attributed=self._attributed,
+                growth=growth.tell if asked.stream else None,
             )
         )
 
@@ -374,7 +395,7 @@ class _Gateway:
             session.resends.remember(digest, turn.request_id, reply)
             return reply
 
-        call = SharedCall(work, record)
+        call = SharedCall(work, record, growth)
         session.calls.add(work)
         session.resends.under_way[digest] = call
         return call

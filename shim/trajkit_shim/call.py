@@ -7,6 +7,7 @@ trace.
 import asyncio
 import json
 import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
@@ -14,15 +15,25 @@ from trajkit_shim.attribution import tool_names
 from trajkit_shim.callers import Caller
 from trajkit_shim.chat import ChatRequest
 from trajkit_shim.echo import EchoBook, Heard, place_behind
-from trajkit_shim.engine import Engine, Sample
+from trajkit_shim.engine import Engine, EngineError, Sample, StreamingEngine
+from trajkit_shim.errors import GatewayError
 from trajkit_shim.held import HeldPath, HeldPaths
+from trajkit_shim.increments import Increments
 from trajkit_shim.limits import check_consumed, check_prompt, check_sample
 from trajkit_shim.log import LoggedTurn, logged_message
-from trajkit_shim.parse import Parsed, parse
+from trajkit_shim.parse import Parsed, Parser
+from trajkit_shim.parsers import ToolForm
 from trajkit_shim.prompts import Prompt, Prompts
 from trajkit_shim.protocols.protocol import WireProtocol
 from trajkit_shim.render import ChatRenderer
-from trajkit_shim.reply import Reply, Usage, expected_echo, make_reply
+from trajkit_shim.reply import (
+    Identity,
+    Reply,
+    Usage,
+    expected_echo,
+    goes_on,
+    make_reply,
+)
 from trajkit_shim.sampling import Wishes, settle
 from trajkit_shim.wire import Json
 
@@ -54,7 +65,9 @@ async def prepare_call(
     max_new_tokens: int,
     protocol: WireProtocol,
     caller: Caller,
+    form: ToolForm,
     attributed: bool = True,
+    growth: Callable[[Reply], None] | None = None,
 ) -> PreparedCall:
     """Render, sample and parse one call.
 
@@ -73,13 +86,18 @@ async def prepare_call(
     protocol : WireProtocol
         That the call came in on.
     caller : Caller
+    form : ToolForm
+        In which the model writes its calls.
     attributed : bool
         Say of each prompt token which message it shows, for learning from tool outputs.
+    growth : callable, optional
+        Given what can be told of the reply while it is sampled, where the engine tells
+        what it samples. The whole reply begins with it.
 
     Raises
     ------
     GatewayError
-        The messages cannot be rendered.
+        The messages cannot be rendered, or the reply does not begin with what was told.
     EngineError
         The prompt cannot be sampled from, or the engine failed.
     """
@@ -99,21 +117,50 @@ async def prepare_call(
         room=info.max_context_tokens - len(prompt_ids),
         end_ids=renderer.end_ids,
     )
-    sample = await engine.generate(
-        prompt_ids, sampling, request_id=request_id, session_id=session_id
-    )
+    identity = Identity(protocol.call_prefix)
+
+    def parser() -> Parser:
+        opened = renderer.opens_reasoning(prompt_ids)
+        return Parser(tools=asked.tools, opened=opened, form=form)
+
+    told: list[Reply] = []
+    if growth is not None and isinstance(engine, StreamingEngine):
+        increments = Increments(renderer, parser(), sampling.stop)
+
+        def on_tokens(ids: Sequence[int]) -> None:
+            known = increments.feed(ids)
+            if known is None:
+                return
+            usage = Usage(
+                prompt_tokens=len(prompt_ids),
+                output_tokens=len(increments.ids),
+                cached_tokens=None,
+            )
+            so_far = make_reply(
+                known, "", model=info.model, usage=usage, identity=identity
+            )
+            told[:] = [so_far]
+            growth(so_far)
+
+        sample = await engine.stream(
+            prompt_ids,
+            sampling,
+            request_id=request_id,
+            session_id=session_id,
+            on_tokens=on_tokens,
+        )
+        if sample.output_ids[: len(increments.ids)].tolist() != increments.ids:
+            raise EngineError("the engine's output ids are not those that it told")
+    else:
+        sample = await engine.generate(
+            prompt_ids, sampling, request_id=request_id, session_id=session_id
+        )
     check_sample(sample, info)
     check_consumed(prompt_ids, sample)
     ended_at = datetime.now(UTC)
 
     def finish() -> PreparedCall:
-        parsed, stop_sequence = _parse(
-            sample,
-            sampling.stop,
-            renderer,
-            tools=asked.tools is not None,
-            opened=renderer.opens_reasoning(prompt_ids),
-        )
+        parsed, stop_sequence = _parse(sample, sampling.stop, renderer, parser())
         aborted = sample.finish_reason == "abort"
         usage = Usage(
             prompt_tokens=len(prompt_ids),
@@ -126,9 +173,13 @@ async def prepare_call(
             sample.finish_reason,
             model=info.model,
             usage=usage,
-            call_prefix=protocol.call_prefix,
+            identity=identity,
             stop_sequence=stop_sequence,
         )
+        if not aborted and not all(goes_on(reply, before) for before in told):
+            raise GatewayError(
+                "the reply does not begin with what was streamed of it", 500
+            )
         message = expected_echo(reply)
         shown = None
         if attributed:
@@ -223,12 +274,7 @@ def _reasoning_tokens(parsed: Parsed, sample: Sample, renderer: ChatRenderer) ->
 
 
 def _parse(
-    sample: Sample,
-    stop: tuple[str, ...],
-    renderer: ChatRenderer,
-    *,
-    tools: bool,
-    opened: bool,
+    sample: Sample, stop: tuple[str, ...], renderer: ChatRenderer, parser: Parser
 ) -> tuple[Parsed, str | None]:
     """The reply, taken apart, and the stop string at which it was cut."""
     ended = sample.finish_reason == "stop"
@@ -240,4 +286,5 @@ def _parse(
         if found:
             at, matched = min(found)
             text = text[:at]
-    return parse(text, tools=tools, opened=opened), matched
+    parser.feed(text)
+    return parser.end(), matched

@@ -4,6 +4,7 @@ What they need comes with an extra, and is imported once a command runs.
 """
 
 import argparse
+import asyncio
 import itertools
 import json
 import os
@@ -35,12 +36,12 @@ def add_serve(commands: Commands) -> None:
     )
     parser.add_argument(
         "--engine",
-        choices=["embedded", "sglang"],
+        choices=["embedded", "sglang", "vllm"],
         default="embedded",
         help="embedded: a small scripted one, for trying things out (the default)",
     )
     parser.add_argument(
-        "--engine-url", metavar="URL", help="of the SGLang server, with --engine sglang"
+        "--engine-url", metavar="URL", help="of the server, with another engine"
     )
     parser.add_argument(
         "--check-prompts",
@@ -52,7 +53,13 @@ def add_serve(commands: Commands) -> None:
         "--model",
         metavar="DIR",
         type=Path,
-        help="the model's config, tokenizer and chat template, with --engine sglang",
+        help="the model's config, tokenizer and chat template, with another engine",
+    )
+    parser.add_argument(
+        "--tool-form",
+        metavar="NAME",
+        help="how the model writes its calls: hermes, qwen3-coder, glm or plain-json "
+        "(default: as its chat template tells)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
     parser.add_argument(
@@ -147,20 +154,27 @@ def _free(path: Path) -> Path:
 
 
 def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    sglang = arguments.engine == "sglang"
+    served = arguments.engine != "embedded"
     options = {"--engine-url": arguments.engine_url, "--model": arguments.model}
     for option, value in options.items():
-        if sglang and value is None:
-            parser.error(f"--engine sglang needs {option}")
-        if not sglang and value is not None:
+        if served and value is None:
+            parser.error(f"--engine {arguments.engine} needs {option}")
+        if not served and value is not None:
             parser.error(f"{option} means nothing to the embedded engine")
     with _needs_extra(parser, "shim"):
         from trajkit_shim.app import create_app
         from trajkit_shim.log import TurnLog
+        from trajkit_shim.parsers import FORMS
         from trajkit_shim.prompts import Prompts
         from trajkit_shim.serve import serve
 
-        engine, renderer = _sglang(arguments) if sglang else _embedded()
+        if arguments.tool_form not in (None, *FORMS):
+            parser.error(
+                f"--tool-form {arguments.tool_form} is none of {', '.join(FORMS)}"
+            )
+        if arguments.check_prompts and arguments.engine != "sglang":
+            parser.error("--check-prompts means nothing to another engine than sglang")
+        engine, renderer = _served(arguments) if served else _embedded()
     log = TurnLog(arguments.out, form=arguments.log)
 
     def say_where(url: str) -> None:
@@ -180,6 +194,7 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
         log,
         images=arguments.images,
         attributed=not arguments.no_attribution,
+        tool_form=FORMS.get(arguments.tool_form),
         prompts=arguments.prompts,
     )
     # Ctrl-C is how it is stopped; the calls under way have been answered by then.
@@ -195,21 +210,31 @@ def _embedded() -> "tuple[Engine, ChatRenderer]":
     return EmbeddedEngine(), ChatRenderer(load_tokenizer())
 
 
-def _sglang(arguments: argparse.Namespace) -> "tuple[Engine, ChatRenderer]":
+def _served(arguments: argparse.Namespace) -> "tuple[Engine, ChatRenderer]":
+    """The engine of a server that was found to give what is recorded."""
+    from trajkit_shim.probe import probe
     from trajkit_shim.render import load_renderer
     from trajkit_shim.sglang_engine import SGLangEngine, model_vocab_size
+    from trajkit_shim.vllm_engine import VLLMEngine
 
     try:
         renderer = load_renderer(arguments.model)
         vocab_size = model_vocab_size(arguments.model)
     except ValueError as error:
         raise FormatError(f"{arguments.model}: {error}") from error
-    engine = SGLangEngine(
-        arguments.engine_url,
-        vocab_size=vocab_size,
-        check_prompts=arguments.check_prompts,
-    )
-    return engine, renderer
+
+    def engine() -> "Engine":
+        if arguments.engine == "vllm":
+            return VLLMEngine(arguments.engine_url, vocab_size=vocab_size)
+        return SGLangEngine(
+            arguments.engine_url,
+            vocab_size=vocab_size,
+            check_prompts=arguments.check_prompts,
+        )
+
+    # connections belong to the event loop that opened them
+    asyncio.run(probe(engine()))
+    return engine(), renderer
 
 
 @contextmanager

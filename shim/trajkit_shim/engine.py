@@ -4,8 +4,9 @@ An engine sees ids and sampling parameters and nothing else: no text, no message
 gateway owns tokenization in both directions.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -116,3 +117,63 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+OnTokens: TypeAlias = Callable[[Sequence[int]], None]
+"""Takes the output ids that are new."""
+
+
+@runtime_checkable
+class StreamingEngine(Engine, Protocol):
+    """An engine that tells what it samples while it samples."""
+
+    async def stream(
+        self,
+        prompt_ids: npt.NDArray[np.int32],
+        sampling: Sampling,
+        *,
+        request_id: str,
+        session_id: str,
+        on_tokens: OnTokens,
+    ) -> Sample:
+        """As `generate`, and tells the output ids as they come.
+
+        ``on_tokens`` is called on the event loop, with any number of ids; put together
+        they are the beginning of the sample's ``output_ids``, or all of them.
+        """
+        ...
+
+
+@runtime_checkable
+class UpdatableEngine(Engine, Protocol):
+    """An engine whose weights can be changed while calls are under way."""
+
+    async def pause(self) -> None:
+        """Sample no more; calls under way wait. Again: nothing changes.
+
+        Raises
+        ------
+        EngineError
+            The engine failed.
+        """
+        ...
+
+    async def update_weights(self, path: str, version: str) -> None:
+        """Load the weights of a model directory, while paused, under a name.
+
+        Raises
+        ------
+        EngineError
+            The engine did not take them.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Go on. Again: nothing changes.
+
+        Raises
+        ------
+        EngineError
+            The engine failed.
+        """
+        ...

@@ -1,38 +1,20 @@
-"""Reasoning and tool calls in sampled text, in the form of Hermes and Qwen models.
+"""Reasoning, text and tool calls in what a model says.
 
 ``<think>...</think>`` at the start is reasoning; where the prompt opened it, the reply
-holds only its end. White space around it is its frame.
-
-``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: every such block whose
-JSON reads as a call is a call, in order, its arguments being the very text that was
-sampled. All other text is content, with its white space; only white space between two
-calls is their frame and belongs to neither. A block that does not read as a call stays
-in the content as it is, and the reply is ill-formed.
+holds only its end. White space around it is its frame. What follows is text and calls in
+the form of the model (`trajkit_shim.parsers`). A block that does not read as a call stays
+in the text as it is, and the reply is ill-formed.
 """
 
-import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from trajkit_shim.parsers import ToolCall, ToolForm, Tools
+from trajkit_shim.parsers.form import SPACE
+from trajkit_shim.parsers.hermes import HERMES
+from trajkit_shim.parsers.scan import Scan, overlap
 
 THINK = "<think>"
 END_THINK = "</think>"
-OPEN = "<tool_call>"
-CLOSE = "</tool_call>"
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
-
-
-_decoder = json.JSONDecoder(parse_constant=_refuse_constant)
-_SPACE = " \t\n\r"
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One call: the tool's name and the argument text as it was sampled."""
-
-    name: str
-    arguments: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,112 +40,92 @@ class Parsed:
         return tuple(part for part in self.parts if isinstance(part, ToolCall))
 
 
-def parse(text: str, *, tools: bool, opened: bool) -> Parsed:
-    """A reply, taken apart.
+class Parser:
+    """Takes a reply apart while it comes.
 
     Parameters
     ----------
-    text : str
-        What was sampled, without the token that ends the message.
-    tools : bool
-        Calls are looked for.
+    tools : sequence of dict or None
+        The tools that were offered. None: no calls are looked for.
     opened : bool
         The prompt ends inside of the reasoning.
+    form : ToolForm
+        In which the model writes its calls.
     """
-    reasoning, rest = _split_reasoning(text, opened=opened)
-    parsed = parse_reply(rest) if tools else parse_text(rest)
-    return replace(parsed, reasoning=reasoning)
+
+    def __init__(
+        self, *, tools: Tools | None, opened: bool, form: ToolForm = HERMES
+    ) -> None:
+        self._scan = Scan(None if tools is None else form, tools or ())
+        self._reasoning: str | None = None
+        # what is read next: the beginning, reasoning, the gap behind it, or the rest
+        self._in = "reasoning" if opened else "beginning"
+        # text that is not settled
+        self._held = ""
+
+    def feed(self, piece: str) -> None:
+        """More text, without a token that ends the message."""
+        self._advance(piece, ended=False)
+
+    def end(self) -> Parsed:
+        """The whole reply: there is no more."""
+        self._advance("", ended=True)
+        self._scan.end()
+        return self.so_far()
+
+    def so_far(self) -> Parsed:
+        """What more text cannot change, except that the last text of it may go on."""
+        return Parsed(
+            parts=tuple(self._scan.parts),
+            sampled=self._scan.text,
+            ill_formed=self._scan.ill_formed,
+            reasoning=self._reasoning,
+        )
+
+    def _advance(self, piece: str, *, ended: bool) -> None:
+        if self._in == "rest":
+            self._scan.feed(piece)
+            return
+        self._held += piece
+        if self._in == "beginning":
+            begun = self._held.lstrip(SPACE)
+            if begun.startswith(THINK):
+                self._in, self._held = "reasoning", begun.removeprefix(THINK)
+            elif ended or not THINK.startswith(begun):
+                self._go_on()
+                return
+        if self._in == "reasoning":
+            inside, closed, rest = self._held.partition(END_THINK)
+            if closed:
+                self._in, self._held = "gap", rest
+            elif not ended:
+                inside = inside[: len(inside) - overlap(inside, END_THINK)]
+            self._reasoning = inside.strip(SPACE) or None
+        if self._in == "gap":
+            self._held = self._held.lstrip("\n")
+            if self._held:
+                self._go_on()
+
+    def _go_on(self) -> None:
+        self._in = "rest"
+        self._scan.feed(self._held)
+        self._held = ""
 
 
-def _split_reasoning(text: str, *, opened: bool) -> tuple[str | None, str]:
-    inside = text if opened else text.lstrip(_SPACE)
-    if not opened:
-        if not inside.startswith(THINK):
-            return None, text
-        inside = inside.removeprefix(THINK)
-    inside, _, rest = inside.partition(END_THINK)
-    return inside.strip(_SPACE) or None, rest.lstrip("\n")
+def parse(
+    text: str, *, tools: Tools | None, opened: bool, form: ToolForm = HERMES
+) -> Parsed:
+    """A whole reply, taken apart. The parameters are those of `Parser`."""
+    parser = Parser(tools=tools, opened=opened, form=form)
+    parser.feed(text)
+    return parser.end()
 
 
-def parse_text(text: str) -> Parsed:
-    """A reply in which nothing is looked for."""
-    return Parsed(parts=(text,) if text else (), sampled=text)
-
-
-def parse_reply(text: str) -> Parsed:
-    """The calls and the remaining text of one reply.
-
-    Parameters
-    ----------
-    text : str
-        What was sampled, without the token that ends the message.
-    """
-    parts: list[str | ToolCall] = []
-    said: list[str] = []
-    ill_formed = False
-    at = 0
-    after_call = False
-    while (start := text.find(OPEN, at)) >= 0:
-        inside = start + len(OPEN)
-        found = _read_call(text, inside)
-        if found is None:
-            # the marker is text; what follows it may still hold a call
-            ill_formed = True
-            said.append(text[at:inside])
-            at, after_call = inside, False
-            continue
-        before = text[at:start]
-        if not after_call or before.strip(_SPACE):
-            said.append(before)
-        parts += filter(None, ["".join(said)])
-        said.clear()
-        call, at = found
-        parts.append(call)
-        after_call = True
-    parts += filter(None, ["".join([*said, text[at:]])])
-    return Parsed(parts=tuple(parts), sampled=text, ill_formed=ill_formed)
-
-
-def _read_call(text: str, at: int) -> tuple[ToolCall, int] | None:
-    """The call whose JSON starts at ``at``, and where its block ends."""
-    try:
-        fields, end = _slices(text, at)
-        name = json.loads(fields["name"])
-    except (ValueError, KeyError, RecursionError):
-        return None
-    arguments = fields.get("arguments", "{}")
-    end = _skip(text, end)
-    if not text.startswith(CLOSE, end) or not arguments.startswith("{"):
-        return None
-    if not isinstance(name, str) or not name:
-        return None
-    return ToolCall(name, arguments), end + len(CLOSE)
-
-
-def _slices(text: str, at: int) -> tuple[dict[str, str], int]:
-    """The source text of each value of the JSON object at ``at``, and where it ends."""
-    slices: dict[str, str] = {}
-    at = _expect(text, _skip(text, at), "{")
-    while True:
-        key, at = _decoder.raw_decode(text, _skip(text, at))
-        if not isinstance(key, str) or key in slices:
-            raise ValueError(f"{key!r} is no new name of a field")
-        start = _skip(text, _expect(text, _skip(text, at), ":"))
-        _, end = _decoder.raw_decode(text, start)
-        slices[key] = text[start:end]
-        at = _skip(text, end)
-        if not text.startswith(",", at):
-            return slices, _expect(text, at, "}")
-        at += 1
-
-
-def _skip(text: str, at: int) -> int:
-    while at < len(text) and text[at] in _SPACE:
-        at += 1
-    return at
-
-
-def _expect(text: str, at: int, mark: str) -> int:
-    if text[at : at + 1] != mark:
-        raise ValueError(f"no {mark!r} at {at}")
-    return at + 1
+def parse_reply(text: str, tools: Tools = (), form: ToolForm = HERMES) -> Parsed:
+    """The calls and the remaining text of a reply without reasoning."""
+    scan = Scan(form, tools)
+    scan.feed(text)
+    scan.end()
+    return Parsed(
+        parts=tuple(scan.parts), sampled=scan.text, ill_formed=scan.ill_formed
+    )

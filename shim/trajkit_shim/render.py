@@ -99,6 +99,11 @@ class ChatRenderer:
         """One more than the largest id that this tokenizer gives."""
         return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
 
+    @property
+    def chat_template(self) -> str:
+        """The text of the template."""
+        return self._template
+
     def render(self, messages: list[Json], tools: list[Json] | None) -> Ids:
         """The prompt that asks for the next assistant message.
 

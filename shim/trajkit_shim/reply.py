@@ -1,5 +1,6 @@
 """A sampled reply, on its way out to a client of any protocol."""
 
+import itertools
 import time
 import uuid
 from dataclasses import dataclass
@@ -61,13 +62,35 @@ class Reply:
         return [part for part in self.parts if isinstance(part, Call)]
 
 
+class Identity:
+    """What a reply is known by, while it grows and afterwards.
+
+    Parameters
+    ----------
+    call_prefix : str
+        What the ids of its tool calls start with.
+    """
+
+    def __init__(self, call_prefix: str = "call_") -> None:
+        self.reply_id = uuid.uuid4().hex
+        self.created = int(time.time())
+        self._call_prefix = call_prefix
+        self._call_ids: list[str] = []
+
+    def call_id(self, number: int) -> str:
+        """The id of the call of this number, from 0 on."""
+        while len(self._call_ids) <= number:
+            self._call_ids.append(self._call_prefix + uuid.uuid4().hex[:24])
+        return self._call_ids[number]
+
+
 def make_reply(
     parsed: Parsed,
     finish: str,
     *,
     model: str,
     usage: Usage,
-    call_prefix: str = "call_",
+    identity: Identity | None = None,
     stop_sequence: str | None = None,
 ) -> Reply:
     """The reply to a client for a parsed sample.
@@ -78,20 +101,22 @@ def make_reply(
         The sampled text, taken apart.
     finish : str
         The engine's word for how it ended.
-    call_prefix : str
-        What the ids of its tool calls start with.
+    identity : Identity, optional
+        None: a new one.
     stop_sequence : str, optional
         The stop string of the client at which the text was cut.
     """
+    known = identity or Identity()
+    numbers = itertools.count()
     return Reply(
-        reply_id=uuid.uuid4().hex,
-        created=int(time.time()),
+        reply_id=known.reply_id,
+        created=known.created,
         model=model,
         reasoning=parsed.reasoning,
         parts=tuple(
             part
             if isinstance(part, str)
-            else Call(call_prefix + uuid.uuid4().hex[:24], part.name, part.arguments)
+            else Call(known.call_id(next(numbers)), part.name, part.arguments)
             for part in parsed.parts
         ),
         sampled=parsed.sampled,
@@ -99,6 +124,20 @@ def make_reply(
         stop_sequence=stop_sequence,
         usage=usage,
     )
+
+
+def goes_on(reply: Reply, told: Reply) -> bool:
+    """Whether a reply begins with all that was told of it."""
+    if not (reply.reasoning or "").startswith(told.reasoning or ""):
+        return False
+    *settled, last = told.parts or ("",)
+    parts = reply.parts or ("",)
+    if parts[: len(settled)] != tuple(settled) or len(parts) <= len(settled):
+        return False
+    then = parts[len(settled)]
+    if isinstance(last, str) and isinstance(then, str):
+        return then.startswith(last)
+    return then == last or last == ""
 
 
 def expected_echo(reply: Reply) -> Json:

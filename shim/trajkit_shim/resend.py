@@ -16,6 +16,7 @@ from hashlib import blake2b
 from trajkit_shim.call import PreparedCall
 from trajkit_shim.engine import EngineError
 from trajkit_shim.errors import GatewayError
+from trajkit_shim.growth import Growth
 from trajkit_shim.reply import Reply
 
 KEPT = 8
@@ -45,14 +46,18 @@ class SharedCall:
         Prepares the call. It is cancelled when the last connection leaves.
     record : callable
         Records the call, whose work is done, and gives its reply; or raises.
+    growth : Growth
+        What can be told of the reply before that.
     """
 
     def __init__(
         self,
         work: "asyncio.Task[PreparedCall]",
         record: Callable[[], Reply],
+        growth: Growth,
     ) -> None:
         self.work = work
+        self.growth = growth
         self._record = record
         self._waiting = 0
         self._outcome: Reply | GatewayError | EngineError | None = None

@@ -4,7 +4,6 @@ Field names and behaviour as of SGLang 0.5.23.
 """
 
 import asyncio
-import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,15 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 
-from trajkit_shim.engine import EngineError, EngineInfo, Sample, Sampling, WeightSpan
+from trajkit_shim.engine import (
+    EngineError,
+    EngineInfo,
+    OnTokens,
+    Sample,
+    Sampling,
+    WeightSpan,
+)
+from trajkit_shim.engine_http import EngineServer
 from trajkit_shim.limits import check_prompt
 from trajkit_shim.wire import Json
 
@@ -24,8 +31,10 @@ _AS_SAMPLED: Json = {
     "spaces_between_special_tokens": False,
     "no_stop_trim": True,
 }
-# a reply may take as long as it takes; a server that is there answers a dial at once
-_TIMEOUT = httpx.Timeout(None, connect=10.0)
+# A stream brings an event per so many tokens. Where each event repeats all before it,
+# there are at most so many events, or a long reply would come mostly in repetitions.
+_TOKENS_PER_EVENT = 8
+_REPEATING_EVENTS = 128
 
 
 class SGLangEngine:
@@ -56,28 +65,23 @@ class SGLangEngine:
         check_prompts: bool = False,
         client: httpx.AsyncClient | None = None,
     ) -> None:
-        self._base_url = base_url.rstrip("/")
         self._vocab_size = vocab_size
         self._max_context_tokens = max_context_tokens
         self._check_prompts = check_prompts
-        # the number of calls under way is the sessions' business, not the pool's
-        self._client = client or httpx.AsyncClient(
-            timeout=_TIMEOUT,
-            limits=httpx.Limits(max_connections=None),
-            trust_env=False,
-        )
+        self._server = EngineServer("SGLang", base_url, client)
         self._info: EngineInfo | None = None
         self._preferred: Json = {}
+        self._incremental: bool | None = None
 
     async def info(self) -> EngineInfo:
         """Model name, vocabulary size and context length; asked of the server once."""
         if self._info is None:
-            model = await self._get("/model_info")
+            model = await self._server.get("/model_info")
             preferred = model.get("preferred_sampling_params")
             self._preferred = preferred if isinstance(preferred, dict) else {}
             context = self._max_context_tokens
             if context is None:
-                served = await self._get("/v1/models")
+                served = await self._server.get("/v1/models")
                 try:
                     context = int(cast(Any, served)["data"][0]["max_model_len"])
                 except (LookupError, TypeError, ValueError) as error:
@@ -112,6 +116,54 @@ class SGLangEngine:
             400: the prompt cannot be sampled from, or the server says so. 5xx: the
             server failed, cannot be reached, or its answer makes no sense.
         """
+        return await self._sample(prompt_ids, sampling, request_id, session_id, None)
+
+    async def stream(
+        self,
+        prompt_ids: npt.NDArray[np.int32],
+        sampling: Sampling,
+        *,
+        request_id: str,
+        session_id: str,
+        on_tokens: OnTokens,
+    ) -> Sample:
+        """As `generate`, and tells the output ids as they come."""
+        return await self._sample(
+            prompt_ids, sampling, request_id, session_id, on_tokens
+        )
+
+    async def pause(self) -> None:
+        """Sample no more. Calls under way lose their cache and go on afterwards."""
+        await self._server.post("/pause_generation", {"mode": "retract"})
+
+    async def update_weights(self, path: str, version: str) -> None:
+        """Load weights from a directory that the server can read."""
+        told = await self._server.post(
+            "/update_weights_from_disk",
+            {"model_path": path, "weight_version": version, "flush_cache": True},
+        )
+        if told.get("success") is not True:
+            raise EngineError(
+                f"the SGLang server did not take the weights of {path!r}: "
+                f"{told.get('message')}"
+            )
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self._server.post("/continue_generation", {})
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._server.close()
+
+    async def _sample(
+        self,
+        prompt_ids: npt.NDArray[np.int32],
+        sampling: Sampling,
+        request_id: str,
+        session_id: str,
+        on_tokens: OnTokens | None,
+    ) -> Sample:
         info = await self.info()
         check_prompt(prompt_ids, info)
         params = _sampling_params(sampling)
@@ -129,53 +181,36 @@ class SGLangEngine:
         # a router in front of several servers keeps a session on one prefix cache
         headers = {"X-SMG-Routing-Key": session_id}
         try:
-            reply = await self._post("/generate", request, headers)
+            if on_tokens is None:
+                reply = await self._server.post("/generate", request, headers)
+            else:
+                interval = await self._stream_interval(sampling.max_new_tokens)
+                params.setdefault("stream_interval", interval)
+                request["stream"] = True
+                gathered = Gathered()
+                async for event in self._server.events("/generate", request, headers):
+                    on_tokens(gathered.take(event))
+                reply = gathered.reply
         except (asyncio.CancelledError, EngineError):
             # the server would sample on for nobody
-            await asyncio.shield(self._abort(request_id))
+            await asyncio.shield(
+                self._server.tell("/abort_request", {"rid": request_id})
+            )
             raise
         return read_sample(reply, sampling_logprobs=cut)
 
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._client.aclose()
-
-    async def _abort(self, request_id: str) -> None:
-        # the call is lost anyway, and the server drops calls whose connection closes
-        with contextlib.suppress(httpx.HTTPError):
-            await self._client.post(
-                f"{self._base_url}/abort_request",
-                json={"rid": request_id},
-                timeout=5.0,
-            )
-
-    async def _get(self, path: str) -> Json:
-        return await self._request("GET", path, None, {})
-
-    async def _post(self, path: str, body: Json, headers: Mapping[str, str]) -> Json:
-        return await self._request("POST", path, body, headers)
-
-    async def _request(
-        self, method: str, path: str, body: Json | None, headers: Mapping[str, str]
-    ) -> Json:
-        try:
-            response = await self._client.request(
-                method, self._base_url + path, json=body, headers=headers
-            )
-        except httpx.HTTPError as error:
-            raise EngineError(
-                f"the SGLang server at {self._base_url} cannot be reached: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        if response.status_code >= 400:
-            raise _refusal(response)
-        try:
-            value = response.json()
-        except ValueError as error:
-            raise EngineError(f"{path} of the SGLang server: {error}") from error
-        if not isinstance(value, dict):
-            raise EngineError(f"{path} of the SGLang server gave no object: {value!r}")
-        return value
+    async def _stream_interval(self, most: int) -> int:
+        """Tokens per event of a reply of at most so many tokens."""
+        if self._incremental is None:
+            try:
+                told = await self._server.get("/server_info")
+            except EngineError:
+                # a router need not know
+                told = {}
+            self._incremental = told.get("incremental_streaming_output") is True
+        if self._incremental:
+            return _TOKENS_PER_EVENT
+        return max(_TOKENS_PER_EVENT, most // _REPEATING_EVENTS)
 
 
 def model_vocab_size(model_dir: str | Path) -> int:
@@ -194,6 +229,54 @@ def model_vocab_size(model_dir: str | Path) -> int:
     if not isinstance(size, int):
         raise ValueError(f"{model_dir}/config.json tells no vocab_size")
     return size
+
+
+class Gathered:
+    """The events of one streamed reply, put together.
+
+    An event holds all that was sampled so far or, with
+    ``--incremental-streaming-output``, what is new; how many tokens there are in all
+    tells which.
+    """
+
+    # what an event holds one of per output token
+    _LISTS = ("output_token_logprobs", "output_token_sampling_logprobs")
+
+    def __init__(self) -> None:
+        self.reply: Json = {}
+        self._ids: list[int] = []
+        self._per_token: dict[str, list[Any]] = {}
+
+    def take(self, event: Mapping[str, Any]) -> list[int]:
+        """The ids that an event adds.
+
+        Raises
+        ------
+        EngineError
+            It cannot be read, or does not go on where the ones before it ended.
+        """
+        try:
+            meta = dict(event["meta_info"])
+            ids = [int(token) for token in event["output_ids"]]
+            total = int(meta["completion_tokens"])
+            held = len(self._ids)
+            whole = len(ids) == total
+            if not whole and held + len(ids) != total:
+                raise ValueError(f"{len(ids)} ids after {held}, and {total} in all")
+            for name in self._LISTS:
+                if name in meta:
+                    before = [] if whole else self._per_token.get(name, [])
+                    self._per_token[name] = meta[name] = before + list(meta[name])
+        except (LookupError, TypeError, ValueError) as error:
+            raise EngineError(
+                "the SGLang server's stream of /generate cannot be read: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if whole and ids[:held] != self._ids:
+            raise EngineError("the SGLang server's stream took back what it had told")
+        self._ids = ids if whole else self._ids + ids
+        self.reply = {**event, "output_ids": self._ids, "meta_info": meta}
+        return self._ids[held:]
 
 
 def read_sample(reply: Mapping[str, Any], *, sampling_logprobs: bool) -> Sample:
@@ -276,19 +359,4 @@ def _cuts_the_tail(params: Json) -> bool:
         or params.get("min_p", 0.0) != 0.0
         # SGLang's own "no limit" is 2**30
         or (isinstance(top_k, int) and 0 < top_k < 2**30)
-    )
-
-
-def _refusal(response: httpx.Response) -> EngineError:
-    """The error of an answer with a status of 400 and above."""
-    try:
-        said = response.json()["error"]["message"]
-    except (LookupError, TypeError, ValueError):
-        said = response.text[:400]
-    # a request at fault is the client's business, all else is not
-    status = {400: 400, 413: 400, 422: 400, 429: 503, 503: 503}.get(
-        response.status_code, 502
-    )
-    return EngineError(
-        f"the SGLang server answered {response.status_code}: {said}", status
     )

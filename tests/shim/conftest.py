@@ -5,10 +5,11 @@ import os
 import pytest
 
 _NEEDS = {
-    "test_sglang_real.py": "TRAJKIT_SGLANG_URL",
-    "test_real_clients.py": "TRAJKIT_CLIENTS",
+    "test_sglang_real.py": {"TRAJKIT_SGLANG_URL"},
+    "test_real_clients.py": {"TRAJKIT_CLIENTS"},
+    "test_sglang_clients.py": {"TRAJKIT_CLIENTS", "TRAJKIT_SGLANG_URL"},
 }
-collect_ignore = [name for name, need in _NEEDS.items() if need not in os.environ]
+collect_ignore = [name for name, needs in _NEEDS.items() if not needs <= {*os.environ}]
 
 
 @pytest.fixture

@@ -198,7 +198,7 @@ class Conversation:
         ended = bool(len(ids)) and ids[-1] in self.renderer.end_ids
         text = self.renderer.decode(ids, ended=ended)
         opened = self.renderer.opens_reasoning(self.prompt.ids)
-        parsed = parse(text, tools=self.tools is not None, opened=opened)
+        parsed = parse(text, tools=self.tools, opened=opened)
         message = expected_echo(make_reply(parsed, "stop", model="m", usage=USAGE))
         path = self.prompts.hold(
             self.prompt,

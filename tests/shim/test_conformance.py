@@ -8,7 +8,7 @@ import pytest
 
 from tests.shim.clients import in_process
 from tests.shim.conformance import DRIVERS, ENDS, FAILURES, NAMES, Failure, table
-from tests.shim.fakes import RENDERER, Held, ScriptedEngine, sampled
+from tests.shim.fakes import RENDERER, Held, PiecewiseEngine, ScriptedEngine, sampled
 from trajkit_shim.engine import EngineError
 
 pytestmark = pytest.mark.anyio
@@ -18,6 +18,7 @@ BROKEN = '<tool_call>\n{"name": "f", "arguments": {"n": \n</tool_call>'
 ROOT = Path(__file__).parent.parent.parent
 
 EACH = pytest.mark.parametrize("name", NAMES)
+ALL = pytest.mark.parametrize("stream", ["", "whole", "in pieces"])
 BOTH = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 
 # what is sampled in a case, and the text, the reasoning and the number of calls it holds
@@ -39,7 +40,7 @@ def arguments(given):
 
 
 @EACH
-@BOTH
+@ALL
 @pytest.mark.parametrize("case", ENDS)
 async def test_a_call_that_is_answered(tmp_path, name, stream, case):
     word = dict(zip(NAMES, ENDS[case], strict=True))[name]
@@ -49,7 +50,8 @@ async def test_a_call_that_is_answered(tmp_path, name, stream, case):
     driver = DRIVERS[name]
     reply, text, reasoning, calls = SAMPLED[case]
     failed = case == "after a tool that failed"
-    engine = ScriptedEngine(*[CALL] * failed, reply)
+    kind = PiecewiseEngine if stream == "in pieces" else ScriptedEngine
+    engine = kind(*[CALL] * failed, reply)
     async with in_process(engine, RENDERER, tmp_path) as gateway:
         client = driver.client(gateway, await gateway.open_id())
         said = driver.user("hi")

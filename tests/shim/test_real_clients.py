@@ -60,7 +60,7 @@ def gateway(directory, scripts):
         (directory / "session.json").write_text(json.dumps(shown))
 
 
-def run(directory, command, environment, expected=0):
+def run(directory, command, environment, expected=0, seconds=120):
     # no git repository: Claude Code writes its state into the system prompt
     work = directory / "work"
     work.mkdir(exist_ok=True)
@@ -71,7 +71,7 @@ def run(directory, command, environment, expected=0):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=seconds,
     )
     (directory / "stdout.txt").write_text(done.stdout)
     (directory / "stderr.txt").write_text(done.stderr)

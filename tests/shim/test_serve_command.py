@@ -12,6 +12,7 @@ import pytest
 
 import trajkit as tk
 from trajkit import cli
+from trajkit_shim.embedded import load_tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
 COMMAND = "import sys; from trajkit.cli import main; sys.exit(main())"
@@ -69,7 +70,11 @@ def test_serve_records_until_it_is_interrupted(tmp_path):
             id="no model",
         ),
         pytest.param(["--model", "."], "--model means nothing", id="a model too many"),
-        pytest.param(["--engine", "vllm"], "invalid choice", id="no such engine"),
+        pytest.param(["--engine", "vllm"], "vllm needs --engine-url", id="vllm"),
+        pytest.param(
+            ["--tool-form", "x"], "x is none of qwen3-coder", id="no such form"
+        ),
+        pytest.param(["--engine", "tgi"], "invalid choice", id="no such engine"),
     ],
 )
 def test_serve_refuses_options_that_do_not_fit(tmp_path, capsys, options, said):
@@ -101,3 +106,17 @@ def test_serve_without_its_extra_says_what_to_install(tmp_path, capsys, monkeypa
         cli.main(["serve", "--out", str(tmp_path / "run")])
     assert ended.value.code == cli.BAD_USAGE
     assert "pip install 'trajkit[shim]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_serve_asks_the_engine_before_it_serves(tmp_path, capsys, engine):
+    model = tmp_path / "model"
+    load_tokenizer().save_pretrained(model)
+    (model / "config.json").write_text(json.dumps({"vocab_size": 4032}))
+    argv = ["serve", "--out", str(tmp_path / "run"), "--engine", engine]
+    argv += ["--engine-url", "http://127.0.0.1:1", "--model", str(model)]
+    assert cli.main(argv) == cli.BAD_FILE
+    said = capsys.readouterr().err
+    assert "the engine does not serve" in said
+    assert "127.0.0.1:1 cannot be reached" in said
+    assert not (tmp_path / "run").exists()

@@ -14,7 +14,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from trajkit_shim.engine import EngineError, Sampling, WeightSpan
+from trajkit_shim.engine import (
+    EngineError,
+    Sampling,
+    StreamingEngine,
+    UpdatableEngine,
+    WeightSpan,
+)
 from trajkit_shim.limits import check_consumed, check_sample
 from trajkit_shim.sglang_engine import SGLangEngine, model_vocab_size, read_sample
 
@@ -38,6 +44,8 @@ class Double:
         self.hold = False
         self.model_info = deepcopy(RECORDED["model_info"]["reply"])
         self.models = RECORDED["models"]["reply"]
+        self.server_info = None
+        self.server_info_asked = 0
 
     async def generate(self, request: Request) -> Response:
         self.requests.append(await request.json())
@@ -61,12 +69,19 @@ class Double:
     async def show_models(self, _: Request) -> Response:
         return JSONResponse(self.models)
 
+    async def show_server(self, _: Request) -> Response:
+        self.server_info_asked += 1
+        if self.server_info is None:
+            return Response("Not Found", 404)
+        return JSONResponse(self.server_info)
+
     def app(self) -> Starlette:
         return Starlette(
             routes=[
                 Route("/generate", self.generate, methods=["POST"]),
                 Route("/abort_request", self.abort, methods=["POST"]),
                 Route("/model_info", self.show_model),
+                Route("/server_info", self.show_server),
                 Route("/v1/models", self.show_models),
             ]
         )
@@ -298,6 +313,158 @@ def test_a_model_without_a_vocab_size(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="tells no vocab_size"):
         model_vocab_size(tmp_path)
+
+
+def stream_of(name, ends, *, incremental=False):
+    """A recorded reply as the events of a stream, which end behind these tokens.
+
+    An event repeats what was told before or, with the server's
+    ``--incremental-streaming-output``, does not (spec: engines-and-clients 1.4).
+    """
+    reply = RECORDED[name]["reply"]
+    start, events = 0, []
+    for end in [*ends, len(reply["output_ids"])]:
+        meta = dict(reply["meta_info"], completion_tokens=end)
+        last = end == len(reply["output_ids"])
+        if not last:
+            meta["finish_reason"] = None
+            del meta["weight_versions"]
+        for field in ("output_token_logprobs", "output_token_sampling_logprobs"):
+            if field in meta:
+                meta[field] = meta[field][start:end]
+        events.append({"output_ids": reply["output_ids"][start:end], "meta_info": meta})
+        start = end if incremental else 0
+    return events
+
+
+def as_response(events, end=b"data: [DONE]\n\n"):
+    body = b"".join(b"data: " + json.dumps(one).encode() + b"\n\n" for one in events)
+    return Response(body + end, media_type="text/event-stream")
+
+
+async def stream(engine, told, **sampling):
+    return await engine.stream(
+        PROMPT,
+        Sampling(**{"max_new_tokens": 6, **sampling}),
+        request_id="r1",
+        session_id="s1",
+        on_tokens=told.append,
+    )
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+@pytest.mark.parametrize("name", ["basic", "sampling_mask", "aborted"])
+async def test_a_stream_brings_what_a_reply_brings(name, incremental):
+    sampling = {"top_p": 0.9} if name == "sampling_mask" else {}
+    double = Double(
+        name, as_response(stream_of(name, [1, 4, 4], incremental=incremental))
+    )
+    told = []
+    async with engine_of(double) as engine:
+        assert isinstance(engine, StreamingEngine)
+        whole = await sample(engine, **sampling)
+        streamed = await stream(engine, told, **sampling)
+    assert streamed.output_ids.tolist() == whole.output_ids.tolist()
+    assert streamed.output_logprobs.tolist() == whole.output_logprobs.tolist()
+    for field in ("finish_reason", "weight_versions", "cached_tokens"):
+        assert getattr(streamed, field) == getattr(whole, field)
+    ids = whole.output_ids.tolist()
+    assert told == [ids[:1], ids[1:4], [], ids[4:]]
+    assert double.requests[1].pop("stream") is True
+    assert double.requests[1]["sampling_params"].pop("stream_interval") == 8
+    assert double.requests[0] == double.requests[1]
+
+
+TAKEN_BACK = stream_of("basic", [2])
+TAKEN_BACK[0] = {**TAKEN_BACK[0], "output_ids": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("events", "end", "match"),
+    [
+        pytest.param(stream_of("basic", [2]), b"", "broke off", id="no end"),
+        pytest.param([], b"data: [DONE]\n\n", "cannot be read", id="no events"),
+        pytest.param(
+            stream_of("basic", [2])[:1],
+            b'data: {"error": {"message": "dead"}}\n\n',
+            "dead",
+            id="an error",
+        ),
+        pytest.param(
+            stream_of("basic", [2])[:1],
+            b"data: [DONE]\n\n",
+            "cannot be read",
+            id="no last one",
+        ),
+        pytest.param(
+            stream_of("basic", [2, 4], incremental=True)[::2],
+            b"data: [DONE]\n\n",
+            "2 ids after 2, and 6 in all",
+            id="a hole",
+        ),
+        pytest.param(TAKEN_BACK, b"data: [DONE]\n\n", "took back", id="other ids"),
+    ],
+)
+async def test_streams_that_fail(events, end, match):
+    double = Double(as_response(events, end))
+    async with engine_of(double) as engine:
+        with pytest.raises(EngineError, match=match):
+            await stream(engine, [])
+
+
+@pytest.mark.parametrize(
+    ("told", "most", "interval"),
+    [
+        pytest.param(
+            {"incremental_streaming_output": True}, 32_768, 8, id="what is new"
+        ),
+        pytest.param({"incremental_streaming_output": False}, 32_768, 256, id="all"),
+        pytest.param({"incremental_streaming_output": False}, 100, 8, id="all, short"),
+        pytest.param(None, 32_768, 256, id="does not say"),
+    ],
+)
+async def test_events_are_rarer_where_each_repeats_all_before_it(told, most, interval):
+    double = Double(*[as_response(stream_of("basic", [2])) for _ in range(2)])
+    double.server_info = told
+    async with engine_of(double) as engine:
+        for _ in range(2):
+            await stream(engine, [], max_new_tokens=most)
+    for request in double.requests:
+        assert request["sampling_params"]["stream_interval"] == interval
+    assert double.server_info_asked == 1
+
+
+async def test_pausing_and_updating():
+    double = Double()
+    told = []
+
+    async def answer(request: Request) -> Response:
+        told.append((request.url.path, await request.json()))
+        success = "bad" not in str(told[-1])
+        return JSONResponse({"success": success, "message": "no such directory"})
+
+    paths = ("pause_generation", "continue_generation", "update_weights_from_disk")
+    app = Starlette(
+        routes=[Route(f"/{path}", answer, methods=["POST"]) for path in paths]
+    )
+    double.app = lambda: app
+    async with engine_of(double) as engine:
+        assert isinstance(engine, UpdatableEngine)
+        await engine.pause()
+        await engine.update_weights("/new", "step-1")
+        with pytest.raises(EngineError, match="'/bad': no such directory"):
+            await engine.update_weights("/bad", "step-2")
+        await engine.resume()
+    update = {"model_path": "/new", "weight_version": "step-1", "flush_cache": True}
+    assert told == [
+        ("/pause_generation", {"mode": "retract"}),
+        ("/update_weights_from_disk", update),
+        (
+            "/update_weights_from_disk",
+            {**update, "model_path": "/bad", "weight_version": "step-2"},
+        ),
+        ("/continue_generation", {}),
+    ]
 
 
 async def test_the_prompt_that_the_server_consumed():

@@ -137,7 +137,7 @@ async def test_what_the_server_must_never_see(renderer):
     engine_ = engine()
     info = await engine_.info()
     assert info.model == "tiny"
-    assert info.max_context_tokens == 32768
+    assert info.max_context_tokens == 65536
     assert info.vocab_size >= renderer.n_tokens
     with pytest.raises(EngineError, match="outside the vocabulary"):
         await engine_.generate(
@@ -160,7 +160,7 @@ async def test_a_prompt_that_leaves_no_room(tmp_path, renderer):
     async with in_process(engine_, renderer, tmp_path) as gateway:
         client = await gateway.open()
         with pytest.raises(openai.BadRequestError) as caught:
-            await ask(client, [{"role": "user", "content": "\x00" * 33_000}])
+            await ask(client, [{"role": "user", "content": "\x00" * 66_000}])
         assert gateway.turns() == []
     await engine_.close()
     assert caught.value.code == "context_length_exceeded"
@@ -196,6 +196,35 @@ async def until_running(engine: SGLangEngine, wanted: int) -> None:
     """Ask the server until it has so many calls under way."""
     async with asyncio.timeout(60):
         while True:
-            loads = (await engine._client.get(f"{URL}/v1/loads")).json()["loads"]
+            loads = (await engine._server.client.get(f"{URL}/v1/loads")).json()["loads"]
             if sum(load["num_running_reqs"] for load in loads) == wanted:
                 return
+
+
+async def test_weights_that_change_in_the_middle_of_a_turn(tmp_path, renderer):
+    engine_ = engine()
+    update = {"model_path": MODEL, "weight_version": "step-1"}
+    async with in_process(engine_, renderer, tmp_path, max_new_tokens=400) as gateway:
+        client = await gateway.open(sampling={"extra": {"ignore_eos": True}})
+        call = asyncio.create_task(ask(client, [USER]))
+        await until_running(engine_, 1)
+        paused = await gateway.http.post("/engine/pause", json={"timeout_s": 60})
+        assert paused.status_code == 200, paused.text
+        updated = await gateway.http.post("/engine/update", json=update)
+        assert updated.status_code == 200, updated.text
+        assert not call.done()
+        await gateway.http.post("/engine/resume")
+        await call
+        (turn,) = gateway.turns()
+        # later tests find the server as it was
+        await gateway.http.post("/engine/pause")
+        await gateway.http.post(
+            "/engine/update", json={**update, "weight_version": "default"}
+        )
+        await gateway.http.post("/engine/resume")
+    await engine_.close()
+    spans = turn["weight_versions"]
+    assert [span["version"] for span in spans] == ["default", "step-1"]
+    assert spans[0]["start"] == 0
+    assert spans[0]["stop"] == spans[1]["start"]
+    assert spans[1]["stop"] == len(turn["output_ids"]) == 400

@@ -13,10 +13,19 @@ from trajkit_shim.embedded.law import State, shaped, start
 from trajkit_shim.embedded.policy import converse
 from trajkit_shim.embedded.replies import Policy, Special
 from trajkit_shim.embedded.vocabulary import END, shipped
-from trajkit_shim.engine import EngineError, EngineInfo, Sample, Sampling, WeightSpan
+from trajkit_shim.engine import (
+    EngineError,
+    EngineInfo,
+    OnTokens,
+    Sample,
+    Sampling,
+    WeightSpan,
+)
 
 # other calls get their turn, and a cancelled call ends, after this many tokens
 _TOKENS_PER_SLICE = 64
+# a stream is told of its tokens after so many
+_TOKENS_PER_PIECE = 8
 
 
 class EmbeddedEngine:
@@ -96,6 +105,26 @@ class EmbeddedEngine:
             Status 400: an id outside the vocabulary, an empty or over-long prompt, a
             sampling parameter out of range or not known here.
         """
+        return await self._draw(prompt_ids, sampling, None)
+
+    async def stream(
+        self,
+        prompt_ids: npt.NDArray[np.int32],
+        sampling: Sampling,
+        *,
+        request_id: str,
+        session_id: str,
+        on_tokens: OnTokens,
+    ) -> Sample:
+        """As `generate`, and tells the output ids as they come."""
+        return await self._draw(prompt_ids, sampling, on_tokens)
+
+    async def _draw(
+        self,
+        prompt_ids: npt.NDArray[np.int32],
+        sampling: Sampling,
+        on_tokens: OnTokens | None,
+    ) -> Sample:
         self._check_sampling(sampling)
         room = self._info.max_context_tokens - sampling.max_new_tokens
         state = self._start(prompt_ids, room)
@@ -117,7 +146,10 @@ class EmbeddedEngine:
                 finish_reason = "stop"
                 break
             state = state.after(token)
-            if len(ids) % _TOKENS_PER_SLICE == 0:
+            if on_tokens is not None and len(ids) % _TOKENS_PER_PIECE == 0:
+                on_tokens(ids[-_TOKENS_PER_PIECE:])
+                await asyncio.sleep(0)
+            elif len(ids) % _TOKENS_PER_SLICE == 0:
                 await asyncio.sleep(0)
         return Sample(
             output_ids=np.array(ids, np.int32),

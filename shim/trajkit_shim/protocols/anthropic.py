@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from trajkit_shim import wire
 from trajkit_shim.chat import OMITTED_IMAGE, ChatRequest, Reading
 from trajkit_shim.errors import GatewayError
+from trajkit_shim.protocols.blocks import Block, Thought, Told, blocks
 from trajkit_shim.protocols.protocol import WireProtocol
 from trajkit_shim.protocols.sse import RawJson, event
 from trajkit_shim.reply import Call, Reply, Usage
@@ -308,7 +309,7 @@ def write(reply: Reply, _: ChatRequest) -> Json:
     """The body of a reply that is not streamed."""
     return {
         **_head(reply),
-        "content": [_block(part) for part in _parts(reply)],
+        "content": [_block(block, reply) for block in blocks(reply, done=True)],
         **_ending(reply),
         "usage": _usage(reply.usage),
     }
@@ -323,30 +324,25 @@ def _head(reply: Reply) -> Json:
     }
 
 
-def _parts(reply: Reply) -> list[Json | str | Call]:
-    """What becomes the blocks, in order: reasoning as an object, texts, calls.
-
-    White space alone is no block: clients take it for an error.
-    """
-    parts: list[Json | str | Call] = []
-    if reply.reasoning is not None:
-        signature = base64.b64encode(f"trajkit:{reply.reply_id}".encode()).decode()
-        parts.append({"thinking": reply.reasoning, "signature": signature})
-    parts += [part for part in reply.parts if isinstance(part, Call) or part.strip()]
-    return parts or [reply.text]
-
-
-def _block(part: Json | str | Call) -> Json:
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
-    if isinstance(part, Call):
+def _block(block: Block, reply: Reply) -> Json:
+    if isinstance(block, str):
+        return {"type": "text", "text": block}
+    if isinstance(block, Call):
         return {
             "type": "tool_use",
-            "id": part.call_id,
-            "name": part.name,
-            "input": RawJson(part.arguments),
+            "id": block.call_id,
+            "name": block.name,
+            "input": RawJson(block.arguments),
         }
-    return {"type": "thinking", **part}
+    return {
+        "type": "thinking",
+        "thinking": block.text,
+        "signature": _signature(reply),
+    }
+
+
+def _signature(reply: Reply) -> str:
+    return base64.b64encode(f"trajkit:{reply.reply_id}".encode()).decode()
 
 
 def _ending(reply: Reply) -> Json:
@@ -373,10 +369,14 @@ def _usage(usage: Usage) -> Json:
 class Stream:
     """The events of a streamed reply.
 
-    ``message_start``; for each block its start, one delta (for reasoning a second one
+    ``message_start``; for each block its start, its deltas (for reasoning a last one
     with the signature) and its stop; ``message_delta`` with the stop reason and the
     usage; ``message_stop``.
     """
+
+    def __init__(self) -> None:
+        self._begun = False
+        self._told = Told()
 
     def opening(self) -> bytes:
         """Nothing: ``message_start`` tells the prompt's tokens."""
@@ -386,30 +386,13 @@ class Stream:
         """The protocol's own."""
         return _event({"type": "ping"})
 
+    def partial(self, reply: Reply) -> bytes:
+        """The events of what is new."""
+        return b"".join(self._steps(reply, done=False))
+
     def reply(self, reply: Reply) -> Iterator[bytes]:
-        """All events of the reply."""
-        message: Json = {
-            **_head(reply),
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": {**_usage(reply.usage), "output_tokens": 0},
-        }
-        yield _event({"type": "message_start", "message": message})
-        for index, part in enumerate(_parts(reply)):
-            empty, deltas = _pieces(part)
-            yield _event(
-                {
-                    "type": "content_block_start",
-                    "index": index,
-                    "content_block": empty,
-                }
-            )
-            for delta in deltas:
-                yield _event(
-                    {"type": "content_block_delta", "index": index, "delta": delta}
-                )
-            yield _event({"type": "content_block_stop", "index": index})
+        """All events of the reply that were not told."""
+        yield from self._steps(reply, done=True)
         yield _event(
             {
                 "type": "message_delta",
@@ -423,24 +406,57 @@ class Stream:
         """The error as an event."""
         return _event(error_body(error))
 
+    def _steps(self, reply: Reply, *, done: bool) -> Iterator[bytes]:
+        for step in self._told.steps(blocks(reply, done=done), done=done):
+            if not self._begun:
+                self._begun = True
+                yield self._start(reply)
+            place: Json = {"index": step.index}
+            if step.what == "begins":
+                empty = _EMPTY[type(step.block)]
+                block = {**_block(step.block, reply), **empty}
+                yield _event(
+                    {"type": "content_block_start", **place, "content_block": block}
+                )
+                continue
+            if step.what == "goes on":
+                yield _delta(place, *_DELTAS[type(step.block)], step.text)
+                continue
+            if isinstance(step.block, Thought):
+                yield _delta(place, "signature_delta", "signature", _signature(reply))
+            yield _event({"type": "content_block_stop", **place})
+
+    def _start(self, reply: Reply) -> bytes:
+        message: Json = {
+            **_head(reply),
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {**_usage(reply.usage), "output_tokens": 0},
+        }
+        return _event({"type": "message_start", "message": message})
+
+
+# a block as it starts, and the type and field of the deltas that fill it
+_EMPTY: dict[type, Json] = {
+    str: {"text": ""},
+    Call: {"input": {}},
+    Thought: {"thinking": "", "signature": ""},
+}
+_DELTAS = {
+    str: ("text_delta", "text"),
+    Call: ("input_json_delta", "partial_json"),
+    Thought: ("thinking_delta", "thinking"),
+}
+
+
+def _delta(place: Json, kind: str, field: str, text: str) -> bytes:
+    delta: Json = {"type": kind, field: text}
+    return _event({"type": "content_block_delta", **place, "delta": delta})
+
 
 def _event(value: Json) -> bytes:
     return event(value, str(value["type"]))
-
-
-def _pieces(part: Json | str | Call) -> tuple[Json, list[Json]]:
-    """A block as it starts, and the deltas that fill it."""
-    if isinstance(part, str):
-        delta: Json = {"type": "text_delta", "text": part}
-        return {"type": "text", "text": ""}, [delta] if part else []
-    if isinstance(part, Call):
-        return {**_block(part), "input": {}}, [
-            {"type": "input_json_delta", "partial_json": part.arguments}
-        ]
-    return {"type": "thinking", "thinking": "", "signature": ""}, [
-        {"type": "thinking_delta", "thinking": part["thinking"]},
-        {"type": "signature_delta", "signature": part["signature"]},
-    ]
 
 
 _ERROR_TYPES = {

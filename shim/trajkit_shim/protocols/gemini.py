@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from trajkit_shim import wire
 from trajkit_shim.chat import OMITTED_IMAGE, ChatRequest, Reading
 from trajkit_shim.errors import GatewayError
+from trajkit_shim.protocols.blocks import Block, Told, blocks
 from trajkit_shim.protocols.protocol import Verb, WireProtocol
 from trajkit_shim.protocols.sse import RawJson, event
 from trajkit_shim.reply import Call, Reply, Usage
@@ -333,23 +334,21 @@ def write(reply: Reply, _: ChatRequest) -> Json:
 
 
 def _reply_parts(reply: Reply) -> list[Json]:
-    parts: list[Json] = []
-    if reply.reasoning is not None:
-        signature = base64.b64encode(f"trajkit:{reply.reply_id}".encode()).decode()
-        parts.append(
-            {"text": reply.reasoning, "thought": True, "thoughtSignature": signature}
-        )
-    for part in reply.parts:
-        if isinstance(part, Call):
-            call: Json = {
-                "id": part.call_id,
-                "name": part.name,
-                "args": RawJson(part.arguments),
-            }
-            parts.append({"functionCall": call})
-        elif part.strip():
-            parts.append({"text": part})
-    return parts or [{"text": reply.text}]
+    return [_part(block, reply) for block in blocks(reply, done=True)]
+
+
+def _part(block: Block, reply: Reply) -> Json:
+    if isinstance(block, Call):
+        call: Json = {
+            "id": block.call_id,
+            "name": block.name,
+            "args": RawJson(block.arguments),
+        }
+        return {"functionCall": call}
+    if isinstance(block, str):
+        return {"text": block}
+    signature = base64.b64encode(f"trajkit:{reply.reply_id}".encode()).decode()
+    return {"text": block.text, "thought": True, "thoughtSignature": signature}
 
 
 def _chunk(reply: Reply, parts: list[Json], *, last: bool) -> Json:
@@ -378,7 +377,10 @@ def _usage(usage: Usage) -> Json:
 
 
 class Chunks:
-    """The chunks of a streamed reply, one a part; the last one ends it."""
+    """The chunks of a streamed reply, one a part or a piece of it; the last one ends it."""
+
+    def __init__(self) -> None:
+        self._told = Told()
 
     def opening(self) -> bytes:
         """Nothing: a chunk has the reply's id."""
@@ -388,12 +390,25 @@ class Chunks:
         """An empty line. The official client takes a comment for JSON."""
         return b"\n"
 
+    def partial(self, reply: Reply) -> bytes:
+        """The chunks of what is new."""
+        return b"".join(
+            event(_chunk(reply, [part], last=False))
+            for part in self._parts(reply, done=False)
+        )
+
     def reply(self, reply: Reply) -> Iterator[bytes]:
-        """All chunks of the reply."""
-        *before, last = _reply_parts(reply)
+        """All chunks of the reply that were not told."""
+        *before, last = [*self._parts(reply, done=True)] or [{"text": ""}]
         for part in before:
             yield event(_chunk(reply, [part], last=False))
         yield event(_chunk(reply, [last], last=True))
+
+    def _parts(self, reply: Reply, *, done: bool) -> Iterator[Json]:
+        for step in self._told.steps(blocks(reply, done=done), done=done):
+            if step.what == "goes on":
+                part = _part(step.block, reply)
+                yield {**part, "text": step.text} if "text" in part else part
 
     def error(self, error: GatewayError) -> bytes:
         """The error in place of a chunk."""

@@ -1,14 +1,14 @@
 """OpenAI Chat Completions: requests, replies, chunks and errors."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from trajkit_shim import wire
 from trajkit_shim.chat import AS_GIVEN, OMITTED_IMAGE, ChatRequest, Reading
 from trajkit_shim.errors import GatewayError, error_body
+from trajkit_shim.protocols.blocks import Block, Thought, Told
 from trajkit_shim.protocols.protocol import WireProtocol
 from trajkit_shim.protocols.sse import event
-from trajkit_shim.reply import Reply, Usage
+from trajkit_shim.reply import Call, Reply, Usage
 from trajkit_shim.sampling import WISH_NAMES, parse_wishes
 from trajkit_shim.wire import Json, refuse
 
@@ -252,19 +252,16 @@ def _message(reply: Reply) -> Json:
         message["reasoning_content"] = reply.reasoning
     if reply.calls:
         message["content"] = reply.text or None
-        message["tool_calls"] = _tool_calls(reply)
+        message["tool_calls"] = [_tool_call_of(call) for call in reply.calls]
     return message
 
 
-def _tool_calls(reply: Reply) -> list[Json]:
-    return [
-        {
-            "id": call.call_id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        for call in reply.calls
-    ]
+def _tool_call_of(call: Call) -> Json:
+    return {
+        "id": call.call_id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
 
 
 def _finish_reason(reply: Reply) -> str:
@@ -274,15 +271,23 @@ def _finish_reason(reply: Reply) -> str:
     return "tool_calls" if reply.calls else "stop"
 
 
-@dataclass(frozen=True, slots=True)
 class Chunks:
     """The chunks of a streamed reply, ``[DONE]`` included.
 
-    Role, reasoning, content, one chunk per tool call, the finish reason; then, where
-    the client asked for it, the usage.
+    Role; reasoning, content and tool calls in the order in which they were sampled; the
+    finish reason; then, where the client asked for it, the usage.
+
+    Parameters
+    ----------
+    include_usage : bool
+        The client asked for the usage.
     """
 
-    include_usage: bool
+    def __init__(self, include_usage: bool) -> None:
+        self._include_usage = include_usage
+        self._begun = False
+        self._told = Told()
+        self._calls = 0
 
     def opening(self) -> bytes:
         """Nothing: a chunk has the reply's id."""
@@ -292,23 +297,41 @@ class Chunks:
         """A comment."""
         return b": waiting for the engine\n\n"
 
+    def partial(self, reply: Reply) -> bytes:
+        """The chunks of what is new."""
+        return b"".join(self._steps(reply, done=False))
+
     def reply(self, reply: Reply) -> Iterator[bytes]:
-        """All chunks of the reply."""
-        yield self._chunk(reply, {"role": "assistant", "content": ""})
-        if reply.reasoning is not None:
-            yield self._chunk(reply, {"reasoning_content": reply.reasoning})
-        if reply.text:
-            yield self._chunk(reply, {"content": reply.text})
-        for index, call in enumerate(_tool_calls(reply)):
-            yield self._chunk(reply, {"tool_calls": [{"index": index, **call}]})
+        """All chunks of the reply that were not told."""
+        yield from self._steps(reply, done=True)
         yield self._chunk(reply, {}, finish=_finish_reason(reply))
-        if self.include_usage:
+        if self._include_usage:
             yield event({**_head(reply), "choices": [], "usage": _usage(reply.usage)})
         yield DONE
 
     def error(self, error: GatewayError) -> bytes:
         """The error in place of a chunk."""
         return event(error_body(error)) + DONE
+
+    def _steps(self, reply: Reply, *, done: bool) -> Iterator[bytes]:
+        if not self._begun:
+            self._begun = True
+            yield self._chunk(reply, {"role": "assistant", "content": ""})
+        # white space alone is content too
+        parts: list[Block] = [*reply.parts]
+        if reply.reasoning is not None:
+            parts.insert(0, Thought(reply.reasoning))
+        for step in self._told.steps(parts, done=done):
+            if step.what != "goes on":
+                continue
+            if isinstance(step.block, Call):
+                call = {"index": self._calls, **_tool_call_of(step.block)}
+                self._calls += 1
+                yield self._chunk(reply, {"tool_calls": [call]})
+            elif isinstance(step.block, Thought):
+                yield self._chunk(reply, {"reasoning_content": step.text})
+            else:
+                yield self._chunk(reply, {"content": step.text})
 
     def _chunk(self, reply: Reply, delta: Json, *, finish: str | None = None) -> bytes:
         choice = {
@@ -318,7 +341,7 @@ class Chunks:
             "finish_reason": finish,
         }
         # with include_usage every chunk but the last says usage: null
-        usage: Json = {"usage": None} if self.include_usage else {}
+        usage: Json = {"usage": None} if self._include_usage else {}
         return event({**_head(reply), "choices": [choice], **usage})
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from trajkit_shim import wire
 from trajkit_shim.chat import OMITTED_IMAGE, ChatRequest, Reading
 from trajkit_shim.errors import GatewayError, error_body
+from trajkit_shim.protocols.blocks import Block, Step, Thought, Told, blocks
 from trajkit_shim.protocols.protocol import WireProtocol
 from trajkit_shim.protocols.sse import event
 from trajkit_shim.reply import Call, Reply, Usage
@@ -408,7 +409,7 @@ def _outcome(reply: Reply, asked: ChatRequest) -> Json:
         "model": reply.model,
         "status": "incomplete" if reply.cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if reply.cut else None,
-        "output": _items(reply, asked),
+        "output": _items(reply, asked, _blocks(reply, done=True)),
         "usage": _usage(reply.usage),
     }
 
@@ -426,37 +427,45 @@ def _usage(usage: Usage) -> Json:
     }
 
 
-def _items(reply: Reply, asked: ChatRequest) -> list[Json]:
-    """The output items in the order in which they were sampled.
+def _blocks(reply: Reply, *, done: bool) -> list[Block]:
+    """What becomes the items: a whole reply says something, if only nothing."""
+    found = blocks(reply, done=done)
+    if done and isinstance(found[-1], Thought):
+        found.append(reply.text)
+    return found
 
-    White space beside other items is none.
-    """
+
+def _items(reply: Reply, asked: ChatRequest, found: list[Block]) -> list[Json]:
+    """The output items of the blocks, in order."""
     items: list[Json] = []
-    if reply.reasoning is not None:
-        items.append(
-            {
-                "type": "reasoning",
-                "id": f"rs_{reply.reply_id}",
-                "summary": [],
-                "content": [{"type": "reasoning_text", "text": reply.reasoning}],
-                "encrypted_content": _packed(reply.reasoning),
-                "status": "completed",
-            }
-        )
-    parts = [part for part in reply.parts if isinstance(part, Call) or part.strip()]
-    for number, part in enumerate(parts or [reply.text]):
-        if isinstance(part, Call):
-            items.append(_call_item(part, f"fc_{reply.reply_id}_{number}", asked))
+    number = 0
+    for block in found:
+        if isinstance(block, Thought):
+            items.append(
+                {
+                    "type": "reasoning",
+                    "id": f"rs_{reply.reply_id}",
+                    "summary": [],
+                    "content": [{"type": "reasoning_text", "text": block.text}],
+                    "encrypted_content": _packed(block.text),
+                    "status": "completed",
+                }
+            )
             continue
-        items.append(
-            {
-                "type": "message",
-                "id": f"msg_{reply.reply_id}_{number}",
-                "role": "assistant",
-                "content": [{"type": "output_text", "text": part, "annotations": []}],
-                "status": "completed",
-            }
-        )
+        if isinstance(block, Call):
+            items.append(_call_item(block, f"fc_{reply.reply_id}_{number}", asked))
+        else:
+            part = {"type": "output_text", "text": block, "annotations": []}
+            items.append(
+                {
+                    "type": "message",
+                    "id": f"msg_{reply.reply_id}_{number}",
+                    "role": "assistant",
+                    "content": [part],
+                    "status": "completed",
+                }
+            )
+        number += 1
     if reply.cut:
         items[-1]["status"] = "incomplete"
     return items
@@ -480,7 +489,7 @@ class Stream:
     """The events of a streamed reply, numbered.
 
     ``response.created`` and ``response.in_progress``; for each item it is added, filled
-    (its part added, one delta, done) and done; ``response.completed``, or
+    (its part added, its deltas, done) and done; ``response.completed``, or
     ``response.incomplete`` where a token limit cut it.
     """
 
@@ -488,32 +497,35 @@ class Stream:
         self._asked = asked
         self._number = 0
         self._response = _response(f"resp_{uuid.uuid4().hex}", int(time.time()), "")
+        self._told = Told()
 
     def opening(self) -> bytes:
         """The response begins."""
-        return self._told("response.created") + self._told("response.in_progress")
+        return self._told_as("response.created") + self._told_as("response.in_progress")
 
     def ping(self) -> bytes:
         """It is still in progress: an event that resets a client's clock."""
-        return self._told("response.in_progress")
+        return self._told_as("response.in_progress")
+
+    def partial(self, reply: Reply) -> bytes:
+        """The events of what is new."""
+        return b"".join(self._steps(reply, done=False))
 
     def reply(self, reply: Reply) -> Iterator[bytes]:
-        """All events of the reply."""
-        outcome = _outcome(reply, self._asked)
-        items = outcome["output"]
-        assert isinstance(items, list)
-        for index, item in enumerate(items):
-            yield from self._item(item, index)
-        self._response |= outcome
-        yield self._told("response.incomplete" if reply.cut else "response.completed")
+        """All events of the reply that were not told."""
+        yield from self._steps(reply, done=True)
+        self._response |= _outcome(reply, self._asked)
+        yield self._told_as(
+            "response.incomplete" if reply.cut else "response.completed"
+        )
 
     def error(self, error: GatewayError) -> bytes:
         """The response failed."""
         self._response["status"] = "failed"
         self._response["error"] = {"code": _failure(error), "message": error.message}
-        return self._told("response.failed")
+        return self._told_as("response.failed")
 
-    def _told(self, kind: str) -> bytes:
+    def _told_as(self, kind: str) -> bytes:
         return self._event(kind, {"response": self._response})
 
     def _event(self, kind: str, fields: Json) -> bytes:
@@ -521,47 +533,59 @@ class Stream:
         self._number += 1
         return event(numbered, kind)
 
-    def _item(self, item: Json, index: int) -> Iterator[bytes]:
-        place: Json = {"item_id": item["id"], "output_index": index}
-        if item["type"] == "function_call":
-            filled = self._arguments(item, place)
-            empty: Json = {"arguments": ""}
-        else:
-            filled = self._text(item, {**place, "content_index": 0})
-            empty = {"content": []}
+    def _steps(self, reply: Reply, *, done: bool) -> Iterator[bytes]:
+        found = _blocks(reply, done=done)
+        items = _items(reply, self._asked, found)
+        for step in self._told.steps(found, done=done):
+            item = items[step.index]
+            place: Json = {"item_id": item["id"], "output_index": step.index}
+            calls = isinstance(step.block, Call)
+            if step.what == "begins":
+                yield self._begun(item, step.index)
+            if not calls:
+                yield from self._text(item, step, {**place, "content_index": 0})
+            elif step.what == "goes on":
+                kind = "response.function_call_arguments.delta"
+                yield self._event(kind, {**place, "delta": step.text})
+            elif step.what == "ends":
+                whole = {"name": item["name"], "arguments": item["arguments"]}
+                kind = "response.function_call_arguments.done"
+                yield self._event(kind, {**place, **whole})
+            if step.what == "ends":
+                yield self._event(
+                    "response.output_item.done",
+                    {"output_index": step.index, "item": item},
+                )
+
+    def _begun(self, item: Json, index: int) -> bytes:
+        calls = item["type"] == "function_call"
+        empty: Json = {"arguments": ""} if calls else {"content": []}
         if item["type"] == "reasoning":
             empty["encrypted_content"] = None
         begun = {**item, **empty, "status": "in_progress"}
-        yield self._event(
+        return self._event(
             "response.output_item.added", {"output_index": index, "item": begun}
         )
-        yield from filled
-        yield self._event(
-            "response.output_item.done", {"output_index": index, "item": item}
-        )
 
-    def _arguments(self, item: Json, place: Json) -> Iterator[bytes]:
-        arguments, name = item["arguments"], item["name"]
-        kind = "response.function_call_arguments"
-        yield self._event(f"{kind}.delta", {**place, "delta": arguments})
-        yield self._event(
-            f"{kind}.done", {**place, "name": name, "arguments": arguments}
-        )
-
-    def _text(self, item: Json, place: Json) -> Iterator[bytes]:
+    def _text(self, item: Json, step: Step, place: Json) -> Iterator[bytes]:
         content = item["content"]
         assert isinstance(content, list)
         (part,) = content
-        text, kind = part["text"], f"response.{part['type']}"
+        kind = f"response.{part['type']}"
         # only a message's text has logprobs, and none are given
         logprobs: Json = {"logprobs": []} if item["type"] == "message" else {}
-        yield self._event(
-            "response.content_part.added", {**place, "part": {**part, "text": ""}}
-        )
-        if text:
-            yield self._event(f"{kind}.delta", {**place, "delta": text, **logprobs})
-        yield self._event(f"{kind}.done", {**place, "text": text, **logprobs})
-        yield self._event("response.content_part.done", {**place, "part": part})
+        if step.what == "begins":
+            yield self._event(
+                "response.content_part.added", {**place, "part": {**part, "text": ""}}
+            )
+        elif step.what == "goes on":
+            yield self._event(
+                f"{kind}.delta", {**place, "delta": step.text, **logprobs}
+            )
+        else:
+            text = part["text"]
+            yield self._event(f"{kind}.done", {**place, "text": text, **logprobs})
+            yield self._event("response.content_part.done", {**place, "part": part})
 
 
 def _failure(error: GatewayError) -> str:

@@ -25,8 +25,15 @@ class Events(Protocol):
         """A sign of life. Clients take any number of them between the other events."""
         ...
 
+    def partial(self, reply: Reply) -> bytes:
+        """What is new in a reply that is not whole yet; may be empty.
+
+        Each such reply is the beginning of the next one, and of the whole one.
+        """
+        ...
+
     def reply(self, reply: Reply) -> Iterator[bytes]:
-        """Everything from the first event of the reply to the end of the stream."""
+        """Everything that is left of the whole reply, to the end of the stream."""
         ...
 
     def error(self, error: GatewayError) -> bytes:
