@@ -2,8 +2,9 @@
 
 A call is prepared (rendered, sampled, parsed) without touching anything, then recorded
 in one step, then answered. A call that fails, that the client walks away from, or whose
-session closes meanwhile is never recorded. The one recorded call that is not answered
-is one that the engine itself cut short: its turn is context only.
+session closes meanwhile is never recorded. A recorded call that the engine itself cut
+short is not answered: its turn is context only, and so is one whose answer is lost on
+its way.
 """
 
 import asyncio
@@ -20,10 +21,18 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from trajkit_shim import wire
-from trajkit_shim.answer import STREAM_HEADERS, STREAM_TYPE, Attended, LateStream
+from trajkit_shim.answer import (
+    STREAM_HEADERS,
+    STREAM_TYPE,
+    Attended,
+    Connection,
+    LateStream,
+    WholeAnswer,
+)
 from trajkit_shim.call import PreparedCall, count_tokens, prepare_call
 from trajkit_shim.callers import identify
 from trajkit_shim.chat import ChatRequest, Images, Reading
+from trajkit_shim.delivery import Answered, Delivery
 from trajkit_shim.engine import Engine, EngineError
 from trajkit_shim.errors import GatewayError, as_gateway_error, retry_header
 from trajkit_shim.log import TurnLog
@@ -32,7 +41,6 @@ from trajkit_shim.protocols.openai_chat import OPENAI_CHAT
 from trajkit_shim.protocols.protocol import Events, Verb, WireProtocol
 from trajkit_shim.protocols.sse import encode
 from trajkit_shim.render import ChatRenderer
-from trajkit_shim.reply import Reply
 from trajkit_shim.resend import SharedCall, request_digest, says_retry
 from trajkit_shim.sampling import parse_pins
 from trajkit_shim.sessions import Session, SessionStore
@@ -284,17 +292,14 @@ class _Gateway:
             call = resends.under_way.get(digest)
             resends.replayed += known is not None or call is not None
             if known is not None:
-                return _answer(protocol, asked, events, known)
+                connection = Connection(request.receive)
+                return _answer(
+                    protocol, asked, events, known, connection, connection.end
+                )
         if call is None:
             session.admit()
             call = self._begin(protocol, session, asked, digest, request)
-
-        def last() -> None:
-            session.calls.discard(call.work)
-            if resends.under_way.get(digest) is call:
-                del resends.under_way[digest]
-
-        attended = Attended(call, request.receive, last)
+        attended = Attended(call, Connection(request.receive))
         watched: Attended | None = attended
         try:
             ready = await attended.wait(None if events is None else self._ping_seconds)
@@ -302,10 +307,11 @@ class _Gateway:
                 # which ends it
                 watched = None
                 return LateStream(attended, events, self._ping_seconds)
-            if attended.gone:
+            if attended.connection.gone:
                 # nobody is there to read it
                 return Response(status_code=499)
-            reply = call.finish()
+            answered = call.finish()
+            watched = None
         except (GatewayError, EngineError) as error:
             told = as_gateway_error(error)
             if events is None or told.code not in protocol.told_in_stream:
@@ -314,7 +320,9 @@ class _Gateway:
         finally:
             if watched is not None:
                 await watched.end()
-        return _answer(protocol, asked, events, reply)
+        return _answer(
+            protocol, asked, events, answered, attended.connection, attended.end
+        )
 
     def _begin(
         self,
@@ -340,23 +348,28 @@ class _Gateway:
             )
         )
 
-        def record() -> Reply:
+        def record() -> Answered:
             # closing it cancelled the work
             session.check_open()
             prepared = work.result()
             earlier = session.resends.earlier(digest)
             turn = replace(prepared.turn, resend_of=earlier)
-            reply = self._record(session, replace(prepared, turn=turn))
+            answered = self._record(session, replace(prepared, turn=turn))
             session.left_out.update(asked.left_out)
-            session.resends.remember(digest, turn.request_id, reply)
-            return reply
+            session.resends.remember(digest, turn.request_id, answered)
+            return answered
 
-        call = SharedCall(work, record)
+        def over() -> None:
+            session.calls.discard(work)
+            if session.resends.under_way.get(digest) is call:
+                del session.resends.under_way[digest]
+
+        call = SharedCall(work, record, over)
         session.calls.add(work)
         session.resends.under_way[digest] = call
         return call
 
-    def _record(self, session: Session, call: PreparedCall) -> Reply:
+    def _record(self, session: Session, call: PreparedCall) -> Answered:
         """Write the turn and count it, in one step for every other call.
 
         Raises
@@ -372,6 +385,7 @@ class _Gateway:
             raise GatewayError(
                 f"the turn could not be written: {error}", 500, code="log_failed"
             ) from error
+        turn_index = session.recorded
         session.recorded += 1
         session.answered += call.reply is not None
         if self._attributed:
@@ -384,15 +398,30 @@ class _Gateway:
                 503,
             )
         session.echo.remember(call.heard.place, call.message)
-        return call.reply
+
+        def amend(reason: str, trainable: bool | None) -> None:
+            self._log.amend(session.session_id, [turn_index], reason, trainable)
+            session.undelivered += 1 if reason == "undelivered" else -1
+
+        return Answered(call.reply, Delivery(amend))
 
 
 def _answer(
-    protocol: WireProtocol, asked: ChatRequest, events: Events | None, reply: Reply
-) -> Response:
-    if events is None:
-        return _json(protocol.write(reply, asked))
-    return _stream(events.opening() + b"".join(events.reply(reply)))
+    protocol: WireProtocol,
+    asked: ChatRequest,
+    events: Events | None,
+    answered: Answered,
+    connection: Connection,
+    end: Callable[[], Awaitable[None]],
+) -> ASGIApp:
+    """The answer of a recorded turn; ``end`` is called when it was sent."""
+
+    def make() -> Response:
+        if events is None:
+            return _json(protocol.write(answered.reply, asked))
+        return _stream(events.opening() + b"".join(events.reply(answered.reply)))
+
+    return WholeAnswer(make, answered.delivery, connection, end)
 
 
 def _stream(events: bytes) -> Response:

@@ -40,6 +40,8 @@ class Session:
     recorded: int = 0
     # turns that were answered
     answered: int = 0
+    # answered turns whose answer reached nobody
+    undelivered: int = 0
     # recorded turns of which nobody can tell what each prompt token shows
     unattributed: int = 0
     calls: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -78,6 +80,7 @@ class Session:
             "status": "closed" if self.closed else "open",
             "turns": self.recorded,
             "answered": self.answered,
+            "undelivered": self.undelivered,
             "unattributed": self.unattributed,
             "in_flight": len(self.calls),
             "max_turns": self.max_turns,

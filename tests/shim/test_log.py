@@ -17,8 +17,8 @@ import trajkit as tk
 from tests.shim.clients import http, read_log
 from trajkit.errors import TornLogWarning
 from trajkit_shim.engine import WeightSpan
+from trajkit_shim.journal import END_OF_STREAM
 from trajkit_shim.log import (
-    END_OF_STREAM,
     LOG_SCHEMA,
     LoggedTurn,
     TurnLog,
