@@ -10,7 +10,7 @@ its way.
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from starlette.applications import Starlette
@@ -18,9 +18,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trajkit_shim import wire
+from trajkit_shim.admin import Admin
 from trajkit_shim.answer import (
     STREAM_HEADERS,
     STREAM_TYPE,
@@ -35,23 +36,19 @@ from trajkit_shim.chat import ChatRequest, Images, Reading
 from trajkit_shim.delivery import Answered, Delivery
 from trajkit_shim.engine import Engine, EngineError
 from trajkit_shim.errors import GatewayError, as_gateway_error, retry_header
-from trajkit_shim.log import TurnLog
+from trajkit_shim.log import LogFullError, TurnLog
+from trajkit_shim.pause import PausableEngine
 from trajkit_shim.protocols import PROTOCOLS
 from trajkit_shim.protocols.openai_chat import OPENAI_CHAT
 from trajkit_shim.protocols.protocol import Events, Verb, WireProtocol
 from trajkit_shim.protocols.sse import encode
 from trajkit_shim.render import ChatRenderer
 from trajkit_shim.resend import SharedCall, request_digest, says_retry
-from trajkit_shim.sampling import parse_pins
-from trajkit_shim.sessions import Session, SessionStore
+from trajkit_shim.sessions import Clock, Session, SessionStore
 from trajkit_shim.wire import Json
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
 
-# of the body that opens a session
-SESSION_FIELDS = frozenset(
-    {"session_id", "sampling", "max_turns", "metadata", "replay"}
-)
 SESSION_HEADER = "x-session-id"
 # where the clients of the protocols put their API key
 _KEY_HEADERS = ("x-api-key", "x-goog-api-key")
@@ -67,14 +64,19 @@ def create_app(
     images: Images = "refuse",
     ping_seconds: float = 10.0,
     attributed: bool = True,
+    max_header_bytes: int = 32 << 10,
+    max_messages: int = 10_000,
+    admin_token: str | None = None,
+    pause_wait_seconds: float = 300.0,
+    max_ended_sessions: int = 10_000,
+    clock: Clock | None = None,
 ) -> Starlette:
     """The gateway's ASGI app. It closes the engine and the log when it shuts down.
 
-    Routes: ``POST /sessions`` opens a session, ``GET /sessions/{id}`` shows it,
-    ``DELETE /sessions/{id}`` and ``POST /sessions/{id}/close`` close it;
-    ``GET /v1/models``; ``GET /healthz``; and the paths of every protocol
-    (`trajkit_shim.protocols`). A call names its session by a prefix of its path,
-    ``/s/{id}``, else by the header ``x-session-id``, else by its API key.
+    Routes: those of the trainer (`trajkit_shim.admin`); ``GET /v1/models``; ``GET
+    /healthz``; and the paths of every protocol (`trajkit_shim.protocols`). A call names
+    its session by a prefix of its path, ``/s/{id}``, else by the header
+    ``x-session-id``, else by its API key.
 
     Parameters
     ----------
@@ -97,38 +99,56 @@ def create_app(
         Write with each turn which message each prompt token shows (the columns
         `trajkit.schema.ATTRIBUTION`), where it can be told exactly; a session counts
         the turns where not (``unattributed``). The log is twice as large with it.
+    max_header_bytes, max_messages : int
+        The longest headers that a request may have, and the most messages: 431 and 413.
+    admin_token : str, optional
+        What requests to ``/sessions`` and ``/admin`` must bring. None: nothing.
+    pause_wait_seconds : float
+        How long a call waits for the end of a pause before it is told to come again.
+    max_ended_sessions : int
+        Sessions that ended and are remembered: a call of one is told so. A call of an
+        older one is told that there is no such session.
+    clock : Clock, optional
+        What idle sessions and pauses are measured by. Default: the event loop.
 
     Returns
     -------
     Starlette
     """
+    pausable = PausableEngine(engine, wait_seconds=pause_wait_seconds, clock=clock)
+    sessions = SessionStore(
+        log.write_session,
+        lambda session_id, turns: log.amend(session_id, turns, "dropped", False),
+        clock=clock,
+        max_ended=max_ended_sessions,
+    )
     gateway = _Gateway(
-        engine,
+        pausable,
         renderer,
         log,
+        sessions,
         max_new_tokens,
-        max_body_bytes,
+        _Most(max_body_bytes, max_header_bytes, max_messages),
         Reading(images=images),
         ping_seconds,
         attributed,
     )
+    admin = Admin(sessions, pausable, gateway.read_body, admin_token)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
-        await engine.close()
-        log.close()
+        try:
+            await sessions.drain(0.0)
+        finally:
+            await pausable.close()
+            log.close()
 
     return Starlette(
         routes=[
             Route("/", gateway.health, methods=["GET"]),
             Route("/healthz", gateway.health, methods=["GET"]),
-            Route("/sessions", gateway.open_session, methods=["POST"]),
-            Route("/sessions/{session_id}", gateway.show_session, methods=["GET"]),
-            Route("/sessions/{session_id}", gateway.close_session, methods=["DELETE"]),
-            Route(
-                "/sessions/{session_id}/close", gateway.close_session, methods=["POST"]
-            ),
+            *admin.routes(),
             *(
                 Route(prefix + path, endpoint, methods=[method])
                 for path, method, endpoint in gateway.client_routes()
@@ -177,16 +197,26 @@ def _json(
     return Response(encode(body), status, headers, "application/json")
 
 
+@dataclass(frozen=True, slots=True)
+class _Most:
+    """What a request may have."""
+
+    body_bytes: int
+    header_bytes: int
+    messages: int
+
+
 class _Gateway:
     """The routes, and what they share."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: PausableEngine,
         renderer: ChatRenderer,
         log: TurnLog,
+        sessions: SessionStore,
         max_new_tokens: int,
-        max_body_bytes: int,
+        most: _Most,
         reading: Reading,
         ping_seconds: float,
         attributed: bool,
@@ -195,11 +225,11 @@ class _Gateway:
         self._renderer = renderer
         self._log = log
         self._max_new_tokens = max_new_tokens
-        self._max_body_bytes = max_body_bytes
+        self._most = most
         self._reading = reading
         self._ping_seconds = ping_seconds
         self._attributed = attributed
-        self._sessions = SessionStore()
+        self._sessions = sessions
 
     def client_routes(self) -> Iterator[tuple[str, str, Endpoint]]:
         """Path, method and endpoint of what the clients call."""
@@ -209,7 +239,10 @@ class _Gateway:
                 yield path, "POST", self._endpoint(protocol, verb)
 
     async def health(self, _: Request) -> Response:
-        return JSONResponse({"status": "ok", "sessions": self._sessions.counts()})
+        state = "draining" if self._sessions.draining else "ok"
+        if self._engine.paused:
+            state = "paused"
+        return JSONResponse({"status": state, "sessions": self._sessions.counts()})
 
     async def models(self, _: Request) -> Response:
         info = await self._engine.info()
@@ -222,59 +255,53 @@ class _Gateway:
         }
         return JSONResponse({"object": "list", "data": [model]})
 
-    async def open_session(self, request: Request) -> Response:
-        body = wire.parse_object(await self._body(request) or b"{}")
-        wire.only(body, SESSION_FIELDS, "")
-        session_id, limit = body.get("session_id"), body.get("max_turns")
-        metadata, replay = body.get("metadata"), body.get("replay")
-        session = self._sessions.open(
-            None if session_id is None else wire.as_text(session_id, "session_id"),
-            pins=parse_pins(body.get("sampling")),
-            max_turns=None
-            if limit is None
-            else wire.as_integer(limit, "max_turns", least=1),
-            metadata=None if metadata is None else wire.as_object(metadata, "metadata"),
-            replay=replay is not None and wire.as_flag(replay, "replay"),
-        )
-        return JSONResponse(
-            {"session_id": session.session_id, "api_key": session.session_id}
-        )
-
-    async def show_session(self, request: Request) -> Response:
-        return JSONResponse(self._session(request).describe())
-
-    async def close_session(self, request: Request) -> Response:
-        session = self._sessions.close(self._session(request).session_id)
-        return JSONResponse(session.describe())
-
-    async def _body(self, request: Request) -> bytes:
-        return await wire.read_body(request.stream(), self._max_body_bytes)
-
-    def _session(self, request: Request) -> Session:
-        return self._sessions.get(request.path_params["session_id"])
+    async def read_body(self, request: Request) -> bytes:
+        """The body of a request that is not too long, nor its headers."""
+        size = sum(len(name) + len(value) for name, value in request.headers.raw)
+        if size > self._most.header_bytes:
+            raise GatewayError(
+                f"the headers are longer than {self._most.header_bytes} bytes",
+                431,
+                code="headers_too_long",
+            )
+        return await wire.read_body(request.stream(), self._most.body_bytes)
 
     def _endpoint(self, protocol: WireProtocol, verb: Verb) -> Endpoint:
         async def endpoint(request: Request) -> ASGIApp:
             # errors are told in its words
             request.state.protocol = protocol
             session = self._sessions.authorise(_claims(request))
-            body = await self._body(request)
-            counts = verb == "count" and protocol.read_for_count
-            read = counts or protocol.read
-
-            def parse() -> ChatRequest:
-                asked = read(wire.parse_object(body), self._reading)
-                return replace(asked, stream=True) if verb == "stream" else asked
-
-            # a long history would hold up every other call
-            asked = await asyncio.to_thread(parse)
-            if verb == "count":
-                tokens = await count_tokens(asked, session.echo, self._renderer)
-                return _json(protocol.count(tokens))
-            digest = request_digest(f"{protocol.name} {verb}", body)
-            return await self._call(protocol, session, asked, digest, request)
+            with session.request() as answered:
+                app = await self._serve(protocol, verb, session, request)
+            return _Until(app, answered)
 
         return endpoint
+
+    async def _serve(
+        self, protocol: WireProtocol, verb: Verb, session: Session, request: Request
+    ) -> ASGIApp:
+        """The answer to a request of one session."""
+        body = await self.read_body(request)
+        counts = verb == "count" and protocol.read_for_count
+        read = counts or protocol.read
+
+        def parse() -> ChatRequest:
+            asked = read(wire.parse_object(body), self._reading)
+            return replace(asked, stream=True) if verb == "stream" else asked
+
+        # a long history would hold up every other call
+        asked = await asyncio.to_thread(parse)
+        if len(asked.messages) > self._most.messages:
+            raise GatewayError(
+                f"{len(asked.messages)} messages, where {self._most.messages} may be",
+                413,
+                code="too_many_messages",
+            )
+        if verb == "count":
+            tokens = await count_tokens(asked, session.echo, self._renderer)
+            return _json(protocol.count(tokens))
+        digest = request_digest(f"{protocol.name} {verb}", body)
+        return await self._call(protocol, session, asked, digest, request)
 
     async def _call(
         self,
@@ -286,7 +313,7 @@ class _Gateway:
     ) -> ASGIApp:
         events = protocol.events(asked) if asked.stream else None
         resends, call = session.resends, None
-        if session.replay or says_retry(request.headers):
+        if session.terms.replay or says_retry(request.headers):
             session.check_open()
             known = resends.reply(digest)
             call = resends.under_way.get(digest)
@@ -297,7 +324,8 @@ class _Gateway:
                     protocol, asked, events, known, connection, connection.end
                 )
         if call is None:
-            session.admit()
+            if self._log.full:
+                raise _log_full("it has as many bytes as it may have")
             call = self._begin(protocol, session, asked, digest, request)
         attended = Attended(call, Connection(request.receive))
         watched: Attended | None = attended
@@ -332,7 +360,15 @@ class _Gateway:
         digest: bytes,
         request: Request,
     ) -> SharedCall:
-        """Start the work on a call."""
+        """Start the work on a call.
+
+        Raises
+        ------
+        GatewayError
+            The session has no call left.
+        """
+        caller = identify(request.headers, asked)
+        allowance = session.admit()
         work = asyncio.create_task(
             prepare_call(
                 asked,
@@ -340,26 +376,30 @@ class _Gateway:
                 renderer=self._renderer,
                 session_id=session.session_id,
                 echo=session.echo,
-                pins=session.pins,
+                pins=session.terms.pins,
+                client_sampling=session.terms.client_sampling,
+                allowance=allowance,
                 max_new_tokens=self._max_new_tokens,
                 protocol=protocol,
-                caller=identify(request.headers, asked),
+                caller=caller,
                 attributed=self._attributed,
             )
         )
 
         def record() -> Answered:
-            # closing it cancelled the work
-            session.check_open()
+            # ending it cancelled the work
+            session.check_recording()
             prepared = work.result()
             earlier = session.resends.earlier(digest)
             turn = replace(prepared.turn, resend_of=earlier)
             answered = self._record(session, replace(prepared, turn=turn))
-            session.left_out.update(asked.left_out)
+            session.counts.left_out.update(asked.left_out)
+            session.counts.overruled.update(prepared.overruled)
             session.resends.remember(digest, turn.request_id, answered)
             return answered
 
         def over() -> None:
+            allowance.release()
             session.calls.discard(work)
             if session.resends.under_way.get(digest) is call:
                 del session.resends.under_way[digest]
@@ -379,17 +419,23 @@ class _Gateway:
         GatewayError
             The turn could not be written.
         """
+        counts, turn = session.counts, call.turn
+        turn_index = counts.recorded
         try:
-            added = self._log.append(call.turn, session.recorded, session.shown)
+            added = self._log.append(turn, turn_index, session.shown)
+        except LogFullError as error:
+            raise _log_full(str(error)) from error
         except OSError as error:
             raise GatewayError(
                 f"the turn could not be written: {error}", 500, code="log_failed"
             ) from error
-        turn_index = session.recorded
-        session.recorded += 1
-        session.answered += call.reply is not None
+        counts.recorded += 1
+        counts.answered += call.reply is not None
+        session.budget.spend(
+            len(turn.prompt_ids), len(turn.output_ids), answered=call.reply is not None
+        )
         if self._attributed:
-            session.unattributed += call.turn.prompt_message_index is None
+            counts.unattributed += turn.prompt_message_index is None
         session.shown |= added
         session.echo.count(call.heard)
         if call.reply is None:
@@ -400,10 +446,30 @@ class _Gateway:
         session.echo.remember(call.heard.place, call.message)
 
         def amend(reason: str, trainable: bool | None) -> None:
-            self._log.amend(session.session_id, [turn_index], reason, trainable)
-            session.undelivered += 1 if reason == "undelivered" else -1
+            # what was dropped stays so
+            if turn_index >= counts.dropped:
+                self._log.amend(session.session_id, [turn_index], reason, trainable)
+            counts.undelivered += 1 if reason == "undelivered" else -1
 
         return Answered(call.reply, Delivery(amend))
+
+
+class _Until:
+    """An ASGI app, and what is called once it has answered."""
+
+    def __init__(self, app: ASGIApp, then: Callable[[], None]) -> None:
+        self._app = app
+        self._then = then
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._then()
+
+
+def _log_full(why: str) -> GatewayError:
+    return GatewayError(f"the log is full: {why}", 507, code="log_full")
 
 
 def _answer(

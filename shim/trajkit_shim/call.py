@@ -7,10 +7,12 @@ trace.
 import asyncio
 import json
 import uuid
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
 from trajkit_shim.attribution import tool_names
+from trajkit_shim.budget import Allowance
 from trajkit_shim.callers import Caller
 from trajkit_shim.chat import ChatRequest
 from trajkit_shim.echo import EchoBook, Heard
@@ -21,7 +23,7 @@ from trajkit_shim.parse import Parsed, parse
 from trajkit_shim.protocols.protocol import WireProtocol
 from trajkit_shim.render import ChatRenderer, Ids
 from trajkit_shim.reply import Reply, Usage, expected_echo, make_reply
-from trajkit_shim.sampling import Wishes, settle
+from trajkit_shim.sampling import Wishes, overruled, settle
 from trajkit_shim.wire import Json
 
 
@@ -36,6 +38,8 @@ class PreparedCall:
     reply: Reply | None
     # the reply in canonical form
     message: Json
+    # sampling parameters that the client asked for and did not get
+    overruled: list[str]
 
 
 async def prepare_call(
@@ -46,6 +50,8 @@ async def prepare_call(
     session_id: str,
     echo: EchoBook,
     pins: Wishes,
+    client_sampling: Collection[str] = (),
+    allowance: Allowance,
     max_new_tokens: int,
     protocol: WireProtocol,
     caller: Caller,
@@ -63,6 +69,10 @@ async def prepare_call(
         What was sampled in the session.
     pins : Wishes
         The session's sampling parameters.
+    client_sampling : collection of str
+        Those that the client may set.
+    allowance : Allowance
+        What of the session's limits the call may use.
     max_new_tokens : int
         The gateway's own limit on new tokens.
     protocol : WireProtocol
@@ -74,22 +84,24 @@ async def prepare_call(
     Raises
     ------
     GatewayError
-        The messages cannot be rendered.
+        The messages cannot be rendered, or the session has no tokens left for them.
     EngineError
         The prompt cannot be sampled from, or the engine failed.
     """
     started_at = datetime.now(UTC)
     request_id = uuid.uuid4().hex
-    info = await engine.info()
+    info = allowance.within(await engine.info())
     heard, prompt_ids = await asyncio.to_thread(_prompt, asked, echo, renderer)
     check_prompt(prompt_ids, info)
     sampling = settle(
         asked.asked,
         pins,
-        most=max_new_tokens,
+        most=allowance.left(len(prompt_ids), max_new_tokens),
         room=info.max_context_tokens - len(prompt_ids),
         end_ids=renderer.end_ids,
+        client=client_sampling,
     )
+    allowance.hold(len(prompt_ids), sampling.max_new_tokens)
     sample = await engine.generate(
         prompt_ids, sampling, request_id=request_id, session_id=session_id
     )
@@ -155,6 +167,7 @@ async def prepare_call(
             heard=heard,
             reply=None if aborted else reply,
             message=message,
+            overruled=overruled(asked.asked, sampling),
         )
 
     # decoding and digesting a long history would hold up every other call

@@ -80,6 +80,14 @@ class Journal:
         """Bytes of all files."""
         return self._full_bytes + self._end
 
+    def bytes_with(self, data: pa.Buffer, n_rows: int) -> int:
+        """What `total_bytes` would be with a batch."""
+        size = self.total_bytes + len(memoryview(data))
+        if self._file is None or self._overflows(len(memoryview(data)), n_rows):
+            size += len(memoryview(self._schema.serialize()))
+            size += 0 if self._file is None else len(END_OF_STREAM)
+        return size
+
     def start(self) -> None:
         """Make the first file now."""
         self._begin()

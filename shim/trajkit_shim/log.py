@@ -241,7 +241,7 @@ class TurnLog:
         messages = [fields(message) for message in turn.messages]
         response = None if turn.response is None else fields(turn.response)
         data = _batch(turn, turn_index, messages, response).serialize()
-        total = self._turns.total_bytes + len(memoryview(data))
+        total = self._turns.bytes_with(data, 1)
         if self._max_total_bytes is not None and total > self._max_total_bytes:
             raise LogFullError(
                 errno.ENOSPC,
