@@ -19,6 +19,7 @@ from trajkit_shim.errors import GatewayError
 from trajkit_shim.pause import PausableEngine
 from trajkit_shim.sampling import parse_client_sampling, parse_pins
 from trajkit_shim.sessions import EndedBy, Outcome, SessionStore, Terms
+from trajkit_shim.timing import Timings
 from trajkit_shim.wire import Json
 
 TOKEN_HEADER = "x-admin-token"
@@ -56,6 +57,7 @@ class Admin:
     ----------
     sessions : SessionStore
     engine : PausableEngine
+    timings : Timings
     read_body : callable
         Gives a request's body; refuses one that is too long.
     token : str, optional
@@ -66,11 +68,13 @@ class Admin:
         self,
         sessions: SessionStore,
         engine: PausableEngine,
+        timings: Timings,
         read_body: ReadBody,
         token: str | None,
     ) -> None:
         self._sessions = sessions
         self._engine = engine
+        self._timings = timings
         self._read_body = read_body
         self._token = token
 
@@ -88,6 +92,7 @@ class Admin:
             ("/admin/pause", "POST", self.pause),
             ("/admin/resume", "POST", self.resume),
             ("/admin/drain", "POST", self.drain),
+            ("/admin/timings", "GET", self.timings),
         ):
             yield Route(path, self._guarded(endpoint), methods=[method])
 
@@ -171,6 +176,9 @@ class Admin:
         body = await self._object(request, frozenset({"wait_seconds"}))
         await self._sessions.drain(_wait(body, unsaid=60.0))
         return JSONResponse(self._sessions.counts())
+
+    async def timings(self, _: Request) -> Response:
+        return JSONResponse(self._timings.describe())
 
     async def _object(self, request: Request, fields: frozenset[str]) -> Json:
         body = wire.parse_object(await self._read_body(request) or b"{}")

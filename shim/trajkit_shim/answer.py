@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from trajkit_shim import timing
 from trajkit_shim.delivery import Delivery
 from trajkit_shim.engine import EngineError
 from trajkit_shim.errors import GatewayError, as_gateway_error
@@ -114,7 +115,8 @@ class WholeAnswer:
             # nothing may wait between the record and this: what ends a connection then
             # would be lost
             with self._delivery.attempt() as attempt:
-                answer = self._make()
+                with timing.step():
+                    answer = self._make()
                 head: Message = {
                     "type": "http.response.start",
                     "status": answer.status_code,

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from trajkit_shim import wire
+from trajkit_shim import timing, wire
 from trajkit_shim.admin import Admin
 from trajkit_shim.answer import (
     STREAM_HEADERS,
@@ -45,6 +45,7 @@ from trajkit_shim.protocols.sse import encode
 from trajkit_shim.render import ChatRenderer
 from trajkit_shim.resend import SharedCall, request_digest, says_retry
 from trajkit_shim.sessions import Clock, Session, SessionStore
+from trajkit_shim.timing import Timings
 from trajkit_shim.wire import Json
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
@@ -133,7 +134,7 @@ def create_app(
         ping_seconds,
         attributed,
     )
-    admin = Admin(sessions, pausable, gateway.read_body, admin_token)
+    admin = Admin(sessions, pausable, gateway.timings, gateway.read_body, admin_token)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -229,6 +230,7 @@ class _Gateway:
         self._reading = reading
         self._ping_seconds = ping_seconds
         self._attributed = attributed
+        self.timings = Timings()
         self._sessions = sessions
 
     def client_routes(self) -> Iterator[tuple[str, str, Endpoint]]:
@@ -271,9 +273,15 @@ class _Gateway:
             # errors are told in its words
             request.state.protocol = protocol
             session = self._sessions.authorise(_claims(request))
+            timed = timing.begin()
             with session.request() as answered:
                 app = await self._serve(protocol, verb, session, request)
-            return _Until(app, answered)
+
+            def end() -> None:
+                answered()
+                self.timings.add(timed)
+
+            return _Until(app, end)
 
         return endpoint
 
@@ -285,6 +293,7 @@ class _Gateway:
         counts = verb == "count" and protocol.read_for_count
         read = counts or protocol.read
 
+        @timing.step()
         def parse() -> ChatRequest:
             asked = read(wire.parse_object(body), self._reading)
             return replace(asked, stream=True) if verb == "stream" else asked
@@ -386,6 +395,7 @@ class _Gateway:
             )
         )
 
+        @timing.step()
         def record() -> Answered:
             # ending it cancelled the work
             session.check_recording()
@@ -405,6 +415,7 @@ class _Gateway:
                 del session.resends.under_way[digest]
 
         call = SharedCall(work, record, over)
+        timing.sampled()
         session.calls.add(work)
         session.resends.under_way[digest] = call
         return call

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
+from trajkit_shim import timing
 from trajkit_shim.attribution import tool_names
 from trajkit_shim.budget import Allowance
 from trajkit_shim.callers import Caller
@@ -108,6 +109,7 @@ async def prepare_call(
     check_sample(sample, info)
     ended_at = datetime.now(UTC)
 
+    @timing.step()
     def finish() -> PreparedCall:
         parsed, stop_sequence = _parse(
             sample,
@@ -188,6 +190,7 @@ async def count_tokens(
     return len(prompt_ids)
 
 
+@timing.step()
 def _prompt(
     asked: ChatRequest, echo: EchoBook, renderer: ChatRenderer
 ) -> tuple[Heard, Ids]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trajkit_shim import timing
 from trajkit_shim.engine import Engine, EngineError, EngineInfo, Sample, Sampling
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.sessions import Clock, Handle
@@ -93,7 +94,8 @@ class PausableEngine:
             )
             self._under_way.calls.add(call)
             try:
-                return await call
+                with timing.engine():
+                    return await call
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if call not in self._under_way.cut or (task and task.cancelling()):

@@ -584,7 +584,7 @@ async def test_the_trainer_s_requests_need_the_admin_token(tmp_path, headers, st
             for method in route.methods - {"HEAD"}
             if route.path.startswith(("/sessions", "/admin"))
         }
-        assert len(reached) == 10
+        assert len(reached) == 11
         for path, method in reached:
             url = path.format(session_id="x")
             # a session's key is no admin token
@@ -664,3 +664,22 @@ async def test_a_full_log_takes_no_call(tmp_path):
         (line,) = sessions(gateway)
     assert len(engine.prompts) == 1
     assert line["ended_by"] == "close"
+
+
+# How long it takes
+
+
+@pytest.mark.anyio
+async def test_timings_are_of_turns_that_were_sampled(tmp_path):
+    async with in_process(ScriptedEngine("a", "b"), RENDERER, tmp_path) as gateway:
+        client = await gateway.open(replay=True)
+        assert (await gateway.http.get("/admin/timings")).json() == {"turns": 0}
+        await ask(client)
+        await ask(client)
+        await ask(client, seed=1)
+        shown = (await gateway.http.get("/admin/timings")).json()
+    # the second one was answered again
+    assert shown.pop("turns") == 2
+    assert set(shown) == {"gateway_ms", "busy_ms", "engine_ms"}
+    for times in shown.values():
+        assert 0 <= times["median"] <= times["p99"]
