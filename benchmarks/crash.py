@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-import httpx
-
 from benchmarks.gateway import (
     Host,
     Told,
@@ -34,7 +32,7 @@ from benchmarks.gateway import (
 # sessions at a time, and conversations that each has at once
 _SESSIONS, _AT_ONCE = 6, 2
 # what a client is told when its gateway dies
-_BROKEN = (httpx.TransportError, httpx.HTTPStatusError)
+_BROKEN = (OSError, EOFError)
 
 
 @dataclass
@@ -100,18 +98,15 @@ async def _load_and_kill(url: str, pid: int, told: Told, draw: random.Random) ->
     """
     after, then = draw.randrange(60), draw.random() * 0.02
     numbers = count()
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 
-    async def loaded(http: httpx.AsyncClient) -> None:
+    async def loaded() -> None:
         while True:
             session = f"s{next(numbers)}"
-            await open_session(http, url, session, told)
+            await open_session(url, session, told)
             # side by side in one session, each a conversation of its own
             ends = await asyncio.gather(
                 *(
-                    converse(
-                        http, url, session, draw.randrange(1, 6), told, first=1000 * k
-                    )
+                    converse(url, session, draw.randrange(1, 6), told, first=1000 * k)
                     for k in range(_AT_ONCE)
                 ),
                 return_exceptions=True,
@@ -120,7 +115,7 @@ async def _load_and_kill(url: str, pid: int, told: Told, draw: random.Random) ->
                 if end is not None:
                     raise end
             if draw.random() < 0.5:
-                await finish_session(http, url, session, draw.random(), told)
+                await finish_session(url, session, draw.random(), told)
 
     async def kill() -> None:
         while told.n_replies < after:
@@ -128,15 +123,13 @@ async def _load_and_kill(url: str, pid: int, told: Told, draw: random.Random) ->
         await asyncio.sleep(then)
         os.kill(pid, signal.SIGKILL)
 
-    async def until_broken(http: httpx.AsyncClient) -> None:
+    async def until_broken() -> None:
         try:
-            await loaded(http)
+            await loaded()
         except _BROKEN:
             return
 
-    async with httpx.AsyncClient(timeout=None, trust_env=False, limits=limits) as http:
-        clients = [until_broken(http) for _ in range(_SESSIONS)]
-        await asyncio.gather(kill(), *clients)
+    await asyncio.gather(kill(), *(until_broken() for _ in range(_SESSIONS)))
 
 
 def main() -> int:

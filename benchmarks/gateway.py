@@ -7,6 +7,7 @@ Every session talks of itself: its messages and the replies to them bear its nam
 number, so that a turn that is lost, doubled or under the wrong session can be told.
 """
 
+import asyncio
 import json
 import os
 import signal
@@ -16,10 +17,11 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeAlias
 
-import httpx
 import pyarrow as pa
 import pyarrow.compute
 
@@ -30,6 +32,7 @@ from trajkit_shim.embedded.replies import Reply, messages
 from trajkit_shim.serve import serve
 
 ROOT = Path(__file__).parents[1]
+Json: TypeAlias = dict[str, Any]
 
 
 def repeat(prompt: str) -> list[Reply]:
@@ -169,52 +172,83 @@ def said(session: str, number: int) -> str:
     return f"{session} {number}"
 
 
-async def open_session(
-    http: httpx.AsyncClient, url: str, session: str, told: Told
-) -> None:
+class Line:
+    """One connection to a gateway: as little of HTTP as it takes.
+
+    A library's pool of some hundred connections would cost more than what is measured.
+    """
+
+    def __init__(self, url: str) -> None:
+        host, _, port = url.removeprefix("http://").partition(":")
+        self._address = host, int(port)
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def ask(self, path: str, body: object = None, session: str = "") -> Json:
+        """The answer to a POST of a body, or to a GET without one.
+
+        Raises
+        ------
+        OSError, EOFError
+            The connection broke.
+        RuntimeError
+            The answer is an error.
+        """
+        if self._streams is None:
+            self._streams = await asyncio.open_connection(*self._address)
+        reader, writer = self._streams
+        data = b"" if body is None else json.dumps(body).encode()
+        verb = "GET" if body is None else "POST"
+        writer.write(
+            f"{verb} {path} HTTP/1.1\r\nHost: gateway\r\nX-Session-Id: {session}\r\n"
+            f"Content-Length: {len(data)}\r\n\r\n".encode()
+            + data
+        )
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
+        text = await reader.readexactly(length)
+        if " 200 " not in head.partition("\r\n")[0]:
+            raise RuntimeError(f"{path}: {head.partition(chr(13))[0]}: {text!r}")
+        answer: Json = json.loads(text)
+        return answer
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._streams is not None:
+            self._streams[1].close()
+
+
+async def open_session(url: str, session: str, told: Told) -> None:
     """Open a session under its own name."""
-    answer = await http.post(f"{url}/sessions", json={"session_id": session})
-    answer.raise_for_status()
+    with closing(Line(url)) as line:
+        await line.ask("/sessions", {"session_id": session})
     told.replies[session] = []
 
 
 async def converse(
-    http: httpx.AsyncClient,
-    url: str,
-    session: str,
-    turns: int,
-    told: Told,
-    *,
-    first: int = 0,
+    url: str, session: str, turns: int, told: Told, *, first: int = 0
 ) -> None:
     """One call after the other, the whole conversation in each.
 
     ``first``, a multiple of 1000, numbers the conversation's calls.
     """
-    conversation: list[dict[str, object]] = []
-    for number in range(first, first + turns):
-        conversation.append({"role": "user", "content": said(session, number)})
-        told.unanswered.add((session, number))
-        answer = await http.post(
-            f"{url}/v1/chat/completions",
-            headers={"x-session-id": session},
-            json={"messages": conversation},
-        )
-        answer.raise_for_status()
-        message = answer.json()["choices"][0]["message"]
-        conversation.append(message)
-        told.unanswered.discard((session, number))
-        told.replies[session].append((number, message["content"]))
+    conversation: list[object] = []
+    with closing(Line(url)) as line:
+        for number in range(first, first + turns):
+            conversation.append({"role": "user", "content": said(session, number)})
+            told.unanswered.add((session, number))
+            answer = await line.ask(
+                "/v1/chat/completions", {"messages": conversation}, session
+            )
+            message = answer["choices"][0]["message"]
+            conversation.append(message)
+            told.unanswered.discard((session, number))
+            told.replies[session].append((number, message["content"]))
 
 
-async def finish_session(
-    http: httpx.AsyncClient, url: str, session: str, reward: float, told: Told
-) -> None:
+async def finish_session(url: str, session: str, reward: float, told: Told) -> None:
     """End a session with a reward."""
-    answer = await http.post(
-        f"{url}/sessions/{session}/finish", json={"reward": reward}
-    )
-    answer.raise_for_status()
+    with closing(Line(url)) as line:
+        await line.ask(f"/sessions/{session}/finish", {"reward": reward})
     told.finished[session] = reward
 
 

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -51,6 +51,8 @@ from trajkit_shim.wire import Json
 Endpoint: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
 
 SESSION_HEADER = "x-session-id"
+# bytes of a request that is read in well below a millisecond
+_SHORT_BODY = 16 << 10
 # where the clients of the protocols put their API key
 _KEY_HEADERS = ("x-api-key", "x-goog-api-key")
 
@@ -160,6 +162,7 @@ def create_app(
             GatewayError: _answer_error,
             EngineError: _answer_error,
             HTTPException: _answer_error,
+            ClientDisconnect: _answer_nobody,
             Exception: _answer_error,
         },
         lifespan=lifespan,
@@ -174,6 +177,11 @@ async def _answer_error(request: Request, error: Exception) -> Response:
         told = as_gateway_error(error)
     protocol = _protocol_of(request)
     return _json(protocol.error(told), told.status, retry_header(told))
+
+
+async def _answer_nobody(_: Request, __: Exception) -> Response:
+    """The client left before it had sent its request."""
+    return Response(status_code=499)
 
 
 def _protocol_of(request: Request) -> WireProtocol:
@@ -298,8 +306,10 @@ class _Gateway:
             asked = read(wire.parse_object(body), self._reading)
             return replace(asked, stream=True) if verb == "stream" else asked
 
-        # a long history would hold up every other call
-        asked = await asyncio.to_thread(parse)
+        # a long history would hold up every other call, and a short one takes less time
+        # than the way to another thread and back
+        short = len(body) <= _SHORT_BODY
+        asked = parse() if short else await asyncio.to_thread(parse)
         if len(asked.messages) > self._most.messages:
             raise GatewayError(
                 f"{len(asked.messages)} messages, where {self._most.messages} may be",

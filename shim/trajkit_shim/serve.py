@@ -110,6 +110,9 @@ def _server(app: ASGIApp, drain_seconds: int | None = None) -> uvicorn.Server:
         access_log=False,
         lifespan="on",
         ws="none",
+        # an agent's tools run for minutes between two calls, and a call that comes while
+        # its connection is being closed is lost
+        timeout_keep_alive=600,
         timeout_graceful_shutdown=drain_seconds,
     )
     return uvicorn.Server(config)

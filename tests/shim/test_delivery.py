@@ -283,3 +283,17 @@ def test_a_client_that_hangs_up_on_a_socket(tmp_path):
     turns = tk.read_turns(tmp_path)
     assert turns["trainable"].to_pylist() == [False, True]
     assert turns["amended"].to_pylist() == ["undelivered", None]
+
+
+@pytest.mark.anyio
+async def test_a_client_that_leaves_before_it_has_sent_its_request(gateway, caplog):
+    line = Line(await gateway.open_id())
+    line.body = b""
+    line.gone.set()
+    line.gone.is_set = lambda: False
+    await line.ask(gateway)
+    assert line.sent[0]["status"] == 499
+    assert caplog.records == []
+    assert logged(gateway) == []
+    shown = await gateway.session(gateway.client(line.session))
+    assert shown["in_flight"] == 0
