@@ -16,7 +16,7 @@ from starlette.routing import Route
 from trajkit_shim import wire
 from trajkit_shim.budget import Limits
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.pause import PausableEngine
+from trajkit_shim.pause import Gate
 from trajkit_shim.sampling import parse_client_sampling, parse_pins
 from trajkit_shim.sessions import EndedBy, Outcome, SessionStore, Terms
 from trajkit_shim.timing import Timings
@@ -56,7 +56,7 @@ class Admin:
     Parameters
     ----------
     sessions : SessionStore
-    engine : PausableEngine
+    gate : Gate
     timings : Timings
     read_body : callable
         Gives a request's body; refuses one that is too long.
@@ -67,13 +67,13 @@ class Admin:
     def __init__(
         self,
         sessions: SessionStore,
-        engine: PausableEngine,
+        gate: Gate,
         timings: Timings,
         read_body: ReadBody,
         token: str | None,
     ) -> None:
         self._sessions = sessions
-        self._engine = engine
+        self._gate = gate
         self._timings = timings
         self._read_body = read_body
         self._token = token
@@ -160,7 +160,7 @@ class Admin:
     async def pause(self, request: Request) -> Response:
         body = await self._object(request, PAUSE_FIELDS)
         abort, longest = body.get("abort"), body.get("max_seconds")
-        await self._engine.pause(
+        await self._gate.pause(
             wait_seconds=_wait(body, unsaid=60.0),
             abort=abort is not None and wire.as_flag(abort, "abort"),
             max_seconds=None if longest is None else _seconds(longest, "max_seconds"),
@@ -169,7 +169,7 @@ class Admin:
 
     async def resume(self, request: Request) -> Response:
         await self._object(request, frozenset())
-        self._engine.resume()
+        self._gate.resume()
         return JSONResponse({"paused": False})
 
     async def drain(self, request: Request) -> Response:

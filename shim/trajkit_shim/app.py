@@ -33,18 +33,19 @@ from trajkit_shim.answer import (
 from trajkit_shim.call import PreparedCall, count_tokens, prepare_call
 from trajkit_shim.callers import identify
 from trajkit_shim.chat import ChatRequest, Images, Reading
+from trajkit_shim.clock import Clock
 from trajkit_shim.delivery import Answered, Delivery
 from trajkit_shim.engine import Engine, EngineError
 from trajkit_shim.errors import GatewayError, as_gateway_error, retry_header
 from trajkit_shim.log import LogFullError, TurnLog
-from trajkit_shim.pause import PausableEngine
+from trajkit_shim.pause import Gate
 from trajkit_shim.protocols import PROTOCOLS
 from trajkit_shim.protocols.openai_chat import OPENAI_CHAT
 from trajkit_shim.protocols.protocol import Events, Verb, WireProtocol
 from trajkit_shim.protocols.sse import encode
 from trajkit_shim.render import ChatRenderer
 from trajkit_shim.resend import SharedCall, request_digest, says_retry
-from trajkit_shim.sessions import Clock, Session, SessionStore
+from trajkit_shim.sessions import Session, SessionStore
 from trajkit_shim.timing import Timings
 from trajkit_shim.wire import Json
 
@@ -118,7 +119,7 @@ def create_app(
     -------
     Starlette
     """
-    pausable = PausableEngine(engine, wait_seconds=pause_wait_seconds, clock=clock)
+    gate = Gate(wait_seconds=pause_wait_seconds, clock=clock)
     sessions = SessionStore(
         log.write_session,
         lambda session_id, turns: log.amend(session_id, turns, "dropped", False),
@@ -126,7 +127,8 @@ def create_app(
         max_ended=max_ended_sessions,
     )
     gateway = _Gateway(
-        pausable,
+        engine,
+        gate,
         renderer,
         log,
         sessions,
@@ -136,7 +138,7 @@ def create_app(
         ping_seconds,
         attributed,
     )
-    admin = Admin(sessions, pausable, gateway.timings, gateway.read_body, admin_token)
+    admin = Admin(sessions, gate, gateway.timings, gateway.read_body, admin_token)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -144,7 +146,9 @@ def create_app(
         try:
             await sessions.drain(0.0)
         finally:
-            await pausable.close()
+            # a pause that would end by itself
+            gate.resume()
+            await engine.close()
             log.close()
 
     return Starlette(
@@ -220,7 +224,8 @@ class _Gateway:
 
     def __init__(
         self,
-        engine: PausableEngine,
+        engine: Engine,
+        gate: Gate,
         renderer: ChatRenderer,
         log: TurnLog,
         sessions: SessionStore,
@@ -231,6 +236,7 @@ class _Gateway:
         attributed: bool,
     ) -> None:
         self._engine = engine
+        self._gate = gate
         self._renderer = renderer
         self._log = log
         self._max_new_tokens = max_new_tokens
@@ -250,7 +256,7 @@ class _Gateway:
 
     async def health(self, _: Request) -> Response:
         state = "draining" if self._sessions.draining else "ok"
-        if self._engine.paused:
+        if self._gate.paused:
             state = "paused"
         return JSONResponse({"status": state, "sessions": self._sessions.counts()})
 
@@ -392,6 +398,7 @@ class _Gateway:
             prepare_call(
                 asked,
                 engine=self._engine,
+                gate=self._gate,
                 renderer=self._renderer,
                 session_id=session.session_id,
                 echo=session.echo,

@@ -21,6 +21,7 @@ from trajkit_shim.engine import Engine, Sample
 from trajkit_shim.limits import check_prompt, check_sample
 from trajkit_shim.log import LoggedTurn, logged_message
 from trajkit_shim.parse import Parsed, parse
+from trajkit_shim.pause import Gate
 from trajkit_shim.protocols.protocol import WireProtocol
 from trajkit_shim.render import ChatRenderer, Ids
 from trajkit_shim.reply import Reply, Usage, expected_echo, make_reply
@@ -47,6 +48,7 @@ async def prepare_call(
     asked: ChatRequest,
     *,
     engine: Engine,
+    gate: Gate,
     renderer: ChatRenderer,
     session_id: str,
     echo: EchoBook,
@@ -65,6 +67,8 @@ async def prepare_call(
     asked : ChatRequest
     engine, renderer
         The model and its tokenizer.
+    gate : Gate
+        That the call passes on its way to the engine.
     session_id : str
     echo : EchoBook
         What was sampled in the session.
@@ -103,8 +107,10 @@ async def prepare_call(
         client=client_sampling,
     )
     allowance.hold(len(prompt_ids), sampling.max_new_tokens)
-    sample = await engine.generate(
-        prompt_ids, sampling, request_id=request_id, session_id=session_id
+    sample = await gate.sample(
+        lambda: engine.generate(
+            prompt_ids, sampling, request_id=request_id, session_id=session_id
+        )
     )
     check_sample(sample, info)
     ended_at = datetime.now(UTC)

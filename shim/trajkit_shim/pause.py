@@ -6,16 +6,14 @@ is over, so that no turn of theirs is recorded half.
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from trajkit_shim import timing
-from trajkit_shim.engine import Engine, EngineError, EngineInfo, Sample, Sampling
+from trajkit_shim.clock import Clock, Handle
+from trajkit_shim.engine import EngineError, Sample
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.sessions import Clock, Handle
 
 _RETRY_AFTER = 5
 
@@ -35,22 +33,18 @@ class _UnderWay:
     cut: set[asyncio.Future[Any]] = field(default_factory=set)
 
 
-class PausableEngine:
-    """An `Engine` in front of another one.
+class Gate:
+    """What every call passes on its way to the engine.
 
     Parameters
     ----------
-    engine : Engine
     wait_seconds : float
         How long a call waits for the end of a pause.
     clock : Clock, optional
         Of what ends a pause by itself. Default: the event loop.
     """
 
-    def __init__(
-        self, engine: Engine, *, wait_seconds: float, clock: Clock | None = None
-    ) -> None:
-        self._engine = engine
+    def __init__(self, *, wait_seconds: float, clock: Clock | None = None) -> None:
         self._wait_seconds = wait_seconds
         self._clock = clock
         self._under_way = _UnderWay()
@@ -64,34 +58,31 @@ class PausableEngine:
         """No call reaches the engine."""
         return not self._running.is_set()
 
-    async def info(self) -> EngineInfo:
-        """Of the engine behind."""
-        return await self._engine.info()
-
-    async def generate(
+    async def sample(
         self,
-        prompt_ids: npt.NDArray[np.int32],
-        sampling: Sampling,
-        *,
-        request_id: str,
-        session_id: str,
+        start: Callable[[], Awaitable[Sample]],
+        again: Callable[[], bool] = lambda: True,
     ) -> Sample:
-        """One sample, once nothing is paused.
+        """What a call of the engine gives, once nothing is paused.
+
+        Parameters
+        ----------
+        start : callable
+            Begins the call, anew where a pause cut it off.
+        again : callable
+            Whether it may begin anew: not where its client has been told of the first
+            sample.
 
         Raises
         ------
         PausedError
-            The pause went on for too long.
+            The pause went on for too long, or cut off what cannot begin anew.
         EngineError
-            As the engine behind.
+            As the engine.
         """
         while True:
             await self._wait()
-            call = asyncio.ensure_future(
-                self._engine.generate(
-                    prompt_ids, sampling, request_id=request_id, session_id=session_id
-                )
-            )
+            call = asyncio.ensure_future(start())
             self._under_way.calls.add(call)
             try:
                 with timing.engine():
@@ -103,6 +94,8 @@ class PausableEngine:
             finally:
                 self._under_way.calls.discard(call)
                 self._under_way.cut.discard(call)
+            if not again():
+                raise PausedError("the call was cut off by a pause of the engine", 503)
 
     async def pause(
         self, *, wait_seconds: float, abort: bool, max_seconds: float | None
@@ -152,11 +145,6 @@ class PausableEngine:
         """Let calls through. Where nothing is paused it changes nothing."""
         self._stop_timer()
         self._running.set()
-
-    async def close(self) -> None:
-        """Close the engine behind."""
-        self._stop_timer()
-        await self._engine.close()
 
     async def _wait(self) -> None:
         # several pauses may follow one another while one waits

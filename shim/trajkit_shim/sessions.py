@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from trajkit_shim.budget import Allowance, Budget, Limits
+from trajkit_shim.clock import Clock, Handle
 from trajkit_shim.echo import EchoBook, Known
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.resend import Resends
@@ -31,24 +32,6 @@ _ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:@-]{1,200}")
 _GRACE_SECONDS = 5.0
 
 EndedBy: TypeAlias = Literal["finish", "close", "drop", "idle", "shutdown"]
-
-
-class Handle(Protocol):
-    """Of a callback that was arranged."""
-
-    def cancel(self) -> None: ...
-
-
-class Clock(Protocol):
-    """What a session measures idle time by; an event loop is one."""
-
-    def time(self) -> float:
-        """Seconds from any moment on."""
-        ...
-
-    def call_later(self, delay: float, callback: Callable[[], object], /) -> Handle:
-        """Have it called so many seconds from now."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from tests.shim.fakes import RENDERER, Held, ScriptedEngine, sampled
 from trajkit_shim.budget import Budget, Limits
 from trajkit_shim.engine import EngineError
 from trajkit_shim.errors import GatewayError
+from trajkit_shim.pause import Gate, PausedError
 from trajkit_shim.sessions import SessionStore, Terms
 from trajkit_shim.used_ids import UsedIds
 
@@ -550,6 +551,18 @@ async def test_a_call_does_not_wait_for_ever(tmp_path):
     assert (caught.value.status_code, caught.value.code) == (503, "paused")
     assert caught.value.response.headers["retry-after"] == "5"
     assert caught.value.response.headers["x-should-retry"] == "true"
+
+
+@pytest.mark.anyio
+async def test_what_a_client_was_told_of_does_not_begin_anew():
+    gate, held = Gate(wait_seconds=60), Held(sampled("old weights"))
+    call = asyncio.create_task(gate.sample(held, lambda: False))
+    await held.entered.wait()
+    await gate.pause(wait_seconds=60, abort=True, max_seconds=None)
+    with pytest.raises(PausedError, match="cut off by a pause") as caught:
+        await call
+    assert (caught.value.status, caught.value.retry_after) == (503, 5)
+    assert held.cancelled
 
 
 # Who may ask
