@@ -28,6 +28,8 @@ from trajkit_shim.used_ids import UsedIds
 # but . and .., which a client resolves before it asks
 _ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:@-]{1,200}")
 
+_as_json = json.JSONEncoder(ensure_ascii=False).encode
+
 # how long requests whose calls were cancelled may take to tell their clients
 _GRACE_SECONDS = 5.0
 
@@ -148,7 +150,7 @@ class Record:
             "turns": self.counts.recorded,
             "prompt_tokens": self.budget.prompt_tokens,
             "output_tokens": self.budget.output_tokens,
-            "metadata": json.dumps(self.outcome.metadata, ensure_ascii=False),
+            "metadata": _as_json(self.outcome.metadata),
             "written_at": datetime.now(UTC),
         }
 
