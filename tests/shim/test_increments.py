@@ -19,6 +19,7 @@ from tests.shim.fakes import (
     TEMPLATE,
     PiecewiseEngine,
     ScriptedEngine,
+    byte_tokenizer,
     sampled,
 )
 from tests.strategies import call_shards
@@ -40,7 +41,7 @@ TOOL = {
 EMBEDDED = ChatRenderer(load_tokenizer())
 
 
-def spaced_renderer():
+def spaced_tokenizer():
     """A tokenizer whose words carry the space before them, but for the first one's."""
     words = [
         "<unk>",
@@ -67,12 +68,17 @@ def spaced_renderer():
             decoders.Strip(" ", 1, 0),
         ]
     )
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
-    return ChatRenderer(fast, TEMPLATE)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
 
 
-SPACED = spaced_renderer()
-RENDERERS = {"bytes": RENDERER, "embedded": EMBEDDED, "spaced": SPACED}
+TOKENIZERS = {
+    "bytes": byte_tokenizer(),
+    "embedded": load_tokenizer(),
+    "spaced": spaced_tokenizer(),
+}
+RENDERERS = {
+    name: ChatRenderer(tokenizer, TEMPLATE) for name, tokenizer in TOKENIZERS.items()
+}
 
 
 def pieces(ids, cuts):
@@ -91,7 +97,7 @@ def test_pieces_decode_to_the_text(name, data, cuts):
     told = "".join(decoder.feed(piece) for piece in pieces(ids, cuts))
     assert renderer.decode(np.array(ids, np.int32), ended=False).startswith(told)
     # a letter ends what was held back
-    letter = RENDERERS[name]._backend.token_to_id("c")
+    letter = TOKENIZERS[name].convert_tokens_to_ids("c")
     told += decoder.feed([letter])
     whole = renderer.decode(np.array([*ids, letter], np.int32), ended=False)
     assert told == whole
@@ -99,7 +105,7 @@ def test_pieces_decode_to_the_text(name, data, cuts):
 
 def test_a_character_is_told_once_it_is_whole():
     decoder = Decoder(RENDERER)
-    ids = RENDERER._encode("a\U0001f600b<|im_end|>").tolist()
+    ids = sampled("a\U0001f600b").output_ids.tolist()
     assert [decoder.feed([one]) for one in ids] == [
         "a",
         "",
@@ -113,7 +119,7 @@ def test_a_character_is_told_once_it_is_whole():
 
 def increments_of(text, *, stop=(), tools=(TOOL,), opened=False, cuts=()):
     """The replies that are told while a text is sampled, and the whole one."""
-    ids = RENDERER._encode(text + "<|im_end|>").tolist()
+    ids = sampled(text).output_ids.tolist()
     names = {"tools": tools, "opened": opened}
     increments = Increments(RENDERER, Parser(**names), stop)
     identity = Identity()
