@@ -70,6 +70,15 @@ def test_the_last_amendment_of_a_turn_counts_whatever_file_it_is_in(tmp_path):
     ]
 
 
+def test_turns_in_delta_form_are_amended_too(tmp_path):
+    run = run_of(tmp_path, tk.compact(TURNS), amendments_of(LOST))
+    turns = tk.read_turns(run)
+    assert "suffix_ids" in turns.column_names
+    assert turns["trainable"].to_pylist() == [None, False, None]
+    _, report = tk.linearize(turns, reward=1.0, report=True)
+    assert report["lost_untrainable"].to_pylist() == [1, 0]
+
+
 def test_lines_of_json_are_amended_too(tmp_path):
     tk.write_turns(TURNS, tmp_path / "turns.jsonl")
     write_table(amendments_of(LOST), tmp_path / "amendments.parquet")
