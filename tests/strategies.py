@@ -683,6 +683,26 @@ call_shards = st.text(st.sampled_from('a \n\t{}:,"=<>/'), max_size=4) | st.sampl
 """Pieces of which something like calls, and calls, are made."""
 
 
+# What becomes known of turns after they were recorded
+
+amendment_lists = st.lists(
+    st.fixed_dictionaries(
+        {
+            "session_id": st.sampled_from(["s0", "s1", "s2", "unknown"]),
+            "turn_index": st.integers(0, 9),
+            "reason": st.sampled_from(["undelivered", "delivered", "dropped"]),
+            "trainable": st.sampled_from([False, None]),
+        }
+    ),
+    max_size=8,
+)
+
+delivery_steps = st.lists(
+    st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=8
+)
+"""Connections that begin to send an answer (the first time that they are named) and end
+(the second time), with or without success."""
+
 _json_leaves = st.sampled_from(
     ['""', '"a"', '"\\n"', '"\\u001b"', '"\\/"', '"é"', '"\\\\"', '"\\""', '"},{"']
 ) | st.sampled_from(["null", "null", "true", "1", "1.0", "NaN", "{}", "[]", " null"])

@@ -16,7 +16,14 @@ from trajkit.errors import (
     UnknownSessionError,
 )
 from trajkit.explain import explain_drift
-from trajkit.io import iter_turns, read_rows, read_turns, write_rows, write_turns
+from trajkit.io import (
+    iter_turns,
+    read_rows,
+    read_sessions,
+    read_turns,
+    write_rows,
+    write_turns,
+)
 from trajkit.linearize import linearize
 from trajkit.link import link
 from trajkit.loss import Loss, reference_loss
@@ -69,6 +76,7 @@ __all__ = [
     "observations",
     "policy",
     "read_rows",
+    "read_sessions",
     "read_turns",
     "reference_loss",
     "set_aside",

@@ -5,17 +5,19 @@ The suffix of a path says the format; an open file is known by its first bytes, 
 by the rules of `trajkit.validate`, but for message bodies and empty prompts.
 """
 
+import itertools
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import BinaryIO, TypeAlias, TypeGuard
 
 import numpy as np
 import pyarrow as pa
 
 from trajkit import io_json
-from trajkit.errors import SchemaError
-from trajkit.io_arrow import read_batches, write_pieces
+from trajkit.amendments import Amendments
+from trajkit.errors import FormatError, SchemaError
+from trajkit.io_arrow import read_batches, table_kind, write_pieces
 from trajkit.io_formats import (
     Format,
     atomic,
@@ -26,7 +28,8 @@ from trajkit.io_formats import (
     paths_in,
 )
 from trajkit.records import from_records
-from trajkit.schema import ROWS, TURNS
+from trajkit.schema import AMENDMENTS, ROWS, SESSIONS, TURNS
+from trajkit.sessions import last_lines
 from trajkit.tables import (
     ArrowStream,
     TableLike,
@@ -56,6 +59,9 @@ def read_turns(
         ``.zst`` behind (one call per line, as `trajkit.from_records` takes them); a
         directory: all such files below it, in order of their paths, hidden ones aside;
         or a RecordBatchReader or another Arrow stream. Turns may be in delta form.
+        Of a directory, tables of sessions are passed over (`read_sessions`), and
+        amendments are folded in: a turn that they call context only has ``trainable =
+        false``, and the column ``amended`` gives the reason.
     format : str, optional
         Overrides what suffix or first bytes say: "parquet", "arrow", "arrows",
         "jsonl", "jsonl.gz" or "jsonl.zst".
@@ -83,6 +89,7 @@ def read_turns(
     """
     pieces = []
     lines: list[Iterator[dict[str, object]]] = []
+    source, amendments = _amended(source, format)
     for part in _parts(source, format):
         if isinstance(part, Iterator):
             lines.append(part)
@@ -92,7 +99,9 @@ def read_turns(
         # files of one log count their turns together
         records = (record for part in lines for record in part)
         pieces.append(from_records(records, nonfinite_logprobs=nonfinite_logprobs))
-    return check_turns(gather(_joined(pieces, TURNS), "turn_index"), nonfinite_logprobs)
+    turns = gather(_joined(pieces, TURNS), "turn_index")
+    turns = check_turns(turns, nonfinite_logprobs)
+    return turns if amendments is None else amendments.fold_into(turns)
 
 
 def iter_turns(
@@ -110,13 +119,21 @@ def iter_turns(
     batch_rows : int
         At most so many turns in a batch; of JSON lines more, where a session has more.
     """
+    source, amendments = _amended(source, format)
+
+    def batches(piece: pa.Table) -> Iterator[pa.RecordBatch]:
+        whole = piece if amendments is None else amendments.fold_into(piece)
+        yield from whole.to_batches(max_chunksize=batch_rows)
+
     for part in _parts(source, format, batch_rows):
         if isinstance(part, Iterator):
             for records in io_json.by_session(part, batch_rows):
-                yield from from_records(records).combine_chunks().to_batches()
+                piece = from_records(records)
+                if amendments is not None:
+                    piece = amendments.fold_into(piece)
+                yield from piece.combine_chunks().to_batches()
         else:
-            piece = canonical(part, turns_schema(part.column_names))
-            yield from piece.to_batches(max_chunksize=batch_rows)
+            yield from batches(canonical(part, turns_schema(part.column_names)))
 
 
 def write_turns(
@@ -150,6 +167,38 @@ def write_turns(
         canonical(piece, turns_schema(piece.column_names)) for piece in _pieces(turns)
     )
     _write(pieces, TURNS, sink, format)
+
+
+def read_sessions(source: Source, *, format: Format | None = None) -> pa.Table:
+    """What is known of each session, as `trajkit.linearize` takes it for ``sessions``.
+
+    Parameters
+    ----------
+    source, format
+        As for `read_turns`. Of a directory, the files that hold sessions.
+
+    Returns
+    -------
+    Table
+        `trajkit.schema.SESSIONS` and what else the files know, one row per session, in
+        order of first appearance; of several lines of one session the last one counts.
+
+    Raises
+    ------
+    FormatError
+        A directory has no file of sessions, or a file is of no known format.
+    SchemaError
+        A column is absent or of another type.
+    """
+    if _is_directory(source):
+        source = _files_of(source, format).get("sessions", [])
+        if not source:
+            raise FormatError("the directory holds no file of sessions")
+    pieces: list[pa.Table] = []
+    for part in _parts(source, format):
+        tables = io_json.tables(part) if isinstance(part, Iterator) else [part]
+        pieces.extend(canonical(table, SESSIONS) for table in tables)
+    return last_lines(_joined(pieces, SESSIONS))
 
 
 def read_rows(source: Source, *, format: Format | None = None) -> pa.Table:
@@ -223,8 +272,47 @@ def gather(table: pa.Table, index: str) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=schema)
 
 
+def _is_directory(source: Source | list[Path]) -> TypeGuard[str | os.PathLike[str]]:
+    return isinstance(source, str | os.PathLike) and Path(source).is_dir()
+
+
+def _files_of(
+    directory: str | os.PathLike[str], format: Format | None
+) -> dict[str, list[Path]]:
+    """The files below a directory, by the kind of table that they say they hold.
+
+    Under ``""`` are those that do not say so, or are of JSON lines.
+    """
+    found: dict[str, list[Path]] = {}
+    for file in paths_in(Path(directory)):
+        kind = format or format_of(file)
+        said = None if is_json(kind) else table_kind(file, kind)
+        found.setdefault(said or "", []).append(file)
+    return found
+
+
+def _amended(
+    source: Source, format: Format | None
+) -> tuple[Source | list[Path], Amendments | None]:
+    """What holds the turns of a source, and what amends them."""
+    if not _is_directory(source):
+        return source, None
+    files = _files_of(source, format)
+    files.pop(SESSIONS.metadata[b"trajkit.table"].decode(), None)
+    beside = files.pop(AMENDMENTS.metadata[b"trajkit.table"].decode(), None)
+    turns = sorted(itertools.chain(*files.values()))
+    if beside is None:
+        return turns, None
+    lines = [
+        canonical(part, AMENDMENTS)
+        for part in _parts(beside, format)
+        if isinstance(part, pa.Table)
+    ]
+    return turns, Amendments(_joined(lines, AMENDMENTS))
+
+
 def _parts(
-    source: Source, format: Format | None, batch_rows: int | None = None
+    source: Source | list[Path], format: Format | None, batch_rows: int | None = None
 ) -> Iterator[pa.Table | Iterator[dict[str, object]]]:
     """Tables as the files hold them, or the objects of a file of JSON lines."""
     if isinstance(source, pa.Table | pa.RecordBatch):
@@ -234,7 +322,9 @@ def _parts(
             else source
         )
         return
-    if not isinstance(source, str | os.PathLike) and isinstance(source, ArrowStream):
+    if not isinstance(source, str | os.PathLike | list) and isinstance(
+        source, ArrowStream
+    ):
         reader = (
             source
             if isinstance(source, pa.RecordBatchReader)
@@ -244,9 +334,12 @@ def _parts(
             yield pa.Table.from_batches([batch])
         return
     files: Iterable[Path | BinaryIO]
-    files = (
-        paths_in(Path(source)) if isinstance(source, str | os.PathLike) else [source]
-    )
+    if isinstance(source, list):
+        files = source
+    elif isinstance(source, str | os.PathLike):
+        files = paths_in(Path(source))
+    else:
+        files = [source]
     for file in files:
         kind = format or format_of(file)
         if is_json(kind):

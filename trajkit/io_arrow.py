@@ -53,6 +53,28 @@ def read_batches(
         yield from _read_stream(source, name)
 
 
+def table_kind(file: Path, kind: Format) -> str | None:
+    """What a Parquet or Arrow IPC file calls its table; None where it does not say.
+
+    A file that cannot be read says nothing here.
+    """
+    try:
+        with open_input(file, kind) as source:
+            if kind == "parquet":
+                import pyarrow.parquet as pq
+
+                schema = pq.read_schema(source)
+            elif source.read(6) == b"ARROW1":
+                schema = pa.ipc.open_file(source).schema
+            else:
+                source.seek(0)
+                schema = pa.ipc.open_stream(source).schema
+    except (pa.ArrowInvalid, OSError):
+        return None
+    said = (schema.metadata or {}).get(b"trajkit.table")
+    return None if said is None else said.decode()
+
+
 def _read_parquet(
     source: pa.NativeFile, name: str, batch_rows: int | None
 ) -> Iterator[pa.RecordBatch]:

@@ -170,6 +170,29 @@ SESSIONS = _schema(
 )
 """What the caller knows of each session, one row per session."""
 
+AMENDMENT_REASONS = ("undelivered", "delivered", "dropped")
+"""What became known of a turn after it was recorded.
+
+undelivered
+    Its answer reached no client: it is context only.
+delivered
+    Its answer reached a client after all, which asked again: it is what it says itself.
+dropped
+    Its session was dropped: it is context only.
+"""
+
+AMENDMENTS = _schema(
+    "amendments",
+    _required("session_id", pa.string()),
+    _required("turn_index", pa.int32()),
+    # one of AMENDMENT_REASONS
+    _required("reason", pa.string()),
+    # false: the turn is context only. null: as the turn itself says
+    pa.field("trainable", pa.bool_()),
+)
+"""What became known of turns after they were recorded; of several lines of one turn the
+last one counts. It lies beside the turns, and `trajkit.read_turns` folds it in."""
+
 TURN_REWARDS = _schema(
     "turn_rewards",
     _required("session_id", pa.string()),

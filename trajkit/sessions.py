@@ -114,6 +114,16 @@ def _number(reward: object, where: str) -> float | None:
     return number
 
 
+def last_lines(table: pa.Table) -> pa.Table:
+    """The last line of each session, in order of the sessions' first lines."""
+    if not len(table):
+        return table
+    ids = table.column("session_id").combine_chunks().dictionary_encode().indices
+    codes = ids.to_numpy()
+    last = len(codes) - 1 - np.unique(codes[::-1], return_index=True)[1]
+    return table.take(pa.array(last))
+
+
 def errored(facts: pa.RecordBatch) -> npt.NDArray[np.bool_]:
     """Which sessions ended in an error."""
     result: npt.NDArray[np.bool_] = (

@@ -7,11 +7,13 @@ trace.
 import asyncio
 import json
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
+from trajkit_shim import timing
 from trajkit_shim.attribution import tool_names
+from trajkit_shim.budget import Allowance
 from trajkit_shim.callers import Caller
 from trajkit_shim.chat import ChatRequest
 from trajkit_shim.echo import EchoBook, Heard, place_behind
@@ -23,6 +25,7 @@ from trajkit_shim.limits import check_consumed, check_prompt, check_sample
 from trajkit_shim.log import LoggedTurn, logged_message
 from trajkit_shim.parse import Parsed, Parser
 from trajkit_shim.parsers import ToolForm
+from trajkit_shim.pause import Gate
 from trajkit_shim.prompts import Prompt, Prompts
 from trajkit_shim.protocols.protocol import WireProtocol
 from trajkit_shim.render import ChatRenderer
@@ -34,7 +37,7 @@ from trajkit_shim.reply import (
     goes_on,
     make_reply,
 )
-from trajkit_shim.sampling import Wishes, settle
+from trajkit_shim.sampling import Wishes, overruled, settle
 from trajkit_shim.wire import Json
 
 
@@ -51,17 +54,22 @@ class PreparedCall:
     message: Json
     # prompt and output, for the prompts to come; None: none is built behind them
     path: HeldPath | None
+    # sampling parameters that the client asked for and did not get
+    overruled: list[str]
 
 
 async def prepare_call(
     asked: ChatRequest,
     *,
     engine: Engine,
+    gate: Gate,
     prompts: Prompts,
     session_id: str,
     echo: EchoBook,
     held: HeldPaths,
     pins: Wishes,
+    client_sampling: Collection[str] = (),
+    allowance: Allowance,
     max_new_tokens: int,
     protocol: WireProtocol,
     caller: Caller,
@@ -76,11 +84,17 @@ async def prepare_call(
     asked : ChatRequest
     engine, prompts
         The model, and how its prompts are built.
+    gate : Gate
+        That the call passes on its way to the engine.
     session_id : str
     echo, held : EchoBook, HeldPaths
         What was sampled in the session.
     pins : Wishes
         The session's sampling parameters.
+    client_sampling : collection of str
+        Those that the client may set.
+    allowance : Allowance
+        What of the session's limits the call may use.
     max_new_tokens : int
         The gateway's own limit on new tokens.
     protocol : WireProtocol
@@ -97,13 +111,14 @@ async def prepare_call(
     Raises
     ------
     GatewayError
-        The messages cannot be rendered, or the reply does not begin with what was told.
+        The messages cannot be rendered, the session has no tokens left for them, or the
+        reply does not begin with what was told.
     EngineError
         The prompt cannot be sampled from, or the engine failed.
     """
     started_at = datetime.now(UTC)
     request_id = uuid.uuid4().hex
-    info = await engine.info()
+    info = allowance.within(await engine.info())
     renderer = prompts.renderer
     heard, prompt = await asyncio.to_thread(
         _prompt, asked, echo, held, prompts, attributed=attributed
@@ -113,10 +128,12 @@ async def prepare_call(
     sampling = settle(
         asked.asked,
         pins,
-        most=max_new_tokens,
+        most=allowance.left(len(prompt_ids), max_new_tokens),
         room=info.max_context_tokens - len(prompt_ids),
         end_ids=renderer.end_ids,
+        client=client_sampling,
     )
+    allowance.hold(len(prompt_ids), sampling.max_new_tokens)
     identity = Identity(protocol.call_prefix)
 
     def parser() -> Parser:
@@ -124,7 +141,12 @@ async def prepare_call(
         return Parser(tools=asked.tools, opened=opened, form=form)
 
     told: list[Reply] = []
-    if growth is not None and isinstance(engine, StreamingEngine):
+
+    async def sampled() -> Sample:
+        if growth is None or not isinstance(engine, StreamingEngine):
+            return await engine.generate(
+                prompt_ids, sampling, request_id=request_id, session_id=session_id
+            )
         increments = Increments(renderer, parser(), sampling.stop)
 
         def on_tokens(ids: Sequence[int]) -> None:
@@ -151,14 +173,15 @@ async def prepare_call(
         )
         if sample.output_ids[: len(increments.ids)].tolist() != increments.ids:
             raise EngineError("the engine's output ids are not those that it told")
-    else:
-        sample = await engine.generate(
-            prompt_ids, sampling, request_id=request_id, session_id=session_id
-        )
+        return sample
+
+    # what a client was told is not sampled anew
+    sample = await gate.sample(sampled, again=lambda: not told)
     check_sample(sample, info)
     check_consumed(prompt_ids, sample)
     ended_at = datetime.now(UTC)
 
+    @timing.step()
     def finish() -> PreparedCall:
         parsed, stop_sequence = _parse(sample, sampling.stop, renderer, parser())
         aborted = sample.finish_reason == "abort"
@@ -230,6 +253,7 @@ async def prepare_call(
             reply=None if aborted else reply,
             message=message,
             path=path,
+            overruled=overruled(asked.asked, sampling),
         )
 
     # decoding and digesting a long history would hold up every other call
@@ -252,6 +276,7 @@ async def count_tokens(
     return len(prompt.ids)
 
 
+@timing.step()
 def _prompt(
     asked: ChatRequest,
     echo: EchoBook,

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from trajkit_shim.engine import Engine
     from trajkit_shim.render import ChatRenderer
 
+ADMIN_TOKEN = "TRAJKIT_ADMIN_TOKEN"
+"""The environment's name for the admin token."""
+
 
 def add_serve(commands: Commands) -> None:
     """Add ``serve`` to the command line."""
@@ -98,6 +101,39 @@ def add_serve(commands: Commands) -> None:
         help="leave out which message each prompt token shows; the log is half as large",
     )
     parser.add_argument(
+        "--admin-token",
+        metavar="TOKEN",
+        default=os.environ.get(ADMIN_TOKEN),
+        help="what requests to /sessions and /admin must bring; needed where --host is "
+        f"not this machine alone. Better given as the environment's {ADMIN_TOKEN}, "
+        "which other users of this machine can't see",
+    )
+    parser.add_argument(
+        "--fsync",
+        action="store_true",
+        help="wait until the disk has each turn, so that it outlives the machine",
+    )
+    parser.add_argument(
+        "--file-bytes",
+        metavar="N",
+        type=count,
+        default=1 << 30,
+        help="where a file of the log ends and the next begins (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--log-bytes",
+        metavar="N",
+        type=count,
+        help="the most that all turns may take; calls beyond it are refused",
+    )
+    parser.add_argument(
+        "--drain-seconds",
+        metavar="N",
+        type=count,
+        help="how long calls under way may take once it is stopped (default: as long "
+        "as they want)",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="say where it listens as a JSON object"
     )
     parser.set_defaults(run=lambda arguments: _serve(parser, arguments))
@@ -166,7 +202,7 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
         from trajkit_shim.log import TurnLog
         from trajkit_shim.parsers import FORMS
         from trajkit_shim.prompts import Prompts
-        from trajkit_shim.serve import serve
+        from trajkit_shim.serve import is_loopback, serve
 
         if arguments.tool_form not in (None, *FORMS):
             parser.error(
@@ -174,11 +210,26 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
             )
         if arguments.check_prompts and arguments.engine != "sglang":
             parser.error("--check-prompts means nothing to another engine than sglang")
+        if not is_loopback(arguments.host) and not arguments.admin_token:
+            parser.error(
+                f"--host {arguments.host} can be reached from elsewhere: give "
+                "--admin-token"
+            )
         engine, renderer = _served(arguments) if served else _embedded()
-    log = TurnLog(arguments.out, form=arguments.log)
+    log = TurnLog(
+        arguments.out,
+        form=arguments.log,
+        fsync=arguments.fsync,
+        max_file_bytes=arguments.file_bytes,
+        max_total_bytes=arguments.log_bytes,
+    )
 
     def say_where(url: str) -> None:
-        where = {"url": url, "openai_base_url": f"{url}/v1", "turns": str(log.path)}
+        where = {
+            "url": url,
+            "openai_base_url": f"{url}/v1",
+            "turns": str(log.directory),
+        }
         built = Prompts(renderer, arguments.prompts)
         if arguments.json:
             text = json.dumps({**where, "prompts": built.describe()})
@@ -196,10 +247,17 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
         attributed=not arguments.no_attribution,
         tool_form=FORMS.get(arguments.tool_form),
         prompts=arguments.prompts,
+        admin_token=arguments.admin_token or None,
     )
     # Ctrl-C is how it is stopped; the calls under way have been answered by then.
     with suppress(KeyboardInterrupt):
-        serve(app, arguments.host, arguments.port, on_listening=say_where)
+        serve(
+            app,
+            arguments.host,
+            arguments.port,
+            on_listening=say_where,
+            drain_seconds=arguments.drain_seconds,
+        )
     return 0
 
 

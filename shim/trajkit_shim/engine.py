@@ -28,6 +28,8 @@ class EngineError(Exception):
     code = "engine_error"
     # tokens of a prompt that is too long, and the context's length
     overflow: tuple[int, int] | None = None
+    # seconds after which it may be different
+    retry_after: int | None = None
 
     def __init__(self, message: str, status: int = 502) -> None:
         super().__init__(message, status)

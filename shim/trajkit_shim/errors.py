@@ -18,6 +18,8 @@ class GatewayError(Exception):
         The request parameter at fault, as a path: ``messages[3].content``.
     overflow : tuple of int, optional
         Tokens of a prompt that the context has no room for, and the context's length.
+    retry_after : int, optional
+        Seconds after which it may be different.
     """
 
     def __init__(
@@ -28,6 +30,7 @@ class GatewayError(Exception):
         code: str | None = None,
         param: str | None = None,
         overflow: tuple[int, int] | None = None,
+        retry_after: int | None = None,
     ) -> None:
         super().__init__(message, status)
         self.message = message
@@ -35,6 +38,7 @@ class GatewayError(Exception):
         self.code = code
         self.param = param
         self.overflow = overflow
+        self.retry_after = retry_after
 
     def __str__(self) -> str:
         return self.message
@@ -58,13 +62,17 @@ def as_gateway_error(error: Exception) -> GatewayError:
             error.status,
             code=error.code,
             overflow=error.overflow,
+            retry_after=error.retry_after,
         )
     return GatewayError("the gateway failed", 500, code="internal_error")
 
 
 def retry_header(error: GatewayError) -> dict[str, str]:
-    """The header that tells the official clients whether to send the call again."""
-    return {"x-should-retry": "true" if error.status in _PASSING else "false"}
+    """The headers that tell the official clients whether to send the call again."""
+    headers = {"x-should-retry": "true" if error.status in _PASSING else "false"}
+    if error.retry_after is not None:
+        headers["retry-after"] = str(error.retry_after)
+    return headers
 
 
 def error_body(error: GatewayError) -> dict[str, object]:

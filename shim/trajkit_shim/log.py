@@ -1,12 +1,13 @@
-"""The turn log: an Arrow IPC stream that grows by one batch per turn.
+"""The turn log: Arrow IPC streams that grow by one batch per turn.
 
 A turn is handed to the operating system before its reply is answered, so a killed
 gateway loses no turn that a client has seen. What a kill can leave is a torn last
-batch, of a turn that was never acknowledged.
+batch, of a turn that was never acknowledged. Whether the answer arrived is known a
+moment later, and is written beside the turns.
 """
 
-import os
-from collections.abc import Mapping
+import errno
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from hashlib import blake2b
@@ -21,6 +22,7 @@ from trajkit import schema
 from trajkit.messages import message_record
 from trajkit_shim.deltas import DeltaBook
 from trajkit_shim.engine import WeightSpan
+from trajkit_shim.journal import END_OF_STREAM, Journal
 from trajkit_shim.wire import Json
 
 Form: TypeAlias = Literal["full", "delta"]
@@ -65,8 +67,23 @@ LOG_SCHEMA, DELTA_LOG_SCHEMA = (
 )
 """``turns`` in either form and the provenance that the gateway knows."""
 
-# of the Arrow IPC streaming format: the mark of a message, of length 0
-END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+SESSION_LINES = pa.schema(
+    [
+        *schema.SESSIONS,
+        # what ended it: finish, close, drop, idle, shutdown; null: it is open
+        pa.field("ended_by", pa.string()),
+        # turns in the log, and tokens of their prompts and outputs
+        pa.field("turns", pa.int32()),
+        pa.field("prompt_tokens", pa.int64()),
+        pa.field("output_tokens", pa.int64()),
+        # what whoever opened and finished it says of it, as JSON
+        pa.field("metadata", pa.string()),
+        pa.field("written_at", pa.timestamp("us", tz="UTC")),
+    ],
+    metadata=schema.SESSIONS.metadata,
+)
+"""``sessions``, and what the gateway knows. A session has a line for its opening and one
+for each time that it ended or something was said of it; the last one counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +143,17 @@ class LoggedTurn:
     message_tool_names: list[str | None] | None = None
 
 
+class LogFullError(OSError):
+    """The log has as many bytes as it may have."""
+
+
 class TurnLog:
-    """The log of one run, ``turns-00000.arrows`` in the run's directory.
+    """The log of one run: its turns, and beside them what becomes known later.
+
+    ``turns-00000.arrows`` and on hold a turn each batch, ``amendments-*.arrows`` what
+    became known of turns after they were written (`trajkit.schema.AMENDMENTS`),
+    ``sessions-*.arrows`` what is known of each session (`SESSION_LINES`).
+    `trajkit.read_turns` and `trajkit.read_sessions` take the directory.
 
     Parameters
     ----------
@@ -140,6 +166,10 @@ class TurnLog:
     form : "full" or "delta"
         ``delta``: each prompt is written as what it adds to an earlier turn of its
         session, compressed, so that the log grows with what is new.
+    max_file_bytes, max_file_turns : int, optional
+        Where a file of turns ends and the next begins.
+    max_total_bytes : int, optional
+        Beyond it no turn is written. Amendments and sessions, which are short, are.
 
     Raises
     ------
@@ -148,17 +178,49 @@ class TurnLog:
     """
 
     def __init__(
-        self, directory: str | Path, *, fsync: bool = False, form: Form = "full"
+        self,
+        directory: str | Path,
+        *,
+        form: Form = "full",
+        fsync: bool = False,
+        max_file_bytes: int | None = 1 << 30,
+        max_file_turns: int | None = None,
+        max_total_bytes: int | None = None,
     ) -> None:
         self.directory = Path(directory)
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self.path = self.directory / "turns-00000.arrows"
-        self._fsync = fsync
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        self._file = os.open(self.path, flags, 0o644)
-        self._end = 0
         self._schema = LOG_SCHEMA if form == "full" else DELTA_LOG_SCHEMA
-        self._write(self._schema.serialize())
+        self._max_total_bytes = max_total_bytes
+        self._turns = Journal(
+            self.directory,
+            "turns",
+            self._schema,
+            fsync=fsync,
+            max_file_bytes=max_file_bytes,
+            max_file_rows=max_file_turns,
+        )
+        self._amendments, self._sessions = (
+            Journal(
+                self.directory,
+                stem,
+                lines,
+                fsync=fsync,
+                max_file_bytes=max_file_bytes,
+            )
+            for stem, lines in (
+                ("amendments", schema.AMENDMENTS),
+                ("sessions", SESSION_LINES),
+            )
+        )
+        self._turns.start()
+        self.path = self._turns.path_of(0)
+
+    @property
+    def full(self) -> bool:
+        """No further turn can be written."""
+        return (
+            self._max_total_bytes is not None
+            and self._turns.total_bytes >= self._max_total_bytes
+        )
 
     def append(
         self,
@@ -187,6 +249,8 @@ class TurnLog:
 
         Raises
         ------
+        LogFullError
+            The log would have more than ``max_total_bytes`` with it.
         OSError
             It could not be written. The log is as it was before.
         """
@@ -223,24 +287,56 @@ class TurnLog:
             raise
         return added
 
-    def close(self) -> None:
-        """End the stream and close the file."""
-        self._write(pa.py_buffer(END_OF_STREAM))
-        os.close(self._file)
+    def _write(self, data: pa.Buffer) -> None:
+        total = self._turns.bytes_with(data, 1)
+        if self._max_total_bytes is not None and total > self._max_total_bytes:
+            raise LogFullError(
+                errno.ENOSPC,
+                f"the turns would take {total} bytes, and may take "
+                f"{self._max_total_bytes}",
+            )
+        self._turns.append_buffer(data, 1)
 
-    def _write(self, buffer: pa.Buffer) -> None:
-        left = memoryview(buffer)
-        try:
-            while left:
-                left = left[os.write(self._file, left) :]
-            if self._fsync:
-                os.fsync(self._file)
-        except OSError:
-            # half a batch would hide every later one from a reader
-            os.ftruncate(self._file, self._end)
-            os.lseek(self._file, self._end, os.SEEK_SET)
-            raise
-        self._end += len(memoryview(buffer))
+    def amend(
+        self,
+        session_id: str,
+        turns: Sequence[int],
+        reason: str,
+        trainable: bool | None,
+    ) -> None:
+        """Write what became known of turns: `trajkit.schema.AMENDMENTS`.
+
+        Raises
+        ------
+        OSError
+            It could not be written.
+        """
+        n = len(turns)
+        columns = [
+            pa.array([session_id] * n, pa.string()),
+            pa.array(turns, pa.int32()),
+            pa.array([reason] * n, pa.string()),
+            pa.array([trainable] * n, pa.bool_()),
+        ]
+        self._amendments.append(
+            pa.RecordBatch.from_arrays(columns, schema=schema.AMENDMENTS)
+        )
+
+    def write_session(self, line: Mapping[str, object]) -> None:
+        """Write what is known of a session, the columns of `SESSION_LINES`.
+
+        Raises
+        ------
+        OSError
+            It could not be written.
+        """
+        columns = [pa.array([line[field.name]], field.type) for field in SESSION_LINES]
+        self._sessions.append(pa.RecordBatch.from_arrays(columns, schema=SESSION_LINES))
+
+    def close(self) -> None:
+        """End the streams and close the files."""
+        for journal in (self._turns, self._amendments, self._sessions):
+            journal.close()
 
 
 def _delta_fields(

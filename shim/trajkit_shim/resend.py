@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from trajkit_shim.call import PreparedCall
+from trajkit_shim.delivery import Answered
 from trajkit_shim.engine import EngineError
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.growth import Growth
-from trajkit_shim.reply import Reply
 
 KEPT = 8
 """Replies of a session that can be given again: its last ones."""
@@ -46,6 +46,9 @@ class SharedCall:
         Prepares the call. It is cancelled when the last connection leaves.
     record : callable
         Records the call, whose work is done, and gives its reply; or raises.
+    over : callable
+        Called once the call was recorded, failed, or lost its last connection; also
+        again.
     growth : Growth
         What can be told of the reply before that.
     """
@@ -53,16 +56,18 @@ class SharedCall:
     def __init__(
         self,
         work: "asyncio.Task[PreparedCall]",
-        record: Callable[[], Reply],
+        record: Callable[[], Answered],
+        over: Callable[[], None],
         growth: Growth,
     ) -> None:
         self.work = work
         self.growth = growth
         self._record = record
+        self._over = over
         self._waiting = 0
-        self._outcome: Reply | GatewayError | EngineError | None = None
+        self._outcome: Answered | GatewayError | EngineError | None = None
 
-    def finish(self) -> Reply:
+    def finish(self) -> Answered:
         """The reply of the call, whose work is done; the first who asks records it.
 
         Raises
@@ -75,7 +80,9 @@ class SharedCall:
                 self._outcome = self._record()
             except (GatewayError, EngineError) as error:
                 self._outcome = error
-        if isinstance(self._outcome, Reply):
+            finally:
+                self._over()
+        if isinstance(self._outcome, Answered):
             return self._outcome
         raise self._outcome
 
@@ -83,14 +90,13 @@ class SharedCall:
         """One more connection waits."""
         self._waiting += 1
 
-    async def leave(self) -> bool:
-        """A connection waits no longer. Whether it was the last one."""
+    async def leave(self) -> None:
+        """A connection waits no longer. The work ends with the last one."""
         self._waiting -= 1
-        if self._waiting:
-            return False
-        self.work.cancel()
-        await asyncio.gather(self.work, return_exceptions=True)
-        return True
+        if not self._waiting:
+            self.work.cancel()
+            await asyncio.gather(self.work, return_exceptions=True)
+            self._over()
 
 
 @dataclass(slots=True)
@@ -100,10 +106,10 @@ class Resends:
     under_way: dict[bytes, SharedCall] = field(default_factory=dict)
     # requests that were answered again, or joined one under way
     replayed: int = 0
-    _replies: OrderedDict[bytes, Reply] = field(default_factory=OrderedDict)
+    _replies: OrderedDict[bytes, Answered] = field(default_factory=OrderedDict)
     _request_ids: dict[bytes, str] = field(default_factory=dict)
 
-    def reply(self, digest: bytes) -> Reply | None:
+    def reply(self, digest: bytes) -> Answered | None:
         """The reply that such a request got, while it is kept."""
         return self._replies.get(digest)
 
@@ -111,7 +117,7 @@ class Resends:
         """The ``request_id`` of the first turn that was asked for so."""
         return self._request_ids.get(digest)
 
-    def remember(self, digest: bytes, request_id: str, reply: Reply) -> None:
+    def remember(self, digest: bytes, request_id: str, reply: Answered) -> None:
         """Keep what a request got."""
         self._request_ids.setdefault(digest, request_id)
         self._replies[digest] = reply

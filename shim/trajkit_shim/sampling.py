@@ -1,10 +1,12 @@
 """How a call is sampled: what the client asks for, what the session pins, what results.
 
 A session's pins were set by whoever opened it, the trainer, and win over the client's
-wishes, so that an agent cannot change what it is trained under.
+wishes, so that an agent cannot change what it is trained under. What shapes the
+distribution is the session's alone, pinned or not, unless the session lets its client
+set it; then a pin is what holds where the client says nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as fields_of
 from typing import TypeVar
@@ -33,6 +35,9 @@ class Wishes:
 
 PIN_NAMES = tuple(f.name for f in fields_of(Wishes))
 WISH_NAMES = (*PIN_NAMES[:-1], "max_completion_tokens")
+
+SHAPING = ("temperature", "top_p", "top_k")
+"""Parameters that shape the distribution that a token is drawn from."""
 
 
 def parse_wishes(
@@ -144,6 +149,7 @@ def settle(
     most: int,
     room: int,
     end_ids: tuple[int, ...],
+    client: Collection[str] = (),
 ) -> Sampling:
     """The parameters of one engine call.
 
@@ -158,18 +164,44 @@ def settle(
         Tokens that the context has left after the prompt.
     end_ids : tuple of int
         Token ids that end an assistant message.
+    client : collection of str
+        What of `SHAPING` the client may set.
     """
+    shaping = {name: getattr(pins, name) for name in SHAPING}
+    for name in client:
+        shaping[name] = _first(getattr(asked, name), shaping[name])
     limits = [asked.max_tokens, pins.max_tokens, most, room]
     return Sampling(
         max_new_tokens=min(limit for limit in limits if limit is not None),
-        temperature=_first(pins.temperature, asked.temperature),
-        top_p=_first(pins.top_p, asked.top_p),
-        top_k=_first(pins.top_k, asked.top_k),
+        **shaping,
         stop=_first(pins.stop, asked.stop) or (),
         stop_token_ids=end_ids,
         seed=_first(pins.seed, asked.seed),
         extra=dict(pins.extra),
     )
+
+
+def overruled(asked: Wishes, settled: Sampling) -> list[str]:
+    """What of `SHAPING` a client asked for and did not get."""
+    wishes = ((name, getattr(asked, name)) for name in SHAPING)
+    return [
+        name
+        for name, wish in wishes
+        if wish is not None and wish != getattr(settled, name)
+    ]
+
+
+def parse_client_sampling(value: object) -> frozenset[str]:
+    """The ``client_sampling`` of a session that is being opened: names of `SHAPING`."""
+    if value is None:
+        return frozenset()
+    names = wire.as_list(value, "client_sampling")
+    for i, name in enumerate(names):
+        if name not in SHAPING:
+            wire.refuse(
+                f"client_sampling[{i}]", f"{name!r} is none of {', '.join(SHAPING)}"
+            )
+    return frozenset(map(str, names))
 
 
 def _first(pinned: T | None, asked: T | None) -> T | None:

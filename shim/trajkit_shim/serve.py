@@ -1,5 +1,6 @@
 """Running the gateway on a socket: in the foreground, or beside the caller's work."""
 
+import ipaddress
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ def serve(
     port: int = 0,
     *,
     on_listening: Callable[[str], None] | None = None,
+    drain_seconds: int | None = None,
 ) -> None:
     """Run the app until the process is told to stop (SIGINT, SIGTERM).
 
@@ -28,6 +30,9 @@ def serve(
         Where to listen. Port 0: any free one.
     on_listening : callable, optional
         Called with the base URL once connections are taken.
+    drain_seconds : int, optional
+        How long calls under way may take once it is told to stop; then they are
+        cancelled. None: as long as they want.
 
     Raises
     ------
@@ -38,14 +43,21 @@ def serve(
     with listener:
         if on_listening is not None:
             on_listening(url)
-        _server(app).run(sockets=[listener])
+        _server(app, drain_seconds).run(sockets=[listener])
 
 
 @contextmanager
-def running(app: ASGIApp, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
+def running(
+    app: ASGIApp,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    drain_seconds: int | None = None,
+) -> Iterator[str]:
     """Run the app on a thread of its own while the ``with`` block runs.
 
-    Leaving the block answers the calls under way, then stops.
+    Leaving the block answers the calls under way, then stops. ``drain_seconds`` is as
+    for `serve`.
 
     Yields
     ------
@@ -58,7 +70,7 @@ def running(app: ASGIApp, host: str = "127.0.0.1", port: int = 0) -> Iterator[st
         The address cannot be listened on.
     """
     listener, url = _listen(host, port)
-    server = _server(app)
+    server = _server(app, drain_seconds)
     thread = threading.Thread(
         target=server.run, args=([listener],), name="trajkit-gateway", daemon=True
     )
@@ -79,6 +91,28 @@ def _listen(host: str, port: int) -> tuple[socket.socket, str]:
     return listener, f"http://{name}:{listener.getsockname()[1]}"
 
 
-def _server(app: ASGIApp) -> uvicorn.Server:
-    config = uvicorn.Config(app, log_level="warning", lifespan="on", ws="none")
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    # a name may stand for any address
+    except ValueError:
+        return False
+
+
+def _server(app: ASGIApp, drain_seconds: int | None = None) -> uvicorn.Server:
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        # a line of it would show the key that Gemini's clients put in the URL
+        access_log=False,
+        lifespan="on",
+        ws="none",
+        # an agent's tools run for minutes between two calls, and a call that comes while
+        # its connection is being closed is lost
+        timeout_keep_alive=600,
+        timeout_graceful_shutdown=drain_seconds,
+    )
     return uvicorn.Server(config)

@@ -144,9 +144,14 @@ def as_number(value: object, where: str, *, least: float, most: float) -> float:
     """``value``, which must be a finite number in ``[least, most]``."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         refuse(where, f"{_kind(value)}, not a number")
-    if not (math.isfinite(value) and least <= value <= most):
-        refuse(where, f"{value} is not in [{least:g}, {most:g}]")
-    return float(value)
+    try:
+        number = float(value)
+    # an integer beyond every double
+    except OverflowError:
+        number = math.inf
+    if not (math.isfinite(number) and least <= number <= most):
+        refuse(where, f"{number} is not in [{least:g}, {most:g}]")
+    return number
 
 
 def only(fields: Json, known: Collection[str], where: str) -> None:

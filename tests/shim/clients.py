@@ -19,6 +19,9 @@ from trajkit_shim.log import TurnLog
 from trajkit_shim.render import ChatRenderer
 from trajkit_shim.wire import Json
 
+# a session whose client may set what shapes the distribution
+FREE = {"client_sampling": ["temperature", "top_p", "top_k"]}
+
 
 def http_of(client_class):
     """The HTTP library that this version of a client is built on."""

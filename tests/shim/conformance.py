@@ -52,6 +52,15 @@ FAILURES = {
             "PERMISSION_DENIED",
         ),
     ),
+    "no token left": (
+        403,
+        (
+            "max_output_tokens_exceeded",
+            "permission_error",
+            "max_output_tokens_exceeded",
+            "PERMISSION_DENIED",
+        ),
+    ),
     "a body that is too long": (
         413,
         ("body_too_long", "request_too_large", "body_too_long", "INVALID_ARGUMENT"),
@@ -80,6 +89,10 @@ FAILURES = {
     "the engine cuts the call short": (
         503,
         ("engine_error", "overloaded_error", "engine_error", "UNAVAILABLE"),
+    ),
+    "a pause that goes on": (
+        503,
+        ("paused", "overloaded_error", "paused", "UNAVAILABLE"),
     ),
     "a fault of the gateway": (
         500,

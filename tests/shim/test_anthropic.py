@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import trajkit as tk
-from tests.shim.clients import in_process, late_stream, read_log, replaying
+from tests.shim.clients import FREE, in_process, late_stream, read_log, replaying
 from tests.shim.fakes import (
     AS_JSON,
     RENDERER,
@@ -64,7 +64,7 @@ async def test_a_reply_of_text(tmp_path, send):
     sample = sampled("hello", cached_tokens=3)
     engine = ScriptedEngine(sample)
     async with in_process(engine, RENDERER, tmp_path) as gateway:
-        client = gateway.anthropic(await gateway.open_id())
+        client = gateway.anthropic(await gateway.open_id(**FREE))
         reply = await send(
             client,
             stop_sequences=["END"],

@@ -10,7 +10,7 @@ import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
 import trajkit as tk
-from tests.shim.clients import in_process, read_log
+from tests.shim.clients import FREE, in_process, read_log
 from tests.shim.fakes import (
     AS_STRING,
     RENDERER,
@@ -49,7 +49,7 @@ async def streamed(client, messages=(USER,), **fields):
 async def test_a_reply_of_text(tmp_path):
     engine = ScriptedEngine("hello")
     async with in_process(engine, RENDERER, tmp_path) as gateway:
-        client = await gateway.open()
+        client = await gateway.open(**FREE)
         reply = await ask(client, temperature=0.5, max_tokens=50, seed=1)
         (turn,) = gateway.turns()
     assert reply.model == "scripted"
@@ -222,11 +222,31 @@ async def test_pins_win_over_wishes(tmp_path):
     pins = {"temperature": 1.0, "max_tokens": 20, "extra": {"regex": "a|b"}}
     async with in_process(engine, RENDERER, tmp_path, max_new_tokens=30) as gateway:
         client = await gateway.open(sampling=pins)
-        await ask(client, temperature=0.1, top_p=0.5, max_tokens=10)
-        await ask(client, max_tokens=1000)
+        await ask(client, temperature=0.1, top_p=0.5, max_tokens=10, seed=3)
+        await ask(client, temperature=1.0, max_tokens=1000)
+        shown = await gateway.session(client)
     first, second = engine.samplings
-    assert (first.temperature, first.top_p, first.max_new_tokens) == (1.0, 0.5, 10)
+    # what shapes the distribution is not the client's, pinned or not
+    assert (first.temperature, first.top_p, first.max_new_tokens) == (1.0, None, 10)
+    assert first.seed == 3
     assert (second.max_new_tokens, second.extra) == (20, {"regex": "a|b"})
+    assert shown["sampling_overruled"] == {"temperature": 1, "top_p": 1}
+
+
+async def test_a_client_sets_what_its_session_lets_it_set(tmp_path):
+    engine = ScriptedEngine("a", "b")
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        client = await gateway.open(
+            sampling={"temperature": 1.0, "top_p": 0.9},
+            client_sampling=["temperature"],
+        )
+        await ask(client, temperature=0.0, top_p=0.5)
+        await ask(client)
+        shown = await gateway.session(client)
+    first, second = engine.samplings
+    assert (first.temperature, first.top_p) == (0.0, 0.9)
+    assert (second.temperature, second.top_p) == (1.0, 0.9)
+    assert shown["sampling_overruled"] == {"top_p": 1}
 
 
 async def test_the_context_bounds_the_reply(tmp_path):
@@ -500,6 +520,15 @@ async def test_max_turns_counts_what_was_answered_or_is_under_way(tmp_path):
         pytest.param({"sampling": {"top_p": 3}}, "sampling.top_p", id="a bad pin"),
         pytest.param({"sampling": {"extra": 3}}, "sampling.extra", id="a bad extra"),
         pytest.param({"replay": 1}, "replay", id="replay as a number"),
+        pytest.param({"client_sampling": ["seed"]}, "client_sampling[0]", id="a seed"),
+        pytest.param({"client_sampling": True}, "client_sampling", id="all of them"),
+        pytest.param({"ttl_seconds": -1}, "ttl_seconds", id="a past end"),
+        pytest.param({"max_output_tokens": 0}, "max_output_tokens", id="no output"),
+        pytest.param({"max_prompt_tokens": 1.5}, "max_prompt_tokens", id="half of one"),
+        pytest.param({"max_context_tokens": "1"}, "max_context_tokens", id="a text"),
+        pytest.param({"reward": "1"}, "reward", id="a reward in words"),
+        pytest.param({"reward": 10**400}, "reward", id="a reward beyond a double"),
+        pytest.param({"group_id": 1}, "group_id", id="a group in numbers"),
         pytest.param({"model": "x"}, "model", id="an unknown field"),
     ],
 )
@@ -520,7 +549,13 @@ async def test_the_rest_of_the_api(tmp_path):
         wrong = await gateway.http.get("/v1/chat/completions")
     assert [model.id for model in models.data] == ["scripted"]
     assert health["status"] == "ok"
-    assert health["sessions"] == {"open": 1, "closed": 0, "in_flight": 0, "turns": 1}
+    assert health["sessions"] == {
+        "open": 1,
+        "closed": 0,
+        "forgotten": 0,
+        "in_flight": 0,
+        "turns": 1,
+    }
     assert (missing.status_code, wrong.status_code) == (404, 405)
     assert "error" in missing.json()
     assert "error" in wrong.json()

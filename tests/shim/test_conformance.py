@@ -95,8 +95,10 @@ async def test_a_call_that_fails(tmp_path, name, stream, case):
     status, words = FAILURES[case]
     driver = DRIVERS[name]
     engine = engine_of(case)
-    async with in_process(engine, RENDERER, tmp_path, max_body_bytes=4000) as gateway:
-        session = await gateway.open_id(max_turns=1)
+    options = {"max_body_bytes": 4000, "pause_wait_seconds": 0.0}
+    async with in_process(engine, RENDERER, tmp_path, **options) as gateway:
+        limit = "max_output_tokens" if case == "no token left" else "max_turns"
+        session = await gateway.open_id(**{limit: 1})
         said = driver.user("hi")
         before = 0
         if case == "an unknown session":
@@ -105,7 +107,9 @@ async def test_a_call_that_fails(tmp_path, name, stream, case):
             await gateway.http.delete(f"/sessions/{session}")
         elif case == "a body that is too long":
             said = driver.user("x" * 4000)
-        elif case == "no turn left":
+        elif case == "a pause that goes on":
+            await gateway.http.post("/admin/pause")
+        elif case in {"no turn left", "no token left"}:
             engine.script.append("first")
             await driver.ask(driver.client(gateway, session), said, stream=stream)
             before = 1

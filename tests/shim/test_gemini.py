@@ -4,7 +4,7 @@ import pytest
 from google.genai import errors, types
 
 import trajkit as tk
-from tests.shim.clients import in_process, late_stream, read_log
+from tests.shim.clients import FREE, in_process, late_stream, read_log
 from tests.shim.fakes import RENDERER, Held, ScriptedEngine, sampled
 from trajkit_shim.chat import Reading
 from trajkit_shim.engine import EngineError
@@ -56,7 +56,7 @@ SENDS = pytest.mark.parametrize("send", [ask, streamed])
 async def test_a_reply_of_text(tmp_path, send):
     engine = ScriptedEngine(sampled("hello", cached_tokens=3))
     async with in_process(engine, RENDERER, tmp_path) as gateway:
-        session = await gateway.open_id()
+        session = await gateway.open_id(**FREE)
         reply = await send(
             gateway.gemini(session),
             system_instruction="be brief",

@@ -7,19 +7,22 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 
 import numpy as np
 import openai
+import pyarrow as pa
 import pytest
 
 import trajkit as tk
 from tests.shim.clients import http, read_log
 from trajkit.errors import TornLogWarning
 from trajkit_shim.engine import WeightSpan
+from trajkit_shim.journal import END_OF_STREAM
 from trajkit_shim.log import (
-    END_OF_STREAM,
     LOG_SCHEMA,
+    LogFullError,
     LoggedTurn,
     TurnLog,
     logged_message,
@@ -188,7 +191,7 @@ def test_every_acknowledged_turn_outlives_a_killed_gateway(tmp_path):
                     except openai.APIConnectionError:
                         return
                     answered.append((key, reply.choices[0].message.content))
-                    if len(answered) == 40:
+                    if len(answered) >= 40:
                         victim.send_signal(signal.SIGKILL)
 
         with ThreadPoolExecutor(4) as pool:
@@ -201,3 +204,106 @@ def test_every_acknowledged_turn_outlives_a_killed_gateway(tmp_path):
     assert len(answered) >= 40
     for key, text in answered:
         assert (key, f'{{"content":"{text}","role":"assistant"}}') in logged
+
+
+# Files that roll
+
+
+def batches_of(paths):
+    return [pa.ipc.open_stream(path).read_all().num_rows for path in paths]
+
+
+@pytest.mark.parametrize("fsync", [False, True])
+def test_the_log_rolls_by_turns(tmp_path, fsync):
+    log = TurnLog(tmp_path, max_file_turns=2, fsync=fsync)
+    for k in range(5):
+        log.append(turn(), k, {})
+    log.close()
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == [f"turns-0000{k}.arrows" for k in range(3)]
+    assert batches_of(files) == [2, 2, 1]
+    # each ends as a stream does
+    assert all(file.read_bytes().endswith(END_OF_STREAM) for file in files)
+    assert tk.read_turns(tmp_path)["turn_index"].to_pylist() == list(range(5))
+
+
+def test_the_log_rolls_by_bytes(tmp_path):
+    log = TurnLog(tmp_path / "one")
+    log.append(turn(), 0, {})
+    head = log._turns.total_bytes
+    log.append(turn(), 1, {})
+    each = log._turns.total_bytes - head
+    most = head + 2 * each
+    log.close()
+    log = TurnLog(tmp_path / "two", max_file_bytes=most)
+    for k in range(4):
+        log.append(turn(), k, {})
+    # longer than a file may be: alone in one
+    log.append(turn(prompt_ids=np.arange(most, dtype=np.int32)), 4, {})
+    log.append(turn(), 5, {})
+    total = log._turns.total_bytes
+    log.close()
+    files = sorted((tmp_path / "two").iterdir())
+    assert batches_of(files) == [3, 1, 1, 1]
+    sizes = [file.stat().st_size for file in files]
+    assert sum(sizes) == total + len(END_OF_STREAM)
+    assert tk.read_turns(tmp_path / "two")["turn_index"].to_pylist() == list(range(6))
+
+
+def test_a_log_that_cannot_roll_stays_as_it_was(tmp_path, monkeypatch):
+    log = TurnLog(tmp_path, max_file_turns=1)
+    log.append(turn(), 0, {})
+    before = log.path.read_bytes()
+
+    def full(file, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(OSError, match="No space left"):
+            log.append(turn(), 1, {})
+    assert [file.name for file in tmp_path.iterdir()] == [log.path.name]
+    assert log.path.read_bytes() == before
+    log.append(turn(), 1, {})
+    log.close()
+    assert tk.read_turns(tmp_path)["turn_index"].to_pylist() == [0, 1]
+
+
+def fill(log):
+    for k in count():
+        log.append(turn(), k, {})
+
+
+def test_a_log_has_no_more_bytes_than_it_may(tmp_path):
+    log = TurnLog(tmp_path, max_total_bytes=10_000, max_file_turns=1)
+    assert not log.full
+    with pytest.raises(LogFullError, match="and may take 10000"):
+        fill(log)
+    # what becomes known of the turns is written all the same
+    log.amend("s", [0], "dropped", False)
+    total = log._turns.total_bytes
+    log.close()
+    turns = [path for path in tmp_path.iterdir() if path.name.startswith("turns")]
+    # the last stream has its end now
+    on_disk = sum(path.stat().st_size for path in turns) - len(END_OF_STREAM)
+    assert 5_000 < on_disk == total <= 10_000
+    trainable = tk.read_turns(tmp_path)["trainable"].to_pylist()
+    assert trainable == [False] + [True] * (len(turns) - 1)
+
+
+def test_a_closed_log_takes_nothing(tmp_path):
+    log = TurnLog(tmp_path)
+    log.close()
+    with pytest.raises(OSError, match="closed"):
+        log.append(turn(), 0, {})
+    with pytest.raises(OSError, match="closed"):
+        log.amend("s", [0], "dropped", False)
+    assert [path.name for path in tmp_path.iterdir()] == ["turns-00000.arrows"]
+
+
+@pytest.mark.parametrize("stem", ["turns", "amendments", "sessions"])
+def test_a_directory_that_holds_any_of_a_log_is_refused(tmp_path, stem):
+    (tmp_path / f"{stem}-00000.arrows").touch()
+    with pytest.raises(FileExistsError):
+        TurnLog(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 import trajkit as tk
-from tests.shim.clients import in_process, late_stream, read_log, replaying
+from tests.shim.clients import FREE, in_process, late_stream, read_log, replaying
 from tests.shim.fakes import RENDERER, Held, ScriptedEngine, sampled
 from trajkit_shim.chat import Reading
 from trajkit_shim.engine import EngineError
@@ -51,7 +51,7 @@ SENDS = pytest.mark.parametrize("send", [ask, streamed])
 async def test_a_reply_of_text(tmp_path, send):
     engine = ScriptedEngine(sampled("hello", cached_tokens=3))
     async with in_process(engine, RENDERER, tmp_path) as gateway:
-        client = await gateway.open()
+        client = await gateway.open(**FREE)
         reply = await send(
             client, temperature=0.5, max_output_tokens=50, instructions="be brief"
         )

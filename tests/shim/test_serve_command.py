@@ -49,7 +49,7 @@ def test_serve_records_until_it_is_interrupted(tmp_path):
             server.send_signal(signal.SIGINT)
         rest, said = server.communicate()
     assert (server.returncode, rest, said) == (cli.DONE, "", "")
-    assert Path(where["turns"]).parent == run
+    assert Path(where["turns"]) == run
     assert where["prompts"]["mode"] == "append"
     assert where["prompts"]["template"]["with_tools"]["drops_reasoning"] == ["user"]
     turns = tk.read_turns(run)
@@ -75,6 +75,7 @@ def test_serve_records_until_it_is_interrupted(tmp_path):
             ["--tool-form", "x"], "x is none of qwen3-coder", id="no such form"
         ),
         pytest.param(["--engine", "tgi"], "invalid choice", id="no such engine"),
+        pytest.param(["--host", "0.0.0.0"], "give --admin-token", id="open to all"),
     ],
 )
 def test_serve_refuses_options_that_do_not_fit(tmp_path, capsys, options, said):

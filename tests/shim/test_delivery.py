@@ -1,0 +1,299 @@
+"""A turn whose answer reached no client is context only."""
+
+import asyncio
+import json
+import socket
+import struct
+import threading
+
+import pytest
+from hypothesis import given
+
+import trajkit as tk
+from tests.shim.clients import http, in_process
+from tests.shim.fakes import RENDERER, Held, ScriptedEngine, sampled
+from tests.strategies import delivery_steps
+from trajkit_shim.app import create_app
+from trajkit_shim.delivery import Delivery
+from trajkit_shim.log import TurnLog
+from trajkit_shim.serve import _server
+
+RETRY = (b"x-stainless-retry-count", b"1")
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+class Line:
+    """One connection to the app.
+
+    It breaks once ``lost_after`` messages were sent, or one with ``lost_with`` in it.
+    """
+
+    def __init__(
+        self, session, *, stream=False, lost_after=None, lost_with=None, raises=None
+    ):
+        self.body = json.dumps({"messages": MESSAGES, "stream": stream}).encode()
+        self.session = session
+        self.lost_after = lost_after
+        self.lost_with = lost_with
+        self.raises = raises
+        self.gone = asyncio.Event()
+        self.sent = []
+
+    async def receive(self):
+        if self.body:
+            body, self.body = self.body, b""
+            return {"type": "http.request", "body": body}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message):
+        if self.gone.is_set():
+            if self.raises is not None:
+                raise self.raises
+            return
+        self.sent.append(message)
+        with_it = self.lost_with and self.lost_with in message.get("body", b"")
+        if with_it or len(self.sent) == self.lost_after:
+            self.gone.set()
+            # the server looks at its sockets
+            for _ in range(5):
+                await asyncio.sleep(0)
+
+    async def ask(self, gateway, *headers):
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/chat/completions",
+            "query_string": b"",
+            "headers": [(b"x-session-id", self.session.encode()), *headers],
+        }
+        await gateway.app(scope, self.receive, self.send)
+
+
+def logged(gateway):
+    """``trainable`` and ``amended`` of each turn."""
+    turns = tk.read_turns(gateway.log.directory).to_pylist()
+    return [(turn["trainable"], turn.get("amended")) for turn in turns]
+
+
+@pytest.fixture
+async def gateway(tmp_path):
+    engine = ScriptedEngine(*"abcd")
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        yield gateway
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_an_answer_that_arrives_is_amended_by_nothing(gateway, stream):
+    line = Line(await gateway.open_id(), stream=stream)
+    await line.ask(gateway)
+    assert logged(gateway) == [(True, None)]
+    assert (await gateway.session(gateway.client(line.session)))["undelivered"] == 0
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("raises", [None, OSError("closed")], ids=["silent", "raises"])
+async def test_a_client_that_leaves_before_its_answer(gateway, stream, raises):
+    line = Line(await gateway.open_id(), stream=stream, lost_after=1, raises=raises)
+    await line.ask(gateway)
+    assert len(line.sent) == 1
+    assert logged(gateway) == [(False, "undelivered")]
+    assert (await gateway.session(gateway.client(line.session)))["undelivered"] == 1
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("lost_after", "told"),
+    [
+        pytest.param(1, (False, "undelivered"), id="the head"),
+        pytest.param(2, (False, "undelivered"), id="half of it"),
+        pytest.param(3, (True, None), id="all of it"),
+    ],
+)
+async def test_a_client_that_leaves_in_the_midst_of_a_long_answer(
+    tmp_path, lost_after, told
+):
+    engine = ScriptedEngine("x" * 100_000)
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        line = Line(await gateway.open_id(), lost_after=lost_after)
+        await line.ask(gateway)
+        assert logged(gateway) == [told]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("lost_with", "told"),
+    [
+        pytest.param(b'"content": "late"', (False, "undelivered"), id="half of it"),
+        pytest.param(b"[DONE]", (True, None), id="all of it"),
+    ],
+)
+async def test_a_client_that_leaves_a_stream_that_has_begun(tmp_path, lost_with, told):
+    held = Held("late")
+    options = {"ping_seconds": 0.001}
+    async with in_process(
+        ScriptedEngine(held), RENDERER, tmp_path, **options
+    ) as gateway:
+        line = Line(await gateway.open_id(), stream=True, lost_with=lost_with)
+        call = asyncio.create_task(line.ask(gateway))
+        while len(line.sent) < 3:
+            await asyncio.sleep(0)
+        held.release.set()
+        await call
+        assert lost_with in line.sent[-1]["body"]
+        assert logged(gateway) == [told]
+
+
+@pytest.mark.anyio
+async def test_a_request_that_is_cancelled_while_its_answer_is_sent(gateway):
+    line = Line(await gateway.open_id())
+    entered = asyncio.Event()
+
+    async def stuck(message):
+        entered.set()
+        await asyncio.Event().wait()
+
+    line.send = stuck
+    call = asyncio.create_task(line.ask(gateway))
+    await entered.wait()
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    assert logged(gateway) == [(False, "undelivered")]
+
+
+@pytest.mark.anyio
+async def test_an_answer_that_cannot_be_written_is_not_delivered(gateway, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no words")
+
+    session = await gateway.open_id()
+    with monkeypatch.context() as patch:
+        patch.setattr("trajkit_shim.app._json", fail)
+        with pytest.raises(RuntimeError, match="no words"):
+            await Line(session).ask(gateway)
+    assert logged(gateway) == [(False, "undelivered")]
+
+
+@pytest.mark.anyio
+async def test_an_answer_that_is_given_again_and_arrives_trains_after_all(gateway):
+    session = await gateway.open_id()
+    await Line(session, lost_after=1).ask(gateway)
+    await Line(session, lost_after=1).ask(gateway, RETRY)
+    assert logged(gateway) == [(False, "undelivered")]
+    again = Line(session)
+    await again.ask(gateway, RETRY)
+    assert json.loads(again.sent[1]["body"])["choices"][0]["message"]["content"] == "a"
+    assert logged(gateway) == [(True, "delivered")]
+    # and is not lost again
+    await Line(session, lost_after=1).ask(gateway, RETRY)
+    assert logged(gateway) == [(True, "delivered")]
+    assert (await gateway.session(gateway.client(session)))["undelivered"] == 0
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("lost", [(1, None), (None, 1)], ids=["first", "second"])
+async def test_one_of_two_connections_is_enough(tmp_path, lost):
+    held = Held("a")
+    async with in_process(ScriptedEngine(held), RENDERER, tmp_path) as gateway:
+        session = await gateway.open_id(replay=True)
+        lines = [Line(session, lost_after=each) for each in lost]
+        calls = [asyncio.create_task(line.ask(gateway)) for line in lines]
+        while (await gateway.session(gateway.client(session)))["replayed"] == 0:
+            await asyncio.sleep(0)
+        held.release.set()
+        await asyncio.gather(*calls)
+        ((trainable, _),) = logged(gateway)
+    assert trainable
+
+
+@pytest.mark.anyio
+async def test_what_is_lost_is_not_trained_and_counted(gateway):
+    session = await gateway.open_id()
+    await Line(session, lost_after=1).ask(gateway)
+    await Line(session).ask(gateway)
+    turns = tk.read_turns(gateway.log.directory)
+    rows, report = tk.linearize(turns, reward=1.0, report=True)
+    assert turns["resend_of"].is_valid().to_pylist() == [False, True]
+    assert sum(sum(mask) for mask in rows["loss_mask"].to_pylist()) == 2
+    assert report["lost_untrainable"].to_pylist() == [2]
+    assert len(tk.verify(rows, turns)) == 0
+
+
+@given(delivery_steps)
+def test_a_turn_trains_once_any_connection_was_reached(steps):
+    lines = []
+    delivery = Delivery(lambda *line: lines.append(line))
+    under_way, reached = {}, False
+    for name, well in steps:
+        if name not in under_way:
+            under_way[name] = delivery.attempt()
+            under_way[name] = (under_way[name], under_way[name].__enter__())
+        else:
+            manager, attempt = under_way.pop(name)
+            attempt.reached = well
+            reached |= well
+            manager.__exit__(None, None, None)
+        if not under_way:
+            context_only = bool(lines) and lines[-1] == ("undelivered", False)
+            assert context_only == (not reached)
+    assert len(lines) <= 2
+
+
+def test_a_client_that_hangs_up_on_a_socket(tmp_path):
+    """The reply is longer than what the two ends of the connection can hold."""
+    log = TurnLog(tmp_path)
+    engine = ScriptedEngine(sampled("x" * 600_000), "b")
+    app = create_app(engine, RENDERER, log)
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    host, port = listener.getsockname()
+    server = _server(app)
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+    with listener:
+        thread.start()
+        try:
+            url = f"http://{host}:{port}"
+            key = http.post(f"{url}/sessions").json()["api_key"]
+            body = json.dumps({"messages": MESSAGES}).encode()
+            with socket.socket() as line:
+                line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                line.connect((host, port))
+                line.sendall(
+                    b"POST /v1/chat/completions HTTP/1.1\r\nHost: gateway\r\n"
+                    b"Authorization: Bearer %s\r\nContent-Length: %d\r\n\r\n%s"
+                    % (key.encode(), len(body), body)
+                )
+                line.settimeout(60)
+                assert line.recv(12) == b"HTTP/1.1 200"
+                # hang up with a reset
+                line.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                )
+            answer = http.post(
+                f"{url}/v1/chat/completions",
+                headers={"authorization": f"Bearer {key}"},
+                json={"messages": MESSAGES},
+            )
+            assert answer.status_code == 200
+        finally:
+            server.should_exit = True
+            thread.join()
+    turns = tk.read_turns(tmp_path)
+    assert turns["trainable"].to_pylist() == [False, True]
+    assert turns["amended"].to_pylist() == ["undelivered", None]
+
+
+@pytest.mark.anyio
+async def test_a_client_that_leaves_before_it_has_sent_its_request(gateway, caplog):
+    line = Line(await gateway.open_id())
+    line.body = b""
+    line.gone.set()
+    line.gone.is_set = lambda: False
+    await line.ask(gateway)
+    assert line.sent[0]["status"] == 499
+    assert caplog.records == []
+    assert logged(gateway) == []
+    shown = await gateway.session(gateway.client(line.session))
+    assert shown["in_flight"] == 0
