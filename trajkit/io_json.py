@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 import pyarrow as pa
 
 from trajkit.errors import FormatError, InvalidTurnsError, TornLogWarning
+from trajkit.json_arrays import IDS, ITEMS, NUMBERS, Reader, Shape
 from trajkit.json_text import parse
 from trajkit.schema import TURNS, TURNS_DELTA
 from trajkit.tables import place
@@ -23,8 +24,33 @@ _MESSAGES = ("messages", "response")
 _WRITTEN_NULL = ("use_tool",)
 
 
-def lines(source: pa.NativeFile, name: str) -> Iterator[dict[str, object]]:
+# where a call has arrays that are worth a reader of their own
+_CALL: Shape = {
+    "prompt_ids": IDS,
+    "output_ids": IDS,
+    "output_logprobs": NUMBERS,
+    "prompt_messages": ITEMS,
+}
+
+
+def calls(source: pa.NativeFile, name: str) -> Iterator[dict[str, object]]:
+    """As `lines`, of recorded calls: their ids and logprobs are numpy arrays."""
+    return lines(source, name, _CALL)
+
+
+def lines(
+    source: pa.NativeFile, name: str, shape: Shape | None = None
+) -> Iterator[dict[str, object]]:
     """The objects of a file of JSON lines; empty lines are passed over.
+
+    Parameters
+    ----------
+    source : NativeFile
+    name : str
+        What errors call it.
+    shape : mapping, optional
+        Where arrays of numbers stand, which become numpy arrays; see
+        `trajkit.json_arrays.Reader`.
 
     Raises
     ------
@@ -36,11 +62,12 @@ def lines(source: pa.NativeFile, name: str) -> Iterator[dict[str, object]]:
     TornLogWarning
         The last line has no end and is no JSON.
     """
+    read = _plain if shape is None else Reader(shape).read
     for number, (line, whole) in enumerate(_split(source, name), 1):
-        if not line.strip():
+        if not line or line.isspace():
             continue
         try:
-            value = parse(line.decode())
+            value = read(line)
         except ValueError as error:
             if whole:
                 raise FormatError(f"{name}, line {number}: {error}") from None
@@ -56,6 +83,10 @@ def lines(source: pa.NativeFile, name: str) -> Iterator[dict[str, object]]:
         yield value
 
 
+def _plain(line: bytes) -> object:
+    return parse(line.decode())
+
+
 def _split(source: pa.NativeFile, name: str) -> Iterator[tuple[bytes, bool]]:
     """Lines without their end, and whether they had one."""
     pending: list[bytes] = []
@@ -67,11 +98,13 @@ def _split(source: pa.NativeFile, name: str) -> Iterator[tuple[bytes, bool]]:
                 raise FormatError(f"{name} cannot be read whole: {error}") from None
             if not block:
                 break
-            first, *rest = block.split(b"\n")
-            pending.append(first)
-            for line in rest:
+            at = 0
+            # not split, which looks at every byte by itself
+            while (end := block.find(b"\n", at)) >= 0:
+                pending.append(block[at:end])
                 yield b"".join(pending), True
-                pending = [line]
+                pending, at = [], end + 1
+            pending.append(block[at:])
     last = b"".join(pending)
     if last:
         yield last, False
