@@ -63,7 +63,7 @@ def lines(
         The last line has no end and is no JSON.
     """
     read = _plain if shape is None else Reader(shape).read
-    for number, (line, whole) in enumerate(_split(source, name), 1):
+    for number, (line, whole) in enumerate(split_lines(source, name), 1):
         if not line or line.isspace():
             continue
         try:
@@ -87,7 +87,7 @@ def _plain(line: bytes) -> object:
     return parse(line.decode())
 
 
-def _split(source: pa.NativeFile, name: str) -> Iterator[tuple[bytes, bool]]:
+def split_lines(source: pa.NativeFile, name: str) -> Iterator[tuple[bytes, bool]]:
     """Lines without their end, and whether they had one."""
     pending: list[bytes] = []
     with source:
