@@ -65,7 +65,10 @@ def whole(records):
 
 def same(turns, records, names=CORE + TALK):
     """Whether imported turns are those of records, in what the format carries."""
-    expected = tk.from_records(records)
+    # without a reply it is unknown whether it calls a tool
+    expected = tk.from_records(
+        r if r.get("response_message") else {**r, "use_tool": None} for r in records
+    )
     assert turns.schema.names == [*TURNS.names, *EXTRAS.names]
     assert turns.select(list(names)).equals(expected.select(list(names)))
 

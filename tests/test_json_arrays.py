@@ -1,6 +1,7 @@
 import io
 import json
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.strategies import call_lines, json_floats
-from trajkit import _core
+from trajkit import _core, json_arrays
 from trajkit.errors import LayoutError, TrajkitError
 from trajkit.io_json import _CALL, lines
 from trajkit.json_arrays import EACH, IDS, ITEMS, NUMBERS, Reader
@@ -55,6 +56,11 @@ def read(text, objects):
 @example([b'{"prompt_ids": [1], "a": NaN}', b'{"a": NaN, "prompt_ids": [1]}'])
 def test_a_reader_reads_what_the_plain_parser_reads(texts):
     reader = Reader(_CALL)
+    with mock.patch.multiple(json_arrays, _WORTH=0, _KEPT=2):
+        compare(reader, texts)
+
+
+def compare(reader, texts):
     for text in texts:
         expected = outcome(lambda text=text: parse(text.decode()))
         found = outcome(lambda text=text: reader.read(text))
@@ -70,7 +76,8 @@ def test_a_reader_reads_what_the_plain_parser_reads(texts):
 @given(st.lists(call_lines(), max_size=6))
 def test_a_log_gives_the_same_turns_and_the_same_errors_either_way(texts):
     log = b"\n".join([*texts, b""])
-    fast = read(log, lambda file, name: lines(file, name, _CALL))
+    with mock.patch.multiple(json_arrays, _WORTH=0, _KEPT=2):
+        fast = read(log, lambda file, name: lines(file, name, _CALL))
     assert fast == read(log, lines)
 
 
@@ -139,15 +146,18 @@ def test_arrays_are_found_along_the_shape_and_nowhere_else():
     assert value["token_ids"] == [1]
 
 
-def test_what_begins_like_the_line_before_is_not_read_again():
+def test_what_begins_like_an_earlier_line_is_not_read_again(monkeypatch):
+    monkeypatch.setattr(json_arrays, "_WORTH", 0)
     reader = Reader({"prompt_messages": ITEMS, "prompt_ids": IDS})
     before = reader.read(
         b'{"prompt_messages": [{"a": 1}, {"b": 2}], "prompt_ids": [1]}'
     )
+    reader.read(b'{"prompt_messages": [0], "prompt_ids": [7]}')
     after = reader.read(
         b'{"prompt_messages": [{"a": 1}, {"b": 2}, 3], "prompt_ids": [1, 2]}'
     )
     assert after["prompt_messages"][0] is before["prompt_messages"][0]
+    assert after["prompt_messages"][1] is before["prompt_messages"][1]
     assert after["prompt_messages"][2] == 3
     assert before["prompt_ids"].tolist() == [1]
     assert after["prompt_ids"].tolist() == [1, 2]

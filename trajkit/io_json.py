@@ -15,7 +15,8 @@ from trajkit.json_text import parse
 from trajkit.schema import TURNS, TURNS_DELTA
 from trajkit.tables import place
 
-_BLOCK_BYTES = 1 << 20
+# read at a time; a longer line has twice that, and twice that again
+_BLOCK_BYTES = 1 << 22
 # rows that are Python objects at a time
 _BATCH = 64
 
@@ -89,25 +90,29 @@ def _plain(line: bytes) -> object:
 
 def split_lines(source: pa.NativeFile, name: str) -> Iterator[tuple[bytes, bool]]:
     """Lines without their end, and whether they had one."""
-    pending: list[bytes] = []
+    # one piece of memory for the whole file, and one copy out of it for each line
+    room = bytearray(_BLOCK_BYTES)
+    held = 0
     with source:
         while True:
+            if held == len(room):
+                room += bytes(len(room))
             try:
-                block = source.read(_BLOCK_BYTES)
+                with memoryview(room)[held:] as free:
+                    n_read = source.readinto(free)
             except OSError as error:  # of the codec: a broken or cut file
                 raise FormatError(f"{name} cannot be read whole: {error}") from None
-            if not block:
+            if not n_read:
                 break
-            at = 0
-            # not split, which looks at every byte by itself
-            while (end := block.find(b"\n", at)) >= 0:
-                pending.append(block[at:end])
-                yield b"".join(pending), True
-                pending, at = [], end + 1
-            pending.append(block[at:])
-    last = b"".join(pending)
-    if last:
-        yield last, False
+            stop, searched, at = held + n_read, held, 0
+            while (end := room.find(b"\n", searched, stop)) >= 0:
+                with memoryview(room)[at:end] as line:
+                    yield line.tobytes(), True
+                searched = at = end + 1
+            room[: stop - at] = room[at:stop]
+            held = stop - at
+    if held:
+        yield bytes(room[:held]), False
 
 
 def by_session(

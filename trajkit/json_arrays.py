@@ -4,7 +4,7 @@ A `Reader` knows where such arrays stand in a text (its shape), reads them into 
 itself, and leaves the rest to `trajkit.json_text`. What it cannot take for what the
 shape says (an id of 3.0, a null) stays in the rest, so that whoever looks at the value
 sees what ``json.loads`` gives. Logs repeat themselves: a prompt begins like the one of
-the line before, and what begins with the same bytes is not read again.
+the turn before, and what begins with the same bytes is not read again.
 """
 
 import json
@@ -25,7 +25,7 @@ Shape: TypeAlias = Mapping[str, Union["Shape", Leaf]]
 
 `IDS` is an array of integers in [0, 2**31), which becomes one of int32; `NUMBERS` one of
 numbers, which becomes one of float64; `ITEMS` one of anything, whose elements are the very
-objects of the line before, where the text is the same.
+objects of an earlier line, where the text is the same.
 """
 
 IDS: Final[Leaf] = "ids"
@@ -40,18 +40,56 @@ _Cut: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.float64] | list[object]
 _HOLE = b"NaN"
 
 
+# arrays that are kept for those that begin like them: of sessions that run side by side
+_KEPT = 32
+# bytes of an array for which this is worth it
+_WORTH = 1 << 12
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """An array that was read: where it stood, its brackets aside, and what it held."""
+
+    line: bytes
+    start: int
+    stop: int
+    ids: _Ids
+    items: list[object]
+    # where each item ends, counted from start
+    ends: list[int]
+
+
+_NOTHING = _Seen(b"", 0, 0, np.empty(0, np.int32), [], [])
+
+
 @dataclass(slots=True)
 class _Slot:
-    """A place of the shape, and the array that stood there last, its brackets aside."""
+    """A place of the shape, and arrays that stood there, the latest last."""
 
     leaf: Leaf
-    line: bytes = b""
-    start: int = 0
-    stop: int = 0
-    ids: _Ids = field(default_factory=lambda: np.empty(0, np.int32))
-    items: list[object] = field(default_factory=list)
-    # where each item ends, counted from start
-    ends: list[int] = field(default_factory=list)
+    seen: list[_Seen] = field(default_factory=list)
+
+    def closest(self, line: bytes, start: int) -> tuple[_Seen, int]:
+        """The array that begins like ``line[start:]`` for longest, and for how long."""
+        found, same = _NOTHING, 0
+        for one in reversed(self.seen):
+            n = _core.json_shared(line, start, one.line, one.start, one.stop)
+            if n > same:
+                found, same = one, n
+                if n == one.stop - one.start:
+                    break
+        return found, same
+
+    def keep(self, array: _Seen, before: _Seen, same: int) -> None:
+        """Remember an array for those that begin like it; of two alike, the longer."""
+        size, size_before = array.stop - array.start, before.stop - before.start
+        if size < _WORTH:
+            return
+        if 2 * same > min(size, size_before):
+            array = array if size >= size_before else before
+            self.seen = [one for one in self.seen if one is not before]
+        self.seen.append(array)
+        del self.seen[:-_KEPT]
 
 
 _Places: TypeAlias = Mapping[bytes, Union["_Places", _Slot]]
@@ -142,13 +180,24 @@ class Reader:
 
     def _array(self, line: bytes, at: int, slot: _Slot) -> int:
         start = at + 1
-        same = _core.json_shared(line, start, slot.line, slot.start, slot.stop)
+        before, same = slot.closest(line, start)
+        cut: _Cut | None
         if slot.leaf == ITEMS:
-            items, stop = _read_items(line, start, slot, same)
-            cut: _Cut | None = items
+            items, ends, stop = _read_items(line, start, before, same)
+            seen = _Seen(line, start, stop, _NOTHING.ids, items, ends)
+            slot.keep(seen, before, same)
+            cut = items
         else:
             stop = _core.json_array_end(line, start + same)
-            cut = _read_numbers(line, start, stop, slot, same)
+            if stop < 0:
+                raise _OddError
+            if slot.leaf == NUMBERS:
+                cut = _read_numbers(line, start, stop)
+            else:
+                cut = ids = _read_ids(line, start, stop, before, same)
+                if ids is not None:
+                    seen = _Seen(line, start, stop, ids, [], [])
+                    slot.keep(seen, before, same)
         if cut is None:
             return _end(line, at)
         if len(cut):
@@ -158,37 +207,38 @@ class Reader:
         return stop + 1
 
 
-def _read_numbers(
-    line: bytes, start: int, stop: int, slot: _Slot, same: int
-) -> npt.NDArray[np.int32] | npt.NDArray[np.float64] | None:
+def _read_numbers(line: bytes, start: int, stop: int) -> npt.NDArray[np.float64] | None:
     """The numbers in ``line[start:stop]``; None where something else stands there."""
-    if stop < 0:
-        raise _OddError
-    if slot.leaf == NUMBERS:
-        numbers = np.empty(_core.json_commas(line, start, stop) + 1)
-        return numbers if _core.json_numbers(line, start, numbers) else None
+    numbers = np.empty(_core.json_commas(line, start, stop) + 1)
+    return numbers if _core.json_numbers(line, start, numbers) else None
+
+
+def _read_ids(
+    line: bytes, start: int, stop: int, before: _Seen, same: int
+) -> _Ids | None:
+    """The ids in ``line[start:stop]``; None where something else stands there."""
     # what stands before the last comma of what is the same is the same ids
     known = line.rfind(b",", start, start + same) + 1
     n_known = 0
     if known:
-        after = slot.start + known - start
-        n_known = len(slot.ids) - _core.json_commas(slot.line, after, slot.stop) - 1
+        after = before.start + known - start
+        commas = _core.json_commas(before.line, after, before.stop)
+        n_known = len(before.ids) - commas - 1
     n_new = _core.json_commas(line, known or start, stop) + 1
     ids = np.empty(n_known + n_new, np.int32)
     if not _core.json_ids(line, known or start, ids[n_known:]):
         return None
-    ids[:n_known] = slot.ids[:n_known]
-    slot.line, slot.start, slot.stop, slot.ids = line, start, stop, ids
+    ids[:n_known] = before.ids[:n_known]
     return ids
 
 
 def _read_items(
-    line: bytes, start: int, slot: _Slot, same: int
-) -> tuple[list[object], int]:
-    """The items of the array from ``start`` on, and where its closing bracket stands."""
+    line: bytes, start: int, before: _Seen, same: int
+) -> tuple[list[object], list[int], int]:
+    """The items of the array from ``start`` on, where each ends, and where all end."""
     # one that goes on behind what is the same (12, 123) has no comma there, and is odd
-    n_known = bisect_right(slot.ends, same)
-    items, ends = slot.items[:n_known], slot.ends[:n_known]
+    n_known = bisect_right(before.ends, same)
+    items, ends = before.items[:n_known], before.ends[:n_known]
     at = _core.json_space_end(line, start + ends[-1] if ends else start)
     more = True
     if ends:
@@ -205,9 +255,7 @@ def _read_items(
         if len(new) != len(ends) - n_known:
             raise _OddError
         items += new
-    slot.line, slot.start, slot.stop = line, start, at - 1
-    slot.items, slot.ends = items, ends
-    return items, at - 1
+    return items, ends, at - 1
 
 
 def _end(line: bytes, at: int) -> int:

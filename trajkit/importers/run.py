@@ -196,6 +196,8 @@ def _record(found: Found, number: int) -> Record | None:
         text = f"{len(logprobs)} logprobs for {len(output)} output ids"  # type: ignore[arg-type]
         found.remarks.append(("logprobs_unaligned", text))
     known = {name: value for name, value in fields.items() if value is not None}
+    if "response_message" not in known:
+        known["use_tool"] = None
     return {"sampled": True, **known, "session_id": found.session, "turn_index": number}
 
 
