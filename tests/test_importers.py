@@ -14,6 +14,7 @@ from tests.strategies import runs
 from trajkit.cli import main
 from trajkit.errors import FormatError
 from trajkit.importers import FORMATS
+from trajkit.importers.found import KEPT, LEFT_OUT
 from trajkit.importers.run import EXTRAS, _fitting, _head
 from trajkit.schema import IMPORT_REPORT, TURNS
 
@@ -760,3 +761,9 @@ def test_the_command_takes_a_tokenizer_for_transcripts(tmp_path, capsys):
     turns = tk.read_turns(out)
     assert turns["sampled"].to_pylist() == [False]
     assert main([*arguments, "--tokenizer", str(tmp_path / "none")]) == 3
+
+
+def test_the_page_names_every_format_problem_and_column():
+    page = (ROOT / "docs/import.md").read_text("utf-8")
+    names = [*FORMATS, *LEFT_OUT, *KEPT, *EXTRAS.names]
+    assert [name for name in names if f"`{name}`" not in page] == []
