@@ -1,3 +1,4 @@
+import contextlib
 import json
 import sqlite3
 from pathlib import Path
@@ -675,6 +676,21 @@ def test_a_damaged_pickle_is_refused(tmp_path, content):
     (tmp_path / "x.pt").write_bytes(content)
     with pytest.raises(FormatError, match="no pickle that can be read"):
         tk.import_turns(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@in_files
+@given(at=st.floats(0, 1, exclude_max=True), value=st.integers(0, 255))
+def test_one_wrong_byte_is_told_and_nothing_worse(fresh, name, at, value):
+    folder = fresh()
+    WRITERS[name](folder)
+    file = min(one for one in folder.rglob("*") if one.is_file())
+    content = bytearray(file.read_bytes())
+    content[int(at * len(content))] = value
+    file.write_bytes(content)
+    with contextlib.suppress(FormatError):
+        turns, report = tk.import_turns(file, name, tokenizer=Letters())
+        assert len(turns) + len(report) < 6
 
 
 def test_a_tensor_beyond_its_numbers_is_refused(tmp_path):

@@ -60,7 +60,8 @@ def load(file: Path) -> object:
     FormatError
         It is neither, or is damaged.
     """
-    import zipfile  # nothing else needs it
+    import zipfile  # nothing else needs these
+    import zlib
 
     try:
         if not zipfile.is_zipfile(file):
@@ -77,19 +78,24 @@ def load(file: Path) -> object:
             return _Reader(
                 values, lambda key: archive.read(f"{folder}data/{key}")
             ).load()
-    # what a damaged pickle ends in: each opcode has its own way to fail
+    # what damaged bytes end in: each opcode, and each field of a zip, fails its own way
     except (
         pickle.UnpicklingError,
         zipfile.BadZipFile,
-        ValueError,
-        TypeError,
-        LookupError,
+        zlib.error,
+        ArithmeticError,
         AttributeError,
         EOFError,
+        ImportError,
+        LookupError,
         MemoryError,
-        OverflowError,
+        OSError,
+        RuntimeError,
+        TypeError,
+        ValueError,
     ) as error:
-        if isinstance(error, FormatError):
+        # of this module, or of a file that cannot be opened at all
+        if isinstance(error, FormatError) or getattr(error, "filename", None):
             raise
         said = str(error) or type(error).__name__
         raise FormatError(f"{file}: no pickle that can be read: {said}") from None
