@@ -4,6 +4,7 @@
     prefix.pxi   longest common prefix
     unbox.pxi    Python lists of numbers into flat buffers
     message.pxi  chat messages as canonical JSON
+    json.pxi     numbers of a JSON text into flat buffers
     columns.pxi  the columns of a turns table, through Arrow's C interface
     forest.pxi   the calls of a session as a forest of token paths
     bodies.pxi   which stored body a message means
@@ -24,6 +25,7 @@
 
 Kernels never allocate: the caller passes every output buffer.
 """
+from cpython.bytes cimport PyBytes_AS_STRING
 from cpython.dict cimport PyDict_GetItemWithError
 from cpython.float cimport PyFloat_AS_DOUBLE, PyFloat_CheckExact
 from cpython.list cimport PyList_GET_ITEM
@@ -32,7 +34,7 @@ from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.math cimport floor
 from libc.stdint cimport INT64_MAX, int8_t, int32_t, int64_t, intptr_t, uint8_t, uint64_t
-from libc.string cimport memcmp, memcpy, memset
+from libc.string cimport memchr, memcmp, memcpy, memset
 
 from rows cimport Call, Link, Message, Node, Request, Row, pos_t, token_t
 
@@ -51,6 +53,7 @@ BUILD = TRAJKIT_BUILD.decode("ascii")
 include "prefix.pxi"
 include "unbox.pxi"
 include "message.pxi"
+include "json.pxi"
 include "forest.pxi"
 include "route.pxi"
 include "route_prefix.pxi"

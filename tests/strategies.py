@@ -728,3 +728,97 @@ body_texts = _json_objects(
     st.sampled_from(["role", "content", "tool_calls", "name", "index"]),
 )
 """Bodies as JSON text: canonical, or spelled in other ways, or with a key twice."""
+
+
+# Texts of JSON lines
+
+
+json_spaces = st.sampled_from(["", "", "", " ", "\t", " \r "])
+_odd_numbers = st.sampled_from(
+    "3.0 1e3 true false null 2147483647 2147483648 99999999999 -0 -1 00 01 0 - 1. .5 1e "
+    "[] [1] {} NaN -Infinity 1_0 +1 '' \"1\" 123456789012345678901 ".split(" ")
+)
+_odd_floats = st.sampled_from(
+    '-0.0 0 -0 -1 1e-5 -1E-300 -1e400 1e999 -0.4012345671653748 0.1e1 null true "1" '
+    "-9007199254740993 -0.12345678901234567890123 -1.7976931348623157e308 4.9e-324 -1e5 "
+    "-00.1 -.1 -1.e1 -12345678901234567.5 -9007199254740993.5 1e22 1e23".split(" ")
+)
+json_floats = st.floats(-64, 0).map(repr) | st.floats(width=32).map(repr) | _odd_floats
+
+
+@st.composite
+def json_arrays(draw, elements, odd, size=6):
+    """The text of an array, mostly of ``elements``."""
+    texts = draw(st.lists(elements, max_size=size))
+    if draw(st.integers(0, 3)) == 0:
+        texts.insert(draw(st.integers(0, len(texts))), draw(odd))
+    comma = draw(st.sampled_from([",", ", ", " ,\t"]))
+    return f"[{draw(json_spaces)}{comma.join(texts)}{draw(json_spaces)}]"
+
+
+_small_ids = st.integers(0, 12).map(str)
+_json_texts = st.sampled_from(
+    ['"a"', '"\\"]"', '"[1, 2\\\\"', '"é\\ud800"', "{}", "1.0"]
+)
+_json_messages = st.sampled_from(
+    [
+        '{"role": "user", "content": "a"}',
+        '{"role":"user","content":"a]\\"\\\\"}',
+        '{"role": "user", "content": [{"prompt_ids": [1, 2]}, NaN]}',
+        '{"role": "assistant", "content": null, "tool_calls": [{"a": 1.0, "b": [[]]}]}',
+        '{"role": "tool", "content": "\\u2028é"}',
+        '{"content": "no role"}',
+        "12",
+        "123",
+    ]
+)
+
+
+@st.composite
+def call_lines(draw):
+    """The text of one line of a log of calls, mostly well formed."""
+    n = draw(st.integers(0, 4))
+    members = [
+        ("session_id", draw(st.sampled_from(['"a"', '"a"', '"b"', "null", "NaN"]))),
+        ("prompt_ids", draw(json_arrays(_small_ids, _odd_numbers, 12))),
+        (
+            "output_ids",
+            draw(
+                st.lists(_small_ids, min_size=n, max_size=n).map(
+                    lambda ids: f"[{', '.join(ids)}]"
+                )
+                | json_arrays(_small_ids, _odd_numbers)
+            ),
+        ),
+        (
+            "output_logprobs",
+            draw(
+                st.lists(json_floats, min_size=n, max_size=n).map(
+                    lambda values: f"[{', '.join(values)}]"
+                )
+                | json_arrays(json_floats, _odd_floats, 3)
+            ),
+        ),
+        (
+            "prompt_messages",
+            draw(st.just("null") | json_arrays(_json_messages, _json_texts, 4)),
+        ),
+    ]
+    extra = ["prompt_ids", "output_ids", "prompt_messages", "note", "use_tool"]
+    for _ in range(draw(st.sampled_from([0, 0, 0, 1, 2]))):
+        value = _json_texts | json_arrays(_small_ids, _odd_numbers)
+        members.append((draw(st.sampled_from(extra)), draw(value)))
+    if draw(st.integers(0, 3)) == 0:
+        members = draw(st.permutations(members))
+    names = {name: f'"{name}"' for name, _ in members}
+    if draw(st.integers(0, 7)) == 0:
+        names["prompt_ids"] = '"prompt\\u005fids"'
+    colon, comma = draw(st.sampled_from([(":", ","), (": ", ", "), (" :\t", " , ")]))
+    inner = comma.join(f"{names[name]}{colon}{value}" for name, value in members)
+    text = f"{{{draw(json_spaces)}{inner}{draw(json_spaces)}}}"
+    if draw(st.integers(0, 7)) == 0:
+        at = draw(st.integers(0, len(text)))
+        text = (
+            text[:at] + draw(st.sampled_from(["", "]", '"', ",", "x"])) + text[at + 1 :]
+        )
+    return text.encode("utf-8")

@@ -16,6 +16,7 @@ from trajkit.errors import (
     UnknownSessionError,
 )
 from trajkit.explain import explain_drift
+from trajkit.importers import import_turns
 from trajkit.io import (
     iter_turns,
     read_rows,
@@ -65,6 +66,7 @@ __all__ = [
     "explain_drift",
     "from_records",
     "full_rows",
+    "import_turns",
     "iter_turns",
     "label_branches",
     "lcp",

@@ -7,7 +7,7 @@ by the rules of `trajkit.validate`, but for message bodies and empty prompts.
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, TypeAlias, TypeGuard
 
@@ -41,6 +41,7 @@ from trajkit.validate import Nonfinite, check_rows, check_turns
 
 Source: TypeAlias = str | os.PathLike[str] | BinaryIO | TableLike
 Sink: TypeAlias = str | os.PathLike[str] | BinaryIO
+_Objects: TypeAlias = Iterator[dict[str, object]]
 
 
 def read_turns(
@@ -90,7 +91,7 @@ def read_turns(
     pieces = []
     lines: list[Iterator[dict[str, object]]] = []
     source, amendments = _amended(source, format)
-    for part in _parts(source, format):
+    for part in _parts(source, format, lines_of=io_json.calls):
         if isinstance(part, Iterator):
             lines.append(part)
         else:
@@ -125,7 +126,7 @@ def iter_turns(
         whole = piece if amendments is None else amendments.fold_into(piece)
         yield from whole.to_batches(max_chunksize=batch_rows)
 
-    for part in _parts(source, format, batch_rows):
+    for part in _parts(source, format, batch_rows, io_json.calls):
         if isinstance(part, Iterator):
             for records in io_json.by_session(part, batch_rows):
                 piece = from_records(records)
@@ -312,7 +313,10 @@ def _amended(
 
 
 def _parts(
-    source: Source | list[Path], format: Format | None, batch_rows: int | None = None
+    source: Source | list[Path],
+    format: Format | None,
+    batch_rows: int | None = None,
+    lines_of: Callable[[pa.NativeFile, str], _Objects] = io_json.lines,
 ) -> Iterator[pa.Table | Iterator[dict[str, object]]]:
     """Tables as the files hold them, or the objects of a file of JSON lines."""
     if isinstance(source, pa.Table | pa.RecordBatch):
@@ -343,7 +347,7 @@ def _parts(
     for file in files:
         kind = format or format_of(file)
         if is_json(kind):
-            yield io_json.lines(open_input(file, kind), name_of(file))
+            yield lines_of(open_input(file, kind), name_of(file))
         else:
             for batch in read_batches(file, kind, batch_rows):
                 yield pa.Table.from_batches([batch])

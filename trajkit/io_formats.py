@@ -59,7 +59,7 @@ def format_of(file: Path | BinaryIO, *, writing: bool = False) -> Format:
         Neither says one.
     """
     if isinstance(file, Path):
-        kind = _by_suffix(file)
+        kind = kind_of(file)
         if kind is None:
             raise FormatError(
                 f"{file}: the suffix is of no known format: expected one of "
@@ -85,7 +85,8 @@ def format_of(file: Path | BinaryIO, *, writing: bool = False) -> Format:
     raise FormatError(f"{name_of(file)} begins with {head!r}, as no known format does")
 
 
-def _by_suffix(path: Path) -> Format | None:
+def kind_of(path: Path) -> Format | None:
+    """The format that the suffix of a path says, or None."""
     name = path.name.lower()
     found = [suffix for suffix in _SUFFIXES if name.endswith(suffix)]
     return _SUFFIXES[max(found, key=len)] if found else None
@@ -104,7 +105,7 @@ def paths_in(path: Path) -> list[Path]:
     found = sorted(
         file
         for file in path.rglob("*")
-        if _by_suffix(file) is not None
+        if kind_of(file) is not None
         and file.is_file()
         and not any(
             part.startswith((".", "_")) for part in file.relative_to(path).parts

@@ -10,11 +10,13 @@ from typing import Any, TypedDict
 import pyarrow as pa
 
 from trajkit.errors import FormatError, InvalidTurnsError, TornLogWarning
+from trajkit.json_arrays import IDS, ITEMS, NUMBERS, Reader, Shape
 from trajkit.json_text import parse
 from trajkit.schema import TURNS, TURNS_DELTA
 from trajkit.tables import place
 
-_BLOCK_BYTES = 1 << 20
+# read at a time; a longer line has twice that, and twice that again
+_BLOCK_BYTES = 1 << 22
 # rows that are Python objects at a time
 _BATCH = 64
 
@@ -23,8 +25,33 @@ _MESSAGES = ("messages", "response")
 _WRITTEN_NULL = ("use_tool",)
 
 
-def lines(source: pa.NativeFile, name: str) -> Iterator[dict[str, object]]:
+# where a call has arrays that are worth a reader of their own
+_CALL: Shape = {
+    "prompt_ids": IDS,
+    "output_ids": IDS,
+    "output_logprobs": NUMBERS,
+    "prompt_messages": ITEMS,
+}
+
+
+def calls(source: pa.NativeFile, name: str) -> Iterator[dict[str, object]]:
+    """As `lines`, of recorded calls: their ids and logprobs are numpy arrays."""
+    return lines(source, name, _CALL)
+
+
+def lines(
+    source: pa.NativeFile, name: str, shape: Shape | None = None
+) -> Iterator[dict[str, object]]:
     """The objects of a file of JSON lines; empty lines are passed over.
+
+    Parameters
+    ----------
+    source : NativeFile
+    name : str
+        What errors call it.
+    shape : mapping, optional
+        Where arrays of numbers stand, which become numpy arrays; see
+        `trajkit.json_arrays.Reader`.
 
     Raises
     ------
@@ -36,11 +63,12 @@ def lines(source: pa.NativeFile, name: str) -> Iterator[dict[str, object]]:
     TornLogWarning
         The last line has no end and is no JSON.
     """
-    for number, (line, whole) in enumerate(_split(source, name), 1):
-        if not line.strip():
+    read = _plain if shape is None else Reader(shape).read
+    for number, (line, whole) in enumerate(split_lines(source, name), 1):
+        if not line or line.isspace():
             continue
         try:
-            value = parse(line.decode())
+            value = read(line)
         except ValueError as error:
             if whole:
                 raise FormatError(f"{name}, line {number}: {error}") from None
@@ -56,25 +84,35 @@ def lines(source: pa.NativeFile, name: str) -> Iterator[dict[str, object]]:
         yield value
 
 
-def _split(source: pa.NativeFile, name: str) -> Iterator[tuple[bytes, bool]]:
+def _plain(line: bytes) -> object:
+    return parse(line.decode())
+
+
+def split_lines(source: pa.NativeFile, name: str) -> Iterator[tuple[bytes, bool]]:
     """Lines without their end, and whether they had one."""
-    pending: list[bytes] = []
+    # one piece of memory for the whole file, and one copy out of it for each line
+    room = bytearray(_BLOCK_BYTES)
+    held = 0
     with source:
         while True:
+            if held == len(room):
+                room += bytes(len(room))
             try:
-                block = source.read(_BLOCK_BYTES)
+                with memoryview(room)[held:] as free:
+                    n_read = source.readinto(free)
             except OSError as error:  # of the codec: a broken or cut file
                 raise FormatError(f"{name} cannot be read whole: {error}") from None
-            if not block:
+            if not n_read:
                 break
-            first, *rest = block.split(b"\n")
-            pending.append(first)
-            for line in rest:
-                yield b"".join(pending), True
-                pending = [line]
-    last = b"".join(pending)
-    if last:
-        yield last, False
+            stop, searched, at = held + n_read, held, 0
+            while (end := room.find(b"\n", searched, stop)) >= 0:
+                with memoryview(room)[at:end] as line:
+                    yield line.tobytes(), True
+                searched = at = end + 1
+            room[: stop - at] = room[at:stop]
+            held = stop - at
+    if held:
+        yield bytes(room[:held]), False
 
 
 def by_session(

@@ -729,3 +729,18 @@ VIOLATIONS = _schema(
     _required("detail", pa.string()),
 )
 """What breaks a rule in rows, one row per violation and run of tokens."""
+
+IMPORT_REPORT = _schema(
+    "import_report",
+    _required("file", pa.string()),
+    # where in the file: "line 3", "sample 0"
+    _required("place", pa.string()),
+    # null: the record does not say
+    pa.field("session_id", pa.string()),
+    # one of trajkit.importers.found's LEFT_OUT and KEPT
+    _required("problem", _names),
+    # whether the record still gave a turn
+    _required("kept", pa.bool_()),
+    _required("detail", pa.string()),
+)
+"""What an import could not take, or not whole: one row per record and problem."""

@@ -165,6 +165,9 @@ def _fill_ids(
     if values.dtype.kind not in "iu":
         raise InvalidTurnsError(f"{what} is of {values.dtype}: {_ID_RULE}")
     numbers: npt.NDArray[np.integer] = values  # type: ignore[assignment]
+    if numbers.dtype == np.int32 and numbers.min(initial=0) >= 0:
+        out[:] = numbers  # in range without asking twice for each
+        return
     bad = (numbers < 0) | (numbers > 0x7FFFFFFF)
     if bad.any():
         at = int(bad.argmax())

@@ -1,10 +1,10 @@
 """The ``trajkit`` command: parser, exit codes, one line per error.
 
-``linearize``, ``drift``, ``simulate``, ``verify``, ``compact`` and ``expand`` stand in
-this package. Further
-commands come from the entry-point group ``trajkit.commands``: an entry is a function
-that takes what ``ArgumentParser.add_subparsers`` returned, adds a parser to it, and
-sets ``run`` on it, a function from the parsed arguments to an exit code.
+``import``, ``linearize``, ``drift``, ``simulate``, ``verify``, ``compact`` and
+``expand`` stand in this package. Further commands come from the entry-point group
+``trajkit.commands``: an entry is a function that takes what
+``ArgumentParser.add_subparsers`` returned, adds a parser to it, and sets ``run`` on it, a
+function from the parsed arguments to an exit code.
 
 Nothing heavy is imported before the arguments are parsed, so that ``--help`` costs what
 ``import trajkit`` costs.
@@ -20,6 +20,7 @@ from typing import TextIO
 
 from trajkit.cli.compact import add_compact, add_expand
 from trajkit.cli.drift import add_drift
+from trajkit.cli.imports import add_import
 from trajkit.cli.linearize import add_linearize
 from trajkit.cli.simulate import add_simulate
 from trajkit.cli.verify import add_verify
@@ -94,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    add_import(commands)
     add_linearize(commands)
     add_drift(commands)
     add_simulate(commands)

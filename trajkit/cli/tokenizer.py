@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import cast
 
 from trajkit.errors import FormatError, PolicyError
+from trajkit.importers.run import ChatTokenizer
 from trajkit.tokenizer import Tokenizer
 
 
@@ -38,6 +39,34 @@ def load_tokenizer(path: Path) -> Tokenizer:
     except Exception as error:
         raise FormatError(f"{file}: no tokenizer: {error}") from error
     return fast
+
+
+def load_chat_tokenizer(path: Path, template: Path | None) -> ChatTokenizer:
+    """A tokenizer with a chat template: its own, or the one in a file.
+
+    Raises
+    ------
+    FileNotFoundError, FormatError, PolicyError
+        As for `load_tokenizer`; a FormatError also where it has no template.
+    """
+    if not path.exists():
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+    if path.is_dir():
+        read = cast("ChatTokenizer", _from_directory(path))
+    else:
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+        try:
+            from transformers import PreTrainedTokenizerFast
+        except ModuleNotFoundError as error:
+            raise _missing("transformers") from error
+        fast = load_tokenizer(path)
+        made = PreTrainedTokenizerFast(tokenizer_object=fast)  # type: ignore[no-untyped-call]
+        read = cast("ChatTokenizer", made)
+    if template is not None:
+        read.chat_template = template.read_text("utf-8")  # type: ignore[attr-defined]
+    if getattr(read, "chat_template", None) is None:
+        raise FormatError(f"{path}: this tokenizer has no chat template")
+    return read
 
 
 def _from_directory(path: Path) -> Tokenizer:

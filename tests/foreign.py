@@ -1,0 +1,379 @@
+"""Writers of the formats that `trajkit.importers` reads, for round trips.
+
+Each takes the records of `trajkit.from_records`, calls of a session in order, and writes
+files as the system's own code lays them out.
+"""
+
+import io
+import json
+import pickle
+import pickletools
+import sqlite3
+import zipfile
+from pathlib import Path
+
+import numpy as np
+
+
+def chat_response(record, *, ids_in="token_ids"):
+    """vLLM's answer on the chat route."""
+    choice = {
+        "index": 0,
+        "message": record.get("response_message"),
+        "finish_reason": record.get("finish_reason"),
+    }
+    given = record.get("output_logprobs")
+    if ids_in == "token_ids":
+        choice["token_ids"] = record["output_ids"]
+    if given is not None:
+        choice["logprobs"] = {
+            "content": [
+                {"token": f"token_id:{token}", "logprob": value}
+                for token, value in zip(record["output_ids"], given, strict=True)
+            ]
+        }
+    return {
+        "id": record.get("request_id"),
+        "model": "m",
+        "prompt_token_ids": record["prompt_ids"],
+        "choices": [choice],
+    }
+
+
+def completion_response(record):
+    """vLLM's answer on the route of completions."""
+    choice = {
+        "text": "",
+        "prompt_token_ids": record["prompt_ids"],
+        "token_ids": record["output_ids"],
+        "finish_reason": record.get("finish_reason"),
+    }
+    given = record.get("output_logprobs")
+    if given is not None:
+        tokens = ["a"] * len(given)
+        choice["logprobs"] = {"tokens": tokens, "token_logprobs": given}
+    return {"id": record.get("request_id"), "choices": [choice]}
+
+
+def meta_info(record):
+    """What SGLang says about an answer."""
+    given = record.get("output_logprobs")
+    meta = {"id": record.get("request_id"), "weight_version": "w"}
+    if record.get("finish_reason") is not None:
+        meta["finish_reason"] = {"type": record["finish_reason"]}
+    if given is not None:
+        meta["output_token_logprobs"] = [
+            [value, token, None]
+            for token, value in zip(record["output_ids"], given, strict=True)
+        ]
+    return meta
+
+
+def sglang_chat_response(record):
+    """SGLang's answer on the chat route."""
+    choice = {
+        "message": record.get("response_message"),
+        "prompt_token_ids": record["prompt_ids"],
+        "response_token_ids": record["output_ids"],
+        "finish_reason": record.get("finish_reason"),
+        "meta_info": meta_info(record),
+    }
+    return {"id": record.get("request_id"), "choices": [choice]}
+
+
+def native_response(record):
+    """SGLang's answer on its own route."""
+    return {
+        "id": record.get("request_id"),
+        "text": "",
+        "output_ids": record["output_ids"],
+        "meta_info": meta_info(record),
+    }
+
+
+RESPONSES = {
+    "vllm chat": chat_response,
+    "vllm chat without token_ids": lambda r: chat_response(r, ids_in="logprobs"),
+    "vllm completions": completion_response,
+    "sglang chat": sglang_chat_response,
+    "sglang generate": native_response,
+}
+
+
+def request(record, shape):
+    """The request that such an answer is one to."""
+    if shape == "sglang generate":
+        return {"input_ids": record["prompt_ids"], "return_logprob": True}
+    if shape == "vllm completions":
+        return {"prompt": record["prompt_ids"]}
+    return {"model": "m", "messages": record.get("prompt_messages") or []}
+
+
+def write_openai(folder, records, shape="vllm chat"):
+    lines = [
+        {
+            "session_id": record["session_id"],
+            "request": request(record, shape),
+            "response": RESPONSES[shape](record),
+        }
+        for record in records
+    ]
+    write_lines(folder / "log.jsonl", lines)
+
+
+def write_polar(folder, records, shape="vllm chat"):
+    for number, record in enumerate(records):
+        within = folder / "task_t" / "sessions" / f"s{number % 3}" / "completions"
+        within.mkdir(parents=True, exist_ok=True)
+        one = polar_completion(record, number, shape)
+        (within / f"{number:04}-{one['completion_id']}.json").write_text(
+            json.dumps(one)
+        )
+
+
+def polar_completion(record, number, shape="vllm chat"):
+    return {
+        "completion_id": f"msg_{number:012x}",
+        "timestamp": f"2026-01-01T00:00:{number:02}+00:00",
+        "session_id": record["session_id"],
+        "task_id": "t",
+        "original_request": {},
+        "transformed_request": request(record, shape),
+        "response": RESPONSES[shape](record),
+        "metadata": {},
+        "__written_at": "2026-01-01T00:01:00+00:00",
+    }
+
+
+def write_nemo(folder, records):
+    files = {}
+    for number, record in enumerate(records):
+        session = record["session_id"]
+        files.setdefault(session, []).append(nemo_entry(record, number))
+    for number, entries in enumerate(files.values()):
+        write_lines(folder / f"r{number}.tokens.jsonl", entries)
+        state = {"frozen": True, "incomplete": False}
+        (folder / f"r{number}.tokens.state.json").write_text(json.dumps(state))
+
+
+def nemo_entry(record, number):
+    return {
+        "schema_version": 3,
+        "rollout_id": record["session_id"],
+        "model_call_id": f"c{number}",
+        "model": "m",
+        "prompt_token_ids": record["prompt_ids"],
+        "generation_token_ids": record["output_ids"],
+        "generation_log_probs": record["output_logprobs"],
+        "output_items": [],
+        "created_at": 1.0 + number,
+    }
+
+
+def write_rllm(folder, records, *, chained=False):
+    """The gateway's store; ``chained``: prompts as what follows an earlier path."""
+    base = sqlite3.connect(folder / "gateway_traces.db")
+    base.executescript(
+        "CREATE TABLE traces (trace_id TEXT PRIMARY KEY, data TEXT, created_at REAL);"
+        "CREATE TABLE trace_sessions (trace_id TEXT, session_id TEXT, "
+        "run_id TEXT DEFAULT '', created_at REAL, PRIMARY KEY (trace_id, session_id));"
+    )
+    before = None
+    for number, record in enumerate(records):
+        data = {
+            "trace_id": f"t{number}",
+            "session_id": record["session_id"],
+            "model": "m",
+            "messages": record.get("prompt_messages") or [],
+            "prompt_token_ids": record["prompt_ids"],
+            "response_message": record.get("response_message") or {},
+            "completion_token_ids": record["output_ids"],
+            "logprobs": record.get("output_logprobs"),
+            "finish_reason": record.get("finish_reason"),
+            "weight_version": 3,
+            "timestamp": 5.0 + number,
+        }
+        path = record["prompt_ids"] + record["output_ids"]
+        if (
+            chained
+            and before is not None
+            and record["prompt_ids"][: len(before)] == before
+        ):
+            data["prompt_delta_token_ids"] = record["prompt_ids"][len(before) :]
+            data["parent_trace_id"] = f"t{number - 1}"
+            data["prompt_token_ids"] = []
+        before = path
+        created = float(number)
+        base.execute(
+            "INSERT INTO traces VALUES (?, ?, ?)",
+            (f"t{number}", json.dumps(data), created),
+        )
+        base.execute(
+            "INSERT INTO trace_sessions VALUES (?, ?, '', ?)",
+            (f"t{number}", record["session_id"], created),
+        )
+    base.commit()
+    base.close()
+
+
+def write_steps(folder, records):
+    """Results of verifiers before its graphs: a rollout per line."""
+    rollouts = {}
+    for record in records:
+        rollout = rollouts.setdefault(
+            record["session_id"],
+            {
+                "example_id": 7,
+                "trajectory_id": record["session_id"],
+                "reward": 0.5,
+                "trajectory": [],
+            },
+        )
+        reply = record.get("response_message")
+        rollout["trajectory"].append(
+            {
+                "prompt": record.get("prompt_messages") or [],
+                "completion": [] if reply is None else [reply],
+                "trajectory_id": "main",
+                "tokens": {
+                    "prompt_ids": record["prompt_ids"],
+                    "prompt_mask": [0] * len(record["prompt_ids"]),
+                    "completion_ids": record["output_ids"],
+                    "completion_mask": [1] * len(record["output_ids"]),
+                    "completion_logprobs": record.get("output_logprobs"),
+                    "overlong_prompt": False,
+                    "is_truncated": False,
+                },
+            }
+        )
+    write_lines(folder / "results.jsonl", list(rollouts.values()))
+
+
+def write_graphs(folder, sessions):
+    """Traces of verifiers: ``sessions`` is a list of (name, nodes)."""
+    lines = [
+        {
+            "version": 1,
+            "id": name,
+            "task": {"type": "T", "data": {}, "key": "k"},
+            "agent": {"name": "solver", "trainable": True},
+            "nodes": nodes,
+            "calls": [],
+            "rewards": {"a": {"score": 0.5, "weight": 2.0}, "b": {"score": 1.0}},
+        }
+        for name, nodes in sessions
+    ]
+    write_lines(folder / "traces.jsonl", lines)
+
+
+def write_slime(folder, samples, *, tensors=False):
+    dump = {"rollout_id": 3, "samples": samples}
+    save(folder / "rollout_3.pt", dump, tensors=tensors)
+
+
+def write_chats(folder, transcripts):
+    write_lines(
+        folder / "sft.jsonl", [{"messages": messages} for messages in transcripts]
+    )
+
+
+def write_lines(path, values):
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+
+
+class Named:
+    """A name in a pickle: of a class or function that need not be there."""
+
+    def __init__(self, module, name):
+        self.module, self.name = module, name
+
+    def __call__(self):
+        """Callable, as `pickle` asks of what it writes as a function."""
+
+
+class Call:
+    """A value that a pickle has made by calling a name."""
+
+    def __init__(self, module, name, *given, state=None):
+        self.function, self.given, self.state = Named(module, name), given, state
+
+    def __reduce__(self):
+        made = (self.function, self.given)
+        return made if self.state is None else (*made, self.state)
+
+
+class Stored:
+    """Numbers in a file of their own."""
+
+    def __init__(self, array):
+        self.array = array
+
+
+class _Pickler(pickle._Pickler):
+    """As torch writes: names unchecked, storages aside."""
+
+    def __init__(self, file, storages):
+        super().__init__(file, protocol=2)
+        self._storages = storages
+
+    def persistent_id(self, value):
+        if not isinstance(value, Stored):
+            return None
+        key = str(len(self._storages))
+        self._storages[key] = value.array.tobytes()
+        kind = {"int64": "LongStorage", "float32": "FloatStorage"}[
+            value.array.dtype.name
+        ]
+        return "storage", Named("torch", kind), key, "cpu", value.array.size
+
+    def save(self, obj, save_persistent_id=True):
+        if isinstance(obj, Named):
+            self.write(f"c{obj.module}\n{obj.name}\n".encode())
+        else:
+            super().save(obj, save_persistent_id)
+
+
+def tensor(array):
+    """A value that is read as torch's tensor of an array."""
+    return Call(
+        "torch._utils",
+        "_rebuild_tensor_v2",
+        Stored(array),
+        0,
+        array.shape,
+        (1,),
+        False,
+        Call("collections", "OrderedDict"),
+    )
+
+
+def dumped(value, storages):
+    """The bytes of a pickle, checked to be well formed."""
+    file = io.BytesIO()
+    _Pickler(file, storages).dump(value)
+    for _ in pickletools.genops(file.getvalue()):
+        pass
+    return file.getvalue()
+
+
+def save(path: Path, value, *, tensors=False):
+    """As ``torch.save``: a zip of the pickle and of the tensors' numbers."""
+    if tensors:
+        value = _as_tensors(value)
+    storages = {}
+    data = dumped(value, storages)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", data)
+        archive.writestr("archive/byteorder", "little")
+        for key, numbers in storages.items():
+            archive.writestr(f"archive/data/{key}", numbers)
+        archive.writestr("archive/version", "3\n")
+
+
+def _as_tensors(value):
+    if isinstance(value, dict):
+        return {key: _as_tensors(item) for key, item in value.items()}
+    if isinstance(value, list) and value and isinstance(value[0], int | float):
+        type_ = np.int64 if isinstance(value[0], int) else np.float32
+        return tensor(np.array(value, type_))
+    return [_as_tensors(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,125 @@
+"""``trajkit import``: what another system recorded into a file of turns."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+
+import trajkit as tk
+from trajkit.cli.options import Commands
+from trajkit.cli.show import text_table
+from trajkit.importers import FORMATS
+from trajkit.io import write_table
+
+
+def add_import(commands: Commands) -> None:
+    """Add ``import`` to the command line."""
+    parser = commands.add_parser(
+        "import",
+        help="write turns out of what another system recorded",
+        description="Write turns out of what another system recorded: logs, dumps, "
+        "captures, databases, transcripts. What a record does not say is not guessed: it "
+        "is counted and shown, and listed with its place in the report.",
+    )
+    parser.add_argument(
+        "source",
+        metavar="IN",
+        nargs="+",
+        help="files of the format, or directories of them",
+    )
+    parser.add_argument(
+        "--from",
+        dest="format",
+        metavar="FORMAT",
+        choices=("auto", *FORMATS),
+        default="auto",
+        help=f"one of {', '.join(FORMATS)}, or auto: by the files (default: %(default)s)",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="OUT",
+        required=True,
+        help="turns: Parquet, Arrow IPC or JSONL, by suffix",
+    )
+    parser.add_argument(
+        "--report",
+        metavar="FILE",
+        help="write the report, a line per record and problem",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        type=Path,
+        help="for chat: the model's directory, or its tokenizer.json",
+    )
+    parser.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        type=Path,
+        help="for chat: a template in the place of the tokenizer's own",
+    )
+    parser.add_argument(
+        "--nonfinite-logprobs",
+        choices=("raise", "null"),
+        default="raise",
+        help="logprobs that are none (NaN, -9999): leave their record out, or make them "
+        "null (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object and nothing else"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the turns and print what was taken and what was not; the exit code is 0."""
+    tokenizer = None
+    if arguments.tokenizer is not None:
+        from trajkit.cli.tokenizer import load_chat_tokenizer
+
+        tokenizer = load_chat_tokenizer(arguments.tokenizer, arguments.chat_template)
+    elif arguments.chat_template is not None:
+        raise tk.PolicyError("--chat-template needs --tokenizer")
+    turns, report = tk.import_turns(
+        arguments.source,
+        arguments.format,
+        tokenizer=tokenizer,
+        nonfinite_logprobs=arguments.nonfinite_logprobs,
+    )
+    tk.write_turns(turns, arguments.output)
+    if arguments.report is not None:
+        write_table(report, arguments.report)
+    problems = group(report)
+    sessions = len(turns["session_id"].unique())
+    if arguments.json:
+        said = {"output": arguments.output, "sessions": sessions, "turns": len(turns)}
+        text = json.dumps({**said, "problems": problems})
+    else:
+        text = f"sessions {sessions:,}, turns {len(turns):,}\n"
+        if problems:
+            lines = [
+                (
+                    str(one["problem"]),
+                    "kept" if one["kept"] else "left out",
+                    int(str(one["count"])),
+                    f"{one['file']}, {one['place']}",
+                )
+                for one in problems
+            ]
+            head = ("problem", "record", "count", "the first")
+            text += f"\n{text_table(head, lines)}\n"
+        text += f"\nwritten to {arguments.output}"
+    sys.stdout.write(text + "\n")
+    return 0
+
+
+def group(report: pa.Table) -> list[dict[str, object]]:
+    """Each problem of a report with its count, and where it was met first."""
+    groups: dict[tuple[str, bool], dict[str, object]] = {}
+    for row in report.to_pylist():
+        one = groups.setdefault((row["problem"], row["kept"]), {**row, "count": 0})
+        one["count"] = int(str(one["count"])) + 1
+    return list(groups.values())

@@ -1,0 +1,10 @@
+"""Turns out of what other systems write: a module per format, one way in.
+
+A format is a module with a ``NAME``, a ``detect`` that knows its files by their beginning,
+and a ``read`` that yields what it finds (`trajkit.importers.found.Format`). What of that
+makes a turn, and what is told in the report instead, is decided in one place for all.
+"""
+
+from trajkit.importers.run import FORMATS, import_turns
+
+__all__ = ["FORMATS", "import_turns"]

@@ -1,0 +1,72 @@
+"""NeMo Gym's token captures, ``<rollout>.tokens.jsonl`` (its ``token_id_capture``)."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from trajkit.importers.found import Found, Head, Options, text_of, time_of
+from trajkit.importers.texts import objects
+from trajkit.json_arrays import IDS, NUMBERS, Shape
+
+NAME = "nemo"
+
+# TOKEN_ENTRY_RECORD_SCHEMA_VERSION of its records: a newer one may mean other things
+_NEWEST = 3
+_SHAPE: Shape = {
+    "prompt_token_ids": IDS,
+    "generation_token_ids": IDS,
+    "generation_log_probs": NUMBERS,
+}
+
+
+def detect(head: Head) -> bool:
+    """An entry of a capture."""
+    return head.has("rollout_id", "model_call_id")
+
+
+def read(file: Path, options: Options) -> Iterator[Found]:
+    """The entries of a capture; calls that it knows to be lost are noted last."""
+    rollout: str | None = None
+    seen: set[str | None] = set()
+    for text in objects(file, _SHAPE):
+        if text.bad is not None:
+            yield text.bad
+            continue
+        entry = text.value
+        found = Found(text.place, text_of(entry.get("rollout_id")))
+        rollout = rollout or found.session
+        call = text_of(entry.get("model_call_id"))
+        seen.add(call)
+        version = entry.get("schema_version", _NEWEST)
+        if type(version) is not int or version > _NEWEST:
+            found.problem = "other_version"
+            found.detail = f"schema_version {version}, above {_NEWEST}"
+            yield found
+            continue
+        found.fields = {
+            "prompt_ids": entry.get("prompt_token_ids"),
+            "output_ids": entry.get("generation_token_ids"),
+            "output_logprobs": entry.get("generation_log_probs"),
+            "request_id": call,
+            "model": text_of(entry.get("model")),
+            "started_at": time_of(entry.get("created_at")),
+        }
+        yield found
+    lost = sorted(_begun(file, rollout) - {name for name in seen if name})
+    if lost:
+        detail = f"calls that were begun and have no entry: {', '.join(lost)}"
+        yield Found("its intents", rollout, problem="lost", detail=detail)
+
+
+def _begun(file: Path, rollout: str | None) -> set[str]:
+    """Calls that the capture began, and did not call off, or marked as lost."""
+    begun: set[str] = set()
+    stem = file.name.split(".tokens.")[0]
+    for suffix in ("intents", "incomplete"):
+        beside = file.with_name(f"{stem}.tokens.{suffix}")
+        if beside.is_file():
+            for line in beside.read_text("utf-8").split():
+                if line.startswith("-"):
+                    begun.discard(line[1:])
+                else:
+                    begun.add(line)
+    return begun

@@ -1,0 +1,214 @@
+"""Files of ``torch.save`` and ``pickle``, read as data: nothing that they name is called.
+
+A pickle names classes and functions, and would have them called. Here every name stands
+for a plain thing of this module: tensors and arrays become numpy arrays, anything else an
+`Unknown`, which forgets what it is given. torch is not needed.
+"""
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from trajkit.errors import FormatError
+
+_STORAGES = {
+    "ByteStorage": "u1",
+    "CharStorage": "i1",
+    "ShortStorage": "<i2",
+    "IntStorage": "<i4",
+    "LongStorage": "<i8",
+    "HalfStorage": "<f2",
+    "FloatStorage": "<f4",
+    "DoubleStorage": "<f8",
+    "BoolStorage": "?",
+}
+
+
+class Unknown:
+    """An object of a class that is not read."""
+
+    def __init__(self, *given: object, **named: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+    def __setitem__(self, key: object, value: object) -> None:
+        pass
+
+    def append(self, value: object) -> None:
+        """Forget an item, as a list would take it."""
+
+    def extend(self, values: object) -> None:
+        """Forget items, as a list would take them."""
+
+    def add(self, value: object) -> None:
+        """Forget an item, as a set would take it."""
+
+
+def load(file: Path) -> object:
+    """The value in a file of ``torch.save`` (its zip form) or of ``pickle.dump``.
+
+    Raises
+    ------
+    FormatError
+        It is neither, or is damaged.
+    """
+    import zipfile  # nothing else needs these
+    import zlib
+
+    try:
+        if not zipfile.is_zipfile(file):
+            with file.open("rb") as opened:
+                return _Reader(opened, None).load()
+        with zipfile.ZipFile(file) as archive:
+            names = archive.namelist()
+            (top,) = (name for name in names if name.endswith("/data.pkl"))
+            folder = top.removesuffix("data.pkl")
+            order = f"{folder}byteorder"
+            if order in names and archive.read(order) != b"little":
+                raise FormatError(f"{file}: its numbers are not little-endian")
+            values = io.BytesIO(archive.read(top))
+            return _Reader(
+                values, lambda key: archive.read(f"{folder}data/{key}")
+            ).load()
+    # what damaged bytes end in: each opcode, and each field of a zip, fails its own way
+    except (
+        pickle.UnpicklingError,
+        zipfile.BadZipFile,
+        zlib.error,
+        ArithmeticError,
+        AttributeError,
+        EOFError,
+        ImportError,
+        LookupError,
+        MemoryError,
+        OSError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        # of this module, or of a file that cannot be opened at all
+        if isinstance(error, FormatError) or getattr(error, "filename", None):
+            raise
+        said = str(error) or type(error).__name__
+        raise FormatError(f"{file}: no pickle that can be read: {said}") from None
+
+
+def plain(value: object) -> object:
+    """A numpy array for one that was read; any other value as it is."""
+    return value.array if isinstance(value, _Shell) else value
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, file: BinaryIO, storage: Callable[[str], bytes] | None) -> None:
+        super().__init__(file)
+        self._storage = storage
+
+    def find_class(self, module: str, name: str) -> object:
+        if module in ("torch", "torch.storage") and name.endswith("Storage"):
+            return name
+        return _KNOWN.get((module, name), Unknown)
+
+    def persistent_load(self, pid: object) -> object:
+        """A tensor's numbers, by the name of their type and that of their file."""
+        if self._storage is None or not isinstance(pid, tuple) or len(pid) < 3:
+            raise pickle.UnpicklingError(f"{pid!r} is no storage")
+        _, type_, key, *_ = pid
+        if type_ not in _STORAGES:
+            return Unknown()
+        return np.frombuffer(self._storage(str(key)), _STORAGES[type_])
+
+
+class _Made:
+    """A function that a pickle may have called, and can do nothing else with."""
+
+    __slots__ = ("_make",)
+
+    def __init__(self, make: Callable[..., object]) -> None:
+        self._make = make
+
+    def __call__(self, *given: object) -> object:
+        return self._make(*given)
+
+    def __setstate__(self, state: object) -> None:
+        raise pickle.UnpicklingError("a function has no state")
+
+
+def _tensor(
+    storage: object, offset: int, size: Sequence[int], stride: Sequence[int], *_: object
+) -> object:
+    """As torch's ``_rebuild_tensor_v2``: numbers of a storage, by strides in items."""
+    if not isinstance(storage, np.ndarray):
+        return Unknown()
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if min([offset, *size, *stride]) < 0 or (0 not in size and last >= len(storage)):
+        raise pickle.UnpicklingError("a tensor beyond its storage")
+    item = storage.itemsize
+    steps = [step * item for step in stride]
+    return np.ndarray(size, storage.dtype, storage, offset * item, steps).copy()
+
+
+class _Type:
+    """A numpy dtype as far as it is of numbers."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str, *_: object) -> None:
+        self._text = text
+
+    def __setstate__(self, state: Sequence[object]) -> None:
+        if state[1] == ">":
+            self._text = f">{self._text}"
+
+    def numbers(self) -> npt.DTypeLike:
+        found = np.dtype(self._text)
+        if found.kind not in "biuf":
+            raise pickle.UnpicklingError(f"an array of {found}")
+        return found
+
+
+class _Shell:
+    """A numpy array, empty until it is given its state."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, *_: object) -> None:
+        self.array: object = Unknown()
+
+    def __setstate__(self, state: Sequence[object]) -> None:
+        _, shape, type_, by_column, data = state
+        if isinstance(type_, _Type) and isinstance(data, bytes):
+            flat = np.frombuffer(data, type_.numbers())
+            self.array = flat.reshape(shape, order="F" if by_column else "C")  # type: ignore[call-overload]
+
+
+def _scalar(type_: object, data: object) -> object:
+    if isinstance(type_, _Type) and isinstance(data, bytes):
+        return np.frombuffer(data, type_.numbers())[0].item()
+    return Unknown()
+
+
+def _text_bytes(text: str, codec: str) -> bytes:
+    """Bytes, which protocol 2 writes as text in latin1."""
+    return text.encode("latin1")
+
+
+_KNOWN: dict[tuple[str, str], object] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch", "Size"): tuple,
+    ("torch._utils", "_rebuild_tensor_v2"): _Made(_tensor),
+    ("_codecs", "encode"): _Made(_text_bytes),
+    ("numpy", "dtype"): _Made(_Type),
+    **{
+        (f"numpy.{core}.multiarray", name): _Made(make)
+        for core in ("core", "_core")
+        for name, make in (("_reconstruct", _Shell), ("scalar", _scalar))
+    },
+}

@@ -1,0 +1,88 @@
+"""Polar's completions: a file each, or the answer of its route (spec: polar 1.1, 1.3)."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from trajkit.importers.completions import REQUEST, RESPONSE, calls
+from trajkit.importers.found import Found, Head, Options, text_of, time_of
+from trajkit.importers.texts import objects
+from trajkit.json_arrays import EACH, Shape
+
+NAME = "polar"
+
+_ONE: Shape = {
+    "transformed_request": REQUEST,
+    "request": REQUEST,
+    "response": RESPONSE,
+}
+_SHAPE: Shape = {**_ONE, "completions": {EACH: _ONE}}
+# what Polar's writer leaves where a field was larger than a mebibyte
+_MARKS = ("__truncated", "_truncated_keys_omitted")
+
+
+def detect(head: Head) -> bool:
+    """A completion, or a session with its completions."""
+    return head.has("completion_id") or head.has("session_id", "completions")
+
+
+def read(file: Path, options: Options) -> Iterator[Found]:
+    """The completions of a file by time and name, as Polar orders them."""
+    for text in objects(file, _SHAPE):
+        if text.bad is not None:
+            yield text.bad
+            continue
+        whole = text.value
+        listed = whole.get("completions")
+        if not isinstance(listed, list):
+            yield from _calls(text.place, whole, None)
+            continue
+        session = text_of(whole.get("session_id"))
+        named = [
+            (f"{text.place}, completion {k}", one if isinstance(one, dict) else {})
+            for k, one in enumerate(listed)
+        ]
+        for place, one in sorted(named, key=lambda pair: order_of(pair[1])):
+            yield from _calls(place, one, session)
+
+
+def order_of(completion: dict[str, object]) -> tuple[str, str]:
+    """What Polar sorts by: the time of the response as text, then the name."""
+    time, name = completion.get("timestamp"), completion.get("completion_id")
+    return str(time or ""), str(name or "")
+
+
+def _calls(place: str, one: dict[str, object], session: str | None) -> Iterator[Found]:
+    name = text_of(one.get("session_id")) or session
+    found = Found(place, name)
+    request, response = one.get("transformed_request"), one.get("response")
+    if request is None:
+        request = one.get("request")
+    if not isinstance(request, dict) or not isinstance(response, dict):
+        found.problem, found.detail = "unreadable", "no request, or no response"
+        yield found
+        return
+    if _is_cut(request) or _is_cut(response) or any(mark in one for mark in _MARKS):
+        found.problem = "truncated"
+        found.detail = "Polar keeps a mebibyte of each field"
+        yield found
+        return
+    found.fields = {
+        "request_id": text_of(one.get("completion_id")),
+        # taken when the response was there
+        "ended_at": time_of(one.get("timestamp")),
+    }
+    # only the first choice is the reply that the agent got (spec: polar 2.1)
+    yield next(calls(found, request, response))
+
+
+def _is_cut(value: object) -> bool:
+    pending = [value]
+    while pending:
+        within = pending.pop()
+        if isinstance(within, dict):
+            if any(mark in within for mark in _MARKS):
+                return True
+            pending.extend(within.values())
+        elif isinstance(within, list):
+            pending.extend(within)
+    return False

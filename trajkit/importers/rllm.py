@@ -1,0 +1,146 @@
+"""Traces of rLLM's model gateway, in its SQLite store (its ``TraceRecord``)."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from trajkit.errors import FormatError
+from trajkit.importers.found import (
+    Found,
+    Head,
+    Options,
+    has_items,
+    has_numbers,
+    text_of,
+    time_of,
+    versions_of,
+)
+from trajkit.json_arrays import IDS, ITEMS, NUMBERS, Reader, Shape
+
+if TYPE_CHECKING:
+    from sqlite3 import Connection
+
+NAME = "rllm"
+
+_SHAPE: Shape = {
+    "messages": ITEMS,
+    "prompt_token_ids": IDS,
+    "prompt_delta_token_ids": IDS,
+    "completion_token_ids": IDS,
+    "logprobs": NUMBERS,
+}
+_ORDER = """
+SELECT s.session_id, {run}, t.trace_id, t.data
+FROM trace_sessions s JOIN traces t ON t.trace_id = s.trace_id
+ORDER BY s.created_at, s.rowid
+"""
+_ORPHANS = """
+SELECT session_id, trace_id FROM trace_sessions
+WHERE trace_id NOT IN (SELECT trace_id FROM traces)
+"""
+
+_Ids = npt.NDArray[np.int32]
+
+
+def detect(head: Head) -> bool:
+    """A database of SQLite."""
+    return head.magic.startswith(b"SQLite format 3\0")
+
+
+def read(file: Path, options: Options) -> Iterator[Found]:
+    """The traces of all sessions in order of time.
+
+    Raises
+    ------
+    FormatError
+        It is no such database, or cannot be read where it lies.
+    """
+    import sqlite3  # nothing else needs it
+
+    try:
+        # never made anew, nor written to
+        base = sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)
+        try:
+            yield from _traces(base)
+        finally:
+            base.close()
+    except sqlite3.Error as error:
+        raise FormatError(f"{file}: no traces can be read: {error}") from None
+
+
+def _traces(base: "Connection") -> Iterator[Found]:
+    columns = {row[1] for row in base.execute("PRAGMA table_info(trace_sessions)")}
+    run = "s.run_id" if "run_id" in columns else "''"
+    runs: dict[str, set[str]] = {}
+    names = f"SELECT DISTINCT session_id, {run} FROM trace_sessions s"
+    for session, name in base.execute(names):
+        runs.setdefault(session, set()).add(name)
+    read = Reader(_SHAPE).read
+    # prompt and output of each trace that others may go on from
+    paths: dict[str, _Ids] = {}
+    for session, name, trace, data in base.execute(_ORDER.format(run=run)):
+        # one session id may have been used in several runs of the gateway
+        called = session if len(runs[session]) == 1 else f"{name}/{session}"
+        found = Found(f"trace {trace!r}", text_of(called))
+        try:
+            record = read(data if isinstance(data, bytes) else str(data).encode())
+        except ValueError as error:
+            found.problem, found.detail = "unreadable", str(error)
+            yield found
+            continue
+        if isinstance(record, dict):
+            _fill(found, str(trace), record, paths)
+        else:
+            found.problem, found.detail = "unreadable", "no object"
+        yield found
+    for session, trace in base.execute(_ORPHANS):
+        detail = "its session names it, and it is not there"
+        yield Found(f"trace {trace!r}", session, problem="lost", detail=detail)
+
+
+def _fill(
+    found: Found, trace: str, record: dict[str, object], paths: dict[str, _Ids]
+) -> None:
+    prompt = record.get("prompt_token_ids")
+    prompt = prompt if has_numbers(prompt) else None
+    delta = record.get("prompt_delta_token_ids")
+    if delta is not None:
+        parent = text_of(record.get("parent_trace_id"))
+        before = None if parent is None else paths.get(parent)
+        if before is None:
+            found.problem = "no_parent"
+            found.detail = (
+                f"its prompt goes on from trace {parent!r}, which gave no path"
+            )
+            return
+        ids = delta if has_items(delta) else np.empty(0, np.int32)
+        if isinstance(ids, np.ndarray):
+            prompt = np.concatenate([before, ids])
+        else:
+            # a value among them is none of an id: said with its place
+            prompt = [*before.tolist(), *ids] if isinstance(ids, list) else None
+    output = record.get("completion_token_ids")
+    # an empty list is also what a trace without ids has
+    output = output if has_numbers(output) else None
+    if isinstance(prompt, np.ndarray) and isinstance(output, np.ndarray):
+        paths[trace] = np.concatenate([prompt, output])
+    messages, reply = record.get("messages"), record.get("response_message")
+    found.fields = {
+        "prompt_ids": prompt,
+        "output_ids": output,
+        "output_logprobs": record.get("logprobs"),
+        "finish_reason": text_of(record.get("finish_reason")),
+        "prompt_messages": messages if has_items(messages) else None,
+        "response_message": reply if isinstance(reply, dict) and reply else None,
+        "weight_versions": versions_of(
+            record.get("weight_version"),
+            len(output) if isinstance(output, np.ndarray) else 0,
+        ),
+        "request_id": trace,
+        "model": text_of(record.get("model")),
+        # taken when the response was there
+        "ended_at": time_of(record.get("timestamp")),
+    }

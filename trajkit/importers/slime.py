@@ -1,0 +1,139 @@
+"""slime's debug dumps of rollouts, ``--save-debug-rollout-data`` (also miles').
+
+A dump is ``torch.save`` of a dict with the samples of one rollout step. A sample is a
+training row: its calls are what the loss mask trains, stretch by stretch, each after all
+that stands before it in the row.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from trajkit.importers.found import (
+    Found,
+    Head,
+    Options,
+    has_items,
+    number_of,
+    text_of,
+    versions_of,
+)
+from trajkit.importers.pickles import load, plain
+
+NAME = "slime"
+
+# the sample's word to the engine's (slime: Sample.Status)
+_REASONS = {"completed": "stop", "truncated": "length", "aborted": "abort"}
+
+_Ids = npt.NDArray[np.int64]
+
+
+def detect(head: Head) -> bool:
+    """A zip file or a pickle."""
+    return head.magic.startswith((b"PK\3\4", b"\x80"))
+
+
+def read(file: Path, options: Options) -> Iterator[Found]:
+    """The calls of each sample.
+
+    Raises
+    ------
+    FormatError
+        The file is no dump.
+    """
+    dump = load(file)
+    step = text_of(dump.get("rollout_id")) if isinstance(dump, dict) else None
+    samples = dump.get("samples") if isinstance(dump, dict) else dump
+    if not isinstance(samples, list):
+        yield Found("file", problem="unreadable", detail="no list of samples")
+        return
+    for k, sample in enumerate(samples):
+        place = f"sample {k}"
+        if not isinstance(sample, dict):
+            yield Found(place, problem="unreadable", detail="a sample is no dict")
+            continue
+        number = text_of(sample.get("index"))
+        session = f"{step or file.stem}/{number or k}"
+        yield from _calls(place, session, sample)
+
+
+def _calls(place: str, session: str, sample: dict[str, object]) -> Iterator[Found]:
+    found = Found(place, session)
+    tokens = _numbers(sample.get("tokens"))
+    length = sample.get("response_length")
+    if tokens is None or tokens.dtype.kind not in "iu" or tokens.ndim != 1:
+        found.problem, found.detail = "no_prompt_ids", "no tokens"
+    elif not isinstance(length, int) or not 0 <= length <= len(tokens):
+        found.problem = "unreadable"
+        found.detail = f"response_length {length!r} of {len(tokens)} tokens"
+    if found.problem or tokens is None or not isinstance(length, int):
+        yield found
+        return
+    given = sample.get("loss_mask")
+    mask = np.ones(length, np.int64) if given is None else _numbers(given)
+    if mask is None or mask.shape != (length,):
+        found.problem = "unreadable"
+        found.detail = f"a loss_mask that is not of {length} tokens"
+        yield found
+        return
+    logprobs = _numbers(sample.get("rollout_log_probs"))
+    aligned = logprobs is not None and logprobs.shape == (length,)
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask != 0, [0]])))
+    starts, stops = edges[::2].tolist(), edges[1::2].tolist()
+    if not starts:
+        found.problem, found.detail = "no_output_ids", "its loss mask trains nothing"
+        yield found
+        return
+    prompt_length = len(tokens) - length
+    for k, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+        one = Found(f"{place}, stretch {k}" if len(starts) > 1 else place, session)
+        last = stop == length
+        one.fields = {
+            **_common(sample),
+            "prompt_ids": tokens[: prompt_length + start],
+            "output_ids": tokens[prompt_length + start : prompt_length + stop],
+            "finish_reason": _REASONS.get(str(sample.get("status"))) if last else None,
+        }
+        if aligned and logprobs is not None:
+            one.fields["output_logprobs"] = logprobs[start:stop]
+        elif logprobs is not None:
+            text = f"{logprobs.size} logprobs for a response of {length}"
+            one.remarks.append(("logprobs_unaligned", text))
+        _versions(one, sample.get("weight_versions"), stop - start)
+        yield one
+
+
+def _common(sample: dict[str, object]) -> dict[str, object]:
+    return {
+        "trainable": False if sample.get("remove_sample") is True else None,
+        "group_id": text_of(sample.get("group_index")),
+        "reward": number_of(sample.get("reward")),
+    }
+
+
+def _versions(found: Found, versions: object, n_output: int) -> None:
+    """slime has a weight version for each request to the engine, and no lengths."""
+    if not has_items(versions):
+        return
+    names = {text_of(version) for version in versions}  # type: ignore[attr-defined]
+    if len(names) == 1:
+        found.fields["weight_versions"] = versions_of(names.pop(), n_output)
+    else:
+        said = ", ".join(sorted(str(name) for name in names))
+        found.remarks.append(("versions_unplaced", said))
+
+
+def _numbers(value: object) -> _Ids | None:
+    """Numbers of a list, a tensor or an array; None where they are none."""
+    held = plain(value)
+    if isinstance(held, np.ndarray):
+        return held if held.dtype.kind in "biuf" else None
+    if not isinstance(held, list):
+        return None
+    try:
+        array = np.array(held) if held else np.empty(0, np.int64)
+    except (ValueError, OverflowError):
+        return None
+    return array if array.dtype.kind in "biuf" else None

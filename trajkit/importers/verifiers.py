@@ -1,0 +1,206 @@
+"""Traces of verifiers and prime-rl: message graphs, and the steps of before.
+
+A graph has one node per message with the ids that it adds; a call is a node that was
+sampled, its prompt what stands on the way to it (spec: prime-rl 1.3). Before that, a
+rollout was a list of steps with their whole prompts (spec: prime-rl 1.1).
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from trajkit.importers.found import (
+    Found,
+    Head,
+    Options,
+    has_items,
+    number_of,
+    text_of,
+    time_of,
+)
+from trajkit.importers.texts import objects
+from trajkit.json_arrays import EACH, IDS, NUMBERS, Shape
+
+NAME = "verifiers"
+
+_SHAPE: Shape = {
+    "nodes": {EACH: {"token_ids": IDS, "logprobs": NUMBERS}},
+    "trajectory": {
+        EACH: {
+            "tokens": {
+                "prompt_ids": IDS,
+                "completion_ids": IDS,
+                "completion_logprobs": NUMBERS,
+            }
+        }
+    },
+}
+
+_Ids = npt.NDArray[np.int32]
+
+
+def detect(head: Head) -> bool:
+    """A trace with its nodes, or a rollout with its trajectory."""
+    return head.has("nodes", "task") or head.has("trajectory", "example_id")
+
+
+def read(file: Path, options: Options) -> Iterator[Found]:
+    """The calls of each trace in the order in which they were made."""
+    for text in objects(file, _SHAPE):
+        if text.bad is not None:
+            yield text.bad
+        elif isinstance(text.value.get("nodes"), list):
+            yield from _graph(text.place, text.value)
+        elif isinstance(text.value.get("trajectory"), list):
+            yield from _steps(text.place, text.value, file)
+        else:
+            detail = "neither nodes nor a trajectory"
+            yield Found(text.place, problem="unreadable", detail=detail)
+
+
+def _graph(place: str, trace: dict[str, object]) -> Iterator[Found]:
+    session = text_of(trace.get("id"))
+    agent, task = _object(trace.get("agent")), _object(trace.get("task"))
+    common: dict[str, object] = {
+        "agent_id": text_of(agent.get("name")),
+        "trainable": False if agent.get("trainable") is False else None,
+        "group_id": text_of(task.get("key")) or text_of(task.get("hash")),
+        "reward": _reward(trace.get("rewards")),
+    }
+    given = trace["nodes"]
+    nodes = [_object(node) for node in given] if isinstance(given, list) else []
+    calls = {}
+    for one in trace.get("calls") or ():  # type: ignore[attr-defined]
+        call = _object(one)
+        if isinstance(call.get("node"), int):
+            calls[call["node"]] = call
+    # ids on the way to each node, itself included; None where they are not all known
+    paths: list[_Ids | None] = []
+    for k, node in enumerate(nodes):
+        found = Found(f"{place}, node {k}", session, dict(common))
+        own = node.get("token_ids")
+        parent = node.get("parent")
+        before: _Ids | None = np.empty(0, np.int32)
+        if parent is not None:
+            known = isinstance(parent, int) and 0 <= parent < k
+            before = paths[parent] if isinstance(parent, int) and known else None
+        ids = own if isinstance(own, np.ndarray) else None
+        if ids is None and not has_items(own):
+            ids = np.empty(0, np.int32)
+        # a reply without ids, whether sampled or not, leaves a gap that nobody can fill
+        gap = not len(ids) if ids is not None else True
+        gap = gap and _object(node.get("message")).get("role") == "assistant"
+        if before is None or ids is None or gap:
+            paths.append(None)
+        else:
+            paths.append(np.concatenate([before, ids]))
+        if node.get("sampled") is not True:
+            continue
+        if ids is None:
+            found.problem, found.detail = "unreadable", "token_ids are no ids"
+        elif before is None:
+            found.problem = "no_prompt_ids"
+            found.detail = "a message on the way to it has no ids"
+        else:
+            _sampled(found, node, before, ids)
+        _about(found, nodes, k, calls.get(k, {}))
+        yield found
+
+
+def _sampled(found: Found, node: dict[str, object], before: _Ids, ids: _Ids) -> None:
+    """Prompt, output and logprobs of a node: its mask says which ids were sampled."""
+    mask = node.get("mask")
+    flags = np.array(mask if isinstance(mask, list) else [], np.bool_)
+    if len(flags) != len(ids):
+        found.problem = "unreadable"
+        found.detail = f"a mask of {len(flags)} for {len(ids)} token_ids"
+        return
+    start = len(ids) - int(flags.sum())
+    if not flags[start:].all():
+        found.problem = "unreadable"
+        found.detail = "its sampled ids are not the end of its token_ids"
+        return
+    found.fields["prompt_ids"] = np.concatenate([before, ids[:start]])
+    found.fields["output_ids"] = ids[start:] if start < len(ids) else None
+    found.fields["output_logprobs"] = node.get("logprobs")
+
+
+def _about(
+    found: Found,
+    nodes: list[dict[str, object]],
+    k: int,
+    call: Mapping[str, object],
+) -> None:
+    """What a node and its call say beside ids."""
+    messages: list[object] = []
+    at = nodes[k].get("parent")
+    above = k
+    while isinstance(at, int) and 0 <= at < above:
+        messages.append(nodes[at].get("message"))
+        above, at = at, nodes[at].get("parent")
+    messages.reverse()
+    reason = call.get("finish_reason") or nodes[k].get("finish_reason")
+    time = _object(call.get("time"))
+    found.fields.update(
+        {
+            "prompt_messages": messages,
+            "response_message": nodes[k].get("message"),
+            "finish_reason": text_of(reason),
+            "model": text_of(call.get("model")),
+            "started_at": time_of(time.get("start")),
+            "ended_at": time_of(time.get("end")),
+        }
+    )
+
+
+def _steps(place: str, rollout: dict[str, object], file: Path) -> Iterator[Found]:
+    example = text_of(rollout.get("example_id"))
+    steps = rollout["trajectory"]
+    for k, given in enumerate(steps if isinstance(steps, list) else ()):
+        step = _object(given)
+        # a rollout has no name of its own but in its steps
+        session = text_of(rollout.get("trajectory_id")) or f"{file.name}, {place}"
+        found = Found(f"{place}, step {k}", session)
+        tokens = step.get("tokens")
+        ids = _object(tokens)
+        if ids.get("overlong_prompt") is True:
+            found.problem = "truncated"
+            found.detail = "its prompt was cut to the longest that there may be"
+            yield found
+            continue
+        cut = ids.get("is_truncated") is True or step.get("is_truncated") is True
+        if cut:
+            found.remarks.append(("cut_output", "is_truncated"))
+        prompt, completion = step.get("prompt"), step.get("completion")
+        replies = completion if isinstance(completion, list) else []
+        found.fields = {
+            "prompt_ids": ids.get("prompt_ids"),
+            "output_ids": ids.get("completion_ids"),
+            "output_logprobs": ids.get("completion_logprobs"),
+            "prompt_messages": prompt if has_items(prompt) else None,
+            "response_message": replies[0] if len(replies) == 1 else None,
+            "group_id": example,
+            "agent_id": text_of(step.get("trajectory_id")),
+            "reward": number_of(rollout.get("reward")),
+        }
+        yield found
+
+
+def _reward(rewards: object) -> float | None:
+    """The sum of a trace's weighted rewards; None where one was not given."""
+    if not isinstance(rewards, dict) or not rewards:
+        return None
+    total = 0.0
+    for reward in rewards.values():
+        score = number_of(_object(reward).get("score"))
+        weight = number_of(_object(reward).get("weight", 1.0))
+        if score is None or weight is None:
+            return None
+        total += score * weight
+    return total
+
+
+def _object(value: object) -> dict[str, object]:
+    return value if isinstance(value, dict) else {}
