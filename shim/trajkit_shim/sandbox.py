@@ -22,6 +22,9 @@ TAIL_BYTES = 1 << 16
 MARK = "TRAJKIT_SANDBOX"
 """The variable that every process of a sandbox has in its environment: its name."""
 
+COMMAND_MARK = "TRAJKIT_COMMAND"
+"""The variable that all processes of one command have in theirs."""
+
 
 class SandboxError(Exception):
     """The sandbox failed, not what runs in it."""
@@ -213,8 +216,9 @@ class Sandbox(ABC):
         """
         return self._copy(f"cat {shlex.quote(path)}")
 
-    def _copy(self, script: str, stdin: bytes = b"") -> bytes:
-        done = self.exec(["sh", "-c", script], timeout_s=_COPY_SECONDS, stdin=stdin)
+    def _copy(self, script: str, stdin: bytes = b"", cwd: str | None = None) -> bytes:
+        command = ["sh", "-c", script]
+        done = self.exec(command, timeout_s=_COPY_SECONDS, stdin=stdin, cwd=cwd)
         if done.code != 0:
             raise SandboxError(f"{script}: {done.how}")
         return done.stdout
@@ -265,3 +269,13 @@ def pack(files: Mapping[str, bytes]) -> bytes:
             entry.mode = 0o755 if content.startswith(b"#!") else 0o644
             tar.addfile(entry, io.BytesIO(content))
     return buffer.getvalue()
+
+
+def sweep_script(variable: str, value: str) -> str:
+    """A shell script that kills the processes with that variable in their environment."""
+    mark = shlex.quote(f"{variable}={value}")
+    return (
+        "for each in /proc/[0-9]*; do "
+        f"tr '\\0' '\\n' < $each/environ 2> /dev/null | grep -qxF {mark} && "
+        "kill -9 ${each#/proc/}; done; true"
+    )

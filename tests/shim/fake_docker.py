@@ -123,7 +123,49 @@ def remove(options, arguments):
         shutil.rmtree(HOME / name)
 
 
+def apptainer(arguments):
+    """The command line of Apptainer, said in Docker's."""
+    words = list(arguments)
+    if words[:2] == ["instance", "start"]:
+        *options, image, name = words[2:]
+        known = {"--containall", "--cleanenv", "--overlay", "--memory", "--cpus"}
+        flags = {word for word in options if word.startswith("--")}
+        assert flags <= known | {"--pids-limit"}, flags
+        if image == "absent":
+            fail("FATAL:   While checking image: could not open image absent", 255)
+        run(
+            {"--name": [name], "--env": [], "--entrypoint": ["sleep"]},
+            [image, "infinity"],
+        )
+    elif words[:3] == ["instance", "stop", "--force"]:
+        if not (HOME / f"{words[3]}.json").exists():
+            fail(f"FATAL:   no instance found with name {words[3]}", 255)
+        remove({"--force": []}, words[3:])
+    else:
+        assert words.pop(0) == "exec"
+        cwd = "/"
+        while words[0].startswith("--"):
+            option = words.pop(0)
+            if option == "--pwd":
+                cwd = words.pop(0)
+            else:
+                assert option == "--cleanenv"
+        name = words.pop(0).removeprefix("instance://")
+        if not (HOME / f"{name}.json").exists():
+            fail(f"FATAL:   no instance found with name {name}", 255)
+        mark = "APPTAINERENV_"
+        given = [
+            f"{key.removeprefix(mark)}={value}"
+            for key, value in os.environ.items()
+            if key.startswith(mark)
+        ]
+        execute({"--workdir": [cwd], "--env": given}, [name, *words])
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "as-apptainer":
+        apptainer(sys.argv[2:])
+        sys.exit()
     command, *rest = sys.argv[1:]
     actions = {"run": run, "exec": execute, "rm": remove}
     actions[command](*split(command, rest))

@@ -1,7 +1,8 @@
 """Every kind of sandbox keeps the same promises.
 
-Docker's and Apptainer's command lines are stood in for by doubles that make real
-namespaces (`tests.shim.fake_docker`); what an image or a daemon adds is not tried.
+Docker's and Apptainer's command lines and E2B's package are stood in for by doubles that
+make real namespaces (`tests.shim.fake_docker`); what an image, a daemon or a network adds
+is not tried.
 """
 
 import io
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.shim import fake_e2b
 from trajkit_shim.plugins import load, names_in
 from trajkit_shim.sandbox import (
     MARK,
@@ -36,10 +38,12 @@ def fake(tmp_path, monkeypatch):
     """A directory on PATH with the doubles of container programs."""
     bin_ = tmp_path / "bin"
     bin_.mkdir()
-    for name, script in (("docker", "fake_docker.py"),):
+    for name, first in (("docker", ""), ("apptainer", "as-apptainer")):
         program = bin_ / name
-        program.write_text(f'#!/bin/sh\nexec {sys.executable} {HERE / script} "$@"\n')
+        script = f'exec {sys.executable} {HERE}/fake_docker.py {first} "$@"'
+        program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o755)
+    monkeypatch.setitem(sys.modules, "e2b", fake_e2b)
     state = tmp_path / "containers"
     state.mkdir()
     monkeypatch.setenv("FAKE_DOCKER", str(state))
@@ -54,6 +58,8 @@ def sandbox(kind, tmp_path, **fields):
         options = {"namespaces": "yes" if kind == "local apart" else "no"}
     elif "image" not in fields:
         fields["image"] = "any"
+    if kind == "e2b":
+        fields.setdefault("gateway", "http://far:1")
     name = fields.pop("name", "box")
     made = load(kind.split()[0], "trajkit_shim.sandboxes", "SANDBOX", SandboxKind)
     return made(
@@ -72,9 +78,12 @@ KINDS = [
         marks=pytest.mark.skipif(not APART, reason="the kernel has no user namespaces"),
     ),
     "local",
-    pytest.param(
-        "docker",
-        marks=pytest.mark.skipif(not APART, reason="its double needs namespaces"),
+    *(
+        pytest.param(
+            name,
+            marks=pytest.mark.skipif(not APART, reason="its double needs namespaces"),
+        )
+        for name in ("docker", "apptainer", "e2b")
     ),
 ]
 
@@ -191,16 +200,21 @@ def test_what_is_stopped_is_gone(tmp_path, fake):
 def test_stopping_ends_the_command_of_another_thread(box):
     results = []
     begun = box.place("/tmp") + "/begun"
-    script = f"touch {begun}; sleep 600"
-    thread = threading.Thread(
-        target=lambda: results.append(sh(box, script, timeout_s=600))
-    )
+
+    def work():
+        try:
+            done = sh(box, f"touch {begun}; sleep 600", timeout_s=600)
+            results.append(done.code)
+        except SandboxError:
+            results.append("the sandbox was stopped")
+
+    thread = threading.Thread(target=work)
     thread.start()
     while sh(box, f"test -e {begun}").code:
         assert thread.is_alive()
     box.stop()
     thread.join(60)
-    assert results[0].code not in (0, None)
+    assert results[0] not in (0, None)
     assert marked("box") == set()
 
 
@@ -292,6 +306,14 @@ def test_a_container_that_died_is_the_sandbox_s_failure(tmp_path, fake):
 
 
 REFUSED = [
+    ("apptainer", {"image": None}, "needs an image"),
+    ("apptainer", {"image": "absent"}, "could not open image absent"),
+    ("apptainer", {"options": {"binary": "no-such"}}, "not installed"),
+    ("apptainer", {"limits": Limits(file_mb=1)}, "can't hold it"),
+    ("e2b", {"gateway": None}, "under which URL"),
+    ("e2b", {"image": "absent"}, "template 'absent' not found"),
+    ("e2b", {"limits": Limits(cpus=1.0)}, "can't hold it"),
+    ("e2b", {"options": {"lifetime": "long"}}, "no number of seconds"),
     ("docker", {"image": None}, "needs an image"),
     ("docker", {"image": "absent"}, "Unable to find image"),
     ("docker", {"options": {"binary": "no-such-docker"}}, "not installed"),

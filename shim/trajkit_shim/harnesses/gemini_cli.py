@@ -17,7 +17,7 @@ def _launch(job: Job) -> Launch:
     return Launch(
         command=(
             *("gemini", "--model", job.model, "--approval-mode", "yolo"),
-            *("--output-format", "json", *job.arguments, "--prompt", job.prompt),
+            *("--output-format", "json", *job.arguments, f"--prompt={job.prompt}"),
         ),
         env={
             "GEMINI_API_KEY": job.api_key,
@@ -34,6 +34,6 @@ HARNESS = Harness(
     version=_VERSION,
     check=("gemini", "--version"),
     install=f"npm install --global @google/gemini-cli@{_VERSION}",
-    tried="no",
+    tried="tasks",
     launch=_launch,
 )

@@ -22,7 +22,8 @@ def _launch(job: Job) -> Launch:
                 "npm": "@ai-sdk/openai-compatible",
                 "name": "gateway",
                 "options": {
-                    "baseURL": f"{job.base_url}/v1",
+                    # it sends a header x-session-id of its own, which a path goes before
+                    "baseURL": f"{job.base_url}/s/{job.api_key}/v1",
                     "apiKey": "{env:OPENAI_API_KEY}",
                 },
                 "models": {job.model: {"name": job.model}},
@@ -50,6 +51,6 @@ HARNESS = Harness(
     version=_VERSION,
     check=("opencode", "--version"),
     install=f"npm install --global opencode-ai@{_VERSION}",
-    tried="no",
+    tried="tasks",
     launch=_launch,
 )

@@ -50,6 +50,6 @@ HARNESS = Harness(
     version=_VERSION,
     check=("pi", "--version"),
     install=f"npm install --global @mariozechner/pi-coding-agent@{_VERSION}",
-    tried="no",
+    tried="tasks",
     launch=_launch,
 )

@@ -12,12 +12,12 @@ def _launch(job: Job) -> Launch:
         "security": {"auth": {"selectedType": "openai"}},
         "privacy": {"usageStatisticsEnabled": False},
         "telemetry": {"enabled": False},
-        "general": {"disableAutoUpdate": True, "disableUpdateNag": True},
+        "general": {"enableAutoUpdate": False},
     }
     return Launch(
         command=(
             *("qwen", "--model", job.model, "--approval-mode", "yolo"),
-            *(*job.arguments, "--prompt", job.prompt),
+            *(*job.arguments, f"--prompt={job.prompt}"),
         ),
         env={
             "OPENAI_API_KEY": job.api_key,
@@ -34,6 +34,6 @@ HARNESS = Harness(
     version=_VERSION,
     check=("qwen", "--version"),
     install=f"npm install --global @qwen-code/qwen-code@{_VERSION}",
-    tried="no",
+    tried="tasks",
     launch=_launch,
 )

@@ -19,9 +19,11 @@ from trajkit_shim.sandbox import Done, SandboxError
 _NOT_RUN = (126, 127)
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 # pytest -rA: PASSED tests/test_a.py::test_b - reason
-_PYTEST = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) (\S.*?)(?: - .*)?$")
-# unittest -v: test_b (test_a.Case.test_b) ... ok
-_UNITTEST = re.compile(r"^(\w+) \((\S+)\)(?:\n.*)? \.\.\. (ok|FAIL|ERROR|skipped|.*)$")
+_PYTEST = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) ([^\s(].*?)(?: - .*)?$")
+# unittest -v: test_b (test_a.Case.test_b) ... ok; a test's docstring comes between the
+# two, on a line of its own
+_UNITTEST = re.compile(r"^(\w+) \((\S+)\)(?: \.\.\. (.+))?$")
+_UNITTEST_END = re.compile(r"^.* \.\.\. (ok|FAIL|ERROR|expected failure|skipped .*)$")
 
 TESTS_PLACE = "/tests"
 LOGS_PLACE = "/logs/verifier"
@@ -143,18 +145,22 @@ def test_results(output: bytes) -> dict[str, bool]:
     to fail, and did, is no pass.
     """
     found: dict[str, bool] = {}
+    begun: str | None = None
     for raw in output.decode(errors="replace").splitlines():
         line = _ANSI.sub("", raw).strip()
+        word: str | None = None
         if match := _PYTEST.match(line):
-            word, name = match.groups()
+            word, begun = match.groups()
         elif match := _UNITTEST.match(line):
-            name, word = match[2], match[3]
+            method, begun, word = match.groups()
             # before Python 3.11 the method is not in the brackets
-            if not name.endswith(f".{match[1]}"):
-                name = f"{name}.{match[1]}"
-        else:
-            continue
-        found[name] = found.get(name, True) and word in ("PASSED", "ok")
+            if not begun.endswith(f".{method}"):
+                begun = f"{begun}.{method}"
+        elif begun is not None and (match := _UNITTEST_END.match(line)):
+            word = match[1]
+        if begun is not None and word is not None:
+            found[begun] = found.get(begun, True) and word in ("PASSED", "ok")
+            begun = None
     return found
 
 

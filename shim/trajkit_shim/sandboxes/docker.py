@@ -65,12 +65,7 @@ class DockerSandbox(Sandbox):
         )
         if done.code != 0:
             raise SandboxError(f"{self._image}: no container: {done.how}")
-        done = self._client(
-            *("exec", "--workdir", "/", self.spec.name),
-            *("mkdir", "-p", "/home", "/tmp", "/work"),
-        )
-        if done.code != 0:
-            raise SandboxError(f"{self._image}: mkdir: {done.how}")
+        self._copy("mkdir -p /home /tmp /work", cwd="/")
 
     def exec(
         self,

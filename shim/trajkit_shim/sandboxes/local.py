@@ -15,13 +15,22 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 from trajkit_shim.processes import Processes
-from trajkit_shim.sandbox import MARK, Done, Sandbox, SandboxError, SandboxKind, Spec
+from trajkit_shim.sandbox import (
+    COMMAND_MARK,
+    MARK,
+    Done,
+    Sandbox,
+    SandboxError,
+    SandboxKind,
+    Spec,
+)
 
 # what a process needs of this one's environment; keys and proxies stay out
 _KEPT = ("LD_LIBRARY_PATH", "LC_ALL")
@@ -37,8 +46,8 @@ _NAMESPACES = (
     *("--fork", "--kill-child"),
 )
 
-# The variable that all processes of one command have in their environment.
-_COMMAND = "TRAJKIT_COMMAND"
+# What is killed and still there then waits for a disk, and does nothing more.
+_DYING_SECONDS = 5.0
 
 # The code of a sandbox that failed before the command ran, as of `docker run`.
 _FAILED = 125
@@ -93,7 +102,7 @@ class LocalSandbox(Sandbox):
         apart = () if self._mounted is None else _NAMESPACES
         arguments = [*leash, *apart, "sh", "-c", self._script(), "sh"]
         arguments += [str(self._root), self._mounted or "", cwd or self.place("/work")]
-        own = {_COMMAND: secrets.token_hex(8)}
+        own = {COMMAND_MARK: secrets.token_hex(8)}
         try:
             done = self._processes.run(
                 [*arguments, *command],
@@ -104,9 +113,9 @@ class LocalSandbox(Sandbox):
             )
         except OSError as error:
             raise SandboxError(f"{error.filename}: {error.strerror}") from error
-        finally:
-            if self._mounted is None:
-                _sweep(_COMMAND, own[_COMMAND])
+        # a namespace ends with its first process; what is killed takes a moment
+        if self._mounted is None or done.code is None:
+            _sweep(COMMAND_MARK, own[COMMAND_MARK])
         if done.code == _FAILED:
             raise SandboxError(f"the local sandbox failed: {done.last_words}")
         return done
@@ -114,8 +123,7 @@ class LocalSandbox(Sandbox):
     def stop(self) -> None:
         """Kill its processes and remove its directory."""
         self._processes.end()
-        if self._mounted is None:
-            _sweep(MARK, self.spec.name)
+        _sweep(MARK, self.spec.name)
         if not self._root.exists():
             return
         # a directory that was made read-only keeps what is in it
@@ -161,13 +169,20 @@ class LocalSandbox(Sandbox):
 
 
 def _sweep(variable: str, value: str) -> None:
-    """Kill what left its process group, where no namespace has done it."""
+    """Kill all processes with a variable in their environment, and see them gone."""
     mark = f"{variable}={value}".encode()
-    for entry in Path("/proc").glob("[0-9]*/environ"):
-        # it is gone, or another user's
-        with suppress(OSError):
-            if mark in entry.read_bytes().split(b"\0"):
-                os.kill(int(entry.parent.name), signal.SIGKILL)
+    until = time.monotonic() + _DYING_SECONDS
+    while time.monotonic() < until:
+        found = False
+        for entry in Path("/proc").glob("[0-9]*/environ"):
+            # it is gone, or another user's
+            with suppress(OSError):
+                if mark in entry.read_bytes().split(b"\0"):
+                    os.kill(int(entry.parent.name), signal.SIGKILL)
+                    found = True
+        if not found:
+            return
+        time.sleep(0.01)
 
 
 @cache
