@@ -150,6 +150,11 @@ def find_bodies(
     replies: _I64,
 ) -> None: ...
 
+# plain.pxi
+def find_plain(
+    offsets: _I32, bodies: _U8, names: _U8, never: _U8, plain: _U8
+) -> None: ...
+
 # agents.pxi
 def route_agents(
     calls: _Records,
@@ -233,6 +238,7 @@ def fill_rows(
     links: _Records,
     owners: _I32,
     turn_index: _I32,
+    chain: _I32,
     keep_head: bool,
     own_every: bool,
     by_token: bool,
