@@ -2,6 +2,10 @@
 
 import json
 import subprocess
+import sys
+import types
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
 
@@ -289,6 +293,7 @@ def test_all_that_a_task_says_is_read(tmp_path):
         ({"grade": {"kind": "magic"}}, "'magic' is none of command, tests"),
         ({"grade": {}}, "kind 'command' says too little"),
         ({"grade": {"kind": "tests", "command": "x"}}, "says too little"),
+        ({"grade": {"kind": "swebench"}}, "says too little"),
         ({"grade": {"kind": "script", "script": "g.py"}}, "needs the task's tests"),
         ({"grade": {"command": "x", "fail_to_pass": [1]}}, "not a list of texts"),
     ],
@@ -331,3 +336,84 @@ def test_a_commit_of_a_repository_is_a_workspace(tmp_path):
     assert task.digest() == task_of(tmp_path, **fields).digest()
     with pytest.raises(FormatError, match="at 'gone'"):
         task_of(tmp_path, **fields, revision="gone").digest()
+
+
+# SWE-bench's package, by a double of the two functions of it that are called
+
+
+def swebench(monkeypatch, report):
+    """The package, whose reading of the log is the given report."""
+    seen = {}
+
+    def make_test_spec(instance):
+        return types.SimpleNamespace(
+            instance_id=instance["instance_id"], eval_script=instance["eval_script"]
+        )
+
+    def get_eval_report(test_spec, prediction, test_log_path, include_tests_status):
+        seen.update(prediction, log=Path(test_log_path).read_text())
+        return {test_spec.instance_id: report}
+
+    for name, fields in (
+        ("swebench", {"__spec__": ModuleSpec("swebench", None)}),
+        ("swebench.harness", {}),
+        ("swebench.harness.utils", {"make_test_spec": make_test_spec}),
+        ("swebench.harness.grading", {"get_eval_report": get_eval_report}),
+    ):
+        module = types.ModuleType(name)
+        vars(module).update(fields)
+        monkeypatch.setitem(sys.modules, name, module)
+    return seen
+
+
+class AtRoot(type(SANDBOX(Spec(name="x", scratch=Path())))):
+    """A local sandbox that says that its workspace is that of an image."""
+
+    def place(self, path):
+        return path if path == "/testbed" else super().place(path)
+
+    def exec(self, command, *, cwd=None, **options):
+        cwd = super().place("/work") if cwd == "/testbed" else cwd
+        return super().exec(command, cwd=cwd, **options)
+
+
+def swebench_graded(tmp_path, instance, timeout_s=60):
+    task = task_of(
+        tmp_path,
+        workdir="/testbed",
+        grade={"kind": "swebench", "instance": instance, "timeout_s": timeout_s},
+    )
+    spec = Spec(name="box", scratch=tmp_path, options={"namespaces": "no"})
+    with AtRoot(spec) as sandbox:
+        workspace = Workspace(task, sandbox)
+        return grade(Work(workspace=workspace, patch=b"+a", finished=True))
+
+
+INSTANCE = {"instance_id": "a-1", "eval_script": "echo ran; echo loud >&2; exit 1"}
+
+
+@pytest.mark.parametrize("verdict", [True, False])
+def test_swebench_reads_the_log_of_its_own_script(tmp_path, monkeypatch, verdict):
+    seen = swebench(monkeypatch, {"resolved": verdict, "infra_failure": False})
+    assert swebench_graded(tmp_path, INSTANCE) == float(verdict)
+    assert seen["log"] == "ran\nloud\n"
+    assert (seen["instance_id"], seen["model_patch"]) == ("a-1", "+a")
+
+
+def test_swebench_says_why_it_cannot_grade(tmp_path, monkeypatch):
+    with pytest.raises(StageError, match="swebench is not installed"):
+        graded(tmp_path, grade={"kind": "swebench", "instance": INSTANCE})
+    report = {
+        "resolved": False,
+        "infra_failure": True,
+        "infra_failure_reason": "no space",
+    }
+    swebench(monkeypatch, report)
+    with pytest.raises(StageError, match="swebench: no space"):
+        swebench_graded(tmp_path, INSTANCE)
+    with pytest.raises(StageError, match="not whole: KeyError"):
+        swebench_graded(tmp_path, {"instance_id": "a-1"})
+    with pytest.raises(StageError, match="must be /testbed"):
+        graded(tmp_path, grade={"kind": "swebench", "instance": INSTANCE})
+    with pytest.raises(StageError, match=r"timed out after 0\.2 s"):
+        swebench_graded(tmp_path, {**INSTANCE, "eval_script": "sleep 600"}, 0.2)

@@ -1,5 +1,6 @@
 """A record from a file, read key by key, each of its kind and none left over."""
 
+from collections.abc import Mapping
 from typing import TypeVar
 
 from trajkit.errors import FormatError
@@ -62,6 +63,11 @@ class Fields:
         if not all(isinstance(value, str) for value in values):
             raise FormatError(f"{self.place}: {name} is not a list of texts")
         return tuple(values)
+
+    def mapping(self, name: str) -> Mapping[str, object]:
+        """An object, whatever is in it; an empty one where it is missing."""
+        empty: dict[str, object] = {}
+        return self._take(name, dict, empty)
 
     def texts(self, name: str) -> dict[str, str] | None:
         """Texts by name, or None where there is no such key."""

@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from trajkit_shim.rollout.swebench import resolved
 from trajkit_shim.rollout.tasks import Grade
 from trajkit_shim.rollout.workspace import StageError, Workspace
 from trajkit_shim.sandbox import Done, SandboxError
@@ -19,7 +20,9 @@ from trajkit_shim.sandbox import Done, SandboxError
 _NOT_RUN = (126, 127)
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 # pytest -rA: PASSED tests/test_a.py::test_b - reason
-_PYTEST = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) ([^\s(].*?)(?: - .*)?$")
+_PYTEST = re.compile(
+    r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) ([^\s(].*?)(?: - .*)?$"
+)
 # unittest -v: test_b (test_a.Case.test_b) ... ok; a test's docstring comes between the
 # two, on a line of its own
 _UNITTEST = re.compile(r"^(\w+) \((\S+)\)(?: \.\.\. (.+))?$")
@@ -128,12 +131,18 @@ def _by_completed(work: Work, _: Grade) -> float:
     return float(work.finished)
 
 
+def _by_swebench(work: Work, rules: Grade) -> float:
+    """1 where SWE-bench's own harness calls the instance resolved."""
+    return float(resolved(work, rules))
+
+
 GRADERS: Mapping[str, Callable[[Work, Grade], float]] = {
     "command": _by_command,
     "tests": _by_tests,
     "script": _by_script,
     "reward_file": _by_reward_file,
     "completed": _by_completed,
+    "swebench": _by_swebench,
 }
 """The graders by their `trajkit_shim.rollout.tasks.Kind`."""
 

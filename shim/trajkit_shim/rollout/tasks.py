@@ -24,7 +24,7 @@ from trajkit_shim.sandbox import Limits, pack
 # it becomes part of session ids and of container names
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 
-Kind = Literal["command", "tests", "script", "reward_file", "completed"]
+Kind = Literal["command", "tests", "script", "reward_file", "completed", "swebench"]
 """How a task is graded; see `trajkit_shim.rollout.grade`."""
 
 
@@ -116,6 +116,8 @@ class Grade:
     script : str
         For ``script``: a Python program of the task's ``tests``, run in the workspace,
         whose last line is the reward.
+    instance : mapping
+        For ``swebench``: the instance, as its data set has it.
     """
 
     kind: Kind
@@ -125,6 +127,7 @@ class Grade:
     pass_to_pass: tuple[str, ...] = ()
     partial: bool = False
     script: str = ""
+    instance: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,6 +305,7 @@ def _grade(fields: Fields) -> Grade:
         pass_to_pass=fields.names("pass_to_pass"),
         partial=fields.flag("partial"),
         script=fields.text("script", ""),
+        instance=fields.mapping("instance"),
     )
     fields.end()
     needed = {
@@ -310,6 +314,7 @@ def _grade(fields: Fields) -> Grade:
         "script": grade.script,
         "reward_file": grade.command,
         "completed": True,
+        "swebench": grade.instance,
     }
     if not needed[kind]:
         raise FormatError(f"{fields.place}: kind {kind!r} says too little to grade by")
