@@ -3,9 +3,11 @@
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+import warnings
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -14,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import trajkit as tk
+from tests.shim.test_sandbox import marked
 from trajkit.cli import BAD_DATA, BAD_FILE, DONE
 from trajkit.errors import FormatError
 from trajkit_shim.embedded import Reply
@@ -235,8 +238,11 @@ def test_all_that_an_agent_changed_is_graded_but_for_the_tests(tmp_path, do):
     assert (code, said["failures"], said["mean_reward"]) == (DONE, {}, 1.0)
 
 
-def killed_run(argv, out, ended):
-    """A run in a process of its own, killed when so many of its rollouts are over."""
+def killed_run(argv, out, ended, *, by=signal.SIGKILL, turns=0):
+    """A run in a process of its own, ended when so many of its rollouts are over.
+
+    And when so many turns are in its log. Its exit code.
+    """
     code = (
         "import sys; from tests.shim import test_rollout as t\n"
         f"t.script.solve.__defaults__ = {script.solve.__defaults__}\n"
@@ -253,11 +259,24 @@ def killed_run(argv, out, ended):
             while not (
                 journal.exists()
                 and journal.read_text().count('"ended"') >= ended
-                and len(list((out / "turns").rglob("*.arrows")))
+                and logged(out) >= turns
             ):
                 assert runner.poll() is None
+            runner.send_signal(by)
+            runner.wait(60)
         finally:
             runner.kill()
+    return runner.returncode
+
+
+def logged(out):
+    """The turns in the log of a run that goes on."""
+    paths = list((out / "turns").rglob("turns-*.arrows"))
+    if not paths or not paths[0].stat().st_size:
+        return -1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", tk.TornLogWarning)
+        return tk.read_turns(paths[0]).num_rows
 
 
 def test_a_run_that_was_killed_is_taken_up_where_it_was(tmp_path, do, sure):
@@ -297,6 +316,19 @@ def test_a_run_that_was_killed_is_taken_up_where_it_was(tmp_path, do, sure):
     code, said = do(command(tasks, out))
     assert (code, said["over_before"], said["over"]) == (DONE, 6, 0)
     assert sessions(out) == lines
+
+
+def test_a_run_that_is_asked_to_end_clears_its_sandboxes_away(tmp_path, do, sure):
+    tasks = write_tasks(tmp_path / "t.jsonl", a={}, b={})
+    out = tmp_path / "run"
+    argv = command(tasks, out, "--parallel", "1", manners="orphan hang")
+    assert killed_run(argv, out, 0, by=signal.SIGTERM, turns=1) != 0
+    (line,) = sessions(out).values()
+    assert line["error"] == "interrupted: the run was stopped before it ended"
+    assert not (out / "sandboxes").exists()
+    assert marked(f"trajkit-{line['session_id']}-agent") == set()
+    _, report = rows_of(out)
+    assert report[line["session_id"]]["lost_untrainable"] > 0
 
 
 def test_more_samples_and_failed_ones_can_be_asked_for(tmp_path, do, sure):

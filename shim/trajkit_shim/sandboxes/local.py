@@ -15,6 +15,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -78,6 +79,7 @@ class LocalSandbox(Sandbox):
         self._root = spec.scratch.resolve() / spec.name
         self._mounted = place
         self._processes = Processes()
+        self._removing = threading.Lock()
 
     def start(self) -> None:
         """Make its directories."""
@@ -123,13 +125,15 @@ class LocalSandbox(Sandbox):
     def stop(self) -> None:
         """Kill its processes and remove its directory."""
         self._processes.end()
-        _sweep(MARK, self.spec.name)
-        if not self._root.exists():
-            return
-        # a directory that was made read-only keeps what is in it
-        for folder, _, _ in os.walk(self._root):
-            os.chmod(folder, stat.S_IRWXU)
-        shutil.rmtree(self._root)
+        # a run that ends stops sandboxes that their own threads stop too
+        with self._removing:
+            _sweep(MARK, self.spec.name)
+            if not self._root.exists():
+                return
+            # a directory that was made read-only keeps what is in it
+            for folder, _, _ in os.walk(self._root):
+                os.chmod(folder, stat.S_IRWXU)
+            shutil.rmtree(self._root)
 
     def place(self, path: str) -> str:
         """Below the sandbox's own directory."""
