@@ -301,3 +301,18 @@ def test_no_turns_give_no_rows(name):
     assert rows.num_rows == report.num_rows == 0
     assert rows.schema.equals(ROWS)
     assert report.schema.equals(REPORT)
+
+
+def test_what_else_is_known_of_a_session_is_passed_over():
+    table = turns_table(SAME_ANSWER_TWICE)
+    names = sorted(set(table["session_id"].to_pylist()))
+    known = {
+        "agent_end": ["finished"] * len(names),
+        "session_id": names,
+        "reward": [1.5] * len(names),
+    }
+    facts = pa.table(known)
+    rows, report = tk.linearize(table, "slime", sessions=facts, report=True)
+    assert report.schema.equals(REPORT)
+    assert (rows, report) == tk.linearize(table, "slime", reward=1.5, report=True)
+    assert tk.verify(rows, table, "slime", sessions=facts).num_rows == 0

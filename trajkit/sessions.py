@@ -74,7 +74,9 @@ def session_facts(reward: Reward, sessions: TableLike | None) -> SessionFacts:
             raise SchemaError(
                 "reward and sessions are both given: put the rewards into sessions"
             )
-        return SessionFacts(None, _checked(canonical(sessions, SESSIONS)))
+        # what else the caller knows is in no report
+        table = canonical(sessions, SESSIONS).select(SESSIONS.names)
+        return SessionFacts(None, _checked(table))
     if isinstance(reward, Mapping):
         n = len(reward)
         for name in reward:

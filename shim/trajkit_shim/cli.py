@@ -20,6 +20,7 @@ from trajkit.cli.options import Commands, count
 from trajkit.errors import FormatError
 
 if TYPE_CHECKING:
+    from trajkit_shim.embedded import Policy
     from trajkit_shim.engine import Engine
     from trajkit_shim.render import ChatRenderer
 
@@ -37,33 +38,7 @@ def add_serve(commands: Commands) -> None:
         "engine in token ids, and writes every call to the run's turn log before it is "
         "answered. POST /sessions opens a session; its id is the API key.",
     )
-    parser.add_argument(
-        "--engine",
-        choices=["embedded", "sglang", "vllm"],
-        default="embedded",
-        help="embedded: a small scripted one, for trying things out (the default)",
-    )
-    parser.add_argument(
-        "--engine-url", metavar="URL", help="of the server, with another engine"
-    )
-    parser.add_argument(
-        "--check-prompts",
-        action="store_true",
-        help="have the SGLang server send each prompt back, and refuse one that is "
-        "another",
-    )
-    parser.add_argument(
-        "--model",
-        metavar="DIR",
-        type=Path,
-        help="the model's config, tokenizer and chat template, with another engine",
-    )
-    parser.add_argument(
-        "--tool-form",
-        metavar="NAME",
-        help="how the model writes its calls: hermes, qwen3-coder, glm or plain-json "
-        "(default: as its chat template tells)",
-    )
+    add_engine(parser)
     parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
     parser.add_argument(
         "--port", type=int, default=8765, help="0: any free one (default: %(default)s)"
@@ -139,6 +114,37 @@ def add_serve(commands: Commands) -> None:
     parser.set_defaults(run=lambda arguments: _serve(parser, arguments))
 
 
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name an engine; `built_engine` reads them."""
+    parser.add_argument(
+        "--engine",
+        choices=["embedded", "sglang", "vllm"],
+        default="embedded",
+        help="embedded: a small scripted one, for trying things out (the default)",
+    )
+    parser.add_argument(
+        "--engine-url", metavar="URL", help="of the server, with another engine"
+    )
+    parser.add_argument(
+        "--check-prompts",
+        action="store_true",
+        help="have the SGLang server send each prompt back, and refuse one that is "
+        "another",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="DIR",
+        type=Path,
+        help="the model's config, tokenizer and chat template, with another engine",
+    )
+    parser.add_argument(
+        "--tool-form",
+        metavar="NAME",
+        help="how the model writes its calls: hermes, qwen3-coder, glm or plain-json "
+        "(default: as its chat template tells)",
+    )
+
+
 def add_demo(commands: Commands) -> None:
     """Add ``demo`` to the command line."""
     parser = commands.add_parser(
@@ -172,7 +178,7 @@ def add_demo(commands: Commands) -> None:
 
 
 def _demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    with _needs_extra(parser, "demo"):
+    with needs_extra(parser, "demo"):
         # the agent runs in processes of its own, where its absence would show late
         if find_spec("minisweagent") is None:
             raise ModuleNotFoundError(name="minisweagent")
@@ -190,32 +196,19 @@ def _free(path: Path) -> Path:
 
 
 def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    served = arguments.engine != "embedded"
-    options = {"--engine-url": arguments.engine_url, "--model": arguments.model}
-    for option, value in options.items():
-        if served and value is None:
-            parser.error(f"--engine {arguments.engine} needs {option}")
-        if not served and value is not None:
-            parser.error(f"{option} means nothing to the embedded engine")
-    with _needs_extra(parser, "shim"):
+    with needs_extra(parser, "shim"):
         from trajkit_shim.app import create_app
         from trajkit_shim.log import TurnLog
         from trajkit_shim.parsers import FORMS
         from trajkit_shim.prompts import Prompts
         from trajkit_shim.serve import is_loopback, serve
 
-        if arguments.tool_form not in (None, *FORMS):
-            parser.error(
-                f"--tool-form {arguments.tool_form} is none of {', '.join(FORMS)}"
-            )
-        if arguments.check_prompts and arguments.engine != "sglang":
-            parser.error("--check-prompts means nothing to another engine than sglang")
         if not is_loopback(arguments.host) and not arguments.admin_token:
             parser.error(
                 f"--host {arguments.host} can be reached from elsewhere: give "
                 "--admin-token"
             )
-        engine, renderer = _served(arguments) if served else _embedded()
+        engine, renderer = built_engine(parser, arguments)
     log = TurnLog(
         arguments.out,
         form=arguments.log,
@@ -261,11 +254,55 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
     return 0
 
 
-def _embedded() -> "tuple[Engine, ChatRenderer]":
-    from trajkit_shim.embedded import EmbeddedEngine, load_tokenizer
+def built_engine(
+    parser: argparse.ArgumentParser,
+    arguments: argparse.Namespace,
+    *,
+    policy: "Policy | None" = None,
+    seed: int | None = None,
+) -> "tuple[Engine, ChatRenderer]":
+    """The engine that the options name, and the renderer of its model.
+
+    Parameters
+    ----------
+    parser : ArgumentParser
+    arguments : Namespace
+    policy : callable, optional
+        What the embedded engine says, in place of small talk.
+    seed : int, optional
+        Of the embedded engine.
+
+    Raises
+    ------
+    SystemExit
+        Options are missing, or mean nothing to that engine.
+    FormatError
+        The model cannot be read.
+    """
+    from trajkit_shim.parsers import FORMS
+
+    served = arguments.engine != "embedded"
+    options = {"--engine-url": arguments.engine_url, "--model": arguments.model}
+    for option, value in options.items():
+        if served and value is None:
+            parser.error(f"--engine {arguments.engine} needs {option}")
+        if not served and value is not None:
+            parser.error(f"{option} means nothing to the embedded engine")
+    if arguments.tool_form not in (None, *FORMS):
+        parser.error(f"--tool-form {arguments.tool_form} is none of {', '.join(FORMS)}")
+    if arguments.check_prompts and arguments.engine != "sglang":
+        parser.error("--check-prompts means nothing to another engine than sglang")
+    return _served(arguments) if served else _embedded(policy, seed)
+
+
+def _embedded(
+    policy: "Policy | None", seed: int | None
+) -> "tuple[Engine, ChatRenderer]":
+    from trajkit_shim.embedded import EmbeddedEngine, converse, load_tokenizer
     from trajkit_shim.render import ChatRenderer
 
-    return EmbeddedEngine(), ChatRenderer(load_tokenizer())
+    engine = EmbeddedEngine(policy or converse, seed=seed)
+    return engine, ChatRenderer(load_tokenizer())
 
 
 def _served(arguments: argparse.Namespace) -> "tuple[Engine, ChatRenderer]":
@@ -296,7 +333,7 @@ def _served(arguments: argparse.Namespace) -> "tuple[Engine, ChatRenderer]":
 
 
 @contextmanager
-def _needs_extra(parser: argparse.ArgumentParser, extra: str) -> Iterator[None]:
+def needs_extra(parser: argparse.ArgumentParser, extra: str) -> Iterator[None]:
     """End the run with one line where an import inside finds a package missing."""
     # transformers tells whoever imports it that there is no torch; none is needed.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

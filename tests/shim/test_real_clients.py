@@ -11,15 +11,19 @@ import subprocess
 from contextlib import contextmanager
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 import trajkit as tk
 from tests.shim.clients import http
+from tests.shim.test_rollout import EXAMPLES
+from tests.shim.test_rollout import run as run_command
 from trajkit_shim.app import create_app
 from trajkit_shim.embedded import EmbeddedEngine, Reply, load_tokenizer, tool_call
 from trajkit_shim.embedded.replies import messages
 from trajkit_shim.log import TurnLog
 from trajkit_shim.render import ChatRenderer
+from trajkit_shim.rollout import script
 from trajkit_shim.serve import running
 
 pytestmark = pytest.mark.clients
@@ -245,3 +249,47 @@ def test_codex_takes_a_closed_session_for_the_end(tmp_path):
     last = json.loads(refused(tmp_path, "codex").splitlines()[-1])
     assert last["type"] == "turn.failed"
     assert "410" in last["error"]["message"]
+
+
+# what holds each harness's program; those of npm need node beside them
+PROGRAMS = {
+    "claude-code": CLAUDE,
+    "codex": CODEX,
+    "opencode": MODULES / "opencode-linux-x64/bin/opencode",
+    "gemini-cli": MODULES / ".bin/gemini",
+    "qwen-code": MODULES / ".bin/qwen",
+    "pi": MODULES / ".bin/pi",
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_rollouts_of_a_real_agent_are_graded(tmp_path, monkeypatch, name):
+    """In a sandbox, on two tasks that it solves; every call once, in rows that verify."""
+    program = PROGRAMS[name]
+    if program is None or not program.exists():
+        pytest.skip(f"{name} is not installed")
+    monkeypatch.setattr(script.solve, "__defaults__", (1.0,))
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    for task in ("leap", "query"):
+        (tasks / task).symlink_to(EXAMPLES / task)
+    out = tmp_path / "run"
+    argv = [
+        str(tasks),
+        "--harness",
+        name,
+        "-o",
+        str(out),
+        "--path",
+        str(program.parent),
+    ]
+    assert run_command([*argv, "--parallel", "2", "--timeout", "120"]) == 0
+    sessions = pq.read_table(out / "sessions.parquet")
+    for line in sessions.to_pylist():
+        assert (line["reward"], line["agent_end"]) == (1.0, "finished"), line
+    turns = tk.read_turns(out / "turns")
+    tk.validate(turns)
+    assert sorted(turns["turn_index"].to_pylist()) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert tk.link(turns)["parent"].to_pylist().count(None) == 2
+    rows = tk.linearize(turns, sessions=sessions)
+    assert tk.verify(rows, turns, sessions=sessions).num_rows == 0

@@ -1,0 +1,48 @@
+"""mini-swe-agent, unattended."""
+
+from trajkit_shim.harness import Harness, Job, Launch
+
+_VERSION = "2.4.6"
+
+
+def _launch(job: Job) -> Launch:
+    base_url = f"{job.base_url}/v1"
+    return Launch(
+        command=(
+            *("mini-swe-agent", "--model", f"openai/{job.model}"),
+            *("--yolo", "--exit-immediately", "--cost-limit", "0"),
+            *("--output", f"{job.home}/trajectory.json", "-c", "mini.yaml"),
+            # litellm 1.106 looks for an MCP gateway among the tools, and fails without
+            # mcp
+            *("-c", "model.model_kwargs._skip_mcp_handler=true", *job.arguments),
+            *("--task", job.prompt),
+        ),
+        env={
+            "OPENAI_API_KEY": job.api_key,
+            "OPENAI_BASE_URL": base_url,
+            "OPENAI_API_BASE": base_url,
+            # it asks for a model on its first start, and prices each call
+            "MSWEA_CONFIGURED": "true",
+            "MSWEA_COST_TRACKING": "ignore_errors",
+            "MSWEA_GLOBAL_CONFIG_DIR": job.home,
+            "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "3",
+            "MSWEA_SILENT_STARTUP": "1",
+            # litellm fetches its price list when it is imported
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "LITELLM_LOCAL_BLOG_POSTS": "True",
+            "LITELLM_TELEMETRY": "False",
+            "HF_HUB_OFFLINE": "1",
+        },
+    )
+
+
+HARNESS = Harness(
+    name="mini-swe-agent",
+    protocol="openai_chat",
+    version=_VERSION,
+    # its own --help imports litellm, which takes seconds
+    check=("sh", "-c", "command -v mini-swe-agent"),
+    install=f"pip install mini-swe-agent=={_VERSION}",
+    tried="tasks",
+    launch=_launch,
+)

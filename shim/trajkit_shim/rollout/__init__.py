@@ -1,0 +1,1 @@
+"""``trajkit rollout``: tasks, worked on by a harness in a sandbox, and graded."""

@@ -1,0 +1,308 @@
+"""``trajkit rollout``."""
+
+import argparse
+import json
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from trajkit.cli import BAD_DATA, BAD_FILE, DONE
+from trajkit.cli.options import Commands, count
+from trajkit.cli.progress import Progress
+from trajkit.cli.show import text_table
+from trajkit_shim.cli import add_engine, built_engine, needs_extra
+
+if TYPE_CHECKING:
+    from trajkit_shim.rollout.journal import Rollout
+    from trajkit_shim.rollout.run import Settings, Summary
+
+
+def add_rollout(commands: Commands) -> None:
+    """Add ``rollout`` to the command line."""
+    parser = commands.add_parser(
+        "rollout",
+        help="have an agent work on tasks, record it, and grade what it did",
+        description="Run a coding agent on each task in a sandbox of its own, record its "
+        "model calls, and grade its changes in a fresh copy. RUN gets the turns and "
+        "a sessions table with reward, group and error; run the same command again to "
+        "take up a run that was stopped. The exit code is 1 where a rollout failed.",
+    )
+    parser.add_argument(
+        "tasks",
+        metavar="TASKS",
+        type=Path,
+        help="a JSONL file, a directory with a task.toml, or a directory of those",
+    )
+    parser.add_argument(
+        "--harness",
+        "--agent",
+        metavar="NAME",
+        required=True,
+        help="the agent, by name or import path (package.module:record); see "
+        "docs/serving.md",
+    )
+    parser.add_argument(
+        "-o",
+        "--out",
+        metavar="RUN",
+        type=Path,
+        required=True,
+        help="directory of the run; made if missing, taken up again if not",
+    )
+    parser.add_argument(
+        "--sandbox",
+        metavar="KIND",
+        default="local",
+        help="local, docker, apptainer, e2b, or an import path (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--sandbox-option",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="what only that kind of sandbox knows; may be given again",
+    )
+    parser.add_argument(
+        "--image", help="of sandboxes that need one, where the task names none"
+    )
+    parser.add_argument(
+        "--path",
+        metavar="DIR",
+        action="append",
+        default=[],
+        help="a directory that goes first on the sandbox's PATH; may be given again",
+    )
+    parser.add_argument(
+        "--gateway-url",
+        metavar="URL",
+        help="the gateway as the sandboxes reach it, where they don't by its address",
+    )
+    parser.add_argument(
+        "--install",
+        action="store_true",
+        help="install the agent in each sandbox where it is missing",
+    )
+    parser.add_argument(
+        "--repeat",
+        "--samples",
+        metavar="N",
+        type=count,
+        default=1,
+        help="rollouts of each task, which share its group (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--parallel",
+        "--concurrency",
+        metavar="N",
+        type=count,
+        default=4,
+        help="rollouts at a time (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=float,
+        help="for each agent, in place of what its task says",
+    )
+    parser.add_argument(
+        "--retry-failed",
+        action="store_true",
+        help="of a run that is taken up, repeat also what ended with an error",
+    )
+    parser.add_argument(
+        "--callback",
+        metavar="URL",
+        help="is sent each rollout that is over, as a JSON object",
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="of the gateway (default: %(default)s)"
+    )
+    add_engine(parser)
+    parser.add_argument("--seed", metavar="N", type=int, help="of the embedded engine")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object and nothing else"
+    )
+    parser.add_argument(
+        "--argument",
+        metavar="TEXT",
+        action="append",
+        default=[],
+        help="for the agent's own command, and the whole command of the shell harness; "
+        "may be given again, and as --argument=--text where it begins with a hyphen",
+    )
+    parser.set_defaults(run=lambda arguments: _rollout(parser, arguments))
+
+
+def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    with needs_extra(parser, "shim"):
+        from trajkit_shim.app import create_app
+        from trajkit_shim.harness import HarnessError
+        from trajkit_shim.log import TurnLog
+        from trajkit_shim.parsers import FORMS
+        from trajkit_shim.rollout.callback import Callback
+        from trajkit_shim.rollout.gateway import Gateway
+        from trajkit_shim.rollout.run import Rollouts, Summary
+        from trajkit_shim.rollout.script import solve
+        from trajkit_shim.rollout.tasks import read_tasks
+        from trajkit_shim.sandbox import SandboxError
+        from trajkit_shim.serve import running
+    settings = _settings(parser, arguments)
+    tasks = read_tasks(arguments.tasks)
+    callback = None if arguments.callback is None else Callback(arguments.callback)
+    with Rollouts(tasks, settings, arguments.out, callback) as rollouts:
+        summary = Summary(before=rollouts.before, rollouts=[], seconds=0.0)
+        if rollouts.to_do:
+            try:
+                rollouts.try_out()
+            except (HarnessError, SandboxError) as error:
+                sys.stderr.write(f"trajkit: {error}\n")
+                return BAD_FILE
+            engine, renderer = built_engine(
+                parser, arguments, policy=solve(tasks), seed=arguments.seed
+            )
+            app = create_app(
+                engine,
+                renderer,
+                TurnLog(rollouts.next_log()),
+                tool_form=FORMS.get(arguments.tool_form),
+            )
+            with (
+                _terminated(),
+                running(app, arguments.host) as url,
+                Gateway(url) as gateway,
+                Progress("rollouts", rollouts.to_do) as progress,
+            ):
+                summary = rollouts.run(gateway, progress.advance)
+        sent = None if callback is None else callback.missed
+        text = _as_json if arguments.json else _described
+        sys.stdout.write(text(summary, arguments.out, sent) + "\n")
+    failed = any(rollout.error is not None for rollout in summary.rollouts)
+    return BAD_DATA if failed else DONE
+
+
+def _settings(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace
+) -> "Settings":
+    """What the options say.
+
+    Raises
+    ------
+    SystemExit
+        An option names nothing that there is.
+    """
+    from trajkit_shim.harness import Harness
+    from trajkit_shim.plugins import load
+    from trajkit_shim.rollout.run import Settings
+    from trajkit_shim.sandbox import SandboxKind
+
+    pairs = [option.partition("=") for option in arguments.sandbox_option]
+    for name, equals, _ in pairs:
+        if not equals:
+            parser.error(f"--sandbox-option {name}: NAME=VALUE is expected")
+    if arguments.timeout is not None and not 0 < arguments.timeout < float("inf"):
+        parser.error(f"--timeout {arguments.timeout:g} is not above 0")
+    try:
+        harness = load(arguments.harness, "trajkit_shim.harnesses", "HARNESS", Harness)
+        kind = load(arguments.sandbox, "trajkit_shim.sandboxes", "SANDBOX", SandboxKind)
+    except ValueError as error:
+        parser.error(str(error))
+    return Settings(
+        harness=harness,
+        arguments=tuple(arguments.argument),
+        install=arguments.install,
+        sandbox=kind,
+        sandbox_name=arguments.sandbox,
+        options={name: value for name, _, value in pairs},
+        path=tuple(arguments.path),
+        gateway=arguments.gateway_url,
+        image=arguments.image,
+        repeat=arguments.repeat,
+        parallel=arguments.parallel,
+        retry_failed=arguments.retry_failed,
+        timeout_s=arguments.timeout,
+    )
+
+
+@contextmanager
+def _terminated() -> Iterator[None]:
+    """Take a request to end for an interrupt, so that sandboxes are cleared away."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _groups(rollouts: Sequence["Rollout"]) -> Mapping[str, list["Rollout"]]:
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in sorted(rollouts, key=lambda r: (r.group_id, r.sample)):
+        groups.setdefault(rollout.group_id, []).append(rollout)
+    return groups
+
+
+def _mean(rewards: Sequence[float]) -> float | None:
+    return sum(rewards) / len(rewards) if rewards else None
+
+
+def _as_json(summary: "Summary", out: Path, missed: int | None) -> str:
+    rewards = [r.reward for r in summary.rollouts if r.reward is not None]
+    return json.dumps(
+        {
+            "turns": str(out / "turns"),
+            "sessions": str(out / "sessions.parquet"),
+            "over_before": summary.before,
+            "over": len(summary.rollouts),
+            "graded": len(rewards),
+            "mean_reward": _mean(rewards),
+            "failures": dict(summary.failures()),
+            "callbacks_missed": missed,
+            "seconds": summary.seconds,
+            "rollouts": [asdict(rollout) for rollout in summary.rollouts],
+        }
+    )
+
+
+def _described(summary: "Summary", out: Path, missed: int | None) -> str:
+    rewards = [r.reward for r in summary.rollouts if r.reward is not None]
+    per_minute = 60 * len(summary.rollouts) / summary.seconds if summary.seconds else 0
+    parts = [
+        f"rollouts {len(summary.rollouts):,} ({summary.before:,} over before), graded "
+        f"{len(rewards):,}, {summary.seconds:.0f} s, {per_minute:.1f} a minute"
+    ]
+    if summary.rollouts:
+        lines = []
+        for name, group in _groups(summary.rollouts).items():
+            graded = [r.reward for r in group if r.reward is not None]
+            mean = _mean(graded)
+            lines.append(
+                (
+                    name,
+                    len(group),
+                    len(graded),
+                    "" if mean is None else f"{mean:.2f}",
+                    sum(r.turns or 0 for r in group),
+                )
+            )
+        head = ("task", "rollouts", "graded", "mean reward", "turns")
+        parts.append(text_table(head, lines))
+    failures = summary.failures().most_common()
+    if failures:
+        parts.append(text_table(("failure", "rollouts"), failures))
+    if missed:
+        parts.append(f"callbacks that nobody took: {missed}")
+    turns, sessions = (
+        shlex.quote(f"{out}/turns"),
+        shlex.quote(f"{out}/sessions.parquet"),
+    )
+    parts.append(f"turns     {turns}\nsessions  {sessions}")
+    return "\n\n".join(parts)

@@ -1,0 +1,421 @@
+"""Many rollouts of many tasks, side by side, each to its reward or its error."""
+
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Self
+
+import httpx
+
+from trajkit.errors import FormatError
+from trajkit.io import write_table
+from trajkit_shim.harness import Harness, HarnessError, Job
+from trajkit_shim.rollout.gateway import Gateway
+from trajkit_shim.rollout.grade import Work, grade
+from trajkit_shim.rollout.journal import Journal, Rollout
+from trajkit_shim.rollout.tasks import Task
+from trajkit_shim.rollout.workspace import AGENT_ENV, StageError, Workspace
+from trajkit_shim.sandbox import Sandbox, SandboxError, SandboxKind, Spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a run is made.
+
+    Parameters
+    ----------
+    harness : Harness
+    arguments : tuple of str
+        More arguments of its command.
+    install : bool
+        Install it in each sandbox where it is missing.
+    sandbox : SandboxKind
+    sandbox_name : str
+        What the kind is called.
+    options, path, gateway, image
+        Of every sandbox; see `trajkit_shim.sandbox.Spec`. A task's own image goes first.
+    repeat : int
+        Rollouts of each task: a group.
+    parallel : int
+        Rollouts at a time.
+    retry_failed : bool
+        Repeat those that an earlier run ended with an error.
+    timeout_s : float, optional
+        Seconds for every agent, in place of what its task says.
+    """
+
+    harness: Harness
+    arguments: tuple[str, ...] = ()
+    install: bool = False
+    sandbox: SandboxKind
+    sandbox_name: str
+    options: dict[str, str] = field(default_factory=dict)
+    path: tuple[str, ...] = ()
+    gateway: str | None = None
+    image: str | None = None
+    repeat: int = 1
+    parallel: int = 1
+    retry_failed: bool = False
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What became of a run."""
+
+    # of tasks times repeats: over before, and in this call
+    before: int
+    rollouts: list[Rollout]
+    seconds: float
+
+    def failures(self) -> Counter[str]:
+        """How many rollouts ended with each error."""
+        return Counter(r.error for r in self.rollouts if r.error is not None)
+
+
+class _Stopped(Exception):
+    """The run is being stopped; what is under way is not over."""
+
+
+class Rollouts:
+    """The rollouts of one run; a context that holds the run's directory.
+
+    Parameters
+    ----------
+    tasks : sequence of Task
+    settings : Settings
+    out : Path
+        The run's directory, made if missing. One that holds a run of the same harness
+        and sandbox is taken up again.
+    on_end : callable, optional
+        Called with each `Rollout` that is over, on a thread of its own.
+
+    Raises
+    ------
+    FormatError
+        The directory's run cannot be taken up.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        settings: Settings,
+        out: Path,
+        on_end: Callable[[Rollout], None] | None = None,
+    ) -> None:
+        self._settings = settings
+        self._out = out
+        self._on_end = on_end
+        self._digests = {task.task_id: task.digest() for task in tasks}
+        out.mkdir(parents=True, exist_ok=True)
+        self._journal = Journal(
+            out / "rollouts.jsonl", settings.harness.name, settings.sandbox_name
+        )
+        self._stopping = threading.Event()
+        self._live: set[Sandbox] = set()
+        self._lock = threading.Lock()
+        try:
+            for task_id, digest in self._digests.items():
+                self._journal.check(task_id, digest)
+        except FormatError:
+            self._journal.close()
+            raise
+        # group by group, so that the first groups are whole early
+        wanted = [(t, sample) for t in tasks for sample in range(settings.repeat)]
+        self._todo = [
+            (task, sample)
+            for task, sample in wanted
+            if not self._journal.done(
+                task.task_id, sample, failed_again=settings.retry_failed
+            )
+        ]
+        # of tasks times repeats, over in earlier calls
+        self.before = len(wanted) - len(self._todo)
+        # what a killed run left behind
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._scratch.mkdir()
+
+    @property
+    def to_do(self) -> int:
+        """Rollouts that are not over."""
+        return len(self._todo)
+
+    def next_log(self) -> Path:
+        """A directory for the log of this call's gateway, beside those of earlier ones."""
+        folder = self._out / "turns"
+        folder.mkdir(exist_ok=True)
+        return folder / f"{len(list(folder.iterdir())):03d}"
+
+    @property
+    def sessions_path(self) -> Path:
+        """The ``sessions`` table of the run."""
+        return self._out / "sessions.parquet"
+
+    @property
+    def _scratch(self) -> Path:
+        return self._out / "sandboxes"
+
+    def try_out(self) -> None:
+        """See that a sandbox can be made and has the harness, before anything is run.
+
+        Raises
+        ------
+        SandboxError, HarnessError
+        """
+        if self._todo:
+            with self._sandbox(self._todo[0][0], "try") as sandbox:
+                self._settings.harness.ready(sandbox, install=self._settings.install)
+
+    def run(self, gateway: Gateway, advance: Callable[[int], None]) -> Summary:
+        """Do all that is to do, and write the ``sessions`` table.
+
+        When it is interrupted, what is under way ends without a result and is repeated
+        by the next call on the directory.
+
+        Parameters
+        ----------
+        gateway : Gateway
+        advance : callable
+            Told of each rollout that is over, with 1.
+
+        Raises
+        ------
+        httpx.HTTPError
+            The gateway does not answer.
+        """
+        started = time.monotonic()
+        model = gateway.model()
+        ended = []
+        pool = ThreadPoolExecutor(self._settings.parallel, "rollout")
+        try:
+            futures: list[Future[Rollout]] = [
+                pool.submit(self._one, gateway, model, task, sample)
+                for task, sample in self._todo
+            ]
+            for future in as_completed(futures):
+                ended.append(future.result())
+                advance(1)
+        finally:
+            self._stopping.set()
+            with self._lock:
+                live = list(self._live)
+            for sandbox in live:
+                sandbox.stop()
+            pool.shutdown(cancel_futures=True)
+            self.write_sessions()
+        return Summary(
+            before=self.before, rollouts=ended, seconds=time.monotonic() - started
+        )
+
+    def write_sessions(self) -> None:
+        """Write what is known of every session of the run, as `journal.ROLLOUTS`."""
+        write_table(self._journal.table(), self.sessions_path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._journal.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _one(self, gateway: Gateway, model: str, task: Task, sample: int) -> Rollout:
+        """One rollout, from its line in the journal to its result."""
+        if self._stopping.is_set():
+            raise _Stopped
+        began = self._journal.begin(
+            Rollout(
+                session_id="",
+                group_id=task.task_id,
+                sample=sample,
+                attempt=0,
+                harness=self._settings.harness.name,
+                sandbox=self._settings.sandbox_name,
+                started_at=time.time(),
+            ),
+            self._digests[task.task_id],
+        )
+        course = _Course(began)
+        clock = time.monotonic()
+        try:
+            self._work(gateway, model, task, course)
+        except StageError as error:
+            course.note(error=str(error), reward=None)
+        except SandboxError as error:
+            course.note(error=f"sandbox: {error}", reward=None)
+        except httpx.HTTPError as error:
+            course.note(error=f"gateway: {error}", reward=None)
+        course.note(seconds=time.monotonic() - clock)
+        if self._stopping.is_set():
+            # its processes were killed, so what it says is not true
+            raise _Stopped
+        self._journal.end(course.rollout)
+        if self._on_end is not None:
+            self._on_end(course.rollout)
+        return course.rollout
+
+    def _work(
+        self, gateway: Gateway, model: str, task: Task, course: "_Course"
+    ) -> None:
+        name = course.rollout.session_id
+        folder = self._out / "sessions" / name
+        folder.mkdir(parents=True)
+        with self._sandbox(task, f"{name}-agent") as sandbox:
+            workspace = Workspace(task, sandbox)
+            workspace.prepare()
+            with self._warm(task, f"{name}-grade") as fresh:
+                patch = self._agent(gateway, model, workspace, folder, course)
+                (folder / "patch.diff").write_bytes(patch)
+                course.note(patch_bytes=len(patch))
+                copy = fresh()
+                copy.apply(patch)
+                finished = course.rollout.agent_end == "finished"
+                work = Work(workspace=copy, patch=patch, finished=finished)
+                course.note(reward=grade(work))
+
+    def _agent(
+        self,
+        gateway: Gateway,
+        model: str,
+        workspace: Workspace,
+        folder: Path,
+        course: "_Course",
+    ) -> bytes:
+        """Have the agent work; what it changed.
+
+        Raises
+        ------
+        StageError
+            It failed, or made no call.
+        """
+        task, sandbox = workspace.task, workspace.sandbox
+        harness, limit = self._settings.harness, self._settings.timeout_s
+        try:
+            harness.ready(sandbox, install=self._settings.install)
+        except HarnessError as error:
+            raise StageError("harness", str(error)) from error
+        rollout = course.rollout
+        facts = {"task": task.task_id, "sample": rollout.sample}
+        key = gateway.open(rollout.session_id, task.max_turns, facts)
+        clock = time.monotonic()
+        try:
+            done = harness.run(
+                sandbox,
+                Job(
+                    base_url=sandbox.reach(gateway.url),
+                    api_key=key,
+                    model=model,
+                    prompt=task.prompt,
+                    home=sandbox.place("/home"),
+                    workspace=workspace.path,
+                    arguments=self._settings.arguments,
+                ),
+                env=AGENT_ENV,
+                timeout_s=task.agent_timeout_s if limit is None else limit,
+                log=folder / "agent.log",
+            )
+        except HarnessError as error:
+            raise StageError("harness", str(error)) from error
+        finally:
+            course.note(agent_seconds=time.monotonic() - clock)
+            turns = gateway.close(rollout.session_id)
+            course.note(turns=turns)
+        wrong = None if done.code is None else harness.failed(done)
+        if done.code is None:
+            end = "timed_out"
+        elif wrong is None:
+            end = "finished"
+        elif task.max_turns is not None and turns >= task.max_turns:
+            # it was told so by the gateway, and harnesses take that for a failure
+            end = "turn_limit"
+        else:
+            end = "failed"
+        course.note(agent_end=end, exit_code=done.code)
+        if end == "failed":
+            raise StageError("harness", str(wrong))
+        if turns == 0:
+            raise StageError(
+                "harness", "it ended without a model call that was answered"
+            )
+        return workspace.diff()
+
+    @contextmanager
+    def _warm(self, task: Task, name: str) -> Iterator[Callable[[], Workspace]]:
+        """A fresh copy of a workspace, made while the agent works.
+
+        Yields
+        ------
+        callable
+            Waits for the copy, or raises what went wrong with it.
+        """
+        with ThreadPoolExecutor(1, "rollout-copy") as thread:
+            going = thread.submit(self._copied, task, name)
+            try:
+                yield lambda: going.result()[1]
+            finally:
+                with suppress(StageError, SandboxError, _Stopped):
+                    self._end(going.result()[0])
+
+    def _copied(self, task: Task, name: str) -> tuple[Sandbox, Workspace]:
+        sandbox = self._begin(task, name)
+        try:
+            workspace = Workspace(task, sandbox)
+            workspace.prepare()
+        except BaseException:
+            self._end(sandbox)
+            raise
+        return sandbox, workspace
+
+    @contextmanager
+    def _sandbox(self, task: Task, name: str) -> Iterator[Sandbox]:
+        sandbox = self._begin(task, name)
+        try:
+            yield sandbox
+        finally:
+            self._end(sandbox)
+
+    def _begin(self, task: Task, name: str) -> Sandbox:
+        settings = self._settings
+        sandbox = settings.sandbox(
+            Spec(
+                # containers know no ~
+                name=f"trajkit-{name.replace('~', '-')}",
+                scratch=self._scratch,
+                image=task.image or settings.image,
+                limits=task.limits,
+                path=settings.path,
+                gateway=settings.gateway,
+                options=settings.options,
+            )
+        )
+        with self._lock:
+            if self._stopping.is_set():
+                raise _Stopped
+            self._live.add(sandbox)
+        try:
+            sandbox.start()
+        except BaseException:
+            self._end(sandbox)
+            raise
+        return sandbox
+
+    def _end(self, sandbox: Sandbox) -> None:
+        with self._lock:
+            self._live.discard(sandbox)
+        sandbox.stop()
+
+
+class _Course:
+    """What is known of a rollout so far."""
+
+    def __init__(self, rollout: Rollout) -> None:
+        self.rollout = rollout
+
+    def note(self, **known: object) -> None:
+        """Add to what is known."""
+        self.rollout = replace(self.rollout, **known)  # type: ignore[arg-type]

@@ -1,0 +1,332 @@
+"""What an agent is to do, and how its work is graded.
+
+A task is a directory with a ``task.toml``, or a line of a JSONL file with the same keys.
+Files stand in the directory's folders ``workspace``, ``tests`` and ``solution``, or in
+the record under these names, as an object of texts by path.
+"""
+
+import hashlib
+import io
+import json
+import re
+import subprocess
+import tarfile
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol, get_args
+
+from trajkit.errors import FormatError
+from trajkit_shim.rollout.fields import Fields
+from trajkit_shim.sandbox import Limits, pack
+
+# it becomes part of session ids and of container names
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
+
+Kind = Literal["command", "tests", "script", "reward_file", "completed", "swebench"]
+"""How a task is graded; see `trajkit_shim.rollout.grade`."""
+
+
+class Files(Protocol):
+    """Some files of a task."""
+
+    def archive(self) -> bytes:
+        """They as a tar archive, the same bytes each time.
+
+        Raises
+        ------
+        FormatError
+            They cannot be read.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Files that stand in the record itself, by path."""
+
+    texts: Mapping[str, str]
+
+    def archive(self) -> bytes:
+        """See `Files`."""
+        return pack({name: text.encode() for name, text in self.texts.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """All files below a directory, with their modes; links stay links."""
+
+    path: Path
+
+    def archive(self) -> bytes:
+        """See `Files`."""
+
+        def nobody(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+            if "__pycache__" in Path(entry.name).parts:
+                return None
+            entry.uid = entry.gid = entry.mtime = 0
+            entry.uname = entry.gname = ""
+            return entry
+
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w") as tar:
+            # tarfile sorts what it finds in a directory
+            tar.add(self.path, ".", filter=nobody)
+        return buffer.getvalue()
+
+
+@dataclass(frozen=True, slots=True)
+class Checkout:
+    """The files of one commit of a git repository on this machine."""
+
+    repository: Path
+    revision: str
+
+    def archive(self) -> bytes:
+        """See `Files`."""
+        done = subprocess.run(
+            ["git", "-C", self.repository, "archive", "--format=tar", self.revision],
+            capture_output=True,
+            check=False,
+        )
+        if done.returncode:
+            said = done.stderr.decode(errors="replace").strip()
+            raise FormatError(f"{self.repository} at {self.revision!r}: {said}")
+        return done.stdout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grade:
+    """How a task is graded.
+
+    Parameters
+    ----------
+    kind : Kind
+    command : str
+        For ``command``, ``tests`` and ``reward_file``: a shell command, run in the
+        workspace. ``{tests}`` and ``{logs}`` in it stand for the places of ``/tests``
+        and ``/logs/verifier``.
+    timeout_s : float
+        Seconds that it may take.
+    fail_to_pass, pass_to_pass : tuple of str
+        For ``tests``: the tests that must pass.
+    partial : bool
+        For ``tests``: the reward is the share of them that pass, not all or nothing.
+    script : str
+        For ``script``: a Python program of the task's ``tests``, run in the workspace,
+        whose last line is the reward.
+    instance : mapping
+        For ``swebench``: the instance, as its data set has it.
+    """
+
+    kind: Kind
+    command: str = ""
+    timeout_s: float = 300.0
+    fail_to_pass: tuple[str, ...] = ()
+    pass_to_pass: tuple[str, ...] = ()
+    partial: bool = False
+    script: str = ""
+    instance: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One task.
+
+    Parameters
+    ----------
+    task_id : str
+        Unique in its run; the ``group_id`` of its rollouts.
+    prompt : str
+        What the agent is told.
+    workspace, tests, solution : Files or None
+        What the agent begins with; what is put over its work before that is graded;
+        what a right solution puts over the workspace, for those who try a task out.
+    workdir : str
+        The workspace's absolute path. Where it is not ``/work``, an image may bring it.
+    image : str, optional
+        For sandboxes that need one.
+    setup : str
+        A shell command, run in the workspace before the agent starts and in the copy
+        that is graded; empty: none.
+    setup_timeout_s, agent_timeout_s : float
+        Seconds.
+    max_turns : int, optional
+        Of the session.
+    grade : Grade
+    limits : Limits
+    """
+
+    task_id: str
+    prompt: str
+    workspace: Files | None = None
+    tests: Files | None = None
+    solution: Files | None = None
+    workdir: str = "/work"
+    image: str | None = None
+    setup: str = ""
+    setup_timeout_s: float = 300.0
+    agent_timeout_s: float = 1800.0
+    max_turns: int | None = None
+    grade: Grade
+    limits: Limits = field(default_factory=Limits)
+
+    def digest(self) -> str:
+        """A hash of all that the outcome depends on.
+
+        Raises
+        ------
+        FormatError
+            Its files cannot be read.
+        """
+        found = hashlib.sha256()
+        for name in ("prompt", "workdir", "image", "setup", "grade", "max_turns"):
+            found.update(repr(getattr(self, name)).encode() + b"\0")
+        for files in (self.workspace, self.tests):
+            found.update(b"" if files is None else files.archive())
+            found.update(b"\0")
+        return found.hexdigest()[:16]
+
+
+def read_tasks(path: Path) -> list[Task]:
+    """The tasks of a JSONL file, of a task's directory, or of a directory of those.
+
+    Raises
+    ------
+    FormatError
+        There are none, one is not well formed, or two have the same id.
+    OSError
+        A file cannot be read.
+    """
+    if path.is_file():
+        lines = path.read_text(encoding="utf-8").splitlines()
+        tasks = [
+            _task(_parsed(line, f"{path}:{number}"), f"{path}:{number}", path.parent)
+            for number, line in enumerate(lines, 1)
+            if line.strip()
+        ]
+    else:
+        folders = [path] if (path / "task.toml").exists() else sorted(path.iterdir())
+        tasks = [
+            _from_folder(folder)
+            for folder in folders
+            if (folder / "task.toml").is_file()
+        ]
+    if not tasks:
+        raise FormatError(f"{path} holds no task: no line, or no folder with task.toml")
+    seen: set[str] = set()
+    for task in tasks:
+        if task.task_id in seen:
+            raise FormatError(f"{path}: two tasks have the id {task.task_id!r}")
+        seen.add(task.task_id)
+    return tasks
+
+
+def _parsed(line: str, place: str) -> object:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise FormatError(f"{place}: {error}") from error
+
+
+def _from_folder(folder: Path) -> Task:
+    place = f"{folder}/task.toml"
+    try:
+        record = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise FormatError(f"{place}: {error}") from error
+    return _task({"id": folder.name, **record}, place, folder)
+
+
+def _task(record: object, place: str, base: Path) -> Task:
+    fields = Fields(record, place)
+    task_id = fields.text("id")
+    if not _ID.fullmatch(task_id):
+        raise FormatError(
+            f"{place}: id = {task_id!r}: 1 to 100 letters, digits, _ and -"
+        )
+    setup, agent = fields.section("setup"), fields.section("agent")
+    workdir = fields.text("workdir", "/work")
+    if not workdir.startswith("/") or workdir == "/":
+        raise FormatError(f"{place}: workdir = {workdir!r} is no absolute path below /")
+    task = Task(
+        task_id=task_id,
+        prompt=fields.text("prompt"),
+        workspace=_checkout(fields, base) or _files(fields, "workspace", base),
+        tests=_files(fields, "tests", base),
+        solution=_files(fields, "solution", base),
+        workdir=workdir,
+        image=fields.text("image", "") or None,
+        setup=setup.text("command", ""),
+        setup_timeout_s=setup.number("timeout_s", 300.0),
+        agent_timeout_s=agent.number("timeout_s", 1800.0),
+        max_turns=agent.count("max_turns"),
+        grade=_grade(fields.section("grade")),
+        limits=_limits(fields.section("limits")),
+    )
+    for section in (fields, setup, agent):
+        section.end()
+    if task.grade.kind == "script" and task.tests is None:
+        raise FormatError(f"{place}: grade.script needs the task's tests")
+    return task
+
+
+def _checkout(fields: Fields, base: Path) -> Checkout | None:
+    repository = fields.text("repository", "")
+    revision = fields.text("revision", "HEAD" if repository else "")
+    if revision and not repository:
+        raise FormatError(f"{fields.place}: revision without a repository")
+    return Checkout(base / repository, revision) if repository else None
+
+
+def _files(fields: Fields, name: str, base: Path) -> Files | None:
+    texts = fields.texts(name)
+    if texts is not None:
+        return Texts(texts)
+    # a line of a JSONL file has no folders
+    folder = base / name
+    if fields.place.endswith("task.toml") and folder.is_dir():
+        return Folder(folder)
+    return None
+
+
+def _grade(fields: Fields) -> Grade:
+    kind = fields.text("kind", "command")
+    if kind not in get_args(Kind):
+        known = ", ".join(get_args(Kind))
+        raise FormatError(f"{fields.place}.kind = {kind!r} is none of {known}")
+    command = fields.text("command", "bash {tests}/test.sh" * (kind == "reward_file"))
+    grade = Grade(
+        kind=kind,  # type: ignore[arg-type]
+        command=command,
+        timeout_s=fields.number("timeout_s", 300.0),
+        fail_to_pass=fields.names("fail_to_pass"),
+        pass_to_pass=fields.names("pass_to_pass"),
+        partial=fields.flag("partial"),
+        script=fields.text("script", ""),
+        instance=fields.mapping("instance"),
+    )
+    fields.end()
+    needed = {
+        "command": grade.command,
+        "tests": grade.command and grade.fail_to_pass + grade.pass_to_pass,
+        "script": grade.script,
+        "reward_file": grade.command,
+        "completed": True,
+        "swebench": grade.instance,
+    }
+    if not needed[kind]:
+        raise FormatError(f"{fields.place}: kind {kind!r} says too little to grade by")
+    return grade
+
+
+def _limits(fields: Fields) -> Limits:
+    limits = Limits(
+        memory_mb=fields.count("memory_mb"),
+        cpus=fields.number("cpus", 0.0) or None,
+        processes=fields.count("processes"),
+        file_mb=fields.count("file_mb"),
+    )
+    fields.end()
+    return limits
