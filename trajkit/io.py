@@ -5,6 +5,7 @@ The suffix of a path says the format; an open file is known by its first bytes, 
 by the rules of `trajkit.validate`, but for message bodies and empty prompts.
 """
 
+import itertools
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -196,6 +197,15 @@ def write_rows(
 def write_table(table: pa.Table, sink: Sink, *, format: Format | None = None) -> None:
     """Write a table of any schema, links, drift or a report; see `write_turns`."""
     _write(iter([table]), table.schema, sink, format)
+
+
+def write_tables(
+    batches: Iterable[pa.RecordBatch], sink: Sink, *, format: Format | None = None
+) -> None:
+    """Write batches of one schema, whatever it is; there is one batch at least."""
+    pieces = _pieces(batches)
+    first = next(pieces)
+    _write(itertools.chain([first], pieces), first.schema, sink, format)
 
 
 def gather(table: pa.Table, index: str) -> pa.Table:

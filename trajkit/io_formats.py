@@ -85,6 +85,11 @@ def format_of(file: Path | BinaryIO, *, writing: bool = False) -> Format:
     raise FormatError(f"{name_of(file)} begins with {head!r}, as no known format does")
 
 
+def has_format(path: Path) -> bool:
+    """Whether the suffix of a path is one of a known format."""
+    return _by_suffix(path) is not None
+
+
 def _by_suffix(path: Path) -> Format | None:
     name = path.name.lower()
     found = [suffix for suffix in _SUFFIXES if name.endswith(suffix)]

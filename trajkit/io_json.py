@@ -36,6 +36,13 @@ def lines(source: pa.NativeFile, name: str) -> Iterator[dict[str, object]]:
     TornLogWarning
         The last line has no end and is no JSON.
     """
+    return (value for _, value in raw_lines(source, name))
+
+
+def raw_lines(
+    source: pa.NativeFile, name: str
+) -> Iterator[tuple[bytes, dict[str, object]]]:
+    """`lines`, each with its text."""
     for number, (line, whole) in enumerate(_split(source, name), 1):
         if not line.strip():
             continue
@@ -53,7 +60,7 @@ def lines(source: pa.NativeFile, name: str) -> Iterator[dict[str, object]]:
             return
         if not isinstance(value, dict):
             raise FormatError(f"{name}, line {number} is no JSON object")
-        yield value
+        yield line, value
 
 
 def _split(source: pa.NativeFile, name: str) -> Iterator[tuple[bytes, bool]]:

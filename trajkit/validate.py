@@ -133,7 +133,15 @@ def set_aside(
         A session_id is null, so that there is no session to set aside.
     """
     source = as_table(table)
-    plan, table_checks = _plan(source, kind, bodies)
+    return _aside(source, *_plan(source, kind, bodies), nonfinite_logprobs)
+
+
+def _aside(
+    source: pa.Table,
+    plan: pa.Schema,
+    table_checks: tuple[Check, ...],
+    nonfinite_logprobs: Nonfinite,
+) -> tuple[pa.Table, pa.Table]:
     check_columns(source, plan)
     reasons: dict[str, str] = {}
     source = _without(source, misfits(source, plan), reasons)
@@ -159,6 +167,14 @@ def check_turns(turns: pa.Table, nonfinite_logprobs: Nonfinite) -> pa.Table:
         if check is not checks.prompts_not_empty:
             _raise_first(turns, check(turns))
     return turns
+
+
+def aside_turns(turns: pa.Table, nonfinite: Nonfinite) -> tuple[pa.Table, pa.Table]:
+    """As `set_aside`, by the rules of `check_turns`."""
+    plan = turns_schema(turns.column_names)
+    rules = _turn_checks(plan, bodies=False)
+    rules = tuple(rule for rule in rules if rule is not checks.prompts_not_empty)
+    return _aside(turns, plan, rules, nonfinite)
 
 
 def check_rows(rows: pa.Table) -> pa.Table:
