@@ -223,7 +223,7 @@ def linearize_file(
     """Write the training rows of files of turns, in bounded memory.
 
     The rows are those of `trajkit.linearize` of `trajkit.read_turns`. Held are some
-    pieces of about 17 million tokens of prompts and outputs, or one session where that
+    pieces of about 8 million tokens of prompts and outputs, or one session where that
     has more; of the whole rows of such a session, some at a time.
 
     Parameters
@@ -234,8 +234,11 @@ def linearize_file(
         A file, or a directory of parts (one that is there, or a path that ends with a
         separator). Of a directory, a run that was stopped goes on after the last part
         that it finished, and ends with the same bytes.
-    policy, reward, sessions, max_row_tokens, threads, layout
+    policy, reward, sessions, max_row_tokens, layout
         As for `trajkit.linearize`.
+    threads : int, optional
+        As for `trajkit.linearize`, beside one that reads and one that writes, which
+        have more to do. None: 1.
     report : path, optional
         Where the report goes; a directory where ``output`` is one.
     set_aside : path, optional
@@ -272,7 +275,7 @@ def linearize_file(
             reward=reward,
             sessions=sessions,
             max_row_tokens=max_row_tokens,
-            threads=threads,
+            threads=threads or 1,
             layout="suffix" if large else layout,
             report=True,
         )

@@ -11,7 +11,7 @@ from trajkit.errors import InvalidTurnsError, SchemaError
 
 # What a piece holds at least, if there is so much: tokens of prompts and outputs, which
 # are what its rows can have at most.
-PIECE_TOKENS = 1 << 24
+PIECE_TOKENS = 1 << 23
 # What a turn counts for beside its tokens.
 _TURN = 256
 

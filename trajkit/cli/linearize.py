@@ -44,7 +44,10 @@ def add_linearize(commands: Commands) -> None:
         "--reward", metavar="X", type=float, help="the reward of every session"
     )
     parser.add_argument(
-        "--threads", metavar="N", type=count, help="default: one per processor"
+        "--threads",
+        metavar="N",
+        type=count,
+        help="beside those that read and write (default: 1)",
     )
     parser.add_argument(
         "--layout",
