@@ -7,6 +7,7 @@
     columns.pxi  the columns of a turns table, through Arrow's C interface
     forest.pxi   the calls of a session as a forest of token paths
     bodies.pxi   which stored body a message means
+    plain.pxi    which bodies say nothing but some fields
     route.pxi    which call a call continues: by messages, by tokens
     route_prefix.pxi  the same, whatever the order of calls
     route_generations.pxi  a forest of generations, by messages and checked by tokens
@@ -55,6 +56,7 @@ include "route.pxi"
 include "route_prefix.pxi"
 include "route_generations.pxi"
 include "bodies.pxi"
+include "plain.pxi"
 include "agents.pxi"
 include "prompts.pxi"
 include "drift.pxi"

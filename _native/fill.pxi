@@ -39,6 +39,11 @@ cdef pos_t _copy_logprobs(
     return missing
 
 
+cdef inline void _no_logprobs(float* values, pos_t start, pos_t stop) noexcept nogil:
+    if stop > start:
+        memset(values + start, 0, (stop - start) * sizeof(float))
+
+
 cdef inline void _write_span(
     int32_t[:, ::1] spans, int8_t[::1] kinds, int64_t at, const Piece* piece, int32_t turn_index
 ) noexcept nogil:
@@ -103,7 +108,7 @@ def fill_rows(
 ):
     """Write the per-token columns and the spans of planned rows; return missing logprobs.
 
-    ``loss_mask`` and ``valid`` are bitmaps; they and ``logprobs`` must come as zeros.
+    ``loss_mask`` and ``valid`` are bitmaps; they must come as zeros.
     ``spans`` is 5 by n_spans: start, stop, turn_index, output_start, output_stop. The first
     five arguments are those that `plan_rows` filled or read, ``rows`` its result.
     Tokens before a row's ``stored``, of which it trains none, are left out.
@@ -149,6 +154,8 @@ def fill_rows(
                 tokens + token_offsets[r],
             )
             offset = token_offsets[r] - rows[r].stored
+            # row by row: it is still in cache when the logprobs come
+            _no_logprobs(values, token_offsets[r], token_offsets[r + 1])
             at = span_offsets[r + 1]
             call = rows[r].last
             replaced = NEVER

@@ -411,6 +411,7 @@ def fill_splices(
         for r in range(n_rows):
             offset = token_offsets[r]
             n_tokens = rows[r].n_tokens
+            _no_logprobs(values, offset, token_offsets[r + 1])
             at = span_offsets[r]
             n_spans = span_offsets[r + 1]
             call = rows[r].owner

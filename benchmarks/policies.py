@@ -2,9 +2,18 @@
 
     python -m benchmarks.policies
 
-prints a line per shape and policy. Each side gets what it would have in its own world,
-with nothing computed before: trajkit a table that was written to an Arrow file and read
-back; plain Python the dicts that ``json.loads`` makes of a log.
+prints a line per shape and policy, with three times for plain Python, each with what
+trajkit is faster by:
+
+rule
+    Lists in, lists out: the rule alone, over the dicts that ``json.loads`` makes of a log.
+arrays
+    Lists in, arrays out, as trajkit gives them and a trainer takes them.
+table
+    The same from the table that trajkit reads, so its ids and logprobs become lists first
+    (``to_pylist``). The messages are given, as dicts.
+
+Nothing is computed before: the table was written to an Arrow file and read back.
 """
 
 import argparse
@@ -13,11 +22,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 import trajkit as tk
 from benchmarks import (
@@ -56,15 +67,16 @@ TWINS: dict[str, Twin] = {
 }
 """The rules in plain Python, by the policy that they are."""
 
+WAYS = ("rule", "arrays", "table")
 WANTED = 30  # times as fast
 SLOW_S = 2.0  # plain Python that takes longer is timed once
 COLUMNS = {"tokens": "input_ids", "loss_mask": "loss_mask", "logprobs": "logprobs"}
 
 
-def calls(shape: str, size: Size) -> list[Record]:
+def calls(shape: str, size: Size, seed: int = 0) -> list[Record]:
     """The calls of one session, as parsed from a log."""
     make = forking if shape in FORKS else rollout
-    return as_parsed(make("s", size, shape))
+    return as_parsed(make(f"s{seed}", size, shape, seed=seed))
 
 
 def as_arrays(rows: list[Record]) -> list[Record]:
@@ -98,29 +110,50 @@ def difference(rows: pa.Table, expected: list[Record]) -> str | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What was measured of a policy on a shape, per session."""
+
+    n_tokens: int
+    ours: Timing
+    rule: Timing
+    arrays: Timing
+
+
 def compare(
-    policy: str, table: pa.Table, records: list[Record], repeats: int
-) -> tuple[int, Timing, Timing, Timing]:
-    """Tokens of all rows, and the times of trajkit, of plain Python and of `as_arrays`.
+    policy: str, table: pa.Table, sessions: list[list[Record]], repeats: int
+) -> Line:
+    """The times of trajkit on all sessions at once, and of plain Python on the first.
 
     Exits with the difference where the two do not give the same rows.
     """
     twin = TWINS[policy]
     rows = tk.linearize(table, policy, threads=1)
-    start = time.perf_counter()
-    expected = twin(records)
-    lists = Timing([time.perf_counter() - start])
-    differ = difference(rows, expected)
-    if differ is not None:
-        sys.exit(f"{policy}: {differ}")
     n_tokens = len(rows["input_ids"].combine_chunks().flatten())
-    del rows
+    rule = None
+    for records in reversed(sessions):
+        start = time.perf_counter()
+        expected = twin(records)
+        rule = Timing([time.perf_counter() - start])
+        mine = rows.filter(pc.equal(rows["session_id"], records[0]["session_id"]))
+        differ = difference(mine, expected)
+        if differ is not None:
+            sys.exit(f"{policy}: {differ}")
+    assert rule is not None
+    del rows, mine
     arrays = timed(repeats, partial(as_arrays, expected), 1)
     del expected
-    ours = timed(2 * repeats + 1, partial(tk.linearize, table, policy, threads=1), 1)
-    if lists.median < SLOW_S:
-        lists = timed(repeats, partial(twin, records), 1)
-    return n_tokens, ours, lists, arrays
+    n = len(sessions)
+    ours = timed(2 * repeats + 1, partial(tk.linearize, table, policy, threads=1), n)
+    if rule.median < SLOW_S:
+        rule = timed(repeats, partial(twin, sessions[0]), 1)
+    return Line(n_tokens // n, ours, rule, arrays)
+
+
+def as_lists(table: pa.Table) -> list[list[object]]:
+    """What of a table plain Python reads per token."""
+    names = ("prompt_ids", "output_ids", "output_logprobs")
+    return [table.column(name).to_pylist() for name in names]
 
 
 def parse(words: list[str] | None) -> argparse.Namespace:
@@ -131,6 +164,7 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default="long")
     parser.add_argument("--shape", choices=[*SHAPES, *FORKS], action="append")
     parser.add_argument("--policy", choices=TWINS, action="append")
+    parser.add_argument("--sessions", type=int, default=4, help="of the table (4)")
     parser.add_argument("--repeats", type=int, default=3, help="of each timing (3)")
     return parser.parse_args(words)
 
@@ -143,35 +177,40 @@ def main(words: list[str] | None = None) -> None:
     print(f"commit   {commit()}")
     print(f"machine  {machine()}")
     print(
-        f"data     a session of {size.n_turns} turns each, {size.context} tokens of "
-        "context where it is a line; one thread; medians"
+        f"data     tables of {choices.sessions} sessions of {size.n_turns} turns and up "
+        f"to {size.context} tokens of context; one thread; medians, per session\n"
     )
-    print("lists    plain Python, rows of lists; arrays: and those made into arrays\n")
-    head = f"{'shape':<14}{'policy':<10}{'rows hold':>12}{'trajkit':>11}"
-    print(f"{head}{'lists':>13}{'':>9}{'arrays':>13}")
-    slower = []
+    head = f"{'shape':<14}{'policy':<10}{'rows hold':>10}{'trajkit':>11}"
+    print(head + "".join(f"{name:>20} " for name in WAYS))
+    slower: dict[str, list[str]] = {way: [] for way in WAYS}
     for shape in shapes:
-        records = calls(shape, size)
+        sessions = [calls(shape, size, seed) for seed in range(choices.sessions)]
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "turns.arrow"
+            records = [record for session in sessions for record in session]
             write_table(tk.from_records(records), path)
             table = read_table(path)
+        first = table.slice(0, len(sessions[0]))
+        lists = timed(choices.repeats, partial(as_lists, first), 1)
         for policy in choices.policy or TWINS:
-            n_tokens, ours, lists, arrays = compare(
-                policy, table, records, choices.repeats
-            )
-            both = lists.median + arrays.median
-            times = lists.median / ours.median, both / ours.median
-            if times[0] < WANTED:
-                slower.append(f"{shape} {policy}")
+            line = compare(policy, table, sessions, choices.repeats)
+            ours = line.ours.median
+            rule = line.rule.median
+            arrays = rule + line.arrays.median
+            times = dict(zip(WAYS, (rule, arrays, lists.median + arrays), strict=True))
             print(
-                f"{shape:<14}{policy:<10}{n_tokens:>12,}{ours.median * 1e3:>8.2f} ms"
-                f"{lists.median * 1e3:>10.1f} ms{times[0]:>7.1f} x"
-                f"{both * 1e3:>10.1f} ms{times[1]:>7.1f} x",
+                f"{shape:<14}{policy:<10}{line.n_tokens:>10,}{ours * 1e3:>8.2f} ms"
+                + "".join(
+                    f"{one * 1e3:>9.1f} ms{one / ours:>7.1f} x"
+                    for one in times.values()
+                ),
                 flush=True,
             )
-    if slower:
-        print(f"\nbelow {WANTED} times plain lists: {', '.join(slower)}")
+            for way, one in times.items():
+                if one < WANTED * ours:
+                    slower[way].append(f"{shape} {policy}")
+    for way, lines in slower.items():
+        print(f"\nbelow {WANTED} times, {way}: {', '.join(lines) or 'none'}")
 
 
 if __name__ == "__main__":

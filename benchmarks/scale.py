@@ -17,14 +17,14 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 import pyarrow as pa
 
 import trajkit as tk
-from benchmarks.compare import Timing, commit, machine, timed
+from benchmarks.compare import Timing, commit, machine
 from benchmarks.data import Record, Size, quoted, rollout
 
 TOKENS_PER_TURN = 1024
@@ -136,14 +136,28 @@ def print_rates(size: Size, repeats: int) -> None:
 
 def worked(repeats: int, work: Callable[[], object], share: int) -> Timing:
     """Seconds of processor time that ``work`` takes, divided by ``share``."""
-    seconds = []
+    return by_turns(repeats, [work], [share], time.process_time)[0]
+
+
+def by_turns(
+    repeats: int,
+    works: Sequence[Callable[[], object]],
+    shares: Sequence[int],
+    clock: Callable[[], float],
+) -> list[Timing]:
+    """Seconds that each of several works takes, divided by its share.
+
+    They take turns, so that a machine that is slower for a while is so for all of them.
+    """
+    seconds: list[list[float]] = [[] for _ in works]
     for _ in range(repeats):
-        gc.collect()
-        start = time.process_time()
-        result = work()
-        seconds.append((time.process_time() - start) / share)
-        del result
-    return Timing(seconds)
+        for work, share, into in zip(works, shares, seconds, strict=True):
+            gc.collect()
+            start = clock()
+            result = work()
+            into.append((clock() - start) / share)
+            del result
+    return [Timing(into) for into in seconds]
 
 
 def print_growth(shape: str, policy: str, layout: str, most: int, repeats: int) -> None:
@@ -151,35 +165,36 @@ def print_growth(shape: str, policy: str, layout: str, most: int, repeats: int) 
         f"\nlinearize from delta form, {shape}, policy {policy}, layout {layout}, "
         f"{TOKENS_PER_TURN} tokens a turn, one thread, per rollout:"
     )
-    before: Timing | None = None
-    n_turns = 64
-    while n_turns <= most:
+    numbers = [64 << k for k in range((most // 64).bit_length())]
+    works, shares = [], []
+    for n_turns in numbers:
         # tables of one size in tokens, so that caches hold the same share of each
         n = 2 * most // n_turns
         size = quoted(shape, n_turns, TOKENS_PER_TURN * n_turns)
         turns = copies(recorded("s", size, shape), n)
         work = partial(tk.linearize, turns, policy, layout=layout, threads=1)
         check(work().num_rows % n == 0, "each copy gives as many rows")
-        taken = worked(repeats, work, n)
-        grown = "" if before is None else f"   {fastest(taken) / fastest(before):.2f}"
-        print(
-            f"{f'  {n_turns} turns':<44}{taken}"
-            f"   {fastest(taken) / size.context * 1e9:.1f} ns a token{grown}"
-        )
-        before, n_turns = taken, 2 * n_turns
+        works.append(work)
+        shares.append(n)
+    before: Timing | None = None
+    for n_turns, taken in zip(
+        numbers, by_turns(repeats, works, shares, time.process_time), strict=True
+    ):
+        each = fastest(taken) / (TOKENS_PER_TURN * n_turns) * 1e9
+        grown = "" if before is None else f"{fastest(taken) / fastest(before):7.2f}"
+        print(f"{f'  {n_turns} turns':<44}{taken}   {each:.2f} ns a token{grown}")
+        before = taken
 
 
 def print_threads(size: Size, repeats: int) -> None:
-    n = 32
+    n = 128
     turns = copies(recorded("s", size, "clean"), n)
     one = tk.linearize(turns, "slime", threads=1)
     check(one == tk.linearize(turns, "slime", threads=2), "threads give the same rows")
     del one
     print(f"\nlinearize from delta form, {n} rollouts of {size.n_turns} turns, slime:")
-    times = [
-        timed(repeats, partial(tk.linearize, turns, "slime", threads=threads), n)
-        for threads in (1, 2)
-    ]
+    works = [partial(tk.linearize, turns, "slime", threads=k) for k in (1, 2)]
+    times = by_turns(repeats, works, [n, n], time.perf_counter)
     for threads, taken in zip((1, 2), times, strict=True):
         ratio = fastest(times[0]) / fastest(taken)
         print(f"{f'  {threads} threads':<44}{taken}   {ratio:.2f} times one")

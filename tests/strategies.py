@@ -625,3 +625,30 @@ def forest_policies(draw):
         "keep_empty": draw(st.booleans()),
         "flags": draw(st.sampled_from(["chain", "row"])),
     }
+
+
+_json_leaves = st.sampled_from(
+    ['""', '"a"', '"\\n"', '"\\u001b"', '"\\/"', '"é"', '"\\\\"', '"\\""', '"},{"']
+) | st.sampled_from(["null", "null", "true", "1", "1.0", "NaN", "{}", "[]", " null"])
+_json_keys = st.sampled_from(["role", "content", "tool_calls", "index", "é", "\\n", ""])
+
+
+def _json_objects(values, keys):
+    pairs = st.lists(st.tuples(keys, values), max_size=3)
+    return (pairs | pairs.map(sorted)).map(
+        lambda pairs: "{" + ",".join(f'"{key}":{value}' for key, value in pairs) + "}"
+    )
+
+
+body_texts = _json_objects(
+    st.recursive(
+        _json_leaves,
+        lambda inner: (
+            st.lists(inner, max_size=2).map(lambda items: f"[{','.join(items)}]")
+            | _json_objects(inner, _json_keys)
+        ),
+        max_leaves=4,
+    ),
+    st.sampled_from(["role", "content", "tool_calls", "name", "index"]),
+)
+"""Bodies as JSON text: canonical, or spelled in other ways, or with a key twice."""

@@ -57,10 +57,10 @@ def in_delta_form(table, choose):
         line["suffix_ids"] = line["prompt_ids"][n:]
         line["shared_messages"] = line["suffix_messages"] = None
         if line["messages"] is not None:
-            names = [
-                [(m["key"], m["role"]) for m in x] for x in (shows, line["messages"])
-            ]
-            n = choose(range(reference.lcp(*names) + 1))
+            # what gives a body again is not what was shown
+            shown = [(m["key"], m["role"], None) for m in shows]
+            asked = [(m["key"], m["role"], m["body"]) for m in line["messages"]]
+            n = choose(range(reference.lcp(shown, asked) + 1))
             line["shared_messages"] = n
             line["suffix_messages"] = line["messages"][n:]
     return pa.Table.from_pylist(

@@ -71,22 +71,83 @@ def test_a_stream_in_delta_form_is_its_table(data, turns, choice):
 
 
 @given(
-    st.data(), runs(), policies, st.integers(1, 60), st.integers(1, 3), st.booleans()
+    st.data(),
+    runs(),
+    policies,
+    st.tuples(st.integers(1, 60), st.integers(1, 20), st.sampled_from([0, 1 << 25])),
+    st.integers(1, 3),
+    st.sampled_from(["links", "suffix", "payload", ""]),
 )
-def test_parts_of_a_table_are_the_whole(data, turns, choice, size, threads, linked):
-    """Large tables are cut into parts of whole sessions; here small ones are."""
+def test_parts_of_a_table_are_the_whole(data, turns, choice, sizes, threads, how):
+    """Large tables are cut into parts of whole sessions, and their rows into batches.
+
+    Here small ones are.
+    """
     policy = policy_of(choice)
     delta = drawn_delta(data, turns_table(turns))
     given = {}
-    if linked:
+    if how == "links":
         threshold = policy.fork_threshold if policy.merge else 0
         given["links"] = tk.link(delta, policy.route, merge_threshold=threshold)
         given["drift"] = tk.classify_drift(delta, given["links"])
-    whole = tk.linearize(delta, policy, report=True)
+    same = {"layout": "suffix"} if how == "suffix" else {}
+    if how == "payload":
+        delta = delta.append_column("own", delta["output_ids"])
+        same = {"payloads": ["own"]}
+    whole, counted = tk.linearize(delta, policy, report=True, **same)
     module = import_module("trajkit.linearize")
-    with mock.patch.multiple(module, _LEAST_PART=1, _LARGEST_PART=size):
-        parts = tk.linearize(delta, policy, report=True, threads=threads, **given)
-    assert parts == whole
+    part, batch, at_once = sizes
+    with (
+        mock.patch.multiple(
+            module, _LEAST_PART=1, _LARGEST_PART=part, _DELTA_PART=1, _AT_ONCE=at_once
+        ),
+        mock.patch("trajkit.fill.BATCH_TOKENS", batch),
+    ):
+        rows, report = tk.linearize(
+            delta, policy, report=True, threads=threads, **given, **same
+        )
+        pairs = [*tk.linearize(iter(delta.to_batches()), policy, report=True, **same)]
+    assert (rows, report) == (whole, counted)
+    assert pa.Table.from_batches([one for one, _ in pairs], whole.schema) == whole
+    assert pa.Table.from_batches([one for _, one in pairs], counted.schema) == counted
+
+
+def test_rows_in_several_batches_share_the_reward_of_their_session():
+    turns = tk.from_records(
+        {"session_id": "s", "prompt_ids": [k], "output_ids": [7, 8]} for k in range(4)
+    )
+    chosen = tk.policy("per_call", rewards="uniform")
+    whole = tk.linearize(turns, chosen, reward=2.0)
+    with mock.patch("trajkit.fill.BATCH_TOKENS", 6):
+        rows = tk.linearize(turns, chosen, reward=2.0)
+    assert [batch.num_rows for batch in rows.to_batches()] == [2, 2]
+    assert rows == whole
+    assert rows["reward"].to_pylist() == [0.5] * 4
+    assert rows["rollout_mask_sum"].to_pylist() == [8] * 4
+
+
+def test_rows_beyond_what_is_made_at_once_are_made_when_they_are_asked_for():
+    turns = tk.from_records(
+        {"session_id": "s", "prompt_ids": [k], "output_ids": [7]} for k in range(3)
+    )
+    made = []
+    fill = import_module("trajkit.fill")
+    module = import_module("trajkit.linearize")
+
+    def counting(*given, real=fill._batch_of, **more):
+        made.append(1)
+        return real(*given, **more)
+
+    with (
+        mock.patch.object(fill, "BATCH_TOKENS", 1),
+        mock.patch.object(fill, "_batch_of", counting),
+        mock.patch.object(module, "_AT_ONCE", 1),
+    ):
+        batches = tk.linearize(iter(turns.to_batches()), "per_call")
+        assert next(batches).num_rows == 1
+        assert len(made) == 1
+        assert sum(batch.num_rows for batch in batches) == 2
+    assert len(made) == 3
 
 
 def message(text, role="user"):

@@ -11,11 +11,17 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.reference_segments import same
-from tests.strategies import delegating_sessions, json_messages, sessions
+from tests.strategies import body_texts, delegating_sessions, json_messages, sessions
 from tests.tables import in_delta_form, turns_table
 from trajkit import _core
 from trajkit.calls import read_calls
-from trajkit.equality import classify, identity_of, rekeyed
+from trajkit.equality import (
+    classify,
+    find_plain_bodies,
+    identity_of,
+    rekeyed,
+    text_of_fields,
+)
 from trajkit.errors import InvalidTurnsError, LayoutError, PolicyError
 
 EQUAL = {"values": lambda a, b: a == b, "text": same}
@@ -180,3 +186,71 @@ def test_the_kernel_refuses_arrays_of_other_lengths():
         short = {**good, name: good[name][:-1]}
         with pytest.raises(LayoutError, match=name):
             _core.find_bodies(*short.values())
+
+
+FIELDS = ("role", "content", "tool_calls")
+
+
+def values_within(message):
+    """A JSON value and all that it holds, keys among them."""
+    pending = [message]
+    while pending:
+        value = pending.pop()
+        yield value
+        if isinstance(value, dict):
+            pending += [*value, *value.values()]
+        elif isinstance(value, list):
+            pending += value
+
+
+@given(st.lists(body_texts, max_size=4))
+@example(['{"content":"' + "é" * 40 + '","role":"user"}', "{}"])
+@example(['{"content":""}', '{"tool_calls":[]}', '{"content":null}', '{"role":{}}'])
+@example(['{"content":{"index":"a"}}', '{"content":[[],null,""]}', '{"\\u0061":"a"}'])
+@example(['{"content":' + "[" * 31 + '"a"' + "]" * 31 + "}"])
+@example(['{"content":[{"b":"x","a":"x"}]}', '{"content":[{"a":"x","a":"x"}]}'])
+def test_a_plain_body_is_what_its_fields_say(texts):
+    bodies = pa.array(["", *texts], pa.string())[1:]
+    plain = find_plain_bodies(bodies, FIELDS)
+    for text, is_plain in zip(texts, plain, strict=True):
+        values = [*values_within(json.loads(text))]
+        varies = any(isinstance(value, (int, float)) for value in values)
+        looked_at = not varies and "index" not in values and "\\u" not in text
+        assert is_plain == (text_of_fields(text, FIELDS) == text and looked_at)
+    expected = [text_of_fields(text, FIELDS) for text in texts]
+    narrower = identity_of("role_content_only")(bodies).to_pylist()
+    assert narrower == [text_of_fields(text, ("role", "content")) for text in texts]
+    assert identity_of("strict")(bodies).to_pylist() == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *('{"content":"a"}'[:n] for n in range(15)),
+        '{"content":[["a",{"b":"\\\\"}]]'[:-1],
+        '{"content":' + "[" * 32 + '"a"' + "]" * 32 + "}",
+        '{"content":"a"}}',
+        '{"content":nul',
+        '{"content":"a\n"}',
+    ],
+)
+def test_what_is_no_canonical_body_is_not_plain(text):
+    assert not find_plain_bodies(pa.array([text]), FIELDS).any()
+
+
+def test_the_scan_refuses_offsets_beyond_the_text():
+    names, never, plain = (np.zeros(n, np.uint8) for n in (1, 0, 1))
+    for offsets, named in (
+        ([0, 3], names),
+        ([1, 0], names),
+        ([-1, 1], names),
+        ([0], names),
+    ):
+        with pytest.raises(LayoutError):
+            _core.find_plain(
+                np.array(offsets, np.int32), np.zeros(2, np.uint8), named, never, plain
+            )
+    with pytest.raises(LayoutError, match="zero byte"):
+        _core.find_plain(
+            np.array([0, 2], np.int32), np.zeros(2, np.uint8), names + 1, never, plain
+        )

@@ -150,6 +150,11 @@ def find_bodies(
     replies: _I64,
 ) -> None: ...
 
+# plain.pxi
+def find_plain(
+    offsets: _I32, bodies: _U8, names: _U8, never: _U8, plain: _U8
+) -> None: ...
+
 # agents.pxi
 def route_agents(
     calls: _Records,

@@ -67,7 +67,7 @@ class SessionCalls:
         self.turn_index = calls.turn_index
         self.base = calls.calls["base"]
         self.shared = calls.calls["own_start"]
-        self.is_delta = "suffix_ids" in self.table.column_names
+        self.is_delta = calls.is_delta
         self.n_prompt = calls.calls["prompt_len"]
         self.n_held = calls.held
         self._prompts: dict[int, Ints] = {}

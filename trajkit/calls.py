@@ -67,10 +67,21 @@ class Calls:
         return len(self.session_offsets) - 1
 
     @property
+    def is_delta(self) -> bool:
+        """Whether the table says prompts as what they share with an earlier one."""
+        return "suffix_ids" in self.table.column_names
+
+    @property
     def held(self) -> Longs:
         """Tokens of each call's prompt and output, shape (n_calls,)."""
         held: Longs = self.calls["prompt_len"] + self.calls["out_len"]
         return held
+
+    @property
+    def brought(self) -> Longs:
+        """Tokens that each call brings itself, shape (n_calls,): in full form all."""
+        brought: Longs = self.held - self.calls["own_start"]
+        return brought
 
     def session_of(self) -> Ints:
         """The number of each call's session, shape (n_calls,)."""
@@ -107,15 +118,23 @@ class Calls:
             turn_index=self.turn_index[lo:hi],
         )
 
-    def split(self, max_held: int) -> Iterator["Calls"]:
-        """Parts of whole sessions that hold ``max_held`` tokens, or one session."""
-        ends = np.concatenate([[0], np.cumsum(self.held)])[self.session_offsets]
+    def cuts(self, tokens: Longs, most: int) -> Iterator[tuple[int, int]]:
+        """Runs of sessions of at most so many tokens, or of one session: start, stop.
+
+        ``tokens`` says how many each call counts for: `held` or `brought`.
+        """
+        ends = np.concatenate([[0], np.cumsum(tokens)])[self.session_offsets]
         start = 0
         while start < self.n_sessions:
-            stop = int(np.searchsorted(ends, ends[start] + max_held, side="right")) - 1
+            stop = int(np.searchsorted(ends, ends[start] + most, side="right")) - 1
             stop = max(stop, start + 1)
-            yield self.sessions(start, stop)
+            yield start, stop
             start = stop
+
+    def split(self, tokens: Longs, most: int) -> Iterator["Calls"]:
+        """Parts as `cuts` cuts them."""
+        for start, stop in self.cuts(tokens, most):
+            yield self.sessions(start, stop)
 
 
 def read_calls(turns: TableLike) -> Calls:

@@ -131,7 +131,7 @@ def _convert_table(
             )
     calls = read_calls(table)
     table = calls.table
-    parts = [columns(part) for part in calls.split(_PART)]
+    parts = [columns(part) for part in calls.split(calls.held, _PART)]
     made = {
         name: pa.chunked_array([part[name] for part in parts], schema.field(name).type)
         for name in new

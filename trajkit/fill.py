@@ -1,6 +1,6 @@
 """The columns of planned rows: the ``rows`` table."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import TypeVar
 
@@ -18,6 +18,11 @@ from trajkit.schema import ROWS, ROWS_SUFFIX, SEGMENT_KINDS, SPAN, SPAN_KINDS
 
 _Item = TypeVar("_Item", bound=np.generic)
 
+# Tokens of a batch of several rows. Arrow's pool keeps buffers of up to 16 MB when they are
+# freed, so that the next batch goes to pages that are there; and memory is bounded by this
+# where rows repeat their whole context.
+BATCH_TOKENS = 1 << 21
+
 
 @cache
 def _span_kinds() -> pa.Array:
@@ -30,7 +35,7 @@ def _segment_kinds() -> pa.Array:
     return pa.array(SEGMENT_KINDS)
 
 
-def row_batch(
+def row_batches(
     calls: Calls,
     forest: Forest,
     links: Records,
@@ -40,10 +45,11 @@ def row_batch(
     facts: pa.RecordBatch,
     *,
     suffix: bool = False,
-) -> pa.RecordBatch:
-    """`trajkit.schema.ROWS` of a plan, or ``ROWS_SUFFIX``.
+) -> Iterator[tuple[Records, pa.RecordBatch]]:
+    """`trajkit.schema.ROWS` of a plan, or ``ROWS_SUFFIX``, each batch when it is asked for.
 
-    ``facts`` are of the same sessions.
+    With each batch come the rows of the plan that it has. ``facts`` are of the same
+    sessions. ``stored`` of the rows is set at once: where what is written of each starts.
     """
     write = partial(
         _core.fill_rows,
@@ -58,7 +64,30 @@ def row_batch(
         policy.missing_logprobs == "untrain",
         max_tokens,
     )
-    return batch_of(calls, links, policy, plan, facts, write, suffix=suffix)
+    rows = plan.rows
+    rows["stored"] = np.minimum(rows["shared"], rows["stored"]) if suffix else 0
+    mask_sums, rewards = _mask_sums(rows), _rewards(facts, policy, links, rows)
+
+    def batch(lo: int, hi: int) -> pa.RecordBatch:
+        sums, given = mask_sums[lo:hi], rewards[lo:hi]
+        return _batch_of(
+            calls, links, policy, rows[lo:hi], facts, sums, given, write, suffix=suffix
+        )
+
+    cuts = _cuts(rows["n_tokens"] - rows["stored"])
+    return ((rows[lo:hi], batch(lo, hi)) for lo, hi in cuts)
+
+
+def _cuts(sizes: Longs) -> Iterator[tuple[int, int]]:
+    """Runs of rows that hold `BATCH_TOKENS` tokens, or one row; one run at least."""
+    ends, lo = np.append(0, np.cumsum(sizes)), 0
+    while True:
+        hi = int(np.searchsorted(ends, ends[lo] + BATCH_TOKENS, side="right")) - 1
+        hi = min(max(hi, lo + 1), len(sizes))
+        yield lo, hi
+        if hi == len(sizes):
+            return
+        lo = hi
 
 
 def batch_of(
@@ -68,20 +97,37 @@ def batch_of(
     plan: Planned,
     facts: pa.RecordBatch,
     write: Callable[..., int],
+    written: Callable[[Longs, Ints], None],
+) -> pa.RecordBatch:
+    """`trajkit.schema.ROWS` of a plan whose rows share what is known once they are written.
+
+    ``write`` takes the rows and their columns as the last nine arguments of
+    ``_core.fill_rows``, fills them, and returns how many logprobs the engine did not
+    give. ``written`` then gets the offsets of the rows and their tokens, and completes
+    ``parent_row`` and ``shared`` of the rows.
+    """
+    rows = plan.rows
+    rows["stored"] = 0
+    mask_sums, rewards = _mask_sums(rows), _rewards(facts, policy, links, rows)
+    return _batch_of(
+        calls, links, policy, rows, facts, mask_sums, rewards, write, written
+    )
+
+
+def _batch_of(
+    calls: Calls,
+    links: Records,
+    policy: Policy,
+    rows: Records,
+    facts: pa.RecordBatch,
+    mask_sums: Longs,
+    rewards: pa.Array,
+    write: Callable[..., int],
     written: Callable[[Longs, Ints], None] | None = None,
     *,
     suffix: bool = False,
 ) -> pa.RecordBatch:
-    """`trajkit.schema.ROWS` of a plan, or ``ROWS_SUFFIX``.
-
-    ``write`` takes the rows and their columns as the last nine arguments of
-    ``_core.fill_rows``, fills them, and returns how many logprobs the engine did not
-    give. ``written`` then gets the offsets of the rows and their tokens, and may
-    complete ``parent_row`` and ``shared`` of the rows. For suffixes, what rows share and
-    where each trains first (``stored``) must be known before.
-    """
-    rows = plan.rows
-    rows["stored"] = np.minimum(rows["shared"], rows["stored"]) if suffix else 0
+    """One batch of rows; ``mask_sums`` and ``rewards`` have an entry a row."""
     offsets = _offsets(rows["n_tokens"] - rows["stored"])
     span_offsets = _offsets(rows["n_spans"])
     n_tokens, n_spans = int(offsets[-1]), int(span_offsets[-1])
@@ -91,7 +137,6 @@ def batch_of(
     loss_mask, valid = _pooled(n_bytes, np.uint8), _pooled(n_bytes, np.uint8)
     for bits in (loss_mask, valid):
         bits.fill(0)
-    logprobs.fill(0)
     spans = np.empty((len(SPAN) - 1, n_spans), np.int32)
     kinds = np.empty(n_spans, np.int8)
     missing = write(
@@ -126,7 +171,6 @@ def batch_of(
         fields=list(SPAN),
     )
     of_session = facts.take(pa.array(rows["session"]))
-    mask_sum = _mask_sums(rows)
     parent_row = rows["parent_row"]
     segments = links["segment"][rows["last"]]
     return pa.RecordBatch.from_arrays(
@@ -142,9 +186,9 @@ def batch_of(
             pa.LargeListArray.from_arrays(pa.array(span_offsets), span),
             pa.array(parent_row, mask=parent_row < 0),
             pa.array(rows["shared"].astype(np.int32)),
-            _rewards(of_session.column("reward"), policy, rows, segments),
-            pa.array(rows["n_trained"] / np.maximum(mask_sum, 1), mask=mask_sum == 0),
-            pa.array(mask_sum),
+            rewards,
+            pa.array(rows["n_trained"] / np.maximum(mask_sums, 1), mask=mask_sums == 0),
+            pa.array(mask_sums),
             _finish_reasons(calls, rows["last"]),
             *(
                 pa.array(rows[name].astype(np.bool_))
@@ -169,11 +213,13 @@ def _mask_sums(rows: Records) -> Longs:
 
 
 def _rewards(
-    given: pa.Array, policy: Policy, rows: Records, segments: Ints
+    facts: pa.RecordBatch, policy: Policy, links: Records, rows: Records
 ) -> pa.Array:
     """The rollout's reward in each row, spread as the policy says."""
+    given = facts.column("reward").take(pa.array(rows["session"]))
     if policy.rewards == "copy" or not len(rows):
         return given
+    segments = links["segment"][rows["last"]]
     final = final_rows(
         rows["session"],
         rows["index"],

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, overload
 
@@ -12,7 +11,7 @@ import pyarrow as pa
 from trajkit.calls import Calls, Records, read_calls
 from trajkit.drift import read_lcp
 from trajkit.errors import PolicyError
-from trajkit.fill import row_batch
+from trajkit.fill import row_batches
 from trajkit.forest import grow
 from trajkit.link import measure, policy_links, read_links
 from trajkit.payloads import payload_names, rows_schema, with_payloads
@@ -26,18 +25,22 @@ from trajkit.splice import plan_splices, splice_batch, splice_stretches
 from trajkit.stream import whole_sessions
 from trajkit.suffix import suffix_batch
 from trajkit.tables import TableLike
+from trajkit.threads import spread
 from trajkit.trainable import check_logprobs, without_aborted
 
-Batches: TypeAlias = tuple[pa.RecordBatch, pa.RecordBatch | None]
+Batches: TypeAlias = tuple[Iterable[pa.RecordBatch], pa.RecordBatch | None]
 """Rows of some sessions, and their report if it was asked for."""
 
 Layout: TypeAlias = Literal["full", "suffix"]
 
-# Tokens that one part of a table may hold. Parts are small enough to share out evenly over
-# the threads and to keep a part's rows far below 2^31 list elements, and large enough that
-# the fixed cost of a part (about 0.3 ms) does not show.
+# Tokens that the calls of one part of a table may bring. Parts are small enough to share
+# out evenly over the threads, and large enough that the fixed cost of a part (about 0.7 ms)
+# does not show. In delta form a token is more work: it is new, so it goes into a row.
 _LEAST_PART, _LARGEST_PART = 1 << 22, 1 << 25
+_DELTA_PART = 16  # times as small
 _PARTS_PER_THREAD = 2
+# Rows of a part that hold more tokens are written when they are asked for, batch by batch.
+_AT_ONCE = 1 << 25
 _NO_CAP = np.iinfo(np.int64).max
 
 
@@ -210,27 +213,44 @@ def linearize(
             raise PolicyError(
                 "links and drift belong to a table of turns, not to a stream"
             )
-        pairs = _stream(turns, work, n_threads)
-        return pairs if report else (rows for rows, _ in pairs)
+        made = _stream(turns, work, n_threads)
+        if report:
+            return (pair for rows, counts in made for pair in _pairs(rows, counts))
+        return (batch for rows, _ in made for batch in rows)
 
     calls = read_calls(turns)
     given = None
     if links is not None or drift is not None:
         given = _given_links(calls, chosen, links, drift)
-    results = list(_spread(work, _parts(calls, given, n_threads), n_threads))
+    batches: list[pa.RecordBatch] = []
+    reports: list[pa.RecordBatch | None] = []
+    for rows, counts in _spread(work, calls, given, n_threads):
+        batches.extend(rows)
+        reports.append(counts)
     schema = rows_schema(calls.table.schema, work.payloads)
     schema = ROWS_SUFFIX if work.suffix else schema
-    rows = pa.Table.from_batches([rows for rows, _ in results], schema)
-    if not report:
-        return rows
-    return rows, pa.Table.from_batches([counts for _, counts in results], REPORT)
+    table = pa.Table.from_batches(batches, schema)
+    return (table, pa.Table.from_batches(reports, REPORT)) if report else table
+
+
+def _pairs(
+    batches: Iterable[pa.RecordBatch], report: pa.RecordBatch | None
+) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:
+    """Each batch with a report: the last of them with that of all."""
+    assert report is not None
+    before: pa.RecordBatch | None = None
+    for batch in batches:
+        if before is not None:
+            yield before, report.slice(0, 0)
+        before = batch
+    yield before, report
 
 
 def _stream(
     turns: Iterable[pa.RecordBatch], work: "_Work", n_threads: int
 ) -> Iterator[Batches]:
     for table in whole_sessions(turns):
-        yield from _spread(work, _parts(read_calls(table), None, n_threads), n_threads)
+        yield from _spread(work, read_calls(table), None, n_threads)
 
 
 def _given_links(
@@ -248,41 +268,27 @@ def _given_links(
     return records
 
 
-def _parts(
-    calls: Calls, links: Records | None, n_threads: int
-) -> Iterator[tuple[Calls, Records | None]]:
-    largest = _LARGEST_PART
+def _spread(
+    work: "_Work", calls: Calls, links: Records | None, n_threads: int
+) -> list[Batches]:
+    """What ``work`` makes of the calls, part by part, on so many threads."""
+    brought, finer = calls.brought, _DELTA_PART if calls.is_delta else 1
+    largest = _LARGEST_PART // finer
     if n_threads > 1:
-        fair = int(calls.held.sum()) // (_PARTS_PER_THREAD * n_threads)
-        largest = min(max(fair, _LEAST_PART), _LARGEST_PART)
-    lo = 0
-    for part in calls.split(largest):
-        hi = lo + len(part.calls)
+        fair = int(brought.sum()) // (_PARTS_PER_THREAD * n_threads)
+        largest = min(max(fair, _LEAST_PART // finer), largest)
+
+    def part(bounds: tuple[int, int]) -> Batches:
+        start, stop = bounds
         here = None
         if links is not None:
+            lo, hi = (int(calls.session_offsets[s]) for s in bounds)
             here = links[lo:hi].copy()
             for name in ("parent", "demoted_by"):
                 here[name][here[name] >= 0] -= lo
-        yield part, here
-        lo = hi
+        return work(calls.sessions(start, stop), here)
 
-
-def _spread(
-    work: "_Work", parts: Iterable[tuple[Calls, Records | None]], n_threads: int
-) -> Iterator[Batches]:
-    """What ``work`` makes of each part, in order, on so many threads."""
-    parts = list(parts)
-    n_threads = min(n_threads, len(parts))
-    if n_threads <= 1:
-        yield from (work(*part) for part in parts)
-        return
-    # The calling thread works as well: what it can still cancel, it does itself.
-    with ThreadPoolExecutor(n_threads - 1) as pool:
-        given = [pool.submit(work, *part) for part in parts]
-        own = {k: work(*parts[k]) for k, future in enumerate(given) if future.cancel()}
-        yield from (
-            own[k] if k in own else given[k].result() for k in range(len(given))
-        )
+    return spread(part, list(calls.cuts(brought, largest)), n_threads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,9 +324,10 @@ class _Work:
                 rows = suffix_batch(rows)
             if self.payloads:
                 shown = splice_stretches(calls, splice)
+            written = iter([(plan.rows, rows)])
         else:
             plan = runs = plan_rows(calls, forest, links, self.policy, self.cap)
-            rows = row_batch(
+            written = row_batches(
                 calls,
                 forest,
                 links,
@@ -332,5 +339,10 @@ class _Work:
             )
         plan.counted("lost_untrainable")[:] -= aborted
         plan.counted("lost_aborted")[:] += aborted
-        rows = with_payloads(rows, calls, plan.rows, self.payloads, shown)
-        return rows, report_batch(facts, plan) if self.report else None
+        report = report_batch(facts, plan) if self.report else None
+        batches = (
+            with_payloads(batch, calls, planned, self.payloads, shown)
+            for planned, batch in written
+        )
+        huge = int((plan.rows["n_tokens"] - plan.rows["stored"]).sum()) > _AT_ONCE
+        return (batches if huge else list(batches)), report

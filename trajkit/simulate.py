@@ -108,11 +108,12 @@ def simulate(
 
 
 def _parts(turns: TableLike | Iterator[pa.RecordBatch]) -> Iterator[Calls]:
+    tables: Iterable[TableLike] = [turns]
     if isinstance(turns, (Iterator, pa.RecordBatchReader)):
-        for table in whole_sessions(turns):
-            yield from read_calls(table).split(_PART_TOKENS)
-    else:
-        yield from read_calls(turns).split(_PART_TOKENS)
+        tables = whole_sessions(turns)
+    for table in tables:
+        calls = read_calls(table)
+        yield from calls.split(calls.held, _PART_TOKENS)
 
 
 class _Totals:
