@@ -265,10 +265,10 @@ def test_help(capsys, command):
 
 
 def test_interrupted(monkeypatch, capsys, turns):
-    def interrupt(*_):
+    def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tk, "read_turns", interrupt)
+    monkeypatch.setattr(tk, "link", interrupt)
     assert cli.main(["drift", turns]) == cli.INTERRUPTED
     assert capsys.readouterr().err == "trajkit: interrupted\n"
 

@@ -372,6 +372,21 @@ def test_the_command_says_that_it_gathers(tmp_path, small, capsys):
     assert cli.main([*argv, "--gather", "no"]) == cli.BAD_DATA
 
 
+def test_what_is_counted_does_not_depend_on_the_pieces(tmp_path, capsys, monkeypatch):
+    log, whole, table = (tmp_path / f"{n}.parquet" for n in ("log", "whole", "drift"))
+    write_log(some_sessions(), log)
+    said = {}
+    for name, tokens, output in (("whole", 1 << 20, whole), ("pieces", 600, table)):
+        monkeypatch.setattr(stream, "PIECE_TOKENS", tokens)
+        said[name] = [
+            run_json(capsys, "drift", str(log), "-o", str(output)),
+            run_json(capsys, "simulate", str(log), "--policy", "trl"),
+        ]
+    assert said["pieces"] == said["whole"]
+    assert said["whole"][0]["sessions"] == 12
+    assert pq.read_table(table).equals(pq.read_table(whole))
+
+
 def test_pieces_do_not_depend_on_what_came_before(small):
     turns = tk.from_records(some_sessions())
     whole = list(stream.pieces([turns]))
