@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
@@ -313,11 +314,14 @@ def compact_file(
     nonfinite_logprobs: Nonfinite = "raise",
     gather: bool = True,
     watch: Watch | None = None,
+    share_prompts: bool = False,
 ) -> dict[str, int]:
     """Write files of turns in delta form, in bounded memory.
 
     Parameters
     ----------
+    share_prompts : bool
+        As for `trajkit.compact`, among the sessions of a piece.
     source, output, set_aside, format, nonfinite_logprobs, gather, watch
         As for `linearize_file`.
 
@@ -332,8 +336,8 @@ def compact_file(
         As for `linearize_file` and `trajkit.compact`.
     """
     return _change(
-        "compact",
-        compact,
+        {"stage": "compact", "share_prompts": share_prompts},
+        partial(compact, share_prompts=share_prompts),
         source,
         output,
         set_aside,
@@ -372,7 +376,7 @@ def expand_file(
         As for `linearize_file` and `trajkit.expand`.
     """
     return _change(
-        "expand",
+        {"stage": "expand"},
         expand,
         source,
         output,
@@ -385,7 +389,7 @@ def expand_file(
 
 
 def _change(
-    name: str,
+    job: dict[str, object],
     change: Callable[[pa.Table], pa.Table],
     source: str | os.PathLike[str],
     output: str | os.PathLike[str],
@@ -400,7 +404,7 @@ def _change(
 
     log = Log(source, format, nonfinite, set_aside is not None, gather, _beside(output))
     targets = {"turns": Target(Path(output), write_turns)}
-    return _run(log, stage, targets, set_aside, output, {"stage": name}, watch)
+    return _run(log, stage, targets, set_aside, output, job, watch)
 
 
 def _run(

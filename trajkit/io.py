@@ -28,6 +28,7 @@ from trajkit.io_formats import (
 )
 from trajkit.records import from_records
 from trajkit.schema import ROWS, TURNS
+from trajkit.shared_prompts import NAME, share
 from trajkit.tables import (
     ArrowStream,
     TableLike,
@@ -147,10 +148,13 @@ def write_turns(
     SchemaError, InvalidTurnsError
         The table is none of turns, or lacks a message body that JSON lines need.
     """
-    pieces = (
-        canonical(piece, turns_schema(piece.column_names)) for piece in _pieces(turns)
-    )
-    _write(pieces, TURNS, sink, format)
+    _write((_canonical_turns(piece) for piece in _pieces(turns)), TURNS, sink, format)
+
+
+def _canonical_turns(turns: pa.Table) -> pa.Table:
+    """In canonical form; prompts that are held once stay so."""
+    plain = canonical(turns, turns_schema(turns.column_names))
+    return share(plain) if NAME in turns.column_names else plain
 
 
 def read_rows(source: Source, *, format: Format | None = None) -> pa.Table:

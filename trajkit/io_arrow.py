@@ -13,6 +13,9 @@ from trajkit.io_formats import Format, name_of, open_input
 
 # bytes of a row group: a turn may hold a megabyte, so rows are no measure
 _GROUP_BYTES = 64 << 20
+# Bytes that distinct texts of a row group may take before they are written out each time:
+# prompts that sessions share are among them.
+_DICTIONARY_BYTES = 16 << 20
 # Bytes of a column that are read ahead, so that no row group is held as it is stored.
 _PAGES = 1 << 20
 # the marker at the end of an IPC stream; a log that is still written, or was never
@@ -219,6 +222,7 @@ def _write_parquet(
         first.schema,
         compression="zstd",
         use_dictionary=few or False,
+        dictionary_pagesize_limit=_DICTIONARY_BYTES,
         column_encoding=dict.fromkeys(floats, "BYTE_STREAM_SPLIT") or None,
     ) as writer:
         for group in _row_groups(itertools.chain([first], pieces)):

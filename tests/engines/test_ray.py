@@ -3,12 +3,14 @@
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Mapping
 
 import pytest
 import ray
 import ray.data
 from ray import cloudpickle
+from ray.data import DataContext
 
 import trajkit as tk
 import trajkit.ray
@@ -29,6 +31,10 @@ def cluster():
         log_to_driver=False,
         runtime_env={"env_vars": {"PYTHONPATH": paths}},
     )
+    with warnings.catch_warnings():
+        # of what Ray itself says of itself as it makes its context
+        warnings.simplefilter("ignore", DeprecationWarning)
+        DataContext.get_current()
     yield
     ray.shutdown()
 

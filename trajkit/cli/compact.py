@@ -21,6 +21,11 @@ def add_compact(commands: Commands) -> None:
         description="Write recorded turns in delta form: each prompt as what it adds to "
         "an earlier turn. Every command reads that form, and expand is the inverse.",
     )
+    parser.add_argument(
+        "--share-prompts",
+        action="store_true",
+        help="hold the first prompt of the rollouts of one task once",
+    )
     _complete(parser, compact_file, "Parquet or Arrow IPC, by suffix")
 
 
@@ -54,8 +59,13 @@ def _complete(
     def run(arguments: argparse.Namespace) -> int:
         """Write the turns and print what they take; the exit code is 0."""
         with Progress(parser.prog.split()[-1], "turns") as bar:
+            more = (
+                {"share_prompts": True}
+                if getattr(arguments, "share_prompts", 0)
+                else {}
+            )
             totals = change(
-                arguments.source, arguments.output, **through(arguments, bar)
+                arguments.source, arguments.output, **through(arguments, bar), **more
             )
         before = taken(arguments.source)
         after = taken(arguments.output)
