@@ -17,13 +17,14 @@ cdef void _set_bits(uint8_t* bits, pos_t start, pos_t stop) noexcept nogil:
 cdef pos_t _copy_logprobs(
     const Call* call, const Piece* piece, float* target, uint8_t* valid, pos_t offset
 ) noexcept nogil:
-    """Logprobs of one trained piece; how many of them the engine did not give."""
+    """Logprobs of one trained piece; how many of them the engine did not give (0.0)."""
     cdef const float* values = <const float*><intptr_t>call.logprobs
     cdef const uint8_t* bits = <const uint8_t*><intptr_t>call.valid
     cdef pos_t i, n = piece.stop - piece.start, missing = 0, bit
-    if values == NULL:
-        return n
     target += offset + piece.start
+    if values == NULL:
+        memset(target, 0, n * sizeof(float))
+        return n
     values += piece.out_start
     if bits == NULL:
         memcpy(target, values, n * sizeof(float))
@@ -35,21 +36,75 @@ cdef pos_t _copy_logprobs(
             target[i] = values[i]
             _set_bits(valid, offset + piece.start + i, offset + piece.start + i + 1)
         else:
+            target[i] = 0.0
             missing += 1
     return missing
 
 
-cdef inline void _no_logprobs(float* values, pos_t start, pos_t stop) noexcept nogil:
+cdef pos_t _fill_trained(
+    const Call* calls, const int32_t* turn_index, int32_t[:, ::1] spans,
+    const int8_t[::1] kinds, int64_t first, int64_t last, pos_t start, pos_t stop,
+    pos_t offset, uint8_t* mask, float* values, uint8_t* valid,
+) noexcept nogil:
+    """The mask and the logprobs of one row from its spans, first <= k < last; how many are missing.
+
+    The spans ascend, and name a call, which becomes its turn. The row's tokens are
+    start:stop of the columns; its position 0 stands, or would, at ``offset``. Every
+    logprob is written once, in the order of memory: 0.0 where none is trained.
+    """
+    cdef int64_t k
+    cdef int32_t call
+    cdef pos_t missing = 0
+    cdef Piece piece
+    for k in range(first, last):
+        call = spans[2, k]
+        spans[2, k] = turn_index[call]
+        if kinds[k] != SPAN_TRAINED:
+            continue
+        piece.start = spans[0, k]
+        piece.stop = spans[1, k]
+        piece.out_start = spans[3, k]
+        if offset + piece.start > start:
+            memset(values + start, 0, (offset + piece.start - start) * sizeof(float))
+        _set_bits(mask, offset + piece.start, offset + piece.stop)
+        missing += _copy_logprobs(&calls[call], &piece, values, valid, offset)
+        start = offset + piece.stop
     if stop > start:
         memset(values + start, 0, (stop - start) * sizeof(float))
+    return missing
+
+
+cdef void _copy_path(
+    const Call* calls, const Node* nodes, int32_t end, pos_t start, pos_t stop,
+    token_t* target, int32_t* chain,
+) noexcept nogil:
+    """Tokens start:stop of the path that ends at the stop of ``end``, first to last.
+
+    Against the order of memory it takes a fifth longer. ``chain`` has room for the path.
+    """
+    cdef int32_t node = end
+    cdef int64_t n = 0
+    cdef pos_t low, high
+    while nodes[node].parent >= 0 and nodes[node].stop > start:
+        chain[n] = node
+        n += 1
+        node = nodes[node].parent
+    while n > 0:
+        n -= 1
+        node = chain[n]
+        low = max(nodes[node].start, start)
+        high = min(nodes[node].stop, stop)
+        if low < high:
+            _copy(&calls[nodes[node].source], target + (low - start), low, high)
 
 
 cdef inline void _write_span(
-    int32_t[:, ::1] spans, int8_t[::1] kinds, int64_t at, const Piece* piece, int32_t turn_index
+    int32_t[:, ::1] spans, int8_t[::1] kinds, int64_t at, const Piece* piece, int32_t call
 ) noexcept nogil:
+    """One span of a call, whose turn `_fill_trained` puts in the place of its number."""
     spans[0, at] = <int32_t>piece.start
     spans[1, at] = <int32_t>piece.stop
-    spans[2, at] = turn_index
+    spans[2, at] = call
     spans[3, at] = <int32_t>piece.out_start
     spans[4, at] = <int32_t>piece.out_stop
     kinds[at] = piece.kind
@@ -92,6 +147,7 @@ def fill_rows(
     const Link[::1] links not None,
     const int32_t[::1] owners not None,
     const int32_t[::1] turn_index not None,
+    int32_t[::1] chain not None,
     bint keep_head,
     bint own_every,
     bint by_token,
@@ -110,7 +166,8 @@ def fill_rows(
 
     ``loss_mask`` and ``valid`` are bitmaps; they must come as zeros.
     ``spans`` is 5 by n_spans: start, stop, turn_index, output_start, output_stop. The first
-    five arguments are those that `plan_rows` filled or read, ``rows`` its result.
+    five arguments are those that `plan_rows` filled or read, ``rows`` its result; ``chain``
+    is scratch with an entry a node.
     Tokens before a row's ``stored``, of which it trains none, are left out.
     """
     cdef:
@@ -134,6 +191,7 @@ def fill_rows(
         ("owners", owners.shape[0]), ("turn_index", turn_index.shape[0]),
     ):
         _check_length(name, m, n_calls)
+    _check_length("chain", chain.shape[0], nodes.shape[0])
     _check_row_columns(
         rows, token_offsets, span_offsets, input_ids, loss_mask, logprobs, valid, spans,
         span_kinds,
@@ -149,13 +207,11 @@ def fill_rows(
     rule.max_tokens = max_tokens
     with nogil:
         for r in range(n_rows):
-            _copy_stretch(
+            _copy_path(
                 &calls[0], &nodes[0], ends[rows[r].last], rows[r].stored, rows[r].n_tokens,
-                tokens + token_offsets[r],
+                tokens + token_offsets[r], &chain[0],
             )
             offset = token_offsets[r] - rows[r].stored
-            # row by row: it is still in cache when the logprobs come
-            _no_logprobs(values, token_offsets[r], token_offsets[r + 1])
             at = span_offsets[r + 1]
             call = rows[r].last
             replaced = NEVER
@@ -173,15 +229,19 @@ def fill_rows(
                 for k in range(n):
                     begin = pieces[k].out_start
                     while _next_part(item, &pieces[k], by_token, &begin, &part):
-                        _write_span(spans, span_kinds, next_span, &part, turn_index[call])
+                        _write_span(spans, span_kinds, next_span, &part, call)
                         next_span += 1
                         if part.kind == SPAN_TRAINED and part.start < rows[r].stored:
                             bad = r
-                        elif part.kind == SPAN_TRAINED:
-                            _set_bits(mask, offset + part.start, offset + part.stop)
-                            missing += _copy_logprobs(item, &part, values, given, offset)
                 replaced = min(replaced, links[call].lcp)
                 call = links[call].parent
+            if bad >= 0:
+                break
+            missing += _fill_trained(
+                &calls[0], &turn_index[0], spans, span_kinds, span_offsets[r],
+                span_offsets[r + 1], token_offsets[r], token_offsets[r + 1], offset, mask,
+                values, given,
+            )
     if bad >= 0:
         raise LayoutError(f"rows[{bad}] trains a token before {rows[bad].stored}")
     return missing

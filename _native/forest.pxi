@@ -5,11 +5,13 @@ call leaves or ends inside: it covers the positions ``start:stop``, and its toke
 of its ``source`` at these positions. Every path ends at the stop of a node. Calls are
 inserted in order, each compared with the path of the call before, which the cursor holds in
 one piece: so a prompt is compared at the speed of memory, and all else costs what is new.
+Where calls say what they share (delta form) there is little to compare, and the cursor holds
+no copy of the path.
 """
 
 
 cdef struct Cursor:
-    token_t* path             # tokens of the call inserted last
+    token_t* path             # tokens of the call inserted last, or NULL
     pos_t path_len
     int32_t* stack            # nodes from the root to the end of that path
     int32_t depth
@@ -128,10 +130,11 @@ cdef void _move(
         cursor.stack[slot] = node
         nodes[node].slot = slot
         slot -= 1
-        _copy(
-            &calls[nodes[node].source], cursor.path + nodes[node].start,
-            nodes[node].start, nodes[node].stop,
-        )
+        if cursor.path != NULL:
+            _copy(
+                &calls[nodes[node].source], cursor.path + nodes[node].start,
+                nodes[node].start, nodes[node].stop,
+            )
         node = nodes[node].parent
     cursor.path_len = nodes[end].stop
 
@@ -182,13 +185,18 @@ cdef void _insert(
     if call.base >= 0:
         _move(calls, nodes, cursor, ends[call.base])
         position = call.own_start
-    position = _match_run(
-        call, cursor.path + position, position, min(cursor.path_len, held_len)
-    )
+    if cursor.path != NULL:
+        position = _match_run(
+            call, cursor.path + position, position, min(cursor.path_len, held_len)
+        )
     kept = position
     while cursor.depth > 1 and nodes[cursor.stack[cursor.depth - 1]].start >= position:
         cursor.depth -= 1
     node = cursor.stack[cursor.depth - 1]
+    if cursor.path == NULL and position < nodes[node].stop:
+        position = _match(
+            call, &calls[nodes[node].source], position, min(nodes[node].stop, held_len)
+        )
 
     # The path that the cursor held ends or departs here; another may go on as this call does.
     while position == nodes[node].stop and position < held_len:
@@ -216,7 +224,8 @@ cdef void _insert(
         _push(nodes, cursor, leaf)
         node = leaf
     ends[index] = node
-    _copy(call, cursor.path + kept, kept, held_len)
+    if cursor.path != NULL:
+        _copy(call, cursor.path + kept, kept, held_len)
     cursor.path_len = held_len
 
 
@@ -293,8 +302,10 @@ def grow_forest(
     start, and written back, so that a session can be grown call by call. ``ends[i]`` is the
     node where call i's path ends, ``shared[i]`` how many tokens were there before it,
     ``shared_with[i]`` a call that had them or -1. Needs 2 nodes a call and one a session, a
-    path as long as the longest call and a stack as deep as the nodes of one session. Do not
-    write to any buffer, or to what the addresses in ``calls`` point to, during the call.
+    path as long as the longest call and a stack as deep as the nodes of one session. The path
+    may be empty: then it is not kept, which saves its copy where calls say what they share,
+    and costs where they don't. Do not write to any buffer, or to what the addresses in
+    ``calls`` point to, during the call.
     """
     cdef:
         int64_t n_calls = calls.shape[0], n_sessions = session_offsets.shape[0] - 1
@@ -310,7 +321,9 @@ def grow_forest(
     _check_length("shared", shared.shape[0], n_calls)
     _check_length("shared_with", shared_with.shape[0], n_calls)
     _check_length("state", state.shape[0], 3)
-    bad = _first_bad_call(calls, session_offsets, first_call, path.shape[0])
+    bad = _first_bad_call(
+        calls, session_offsets, first_call, path.shape[0] if path.shape[0] else INT64_MAX
+    )
     if bad >= 0:
         raise LayoutError(
             f"calls[{bad}] is no path: prompt_len {calls[bad].prompt_len}, out_len "

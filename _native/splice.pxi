@@ -411,7 +411,6 @@ def fill_splices(
         for r in range(n_rows):
             offset = token_offsets[r]
             n_tokens = rows[r].n_tokens
-            _no_logprobs(values, offset, token_offsets[r + 1])
             at = span_offsets[r]
             n_spans = span_offsets[r + 1]
             call = rows[r].owner
@@ -434,19 +433,19 @@ def fill_splices(
                 for k in range(m):
                     begin = pieces[k].out_start
                     while _next_part(&calls[call], &pieces[k], by_token, &begin, &part):
-                        _write_span(spans, span_kinds, at, &part, turn_index[call])
+                        _write_span(spans, span_kinds, at, &part, call)
                         at += 1
-                        if part.kind == SPAN_TRAINED:
-                            _set_bits(mask, offset + part.start, offset + part.stop)
-                            missing += _copy_logprobs(
-                                &calls[call], &part, values, given, offset
-                            )
                 call = next_call[call]
             while at < n_spans and call >= 0:
                 m = _dropped_piece(&calls[call], n_tokens, pieces)
                 begin = 0
                 while m > 0 and _next_part(&calls[call], pieces, by_token, &begin, &part):
-                    _write_span(spans, span_kinds, at, &part, turn_index[call])
+                    _write_span(spans, span_kinds, at, &part, call)
                     at += 1
                 call = next_call[call]
+            missing += _fill_trained(
+                &calls[0], &turn_index[0], spans, span_kinds, span_offsets[r],
+                span_offsets[r + 1], offset, token_offsets[r + 1], offset, mask, values,
+                given,
+            )
     return missing

@@ -238,6 +238,7 @@ def fill_rows(
     links: _Records,
     owners: _I32,
     turn_index: _I32,
+    chain: _I32,
     keep_head: bool,
     own_every: bool,
     by_token: bool,

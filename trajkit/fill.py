@@ -59,6 +59,7 @@ def row_batches(
         links,
         plan.owners,
         calls.turn_index,
+        np.empty(len(forest.nodes), np.int32),
         policy.keep_head,
         policy.own == "every",
         policy.missing_logprobs == "untrain",
@@ -170,7 +171,7 @@ def _batch_of(
         ],
         fields=list(SPAN),
     )
-    of_session = facts.take(pa.array(rows["session"]))
+    of_session = _of_rows(facts, rows)
     parent_row = rows["parent_row"]
     segments = links["segment"][rows["last"]]
     return pa.RecordBatch.from_arrays(
@@ -204,6 +205,14 @@ def _batch_of(
     )
 
 
+def _of_rows(facts: pa.RecordBatch, rows: Records) -> pa.RecordBatch:
+    """What is known of each row's session."""
+    sessions = rows["session"]
+    if len(sessions) == facts.num_rows and (np.diff(sessions) == 1).all():
+        return facts  # a row each
+    return facts.take(pa.array(sessions))
+
+
 def _mask_sums(rows: Records) -> Longs:
     """Trained tokens of all rows of each row's session, shape (n_rows,)."""
     sums = np.zeros(int(rows["session"].max(initial=-1)) + 1, np.int64)
@@ -216,7 +225,7 @@ def _rewards(
     facts: pa.RecordBatch, policy: Policy, links: Records, rows: Records
 ) -> pa.Array:
     """The rollout's reward in each row, spread as the policy says."""
-    given = facts.column("reward").take(pa.array(rows["session"]))
+    given = _of_rows(facts, rows).column("reward")
     if policy.rewards == "copy" or not len(rows):
         return given
     segments = links["segment"][rows["last"]]

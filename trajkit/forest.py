@@ -36,6 +36,8 @@ def grow_paths(paths: Records, session_offsets: Longs) -> Forest:
     n_calls = len(paths)
     sizes = np.diff(session_offsets)
     longest = int((paths["prompt_len"] + paths["out_len"]).max(initial=0))
+    # calls that say what they share are not compared with the path of the call before
+    room = 0 if (paths["base"] >= 0).any() else longest
     nodes = np.empty(2 * n_calls + len(sizes), NODE)
     ends = np.empty(n_calls, np.int32)
     shared = np.empty(n_calls, np.int64)
@@ -44,7 +46,7 @@ def grow_paths(paths: Records, session_offsets: Longs) -> Forest:
     _core.grow_forest(
         paths,
         session_offsets,
-        np.empty(longest, np.int32),
+        np.empty(room, np.int32),
         np.empty(2 * int(sizes.max(initial=0)) + 1, np.int32),
         nodes,
         ends,

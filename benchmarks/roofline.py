@@ -1,0 +1,166 @@
+"""How far linearize is ahead of plain Python, and how far behind the machine's memory.
+
+    python -m benchmarks.roofline
+
+takes clean rollouts as a table in full and in delta form, checks that the rows are
+those of slime's rule over lists, and prints times per rollout: of plain Python (slime's
+rule, and a trie over token ids as NeMo Gym has one), of `trajkit.linearize`, and of copying
+as many bytes as must at least be read and written, at the rate that copying reaches in the
+same run.
+"""
+
+import argparse
+import platform
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+import trajkit as tk
+from benchmarks import peers, peers_nemo
+from benchmarks.compare import (
+    Timing,
+    commit,
+    machine,
+    read_table,
+    timed,
+    write_table,
+)
+from benchmarks.data import SIZES, Record, as_parsed, rollout
+from benchmarks.policies import difference
+from benchmarks.scale import by_turns, fastest
+from trajkit.threads import spread
+
+COPY_BYTES = 1 << 26  # of each thread, when the rate of copying is measured
+
+
+def copies_per_second(threads: int, repeats: int) -> float:
+    """Bytes read and written in a second by so many threads that copy."""
+    pairs = [
+        (np.ones(COPY_BYTES, np.uint8), np.ones(COPY_BYTES, np.uint8))
+        for _ in range(threads)
+    ]
+
+    def copy(pair: tuple[np.ndarray, np.ndarray]) -> None:
+        np.copyto(*pair)
+
+    work = partial(spread, copy, pairs, threads)
+    return 2 * COPY_BYTES * threads / fastest(timed(repeats, work, 1))
+
+
+def least_bytes(turns: pa.Table, rows: pa.Table) -> int:
+    """Bytes that must be read and written at least: ids, logprobs and masks, each once."""
+    own = "suffix_ids" if "suffix_ids" in turns.column_names else "prompt_ids"
+    read = sum(
+        turns[name].combine_chunks().flatten().nbytes
+        for name in (own, "output_ids", "output_logprobs")
+    )
+    written = sum(
+        rows[name].combine_chunks().flatten().nbytes
+        for name in ("input_ids", "logprobs", "loss_mask")
+    )
+    return read + written
+
+
+def check_rows(rows: pa.Table, sessions: Sequence[list[Record]]) -> None:
+    """Exit with the difference where the rows are not those of the rule over lists."""
+    for k, records in enumerate(sessions):
+        differ = difference(rows.slice(k, 1), peers.linearize(records))
+        if differ is not None:
+            sys.exit(f"rollout {k}: {differ}")
+
+
+def parse(words: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.roofline",
+        description="Time linearize beside plain Python and beside copying.",
+    )
+    parser.add_argument("--size", choices=SIZES, default="long")
+    parser.add_argument("--rollouts", type=int, default=64, help="of the table (64)")
+    parser.add_argument("--check", type=int, default=8, help="rollouts compared (8)")
+    parser.add_argument("--repeats", type=int, default=9, help="of each timing (9)")
+    return parser.parse_args(words)
+
+
+def main(words: list[str] | None = None) -> None:
+    choices = parse(words)
+    size, n, repeats = SIZES[choices.size], choices.rollouts, choices.repeats
+    print(f"command  python -m benchmarks.roofline {shlex.join(words or sys.argv[1:])}")
+    print(f"commit   {commit()}")
+    print(f"machine  {machine()}")
+    print(f"python   {platform.python_version()}, pyarrow {pa.__version__}")
+    print(
+        f"data     {n} clean rollouts of {size.n_turns} turns and {size.context} tokens; "
+        "times are per rollout, medians and the range, ratios of the medians"
+    )
+
+    def records(k: int) -> list[Record]:
+        return list(rollout(f"s{k}", size, seed=k))
+
+    compact = pa.concat_tables(
+        [tk.compact(tk.from_records(records(k))) for k in range(n)]
+    ).combine_chunks()
+    rows = tk.linearize(compact, "slime")
+    checked = min(choices.check, n)
+    for k in range(checked):  # one at a time: as lists they do not fit in memory
+        check_rows(rows.slice(k, 1), [as_parsed(iter(records(k)))])
+    print(f"checked  {checked} rollouts: tokens, mask and logprobs are equal\n")
+
+    parsed = as_parsed(iter(records(0)))
+    plain = timed(3, partial(peers.linearize, parsed), 1)
+    start = time.perf_counter()
+    peers_nemo.linearize(parsed)
+    trie = Timing([time.perf_counter() - start])
+    del parsed
+    print(f"{'slime, plain Python over lists':<44}{plain}")
+    print(f"{'trie, plain Python over lists':<44}{trie}")
+
+    with tempfile.TemporaryDirectory() as folder:
+        for label, make in (
+            ("full prompts", lambda: tk.expand(compact)),
+            ("delta form", lambda: compact),
+        ):
+            path = Path(folder) / "turns.arrow"
+            write_table(make(), path)
+            turns = read_table(path)
+            if tk.linearize(turns, "slime") != rows:
+                sys.exit(f"{label}: the rows are others")
+            print_times(label, turns, rows, n, repeats, plain, trie)
+            del turns
+
+
+def print_times(
+    label: str,
+    turns: pa.Table,
+    rows: pa.Table,
+    n: int,
+    repeats: int,
+    plain: Timing,
+    trie: Timing,
+) -> None:
+    n_bytes = least_bytes(turns, rows)
+    print(f"\nfrom {label}, {n_bytes / n / 1e6:.2f} MB to be read and written:")
+    works: list[Callable[[], object]] = [
+        partial(tk.linearize, turns, "slime", threads=threads) for threads in (1, 2)
+    ]
+    times = by_turns(repeats, works, [n, n], time.perf_counter)
+    for threads, taken in zip((1, 2), times, strict=True):
+        floor = n_bytes / copies_per_second(threads, repeats) / n
+        print(
+            f"{f'  linearize, {threads} threads':<44}{taken}"
+            f"{plain.median / taken.median:8.1f} x slime's rule"
+            f"{trie.median / taken.median:8.0f} x the trie"
+            f"{taken.median / floor:6.2f} times copying ({floor * 1e3:.3f} ms)"
+        )
+    ratio = times[0].median / times[1].median
+    print(f"{'  two threads':<44}{ratio:.2f} times one")
+
+
+if __name__ == "__main__":
+    main()
