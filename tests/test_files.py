@@ -1,5 +1,6 @@
 """Stages from file to file: in pieces, gathered, in parts, with sessions set aside."""
 
+import importlib
 import json
 import os
 import random
@@ -179,7 +180,11 @@ def test_whole_rows_come_some_at_a_time(records):
     assert pa.concat_tables([expected.slice(0, 0), *got]).equals(expected)
 
 
-def test_threads_write_the_same_bytes(tmp_path):
+def test_threads_write_the_same_bytes(tmp_path, monkeypatch):
+    # the function hides its module's name
+    module = importlib.import_module("trajkit.linearize")
+    monkeypatch.setattr(module, "_LEAST_PART", 64)
+    monkeypatch.setattr(io_arrow, "_GROUP_BYTES", 1000)
     log = tmp_path / "log.parquet"
     write_log(some_sessions(), log)
     for threads in (1, 2, 3):
