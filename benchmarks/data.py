@@ -61,7 +61,12 @@ head_dropped
 
 
 def rollout(
-    session_id: str, size: Size, shape: str = "clean", seed: int = 0
+    session_id: str,
+    size: Size,
+    shape: str = "clean",
+    seed: int = 0,
+    *,
+    spoken: bool = True,
 ) -> Iterator[Record]:
     """The calls of one session in order.
 
@@ -73,6 +78,8 @@ def rollout(
         One of `SHAPES`.
     seed : int
         Equal arguments give equal rollouts.
+    spoken : bool
+        Draw messages as well. False: there are none, and calls go by their tokens.
 
     Yields
     ------
@@ -85,32 +92,34 @@ def rollout(
     observations = _shares(
         size.context - size.system - int(replies.sum()), size.n_turns
     )
-    messages: list[dict[str, Any]] = [
-        {"role": "system", "content": draw_text(draw, size.system)}
-    ]
+
+    def text(n_tokens: int) -> str:
+        return draw_text(draw, n_tokens) if spoken else ""
+
+    messages: list[dict[str, Any]] = [{"role": "system", "content": text(size.system)}]
     prompt = draw_tokens(draw, size.system)
     for k in range(size.n_turns):
         role = "tool" if k else "user"
-        messages.append({"role": role, "content": draw_text(draw, observations[k])})
+        messages.append({"role": role, "content": text(observations[k])})
         prompt = np.concatenate([prompt, draw_tokens(draw, observations[k])])
         output = draw_tokens(draw, int(replies[k]))
         reply = {
             "role": "assistant",
-            "content": draw_text(draw, len(output) // 2),
+            "content": text(len(output) // 2),
             "tool_calls": [
                 {
                     "type": "function",
                     "function": {
                         "name": "bash",
-                        "arguments": {"command": draw_text(draw, len(output) // 2)},
+                        "arguments": {"command": text(len(output) // 2)},
                     },
                 }
             ],
         }
         yield {
             "session_id": session_id,
-            "prompt_messages": list(messages),
-            "response_message": reply,
+            "prompt_messages": list(messages) if spoken else None,
+            "response_message": reply if spoken else None,
             "prompt_ids": prompt,
             "output_ids": output,
             "output_logprobs": -draw.exponential(0.4, len(output)).astype(np.float32),
@@ -119,6 +128,20 @@ def rollout(
         }
         messages.append(reply)
         prompt = np.concatenate([prompt, _shown_again(draw, output, shape)])
+
+
+def mixed(n_rollouts: int, seed: int = 0) -> Iterator[tuple[str, Size, str]]:
+    """Names, sizes and shapes of rollouts as a run of a coding agent has them.
+
+    Between 4 and 128 turns, 30 on average, of some 900 tokens each; every shape in turn.
+    """
+    draw = np.random.default_rng(seed)
+    for k in range(n_rollouts):
+        n_turns = int(4 * 32 ** draw.beta(2, 2))
+        per_turn = int(draw.integers(500, 1300))
+        dropped = 200 * n_turns if SHAPES[k % 3] == "head_dropped" else 0
+        context = 2_000 + per_turn * n_turns + dropped
+        yield f"r{k:07d}", Size(n_turns, context, 1_500, 100, 300), SHAPES[k % 3]
 
 
 def as_parsed(records: Iterator[Record]) -> list[Record]:

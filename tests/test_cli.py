@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import trajkit as tk
-from trajkit import cli
+from trajkit import cli, stream
 from trajkit.cli.drift import _short
 from trajkit.cli.progress import Progress
 from trajkit.cli.show import text_table
@@ -265,10 +265,10 @@ def test_help(capsys, command):
 
 
 def test_interrupted(monkeypatch, capsys, turns):
-    def interrupt(*_):
+    def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tk, "read_turns", interrupt)
+    monkeypatch.setattr(tk, "link", interrupt)
     assert cli.main(["drift", turns]) == cli.INTERRUPTED
     assert capsys.readouterr().err == "trajkit: interrupted\n"
 
@@ -312,18 +312,22 @@ class Terminal(io.StringIO):
 
 
 def test_progress_shows_on_a_terminal_only(monkeypatch):
-    for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
-        monkeypatch.setattr(sys, "stderr", stream)
-        with Progress("linearize", 4) as bar:
+    for terminal, shown in ((Terminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr(sys, "stderr", terminal)
+        clock = iter(range(0, 100, 2)).__next__
+        with Progress("linearize", "turns", clock) as bar:
+            bar.begin(125, 1)
             for _ in range(4):
-                bar.advance(1)
-        assert ("100 %" in stream.getvalue()) is shown
-        assert stream.getvalue().endswith("\r\x1b[K") is shown
-        assert bool(stream.getvalue()) is shown
+                bar.advance(31)
+        text = terminal.getvalue()
+        assert ("50 %  10 turns/s  0:06 left" in text) is shown
+        assert ("100 %" in text) is shown
+        assert text.endswith("\r\x1b[K") is shown
+        assert bool(text) is shown
 
 
 def test_sessions_go_through_in_pieces(monkeypatch, tmp_path, capsys, turns):
-    monkeypatch.setattr(cli.linearize, "PIECE_TURNS", 1)
+    monkeypatch.setattr(stream, "PIECE_TOKENS", 1)
     rows = tmp_path / "rows.parquet"
     printed = run_json(capsys, "linearize", turns, "-o", str(rows))
     assert printed["sessions"] == 2

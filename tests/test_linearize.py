@@ -275,11 +275,11 @@ def test_a_threshold_of_none_is_the_preset_s_own():
         pytest.param([pa.record_batch({"x": [1]})], "'session_id'", id="no session"),
         pytest.param(
             [
-                pa.record_batch({"session_id": ["s"]}),
+                pa.record_batch({"session_id": ["s"], "turn_index": ["1"]}),
                 pa.record_batch({"session_id": ["s"], "turn_index": [1]}),
             ],
             "do not make one table",
-            id="columns that change",
+            id="types that change",
         ),
     ],
 )

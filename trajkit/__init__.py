@@ -16,6 +16,8 @@ from trajkit.errors import (
     UnknownSessionError,
 )
 from trajkit.explain import explain_drift
+from trajkit.files import compact_file, expand_file, linearize_file
+from trajkit.gather import stream_turns
 from trajkit.importers import import_turns
 from trajkit.io import (
     iter_turns,
@@ -62,7 +64,9 @@ __all__ = [
     "check_roundtrip",
     "classify_drift",
     "compact",
+    "compact_file",
     "expand",
+    "expand_file",
     "explain_drift",
     "from_records",
     "full_rows",
@@ -71,6 +75,7 @@ __all__ = [
     "label_branches",
     "lcp",
     "linearize",
+    "linearize_file",
     "link",
     "message_body",
     "message_key",
@@ -84,6 +89,7 @@ __all__ = [
     "set_aside",
     "simulate",
     "spread_rewards",
+    "stream_turns",
     "suffix_rows",
     "validate",
     "verify",

@@ -15,6 +15,7 @@ from trajkit.flat import offsets_of, positions
 from trajkit.forest import grow
 from trajkit.layout import CALL
 from trajkit.schema import MESSAGE, TURNS, TURNS_DELTA
+from trajkit.shared_prompts import share, unshare
 from trajkit.stream import whole_sessions
 from trajkit.tables import TableLike, as_table, canonical, place, turns_schema
 
@@ -26,10 +27,14 @@ _PART = 1 << 25
 
 
 @overload
-def compact(turns: Stream | pa.RecordBatchReader) -> Stream: ...
+def compact(
+    turns: Stream | pa.RecordBatchReader, *, share_prompts: bool = ...
+) -> Stream: ...
 @overload
-def compact(turns: TableLike) -> pa.Table: ...
-def compact(turns: TableLike | Stream) -> pa.Table | Stream:
+def compact(turns: TableLike, *, share_prompts: bool = ...) -> pa.Table: ...
+def compact(
+    turns: TableLike | Stream, *, share_prompts: bool = False
+) -> pa.Table | Stream:
     """The turns in delta form: each prompt as what it adds to an earlier turn.
 
     The base of a turn is the earlier turn of its session whose prompt and output start
@@ -43,6 +48,10 @@ def compact(turns: TableLike | Stream) -> pa.Table | Stream:
         `trajkit.schema.TURNS`, each session in one piece; in delta form already: it
         comes back as it is. An iterator (or a RecordBatchReader) is read as the result
         is, and may hold a session in several batches that follow each other.
+    share_prompts : bool
+        Hold a first prompt that several sessions of the table have once, in the column
+        ``shared_prompt`` (`trajkit.shared_prompts`), as the rollouts of one task have
+        it. Whatever reads turns reads it. Of an iterator: of the sessions of a batch.
 
     Returns
     -------
@@ -59,7 +68,13 @@ def compact(turns: TableLike | Stream) -> pa.Table | Stream:
         A session comes in pieces, its turns out of order, its logprobs in another
         number than its output ids; a message has no key.
     """
-    return _convert(turns, TURNS_DELTA, _delta_columns)
+    delta = _convert(turns, TURNS_DELTA, _delta_columns)
+    if not share_prompts:
+        return delta
+    if isinstance(delta, pa.Table):
+        return share(delta)
+    tables = (pa.Table.from_batches([batch]) for batch in delta)
+    return (batch for table in tables for batch in share(table).to_batches())
 
 
 @overload
@@ -119,6 +134,7 @@ def _converted(
 def _convert_table(
     table: pa.Table, schema: pa.Schema, columns: Callable[[Calls], Columns]
 ) -> pa.Table:
+    table = unshare(table)
     form = turns_schema(table.column_names)
     if form is schema:
         return canonical(table, schema)

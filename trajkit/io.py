@@ -30,6 +30,7 @@ from trajkit.io_formats import (
 from trajkit.records import from_records
 from trajkit.schema import AMENDMENTS, ROWS, SESSIONS, TURNS
 from trajkit.sessions import last_lines
+from trajkit.shared_prompts import NAME, share
 from trajkit.tables import (
     ArrowStream,
     TableLike,
@@ -164,10 +165,13 @@ def write_turns(
     SchemaError, InvalidTurnsError
         The table is none of turns, or lacks a message body that JSON lines need.
     """
-    pieces = (
-        canonical(piece, turns_schema(piece.column_names)) for piece in _pieces(turns)
-    )
-    _write(pieces, TURNS, sink, format)
+    _write((_canonical_turns(piece) for piece in _pieces(turns)), TURNS, sink, format)
+
+
+def _canonical_turns(turns: pa.Table) -> pa.Table:
+    """In canonical form; prompts that are held once stay so."""
+    plain = canonical(turns, turns_schema(turns.column_names))
+    return share(plain) if NAME in turns.column_names else plain
 
 
 def read_sessions(source: Source, *, format: Format | None = None) -> pa.Table:
@@ -248,6 +252,15 @@ def write_table(table: pa.Table, sink: Sink, *, format: Format | None = None) ->
     _write(iter([table]), table.schema, sink, format)
 
 
+def write_tables(
+    batches: Iterable[pa.RecordBatch], sink: Sink, *, format: Format | None = None
+) -> None:
+    """Write batches of one schema, whatever it is; there is one batch at least."""
+    pieces = _pieces(batches)
+    first = next(pieces)
+    _write(itertools.chain([first], pieces), first.schema, sink, format)
+
+
 def gather(table: pa.Table, index: str) -> pa.Table:
     """The table with each session in one piece, in order of first appearance.
 
@@ -296,9 +309,29 @@ def _amended(
     source: Source, format: Format | None
 ) -> tuple[Source | list[Path], Amendments | None]:
     """What holds the turns of a source, and what amends them."""
-    if not _is_directory(source):
-        return source, None
-    files = _files_of(source, format)
+    return turn_files(source, format) if _is_directory(source) else (source, None)
+
+
+def turn_files(
+    path: str | os.PathLike[str], format: Format | None = None
+) -> tuple[list[Path], Amendments | None]:
+    """The files of turns of a path, sorted, and what the files beside them amend.
+
+    Parameters
+    ----------
+    path : path
+        A file, or a directory as for `read_turns`.
+    format : str, optional
+        As for `read_turns`.
+
+    Raises
+    ------
+    FormatError, SchemaError
+        As `read_turns`.
+    """
+    if not Path(path).is_dir():
+        return [Path(path)], None
+    files = _files_of(path, format)
     files.pop(SESSIONS.metadata[b"trajkit.table"].decode(), None)
     beside = files.pop(AMENDMENTS.metadata[b"trajkit.table"].decode(), None)
     turns = sorted(itertools.chain(*files.values()))

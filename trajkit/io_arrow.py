@@ -1,5 +1,6 @@
 """Parquet and Arrow IPC, batch by batch."""
 
+import itertools
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,20 +8,25 @@ from typing import BinaryIO
 
 import pyarrow as pa
 
-from trajkit.errors import FormatError, TornLogWarning
+from trajkit.errors import FormatError, SchemaError, TornLogWarning
 from trajkit.io_formats import Format, name_of, open_input
 
 # bytes of a row group: a turn may hold a megabyte, so rows are no measure
-_GROUP_BYTES = 128 << 20
+_GROUP_BYTES = 64 << 20
+# Bytes that distinct texts of a row group may take before they are written out each time:
+# prompts that sessions share are among them.
+_DICTIONARY_BYTES = 16 << 20
+# Bytes of a column that are read ahead, so that no row group is held as it is stored.
+_PAGES = 1 << 20
 # the marker at the end of an IPC stream; a log that is still written, or was never
 # closed, has none
 _END_BYTES = 8
 
 
 def read_batches(
-    file: Path | BinaryIO, kind: Format, batch_rows: int | None
+    file: Path | BinaryIO, kind: Format, batch_rows: int | None, skip: int = 0
 ) -> Iterator[pa.RecordBatch]:
-    """The record batches of a Parquet or Arrow IPC file, in order.
+    """The record batches of a Parquet or Arrow IPC file, in order, from row ``skip`` on.
 
     Raises
     ------
@@ -38,19 +44,76 @@ def read_batches(
         source = pa.BufferReader(file.read())
     name = name_of(file)
     if kind == "parquet":
-        yield from _read_parquet(source, name, batch_rows)
+        yield from _read_parquet(source, name, batch_rows, skip)
         return
+    form = _read_file if _is_file_form(source) else _read_stream
+    for batch in form(source, name):
+        left = batch.slice(skip)
+        skip = max(skip - batch.num_rows, 0)
+        if left.num_rows or not batch.num_rows:
+            yield left
+
+
+def file_rows(path: Path, kind: Format) -> int:
+    """How many rows a file has."""
+    return sum(keys.num_rows for keys, _ in key_batches(path, kind, ("session_id",)))
+
+
+def key_batches(
+    path: Path, kind: Format, names: tuple[str, ...]
+) -> Iterator[tuple[pa.RecordBatch, int]]:
+    """Those of the columns that are there, and about what all columns take as Arrow.
+
+    Raises and warns as `read_batches`.
+    """
+    source = open_input(path, kind)
+    name = name_of(path)
+    if kind == "parquet":
+        import pyarrow.parquet as pq
+
+        try:
+            file = pq.ParquetFile(source, buffer_size=_PAGES, pre_buffer=False)
+            here = [one for one in names if one in file.schema_arrow.names]
+            for group in range(file.num_row_groups):
+                n_bytes = file.metadata.row_group(group).total_byte_size
+                for batch in file.read_row_group(group, columns=here).to_batches():
+                    yield batch, n_bytes
+                    n_bytes = 0
+        except (pa.ArrowInvalid, OSError) as error:
+            raise FormatError(f"{name} is no Parquet file: {error}") from None
+        return
+    whole = _is_file_form(source)
+    # a mapped file is read where it is looked at
+    batches = (
+        _read_file(pa.memory_map(str(path)), name)
+        if whole
+        else _read_stream(source, name)
+    )
+    for batch in batches:
+        here = [one for one in names if one in batch.schema.names]
+        yield batch.select(here), batch.nbytes
+
+
+def _is_file_form(source: pa.NativeFile) -> bool:
     magic = source.read(6)
     source.seek(0)
-    if magic == b"ARROW1":
-        try:
-            reader = pa.ipc.open_file(source)
-            for i in range(reader.num_record_batches):
-                yield reader.get_batch(i)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise FormatError(f"{name} is no whole Arrow IPC file: {error}") from None
-    else:
-        yield from _read_stream(source, name)
+    return bool(magic == b"ARROW1")
+
+
+def _read_file(source: pa.NativeFile, name: str) -> Iterator[pa.RecordBatch]:
+    try:
+        reader = pa.ipc.open_file(source)
+        for i in range(reader.num_record_batches):
+            yield reader.get_batch(i)
+        if not reader.num_record_batches:
+            yield _nothing(reader.schema)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise FormatError(f"{name} is no whole Arrow IPC file: {error}") from None
+
+
+def _nothing(schema: pa.Schema) -> pa.RecordBatch:
+    """A batch without rows, which still says of what form a file is."""
+    return pa.RecordBatch.from_pylist([], schema)
 
 
 def table_kind(file: Path, kind: Format) -> str | None:
@@ -76,17 +139,25 @@ def table_kind(file: Path, kind: Format) -> str | None:
 
 
 def _read_parquet(
-    source: pa.NativeFile, name: str, batch_rows: int | None
+    source: pa.NativeFile, name: str, batch_rows: int | None, skip: int
 ) -> Iterator[pa.RecordBatch]:
     import pyarrow.parquet as pq
 
     try:
-        file = pq.ParquetFile(source)
-        if batch_rows is not None:
-            yield from file.iter_batches(batch_rows)
-            return
+        file = pq.ParquetFile(source, buffer_size=_PAGES, pre_buffer=False)
+        if file.metadata.num_rows == 0:
+            yield _nothing(file.schema_arrow)
         for group in range(file.num_row_groups):
-            yield from file.read_row_group(group).to_batches()
+            n_rows = file.metadata.row_group(group).num_rows
+            if skip < n_rows:
+                # by the group, so that no more than one is held undecoded
+                for batch in file.iter_batches(batch_rows or n_rows, [group]):
+                    left = batch.slice(skip)
+                    skip = max(skip - batch.num_rows, 0)
+                    if left.num_rows:
+                        yield left
+            else:
+                skip -= n_rows
     except (pa.ArrowInvalid, OSError) as error:
         raise FormatError(f"{name} is no Parquet file: {error}") from None
 
@@ -98,6 +169,7 @@ def _read_stream(source: pa.NativeFile, name: str) -> Iterator[pa.RecordBatch]:
     try:
         while good < size:
             reader = pa.ipc.open_stream(source)
+            empty = True
             while True:
                 # a schema or a batch was whole up to here
                 good = source.tell()
@@ -105,7 +177,10 @@ def _read_stream(source: pa.NativeFile, name: str) -> Iterator[pa.RecordBatch]:
                     batch = reader.read_next_batch()
                 except StopIteration:
                     break
+                empty = False
                 yield batch
+            if empty:
+                yield _nothing(reader.schema)
             if source.tell() - good != _END_BYTES:
                 break
             good = source.tell()
@@ -169,11 +244,35 @@ def _write_parquet(
         first.schema,
         compression="zstd",
         use_dictionary=few or False,
+        dictionary_pagesize_limit=_DICTIONARY_BYTES,
         column_encoding=dict.fromkeys(floats, "BYTE_STREAM_SPLIT") or None,
     ) as writer:
-        for piece in (first, *pieces):
-            rows = max(1, len(piece) * _GROUP_BYTES // max(piece.nbytes, 1))
-            writer.write_table(piece, row_group_size=rows)
+        for group in _row_groups(itertools.chain([first], pieces)):
+            writer.write_table(group, row_group_size=max(len(group), 1))
+
+
+def _row_groups(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """The rows in tables of about the bytes of a row group, at least one table."""
+    held: list[pa.Table] = []
+    n_bytes = 0
+    for table in tables:
+        each = max(1, len(table) * _GROUP_BYTES // max(table.nbytes, 1))
+        for start in range(0, max(len(table), 1), each):
+            part = table.slice(start, each)
+            held.append(part)
+            n_bytes += part.nbytes
+            if n_bytes >= _GROUP_BYTES:
+                yield _joined(held)
+                held, n_bytes = [], 0
+    if held:
+        yield _joined(held)
+
+
+def _joined(tables: list[pa.Table]) -> pa.Table:
+    try:
+        return pa.concat_tables(tables)
+    except pa.ArrowInvalid as error:
+        raise SchemaError(f"the batches do not make one table: {error}") from None
 
 
 def _leaves(path: str, type_: pa.DataType) -> Iterator[tuple[str, pa.DataType]]:

@@ -63,6 +63,13 @@ def lines(
     TornLogWarning
         The last line has no end and is no JSON.
     """
+    return (value for _, value in raw_lines(source, name, shape))
+
+
+def raw_lines(
+    source: pa.NativeFile, name: str, shape: Shape | None = None
+) -> Iterator[tuple[bytes, dict[str, object]]]:
+    """`lines`, each with its text."""
     read = _plain if shape is None else Reader(shape).read
     for number, (line, whole) in enumerate(split_lines(source, name), 1):
         if not line or line.isspace():
@@ -81,7 +88,7 @@ def lines(
             return
         if not isinstance(value, dict):
             raise FormatError(f"{name}, line {number} is no JSON object")
-        yield value
+        yield line, value
 
 
 def _plain(line: bytes) -> object:

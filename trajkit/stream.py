@@ -1,14 +1,24 @@
 """A stream of record batches, cut where sessions end."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import compute as pc
 from trajkit.errors import InvalidTurnsError, SchemaError
 
+# What a piece holds at least, if there is so much: tokens of prompts and outputs, which
+# are what its rows can have at most.
+PIECE_TOKENS = 1 << 23
+# What a turn counts for beside its tokens.
+_TURN = 256
 
-def whole_sessions(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
+
+def whole_sessions(
+    batches: Iterable[pa.RecordBatch],
+) -> Generator[pa.Table, None, None]:
     """Tables of whole sessions, in the order of the stream.
 
     A session may span batches that follow each other; the last session seen is held
@@ -18,8 +28,8 @@ def whole_sessions(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
     Raises
     ------
     SchemaError
-        What comes is no record batch, or one without a session_id, or the batches of a
-        session differ in their columns.
+        What comes is no record batch, or one without a session_id, or a column is of
+        another type than before. One that is absent is null.
     InvalidTurnsError
         A session comes back after another began.
     """
@@ -64,7 +74,62 @@ def whole_sessions(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
 
 
 def _table(batches: list[pa.RecordBatch]) -> pa.Table:
+    return joined(pa.Table.from_batches([batch]) for batch in batches)
+
+
+def pieces(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Tables of whole sessions cut anew, into pieces of about equal weight.
+
+    Where a piece ends depends on the sessions since the piece began and on nothing
+    else, so a run that starts again at a piece's begin has the same pieces.
+    """
+    held: list[pa.Table] = []
+    room = PIECE_TOKENS
+    for table in tables:
+        ends = _session_ends(table)
+        sums = np.cumsum(weights(table))[ends - 1] if len(ends) else ends
+        start = before = 0
+        while start < table.num_rows:
+            k = int(np.searchsorted(sums, before + room))
+            if k == len(ends):
+                held.append(table.slice(start))
+                room -= int(sums[-1]) - before
+                break
+            held.append(table.slice(start, int(ends[k]) - start))
+            yield joined(held)
+            held, room = [], PIECE_TOKENS
+            start, before = int(ends[k]), int(sums[k])
+    if held:
+        yield joined(held)
+
+
+def joined(tables: Iterable[pa.Table]) -> pa.Table:
+    """Tables one after another; a column that one lacks is null there."""
     try:
-        return pa.Table.from_batches(batches)
-    except pa.ArrowInvalid as error:
+        return pa.concat_tables(tables, promote_options="default")
+    except pa.ArrowException as error:
         raise SchemaError(f"the batches do not make one table: {error}") from None
+
+
+def _session_ends(table: pa.Table) -> npt.NDArray[np.int64]:
+    """The row after the last of each session."""
+    ids = table.column("session_id").combine_chunks().cast(pa.string())
+    if not len(ids):
+        return np.empty(0, np.int64)
+    changes = pc.indices_nonzero(pc.not_equal(ids[1:], ids[:-1])).to_numpy()
+    return np.append(changes.astype(np.int64) + 1, len(ids))
+
+
+def weights(table: pa.Table) -> npt.NDArray[np.int64]:
+    """What each turn counts for: tokens of its prompt and output, and a little."""
+    total = np.full(table.num_rows, _TURN, np.int64)
+    for field in table.schema:
+        # what is of another type is refused by what reads the turns
+        if field.name in ("prompt_ids", "suffix_ids", "output_ids"):
+            if hasattr(field.type, "value_type"):
+                n = pc.list_value_length(table.column(field.name)).fill_null(0)
+                total += n.to_numpy().astype(np.int64)
+        elif field.name == "shared_length" and pa.types.is_integer(field.type):
+            shared = table.column(field.name).fill_null(0).to_numpy()
+            total += np.maximum(shared.astype(np.int64), 0)
+    return total

@@ -1,6 +1,6 @@
 """Rows without the tokens that they share, and back."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeAlias, overload
 
 import numpy as np
@@ -9,10 +9,10 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit import compute as pc
-from trajkit.calls import Longs
+from trajkit.calls import Ints, Longs
 from trajkit.checks import lookup, nulls, run_starts
 from trajkit.errors import SchemaError
-from trajkit.flat import ids_of, offsets_of, positions
+from trajkit.flat import Runs, ids_of, offsets_of, positions
 from trajkit.layout import CALL
 from trajkit.schema import ROWS, ROWS_SUFFIX
 from trajkit.stream import whole_sessions
@@ -134,6 +134,54 @@ def _convert_table(
         name: pa.chunked_array([part[name] for part in parts], schema.field(name).type)
         for name in new
     }
+    return _laid_out(table, schema, made)
+
+
+def full_pieces(rows: pa.Table) -> Iterator[pa.Table]:
+    """`full_rows` of suffix rows as `trajkit.linearize` gives them, some at a time.
+
+    So the whole rows of a session need not be held, however many and long they are.
+    """
+    suffixes = ids_of(rows.column("suffix_ids"))
+    start = rows.column("suffix_start").to_numpy().astype(np.int64)
+    parents = lookup(rows, "row_index", rows.column("parent_row"))[0]
+    ends = np.cumsum(start + suffixes.lengths)
+    lo = 0
+    while lo < rows.num_rows:
+        before = int(ends[lo - 1]) if lo else 0
+        hi = max(int(np.searchsorted(ends, before + _PART, side="right")), lo + 1)
+        part = rows.slice(lo, hi - lo)
+        ids = np.frombuffer(
+            pa.allocate_buffer(4 * int(ends[hi - 1] - before)), np.int32
+        )
+        for row in range(lo, hi):
+            target = ids[(int(ends[row - 1]) if row else 0) - before :]
+            _write_row(target, row, suffixes, start, parents)
+        made = _per_token(part, offsets_of(row_lengths(part)), ids)
+        yield _laid_out(
+            part, ROWS, {name: pa.chunked_array([made[name]]) for name in made}
+        )
+        lo = hi
+
+
+def _write_row(
+    target: Ints, row: int, suffixes: Runs, start: Longs, parents: Longs
+) -> None:
+    """The whole row's tokens, each from the last of its ancestors that has it."""
+    stop = int(start[row] + suffixes.lengths[row])
+    while stop:
+        begin, at = int(start[row]), int(suffixes.offsets[row])
+        if begin < stop:
+            target[begin:stop] = suffixes.values[at : at + stop - begin]
+            stop = begin
+        row = int(parents[row])
+
+
+def _laid_out(
+    table: pa.Table, schema: pa.Schema, made: Mapping[str, pa.ChunkedArray]
+) -> pa.Table:
+    """The table in the other layout, whose columns were made."""
+    layout = rows_schema(table.column_names)
     fields = [
         *schema,
         *(field for field in table.schema if field.name not in layout.names),
@@ -182,7 +230,14 @@ def _whole_columns(table: pa.Table) -> Columns:
     ids = np.frombuffer(pa.allocate_buffer(4 * n_tokens), np.int32)
     sessions = np.append(run_starts(table), table.num_rows).astype(np.int64)
     _core.expand_prompts(paths, sessions, offsets, ids)
-    at = positions(offsets[:-1] + start, suffixes.lengths)
+    return _per_token(table, offsets, ids)
+
+
+def _per_token(table: pa.Table, offsets: Longs, ids: Ints) -> Columns:
+    """The per-token columns of `ROWS`, of suffix rows whose whole ids are known."""
+    n_tokens = int(offsets[-1])
+    start = table.column("suffix_start").to_numpy().astype(np.int64)
+    at = positions(offsets[:-1] + start, np.diff(offsets) - start)
     mask, given = np.zeros((2, n_tokens), np.bool_)
     logprobs = np.zeros(n_tokens, np.float32)
     mask[at] = _marks(table.column("suffix_mask"))

@@ -16,6 +16,7 @@ import pyarrow as pa
 from trajkit import compute as pc
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.schema import ROWS, ROWS_SUFFIX, SCHEMA_VERSION, TURNS, TURNS_DELTA
+from trajkit.shared_prompts import unshare
 
 
 @runtime_checkable
@@ -67,7 +68,7 @@ def canonical(table: TableLike, schema: pa.Schema) -> pa.Table:
         A value does not fit its type: an integer out of range, a key of another width,
         a null where none may be.
     """
-    source = as_table(table)
+    source = unshare(as_table(table)) if schema is TURNS_DELTA else as_table(table)
     if source.schema.equals(schema, check_metadata=True) and not any(
         column.null_count
         for field, column in zip(schema, source.columns, strict=True)

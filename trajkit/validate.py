@@ -10,6 +10,7 @@ from trajkit import checks, checks_derived, schema
 from trajkit import compute as pc
 from trajkit.checks import Check
 from trajkit.errors import InvalidTurnsError, SchemaError
+from trajkit.shared_prompts import unshare
 from trajkit.tables import (
     TableLike,
     Violation,
@@ -94,7 +95,7 @@ def validate(
     InvalidTurnsError
         A value breaks a rule; the text names session, turn, column, value and rule.
     """
-    source = as_table(table)
+    source = unshare(as_table(table))
     plan, table_checks = _plan(source, kind, bodies)
     check_columns(source, plan)
     _raise_first(source, misfits(source, plan))
@@ -132,8 +133,16 @@ def set_aside(
     InvalidTurnsError
         A session_id is null, so that there is no session to set aside.
     """
-    source = as_table(table)
-    plan, table_checks = _plan(source, kind, bodies)
+    source = unshare(as_table(table))
+    return _aside(source, *_plan(source, kind, bodies), nonfinite_logprobs)
+
+
+def _aside(
+    source: pa.Table,
+    plan: pa.Schema,
+    table_checks: tuple[Check, ...],
+    nonfinite_logprobs: Nonfinite,
+) -> tuple[pa.Table, pa.Table]:
     check_columns(source, plan)
     reasons: dict[str, str] = {}
     source = _without(source, misfits(source, plan), reasons)
@@ -159,6 +168,14 @@ def check_turns(turns: pa.Table, nonfinite_logprobs: Nonfinite) -> pa.Table:
         if check is not checks.prompts_not_empty:
             _raise_first(turns, check(turns))
     return turns
+
+
+def aside_turns(turns: pa.Table, nonfinite: Nonfinite) -> tuple[pa.Table, pa.Table]:
+    """As `set_aside`, by the rules of `check_turns`."""
+    plan = turns_schema(turns.column_names)
+    rules = _turn_checks(plan, bodies=False)
+    rules = tuple(rule for rule in rules if rule is not checks.prompts_not_empty)
+    return _aside(unshare(turns), plan, rules, nonfinite)
 
 
 def check_rows(rows: pa.Table) -> pa.Table:

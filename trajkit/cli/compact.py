@@ -3,15 +3,13 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow as pa
-
-import trajkit as tk
-from trajkit.cli.linearize import pieces
 from trajkit.cli.options import Commands, add_source
 from trajkit.cli.progress import Progress
+from trajkit.cli.through import add_through, through, written
+from trajkit.files import compact_file, expand_file
 from trajkit.io_formats import paths_in
 
 
@@ -23,7 +21,12 @@ def add_compact(commands: Commands) -> None:
         description="Write recorded turns in delta form: each prompt as what it adds to "
         "an earlier turn. Every command reads that form, and expand is the inverse.",
     )
-    _complete(parser, tk.compact, "Parquet or Arrow IPC, by suffix")
+    parser.add_argument(
+        "--share-prompts",
+        action="store_true",
+        help="hold the first prompt of the rollouts of one task once",
+    )
+    _complete(parser, compact_file, "Parquet or Arrow IPC, by suffix")
 
 
 def add_expand(commands: Commands) -> None:
@@ -34,40 +37,45 @@ def add_expand(commands: Commands) -> None:
         description="Write turns with their whole prompts and all of their messages: "
         "the inverse of compact.",
     )
-    _complete(parser, tk.expand, "Parquet, Arrow IPC or JSONL, by suffix")
+    _complete(parser, expand_file, "Parquet, Arrow IPC or JSONL, by suffix")
 
 
 def _complete(
     parser: argparse.ArgumentParser,
-    change: Callable[[pa.Table], pa.Table],
+    change: Callable[..., dict[str, int]],
     formats: str,
 ) -> None:
     add_source(parser)
     parser.add_argument(
-        "-o", "--output", metavar="OUT", required=True, help=f"turns: {formats}"
+        "-o",
+        "--output",
+        metavar="OUT",
+        required=True,
+        help=f"turns: {formats}; or a directory, with a / behind, for parts in Parquet: "
+        "a run that was stopped goes on there",
     )
+    add_through(parser)
 
     def run(arguments: argparse.Namespace) -> int:
         """Write the turns and print what they take; the exit code is 0."""
-        turns = tk.read_turns(arguments.source)
-        with Progress("turns", turns.num_rows) as bar:
-
-            def changed() -> Iterator[pa.RecordBatch]:
-                for piece in pieces(turns):
-                    table = change(piece)
-                    yield from table.to_batches() or [_nothing(table.schema)]
-                    bar.advance(piece.num_rows)
-
-            tk.write_turns(changed(), arguments.output)
-        before = sum(path.stat().st_size for path in paths_in(Path(arguments.source)))
-        after = Path(arguments.output).stat().st_size
+        with Progress(parser.prog.split()[-1], "turns") as bar:
+            more = (
+                {"share_prompts": True}
+                if getattr(arguments, "share_prompts", 0)
+                else {}
+            )
+            totals = change(
+                arguments.source, arguments.output, **through(arguments, bar), **more
+            )
+        before = taken(arguments.source)
+        after = taken(arguments.output)
         if arguments.json:
-            said = {"output": arguments.output, "turns": turns.num_rows}
+            said = {"output": arguments.output, **totals}
             text = json.dumps({**said, "bytes_before": before, "bytes_after": after})
         else:
             text = (
-                f"turns {turns.num_rows:,}, bytes {before:,} before and {after:,} after\n\n"
-                f"written to {arguments.output}"
+                f"turns {totals['turns']:,}, bytes {before:,} before and {after:,} "
+                f"after\n\n{written(arguments, totals)}"
             )
         sys.stdout.write(text + "\n")
         return 0
@@ -75,6 +83,6 @@ def _complete(
     parser.set_defaults(run=run)
 
 
-def _nothing(schema: pa.Schema) -> pa.RecordBatch:
-    """A batch without turns, so that the file still says of which form it is."""
-    return pa.RecordBatch.from_pylist([], schema)
+def taken(path: str) -> int:
+    """Bytes of a file, or of the files of a directory."""
+    return sum(file.stat().st_size for file in paths_in(Path(path)))

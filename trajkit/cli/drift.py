@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,9 +12,13 @@ import pyarrow as pa
 import trajkit as tk
 from trajkit import compute as pc
 from trajkit.cli.options import Commands, add_policy, add_source, chosen_policy, count
+from trajkit.cli.progress import Progress
 from trajkit.cli.show import text_table
 from trajkit.cli.tokenizer import load_tokenizer
-from trajkit.io import write_table
+from trajkit.files import Made, Target, Watch
+from trajkit.files import run as run_stage
+from trajkit.gather import Log
+from trajkit.io import write_tables
 
 _LONGEST_TEXT = 120
 
@@ -64,35 +68,48 @@ def run(arguments: argparse.Namespace) -> int:
     tokenizer = None
     if arguments.tokenizer is not None:
         tokenizer = load_tokenizer(arguments.tokenizer)
-    turns = tk.read_turns(arguments.source)
-    links = tk.link(
-        turns,
-        route=policy.route,
-        merge_threshold=policy.merge_threshold,
-        equals=policy.equals,
-        equality=policy.equality,
-        dispatch_tools=policy.dispatch_tools,
-        fork_threshold=policy.fork_threshold,
-    )
-    drift = tk.classify_drift(turns, links, tokenizer=tokenizer)
-    causes: list[CauseGroup] | None = None
-    if tokenizer is not None:
-        findings = tk.explain_drift(turns, links, tokenizer)
-        causes = cause_groups(findings, arguments.examples)
-        if arguments.findings is not None:
-            write_table(findings, arguments.findings)
-    if arguments.output is not None:
-        write_table(drift, arguments.output)
-    summary = DriftSummary.of(turns, drift)
+    summary, causes = DriftSummary.of_none(), dict[str, CauseGroup]()
+
+    def stage(turns: pa.Table) -> Made:
+        nonlocal summary
+        links = tk.link(
+            turns,
+            route=policy.route,
+            merge_threshold=policy.merge_threshold,
+            equals=policy.equals,
+            equality=policy.equality,
+            dispatch_tools=policy.dispatch_tools,
+            fork_threshold=policy.fork_threshold,
+        )
+        drift = tk.classify_drift(turns, links, tokenizer=tokenizer)
+        summary = summary.plus(DriftSummary.of(turns, drift))
+        yield "drift", drift
+        if tokenizer is not None:
+            findings = tk.explain_drift(turns, links, tokenizer)
+            add_causes(causes, findings, arguments.examples)
+            yield "findings", findings
+
+    targets = {
+        name: Target(Path(path), write_tables)
+        for name, path in (
+            ("drift", arguments.output),
+            ("findings", arguments.findings),
+        )
+        if path is not None
+    }
+    with Progress("drift", "turns") as bar:
+        watch = Watch(lambda census, done: bar.begin(census.n_turns), bar.advance)
+        run_stage(Log(arguments.source), stage, targets, None, watch)
+    groups = sorted(causes.values(), key=lambda group: (-group.findings, group.cause))
     if arguments.json:
         said = {"policy": asdict(policy), **asdict(summary)}
-        if causes is not None:
-            said["causes"] = [asdict(group) for group in causes]
+        if tokenizer is not None:
+            said["causes"] = [asdict(group) for group in groups]
         text = json.dumps(said)
     else:
         text = summary.describe()
-        if causes is not None:
-            text += "\n\n" + describe_causes(causes)
+        if tokenizer is not None:
+            text += "\n\n" + describe_causes(groups)
     sys.stdout.write(text + "\n")
     return 0
 
@@ -120,27 +137,36 @@ class CauseGroup:
     examples: list[CauseExample]
 
 
-def cause_groups(findings: pa.Table, n_examples: int) -> list[CauseGroup]:
-    """The findings by cause, most first, each with its first few."""
+def add_causes(
+    causes: dict[str, CauseGroup], findings: pa.Table, n_examples: int
+) -> None:
+    """Count findings of further sessions by cause, and keep the first few of each."""
+    names = [field.name for field in fields(CauseExample)]
     by_cause: dict[str, list[dict[str, Any]]] = {}
     for one in findings.to_pylist():
         by_cause.setdefault(one["cause"], []).append(one)
-    names = [field.name for field in fields(CauseExample)]
-    groups = [
-        CauseGroup(
+    for cause, ours in by_cause.items():
+        known = causes.get(cause) or CauseGroup(
+            cause=cause, findings=0, turns=0, tokens_held=0, tokens_shown=0, examples=[]
+        )
+        lacking = n_examples - len(known.examples)
+        causes[cause] = CauseGroup(
             cause=cause,
-            findings=len(ours),
-            turns=len({(one["session_id"], one["turn_index"]) for one in ours}),
-            tokens_held=sum(one["held_stop"] - one["held_start"] for one in ours),
-            tokens_shown=sum(one["prompt_stop"] - one["prompt_start"] for one in ours),
+            findings=known.findings + len(ours),
+            turns=known.turns
+            + len({(one["session_id"], one["turn_index"]) for one in ours}),
+            tokens_held=known.tokens_held
+            + sum(one["held_stop"] - one["held_start"] for one in ours),
+            tokens_shown=known.tokens_shown
+            + sum(one["prompt_stop"] - one["prompt_start"] for one in ours),
             examples=[
-                CauseExample(**{name: one[name] for name in names})
-                for one in ours[:n_examples]
+                *known.examples,
+                *(
+                    CauseExample(**{name: one[name] for name in names})
+                    for one in ours[: max(lacking, 0)]
+                ),
             ],
         )
-        for cause, ours in by_cause.items()
-    ]
-    return sorted(groups, key=lambda group: (-group.findings, group.cause))
 
 
 def describe_causes(groups: list[CauseGroup]) -> str:
@@ -191,8 +217,13 @@ class DriftSummary:
     groups: list[DriftGroup]
 
     @classmethod
+    def of_none(cls) -> Self:
+        """The summary of no turns."""
+        return cls(sessions=0, turns=0, turns_compared=0, tokens_sampled=0, groups=[])
+
+    @classmethod
     def of(cls, turns: pa.Table, drift: pa.Table) -> Self:
-        """The summary of ``drift``, with the groups that hold most at stake first."""
+        """The summary of ``drift``."""
         names = ["region", "cause"]
         groups = (
             pa.table([drift[name].cast(pa.string()) for name in names], names)
@@ -200,7 +231,6 @@ class DriftSummary:
             .append_column("at_stake", drift["at_stake"].cast(pa.int64()))
             .group_by(names)
             .aggregate([([], "count_all"), ("size", "sum"), ("at_stake", "sum")])
-            .sort_by([("at_stake_sum", "descending"), ("count_all", "descending")])
         )
         return cls(
             sessions=pc.count_distinct(turns["session_id"]).as_py(),
@@ -218,6 +248,30 @@ class DriftSummary:
                 )
                 for group in groups.to_pylist()
             ],
+        )
+
+    def plus(self, other: Self) -> Self:
+        """Both, of other sessions each; the groups that hold most at stake first."""
+        groups: dict[tuple[str, str], DriftGroup] = {}
+        for one in (*self.groups, *other.groups):
+            known = groups.get((one.region, one.cause))
+            groups[one.region, one.cause] = DriftGroup(
+                region=one.region,
+                cause=one.cause,
+                turns=one.turns + (known.turns if known else 0),
+                tokens_beyond=one.tokens_beyond + (known.tokens_beyond if known else 0),
+                tokens_at_stake=one.tokens_at_stake
+                + (known.tokens_at_stake if known else 0),
+            )
+        return replace(
+            self,
+            sessions=self.sessions + other.sessions,
+            turns=self.turns + other.turns,
+            turns_compared=self.turns_compared + other.turns_compared,
+            tokens_sampled=self.tokens_sampled + other.tokens_sampled,
+            groups=sorted(
+                groups.values(), key=lambda one: (-one.tokens_at_stake, -one.turns)
+            ),
         )
 
     def describe(self) -> str:

@@ -3,13 +3,8 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict
 
-import pyarrow as pa
-
-import trajkit as tk
-from trajkit import compute as pc
 from trajkit.cli.options import (
     Commands,
     add_policy,
@@ -19,12 +14,9 @@ from trajkit.cli.options import (
 )
 from trajkit.cli.progress import Progress
 from trajkit.cli.show import share, text_table
-from trajkit.io import write_table
+from trajkit.cli.through import add_through, through, written
+from trajkit.files import linearize_file
 from trajkit.schema import LOSSES
-from trajkit.stream import whole_sessions
-
-# Turns that go through at a time: few, so that the bar moves; enough for all threads.
-PIECE_TURNS = 4096
 
 
 def add_linearize(commands: Commands) -> None:
@@ -41,7 +33,8 @@ def add_linearize(commands: Commands) -> None:
         "--output",
         metavar="OUT",
         required=True,
-        help="rows: Parquet, Arrow IPC or JSONL, by suffix",
+        help="rows: Parquet, Arrow IPC or JSONL, by suffix; or a directory, with a / "
+        "behind, for parts: a run that was stopped goes on there",
     )
     add_policy(parser)
     parser.add_argument(
@@ -51,7 +44,10 @@ def add_linearize(commands: Commands) -> None:
         "--reward", metavar="X", type=float, help="the reward of every session"
     )
     parser.add_argument(
-        "--threads", metavar="N", type=count, help="default: one per processor"
+        "--threads",
+        metavar="N",
+        type=count,
+        help="beside those that read and write (default: 1)",
     )
     parser.add_argument(
         "--layout",
@@ -62,55 +58,33 @@ def add_linearize(commands: Commands) -> None:
     parser.add_argument(
         "--report", metavar="FILE", help="write the report, a line per session"
     )
+    add_through(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the rows and print the totals; the exit code is 0."""
     policy = chosen_policy(arguments)
-    turns = tk.read_turns(arguments.source)
-    rows, report = [], []
-    with Progress("linearize", turns.num_rows) as bar:
-        for piece in pieces(turns):
-            piece_rows, piece_report = tk.linearize(
-                piece,
-                policy=policy,
-                reward=arguments.reward,
-                max_row_tokens=arguments.max_row_tokens,
-                threads=arguments.threads,
-                layout=arguments.layout,
-                report=True,
-            )
-            rows.append(piece_rows)
-            report.append(piece_report)
-            bar.advance(piece.num_rows)
-    tk.write_rows(pa.concat_tables(rows), arguments.output)
-    sessions = pa.concat_tables(report)
-    if arguments.report is not None:
-        write_table(sessions, arguments.report)
-    totals = add_up(sessions)
+    with Progress("linearize", "turns") as bar:
+        totals = linearize_file(
+            arguments.source,
+            arguments.output,
+            policy,
+            reward=arguments.reward,
+            max_row_tokens=arguments.max_row_tokens,
+            threads=arguments.threads,
+            layout=arguments.layout,
+            report=arguments.report,
+            **through(arguments, bar),
+        )
     if arguments.json:
         text = json.dumps(
             {"output": arguments.output, "policy": asdict(policy), **totals}
         )
     else:
-        text = f"{describe(totals)}\n\nwritten to {arguments.output}"
+        text = f"{describe(totals)}\n\n{written(arguments, totals)}"
     sys.stdout.write(text + "\n")
     return 0
-
-
-def pieces(turns: pa.Table) -> Iterator[pa.Table]:
-    """The turns in tables of whole sessions; a table without turns is one piece."""
-    if turns.num_rows == 0:
-        yield turns
-    yield from whole_sessions(turns.to_batches(max_chunksize=PIECE_TURNS))
-
-
-def add_up(report: pa.Table) -> dict[str, int]:
-    """The sums of the report's counts over all sessions."""
-    counts = [field.name for field in report.schema if pa.types.is_integer(field.type)]
-    sums = {name: pc.sum(report[name]).as_py() or 0 for name in counts}
-    return {"sessions": report.num_rows, **sums}
 
 
 def describe(totals: dict[str, int]) -> str:

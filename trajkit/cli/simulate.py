@@ -44,7 +44,7 @@ def add_simulate(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the table and the cheapest policy; the exit code is 0."""
     table = tk.simulate(
-        tk.read_turns(arguments.source),
+        tk.stream_turns(arguments.source),
         arguments.policy,
         pad_to=arguments.pad,
         max_row_tokens=arguments.max_row_tokens,

@@ -109,9 +109,10 @@ def _at_work(agents: list[Agent], base_url: str) -> list[str | None]:
     """Run all agents to their ends; what went wrong with each."""
     errors = []
     with (
-        Progress("agents at work", len(agents)) as progress,
+        Progress("agents at work", "agents") as progress,
         ThreadPoolExecutor(len(agents)) as pool,
     ):
+        progress.begin(len(agents))
         for error in pool.map(lambda agent: _error(agent, base_url), agents):
             errors.append(error)
             progress.advance(1)

@@ -176,8 +176,9 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
                 _terminated(),
                 running(app, arguments.host) as url,
                 Gateway(url) as gateway,
-                Progress("rollouts", rollouts.to_do) as progress,
+                Progress("rollouts", "rollouts") as progress,
             ):
+                progress.begin(rollouts.to_do)
                 summary = rollouts.run(gateway, progress.advance)
         sent = None if callback is None else callback.missed
         text = _as_json if arguments.json else _described

@@ -1,0 +1,83 @@
+"""The step as engines call it, and in those that run within this process."""
+
+import pickle
+
+import duckdb
+import polars as pl
+import pyarrow as pa
+import pytest
+
+import trajkit as tk
+from tests.engines.runs import in_order, turns_of, write_files, write_scattered
+from trajkit import steps
+from trajkit.errors import PolicyError
+from trajkit.steps import RowsStep
+
+
+def plain(type_):
+    return not any(
+        test(type_) for test in (pa.types.is_large_list, pa.types.is_dictionary)
+    )
+
+
+@pytest.mark.parametrize("layout", ["full", "suffix"])
+def test_batches_in_and_batches_out_as_spark_calls_it(monkeypatch, layout):
+    monkeypatch.setattr(steps, "_MOST_TOKENS", 10)
+    turns = turns_of()
+    step = pickle.loads(
+        pickle.dumps(RowsStep(policy="slime", layout=layout, reward=1.5))
+    )
+    batches = list(step(iter(turns.to_batches(max_chunksize=3))))
+    assert all(batch.schema.equals(step.schema) for batch in batches)
+    assert all(plain(field.type) for field in step.schema)
+    assert len(batches) > 24
+    rows = pa.Table.from_batches(batches, step.schema)
+    expected = tk.linearize(turns, "slime", layout=layout, reward=1.5)
+    assert in_order(rows) == in_order(expected)
+
+
+def test_no_turns_give_no_rows():
+    assert list(RowsStep()(iter([]))) == []
+
+
+def test_in_duckdb(tmp_path):
+    turns = turns_of()
+    write_scattered(turns, tmp_path / "turns")
+    step = RowsStep(layout="suffix")
+    with duckdb.connect() as engine:
+        # a connection has one result at a time
+        source = (
+            engine.cursor()
+            .sql(f"from '{tmp_path}/turns/*.parquet' order by session_id, turn_index")
+            .to_arrow_reader(10)
+        )
+        rows = pa.RecordBatchReader.from_batches(step.schema, step(iter(source)))
+        engine.register("rows", rows)
+        engine.sql(f"copy rows to '{tmp_path}/rows.parquet'")
+    got = tk.read_rows(tmp_path / "rows.parquet")
+    assert in_order(got) == in_order(tk.linearize(turns, layout="suffix"))
+
+
+def test_in_polars(tmp_path):
+    turns = turns_of()
+    write_files(turns, tmp_path / "turns")
+    step = RowsStep(policy="strict")
+    schema = pl.from_arrow(step.schema.empty_table()).schema
+
+    def rows_of(frame):
+        batches = frame.to_arrow().to_batches()
+        rows = pa.Table.from_batches(step(iter(batches)), step.schema)
+        return pl.from_arrow(rows)
+
+    query = pl.scan_parquet(tmp_path / "turns/*.parquet").map_batches(
+        rows_of, schema=schema
+    )
+    assert in_order(query.collect()) == in_order(tk.linearize(turns, "strict"))
+
+
+def test_ray_is_named_where_it_is_missing(monkeypatch):
+    import trajkit.ray
+
+    monkeypatch.setitem(__import__("sys").modules, "ray.data", None)
+    with pytest.raises(PolicyError, match="needs Ray"):
+        trajkit.ray.linearize("turns")

@@ -1,0 +1,472 @@
+"""Stages from file to file: in pieces, gathered, in parts, with sessions set aside."""
+
+import importlib
+import json
+import os
+import random
+from contextlib import ExitStack
+from itertools import chain
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import trajkit as tk
+from tests.strategies import runs
+from tests.test_cli import run_json
+from trajkit import cli, files, gather, io_arrow, stream, suffix
+from trajkit.ahead import read_ahead
+from trajkit.census import take_census
+from trajkit.errors import FormatError, InvalidTurnsError, PolicyError
+from trajkit.files import compact_file, expand_file, linearize_file
+from trajkit.io import write_rows
+from trajkit.io_formats import paths_in
+from trajkit.outlets import Outlet
+from trajkit.schema import AMENDMENTS, SESSIONS, TURNS_DELTA
+
+per_example = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+SUFFIXES = ["parquet", "arrow", "arrows", "jsonl", "jsonl.gz"]
+
+
+def call(session, prompt, output, **more):
+    return {
+        "session_id": session,
+        "prompt_ids": prompt,
+        "output_ids": output,
+        "output_logprobs": [-0.5] * len(output),
+        **more,
+    }
+
+
+def session(name, n_turns, reply=3):
+    """A session whose every second reply comes back with another last token."""
+    prompt = [1, 2]
+    for k in range(n_turns):
+        output = [10 * k + i for i in range(reply)]
+        yield call(name, prompt, output, turn_index=k)
+        prompt = [*prompt, *output[: -(k % 2) or None], 7, 8]
+
+
+def some_sessions(n=12):
+    return list(chain(*(session(f"s{k}", 1 + k % 5) for k in range(n))))
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Pieces, parts, buckets and batches of a few turns each."""
+    monkeypatch.setattr(stream, "PIECE_TOKENS", 600)
+    monkeypatch.setattr(files, "PART_TURNS", 5)
+    monkeypatch.setattr(gather, "_BUCKET_BYTES", 400)
+    monkeypatch.setattr(gather, "_SPILL_BYTES", 200)
+    monkeypatch.setattr(gather, "_LEAST_ROWS", 2)
+    monkeypatch.setattr(gather, "_BATCH_BYTES", 1)
+    monkeypatch.setattr(io_arrow, "_GROUP_BYTES", 1000)
+
+
+def scattered(records):
+    """The same calls, sessions mixed."""
+    numbered = list(records)
+    random.Random(0).shuffle(numbered)
+    return numbered
+
+
+def write_log(records, path):
+    """Calls as a log holds them, one after another as they came."""
+    if ".jsonl" in path.name:
+        tk.write_turns(tk.from_records([]), path)
+        opened = pa.CompressedOutputStream if path.suffix == ".gz" else None
+        with pa.OSFile(str(path), "w") as raw:
+            file = opened(raw, "gzip") if opened else raw
+            for record in records:
+                file.write(f"{json.dumps(record)}\n".encode())
+            file.close()
+        return
+    tk.write_turns(
+        (tk.from_records([record]).to_batches()[0] for record in records), path
+    )
+
+
+@pytest.mark.parametrize("suffix_", SUFFIXES)
+def test_a_stream_of_files_is_what_they_hold(tmp_path, small, suffix_):
+    log = tmp_path / f"log.{suffix_}"
+    write_log(some_sessions(), log)
+    got = list(tk.stream_turns(log))
+    assert pa.Table.from_batches(got).equals(tk.read_turns(log))
+    assert len(got) > 3
+
+
+@pytest.mark.parametrize("suffix_", SUFFIXES)
+def test_scattered_sessions_are_gathered(tmp_path, small, suffix_):
+    log = tmp_path / f"log.{suffix_}"
+    write_log(scattered(some_sessions()), log)
+    census = take_census(paths_in(log), None)
+    assert census.scattered is not None
+    assert len(set(gather.buckets(census).values())) > 2
+    got = pa.Table.from_batches(tk.stream_turns(log, folder=tmp_path))
+    assert got.equals(tk.read_turns(log))
+    assert os.listdir(tmp_path) == [log.name]
+    with pytest.raises(InvalidTurnsError, match=r"comes back|follows"):
+        list(tk.stream_turns(log, gather=False))
+
+
+@per_example
+@given(records=runs(), rng=st.randoms(use_true_random=False))
+def test_any_log_is_gathered(tmp_path, small, records, rng):
+    rng.shuffle(records)
+    log = tmp_path / "log.jsonl"
+    write_log_json(records, log)
+    whole = tk.read_turns(log)
+    got = list(tk.stream_turns(log, folder=tmp_path))
+    assert pa.Table.from_batches(got, whole.schema).to_pylist() == whole.to_pylist()
+
+
+def write_log_json(records, path):
+    tk.write_turns(tk.from_records(records), path)
+    lines = path.read_text().splitlines()
+    random.Random(1).shuffle(lines)
+    path.write_text("".join(f"{line}\n" for line in lines))
+
+
+def test_the_census_of_a_directory_of_several_formats(tmp_path, small):
+    records = some_sessions(6)
+    write_log(records[:7], tmp_path / "a.parquet")
+    write_log(records[7:], tmp_path / "b.arrows")
+    census = take_census(paths_in(tmp_path), None)
+    assert census.n_turns == len(records)
+    assert list(census.turns) == [f"s{k}" for k in range(6)]
+    assert census.scattered is None
+    assert pa.Table.from_batches(tk.stream_turns(tmp_path)).equals(
+        tk.read_turns(tmp_path)
+    )
+
+
+@pytest.mark.parametrize("order", [list, scattered])
+def test_amendments_are_folded_into_what_is_streamed(tmp_path, small, order):
+    write_log(order(some_sessions(6)), tmp_path / "turns.arrows")
+    amended = pa.table([["s1"], [0], ["undelivered"], [False]], schema=AMENDMENTS)
+    known = pa.Table.from_pylist([{"session_id": "s1"}], SESSIONS)
+    for name, table in (("amendments", amended), ("sessions", known)):
+        with pa.ipc.new_stream(tmp_path / f"{name}.arrows", table.schema) as out:
+            out.write_table(table)
+    got = pa.Table.from_batches(tk.stream_turns(tmp_path))
+    assert got.equals(tk.read_turns(tmp_path))
+    marked = got.filter(pc.equal(got["amended"], "undelivered"))
+    assert marked.select(["session_id", "turn_index", "trainable"]).to_pylist() == [
+        {"session_id": "s1", "turn_index": 0, "trainable": False}
+    ]
+
+
+def test_turns_out_of_order_are_found(tmp_path):
+    table = tk.from_records(some_sessions(2))
+    pq.write_table(table.take([1, 0, 2]), tmp_path / "t.parquet")
+    assert take_census([tmp_path / "t.parquet"], None).scattered == "s1"
+
+
+@pytest.mark.parametrize("layout", ["full", "suffix"])
+@pytest.mark.parametrize("policy", ["faithful", "slime", "per_call"])
+def test_rows_are_those_of_the_table(tmp_path, small, monkeypatch, policy, layout):
+    log, rows, report = (tmp_path / f"{n}.parquet" for n in ("log", "rows", "report"))
+    write_log(some_sessions(), log)
+    expected, counts = tk.linearize(
+        tk.read_turns(log), policy, reward=0.5, layout=layout, report=True
+    )
+    for large in (1, 1 << 20):
+        monkeypatch.setattr(files, "_LARGE_TOKENS", large)
+        monkeypatch.setattr(suffix, "_PART", 20)
+        totals = linearize_file(
+            log, rows, policy, reward=0.5, layout=layout, report=report
+        )
+        assert tk.read_rows(rows).equals(expected)
+        assert pq.read_table(report).to_pylist() == counts.to_pylist()
+        assert totals["tokens_sampled"] == sum(counts["tokens_sampled"].to_pylist())
+        assert totals["sessions"] == 12
+
+
+@per_example
+@given(records=runs())
+def test_whole_rows_come_some_at_a_time(records):
+    turns = tk.from_records(records)
+    rows = tk.linearize(turns, layout="suffix")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(suffix, "_PART", 5)
+        got = list(suffix.full_pieces(rows))
+    expected = tk.linearize(turns)
+    assert pa.concat_tables([expected.slice(0, 0), *got]).equals(expected)
+
+
+def test_threads_write_the_same_bytes(tmp_path, monkeypatch):
+    # the function hides its module's name
+    module = importlib.import_module("trajkit.linearize")
+    monkeypatch.setattr(module, "_LEAST_PART", 64)
+    monkeypatch.setattr(io_arrow, "_GROUP_BYTES", 1000)
+    log = tmp_path / "log.parquet"
+    write_log(some_sessions(), log)
+    for threads in (1, 2, 3):
+        linearize_file(log, tmp_path / f"{threads}.parquet", threads=threads)
+    first, *others = ((tmp_path / f"{n}.parquet").read_bytes() for n in (1, 2, 3))
+    assert all(other == first for other in others)
+
+
+def test_turns_change_their_form(tmp_path, small):
+    log, delta, full = (tmp_path / f"{n}.parquet" for n in ("log", "delta", "full"))
+    write_log(some_sessions(), log)
+    turns = tk.read_turns(log)
+    assert compact_file(log, delta) == {"turns": len(turns)}
+    assert tk.read_turns(delta).equals(tk.compact(turns))
+    expand_file(delta, full)
+    assert tk.read_turns(full).equals(turns)
+
+
+@pytest.mark.parametrize("suffix_", ["parquet", "arrow", "arrows"])
+def test_no_turns_keep_their_form(tmp_path, suffix_):
+    path, again = tmp_path / f"none.{suffix_}", tmp_path / f"again.{suffix_}"
+    tk.write_turns(TURNS_DELTA.empty_table(), path)
+    assert tk.read_turns(path).schema.equals(TURNS_DELTA)
+    assert compact_file(path, again) == {"turns": 0}
+    assert tk.read_turns(again).schema.equals(TURNS_DELTA)
+    rows = tmp_path / "rows.parquet"
+    assert linearize_file(path, rows, layout="suffix")["sessions"] == 0
+    assert "suffix_ids" in tk.read_rows(rows).column_names
+
+
+def tree(folder):
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["in order", "scattered"])
+def test_a_run_that_was_stopped_goes_on(tmp_path, small, mixed):
+    log = tmp_path / "log.parquet"
+    records = some_sessions(15)
+    write_log(scattered(records) if mixed else records, log)
+    n_turns = len(records)
+
+    def go(name, most):
+        gone = 0
+
+        def advances(n):
+            nonlocal gone
+            gone += n
+            if gone >= most:
+                raise Killed
+
+        folder = tmp_path / name
+        begun = []
+        watch = files.Watch(lambda census, done: begun.append(done), advances)
+        try:
+            totals = linearize_file(
+                log, f"{folder}/rows/", report=f"{folder}/report/", watch=watch
+            )
+        except Killed:
+            return None, begun[0]
+        return totals, begun[0]
+
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    whole, _ = go("whole", n_turns + 1)
+    assert len(list((tmp_path / "whole/rows").glob("part-*.parquet"))) > 3
+    expected = tk.linearize(tk.read_turns(log))
+    assert tk.read_rows(tmp_path / "whole/rows").equals(expected)
+    starts = []
+    for most in (8, 9, 20, n_turns + 1):
+        totals, begun = go("parts", most)
+        starts.append(begun)
+    assert totals == whole
+    assert starts == sorted(starts)
+    assert starts[-1] > 8
+    assert tree(tmp_path / "parts") == tree(tmp_path / "whole")
+    assert go("parts", 1) == (whole, n_turns)
+
+
+def test_a_directory_of_another_job_is_refused(tmp_path, small):
+    log = tmp_path / "log.parquet"
+    write_log(some_sessions(), log)
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    linearize_file(log, folder)
+    with pytest.raises(FormatError, match="parts of another job"):
+        linearize_file(log, folder, "slime")
+    with pytest.raises(FormatError, match="parts of another job"):
+        linearize_file(log, folder, reward={"s1": 1.0})
+    (folder / "_manifest.json").write_text("{}")
+    with pytest.raises(FormatError, match="is no manifest"):
+        linearize_file(log, folder)
+    (folder / "_manifest.json").unlink()
+    with pytest.raises(FormatError, match="holds files"):
+        linearize_file(log, folder)
+    with pytest.raises(PolicyError, match="give a directory"):
+        linearize_file(log, f"{tmp_path}/fresh/", report=tmp_path / "report.parquet")
+
+
+BAD = {
+    "output_logprobs": ([-0.5, float("nan")], "no number"),
+    "prompt_ids": ([3, -4], "-4"),
+}
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["in order", "scattered"])
+@pytest.mark.parametrize("suffix_", ["parquet", "jsonl"])
+def test_bad_sessions_are_set_aside(tmp_path, small, capsys, suffix_, mixed):
+    log, rows, aside = (
+        tmp_path / n for n in (f"log.{suffix_}", "r.parquet", "a.parquet")
+    )
+    records = some_sessions()
+    good = [record for record in records if record["session_id"] not in ("s3", "s9")]
+    if suffix_ == "jsonl":
+        for record in records:
+            if record["session_id"] in ("s3", "s9"):
+                record["prompt_ids"] = [3, -4]
+        write_log(scattered(records) if mixed else records, log)
+    else:
+        table = tk.from_records(scattered(records) if mixed else records)
+        lines = table.to_pylist()
+        for line in lines:
+            if line["session_id"] in ("s3", "s9"):
+                line["output_logprobs"] = [-0.5]
+        if mixed:
+            random.Random(0).shuffle(lines)
+        pq.write_table(pa.Table.from_pylist(lines, table.schema), log)
+    argv = ["linearize", str(log), "-o", str(rows)]
+    assert cli.main(argv) == cli.BAD_DATA
+    said = capsys.readouterr().err
+    assert "session 's3'" in said or "session 's9'" in said
+    assert not rows.exists()
+    totals = linearize_file(log, rows, set_aside=aside)
+    assert totals["set_aside"] == 2
+    expected = tk.linearize(tk.from_records(good))
+    got = tk.read_rows(rows).to_pylist()
+    by_session = sorted(got, key=lambda row: (row["session_id"], row["row_index"]))
+    assert by_session == sorted(
+        expected.to_pylist(), key=lambda row: (row["session_id"], row["row_index"])
+    )
+    bad = pq.read_table(aside).to_pylist()
+    assert sorted(line["session_id"] for line in bad) == ["s3", "s9"]
+    assert all(f"session {line['session_id']!r}" in line["reason"] for line in bad)
+
+
+def test_what_a_stage_refuses_is_set_aside(tmp_path, small, capsys):
+    log, rows, aside = (
+        str(tmp_path / f"{n}.parquet") for n in ("log", "rows", "aside")
+    )
+    records = some_sessions(5)
+    for record in records:
+        if record["session_id"] == "s2":
+            record["output_logprobs"] = None
+    write_log(records, Path(log))
+    policy = tk.policy("faithful", missing_logprobs="raise")
+    with pytest.raises(InvalidTurnsError, match="session 's2'"):
+        linearize_file(log, rows, policy)
+    totals = linearize_file(log, rows, policy, set_aside=aside)
+    assert totals["set_aside"] == 1
+    assert totals["sessions"] == 4
+    ((line),) = pq.read_table(aside).to_pylist()
+    assert "session 's2'" in line["reason"]
+
+
+def test_the_command_says_what_it_set_aside(tmp_path, capsys):
+    log, rows, aside = (
+        str(tmp_path / f"{n}.parquet") for n in ("log", "rows", "aside")
+    )
+    write_log(some_sessions(3), Path(log))
+    argv = ["linearize", log, "-o", rows, "--set-aside", aside]
+    assert cli.main(argv) == cli.DONE
+    assert "0 sessions set aside" in capsys.readouterr().out
+    assert run_json(capsys, *argv)["set_aside"] == 0
+
+
+def test_the_command_says_that_it_gathers(tmp_path, small, capsys):
+    log, rows = tmp_path / "log.parquet", tmp_path / "rows.parquet"
+    write_log(scattered(some_sessions()), log)
+    argv = ["linearize", str(log), "-o", str(rows)]
+    assert cli.main(argv) == cli.DONE
+    assert "does not lie in one piece" in capsys.readouterr().err
+    assert tk.read_rows(rows).equals(tk.linearize(tk.read_turns(log)))
+    assert cli.main([*argv, "--gather", "no"]) == cli.BAD_DATA
+
+
+def test_what_is_counted_does_not_depend_on_the_pieces(tmp_path, capsys, monkeypatch):
+    log, whole, table = (tmp_path / f"{n}.parquet" for n in ("log", "whole", "drift"))
+    write_log(some_sessions(), log)
+    said = {}
+    for name, tokens, output in (("whole", 1 << 20, whole), ("pieces", 600, table)):
+        monkeypatch.setattr(stream, "PIECE_TOKENS", tokens)
+        said[name] = [
+            run_json(capsys, "drift", str(log), "-o", str(output)),
+            run_json(capsys, "simulate", str(log), "--policy", "trl"),
+        ]
+    assert said["pieces"] == said["whole"]
+    assert said["whole"][0]["sessions"] == 12
+    assert pq.read_table(table).equals(pq.read_table(whole))
+
+
+def test_pieces_do_not_depend_on_what_came_before(small):
+    turns = tk.from_records(some_sessions())
+    whole = list(stream.pieces([turns]))
+    assert len(whole) > 3
+    assert pa.concat_tables(whole).equals(turns)
+    for k in range(len(whole)):
+        rest = pa.concat_tables(whole[k:])
+        some = (
+            [rest.slice(0, 0), rest]
+            if k % 2
+            else list(stream.whole_sessions(rest.to_batches(max_chunksize=2)))
+        )
+        assert [p.num_rows for p in stream.pieces(some)] == [
+            p.num_rows for p in whole[k:]
+        ]
+
+
+def test_an_outlet_hands_back_what_went_wrong(tmp_path):
+    rows = tk.linearize(tk.from_records(some_sessions(2)))
+
+    def put(path, n, error=None):
+        with Outlet(path, write_rows) as outlet:
+            for _ in range(n):
+                outlet.put(rows)
+            if error is not None:
+                raise error
+
+    for n in (1, 5):
+        with pytest.raises(FileNotFoundError):
+            put(tmp_path / "absent/rows.parquet", n)
+    with pytest.raises(Killed):
+        put(tmp_path / "rows.parquet", 2, Killed())
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_is_read_ahead_ends_with_its_user():
+    closed = []
+
+    def numbers():
+        try:
+            yield from range(100)
+        finally:
+            closed.append(True)
+
+    with ExitStack() as stack:
+        ahead = read_ahead(numbers(), stack)
+        assert [next(ahead) for _ in range(3)] == [0, 1, 2]
+    assert closed == [True]
+    with ExitStack() as stack:
+        assert list(read_ahead(iter([1, 2]), stack)) == [1, 2]
+
+    def broken():
+        yield 1
+        raise Killed
+
+    with ExitStack() as stack:
+        ahead = read_ahead(broken(), stack)
+        assert next(ahead) == 1
+        with pytest.raises(Killed):
+            next(ahead)

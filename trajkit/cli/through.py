@@ -1,0 +1,66 @@
+"""What the commands that go from file to file share."""
+
+import argparse
+import sys
+from collections.abc import Mapping
+from typing import TypedDict
+
+from trajkit.census import Census
+from trajkit.cli.progress import Progress
+from trajkit.files import Watch
+from trajkit.gather import buckets
+
+
+class Through(TypedDict):
+    """How a command reads its turns, as the functions of `trajkit.files` take it."""
+
+    set_aside: str | None
+    gather: bool
+    watch: Watch
+
+
+def add_through(parser: argparse.ArgumentParser) -> None:
+    """Add ``--gather`` and ``--set-aside``."""
+    parser.add_argument(
+        "--gather",
+        choices=("auto", "no"),
+        default="auto",
+        help="sessions that lie scattered: gather them through temporary files beside "
+        "OUT, or refuse them (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--set-aside",
+        metavar="FILE",
+        help="leave out sessions that break a rule, and write here which and why "
+        "(default: the first one is an error)",
+    )
+
+
+def through(arguments: argparse.Namespace, bar: Progress) -> Through:
+    """What the options say."""
+    gather = arguments.gather == "auto"
+
+    def begins(census: Census, done: int) -> None:
+        if (
+            gather
+            and census.scattered is not None
+            and len({*buckets(census).values()}) > 1
+        ):
+            sys.stderr.write(
+                f"trajkit: session {census.scattered!r} does not lie in one piece: all "
+                "turns are gathered through temporary files first\n"
+            )
+        bar.begin(census.n_turns, done)
+
+    return Through(
+        set_aside=arguments.set_aside, gather=gather, watch=Watch(begins, bar.advance)
+    )
+
+
+def written(arguments: argparse.Namespace, totals: Mapping[str, int]) -> str:
+    """Where the output is, and what was left out, for people."""
+    said = f"written to {arguments.output}"
+    if arguments.set_aside is not None:
+        n = totals["set_aside"]
+        said = f"{n:,} sessions set aside, see {arguments.set_aside}\n{said}"
+    return said

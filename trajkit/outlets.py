@@ -1,0 +1,86 @@
+"""Tables to files that are written while the next tables are made."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Semaphore, Thread
+from types import TracebackType
+from typing import Self, TypeAlias
+
+import pyarrow as pa
+
+Write: TypeAlias = Callable[[Iterator[pa.RecordBatch], Path], None]
+
+# Tables that wait for their file; with the one that is being written and the one that is
+# being made, three are held.
+_WAITING = 1
+
+
+class _Abandoned(Exception):
+    """What is half written is not wanted."""
+
+
+class Outlet:
+    """A file that is written by a thread of its own, whole or not at all.
+
+    Parameters
+    ----------
+    path : Path
+    write : function of an iterator of record batches and a path
+        It must leave no file where the iterator raises, as `trajkit.write_rows` does.
+    """
+
+    def __init__(self, path: Path, write: Write) -> None:
+        self._room = Semaphore(_WAITING)
+        self._queue: SimpleQueue[pa.Table | BaseException | None] = SimpleQueue()
+        self._error: BaseException | None = None
+        self._write, self._path = write, path
+        self._thread = Thread(target=self._run, name=f"trajkit writes {path.name}")
+
+    def put(self, table: pa.Table) -> None:
+        """Hand over a table; waits while others wait.
+
+        Raises
+        ------
+        Exception
+            What went wrong with a table before.
+        """
+        self._room.acquire()
+        if self._error is not None:
+            raise self._error
+        self._queue.put(table)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._queue.put(None if error is None else _Abandoned())
+        self._thread.join()
+        if error is None and self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._write(self._batches(), self._path)
+        # whatever it is, it is for the thread that hands over tables
+        except BaseException as error:
+            self._error = error
+            self._room.release()
+
+    def _batches(self) -> Iterator[pa.RecordBatch]:
+        while (table := self._queue.get()) is not None:
+            if isinstance(table, BaseException):
+                raise table
+            self._room.release()
+            # in one piece each, so that row groups do not tell how many threads made it
+            batches = table.combine_chunks().to_batches()
+            # without rows a file still says of which columns it is
+            none = pa.RecordBatch.from_pylist([], table.schema)
+            del table
+            yield from batches or [none]
