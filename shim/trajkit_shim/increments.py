@@ -42,6 +42,8 @@ class Decoder:
         stop = len(self._ids)
         while stop and self._ids[stop - 1] in self._renderer.end_ids:
             stop -= 1
+        while stop and self._ids[stop - 1] in self._renderer.byte_ids:
+            stop -= 1
         if stop <= self._done:
             return ""
         text = self._decoded(stop)

@@ -36,6 +36,10 @@ _PROBE_ARGUMENTS = '{"probe":  1}'
 _PROBE_PIECES = ("", " a\n", "a", "\n", "\u00e9 ", "  a", ".a")
 
 
+# how a token that stands for one byte is spelled
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+
+
 class ChatRenderer:
     """One tokenizer and its chat template.
 
@@ -93,6 +97,14 @@ class ChatRenderer:
         self._takes_late_system = self._probe_late_system()
         self._end_of_reasoning: int | None = self._backend.token_to_id("</think>")
         self.end_ids: tuple[int, ...] = (int(tokenizer.eos_token_id),)
+        # Ids that stand for a byte each: what a run of them decodes to is known at its end,
+        # as one byte that is no UTF-8 makes all of them unreadable.
+        self.byte_ids: frozenset[int] = frozenset()
+        if '"ByteFallback"' in self._backend.to_str():
+            vocabulary = self._backend.get_vocab(with_added_tokens=False)
+            self.byte_ids = frozenset(
+                id for word, id in vocabulary.items() if _BYTE.fullmatch(word)
+            )
 
     @property
     def n_tokens(self) -> int:

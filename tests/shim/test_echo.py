@@ -16,7 +16,7 @@ from trajkit_shim.echo import EchoBook
 from trajkit_shim.parse import parse
 from trajkit_shim.protocols import PROTOCOLS
 from trajkit_shim.protocols.sse import encode
-from trajkit_shim.reply import Usage, expected_echo, make_reply
+from trajkit_shim.reply import Identity, Usage, expected_echo, make_reply
 
 USER = {"role": "user", "content": "hi"}
 NEXT = {"role": "user", "content": "and?"}
@@ -26,8 +26,9 @@ BY_NAME = {protocol.name: protocol for protocol in PROTOCOLS}
 
 
 def reply_to(text, prefix="call_"):
-    parsed = parse(text, tools=True, opened=False)
-    return make_reply(parsed, "stop", model="m", usage=USAGE, call_prefix=prefix)
+    parsed = parse(text, tools=[], opened=False)
+    identity = Identity(prefix)
+    return make_reply(parsed, "stop", model="m", usage=USAGE, identity=identity)
 
 
 def book_with(*replies, messages=(USER,)):

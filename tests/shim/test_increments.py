@@ -103,6 +103,21 @@ def test_pieces_decode_to_the_text(name, data, cuts):
     assert told == whole
 
 
+def test_bytes_are_told_once_their_run_is_over():
+    renderer = RENDERERS["spaced"]
+    letter, nul, half = (
+        TOKENIZERS["spaced"].convert_tokens_to_ids(word)
+        for word in ("c", "<0x00>", "<0x80>")
+    )
+    decoder = Decoder(renderer)
+    assert [decoder.feed([one]) for one in (letter, nul, half, letter)] == [
+        "c",
+        "",
+        "",
+        "\ufffd\ufffdc",
+    ]
+
+
 def test_a_character_is_told_once_it_is_whole():
     decoder = Decoder(RENDERER)
     ids = sampled("a\U0001f600b").output_ids.tolist()

@@ -90,7 +90,8 @@ KINDS = [
 
 @pytest.fixture(params=KINDS)
 def box(request, tmp_path, fake):
-    with sandbox(request.param, tmp_path) as made:
+    # other processes that test have sandboxes too
+    with sandbox(request.param, tmp_path, name=f"box-{os.getpid()}") as made:
         yield made
 
 
@@ -130,7 +131,7 @@ def test_home_and_temporary_directory_are_the_sandbox_s_own(box, monkeypatch):
     assert done.code == 0
     assert said["HOME"] == box.place("/home")
     assert "SECRET_KEY" not in said
-    assert said[MARK] == "box"
+    assert said[MARK] == box.spec.name
 
 
 def test_a_program_that_is_not_there_is_code_127(box):
@@ -215,7 +216,7 @@ def test_stopping_ends_the_command_of_another_thread(box):
     box.stop()
     thread.join(60)
     assert results[0] not in (0, None)
-    assert marked("box") == set()
+    assert marked(box.spec.name) == set()
 
 
 def test_directories_of_the_caller_come_first_on_the_path(tmp_path, fake):

@@ -33,6 +33,9 @@ from trajkit_shim.sandbox import (
     Spec,
 )
 
+# Whose a process is: another run may have a sandbox of the same name.
+_OWNER = "TRAJKIT_OWNER"
+
 # what a process needs of this one's environment; keys and proxies stay out
 _KEPT = ("LD_LIBRARY_PATH", "LC_ALL")
 
@@ -79,6 +82,7 @@ class LocalSandbox(Sandbox):
         self._root = spec.scratch.resolve() / spec.name
         self._mounted = place
         self._processes = Processes()
+        self._owner = secrets.token_hex(8)
         self._removing = threading.Lock()
 
     def start(self) -> None:
@@ -127,7 +131,7 @@ class LocalSandbox(Sandbox):
         self._processes.end()
         # a run that ends stops sandboxes that their own threads stop too
         with self._removing:
-            _sweep(MARK, self.spec.name)
+            _sweep(_OWNER, self._owner)
             if not self._root.exists():
                 return
             # a directory that was made read-only keeps what is in it
@@ -168,6 +172,7 @@ class LocalSandbox(Sandbox):
             "TERM": "dumb",
             "NO_PROXY": "127.0.0.1,localhost",
             MARK: self.spec.name,
+            _OWNER: self._owner,
             **more,
         }
 
