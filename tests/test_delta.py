@@ -114,16 +114,19 @@ def test_parts_of_a_table_are_the_whole(data, turns, choice, sizes, threads, how
 
 def test_rows_in_several_batches_share_the_reward_of_their_session():
     turns = tk.from_records(
-        {"session_id": "s", "prompt_ids": [k], "output_ids": [7, 8]} for k in range(4)
+        {"session_id": name, "prompt_ids": [k], "output_ids": [7, 8][: 1 + n % 2]}
+        for n, name in enumerate("ab")
+        for k in range(4 - n)
     )
     chosen = tk.policy("per_call", rewards="uniform")
-    whole = tk.linearize(turns, chosen, reward=2.0)
+    given = {"a": 2.0, "b": 6.0}
+    whole = tk.linearize(turns, chosen, reward=given)
     with mock.patch("trajkit.fill.BATCH_TOKENS", 6):
-        rows = tk.linearize(turns, chosen, reward=2.0)
-    assert [batch.num_rows for batch in rows.to_batches()] == [2, 2]
+        rows = tk.linearize(turns, chosen, reward=given)
+    assert [batch.num_rows for batch in rows.to_batches()] == [3, 2, 2]
     assert rows == whole
-    assert rows["reward"].to_pylist() == [0.5] * 4
-    assert rows["rollout_mask_sum"].to_pylist() == [8] * 4
+    assert rows["reward"].to_pylist() == [0.5] * 4 + [2.0] * 3
+    assert rows["rollout_mask_sum"].to_pylist() == [4] * 4 + [6] * 3
 
 
 def test_rows_beyond_what_is_made_at_once_are_made_when_they_are_asked_for():

@@ -3,7 +3,9 @@
 import itertools
 import re
 from collections import Counter
+from unittest import mock
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import example, given
@@ -13,6 +15,7 @@ import trajkit as tk
 from tests import reference
 from tests.strategies import policies, row_limits, runs, sessions, thresholds
 from tests.tables import by_session, dicts, policy_of, turns_table
+from trajkit import fill
 from trajkit.errors import InvalidTurnsError, PolicyError, SchemaError
 from trajkit.schema import DRIFT, REPORT, ROWS
 
@@ -69,6 +72,39 @@ def test_rows_and_report_are_the_twins(turns, choice, limit):
     assert dicts(rows, expected) == expected
     assert rows.num_rows == len(expected)
     assert dicts(report, [expected_report]) == [expected_report]
+
+
+def dirty(size, dtype, real=fill._pooled):
+    """Memory that somebody used before."""
+    memory = real(size, dtype)
+    memory.view(np.uint8)[:] = 0xFF
+    return memory
+
+
+LOGPROBS_OF_EVERY_KIND = [
+    {
+        "session_id": "s",
+        "prompt_ids": [1],
+        "output_ids": [5, 6],
+        "output_logprobs": given,
+    }
+    for given in ([-1.0, None], None, [None, -1.0], [None, None], [-1.0, -2.0])
+]
+
+
+@given(sessions(), st.sampled_from(["faithful", "slime", "trl", "per_call", "polar"]))
+@example(LOGPROBS_OF_EVERY_KIND, "per_call")
+@example(LOGPROBS_OF_EVERY_KIND, "polar")
+def test_no_value_of_a_row_depends_on_what_its_memory_held(turns, policy):
+    """A null logprob has 0.0 in its bytes."""
+    table = turns_table(turns)
+    with mock.patch("trajkit.fill._pooled", dirty):
+        rows = tk.linearize(table, policy)
+    assert rows == tk.linearize(table, policy)
+    values = rows["logprobs"].combine_chunks().flatten()
+    start, stop = values.offset, values.offset + len(values)
+    held = np.frombuffer(values.buffers()[1] or b"", np.float32)[start:stop]
+    assert not held[np.asarray(values.is_null())].any()
 
 
 @given(sessions(), policies)
