@@ -1,7 +1,7 @@
 """Turns in delta form, and back in full."""
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeAlias, overload
+from collections.abc import Callable, Iterable
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -10,17 +10,14 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit import compute as pc
 from trajkit.calls import Calls, Ints, Longs, Records, read_calls
-from trajkit.errors import InvalidTurnsError, SchemaError
+from trajkit.errors import InvalidTurnsError
 from trajkit.flat import offsets_of, positions
 from trajkit.forest import grow
+from trajkit.forms import Columns, Stream, check_free, convert, laid_out
 from trajkit.layout import CALL
 from trajkit.schema import MESSAGE, TURNS, TURNS_DELTA
 from trajkit.shared_prompts import share, unshare
-from trajkit.stream import whole_sessions
 from trajkit.tables import TableLike, as_table, canonical, place, turns_schema
-
-Columns: TypeAlias = dict[str, pa.Array]
-Stream: TypeAlias = Iterator[pa.RecordBatch]
 
 # Tokens of the prompts and outputs of one part: its columns are one chunk each.
 _PART = 1 << 25
@@ -117,52 +114,17 @@ def _convert(
     schema: pa.Schema,
     columns: Callable[[Calls], Columns],
 ) -> pa.Table | Stream:
-    if isinstance(turns, Iterator | pa.RecordBatchReader):
-        return _converted(turns, schema, columns)
-    return _convert_table(as_table(turns), schema, columns)
+    def one(turns: TableLike) -> pa.Table:
+        table = unshare(as_table(turns))
+        form = turns_schema(table.column_names)
+        if form is schema:
+            return canonical(table, schema)
+        check_free(table, form, schema, "form of turns")
+        calls = read_calls(table)
+        parts = [columns(part) for part in calls.split(calls.held, _PART)]
+        return laid_out(calls.table, form, schema, parts)
 
-
-def _converted(
-    turns: Iterable[pa.RecordBatch],
-    schema: pa.Schema,
-    columns: Callable[[Calls], Columns],
-) -> Stream:
-    for table in whole_sessions(turns):
-        yield from _convert_table(table, schema, columns).to_batches()
-
-
-def _convert_table(
-    table: pa.Table, schema: pa.Schema, columns: Callable[[Calls], Columns]
-) -> pa.Table:
-    table = unshare(table)
-    form = turns_schema(table.column_names)
-    if form is schema:
-        return canonical(table, schema)
-    new = [name for name in schema.names if name not in form.names]
-    for name in new:
-        if name in table.column_names:
-            raise SchemaError(
-                f"column {name!r} would stand twice: the other form of turns has one of "
-                "that name"
-            )
-    calls = read_calls(table)
-    table = calls.table
-    parts = [columns(part) for part in calls.split(calls.held, _PART)]
-    made = {
-        name: pa.chunked_array([part[name] for part in parts], schema.field(name).type)
-        for name in new
-    }
-    fields = [
-        *schema,
-        *(field for field in table.schema if field.name not in form.names),
-    ]
-    return pa.Table.from_arrays(
-        [
-            made[field.name] if field.name in made else table.column(field.name)
-            for field in fields
-        ],
-        schema=pa.schema(fields, metadata=table.schema.metadata),
-    )
+    return convert(turns, one)
 
 
 def _delta_columns(calls: Calls) -> Columns:

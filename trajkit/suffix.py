@@ -1,7 +1,7 @@
 """Rows without the tokens that they share, and back."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TypeAlias, overload
+from collections.abc import Callable, Iterable, Iterator
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -11,16 +11,12 @@ from trajkit import _core
 from trajkit import compute as pc
 from trajkit.calls import Ints, Longs
 from trajkit.checks import lookup, nulls, run_starts
-from trajkit.errors import SchemaError
 from trajkit.flat import Runs, ids_of, offsets_of, positions
+from trajkit.forms import Columns, Stream, check_free, convert, laid_out
 from trajkit.layout import CALL
 from trajkit.schema import ROWS, ROWS_SUFFIX
-from trajkit.stream import whole_sessions
 from trajkit.tables import TableLike, canonical_rows, rows_schema
 from trajkit.validate import check_layout
-
-Columns: TypeAlias = dict[str, pa.Array]
-Stream: TypeAlias = Iterator[pa.RecordBatch]
 
 # Tokens of the whole rows of one part: its columns are one chunk each.
 _PART = 1 << 25
@@ -100,41 +96,18 @@ def _convert(
     schema: pa.Schema,
     columns: Callable[[pa.Table], Columns],
 ) -> pa.Table | Stream:
-    if isinstance(rows, Iterator | pa.RecordBatchReader):
-        return _converted(rows, schema, columns)
-    return _convert_table(rows, schema, columns)
+    def one(rows: TableLike) -> pa.Table:
+        table = canonical_rows(rows)
+        layout = rows_schema(table.column_names)
+        if layout is schema:
+            return table
+        check_free(table, layout, schema, "layout of rows")
+        check_layout(table)
+        return laid_out(
+            table, layout, schema, [columns(part) for part in _parts(table)]
+        )
 
-
-def _converted(
-    rows: Iterable[pa.RecordBatch],
-    schema: pa.Schema,
-    columns: Callable[[pa.Table], Columns],
-) -> Stream:
-    for table in whole_sessions(rows):
-        yield from _convert_table(table, schema, columns).to_batches()
-
-
-def _convert_table(
-    rows: TableLike, schema: pa.Schema, columns: Callable[[pa.Table], Columns]
-) -> pa.Table:
-    table = canonical_rows(rows)
-    layout = rows_schema(table.column_names)
-    if layout is schema:
-        return table
-    new = [name for name in schema.names if name not in layout.names]
-    for name in new:
-        if name in table.column_names:
-            raise SchemaError(
-                f"column {name!r} would stand twice: the other layout of rows has one "
-                "of that name"
-            )
-    check_layout(table)
-    parts = [columns(part) for part in _parts(table)]
-    made = {
-        name: pa.chunked_array([part[name] for part in parts], schema.field(name).type)
-        for name in new
-    }
-    return _laid_out(table, schema, made)
+    return convert(rows, one)
 
 
 def full_pieces(rows: pa.Table) -> Iterator[pa.Table]:
@@ -158,9 +131,7 @@ def full_pieces(rows: pa.Table) -> Iterator[pa.Table]:
             target = ids[(int(ends[row - 1]) if row else 0) - before :]
             _write_row(target, row, suffixes, start, parents)
         made = _per_token(part, offsets_of(row_lengths(part)), ids)
-        yield _laid_out(
-            part, ROWS, {name: pa.chunked_array([made[name]]) for name in made}
-        )
+        yield laid_out(part, ROWS_SUFFIX, ROWS, [made])
         lo = hi
 
 
@@ -175,24 +146,6 @@ def _write_row(
             target[begin:stop] = suffixes.values[at : at + stop - begin]
             stop = begin
         row = int(parents[row])
-
-
-def _laid_out(
-    table: pa.Table, schema: pa.Schema, made: Mapping[str, pa.ChunkedArray]
-) -> pa.Table:
-    """The table in the other layout, whose columns were made."""
-    layout = rows_schema(table.column_names)
-    fields = [
-        *schema,
-        *(field for field in table.schema if field.name not in layout.names),
-    ]
-    return pa.Table.from_arrays(
-        [
-            made[field.name] if field.name in made else table.column(field.name)
-            for field in fields
-        ],
-        schema=pa.schema(fields, metadata=table.schema.metadata),
-    )
 
 
 def _parts(table: pa.Table) -> Iterator[pa.Table]:

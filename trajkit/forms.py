@@ -1,0 +1,82 @@
+"""A table in another form: columns of one schema become those of the other.
+
+Turns are in full or in delta form, rows in the layout "full" or "suffix"; further columns
+stay as they are.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeAlias
+
+import pyarrow as pa
+
+from trajkit.errors import SchemaError
+from trajkit.stream import whole_sessions
+from trajkit.tables import TableLike
+
+Columns: TypeAlias = dict[str, pa.Array]
+Stream: TypeAlias = Iterator[pa.RecordBatch]
+
+
+def convert(
+    source: TableLike | Iterable[pa.RecordBatch],
+    one: Callable[[TableLike], pa.Table],
+) -> pa.Table | Stream:
+    """What ``one`` makes of a table, or of each table of whole sessions of a stream."""
+    if isinstance(source, Iterator | pa.RecordBatchReader):
+        return _streamed(source, one)
+    return one(source)
+
+
+def _streamed(
+    batches: Iterable[pa.RecordBatch], one: Callable[[TableLike], pa.Table]
+) -> Stream:
+    for table in whole_sessions(batches):
+        yield from one(table).to_batches()
+
+
+def check_free(table: pa.Table, form: pa.Schema, wanted: pa.Schema, what: str) -> None:
+    """Refuse a further column that has the name of one that is to be made.
+
+    ``what`` says what the other form is: "form of turns".
+
+    Raises
+    ------
+    SchemaError
+    """
+    for name in wanted.names:
+        if name not in form.names and name in table.column_names:
+            raise SchemaError(
+                f"column {name!r} would stand twice: the other {what} has one of that "
+                "name"
+            )
+
+
+def laid_out(
+    table: pa.Table, form: pa.Schema, wanted: pa.Schema, parts: Sequence[Columns]
+) -> pa.Table:
+    """The table with the columns of another form.
+
+    Parameters
+    ----------
+    table : Table
+        In the form ``form``, with any further columns.
+    form, wanted : Schema
+    parts : sequence of dict
+        The columns that only ``wanted`` has, of the rows in order.
+    """
+    made = {
+        name: pa.chunked_array([part[name] for part in parts], wanted.field(name).type)
+        for name in wanted.names
+        if name not in form.names
+    }
+    fields = [
+        *wanted,
+        *(field for field in table.schema if field.name not in form.names),
+    ]
+    return pa.Table.from_arrays(
+        [
+            made[field.name] if field.name in made else table.column(field.name)
+            for field in fields
+        ],
+        schema=pa.schema(fields, metadata=table.schema.metadata),
+    )
