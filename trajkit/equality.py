@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit import compute as pc
-from trajkit.calls import Calls, Longs
+from trajkit.calls import Calls, Ints, Longs
 from trajkit.errors import MissingBodyError
 from trajkit.json_text import parse
 from trajkit.schema import KEY_BYTES
@@ -112,21 +112,23 @@ def classify(calls: Calls, identity: Identity) -> Classes:
     if not encoded.num_chunks or not len(encoded.chunk(0).dictionary):
         return Classes(pa.array([], pa.string()), places, replies)
     bodies = encoded.chunk(0).dictionary
-    body_of = np.concatenate(
-        [chunk.indices.fill_null(-1).to_numpy() for chunk in encoded.chunks]
-    )
+    body_of = np.concatenate([_numbers(chunk.indices) for chunk in encoded.chunks])
+    body_of[np.concatenate([has_body, reply_has_body]) == 0] = -1
     texts = identity(bodies)
     if texts is bodies:  # distinct already
-        class_of = first = np.arange(len(bodies))
+        class_of = np.arange(len(bodies))
     else:
         class_of = texts.dictionary_encode().indices.to_numpy().astype(np.int64)
         first = np.unique(class_of, return_index=True)[1]
+        bodies = bodies.take(pa.array(first))
     class_at = np.append(class_of[body_of], -1)  # so that -1, no reply, stays -1
-    return Classes(
-        bodies.take(pa.array(first)),
-        class_at[places],
-        class_at[replies],
-    )
+    return Classes(bodies, class_at[places], class_at[replies])
+
+
+def _numbers(indices: pa.Array) -> Ints:
+    """The numbers of a dictionary array; any number stands where there is none."""
+    numbers = np.frombuffer(indices.buffers()[1] or b"", np.int32)
+    return numbers[indices.offset : indices.offset + len(indices)]
 
 
 def _valid(chunks: list[pa.Array]) -> npt.NDArray[np.uint8]:
