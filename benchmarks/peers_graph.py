@@ -2,8 +2,9 @@
 
 A message below the same messages is one node, whatever turn shows it. What a turn sampled
 is kept by a later request that shows all of its messages and its reply first and repeats
-all of its tokens (prime-rl 2.2); any other opens a branch. A reply that several branches
-hold trains in the first. Rows as in `benchmarks.peers_chains`.
+all of its tokens (prime-rl 2.2); any other opens a branch. A request without messages goes
+on from the longest call that its prompt repeats. A reply that several branches hold trains
+in the first. Rows as in `benchmarks.peers_chains`.
 """
 
 from dataclasses import dataclass, field
@@ -54,16 +55,33 @@ def linearize(turns: list[Turn]) -> list[Row]:
     root = Node(())
     calls = []
     for turn in turns:
-        node = root
-        for message in turn["prompt_messages"]:
-            node = node.child(message)
-        before = _kept(node, turn["prompt_ids"])
+        prompt, reply = turn["prompt_ids"], turn["response_message"]
+        if turn["prompt_messages"] is None:
+            before = _longest(calls, prompt)
+        elif turn["prompt_messages"]:
+            node = root
+            for message in turn["prompt_messages"]:
+                node = node.child(message)
+            before = _kept(node, prompt)
+        else:
+            continue
         if before is not None:
             before.goes_on = True
-        call = Call(turn, turn["prompt_ids"] + turn["output_ids"], before)
-        node.child(turn["response_message"]).calls.append(call)
-        calls.append(call)
-    return [_row(call) for call in calls if not call.goes_on]
+        calls.append(Call(turn, prompt + turn["output_ids"], before))
+        if turn["prompt_messages"] and reply and reply["role"] == "assistant":
+            node.child(reply).calls.append(calls[-1])
+    rows = [_row(call) for call in calls if not call.goes_on]
+    return [row for row in rows if any(row["loss_mask"])]
+
+
+def _longest(calls: list[Call], prompt: list[int]) -> Call | None:
+    """The longest call whose tokens the prompt repeats, the first of equals."""
+    best = None
+    for call in calls:
+        if best is None or len(call.held) > len(best.held):
+            if prompt[: len(call.held)] == call.held:
+                best = call
+    return best
 
 
 def _kept(node: Node | None, prompt: list[int]) -> Call | None:
