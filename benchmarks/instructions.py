@@ -9,6 +9,7 @@ the machine that ``.ci/run`` runs on; valgrind must be installed.
 """
 
 import argparse
+import gc
 import json
 import os
 import re
@@ -30,6 +31,7 @@ KERNEL = re.compile(r"__pyx_pw_7trajkit_5_core_\d+(\w+)")
 
 def work() -> None:
     """What is counted: every stage on small runs of all shapes."""
+    gc.disable()  # a collection falls into whichever kernel runs just then
     records = [
         record
         for k, shape in enumerate((*SHAPES, *FORKS))
