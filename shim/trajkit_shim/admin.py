@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from trajkit_shim import wire
+from trajkit_shim.answer import while_there
 from trajkit_shim.budget import Limits
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.pause import Gate
@@ -167,11 +168,12 @@ class Admin:
     async def pause(self, request: Request) -> Response:
         body = await self._object(request, PAUSE_FIELDS)
         abort, longest = body.get("abort"), body.get("max_seconds")
-        await self._gate.pause(
+        pause = self._gate.pause(
             wait_seconds=_wait(body, unsaid=60.0),
             abort=abort is not None and wire.as_flag(abort, "abort"),
             max_seconds=None if longest is None else _seconds(longest, "max_seconds"),
         )
+        await while_there(request, pause)
         return JSONResponse({"paused": True})
 
     async def resume(self, request: Request) -> Response:

@@ -8,8 +8,9 @@ goes wrong after that is told as an event.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -51,6 +52,33 @@ class Connection:
         """Watch no longer."""
         self.left.cancel()
         await asyncio.gather(self.left, return_exceptions=True)
+
+
+async def while_there(request: Request, work: Coroutine[object, object, None]) -> None:
+    """Do what a client asks for, or cancel it where the client leaves meanwhile.
+
+    Parameters
+    ----------
+    request : Request
+        Whose body has been read.
+    work : coroutine
+
+    Raises
+    ------
+    ClientDisconnect
+        The client left.
+    """
+    task = asyncio.ensure_future(work)
+    connection = Connection(request.receive)
+    try:
+        await asyncio.wait({task, connection.left}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await connection.end()
+    if task.cancelled():
+        raise ClientDisconnect
+    task.result()
 
 
 class Attended:

@@ -21,7 +21,7 @@ from trajkit_shim.engine import Engine, EngineError, Sample, StreamingEngine
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.held import HeldPath, HeldPaths
 from trajkit_shim.increments import Increments
-from trajkit_shim.limits import check_consumed, check_prompt, check_sample
+from trajkit_shim.limits import check_consumed, check_prompt, check_sample, check_told
 from trajkit_shim.log import LoggedTurn, logged_message
 from trajkit_shim.parse import Parsed, Parser
 from trajkit_shim.parsers import ToolForm
@@ -150,6 +150,7 @@ async def prepare_call(
         increments = Increments(renderer, parser(), sampling.stop)
 
         def on_tokens(ids: Sequence[int]) -> None:
+            check_told(ids, info)
             known = increments.feed(ids)
             if known is None:
                 return

@@ -13,6 +13,9 @@ from trajkit_shim.wire import Json
 _TIMEOUT = httpx.Timeout(None, connect=10.0)
 _NOTHING: Mapping[str, str] = {}
 
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What reading a reply raises whose fields are missing, of another type or too large."""
+
 
 class EngineServer:
     """One server or router.

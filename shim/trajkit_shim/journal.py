@@ -115,7 +115,9 @@ class Journal:
         """End the stream and close the file."""
         self._closed = True
         if self._file is not None:
-            self._write(pa.py_buffer(END_OF_STREAM))
+            # a stream without an end is whole all the same
+            with suppress(OSError):
+                self._write(pa.py_buffer(END_OF_STREAM))
             os.close(self._file)
             self._file = None
 

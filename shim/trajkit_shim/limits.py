@@ -1,5 +1,7 @@
 """What must hold of a prompt that an engine gets, and of a sample that it gives."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -81,6 +83,22 @@ def check_consumed(prompt_ids: npt.NDArray[np.int32], sample: Sample) -> None:
         raise EngineError(
             f"the engine consumed {sample.prompt_ids[at]} as token {at} of the prompt "
             f"where it was given {prompt_ids[at]}"
+        )
+
+
+def check_told(ids: Sequence[int], info: EngineInfo) -> None:
+    """Refuse ids that an engine tells of and that no tokenizer can decode.
+
+    Raises
+    ------
+    EngineError
+        One lies outside the vocabulary.
+    """
+    if ids and not 0 <= min(ids) <= max(ids) < info.vocab_size:
+        wrong = next(one for one in ids if not 0 <= one < info.vocab_size)
+        raise EngineError(
+            f"the engine's streamed id {wrong} is outside its vocabulary, "
+            f"[0, {info.vocab_size})"
         )
 
 

@@ -125,7 +125,12 @@ class Gate:
                 call.cancel()
         waiting = list(self._under_way.calls)
         if waiting:
-            await asyncio.wait(waiting, timeout=wait_seconds)
+            try:
+                await asyncio.wait(waiting, timeout=wait_seconds)
+            except asyncio.CancelledError:
+                # whoever asked left, and nobody would end it
+                self.resume()
+                raise
         late = sum(not call.done() for call in waiting)
         if not self.paused:
             raise GatewayError("the pause was ended meanwhile", 409, code="resumed")

@@ -29,7 +29,7 @@ _RETRY_HEADER = "x-stainless-retry-count"
 def says_retry(headers: Mapping[str, str]) -> bool:
     """Whether a request's headers say that it was sent before."""
     count = headers.get(_RETRY_HEADER, "0")
-    return count.isdecimal() and int(count) > 0
+    return count.isdecimal() and count.strip("0") != ""
 
 
 def request_digest(place: str, body: bytes) -> bytes:

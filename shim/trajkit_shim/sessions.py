@@ -112,6 +112,8 @@ class Record:
     echo_counts: Counter[Known]
     replayed: int = 0
     ended_by: EndedBy | None = None
+    # its last line says what is known of it
+    written: bool = False
 
     def describe(self, in_flight: int = 0) -> dict[str, object]:
         """The session as ``GET /sessions/{id}`` shows it."""
@@ -380,12 +382,14 @@ class SessionStore:
         session.timer = clock.call_later(ttl, look)
 
     def _say(self, record: Record) -> None:
+        record.written = False
         try:
             self._write(record.line())
         except OSError as error:
             raise GatewayError(
                 f"the session could not be written: {error}", 500, code="log_failed"
             ) from error
+        record.written = True
 
     def find(self, session_id: str) -> Session | None:
         """The session of that id if it is open."""
@@ -515,7 +519,7 @@ class SessionStore:
         if session is not None:
             self.end(session, how)
             await stop(session)
-        if outcome_written and said:
+        if (outcome_written and said) or not record.written:
             self._say(record)
         return record.describe()
 
@@ -535,7 +539,7 @@ class SessionStore:
                     f"the turns could not be dropped: {error}", 500, code="log_failed"
                 ) from error
             record.counts.dropped = turns.stop
-        if record.ended_by != "drop":
+        if record.ended_by != "drop" or not record.written:
             record.ended_by = "drop"
             self._say(record)
         return record.describe()

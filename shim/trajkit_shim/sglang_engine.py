@@ -21,7 +21,7 @@ from trajkit_shim.engine import (
     Sampling,
     WeightSpan,
 )
-from trajkit_shim.engine_http import EngineServer
+from trajkit_shim.engine_http import UNREADABLE, EngineServer
 from trajkit_shim.limits import check_prompt
 from trajkit_shim.wire import Json
 
@@ -267,7 +267,7 @@ class Gathered:
                 if name in meta:
                     before = [] if whole else self._per_token.get(name, [])
                     self._per_token[name] = meta[name] = before + list(meta[name])
-        except (LookupError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             raise EngineError(
                 "the SGLang server's stream of /generate cannot be read: "
                 f"{type(error).__name__}: {error}"
@@ -298,6 +298,7 @@ def read_sample(reply: Mapping[str, Any], *, sampling_logprobs: bool) -> Sample:
     try:
         meta = reply["meta_info"]
         ids = [int(token) for token in reply["output_ids"]]
+        output_ids = np.array(ids, np.int32)
         scored = [
             (float(item[0]), int(item[1])) for item in meta["output_token_logprobs"]
         ]
@@ -315,7 +316,7 @@ def read_sample(reply: Mapping[str, Any], *, sampling_logprobs: bool) -> Sample:
         consumed = reply.get("prompt_token_ids")
         if consumed is not None:
             consumed = np.array([int(token) for token in consumed], np.int32)
-    except (LookupError, TypeError, ValueError) as error:
+    except UNREADABLE as error:
         raise EngineError(
             f"the SGLang server's reply to /generate cannot be read: "
             f"{type(error).__name__}: {error}"
@@ -326,7 +327,7 @@ def read_sample(reply: Mapping[str, Any], *, sampling_logprobs: bool) -> Sample:
             "output ids, or of other tokens"
         )
     return Sample(
-        output_ids=np.array(ids, np.int32),
+        output_ids=output_ids,
         output_logprobs=np.array(logprobs, np.float32),
         finish_reason=finish,
         weight_versions=spans,

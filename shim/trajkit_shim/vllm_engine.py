@@ -24,7 +24,7 @@ from trajkit_shim.engine import (
     Sampling,
     WeightSpan,
 )
-from trajkit_shim.engine_http import EngineServer
+from trajkit_shim.engine_http import UNREADABLE, EngineServer
 from trajkit_shim.limits import check_prompt
 from trajkit_shim.wire import Json
 
@@ -218,13 +218,20 @@ class VLLMEngine:
 
 def _only_one(reply: Mapping[str, Any]) -> bool:
     """Whether the reply's token is the only one with a logprob among the best two."""
-    (token,) = read_sample(reply).output_ids.tolist()
-    (scored,) = reply["choices"][0]["logprobs"]["content"]
-    others = [
-        best["logprob"]
-        for best in scored["top_logprobs"]
-        if best["token"] != f"token_id:{token}"
-    ]
+    sample = read_sample(reply)
+    try:
+        (token,) = sample.output_ids.tolist()
+        (scored,) = reply["choices"][0]["logprobs"]["content"]
+        others = [
+            float(best["logprob"])
+            for best in scored["top_logprobs"]
+            if best["token"] != f"token_id:{token}"
+        ]
+    except UNREADABLE as error:
+        raise EngineError(
+            f"the vLLM server's two best tokens of {_GENERATE} cannot be read: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     return bool(others) and all(logprob <= _NONE for logprob in others)
 
 
@@ -239,15 +246,19 @@ def read_sample(reply: Mapping[str, Any]) -> Sample:
     try:
         (choice,) = reply["choices"]
         ids = [int(token) for token in choice["token_ids"]]
+        output_ids = np.array(ids, np.int32)
         scored = choice["logprobs"]["content"]
         logprobs = [float(item["logprob"]) for item in scored]
         labels = [str(item["token"]) for item in scored]
-        finish = str(choice["finish_reason"])
+        finish = choice["finish_reason"]
+        if not isinstance(finish, str):
+            # as of a stream that ended before the reply did
+            raise TypeError(f"finish_reason is {finish!r}")
         usage = reply.get("usage") or {}
         consumed = usage.get("prompt_tokens")
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         version = reply.get("weight_version")
-    except (LookupError, TypeError, ValueError) as error:
+    except UNREADABLE as error:
         raise EngineError(
             f"the vLLM server's reply to {_GENERATE} cannot be read: "
             f"{type(error).__name__}: {error}"
@@ -259,7 +270,7 @@ def read_sample(reply: Mapping[str, Any]) -> Sample:
         )
     spans = () if version is None else (WeightSpan(str(version), 0, len(ids)),)
     return Sample(
-        output_ids=np.array(ids, np.int32),
+        output_ids=output_ids,
         output_logprobs=np.array(logprobs, np.float32),
         finish_reason=finish,
         weight_versions=spans,
@@ -292,7 +303,7 @@ class Gathered:
                 self._scored += (choice.get("logprobs") or {}).get("content") or ()
                 if choice.get("finish_reason") is not None:
                     self._choice["finish_reason"] = choice["finish_reason"]
-        except (LookupError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             raise EngineError(
                 f"the vLLM server's stream of {_GENERATE} cannot be read: "
                 f"{type(error).__name__}: {error}"

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from trajkit_shim import wire
+from trajkit_shim.answer import while_there
 from trajkit_shim.engine import Engine, EngineError, UpdatableEngine
 from trajkit_shim.errors import GatewayError
 
@@ -143,9 +144,8 @@ class Weights:
             body = wire.parse_object(await read_body(request) or b"{}")
             wire.only(body, {"timeout_s"}, "")
             seconds = 600.0 if (given := body.get("timeout_s")) is None else given
-            await self.pause(
-                wire.as_number(seconds, "timeout_s", least=0.0, most=86_400.0)
-            )
+            lease = wire.as_number(seconds, "timeout_s", least=0.0, most=86_400.0)
+            await while_there(request, self.pause(lease))
             return JSONResponse(self.describe())
 
         async def update(request: Request) -> Response:

@@ -49,7 +49,9 @@ def parse_object(body: bytes) -> Json:
         an infinity or half of a surrogate pair.
     """
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
+        value = json.loads(
+            body.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite
+        )
     except ValueError as error:
         raise GatewayError(f"the body is not JSON: {error}") from error
     except RecursionError as error:
@@ -83,6 +85,13 @@ def _check_depth(value: object) -> None:
 
 def _no_constant(name: str) -> NoReturn:
     raise GatewayError(f"the body is not JSON: it holds {name}")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise GatewayError(f"the body holds {text[:40]}, which is beyond every double")
+    return number
 
 
 def _kind(value: object) -> str:

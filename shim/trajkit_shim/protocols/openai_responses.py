@@ -308,7 +308,7 @@ def _texts(value: object, where: str, reading: Reading) -> list[str]:
         kind = content.get("type")
         if kind == "input_image" and reading.images == "omit":
             texts.append(OMITTED_IMAGE)
-        elif kind in _TEXTS:
+        elif isinstance(kind, str) and kind in _TEXTS:
             texts.append(wire.as_text(content.get("text"), f"{at}.text"))
         else:
             refuse(

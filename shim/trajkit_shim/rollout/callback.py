@@ -20,10 +20,18 @@ class Callback:
     Parameters
     ----------
     url : str
+
+    Raises
+    ------
+    ValueError
+        It is no URL.
     """
 
     def __init__(self, url: str) -> None:
-        self._url = url
+        try:
+            self._url = httpx.URL(url)
+        except httpx.InvalidURL as error:
+            raise ValueError(f"{url!r}: {error}") from error
         self._client = httpx.Client(timeout=_TIMEOUT_SECONDS, trust_env=False)
         self.missed = 0
 

@@ -154,7 +154,10 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         from trajkit_shim.serve import running
     settings = _settings(parser, arguments)
     tasks = read_tasks(arguments.tasks)
-    callback = None if arguments.callback is None else Callback(arguments.callback)
+    try:
+        callback = None if arguments.callback is None else Callback(arguments.callback)
+    except ValueError as error:
+        parser.error(f"--callback {error}")
     with Rollouts(tasks, settings, arguments.out, callback) as rollouts:
         summary = Summary(before=rollouts.before, rollouts=[], seconds=0.0)
         if rollouts.to_do:

@@ -19,10 +19,9 @@ from trajkit_shim.sandbox import Done, SandboxError
 # a shell says so of a command that it cannot run or find
 _NOT_RUN = (126, 127)
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-# pytest -rA: PASSED tests/test_a.py::test_b - reason
-_PYTEST = re.compile(
-    r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) ([^\s(].*?)(?: - .*)?$"
-)
+# pytest -rA: FAILED tests/test_a.py::test_b - reason; what passed has no reason, and its
+# parameters may hold what begins one
+_PYTEST = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) ([^\s(].*)$")
 # unittest -v: test_b (test_a.Case.test_b) ... ok; a test's docstring comes between the
 # two, on a line of its own
 _UNITTEST = re.compile(r"^(\w+) \((\S+)\)(?: \.\.\. (.+))?$")
@@ -115,13 +114,14 @@ def _by_reward_file(work: Work, rules: Grade) -> float:
     done = _run(work, rules.command, rules)
     for name in ("reward.txt", "reward.json"):
         try:
-            text = sandbox.get(f"{logs}/{name}").decode()
+            text = sandbox.get(f"{logs}/{name}")
         except SandboxError:
             continue
         try:
-            return _number(json.loads(text))
-        except (ValueError, TypeError) as error:
-            reason = f"{name} is {text.strip()[:80]!r}: {error}"
+            return _number(json.loads(text.decode()))
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
+            said = text.decode(errors="replace").strip()[:80]
+            reason = f"{name} is {said!r}: {error}"
             raise StageError("grade", reason) from error
     raise StageError("grade", f"the verifier wrote no reward: {done.how}")
 
@@ -160,6 +160,8 @@ def test_results(output: bytes) -> dict[str, bool]:
         word: str | None = None
         if match := _PYTEST.match(line):
             word, begun = match.groups()
+            if word != "PASSED":
+                begun, _, _ = begun.partition(" - ")
         elif match := _UNITTEST.match(line):
             method, begun, word = match.groups()
             # before Python 3.11 the method is not in the brackets

@@ -22,6 +22,7 @@ from trajkit_shim.rollout.journal import Journal, Rollout
 from trajkit_shim.rollout.tasks import Task
 from trajkit_shim.rollout.workspace import AGENT_ENV, StageError, Workspace
 from trajkit_shim.sandbox import Sandbox, SandboxError, SandboxKind, Spec
+from trajkit_shim.sandboxes.local import remove
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +139,8 @@ class Rollouts:
         # of tasks times repeats, over in earlier calls
         self.before = len(wanted) - len(self._todo)
         # what a killed run left behind
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        if self._scratch.exists():
+            remove(self._scratch)
         self._scratch.mkdir()
 
     @property

@@ -11,6 +11,7 @@ import json
 import re
 import subprocess
 import tarfile
+import tempfile
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -85,15 +86,30 @@ class Checkout:
 
     def archive(self) -> bytes:
         """See `Files`."""
-        done = subprocess.run(
-            ["git", "-C", self.repository, "archive", "--format=tar", self.revision],
-            capture_output=True,
-            check=False,
-        )
+        here = ("-C", str(self.repository))
+        revision = self._git(*here, "rev-parse", "--verify", self.revision)
+        form = self._git(*here, "rev-parse", "--show-object-format")
+        place = ("rev-parse", "--path-format=absolute", "--git-path", "objects")
+        objects = self._git(*here, *place)
+        # an archive leaves out or changes files where the repository's attributes say so,
+        # which only those of a repository's own directory overrule
+        with tempfile.TemporaryDirectory() as bare:
+            self._git("init", "-q", "--bare", f"--object-format={form.decode()}", bare)
+            for name, text in (
+                ("objects/info/alternates", objects + b"\n"),
+                ("info/attributes", b"* -export-ignore -export-subst\n"),
+            ):
+                (Path(bare) / name).parent.mkdir(exist_ok=True)
+                (Path(bare) / name).write_bytes(text)
+            where = f"--git-dir={bare}"
+            return self._git(where, "archive", "--format=tar", revision.decode())
+
+    def _git(self, *arguments: str) -> bytes:
+        done = subprocess.run(["git", *arguments], capture_output=True, check=False)
         if done.returncode:
             said = done.stderr.decode(errors="replace").strip()
             raise FormatError(f"{self.repository} at {self.revision!r}: {said}")
-        return done.stdout
+        return done.stdout if "archive" in arguments else done.stdout.strip()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +216,11 @@ def read_tasks(path: Path) -> list[Task]:
         A file cannot be read.
     """
     if path.is_file():
-        lines = path.read_text(encoding="utf-8").splitlines()
+        try:
+            # a text may hold what Python, not JSON, takes for the end of a line
+            lines = path.read_text(encoding="utf-8").split("\n")
+        except ValueError as error:
+            raise FormatError(f"{path}: {error}") from error
         tasks = [
             _task(_parsed(line, f"{path}:{number}"), f"{path}:{number}", path.parent)
             for number, line in enumerate(lines, 1)

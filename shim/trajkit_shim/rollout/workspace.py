@@ -11,6 +11,21 @@ from trajkit_shim.sandbox import Done, Sandbox, pack
 
 _GIT_SECONDS = 300.0
 _EXCLUDED = b"__pycache__/\n*.py[cod]\n"
+# a file is its bytes, whatever the workspace's attributes would have git make of them
+_ATTRIBUTES = b"* -text -ident -filter -working-tree-encoding\n"
+# What is below another repository git takes for that one's business. So a nested
+# repository's .git is put aside for a moment; that of the workspace itself is no file of
+# it.
+_ASIDE = ".git~trajkit"
+_ADD = f"""
+find . -path ./.git -prune -o -name .git -prune -exec sh -c \\
+  'for each; do mv "$each" "${{each%.git}}{_ASIDE}"; done' sh {{}} +
+"$@"
+code=$?
+find . -name '{_ASIDE}' -prune -exec sh -c \\
+  'for each; do mv "$each" "${{each%{_ASIDE}}}.git"; done' sh {{}} +
+exit $code
+"""
 
 _IDENTITY = {
     f"GIT_{who}_{what}": value
@@ -97,7 +112,9 @@ class Workspace:
         script += " && git commit -qm Start --allow-empty; }"
         self._must("setup", ["sh", "-c", script], {**_IDENTITY, **_FIRST})
         self._must("setup", ["git", "init", "-q", "--bare", self._base])
-        self.sandbox.put(pack({"exclude": _EXCLUDED}), f"{self._base}/info")
+        excluded = _EXCLUDED + f"{_ASIDE}\n".encode()
+        files_of_info = {"exclude": excluded, "attributes": _ATTRIBUTES}
+        self.sandbox.put(pack(files_of_info), f"{self._base}/info")
         self._start = self._snapshot("setup")
 
     def diff(self) -> bytes:
@@ -138,12 +155,15 @@ class Workspace:
 
     def _snapshot(self, stage: str) -> str:
         """The tree of all files, as git names it."""
-        self._git(stage, "add", "--all", ".")
+        add = ["git", *self._where(), "add", "--all", "."]
+        self._must(stage, ["sh", "-c", _ADD, "sh", *add])
         return self._git(stage, "write-tree").stdout.decode().strip()
 
     def _git(self, stage: str, *arguments: str, stdin: bytes = b"") -> Done:
-        where = (f"--git-dir={self._base}", f"--work-tree={self.path}")
-        return self._must(stage, ["git", *where, *arguments], stdin=stdin)
+        return self._must(stage, ["git", *self._where(), *arguments], stdin=stdin)
+
+    def _where(self) -> tuple[str, str]:
+        return f"--git-dir={self._base}", f"--work-tree={self.path}"
 
     def _must(
         self,

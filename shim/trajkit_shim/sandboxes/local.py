@@ -134,10 +134,7 @@ class LocalSandbox(Sandbox):
             _sweep(_OWNER, self._owner)
             if not self._root.exists():
                 return
-            # a directory that was made read-only keeps what is in it
-            for folder, _, _ in os.walk(self._root):
-                os.chmod(folder, stat.S_IRWXU)
-            shutil.rmtree(self._root)
+            remove(self._root)
 
     def place(self, path: str) -> str:
         """Below the sandbox's own directory."""
@@ -175,6 +172,18 @@ class LocalSandbox(Sandbox):
             _OWNER: self._owner,
             **more,
         }
+
+
+def remove(root: Path) -> None:
+    """Remove a directory and all in it, whatever the modes that an agent gave it."""
+    os.chmod(root, stat.S_IRWXU)
+    for folder, names, _ in os.walk(root):
+        # a directory that nobody may read or write keeps what is in it
+        for name in names:
+            place = os.path.join(folder, name)
+            if not os.path.islink(place):
+                os.chmod(place, stat.S_IRWXU)
+    shutil.rmtree(root)
 
 
 def _sweep(variable: str, value: str) -> None:

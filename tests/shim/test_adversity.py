@@ -1,0 +1,376 @@
+"""Clients, engines, disks and agents that do what nobody should."""
+
+import asyncio
+import errno
+import json
+import os
+import stat
+import subprocess
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+import trajkit as tk
+from tests.shim.clients import in_process
+from tests.shim.fakes import (
+    RENDERER,
+    Held,
+    PiecewiseEngine,
+    ScriptedEngine,
+    sampled,
+)
+from tests.shim.test_grade import graded, results_of, task_of
+from tests.shim.test_vllm_engine import IDS, reply
+from tests.shim.test_weights import Updatable
+from trajkit.errors import FormatError
+from trajkit_shim import sglang_engine, vllm_engine, wire
+from trajkit_shim.app import create_app
+from trajkit_shim.engine import EngineError
+from trajkit_shim.errors import GatewayError
+from trajkit_shim.journal import Journal
+from trajkit_shim.log import TurnLog
+from trajkit_shim.resend import says_retry
+from trajkit_shim.rollout.callback import Callback
+from trajkit_shim.rollout.tasks import Folder, Grade, Task, read_tasks
+from trajkit_shim.rollout.workspace import StageError, Workspace
+from trajkit_shim.sandbox import Spec
+from trajkit_shim.sandboxes.local import SANDBOX, remove
+from trajkit_shim.serve import running
+
+USER = {"role": "user", "content": "hi"}
+
+pytestmark = pytest.mark.anyio
+
+
+# what clients send
+
+
+def test_a_number_beyond_every_double_is_no_json():
+    with pytest.raises(GatewayError, match="1e400"):
+        wire.parse_object(b'{"metadata": {"x": [1e400]}}')
+    assert wire.parse_object(b'{"x": -1.5e3}') == {"x": -1500.0}
+
+
+async def test_a_part_whose_type_is_no_name_is_refused(tmp_path):
+    body = {"input": [{"role": "user", "content": [{"type": {}}]}]}
+    async with in_process(ScriptedEngine(), RENDERER, tmp_path) as gateway:
+        key = await gateway.open_id()
+        answer = await gateway.http.post(f"/s/{key}/v1/responses", json=body)
+    assert answer.status_code == 400
+    assert "input[0].content[0].type" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("count", "again"),
+    [("0", False), ("00", False), ("2", True), ("9" * 5000, True), ("-1", False)],
+)
+def test_a_count_of_retries_of_any_length(count, again):
+    assert says_retry({"x-stainless-retry-count": count}) is again
+
+
+async def test_half_a_surrogate_pair_that_a_model_spells_is_recorded(tmp_path):
+    said = '<tool_call>\n{"name": "\\ud800", "arguments": {}}\n</tool_call>'
+    async with in_process(ScriptedEngine(sampled(said)), RENDERER, tmp_path) as gateway:
+        key = await gateway.open_id()
+        answer = await gateway.http.post(
+            f"/s/{key}/v1/chat/completions", json={"messages": [USER]}
+        )
+    assert answer.status_code == 200, answer.text
+    assert len(gateway.turns()) == 1
+
+
+# what engines give
+
+
+def sglang_reply(**changes):
+    return {
+        "output_ids": [1],
+        "meta_info": {
+            "output_token_logprobs": [[-1.0, 1, None]],
+            "finish_reason": {"type": "stop"},
+            **changes.pop("meta", {}),
+        },
+        **changes,
+    }
+
+
+def vllm_reply(**changes):
+    made = reply()
+    made["choices"][0] |= changes.pop("choice", {})
+    return {**made, **changes}
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        sglang_reply(output_ids=[2**40], meta={"output_token_logprobs": [[-1, 2**40]]}),
+        sglang_reply(output_ids=[float("inf")]),
+        sglang_reply(prompt_token_ids=[2**40]),
+        sglang_reply(meta={"output_token_logprobs": [[10**400, 1]]}),
+    ],
+    ids=["id", "infinite id", "prompt", "logprob"],
+)
+def test_numbers_that_fit_nowhere_are_the_sglang_server_s_fault(broken):
+    with pytest.raises(EngineError, match="cannot be read"):
+        sglang_engine.read_sample(broken, sampling_logprobs=False)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        vllm_reply(choice={"finish_reason": None}),
+        vllm_reply(choice={"token_ids": [float("inf")]}),
+        vllm_reply(usage=[1]),
+        vllm_reply(usage={"prompt_tokens_details": [1]}),
+        reply([2**40]),
+    ],
+    ids=["no end", "infinite id", "usage", "details", "id"],
+)
+def test_replies_that_make_no_sense_are_the_vllm_server_s_fault(broken):
+    with pytest.raises(EngineError, match="cannot be read"):
+        vllm_engine.read_sample(broken)
+
+
+@pytest.mark.parametrize("best", [None, [{}], [{"token": "x", "logprob": None}]])
+async def test_a_probe_of_vllm_that_cannot_be_read(best):
+    made = reply(IDS[:1])
+    made["choices"][0]["logprobs"]["content"][0]["top_logprobs"] = best
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, json=made))
+    engine = vllm_engine.VLLMEngine(
+        "http://127.0.0.1",
+        vocab_size=9000,
+        max_context_tokens=100,
+        client=httpx.AsyncClient(transport=transport),
+    )
+    with pytest.raises(EngineError, match="cannot be read"):
+        await engine._gives_processed(np.array([1], np.int32), "s")
+    await engine.close()
+
+
+@pytest.mark.parametrize("wrong", [-1, 260, 2**31 - 1])
+async def test_a_streamed_id_outside_the_vocabulary(tmp_path, wrong):
+    good = sampled("hello")
+    ids = good.output_ids.copy()
+    ids[2] = wrong
+    engine = PiecewiseEngine(replace(good, output_ids=ids))
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        key = await gateway.open_id()
+        answer = await gateway.http.post(
+            f"/s/{key}/v1/chat/completions", json={"messages": [USER], "stream": True}
+        )
+    assert str(wrong) in answer.text
+    assert "outside its vocabulary" in answer.text
+    assert gateway.turns() == []
+
+
+# what trainers and disks do
+
+
+async def test_a_trainer_that_hangs_up_while_it_pauses(tmp_path):
+    engine = Updatable()
+    engine.fails["pause"] = "hangs"
+    app = create_app(engine, RENDERER, TurnLog(tmp_path / "log"))
+    with running(app) as url:
+        async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
+            with pytest.raises(httpx.ReadTimeout):
+                await http.post("/engine/pause", json={}, timeout=0.3)
+            engine.fails.clear()
+            for _ in range(200):
+                if ("resume",) in engine.told:
+                    break
+                await asyncio.sleep(0.02)
+            assert engine.told == [("pause",), ("resume",)]
+            assert (await http.get("/engine")).json()["paused"] is False
+
+
+@pytest.mark.parametrize("how", ["finish", "drop"])
+async def test_an_end_that_could_not_be_written_is_written_when_asked_again(
+    tmp_path, monkeypatch, how
+):
+    async with in_process(ScriptedEngine(), RENDERER, tmp_path) as gateway:
+        key = await gateway.open_id()
+
+        def fails(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", fails)
+            failed = await gateway.http.post(f"/sessions/{key}/{how}")
+        assert failed.status_code == 500
+        again = await gateway.http.post(f"/sessions/{key}/{how}")
+        assert again.status_code == 200
+    (line,) = tk.read_sessions(gateway.log.directory).to_pylist()
+    assert line["ended_by"] == how
+
+
+def test_a_full_disk_does_not_keep_a_journal_open(tmp_path, monkeypatch):
+    journal = Journal(tmp_path, "x", tk.schema.AMENDMENTS)
+    journal.start()
+
+    def fails(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", fails)
+        journal.close()
+    assert len(os.listdir("/proc/self/fd")) == before - 1
+
+
+async def test_a_trainer_that_hangs_up_while_calls_end(tmp_path):
+    held = Held("hello")
+    app = create_app(ScriptedEngine(held), RENDERER, TurnLog(tmp_path / "log"))
+    with running(app) as url:
+        async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
+            key = (await http.post("/sessions", json={})).json()["api_key"]
+            path, body = f"/s/{key}/v1/chat/completions", {"messages": [USER]}
+            call = asyncio.create_task(http.post(path, json=body))
+            while (await http.get("/healthz")).json()["sessions"]["in_flight"] == 0:
+                await asyncio.sleep(0.01)
+            with pytest.raises(httpx.ReadTimeout):
+                await http.post("/admin/pause", json={}, timeout=0.3)
+            for _ in range(200):
+                if (await http.get("/healthz")).json()["status"] == "ok":
+                    break
+                await asyncio.sleep(0.02)
+            assert (await http.get("/healthz")).json()["status"] == "ok"
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+
+
+# what agents, verifiers and tasks do
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        r"printf '\377' > {logs}/reward.txt",
+        "python -c 'print(10**400)' > {logs}/reward.txt",
+        'echo \'{"a": 1e308, "b": 1e308}\' > {logs}/reward.json',
+        "python -c 'print(100000 * \"[\")' > {logs}/reward.txt",
+    ],
+    ids=["bytes", "huge", "overflow", "deep"],
+)
+def test_a_reward_that_cannot_be_read_ends_its_own_rollout(tmp_path, command):
+    with pytest.raises(StageError, match=r"reward\.(txt|json) is "):
+        graded(tmp_path, grade={"kind": "reward_file", "command": command})
+
+
+def test_a_test_that_passed_may_have_a_hyphen_in_its_parameters():
+    said = b"PASSED t.py::a[x - y]\nFAILED t.py::b - x - y\n"
+    assert results_of(said) == {"t.py::a[x - y]": True, "t.py::b": False}
+
+
+def test_a_line_of_tasks_ends_where_json_says_so(tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    task = {"id": "a", "prompt": "one\u2028two\x85", "grade": {"command": "true"}}
+    path.write_text(json.dumps(task, ensure_ascii=False) + "\r\n", newline="")
+    (read,) = read_tasks(path)
+    assert read.prompt == task["prompt"]
+    path.write_bytes(b'{"id": "\xff"}')
+    with pytest.raises(FormatError, match=r"tasks\.jsonl: .*utf-8"):
+        read_tasks(path)
+
+
+def test_a_commit_is_a_workspace_with_all_its_files(tmp_path):
+    repository = tmp_path / "repository"
+    (repository / "tests").mkdir(parents=True)
+    attributes = "tests export-ignore\nversion export-subst\n"
+    (repository / ".gitattributes").write_text(attributes)
+    (repository / "tests/a").write_text("a")
+    (repository / "version").write_text("$Format:%H$")
+    who = ("-c", "user.name=a", "-c", "user.email=a@localhost")
+    for step in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        subprocess.run(["git", *who, *step], cwd=repository, check=True)
+    command = "test -e tests/a && grep -qF 'Format:%H' version"
+    fields = {"repository": "repository", "grade": {"command": command}}
+    assert graded(tmp_path, **fields) == 1.0
+    task = task_of(tmp_path, **fields)
+    assert task.digest() == task_of(tmp_path, **fields).digest()
+
+
+COMMIT = "git add -A && git -c user.name=a -c user.email=a@localhost commit -qm x"
+
+
+@pytest.mark.parametrize(
+    ("before", "change"),
+    [
+        ("printf '* text=auto\\n' > .gitattributes", "printf 'a\\r\\nb\\r\\n' > a"),
+        (
+            "printf '* text=auto\\n' > .gitattributes; printf 'a\\r\\n' > a",
+            "printf 'a\\n' > a",
+        ),
+        (
+            "printf '* ident\\n' > .gitattributes; echo '$Id: x $' > a",
+            "echo '$Id: y $' > a; echo z >> a",
+        ),
+        ("true", "git init -q b && echo b > b/a"),
+        ("true", f"git init -q b && cd b && echo b > a && {COMMIT}"),
+        (f"git init -q b; cd b; echo b > a; {COMMIT}", "echo c > b/a"),
+        ("mkdir a; echo b > a/c", "rm -r a; ln -s /tmp a"),
+        (
+            "true",
+            "mkdir 'x y'; printf b > \"x y/q'\\\"\n\"; printf '\\0\\377' > -f; "
+            "ln -s /nowhere l; mkfifo pipe",
+        ),
+    ],
+    ids=["crlf", "line ends", "ident", "empty", "nested", "within", "link", "odd"],
+)
+def test_what_an_agent_leaves_is_what_is_graded(tmp_path, before, change):
+    source = tmp_path / "source"
+    source.mkdir()
+    subprocess.run(["sh", "-c", before], cwd=source, check=True)
+    rules = Grade(kind="completed")
+    task = Task(task_id="t", prompt="p", workspace=Folder(source), grade=rules)
+    # git knows no directories; what a repository's own one holds is not the workspace's
+    look = (
+        "find . -name .git -prune -o -type l -print -o -type f -print0 | sort -z | "
+        "xargs -0 md5sum"
+    )
+
+    def box(name):
+        options = {"namespaces": "no"}
+        return SANDBOX(Spec(name=name, scratch=tmp_path, options=options))
+
+    with box("agent") as agent, box("copy") as copy:
+        work, fresh = Workspace(task, agent), Workspace(task, copy)
+        work.prepare()
+        fresh.prepare()
+        made = agent.exec(["sh", "-c", change], timeout_s=60, cwd=work.path)
+        assert made.code == 0, made.stderr
+        fresh.apply(work.diff())
+        shell = ["sh", "-c", look]
+        one = agent.exec(shell, timeout_s=60, cwd=work.path).stdout
+        assert copy.exec(shell, timeout_s=60, cwd=fresh.path).stdout == one
+        # nothing stays put aside
+        assert not agent.exec(["find", "-name", "*~*"], timeout_s=60).stdout
+
+
+def test_a_callback_that_is_no_url_is_told_before_anything_runs():
+    with pytest.raises(ValueError, match="http://"):
+        Callback("http://host:port")
+
+
+def test_directories_that_an_agent_closed_are_removed():
+    user = os.geteuid()
+    if user == 0:
+        # whom modes hold back
+        os.seteuid(65534)
+    try:
+        with tempfile.TemporaryDirectory() as outside:
+            root = Path(tempfile.mkdtemp())
+            (root / "a/b").mkdir(parents=True)
+            (root / "a/b/c").write_text("c")
+            (root / "link").symlink_to(outside)
+            os.chmod(outside, 0o755)
+            os.chmod(root / "a/b", 0)
+            os.chmod(root / "a", 0o555)
+            remove(root)
+            assert not root.exists()
+            assert stat.S_IMODE(os.stat(outside).st_mode) == 0o755
+    finally:
+        os.seteuid(user)
