@@ -26,6 +26,7 @@
 
 Kernels never allocate: the caller passes every output buffer.
 """
+cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING
 from cpython.dict cimport PyDict_GetItemWithError, PyDict_Next
 from cpython.float cimport PyFloat_AS_DOUBLE, PyFloat_CheckExact

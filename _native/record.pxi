@@ -5,6 +5,8 @@ cdef enum:
     WORD = 16  # characters
 
 
+@cython.auto_pickle(False)
+@cython.final
 cdef class Growth:
     """The forest of a session's paths, grown call by call.
 
@@ -16,13 +18,14 @@ cdef class Growth:
     cdef Node[::1] nodes
     cdef int32_t[::1] stack
     cdef int32_t[::1] ends
+    cdef token_t[::1] path
     cdef int64_t n_calls
     cdef int64_t n_room
     cdef Cursor cursor
 
     def __cinit__(self):
         self.n_calls = self.n_room = 0
-        memset(&self.cursor, 0, sizeof(Cursor))  # no path is kept
+        memset(&self.cursor, 0, sizeof(Cursor))
 
     def attach(
         self,
@@ -56,6 +59,46 @@ cdef class Growth:
         """Calls for which there is room."""
         return self.n_room
 
+    @property
+    def length(self):
+        """Tokens of the call inserted last."""
+        return self.cursor.path_len
+
+    def hold_path(self, token_t[::1] path not None):
+        """Keep the path of the call inserted last in one piece, or do not.
+
+        It is compared at once, where calls that bring little would be one by one.
+
+        Parameters
+        ----------
+        path : buffer of int32
+            Filled, and with room for every call that is inserted later. Empty: not kept.
+        """
+        cdef int32_t slot, node
+        if path.shape[0]:
+            _check_length("path", path.shape[0], self.cursor.path_len)
+        self.path = path
+        self.cursor.path = &path[0] if path.shape[0] else NULL
+        if self.cursor.path == NULL:
+            return
+        for slot in range(1, self.cursor.depth):
+            node = self.stack[slot]
+            _copy(
+                &self.calls[self.nodes[node].source], &path[self.nodes[node].start],
+                self.nodes[node].start, self.nodes[node].stop,
+            )
+
+    cdef int32_t _slot_of(self, pos_t position) noexcept nogil:
+        """Where on the stack the node is that holds a position, or ends there."""
+        cdef int32_t low = 0, high = self.cursor.depth - 1, middle
+        while low < high:
+            middle = (low + high) // 2
+            if self.nodes[self.stack[middle]].stop < position:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
     def find(self, const token_t[::1] prompt not None):
         """How many tokens of a prompt start like a path, and a call that has them.
 
@@ -78,7 +121,11 @@ cdef class Growth:
         nodes = &self.nodes[0]
         node = self.stack[0]
         with nogil:
-            while position < n:
+            if self.cursor.path != NULL:
+                position = _lcp(self.cursor.path, &prompt[0], min(self.cursor.path_len, n))
+                slot = self._slot_of(position)
+                node = self.stack[slot]
+            while position < n and position == nodes[node].stop:
                 # it goes on as the call before, most of the time
                 slot += 1
                 child = self.stack[slot] if slot < depth else -1
@@ -95,8 +142,6 @@ cdef class Growth:
                 run = <const token_t*><intptr_t>call.own + (start - call.own_start)
                 position += _lcp(run, &prompt[start], min(nodes[child].stop, n) - start)
                 node = child
-                if position < nodes[child].stop:
-                    break
         return position, nodes[node].source
 
     def insert(
@@ -136,6 +181,8 @@ cdef class Growth:
             raise LayoutError(f"call {index} has the base {base}")
         if not 0 <= shared <= (_held_len(&self.calls[base]) if base >= 0 else 0):
             raise LayoutError(f"call {index} shares {shared} tokens with call {base}")
+        if self.cursor.path != NULL:
+            _check_length("path", self.path.shape[0], shared + n_new + out_len)
         if n_new < 0 or out_len < 0 or n_new + out_len > held.shape[0]:
             raise LayoutError(
                 f"call {index} holds {held.shape[0]} ids: {n_new} and {out_len} are needed"
@@ -276,8 +323,6 @@ def known_messages(
     if ids.shape[0] != n or nodes.shape[0] != n or start < 0:
         raise LayoutError("one id and one node are needed for each message")
     for i in range(start, n):
-        if i + 1 < n:
-            __builtin_prefetch(PyList_GET_ITEM(messages, i + 1))
         at, tries = child[node], 0
         while at >= 0 and tries < TRIES:
             if _is_said(said, message_of[at], messages, i):

@@ -4,7 +4,7 @@ Arrays are contiguous; records have the dtypes of trajkit/layout.py.
 """
 
 from array import array
-from typing import TypeAlias
+from typing import TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -73,9 +73,13 @@ def grow_forest(
 ) -> None: ...
 
 # record.pxi
+@final
 class Growth:
     @property
     def room(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    def hold_path(self, path: _I32) -> None: ...
     def attach(
         self, calls: _Records, nodes: _Records, stack: _I32, ends: _I32
     ) -> None: ...

@@ -28,6 +28,9 @@ ChatMessage: TypeAlias = dict[str, object] | tuple[bytes, str]
 Floats: TypeAlias = npt.NDArray[np.float32]
 _NO_LOGPROBS: Floats = np.empty(0, np.float32)
 _LOGPROBS = float(NO_LOGPROB), float(MAX_LOGPROB)
+# Tokens per call: where they bring no more, a copy of the path costs less than the calls'
+# own records, and saves looking at one after another.
+_SHORT = 16
 _NO_FAULT = (-1, -1, -1)
 
 _Item = TypeVar("_Item", bound=np.generic)
@@ -65,6 +68,7 @@ class Recording:
     nodes: Records = field(default_factory=lambda: np.empty(0, NODE))
     stack: Ints = field(default_factory=lambda: np.empty(0, np.int32))
     ends: Ints = field(default_factory=lambda: np.empty(0, np.int32))
+    path: Ints = field(default_factory=lambda: np.empty(0, np.int32))
     talk: Talk = field(default_factory=Talk)
     # per call, the node of its messages and its reply; -1: it has no list of messages
     shown: list[int] = field(default_factory=list)
@@ -131,6 +135,9 @@ class Recording:
 
         if index == self.paths.room:
             self._make_room()
+        length = len(prompt) + len(output)
+        if len(self.path) and length > len(self.path):
+            self._hold_path(length)
         base, n_base = self.paths.insert(held, shared, len(new), len(output), base)
         self.held.append(held)
         if valid is not None:
@@ -153,6 +160,13 @@ class Recording:
         self.stack = _longer(self.stack, 2 * n + 1)
         self.ends = _longer(self.ends, n)
         self.paths.attach(self.calls, self.nodes, self.stack, self.ends)
+        self._hold_path(self.paths.length)
+
+    def _hold_path(self, length: int) -> None:
+        """Keep the last call's path of this length in one piece, if calls bring little."""
+        kept = length <= _SHORT * self.paths.room
+        self.path = np.empty(length + length // 8 + 16 if kept else 0, np.int32)
+        self.paths.hold_path(self.path)
 
     def _add_messages(self, heard: Heard, base: int) -> None:
         shared, shown = self.talk.add(heard, self.shown[base] if base >= 0 else -1)

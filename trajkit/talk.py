@@ -53,6 +53,8 @@ class Talk:
     sibling: Places = field(default_factory=lambda: array("i", [-1]))
     # which message a key alone means, once the session has it
     by_key: dict[tuple[bytes, str], int] = field(default_factory=dict)
+    # messages that may stand in the tree: those with a smaller id
+    n_placed: int = 0
 
     def read(self, messages: object, reply: object, where: str) -> Heard:
         """What a call says; nothing counts yet.
@@ -73,7 +75,9 @@ class Talk:
             return _NOTHING
         ids, nodes = None, NO_IDS
         if messages is not None:
-            if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+            if not isinstance(messages, list) and (
+                not isinstance(messages, Sequence) or isinstance(messages, (str, bytes))
+            ):
                 raise InvalidTurnsError(
                     f"{where}prompt_messages is of type {type(messages).__name__}: "
                     "expected a list of dicts"
@@ -100,7 +104,7 @@ class Talk:
                 node = int(nodes[found - 1])
             # a message known elsewhere, or one of many that stand at this place
             number = self._read(messages[found], f"{where}[{found}]")
-            child = _core.child_with(*tree, node, number)
+            child = self._child(node, number)
             if child < 0:
                 break
             ids[found], nodes[found] = number, child
@@ -162,6 +166,7 @@ class Talk:
         for message in new:
             end = self._step(end, message)
             tail.append(end)
+            self.n_placed = max(self.n_placed, message + 1)
         shared = 0
         if base >= 0:
             # up the base's list, as far as it is this one
@@ -177,7 +182,9 @@ class Talk:
                 )
             ):
                 node = parents[node]
-        return shared, end if heard.reply < 0 else self._step(end, heard.reply)
+        shown = end if heard.reply < 0 else self._step(end, heard.reply)
+        self.n_placed = len(self.said)
+        return shared, shown
 
     def _mean(self, numbers: list[int]) -> None:
         """Let the keys of these messages stand for them, those with a body first."""
@@ -189,10 +196,16 @@ class Talk:
                 self.by_key[name] = number
                 self.said[known] = ()  # its key is found as the other's from now on
 
+    def _child(self, node: int, message: int) -> int:
+        if message >= self.n_placed:
+            return -1
+        return _core.child_with(
+            self.message_of, self.child, self.sibling, node, message
+        )
+
     def _step(self, node: int, message: int) -> int:
         """The node of a node's list and one message more."""
-        tree = self.message_of, self.child, self.sibling
-        known = _core.child_with(*tree, node, message)
+        known = self._child(node, message)
         if known >= 0:
             return known
         child = len(self.parents)
