@@ -151,6 +151,10 @@ def streamed(form: Form) -> Iterator[Line]:
     beside = f"{PLAIN}, full prompts"
     ours, plain = found.ours_delta, found.plain_full
     yield Line(f"{what}, delta form", ours, "M tokens/s", beside, plain, more=True)
+    what = "Arrow IPC to Arrow IPC, trl, delta form"
+    ours = found.ours_streams
+    yield Line(what, ours, "M tokens/s", beside, plain, more=True)
+    what = "Parquet to Parquet, trl"
     peak, first = found.run["peak"], found.run["first_half"]
     what = f"{what}, {form.streamed:,} rollouts, peak of memory"
     yield Line(what, peak, "MiB", "in the first half", first)

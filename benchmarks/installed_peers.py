@@ -8,10 +8,13 @@ name, and prints both times. A peer that is not installed there, or can't be imp
 named, and the others go on. Rows that differ are named with the first difference; such a
 line has no ratio.
 
-    pip install torch==2.13.0 trl     # trl.experimental.async_grpo: the rule of TRL
-    pip install torch==2.13.0 skyrl   # skyrl.train.generators: merge_stepwise_output
+    pip install torch trl
+    pip install torch transformers datasets peft loguru omegaconf accelerate aiohttp
+    pip install requests ray==2.56.0 torchdata jaxtyping
+    pip install --no-deps skyrl skyrl-gym   # the rest of what it names needs a GPU
 
-No package holds the code of the others: what is timed for those is `benchmarks.policies`.
+SkyRL's configuration can't be imported under Python 3.11. Of the other peers no package is
+known to hold the code that makes rows: what is timed for those is `benchmarks.policies`.
 """
 
 import argparse
@@ -52,7 +55,8 @@ def said_by(peer: str, python: str, folder: Path, repeats: int) -> dict[str, Any
         target = Path(name) / "rows.json"
         script = Path(__file__).with_name("in_peer.py")
         done = subprocess.run(
-            [python, str(script), peer, str(folder), str(target), str(repeats)],
+            # -P: the modules beside the script are not those that a peer asks for
+            [python, "-P", str(script), peer, str(folder), str(target), str(repeats)],
             capture_output=True,
             text=True,
             check=False,

@@ -182,7 +182,8 @@ def print_times(label: str, against: Against, plain: Timing, trie: Timing) -> No
             f"{taken.median / floor:6.2f} times copying ({floor * 1e3:.3f} ms)"
         )
     ratio = times[0].median / times[1].median
-    print(f"{'  two threads':<44}{ratio:.2f} times one")
+    copying = against.floors[0] / against.floors[1]
+    print(f"{'  two threads':<44}{ratio:.2f} times one; of copying {copying:.2f}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ through `trajkit.linearize_file` in a process of its own, whose memory is watche
 which two threads have work at a time (one reads and makes rows, one writes). Beside
 it stands the same work in plain Python over lists, timed on a sample: read a Parquet file
 with pyarrow, make the rows of each rollout by the rule, write them with pyarrow. The rows
-of the sample are compared first. Tokens are those of the rows that are written.
+of the sample are compared first. Tokens are those of the rows that are written. A last line
+has the run from and to Arrow IPC streams, which are not compressed: most of what Parquet
+takes is its own encoding.
 """
 
 import argparse
@@ -202,6 +204,7 @@ class Streamed:
     plain_delta: float
     ours_full: float
     ours_delta: float
+    ours_streams: float  # from and to Arrow IPC
     run: dict[str, float]  # as `watched` says it
 
 
@@ -236,6 +239,7 @@ def main(words: list[str] | None = None) -> None:
     report(
         "  beside plain Python from full prompts", found.ours_delta, found.plain_full
     )
+    report("  and from Arrow IPC to Arrow IPC", found.ours_streams, found.plain_full)
     said = found.run
     print(f"\n{said['tokens']:,.0f} tokens in {said['seconds']:.1f} s")
     for label in ("first_half", "second_half", "peak"):
@@ -254,7 +258,13 @@ def measure(folder: Path, n_rollouts: int, n_sample: int) -> Streamed:
     for source in (few_full, few):
         seconds, tokens = plain_run(source, rows)
         plain.append(tokens / seconds)
-    ours = [watched(source, rows) for source in (few_full, run)]
+    arrows = folder / "run.arrows"
+    tk.write_turns(tk.stream_turns(run), arrows)
+    ours = [
+        watched(few_full, rows),
+        watched(run, rows),
+        watched(arrows, folder / "rows.arrows"),
+    ]
     rates = [said["tokens"] / said["seconds"] for said in ours]
     return Streamed(run.stat().st_size, *plain, *rates, ours[1])
 
