@@ -140,3 +140,18 @@ def test_sessions_are_read_beside_turns_and_feed_linearize(tmp_path):
 def test_a_directory_without_sessions_says_so(tmp_path):
     with pytest.raises(FormatError, match="no file of sessions"):
         tk.read_sessions(run_of(tmp_path, TURNS))
+
+
+def test_an_amendment_of_no_turn_amends_none():
+    lines = pa.table(
+        {
+            "session_id": ["a"],
+            "turn_index": pa.array([-1], pa.int32()),
+            "reason": ["x"],
+            "trainable": [False],
+        }
+    )
+    turns = tk.from_records([{"session_id": "b", "prompt_ids": [1], "output_ids": [2]}])
+    amended = Amendments(lines).fold_into(turns)
+    assert amended["amended"].to_pylist() == [None]
+    assert amended["trainable"].to_pylist() == turns["trainable"].to_pylist()

@@ -320,3 +320,37 @@ def test_what_is_no_canonical_text_is_seen_anywhere_in_a_long_one(odd):
         assert not find_plain_bodies(pa.array([f'{{"content":"{text}"}}']), FIELDS)[0]
         plain = text.replace(odd, '\\"\\\\')
         assert find_plain_bodies(pa.array([f'{{"content":"{plain}"}}']), FIELDS)[0]
+
+
+@pytest.mark.parametrize("body", ["[]", "no", '"x"', "[" * 100_000])
+@pytest.mark.parametrize("policy", ["graph", "miles"])
+def test_a_body_that_is_no_message_is_named(body, policy):
+    record = {
+        "session_id": "a",
+        "prompt_messages": [{"role": "user", "content": "q"}],
+        "prompt_ids": [1],
+        "output_ids": [2],
+    }
+    turns = tk.from_records([record])
+    at = turns.column_names.index("messages")
+    (messages,) = turns["messages"].to_pylist()
+    odd = pa.array([[{**messages[0], "body": body}]], turns.schema.field(at).type)
+    said = r"session 'a', turn 0: messages\[0\] has the body .* which is no JSON object"
+    with pytest.raises(InvalidTurnsError, match=said):
+        tk.linearize(turns.set_column(at, turns.schema.field(at), odd), policy)
+
+
+def test_a_reply_that_is_no_message_is_named():
+    record = {
+        "session_id": "a",
+        "prompt_messages": [{"role": "user", "content": "q"}],
+        "response_message": {"role": "assistant", "content": "a"},
+        "prompt_ids": [1],
+        "output_ids": [2],
+    }
+    turns = tk.from_records([record])
+    at = turns.column_names.index("response")
+    (reply,) = turns["response"].to_pylist()
+    odd = pa.array([{**reply, "body": "1"}], turns.schema.field(at).type)
+    with pytest.raises(InvalidTurnsError, match="turn 0: response has the body '1'"):
+        tk.linearize(turns.set_column(at, turns.schema.field(at), odd), "graph")

@@ -21,7 +21,7 @@ from tests.test_cli import run_json
 from trajkit import cli, files, gather, io_arrow, outlets, stream, suffix
 from trajkit.ahead import read_ahead
 from trajkit.census import take_census
-from trajkit.errors import FormatError, InvalidTurnsError, PolicyError
+from trajkit.errors import FormatError, InvalidTurnsError, PolicyError, SchemaError
 from trajkit.files import compact_file, expand_file, linearize_file
 from trajkit.io import write_rows
 from trajkit.io_formats import paths_in
@@ -489,3 +489,129 @@ def test_what_is_read_ahead_ends_with_its_user():
         assert next(ahead) == 1
         with pytest.raises(Killed):
             next(ahead)
+
+
+# Data as others have it
+
+
+@pytest.mark.parametrize("other", ["report", "set_aside"])
+@pytest.mark.parametrize("output", ["rows.parquet", "rows/"])
+def test_two_outputs_of_one_name_are_refused(tmp_path, other, output):
+    write_source(tmp_path / "t.jsonl", [call("a", [1], [2])])
+    place = f"{tmp_path}/{output}"
+    with pytest.raises(PolicyError, match=f"rows and {other} both go to"):
+        linearize_file(tmp_path / "t.jsonl", place, **{other: place.rstrip("/")})
+    assert os.listdir(tmp_path) == ["t.jsonl"]
+
+
+def test_a_report_overwrites_no_file_of_another(tmp_path):
+    write_source(tmp_path / "t.jsonl", [call("a", [1], [2])])
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "part-00000.parquet").write_text("mine")
+    with pytest.raises(FormatError, match="report holds files, and no"):
+        linearize_file(
+            tmp_path / "t.jsonl", f"{tmp_path}/rows/", report=tmp_path / "report"
+        )
+    assert (tmp_path / "report" / "part-00000.parquet").read_text() == "mine"
+
+
+def test_a_run_that_ended_before_it_said_so_makes_no_further_part(tmp_path):
+    write_source(tmp_path / "t.jsonl", [call("a", [1], [2])])
+    (tmp_path / "rows").mkdir()
+    linearize_file(tmp_path / "t.jsonl", tmp_path / "rows")
+    manifest = tmp_path / "rows" / "_manifest.json"
+    said = manifest.read_text()
+    manifest.write_text(said.replace('"finished": true', '"finished": false'))
+    linearize_file(tmp_path / "t.jsonl", tmp_path / "rows")
+    assert sorted(os.listdir(tmp_path / "rows")) == [
+        "_manifest.json",
+        "part-00000.parquet",
+    ]
+    assert manifest.read_text() == said
+
+
+def test_a_part_that_was_not_yet_remembered_is_made_again(tmp_path, monkeypatch):
+    write_source(tmp_path / "t.jsonl", [call("a", [1], [2])])
+    with monkeypatch.context() as patch:
+        patch.setattr(files.Manifest, "add", lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            linearize_file(
+                tmp_path / "t.jsonl", f"{tmp_path}/rows/", report=f"{tmp_path}/said/"
+            )
+    assert (tmp_path / "rows" / "part-00000.parquet").exists()
+    linearize_file(
+        tmp_path / "t.jsonl", f"{tmp_path}/rows/", report=f"{tmp_path}/said/"
+    )
+    assert tk.read_rows(tmp_path / "rows").num_rows == 1
+
+
+def test_what_ended_before_its_first_part_leaves_room_for_another_job(tmp_path):
+    write_source(tmp_path / "t.jsonl", [call("a", [1], [2])])
+    with pytest.raises(InvalidTurnsError, match="no line in sessions"):
+        linearize_file(tmp_path / "t.jsonl", f"{tmp_path}/rows/", reward={"b": 1.0})
+    linearize_file(tmp_path / "t.jsonl", f"{tmp_path}/rows/", reward={"a": 1.0})
+    assert tk.read_rows(tmp_path / "rows")["reward"].to_pylist() == [1.0]
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_files_of_one_log_count_their_turns_together(tmp_path, scattered):
+    for k in range(3):
+        names = "ab" if scattered else "a"
+        write_source(
+            tmp_path / f"turns-{k:05}.jsonl",
+            [call(name, [1, k, i], [2]) for i in range(2) for name in names],
+        )
+    expected = tk.read_turns(tmp_path)
+    assert expected["turn_index"].to_pylist()[:6] == list(range(6))
+    streamed = pa.Table.from_batches(tk.stream_turns(tmp_path))
+    assert streamed.combine_chunks() == expected.combine_chunks()
+
+
+def test_full_turns_beside_delta_turns_are_refused(tmp_path):
+    turns = tk.from_records([call("a", [1], [2]), call("b", [1], [2])])
+    tk.write_turns(turns.slice(0, 1), tmp_path / "a.parquet")
+    tk.write_turns(tk.compact(turns.slice(1)), tmp_path / "b.parquet")
+    for read in (tk.read_turns, lambda path: list(tk.stream_turns(path))):
+        with pytest.raises(SchemaError, match="some of the turns are in full"):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "text"),
+    [
+        ([b"\xff", b"a"], SchemaError, "'session_id' is binary: expected string"),
+        ([["a"], ["b"]], SchemaError, "'session_id' is list<.*>: expected string"),
+        (["a", None], InvalidTurnsError, "session_id is null"),
+    ],
+)
+def test_sessions_without_a_name_are_refused(tmp_path, small, names, error, text):
+    turns = tk.from_records([call("a", [1], [2]), call("a", [1], [3])])
+    odd = turns.set_column(0, "session_id", pa.array([*names, names[0]][:2]))
+    odd = pa.concat_tables([odd, odd])
+    pq.write_table(odd, tmp_path / "t.parquet")
+    with pytest.raises(error, match=text):
+        list(tk.stream_turns(tmp_path / "t.parquet"))
+    with pytest.raises(error, match=text):
+        list(tk.linearize(iter(odd.to_batches())))
+
+
+def test_a_session_that_unicode_cannot_say_is_refused(tmp_path):
+    (tmp_path / "t.jsonl").write_text(json.dumps(call("\ud800", [1], [2])))
+    with pytest.raises(InvalidTurnsError, match=r"record 0: .* is not valid Unicode"):
+        list(tk.stream_turns(tmp_path / "t.jsonl"))
+
+
+def test_lists_in_a_dictionary_are_lists():
+    turns = tk.from_records([call("a", [1], [2]), call("b", [1], [2])])
+    prompts = pa.DictionaryArray.from_arrays(
+        pa.array([0, 0], pa.int32()), pa.array([[1]], pa.list_(pa.int64()))
+    )
+    coded = turns.set_column(2, "prompt_ids", prompts)
+    expected = tk.linearize(turns)
+    assert tk.linearize(coded) == expected
+    streamed = tk.linearize(iter(coded.to_batches()))
+    assert pa.Table.from_batches(streamed) == expected
+
+
+def write_source(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))

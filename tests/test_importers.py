@@ -783,3 +783,51 @@ def test_the_page_names_every_format_problem_and_column():
     page = (ROOT / "docs/import.md").read_text("utf-8")
     names = [*FORMATS, *LEFT_OUT, *KEPT, *EXTRAS.names]
     assert [name for name in names if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "problem"),
+    [
+        (
+            "openai",
+            {
+                "session_id": "s",
+                "request": {"prompt": [1]},
+                "response": {
+                    "choices": [
+                        {
+                            "logprobs": {
+                                "tokens": ["token_id:" + "9" * 5000],
+                                "token_logprobs": [-0.5],
+                            }
+                        }
+                    ]
+                },
+            },
+            "no_output_ids",
+        ),
+        ("chat", {"id": "\ud800", "messages": [{}]}, "unreadable"),
+        ("verifiers", {"id": "s", "task": {}, "nodes": [NODE], "calls": 5}, None),
+        (
+            "verifiers",
+            {
+                "id": "s",
+                "task": {},
+                "nodes": [NODE, {**NODE, "sampled": True, "mask": [[1, [2]]]}],
+            },
+            "unreadable",
+        ),
+    ],
+)
+def test_odd_values_are_told_and_nothing_worse(tmp_path, name, line, problem):
+    (tmp_path / "odd.jsonl").write_text(json.dumps(line) + "\n")
+    tokenizer = Letters() if name == "chat" else None
+    turns, report = tk.import_turns(tmp_path / "odd.jsonl", name, tokenizer=tokenizer)
+    assert turns.num_rows == 0
+    assert report["problem"].to_pylist() == ([] if problem is None else [problem])
+
+
+def test_a_length_that_is_no_number_is_told(tmp_path):
+    foreign.write_slime(tmp_path, [{**SAMPLE, "response_length": True}])
+    _, report = tk.import_turns(tmp_path, "slime")
+    assert report["problem"].to_pylist() == ["unreadable"]

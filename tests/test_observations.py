@@ -551,6 +551,8 @@ def test_turns_without_the_columns_raise():
         pytest.param({"alpha": float("nan")}, id="not a number"),
         pytest.param({"alpha": True}, id="a bool"),
         pytest.param({"roles": {"tool": float("inf")}}, id="infinite"),
+        pytest.param({"roles": 5}, id="roles that are none"),
+        pytest.param({"tool_names": 5}, id="tools that are none"),
         pytest.param({"rule": "gold"}, id="rule"),
         pytest.param({"normalization": "none"}, id="normalization"),
         pytest.param({"missing": "drop"}, id="missing"),

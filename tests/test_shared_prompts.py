@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests.strategies import runs
 from trajkit import shared_prompts
-from trajkit.errors import InvalidTurnsError
+from trajkit.errors import InvalidTurnsError, TrajkitError
 from trajkit.validate import set_aside
 
 FORMATS = ["parquet", "arrow", "arrows"]
@@ -91,3 +91,24 @@ def test_a_column_of_that_name_in_full_turns_is_further_data():
     more = turns.append_column("shared_prompt", pa.array(["x", "y"]))
     assert tk.linearize(more).equals(tk.linearize(turns))
     assert shared_prompts.unshare(more).equals(more)
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "text"),
+    [
+        ("suffix_ids", pa.array([[1, None]] * 2), "suffix_ids holds a null"),
+        ("suffix_ids", pa.array([None, [1]]), "suffix_ids is null"),
+        ("suffix_ids", pa.array([[2**40]] * 2), "1099511627776 is out of range"),
+        ("suffix_ids", pa.array(["a", "b"]), "'suffix_ids' is string: expected"),
+        (shared_prompts.NAME, pa.array([1, 2]), "'shared_prompt' is int64: expected"),
+    ],
+)
+def test_odd_ids_are_refused_as_where_nothing_is_shared(column, values, text):
+    records = [
+        {"session_id": name, "prompt_ids": [1], "output_ids": [2]} for name in "ab"
+    ]
+    delta = tk.compact(tk.from_records(records), share_prompts=True)
+    odd = delta.set_column(delta.column_names.index(column), column, values)
+    for read in (tk.expand, tk.linearize):
+        with pytest.raises(TrajkitError, match=text):
+            read(odd)

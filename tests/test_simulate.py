@@ -130,6 +130,8 @@ def test_errored_sessions_train_nothing():
     ("options", "said"),
     [
         pytest.param({"pad_to": 0}, "pad_to=0", id="rows of no token"),
+        pytest.param({"pad_to": 2**70}, "pad_to=", id="rows too long"),
+        pytest.param({"pad_to": "x"}, "pad_to='x'", id="rows of no number"),
         pytest.param({"policies": ["slim"]}, "'slim'", id="no such policy"),
         pytest.param({"max_row_tokens": 0}, "max_row_tokens=0", id="no token kept"),
     ],

@@ -1168,6 +1168,13 @@ def test_a_turn_that_may_not_be_trained_in_rows_without_pieces():
         ),
         pytest.param(
             {"input_ids": [[1]], "loss_mask": [[0]]},
+            {"max_row_tokens": True},
+            PolicyError,
+            "max_row_tokens=True",
+            id="rows of no number",
+        ),
+        pytest.param(
+            {"input_ids": [[1]], "loss_mask": [[0]]},
             {"weigh_by": "turn"},
             PolicyError,
             "weigh_by='turn'",

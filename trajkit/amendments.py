@@ -55,10 +55,11 @@ class Amendments:
         )
 
     def _keys(self, table: pa.Table) -> npt.NDArray[np.int64]:
-        """One number per turn; -1: of a session that has no amendment."""
+        """One number per turn; the least: of a session that has no amendment."""
         codes = pc.index_in(table.column("session_id"), self._sessions).fill_null(-1)
         code = np.asarray(codes).astype(np.int64)
         index = np.asarray(table.column("turn_index")).astype(np.int64)
-        # turn indices are not negative
-        keys: npt.NDArray[np.int64] = np.where(code < 0, -1, (code << 32) + index)
+        # an index is of 32 bits, and nothing says here that it is not negative
+        none = np.iinfo(np.int64).min
+        keys: npt.NDArray[np.int64] = np.where(code < 0, none, (code << 32) + index)
         return keys

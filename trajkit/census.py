@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from trajkit import compute as pc
 from trajkit import io_json
 from trajkit.calls import Longs
 from trajkit.errors import TornLogWarning
 from trajkit.io_arrow import key_batches
 from trajkit.io_formats import Format, format_of, is_json, open_input
+from trajkit.tables import check_session_id
 
 # Bytes of text for a byte of a compressed file.
 _INFLATED = 8
@@ -55,8 +55,9 @@ class Census:
         """
         if not len(ids):
             return
-        changes = pc.indices_nonzero(pc.not_equal(ids[1:], ids[:-1])).to_numpy()
-        starts = np.concatenate([[0], 1 + changes.astype(np.int64), [len(ids)]])
+        # a null is a name of its own here; what reads the turns refuses it
+        codes = ids.dictionary_encode("encode").indices.to_numpy()
+        starts = np.concatenate([[0], 1 + np.flatnonzero(np.diff(codes)), [len(ids)]])
         for start, stop in pairwise(starts.tolist()):
             name = ids[start].as_py()
             before = self.turns.get(name, 0)
@@ -108,13 +109,20 @@ def _count_lines(census: Census, path: Path, kind: Format) -> None:
 def session_in(record: dict[str, object]) -> str | None:
     """The session of a line; what has none is refused by what reads the turns."""
     name = record.get("session_id")
-    return name if isinstance(name, str) else None
+    if not isinstance(name, str):
+        return None
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return None
+    return name
 
 
 def _count_batches(census: Census, path: Path, kind: Format) -> None:
     for keys, n_bytes in key_batches(path, kind, ("session_id", "turn_index")):
         census.n_bytes += n_bytes
         if "session_id" in keys.schema.names:
+            check_session_id(keys.schema)
             ids = keys.column("session_id").cast(pa.string())
             census.add(ids, turn_numbers(keys))
 

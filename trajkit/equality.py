@@ -16,7 +16,7 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit import compute as pc
 from trajkit.calls import Calls, Ints, Longs
-from trajkit.errors import MissingBodyError
+from trajkit.errors import InvalidTurnsError, MissingBodyError
 from trajkit.json_text import parse
 from trajkit.schema import KEY_BYTES
 
@@ -31,6 +31,8 @@ EQUALITIES: tuple[Equality, ...] = get_args(Equality)
 
 _KEY_WORDS = KEY_BYTES // 8
 _CACHE_CONTROL = "cache_control"
+# characters of a body that an error shows
+_SHOWN = 80
 
 
 def rekeyed(calls: Calls, equality: Equality) -> Calls:
@@ -40,6 +42,8 @@ def rekeyed(calls: Calls, equality: Equality) -> Calls:
     ------
     MissingBodyError
         A message's body is nowhere in its session, and the equality asks for it.
+    InvalidTurnsError
+        A body that the equality looks into is no JSON object.
     """
     if equality == "values":  # so they are stored
         return calls
@@ -84,6 +88,8 @@ def classify(calls: Calls, identity: Identity) -> Classes:
     ------
     MissingBodyError
         A message's body is nowhere in its session up to its place.
+    InvalidTurnsError
+        A body that ``identity`` looks into is no JSON object.
     """
     requests = calls.requests
     column = calls.table.column("suffix_messages" if calls.is_delta else "messages")
@@ -114,7 +120,12 @@ def classify(calls: Calls, identity: Identity) -> Classes:
     bodies = encoded.chunk(0).dictionary
     body_of = np.concatenate([_numbers(chunk.indices) for chunk in encoded.chunks])
     body_of[np.concatenate([has_body, reply_has_body]) == 0] = -1
-    texts = identity(bodies)
+    try:
+        texts = identity(bodies)
+    except _NoMessageError as error:
+        where = int(np.flatnonzero(body_of == pc.index(bodies, error.body).as_py())[0])
+        call, what = _place_of(calls, where)
+        raise InvalidTurnsError(f"{calls.place(call)}: {what} {error}") from None
     if texts is bodies:  # distinct already
         class_of = np.arange(len(bodies))
     else:
@@ -140,14 +151,41 @@ def _valid(chunks: list[pa.Array]) -> npt.NDArray[np.uint8]:
     return np.concatenate(parts)
 
 
+class _NoMessageError(ValueError):
+    """A body is no JSON object."""
+
+    def __init__(self, body: str) -> None:
+        shown = body if len(body) <= _SHOWN else f"{body[:_SHOWN]}..."
+        super().__init__(f"has the body {shown!r}, which is no JSON object")
+        self.body = body
+
+
+def _message(body: str) -> dict[str, object]:
+    try:
+        message = parse(body)
+    except ValueError:
+        raise _NoMessageError(body) from None
+    if not isinstance(message, dict):
+        raise _NoMessageError(body)
+    return message
+
+
+def _place_of(calls: Calls, number: int) -> tuple[int, str]:
+    """The call of a message, and what it is there: own messages first, then replies."""
+    sizes = np.maximum(calls.requests["n_keys"], 0)
+    stops = np.cumsum(sizes)
+    n_places = int(sizes.sum())
+    if number >= n_places:
+        return number - n_places, "response"
+    call = int(np.searchsorted(stops, number, side="right"))
+    index = calls.requests["shared"][call] + number - stops[call] + sizes[call]
+    return call, f"messages[{index}]"
+
+
 def _check_shown(calls: Calls, places: Longs, replies: Longs) -> None:
     bodiless = np.flatnonzero(places < 0)
     if len(bodiless):
-        sizes = np.maximum(calls.requests["n_keys"], 0)
-        stops = np.cumsum(sizes)
-        call = int(np.searchsorted(stops, bodiless[0], side="right"))
-        index = calls.requests["shared"][call] + bodiless[0] - stops[call] + sizes[call]
-        what = f"messages[{index}]"
+        call, what = _place_of(calls, int(bodiless[0]))
     else:
         silent = (replies < 0) & (calls.requests["reply_key"] != 0)
         if not silent.any():
@@ -174,8 +212,8 @@ def _text(bodies: pa.Array) -> pa.Array:
 
 def _without_cache_control(body: str) -> str:
     """Canonical JSON without the keys ``cache_control``, at any depth."""
-    message = parse(body)
-    within = [message]
+    message = _message(body)
+    within: list[object] = [message]
     while within:
         value = within.pop()
         if isinstance(value, dict):
@@ -189,7 +227,7 @@ def _without_cache_control(body: str) -> str:
 
 def _values(bodies: pa.Array) -> pa.Array:
     """Of each body, the text that `trajkit.message_key` digests."""
-    texts = [_core.encode_message(parse(body))[1] for body in bodies.to_pylist()]
+    texts = [_core.encode_message(_message(body))[1] for body in bodies.to_pylist()]
     return pa.array(texts, bodies.type)
 
 
@@ -197,7 +235,7 @@ def _content(bodies: pa.Array) -> pa.Array:
     """Of each body, what a message says, calls and answers, as one JSON text."""
     plain = find_plain_bodies(bodies, tuple(_SAID), tuple(_SAID.values()))
     return _rewritten(
-        bodies, plain, lambda body: _core.encode_message(_said(parse(body)))[0]
+        bodies, plain, lambda body: _core.encode_message(_said(_message(body)))[0]
     )
 
 
@@ -222,8 +260,7 @@ _SAID = {
 """What `_content` takes of a message as it is, and of which role's; calls come beside."""
 
 
-def _said(message: object) -> dict[str, object]:
-    assert isinstance(message, dict)  # a body is an object
+def _said(message: dict[str, object]) -> dict[str, object]:
     role = message.get("role")
     said: dict[str, object] = {}
     for name, its_role in _SAID.items():
@@ -300,10 +337,10 @@ def _ended(*names: str) -> npt.NDArray[np.uint8]:
 
 def text_of_fields(body: str, names: tuple[str, ...]) -> str:
     """The named fields that a body has and that are not empty, as canonical JSON."""
-    message = parse(body)
+    message = _message(body)
     said: dict[str, object] = {}
     for name in names:
-        value = message.get(name) if isinstance(message, dict) else None
+        value = message.get(name)
         if name == "tool_calls" and isinstance(value, list):
             value = [_without_index(call) for call in value]
         if value is not None and value != "" and value != []:

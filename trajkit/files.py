@@ -114,10 +114,14 @@ def run(
     source = fingerprint(log.source)
     limits = [PART_TURNS, PIECE_TOKENS]
     main = next(iter(targets.values())).path
-    manifest = Manifest.open(main, {**job, "source": source, "limits": limits})
+    beside = [target.path for target in targets.values() if target.path != main]
+    job = {**job, "source": source, "limits": limits}
+    manifest = Manifest.open(main, job, beside)
     watch.begins(census, manifest.done)
     with ExitStack() as stack:
         found = read_ahead(log.pieces(census, manifest.done), stack)
+        if manifest.ends and manifest.done >= census.n_turns:
+            manifest.finish()
         while not manifest.finished:
             part = {}
             for name, target in targets.items():
@@ -428,7 +432,14 @@ def _run(
     if set_aside is not None:
         targets["set_aside"] = Target(Path(set_aside), write_tables)
     parts = is_parts(output)
+    places: dict[Path, str] = {}
     for name, target in targets.items():
+        other = places.setdefault(target.path.resolve(), name)
+        if other != name:
+            raise PolicyError(
+                f"{other} and {name} both go to {target.path}: each needs a place of "
+                "its own"
+            )
         if parts and kind_of(target.path):
             raise PolicyError(
                 f"{name} goes to the file {target.path}, and {output} is a directory of "

@@ -6,6 +6,7 @@ through for these two alone (`trajkit.census`), and the turns then go once throu
 of few sessions each, every one of which can be held.
 """
 
+import itertools
 import os
 import shutil
 import sys
@@ -119,19 +120,24 @@ class Log:
 
     def _batches(self, rows: int | None, skip: int = 0) -> Iterator[pa.RecordBatch]:
         """The turns as the files hold them; JSON lines by ``rows`` and more, or all."""
-        for path in self._files()[0]:
-            kind = self.format or format_of(path)
-            if not is_json(kind):
+        files = ((path, self.format or format_of(path)) for path in self._files()[0])
+        for json, run in itertools.groupby(files, lambda file: is_json(file[1])):
+            if json:
+                # files of one log count their turns together
+                lines = itertools.chain.from_iterable(
+                    io_json.calls(open_input(path, kind), str(path))
+                    for path, kind in run
+                )
+                while skip and next(lines, None) is not None:
+                    skip -= 1
+                for some in io_json.by_session(lines, rows or sys.maxsize):
+                    yield from self._from_records(some).combine_chunks().to_batches()
+                continue
+            for path, kind in run:
                 whole = file_rows(path, kind) if skip else 0
                 if skip < whole or not skip:
                     yield from read_batches(path, kind, rows, skip)
                 skip = max(skip - whole, 0)
-                continue
-            lines = io_json.calls(open_input(path, kind), str(path))
-            while skip and next(lines, None) is not None:
-                skip -= 1
-            for some in io_json.by_session(lines, rows or sys.maxsize):
-                yield from self._from_records(some).combine_chunks().to_batches()
 
     def _from_records(self, records: list[dict[str, object]]) -> pa.Table:
         try:

@@ -31,6 +31,7 @@ from trajkit.records import from_records
 from trajkit.schema import AMENDMENTS, ROWS, SESSIONS, TURNS
 from trajkit.sessions import last_lines
 from trajkit.shared_prompts import NAME, share
+from trajkit.stream import check_one_form
 from trajkit.tables import (
     ArrowStream,
     TableLike,
@@ -101,6 +102,7 @@ def read_turns(
         # files of one log count their turns together
         records = (record for part in lines for record in part)
         pieces.append(from_records(records, nonfinite_logprobs=nonfinite_logprobs))
+    check_one_form(pieces)
     turns = gather(_joined(pieces, TURNS), "turn_index")
     turns = check_turns(turns, nonfinite_logprobs)
     return turns if amendments is None else amendments.fold_into(turns)

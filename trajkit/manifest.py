@@ -3,6 +3,7 @@
 import json
 import os
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,25 +41,35 @@ class Manifest:
     finished: bool = False
 
     @classmethod
-    def open(cls, folder: Path, job: dict[str, Any]) -> "Manifest":
+    def open(
+        cls, folder: Path, job: dict[str, Any], beside: Iterable[Path] = ()
+    ) -> "Manifest":
         """What the directory holds of the job; it is made where it is not there.
+
+        Parameters
+        ----------
+        folder : Path
+        job : dict
+        beside : iterable of Path
+            Further directories that the job's files go to.
 
         Raises
         ------
         FormatError
-            It holds parts of another job, or files that no job wrote.
+            It holds parts of another job; or it, or at the job's begin one beside it,
+            holds files that no job wrote.
         """
         folder.mkdir(exist_ok=True)
         path = folder / NAME
         # as it is read again: tuples are lists there
         job = json.loads(json.dumps(job))
         if not path.exists():
-            if any(not name.startswith(".") for name in os.listdir(folder)):
-                raise FormatError(
-                    f"{folder} holds files, and no {NAME} that says of which job they "
-                    "are: give an empty directory"
-                )
-            return cls(folder, job)
+            for one in (folder, *beside):
+                _check_empty(one)
+            fresh = cls(folder, job)
+            # a part that is written before it is remembered is then known for its own
+            fresh._save()
+            return fresh
         try:
             said = json.loads(path.read_text("utf-8"))
             same = said["version"] == _VERSION and said["job"] == job
@@ -66,7 +77,13 @@ class Manifest:
                 return cls(
                     folder, job, said["ends"], Counter(said["totals"]), said["finished"]
                 )
+            if not said["ends"] and os.listdir(folder) == [NAME]:
+                # of another job, which ended before its first part
+                path.unlink()
+                return cls.open(folder, job, beside)
         except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, FormatError):
+                raise
             raise FormatError(f"{path} is no manifest: {error!r}") from None
         raise FormatError(
             f"{folder} holds parts of another job (other files, or other options): "
@@ -105,6 +122,18 @@ class Manifest:
         fresh = self.folder / f".{NAME}.tmp"
         fresh.write_text(text + "\n", "utf-8")
         os.replace(fresh, self.folder / NAME)
+
+
+def _check_empty(folder: Path) -> None:
+    """Raise FormatError where a directory holds files that no job is known to have made.
+
+    One that is not there is empty.
+    """
+    if folder.is_dir() and any(not n.startswith(".") for n in os.listdir(folder)):
+        raise FormatError(
+            f"{folder} holds files, and no {NAME} that says of which job they are: "
+            "give an empty directory"
+        )
 
 
 def fingerprint(source: str | os.PathLike[str]) -> list[list[object]]:

@@ -1,6 +1,6 @@
 """Training on what the model was shown: a weight per token, beside the loss mask."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Literal, TypeAlias, overload
 
 import numpy as np
@@ -212,7 +212,8 @@ def _selection(
 
 
 def _alphas(what: str, names: Names, alpha: float) -> dict[str, float]:
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+    several = isinstance(names, Iterable) and not isinstance(names, str)
+    if not several or not all(isinstance(name, str) for name in names):
         raise PolicyError(f"{what}={names!r}: expected several names, or a mapping")
     if not names:
         raise PolicyError(f"{what} is empty: it would select nothing")

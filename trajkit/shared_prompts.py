@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import compute as pc
-from trajkit.errors import InvalidTurnsError
+from trajkit.errors import InvalidTurnsError, SchemaError
 
 NAME = "shared_prompt"
 """A column behind those of the delta form: ids that come before ``suffix_ids``, four
@@ -63,13 +63,21 @@ def unshare(turns: pa.Table) -> pa.Table:
 
     Raises
     ------
+    SchemaError
+        The column is not one of bytes.
     InvalidTurnsError
         A shared prompt is not of whole ids, or stands in a turn that has a base.
     """
     if NAME not in turns.column_names or "suffix_ids" not in turns.column_names:
         return turns
+    kind = turns.schema.field("suffix_ids").type
+    if not pa.types.is_nested(kind) or not pa.types.is_integer(kind.value_type):
+        return turns  # whoever reads the turns says that these are no ids
     chunks = turns.column(NAME).chunks
-    if pa.types.is_dictionary(turns.schema.field(NAME).type):
+    held = turns.schema.field(NAME).type
+    if not _is_bytes(held.value_type if pa.types.is_dictionary(held) else held):
+        raise SchemaError(f"column {NAME!r} is {held}: expected {TYPE}")
+    if pa.types.is_dictionary(held):
         chunks = [chunk.dictionary_decode() for chunk in chunks]
     plain = pa.chunked_array(
         [chunk.cast(pa.large_binary()) for chunk in chunks], pa.large_binary()
@@ -84,21 +92,43 @@ def unshare(turns: pa.Table) -> pa.Table:
                 "a turn without a base_turn"
             )
     first = b"".join(x for x in plain.drop_null().to_pylist())
-    lists = turns.column("suffix_ids").cast(pa.large_list(pa.int32()))
+    lists = turns.column("suffix_ids")
     n_own = pc.list_value_length(lists).fill_null(0).to_numpy().astype(np.int64)
-    own = [chunk.flatten() for chunk in lists.chunks]
+    own = pa.chunked_array([c.flatten() for c in lists.chunks], kind.value_type)
+    # ids that are none (null, or too large) stay as they are: readers tell their place
+    wide = np.int32 if kind.value_type == pa.int32() else np.int64
     n_first = n_bytes // 4
     ends = np.zeros(len(turns) + 1, np.int64)
     np.cumsum(n_first + n_own, out=ends[1:])
-    ids = np.empty(int(ends[-1]), np.int32)
+    ids = np.empty(int(ends[-1]), wide)
     ids[_places(ends[:-1], n_first)] = np.frombuffer(first, "<i4")
-    ids[_places(ends[:-1] + n_first, n_own)] = pa.chunked_array(
-        own, pa.int32()
-    ).to_numpy()
+    behind = _places(ends[:-1] + n_first, n_own)
+    ids[behind] = own.fill_null(0).to_numpy()
+    absent = None
+    if own.null_count:
+        absent = np.zeros(len(ids), np.bool_)
+        absent[behind] = own.is_null().to_numpy()
     at = turns.column_names.index("suffix_ids")
-    array = pa.LargeListArray.from_arrays(pa.array(ends), pa.array(ids))
+    array = pa.LargeListArray.from_arrays(
+        pa.array(ends),
+        pa.array(ids, mask=absent),
+        mask=lists.is_null().combine_chunks() if lists.null_count else None,
+    )
     fresh = turns.set_column(at, turns.field(at).with_type(array.type), array)
     return fresh.drop_columns([NAME])
+
+
+def _is_bytes(type_: pa.DataType) -> bool:
+    return any(
+        test(type_)
+        for test in (
+            pa.types.is_null,
+            pa.types.is_binary,
+            pa.types.is_large_binary,
+            pa.types.is_fixed_size_binary,
+            pa.types.is_binary_view,
+        )
+    )
 
 
 def _places(

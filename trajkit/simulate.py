@@ -8,11 +8,11 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit.calls import Calls, read_calls
-from trajkit.errors import LeftOutWarning, MissingBodyError, PolicyError
+from trajkit.errors import LeftOutWarning, MissingBodyError
 from trajkit.flat import Sampled, flat_turns, ids_of, pieces_of, sessions_of
 from trajkit.linearize import linearize
 from trajkit.plan import COUNTS
-from trajkit.policies import PRESETS, Policy
+from trajkit.policies import PRESETS, Policy, chosen_int
 from trajkit.policies import policy as named_policy
 from trajkit.schema import LOSSES, SIMULATION
 from trajkit.stream import whole_sessions
@@ -66,7 +66,7 @@ def simulate(
     SchemaError, InvalidTurnsError
         As for `trajkit.linearize`.
     PolicyError
-        A policy does not exist, or ``pad_to`` is below 1.
+        A policy does not exist, or ``pad_to`` is no integer of 1 or more.
 
     Examples
     --------
@@ -80,8 +80,8 @@ def simulate(
     >>> tk.simulate(turns, ["faithful", "trl"])["tokens_trained"].to_pylist()
     [3, 2]
     """
-    if pad_to is not None and pad_to < 1:
-        raise PolicyError(f"pad_to={pad_to}: expected 1 or more, or None")
+    if pad_to is not None:
+        pad_to = chosen_int("pad_to", pad_to, 1)
     chosen = [named_policy(one) for one in (PRESETS if policies is None else policies)]
     totals = [_Totals(one, pad_to) for one in chosen]
     for part in _parts(turns):

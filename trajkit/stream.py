@@ -8,6 +8,8 @@ import pyarrow as pa
 
 from trajkit import compute as pc
 from trajkit.errors import InvalidTurnsError, SchemaError
+from trajkit.schema import TURNS_DELTA
+from trajkit.tables import check_session_id, is_list, turns_schema
 
 # What a piece holds at least, if there is so much: tokens of prompts and outputs, which
 # are what its rows can have at most.
@@ -44,6 +46,7 @@ def whole_sessions(
             )
         if "session_id" not in batch.schema.names:
             raise SchemaError("column 'session_id' of turns is absent")
+        check_session_id(batch.schema)
         if batch.num_rows == 0:
             continue
         ids = batch.column("session_id").cast(pa.string())
@@ -105,10 +108,25 @@ def pieces(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
 def joined(tables: Iterable[pa.Table]) -> pa.Table:
     """Tables one after another; a column that one lacks is null there."""
+    tables = list(tables)
+    check_one_form(tables)
     try:
         return pa.concat_tables(tables, promote_options="default")
     except pa.ArrowException as error:
         raise SchemaError(f"the batches do not make one table: {error}") from None
+
+
+def check_one_form(tables: Iterable[pa.Table]) -> None:
+    """Raise SchemaError where some of the tables of turns are in delta form, and not all.
+
+    A turn in delta form may refer to one that only a table in full form has.
+    """
+    if len({turns_schema(table.column_names) is TURNS_DELTA for table in tables}) > 1:
+        raise SchemaError(
+            "some of the turns are in full (prompt_ids) and some in delta form "
+            "(suffix_ids): bring them into one form first, with trajkit.compact or "
+            "trajkit.expand"
+        )
 
 
 def _session_ends(table: pa.Table) -> npt.NDArray[np.int64]:
@@ -126,7 +144,7 @@ def weights(table: pa.Table) -> npt.NDArray[np.int64]:
     for field in table.schema:
         # what is of another type is refused by what reads the turns
         if field.name in ("prompt_ids", "suffix_ids", "output_ids"):
-            if hasattr(field.type, "value_type"):
+            if is_list(field.type):
                 n = pc.list_value_length(table.column(field.name)).fill_null(0)
                 total += n.to_numpy().astype(np.int64)
         elif field.name == "shared_length" and pa.types.is_integer(field.type):

@@ -97,6 +97,11 @@ def as_table(table: TableLike) -> pa.Table:
     )
 
 
+def check_session_id(schema: pa.Schema) -> None:
+    """Raise SchemaError unless the column session_id, which is there, is one of text."""
+    _check_type(schema.field("session_id").type, pa.string(), "column 'session_id'")
+
+
 def turns_schema(names: list[str]) -> pa.Schema:
     """`TURNS` or `TURNS_DELTA`, by which of them the columns spell."""
     if "suffix_ids" in names and "prompt_ids" not in names:
@@ -281,6 +286,8 @@ def _leaves(
     """The integers and keys in an array of another type, flat, and whose they are."""
     if array.type == target or pa.types.is_null(array.type):
         return
+    if pa.types.is_dictionary(array.type) and is_list(array.type.value_type):
+        array = array.dictionary_decode()
     if pa.types.is_integer(target) or pa.types.is_fixed_size_binary(target):
         if pa.types.is_dictionary(array.type):
             array = array.cast(array.type.value_type)

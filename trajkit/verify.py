@@ -13,7 +13,7 @@ from trajkit.checks_rows import WeighBy
 from trajkit.errors import PolicyError, SchemaError
 from trajkit.flat import flat_rows, flat_turns, pieces_of, sessions_of
 from trajkit.locate import foreign_rows, verify_located
-from trajkit.policies import Policy
+from trajkit.policies import Policy, chosen_int
 from trajkit.policies import policy as named_policy
 from trajkit.sessions import Reward, session_facts
 from trajkit.suffix import full_rows
@@ -82,8 +82,8 @@ def verify(
     InvalidTurnsError
         The turns are no sequence of sessions, or ``reward`` or ``sessions`` lack one.
     PolicyError
-        The policy does not exist, ``max_row_tokens`` is below 1, or ``weigh_by`` is
-        none of the three.
+        The policy does not exist, ``max_row_tokens`` is no integer of 1 or more, or
+        ``weigh_by`` is none of the three.
 
     Examples
     --------
@@ -98,10 +98,8 @@ def verify(
     >>> found.select(["turn_index", "token", "rule"]).to_pylist()
     [{'turn_index': 0, 'token': 1, 'rule': 'not_trained'}]
     """
-    if max_row_tokens is not None and max_row_tokens < 1:
-        raise PolicyError(
-            f"max_row_tokens={max_row_tokens}: expected 1 or more, or None"
-        )
+    if max_row_tokens is not None:
+        max_row_tokens = chosen_int("max_row_tokens", max_row_tokens, 1)
     if weigh_by not in get_args(WeighBy):
         raise PolicyError(
             f"weigh_by={weigh_by!r}: expected one of {', '.join(get_args(WeighBy))}"

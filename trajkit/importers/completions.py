@@ -43,6 +43,7 @@ RESPONSE: Final[Shape] = {
 
 _Object = Mapping[str, object]
 _TOKEN_ID = "token_id:"
+_MOST_DIGITS = 10
 
 
 def calls(found: Found, request: _Object, response: _Object) -> Iterator[Found]:
@@ -164,7 +165,8 @@ def _spelled(token: object) -> int | None:
     """The id of a token that vLLM spells ``token_id:5`` when asked to."""
     if isinstance(token, str) and token.startswith(_TOKEN_ID):
         digits = token.removeprefix(_TOKEN_ID)
-        if digits.isascii() and digits.isdecimal():
+        # of more digits it is no id, and Python may refuse to read it
+        if digits.isascii() and digits.isdecimal() and len(digits) <= _MOST_DIGITS:
             return int(digits)
     return None
 

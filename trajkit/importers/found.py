@@ -118,17 +118,22 @@ class Notes:
         self._rows.append(
             {
                 "file": str(file),
-                "place": found.place,
-                "session_id": found.session,
+                "place": _told(found.place),
+                "session_id": None if found.session is None else _told(found.session),
                 "problem": problem,
                 "kept": kept,
-                "detail": detail,
+                "detail": _told(detail),
             }
         )
 
     def table(self) -> pa.Table:
         """The notes in the order in which they were taken."""
         return pa.Table.from_pylist(self._rows, schema=IMPORT_REPORT)
+
+
+def _told(text: str) -> str:
+    """The text, with what is no Unicode (half of a surrogate pair) spelled out."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def _calls(place: str, session: str, sample: dict[str, object]) -> Iterator[Foun
     length = sample.get("response_length")
     if tokens is None or tokens.dtype.kind not in "iu" or tokens.ndim != 1:
         found.problem, found.detail = "no_prompt_ids", "no tokens"
-    elif not isinstance(length, int) or not 0 <= length <= len(tokens):
+    elif type(length) is not int or not 0 <= length <= len(tokens):
         found.problem = "unreadable"
         found.detail = f"response_length {length!r} of {len(tokens)} tokens"
     if found.problem or tokens is None or not isinstance(length, int):

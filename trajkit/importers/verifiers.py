@@ -72,7 +72,8 @@ def _graph(place: str, trace: dict[str, object]) -> Iterator[Found]:
     given = trace["nodes"]
     nodes = [_object(node) for node in given] if isinstance(given, list) else []
     calls = {}
-    for one in trace.get("calls") or ():  # type: ignore[attr-defined]
+    told = trace.get("calls")
+    for one in told if isinstance(told, list) else ():
         call = _object(one)
         if isinstance(call.get("node"), int):
             calls[call["node"]] = call
@@ -112,7 +113,11 @@ def _graph(place: str, trace: dict[str, object]) -> Iterator[Found]:
 def _sampled(found: Found, node: dict[str, object], before: _Ids, ids: _Ids) -> None:
     """Prompt, output and logprobs of a node: its mask says which ids were sampled."""
     mask = node.get("mask")
-    flags = np.array(mask if isinstance(mask, list) else [], np.bool_)
+    listed = mask if isinstance(mask, list) else []
+    if not all(isinstance(flag, int) for flag in listed):
+        found.problem, found.detail = "unreadable", "a mask that is not of flags"
+        return
+    flags = np.array(listed, np.bool_)
     if len(flags) != len(ids):
         found.problem = "unreadable"
         found.detail = f"a mask of {len(flags)} for {len(ids)} token_ids"
