@@ -35,7 +35,7 @@ from cpython.long cimport PyLong_AsDouble, PyLong_AsSsize_t, PyLong_CheckExact
 from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from cpython.tuple cimport PyTuple_GET_ITEM
-from cpython.unicode cimport PyUnicode_DATA, PyUnicode_KIND
+from cpython.unicode cimport PyUnicode_DATA, PyUnicode_KIND, PyUnicode_New
 from libc.math cimport floor
 from libc.stdint cimport INT64_MAX, int8_t, int32_t, int64_t, intptr_t, uint8_t, uint64_t
 from libc.string cimport memchr, memcmp, memcpy, memset
@@ -43,7 +43,7 @@ from libc.string cimport memchr, memcmp, memcpy, memset
 from rows cimport Call, Link, Message, Node, Request, Row, pos_t, token_t
 
 import re
-from json.encoder import encode_basestring as _quoted
+from json.encoder import encode_basestring
 from sys import intern
 
 from trajkit.errors import InvalidTurnsError, LayoutError

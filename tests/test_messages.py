@@ -235,3 +235,14 @@ def test_ids_must_fit_their_messages():
 @given(json_messages)
 def test_a_message_read_once(message):
     assert message_record(message) == (message_key(message), message_body(message))
+
+
+@pytest.mark.parametrize(
+    "odd",
+    ['"', "\\", "\n", "\t", "\r", "\b", "\f", "\0", "\x1f", "\x7f", "é", "ł", "😀"],
+)
+def test_a_text_is_spelled_as_python_does_wherever_it_escapes(odd):
+    for at in range(20):
+        text = "a" * at + odd + "b" * 9 + odd * 2
+        spelled = json.dumps(text, ensure_ascii=False)
+        assert _core.encode_message({text: text})[0] == f"{{{spelled}:{spelled}}}"
