@@ -320,7 +320,11 @@ class Prompts:
         if not attributed:
             return self.renderer.ids_of(text[end:]), None
         encoded = self.renderer.encode(text[end:])
-        spans = found(messages, last + 1, text[end:]) if literal else None
+        # the text of a special token is the template's own: that of a message is marked
+        if literal and not self.renderer.spells_special(messages[last + 1 :]):
+            spans = found(messages, last + 1, text[end:])
+        else:
+            spans = None
         if spans is not None:
             index = message_index(encoded, spans)
             return encoded.ids, Attribution(index, index >= 0)

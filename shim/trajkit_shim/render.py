@@ -185,7 +185,7 @@ class ChatRenderer:
             messages = _one_system(messages)
         shaped = [self._for_template(message) for message in messages]
         asked = {"messages": shaped, "tools": tools}
-        if self._spells(asked):
+        if self.spells_special(asked):
             if not self.keeps_apart:
                 raise GatewayError(
                     "a message or tool spells out a special token, which this model's "
@@ -320,7 +320,7 @@ class ChatRenderer:
             at = match.end()
         yield at, len(text), None
 
-    def _spells(self, value: object) -> bool:
+    def spells_special(self, value: object) -> bool:
         """Whether a string in a JSON value, its keys included, spells a special token."""
         lead, left = self._lead, [value]
         while left:

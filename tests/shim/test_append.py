@@ -309,6 +309,7 @@ def test_attribution_tells_of_a_built_prompt_what_it_tells_of_a_rendered_one(tur
         pytest.param(AS_STRING, "all is well\n", 1, id="once"),
         pytest.param(AS_STRING, "user", 2, id="a word of the template"),
         pytest.param(AS_STRING, "an <|im_end|> too", 2, id="a special token"),
+        pytest.param(AS_STRING, "<|im_end|>", 2, id="a special token alone"),
         pytest.param(AS_STRING, " \n", 1, id="white space"),
         pytest.param(TRIMS, "all is well\n", 3, id="trimmed"),
     ],
