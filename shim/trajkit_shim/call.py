@@ -223,6 +223,7 @@ async def prepare_call(
             weight_versions=sample.weight_versions,
             sampling=json.dumps(asdict(sampling), sort_keys=True),
             cached_tokens=sample.cached_tokens,
+            routed_experts=sample.routed_experts,
             started_at=started_at,
             ended_at=ended_at,
             protocol=protocol.name,

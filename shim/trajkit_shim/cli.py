@@ -132,6 +132,12 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "another",
     )
     parser.add_argument(
+        "--routed-experts",
+        action="store_true",
+        help="log which experts each token was routed to, from an SGLang server with "
+        "--enable-return-routed-experts",
+    )
+    parser.add_argument(
         "--model",
         metavar="DIR",
         type=Path,
@@ -215,6 +221,7 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
         fsync=arguments.fsync,
         max_file_bytes=arguments.file_bytes,
         max_total_bytes=arguments.log_bytes,
+        routed_experts=arguments.routed_experts,
     )
 
     def say_where(url: str) -> None:
@@ -292,6 +299,8 @@ def built_engine(
         parser.error(f"--tool-form {arguments.tool_form} is none of {', '.join(FORMS)}")
     if arguments.check_prompts and arguments.engine != "sglang":
         parser.error("--check-prompts means nothing to another engine than sglang")
+    if arguments.routed_experts and arguments.engine != "sglang":
+        parser.error("--routed-experts means nothing to another engine than sglang")
     return _served(arguments) if served else _embedded(policy, seed)
 
 
@@ -307,6 +316,7 @@ def _embedded(
 
 def _served(arguments: argparse.Namespace) -> "tuple[Engine, ChatRenderer]":
     """The engine of a server that was found to give what is recorded."""
+    from trajkit_shim.experts import experts_per_token
     from trajkit_shim.probe import probe
     from trajkit_shim.render import load_renderer
     from trajkit_shim.sglang_engine import SGLangEngine, model_vocab_size
@@ -315,6 +325,9 @@ def _served(arguments: argparse.Namespace) -> "tuple[Engine, ChatRenderer]":
     try:
         renderer = load_renderer(arguments.model)
         vocab_size = model_vocab_size(arguments.model)
+        per_token = None
+        if arguments.routed_experts:
+            per_token = experts_per_token(arguments.model)
     except ValueError as error:
         raise FormatError(f"{arguments.model}: {error}") from error
 
@@ -325,6 +338,7 @@ def _served(arguments: argparse.Namespace) -> "tuple[Engine, ChatRenderer]":
             arguments.engine_url,
             vocab_size=vocab_size,
             check_prompts=arguments.check_prompts,
+            experts_per_token=per_token,
         )
 
     # connections belong to the event loop that opened them

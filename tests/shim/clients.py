@@ -22,6 +22,9 @@ from trajkit_shim.render import ChatRenderer
 from trajkit_shim.serve import _server
 from trajkit_shim.wire import Json
 
+# the rest of what a gateway is given is the app's
+_LOG_OPTIONS = {"form", "routed_experts"}
+
 # a session whose client may set what shapes the distribution
 FREE = {"client_sampling": ["temperature", "top_p", "top_k"]}
 
@@ -42,7 +45,8 @@ class InProcess:
     def __init__(
         self, engine: Engine, renderer: ChatRenderer, directory: Path, **options: object
     ) -> None:
-        self.log = TurnLog(directory, form=str(options.pop("form", "full")))
+        logged = {name: options.pop(name) for name in _LOG_OPTIONS & options.keys()}
+        self.log = TurnLog(directory, **logged)
         self.app = create_app(engine, renderer, self.log, **options)
         self.http = self._http(http)
         self._anthropic_http = self._http(http_of(anthropic.DefaultAsyncHttpxClient))

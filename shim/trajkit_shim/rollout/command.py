@@ -169,7 +169,7 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
             app = create_app(
                 engine,
                 renderer,
-                TurnLog(rollouts.next_log()),
+                TurnLog(rollouts.next_log(), routed_experts=arguments.routed_experts),
                 tool_form=FORMS.get(arguments.tool_form),
             )
             with (
