@@ -115,6 +115,11 @@ class ChatRenderer:
         return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
+    def tokenizer(self) -> "PreTrainedTokenizerFast":
+        """The tokenizer."""
+        return self._tokenizer
+
+    @property
     def chat_template(self) -> str:
         """The text of the template."""
         return self._template
