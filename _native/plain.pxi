@@ -8,6 +8,18 @@ cdef enum:
     DEEPEST = 32  # a body that is nested deeper is not looked at
 
 
+cdef inline bint _all_common(const uint8_t* text) noexcept nogil:
+    """Whether none of eight bytes ends a string, escapes, or is a control character."""
+    cdef uint64_t word, quote, slash, control, high = 0x8080808080808080u
+    cdef uint64_t ones = 0x0101010101010101u
+    memcpy(&word, text, 8)
+    quote = word ^ (ones * c'"')
+    slash = word ^ (ones * c'\\')
+    # a byte of zero in x sets its high bit in (x - ones) & ~x; so does one below 0x20
+    control = (word - ones * 0x20) & ~word
+    return not (((quote - ones) & ~quote | (slash - ones) & ~slash | control) & high)
+
+
 cdef int64_t _end_of_text(
     const uint8_t* text, int64_t at, int64_t n, bint* escapes
 ) noexcept nogil:
@@ -18,6 +30,10 @@ cdef int64_t _end_of_text(
     cdef uint8_t c
     escapes[0] = False
     while at < n:
+        while n - at >= 8 and _all_common(text + at):
+            at += 8
+        if at == n:
+            break
         c = text[at]
         at += 1
         if c == c'"':
@@ -34,19 +50,42 @@ cdef int64_t _end_of_text(
     return -1
 
 
-cdef inline bint _is_name(
+cdef inline int _place_of(
     const uint8_t* key, int64_t n_key, const uint8_t* names, int64_t n_names
 ) noexcept nogil:
-    """Whether a key is one of the names, each of which ends with a zero byte."""
+    """Which of the names a key is, or -1; each name ends with a zero byte."""
     cdef int64_t at = 0, start
+    cdef int place = 0
     while at < n_names:
         start = at
         while names[at] != 0:
             at += 1
         if at - start == n_key and memcmp(names + start, key, n_key) == 0:
-            return True
+            return place
         at += 1
-    return False
+        place += 1
+    return -1
+
+
+cdef inline bint _has_role(
+    const uint8_t* role, int64_t n_role, const uint8_t* roles, uint64_t which
+) noexcept nogil:
+    """Whether a role is the one that every name of `which`, a bit each, asks for.
+
+    An empty role stands for a name that asks for none.
+    """
+    cdef int64_t at = 0, start
+    while which:
+        start = at
+        while roles[at] != 0:
+            at += 1
+        if which & 1 and at > start and not (
+            at - start == n_role and memcmp(roles + start, role, n_role) == 0
+        ):
+            return False
+        at += 1
+        which >>= 1
+    return True
 
 
 cdef inline bint _before(
@@ -59,18 +98,22 @@ cdef inline bint _before(
 
 cdef bint _is_plain(
     const uint8_t* text, int64_t n, const uint8_t* names, int64_t n_names,
-    const uint8_t* never, int64_t n_never
+    const uint8_t* roles, const uint8_t* never, int64_t n_never
 ) noexcept nogil:
     """Whether a body is canonical JSON of the named fields alone, none of them empty.
 
     No number and no truth value may stand in it, which have several spellings, and no key
-    of `never` at any depth. False is no promise.
+    of `never` at any depth. A name with a role may stand only where "role" is that text.
+    False is no promise.
     """
     cdef:
         int64_t last_key[DEEPEST + 1]  # where the last key of each open object starts
         int64_t last_size[DEEPEST + 1]  # -1: it has none yet; -2: the container is a list
         int64_t at = 1, start, size, depth = 1
-        bint escapes
+        int64_t role = 0, role_size = 0  # "role", where it is a text
+        uint64_t seen = 0  # a bit for each name
+        int place
+        bint escapes, is_role = False
         uint8_t closing
     if n < 2 or text[0] != c'{':
         return False
@@ -90,9 +133,13 @@ cdef bint _is_plain(
                 text + last_key[depth], last_size[depth], text + start, size
             ):
                 return False
-            if depth == 1 and not _is_name(text + start, size, names, n_names):
-                return False
-            if _is_name(text + start, size, never, n_never):
+            if depth == 1:
+                place = _place_of(text + start, size, names, n_names)
+                if place < 0:
+                    return False
+                seen |= <uint64_t>1 << place
+                is_role = size == 4 and memcmp(text + start, b"role", 4) == 0
+            if _place_of(text + start, size, never, n_never) >= 0:
                 return False
             last_key[depth] = start
             last_size[depth] = size
@@ -105,6 +152,9 @@ cdef bint _is_plain(
             at = _end_of_text(text, start, n, &escapes)
             if at < 0 or (depth == 1 and at == start + 1):
                 return False
+            if depth == 1 and is_role:
+                role = start
+                role_size = at - 1 - start
         elif text[at] == c'n':
             if depth == 1 or n - at < 4 or memcmp(text + at, b"null", 4) != 0:
                 return False
@@ -138,34 +188,47 @@ cdef bint _is_plain(
             at += 1
             depth -= 1
             if depth == 0:
-                return at == n
+                return at == n and _has_role(text + role, role_size, roles, seen)
+
+
+cdef int64_t _count_ends(const uint8_t[::1] names) except -1:
+    """How many names there are, each with a zero byte behind it."""
+    cdef int64_t i, n = 0
+    for i in range(names.shape[0]):
+        n += names[i] == 0
+    if names.shape[0] and names[names.shape[0] - 1] != 0:
+        raise LayoutError("a name has no zero byte behind it")
+    return n
 
 
 def find_plain(
     const int32_t[::1] offsets not None,
     const uint8_t[::1] bodies not None,
     const uint8_t[::1] names not None,
+    const uint8_t[::1] roles not None,
     const uint8_t[::1] never not None,
     uint8_t[::1] plain not None,
 ):
     """Fill 1 for each body that is canonical JSON of the named fields alone.
 
     Body i is the UTF-8 bytes ``bodies[offsets[i]:offsets[i + 1]]``; ``offsets`` has one entry
-    more than ``plain``. Each name ends with a zero byte. No field may be null, "" or [], no
-    number and no truth value stand anywhere, and no key of ``never``. What is 0 may be so too.
+    more than ``plain``. Each name ends with a zero byte, and there are at most 64; so do the
+    ``roles``, one per name: the role of the messages that may have such a field, or empty. No
+    field may be null, "" or [], no number and no truth value stand anywhere, and no key of
+    ``never``. What is 0 may be so too.
     """
-    cdef int64_t i, n = plain.shape[0]
+    cdef int64_t i, n = plain.shape[0], n_names = _count_ends(names)
     _check_length("offsets", offsets.shape[0], n + 1)
     for i in range(n):
         if not 0 <= offsets[i] <= offsets[i + 1] <= bodies.shape[0]:
             raise LayoutError(
                 f"body {i} is {offsets[i]}:{offsets[i + 1]} of {bodies.shape[0]} bytes"
             )
-    if (
-        (names.shape[0] and names[names.shape[0] - 1] != 0)
-        or (never.shape[0] and never[never.shape[0] - 1] != 0)
-    ):
-        raise LayoutError("a name has no zero byte behind it")
+    _count_ends(never)
+    if n_names > 64 or _count_ends(roles) != n_names:
+        raise LayoutError(
+            f"{_count_ends(roles)} roles for {n_names} names: one each, at most 64"
+        )
     if n == 0 or bodies.shape[0] == 0:
         plain[:] = 0
         return
@@ -173,6 +236,7 @@ def find_plain(
         for i in range(n):
             plain[i] = _is_plain(
                 &bodies[0] + offsets[i], offsets[i + 1] - offsets[i],
-                &names[0] if names.shape[0] else NULL, names.shape[0],
+                &names[0] if n_names else NULL, names.shape[0],
+                &roles[0] if n_names else NULL,
                 &never[0] if never.shape[0] else NULL, never.shape[0],
             )

@@ -150,8 +150,9 @@ def print_times(
         partial(tk.linearize, turns, "slime", threads=threads) for threads in (1, 2)
     ]
     times = by_turns(repeats, works, [n, n], time.perf_counter)
-    for threads, taken in zip((1, 2), times, strict=True):
-        floor = n_bytes / copies_per_second(threads, repeats) / n
+    rates = [copies_per_second(threads, repeats) for threads in (1, 2)]
+    for threads, rate, taken in zip((1, 2), rates, times, strict=True):
+        floor = n_bytes / rate / n
         print(
             f"{f'  linearize, {threads} threads':<44}{taken}"
             f"{plain.median / taken.median:8.1f} x slime's rule"
@@ -159,7 +160,8 @@ def print_times(
             f"{taken.median / floor:6.2f} times copying ({floor * 1e3:.3f} ms)"
         )
     ratio = times[0].median / times[1].median
-    print(f"{'  two threads':<44}{ratio:.2f} times one")
+    copying = rates[1] / rates[0]
+    print(f"{'  two threads':<44}{ratio:.2f} times one; of copying {copying:.2f}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ through `trajkit.linearize_file` in a process of its own, whose memory is watche
 which two threads have work at a time (one reads and makes rows, one writes). Beside
 it stands the same work in plain Python over lists, timed on a sample: read a Parquet file
 with pyarrow, make the rows of each rollout by the rule, write them with pyarrow. The rows
-of the sample are compared first. Tokens are those of the rows that are written.
+of the sample are compared first. Tokens are those of the rows that are written. A last line
+has the run from and to Arrow IPC streams, which are not compressed: most of what Parquet
+takes is its own encoding.
 """
 
 import argparse
@@ -234,6 +236,13 @@ def measure(folder: Path, n_rollouts: int, n_sample: int) -> None:
     rate = said["seconds"], said["tokens"]
     report("trajkit, from delta form", *rate, plain["delta form"])
     report("  beside plain Python from full prompts", *rate, plain["full prompts"])
+    arrows = folder / "run.arrows"
+    tk.write_turns(tk.stream_turns(run), arrows)
+    streams = watched(arrows, folder / "rows.arrows")
+    report(
+        "  and from Arrow IPC to Arrow IPC",
+        *(streams["seconds"], streams["tokens"], plain["full prompts"]),
+    )
     print(f"\n{said['tokens']:,.0f} tokens in {said['seconds']:.1f} s")
     for label in ("first_half", "second_half", "peak"):
         print(f"memory, {label.replace('_', ' '):<36}{said[label] / MiB:9,.0f} MiB")

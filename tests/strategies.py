@@ -728,6 +728,26 @@ body_texts = _json_objects(
     st.sampled_from(["role", "content", "tool_calls", "name", "index"]),
 )
 """Bodies as JSON text: canonical, or spelled in other ways, or with a key twice."""
+_saids = st.sampled_from([None, "", "a", "b", [], ["a"], {}, 1, 1.0, True])
+_called = st.builds(
+    lambda arguments, index: [
+        {"id": "c", "function": {"name": "f", "arguments": arguments}, **index}
+    ],
+    st.sampled_from([None, '{"a":1}', '{ "a": 1 }', {"a": 1}, {"a": 1.0}, "{", '"{"']),
+    st.sampled_from([{}, {"index": 0}]),
+)
+chat_messages = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "assistant", "tool"])},
+    optional={
+        "content": _saids,
+        "reasoning_content": _saids,
+        "provider_state": _saids,
+        "tool_call_id": _saids,
+        "name": _saids,
+        "tool_calls": _called | st.sampled_from([None, []]),
+    },
+)
+"""Messages with fields that count only where another role has them."""
 
 
 # Texts of JSON lines

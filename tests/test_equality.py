@@ -10,8 +10,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import trajkit as tk
+from tests.reference_graph import identity
 from tests.reference_segments import same
-from tests.strategies import body_texts, delegating_sessions, json_messages, sessions
+from tests.strategies import (
+    body_texts,
+    chat_messages,
+    delegating_sessions,
+    json_messages,
+    sessions,
+)
 from tests.tables import in_delta_form, turns_table
 from trajkit import _core
 from trajkit.calls import read_calls
@@ -242,7 +249,7 @@ def test_what_is_no_canonical_body_is_not_plain(text):
 
 
 def test_the_scan_refuses_offsets_beyond_the_text():
-    names, never, plain = (np.zeros(n, np.uint8) for n in (1, 0, 1))
+    names, roles, never, plain = (np.zeros(n, np.uint8) for n in (1, 1, 0, 1))
     for offsets, named in (
         ([0, 3], names),
         ([1, 0], names),
@@ -251,9 +258,65 @@ def test_the_scan_refuses_offsets_beyond_the_text():
     ):
         with pytest.raises(LayoutError):
             _core.find_plain(
-                np.array(offsets, np.int32), np.zeros(2, np.uint8), named, never, plain
+                np.array(offsets, np.int32),
+                np.zeros(2, np.uint8),
+                named,
+                roles,
+                never,
+                plain,
             )
-    with pytest.raises(LayoutError, match="zero byte"):
-        _core.find_plain(
-            np.array([0, 2], np.int32), np.zeros(2, np.uint8), names + 1, never, plain
-        )
+    bodies = np.array([0, 2], np.int32), np.zeros(2, np.uint8)
+    for wrong in ((names + 1, roles, never), (names, roles, np.ones(1, np.uint8))):
+        with pytest.raises(LayoutError, match="zero byte"):
+            _core.find_plain(*bodies, *wrong, plain)
+    for n_names, n_roles in ((1, 2), (1, 0), (65, 65)):
+        counts = np.zeros(n_names, np.uint8), np.zeros(n_roles, np.uint8)
+        with pytest.raises(LayoutError, match=f"{n_roles} roles for {n_names} names"):
+            _core.find_plain(*bodies, *counts, never, plain)
+
+
+@given(st.lists(chat_messages, min_size=1, max_size=6), st.sampled_from([None, 1]))
+@example(
+    [{"role": "user", "content": "a"}, {"role": "user", "tool_call_id": "a"}], None
+)
+@example([{"role": "tool", "tool_call_id": x} for x in ("a", "b")], None)
+@example([{"role": "assistant", "reasoning_content": x} for x in ("a", "b")], None)
+@example([{"role": "user", "content": "aaaaaaaa" + x} for x in "ab"], None)
+def test_the_same_is_said_where_the_graph_says_so(messages, indent):
+    texts = {_core.encode_message(m)[0] for m in messages} if indent is None else None
+    texts = sorted(texts or {json.dumps(m, indent=indent) for m in messages})
+    identities = identity_of("content")(pa.array(texts, pa.string())).to_pylist()
+    expected = [identity(json.loads(text)) for text in texts]
+    for mine, theirs in zip(identities, expected, strict=True):
+        assert [mine == other for other in identities] == [
+            theirs == other for other in expected
+        ]
+
+
+@pytest.mark.parametrize(
+    ("role", "name", "expected"),
+    [
+        ("tool", "tool_call_id", True),
+        ("user", "tool_call_id", False),
+        ("assistant", "reasoning_content", True),
+        ("assistants", "reasoning_content", False),
+        ("tool", "reasoning_content", False),
+        ("user", "content", True),
+        (["tool"], "tool_call_id", False),
+    ],
+)
+def test_a_field_of_one_role_is_plain_in_no_other(role, name, expected):
+    body = _core.encode_message({"role": role, name: "eight or more bytes"})[0]
+    names = ("role", "content", "reasoning_content", "tool_call_id")
+    roles = ("", "", "assistant", "tool")
+    assert find_plain_bodies(pa.array([body]), names, roles).tolist() == [expected]
+    assert find_plain_bodies(pa.array([body]), names).tolist() == [True]
+
+
+@pytest.mark.parametrize("odd", ["\x1f", "\n", "\\u0041", "\\/", "\\x", '"', '","a'])
+def test_what_is_no_canonical_text_is_seen_anywhere_in_a_long_one(odd):
+    for at in range(24):
+        text = "a" * at + odd + "\x7fé " * 6
+        assert not find_plain_bodies(pa.array([f'{{"content":"{text}"}}']), FIELDS)[0]
+        plain = text.replace(odd, '\\"\\\\')
+        assert find_plain_bodies(pa.array([f'{{"content":"{plain}"}}']), FIELDS)[0]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests.strategies import runs
 from tests.test_cli import run_json
-from trajkit import cli, files, gather, io_arrow, stream, suffix
+from trajkit import cli, files, gather, io_arrow, outlets, stream, suffix
 from trajkit.ahead import read_ahead
 from trajkit.census import take_census
 from trajkit.errors import FormatError, InvalidTurnsError, PolicyError
@@ -443,6 +443,25 @@ def test_an_outlet_hands_back_what_went_wrong(tmp_path):
     with pytest.raises(Killed):
         put(tmp_path / "rows.parquet", 2, Killed())
     assert os.listdir(tmp_path) == []
+
+
+def test_no_more_than_is_allowed_waits_for_its_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(outlets, "_WAITING_BYTES", 0)
+    rows = tk.linearize(tk.from_records(some_sessions(2)))
+    handed, ahead = [], []
+
+    def write(batches, path):
+        for taken, batch in enumerate(batches):
+            ahead.append(len(handed) - taken)
+            write_rows(pa.Table.from_batches([batch] * 50), path)
+
+    with Outlet(tmp_path / "rows.parquet", write) as outlet:
+        for _ in range(10):
+            outlet.put(rows)
+            handed.append(rows)
+    # one that waits, and the one that is being handed over
+    assert len(ahead) == 10
+    assert max(ahead) <= 2
 
 
 def test_what_is_read_ahead_ends_with_its_user():

@@ -163,7 +163,7 @@ def find_bodies(
 
 # plain.pxi
 def find_plain(
-    offsets: _I32, bodies: _U8, names: _U8, never: _U8, plain: _U8
+    offsets: _I32, bodies: _U8, names: _U8, roles: _U8, never: _U8, plain: _U8
 ) -> None: ...
 
 # agents.pxi

@@ -195,23 +195,47 @@ def _values(bodies: pa.Array) -> pa.Array:
 
 def _content(bodies: pa.Array) -> pa.Array:
     """Of each body, what a message says, calls and answers, as one JSON text."""
-    texts = [_core.encode_message(_said(parse(body)))[0] for body in bodies.to_pylist()]
-    return pa.array(texts, bodies.type)
+    plain = find_plain_bodies(bodies, tuple(_SAID), tuple(_SAID.values()))
+    return _rewritten(
+        bodies, plain, lambda body: _core.encode_message(_said(parse(body)))[0]
+    )
+
+
+def _rewritten(
+    bodies: pa.Array, plain: npt.NDArray[np.bool_], text_of: Callable[[str], str]
+) -> pa.Array:
+    """The bodies, those that are not plain as the texts that stand for them."""
+    if plain.all():
+        return bodies
+    others = pa.array(~plain)
+    texts = [text_of(body) for body in bodies.filter(others).to_pylist()]
+    return pc.replace_with_mask(bodies, others, pa.array(texts, bodies.type))
+
+
+_SAID = {
+    "role": "",
+    "content": "",
+    "reasoning_content": "assistant",
+    "provider_state": "assistant",
+    "tool_call_id": "tool",
+}
+"""What `_content` takes of a message as it is, and of which role's; calls come beside."""
 
 
 def _said(message: object) -> dict[str, object]:
     assert isinstance(message, dict)  # a body is an object
-    role, content = message.get("role"), message.get("content")
-    said = {"role": role, "content": "" if content is None else content}
+    role = message.get("role")
+    said: dict[str, object] = {}
+    for name, its_role in _SAID.items():
+        value = message.get(name)
+        # nothing said is "" or null, or no field at all
+        silent = value is None or (name == "content" and value == "")
+        if not silent and its_role in ("", role):
+            said[name] = value
     if role == "assistant":
-        for name in ("reasoning_content", "provider_state"):
-            if message.get(name) is not None:
-                said[name] = message[name]
         calls = message.get("tool_calls")
         if isinstance(calls, list):
             said["tool_calls"] = [_called(call) for call in calls]
-    elif role == "tool":
-        said["tool_call_id"] = message.get("tool_call_id")
     return said
 
 
@@ -240,23 +264,19 @@ def _of_fields(*names: str) -> Identity:
 
     def identity(bodies: pa.Array) -> pa.Array:
         plain = find_plain_bodies(bodies, names)
-        if plain.all():
-            return bodies
-        others = pa.array(~plain)
-        texts = [
-            text_of_fields(body, names) for body in bodies.filter(others).to_pylist()
-        ]
-        return pc.replace_with_mask(bodies, others, pa.array(texts, bodies.type))
+        return _rewritten(bodies, plain, lambda body: text_of_fields(body, names))
 
     return identity
 
 
 def find_plain_bodies(
-    bodies: pa.Array, names: tuple[str, ...]
+    bodies: pa.Array, names: tuple[str, ...], roles: tuple[str, ...] = ()
 ) -> npt.NDArray[np.bool_]:
-    """Which bodies are what `text_of_fields` makes of them, as far as a glance tells.
+    """Which bodies hold nothing but named fields, as far as a glance tells.
 
-    Shape (n_bodies,). Most are: a model's messages hold few numbers.
+    Shape (n_bodies,). Of ``roles``, one per name, "" is any role; no roles are any. Such
+    bodies are what `text_of_fields` makes of them; most are: a model's messages hold few
+    numbers.
     """
     _, offsets, data = bodies.buffers()
     plain = np.empty(len(bodies), np.uint8)
@@ -266,6 +286,7 @@ def find_plain_bodies(
         ],
         np.frombuffer(data or b"", np.uint8),
         _ended(*names),
+        _ended(*roles or ("",) * len(names)),
         _ended("index"),
         plain,
     )

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Semaphore, Thread
+from threading import Condition, Thread
 from types import TracebackType
 from typing import Self, TypeAlias
 
@@ -11,9 +11,9 @@ import pyarrow as pa
 
 Write: TypeAlias = Callable[[Iterator[pa.RecordBatch], Path], None]
 
-# Tables that wait for their file; with the one that is being written and the one that is
-# being made, three are held.
-_WAITING = 1
+# Bytes of tables that may wait for their file, and one table more: about what goes into a
+# row group of Parquet, so that the next is gathered while one is encoded.
+_WAITING_BYTES = 64 << 20
 
 
 class _Abandoned(Exception):
@@ -31,23 +31,28 @@ class Outlet:
     """
 
     def __init__(self, path: Path, write: Write) -> None:
-        self._room = Semaphore(_WAITING)
+        self._changes = Condition()
+        self._waiting = 0
         self._queue: SimpleQueue[pa.Table | BaseException | None] = SimpleQueue()
         self._error: BaseException | None = None
         self._write, self._path = write, path
         self._thread = Thread(target=self._run, name=f"trajkit writes {path.name}")
 
     def put(self, table: pa.Table) -> None:
-        """Hand over a table; waits while others wait.
+        """Hand over a table; waits while too much waits already.
 
         Raises
         ------
         Exception
             What went wrong with a table before.
         """
-        self._room.acquire()
-        if self._error is not None:
-            raise self._error
+        with self._changes:
+            self._changes.wait_for(
+                lambda: self._waiting <= _WAITING_BYTES or self._error is not None
+            )
+            if self._error is not None:
+                raise self._error
+            self._waiting += table.nbytes
         self._queue.put(table)
 
     def __enter__(self) -> Self:
@@ -70,14 +75,17 @@ class Outlet:
             self._write(self._batches(), self._path)
         # whatever it is, it is for the thread that hands over tables
         except BaseException as error:
-            self._error = error
-            self._room.release()
+            with self._changes:
+                self._error = error
+                self._changes.notify()
 
     def _batches(self) -> Iterator[pa.RecordBatch]:
         while (table := self._queue.get()) is not None:
             if isinstance(table, BaseException):
                 raise table
-            self._room.release()
+            with self._changes:
+                self._waiting -= table.nbytes
+                self._changes.notify()
             # in one piece each, so that row groups do not tell how many threads made it
             batches = table.combine_chunks().to_batches()
             # without rows a file still says of which columns it is
