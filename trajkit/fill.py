@@ -21,7 +21,7 @@ _Item = TypeVar("_Item", bound=np.generic)
 # Tokens of a batch of several rows. Arrow's pool keeps buffers of up to 16 MB when they are
 # freed, so that the next batch goes to pages that are there; and memory is bounded by this
 # where rows repeat their whole context.
-BATCH_TOKENS = 1 << 21
+BATCH_TOKENS = 1 << 22
 
 
 @cache

@@ -33,12 +33,12 @@ Batches: TypeAlias = tuple[Iterable[pa.RecordBatch], pa.RecordBatch | None]
 
 Layout: TypeAlias = Literal["full", "suffix"]
 
-# Tokens that the calls of one part of a table may bring. Parts are small enough to share
-# out evenly over the threads, and large enough that the fixed cost of a part (about 0.7 ms)
-# does not show. In delta form a token is more work: it is new, so it goes into a row.
+# Tokens that the calls of one part of a table may bring. The fixed cost of a part (about
+# 0.7 ms, which threads take one after another) is not to show, so a thread gets one, unless
+# the table is large. In delta form a token is more work: it is new, so it goes into a row.
 _LEAST_PART, _LARGEST_PART = 1 << 22, 1 << 25
-_DELTA_PART = 16  # times as small
-_PARTS_PER_THREAD = 2
+_DELTA_PART = 4  # times as small
+_PARTS_PER_THREAD = 1
 # Rows of a part that hold more tokens are written when they are asked for, batch by batch.
 _AT_ONCE = 1 << 25
 _NO_CAP = np.iinfo(np.int64).max
