@@ -9,6 +9,7 @@
     forest.pxi   the calls of a session as a forest of token paths
     bodies.pxi   which stored body a message means
     plain.pxi    which bodies say nothing but some fields
+    record.pxi   a session that grows: where a prompt leaves it, which messages it knows
     route.pxi    which call a call continues: by messages, by tokens
     route_prefix.pxi  the same, whatever the order of calls
     route_generations.pxi  a forest of generations, by messages and checked by tokens
@@ -25,13 +26,16 @@
 
 Kernels never allocate: the caller passes every output buffer.
 """
+cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING
-from cpython.dict cimport PyDict_GetItemWithError
+from cpython.dict cimport PyDict_GetItemWithError, PyDict_Next
 from cpython.float cimport PyFloat_AS_DOUBLE, PyFloat_CheckExact
 from cpython.list cimport PyList_GET_ITEM
-from cpython.long cimport PyLong_AsDouble, PyLong_CheckExact
+from cpython.long cimport PyLong_AsDouble, PyLong_AsSsize_t, PyLong_CheckExact
 from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
+from cpython.tuple cimport PyTuple_GET_ITEM
+from cpython.unicode cimport PyUnicode_DATA, PyUnicode_KIND
 from libc.math cimport floor
 from libc.stdint cimport INT64_MAX, int8_t, int32_t, int64_t, intptr_t, uint8_t, uint64_t
 from libc.string cimport memchr, memcmp, memcpy, memset
@@ -40,6 +44,7 @@ from rows cimport Call, Link, Message, Node, Request, Row, pos_t, token_t
 
 import re
 from json.encoder import encode_basestring as _quoted
+from sys import intern
 
 from trajkit.errors import InvalidTurnsError, LayoutError
 
@@ -55,6 +60,7 @@ include "unbox.pxi"
 include "message.pxi"
 include "json.pxi"
 include "forest.pxi"
+include "record.pxi"
 include "route.pxi"
 include "route_prefix.pxi"
 include "route_generations.pxi"

@@ -9,10 +9,21 @@ of every reply are gone.
 
 import argparse
 
+import pyarrow as pa
+
 import trajkit as tk
 from benchmarks.data import quoted, rollout
 from trajkit.cli.simulate import describe
 from trajkit.simulate import cheapest_whole
+
+
+def simulated(
+    shape: str, n_turns: int, context: int, reply: int
+) -> tuple[int, pa.Table]:
+    """Tokens of context at the last call of a rollout, and what policies make of it."""
+    turns = tk.from_records(rollout("s", quoted(shape, n_turns, context, reply), shape))
+    last = turns.slice(turns.num_rows - 1).to_pylist()[0]
+    return len(last["prompt_ids"]) + len(last["output_ids"]), tk.simulate(turns)
 
 
 def main() -> None:
@@ -22,11 +33,7 @@ def main() -> None:
     parser.add_argument("--reply", type=int, default=300, help="tokens (300)")
     choices = parser.parse_args()
     for shape in ("tail_changed", "head_dropped"):
-        size = quoted(shape, choices.turns, choices.context, choices.reply)
-        turns = tk.from_records(rollout("s", size, shape))
-        table = tk.simulate(turns)
-        last = turns.slice(turns.num_rows - 1).to_pylist()[0]
-        context = len(last["prompt_ids"]) + len(last["output_ids"])
+        context, table = simulated(shape, choices.turns, choices.context, choices.reply)
         print(f"{shape}: {context:,} tokens of context at the last call")
         print(describe(table, cheapest_whole(table)))
         for line in table.to_pylist():

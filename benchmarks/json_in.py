@@ -37,12 +37,7 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=1)
     parser.add_argument("--runs", type=int, default=3)
     arguments = parser.parse_args()
-    size = data.SIZES[arguments.size]
-    lines = [
-        json.dumps(record).encode()
-        for k in range(arguments.rollouts)
-        for record in data.as_parsed(data.rollout(f"s{k}", size, seed=k))
-    ]
+    lines = log_lines(data.SIZES[arguments.size], arguments.rollouts)
     with tempfile.TemporaryDirectory() as folder:
         print(f"Python {platform.python_version()}, {platform.machine()}")
         for order in ("in order", "shuffled"):
@@ -55,19 +50,41 @@ def main() -> None:
             table(path, n_bytes, arguments.runs)
 
 
-def table(path: Path, n_bytes: int, runs: int) -> None:
-    """Print what each way takes, after its answers were checked."""
+def log_lines(size: data.Size, n_rollouts: int) -> list[bytes]:
+    """The log of rollouts, a line per call."""
+    return [
+        json.dumps(record).encode()
+        for k in range(n_rollouts)
+        for record in data.as_parsed(data.rollout(f"s{k}", size, seed=k))
+    ]
+
+
+def measured(
+    path: Path, runs: int, ways: list[tuple[str, Way, bool]]
+) -> Iterator[tuple[str, float | ImportError]]:
+    """What each way takes in seconds, after its answers were checked.
+
+    Of a library that is not installed, the error that says so.
+    """
     expected = said_by(json_lines, path)
-    bases: list[float] = []
-    print(f"{'':40} {'ms':>8} {'MB/s':>8} {'line by line':>13} {'into lists':>11}")
-    for name, way, is_whole in WAYS:
+    for name, way, is_whole in ways:
         read = whole(way) if is_whole else way
         try:
             assert said_by(way, path) == expected, name
         except ImportError as error:
-            print(f"{name:40} not installed: {error.name}")
+            yield name, error
             continue
-        took = least(lambda read=read: drain(read(path)), runs)
+        yield name, least(lambda read=read: drain(read(path)), runs)
+
+
+def table(path: Path, n_bytes: int, runs: int) -> None:
+    """Print what each way takes."""
+    bases: list[float] = []
+    print(f"{'':40} {'ms':>8} {'MB/s':>8} {'line by line':>13} {'into lists':>11}")
+    for name, took in measured(path, runs, WAYS):
+        if isinstance(took, ImportError):
+            print(f"{name:40} not installed: {took.name}")
+            continue
         # what json.loads takes line by line, and for lists of all lines: the first two
         bases = [*bases, took][:2]
         rate = n_bytes / took / 1e6

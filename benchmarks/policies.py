@@ -152,6 +152,14 @@ def compare(
     return Line(n_tokens // n, ours, rule, arrays)
 
 
+def stored(sessions: list[list[Record]]) -> pa.Table:
+    """The calls as a table that was written to a file and read back."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "turns.arrow"
+        write_table(tk.from_records([call for one in sessions for call in one]), path)
+        return read_table(path)
+
+
 def as_lists(table: pa.Table) -> list[list[object]]:
     """What of a table plain Python reads per token."""
     names = ("prompt_ids", "output_ids", "output_logprobs")
@@ -187,11 +195,7 @@ def main(words: list[str] | None = None) -> None:
     slower: dict[str, list[str]] = {way: [] for way in WAYS}
     for shape in shapes:
         sessions = [calls(shape, size, seed) for seed in range(choices.sessions)]
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "turns.arrow"
-            records = [record for session in sessions for record in session]
-            write_table(tk.from_records(records), path)
-            table = read_table(path)
+        table = stored(sessions)
         first = table.slice(0, len(sessions[0]))
         lists = timed(choices.repeats, partial(as_lists, first), 1)
         for policy in choices.policy or TWINS:

@@ -15,7 +15,8 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from benchmarks.compare import (
     timed,
     write_table,
 )
-from benchmarks.data import SIZES, Record, as_parsed, rollout
+from benchmarks.data import SIZES, Record, Size, as_parsed, rollout
 from benchmarks.policies import difference
 from benchmarks.scale import by_turns, fastest
 from trajkit.threads import spread
@@ -76,6 +77,62 @@ def check_rows(rows: pa.Table, sessions: Sequence[list[Record]]) -> None:
             sys.exit(f"rollout {k}: {differ}")
 
 
+@dataclass(frozen=True, slots=True)
+class Against:
+    """Times of linearize from one form, per rollout, on one thread and on two."""
+
+    n_bytes: float  # that must be read and written
+    times: list[Timing]
+    floors: list[float]  # seconds that copying these takes
+
+    @classmethod
+    def copying(
+        cls, turns: pa.Table, rows: pa.Table, n: int, repeats: int
+    ) -> "Against":
+        """Time slime's rule over the n rollouts of a table, and copying."""
+        works: list[Callable[[], object]] = [
+            partial(tk.linearize, turns, "slime", threads=threads) for threads in (1, 2)
+        ]
+        times = by_turns(repeats, works, [n, n], time.perf_counter)
+        n_bytes = least_bytes(turns, rows) / n
+        floors = [n_bytes / copies_per_second(threads, repeats) for threads in (1, 2)]
+        return cls(n_bytes, times, floors)
+
+
+def compacted(size: Size, n: int) -> pa.Table:
+    """So many clean rollouts in delta form."""
+    one = (tk.compact(tk.from_records(records(size, k))) for k in range(n))
+    return pa.concat_tables(one).combine_chunks()
+
+
+def records(size: Size, k: int) -> list[Record]:
+    return list(rollout(f"s{k}", size, seed=k))
+
+
+def plain_times(size: Size) -> tuple[Timing, Timing]:
+    """Times of plain Python over the lists of a rollout: slime's rule, and the trie."""
+    parsed = as_parsed(iter(records(size, 0)))
+    plain = timed(3, partial(peers.linearize, parsed), 1)
+    start = time.perf_counter()
+    peers_nemo.linearize(parsed)
+    return plain, Timing([time.perf_counter() - start])
+
+
+def forms(compact: pa.Table, rows: pa.Table) -> Iterator[tuple[str, pa.Table]]:
+    """The turns in full and in delta form, read from a file each."""
+    with tempfile.TemporaryDirectory() as folder:
+        for label in ("full prompts", "delta form"):
+            path = Path(folder) / "turns.arrow"
+            write_table(
+                tk.expand(compact) if label == "full prompts" else compact, path
+            )
+            turns = read_table(path)
+            if tk.linearize(turns, "slime") != rows:
+                sys.exit(f"{label}: the rows are others")
+            yield label, turns
+            del turns
+
+
 def parse(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.roofline",
@@ -99,60 +156,25 @@ def main(words: list[str] | None = None) -> None:
         f"data     {n} clean rollouts of {size.n_turns} turns and {size.context} tokens; "
         "times are per rollout, medians and the range, ratios of the medians"
     )
-
-    def records(k: int) -> list[Record]:
-        return list(rollout(f"s{k}", size, seed=k))
-
-    compact = pa.concat_tables(
-        [tk.compact(tk.from_records(records(k))) for k in range(n)]
-    ).combine_chunks()
+    compact = compacted(size, n)
     rows = tk.linearize(compact, "slime")
     checked = min(choices.check, n)
     for k in range(checked):  # one at a time: as lists they do not fit in memory
-        check_rows(rows.slice(k, 1), [as_parsed(iter(records(k)))])
+        check_rows(rows.slice(k, 1), [as_parsed(iter(records(size, k)))])
     print(f"checked  {checked} rollouts: tokens, mask and logprobs are equal\n")
 
-    parsed = as_parsed(iter(records(0)))
-    plain = timed(3, partial(peers.linearize, parsed), 1)
-    start = time.perf_counter()
-    peers_nemo.linearize(parsed)
-    trie = Timing([time.perf_counter() - start])
-    del parsed
+    plain, trie = plain_times(size)
     print(f"{'slime, plain Python over lists':<44}{plain}")
     print(f"{'trie, plain Python over lists':<44}{trie}")
 
-    with tempfile.TemporaryDirectory() as folder:
-        for label, make in (
-            ("full prompts", lambda: tk.expand(compact)),
-            ("delta form", lambda: compact),
-        ):
-            path = Path(folder) / "turns.arrow"
-            write_table(make(), path)
-            turns = read_table(path)
-            if tk.linearize(turns, "slime") != rows:
-                sys.exit(f"{label}: the rows are others")
-            print_times(label, turns, rows, n, repeats, plain, trie)
-            del turns
+    for label, turns in forms(compact, rows):
+        print_times(label, Against.copying(turns, rows, n, repeats), plain, trie)
 
 
-def print_times(
-    label: str,
-    turns: pa.Table,
-    rows: pa.Table,
-    n: int,
-    repeats: int,
-    plain: Timing,
-    trie: Timing,
-) -> None:
-    n_bytes = least_bytes(turns, rows)
-    print(f"\nfrom {label}, {n_bytes / n / 1e6:.2f} MB to be read and written:")
-    works: list[Callable[[], object]] = [
-        partial(tk.linearize, turns, "slime", threads=threads) for threads in (1, 2)
-    ]
-    times = by_turns(repeats, works, [n, n], time.perf_counter)
-    rates = [copies_per_second(threads, repeats) for threads in (1, 2)]
-    for threads, rate, taken in zip((1, 2), rates, times, strict=True):
-        floor = n_bytes / rate / n
+def print_times(label: str, against: Against, plain: Timing, trie: Timing) -> None:
+    print(f"\nfrom {label}, {against.n_bytes / 1e6:.2f} MB to be read and written:")
+    times = against.times
+    for threads, taken, floor in zip((1, 2), times, against.floors, strict=True):
         print(
             f"{f'  linearize, {threads} threads':<44}{taken}"
             f"{plain.median / taken.median:8.1f} x slime's rule"
@@ -160,7 +182,7 @@ def print_times(
             f"{taken.median / floor:6.2f} times copying ({floor * 1e3:.3f} ms)"
         )
     ratio = times[0].median / times[1].median
-    copying = rates[1] / rates[0]
+    copying = against.floors[0] / against.floors[1]
     print(f"{'  two threads':<44}{ratio:.2f} times one; of copying {copying:.2f}")
 
 

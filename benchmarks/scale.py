@@ -4,7 +4,8 @@
 
 prints the bytes of one rollout in full and in delta form and of its rows in either
 layout; the rates of `compact` and `expand` beside a plain copy; and the time of
-`linearize` from delta form while turns double, and on one and two threads. Every answer
+`linearize` from delta form while turns double and sessions become more, and on one and two
+threads. Every answer
 is checked before it is timed. Where one thread works, its processor time is taken, which
 other programs disturb less than the clock; threads are timed by the clock.
 """
@@ -17,7 +18,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -26,6 +27,7 @@ import pyarrow as pa
 import trajkit as tk
 from benchmarks.compare import Timing, commit, machine
 from benchmarks.data import Record, Size, quoted, rollout
+from trajkit.linearize import Layout
 
 TOKENS_PER_TURN = 1024
 
@@ -92,45 +94,63 @@ def json_bytes(table: pa.Table) -> int:
     )
 
 
-def print_sizes(size: Size) -> None:
+def sizes(size: Size) -> Iterator[tuple[str, int]]:
+    """What a rollout takes in bytes, form by form."""
     full = without_bodies(tk.from_records(rollout("s", size)))
     delta = tk.compact(full)
     check(tk.expand(delta) == full, "expand gives back what was compacted")
-    print(f"{size.n_turns} turns, {size.context} tokens, keys and roles, no bodies:")
-    line("  JSON lines, in full", json_bytes(full), "bytes")
+    yield "JSON lines, in full", json_bytes(full)
     for label, table in (("in full", full), ("delta form", delta)):
-        line(f"  Arrow IPC, {label}", file_bytes(table, "arrow"), "bytes")
-        line(f"  Parquet zstd, {label}", file_bytes(table, "parquet"), "bytes")
+        yield f"Arrow IPC, {label}", file_bytes(table, "arrow")
+        yield f"Parquet zstd, {label}", file_bytes(table, "parquet")
     log = pa.concat_tables([delta.slice(k, 1) for k in range(len(delta))])
-    line("  Arrow IPC, delta form, a batch a turn", file_bytes(log, "arrows"), "bytes")
+    yield "Arrow IPC, delta form, a batch a turn", file_bytes(log, "arrows")
 
 
-def print_layouts(size: Size) -> None:
+def print_sizes(size: Size) -> None:
+    print(f"{size.n_turns} turns, {size.context} tokens, keys and roles, no bodies:")
+    for label, n_bytes in sizes(size):
+        line(f"  {label}", n_bytes, "bytes")
+
+
+def layouts(size: Size) -> tuple[int, int]:
+    """Tokens that the rows of a rollout hold in layout full and in layout suffix."""
     turns = recorded("s", size, "tail_changed")
     full, report = tk.linearize(turns, report=True)
     suffix = tk.linearize(turns, layout="suffix")
     check(tk.full_rows(suffix) == full, "full_rows gives the full layout back")
-    print(f"\nrows of policy faithful, every reply drifts, {size.n_turns} turns:")
-    line("  tokens in layout full", report["tokens_forward"][0].as_py(), "tokens")
     n = sum(len(ids) for ids in suffix["suffix_ids"])
-    line("  tokens in layout suffix", n, "tokens")
+    return report["tokens_forward"][0].as_py(), n
 
 
-def print_rates(size: Size, repeats: int) -> None:
+def print_layouts(size: Size) -> None:
+    print(f"\nrows of policy faithful, every reply drifts, {size.n_turns} turns:")
+    for layout, n in zip(("full", "suffix"), layouts(size), strict=True):
+        line(f"  tokens in layout {layout}", n, "tokens")
+
+
+def rates(size: Size, repeats: int) -> tuple[int, dict[str, Timing]]:
+    """Bytes of the full prompts of a rollout, and what is done with them: times."""
     full = without_bodies(tk.from_records(rollout("s", size)))
     delta = tk.compact(full)
     ids = full["prompt_ids"].combine_chunks().flatten().to_numpy()
-    print(f"\nper rollout of {size.n_turns} turns, full prompts of {ids.nbytes} bytes:")
     room = np.empty_like(ids)
     room.fill(0)
-    rates = (
-        ("copy the prompts", partial(np.copyto, room, ids)),
-        ("compact", partial(tk.compact, full)),
-        ("expand", partial(tk.expand, delta)),
-    )
-    for label, work in rates:
-        taken = worked(repeats, work, 1)
-        rate = ids.nbytes / fastest(taken) / 1e9
+    works: dict[str, Callable[[], object]] = {
+        "copy the prompts": partial(np.copyto, room, ids),
+        "compact": partial(tk.compact, full),
+        "expand": partial(tk.expand, delta),
+    }
+    return ids.nbytes, {
+        label: worked(repeats, work, 1) for label, work in works.items()
+    }
+
+
+def print_rates(size: Size, repeats: int) -> None:
+    n_bytes, times = rates(size, repeats)
+    print(f"\nper rollout of {size.n_turns} turns, full prompts of {n_bytes} bytes:")
+    for label, taken in times.items():
+        rate = n_bytes / fastest(taken) / 1e9
         print(f"{f'  {label}':<44}{taken}   {rate:.2f} GB/s")
 
 
@@ -160,11 +180,10 @@ def by_turns(
     return [Timing(into) for into in seconds]
 
 
-def print_growth(shape: str, policy: str, layout: str, most: int, repeats: int) -> None:
-    print(
-        f"\nlinearize from delta form, {shape}, policy {policy}, layout {layout}, "
-        f"{TOKENS_PER_TURN} tokens a turn, one thread, per rollout:"
-    )
+def growth(
+    shape: str, policy: str, layout: Layout, most: int, repeats: int
+) -> dict[int, Timing]:
+    """Times per rollout of `linearize` from delta form, by number of turns."""
     numbers = [64 << k for k in range((most // 64).bit_length())]
     works, shares = [], []
     for n_turns in numbers:
@@ -176,28 +195,80 @@ def print_growth(shape: str, policy: str, layout: str, most: int, repeats: int) 
         check(work().num_rows % n == 0, "each copy gives as many rows")
         works.append(work)
         shares.append(n)
+    times = by_turns(repeats, works, shares, time.process_time)
+    return dict(zip(numbers, times, strict=True))
+
+
+def a_token(n_turns: int, taken: Timing) -> float:
+    """Nanoseconds for a token of a rollout of so many turns, at best."""
+    return fastest(taken) / (TOKENS_PER_TURN * n_turns) * 1e9
+
+
+def print_growth(
+    shape: str, policy: str, layout: Layout, most: int, repeats: int
+) -> None:
+    print(
+        f"\nlinearize from delta form, {shape}, policy {policy}, layout {layout}, "
+        f"{TOKENS_PER_TURN} tokens a turn, one thread, per rollout:"
+    )
     before: Timing | None = None
-    for n_turns, taken in zip(
-        numbers, by_turns(repeats, works, shares, time.process_time), strict=True
-    ):
-        each = fastest(taken) / (TOKENS_PER_TURN * n_turns) * 1e9
+    for n_turns, taken in growth(shape, policy, layout, most, repeats).items():
+        each = a_token(n_turns, taken)
         grown = "" if before is None else f"{fastest(taken) / fastest(before):7.2f}"
         print(f"{f'  {n_turns} turns':<44}{taken}   {each:.2f} ns a token{grown}")
         before = taken
 
 
-def print_threads(size: Size, repeats: int) -> None:
-    n = 128
+def growth_with_sessions(size: Size, most: int, repeats: int) -> dict[int, Timing]:
+    """Times per rollout of slime's rule from delta form, by number of sessions."""
+    numbers = [most >> k for k in (4, 2, 0)]
+    one = recorded("s", size, "clean")
+    works, shares = [], []
+    for n in numbers:
+        # as many times as it takes to go through one number of rollouts
+        table, times = copies(one, n), most // n
+        check(tk.linearize(table, "slime").num_rows == n, "each copy gives a row")
+        works.append(partial(again, partial(linearize_slime, table), times))
+        shares.append(n * times)
+    times_of = by_turns(repeats, works, shares, time.process_time)
+    return dict(zip(numbers, times_of, strict=True))
+
+
+def again(work: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        work()
+
+
+def linearize_slime(turns: pa.Table) -> pa.Table:
+    return tk.linearize(turns, "slime", threads=1)
+
+
+def print_growth_with_sessions(size: Size, most: int, repeats: int) -> None:
+    print(
+        f"\nlinearize from delta form, clean, slime, {size.n_turns} turns, one thread:"
+    )
+    for n, taken in growth_with_sessions(size, most, repeats).items():
+        each = a_token(size.n_turns, taken)
+        print(f"{f'  {n} sessions, per rollout':<44}{taken}   {each:.2f} ns a token")
+
+
+def threads(size: Size, n: int, repeats: int) -> list[Timing]:
+    """Times per rollout, of n, of slime's rule on one thread and on two."""
     turns = copies(recorded("s", size, "clean"), n)
     one = tk.linearize(turns, "slime", threads=1)
     check(one == tk.linearize(turns, "slime", threads=2), "threads give the same rows")
     del one
-    print(f"\nlinearize from delta form, {n} rollouts of {size.n_turns} turns, slime:")
     works = [partial(tk.linearize, turns, "slime", threads=k) for k in (1, 2)]
-    times = by_turns(repeats, works, [n, n], time.perf_counter)
-    for threads, taken in zip((1, 2), times, strict=True):
+    return by_turns(repeats, works, [n, n], time.perf_counter)
+
+
+def print_threads(size: Size, repeats: int) -> None:
+    n = 128
+    times = threads(size, n, repeats)
+    print(f"\nlinearize from delta form, {n} rollouts of {size.n_turns} turns, slime:")
+    for k, taken in enumerate(times, 1):
         ratio = fastest(times[0]) / fastest(taken)
-        print(f"{f'  {threads} threads':<44}{taken}   {ratio:.2f} times one")
+        print(f"{f'  {k} threads':<44}{taken}   {ratio:.2f} times one")
 
 
 def fastest(taken: Timing) -> float:
@@ -234,6 +305,7 @@ def main(words: list[str] | None = None) -> None:
     print_rates(size, choices.repeats)
     print_growth("clean", "slime", "full", choices.most, choices.repeats)
     print_growth("tail_changed", "faithful", "suffix", choices.most, choices.repeats)
+    print_growth_with_sessions(size, 64, choices.repeats)
     print_threads(size, choices.repeats)
 
 

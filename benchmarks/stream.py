@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -185,12 +186,26 @@ def sample(source: Path, target: Path, n_rollouts: int) -> None:
     tk.write_turns(kept.filter(pa.array(keep)), target)
 
 
-def report(label: str, seconds: float, tokens: float, beside: float | None) -> float:
-    """Print a line; tokens per second."""
-    rate = tokens / seconds
+def report(label: str, rate: float, beside: float | None) -> None:
+    """Print a line of tokens per second."""
     ratio = "" if beside is None else f"{rate / beside:10.1f} times plain"
     print(f"{label:<44}{rate / 1e6:9.2f} M tokens/s{ratio}")
-    return rate
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """What putting a run through took: tokens per second, and memory in bytes.
+
+    The plain path and the first rate of trajkit are of the sample.
+    """
+
+    run_bytes: int
+    plain_full: float
+    plain_delta: float
+    ours_full: float
+    ours_delta: float
+    ours_streams: float  # from and to Arrow IPC
+    run: dict[str, float]  # as `watched` says it
 
 
 def main(words: list[str] | None = None) -> None:
@@ -211,41 +226,47 @@ def main(words: list[str] | None = None) -> None:
     print(f"machine  {machine()}")
     print(f"python   {platform.python_version()}, pyarrow {pa.__version__}\n")
     with tempfile.TemporaryDirectory(dir=choices.folder) as name:
-        measure(Path(name), choices.rollouts, choices.sample)
+        found = measure(Path(name), choices.rollouts, choices.sample)
+    size = found.run_bytes / MiB
+    print(f"{choices.rollouts:,} rollouts, delta form, {size:,.0f} MiB")
+    print(f"the sample of {choices.sample}: the same rows both ways\n")
+    report("plain Python, from full prompts", found.plain_full, None)
+    report("plain Python, from delta form", found.plain_delta, None)
+    report(
+        "trajkit, from full prompts, of the sample", found.ours_full, found.plain_full
+    )
+    report("trajkit, from delta form", found.ours_delta, found.plain_delta)
+    report(
+        "  beside plain Python from full prompts", found.ours_delta, found.plain_full
+    )
+    report("  and from Arrow IPC to Arrow IPC", found.ours_streams, found.plain_full)
+    said = found.run
+    print(f"\n{said['tokens']:,.0f} tokens in {said['seconds']:.1f} s")
+    for label in ("first_half", "second_half", "peak"):
+        print(f"memory, {label.replace('_', ' '):<36}{said[label] / MiB:9,.0f} MiB")
 
 
-def measure(folder: Path, n_rollouts: int, n_sample: int) -> None:
+def measure(folder: Path, n_rollouts: int, n_sample: int) -> Streamed:
+    """Put a run through, and a sample of it by plain Python, rows compared first."""
     run, few, few_full = (folder / f"{n}.parquet" for n in ("run", "few", "few_full"))
     tk.write_turns(recorded(n_rollouts), run)
     sample(run, few, n_sample)
     tk.expand_file(few, few_full)
     check_answers(few)
-    print(f"{n_rollouts:,} rollouts, delta form, {run.stat().st_size / MiB:,.0f} MiB")
-    print(f"the sample of {n_sample}: the same rows both ways\n")
     rows = folder / "rows.parquet"
-    plain = {}
-    for label, source in (("full prompts", few_full), ("delta form", few)):
-        taken = plain_run(source, rows)
-        plain[label] = report(f"plain Python, from {label}", *taken, None)
-    said = watched(few_full, rows)
-    report(
-        "trajkit, from full prompts, of the sample",
-        *(said["seconds"], said["tokens"], plain["full prompts"]),
-    )
-    said = watched(run, rows)
-    rate = said["seconds"], said["tokens"]
-    report("trajkit, from delta form", *rate, plain["delta form"])
-    report("  beside plain Python from full prompts", *rate, plain["full prompts"])
+    plain = []
+    for source in (few_full, few):
+        seconds, tokens = plain_run(source, rows)
+        plain.append(tokens / seconds)
     arrows = folder / "run.arrows"
     tk.write_turns(tk.stream_turns(run), arrows)
-    streams = watched(arrows, folder / "rows.arrows")
-    report(
-        "  and from Arrow IPC to Arrow IPC",
-        *(streams["seconds"], streams["tokens"], plain["full prompts"]),
-    )
-    print(f"\n{said['tokens']:,.0f} tokens in {said['seconds']:.1f} s")
-    for label in ("first_half", "second_half", "peak"):
-        print(f"memory, {label.replace('_', ' '):<36}{said[label] / MiB:9,.0f} MiB")
+    ours = [
+        watched(few_full, rows),
+        watched(run, rows),
+        watched(arrows, folder / "rows.arrows"),
+    ]
+    rates = [said["tokens"] / said["seconds"] for said in ours]
+    return Streamed(run.stat().st_size, *plain, *rates, ours[1])
 
 
 if __name__ == "__main__":

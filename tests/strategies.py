@@ -4,6 +4,8 @@ Vocabularies are tiny and messages few, so that prefixes collide, siblings are e
 one reply opens another. Turns are dicts as `tests.reference` reads them.
 """
 
+from itertools import pairwise
+
 from hypothesis import strategies as st
 
 # What a chat template puts around a body of small ids.
@@ -842,3 +844,29 @@ def call_lines(draw):
             text[:at] + draw(st.sampled_from(["", "]", '"', ",", "x"])) + text[at + 1 :]
         )
     return text.encode("utf-8")
+
+
+# Further columns of turns
+
+_further_values = {
+    "numbers": st.none() | st.integers(-3, 3) | st.sampled_from([0.5, 2.0]),
+    "text": st.none() | st.sampled_from(["", "a", "é"]),
+    "lists": st.none() | st.lists(st.none() | st.integers(0, 9), max_size=3),
+    "dicts": st.none() | st.fixed_dictionaries({"a": st.integers(0, 3)}),
+}
+
+
+@st.composite
+def further_columns(draw, turn):
+    """What a call may say in columns of its own, and which weights sampled its output."""
+    n = len(turn["output_ids"])
+    cuts = sorted(draw(st.lists(st.integers(0, n), max_size=2)))
+    bounds = [0, *cuts, n]
+    pieces = [
+        {"version": str(start), "start": start, "stop": stop}
+        for start, stop in pairwise(bounds)
+    ]
+    names = draw(st.lists(st.sampled_from(sorted(_further_values)), unique=True))
+    values = {name: draw(_further_values[name]) for name in names}
+    values["experts"] = draw(payload_lists(turn))
+    return draw(st.sampled_from([None, pieces])), values

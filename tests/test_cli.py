@@ -4,9 +4,11 @@ import argparse
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import asdict
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -16,10 +18,12 @@ import pytest
 
 import trajkit as tk
 from trajkit import cli, stream
+from trajkit.cli.choices import allowed, choices_of, with_choices
 from trajkit.cli.drift import _short
 from trajkit.cli.progress import Progress
 from trajkit.cli.show import text_table
 from trajkit.cli.tokenizer import load_tokenizer
+from trajkit.policies import PRESETS
 from trajkit.schema import TURNS, TURNS_DELTA
 
 ROOT = Path(__file__).parent.parent
@@ -550,3 +554,232 @@ def test_linearize_writes_either_layout(tmp_path, capsys, turns):
     run_json(capsys, "linearize", turns, "-o", out, "--layout", "suffix")
     assert tk.read_rows(out) == tk.linearize(tk.read_turns(turns), layout="suffix")
     assert cli.main(["verify", out, turns]) == cli.DONE
+
+
+# --- choices of a policy, and what is known of sessions
+
+
+@pytest.mark.parametrize(
+    ("options", "policy"),
+    [
+        pytest.param(
+            ["slime", "--set", "fork_threshold=0", "--set", "merge=false"],
+            tk.policy("slime", fork_threshold=0, merge=False),
+            id="an integer and a bool",
+        ),
+        pytest.param(
+            ["faithful", "--set", "own=longest"],
+            tk.policy("faithful", own="longest"),
+            id="one of several words",
+        ),
+        pytest.param(
+            ["segments", "--set", "max_rows=2", "--set", "dispatch_tools=Task,spawn"],
+            tk.policy("segments", max_rows=2, dispatch_tools=("Task", "spawn")),
+            id="names",
+        ),
+        pytest.param(
+            ["segments", "--set", "max_rows=none", "--set", "dispatch_tools="],
+            tk.policy("segments", dispatch_tools=()),
+            id="none of either",
+        ),
+        pytest.param(
+            ["polar", "--set", "builder=per_request"],
+            tk.policy("polar", builder="per_request"),
+            id="an option of one policy",
+        ),
+    ],
+)
+def test_set_makes_a_choice(tmp_path, capsys, turns, options, policy):
+    rows = str(tmp_path / "rows.parquet")
+    argv = ["linearize", turns, "-o", rows, "--policy", *options]
+    said = run_json(capsys, *argv)["policy"]
+    assert {**said, "dispatch_tools": tuple(said["dispatch_tools"])} == asdict(policy)
+    assert tk.read_rows(rows) == tk.linearize(tk.read_turns(turns), policy)
+    checked = run_json(capsys, "verify", rows, turns, "--policy", *options)
+    assert checked == {"violations": []}
+    assert run_json(capsys, "drift", turns, "--policy", *options)["policy"] == said
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        pytest.param(
+            ["owns=first"],
+            "policy 'slime', owns=first: no such choice: expected one of route, ",
+            id="no such choice",
+        ),
+        pytest.param(["name=x"], "name=x: no such choice", id="the name is none"),
+        pytest.param(
+            ["builder=per_request"], "no such choice", id="another one's option"
+        ),
+        pytest.param(
+            ["own=last"],
+            "policy 'slime', own=last: expected first, longest, most_trained, earliest "
+            "or every",
+            id="no such word",
+        ),
+        pytest.param(
+            ["merge=yes"], "merge=yes: expected true or false", id="no such bool"
+        ),
+        pytest.param(
+            ["fork_threshold=none"],
+            "fork_threshold=none: expected an integer",
+            id="no integer",
+        ),
+        pytest.param(
+            ["max_rows=x"], "max_rows=x: expected an integer or none", id="nor none"
+        ),
+        pytest.param(
+            ["max_rows=0"],
+            "policy 'slime': max_rows=0: expected an integer of 1 or more",
+            id="too few",
+        ),
+        pytest.param(
+            ["merge=true", "merge=false"], "the choice is made twice", id="twice"
+        ),
+        pytest.param(
+            ["route=tokens", "merge=false", "absorb=any", "own=longest"],
+            "policy 'slime': own='longest' does not go with absorb='any'",
+            id="choices that exclude each other",
+        ),
+        pytest.param(
+            ["absorb=never", "merge=false", "fork_threshold=9"],
+            "--set fork_threshold=9: policy 'slime' does with all drift the same",
+            id="without effect",
+        ),
+    ],
+)
+def test_a_choice_that_there_is_not(tmp_path, capsys, turns, sets, said):
+    options = [word for one in sets for word in ("--set", one)]
+    rows = str(tmp_path / "rows.parquet")
+    for argv in (
+        ["linearize", turns, "-o", rows, "--policy", "slime", *options],
+        ["drift", turns, "--policy", "slime", *options],
+        ["simulate", turns, "--policy", "slime", *options],
+        ["verify", turns, turns, "--policy", "slime", *options],
+    ):
+        assert cli.main(argv) == cli.BAD_USAGE
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert said in err
+
+
+def test_a_threshold_is_given_once(capsys, turns):
+    argv = ["--policy", "trl", "--fork-threshold", "3", "--set", "fork_threshold=2"]
+    assert cli.main(["drift", turns, *argv]) == cli.BAD_USAGE
+    assert "fork_threshold=3: the choice is made twice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        pytest.param(["simulate", "in", "--set", "own=first"], id="of no policy"),
+        pytest.param(["drift", "in", "--set", "own"], id="no value"),
+        pytest.param(["drift", "in", "--set", "=first"], id="no choice"),
+        pytest.param(
+            ["linearize", "in", "-o", "out", "--reward", "1", "--sessions", "s.jsonl"],
+            id="two rewards",
+        ),
+    ],
+)
+def test_what_is_no_choice_at_all(capsys, argv):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(argv)
+    assert ended.value.code == cli.BAD_USAGE
+    assert "--s" in capsys.readouterr().err
+
+
+def test_verify_makes_no_choice_of_no_policy(capsys, turns):
+    assert cli.main(["verify", turns, turns, "--set", "own=first"]) == cli.BAD_USAGE
+    assert "--set needs --policy" in capsys.readouterr().err
+
+
+def test_simulate_compares_a_policy_with_itself(capsys, turns):
+    argv = ["--policy", "trl", "--policy", "trl", "--set", "fork_threshold=1"]
+    printed = run_json(capsys, "simulate", turns, *argv)["policies"]
+    policies = ["trl", tk.policy("trl", fork_threshold=1)]
+    assert printed == tk.simulate(tk.read_turns(turns), policies).to_pylist()
+    assert [line["policy"] for line in printed] == ["trl", "trl(fork_threshold=1)"]
+
+
+SESSIONS = [
+    {"session_id": "b", "reward": 1.0, "group_id": "g"},
+    {"session_id": "a", "reward": None, "group_id": "g", "error": "timed out"},
+]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_sessions_say_rewards_groups_and_errors(tmp_path, capsys, turns, suffix):
+    file, rows = str(tmp_path / f"known.{suffix}"), str(tmp_path / "rows.parquet")
+    known = pa.Table.from_pylist(SESSIONS, tk.schema.SESSIONS)
+    if suffix == "jsonl":
+        Path(file).write_text("".join(f"{json.dumps(one)}\n" for one in SESSIONS))
+    else:
+        pq.write_table(known, file)
+    said = run_json(
+        capsys, "linearize", turns, "-o", rows, "--policy", "slime", "--sessions", file
+    )
+    assert (said["tokens_trained"], said["lost_untrainable"]) == (4, 4)
+    expected = tk.linearize(tk.read_turns(turns), "slime", sessions=known)
+    assert expected["reward"].to_pylist() == [1.0]
+    assert tk.read_rows(rows) == expected
+    (line,) = run_json(
+        capsys, "simulate", turns, "--policy", "slime", "--sessions", file
+    )["policies"]
+    assert line["lost_untrainable"] == 4
+    argv = ["verify", rows, turns, "--policy", "slime"]
+    assert run_json(capsys, *argv, "--sessions", file) == {"violations": []}
+    assert cli.main([*argv, "--reward", "2"]) == cli.BAD_DATA
+    assert ["reward", "1"] in [x.split() for x in capsys.readouterr().out.splitlines()]
+
+
+def test_sessions_must_know_every_session(tmp_path, capsys, turns):
+    known, rows = tmp_path / "known.jsonl", str(tmp_path / "rows.parquet")
+    known.write_text(json.dumps(SESSIONS[0]))
+    argv = ["linearize", turns, "-o", rows, "--sessions", str(known)]
+    assert cli.main(argv) == cli.BAD_DATA
+    assert "session 'a' has turns, but no line in sessions" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layout", ["full", "suffix"])
+@pytest.mark.parametrize("by", ["row", "rollout"])
+def test_rows_are_weighed(tmp_path, capsys, turns, by, layout):
+    rows = str(tmp_path / "rows.parquet")
+    argv = ["linearize", turns, "-o", rows, "--layout", layout, "--weigh-by", by]
+    run_json(capsys, *argv)
+    expected = tk.weigh(tk.linearize(tk.read_turns(turns), layout=layout), by)
+    assert tk.read_rows(rows) == expected
+    argv = ["verify", rows, turns, "--weigh-by"]
+    assert cli.main([*argv, by]) == cli.DONE
+    assert cli.main([*argv, "token"]) == cli.BAD_DATA
+
+
+def test_policies_are_listed(capsys):
+    listed = run_json(capsys, "policies")
+    assert [one["name"] for one in listed] == list(PRESETS)
+    assert cli.main(["policies"]) == cli.DONE
+    lines = capsys.readouterr().out.splitlines()
+    (strict,) = (line for line in lines if line.startswith("strict"))
+    assert strict.split("  ")[-1].strip() == "route=tokens, aborted=train"
+    assert "keep_untrained=true" in lines[-1]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_a_policy_lists_is_what_set_takes(capsys, turns, name):
+    """Every value that is shown makes the policy that it is, and is allowed."""
+    (policy,) = run_json(capsys, "policies", name)
+    assert policy == json.loads(json.dumps(asdict(tk.policy(name))))
+    assert cli.main(["policies", name]) == cli.DONE
+    lines = capsys.readouterr().out.splitlines()[2:]
+    names = {line.split()[0] for line in lines}
+    assert names >= set(policy) - {"name"}
+    sets = list(choices_of(tk.policy(name)).items())
+    assert with_choices(tk.policy(name), sets) == tk.policy(name)
+    for line in lines:
+        choice, *_, words = [part.strip() for part in re.split(r"\s{2,}", line)]
+        assert words == allowed(tk.policy(name))[choice]
+
+
+def test_a_policy_that_there_is_not(capsys):
+    assert cli.main(["policies", "slim"]) == cli.BAD_USAGE
+    assert "policy 'slim' does not exist" in capsys.readouterr().err

@@ -2,20 +2,32 @@
 
 import array
 import copy
+import gc
 import json
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
 from tests import reference
-from tests.strategies import policies, row_limits, runs, sessions, thresholds
+from tests.strategies import (
+    further_columns,
+    policies,
+    row_limits,
+    runs,
+    sessions,
+    thresholds,
+)
 from tests.tables import by_session, policy_of, turns_table
-from trajkit.errors import InvalidTurnsError, UnknownSessionError
+from trajkit import _core
+from trajkit.errors import InvalidTurnsError, LayoutError, UnknownSessionError
+from trajkit.layout import CALL, NODE
 
 
 def recordable(turns):
@@ -591,3 +603,435 @@ def test_a_list_of_messages_as_long_as_any():
     turns = recorder.turns("a")
     assert turns["base_turn"].to_pylist() == [None, 0, 0, 0]
     assert turns["shared_messages"].to_pylist() == [0, 30_001, 500, 500]
+
+
+# Further columns
+
+
+def spelled_once(turns):
+    """Whether messages with one key are written in one way (not 1 here, true there)."""
+    messages = [m for turn in turns for m in turn["prompt_messages"] or ()]
+    messages += [turn["response_message"] for turn in turns if turn["response_message"]]
+    texts = {text_of(message) for message in messages}
+    return len(texts) == len({tk.message_key(message) for message in messages})
+
+
+@given(st.data(), sessions(), policies)
+def test_further_columns_are_the_tables(data, turns, choice):
+    """Equal to what from_records and compact make of the same calls, rows too."""
+    recorder, records = tk.Recorder(), []
+    for turn in recordable(turns):
+        turn = {**turn, "prompt_ids": turn["prompt_ids"] or [0]}
+        versions, values = data.draw(further_columns(turn))
+        record(recorder, {**turn, "weight_versions": versions, "payloads": values})
+        records.append(
+            {"session_id": "s", **turn, "weight_versions": versions, **values}
+        )
+    full, delta = tk.from_records(records), recorder.turns("s")
+    compacted = tk.compact(full)
+    if not spelled_once(turns):
+        # a table that gives a body again does not share it; a recorder does
+        names = ["shared_messages", "suffix_messages", "response"]
+        delta, compacted = delta.drop_columns(names), compacted.drop_columns(names)
+    assert delta == compacted
+    if not pa.types.is_null(full["experts"].type):
+        options = {"policy": policy_of(choice), "payloads": ["experts"]}
+        assert recorder.rows("s", **options) == tk.linearize(full, **options)
+
+
+def test_payloads_are_copied_and_widened():
+    recorder = tk.Recorder()
+    scores = np.array([1, 2], np.int16)
+    recorder.record("a", **call([1], [2, 3]), payloads={"scores": scores})
+    scores[:] = 9
+    recorder.record("a", **call([1], [4]))
+    recorder.record("a", **call([1], [5]), payloads={"scores": [0.5], "seed": 7})
+    turns = recorder.turns("a")
+    assert turns["scores"].to_pylist() == [[1.0, 2.0], None, [0.5]]
+    assert turns["seed"].to_pylist() == [None, None, 7]
+
+
+FURTHER = call([1], [2, 3])
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        pytest.param({"payloads": [1]}, "payloads is of type list: ", id="no dict"),
+        pytest.param({"payloads": {3: 1}}, "payloads has the key 3: ", id="no name"),
+        pytest.param(
+            {"payloads": {"logprobs": []}}, "spell it 'output_logprobs'", id="spelling"
+        ),
+        pytest.param(
+            {"payloads": {"messages": []}}, "the key 'messages', which is", id="taken"
+        ),
+        pytest.param(
+            {"payloads": {"suffix_ids": []}}, "a column of the delta form", id="delta"
+        ),
+        pytest.param(
+            {"payloads": {"x": object()}}, "the value of 'x' makes no", id="object"
+        ),
+        pytest.param(
+            {"payloads": {"x": "text"}}, "the value of 'x' makes no", id="another type"
+        ),
+        pytest.param(
+            {"weight_versions": "v1"}, "weight_versions is 'v1': ", id="no versions"
+        ),
+        pytest.param(
+            {"weight_versions": [{"version": "v", "start": 0, "stop": 1}]},
+            "weight_versions end at 1 of 2 output ids",
+            id="short",
+        ),
+        pytest.param(
+            {"weight_versions": [{"version": "v", "start": 1, "stop": 2}]},
+            "weight_versions[0] is 1:2 where a piece from 0 on is due",
+            id="gap",
+        ),
+        pytest.param(
+            {"weight_versions": [{"version": None, "start": 0, "stop": 2}]},
+            "weight_versions[0] has a null",
+            id="no version",
+        ),
+        pytest.param(
+            {"prompt_messages": [(b"short", "user")]},
+            "prompt_messages[0] is (b'short', 'user'): a message that is no dict is",
+            id="key",
+        ),
+        pytest.param(
+            {"response_message": (bytes(16), "user", "body")},
+            "response_message is (b'",
+            id="triple",
+        ),
+        pytest.param(
+            {"response_message": (bytes(16), "\ud800")}, "is not valid", id="role"
+        ),
+    ],
+)
+def test_refused_further_columns_leave_the_session_as_it_was(bad, said):
+    recorder, other = tk.Recorder(), tk.Recorder()
+    for one in (recorder, other):
+        one.record("a", **call([1], [2]), payloads={"x": 1})
+    with pytest.raises(InvalidTurnsError) as refused:
+        recorder.record("a", **{**FURTHER, **bad})
+    assert str(refused.value).startswith(WHERE)
+    assert said in str(refused.value)
+    assert recorder.turns("a") == other.turns("a")
+
+
+# Messages as keys, and messages seen before
+
+
+def as_key(message):
+    return None if message is None else (tk.message_key(message), message["role"])
+
+
+@given(sessions())
+def test_keys_stand_for_messages(turns):
+    """As with dicts, without bodies: turns and links."""
+    by_key, by_dict = tk.Recorder(), tk.Recorder()
+    for turn in recordable(turns):
+        sent, reply = turn["prompt_messages"], turn["response_message"]
+        keyed = {
+            **turn,
+            "prompt_messages": None if sent is None else [as_key(m) for m in sent],
+            "response_message": as_key(reply),
+            "use_tool": reference.uses_tool(turn),
+        }
+        record(by_key, keyed)
+        record(by_dict, turn)
+    turns, other = by_key.turns("s"), by_dict.turns("s")
+    for route in ("messages", "tokens"):
+        assert tk.link(turns, route) == tk.link(other, route)
+    names = ("suffix_messages", "response")
+    for name in set(turns.column_names) - {*names, "shared_messages"}:
+        assert turns[name] == other[name]
+    for name in names:
+        assert set(bodies_of(turns, name)) <= {None}
+    expanded = [tk.expand(table).to_pylist() for table in (turns, other)]
+    assert [keys_of(row) for row in expanded[0]] == [
+        keys_of(row) for row in expanded[1]
+    ]
+
+
+def as_pair(message):
+    return None if message is None else (message["key"], message["role"])
+
+
+def keys_of(row):
+    sent = row["messages"]
+    return sent and [as_pair(m) for m in sent], as_pair(row["response"])
+
+
+def bodies_of(turns, name):
+    for value in turns[name].to_pylist():
+        for message in value if isinstance(value, list) else [value]:
+            if message is not None:
+                yield message["body"]
+
+
+def test_a_key_means_the_dict_that_the_session_has():
+    recorder = tk.Recorder()
+    recorder.record("a", **call([1], [2], prompt_messages=[as_key(USER)]))
+    recorder.record("a", **call([1, 2], [3], prompt_messages=[USER]))
+    recorder.record("a", **call([1, 2, 3], [4], prompt_messages=[as_key(USER)]))
+    turns = recorder.turns("a")
+    assert turns["shared_messages"].to_pylist() == [0, 0, 1]
+    assert list(bodies_of(turns, "suffix_messages")) == [
+        None,
+        '{"content":"u","role":"user"}',
+    ]
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """The messages that were encoded since the list was last cleared."""
+    done, encode = [], _core.encode_message
+
+    def noted(message):
+        done.append(copy.deepcopy(message))
+        return encode(message)
+
+    monkeypatch.setattr(_core, "encode_message", noted)
+    return done
+
+
+def user(text):
+    return {"role": "user", "content": [{"type": "text", "text": text}]}
+
+
+def assistant(text):
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "f", "arguments": {"x": text, "n": 1.5}}}],
+    }
+
+
+def test_only_new_messages_are_encoded(encoded):
+    """Two agents that take turns, with prompts that share no token."""
+    recorder = tk.Recorder()
+    talks = {0: [user("system"), user("a")], 1: [user("system"), user("b")]}
+    for k in range(40):
+        talk = talks[k % 2]
+        reply = assistant(str(k))
+        encoded.clear()
+        said = {"prompt_messages": talk, "response_message": reply}
+        recorder.record("a", **call([k], [1]), **copy.deepcopy(said))
+        new = talk[-1:] if k > 1 else talk[k:]
+        assert encoded == [*new, reply]
+        talk += [reply, user(f"answer {k}")]
+    assert recorder.turns("a").num_rows == 40
+
+
+def test_a_window_that_slides_is_not_encoded_anew(encoded):
+    recorder = tk.Recorder()
+    talk = [user("system"), *(user(str(k)) for k in range(60))]
+    for k in range(40):
+        encoded.clear()
+        window = [talk[0], *talk[1 + k : 21 + k]]
+        recorder.record("a", **call([1], [k], prompt_messages=copy.deepcopy(window)))
+        assert len(encoded) <= (21 if k == 0 else 2)
+
+
+def test_a_message_written_otherwise_is_read_again(encoded):
+    """Changed in place, or equal under == only, it is another; reordered, it is not."""
+    recorder = tk.Recorder()
+    talk = [user("u"), {"role": "user", "n": 1}, assistant("x")]
+    seen = []
+
+    def said():
+        prompt = range(2 * len(seen) + 1)
+        recorder.record("a", **call(prompt, [prompt.stop], prompt_messages=talk))
+        seen.append(copy.deepcopy(talk))
+
+    said()
+    talk[0]["content"][0]["text"] = "v"
+    said()
+    talk[1]["n"] = True
+    said()
+    talk[1]["n"] = 1.0
+    said()
+    encoded.clear()
+    talk[2] = dict(reversed(talk[2].items()))
+    said()
+    assert encoded == [talk[2]]
+    encoded.clear()
+    said()
+    assert encoded == []
+    keys = [[tk.message_key(message) for message in messages] for messages in seen]
+    full = tk.expand(recorder.turns("a"))
+    assert [[m["key"] for m in row] for row in full["messages"].to_pylist()] == keys
+    turns = recorder.turns("a")
+    assert turns["shared_messages"].to_pylist()[-1] == 3
+
+
+def test_many_conversations_begin_alike(encoded):
+    """More than are looked at one by one: what they go on with is still known."""
+    recorder = tk.Recorder()
+    talks = [[user("system"), user(f"task {k}"), assistant("a")] for k in range(30)]
+    for k, talk in enumerate(talks):
+        recorder.record("a", **call([k], [1], prompt_messages=copy.deepcopy(talk)))
+    encoded.clear()
+    for k, talk in enumerate(talks):
+        recorder.record("a", **call([k], [1], prompt_messages=copy.deepcopy(talk)))
+    assert all(message in [talk[1] for talk in talks] for message in encoded)
+    shared = recorder.turns("a")["shared_messages"].to_pylist()
+    assert shared == [0] * 30 + [3] * 30
+
+
+# What a session holds
+
+
+def test_a_session_holds_what_is_new_once():
+    """4 bytes for each new id and logprob, and a little for each call."""
+    context = np.arange(200_000, dtype=np.int32)
+    logprobs = np.full(100, -0.5, np.float32)
+    recorder = tk.Recorder()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for stop in range(2_000, len(context) + 1, 2_000):
+            recorder.record(
+                "a",
+                **call(context[: stop - 100], context[stop - 100 : stop]),
+                output_logprobs=logprobs,
+            )
+        held = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert held < 1.2 * (4 * len(context) + 4 * 100 * 100) + 20_000
+
+
+def test_dropped_sessions_leave_nothing_behind():
+    recorder = tk.Recorder()
+
+    def live(names):
+        for name in names:
+            for k in range(3):
+                said = {
+                    "prompt_messages": [user(f"{name} {k}")],
+                    "payloads": {"x": [k]},
+                }
+                recorder.record(name, **call(range(50 * k + 1), range(50)), **said)
+        assert recorder.turns(names[-1]).num_rows == 3
+        for name in names:
+            recorder.drop(name)
+
+    live([f"first-{k}" for k in range(10)])
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        live([f"s{k}" for k in range(1000)])
+        gc.collect()
+        left, most = (n - before for n in tracemalloc.get_traced_memory())
+    finally:
+        tracemalloc.stop()
+    # what is left is the table of the recorder's own names
+    assert left < most / 50
+
+
+# Layouts that do not fit
+
+
+def tree(**changes):
+    """Arguments of `_core.known_messages` for a tree of one list of one message."""
+    given = {
+        "messages": [(b"k", "user")],
+        "start": 0,
+        "node": 0,
+        "said": [(b"k", "user")],
+        "message_of": np.array([-1, 0], np.int32),
+        "child": np.array([1, -1], np.int32),
+        "sibling": np.array([-1, -1], np.int32),
+        "ids": np.zeros(1, np.int32),
+        "nodes": np.zeros(1, np.int32),
+    }
+    return {**given, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        pytest.param({"node": 2}, "node 2 is none of 2", id="node"),
+        pytest.param({"said": []}, "message 0 is none of 0", id="message"),
+        pytest.param({"start": -1}, "one id", id="start"),
+        pytest.param({"ids": np.zeros(2, np.int32)}, "one id", id="ids"),
+        pytest.param({"child": np.zeros(1, np.int32)}, "differ in length", id="child"),
+    ],
+)
+def test_trees_that_do_not_fit_are_refused(changes, match):
+    assert _core.known_messages(*tree().values()) == 1
+    given = tree(**changes)
+    with pytest.raises(LayoutError, match=match):
+        _core.known_messages(*given.values())
+    names = ("messages", "start", "node", "said", "message_of", "child", "ids")
+    with pytest.raises(LayoutError, match=match):
+        _core.realign_messages(*(given[name] for name in names))
+
+
+def growth(n):
+    paths = _core.Growth()
+    arrays = np.empty(2 * n + 1, NODE), np.empty(2 * n + 1, np.int32)
+    paths.attach(np.empty(n, CALL), *arrays, np.empty(n, np.int32))
+    return paths
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        pytest.param((0, 1, 2, -1), "holds 2 ids: 1 and 2", id="too few ids"),
+        pytest.param((0, -1, 1, -1), "holds 2 ids: -1 and 1", id="negative"),
+        pytest.param((1, 1, 1, -1), "shares 1 tokens with call -1", id="no base"),
+        pytest.param((3, 1, 1, 0), "shares 3 tokens with call 0", id="too long"),
+        pytest.param((0, 1, 1, 1), "has the base 1", id="late base"),
+    ],
+)
+def test_calls_that_do_not_fit_are_refused(arguments, match):
+    paths, held = growth(2), np.array([1, 2], np.int32)
+    assert paths.room == 2
+    assert paths.insert(held, 0, 1, 1, -1) == (-1, 0)
+    with pytest.raises(LayoutError, match=match):
+        paths.insert(held, *arguments)
+    assert paths.find(held) == (2, 0)
+    assert paths.insert(held, 2, 0, 2, 0) == (0, 2)
+    with pytest.raises(LayoutError, match="room for 2 calls"):
+        paths.insert(held, 0, 1, 1, -1)
+    with pytest.raises(LayoutError, match="calls has 1 entries, 2 are needed"):
+        paths.attach(np.empty(1, CALL), np.empty(3, NODE), *np.empty((2, 3), np.int32))
+
+
+def test_what_a_call_brings_must_fill_its_place():
+    one, none = np.zeros(1, np.int32), np.zeros(0, np.float32)
+    with pytest.raises(LayoutError, match=r"1 \+ 1 \+ 0 values do not fill 1 places"):
+        _core.take_call(one, one, none, one.copy(), -1, 0)
+
+
+@given(sessions(), st.integers(1, 3))
+def test_short_calls_are_placed_alike(turns, short):
+    """The path of the last call is kept in one piece, or not, from call to call."""
+    paths, plain = growth(len(turns)), growth(len(turns))
+    alive = []
+    for k, turn in enumerate(turns):
+        prompt = np.array(turn["prompt_ids"], np.int32)
+        output = np.array(turn["output_ids"], np.int32)
+        found = paths.find(prompt)
+        assert found == plain.find(prompt)
+        held = np.concatenate([prompt[found[0] :], output])
+        alive.append(held)
+        if k % short == 0:
+            paths.hold_path(np.empty(1000 if k % 2 else 0, np.int32))
+        sizes = len(prompt) - found[0], len(output)
+        args = held, found[0], *sizes, found[1]
+        assert paths.insert(*args) == plain.insert(*args)
+        assert paths.length == plain.length == len(prompt) + len(output)
+
+
+def test_a_path_needs_room():
+    paths, held = growth(2), np.array([1, 2], np.int32)
+    paths.hold_path(np.empty(2, np.int32))
+    paths.insert(held, 0, 1, 1, -1)
+    with pytest.raises(LayoutError, match="path has 2 entries, 4 are needed"):
+        paths.insert(held, 2, 1, 1, 0)
+    with pytest.raises(LayoutError, match="path has 1 entries, 2 are needed"):
+        paths.hold_path(np.empty(1, np.int32))

@@ -3,7 +3,8 @@
 Arrays are contiguous; records have the dtypes of trajkit/layout.py.
 """
 
-from typing import TypeAlias
+from array import array
+from typing import TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ _I64: TypeAlias = npt.NDArray[np.int64]
 _U8: TypeAlias = npt.NDArray[np.uint8]
 _U64: TypeAlias = npt.NDArray[np.uint64]
 _F32: TypeAlias = npt.NDArray[np.float32]
+_Tree: TypeAlias = _I32 | array[int]
 _F64: TypeAlias = npt.NDArray[np.float64]
 
 # release, debug or sanitize
@@ -69,6 +71,50 @@ def grow_forest(
     state: _I64,
     first_call: int,
 ) -> None: ...
+
+# record.pxi
+@final
+class Growth:
+    @property
+    def room(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    def hold_path(self, path: _I32) -> None: ...
+    def attach(
+        self, calls: _Records, nodes: _Records, stack: _I32, ends: _I32
+    ) -> None: ...
+    def find(self, prompt: _I32) -> tuple[int, int]: ...
+    def insert(
+        self, held: _I32, shared: int, n_new: int, out_len: int, base: int
+    ) -> tuple[int, int]: ...
+
+def take_call(
+    prompt: _I32, output: _I32, logprobs: _F32, held: _I32, low: float, high: float
+) -> tuple[int, int, int]: ...
+def known_messages(
+    messages: list[object],
+    start: int,
+    node: int,
+    said: list[tuple[object, ...]],
+    message_of: _Tree,
+    child: _Tree,
+    sibling: _Tree,
+    ids: _I32,
+    nodes: _I32,
+) -> int: ...
+def realign_messages(
+    messages: list[object],
+    start: int,
+    node: int,
+    said: list[tuple[object, ...]],
+    message_of: _Tree,
+    child: _Tree,
+    ids: _I32,
+) -> None: ...
+def child_with(
+    message_of: _Tree, child: _Tree, sibling: _Tree, node: int, message: int
+) -> int: ...
+def flat_message(message: object) -> tuple[object, ...]: ...
 
 # route.pxi
 def tree_size(requests: _Records, session_offsets: _I64) -> tuple[int, int]: ...

@@ -33,11 +33,13 @@ from trajkit.manifest import Manifest, fingerprint
 from trajkit.outlets import Outlet, Write
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
+from trajkit.rollouts import check_choice
 from trajkit.sessions import Reward, SessionFacts, session_facts
 from trajkit.stream import PIECE_TOKENS, weights
 from trajkit.suffix import full_pieces
 from trajkit.tables import TableLike
 from trajkit.validate import SET_ASIDE, Nonfinite
+from trajkit.weights import By, weigh
 
 Made: TypeAlias = Iterator[tuple[str, pa.Table]]
 """Tables and the outputs that they are for."""
@@ -214,6 +216,7 @@ def linearize_file(
     max_row_tokens: int | None = None,
     threads: int | None = None,
     layout: Layout = "full",
+    weigh_by: By = "token",
     report: str | os.PathLike[str] | None = None,
     set_aside: str | os.PathLike[str] | None = None,
     format: Format | None = None,
@@ -240,6 +243,8 @@ def linearize_file(
     threads : int, optional
         As for `trajkit.linearize`, beside one that reads and one that writes, which
         have more to do. None: 1.
+    weigh_by : {"token", "row", "rollout"}
+        What ``row_weight`` is, as for `trajkit.weigh`.
     report : path, optional
         Where the report goes; a directory where ``output`` is one.
     set_aside : path, optional
@@ -267,6 +272,7 @@ def linearize_file(
         directory, the parts before.
     """
     chosen = named_policy(policy)
+    check_choice("weigh_by", weigh_by, By)
 
     def stage(turns: pa.Table) -> Made:
         large = layout == "full" and int(weights(turns).sum()) > _LARGE_TOKENS
@@ -280,6 +286,8 @@ def linearize_file(
             layout="suffix" if large else layout,
             report=True,
         )
+        if weigh_by != "token":  # which they are already
+            rows = weigh(rows, weigh_by)
         yield "report", counts
         for part in full_pieces(rows) if large else [rows]:
             yield "rows", part
@@ -293,6 +301,7 @@ def linearize_file(
         "reward": _digest(session_facts(reward, sessions)),
         "max_row_tokens": max_row_tokens,
         "layout": layout,
+        "weigh_by": weigh_by,
     }
     log = Log(
         source,

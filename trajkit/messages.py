@@ -100,11 +100,13 @@ class MessageBook:
 
     keys: list[bytes] = field(default_factory=list)
     roles: list[str] = field(default_factory=list)
-    bodies: list[str] = field(default_factory=list)
+    # None: only the key is known
+    bodies: list[str | None] = field(default_factory=list)
     # which distinct key each message has
     key_ids: list[int] = field(default_factory=list)
     _by_body: dict[str, int] = field(default_factory=dict)
     _by_key: dict[bytes, int] = field(default_factory=dict)
+    _by_name: dict[tuple[bytes, str], int] = field(default_factory=dict)
 
     def add(self, message: object, where: str) -> int:
         """The id of a message, which must not change afterwards.
@@ -138,14 +140,23 @@ class MessageBook:
         if known is not None:
             return known
         check_text(role, f"{where} role")
-        key = _digest(key_text)
-        number = len(self.bodies)
-        self._by_body[body] = number
+        number = self._by_body[body] = len(self.bodies)
+        self._append(_digest(key_text), role, body)
+        return number
+
+    def add_key(self, key: bytes, role: str) -> int:
+        """The id of a message of which key and role are known, and no body."""
+        number = self._by_name.get((key, role))
+        if number is None:
+            number = self._by_name[key, role] = len(self.bodies)
+            self._append(key, role, None)
+        return number
+
+    def _append(self, key: bytes, role: str, body: str | None) -> None:
         self.keys.append(key)
         self.roles.append(role)
         self.bodies.append(body)
         self.key_ids.append(self._by_key.setdefault(key, len(self._by_key)))
-        return number
 
     def add_all(
         self,

@@ -1,6 +1,6 @@
 """Calls as they come: the online form of a ``turns`` table."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 
@@ -10,7 +10,7 @@ from trajkit.errors import InvalidTurnsError, UnknownSessionError
 from trajkit.linearize import Layout, linearize
 from trajkit.messages import check_text
 from trajkit.policies import Policy
-from trajkit.recording import Recording, Said
+from trajkit.recording import ChatMessage, Recording, Said
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,10 @@ class Recorder:
         ill_formed: bool | None = None,
         use_tool: bool | None = None,
         trainable: bool | None = None,
-        prompt_messages: Sequence[dict[str, object]] | None = None,
-        response_message: dict[str, object] | None = None,
+        prompt_messages: Sequence[ChatMessage] | None = None,
+        response_message: ChatMessage | None = None,
+        weight_versions: Sequence[Mapping[str, object]] | None = None,
+        payloads: Mapping[str, object] | None = None,
     ) -> Recorded:
         """Take one call into its session; a session begins with its first call.
 
@@ -86,11 +88,25 @@ class Recorder:
             The engine's own word.
         ill_formed, trainable : bool, optional
         use_tool : bool, optional
-            None: whether ``response_message`` has ``tool_calls``.
-        prompt_messages : sequence of dict, optional
-            The request's chat messages. None: the call is routed by tokens.
-        response_message : dict, optional
+            None: whether ``response_message`` is a dict that has ``tool_calls``.
+        prompt_messages : sequence of dict, or of pairs (key, role), optional
+            The request's chat messages. None: the call is routed by tokens. A message
+            that an earlier call showed is compared with it, not read anew.
+
+            A pair stands for a message by its key (`trajkit.message_key`) and role. Its
+            body is not known then, unless the session has it from a dict: policies that
+            compare bodies (`trajkit.link`'s ``equality``) refuse such turns, and
+            `trajkit.validate` takes them with ``bodies=False``.
+        response_message : dict, or pair (key, role), optional
             The reply as the next request is expected to echo it.
+        weight_versions : sequence of dict, optional
+            With ``version`` (str), ``start`` and ``stop``: which weights sampled which
+            output ids, all of them in order.
+        payloads : mapping of str to object, optional
+            Further columns of the turn, by name: lists with an element per output id, or
+            per prompt and output id, which `rows` carries along, or any other value that
+            Arrow takes. Copied. A call that does not give one has a null in it; the
+            values of a column have one type, or types that Arrow widens to one.
 
         Returns
         -------
@@ -110,6 +126,8 @@ class Recorder:
             use_tool,
             ill_formed,
             trainable,
+            weight_versions,
+            payloads,
         )
         session = self._session(session_id)
         with session.lock:
@@ -117,16 +135,16 @@ class Recorder:
                 raise UnknownSessionError(
                     f"session {session_id!r} was dropped while a call was under way"
                 )
-            base, shared = session.add(prompt_ids, output_ids, output_logprobs, said)
-            return Recorded(
-                session.n_calls - 1,
-                None if base < 0 else base,
-                shared,
-                base < 0 or shared == session.held[base],
+            base, shared, clean = session.add(
+                prompt_ids, output_ids, output_logprobs, said
             )
+            index = session.n_calls - 1
+        return Recorded(index, None if base < 0 else base, shared, clean)
 
     def turns(self, session_id: str) -> pa.Table:
         """The session's calls so far, as `trajkit.schema.TURNS_DELTA`.
+
+        Columns that ``payloads`` of `record` named stand behind, in order of appearance.
 
         Raises
         ------
@@ -147,13 +165,14 @@ class Recorder:
         reward: float | None = None,
         max_row_tokens: int | None = None,
         layout: Layout = "full",
+        payloads: Sequence[str] = (),
     ) -> pa.Table:
         """The session's training rows so far: `trajkit.linearize` of its `turns`.
 
         Parameters
         ----------
         session_id : str
-        policy, reward, max_row_tokens, layout
+        policy, reward, max_row_tokens, layout, payloads
             As for `trajkit.linearize`.
 
         Raises
@@ -168,6 +187,7 @@ class Recorder:
             reward=reward,
             max_row_tokens=max_row_tokens,
             layout=layout,
+            payloads=payloads,
         )
 
     def drop(self, session_id: str) -> None:

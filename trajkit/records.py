@@ -134,7 +134,7 @@ class _Batch:
             )
         for name in record:
             if name not in FIELDS:
-                _check_extra(name, number)
+                check_extra(name, f"record {number} has the key")
         session_id = record.get("session_id")
         if not isinstance(session_id, str):
             raise InvalidTurnsError(
@@ -157,7 +157,9 @@ class _Batch:
         self.finish_reasons.append(_string(record, "finish_reason", where))
         for name, values in self.flags.items():
             values.append(_flag(record, name, where))
-        self.weight_versions.append(_weight_versions(record, where))
+        self.weight_versions.append(
+            read_weight_versions(record.get("weight_versions"), where)
+        )
         for name, value in record.items():
             if name not in FIELDS:
                 column = self.extras.setdefault(name, [])
@@ -271,21 +273,21 @@ def message_columns(
     return prompt, response
 
 
-def _check_extra(name: object, number: int) -> None:
+def check_extra(name: object, what: str) -> None:
+    """Raise unless a further column of turns may have this name.
+
+    ``what`` begins the text: ``record 3 has the key``.
+    """
     if not isinstance(name, str):
-        raise InvalidTurnsError(
-            f"record {number} has the key {name!r}: expected a name"
-        )
+        raise InvalidTurnsError(f"{what} {name!r}: expected a name")
     if name in TURNS.names:
         raise InvalidTurnsError(
-            f"record {number} has the key {name!r}, which is a column made from "
-            "prompt_messages and response_message"
+            f"{what} {name!r}, which is a column made from prompt_messages and "
+            "response_message"
         )
     meant = _SPELLED.get(name.replace("_", "").lower())
     if meant is not None:
-        raise InvalidTurnsError(
-            f"record {number} has the key {name!r}: spell it {meant!r}"
-        )
+        raise InvalidTurnsError(f"{what} {name!r}: spell it {meant!r}")
 
 
 def _turn_index(record: Record, session: _Session, where: str) -> int:
@@ -333,8 +335,8 @@ def _flag(record: Record, name: str, where: str) -> bool | None:
     return bool(value)
 
 
-def _weight_versions(record: Record, where: str) -> list[Record] | None:
-    value = record.get("weight_versions")
+def read_weight_versions(value: object, where: str) -> list[Record] | None:
+    """A call's pieces of output, each a dict of version, start and stop."""
     if value is None:
         return None
     if not isinstance(value, (list, tuple)):

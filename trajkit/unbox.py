@@ -10,7 +10,7 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit.errors import InvalidTurnsError
 
-_ID_RULE = "token ids are integers in [0, 2**31)"
+ID_RULE = "token ids are integers in [0, 2**31)"
 
 
 _Number = TypeVar("_Number", bound=np.generic)
@@ -33,25 +33,12 @@ class Arena(Generic[_Number]):
         self._dtype = dtype
         self._blocks: list[_Block[_Number]] = []
 
-    def space(self, length: int) -> npt.NDArray[_Number]:
-        """Where a next run of up to this length will stand, its values undefined."""
-        return self._block(length).space(length)
-
-    def address(self) -> int:
-        """Where in memory the `space` asked for last begins."""
-        block = self._blocks[-1]
-        return block.address + block.used * block.values.itemsize
-
     def run(self, length: int) -> npt.NDArray[_Number]:
-        """A new run: what was put into its `space`, or else undefined values."""
-        return self._block(length).run(length)
-
-    def _block(self, length: int) -> "_Block[_Number]":
-        """The last block, if it has room for so many more, or a new one."""
+        """A new run, its values undefined."""
         if not self._blocks or self._blocks[-1].room < length:
             size = min(self._FIRST << 2 * len(self._blocks), self._LARGEST)
             self._blocks.append(_Block(np.empty(max(size, length), self._dtype)))
-        return self._blocks[-1]
+        return self._blocks[-1].run(length)
 
     def no_run(self) -> None:
         """A null in the place of a run."""
@@ -77,7 +64,6 @@ class Arena(Generic[_Number]):
 class _Block(Generic[_Number]):
     def __init__(self, values: npt.NDArray[_Number]) -> None:
         self.values = values
-        self.address = int(values.__array_interface__["data"][0])
         self.used = 0
         self.lengths: list[int] = []
         self.null_runs: list[int] = []
@@ -86,9 +72,6 @@ class _Block(Generic[_Number]):
     @property
     def room(self) -> int:
         return len(self.values) - self.used
-
-    def space(self, length: int) -> npt.NDArray[_Number]:
-        return self.values[self.used : self.used + length]
 
     def run(self, length: int) -> npt.NDArray[_Number]:
         start = self.used
@@ -147,13 +130,6 @@ def read_ids(values: object, where: str, name: str) -> npt.NDArray[np.int32]:
     return ids
 
 
-def check_ids(ids: npt.NDArray[np.int32], first: int, where: str, name: str) -> None:
-    """Raise InvalidTurnsError if one of ``ids``, from number ``first`` on, is none."""
-    if ids.size and ids.min() < 0:
-        at = int((ids < 0).argmax())
-        raise InvalidTurnsError(f"{where}{name}[{first + at}] is {ids[at]}: {_ID_RULE}")
-
-
 def _fill_ids(
     values: list[object] | npt.NDArray[np.generic],
     out: npt.NDArray[np.int32],
@@ -163,7 +139,7 @@ def _fill_ids(
         _fill_id_list(values, out, what)
         return
     if values.dtype.kind not in "iu":
-        raise InvalidTurnsError(f"{what} is of {values.dtype}: {_ID_RULE}")
+        raise InvalidTurnsError(f"{what} is of {values.dtype}: {ID_RULE}")
     numbers: npt.NDArray[np.integer] = values  # type: ignore[assignment]
     if numbers.dtype == np.int32 and numbers.min(initial=0) >= 0:
         out[:] = numbers  # in range without asking twice for each
@@ -171,7 +147,7 @@ def _fill_ids(
     bad = (numbers < 0) | (numbers > 0x7FFFFFFF)
     if bad.any():
         at = int(bad.argmax())
-        raise InvalidTurnsError(f"{what}[{at}] is {numbers[at]}: {_ID_RULE}")
+        raise InvalidTurnsError(f"{what}[{at}] is {numbers[at]}: {ID_RULE}")
     out[:] = numbers
 
 
@@ -185,7 +161,7 @@ def _fill_id_list(values: list[object], out: npt.NDArray[np.int32], what: str) -
         except TypeError:
             plain = -1
         if not 0 <= plain <= 0x7FFFFFFF:
-            raise InvalidTurnsError(f"{what}[{k}] is {value!r}: {_ID_RULE}")
+            raise InvalidTurnsError(f"{what}[{k}] is {value!r}: {ID_RULE}")
         out[k] = plain
 
 
@@ -273,6 +249,8 @@ def _as_array(
     values: object, what: str, expected: str
 ) -> list[object] | npt.NDArray[np.generic]:
     if isinstance(values, list):
+        return values
+    if type(values) is np.ndarray and values.ndim == 1:  # none of its subclasses
         return values
     if isinstance(values, (tuple, range)):
         return list(values)

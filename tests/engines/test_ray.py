@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 
+import pyarrow as pa
 import pytest
 import ray
 import ray.data
@@ -15,7 +16,9 @@ from ray.data import DataContext
 import trajkit as tk
 import trajkit.ray
 from tests.engines.runs import in_order, turns_of, write_files, write_scattered
-from trajkit.errors import FormatError
+from trajkit import schema
+from trajkit.errors import FormatError, InvalidTurnsError
+from trajkit.io import write_table
 from trajkit.steps import RowsStep
 
 # as the tests do not stand in a package that workers could import
@@ -104,3 +107,85 @@ def test_the_rows_are_the_same_where_a_worker_is_killed(tmp_path):
 def test_a_directory_without_turns_is_refused(tmp_path):
     with pytest.raises(FormatError, match="holds no file"):
         trajkit.ray.linearize(tmp_path)
+
+
+def amend(folder, *lines):
+    rows = [dict(zip(schema.AMENDMENTS.names, line, strict=True)) for line in lines]
+    table = pa.Table.from_pylist(rows, schema.AMENDMENTS)
+    write_table(table, folder / "amendments-00000.arrows")
+
+
+def rows_of(tmp_path, *args, **kwargs):
+    trajkit.ray.linearize(*args, **kwargs).write_parquet(str(tmp_path / "rows"))
+    return tk.read_rows(tmp_path / "rows")
+
+
+def test_a_run_is_read_with_its_amendments_and_sessions(tmp_path):
+    """Each file of it; the files of another run are amended by that one's own."""
+    runs = [tmp_path / name for name in ("one", "other")]
+    turns = turns_of()
+    names = turns["session_id"].unique().to_pylist()
+    for k, run in enumerate(runs):
+        ours = [
+            name in names[12 * k :][:12] for name in turns["session_id"].to_pylist()
+        ]
+        write_files(turns.filter(pa.array(ours)), run)
+    amend(runs[0], ("s04", 1, "undelivered", False), ("s16", 1, "undelivered", False))
+    amend(runs[1], ("s19", 0, "undelivered", False), ("s19", 0, "delivered", None))
+    known = [{"session_id": name, "reward": 2.0} for name in names]
+    write_table(
+        pa.Table.from_pylist(known, schema.SESSIONS), runs[0] / "sessions-00000.arrows"
+    )
+    step = RowsStep(policy="slime", reward=tk.read_sessions(runs[0]))
+    got = rows_of(tmp_path, runs, step)
+    amended = pa.concat_tables([tk.read_turns(run) for run in runs])
+    assert amended["trainable"].to_pylist().count(False) == 1
+    expected = tk.linearize(amended, "slime", sessions=tk.read_sessions(runs[0]))
+    assert in_order(got) == in_order(expected)
+    assert in_order(got) != in_order(tk.linearize(turns, "slime", reward=2.0))
+
+
+def test_a_log_whose_sessions_lie_mixed_in_one_file(tmp_path):
+    turns = turns_of()
+    log = tmp_path / "log"
+    log.mkdir()
+    mixed = turns.sort_by("turn_index")
+    with pa.ipc.new_stream(log / "turns-00000.arrows", mixed.schema) as writer:
+        writer.write_table(mixed, max_chunksize=1)
+    amend(log, ("s04", 1, "undelivered", False))
+    got = rows_of(tmp_path, log)
+    assert in_order(got) == in_order(tk.linearize(tk.read_turns(log)))
+
+
+@pytest.mark.parametrize("form", ["delta", "full"])
+def test_a_session_in_two_files_is_refused_with_the_way_out(tmp_path, form):
+    turns = turns_of() if form == "delta" else tk.expand(turns_of())
+    log, whole = tmp_path / "log", tmp_path / "whole"
+    log.mkdir()
+    mixed = turns.sort_by("turn_index")
+    half = mixed.num_rows // 2
+    for k in range(2):
+        part = mixed.slice(k * half, half if not k else None)
+        with pa.ipc.new_stream(log / f"turns-{k:05d}.arrows", part.schema) as writer:
+            writer.write_table(part)
+    amend(log, ("s04", 1, "undelivered", False))
+    with pytest.raises(InvalidTurnsError, match=r"in \S+00000.* in \S+00001"):
+        trajkit.ray.linearize(log)
+    with pytest.raises(InvalidTurnsError) as refused:
+        trajkit.ray.linearize([log])
+    assert f"`trajkit compact {log} -o DIRECTORY/`" in str(refused.value)
+    tk.compact_file(log, f"{whole}/")
+    got = rows_of(tmp_path, whole)
+    assert in_order(got) == in_order(tk.linearize(tk.read_turns(log)))
+
+
+def test_one_file_twice_is_refused(tmp_path):
+    write_files(turns_of(), tmp_path / "turns")
+    with pytest.raises(InvalidTurnsError, match="has turns in"):
+        trajkit.ray.linearize([tmp_path / "turns", tmp_path / "turns" / "0.parquet"])
+
+
+def test_no_turns_give_no_rows(tmp_path):
+    tk.write_turns(turns_of(0), tmp_path / "a.parquet")
+    tk.write_turns(turns_of(0), tmp_path / "b.parquet")
+    assert trajkit.ray.linearize(tmp_path).take_all() == []

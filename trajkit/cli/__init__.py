@@ -1,8 +1,8 @@
 """The ``trajkit`` command: parser, exit codes, one line per error.
 
-``import``, ``linearize``, ``drift``, ``simulate``, ``verify``, ``compact`` and
-``expand`` stand in this package. Further commands come from the entry-point group
-``trajkit.commands``: an entry is a function that takes what
+``import``, ``linearize``, ``drift``, ``simulate``, ``verify``, ``policies``,
+``compact`` and ``expand`` stand in this package. Further commands come from the
+entry-point group ``trajkit.commands``: an entry is a function that takes what
 ``ArgumentParser.add_subparsers`` returned, adds a parser to it, and sets ``run`` on it, a
 function from the parsed arguments to an exit code.
 
@@ -22,6 +22,7 @@ from trajkit.cli.compact import add_compact, add_expand
 from trajkit.cli.drift import add_drift
 from trajkit.cli.imports import add_import
 from trajkit.cli.linearize import add_linearize
+from trajkit.cli.policies import add_policies
 from trajkit.cli.simulate import add_simulate
 from trajkit.cli.verify import add_verify
 from trajkit.errors import FormatError, PolicyError, TornLogWarning, TrajkitError
@@ -100,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     add_drift(commands)
     add_simulate(commands)
     add_verify(commands)
+    add_policies(commands)
     add_compact(commands)
     add_expand(commands)
     for entry in sorted(entry_points(group="trajkit.commands"), key=lambda e: e.name):

@@ -7,10 +7,13 @@ from dataclasses import asdict
 
 from trajkit.cli.options import (
     Commands,
+    add_facts,
     add_policy,
     add_source,
+    add_weigh_by,
     chosen_policy,
     count,
+    known_sessions,
 )
 from trajkit.cli.progress import Progress
 from trajkit.cli.show import share, text_table
@@ -40,9 +43,8 @@ def add_linearize(commands: Commands) -> None:
     parser.add_argument(
         "--max-row-tokens", metavar="N", type=count, help="cut rows after N tokens"
     )
-    parser.add_argument(
-        "--reward", metavar="X", type=float, help="the reward of every session"
-    )
+    add_facts(parser, reward=True)
+    add_weigh_by(parser)
     parser.add_argument(
         "--threads",
         metavar="N",
@@ -64,13 +66,15 @@ def add_linearize(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the rows and print the totals; the exit code is 0."""
-    policy = chosen_policy(arguments)
+    policy, sessions = chosen_policy(arguments), known_sessions(arguments)
     with Progress("linearize", "turns") as bar:
         totals = linearize_file(
             arguments.source,
             arguments.output,
             policy,
             reward=arguments.reward,
+            sessions=sessions,
+            weigh_by=arguments.weigh_by,
             max_row_tokens=arguments.max_row_tokens,
             threads=arguments.threads,
             layout=arguments.layout,

@@ -7,7 +7,17 @@ import sys
 import pyarrow as pa
 
 import trajkit as tk
-from trajkit.cli.options import Commands, add_source, count
+from trajkit.cli.choices import setting
+from trajkit.cli.options import (
+    Commands,
+    NamePolicy,
+    SetChoice,
+    add_facts,
+    add_source,
+    checked_policy,
+    count,
+    known_sessions,
+)
 from trajkit.cli.show import share, text_table
 from trajkit.simulate import cheapest_whole
 
@@ -26,9 +36,18 @@ def add_simulate(commands: Commands) -> None:
     parser.add_argument(
         "--policy",
         metavar="NAME",
-        action="append",
+        action=NamePolicy,
         help="a policy to look at; may be repeated (default: all of them)",
     )
+    parser.add_argument(
+        "--set",
+        metavar="CHOICE=VALUE",
+        action=SetChoice,
+        dest="policy",
+        type=setting,
+        help="make a choice of the policy named before it otherwise; may be repeated",
+    )
+    add_facts(parser, reward=False)
     parser.add_argument(
         "--pad",
         metavar="N",
@@ -43,10 +62,14 @@ def add_simulate(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table and the cheapest policy; the exit code is 0."""
+    policies = None
+    if arguments.policy is not None:
+        policies = [checked_policy(*one) for one in arguments.policy]
     table = tk.simulate(
         tk.stream_turns(arguments.source),
-        arguments.policy,
+        policies,
         pad_to=arguments.pad,
+        sessions=known_sessions(arguments),
         max_row_tokens=arguments.max_row_tokens,
     )
     cheapest = cheapest_whole(table)

@@ -7,7 +7,15 @@ import sys
 import pyarrow as pa
 
 import trajkit as tk
-from trajkit.cli.options import Commands, count
+from trajkit.cli.options import (
+    Commands,
+    add_facts,
+    add_set,
+    add_weigh_by,
+    checked_policy,
+    count,
+    known_sessions,
+)
 from trajkit.cli.show import text_table
 from trajkit.io import read_any_rows, write_table
 
@@ -39,6 +47,9 @@ def add_verify(commands: Commands) -> None:
         metavar="NAME",
         help="whose promise is to hold (default: every token trained once)",
     )
+    add_set(parser)
+    add_facts(parser, reward=True)
+    add_weigh_by(parser)
     parser.add_argument(
         "--max-row-tokens", metavar="N", type=count, help="rows were cut after N tokens"
     )
@@ -47,11 +58,19 @@ def add_verify(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the violations; the exit code is 1 where there are any."""
+    policy = None
+    if arguments.policy is not None:
+        policy = checked_policy(arguments.policy, arguments.set)
+    elif arguments.set:
+        raise tk.PolicyError("--set needs --policy")
     found = tk.verify(
         read_any_rows(arguments.rows),
         tk.read_turns(arguments.turns),
-        arguments.policy,
+        policy,
+        reward=arguments.reward,
+        sessions=known_sessions(arguments),
         max_row_tokens=arguments.max_row_tokens,
+        weigh_by=arguments.weigh_by,
     )
     if arguments.output is not None:
         write_table(found, arguments.output)

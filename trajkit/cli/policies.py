@@ -1,0 +1,68 @@
+"""``trajkit policies``: the policies and their choices."""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+
+import trajkit as tk
+from trajkit.cli.choices import DEFAULTS, allowed, choices_of, written
+from trajkit.cli.options import Commands
+from trajkit.cli.show import text_table
+from trajkit.policies import ALIASES, PRESETS
+
+
+def add_policies(commands: Commands) -> None:
+    """Add ``policies`` to the command line."""
+    parser = commands.add_parser(
+        "policies",
+        help="list the policies, or the choices of one",
+        description="List the policies with the choices that make each what it is; of "
+        "one policy, every choice, its value, and what --set takes for it.",
+    )
+    parser.add_argument("policy", metavar="NAME", nargs="?", help="a policy")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object and nothing else"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the policies, or the choices of one; the exit code is 0."""
+    names = list(PRESETS) if arguments.policy is None else [arguments.policy]
+    policies = [tk.policy(name) for name in names]
+    if arguments.json:
+        text = json.dumps([asdict(policy) for policy in policies])
+    elif arguments.policy is None:
+        text = describe(policies)
+    else:
+        text = describe_choices(policies[0])
+    sys.stdout.write(text + "\n")
+    return 0
+
+
+def describe(policies: list[tk.Policy]) -> str:
+    """Each policy with the choices in which it differs from the defaults."""
+    lines = []
+    for policy in policies:
+        aliases = [alias for alias, name in ALIASES.items() if name == policy.name]
+        own = {
+            name: value
+            for name, value in choices_of(policy).items()
+            if name not in DEFAULTS or value != written(DEFAULTS[name])
+        }
+        said = ", ".join(f"{name}={value}" for name, value in own.items())
+        lines.append([", ".join([policy.name, *aliases]), said])
+    defaults = ", ".join(f"{name}={written(value)}" for name, value in DEFAULTS.items())
+    return f"{text_table(['policy', 'choices'], lines)}\n\notherwise: {defaults}"
+
+
+def describe_choices(policy: tk.Policy) -> str:
+    """Every choice of one policy, its value, and what it may be."""
+    values = choices_of(policy)
+    lines = [
+        # an option in the words of the policy's system stands for choices below
+        [name, values.get(name, ""), words]
+        for name, words in allowed(policy).items()
+    ]
+    return text_table([policy.name, "is", "may be"], lines)
