@@ -245,4 +245,6 @@ def test_a_text_is_spelled_as_python_does_wherever_it_escapes(odd):
     for at in range(20):
         text = "a" * at + odd + "b" * 9 + odd * 2
         spelled = json.dumps(text, ensure_ascii=False)
-        assert _core.encode_message({text: text})[0] == f"{{{spelled}:{spelled}}}"
+        body = _core.encode_message({text: text})[0]
+        assert body == f"{{{spelled}:{spelled}}}"
+        assert body.isascii() == spelled.isascii()

@@ -48,6 +48,7 @@ from trajkit_shim.protocols.openai_chat import OPENAI_CHAT
 from trajkit_shim.protocols.protocol import Events, Verb, WireProtocol
 from trajkit_shim.protocols.sse import encode
 from trajkit_shim.render import ChatRenderer
+from trajkit_shim.reply_parsers import ReplyParser
 from trajkit_shim.resend import SharedCall, request_digest, says_retry
 from trajkit_shim.sessions import Session, SessionStore
 from trajkit_shim.timing import Timings
@@ -74,6 +75,7 @@ def create_app(
     ping_seconds: float = 10.0,
     attributed: bool = True,
     tool_form: ToolForm | None = None,
+    reply_parser: ReplyParser | None = None,
     prompts: Mode = "append",
     held_bytes: int = 1 << 30,
     max_header_bytes: int = 32 << 10,
@@ -115,6 +117,9 @@ def create_app(
     tool_form : ToolForm, optional
         In which the model writes its calls (`trajkit_shim.parsers`). None: as the chat
         template tells.
+    reply_parser : ReplyParser, optional
+        Takes whole replies apart in place of the gateway's own parsers
+        (`trajkit_shim.reply_parsers`). Closed with the app.
     max_header_bytes, max_messages : int
         The longest headers that a request may have, and the most messages: 431 and 413.
     admin_token : str, optional
@@ -155,6 +160,7 @@ def create_app(
         ping_seconds,
         attributed,
         tool_form or form_of(renderer.chat_template),
+        reply_parser,
         Prompts(renderer, prompts),
         HeldBudget(held_bytes),
     )
@@ -170,6 +176,8 @@ def create_app(
             gate.resume()
             await gateway.weights.close()
             await engine.close()
+            if reply_parser is not None:
+                await reply_parser.close()
             log.close()
 
     return Starlette(
@@ -256,6 +264,7 @@ class _Gateway:
         ping_seconds: float,
         attributed: bool,
         tool_form: ToolForm,
+        reply_parser: ReplyParser | None,
         prompts: Prompts,
         budget: HeldBudget,
     ) -> None:
@@ -268,6 +277,7 @@ class _Gateway:
         self._ping_seconds = ping_seconds
         self._attributed = attributed
         self._tool_form = tool_form
+        self._reply_parser = reply_parser
         self._prompts = prompts
         self._budget = budget
         self.weights = Weights(engine)
@@ -444,6 +454,7 @@ class _Gateway:
                 protocol=protocol,
                 caller=caller,
                 form=self._tool_form,
+                reply_parser=self._reply_parser,
                 attributed=self._attributed,
                 growth=growth.tell if asked.stream else None,
             )

@@ -150,6 +150,27 @@ def marked(message: Json, i: int, name: str, inside_space: bool) -> Json:
     return {**message, "content": with_marks}
 
 
+def found(
+    messages: list[Json], first: int, text: str
+) -> list[tuple[int, int, int]] | None:
+    """(message, start, stop) of each content from message ``first`` on in a text.
+
+    None: one of them does not stand there to the letter, or more than once, or not in
+    order.
+    """
+    spans, at = [], 0
+    for i, message in enumerate(messages[first:], first):
+        if not _has_text(message):
+            continue
+        content = str(message["content"])
+        start = text.find(content)
+        if start < at or text.find(content, start + 1) >= 0:
+            return None
+        at = start + len(content)
+        spans.append((i, start, at))
+    return spans
+
+
 def without_marks(
     text: str, name: str
 ) -> tuple[str, list[tuple[int, int, int]] | None]:

@@ -37,6 +37,7 @@ from trajkit_shim.reply import (
     goes_on,
     make_reply,
 )
+from trajkit_shim.reply_parsers import ReplyParser
 from trajkit_shim.sampling import Wishes, overruled, settle
 from trajkit_shim.wire import Json
 
@@ -74,6 +75,7 @@ async def prepare_call(
     protocol: WireProtocol,
     caller: Caller,
     form: ToolForm,
+    reply_parser: ReplyParser | None = None,
     attributed: bool = True,
     growth: Callable[[Reply], None] | None = None,
 ) -> PreparedCall:
@@ -102,6 +104,8 @@ async def prepare_call(
     caller : Caller
     form : ToolForm
         In which the model writes its calls.
+    reply_parser : ReplyParser, optional
+        Takes the reply apart in place of the gateway's own parsers, once it is whole.
     attributed : bool
         Say of each prompt token which message it shows, for learning from tool outputs.
     growth : callable, optional
@@ -143,7 +147,8 @@ async def prepare_call(
     told: list[Reply] = []
 
     async def sampled() -> Sample:
-        if growth is None or not isinstance(engine, StreamingEngine):
+        told_early = growth is not None and reply_parser is None
+        if not told_early or not isinstance(engine, StreamingEngine):
             return await engine.generate(
                 prompt_ids, sampling, request_id=request_id, session_id=session_id
             )
@@ -163,6 +168,7 @@ async def prepare_call(
                 known, "", model=info.model, usage=usage, identity=identity
             )
             told[:] = [so_far]
+            assert growth is not None
             growth(so_far)
 
         sample = await engine.stream(
@@ -180,11 +186,21 @@ async def prepare_call(
     sample = await gate.sample(sampled, again=lambda: not told)
     check_sample(sample, info)
     check_consumed(prompt_ids, sample)
+    outside = None
+    if reply_parser is not None:
+        text, stop_at = _text(sample, sampling.stop, renderer)
+        opened = renderer.opens_reasoning(prompt_ids)
+        outside = (
+            await reply_parser.parse(text, asked.tools, prompt_ids, opened=opened),
+            stop_at,
+        )
     ended_at = datetime.now(UTC)
 
     @timing.step()
     def finish() -> PreparedCall:
-        parsed, stop_sequence = _parse(sample, sampling.stop, renderer, parser())
+        parsed, stop_sequence = outside or _parse(
+            sample, sampling.stop, renderer, parser()
+        )
         aborted = sample.finish_reason == "abort"
         usage = Usage(
             prompt_tokens=len(prompt_ids),
@@ -224,6 +240,7 @@ async def prepare_call(
             weight_versions=sample.weight_versions,
             sampling=json.dumps(asdict(sampling), sort_keys=True),
             cached_tokens=sample.cached_tokens,
+            routed_experts=sample.routed_experts,
             started_at=started_at,
             ended_at=ended_at,
             protocol=protocol.name,
@@ -303,6 +320,15 @@ def _parse(
     sample: Sample, stop: tuple[str, ...], renderer: ChatRenderer, parser: Parser
 ) -> tuple[Parsed, str | None]:
     """The reply, taken apart, and the stop string at which it was cut."""
+    text, matched = _text(sample, stop, renderer)
+    parser.feed(text)
+    return parser.end(), matched
+
+
+def _text(
+    sample: Sample, stop: tuple[str, ...], renderer: ChatRenderer
+) -> tuple[str, str | None]:
+    """The reply's text up to a stop string, and that."""
     ended = sample.finish_reason == "stop"
     text = renderer.decode(sample.output_ids, ended=ended)
     matched = None
@@ -312,5 +338,4 @@ def _parse(
         if found:
             at, matched = min(found)
             text = text[:at]
-    parser.feed(text)
-    return parser.end(), matched
+    return text, matched

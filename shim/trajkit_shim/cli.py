@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from trajkit_shim.embedded import Policy
     from trajkit_shim.engine import Engine
     from trajkit_shim.render import ChatRenderer
+    from trajkit_shim.reply_parsers import ReplyParser
+
+# parsers of replies that are not the gateway's own
+_OUTSIDE = ("sglang", "schema")
 
 ADMIN_TOKEN = "TRAJKIT_ADMIN_TOKEN"
 """The environment's name for the admin token."""
@@ -132,6 +136,12 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "another",
     )
     parser.add_argument(
+        "--routed-experts",
+        action="store_true",
+        help="log which experts each token was routed to, from an SGLang server with "
+        "--enable-return-routed-experts",
+    )
+    parser.add_argument(
         "--model",
         metavar="DIR",
         type=Path,
@@ -141,7 +151,8 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "--tool-form",
         metavar="NAME",
         help="how the model writes its calls: hermes, qwen3-coder, glm or plain-json "
-        "(default: as its chat template tells)",
+        "(default: as its chat template tells); sglang: ask that server's own parsers; "
+        "schema: the tokenizer's response template",
     )
 
 
@@ -209,12 +220,14 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
                 "--admin-token"
             )
         engine, renderer = built_engine(parser, arguments)
+        reply_parser = built_parser(arguments, renderer)
     log = TurnLog(
         arguments.out,
         form=arguments.log,
         fsync=arguments.fsync,
         max_file_bytes=arguments.file_bytes,
         max_total_bytes=arguments.log_bytes,
+        routed_experts=arguments.routed_experts,
     )
 
     def say_where(url: str) -> None:
@@ -239,6 +252,7 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
         images=arguments.images,
         attributed=not arguments.no_attribution,
         tool_form=FORMS.get(arguments.tool_form),
+        reply_parser=reply_parser,
         prompts=arguments.prompts,
         admin_token=arguments.admin_token or None,
     )
@@ -288,11 +302,53 @@ def built_engine(
             parser.error(f"--engine {arguments.engine} needs {option}")
         if not served and value is not None:
             parser.error(f"{option} means nothing to the embedded engine")
-    if arguments.tool_form not in (None, *FORMS):
-        parser.error(f"--tool-form {arguments.tool_form} is none of {', '.join(FORMS)}")
+    forms = (*FORMS, *_OUTSIDE)
+    if arguments.tool_form not in (None, *forms):
+        parser.error(f"--tool-form {arguments.tool_form} is none of {', '.join(forms)}")
+    if arguments.tool_form == "sglang" and arguments.engine != "sglang":
+        parser.error("--tool-form sglang means nothing to another engine than sglang")
     if arguments.check_prompts and arguments.engine != "sglang":
         parser.error("--check-prompts means nothing to another engine than sglang")
+    if arguments.routed_experts and arguments.engine != "sglang":
+        parser.error("--routed-experts means nothing to another engine than sglang")
     return _served(arguments) if served else _embedded(policy, seed)
+
+
+def built_parser(
+    arguments: argparse.Namespace, renderer: "ChatRenderer"
+) -> "ReplyParser | None":
+    """The parser of whole replies that ``--tool-form`` names, if it names one.
+
+    Raises
+    ------
+    FormatError
+        The tokenizer has no response template.
+    ConnectionError
+        The server has no parsers.
+    """
+    from trajkit_shim.engine import EngineError
+    from trajkit_shim.reply_parsers import SchemaParser, SGLangParser
+
+    if arguments.tool_form == "schema":
+        try:
+            return SchemaParser(renderer)
+        except ValueError as error:
+            raise FormatError(f"--tool-form schema: {error}") from error
+    if arguments.tool_form != "sglang":
+        return None
+
+    async def ask() -> None:
+        parser = SGLangParser(arguments.engine_url)
+        try:
+            await parser.names()
+        except EngineError as error:
+            raise ConnectionError(f"--tool-form sglang: {error}") from error
+        finally:
+            await parser.close()
+
+    # connections belong to the event loop that opened them
+    asyncio.run(ask())
+    return SGLangParser(arguments.engine_url)
 
 
 def _embedded(
@@ -307,6 +363,7 @@ def _embedded(
 
 def _served(arguments: argparse.Namespace) -> "tuple[Engine, ChatRenderer]":
     """The engine of a server that was found to give what is recorded."""
+    from trajkit_shim.experts import experts_per_token
     from trajkit_shim.probe import probe
     from trajkit_shim.render import load_renderer
     from trajkit_shim.sglang_engine import SGLangEngine, model_vocab_size
@@ -315,6 +372,9 @@ def _served(arguments: argparse.Namespace) -> "tuple[Engine, ChatRenderer]":
     try:
         renderer = load_renderer(arguments.model)
         vocab_size = model_vocab_size(arguments.model)
+        per_token = None
+        if arguments.routed_experts:
+            per_token = experts_per_token(arguments.model)
     except ValueError as error:
         raise FormatError(f"{arguments.model}: {error}") from error
 
@@ -325,6 +385,7 @@ def _served(arguments: argparse.Namespace) -> "tuple[Engine, ChatRenderer]":
             arguments.engine_url,
             vocab_size=vocab_size,
             check_prompts=arguments.check_prompts,
+            experts_per_token=per_token,
         )
 
     # connections belong to the event loop that opened them

@@ -15,6 +15,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Literal, TypeAlias
 
@@ -24,6 +25,9 @@ from trajkit_shim.wire import Json
 Known: TypeAlias = Literal["as_sent", "restored", "new"]
 """An assistant message of a request is a reply to the letter (``as_sent``), a reply in
 another shape (``restored``), or no reply of this session (``new``)."""
+
+# characters of a message whose record is kept: the kept ones are bounded together
+_REMEMBERED = 8192
 
 START = b""
 """The place of the first message."""
@@ -56,6 +60,8 @@ class EchoBook:
     _by_call: dict[str, Json] = field(default_factory=dict)
     # replies without calls, by their text
     _by_text: dict[bytes, list[Json]] = field(default_factory=dict)
+    # the replies' records, by the replies' own ids, which live as long as these
+    _records: dict[int, LoggedMessage] = field(default_factory=dict)
     _counted: set[bytes] = field(default_factory=set)
     counts: Counter[Known] = field(default_factory=Counter)
 
@@ -80,13 +86,14 @@ class EchoBook:
             as_what: Known | None = None
             if message["role"] == "assistant":
                 message, step, as_what = self._known(messages, at, place)
-                renamed |= _renamed(messages[at : at + step], message)
+                if as_what == "restored":
+                    renamed |= _renamed(messages[at : at + step], message)
             elif message.get("tool_call_id") in renamed:
                 new_id = renamed[str(message["tool_call_id"])]
                 message = {**message, "tool_call_id": new_id}
             at += step
             heard.append(message)
-            logged.append(logged_message(message))
+            logged.append(self._records.get(id(message)) or _logged(message))
             place = place_behind(place, logged[-1].key)
             places.append(place)
             if as_what is not None:
@@ -107,6 +114,7 @@ class EchoBook:
             Canonical. It must not change afterwards.
         """
         self._said.setdefault(place, []).append(reply)
+        self._records[id(reply)] = logged_message(reply)
         calls = _calls(reply)
         for call in calls:
             self._by_call[str(call["id"])] = reply
@@ -127,6 +135,7 @@ class EchoBook:
         self._said.clear()
         self._by_call.clear()
         self._by_text.clear()
+        self._records.clear()
         self._counted.clear()
 
     def _known(
@@ -147,9 +156,11 @@ class EchoBook:
 
     def _at_place(self, sent: Json, place: bytes) -> Json | None:
         said = self._said.get(place, [])
-        if sent in said:
-            return sent
-        return next((reply for reply in said if self._same(sent, reply)), None)
+        for same in (dict.__eq__, self._same):
+            for reply in said:
+                if same(sent, reply):
+                    return reply
+        return None
 
     def _elsewhere(self, sent: Json) -> Json | None:
         """The reply that it is where the messages before it changed, if one can tell."""
@@ -160,7 +171,7 @@ class EchoBook:
             return reply if same else None
         alike = self._by_text.get(_text_digest(sent), [])
         if sent in alike:
-            return sent
+            return alike[alike.index(sent)]
         found = [reply for reply in alike if self._same(sent, reply)]
         return found[0] if len(found) == 1 else None
 
@@ -190,6 +201,25 @@ class EchoBook:
         return one["name"] == other["name"] and _same_json(
             one["arguments"], other["arguments"]
         )
+
+
+def _logged(message: Json) -> LoggedMessage:
+    """The message's record, which is mostly that of an earlier request."""
+    fields = tuple(message.items())
+    n_characters = 0
+    for _, value in fields:
+        # what is equal is written alike only where it is text
+        if type(value) is not str:
+            return logged_message(message)
+        n_characters += len(value)
+    if n_characters > _REMEMBERED:
+        return logged_message(message)
+    return _logged_text(fields)
+
+
+@lru_cache(maxsize=8192)
+def _logged_text(fields: tuple[tuple[str, object], ...]) -> LoggedMessage:
+    return logged_message(dict(fields))
 
 
 def place_behind(place: bytes, key: bytes) -> bytes:

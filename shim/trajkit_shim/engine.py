@@ -81,6 +81,9 @@ class Sample:
     # the prompt that it says it consumed: how many tokens, and which; None: it does not
     prompt_tokens: int | None = None
     prompt_ids: npt.NDArray[np.int32] | None = None
+    # shape (n_prompt + n_output - 1, n_layers, n_experts), of every token but the last;
+    # None: it does not say
+    routed_experts: npt.NDArray[np.int16] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from trajkit import schema
 from trajkit.messages import message_record
 from trajkit_shim.deltas import DeltaBook
 from trajkit_shim.engine import WeightSpan
+from trajkit_shim.experts import COLUMN, experts_cell
 from trajkit_shim.journal import END_OF_STREAM, Journal
 from trajkit_shim.wire import Json
 
@@ -141,6 +142,8 @@ class LoggedTurn:
     prompt_message_index: npt.NDArray[np.int32] | None = None
     prompt_is_content: npt.NDArray[np.bool_] | None = None
     message_tool_names: list[str | None] | None = None
+    # as `Sample.routed_experts`
+    routed_experts: npt.NDArray[np.int16] | None = None
 
 
 class LogFullError(OSError):
@@ -170,6 +173,10 @@ class TurnLog:
         Where a file of turns ends and the next begins.
     max_total_bytes : int, optional
         Beyond it no turn is written. Amendments and sessions, which are short, are.
+    routed_experts : bool
+        Also write which experts each token was routed to
+        (`trajkit_shim.experts.COLUMN`): for prompt and output of each turn, in either
+        form.
 
     Raises
     ------
@@ -186,9 +193,14 @@ class TurnLog:
         max_file_bytes: int | None = 1 << 30,
         max_file_turns: int | None = None,
         max_total_bytes: int | None = None,
+        routed_experts: bool = False,
     ) -> None:
         self.directory = Path(directory)
+        self._form = form
         self._schema = LOG_SCHEMA if form == "full" else DELTA_LOG_SCHEMA
+        self._with_experts = routed_experts
+        if routed_experts:
+            self._schema = self._schema.append(COLUMN)
         self._max_total_bytes = max_total_bytes
         self._turns = Journal(
             self.directory,
@@ -274,7 +286,11 @@ class TurnLog:
             "response": response,
             "weight_versions": [asdict(span) for span in turn.weight_versions] or None,
         }
-        if self._schema is LOG_SCHEMA:
+        if self._with_experts:
+            made[COLUMN.name] = experts_cell(turn.routed_experts)
+        elif turn.routed_experts is not None:
+            raise ValueError("the log was opened without routed_experts=True")
+        if self._form == "full":
             self._write(_batch(turn, made, self._schema).serialize())
             return added
         deltas = deltas or DeltaBook()
@@ -388,6 +404,8 @@ def _compressed(batch: pa.RecordBatch) -> pa.Buffer:
 
 def _cell(value: object, type_: pa.DataType) -> pa.Array:
     """An array of one element."""
+    if isinstance(value, pa.Array):
+        return value
     if isinstance(value, np.ndarray):
         return pa.LargeListArray.from_arrays(
             pa.array([0, len(value)], pa.int64()), pa.array(value, type_.value_type)

@@ -22,6 +22,7 @@ import numpy as np
 from trajkit_shim.attribution import (
     Attribution,
     Ids,
+    found,
     marked,
     message_index,
     without_marks,
@@ -191,7 +192,6 @@ class Prompts:
         if not probe.safe:
             return Prompt(ids=self.renderer.ids_of(text), reason="template")
         offered = _tools_digest(tools)
-        standing = Standing.of(text, probe.leaves)
         last, base, reason = _goes_on_from(heard, offered, echo, held)
         if base is not None and base.standing is not None:
             end = end_of_reply(
@@ -203,7 +203,13 @@ class Prompts:
             )
             if isinstance(end, int):
                 tail, shown = self._tail(
-                    heard.messages, tools, last, text, end, attributed
+                    heard.messages,
+                    tools,
+                    last,
+                    text,
+                    end,
+                    attributed,
+                    literal=not probe.trims_new,
                 )
                 before = base.ids()
                 return Prompt(
@@ -212,7 +218,7 @@ class Prompts:
                     base=base,
                     n_held=len(before),
                     tail_shown=shown,
-                    standing=standing,
+                    standing=base.standing.grown(text, probe.leaves),
                     tools=offered,
                 )
             reason = end
@@ -221,7 +227,7 @@ class Prompts:
         return Prompt(
             ids=self.renderer.ids_of(text),
             reason=reason,
-            standing=standing,
+            standing=Standing.of(text, probe.leaves),
             tools=offered,
         )
 
@@ -303,11 +309,25 @@ class Prompts:
         text: str,
         end: int,
         attributed: bool,
+        *,
+        literal: bool,
     ) -> tuple[Ids, Attribution | None]:
-        """The ids of what a text has behind message ``last``, and what they show."""
+        """The ids of what a text has behind message ``last``, and what they show.
+
+        Where the template leaves white space as it is (``literal``), a content that
+        stands there once, to the letter, is told without rendering all once more.
+        """
         if not attributed:
             return self.renderer.ids_of(text[end:]), None
         encoded = self.renderer.encode(text[end:])
+        # the text of a special token is the template's own: that of a message is marked
+        if literal and not self.renderer.spells_special(messages[last + 1 :]):
+            spans = found(messages, last + 1, text[end:])
+        else:
+            spans = None
+        if spans is not None:
+            index = message_index(encoded, spans)
+            return encoded.ids, Attribution(index, index >= 0)
         for inside_space in (False, True):
             name = f"x{secrets.token_hex(12)}"
             named = [

@@ -13,6 +13,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -88,6 +89,8 @@ class ChatRenderer:
         # the empty alternation would match everywhere
         spelled = "|".join(map(re.escape, longest_first)) or "(?!)"
         self._spelled = re.compile(spelled)
+        # what all of them begin with: quicker to look for than any of them
+        self._lead = _lead_of(longest_first)
         # breaks up special tokens that are text; nobody outside can know it
         self._mark = f"x{secrets.token_hex(12)}x"
         self._piece = PieceCache(self._plain, cache_bytes)
@@ -110,6 +113,11 @@ class ChatRenderer:
     def n_tokens(self) -> int:
         """One more than the largest id that this tokenizer gives."""
         return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerFast":
+        """The tokenizer."""
+        return self._tokenizer
 
     @property
     def chat_template(self) -> str:
@@ -182,7 +190,7 @@ class ChatRenderer:
             messages = _one_system(messages)
         shaped = [self._for_template(message) for message in messages]
         asked = {"messages": shaped, "tools": tools}
-        if self._spelled.search(_all_text(asked)) is not None:
+        if self.spells_special(asked):
             if not self.keeps_apart:
                 raise GatewayError(
                     "a message or tool spells out a special token, which this model's "
@@ -316,6 +324,21 @@ class ChatRenderer:
             yield at, match.start(), self._special[match.group()]
             at = match.end()
         yield at, len(text), None
+
+    def spells_special(self, value: object) -> bool:
+        """Whether a string in a JSON value, its keys included, spells a special token."""
+        lead, left = self._lead, [value]
+        while left:
+            item = left.pop()
+            if isinstance(item, str):
+                if lead in item and self._spelled.search(item) is not None:
+                    return True
+            elif isinstance(item, dict):
+                left += item
+                left += item.values()
+            elif isinstance(item, list):
+                left += item
+        return False
 
     def _encode_whole(self, text: str) -> Ids:
         ids = self._backend.encode(text, add_special_tokens=False).ids
@@ -476,12 +499,9 @@ def load_renderer(path: str | Path, chat_template: str | None = None) -> ChatRen
     return ChatRenderer(tokenizer, chat_template)
 
 
-def _all_text(value: object) -> str:
-    """Every string in a JSON value, keys included, with gaps between them."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, dict):
-        return "\0".join(_all_text([key, item]) for key, item in value.items())
-    if isinstance(value, list):
-        return "\0".join(map(_all_text, value))
-    return ""
+def _lead_of(words: list[str]) -> str:
+    """What all words begin with."""
+    if not words:
+        return ""
+    ends = zip(min(words), max(words), strict=False)
+    return "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], ends))

@@ -6,6 +6,7 @@ Field names and behaviour as of SGLang 0.5.23.
 import asyncio
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from trajkit_shim.engine import (
     WeightSpan,
 )
 from trajkit_shim.engine_http import UNREADABLE, EngineServer
+from trajkit_shim.experts import read_experts
 from trajkit_shim.limits import check_prompt
 from trajkit_shim.wire import Json
 
@@ -52,6 +54,9 @@ class SGLangEngine:
     check_prompts : bool
         Have the server send each prompt back, to be compared with what was sent. How
         many tokens it counts is compared in any case.
+    experts_per_token : int, optional
+        Have the server say which experts each token was routed to; so many in each
+        layer (`trajkit_shim.experts.experts_per_token`).
     client : httpx.AsyncClient, optional
         Used in place of one made here; closed with the engine.
     """
@@ -63,11 +68,13 @@ class SGLangEngine:
         vocab_size: int,
         max_context_tokens: int | None = None,
         check_prompts: bool = False,
+        experts_per_token: int | None = None,
         client: httpx.AsyncClient | None = None,
     ) -> None:
         self._vocab_size = vocab_size
         self._max_context_tokens = max_context_tokens
         self._check_prompts = check_prompts
+        self._experts_per_token = experts_per_token
         self._server = EngineServer("SGLang", base_url, client)
         self._info: EngineInfo | None = None
         self._preferred: Json = {}
@@ -178,6 +185,8 @@ class SGLangEngine:
             request["return_sampling_mask"] = True
         if self._check_prompts:
             request["return_prompt_token_ids"] = True
+        if self._experts_per_token is not None:
+            request["return_routed_experts"] = True
         # a router in front of several servers keeps a session on one prefix cache
         headers = {"X-SMG-Routing-Key": session_id}
         try:
@@ -197,7 +206,15 @@ class SGLangEngine:
                 self._server.tell("/abort_request", {"rid": request_id})
             )
             raise
-        return read_sample(reply, sampling_logprobs=cut)
+        sample = read_sample(reply, sampling_logprobs=cut)
+        if self._experts_per_token is None:
+            return sample
+        packed = cast("Mapping[str, object]", reply["meta_info"]).get("routed_experts")
+        n_tokens = len(prompt_ids) + len(sample.output_ids)
+        per_token = self._experts_per_token
+        # some ten million numbers of a long call
+        experts = await asyncio.to_thread(read_experts, packed, n_tokens, per_token)
+        return replace(sample, routed_experts=experts)
 
     async def _stream_interval(self, most: int) -> int:
         """Tokens per event of a reply of at most so many tokens."""

@@ -6,7 +6,7 @@ and what is new. Only the last of these is taken from the new text: all before i
 what the engine consumed and sampled.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -28,16 +28,29 @@ class Standing:
     # characters
     length: int
     digest: bytes
+    # to go on from
+    hasher: blake2b = field(compare=False, repr=False)
 
     @classmethod
     def of(cls, text: str, leaves: str) -> "Standing":
         """All of a text but ``leaves`` (`TemplateProbe.leaves`) at its end."""
         stays = text.removesuffix(leaves)
-        return cls(len(stays), _digest(stays))
+        hasher = blake2b(_encoded(stays), digest_size=16)
+        return cls(len(stays), hasher.digest(), hasher)
 
     def begins(self, text: str) -> bool:
         """Whether a text begins with it."""
-        return _digest(text[: self.length]) == self.digest
+        hasher = blake2b(_encoded(text[: self.length]), digest_size=16)
+        return hasher.digest() == self.digest
+
+    def grown(self, text: str, leaves: str) -> "Standing":
+        """`of` a text that begins with this one; only the rest of it is read."""
+        stays = text.removesuffix(leaves)
+        if len(stays) < self.length:
+            return Standing.of(text, leaves)
+        hasher = self.hasher.copy()
+        hasher.update(_encoded(stays[self.length :]))
+        return Standing(len(stays), hasher.digest(), hasher)
 
 
 def end_of_reply(
@@ -77,9 +90,9 @@ def end_of_reply(
     return end[1]
 
 
-def _digest(text: str) -> bytes:
+def _encoded(text: str) -> bytes:
     # a client's JSON may hold half a surrogate pair
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _squeezed(text: str) -> str:

@@ -60,6 +60,8 @@ class TemplateProbe:
         such a prompt is rendered.
     trims : bool
         It changes white space around what was said: a rendered prompt drifts there.
+    trims_new : bool
+        It changes white space around what the user or a tool says.
     """
 
     safe: bool
@@ -69,6 +71,7 @@ class TemplateProbe:
     leaves: str = ""
     drops_reasoning: tuple[Role, ...] = ()
     trims: bool = False
+    trims_new: bool = False
 
     def describe(self) -> Json:
         """As JSON."""
@@ -138,7 +141,33 @@ class _Probe:
             leaves=leaves,
             drops_reasoning=tuple(drops),
             trims=spaced not in shown,
+            trims_new=self._trims_new(opening, spaced),
         )
+
+    def _trims_new(self, opening: list[Json], spaced: str) -> bool:
+        """Whether what the user, or one of two tools, says is not there to the letter."""
+        new: list[list[Json]] = [
+            [_reply(_WORDS[1]), {**_user(), "content": spaced}],
+            [
+                _calling("", 2),
+                {**_result(0), "content": spaced},
+                {**_result(1), "content": spaced},
+            ],
+        ]
+        for step in new:
+            with suppress(TemplateError):
+                # a template that trims may write white space of its own
+                for wanted in (spaced, f"{spaced}\n", f"\n{spaced}"):
+                    told = [
+                        {**message, "content": wanted}
+                        if message["content"] == spaced
+                        else message
+                        for message in step
+                    ]
+                    shown = self._text([*opening, *told])
+                    if shown.count(wanted) != len(step) - 1:
+                        return True
+        return False
 
     def _text(self, messages: list[Json]) -> str:
         return self._renderer.text(messages, self._tools)

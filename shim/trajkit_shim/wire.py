@@ -69,14 +69,15 @@ def parse_object(body: bytes) -> Json:
     return value
 
 
-def _check_depth(value: object) -> None:
+def _check_depth(value: Json) -> None:
+    level: list[dict[str, object] | list[object]]
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [
             item
             for outer in level
-            if isinstance(outer, (dict, list))
             for item in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(item, (dict, list))
         ]
         if not level:
             return

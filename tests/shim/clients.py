@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib import import_module
@@ -17,7 +19,11 @@ from trajkit_shim.app import create_app
 from trajkit_shim.engine import Engine
 from trajkit_shim.log import TurnLog
 from trajkit_shim.render import ChatRenderer
+from trajkit_shim.serve import _server
 from trajkit_shim.wire import Json
+
+# the rest of what a gateway is given is the app's
+_LOG_OPTIONS = {"form", "routed_experts"}
 
 # a session whose client may set what shapes the distribution
 FREE = {"client_sampling": ["temperature", "top_p", "top_k"]}
@@ -34,22 +40,25 @@ http = http_of(openai.DefaultAsyncHttpxClient)
 class InProcess:
     """A gateway in this process, and clients of it."""
 
+    url = "http://gateway"
+
     def __init__(
         self, engine: Engine, renderer: ChatRenderer, directory: Path, **options: object
     ) -> None:
-        self.log = TurnLog(directory, form=str(options.pop("form", "full")))
+        logged = {name: options.pop(name) for name in _LOG_OPTIONS & options.keys()}
+        self.log = TurnLog(directory, **logged)
         self.app = create_app(engine, renderer, self.log, **options)
         self.http = self._http(http)
         self._anthropic_http = self._http(http_of(anthropic.DefaultAsyncHttpxClient))
 
     def _http(self, library):
         transport = library.ASGITransport(app=self.app, raise_app_exceptions=False)
-        return library.AsyncClient(transport=transport, base_url="http://gateway")
+        return library.AsyncClient(transport=transport, base_url=self.url)
 
     def client(self, key: str) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(
             api_key=key,
-            base_url="http://gateway/v1",
+            base_url=f"{self.url}/v1",
             http_client=self.http,
             max_retries=0,
         )
@@ -60,7 +69,7 @@ class InProcess:
         """A client that puts the session's id in ``x-api-key``."""
         return anthropic.AsyncAnthropic(
             api_key=key,
-            base_url=f"http://gateway{path}",
+            base_url=f"{self.url}{path}",
             http_client=self._anthropic_http,
             max_retries=0,
             **options,
@@ -71,7 +80,7 @@ class InProcess:
         return genai.Client(
             api_key=key,
             http_options=genai.types.HttpOptions(
-                base_url=f"http://gateway{path}", httpx_async_client=self.http
+                base_url=f"{self.url}{path}", httpx_async_client=self.http
             ),
         )
 
@@ -100,6 +109,59 @@ async def in_process(
     async with gateway.http:
         yield gateway
     gateway.log.close()
+
+
+class OnSocket(InProcess):
+    """A gateway that listens on a socket, and clients that can hang up.
+
+    A connection holds little of what is on its way. With ``at_head`` a client's
+    requests to it can be cut off at the head of their answers.
+    """
+
+    def __init__(self, *given: object, **options: object) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.at_head = None
+        super().__init__(*given, **options)
+        self.admin = http.AsyncClient(base_url=self.url, trust_env=False)
+        self._server = _server(self.app)
+        self._thread = threading.Thread(
+            target=self._server.run, args=([self._listener],), daemon=True
+        )
+        self._thread.start()
+
+    def _http(self, library):
+        async def head(_):
+            if self.at_head is not None:
+                await self.at_head()
+
+        return library.AsyncClient(
+            base_url=self.url,
+            event_hooks={"response": [head]},
+            timeout=60,
+            trust_env=False,
+        )
+
+    async def aclose(self) -> None:
+        await self.admin.aclose()
+        await self.http.aclose()
+        await self._anthropic_http.aclose()
+        self._server.should_exit = True
+        await asyncio.to_thread(self._thread.join)
+        self._listener.close()
+
+
+@asynccontextmanager
+async def on_socket(
+    engine: Engine, renderer: ChatRenderer, directory: Path, **options: object
+) -> AsyncIterator[OnSocket]:
+    """When the block is left the gateway has ended and its log is closed."""
+    gateway = OnSocket(engine, renderer, directory, **options)
+    try:
+        yield gateway
+    finally:
+        await gateway.aclose()
 
 
 def read_log(path: Path) -> pa.Table:

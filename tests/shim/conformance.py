@@ -1,8 +1,9 @@
 """What each protocol answers in each case: the table, and the clients that ask.
 
-``python -m tests.shim.conformance`` prints the table of ``docs/serving.md``.
+``python -m tests.shim.conformance`` prints the tables of ``docs/serving.md``.
 """
 
+import base64
 from dataclasses import dataclass, field
 
 import anthropic
@@ -69,6 +70,33 @@ FAILURES = {
         400,
         (None, "invalid_request_error", None, "INVALID_ARGUMENT"),
     ),
+    "a forced tool call": (
+        400,
+        (
+            "unsupported_value",
+            "invalid_request_error",
+            "unsupported_value",
+            "INVALID_ARGUMENT",
+        ),
+    ),
+    "a tool that is no function": (
+        400,
+        (
+            "unsupported_tool",
+            "invalid_request_error",
+            "unsupported_tool",
+            "INVALID_ARGUMENT",
+        ),
+    ),
+    "an image": (
+        400,
+        (
+            "unsupported_content",
+            "invalid_request_error",
+            "unsupported_content",
+            "INVALID_ARGUMENT",
+        ),
+    ),
     "a prompt that is too long": (
         400,
         (
@@ -98,6 +126,47 @@ FAILURES = {
         500,
         ("internal_error", "api_error", "internal_error", "INTERNAL"),
     ),
+}
+# Before anything was told of the reply; after the first words of a stream; and while the
+# answer of a turn that is in the log is sent.
+BEFORE, MIDDLE, SENDING = "before its answer", "in mid-stream", "while it is answered"
+_CLOSED = (
+    "session_closed",
+    "invalid_request_error",
+    "session_closed",
+    "FAILED_PRECONDITION",
+)
+# in the middle of a stream
+_CLOSED_LATE = (
+    "session_closed",
+    "invalid_request_error",
+    "invalid_prompt",
+    "FAILED_PRECONDITION",
+)
+_FAILED_LATE = ("engine_error", "api_error", "server_error", "UNAVAILABLE")
+_CUT_LATE = ("engine_error", "overloaded_error", "server_error", "UNAVAILABLE")
+# What becomes of a call that is cut off, by what does it and when: what is in the log, and
+# what its client is told. None: there is nobody to tell.
+CUTS = {
+    ("the client leaves", BEFORE): ("nothing", None),
+    ("the client leaves", MIDDLE): ("nothing", None),
+    ("the client leaves", SENDING): ("context only", None),
+    ("its session is finished", BEFORE): ("nothing", _CLOSED),
+    ("its session is finished", MIDDLE): ("nothing", _CLOSED_LATE),
+    ("its session is dropped", BEFORE): ("nothing", _CLOSED),
+    ("its session is dropped", MIDDLE): ("nothing", _CLOSED_LATE),
+    ("the gateway is drained", BEFORE): ("nothing", _CLOSED),
+    ("the gateway is drained", MIDDLE): ("nothing", _CLOSED_LATE),
+    ("a pause that aborts", BEFORE): (
+        "the turn, sampled anew",
+        ("stop", "end_turn", "completed", "STOP"),
+    ),
+    ("a pause that aborts", MIDDLE): (
+        "nothing",
+        ("paused", "overloaded_error", "server_error", "UNAVAILABLE"),
+    ),
+    ("the engine fails", MIDDLE): ("nothing", _FAILED_LATE),
+    ("the engine cuts the call short", MIDDLE): ("context only", _CUT_LATE),
 }
 NAMES = ("openai_chat", "anthropic", "openai_responses", "gemini")
 TITLES = (
@@ -132,6 +201,11 @@ class Failure(Exception):
     message: str
 
 
+def _unheard():
+    """For a client that is not asked what it is told."""
+
+
+IMAGE = base64.b64encode(b"\x89PNG\r\n\x1a\n").decode()
 PARAMETERS = {"type": "object", "properties": {"n": {"type": "number"}}}
 
 
@@ -147,9 +221,20 @@ class Chat:
     def failed(self, answer, text):
         return [{"role": "tool", "tool_call_id": answer.ids[0], "content": text}]
 
-    async def ask(self, client, said, *, stream, stop=None, temperature=None):
+    async def ask(
+        self,
+        client,
+        said,
+        *,
+        stream,
+        told=_unheard,
+        stop=None,
+        temperature=None,
+        **more,
+    ):
         fields = {"model": "any", "messages": said, "tools": [self._tool()]}
         fields |= {k: v for k, v in [("stop", stop), ("temperature", temperature)] if v}
+        fields |= more
         try:
             if stream:
                 state = ChatCompletionStreamState()
@@ -158,11 +243,15 @@ class Chat:
                     stream=True, **asked
                 ):
                     state.handle_chunk(chunk)
+                    if chunk.choices and chunk.choices[0].delta.content:
+                        told()
                 reply = state.current_completion_snapshot
             else:
                 reply = await client.chat.completions.create(**fields)
-        except openai.APIStatusError as error:
-            raise Failure(error.status_code, error.code, error.message) from error
+        except openai.APIError as error:
+            # an event of a stream has no status
+            status = getattr(error, "status_code", None)
+            raise Failure(status, error.code, error.message) from error
         choice = reply.choices[0]
         message = choice.message.model_dump(exclude_none=True)
         calls = choice.message.tool_calls or []
@@ -175,6 +264,15 @@ class Chat:
             echo=[message],
             ids=[c.id for c in calls],
         )
+
+    def image(self):
+        url = {"url": f"data:image/png;base64,{IMAGE}"}
+        return [{"role": "user", "content": [{"type": "image_url", "image_url": url}]}]
+
+    def refused(self, case):
+        if case == "a forced tool call":
+            return {"tool_choice": "required"}
+        return {"tools": [{"type": "custom", "custom": {"name": "f"}}]}
 
     def _tool(self):
         return {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}
@@ -193,7 +291,17 @@ class Anthropic:
         result = {"type": "tool_result", "tool_use_id": answer.ids[0], "content": text}
         return [{"role": "user", "content": [{**result, "is_error": True}]}]
 
-    async def ask(self, client, said, *, stream, stop=None, temperature=None):
+    async def ask(
+        self,
+        client,
+        said,
+        *,
+        stream,
+        told=_unheard,
+        stop=None,
+        temperature=None,
+        **more,
+    ):
         fields = {
             "model": "any",
             "max_tokens": 200,
@@ -203,15 +311,18 @@ class Anthropic:
             "extra_body": {"temperature": temperature},
         }
         fields |= {"stop_sequences": stop} if stop else {}
+        fields |= more
         try:
             if stream:
                 async with client.messages.stream(**fields) as events:
+                    async for _ in events.text_stream:
+                        told()
                     reply = await events.get_final_message()
             else:
                 reply = await client.messages.create(**fields)
         except anthropic.APIStatusError as error:
-            told = error.body["error"]
-            raise Failure(error.status_code, told["type"], told["message"]) from error
+            body = error.body["error"]
+            raise Failure(error.status_code, body["type"], body["message"]) from error
         thoughts = [b.thinking for b in reply.content if b.type == "thinking"]
         calls = [b for b in reply.content if b.type == "tool_use"]
         usage = reply.usage
@@ -233,6 +344,15 @@ class Anthropic:
             ids=[b.id for b in calls],
         )
 
+    def image(self):
+        source = {"type": "base64", "media_type": "image/png", "data": IMAGE}
+        return [{"role": "user", "content": [{"type": "image", "source": source}]}]
+
+    def refused(self, case):
+        if case == "a forced tool call":
+            return {"tool_choice": {"type": "any"}}
+        return {"tools": [{"type": "bash_20250124", "name": "bash"}]}
+
 
 class Responses:
     """OpenAI Responses."""
@@ -247,7 +367,17 @@ class Responses:
         kind = "function_call_output"
         return [{"type": kind, "call_id": answer.ids[0], "output": text}]
 
-    async def ask(self, client, said, *, stream, stop=None, temperature=None):
+    async def ask(
+        self,
+        client,
+        said,
+        *,
+        stream,
+        told=_unheard,
+        stop=None,
+        temperature=None,
+        **more,
+    ):
         tool = {"type": "function", "name": "f", "strict": False}
         fields = {
             "model": "any",
@@ -255,11 +385,13 @@ class Responses:
             "tools": [{**tool, "parameters": PARAMETERS}],
         }
         fields |= {"temperature": temperature} if temperature else {}
+        fields |= more
         try:
             if stream:
-                events = await client.responses.create(stream=True, **fields)
-                *_, last = [event async for event in events]
-                reply = last.response
+                async for event in await client.responses.create(stream=True, **fields):
+                    if event.type == "response.output_text.delta":
+                        told()
+                reply = event.response
             else:
                 reply = await client.responses.create(**fields)
         except openai.APIStatusError as error:
@@ -279,6 +411,16 @@ class Responses:
             ids=[item.call_id for item in calls],
         )
 
+    def image(self):
+        url = f"data:image/png;base64,{IMAGE}"
+        part = {"type": "input_image", "image_url": url, "detail": "auto"}
+        return [{"role": "user", "content": [part]}]
+
+    def refused(self, case):
+        if case == "a forced tool call":
+            return {"tool_choice": "required"}
+        return {"tools": [{"type": "custom", "name": "f"}]}
+
 
 class Gemini:
     """Gemini generateContent."""
@@ -297,18 +439,28 @@ class Gemini:
             types.Content(role="user", parts=[types.Part(function_response=result)])
         ]
 
-    async def ask(self, client, said, *, stream, stop=None, temperature=None):
+    async def ask(
+        self,
+        client,
+        said,
+        *,
+        stream,
+        told=_unheard,
+        stop=None,
+        temperature=None,
+        **more,
+    ):
         declared = types.FunctionDeclaration(
             name="f", parameters_json_schema=PARAMETERS
         )
-        config = types.GenerateContentConfig(
-            automatic_function_calling=types.AutomaticFunctionCallingConfig(
-                disable=True
-            ),
-            tools=[types.Tool(function_declarations=[declared])],
-            stop_sequences=stop,
-            temperature=temperature,
-        )
+        calling = types.AutomaticFunctionCallingConfig(disable=True)
+        options = {
+            "automatic_function_calling": calling,
+            "tools": [types.Tool(function_declarations=[declared])],
+            "stop_sequences": stop,
+            "temperature": temperature,
+        }
+        config = types.GenerateContentConfig(**options | more)
         fields = {"model": "any", "contents": said, "config": config}
         parts = []
         try:
@@ -316,6 +468,7 @@ class Gemini:
                 events = await client.aio.models.generate_content_stream(**fields)
                 async for reply in events:
                     parts += reply.candidates[0].content.parts
+                    told()
             else:
                 reply = await client.aio.models.generate_content(**fields)
                 parts = reply.candidates[0].content.parts
@@ -337,12 +490,25 @@ class Gemini:
             ids=[call.id for call in calls],
         )
 
+    def image(self):
+        part = types.Part.from_bytes(
+            data=base64.b64decode(IMAGE), mime_type="image/png"
+        )
+        return [types.Content(role="user", parts=[part])]
+
+    def refused(self, case):
+        if case == "a forced tool call":
+            mode = types.FunctionCallingConfig(mode="ANY")
+            return {"tool_config": types.ToolConfig(function_calling_config=mode)}
+        browser = types.ComputerUse(environment="ENVIRONMENT_BROWSER")
+        return {"tools": [types.Tool(computer_use=browser)]}
+
 
 DRIVERS = dict(zip(NAMES, (Chat(), Anthropic(), Responses(), Gemini()), strict=True))
 
 
 def table() -> str:
-    """The table in Markdown."""
+    """What each case is told, in Markdown."""
     lines = [
         f"| case | status | {' | '.join(TITLES)} |",
         "| --- | --- |" + " --- |" * len(TITLES),
@@ -354,6 +520,19 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def cuts() -> str:
+    """What becomes of calls that are cut off, in Markdown."""
+    lines = [
+        f"| what cuts it off | when | in the log | {' | '.join(TITLES)} |",
+        "| --- | --- | --- |" + " --- |" * len(TITLES),
+    ]
+    for (what, when), (recorded, words) in CUTS.items():
+        lines.append(
+            _line(what, f"{when} | {recorded}", words or (None,) * len(TITLES))
+        )
+    return "\n".join(lines) + "\n"
+
+
 def _line(case, status, words) -> str:
     cells = ["" if word is None else f"`{word}`" for word in words]
     return f"| {case} | {status} | {' | '.join(cells)} |"
@@ -362,4 +541,4 @@ def _line(case, status, words) -> str:
 if __name__ == "__main__":
     import sys
 
-    sys.stdout.write(table())
+    sys.stdout.write(f"{table()}\n{cuts()}")

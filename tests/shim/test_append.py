@@ -303,6 +303,64 @@ def test_attribution_tells_of_a_built_prompt_what_it_tells_of_a_rendered_one(tur
         messages += [said(role, text) for role, text in new]
 
 
+@pytest.mark.parametrize(
+    ("template", "text", "renderings"),
+    [
+        pytest.param(AS_STRING, "all is well\n", 1, id="once"),
+        pytest.param(AS_STRING, "user", 2, id="a word of the template"),
+        pytest.param(AS_STRING, "an <|im_end|> too", 2, id="a special token"),
+        pytest.param(AS_STRING, "<|im_end|>", 2, id="a special token alone"),
+        pytest.param(AS_STRING, " \n", 1, id="white space"),
+        pytest.param(TRIMS, "all is well\n", 3, id="trimmed"),
+    ],
+)
+def test_what_stands_there_once_is_told_without_another_rendering(
+    monkeypatch, template, text, renderings
+):
+    renderer = byte_renderer(template)
+    appending, rendering = Conversation(renderer), Conversation(renderer, "render")
+    messages = [said("user", "u")]
+    appending.ask(messages)
+    reply = appending.reply(canonical(renderer, "Yes."))
+    messages += [reply, said("tool", text, tool_call_id="call_0"), said("user", "&?")]
+    rendering.ask(messages)
+    whole, rendered = rendering.shown(), []
+    apply = renderer._apply
+
+    def counted(*given):
+        rendered.append(given)
+        return apply(*given)
+
+    monkeypatch.setattr(renderer, "_apply", counted)
+    prompt = appending.ask(messages)
+    shown = appending.shown()
+    assert (prompt.built, len(rendered)) == ("append", renderings)
+    told = shown.message_index != 1
+    assert shown.message_index[told].tolist() == whole.message_index[told].tolist()
+    assert (2 in shown.message_index) == bool(text.strip())
+
+
+@pytest.mark.parametrize(
+    ("template", "trims"),
+    [
+        pytest.param(AS_STRING, False, id="to the letter"),
+        pytest.param(NO_TOOLS, False, id="no tools"),
+        pytest.param(TRIMS, True, id="trims"),
+        pytest.param(
+            AS_STRING.replace(
+                "{{ message.content }}",
+                "{{ message.content.rstrip('\\n') if message.role == 'tool' else "
+                "message.content }}",
+            ),
+            True,
+            id="trims lines of tools",
+        ),
+    ],
+)
+def test_what_becomes_of_white_space_that_a_user_or_a_tool_says(template, trims):
+    assert probed(template, tools=False).trims_new == trims
+
+
 def test_a_prompt_behind_one_that_nobody_can_tell_of():
     template = AS_STRING.replace(
         "{{ message.content }}",

@@ -2,13 +2,26 @@
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 
 import pytest
 
-from tests.shim.clients import in_process
-from tests.shim.conformance import DRIVERS, ENDS, FAILURES, NAMES, Failure, table
-from tests.shim.fakes import RENDERER, Held, PiecewiseEngine, ScriptedEngine, sampled
+import trajkit as tk
+from tests.shim.clients import in_process, on_socket
+from tests.shim.conformance import (
+    CUTS,
+    DRIVERS,
+    ENDS,
+    FAILURES,
+    MIDDLE,
+    NAMES,
+    SENDING,
+    Failure,
+    cuts,
+    table,
+)
+from tests.shim.fakes import RENDERER, PiecewiseEngine, ScriptedEngine, sampled
 from trajkit_shim.engine import EngineError
 
 pytestmark = pytest.mark.anyio
@@ -105,6 +118,8 @@ async def test_a_call_that_fails(tmp_path, name, stream, case):
             session = "other"
         elif case == "a closed session":
             await gateway.http.delete(f"/sessions/{session}")
+        elif case == "an image":
+            said = driver.image()
         elif case == "a body that is too long":
             said = driver.user("x" * 4000)
         elif case == "a pause that goes on":
@@ -114,12 +129,15 @@ async def test_a_call_that_fails(tmp_path, name, stream, case):
             await driver.ask(driver.client(gateway, session), said, stream=stream)
             before = 1
         temperature = 9.0 if case == "a parameter out of range" else None
+        refused = {"a forced tool call", "a tool that is no function"}
+        more = driver.refused(case) if case in refused else {}
         with pytest.raises(Failure) as caught:
             await driver.ask(
                 driver.client(gateway, session),
                 said,
                 stream=stream,
                 temperature=temperature,
+                **more,
             )
         recorded = [turn["trainable"] for turn in gateway.turns()[before:]]
     failure = caught.value
@@ -130,20 +148,130 @@ async def test_a_call_that_fails(tmp_path, name, stream, case):
     assert recorded == ([False] if case == "the engine cuts the call short" else [])
 
 
+class Stalled:
+    """What an engine on another thread waits for."""
+
+    def __init__(self):
+        self.entered = threading.Event()
+        self.cancelled = threading.Event()
+        self._open = True
+        self._error = None
+
+    def close(self):
+        """From now on it waits."""
+        self._open = False
+
+    def open(self, error=None):
+        """It waits no longer, or fails."""
+        self._error = error
+        self._loop.call_soon_threadsafe(self._go.set)
+
+    async def __call__(self):
+        if not self._open:
+            self._loop, self._go = asyncio.get_running_loop(), asyncio.Event()
+            self.entered.set()
+            try:
+                await self._go.wait()
+            except asyncio.CancelledError:
+                self.cancelled.set()
+                raise
+            finally:
+                # what is sampled anew is not held up
+                self._open = True
+        if self._error is not None:
+            raise self._error
+        return "hello"
+
+
+async def until(event):
+    assert await asyncio.to_thread(event.wait, 60)
+
+
+async def cut(gateway, session, what, stalled):
+    """What cuts the session's call off, its client apart."""
+    if what == "a pause that aborts":
+        await gateway.admin.post("/admin/pause", json={"abort": True})
+        await gateway.admin.post("/admin/resume")
+    elif what == "the gateway is drained":
+        await gateway.admin.post("/admin/drain", json={"wait_seconds": 0})
+    elif what == "the engine fails":
+        stalled.open(EngineError("out of memory"))
+    elif what == "the engine cuts the call short":
+        stalled.open()
+    else:
+        how = {"its session is finished": "finish", "its session is dropped": "drop"}
+        await gateway.admin.post(f"/sessions/{session}/{how[what]}")
+
+
 @EACH
-@BOTH
-async def test_a_client_that_leaves(tmp_path, name, stream):
-    driver, held = DRIVERS[name], Held("late")
-    async with in_process(ScriptedEngine(held), RENDERER, tmp_path) as gateway:
-        client = driver.client(gateway, await gateway.open_id())
-        call = asyncio.create_task(driver.ask(client, driver.user("hi"), stream=stream))
-        await held.entered.wait()
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        assert gateway.turns() == []
-    assert held.cancelled
+@pytest.mark.parametrize(
+    ("what", "when", "stream"),
+    [
+        (what, when, stream)
+        for what, when in CUTS
+        for stream in (False, True)
+        if stream or when != MIDDLE
+    ],
+)
+async def test_a_call_that_is_cut_off(tmp_path, name, what, when, stream):
+    recorded, words = CUTS[what, when]
+    driver, stalled, heard = DRIVERS[name], Stalled(), asyncio.Event()
+    reply = "hello"
+    if what == "the engine cuts the call short":
+        reply = sampled("hello", finish_reason="abort")
+    if when == MIDDLE:
+        engine = PiecewiseEngine("first", reply, size=3, gate=stalled)
+    elif when == SENDING:
+        engine = ScriptedEngine("first", "x" * 600_000)
+    else:
+        engine = ScriptedEngine("first", stalled, "hello")
+    answer, failure = None, None
+    async with on_socket(engine, RENDERER, tmp_path) as gateway:
+        session = await gateway.open_id()
+        client = driver.client(gateway, session)
+        # a turn that was answered before
+        await driver.ask(client, driver.user("hi"), stream=stream)
+        stalled.close()
+
+        async def leave():
+            asyncio.current_task().cancel()
+
+        gateway.at_head = leave if when == SENDING else None
+        call = asyncio.create_task(
+            driver.ask(client, driver.user("and?"), stream=stream, told=heard.set)
+        )
+        if when == MIDDLE:
+            await heard.wait()
+        if when != SENDING:
+            await until(stalled.entered)
+        if words is None:
+            if when != SENDING:
+                call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+        else:
+            await cut(gateway, session, what, stalled)
+            try:
+                answer = await call
+            except Failure as error:
+                failure = error
+        if when != SENDING and "engine" not in what:
+            await until(stalled.cancelled)
+    log = tk.read_turns(tmp_path)
+    first, *rest = log["trainable"].to_pylist()
+    assert first == (what != "its session is dropped")
+    assert rest == {"nothing": [], "context only": [False]}.get(recorded, [True])
+    if words is None:
+        return
+    word = dict(zip(NAMES, words, strict=True))[name]
+    if answer is not None:
+        assert (answer.end, answer.text) == (word, "hello")
+    else:
+        assert failure.word == word
+        assert failure.message
+        assert when == MIDDLE or failure.status == 410
 
 
-def test_the_documented_table_is_the_one_that_is_tested():
-    assert table() in (ROOT / "docs/serving.md").read_text("utf-8")
+@pytest.mark.parametrize("shown", [table(), cuts()], ids=["cases", "cuts"])
+def test_the_documented_table_is_the_one_that_is_tested(shown):
+    assert shown in (ROOT / "docs/serving.md").read_text("utf-8")

@@ -83,8 +83,39 @@ def run(directory, command, environment, expected=0, seconds=120):
     return done.stdout, work
 
 
+def forgetful(turns, links):
+    """The turns whose user speaks behind what was thought, which the template drops."""
+    parents = dict(
+        zip(links["turn_index"].to_pylist(), links["parent"].to_pylist(), strict=True)
+    )
+    # of each turn: its messages, and whether some thought stands behind the last user
+    said, thinks, found = {}, {}, set()
+    # a body is written where it stands for the first time
+    bodies = {}
+    for turn in turns.to_pylist():
+        name, parent = turn["turn_index"], parents[turn["turn_index"]]
+        said[name] = turn["messages"]
+        thought = False
+        if parent is not None:
+            new = turn["messages"][len(said[parent]) + 1 :]
+            thought = thinks[parent]
+            if thought and any(message["role"] == "user" for message in new):
+                found.add(name)
+                thought = False
+        for message in (*turn["messages"], turn["response"]):
+            if message["body"] is not None:
+                bodies[message["key"]] = json.loads(message["body"])
+        reply = bodies[turn["response"]["key"]]
+        thinks[name] = thought or "reasoning_content" in reply
+    return found
+
+
 def check(log, directory, roots):
-    """Every call once, each conversation a chain, and rows that verify."""
+    """Every call once, each conversation a chain, and rows that verify.
+
+    What the client sends back is what was sampled, to the token: no turn drifts, but
+    where the user speaks behind what was thought each one does.
+    """
     turns = tk.read_turns(log.path)
     tk.validate(turns)
     links = tk.link(turns)
@@ -92,19 +123,20 @@ def check(log, directory, roots):
     shown = json.loads((directory / "session.json").read_text())
     assert shown["turns"] == shown["answered"] == len(turns)
     assert shown["echo"]["new"] == 0, shown
-    # What the client sends back is what was sampled, to the token; but once the user
-    # speaks the template leaves out what was thought.
-    assert set(shown["prompts"]) <= {"append", "opening", "reasoning"}, shown
+    expected = forgetful(turns, links)
     drift = tk.classify_drift(turns, links).to_pylist()
-    reasons = dict(
-        zip(
-            turns["turn_index"].to_pylist(),
-            turns["render_reason"].to_pylist(),
-            strict=True,
-        )
-    )
-    drifting = {reasons[pair["turn_index"]] for pair in drift if pair["size"]}
-    assert drifting <= {"reasoning"}
+    assert {pair["turn_index"] for pair in drift if pair["size"]} == expected
+    rendered = {
+        turn["turn_index"]: turn["render_reason"]
+        for turn in turns.select(["turn_index", "render_reason"]).to_pylist()
+    }
+    assert {n for n, why in rendered.items() if why == "reasoning"} == expected
+    counts = {
+        "opening": roots,
+        "reasoning": len(expected),
+        "append": len(turns) - roots - len(expected),
+    }
+    assert shown["prompts"] == {why: n for why, n in counts.items() if n}
     rows = tk.linearize(turns, policy="faithful", reward=1.0)
     assert tk.verify(rows, turns).num_rows == 0
     return turns.to_pylist(), shown
@@ -147,8 +179,15 @@ wire_api = "responses"
     )
 
 
+# where nothing is thought, nothing drifts
+THINKS = pytest.mark.parametrize(
+    "thought", [("<think>\nEasy.\n</think>\n\n",), ()], ids=["thinks", "plain"]
+)
+
+
+@THINKS
 @pytest.mark.skipif(not CLAUDE.exists(), reason="Claude Code is not installed")
-def test_claude_code(tmp_path):
+def test_claude_code(tmp_path, thought):
     write = '{"command": "echo 42 >  answer.txt", "timeout": 1.0e4}'
     look = '{"command":"cat answer.txt",  "description": "caf\\u00e9"}'
     agent = '{"description": "check", "prompt": "SUBTASK", "subagent_type": "claude"}'
@@ -156,7 +195,7 @@ def test_claude_code(tmp_path):
         "SUBTASK": [tool_call("Bash", look), ("It says 42.",)],
         "MAINTASK": [
             (
-                "<think>\nEasy.\n</think>\n\n",
+                *thought,
                 "Let me write it. \n\n",
                 *tool_call("Bash", write),
             ),
@@ -176,7 +215,8 @@ def test_claude_code(tmp_path):
             environment,
         )
     # the sub-agent's conversation is one of its own
-    turns, _ = check(log, tmp_path, roots=2)
+    turns, shown = check(log, tmp_path, roots=2)
+    assert bool(thought) == ("reasoning" in shown["prompts"])
     for result in (said, again):
         assert json.loads(result)["result"].strip() == "Done: 42."
     assert (work / "answer.txt").read_text() == "42\n"
@@ -186,14 +226,15 @@ def test_claude_code(tmp_path):
     assert len(turns) - len(main) == 2
 
 
+@THINKS
 @pytest.mark.skipif(CODEX is None, reason="Codex is not installed")
-def test_codex(tmp_path):
+def test_codex(tmp_path, thought):
     write = '{"cmd": "echo 42 >  answer.txt", "yield_time_ms":  1000}'
     look = '{"cmd":"cat answer.txt"}'
     scripts = {
         "MAINTASK": [
             (
-                "<think>\nEasy.\n</think>\n\n",
+                *thought,
                 "Let me write it. \n\n",
                 *tool_call("exec_command", write),
             ),
@@ -213,6 +254,7 @@ def test_codex(tmp_path):
             environment,
         )
     turns, shown = check(log, tmp_path, roots=1)
+    assert bool(thought) == ("reasoning" in shown["prompts"])
     for lines in (said, again):
         last = json.loads(lines.splitlines()[-2])
         assert last["item"]["text"].strip() == "Done: 42."

@@ -74,6 +74,16 @@ def test_serve_records_until_it_is_interrupted(tmp_path):
         pytest.param(
             ["--tool-form", "x"], "x is none of qwen3-coder", id="no such form"
         ),
+        pytest.param(
+            ["--tool-form", "sglang"],
+            "sglang means nothing to another engine",
+            id="the parsers of another engine",
+        ),
+        pytest.param(
+            ["--routed-experts"],
+            "--routed-experts means nothing to another engine",
+            id="the experts of another engine",
+        ),
         pytest.param(["--engine", "tgi"], "invalid choice", id="no such engine"),
         pytest.param(["--host", "0.0.0.0"], "give --admin-token", id="open to all"),
     ],
@@ -92,6 +102,13 @@ def test_serve_names_the_model_that_cannot_be_read(tmp_path, capsys):
     argv += ["--engine-url", "http://127.0.0.1:1", "--model", absent]
     assert cli.main(argv) == cli.BAD_FILE
     assert absent in capsys.readouterr().err
+
+
+def test_serve_names_a_tokenizer_without_a_response_template(tmp_path, capsys):
+    argv = ["serve", "--out", str(tmp_path / "run"), "--tool-form", "schema"]
+    assert cli.main(argv) == cli.BAD_FILE
+    assert "--tool-form schema: the tokenizer has no" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_serve_takes_no_directory_that_holds_a_log(tmp_path, capsys):

@@ -116,18 +116,24 @@ def check_sampled(turns, engine):
         assert turn["finish_reason"] == "stop"
 
 
-THOUGHT = r"<think>\n[a-z]{3,9} [a-z]{3,9}\n</think>\n\n"
+# where nothing is thought, nothing drifts
+THINKS = pytest.mark.parametrize(
+    "thought",
+    [r"<think>\n[a-z]{3,9} [a-z]{3,9}\n</think>\n\n", ""],
+    ids=["thinks", "plain"],
+)
 
 
+@THINKS
 @pytest.mark.skipif(not CLAUDE.exists(), reason="Claude Code is not installed")
-def test_claude_code(tmp_path):
+def test_claude_code(tmp_path, thought):
     write = '{"command": "echo 42 >  answer.txt", "timeout": 1.0e4}'
     look = '{"command":"cat answer.txt",  "description": "caf\\u00e9"}'
     agent = '{"description": "check", "prompt": "SUBTASK", "subagent_type": "claude"}'
     scripts = {
         "SUBTASK": [call("Bash", look), r"It says 42\."],
         "MAINTASK": [
-            THOUGHT + r"Let me [a-z]{3,9} it\. \n\n" + call("Bash", write),
+            thought + r"Let me [a-z]{3,9} it\. \n\n" + call("Bash", write),
             call("Agent", agent),
             call("Bash", look) + r"\n" + call("Bash", look),
             r" Done: 42\.",
@@ -142,7 +148,9 @@ def test_claude_code(tmp_path):
             seconds=SECONDS,
         )
     # the sub-agent's conversation is one of its own
-    turns, _ = check(log, tmp_path, roots=2)
+    turns, shown = check(log, tmp_path, roots=2)
+    if not thought:
+        assert shown["prompts"] == {"opening": 2, "append": 4}
     assert json.loads(said)["result"].strip() == "Done: 42."
     assert (work / "answer.txt").read_text() == "42\n"
     assert {turn["harness"] for turn in turns} == {"claude-code"}
@@ -154,13 +162,14 @@ def test_claude_code(tmp_path):
     check_sampled(turns, engine)
 
 
+@THINKS
 @pytest.mark.skipif(CODEX is None, reason="Codex is not installed")
-def test_codex(tmp_path):
+def test_codex(tmp_path, thought):
     write = '{"cmd": "echo 42 >  answer.txt", "yield_time_ms":  1000}'
     look = '{"cmd":"cat answer.txt"}'
     scripts = {
         "MAINTASK": [
-            THOUGHT + r"Let me [a-z]{3,9} it\. \n\n" + call("exec_command", write),
+            thought + r"Let me [a-z]{3,9} it\. \n\n" + call("exec_command", write),
             call("exec_command", look) + r"\n" + call("exec_command", look),
             r" Done: 42\.",
         ],
@@ -173,7 +182,9 @@ def test_codex(tmp_path):
             {"OPENAI_API_KEY": session},
             seconds=SECONDS,
         )
-    turns, _ = check(log, tmp_path, roots=1)
+    turns, shown = check(log, tmp_path, roots=1)
+    if not thought:
+        assert shown["prompts"] == {"opening": 1, "append": 2}
     last = json.loads(said.splitlines()[-2])
     assert last["item"]["text"].strip() == "Done: 42."
     assert (work / "answer.txt").read_text() == "42\n"

@@ -1,6 +1,7 @@
 """The SGLang client against a double that replays a real server's replies."""
 
 import asyncio
+import base64
 import json
 from contextlib import asynccontextmanager
 from copy import deepcopy
@@ -465,6 +466,44 @@ async def test_pausing_and_updating():
         ),
         ("/continue_generation", {}),
     ]
+
+
+def with_experts(name, experts):
+    """A recorded reply, and experts as a server with such a model packs them."""
+    reply = deepcopy(RECORDED[name]["reply"])
+    packed = base64.b64encode(np.array(experts, "<i4").tobytes()).decode()
+    reply["meta_info"]["routed_experts"] = packed
+    return JSONResponse(reply)
+
+
+# of 10 prompt and 6 output tokens all but the last, in 2 layers, 3 experts each
+EXPERTS = np.arange(15 * 2 * 3).reshape(15, 2, 3) % 128
+
+
+async def test_the_experts_that_tokens_were_routed_to():
+    double = Double(with_experts("basic", EXPERTS), "basic")
+    async with engine_of(double, experts_per_token=3) as engine:
+        told = await sample(engine)
+        with pytest.raises(EngineError, match="gave no routed_experts"):
+            await sample(engine)
+    assert [r["return_routed_experts"] for r in double.requests] == [True, True]
+    assert told.routed_experts.tolist() == EXPERTS.tolist()
+
+
+@pytest.mark.parametrize(
+    ("packed", "match"),
+    [
+        pytest.param(EXPERTS[:-1], "84 routed experts for 15 tokens", id="one short"),
+        pytest.param(EXPERTS[:0], "0 routed experts", id="none"),
+        pytest.param(EXPERTS - 1, r"\[-1, 88\]", id="no expert"),
+        pytest.param(EXPERTS + 2**15, "expected numbers in", id="too large"),
+    ],
+)
+async def test_experts_that_cannot_be(packed, match):
+    double = Double(with_experts("basic", packed))
+    async with engine_of(double, experts_per_token=3) as engine:
+        with pytest.raises(EngineError, match=match):
+            await sample(engine)
 
 
 async def test_the_prompt_that_the_server_consumed():

@@ -15,6 +15,7 @@ from tests.shim.clients import in_process, read_log
 from tests.shim.fakes import TOOL
 from trajkit_shim.engine import EngineError, Sampling
 from trajkit_shim.render import load_renderer
+from trajkit_shim.reply_parsers import SGLangParser
 from trajkit_shim.sglang_engine import SGLangEngine, model_vocab_size
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sglang]
@@ -228,3 +229,34 @@ async def test_weights_that_change_in_the_middle_of_a_turn(tmp_path, renderer):
     assert spans[0]["start"] == 0
     assert spans[0]["stop"] == spans[1]["start"]
     assert spans[1]["stop"] == len(turn["output_ids"]) == 400
+
+
+async def test_the_servers_own_parsers(tmp_path, renderer):
+    engine_, parser = engine(), SGLangParser(URL)
+    assert await parser.names() == ("qwen", "qwen3")
+    pins = {"extra": {"regex": r"<think>\nhm\n</think>\n\n" + CALLS}}
+    options = {"reply_parser": parser}
+    async with in_process(engine_, renderer, tmp_path, **options) as gateway:
+        client = await gateway.open(sampling=pins)
+        messages = [USER]
+        for _ in range(2):
+            reply = await ask(client, messages, tools=[TOOL], max_tokens=300)
+            message = reply.choices[0].message
+            assert message.model_dump()["reasoning_content"].strip() == "hm"
+            assert message.content.strip() == "Let me look."
+            (call,) = message.tool_calls
+            # as it was sampled, which is not how the server writes it
+            assert re.fullmatch(
+                r'\{"command": "cat [a-c]\.txt"\}', call.function.arguments
+            )
+            messages += [
+                message.model_dump(exclude_none=True),
+                {"role": "tool", "tool_call_id": call.id, "content": "no such file"},
+            ]
+        session = await gateway.session(client)
+        log = read_log(gateway.log.path)
+    await engine_.close()
+    await parser.close()
+    assert session["echo"]["new"] == 0
+    assert session["prompts"] == {"opening": 1, "append": 1}
+    assert log["ill_formed"].to_pylist() == [False, False]

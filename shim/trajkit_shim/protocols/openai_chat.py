@@ -115,7 +115,11 @@ def _tools(value: object, choice: object) -> list[Json] | None:
         where = f"tools[{i}]"
         tool = wire.as_object(item, where)
         if tool.get("type") != "function":
-            refuse(f"{where}.type", f"{tool.get('type')!r} is not 'function'")
+            refuse(
+                f"{where}.type",
+                f"{tool.get('type')!r} is not 'function'",
+                code="unsupported_tool",
+            )
         function = wire.as_object(tool.get("function"), f"{where}.function")
         wire.as_name(function.get("name"), f"{where}.function.name")
         if function.get("strict"):

@@ -16,7 +16,7 @@ from trajkit.cli import BAD_DATA, BAD_FILE, DONE
 from trajkit.cli.options import Commands, count
 from trajkit.cli.progress import Progress
 from trajkit.cli.show import text_table
-from trajkit_shim.cli import add_engine, built_engine, needs_extra
+from trajkit_shim.cli import add_engine, built_engine, built_parser, needs_extra
 
 if TYPE_CHECKING:
     from trajkit_shim.rollout.journal import Rollout
@@ -172,8 +172,9 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
             app = create_app(
                 engine,
                 renderer,
-                TurnLog(rollouts.next_log()),
+                TurnLog(rollouts.next_log(), routed_experts=arguments.routed_experts),
                 tool_form=FORMS.get(arguments.tool_form),
+                reply_parser=built_parser(arguments, renderer),
             )
             with (
                 _terminated(),
