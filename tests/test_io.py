@@ -369,6 +369,9 @@ def test_unknown_suffixes_are_refused(tmp_path, turns, suffix):
     path = tmp_path / f"x.{suffix}"
     with pytest.raises(FormatError, match=r"suffix is of no known format.*\.parquet"):
         write_turns(turns, path)
+    with pytest.raises(FileNotFoundError, match=path.name):
+        read_turns(path)
+    path.touch()
     with pytest.raises(FormatError, match="suffix is of no known format"):
         read_turns(path)
 

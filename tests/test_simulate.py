@@ -142,6 +142,13 @@ def test_what_is_refused(options, said):
         tk.simulate(turns, **options)
 
 
+def test_one_policy_needs_no_list():
+    turns = tk.from_records([{"session_id": "a", "prompt_ids": [1], "output_ids": [2]}])
+    strict = tk.simulate(turns, ["strict"])
+    assert tk.simulate(turns, "strict").equals(strict)
+    assert tk.simulate(turns, tk.policy("strict")).equals(strict)
+
+
 @pytest.mark.parametrize(
     ("shape", "kept_by_trl", "shared"),
     [

@@ -1,5 +1,6 @@
 """Which format a file is of, and how it is opened."""
 
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
@@ -57,10 +58,16 @@ def format_of(file: Path | BinaryIO, *, writing: bool = False) -> Format:
     ------
     FormatError
         Neither says one.
+    FileNotFoundError
+        A path to read from says none, and there is nothing.
     """
     if isinstance(file, Path):
         kind = kind_of(file)
         if kind is None:
+            if not writing and not file.exists():
+                raise FileNotFoundError(
+                    errno.ENOENT, os.strerror(errno.ENOENT), str(file)
+                )
             raise FormatError(
                 f"{file}: the suffix is of no known format: expected one of "
                 f"{', '.join(_SUFFIXES)}"

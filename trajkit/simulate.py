@@ -27,7 +27,7 @@ _ASKED = ("untrainable", "aborted", "no_logprob")
 
 def simulate(
     turns: TableLike | Iterator[pa.RecordBatch],
-    policies: Iterable[str | Policy] | None = None,
+    policies: str | Policy | Iterable[str | Policy] | None = None,
     *,
     pad_to: int | None = None,
     sessions: TableLike | None = None,
@@ -43,7 +43,7 @@ def simulate(
     ----------
     turns : table, or iterator of record batches
         As for `trajkit.linearize`.
-    policies : iterable of str or Policy, optional
+    policies : str, Policy, or iterable of them, optional
         None: every preset. Where the table lacks message bodies (rows were filtered
         away, say), those that compare messages by their bodies are left out with a
         `LeftOutWarning`.
@@ -82,6 +82,8 @@ def simulate(
     """
     if pad_to is not None:
         pad_to = chosen_int("pad_to", pad_to, 1)
+    if isinstance(policies, (str, Policy)):
+        policies = [policies]
     chosen = [named_policy(one) for one in (PRESETS if policies is None else policies)]
     totals = [_Totals(one, pad_to) for one in chosen]
     for part in _parts(turns):
