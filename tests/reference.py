@@ -517,14 +517,14 @@ def trains_something(turns, segment):
     )
 
 
-def row_of(turns, segment, limit):
-    """The row of a segment, cut to its first ``limit`` tokens."""
+def row_of(turns, segment, limit, spans=None):
+    """The row of a segment, cut to its first ``limit`` tokens; spans: None, all pieces."""
     last = turns[segment.turns[-1]]
     tokens = held(last)
     tokens = tokens[: min(len(tokens), limit)]
     mask = [False] * len(tokens)
     logprobs = [None] * len(tokens)
-    spans = spans_of(turns, segment, limit)
+    spans = spans_of(turns, segment, limit) if spans is None else spans
     turn_of = dict(zip(turn_indices(turns), turns, strict=True))
     for span in spans:
         if span["kind"] == "trained":

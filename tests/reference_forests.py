@@ -292,18 +292,8 @@ def miles(turns, equality="strict", threshold=1, max_row_tokens=None):
             continue
         owned = {i for i in chain if owners[i] == leaf}
         segment = Segment(chain, owned, set(), **flags(turns, chain))
-        row = row_of(turns, segment, limit)
-        row["spans"] = trimmed_spans(turns, chain, owned, limit)
-        shown = {
-            k
-            for span in row["spans"]
-            if span["kind"] == "trained"
-            for k in range(span["start"], span["stop"])
-        }
-        for k in range(len(row["input_ids"])):
-            row["loss_mask"][k] = k in shown
-            row["logprobs"][k] = row["logprobs"][k] if k in shown else None
-        rows.append(row)
+        spans = trimmed_spans(turns, chain, owned, limit)
+        rows.append(row_of(turns, segment, limit, spans))
 
     def why_lost(i):
         if not is_trainable(turns[i]):

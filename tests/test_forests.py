@@ -510,7 +510,24 @@ def test_generation_links_are_the_twins(turns, equality, trim):
     ]
 
 
+X = {"role": "assistant", "content": "x"}
+# a prompt without tokens, behind a call that sampled some
+SHORTER = [
+    {
+        "turn_index": index,
+        "prompt_messages": [X] * n_messages,
+        "response_message": X,
+        "prompt_ids": [],
+        "output_ids": output_ids,
+        "output_logprobs": None,
+        "finish_reason": "stop",
+    }
+    for index, n_messages, output_ids in [(0, 1, [0, 9]), (1, 2, []), (2, 1, [])]
+]
+
+
 @given(named_sessions(), equalities, trims, row_limits)
+@example(SHORTER, "strict", 3, None)
 def test_miles_rows_and_report_are_the_twins(turns, equality, trim, limit):
     rows, report = tk.linearize(
         turns_table(turns),

@@ -182,7 +182,7 @@ def read_calls(turns: TableLike) -> Calls:
         calls["own_start"] = table.column("shared_length").to_numpy()
         calls["prompt_len"] += calls["own_start"]
         calls["base"] = _bases(table, turn_index, session_offsets)
-        shared = table.column("shared_messages").fill_null(0).to_numpy()
+        shared = _int32s(table.column("shared_messages"))
         requests["shared"] = np.where(requests["n_keys"] < 0, 0, shared)
     result = Calls(table, calls, requests, session_offsets, session_ids, turn_index)
     if delta:
@@ -246,7 +246,14 @@ def named_calls(
         Rows that name no turn of their session.
     """
     known = wanted.is_valid().to_numpy()
-    turns = wanted.fill_null(0).to_numpy().astype(np.int64)
+    turns = _int32s(wanted).astype(np.int64)
+    # most name the call before, and no search is needed where all do
+    index = np.arange(-1, len(turns) - 1, dtype=np.int32)
+    hit = known & (turns == turn_index[index])
+    hit[session_offsets[:-1]] = False
+    if (hit == known).all():
+        index[~known] = -1
+        return index, np.empty(0, np.int64)
     span = int(turn_index.max(initial=0)) + 1
     sizes = np.diff(session_offsets)
     session = np.repeat(np.arange(len(sizes), dtype=np.int64) * span, sizes)
@@ -260,14 +267,26 @@ def named_calls(
     return index, np.flatnonzero(known & ~hit)
 
 
+def _int32s(column: pa.ChunkedArray) -> Ints:
+    """The values of an int32 column, 0 where one is null."""
+    parts = [np.empty(0, np.int32)]
+    for chunk in column.chunks:
+        values = np.frombuffer(chunk.buffers()[1] or b"", np.int32)
+        values = values[chunk.offset : chunk.offset + len(chunk)]
+        if chunk.null_count:
+            valid = chunk.is_valid().to_numpy(zero_copy_only=False)
+            values = np.where(valid, values, np.int32(0))
+        parts.append(values)
+    return parts[-1] if len(parts) <= 2 else np.concatenate(parts)
+
+
 def _bases(table: pa.Table, turn_index: Ints, session_offsets: Longs) -> Ints:
     """The call that each base_turn names, or -1."""
     wanted = table.column("base_turn")
     bases, absent = named_calls(turn_index, session_offsets, wanted)
     late = np.flatnonzero(bases >= np.arange(len(bases)))
-    bad = np.union1d(absent, late)
-    if len(bad):
-        row = int(bad[0])
+    if len(absent) or len(late):
+        row = int(np.union1d(absent, late)[0])
         session = table.column("session_id")[row].as_py()
         raise InvalidTurnsError(
             f"session {session!r}, turn {turn_index[row]}: base_turn {wanted[row]} is "
