@@ -100,11 +100,12 @@ def changed(form: Form) -> Iterator[Line]:
     copy = fastest(times.pop("copy the prompts"))
     for label, taken in times.items():
         yield Line(label, fastest(taken), "ms", "copying the prompts", copy)
-    forms = dict(scale.sizes(form.size))
+    n_turns, context = form.size.n_turns, form.size.context
+    forms = dict(scale.sizes(quoted("clean", n_turns, context)))
     text = forms.pop("JSON lines, in full")
     for label, n_bytes in forms.items():
         yield Line(label, n_bytes, "bytes", "JSON lines, in full", text)
-    drifting = quoted("tail_changed", form.size.n_turns, form.size.context, 100)
+    drifting = quoted("tail_changed", n_turns, context, 100)
     full, suffix = scale.layouts(drifting)
     what = "rows of faithful, every reply drifts, layout suffix"
     yield Line(what, suffix, "tokens", "layout full", full)
