@@ -3,6 +3,7 @@
 from importlib import import_module
 from unittest import mock
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 import pytest
@@ -629,3 +630,36 @@ def test_a_name_that_the_other_form_uses_is_refused():
         tk.compact(full.append_column("shared_length", column))
     with pytest.raises(SchemaError, match=r"column 'messages' would stand twice"):
         tk.expand(delta.append_column("messages", column))
+
+
+def test_what_stands_under_a_null_does_not_count():
+    def garbled(column):
+        """The column, its first value null, with nines under the nulls."""
+        values = [0 if value is None else value for value in column.to_pylist()]
+        valid = column.is_valid().to_pylist()
+        valid[0] = False
+        under = np.where(valid, values, 9).astype(np.int32)
+        bits = pa.py_buffer(np.packbits(valid, bitorder="little").tobytes())
+        return pa.Array.from_buffers(
+            pa.int32(), len(values), [bits, pa.py_buffer(under.tobytes())]
+        )
+
+    user = {"role": "user", "content": "a"}
+    calls = [
+        {
+            "session_id": "s",
+            "prompt_ids": ids,
+            "output_ids": [9],
+            "prompt_messages": said,
+        }
+        for ids, said in [([1], [user]), ([1, 9, 2], [user, user])]
+    ]
+    delta = tk.compact(tk.from_records(calls))
+    for name in ("base_turn", "shared_messages"):
+        column = garbled(delta[name].combine_chunks())
+        assert column[0].as_py() is None
+        other = delta.set_column(
+            delta.column_names.index(name), delta.schema.field(name), column
+        )
+        assert tk.link(other).equals(tk.link(delta))
+        assert tk.linearize(other).equals(tk.linearize(delta))

@@ -7,7 +7,6 @@ the log holds null for it.
 
 import base64
 import binascii
-import json
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit_shim.engine import EngineError
+from trajkit_shim.model_config import config_number
 
 Experts = npt.NDArray[np.int16]
 
@@ -98,11 +98,9 @@ def experts_per_token(model_dir: str | Path) -> int:
     OSError
         There is no such file.
     """
-    config = json.loads((Path(model_dir) / "config.json").read_text("utf-8"))
-    for part in (config, config.get("text_config", {})):
-        number = part.get("num_experts_per_tok")
-        if isinstance(number, int) and number > 0:
-            return number
+    number = config_number(model_dir, "num_experts_per_tok")
+    if number is not None and number > 0:
+        return number
     raise ValueError(
         f"{model_dir}/config.json tells no num_experts_per_tok: this is no model of "
         "experts"

@@ -4,7 +4,6 @@ Field names and behaviour as of SGLang 0.5.23.
 """
 
 import asyncio
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from trajkit_shim.engine import (
 from trajkit_shim.engine_http import UNREADABLE, EngineServer
 from trajkit_shim.experts import read_experts
 from trajkit_shim.limits import check_prompt
+from trajkit_shim.model_config import config_number
 from trajkit_shim.wire import Json
 
 # sampling what the ids say and nothing else: no text is trimmed, joined or left out
@@ -240,10 +240,8 @@ def model_vocab_size(model_dir: str | Path) -> int:
     OSError
         There is no such file.
     """
-    config = json.loads((Path(model_dir) / "config.json").read_text("utf-8"))
-    # models of several modalities keep the language model's part apart
-    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
-    if not isinstance(size, int):
+    size = config_number(model_dir, "vocab_size")
+    if size is None:
         raise ValueError(f"{model_dir}/config.json tells no vocab_size")
     return size
 
