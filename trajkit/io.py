@@ -26,7 +26,9 @@ from trajkit.io_formats import (
     name_of,
     open_input,
     paths_in,
+    whole,
 )
+from trajkit.io_polars import write_parquet
 from trajkit.records import from_records
 from trajkit.schema import AMENDMENTS, ROWS, SESSIONS, TURNS
 from trajkit.sessions import last_lines
@@ -419,6 +421,10 @@ def _write(
 ) -> None:
     target = Path(sink) if isinstance(sink, str | os.PathLike) else sink
     kind = format or format_of(target, writing=True)
+    if kind == "parquet" and isinstance(target, Path):
+        with whole(target) as path:
+            write_parquet(pieces, schema, path)
+        return
     with atomic(target, kind) as file:
         if is_json(kind):
             io_json.write(pieces, schema, file)
