@@ -176,7 +176,7 @@ def test_rows_are_those_of_the_table(tmp_path, small, monkeypatch, policy, layou
     )
     for large in (1, 1 << 20):
         monkeypatch.setattr(files, "_LARGE_TOKENS", large)
-        monkeypatch.setattr(suffix, "_PART", 20)
+        monkeypatch.setattr(suffix, "_PIECE", 20)
         totals = linearize_file(
             log, rows, policy, reward=0.5, layout=layout, report=report
         )
@@ -192,7 +192,7 @@ def test_whole_rows_come_some_at_a_time(records):
     turns = tk.from_records(records)
     rows = tk.linearize(turns, layout="suffix")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(suffix, "_PART", 5)
+        patch.setattr(suffix, "_PIECE", 5)
         got = list(suffix.full_pieces(rows))
     expected = tk.linearize(turns)
     assert pa.concat_tables([expected.slice(0, 0), *got]).equals(expected)

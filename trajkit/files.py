@@ -36,7 +36,7 @@ from trajkit.policies import policy as named_policy
 from trajkit.rollouts import check_choice
 from trajkit.sessions import Reward, SessionFacts, session_facts
 from trajkit.stream import PIECE_TOKENS, pieces, weights
-from trajkit.suffix import full_pieces
+from trajkit.suffix import full_pieces, row_pieces
 from trajkit.tables import TableLike
 from trajkit.validate import SET_ASIDE, Nonfinite
 from trajkit.weights import By, weigh
@@ -306,8 +306,11 @@ def linearize_file(
         if weigh_by != "token":  # which they are already
             rows = weigh(rows, weigh_by)
         yield "report", counts
-        for part in full_pieces(rows) if large else [rows]:
+        parts = full_pieces(rows) if large else row_pieces(rows)
+        del rows
+        for part in parts:
             yield "rows", part
+            del part
 
     targets = {"rows": Target(Path(output), write_rows)}
     if report is not None:

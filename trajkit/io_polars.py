@@ -17,11 +17,11 @@ import pyarrow as pa
 
 from trajkit.io_arrow import joined, read_batches, write_pieces
 
-# Bytes of a row group, of which polars holds several. A file that has no more is written by
-# Arrow, and polars need not be loaded.
-_GROUP_BYTES = 16 << 20
-# A row group that would take so many times as much is not given to polars.
-_GROWTH = 8
+# Bytes of rows that say how many are to make a row group. A file that has no more is
+# written by Arrow, and polars need not be loaded.
+_FIRST_BYTES = 32 << 20
+# Bytes of a row group, of which polars holds several, and what one may come to.
+_GROUP_BYTES, _MOST_BYTES = 8 << 20, 128 << 20
 # Of zstd, as Arrow has it. Polars' own takes twice the time, and saves nothing on ids.
 _LEVEL = 1
 # The first version that takes the schema of what it writes.
@@ -48,12 +48,12 @@ def write_parquet(tables: Iterator[pa.Table], schema: pa.Schema, path: Path) -> 
     """
     first: list[pa.Table] = []
     n_bytes = 0
-    while n_bytes < _GROUP_BYTES and (table := next(tables, None)) is not None:
+    while n_bytes < _FIRST_BYTES and (table := next(tables, None)) is not None:
         first.append(table)
         n_bytes += table.nbytes
     n_rows = sum(len(table) for table in first)
     tables = itertools.chain(first, tables)
-    if n_bytes < _GROUP_BYTES or not _suits_polars(first[0].schema):
+    if n_bytes < _FIRST_BYTES or not _suits_polars(first[0].schema):
         del first, table
         _by_arrow(tables, schema, path)
         return
@@ -91,12 +91,17 @@ def _by_polars(
     failed: list[BaseException] = []
 
     def frames(*_: object) -> Iterator[pl.DataFrame]:
+        n = n_bytes = 0  # of the row group that is being gathered
         try:
             for table in tables:
-                if table.nbytes * group > _GROWTH * _GROUP_BYTES * len(table) > 0:
+                joined([none, table.slice(0, 0)])  # or it says why not
+                n, n_bytes = n + len(table), n_bytes + table.nbytes
+                if n >= group:
+                    n %= group
+                    n_bytes = n * table.nbytes // len(table)
+                elif n_bytes > _MOST_BYTES:
                     longer.append(table)
                     return
-                joined([none, table.slice(0, 0)])  # or it says why not
                 yield pl.DataFrame(table.cast(plain))
         # polars would give it another name
         except BaseException as error:
