@@ -160,7 +160,10 @@ def _is_list(type_: pa.DataType) -> bool:
 def _is_kept(type_: pa.DataType) -> bool:
     """Whether polars has the type, but for offsets and dictionaries of text."""
     if pa.types.is_struct(type_):
-        return type_.num_fields > 0 and all(_is_kept(field.type) for field in type_)
+        # where the struct is null, polars has a null in a field without any
+        return type_.num_fields > 0 and all(
+            field.nullable and _is_kept(field.type) for field in type_
+        )
     if _is_list(type_):
         return _is_kept(type_.value_type)
     if pa.types.is_dictionary(type_):
