@@ -8,7 +8,7 @@ later ones turn out much longer, Arrow writes the file.
 import base64
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -39,7 +39,15 @@ os.register_at_fork(after_in_child=lambda: _forked.append(True))
 
 
 def write_parquet(tables: Iterator[pa.Table], schema: pa.Schema, path: Path) -> None:
-    """Write tables of one schema to a Parquet file; ``schema`` is that of none.
+    """Write tables to a Parquet file.
+
+    Parameters
+    ----------
+    tables : iterator of Table
+        Of one schema.
+    schema : Schema
+        Of the file where there are no tables.
+    path : path
 
     Raises
     ------
@@ -59,12 +67,12 @@ def write_parquet(tables: Iterator[pa.Table], schema: pa.Schema, path: Path) -> 
         return
     schema = first[0].schema
     del first, table
-    longer = _by_polars(tables, schema, path, max(1, n_rows * _GROUP_BYTES // n_bytes))
-    if longer is not None:
+    left = _by_polars(tables, schema, path, max(1, n_rows * _GROUP_BYTES // n_bytes))
+    if left is not None:
         begun = path.with_name(f"{path.name}.begun")
         os.replace(path, begun)
         try:
-            _by_arrow(itertools.chain(_tables(begun), [longer], tables), schema, path)
+            _by_arrow(itertools.chain(_tables(begun), [left], tables), schema, path)
         finally:
             os.unlink(begun)
 
@@ -82,12 +90,12 @@ def _tables(path: Path) -> Iterator[pa.Table]:
 def _by_polars(
     tables: Iterator[pa.Table], schema: pa.Schema, path: Path, group: int
 ) -> pa.Table | None:
-    """Write row groups of so many rows, up to a table whose rows are too long for that."""
+    """Write row groups of so many rows, up to a table that Arrow has to write."""
     import polars as pl
     from polars.io.plugins import register_io_source
 
     plain, none = _plain(schema), schema.empty_table()
-    longer: list[pa.Table] = []
+    left: list[pa.Table] = []
     failed: list[BaseException] = []
 
     def frames(*_: object) -> Iterator[pl.DataFrame]:
@@ -100,9 +108,15 @@ def _by_polars(
                     n %= group
                     n_bytes = n * table.nbytes // len(table)
                 elif n_bytes > _MOST_BYTES:
-                    longer.append(table)
+                    left.append(table)
                     return
-                yield pl.DataFrame(table.cast(plain))
+                try:
+                    frame = pl.DataFrame(table.cast(plain))
+                except pa.ArrowException:
+                    # it looks up what is null in a dictionary that may have nothing
+                    left.append(table)
+                    return
+                yield frame
         # polars would give it another name
         except BaseException as error:
             failed.append(error)
@@ -123,7 +137,7 @@ def _by_polars(
     )
     if failed:
         raise failed[0]
-    return longer[0] if longer else None
+    return left[0] if left else None
 
 
 def _suits_polars(schema: pa.Schema) -> bool:
@@ -133,6 +147,7 @@ def _suits_polars(schema: pa.Schema) -> bool:
         any(_is_list(field.type) for field in schema)
         and all(_is_kept(field.type) for field in schema)
         and len(set(names)) == len(names)
+        and _is_text(schema.metadata or {})
         and not _forked
         and _polars_is_here()
     )
@@ -151,6 +166,14 @@ def _polars_is_here() -> bool:
     # a thread of polars' waits for the tables, and another must go on
     n_threads: int = pl.thread_pool_size()
     return n_threads > 1
+
+
+def _is_text(metadata: Mapping[bytes, bytes]) -> bool:
+    try:
+        b" ".join([*metadata.keys(), *metadata.values()]).decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _is_list(type_: pa.DataType) -> bool:
@@ -174,11 +197,11 @@ def _is_kept(type_: pa.DataType) -> bool:
 
 def _plain(schema: pa.Schema) -> pa.Schema:
     """The schema in the types that polars has: large offsets, no dictionaries."""
-    return pa.schema([_plain_field(field) for field in schema], schema.metadata)
+    return pa.schema([_plain_field(field) for field in schema])
 
 
 def _plain_field(field: pa.Field) -> pa.Field:
-    return field.with_type(_plain_type(field.type))
+    return field.with_type(_plain_type(field.type)).remove_metadata()
 
 
 def _plain_type(type_: pa.DataType) -> pa.DataType:

@@ -119,7 +119,8 @@ def row_pieces(rows: pa.Table) -> Iterator[pa.Table]:
     """
     column = "suffix_ids" if "suffix_ids" in rows.column_names else "input_ids"
     ends = offsets_of(np.asarray(pc.list_value_length(rows.column(column)), np.int64))
-    parts, lo = [], 0
+    parts: list[pa.Table] = []
+    lo = 0
     while lo < rows.num_rows or not parts:
         hi = int(np.searchsorted(ends, ends[lo] + _PIECE, side="right")) - 1
         hi = min(max(hi, lo + 1), rows.num_rows)
