@@ -15,7 +15,7 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit.errors import InvalidTurnsError
 from trajkit.layout import CALL, REQUEST
-from trajkit.pooled import pooled_zeros
+from trajkit.pooled import pooled, pooled_zeros
 from trajkit.tables import TableLike, as_table, canonical, place, turns_schema
 
 Records: TypeAlias = npt.NDArray[np.void]
@@ -110,8 +110,11 @@ class Calls:
             return self
         calls = self.calls[lo:hi]
         if lo:
-            calls = calls.copy()
-            calls["base"][calls["base"] >= 0] -= lo
+            calls = pooled(hi - lo, CALL)
+            # as bytes: numpy copies records one by one
+            calls.view(np.uint8)[:] = self.calls[lo:hi].view(np.uint8)
+            base = calls["base"]
+            np.subtract(base, lo, out=base, where=base >= 0)
         return replace(
             self,
             table=self.table.slice(lo, hi - lo),
