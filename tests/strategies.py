@@ -928,20 +928,25 @@ _leaves = st.sampled_from(
 
 
 @st.composite
-def _typed(draw, depth=2):
+def _typed(draw, depth=2, named=True):
     """An Arrow type, a strategy for its values, and whether they are never null."""
     kinds = ["leaf", "list", "large_list", "struct"] if depth else ["leaf"]
     kind = draw(st.sampled_from(kinds))
     if kind == "leaf":
         type_, values = draw(_leaves)
+        if not named and pa.types.is_dictionary(type_):
+            type_ = type_.value_type
     elif kind == "struct":
-        fields = {name: draw(_typed(depth - 1)) for name in draw(_field_names)}
+        # Arrow does not write a null struct whose dictionary is empty
+        fields = {
+            name: draw(_typed(depth - 1, named=False)) for name in draw(_field_names)
+        }
         type_ = pa.struct(
             [pa.field(n, t, nullable=not full) for n, (t, _, full) in fields.items()]
         )
         values = st.fixed_dictionaries({n: v for n, (_, v, _) in fields.items()})
     else:
-        inner, items, full = draw(_typed(depth - 1))
+        inner, items, full = draw(_typed(depth - 1, named=named))
         field = pa.field("element", inner, nullable=not full)
         type_ = pa.list_(field) if kind == "list" else pa.large_list(field)
         values = st.lists(items, max_size=4)

@@ -110,13 +110,7 @@ def _by_polars(
                 elif n_bytes > _MOST_BYTES:
                     left.append(table)
                     return
-                try:
-                    frame = pl.DataFrame(table.cast(plain))
-                except pa.ArrowException:
-                    # it looks up what is null in a dictionary that may have nothing
-                    left.append(table)
-                    return
-                yield frame
+                yield pl.DataFrame(table.cast(plain))
         # polars would give it another name
         except BaseException as error:
             failed.append(error)
