@@ -84,8 +84,7 @@ def test_rows_come_back(tmp_path, eager, records, layout):
     write_rows(rows.to_batches(max_chunksize=2) or rows, path)
     assert not len(rows) or writer(path)[0] == "polars"
     got = tk.read_rows(path)
-    # a row group has the names that occur in it
-    assert got.to_pylist() == rows.to_pylist()
+    assert got.equals(rows)
     assert got.schema.equals(rows.schema, check_metadata=True)
 
 
@@ -109,7 +108,7 @@ def test_row_groups_have_about_so_many_bytes(tmp_path, eager, monkeypatch):
     with pq.ParquetFile(path) as file:
         groups = [file.metadata.row_group(k) for k in range(file.num_row_groups)]
     assert all(12 <= group.num_rows <= 16 for group in groups[:-1])
-    assert tk.read_rows(path).to_pylist() == rows.to_pylist()
+    assert tk.read_rows(path).equals(rows)
 
 
 def test_where_rows_grow_arrow_writes_on(tmp_path, eager, monkeypatch):
@@ -123,7 +122,7 @@ def test_where_rows_grow_arrow_writes_on(tmp_path, eager, monkeypatch):
         monkeypatch.setattr(io_polars, "_MOST_BYTES", most * first.nbytes)
         write_rows(rows.to_batches(max_chunksize=1), path)
         assert writer(path)[0] == expected
-        assert tk.read_rows(path).to_pylist() == rows.to_pylist()
+        assert tk.read_rows(path).equals(rows)
         assert os.listdir(tmp_path) == ["rows.parquet"]
 
 
