@@ -42,6 +42,7 @@ from trajkit.simulate import simulate
 from trajkit.suffix import full_rows, suffix_rows
 from trajkit.validate import set_aside, validate
 from trajkit.verify import verify
+from trajkit.verify_files import verify_file
 from trajkit.weights import add_advantages, advantages, weigh
 
 __all__ = [
@@ -93,6 +94,7 @@ __all__ = [
     "suffix_rows",
     "validate",
     "verify",
+    "verify_file",
     "weigh",
     "write_rows",
     "write_turns",

@@ -5,6 +5,7 @@ that takes iterators of record batches as well; nothing but the sessions at hand
 names of those that went by, is held.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias, TypeGuard
 
@@ -95,7 +96,7 @@ def in_step(lead: Named, *beside: Named) -> Iterator[tuple[pa.Table, ...]]:
         ``lead``, or in another place.
     """
     others = [Beside(*named, lead[0]) for named in beside]
-    for table in whole_sessions(_batches(lead[1]), lead[0]):
+    for table in whole_sessions(batches_of(lead[1]), lead[0]):
         yield (table, *(other.take(table) for other in others))
     for other in others:
         for table in other.rest():
@@ -105,8 +106,18 @@ def in_step(lead: Named, *beside: Named) -> Iterator[tuple[pa.Table, ...]]:
             )
 
 
-def _batches(source: Source) -> Iterable[pa.RecordBatch]:
-    return source if is_stream(source) else as_table(source).to_batches()
+def batches_of(source: Source) -> Iterable[pa.RecordBatch]:
+    """The batches of a stream as they come, or those of a table.
+
+    A source that knows its columns gives a batch, even where it has no rows.
+    """
+    if isinstance(source, Iterator):
+        return source
+    if isinstance(source, pa.RecordBatchReader):
+        nothing = pa.RecordBatch.from_pylist([], source.schema)
+        return itertools.chain([nothing], source)
+    table = as_table(source)
+    return table.to_batches() or [pa.RecordBatch.from_pylist([], table.schema)]
 
 
 class Beside:
@@ -134,7 +145,7 @@ class Beside:
     ) -> None:
         self.what, self._leads = what, leads
         self._nothing = _SCHEMAS[what].empty_table()
-        self._tables = whole_sessions(self._seen(_batches(source)), what)
+        self._tables = whole_sessions(self._seen(batches_of(source)), what)
         self._held = next(self._tables, None)
         self._is_past = is_past
         self._passed: set[str] = set()

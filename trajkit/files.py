@@ -50,6 +50,9 @@ Stage: TypeAlias = Callable[[pa.Table], Made]
 PART_TURNS = 1 << 15
 """A part ends with the piece that brings it to so many turns."""
 
+# What is counted by its rows; of the rest, "report" says how much there is.
+_COUNTED = ("turns", "set_aside", "violations")
+
 # Whole rows of a piece that holds more are written some at a time.
 _LARGE_TOKENS = 4 * PIECE_TOKENS
 
@@ -72,10 +75,13 @@ class Watch:
         What the source holds, and how many of its turns parts on disk took already.
     advances : function of an int
         Turns that went through since.
+    notes : function of a str
+        What takes longer than expected, in words.
     """
 
     begins: Callable[[Census, int], None] = lambda census, done: None
     advances: Callable[[int], None] = lambda n_turns: None
+    notes: Callable[[str], None] = lambda text: None
 
 
 def run(
@@ -103,7 +109,8 @@ def run(
     Returns
     -------
     Counter
-        Over all pieces: the sums of the integer columns of "report", and rows by name.
+        Over all pieces: the sums of the integer columns of "report", and rows of turns,
+        of what was set aside and of violations.
     """
     census = log.census()
     if job is None:
@@ -204,7 +211,7 @@ def _sessions(turns: pa.Table) -> Iterator[pa.Table]:
 def _counted(name: str, table: pa.Table) -> Mapping[str, int]:
     """What a table adds to the totals of a run."""
     if name != "report":
-        return {name: table.num_rows} if name in ("turns", "set_aside") else {}
+        return {name: table.num_rows} if name in _COUNTED else {}
     counts = [one.name for one in table.schema if pa.types.is_integer(one.type)]
     sums = {count: pc.sum(table[count]).as_py() or 0 for count in counts}
     return {"sessions": table.num_rows, **sums}
@@ -302,7 +309,7 @@ def linearize_file(
     job = {
         "stage": "linearize",
         "policy": asdict(chosen),
-        "reward": _digest(session_facts(reward, sessions)),
+        "reward": facts_digest(session_facts(reward, sessions)),
         "max_row_tokens": max_row_tokens,
         "layout": layout,
         "weigh_by": weigh_by,
@@ -313,9 +320,9 @@ def linearize_file(
         nonfinite_logprobs,
         set_aside is not None,
         gather,
-        _beside(output),
+        folder_of(output),
     )
-    return _run(log, stage, targets, set_aside, output, job, watch)
+    return run_job(log, stage, targets, set_aside, output, job, watch)
 
 
 def compact_file(
@@ -415,12 +422,14 @@ def _change(
     def stage(turns: pa.Table) -> Made:
         yield "turns", change(turns)
 
-    log = Log(source, format, nonfinite, set_aside is not None, gather, _beside(output))
+    log = Log(
+        source, format, nonfinite, set_aside is not None, gather, folder_of(output)
+    )
     targets = {"turns": Target(Path(output), write_turns)}
-    return _run(log, stage, targets, set_aside, output, job, watch)
+    return run_job(log, stage, targets, set_aside, output, job, watch)
 
 
-def _run(
+def run_job(
     log: Log,
     stage: Stage,
     targets: dict[str, Target],
@@ -429,6 +438,24 @@ def _run(
     job: dict[str, object],
     watch: Watch | None,
 ) -> dict[str, int]:
+    """`run` to the files, or the directories of parts, that a caller named.
+
+    Parameters
+    ----------
+    log, stage, targets, watch
+        As for `run`; the first target goes to ``output``.
+    set_aside : path, optional
+        The target of sessions that are set aside.
+    output : path
+        Whether it is a directory says whether all targets are.
+    job : dict
+        As for `run`, of what the stage itself depends on.
+
+    Raises
+    ------
+    PolicyError
+        Two targets are one, or some are files and some directories.
+    """
     if set_aside is not None:
         targets["set_aside"] = Target(Path(set_aside), write_tables)
     parts = is_parts(output)
@@ -460,12 +487,12 @@ def is_parts(output: str | os.PathLike[str]) -> bool:
     return text.endswith(os.sep) or os.path.isdir(text)
 
 
-def _beside(output: str | os.PathLike[str]) -> Path:
+def folder_of(output: str | os.PathLike[str]) -> Path:
     """The directory that the output stands in."""
     return Path(output).resolve().parent
 
 
-def _digest(facts: SessionFacts) -> object:
+def facts_digest(facts: SessionFacts) -> object:
     """What tells these facts from others, in JSON's types."""
     if facts.table is None:
         return facts.reward

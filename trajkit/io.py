@@ -227,13 +227,26 @@ def read_any_rows(source: Source, *, format: Format | None = None) -> pa.Table:
 
     JSON lines hold one row each, an object of the table's columns; see `read_turns`.
     """
-    pieces: list[pa.Table] = []
-    for part in _parts(source, format):
+    return _joined(list(iter_tables(source, format=format)), ROWS)
+
+
+def iter_tables(
+    source: Source, *, format: Format | None = None, batch_rows: int | None = None
+) -> Iterator[pa.Table]:
+    """Tables of any kind, some rows at a time, as the files hold them.
+
+    Parameters
+    ----------
+    source, format
+        As for `read_turns`.
+    batch_rows : int, optional
+        At most so many rows of Parquet at a time. None: as many as a row group has.
+    """
+    for part in _parts(source, format, batch_rows):
         if isinstance(part, Iterator):
-            pieces.extend(io_json.tables(part))
+            yield from io_json.tables(part)
         else:
-            pieces.append(part)
-    return _joined(pieces, ROWS)
+            yield part
 
 
 def write_rows(
