@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests.strategies import runs
 from tests.test_cli import run_json
-from trajkit import cli, files, gather, io_arrow, outlets, stream, suffix
+from trajkit import cli, files, gather, io_arrow, outlets, stream, suffix, verify_files
 from trajkit.ahead import read_ahead
 from trajkit.census import take_census
 from trajkit.errors import FormatError, InvalidTurnsError, PolicyError, SchemaError
 from trajkit.files import compact_file, expand_file, linearize_file
-from trajkit.io import write_rows
+from trajkit.io import read_any_rows, write_rows, write_table
 from trajkit.io_formats import paths_in
 from trajkit.outlets import Outlet
-from trajkit.schema import AMENDMENTS, SESSIONS, TURNS_DELTA
+from trajkit.schema import AMENDMENTS, SESSIONS, TURNS, TURNS_DELTA
 
 per_example = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 SUFFIXES = ["parquet", "arrow", "arrows", "jsonl", "jsonl.gz"]
@@ -615,3 +615,208 @@ def test_lists_in_a_dictionary_are_lists():
 
 def write_source(path, records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+# --- verify
+
+
+def broken_rows(table):
+    """The rows with a fault in some sessions, and one session without rows."""
+    rows = table.to_pylist()
+    rows = [row for row in rows if row["session_id"] != "s4"]
+    for row in rows:
+        if row["session_id"] in ("s1", "s7", "s10"):
+            row["loss_mask"][-1] = not row["loss_mask"][-1]
+            row["row_weight"] = 0.5
+    return pa.Table.from_pylist(rows, table.schema)
+
+
+def as_text(violations):
+    """Violations in an order that does not tell where they were found."""
+    return sorted(map(json.dumps, violations))
+
+
+@pytest.mark.parametrize("order", ["as written", "sessions mixed", "rows mixed"])
+@pytest.mark.parametrize("turns_order", [list, scattered])
+@pytest.mark.parametrize(
+    ("kind", "suffix_"),
+    [
+        ("own", "parquet"),
+        ("own", "jsonl.gz"),
+        ("suffixes", "arrows"),
+        ("foreign", "arrow"),
+        ("foreign", "jsonl"),
+        ("without numbers", "parquet"),
+    ],
+)
+def test_files_break_what_their_tables_break(
+    tmp_path, small, monkeypatch, kind, suffix_, turns_order, order
+):
+    monkeypatch.setattr(verify_files, "_BATCH_BYTES", 1)
+    monkeypatch.setattr(verify_files, "_LEAST_ROWS", 2)
+    log, path = tmp_path / "log.parquet", tmp_path / f"rows.{suffix_}"
+    write_log(turns_order(some_sessions()), log)
+    rows = broken_rows(tk.linearize(tk.read_turns(log), "strict"))
+    place = list(range(rows.num_rows))
+    if order == "sessions mixed":
+        names = rows["session_id"].to_pylist()
+        place.sort(key=lambda k: (names[k][::-1], k))
+    elif order == "rows mixed":
+        random.Random(2).shuffle(place)
+    rows = rows.take(place)
+    if kind == "suffixes":
+        rows = tk.linearize(tk.read_turns(log), "strict", layout="suffix")
+        rows = rows.filter(pc.not_equal(rows["session_id"], "s4"))
+        weights = pa.array([0.5] * rows.num_rows)
+        at = rows.schema.get_field_index("row_weight")
+        rows = rows.set_column(at, rows.field(at), weights)
+        if order != "as written":
+            first = pc.equal(rows["session_id"], "s0")
+            rows = pa.concat_tables([rows.filter(pc.invert(first)), rows.filter(first)])
+    if kind in ("own", "suffixes"):
+        write_rows(rows, path)
+    else:
+        names = ["session_id", "row_index", "input_ids", "loss_mask", "logprobs"]
+        if kind == "without numbers":
+            names.remove("row_index")
+        write_table(rows.select(names), path)
+    whole = tk.verify(read_any_rows(path), tk.read_turns(log), "strict").to_pylist()
+    output = tmp_path / "found.parquet"
+    totals = tk.verify_file(path, log, output, "strict")
+    found = pq.read_table(output).to_pylist()
+    assert as_text(found) == as_text(whole)
+    assert {line["session_id"] for line in found} >= {"s4"}
+    assert totals == {"turns": len(some_sessions()), "violations": len(whole)}
+    assert sorted(os.listdir(tmp_path)) == sorted([log.name, path.name, output.name])
+
+
+def test_sessions_of_rows_without_turns_are_named(tmp_path, small):
+    log, path = tmp_path / "log.jsonl", tmp_path / "rows.jsonl"
+    write_log(some_sessions(6), log)
+    others = tk.from_records(chain(session("x", 2), session("y", 1)))
+    both = [tk.linearize(tk.read_turns(log)), tk.linearize(others)]
+    write_rows(pa.concat_tables([both[1].slice(0, 1), both[0], both[1].slice(1)]), path)
+    tk.verify_file(path, log, tmp_path / "found.jsonl")
+    text = (tmp_path / "found.jsonl").read_text()
+    found = [json.loads(line) for line in text.splitlines()]
+    assert as_text(found) == as_text(
+        tk.verify(read_any_rows(path), tk.read_turns(log)).to_pylist()
+    )
+    assert {(line["session_id"], line["rule"]) for line in found} == {
+        ("x", "session"),
+        ("y", "session"),
+    }
+
+
+@pytest.mark.parametrize("swap", [False, True], ids=["whole", "in pieces"])
+def test_rows_elsewhere_than_their_turns_are_gathered_or_refused(
+    tmp_path, small, capsys, swap
+):
+    log, path = (tmp_path / f"{name}.parquet" for name in ("log", "rows"))
+    write_log(some_sessions(), log)
+    rows = tk.linearize(tk.read_turns(log), "slime")
+    if swap:
+        rows = pa.concat_tables([rows.slice(1), rows.slice(0, 1), rows])
+    write_rows(rows.sort_by([("session_id", "descending")]) if not swap else rows, path)
+    argv = ["verify", str(path), str(log), "--policy", "slime"]
+    code = cli.main(argv)
+    out, err = capsys.readouterr()
+    assert "do not lie where its turns do: all rows are gathered" in err
+    assert code == (cli.BAD_DATA if swap else cli.DONE)
+    if swap:
+        assert "comes back after another began" in out
+    assert cli.main([*argv, "--gather", "no"]) == cli.BAD_DATA
+    assert "must be in the order of the turns" in capsys.readouterr().err
+
+
+def test_rows_of_no_session_are_verified_whole(tmp_path, small, capsys):
+    log, path = tmp_path / "log.parquet", tmp_path / "rows.parquet"
+    write_log(scattered(some_sessions(3)), log)
+    rows = tk.linearize(tk.read_turns(log), "strict")
+    write_table(rows.select(["input_ids", "loss_mask", "logprobs"]), path)
+    argv = ["verify", str(path), str(log)]
+    assert cli.main(argv) == cli.DONE
+    assert capsys.readouterr().out == "no violations\n"
+    write_table(rows.slice(1).select(["input_ids", "loss_mask"]), path)
+    whole = tk.verify(read_any_rows(path), tk.read_turns(log)).to_pylist()
+    found = run_json(capsys, *argv, code=cli.BAD_DATA)["violations"]
+    assert found == whole
+    assert cli.main([*argv, "-o", f"{tmp_path}/found/"]) == cli.BAD_USAGE
+    assert "have no session_id" in capsys.readouterr().err
+    names = pa.array([None, *rows["session_id"].to_pylist()[1:]])
+    write_table(
+        rows.select(["input_ids", "loss_mask"]).append_column("session_id", names), path
+    )
+    assert cli.main(argv) == cli.BAD_DATA
+    assert "session_id is null in some rows" in capsys.readouterr().err
+
+
+def test_rows_of_sessions_set_aside_are_passed_over(tmp_path, small, capsys):
+    log, path, aside = (tmp_path / f"{n}.parquet" for n in ("log", "rows", "aside"))
+    records = some_sessions()
+    write_log(records, log)
+    rows = broken_rows(tk.linearize(tk.read_turns(log)))
+    write_rows(rows, path)
+    for record in records:
+        if record["session_id"] in ("s3", "s7"):
+            record["output_logprobs"] = [-0.5]
+    lines = tk.read_turns(log).to_pylist()
+    for line, record in zip(lines, records, strict=True):
+        line["output_logprobs"] = record["output_logprobs"]
+    pq.write_table(pa.Table.from_pylist(lines, TURNS), log)
+    argv = ["verify", str(path), str(log)]
+    assert cli.main(argv) == cli.BAD_DATA
+    assert "session 's3'" in capsys.readouterr().err
+    said = run_json(capsys, *argv, "--set-aside", str(aside), code=cli.BAD_DATA)
+    assert said["set_aside"] == 2
+    assert {one["session_id"] for one in said["violations"]} == {"s1", "s4", "s10"}
+    assert pq.read_table(aside)["session_id"].to_pylist() == ["s3", "s7"]
+    # what only the comparison asks for is set aside as well, session by session
+    known = pa.table({"session_id": [f"s{k}" for k in range(12) if k != 5]})
+    known = known.append_column("reward", pa.nulls(11, pa.float64()))
+    totals = tk.verify_file(
+        path, log, tmp_path / "found.parquet", sessions=known, set_aside=aside
+    )
+    assert totals["set_aside"] == 3
+    found = pq.read_table(tmp_path / "found.parquet")["session_id"].to_pylist()
+    assert set(found) == {"s1", "s4", "s10"}
+    cli.main([*argv, "--set-aside", str(aside)])
+    assert "2 sessions set aside, see" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["in order", "scattered"])
+def test_verify_goes_on_where_it_was_stopped(tmp_path, small, mixed):
+    log, path = tmp_path / "log.parquet", tmp_path / "rows.parquet"
+    write_log(some_sessions(15), log)
+    rows = broken_rows(tk.linearize(tk.read_turns(log)))
+    lone = tk.linearize(tk.from_records(session("x", 2)))
+    rows = pa.concat_tables([rows, lone])
+    write_rows(scattered_rows(rows) if mixed else rows, path)
+    gone = 0
+
+    def advances(n):
+        nonlocal gone
+        gone += n
+        if gone > 20:
+            raise Killed
+
+    for name, watch in (("whole", None), ("parts", files.Watch(advances=advances))):
+        folder = f"{tmp_path}/{name}/"
+        if watch:
+            with pytest.raises(Killed):
+                tk.verify_file(path, log, folder, watch=watch)
+            n_parts = len(list(Path(folder).glob("part-*")))
+            assert n_parts > 1
+        totals = tk.verify_file(path, log, folder)
+    assert tree(tmp_path / "parts") == tree(tmp_path / "whole")
+    whole = tk.verify(read_any_rows(path), tk.read_turns(log))
+    assert totals["violations"] == whole.num_rows
+    with pytest.raises(FormatError, match="parts of another job"):
+        tk.verify_file(path, log, folder, "slime")
+    assert len(list(Path(folder).glob("part-*"))) > n_parts
+
+
+def scattered_rows(rows):
+    place = list(range(rows.num_rows))
+    place.sort(key=lambda k: (k % 3, k))
+    return rows.take(place)

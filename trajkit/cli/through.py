@@ -52,15 +52,23 @@ def through(arguments: argparse.Namespace, bar: Progress) -> Through:
             )
         bar.begin(census.n_turns, done)
 
+    def says(text: str) -> None:
+        sys.stderr.write(f"trajkit: {text}\n")
+
     return Through(
-        set_aside=arguments.set_aside, gather=gather, watch=Watch(begins, bar.advance)
+        set_aside=arguments.set_aside,
+        gather=gather,
+        watch=Watch(begins, bar.advance, says),
     )
 
 
 def written(arguments: argparse.Namespace, totals: Mapping[str, int]) -> str:
     """Where the output is, and what was left out, for people."""
-    said = f"written to {arguments.output}"
-    if arguments.set_aside is not None:
-        n = totals["set_aside"]
-        said = f"{n:,} sessions set aside, see {arguments.set_aside}\n{said}"
-    return said
+    return f"{set_aside_note(arguments, totals)}written to {arguments.output}"
+
+
+def set_aside_note(arguments: argparse.Namespace, totals: Mapping[str, int]) -> str:
+    """A line that says how many sessions were set aside, if that was asked for."""
+    if arguments.set_aside is None:
+        return ""
+    return f"{totals['set_aside']:,} sessions set aside, see {arguments.set_aside}\n"
