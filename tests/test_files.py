@@ -820,3 +820,47 @@ def scattered_rows(rows):
     place = list(range(rows.num_rows))
     place.sort(key=lambda k: (k % 3, k))
     return rows.take(place)
+
+
+# --- commands that add up
+
+
+@pytest.mark.parametrize("command", ["simulate", "drift"])
+def test_commands_that_add_up_set_sessions_aside(tmp_path, small, capsys, command):
+    log, good, aside = (tmp_path / f"{n}.jsonl" for n in ("log", "good", "aside"))
+    records = some_sessions()
+    bad = {"s3", "s9"}
+    write_log([one for one in records if one["session_id"] not in bad], good)
+    for record in records:
+        if record["session_id"] in bad:
+            record["prompt_ids"] = [-1]
+    write_log(scattered(records), log)
+    expected = run_json(capsys, command, str(good))
+    argv = [command, str(log), "--set-aside", str(aside)]
+    assert cli.main([*argv, "--json"]) == cli.DONE
+    out, err = capsys.readouterr()
+    assert "does not lie in one piece" in err
+    assert json.loads(out) == {**expected, "set_aside": 2}
+    assert cli.main(argv) == cli.DONE
+    assert "2 sessions set aside" in capsys.readouterr().out
+    assert len(aside.read_text().splitlines()) == 2
+    assert cli.main([*argv, "--gather", "no"]) == cli.BAD_DATA
+
+
+def test_a_session_that_one_policy_refuses_is_counted_by_none(tmp_path, small, capsys):
+    """Others of its piece are counted once, though the piece is looked at again."""
+    log, aside = (str(tmp_path / f"{name}.parquet") for name in ("log", "aside"))
+    records = some_sessions(5)
+    for record in records:
+        if record["session_id"] == "s2":
+            record["output_logprobs"] = None
+    write_log(records, Path(log))
+    argv = ["simulate", log, "--policy", "faithful", "--policy", "strict"]
+    argv += ["--set", "missing_logprobs=raise"]
+    assert cli.main(argv) == cli.BAD_DATA
+    assert "session 's2'" in capsys.readouterr().err
+    said = run_json(capsys, *argv, "--set-aside", aside)
+    assert said["set_aside"] == 1
+    good = tk.from_records([one for one in records if one["session_id"] != "s2"])
+    policies = ["faithful", tk.policy("strict", missing_logprobs="raise")]
+    assert said["policies"] == tk.simulate(good, policies).to_pylist()

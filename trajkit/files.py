@@ -111,7 +111,13 @@ def run(
     Counter
         Over all pieces: the sums of the integer columns of "report", and rows of turns,
         of what was set aside and of violations.
+
+    Raises
+    ------
+    PolicyError
+        Two targets are one, or some are files and some directories.
     """
+    _check_places(targets, parts=job is not None)
     census = log.census()
     if job is None:
         watch.begins(census, 0)
@@ -139,6 +145,24 @@ def run(
             if manifest.done >= census.n_turns or not n_turns:
                 manifest.finish()
     return manifest.totals
+
+
+def _check_places(targets: Mapping[str, Target], *, parts: bool) -> None:
+    """Raise PolicyError where two targets are one, or one is a file among directories."""
+    places: dict[Path, str] = {}
+    for name, target in targets.items():
+        other = places.setdefault(target.path.resolve(), name)
+        if other != name:
+            raise PolicyError(
+                f"{other} and {name} both go to {target.path}: each needs a place of "
+                "its own"
+            )
+        if parts and kind_of(target.path):
+            main = next(iter(targets.values())).path
+            raise PolicyError(
+                f"{name} goes to the file {target.path}, and {main} is a directory of "
+                "parts: give a directory"
+            )
 
 
 def _part(
@@ -459,19 +483,6 @@ def run_job(
     if set_aside is not None:
         targets["set_aside"] = Target(Path(set_aside), write_tables)
     parts = is_parts(output)
-    places: dict[Path, str] = {}
-    for name, target in targets.items():
-        other = places.setdefault(target.path.resolve(), name)
-        if other != name:
-            raise PolicyError(
-                f"{other} and {name} both go to {target.path}: each needs a place of "
-                "its own"
-            )
-        if parts and kind_of(target.path):
-            raise PolicyError(
-                f"{name} goes to the file {target.path}, and {output} is a directory of "
-                "parts: give a directory"
-            )
     job = {
         **job,
         "set_aside": log.aside,
