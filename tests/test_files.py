@@ -23,7 +23,7 @@ from trajkit.ahead import read_ahead
 from trajkit.census import take_census
 from trajkit.errors import FormatError, InvalidTurnsError, PolicyError, SchemaError
 from trajkit.files import compact_file, expand_file, linearize_file
-from trajkit.io import read_any_rows, write_rows, write_table
+from trajkit.io import read_any_rows, write_rows, write_table, write_tables
 from trajkit.io_formats import paths_in
 from trajkit.outlets import Outlet
 from trajkit.schema import AMENDMENTS, SESSIONS, TURNS, TURNS_DELTA
@@ -864,3 +864,86 @@ def test_a_session_that_one_policy_refuses_is_counted_by_none(tmp_path, small, c
     good = tk.from_records([one for one in records if one["session_id"] != "s2"])
     policies = ["faithful", tk.policy("strict", missing_logprobs="raise")]
     assert said["policies"] == tk.simulate(good, policies).to_pylist()
+
+
+# --- outputs stand together
+
+
+@pytest.mark.parametrize("full", ["rows", "report", "set_aside"])
+@pytest.mark.parametrize("parts", [False, True], ids=["files", "parts"])
+def test_outputs_stand_all_or_none(tmp_path, small, monkeypatch, parts, full):
+    """A disk that is full when one file is closed leaves no other file behind."""
+    write_log(some_sessions(), tmp_path / "log.parquet")
+    suffix_ = "/" if parts else ".parquet"
+    names = ["rows", "report", "set_aside"]
+    places = {name: f"{tmp_path}/{name}{suffix_}" for name in names}
+    n_written = 0
+
+    def write(batches, path):
+        nonlocal n_written
+        write_tables(batches, path)
+        n_written += path.parent.name == full or path.name.endswith(f"{full}.parquet")
+        if n_written == 1 + parts:  # of parts, the second
+            raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(files, "write_tables", write)
+    monkeypatch.setattr(files, "write_rows", write)
+    if not parts:
+        Path(places["report"]).write_text("of the run before")
+    options = {name: places[name] for name in names[1:]}
+    with pytest.raises(OSError, match="No space left"):
+        linearize_file(tmp_path / "log.parquet", places["rows"], **options)
+    if parts:
+        found = {name: os.listdir(places[name]) for name in names}
+        assert [[one for one in found[name] if one[0] != "_"] for name in names] == (
+            [["part-00000.parquet"]] * 3
+        )
+    else:
+        assert sorted(os.listdir(tmp_path)) == ["log.parquet", "report.parquet"]
+        assert Path(places["report"]).read_text() == "of the run before"
+
+
+def test_a_report_that_cannot_stand_leaves_no_rows(tmp_path, capsys):
+    write_log(some_sessions(2), tmp_path / "log.parquet")
+    (tmp_path / "report").mkdir()
+    argv = ["linearize", f"{tmp_path}/log.parquet", "-o", f"{tmp_path}/rows.parquet"]
+    assert cli.main([*argv, "--report", f"{tmp_path}/report"]) == cli.BAD_FILE
+    assert capsys.readouterr().err == f"trajkit: {tmp_path}/report: Is a directory\n"
+    assert sorted(os.listdir(tmp_path)) == ["log.parquet", "report"]
+
+
+def test_a_directory_of_several_formats_has_one_order(tmp_path, small):
+    """Lines count their turns together, so they come behind what is numbered."""
+    records = [call(name, [1], [k]) for name in "ab" for k in (2, 3)]
+    write_source(tmp_path / "a.jsonl", records[:1])
+    write_log(list(session("p", 2)), tmp_path / "b.parquet")
+    write_source(tmp_path / "c.jsonl", records[1:])
+    whole = tk.read_turns(tmp_path)
+    assert whole["session_id"].to_pylist() == ["p", "p", "a", "a", "b", "b"]
+    assert whole["turn_index"].to_pylist() == [0, 1] * 3
+    assert pa.Table.from_batches(tk.stream_turns(tmp_path)).equals(whole)
+    assert [line for b in tk.iter_turns(tmp_path) for line in b["session_id"]] == list(
+        whole["session_id"]
+    )
+
+
+def test_advantages_take_two_passes(tmp_path, small):
+    """The sums of groups need a line for each session, and rows go by in a stream."""
+    log, rows, report = (tmp_path / f"{n}.parquet" for n in ("log", "rows", "report"))
+    write_log(some_sessions(), log)
+    names = [f"s{k}" for k in range(12)]
+    known = pa.table(
+        {
+            "session_id": names,
+            "reward": [float(k) for k in range(12)],
+            "group_id": [f"g{k % 3}" for k in range(12)],
+        }
+    )
+    linearize_file(log, rows, report=report, sessions=known)
+    given = tk.advantages(pq.read_table(report))
+    weighed = tk.add_advantages(pq.ParquetFile(rows).iter_batches(3), given)
+    tk.write_rows(weighed, tmp_path / "weighed.parquet")
+    whole, counts = tk.linearize(tk.read_turns(log), sessions=known, report=True)
+    expected = tk.add_advantages(whole, tk.advantages(counts))
+    got = tk.read_rows(tmp_path / "weighed.parquet")
+    assert got.to_pylist() == expected.to_pylist()

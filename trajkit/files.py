@@ -30,7 +30,7 @@ from trajkit.io import write_rows, write_tables, write_turns
 from trajkit.io_formats import Format, kind_of
 from trajkit.linearize import Layout, linearize
 from trajkit.manifest import Manifest, fingerprint
-from trajkit.outlets import Outlet, Write
+from trajkit.outlets import Write, outlets
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.rollouts import check_choice
@@ -175,16 +175,13 @@ def _part(
     """Put pieces of so many turns through, or all; what is counted, and the turns."""
     totals: Counter[str] = Counter()
     n_turns = 0
-    with ExitStack() as stack:
-        outlets = {
-            name: stack.enter_context(Outlet(target.path, target.write))
-            for name, target in targets.items()
-        }
+    places = {name: (target.path, target.write) for name, target in targets.items()}
+    with outlets(places) as sinks:
         for piece in found:
             for name, table in judged(stage, piece, aside="set_aside" in targets):
                 totals.update(_counted(name, table))
-                if name in outlets:
-                    outlets[name].put(table)
+                if name in sinks:
+                    sinks[name].put(table)
             n_turns += piece.n_turns
             watch.advances(piece.n_turns)
             if most is not None and n_turns >= most:

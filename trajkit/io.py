@@ -60,11 +60,12 @@ def read_turns(
         ``.parquet``, ``.arrow``, ``.feather`` and ``.ipc`` (Arrow IPC, file or stream),
         ``.arrows`` (stream), ``.jsonl`` and ``.ndjson``, plain or with ``.gz`` or
         ``.zst`` behind (one call per line, as `trajkit.from_records` takes them); a
-        directory: all such files below it, in order of their paths, hidden ones aside;
-        or a RecordBatchReader or another Arrow stream. Turns may be in delta form.
-        Of a directory, tables of sessions are passed over (`read_sessions`), and
-        amendments are folded in: a turn that they call context only has ``trainable =
-        false``, and the column ``amended`` gives the reason.
+        directory: all such files below it, in order of their paths, those of JSON lines
+        behind the others, hidden ones aside; or a RecordBatchReader or another Arrow
+        stream. Turns may be in delta form. Of a directory, tables of sessions are
+        passed over (`read_sessions`), and amendments are folded in: a turn that they
+        call context only has ``trainable = false``, and the column ``amended`` gives
+        the reason.
     format : str, optional
         Overrides what suffix or first bytes say: "parquet", "arrow", "arrows",
         "jsonl", "jsonl.gz" or "jsonl.zst".
@@ -330,7 +331,7 @@ def _amended(
 def turn_files(
     path: str | os.PathLike[str], format: Format | None = None
 ) -> tuple[list[Path], Amendments | None]:
-    """The files of turns of a path, sorted, and what the files beside them amend.
+    """The files of turns of a path in order, and what the files beside them amend.
 
     Parameters
     ----------
@@ -338,6 +339,12 @@ def turn_files(
         A file, or a directory as for `read_turns`.
     format : str, optional
         As for `read_turns`.
+
+    Returns
+    -------
+    files : list of Path
+        Those of JSON lines behind the others: their lines count their turns together.
+    amendments : Amendments or None
 
     Raises
     ------
@@ -349,7 +356,10 @@ def turn_files(
     files = _files_of(path, format)
     files.pop(SESSIONS.metadata[b"trajkit.table"].decode(), None)
     beside = files.pop(AMENDMENTS.metadata[b"trajkit.table"].decode(), None)
-    turns = sorted(itertools.chain(*files.values()))
+    turns = sorted(
+        itertools.chain(*files.values()),
+        key=lambda file: (is_json(format or format_of(file)), file),
+    )
     if beside is None:
         return turns, None
     lines = [

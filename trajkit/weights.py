@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from trajkit import compute as pc
 from trajkit.beside import Stream, over_sessions
-from trajkit.errors import InvalidTurnsError
+from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.rollouts import (
     Longs,
     check_choice,
@@ -31,7 +31,7 @@ Baseline: TypeAlias = Literal["none", "group_mean", "leave_one_out"]
 _ADVANTAGES = pa.schema(
     [
         pa.field("session_id", pa.string(), nullable=False),
-        pa.field("advantage", pa.float64(), nullable=False),
+        pa.field("advantage", pa.float64()),
     ],
     metadata=SESSIONS.metadata,
 )
@@ -226,6 +226,8 @@ def add_advantages(rows: TableLike | Stream, sessions: TableLike) -> pa.Table | 
     """
     # a report is a table of sessions with more columns
     given = as_table(sessions).replace_schema_metadata(None)
+    if "advantage" not in given.column_names:
+        raise SchemaError("column 'advantage' of sessions is absent")
     facts = canonical(given, _ADVANTAGES).select(_ADVANTAGES.names)
     check_once(facts, ["session_id"])
     check_finite(facts, "advantage")
