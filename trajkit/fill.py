@@ -23,6 +23,9 @@ _Item = TypeVar("_Item", bound=np.generic)
 # where rows repeat their whole context.
 BATCH_TOKENS = 1 << 22
 
+# A batch of so many tokens is larger than the caches of a core: it is written past them.
+UNCACHED_TOKENS = 1 << 20
+
 
 @cache
 def _span_kinds() -> pa.Array:
@@ -67,16 +70,25 @@ def row_batches(
     )
     rows = plan.rows
     rows["stored"] = np.minimum(rows["shared"], rows["stored"]) if suffix else 0
+    sizes = rows["n_tokens"] - rows["stored"]
     mask_sums, rewards = _mask_sums(rows), _rewards(facts, policy, links, rows)
 
     def batch(lo: int, hi: int) -> pa.RecordBatch:
         sums, given = mask_sums[lo:hi], rewards[lo:hi]
+        past_caches = partial(write, int(sizes[lo:hi].sum()) >= UNCACHED_TOKENS)
         return _batch_of(
-            calls, links, policy, rows[lo:hi], facts, sums, given, write, suffix=suffix
+            calls,
+            links,
+            policy,
+            rows[lo:hi],
+            facts,
+            sums,
+            given,
+            past_caches,
+            suffix=suffix,
         )
 
-    cuts = _cuts(rows["n_tokens"] - rows["stored"])
-    return ((rows[lo:hi], batch(lo, hi)) for lo, hi in cuts)
+    return ((rows[lo:hi], batch(lo, hi)) for lo, hi in _cuts(sizes))
 
 
 def _cuts(sizes: Longs) -> Iterator[tuple[int, int]]:
@@ -208,8 +220,8 @@ def _batch_of(
 def _of_rows(facts: pa.RecordBatch, rows: Records) -> pa.RecordBatch:
     """What is known of each row's session."""
     sessions = rows["session"]
-    if len(sessions) == facts.num_rows and (np.diff(sessions) == 1).all():
-        return facts  # a row each
+    if len(sessions) and (np.diff(sessions) == 1).all():  # a row each
+        return facts.slice(int(sessions[0]), len(sessions))
     return facts.take(pa.array(sessions))
 
 

@@ -60,7 +60,8 @@ def sandbox(kind, tmp_path, **fields):
         fields["image"] = "any"
     if kind == "e2b":
         fields.setdefault("gateway", "http://far:1")
-    name = fields.pop("name", "box")
+    # other processes that test have sandboxes too, and `marked` sees all of them
+    name = fields.pop("name", f"box-{os.getpid()}")
     made = load(kind.split()[0], "trajkit_shim.sandboxes", "SANDBOX", SandboxKind)
     return made(
         Spec(
@@ -90,8 +91,7 @@ KINDS = [
 
 @pytest.fixture(params=KINDS)
 def box(request, tmp_path, fake):
-    # other processes that test have sandboxes too
-    with sandbox(request.param, tmp_path, name=f"box-{os.getpid()}") as made:
+    with sandbox(request.param, tmp_path) as made:
         yield made
 
 
