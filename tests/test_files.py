@@ -626,7 +626,7 @@ def broken_rows(table):
     rows = [row for row in rows if row["session_id"] != "s4"]
     for row in rows:
         if row["session_id"] in ("s1", "s7", "s10"):
-            row["loss_mask"][-1] = not row["loss_mask"][-1]
+            row["loss_mask"][0] = not row["loss_mask"][0]
             row["row_weight"] = 0.5
     return pa.Table.from_pylist(rows, table.schema)
 
@@ -941,7 +941,7 @@ def test_advantages_take_two_passes(tmp_path, small):
     )
     linearize_file(log, rows, report=report, sessions=known)
     given = tk.advantages(pq.read_table(report))
-    weighed = tk.add_advantages(pq.ParquetFile(rows).iter_batches(3), given)
+    weighed = tk.add_advantages(tk.iter_rows(rows, batch_rows=3), given)
     tk.write_rows(weighed, tmp_path / "weighed.parquet")
     whole, counts = tk.linearize(tk.read_turns(log), sessions=known, report=True)
     expected = tk.add_advantages(whole, tk.advantages(counts))

@@ -20,6 +20,7 @@ from trajkit.files import compact_file, expand_file, linearize_file
 from trajkit.gather import stream_turns
 from trajkit.importers import import_turns
 from trajkit.io import (
+    iter_rows,
     iter_turns,
     read_rows,
     read_sessions,
@@ -72,6 +73,7 @@ __all__ = [
     "from_records",
     "full_rows",
     "import_turns",
+    "iter_rows",
     "iter_turns",
     "label_branches",
     "lcp",

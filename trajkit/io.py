@@ -223,6 +223,35 @@ def read_rows(source: Source, *, format: Format | None = None) -> pa.Table:
     return check_rows(gather(_joined(pieces, ROWS), "row_index"))
 
 
+def iter_rows(
+    source: Source, *, format: Format | None = None, batch_rows: int = 256
+) -> Iterator[pa.RecordBatch]:
+    """Training rows in batches, as the files hold them: not gathered, not checked.
+
+    Rows that `trajkit.linearize_file` wrote lie so that every stage takes them as a
+    stream: each session in one piece, in the order of the turns.
+
+    Parameters
+    ----------
+    source, format
+        As for `read_rows`.
+    batch_rows : int
+        At most so many rows in a batch.
+
+    Yields
+    ------
+    RecordBatch
+        Of either layout, in canonical form.
+
+    Raises
+    ------
+    FormatError, SchemaError, InvalidTurnsError
+        As `read_rows`, but for what only a check of the values tells.
+    """
+    for table in iter_tables(source, format=format, batch_rows=batch_rows):
+        yield from canonical_rows(table).to_batches(max_chunksize=batch_rows)
+
+
 def read_any_rows(source: Source, *, format: Format | None = None) -> pa.Table:
     """Rows of any system, as the files hold them: not gathered, not checked.
 
