@@ -18,7 +18,7 @@ from trajkit.errors import (
 from trajkit.explain import explain_drift
 from trajkit.files import compact_file, expand_file, linearize_file
 from trajkit.gather import stream_turns
-from trajkit.importers import import_turns
+from trajkit.importers import import_file, import_turns
 from trajkit.io import (
     iter_rows,
     iter_turns,
@@ -72,6 +72,7 @@ __all__ = [
     "explain_drift",
     "from_records",
     "full_rows",
+    "import_file",
     "import_turns",
     "iter_rows",
     "iter_turns",
