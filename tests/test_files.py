@@ -26,7 +26,7 @@ from trajkit.files import compact_file, expand_file, linearize_file
 from trajkit.io import read_any_rows, write_rows, write_table, write_tables
 from trajkit.io_formats import paths_in
 from trajkit.outlets import Outlet
-from trajkit.schema import AMENDMENTS, SESSIONS, TURNS, TURNS_DELTA
+from trajkit.schema import AMENDMENTS, REPORT, SESSIONS, TURNS, TURNS_DELTA
 
 per_example = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 SUFFIXES = ["parquet", "arrow", "arrows", "jsonl", "jsonl.gz"]
@@ -372,6 +372,36 @@ def test_what_a_stage_refuses_is_set_aside(tmp_path, small, capsys):
     assert totals["sessions"] == 4
     ((line),) = pq.read_table(aside).to_pylist()
     assert "session 's2'" in line["reason"]
+
+
+def test_outputs_are_there_where_every_session_is_set_aside(tmp_path):
+    places = {n: tmp_path / f"{n}.parquet" for n in ("log", "rows", "report", "aside")}
+    records = [{**one, "output_logprobs": None} for one in some_sessions(3)]
+    write_log(records, places["log"])
+    policy = tk.policy("faithful", missing_logprobs="raise")
+    options = {"report": places["report"], "set_aside": places["aside"]}
+    totals = linearize_file(places["log"], places["rows"], policy, **options)
+    assert totals["set_aside"] == 3
+    assert totals["sessions"] == 0
+    assert tk.read_rows(places["rows"]).num_rows == 0
+    assert pq.read_table(places["report"]).schema.names == REPORT.names
+
+
+def test_rows_whose_turns_are_all_set_aside_or_gone(tmp_path, small):
+    log, path, aside = (tmp_path / f"{n}.parquet" for n in ("log", "rows", "aside"))
+    write_log(some_sessions(3), log)
+    both = chain(some_sessions(3), session("x", 2))
+    write_rows(tk.linearize(tk.from_records(list(both))), path)
+    known = pa.table({"session_id": ["z"], "reward": [1.0]})
+    found = tmp_path / "found.parquet"
+    totals = tk.verify_file(path, log, found, sessions=known, set_aside=aside)
+    assert totals == {"turns": 0, "violations": 1, "set_aside": 3}
+    assert set(pq.read_table(found)["session_id"].to_pylist()) == {"x"}
+    write_log([], tmp_path / "none.jsonl")
+    totals = tk.verify_file(path, tmp_path / "none.jsonl", found)
+    whole = tk.verify(read_any_rows(path), tk.from_records([]))
+    assert totals == {"turns": 0, "violations": whole.num_rows}
+    assert as_text(pq.read_table(found).to_pylist()) == as_text(whole.to_pylist())
 
 
 def test_the_command_says_what_it_set_aside(tmp_path, capsys):

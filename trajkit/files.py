@@ -202,12 +202,17 @@ def judged(stage: Stage, piece: Piece, *, aside: bool) -> Made:
     try:
         yield from _begun(stage(piece.turns))
     except _Refused:
+        n_sessions = 0
         for session in _sessions(piece.turns):
+            n_sessions += 1
             try:
                 yield from _begun(stage(session))
             except _Refused as error:
                 name = session.column("session_id")[0].as_py()
                 bad.append(pa.table([[name], [str(error)]], schema=SET_ASIDE))
+        if len(bad) > n_sessions:
+            # an output tells its columns, though nothing is in it
+            yield from stage(piece.turns.slice(0, 0))
     yield "set_aside", pa.concat_tables(bad)
 
 

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Container, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +40,7 @@ from trajkit.io_arrow import key_batches
 from trajkit.io_formats import Format, format_of, is_json, open_input, paths_in
 from trajkit.manifest import fingerprint
 from trajkit.policies import Policy
-from trajkit.schema import ROWS, VIOLATIONS
+from trajkit.schema import ROWS
 from trajkit.sessions import Reward
 from trajkit.stream import joined
 from trajkit.tables import TableLike, check_session_id
@@ -51,6 +51,8 @@ _KEYS = ("session_id", "row_index")
 
 # Bytes of rows that are read at a time, and at least and at most how many rows.
 _BATCH_BYTES, _LEAST_ROWS, _MOST_ROWS = 16 << 20, 16, 4096
+# Rows of sessions without turns that are named at a time.
+_FAULTS = 4096
 
 
 def verify_file(
@@ -199,10 +201,11 @@ class _RowFiles:
             raise SchemaError("session_id is null in some rows: expected all or none")
         return census
 
-    def faults(self, known: Container[str | None]) -> pa.Table:
+    def faults(self, known: Container[str | None]) -> Iterator[pa.Table]:
         """What is wrong with sessions as such; ``known`` are those that have turns."""
-        keys = (batch for batch, _ in self.keys())
-        return violations_table(list(session_faults(keys, known)))
+        found = session_faults((batch for batch, _ in self.keys()), known)
+        while some := list(islice(found, _FAULTS)):
+            yield violations_table(some)
 
     def batches(self, census: Census) -> Generator[pa.RecordBatch, None, None]:
         """The rows as the files hold them, in the types of `trajkit.verify.any_rows`."""
@@ -281,7 +284,7 @@ class _Run:
         self._files, self._census, self._judge = files, census, judge
         self._gather, self._folder, self._watch = gather, folder, watch
         self._ranks: dict[str | None, int] = {}
-        self._faults = VIOLATIONS.empty_table()
+        self._faults: Iterator[pa.Table] = iter([])
         # the rank of the first session at hand; rows of earlier ones are past
         self._at = 0
         self._names: set[str] = set()
@@ -325,8 +328,9 @@ class _Run:
         """The violations in the rows of these turns."""
         found = self._judge.found(self._rows_of(turns), turns)
         yield "turns", turns
-        yield "violations", pa.concat_tables([self._faults, found])
-        self._faults = VIOLATIONS.empty_table()
+        for faults in self._faults:
+            yield "violations", faults
+        yield "violations", found
 
     def close(self) -> None:
         """No more rows are read; temporary files are gone."""
@@ -340,8 +344,9 @@ class _Run:
         names = pc.unique(turns.column("session_id"))
         wanted = set(names.to_pylist())
         if not wanted <= self._names:
-            self._at = self._ranks[names[0].as_py()]
-            self._names, self._here = wanted, self._beside.take(turns)
+            self._at, self._names = self._ranks[names[0].as_py()], wanted
+            self._here = ROWS.empty_table()  # so that no two pieces are held
+            self._here = self._beside.take(turns)
         if wanted == self._names:
             return self._here
         ours = pc.is_in(self._here.column("session_id"), value_set=names)
