@@ -15,6 +15,7 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit.errors import InvalidTurnsError
 from trajkit.layout import CALL, REQUEST
+from trajkit.pooled import pooled, pooled_zeros
 from trajkit.tables import TableLike, as_table, canonical, place, turns_schema
 
 Records: TypeAlias = npt.NDArray[np.void]
@@ -107,8 +108,13 @@ class Calls:
         lo, hi = int(offsets[0]), int(offsets[-1])
         if (lo, hi) == (0, len(self.calls)):
             return self
-        calls = self.calls[lo:hi].copy()
-        calls["base"][calls["base"] >= 0] -= lo
+        calls = self.calls[lo:hi]
+        if lo:
+            calls = pooled(hi - lo, CALL)
+            # as bytes: numpy copies records one by one
+            calls.view(np.uint8)[:] = self.calls[lo:hi].view(np.uint8)
+            base = calls["base"]
+            np.subtract(base, lo, out=base, where=base >= 0)
         return replace(
             self,
             table=self.table.slice(lo, hi - lo),
@@ -166,7 +172,7 @@ def read_calls(turns: TableLike) -> Calls:
     if chunks > _MANY_CHUNKS and table.nbytes < chunks * _CHUNK_BYTES:
         table = table.combine_chunks()  # a log has a chunk a turn
     turn_index = np.empty(table.num_rows, np.int32)
-    calls, requests = np.zeros(table.num_rows, CALL), np.zeros(table.num_rows, REQUEST)
+    calls, requests = (pooled_zeros(table.num_rows, kind) for kind in (CALL, REQUEST))
     starts = np.empty(table.num_rows, np.uint8)
     delta = "suffix_ids" in table.column_names
     names: Sequence[str] = _COLUMNS
@@ -215,7 +221,11 @@ def _fault(table: pa.Table, row: int, fault: int, most: int) -> str:
 def _sessions(table: pa.Table, starts: Longs) -> tuple[Longs, pa.Array]:
     """Where each session starts, and its id."""
     offsets = np.append(starts, table.num_rows).astype(np.int64, copy=False)
-    ids = table.column("session_id").take(pa.array(starts)).combine_chunks()
+    column = table.column("session_id")
+    column = column.chunk(0) if column.num_chunks == 1 else column
+    ids = column.take(pa.array(starts))
+    if isinstance(ids, pa.ChunkedArray):
+        ids = ids.combine_chunks()
     if isinstance(ids, pa.ChunkedArray):  # as older versions of Arrow give it
         ids = pa.concat_arrays(ids.chunks) if ids.num_chunks else pa.array([], ids.type)
     if len(ids.unique()) < len(ids):
