@@ -61,8 +61,8 @@ def turns(tmp_path):
     return str(path)
 
 
-def run_json(capsys, *argv):
-    assert cli.main([*argv, "--json"]) == cli.DONE
+def run_json(capsys, *argv, code=cli.DONE):
+    assert cli.main([*argv, "--json"]) == code
     out, err = capsys.readouterr()
     assert err == ""
     return json.loads(out)

@@ -672,3 +672,31 @@ def test_what_stands_under_a_null_does_not_count():
         )
         assert tk.link(other).equals(tk.link(delta))
         assert tk.linearize(other).equals(tk.linearize(delta))
+
+
+@given(st.lists(st.lists(st.sampled_from([1, True, 1.0]), max_size=3), max_size=4))
+def test_equal_messages_that_are_written_in_several_ways(asked):
+    """They have one key. What gives a body again keeps it, in either form."""
+    calls = [
+        {
+            "prompt_ids": [1, *range(k)],
+            "output_ids": [k],
+            "prompt_messages": [{"role": "user", "n": n} for n in written],
+            "response_message": {"role": "user", "n": 1.0},
+        }
+        for k, written in enumerate(asked)
+    ]
+    table = tk.from_records([{"session_id": "a", **call} for call in calls])
+    assert tk.expand(tk.compact(table)).equals(table)
+    recorder = tk.Recorder()
+    for call in calls:
+        recorder.record("a", **call)
+    if calls:
+        # one that the base shows in the same writing has no body of its own here
+        full = tk.expand(recorder.turns("a"))
+        assert keys_of(full) == keys_of(table)
+        assert tk.expand(tk.compact(full)).equals(full)
+
+
+def keys_of(table):
+    return [[one["key"] for one in shown] for shown in table["messages"].to_pylist()]

@@ -18,15 +18,25 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests.strategies import runs
 from tests.test_cli import run_json
-from trajkit import cli, files, gather, io_arrow, io_polars, outlets, stream, suffix
+from trajkit import (
+    cli,
+    files,
+    gather,
+    io_arrow,
+    io_polars,
+    outlets,
+    stream,
+    suffix,
+    verify_files,
+)
 from trajkit.ahead import read_ahead
 from trajkit.census import take_census
 from trajkit.errors import FormatError, InvalidTurnsError, PolicyError, SchemaError
 from trajkit.files import compact_file, expand_file, linearize_file
-from trajkit.io import write_rows
+from trajkit.io import read_any_rows, write_rows, write_table, write_tables
 from trajkit.io_formats import paths_in
 from trajkit.outlets import Outlet
-from trajkit.schema import AMENDMENTS, SESSIONS, TURNS_DELTA
+from trajkit.schema import AMENDMENTS, REPORT, SESSIONS, TURNS, TURNS_DELTA
 
 per_example = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 SUFFIXES = ["parquet", "arrow", "arrows", "jsonl", "jsonl.gz"]
@@ -392,6 +402,36 @@ def test_what_a_stage_refuses_is_set_aside(tmp_path, small, capsys):
     assert "session 's2'" in line["reason"]
 
 
+def test_outputs_are_there_where_every_session_is_set_aside(tmp_path):
+    places = {n: tmp_path / f"{n}.parquet" for n in ("log", "rows", "report", "aside")}
+    records = [{**one, "output_logprobs": None} for one in some_sessions(3)]
+    write_log(records, places["log"])
+    policy = tk.policy("faithful", missing_logprobs="raise")
+    options = {"report": places["report"], "set_aside": places["aside"]}
+    totals = linearize_file(places["log"], places["rows"], policy, **options)
+    assert totals["set_aside"] == 3
+    assert totals["sessions"] == 0
+    assert tk.read_rows(places["rows"]).num_rows == 0
+    assert pq.read_table(places["report"]).schema.names == REPORT.names
+
+
+def test_rows_whose_turns_are_all_set_aside_or_gone(tmp_path, small):
+    log, path, aside = (tmp_path / f"{n}.parquet" for n in ("log", "rows", "aside"))
+    write_log(some_sessions(3), log)
+    both = chain(some_sessions(3), session("x", 2))
+    write_rows(tk.linearize(tk.from_records(list(both))), path)
+    known = pa.table({"session_id": ["z"], "reward": [1.0]})
+    found = tmp_path / "found.parquet"
+    totals = tk.verify_file(path, log, found, sessions=known, set_aside=aside)
+    assert totals == {"turns": 0, "violations": 1, "set_aside": 3}
+    assert set(pq.read_table(found)["session_id"].to_pylist()) == {"x"}
+    write_log([], tmp_path / "none.jsonl")
+    totals = tk.verify_file(path, tmp_path / "none.jsonl", found)
+    whole = tk.verify(read_any_rows(path), tk.from_records([]))
+    assert totals == {"turns": 0, "violations": whole.num_rows}
+    assert as_text(pq.read_table(found).to_pylist()) == as_text(whole.to_pylist())
+
+
 def test_the_command_says_what_it_set_aside(tmp_path, capsys):
     log, rows, aside = (
         str(tmp_path / f"{n}.parquet") for n in ("log", "rows", "aside")
@@ -633,3 +673,335 @@ def test_lists_in_a_dictionary_are_lists():
 
 def write_source(path, records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+# --- verify
+
+
+def broken_rows(table):
+    """The rows with a fault in some sessions, and one session without rows."""
+    rows = table.to_pylist()
+    rows = [row for row in rows if row["session_id"] != "s4"]
+    for row in rows:
+        if row["session_id"] in ("s1", "s7", "s10"):
+            row["loss_mask"][0] = not row["loss_mask"][0]
+            row["row_weight"] = 0.5
+    return pa.Table.from_pylist(rows, table.schema)
+
+
+def as_text(violations):
+    """Violations in an order that does not tell where they were found."""
+    return sorted(map(json.dumps, violations))
+
+
+@pytest.mark.parametrize("order", ["as written", "sessions mixed", "rows mixed"])
+@pytest.mark.parametrize("turns_order", [list, scattered])
+@pytest.mark.parametrize(
+    ("kind", "suffix_"),
+    [
+        ("own", "parquet"),
+        ("own", "jsonl.gz"),
+        ("suffixes", "arrows"),
+        ("foreign", "arrow"),
+        ("foreign", "jsonl"),
+        ("without numbers", "parquet"),
+    ],
+)
+def test_files_break_what_their_tables_break(
+    tmp_path, small, monkeypatch, kind, suffix_, turns_order, order
+):
+    monkeypatch.setattr(verify_files, "_BATCH_BYTES", 1)
+    monkeypatch.setattr(verify_files, "_LEAST_ROWS", 2)
+    log, path = tmp_path / "log.parquet", tmp_path / f"rows.{suffix_}"
+    write_log(turns_order(some_sessions()), log)
+    rows = broken_rows(tk.linearize(tk.read_turns(log), "strict"))
+    place = list(range(rows.num_rows))
+    if order == "sessions mixed":
+        names = rows["session_id"].to_pylist()
+        place.sort(key=lambda k: (names[k][::-1], k))
+    elif order == "rows mixed":
+        random.Random(2).shuffle(place)
+    rows = rows.take(place)
+    if kind == "suffixes":
+        rows = tk.linearize(tk.read_turns(log), "strict", layout="suffix")
+        rows = rows.filter(pc.not_equal(rows["session_id"], "s4"))
+        weights = pa.array([0.5] * rows.num_rows)
+        at = rows.schema.get_field_index("row_weight")
+        rows = rows.set_column(at, rows.field(at), weights)
+        if order != "as written":
+            first = pc.equal(rows["session_id"], "s0")
+            rows = pa.concat_tables([rows.filter(pc.invert(first)), rows.filter(first)])
+    if kind in ("own", "suffixes"):
+        write_rows(rows, path)
+    else:
+        names = ["session_id", "row_index", "input_ids", "loss_mask", "logprobs"]
+        if kind == "without numbers":
+            names.remove("row_index")
+        write_table(rows.select(names), path)
+    whole = tk.verify(read_any_rows(path), tk.read_turns(log), "strict").to_pylist()
+    output = tmp_path / "found.parquet"
+    totals = tk.verify_file(path, log, output, "strict")
+    found = pq.read_table(output).to_pylist()
+    assert as_text(found) == as_text(whole)
+    assert {line["session_id"] for line in found} >= {"s4"}
+    assert totals == {"turns": len(some_sessions()), "violations": len(whole)}
+    assert sorted(os.listdir(tmp_path)) == sorted([log.name, path.name, output.name])
+
+
+def test_sessions_of_rows_without_turns_are_named(tmp_path, small):
+    log, path = tmp_path / "log.jsonl", tmp_path / "rows.jsonl"
+    write_log(some_sessions(6), log)
+    others = tk.from_records(chain(session("x", 2), session("y", 1)))
+    both = [tk.linearize(tk.read_turns(log)), tk.linearize(others)]
+    write_rows(pa.concat_tables([both[1].slice(0, 1), both[0], both[1].slice(1)]), path)
+    tk.verify_file(path, log, tmp_path / "found.jsonl")
+    text = (tmp_path / "found.jsonl").read_text()
+    found = [json.loads(line) for line in text.splitlines()]
+    assert as_text(found) == as_text(
+        tk.verify(read_any_rows(path), tk.read_turns(log)).to_pylist()
+    )
+    assert {(line["session_id"], line["rule"]) for line in found} == {
+        ("x", "session"),
+        ("y", "session"),
+    }
+
+
+@pytest.mark.parametrize("swap", [False, True], ids=["whole", "in pieces"])
+def test_rows_elsewhere_than_their_turns_are_gathered_or_refused(
+    tmp_path, small, capsys, swap
+):
+    log, path = (tmp_path / f"{name}.parquet" for name in ("log", "rows"))
+    write_log(some_sessions(), log)
+    rows = tk.linearize(tk.read_turns(log), "slime")
+    if swap:
+        rows = pa.concat_tables([rows.slice(1), rows.slice(0, 1), rows])
+    write_rows(rows.sort_by([("session_id", "descending")]) if not swap else rows, path)
+    argv = ["verify", str(path), str(log), "--policy", "slime"]
+    code = cli.main(argv)
+    out, err = capsys.readouterr()
+    assert "do not lie where its turns do: all rows are gathered" in err
+    assert code == (cli.BAD_DATA if swap else cli.DONE)
+    if swap:
+        assert "comes back after another began" in out
+    assert cli.main([*argv, "--gather", "no"]) == cli.BAD_DATA
+    assert "must be in the order of the turns" in capsys.readouterr().err
+
+
+def test_rows_of_no_session_are_verified_whole(tmp_path, small, capsys):
+    log, path = tmp_path / "log.parquet", tmp_path / "rows.parquet"
+    write_log(scattered(some_sessions(3)), log)
+    rows = tk.linearize(tk.read_turns(log), "strict")
+    write_table(rows.select(["input_ids", "loss_mask", "logprobs"]), path)
+    argv = ["verify", str(path), str(log)]
+    assert cli.main(argv) == cli.DONE
+    assert capsys.readouterr().out == "no violations\n"
+    write_table(rows.slice(1).select(["input_ids", "loss_mask"]), path)
+    whole = tk.verify(read_any_rows(path), tk.read_turns(log)).to_pylist()
+    found = run_json(capsys, *argv, code=cli.BAD_DATA)["violations"]
+    assert found == whole
+    assert cli.main([*argv, "-o", f"{tmp_path}/found/"]) == cli.BAD_USAGE
+    assert "have no session_id" in capsys.readouterr().err
+    names = pa.array([None, *rows["session_id"].to_pylist()[1:]])
+    write_table(
+        rows.select(["input_ids", "loss_mask"]).append_column("session_id", names), path
+    )
+    assert cli.main(argv) == cli.BAD_DATA
+    assert "session_id is null in some rows" in capsys.readouterr().err
+
+
+def test_rows_of_sessions_set_aside_are_passed_over(tmp_path, small, capsys):
+    log, path, aside = (tmp_path / f"{n}.parquet" for n in ("log", "rows", "aside"))
+    records = some_sessions()
+    write_log(records, log)
+    rows = broken_rows(tk.linearize(tk.read_turns(log)))
+    write_rows(rows, path)
+    for record in records:
+        if record["session_id"] in ("s3", "s7"):
+            record["output_logprobs"] = [-0.5]
+    lines = tk.read_turns(log).to_pylist()
+    for line, record in zip(lines, records, strict=True):
+        line["output_logprobs"] = record["output_logprobs"]
+    pq.write_table(pa.Table.from_pylist(lines, TURNS), log)
+    argv = ["verify", str(path), str(log)]
+    assert cli.main(argv) == cli.BAD_DATA
+    assert "session 's3'" in capsys.readouterr().err
+    said = run_json(capsys, *argv, "--set-aside", str(aside), code=cli.BAD_DATA)
+    assert said["set_aside"] == 2
+    assert {one["session_id"] for one in said["violations"]} == {"s1", "s4", "s10"}
+    assert pq.read_table(aside)["session_id"].to_pylist() == ["s3", "s7"]
+    # what only the comparison asks for is set aside as well, session by session
+    known = pa.table({"session_id": [f"s{k}" for k in range(12) if k != 5]})
+    known = known.append_column("reward", pa.nulls(11, pa.float64()))
+    totals = tk.verify_file(
+        path, log, tmp_path / "found.parquet", sessions=known, set_aside=aside
+    )
+    assert totals["set_aside"] == 3
+    found = pq.read_table(tmp_path / "found.parquet")["session_id"].to_pylist()
+    assert set(found) == {"s1", "s4", "s10"}
+    cli.main([*argv, "--set-aside", str(aside)])
+    assert "2 sessions set aside, see" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["in order", "scattered"])
+def test_verify_goes_on_where_it_was_stopped(tmp_path, small, mixed):
+    log, path = tmp_path / "log.parquet", tmp_path / "rows.parquet"
+    write_log(some_sessions(15), log)
+    rows = broken_rows(tk.linearize(tk.read_turns(log)))
+    lone = tk.linearize(tk.from_records(session("x", 2)))
+    rows = pa.concat_tables([rows, lone])
+    write_rows(scattered_rows(rows) if mixed else rows, path)
+    gone = 0
+
+    def advances(n):
+        nonlocal gone
+        gone += n
+        if gone > 20:
+            raise Killed
+
+    for name, watch in (("whole", None), ("parts", files.Watch(advances=advances))):
+        folder = f"{tmp_path}/{name}/"
+        if watch:
+            with pytest.raises(Killed):
+                tk.verify_file(path, log, folder, watch=watch)
+            n_parts = len(list(Path(folder).glob("part-*")))
+            assert n_parts > 1
+        totals = tk.verify_file(path, log, folder)
+    assert tree(tmp_path / "parts") == tree(tmp_path / "whole")
+    whole = tk.verify(read_any_rows(path), tk.read_turns(log))
+    assert totals["violations"] == whole.num_rows
+    with pytest.raises(FormatError, match="parts of another job"):
+        tk.verify_file(path, log, folder, "slime")
+    assert len(list(Path(folder).glob("part-*"))) > n_parts
+
+
+def scattered_rows(rows):
+    place = list(range(rows.num_rows))
+    place.sort(key=lambda k: (k % 3, k))
+    return rows.take(place)
+
+
+# --- commands that add up
+
+
+@pytest.mark.parametrize("command", ["simulate", "drift"])
+def test_commands_that_add_up_set_sessions_aside(tmp_path, small, capsys, command):
+    log, good, aside = (tmp_path / f"{n}.jsonl" for n in ("log", "good", "aside"))
+    records = some_sessions()
+    bad = {"s3", "s9"}
+    write_log([one for one in records if one["session_id"] not in bad], good)
+    for record in records:
+        if record["session_id"] in bad:
+            record["prompt_ids"] = [-1]
+    write_log(scattered(records), log)
+    expected = run_json(capsys, command, str(good))
+    argv = [command, str(log), "--set-aside", str(aside)]
+    assert cli.main([*argv, "--json"]) == cli.DONE
+    out, err = capsys.readouterr()
+    assert "does not lie in one piece" in err
+    assert json.loads(out) == {**expected, "set_aside": 2}
+    assert cli.main(argv) == cli.DONE
+    assert "2 sessions set aside" in capsys.readouterr().out
+    assert len(aside.read_text().splitlines()) == 2
+    assert cli.main([*argv, "--gather", "no"]) == cli.BAD_DATA
+
+
+def test_a_session_that_one_policy_refuses_is_counted_by_none(tmp_path, small, capsys):
+    """Others of its piece are counted once, though the piece is looked at again."""
+    log, aside = (str(tmp_path / f"{name}.parquet") for name in ("log", "aside"))
+    records = some_sessions(5)
+    for record in records:
+        if record["session_id"] == "s2":
+            record["output_logprobs"] = None
+    write_log(records, Path(log))
+    argv = ["simulate", log, "--policy", "faithful", "--policy", "strict"]
+    argv += ["--set", "missing_logprobs=raise"]
+    assert cli.main(argv) == cli.BAD_DATA
+    assert "session 's2'" in capsys.readouterr().err
+    said = run_json(capsys, *argv, "--set-aside", aside)
+    assert said["set_aside"] == 1
+    good = tk.from_records([one for one in records if one["session_id"] != "s2"])
+    policies = ["faithful", tk.policy("strict", missing_logprobs="raise")]
+    assert said["policies"] == tk.simulate(good, policies).to_pylist()
+
+
+# --- outputs stand together
+
+
+@pytest.mark.parametrize("full", ["rows", "report", "set_aside"])
+@pytest.mark.parametrize("parts", [False, True], ids=["files", "parts"])
+def test_outputs_stand_all_or_none(tmp_path, small, monkeypatch, parts, full):
+    """A disk that is full when one file is closed leaves no other file behind."""
+    write_log(some_sessions(), tmp_path / "log.parquet")
+    suffix_ = "/" if parts else ".parquet"
+    names = ["rows", "report", "set_aside"]
+    places = {name: f"{tmp_path}/{name}{suffix_}" for name in names}
+    n_written = 0
+
+    def write(batches, path):
+        nonlocal n_written
+        write_tables(batches, path)
+        n_written += path.parent.name == full or path.name.endswith(f"{full}.parquet")
+        if n_written == 1 + parts:  # of parts, the second
+            raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(files, "write_tables", write)
+    monkeypatch.setattr(files, "write_rows", write)
+    if not parts:
+        Path(places["report"]).write_text("of the run before")
+    options = {name: places[name] for name in names[1:]}
+    with pytest.raises(OSError, match="No space left"):
+        linearize_file(tmp_path / "log.parquet", places["rows"], **options)
+    if parts:
+        found = {name: os.listdir(places[name]) for name in names}
+        assert [[one for one in found[name] if one[0] != "_"] for name in names] == (
+            [["part-00000.parquet"]] * 3
+        )
+    else:
+        assert sorted(os.listdir(tmp_path)) == ["log.parquet", "report.parquet"]
+        assert Path(places["report"]).read_text() == "of the run before"
+
+
+def test_a_report_that_cannot_stand_leaves_no_rows(tmp_path, capsys):
+    write_log(some_sessions(2), tmp_path / "log.parquet")
+    (tmp_path / "report").mkdir()
+    argv = ["linearize", f"{tmp_path}/log.parquet", "-o", f"{tmp_path}/rows.parquet"]
+    assert cli.main([*argv, "--report", f"{tmp_path}/report"]) == cli.BAD_FILE
+    assert capsys.readouterr().err == f"trajkit: {tmp_path}/report: Is a directory\n"
+    assert sorted(os.listdir(tmp_path)) == ["log.parquet", "report"]
+
+
+def test_a_directory_of_several_formats_has_one_order(tmp_path, small):
+    """Lines count their turns together, so they come behind what is numbered."""
+    records = [call(name, [1], [k]) for name in "ab" for k in (2, 3)]
+    write_source(tmp_path / "a.jsonl", records[:1])
+    write_log(list(session("p", 2)), tmp_path / "b.parquet")
+    write_source(tmp_path / "c.jsonl", records[1:])
+    whole = tk.read_turns(tmp_path)
+    assert whole["session_id"].to_pylist() == ["p", "p", "a", "a", "b", "b"]
+    assert whole["turn_index"].to_pylist() == [0, 1] * 3
+    assert pa.Table.from_batches(tk.stream_turns(tmp_path)).equals(whole)
+    assert [line for b in tk.iter_turns(tmp_path) for line in b["session_id"]] == list(
+        whole["session_id"]
+    )
+
+
+def test_advantages_take_two_passes(tmp_path, small):
+    """The sums of groups need a line for each session, and rows go by in a stream."""
+    log, rows, report = (tmp_path / f"{n}.parquet" for n in ("log", "rows", "report"))
+    write_log(some_sessions(), log)
+    names = [f"s{k}" for k in range(12)]
+    known = pa.table(
+        {
+            "session_id": names,
+            "reward": [float(k) for k in range(12)],
+            "group_id": [f"g{k % 3}" for k in range(12)],
+        }
+    )
+    linearize_file(log, rows, report=report, sessions=known)
+    given = tk.advantages(pq.read_table(report))
+    weighed = tk.add_advantages(tk.iter_rows(rows, batch_rows=3), given)
+    tk.write_rows(weighed, tmp_path / "weighed.parquet")
+    whole, counts = tk.linearize(tk.read_turns(log), sessions=known, report=True)
+    expected = tk.add_advantages(whole, tk.advantages(counts))
+    got = tk.read_rows(tmp_path / "weighed.parquet")
+    assert got.to_pylist() == expected.to_pylist()

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests import foreign
 from tests.strategies import runs
+from trajkit import gather, stream
 from trajkit.cli import main
 from trajkit.errors import FormatError
-from trajkit.importers import FORMATS
+from trajkit.files import Watch
+from trajkit.importers import FORMATS, run
 from trajkit.importers.found import KEPT, LEFT_OUT
 from trajkit.importers.run import EXTRAS, _fitting, _head
 from trajkit.schema import IMPORT_REPORT, TURNS
@@ -831,3 +833,54 @@ def test_a_length_that_is_no_number_is_told(tmp_path):
     foreign.write_slime(tmp_path, [{**SAMPLE, "response_length": True}])
     _, report = tk.import_turns(tmp_path, "slime")
     assert report["problem"].to_pylist() == ["unreadable"]
+
+
+# --- into a file, without holding the turns
+
+
+@pytest.fixture
+def few_at_a_time(monkeypatch):
+    monkeypatch.setattr(run, "_BATCH", 2)
+    monkeypatch.setattr(stream, "PIECE_TOKENS", 600)
+    monkeypatch.setattr(gather, "_BUCKET_BYTES", 400)
+    monkeypatch.setattr(gather, "_SPILL_BYTES", 200)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow", "arrows"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_files_are_imported_as_their_turns(tmp_path, few_at_a_time, name, suffix):
+    source, output = tmp_path / "in", tmp_path / f"turns.{suffix}"
+    source.mkdir()
+    WRITERS[name](source)
+    options = {"tokenizer": Letters()} if name == "chat" else {}
+    turns, report = tk.import_turns(source, name, **options)
+    begun = []
+    watch = Watch(lambda census, done: begun.append(census.n_turns))
+    totals, told = tk.import_file(source, output, name, watch=watch, **options)
+    assert tk.read_turns(output).equals(turns)
+    assert told.equals(report)
+    n_sessions = len(turns["session_id"].unique())
+    assert totals == {"sessions": n_sessions, "turns": len(turns)}
+    assert begun == [len(turns)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", output.name]
+
+
+def test_sessions_of_an_import_are_gathered(tmp_path, few_at_a_time):
+    lines = [log_line(session_id=f"s{k % 7}") for k in range(40)]
+    (tmp_path / "log.jsonl").write_bytes(b"\n".join(lines))
+    output = tmp_path / "turns.parquet"
+    totals, _ = tk.import_file(tmp_path / "log.jsonl", output)
+    assert totals == {"sessions": 7, "turns": 40}
+    assert tk.read_turns(output).equals(tk.import_turns(tmp_path / "log.jsonl")[0])
+    assert pq.read_table(output)["session_id"].to_pylist() == sorted(
+        f"s{k % 7}" for k in range(40)
+    )
+
+
+def test_an_import_that_fails_leaves_nothing(tmp_path):
+    (tmp_path / "log.jsonl").write_bytes(log_line())
+    with pytest.raises(FormatError, match="is a directory"):
+        tk.import_file(tmp_path / "log.jsonl", f"{tmp_path}/turns/")
+    with pytest.raises(FormatError, match="suffix"):
+        tk.import_file(tmp_path / "log.jsonl", tmp_path / "turns.csv")
+    assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]

@@ -504,3 +504,14 @@ def test_parquet_keeps_no_dictionary_of_what_is_per_token(tmp_path, turns, rows)
                 assert "BYTE_STREAM_SPLIT" in used
             if name == "session_id":
                 assert "RLE_DICTIONARY" in used
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("layout", ["full", "suffix"])
+def test_rows_come_in_batches(tmp_path, turns, suffix, layout):
+    path = tmp_path / f"rows.{suffix}"
+    rows = tk.linearize(turns, "per_call", layout=layout)
+    tk.write_rows(rows, path)
+    batches = list(tk.iter_rows(path, batch_rows=1))
+    assert [len(batch) for batch in batches] == [1] * len(rows)
+    assert pa.Table.from_batches(batches).to_pylist() == rows.to_pylist()

@@ -147,7 +147,10 @@ def table_of(kind, rows):
     [
         pytest.param(lambda table: table, id="arrow"),
         pytest.param(pl.DataFrame, id="polars"),
-        pytest.param(lambda table: table.to_reader(max_chunksize=1), id="chunks"),
+        pytest.param(
+            lambda table: pa.Table.from_batches(table.to_batches(max_chunksize=1)),
+            id="chunks",
+        ),
     ],
 )
 def test_what_is_legal_passes(kind, rows, through):
@@ -358,9 +361,13 @@ BAD = [
 )
 def test_what_breaks_a_rule_is_refused_and_set_aside(kind, rows, match):
     table = table_of(kind, rows)
-    for form in (table, table.to_reader(max_chunksize=1)):
+    for form in (table, pa.Table.from_batches(table.to_batches(max_chunksize=1))):
         with pytest.raises(InvalidTurnsError, match=match):
             validate(form, kind)
+    for size in (1, 2):
+        # a stream is refused where a session comes back, before it is looked at
+        with pytest.raises(InvalidTurnsError, match=f"{match}|comes back"):
+            list(validate(table.to_reader(max_chunksize=size), kind))
     if None in table["session_id"].to_pylist():
         with pytest.raises(InvalidTurnsError, match=match):
             set_aside(table, kind)

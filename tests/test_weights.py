@@ -11,7 +11,7 @@ from tests.golden_sessions import golden
 from tests.libraries import LIBRARIES, joined, tensor
 from tests.strategies import END, STARTS, runs
 from tests.tables import by_session, turns_table
-from trajkit.errors import InvalidTurnsError, PolicyError
+from trajkit.errors import InvalidTurnsError, PolicyError, SchemaError
 from trajkit.schema import REPORT, SESSIONS
 
 KEEPS_ALL = ["faithful", "strict", "per_call", "skyrl", "graph"]
@@ -450,3 +450,66 @@ def test_a_last_turn_needs_a_reward_and_a_name():
         rewards_of("last_turn", unnamed, turn_rewards=turn_rewards(1.0))
     with pytest.raises(PolicyError, match="mode is 'last_turn', turn_rewards is not"):
         rewards_of("last_turn", rows)
+
+
+# --- advantages that are none
+
+
+def of_sessions(**columns):
+    return pa.table({"session_id": ["a"], **columns})
+
+
+@pytest.mark.parametrize(
+    ("sessions", "error", "match"),
+    [
+        pytest.param(
+            of_sessions(), SchemaError, "'advantage' of sessions is absent", id="none"
+        ),
+        pytest.param(
+            pa.table({"advantage": [1.0]}), SchemaError, "'session_id'", id="no session"
+        ),
+        pytest.param(
+            of_sessions(advantage=["1.0"]),
+            SchemaError,
+            "'advantage' is string",
+            id="text",
+        ),
+        pytest.param(
+            of_sessions(advantage=[True]), SchemaError, "'advantage' is bool", id="flag"
+        ),
+        pytest.param(
+            of_sessions(advantage=[float("nan")]),
+            InvalidTurnsError,
+            "session 'a': advantage nan: expected a finite number or null",
+            id="nan",
+        ),
+        pytest.param(
+            of_sessions(advantage=[float("-inf")]),
+            InvalidTurnsError,
+            "session 'a': advantage -inf",
+            id="infinite",
+        ),
+        pytest.param(
+            pa.table({"session_id": ["a", None], "advantage": [1.0, 2.0]}),
+            InvalidTurnsError,
+            "table row 1: session_id is null",
+            id="no name",
+        ),
+        pytest.param(
+            pa.table({"session_id": ["a", "a"], "advantage": [1.0, 2.0]}),
+            InvalidTurnsError,
+            "session 'a': 2 lines",
+            id="twice",
+        ),
+    ],
+)
+def test_advantages_that_are_none_are_refused(sessions, error, match):
+    with pytest.raises(error, match=match):
+        tk.add_advantages(tk.linearize(forks()), sessions)
+
+
+@pytest.mark.parametrize("advantage", [[1], [None], pa.array([1.0], pa.float32())])
+def test_whole_and_unknown_advantages_are_taken(advantage):
+    added = tk.add_advantages(tk.linearize(forks()), of_sessions(advantage=advantage))
+    assert added.schema.field("advantage").type == pa.float64()
+    assert set(added["advantage"].to_pylist()) <= {1.0, None}

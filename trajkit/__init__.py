@@ -18,8 +18,9 @@ from trajkit.errors import (
 from trajkit.explain import explain_drift
 from trajkit.files import compact_file, expand_file, linearize_file
 from trajkit.gather import stream_turns
-from trajkit.importers import import_turns
+from trajkit.importers import import_file, import_turns
 from trajkit.io import (
+    iter_rows,
     iter_turns,
     read_rows,
     read_sessions,
@@ -42,6 +43,7 @@ from trajkit.simulate import simulate
 from trajkit.suffix import full_rows, suffix_rows
 from trajkit.validate import set_aside, validate
 from trajkit.verify import verify
+from trajkit.verify_files import verify_file
 from trajkit.weights import add_advantages, advantages, weigh
 
 __all__ = [
@@ -70,7 +72,9 @@ __all__ = [
     "explain_drift",
     "from_records",
     "full_rows",
+    "import_file",
     "import_turns",
+    "iter_rows",
     "iter_turns",
     "label_branches",
     "lcp",
@@ -93,6 +97,7 @@ __all__ = [
     "suffix_rows",
     "validate",
     "verify",
+    "verify_file",
     "weigh",
     "write_rows",
     "write_turns",

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,7 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit.attribution import SessionCalls
+from trajkit.beside import Source, Stream, over_sessions
 from trajkit.calls import Calls, Ints, Records, read_calls
 from trajkit.forest import Forest, grow
 from trajkit.link import read_links
@@ -24,9 +26,17 @@ OPENING_TOKENS = 32
 """Leading tokens that tell agents apart where neither ids nor messages do."""
 
 
+@overload
 def label_branches(
-    turns: TableLike, links: TableLike, *, opening_tokens: int = OPENING_TOKENS
-) -> pa.Table:
+    turns: Stream | pa.RecordBatchReader, links: Source, *, opening_tokens: int = ...
+) -> Stream: ...
+@overload
+def label_branches(
+    turns: TableLike, links: TableLike, *, opening_tokens: int = ...
+) -> pa.Table: ...
+def label_branches(
+    turns: Source, links: Source, *, opening_tokens: int = OPENING_TOKENS
+) -> pa.Table | Stream:
     """The turns that open a branch, each with the reason and what tells it.
 
     A turn's *state* is its request and its reply: what a next call shows when it simply
@@ -64,11 +74,14 @@ def label_branches(
 
     Parameters
     ----------
-    turns : table
+    turns : table, or iterator of record batches
         `trajkit.schema.TURNS` in full or delta form; the columns ``agent_id`` (string),
-        ``started_at`` and ``ended_at`` (timestamps) are read where they are there.
-    links : table
-        `trajkit.schema.LINKS` of the same turns: who was continued, and by whom.
+        ``started_at`` and ``ended_at`` (timestamps) are read where they are there. An
+        iterator (or a RecordBatchReader) is read as the result is, and may hold a
+        session in several batches that follow each other.
+    links : table, or iterator of record batches
+        `trajkit.schema.LINKS` of the same turns: who was continued, and by whom. An
+        iterator is read side by side with that of ``turns``.
     opening_tokens : int
         See above.
 
@@ -76,6 +89,7 @@ def label_branches(
     -------
     Table
         `trajkit.schema.BRANCHES`, one row per labelled turn, in the order of ``turns``.
+        For iterators: an iterator of record batches.
 
     Raises
     ------
@@ -90,6 +104,14 @@ def label_branches(
     miles, verl, AReaL, "design pointers" 4.
     """
     opening_tokens = chosen_int("opening_tokens", opening_tokens, 1)
+
+    def one(turns: TableLike, links: TableLike) -> pa.Table:
+        return _branches(turns, links, opening_tokens)
+
+    return over_sessions(one, ("turns", turns), ("links", links))
+
+
+def _branches(turns: TableLike, links: TableLike, opening_tokens: int) -> pa.Table:
     calls = read_calls(turns)
     records = read_links(calls, links)
     forest = grow(calls)

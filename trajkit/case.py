@@ -1,5 +1,6 @@
 """Rows beside the turns that they were made of, and what is found wrong with them."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,9 +28,17 @@ class Violation:
     detail: str
 
 
-def violations_table(found: list[Violation]) -> pa.Table:
-    """The violations as a table: by session and row, those of no row behind."""
-    sessions = {name: k for k, name in enumerate(v.session_id for v in found)}
+def violations_table(
+    found: list[Violation], session_ids: Iterable[str | None] = ()
+) -> pa.Table:
+    """The violations as a table: by session and row, those of no row behind.
+
+    Sessions come in the order of ``session_ids``, and then in that of ``found``; what
+    is of no session is first.
+    """
+    sessions = {name: k for k, name in enumerate((None, *session_ids))}
+    for one in found:
+        sessions.setdefault(one.session_id, len(sessions))
     last = np.iinfo(np.int64).max
 
     def place(one: Violation) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from trajkit.io_formats import Format, format_of, is_json, open_input
 from trajkit.tables import check_session_id
 
 # Bytes of text for a byte of a compressed file.
-_INFLATED = 8
+INFLATED = 8
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ def take_census(paths: Iterable[Path], format: Format | None) -> Census:
 
 
 def _count_lines(census: Census, path: Path, kind: Format) -> None:
-    census.n_bytes += path.stat().st_size * (1 if kind == "jsonl" else _INFLATED)
+    census.n_bytes += path.stat().st_size * (1 if kind == "jsonl" else INFLATED)
     for value in io_json.lines(open_input(path, kind), str(path)):
         index = value.get("turn_index")
         census.add(

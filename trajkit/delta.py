@@ -1,6 +1,6 @@
 """Turns in delta form, and back in full."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import overload
 
 import numpy as np
@@ -9,11 +9,12 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit import compute as pc
+from trajkit.beside import Stream, over_sessions
 from trajkit.calls import Calls, Ints, Longs, Records, read_calls
 from trajkit.errors import InvalidTurnsError
 from trajkit.flat import offsets_of, positions
 from trajkit.forest import grow
-from trajkit.forms import Columns, Stream, check_free, convert, laid_out
+from trajkit.forms import Columns, check_free, laid_out
 from trajkit.layout import CALL
 from trajkit.schema import MESSAGE, TURNS, TURNS_DELTA
 from trajkit.shared_prompts import share, unshare
@@ -110,7 +111,7 @@ def expand(turns: TableLike | Stream) -> pa.Table | Stream:
 
 
 def _convert(
-    turns: TableLike | Iterable[pa.RecordBatch],
+    turns: TableLike | Stream,
     schema: pa.Schema,
     columns: Callable[[Calls], Columns],
 ) -> pa.Table | Stream:
@@ -124,7 +125,7 @@ def _convert(
         parts = [columns(part) for part in calls.split(calls.held, _PART)]
         return laid_out(calls.table, form, schema, parts)
 
-    return convert(turns, one)
+    return over_sessions(one, ("turns", turns))
 
 
 def _delta_columns(calls: Calls) -> Columns:

@@ -1,9 +1,12 @@
 """How each prompt departs from what was held: the ``drift`` table."""
 
+from typing import overload
+
 import numpy as np
 import pyarrow as pa
 
 from trajkit import _core
+from trajkit.beside import Source, Stream, over_sessions
 from trajkit.calls import Calls, Longs, Records, read_calls
 from trajkit.errors import InvalidTurnsError
 from trajkit.explain import MIN_RUN, find_causes
@@ -15,21 +18,40 @@ from trajkit.tables import TableLike, canonical
 from trajkit.tokenizer import Codec, Tokenizer
 
 
+@overload
+def classify_drift(
+    turns: Stream | pa.RecordBatchReader,
+    links: Source,
+    *,
+    min_run: int = ...,
+    tokenizer: Tokenizer | None = ...,
+) -> Stream: ...
+@overload
 def classify_drift(
     turns: TableLike,
     links: TableLike,
     *,
+    min_run: int = ...,
+    tokenizer: Tokenizer | None = ...,
+) -> pa.Table: ...
+def classify_drift(
+    turns: Source,
+    links: Source,
+    *,
     min_run: int = MIN_RUN,
     tokenizer: Tokenizer | None = None,
-) -> pa.Table:
+) -> pa.Table | Stream:
     """How the prompt of each linked turn departs from its parent's prompt and output.
 
     Parameters
     ----------
-    turns : table
-        `trajkit.schema.TURNS` in full or delta form.
-    links : table
-        `trajkit.schema.LINKS` of the same turns, as `trajkit.link` gives it.
+    turns : table, or iterator of record batches
+        `trajkit.schema.TURNS` in full or delta form. An iterator (or a
+        RecordBatchReader) is read as the result is, and may hold a session in several
+        batches that follow each other.
+    links : table, or iterator of record batches
+        `trajkit.schema.LINKS` of the same turns, as `trajkit.link` gives it. An
+        iterator is read side by side with that of ``turns``.
     min_run : int
         Length, in tokens, from which a common run counts as back in step.
     tokenizer : Tokenizer, optional
@@ -40,8 +62,8 @@ def classify_drift(
     Returns
     -------
     Table
-        `trajkit.schema.DRIFT`, one row per turn that has a parent. With held = parent
-        prompt ++ parent output:
+        `trajkit.schema.DRIFT`, one row per turn that has a parent; for iterators, an
+        iterator of record batches. With held = parent prompt ++ parent output:
 
         lcp, size
             Tokens that held and the prompt share at their start, and held tokens
@@ -74,13 +96,29 @@ def classify_drift(
     """
     min_run = chosen_int("min_run", min_run, 1)
     codec = None if tokenizer is None else Codec(tokenizer)
-    calls = read_calls(turns)
-    records = read_links(calls, links)
-    forest = grow(calls)
-    measure(calls, forest, records)
-    table = drift_table(calls, forest, records, min_run)
-    if codec is None:
-        return table
+
+    def one(turns: TableLike, links: TableLike) -> pa.Table:
+        calls = read_calls(turns)
+        records = read_links(calls, links)
+        forest = grow(calls)
+        measure(calls, forest, records)
+        table = drift_table(calls, forest, records, min_run)
+        if codec is None:
+            return table
+        return _with_text_causes(table, calls, forest, records, codec, min_run)
+
+    return over_sessions(one, ("turns", turns), ("links", links))
+
+
+def _with_text_causes(
+    table: pa.Table,
+    calls: Calls,
+    forest: Forest,
+    records: Records,
+    codec: Codec,
+    min_run: int,
+) -> pa.Table:
+    """The ``drift`` table with the causes that the texts tell."""
     names = ("clean", *TEXT_CAUSES)
     codes = np.zeros(len(calls.calls), np.int8)
     for one in find_causes(calls, forest, records, codec, min_run):

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 import pyarrow as pa
 
 from trajkit import _core
 from trajkit.attribution import SessionCalls
+from trajkit.beside import Source, Stream, over_sessions
 from trajkit.calls import Calls, Records, read_calls
 from trajkit.causes import Side, Stretch, text_cause
 from trajkit.forest import Forest, grow
@@ -28,21 +30,36 @@ _MOST_PIECES = 64
 _COARSE = {"white_space": _CLOSER_RUNS, "reasoning_dropped": _CLOSER_RUNS[:1]}
 
 
+@overload
 def explain_drift(
-    turns: TableLike,
-    links: TableLike,
+    turns: Stream | pa.RecordBatchReader,
+    links: Source,
+    tokenizer: Tokenizer,
+    *,
+    min_run: int = ...,
+) -> Stream: ...
+@overload
+def explain_drift(
+    turns: TableLike, links: TableLike, tokenizer: Tokenizer, *, min_run: int = ...
+) -> pa.Table: ...
+def explain_drift(
+    turns: Source,
+    links: Source,
     tokenizer: Tokenizer,
     *,
     min_run: int = MIN_RUN,
-) -> pa.Table:
+) -> pa.Table | Stream:
     """Every stretch where a prompt departs from what was held, with cause and texts.
 
     Parameters
     ----------
-    turns : table
-        `trajkit.schema.TURNS` in full or delta form.
-    links : table
-        `trajkit.schema.LINKS` of the same turns, as `trajkit.link` gives it.
+    turns : table, or iterator of record batches
+        `trajkit.schema.TURNS` in full or delta form. An iterator (or a
+        RecordBatchReader) is read as the result is, and may hold a session in several
+        batches that follow each other.
+    links : table, or iterator of record batches
+        `trajkit.schema.LINKS` of the same turns, as `trajkit.link` gives it. An
+        iterator is read side by side with that of ``turns``.
     tokenizer : Tokenizer
         The one that the ids are of, as `trajkit.check_roundtrip` takes it.
     min_run : int
@@ -56,6 +73,8 @@ def explain_drift(
         `trajkit.schema.FINDINGS`: for each turn that has a parent and does not begin
         with all of what that held, one row or more. `trajkit.schema.TEXT_CAUSES` says
         what the causes mean. What the prompt adds behind the end of held is no finding.
+
+        For iterators: an iterator of record batches.
 
     Raises
     ------
@@ -73,6 +92,16 @@ def explain_drift(
     """
     min_run = chosen_int("min_run", min_run, 1)
     codec = Codec(tokenizer)
+
+    def one(turns: TableLike, links: TableLike) -> pa.Table:
+        return _findings(turns, links, codec, min_run)
+
+    return over_sessions(one, ("turns", turns), ("links", links))
+
+
+def _findings(
+    turns: TableLike, links: TableLike, codec: Codec, min_run: int
+) -> pa.Table:
     calls = read_calls(turns)
     records = read_links(calls, links)
     forest = grow(calls)

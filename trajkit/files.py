@@ -30,7 +30,7 @@ from trajkit.io import write_rows, write_tables, write_turns
 from trajkit.io_formats import Format, kind_of
 from trajkit.linearize import Layout, linearize
 from trajkit.manifest import Manifest, fingerprint
-from trajkit.outlets import Outlet, Write
+from trajkit.outlets import Write, outlets
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.rollouts import check_choice
@@ -49,6 +49,9 @@ Stage: TypeAlias = Callable[[pa.Table], Made]
 
 PART_TURNS = 1 << 15
 """A part ends with the piece that brings it to so many turns."""
+
+# What is counted by its rows; of the rest, "report" says how much there is.
+_COUNTED = ("turns", "set_aside", "violations")
 
 # Sessions that go through a stage at a time: what their rows can have at most, in tokens,
 # is so much, or more by one session.
@@ -75,10 +78,13 @@ class Watch:
         What the source holds, and how many of its turns parts on disk took already.
     advances : function of an int
         Turns that went through since.
+    notes : function of a str
+        What takes longer than expected, in words.
     """
 
     begins: Callable[[Census, int], None] = lambda census, done: None
     advances: Callable[[int], None] = lambda n_turns: None
+    notes: Callable[[str], None] = lambda text: None
 
 
 def run(
@@ -106,8 +112,15 @@ def run(
     Returns
     -------
     Counter
-        Over all pieces: the sums of the integer columns of "report", and rows by name.
+        Over all pieces: the sums of the integer columns of "report", and rows of turns,
+        of what was set aside and of violations.
+
+    Raises
+    ------
+    PolicyError
+        Two targets are one, or some are files and some directories.
     """
+    _check_places(targets, parts=job is not None)
     census = log.census()
     if job is None:
         watch.begins(census, 0)
@@ -137,6 +150,24 @@ def run(
     return manifest.totals
 
 
+def _check_places(targets: Mapping[str, Target], *, parts: bool) -> None:
+    """Raise PolicyError where two targets are one, or one is a file among directories."""
+    places: dict[Path, str] = {}
+    for name, target in targets.items():
+        other = places.setdefault(target.path.resolve(), name)
+        if other != name:
+            raise PolicyError(
+                f"{other} and {name} both go to {target.path}: each needs a place of "
+                "its own"
+            )
+        if parts and kind_of(target.path):
+            main = next(iter(targets.values())).path
+            raise PolicyError(
+                f"{name} goes to the file {target.path}, and {main} is a directory of "
+                "parts: give a directory"
+            )
+
+
 def _part(
     found: Iterator[Piece],
     stage: Stage,
@@ -147,16 +178,13 @@ def _part(
     """Put pieces of so many turns through, or all; what is counted, and the turns."""
     totals: Counter[str] = Counter()
     n_turns = 0
-    with ExitStack() as stack:
-        outlets = {
-            name: stack.enter_context(Outlet(target.path, target.write))
-            for name, target in targets.items()
-        }
+    places = {name: (target.path, target.write) for name, target in targets.items()}
+    with outlets(places) as sinks:
         for piece in found:
             for name, table in judged(stage, piece, aside="set_aside" in targets):
                 totals.update(_counted(name, table))
-                if name in outlets:
-                    outlets[name].put(table)
+                if name in sinks:
+                    sinks[name].put(table)
             n_turns += piece.n_turns
             watch.advances(piece.n_turns)
             if most is not None and n_turns >= most:
@@ -171,20 +199,26 @@ def judged(stage: Stage, piece: Piece, *, aside: bool) -> Made:
     aside, the error is raised.
     """
     bad = [piece.aside]
+    made = False
     for turns in _at_a_time(piece.turns):
         if not aside:
             yield from stage(turns)
             continue
         try:
             yield from _begun(stage(turns))
+            made = True
         except _Refused:
             for session in _sessions(turns):
                 try:
                     yield from _begun(stage(session))
+                    made = True
                 except _Refused as error:
                     name = session.column("session_id")[0].as_py()
                     bad.append(pa.table([[name], [str(error)]], schema=SET_ASIDE))
     if aside:
+        if not made:
+            # an output tells its columns, though nothing is in it
+            yield from stage(piece.turns.slice(0, 0))
         yield "set_aside", pa.concat_tables(bad)
 
 
@@ -216,7 +250,7 @@ def _sessions(turns: pa.Table) -> Iterator[pa.Table]:
 def _counted(name: str, table: pa.Table) -> Mapping[str, int]:
     """What a table adds to the totals of a run."""
     if name != "report":
-        return {name: table.num_rows} if name in ("turns", "set_aside") else {}
+        return {name: table.num_rows} if name in _COUNTED else {}
     counts = [one.name for one in table.schema if pa.types.is_integer(one.type)]
     sums = {count: pc.sum(table[count]).as_py() or 0 for count in counts}
     return {"sessions": table.num_rows, **sums}
@@ -318,7 +352,7 @@ def linearize_file(
     job = {
         "stage": "linearize",
         "policy": asdict(chosen),
-        "reward": _digest(session_facts(reward, sessions)),
+        "reward": facts_digest(session_facts(reward, sessions)),
         "max_row_tokens": max_row_tokens,
         "layout": layout,
         "weigh_by": weigh_by,
@@ -329,9 +363,9 @@ def linearize_file(
         nonfinite_logprobs,
         set_aside is not None,
         gather,
-        _beside(output),
+        folder_of(output),
     )
-    return _run(log, stage, targets, set_aside, output, job, watch)
+    return run_job(log, stage, targets, set_aside, output, job, watch)
 
 
 def compact_file(
@@ -431,12 +465,14 @@ def _change(
     def stage(turns: pa.Table) -> Made:
         yield "turns", change(turns)
 
-    log = Log(source, format, nonfinite, set_aside is not None, gather, _beside(output))
+    log = Log(
+        source, format, nonfinite, set_aside is not None, gather, folder_of(output)
+    )
     targets = {"turns": Target(Path(output), write_turns)}
-    return _run(log, stage, targets, set_aside, output, job, watch)
+    return run_job(log, stage, targets, set_aside, output, job, watch)
 
 
-def _run(
+def run_job(
     log: Log,
     stage: Stage,
     targets: dict[str, Target],
@@ -445,22 +481,27 @@ def _run(
     job: dict[str, object],
     watch: Watch | None,
 ) -> dict[str, int]:
+    """`run` to the files, or the directories of parts, that a caller named.
+
+    Parameters
+    ----------
+    log, stage, targets, watch
+        As for `run`; the first target goes to ``output``.
+    set_aside : path, optional
+        The target of sessions that are set aside.
+    output : path
+        Whether it is a directory says whether all targets are.
+    job : dict
+        As for `run`, of what the stage itself depends on.
+
+    Raises
+    ------
+    PolicyError
+        Two targets are one, or some are files and some directories.
+    """
     if set_aside is not None:
         targets["set_aside"] = Target(Path(set_aside), write_tables)
     parts = is_parts(output)
-    places: dict[Path, str] = {}
-    for name, target in targets.items():
-        other = places.setdefault(target.path.resolve(), name)
-        if other != name:
-            raise PolicyError(
-                f"{other} and {name} both go to {target.path}: each needs a place of "
-                "its own"
-            )
-        if parts and kind_of(target.path):
-            raise PolicyError(
-                f"{name} goes to the file {target.path}, and {output} is a directory of "
-                "parts: give a directory"
-            )
     job = {
         **job,
         "set_aside": log.aside,
@@ -476,12 +517,12 @@ def is_parts(output: str | os.PathLike[str]) -> bool:
     return text.endswith(os.sep) or os.path.isdir(text)
 
 
-def _beside(output: str | os.PathLike[str]) -> Path:
+def folder_of(output: str | os.PathLike[str]) -> Path:
     """The directory that the output stands in."""
     return Path(output).resolve().parent
 
 
-def _digest(facts: SessionFacts) -> object:
+def facts_digest(facts: SessionFacts) -> object:
     """What tells these facts from others, in JSON's types."""
     if facts.table is None:
         return facts.reward

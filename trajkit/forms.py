@@ -4,34 +4,14 @@ Turns are in full or in delta form, rows in the layout "full" or "suffix"; furth
 stay as they are.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import pyarrow as pa
 
 from trajkit.errors import SchemaError
-from trajkit.stream import whole_sessions
-from trajkit.tables import TableLike
 
 Columns: TypeAlias = dict[str, pa.Array]
-Stream: TypeAlias = Iterator[pa.RecordBatch]
-
-
-def convert(
-    source: TableLike | Iterable[pa.RecordBatch],
-    one: Callable[[TableLike], pa.Table],
-) -> pa.Table | Stream:
-    """What ``one`` makes of a table, or of each table of whole sessions of a stream."""
-    if isinstance(source, Iterator | pa.RecordBatchReader):
-        return _streamed(source, one)
-    return one(source)
-
-
-def _streamed(
-    batches: Iterable[pa.RecordBatch], one: Callable[[TableLike], pa.Table]
-) -> Stream:
-    for table in whole_sessions(batches):
-        yield from one(table).to_batches()
 
 
 def check_free(table: pa.Table, form: pa.Schema, wanted: pa.Schema, what: str) -> None:

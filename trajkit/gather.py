@@ -32,6 +32,9 @@ from trajkit.stream import joined, pieces, whole_sessions
 from trajkit.tables import canonical, turns_schema
 from trajkit.validate import SET_ASIDE, Nonfinite, aside_turns, check_turns
 
+GATHERS = ".trajkit-gather-"
+"""What the names of directories begin with in which sessions are gathered."""
+
 # What the turns of one file of sessions may take, and how many such files are open.
 _BUCKET_BYTES, _MOST_BUCKETS = 32 << 20, 512
 # Turns that are shared out among the buckets at a time.
@@ -189,10 +192,8 @@ class Log:
         They follow one another as their first sessions do. A directory is gone when the
         next is asked for, and all of them at the end.
         """
-        with tempfile.TemporaryDirectory(
-            prefix=".trajkit-gather-", dir=self.folder
-        ) as root:
-            spill = _Spill(Path(root), buckets(census))
+        with tempfile.TemporaryDirectory(prefix=GATHERS, dir=self.folder) as root:
+            spill = Spill(Path(root), buckets(census))
             for path in self._files()[0]:
                 kind = self.format or format_of(path)
                 if is_json(kind):
@@ -318,7 +319,7 @@ def _split_misread(table: pa.Table) -> tuple[pa.Table, pa.Table]:
     return (read if read.num_rows else TURNS.empty_table()), misread
 
 
-class _Spill:
+class Spill:
     """Turns on their way into the directories of their sessions."""
 
     def __init__(self, root: Path, of_session: dict[str | None, int]) -> None:

@@ -63,11 +63,12 @@ def read_turns(
         ``.parquet``, ``.arrow``, ``.feather`` and ``.ipc`` (Arrow IPC, file or stream),
         ``.arrows`` (stream), ``.jsonl`` and ``.ndjson``, plain or with ``.gz`` or
         ``.zst`` behind (one call per line, as `trajkit.from_records` takes them); a
-        directory: all such files below it, in order of their paths, hidden ones aside;
-        or a RecordBatchReader or another Arrow stream. Turns may be in delta form.
-        Of a directory, tables of sessions are passed over (`read_sessions`), and
-        amendments are folded in: a turn that they call context only has ``trainable =
-        false``, and the column ``amended`` gives the reason.
+        directory: all such files below it, in order of their paths, those of JSON lines
+        behind the others, hidden ones aside; or a RecordBatchReader or another Arrow
+        stream. Turns may be in delta form. Of a directory, tables of sessions are
+        passed over (`read_sessions`), and amendments are folded in: a turn that they
+        call context only has ``trainable = false``, and the column ``amended`` gives
+        the reason.
     format : str, optional
         Overrides what suffix or first bytes say: "parquet", "arrow", "arrows",
         "jsonl", "jsonl.gz" or "jsonl.zst".
@@ -225,18 +226,60 @@ def read_rows(source: Source, *, format: Format | None = None) -> pa.Table:
     return with_kinds(check_rows(gather(_joined(pieces, ROWS), "row_index")))
 
 
+def iter_rows(
+    source: Source, *, format: Format | None = None, batch_rows: int = 256
+) -> Iterator[pa.RecordBatch]:
+    """Training rows in batches, as the files hold them: not gathered, not checked.
+
+    Rows that `trajkit.linearize_file` wrote lie so that every stage takes them as a
+    stream: each session in one piece, in the order of the turns.
+
+    Parameters
+    ----------
+    source, format
+        As for `read_rows`.
+    batch_rows : int
+        At most so many rows in a batch.
+
+    Yields
+    ------
+    RecordBatch
+        Of either layout, in canonical form.
+
+    Raises
+    ------
+    FormatError, SchemaError, InvalidTurnsError
+        As `read_rows`, but for what only a check of the values tells.
+    """
+    for table in iter_tables(source, format=format, batch_rows=batch_rows):
+        yield from canonical_rows(table).to_batches(max_chunksize=batch_rows)
+
+
 def read_any_rows(source: Source, *, format: Format | None = None) -> pa.Table:
     """Rows of any system, as the files hold them: not gathered, not checked.
 
     JSON lines hold one row each, an object of the table's columns; see `read_turns`.
     """
-    pieces: list[pa.Table] = []
-    for part in _parts(source, format):
+    return _joined(list(iter_tables(source, format=format)), ROWS)
+
+
+def iter_tables(
+    source: Source, *, format: Format | None = None, batch_rows: int | None = None
+) -> Iterator[pa.Table]:
+    """Tables of any kind, some rows at a time, as the files hold them.
+
+    Parameters
+    ----------
+    source, format
+        As for `read_turns`.
+    batch_rows : int, optional
+        At most so many rows of Parquet at a time. None: as many as a row group has.
+    """
+    for part in _parts(source, format, batch_rows):
         if isinstance(part, Iterator):
-            pieces.extend(io_json.tables(part))
+            yield from io_json.tables(part)
         else:
-            pieces.append(part)
-    return _joined(pieces, ROWS)
+            yield part
 
 
 def write_rows(
@@ -322,7 +365,7 @@ def _amended(
 def turn_files(
     path: str | os.PathLike[str], format: Format | None = None
 ) -> tuple[list[Path], Amendments | None]:
-    """The files of turns of a path, sorted, and what the files beside them amend.
+    """The files of turns of a path in order, and what the files beside them amend.
 
     Parameters
     ----------
@@ -330,6 +373,12 @@ def turn_files(
         A file, or a directory as for `read_turns`.
     format : str, optional
         As for `read_turns`.
+
+    Returns
+    -------
+    files : list of Path
+        Those of JSON lines behind the others: their lines count their turns together.
+    amendments : Amendments or None
 
     Raises
     ------
@@ -341,7 +390,10 @@ def turn_files(
     files = _files_of(path, format)
     files.pop(SESSIONS.metadata[b"trajkit.table"].decode(), None)
     beside = files.pop(AMENDMENTS.metadata[b"trajkit.table"].decode(), None)
-    turns = sorted(itertools.chain(*files.values()))
+    turns = sorted(
+        itertools.chain(*files.values()),
+        key=lambda file: (is_json(format or format_of(file)), file),
+    )
     if beside is None:
         return turns, None
     lines = [

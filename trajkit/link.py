@@ -1,6 +1,7 @@
 """Which call a call continues: the ``links`` table."""
 
 from collections.abc import Sequence
+from typing import overload
 
 import numpy as np
 import pyarrow as pa
@@ -8,6 +9,7 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit import compute as pc
 from trajkit.agents import find_dispatches
+from trajkit.beside import Stream, over_sessions
 from trajkit.calls import Calls, Ints, Records, named_calls, read_calls
 from trajkit.equality import EQUALITIES, Equality, classify, identity_of, rekeyed
 from trajkit.errors import InvalidTurnsError, PolicyError
@@ -37,8 +39,34 @@ from trajkit.tables import TableLike, canonical
 _EQUALITY_OF_ROUTE: dict[Route, Equality] = {"agents": "text", "generations": "strict"}
 
 
+@overload
+def link(
+    turns: Stream | pa.RecordBatchReader,
+    route: Route = ...,
+    *,
+    merge_threshold: int | None = ...,
+    equals: Equals = ...,
+    equality: Equality | None = ...,
+    dispatch_tools: Sequence[str] = ...,
+    order: Order = ...,
+    fork_threshold: int = ...,
+    sort: Sort = ...,
+) -> Stream: ...
+@overload
 def link(
     turns: TableLike,
+    route: Route = ...,
+    *,
+    merge_threshold: int | None = ...,
+    equals: Equals = ...,
+    equality: Equality | None = ...,
+    dispatch_tools: Sequence[str] = ...,
+    order: Order = ...,
+    fork_threshold: int = ...,
+    sort: Sort = ...,
+) -> pa.Table: ...
+def link(
+    turns: TableLike | Stream,
     route: Route = "messages",
     *,
     merge_threshold: int | None = None,
@@ -48,13 +76,15 @@ def link(
     order: Order = "tree",
     fork_threshold: int = 1,
     sort: Sort = "turn",
-) -> pa.Table:
+) -> pa.Table | Stream:
     """The turn that each turn continues.
 
     Parameters
     ----------
-    turns : table
-        `trajkit.schema.TURNS` in full or delta form.
+    turns : table, or iterator of record batches
+        `trajkit.schema.TURNS` in full or delta form. An iterator (or a
+        RecordBatchReader) is read as the result is, and may hold a session in several
+        batches that follow each other.
     route : {"messages", "agents", "tokens", "previous", "none", "prompts", "prefix", \
 "generations"}
         By the message tree; the last call of the same agent, if that one's messages are
@@ -96,7 +126,8 @@ def link(
     Returns
     -------
     Table
-        `trajkit.schema.LINKS`, one row per turn, in the order of ``turns``.
+        `trajkit.schema.LINKS`, one row per turn, in the order of ``turns``. For an
+        iterator: an iterator of record batches.
 
     Raises
     ------
@@ -130,20 +161,26 @@ def link(
         raise PolicyError(f"sort={sort!r}: expected one of {', '.join(SORTS)}")
     tools = tool_names("dispatch_tools", dispatch_tools)
     fork_threshold = chosen_int("fork_threshold", fork_threshold)
-    calls = read_calls(turns)
-    links = find_links(
-        calls,
-        grow(calls),
-        route,
-        merge_threshold,
-        equals,
-        equality=equality,
-        dispatch_tools=tools,
-        order=order,
-        fork_threshold=fork_threshold,
-        sort=sort,
-    )
-    return links_table(calls, links)
+    if route not in ROUTES:
+        raise PolicyError(f"route={route!r}: expected one of {', '.join(ROUTES)}")
+
+    def one(turns: TableLike) -> pa.Table:
+        calls = read_calls(turns)
+        links = find_links(
+            calls,
+            grow(calls),
+            route,
+            merge_threshold,
+            equals,
+            equality=equality,
+            dispatch_tools=tools,
+            order=order,
+            fork_threshold=fork_threshold,
+            sort=sort,
+        )
+        return links_table(calls, links)
+
+    return over_sessions(one, ("turns", turns))
 
 
 def find_links(
@@ -253,7 +290,7 @@ def find_links(
         links["why"] = WHY.index("previous" if route == "previous" else "root")
         links["parent"][starts] = -1
         links["why"][starts] = WHY.index("root")
-    elif route == "prompts":
+    else:  # prompts
         inside = np.empty(n_calls, np.int32)
         _core.find_prompt_ends(calls.calls, forest.nodes, forest.ends, inside)
         by_place = np.lexsort((calls.calls["prompt_len"], inside))
@@ -267,8 +304,6 @@ def find_links(
             np.empty((5, n_calls), np.int32),
             links,
         )
-    else:
-        raise PolicyError(f"route={route!r}: expected one of {', '.join(ROUTES)}")
     if order == "commit":
         placed = links["order"] >= 0
         before = np.concatenate([[0], np.cumsum(placed)])

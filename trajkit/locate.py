@@ -15,6 +15,7 @@ from trajkit import checks_claims
 from trajkit.calls import Longs
 from trajkit.case import Case, stretches
 from trajkit.checks import Bools
+from trajkit.errors import SchemaError
 from trajkit.tables import canonical
 
 FOREIGN = pa.schema(
@@ -36,16 +37,17 @@ PROMPT_END = 16
 _ID_BYTES = 4
 
 
-def foreign_rows(table: pa.Table) -> pa.Table:
+def foreign_rows(table: pa.Table, first: int = 0) -> pa.Table:
     """Rows of another system in the types of `FOREIGN`.
 
-    A mask may be of numbers: what is not 0 is trained. Rows are counted where they have
-    no row_index.
+    A mask may be of numbers: what is not 0 is trained. Rows are counted, from ``first``
+    on, where they have no row_index.
 
     Raises
     ------
     SchemaError
-        A column is absent, or of a type that cannot be taken for its own.
+        A column is absent, or of a type that cannot be taken for its own; some rows
+        have a row_index and some have not.
     InvalidTurnsError
         A list is null, or an id out of range.
     """
@@ -57,8 +59,11 @@ def foreign_rows(table: pa.Table) -> pa.Table:
             bits = column.cast(pa.large_list(numbers)).cast(pa.large_list(pa.bool_()))
             table = table.set_column(place, "loss_mask", bits)
     table = canonical(table, FOREIGN).select(FOREIGN.names)
-    if table.column("row_index").null_count:
-        counted = pa.array(np.arange(table.num_rows), pa.int32())
+    without = table.column("row_index").null_count
+    if 0 < without < table.num_rows:
+        raise SchemaError("row_index is null in some rows: expected all or none")
+    if without:
+        counted = pa.array(first + np.arange(table.num_rows), pa.int32())
         place = table.column_names.index("row_index")
         table = table.set_column(place, FOREIGN.field("row_index"), counted)
     return table

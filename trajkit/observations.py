@@ -1,12 +1,19 @@
 """Training on what the model was shown: a weight per token, beside the loss mask."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Literal, TypeAlias, overload
 
 import numpy as np
 import pyarrow as pa
 
 from trajkit.attribution import SessionCalls
+from trajkit.beside import (
+    Source,
+    Stream,
+    is_stream,
+    over_sessions,
+    pairs_over_sessions,
+)
 from trajkit.calls import read_calls
 from trajkit.echo import echo
 from trajkit.errors import PolicyError
@@ -21,7 +28,7 @@ from trajkit.observed_rows import (
 from trajkit.prime import prime
 from trajkit.rollouts import check_choice
 from trajkit.schema import OBSERVATIONS, ROWS
-from trajkit.sessions import errored, session_facts
+from trajkit.sessions import SessionFacts, errored, session_facts
 from trajkit.tables import TableLike, canonical
 
 Names: TypeAlias = Collection[str] | Mapping[str, float]
@@ -30,6 +37,34 @@ Names: TypeAlias = Collection[str] | Mapping[str, float]
 Rule: TypeAlias = Literal["echo", "prime"]
 
 
+@overload
+def observations(
+    turns: Stream | pa.RecordBatchReader,
+    rows: Source,
+    *,
+    rule: Rule = ...,
+    roles: Names | None = ...,
+    tool_names: Names | None = ...,
+    alpha: float = ...,
+    normalization: Normalization = ...,
+    missing: Missing = ...,
+    sessions: TableLike | None = ...,
+    report: Literal[False] = ...,
+) -> Stream: ...
+@overload
+def observations(
+    turns: Stream | pa.RecordBatchReader,
+    rows: Source,
+    *,
+    rule: Rule = ...,
+    roles: Names | None = ...,
+    tool_names: Names | None = ...,
+    alpha: float = ...,
+    normalization: Normalization = ...,
+    missing: Missing = ...,
+    sessions: TableLike | None = ...,
+    report: Literal[True],
+) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]: ...
 @overload
 def observations(
     turns: TableLike,
@@ -59,8 +94,8 @@ def observations(
     report: Literal[True],
 ) -> tuple[pa.Table, pa.Table]: ...
 def observations(
-    turns: TableLike,
-    rows: TableLike,
+    turns: Source,
+    rows: Source,
     *,
     rule: Rule = "echo",
     roles: Names | None = None,
@@ -70,7 +105,7 @@ def observations(
     missing: Missing = "raise",
     sessions: TableLike | None = None,
     report: bool = False,
-) -> pa.Table | tuple[pa.Table, pa.Table]:
+) -> object:
     """The rows with a weight for every token that was shown and is to be learned.
 
     The loss mask stays as it is. Under ``rule="echo"`` a token has a weight when it is
@@ -85,11 +120,14 @@ def observations(
 
     Parameters
     ----------
-    turns : table
+    turns : table, or iterator of record batches
         `trajkit.schema.TURNS` in full or delta form, with the columns
-        `trajkit.schema.ATTRIBUTION`.
-    rows : table
-        `trajkit.schema.ROWS`, made of these turns; of a session that is in it, all.
+        `trajkit.schema.ATTRIBUTION`. An iterator (or a RecordBatchReader) is read as
+        the result is, and may hold a session in several batches that follow each other.
+    rows : table, or iterator of record batches
+        `trajkit.schema.ROWS`, made of these turns; of a session that is in it, all. An
+        iterator is read side by side with that of ``turns``: sessions in the same
+        order.
     rule : {"echo", "prime"}
         "prime" is prime-rl's first rule, quirks included: by tool name alone (an empty
         list means all; a tool without a name is not weighed), in each row anew, also in
@@ -126,6 +164,8 @@ def observations(
     report : Table, if asked for
         `trajkit.schema.OBSERVATIONS`, one row per session of ``turns``.
 
+        For iterators: an iterator of record batches of rows, or of pairs of them.
+
     Raises
     ------
     PolicyError
@@ -138,14 +178,35 @@ def observations(
     Spec, prime-rl 3 (selection) and 4 (T, S, R).
     """
     selection = _selection(rule, roles, tool_names, alpha, normalization, missing)
+    facts = session_facts(None, sessions)
+
+    def one(turns: TableLike, rows: TableLike) -> tuple[pa.Table, pa.Table]:
+        return _observed(turns, rows, rule, selection, facts)
+
+    sources = ("turns", turns), ("rows", rows)
+    if not report:
+        return over_sessions(lambda *tables: one(*tables)[0], *sources)
+    if is_stream(turns) or is_stream(rows):
+        return pairs_over_sessions(one, *sources)
+    return one(turns, rows)
+
+
+def _observed(
+    turns: TableLike,
+    rows: TableLike,
+    rule: Rule,
+    selection: Selection,
+    facts: SessionFacts,
+) -> tuple[pa.Table, pa.Table]:
+    """The rows with their weights, and the report of the sessions."""
     calls = read_calls(turns)
-    failed = errored(session_facts(None, sessions).of(calls.session_ids))
+    failed = errored(facts.of(calls.session_ids))
     table = canonical(rows, ROWS)
     by_session, offsets = observed_rows(table, calls.session_ids)
     weights = np.zeros(int(offsets[-1]), np.float32)
     parents = None
     if rule == "prime":
-        parents = link(turns, route="tokens").column("parent")
+        parents = link(calls.table, route="tokens").column("parent")
     counts = []
     for s in range(calls.n_sessions):
         ours = by_session.get(s, [])
@@ -167,8 +228,6 @@ def observations(
     if "observation_weight" in table.column_names:
         table = table.drop_columns("observation_weight")
     table = table.append_column("observation_weight", column)
-    if not report:
-        return table
     lines = [
         calls.session_ids,
         *(

@@ -1,6 +1,9 @@
 """Tables to files that are written while the next tables are made."""
 
-from collections.abc import Callable, Iterator
+import errno
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Condition, Thread
@@ -92,3 +95,41 @@ class Outlet:
             none = pa.RecordBatch.from_pylist([], table.schema)
             del table
             yield from batches or [none]
+
+
+@contextmanager
+def outlets(targets: Mapping[str, tuple[Path, Write]]) -> Iterator[dict[str, Outlet]]:
+    """An outlet for each target; the files get their names when all of them are whole.
+
+    Where one cannot be written, there is none of them, and what stood there before
+    still stands.
+
+    Parameters
+    ----------
+    targets : mapping of str to (Path, function)
+        As for `Outlet`.
+
+    Raises
+    ------
+    OSError
+        A file cannot be written, or not put in its place.
+    """
+    for path, _ in targets.values():
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    # hidden from readers of directories; the suffix says the format
+    drafts = {
+        name: path.with_name(f".{os.getpid()}-{path.name}")
+        for name, (path, _) in targets.items()
+    }
+    try:
+        with ExitStack() as stack:
+            yield {
+                name: stack.enter_context(Outlet(drafts[name], write))
+                for name, (_, write) in targets.items()
+            }
+        for name, (path, _) in targets.items():
+            os.replace(drafts[name], path)
+    finally:
+        for draft in drafts.values():
+            draft.unlink(missing_ok=True)

@@ -1,12 +1,13 @@
 """The reward of a rollout, spread over its rows."""
 
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import compute as pc
+from trajkit.beside import Stream, over_sessions
 from trajkit.errors import InvalidTurnsError, PolicyError
 from trajkit.rollouts import (
     Bools,
@@ -25,19 +26,32 @@ Ints: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Spread: TypeAlias = Literal["copy", "uniform", "final_only", "per_turn", "last_turn"]
 
 
+@overload
 def spread_rewards(
-    rows: TableLike,
+    rows: Stream | pa.RecordBatchReader,
+    mode: Spread = ...,
+    *,
+    turn_rewards: TableLike | None = ...,
+) -> Stream: ...
+@overload
+def spread_rewards(
+    rows: TableLike, mode: Spread = ..., *, turn_rewards: TableLike | None = ...
+) -> pa.Table: ...
+def spread_rewards(
+    rows: TableLike | Stream,
     mode: Spread = "copy",
     *,
     turn_rewards: TableLike | None = None,
-) -> pa.Table:
+) -> pa.Table | Stream:
     """The rows with the reward of each rollout spread over its rows.
 
     Parameters
     ----------
-    rows : table
+    rows : table, or iterator of record batches
         `trajkit.schema.ROWS`, or ``ROWS_SUFFIX``, with all rows of each session in it,
-        and in each the reward of its whole rollout, as `trajkit.linearize` gives it.
+        and in each the reward of its whole rollout, as `trajkit.linearize` gives it. An
+        iterator (or a RecordBatchReader) is read as the result is, and may hold a
+        session in several batches that follow each other.
     mode : {"copy", "uniform", "final_only", "per_turn", "last_turn"}
         copy
             Every row has the reward of the rollout.
@@ -63,7 +77,8 @@ def spread_rewards(
     Table
         The rows with ``reward`` made anew. A null reward stays null in all rows of its
         rollout; in mode per_turn, in the rows that train such a turn; in mode
-        last_turn, in those that end with it.
+        last_turn, in those that end with it. For an iterator: an iterator of record
+        batches.
 
     Raises
     ------
@@ -87,12 +102,20 @@ def spread_rewards(
             f"with turn_rewards: mode is {mode!r}, turn_rewards is "
             f"{'not given' if turn_rewards is None else 'given'}"
         )
-    table = canonical_rows(rows)
+    given = None
     if turn_rewards is not None:
         given = as_table(turn_rewards).replace_schema_metadata(None)
+        given = canonical(given, TURN_REWARDS)
+        check_once(given, ["session_id", "turn_index"])
+        check_finite(given)
+    return over_sessions(lambda rows: _spread_over(rows, mode, given), ("rows", rows))
+
+
+def _spread_over(rows: TableLike, mode: Spread, given: pa.Table | None) -> pa.Table:
+    table = canonical_rows(rows)
+    if given is not None:
         of_turn = _per_turn if mode == "per_turn" else _last_turn
-        reward = of_turn(table, canonical(given, TURN_REWARDS))
-        return with_column(table, "reward", reward)
+        return with_column(table, "reward", of_turn(table, given))
     known = np.asarray(table.column("reward").is_valid())
     whole = table.column("reward").fill_null(0.0).to_numpy()
     if len(table):
@@ -146,8 +169,6 @@ def final_rows(session: Ints, index: Ints, of_kind: Bools, final: Bools) -> Bool
 
 def _per_turn(table: pa.Table, given: pa.Table) -> pa.Array:
     """The sum of each row's turn rewards."""
-    check_once(given, ["session_id", "turn_index"])
-    check_finite(given)
     names = pc.unique(table.column("session_id"))
     spans = pa.concat_arrays(
         [pa.array([], ROWS.field("spans").type.value_type)]
@@ -196,8 +217,6 @@ def _per_turn(table: pa.Table, given: pa.Table) -> pa.Array:
 
 def _last_turn(table: pa.Table, given: pa.Table) -> pa.Array:
     """The reward of each row's last turn."""
-    check_once(given, ["session_id", "turn_index"])
-    check_finite(given)
     last = table.column("last_turn")
     if last.null_count:
         row = int(np.flatnonzero(np.asarray(last.is_null()))[0])

@@ -49,12 +49,12 @@ def check_once(table: pa.Table, names: list[str]) -> None:
         )
 
 
-def check_finite(table: pa.Table) -> None:
-    bad = table.filter(pc.invert(pc.is_finite(table.column("reward"))).fill_null(False))
+def check_finite(table: pa.Table, name: str = "reward") -> None:
+    bad = table.filter(pc.invert(pc.is_finite(table.column(name))).fill_null(False))
     if len(bad):
         raise InvalidTurnsError(
-            f"{place(bad, 0)}: reward {bad.column('reward')[0]}: expected a finite "
-            "number or null"
+            f"{place(bad, 0)}: {name} {bad.column(name)[0]}: expected a finite number "
+            "or null"
         )
 
 

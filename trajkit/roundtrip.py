@@ -1,8 +1,11 @@
 """Whether the text of a reply gives its token ids back."""
 
+from typing import overload
+
 import numpy as np
 import pyarrow as pa
 
+from trajkit.beside import Stream, over_sessions
 from trajkit.calls import read_calls
 from trajkit.forest import grow
 from trajkit.paths import Paths
@@ -12,7 +15,15 @@ from trajkit.tables import TableLike
 from trajkit.tokenizer import Codec, Tokenizer
 
 
-def check_roundtrip(turns: TableLike, tokenizer: Tokenizer) -> pa.Table:
+@overload
+def check_roundtrip(
+    turns: Stream | pa.RecordBatchReader, tokenizer: Tokenizer
+) -> Stream: ...
+@overload
+def check_roundtrip(turns: TableLike, tokenizer: Tokenizer) -> pa.Table: ...
+def check_roundtrip(
+    turns: TableLike | Stream, tokenizer: Tokenizer
+) -> pa.Table | Stream:
     """Whether encoding the decoded output gives the output ids back, turn by turn.
 
     Where it does not, the reply cannot come back as it was sampled from a client that
@@ -22,8 +33,10 @@ def check_roundtrip(turns: TableLike, tokenizer: Tokenizer) -> pa.Table:
 
     Parameters
     ----------
-    turns : table
-        `trajkit.schema.TURNS` in full or delta form.
+    turns : table, or iterator of record batches
+        `trajkit.schema.TURNS` in full or delta form. An iterator (or a
+        RecordBatchReader) is read as the result is, and may hold a session in several
+        batches that follow each other.
     tokenizer : Tokenizer
         The one that the engine's ids are of: anything with ``encode(text,
         add_special_tokens=False)`` and ``decode(ids, skip_special_tokens=False)``, such
@@ -32,7 +45,8 @@ def check_roundtrip(turns: TableLike, tokenizer: Tokenizer) -> pa.Table:
     Returns
     -------
     Table
-        `trajkit.schema.ROUNDTRIP`, one row per turn, in the order of ``turns``.
+        `trajkit.schema.ROUNDTRIP`, one row per turn, in the order of ``turns``. For an
+        iterator: an iterator of record batches.
 
     Raises
     ------
@@ -55,6 +69,10 @@ def check_roundtrip(turns: TableLike, tokenizer: Tokenizer) -> pa.Table:
     output passes (spec: segments 6).
     """
     codec = Codec(tokenizer)
+    return over_sessions(lambda turns: _checked(turns, codec), ("turns", turns))
+
+
+def _checked(turns: TableLike, codec: Codec) -> pa.Table:
     calls = read_calls(turns)
     paths = Paths(calls, grow(calls))
     n_calls = len(calls.calls)

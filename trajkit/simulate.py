@@ -1,13 +1,16 @@
 """What each policy would keep, lose and cost on the same recorded calls."""
 
+import copy
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import fields
+from typing import Self
 
 import numpy as np
 import pyarrow as pa
 
-from trajkit.calls import Calls, read_calls
+from trajkit.beside import Stream, is_stream
+from trajkit.calls import read_calls
 from trajkit.errors import LeftOutWarning, MissingBodyError
 from trajkit.flat import Sampled, flat_turns, ids_of, pieces_of, sessions_of
 from trajkit.linearize import linearize
@@ -15,6 +18,7 @@ from trajkit.plan import COUNTS
 from trajkit.policies import PRESETS, Policy, chosen_int
 from trajkit.policies import policy as named_policy
 from trajkit.schema import LOSSES, SIMULATION
+from trajkit.sessions import session_facts
 from trajkit.stream import whole_sessions
 from trajkit.tables import TableLike
 
@@ -26,7 +30,7 @@ _ASKED = ("untrainable", "aborted", "no_logprob")
 
 
 def simulate(
-    turns: TableLike | Iterator[pa.RecordBatch],
+    turns: TableLike | Stream,
     policies: str | Policy | Iterable[str | Policy] | None = None,
     *,
     pad_to: int | None = None,
@@ -80,42 +84,84 @@ def simulate(
     >>> tk.simulate(turns, ["faithful", "trl"])["tokens_trained"].to_pylist()
     [3, 2]
     """
-    if pad_to is not None:
-        pad_to = chosen_int("pad_to", pad_to, 1)
-    if isinstance(policies, (str, Policy)):
-        policies = [policies]
-    chosen = [named_policy(one) for one in (PRESETS if policies is None else policies)]
-    totals = [_Totals(one, pad_to) for one in chosen]
-    for part in _parts(turns):
-        sampled = flat_turns(part)
-        for total in tuple(totals):
-            try:
-                rows, report = linearize(
-                    part.table,
-                    total.policy,
-                    sessions=sessions,
-                    max_row_tokens=max_row_tokens,
-                    report=True,
-                    threads=threads,
-                )
-            except MissingBodyError as error:
-                if policies is not None:
-                    raise
-                left_out = f"{total.policy.name} is left out: {error}"
-                warnings.warn(left_out, LeftOutWarning, stacklevel=2)
-                totals.remove(total)
-            else:
-                total.add(rows, report, sampled)
-    return pa.Table.from_pylist([total.line() for total in totals], SIMULATION)
-
-
-def _parts(turns: TableLike | Iterator[pa.RecordBatch]) -> Iterator[Calls]:
+    counts = Simulation(
+        policies,
+        pad_to=pad_to,
+        sessions=sessions,
+        max_row_tokens=max_row_tokens,
+        threads=threads,
+    )
     tables: Iterable[TableLike] = [turns]
-    if isinstance(turns, (Iterator, pa.RecordBatchReader)):
+    if is_stream(turns):
         tables = whole_sessions(turns)
     for table in tables:
-        calls = read_calls(table)
-        yield from calls.split(calls.held, _PART_TOKENS)
+        counts.add(table)
+    return counts.table()
+
+
+class Simulation:
+    """`simulate`, some sessions at a time.
+
+    Parameters
+    ----------
+    policies, pad_to, sessions, max_row_tokens, threads
+        As for `simulate`.
+    """
+
+    def __init__(
+        self,
+        policies: str | Policy | Iterable[str | Policy] | None = None,
+        *,
+        pad_to: int | None = None,
+        sessions: TableLike | None = None,
+        max_row_tokens: int | None = None,
+        threads: int | None = None,
+    ) -> None:
+        if pad_to is not None:
+            pad_to = chosen_int("pad_to", pad_to, 1)
+        if isinstance(policies, (str, Policy)):
+            policies = [policies]
+        chosen = map(named_policy, PRESETS if policies is None else policies)
+        self._totals = [_Totals(one, pad_to) for one in chosen]
+        self._any = policies is None
+        self._facts = session_facts(None, sessions).table
+        self._max_row_tokens, self._threads = max_row_tokens, threads
+
+    def add(self, turns: TableLike) -> None:
+        """Count whole sessions; where they are refused, nothing of them is counted.
+
+        Raises
+        ------
+        SchemaError, InvalidTurnsError
+            As `simulate`.
+        """
+        totals = [total.copy() for total in self._totals]
+        calls = read_calls(turns)
+        for part in calls.split(calls.held, _PART_TOKENS):
+            sampled = flat_turns(part)
+            for total in tuple(totals):
+                try:
+                    rows, report = linearize(
+                        part.table,
+                        total.policy,
+                        sessions=self._facts,
+                        max_row_tokens=self._max_row_tokens,
+                        report=True,
+                        threads=self._threads,
+                    )
+                except MissingBodyError as error:
+                    if not self._any:
+                        raise
+                    left_out = f"{total.policy.name} is left out: {error}"
+                    warnings.warn(left_out, LeftOutWarning, stacklevel=3)
+                    totals.remove(total)
+                else:
+                    total.add(rows, report, sampled)
+        self._totals = totals
+
+    def table(self) -> pa.Table:
+        """`trajkit.schema.SIMULATION` of what was counted."""
+        return pa.Table.from_pylist([one.line() for one in self._totals], SIMULATION)
 
 
 class _Totals:
@@ -128,6 +174,12 @@ class _Totals:
         self._out_of_context = 0
         self._padding = 0
         self._longest = 0
+
+    def copy(self) -> Self:
+        """The same counts, to be counted on."""
+        other = copy.copy(self)
+        other._counts = dict(self._counts)
+        return other
 
     def add(self, rows: pa.Table, report: pa.Table, sampled: Sampled) -> None:
         """Count the rows that the policy made of the calls ``sampled``."""

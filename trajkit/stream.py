@@ -20,15 +20,27 @@ _TURN = 256
 Longs: TypeAlias = npt.NDArray[np.int64]
 Weigh: TypeAlias = Callable[[pa.Table], Longs]
 
+# how the sessions of a stream come together
+_GATHERED = {
+    "turns": "as trajkit.read_turns does, or sort it by session_id and turn_index",
+    "rows": "as trajkit.read_rows does, or sort it by session_id and row_index",
+}
+
 
 def whole_sessions(
-    batches: Iterable[pa.RecordBatch],
+    batches: Iterable[pa.RecordBatch], what: str = "turns"
 ) -> Generator[pa.Table, None, None]:
     """Tables of whole sessions, in the order of the stream.
 
     A session may span batches that follow each other; the last session seen is held
     back until another begins or the stream ends, so memory is bounded by the largest
     session and the batch size.
+
+    Parameters
+    ----------
+    batches : iterable of RecordBatch
+    what : str
+        What errors call the stream: "turns", "rows" or another table.
 
     Raises
     ------
@@ -48,7 +60,7 @@ def whole_sessions(
                 "pyarrow RecordBatch"
             )
         if "session_id" not in batch.schema.names:
-            raise SchemaError("column 'session_id' of turns is absent")
+            raise SchemaError(f"column 'session_id' of {what} is absent")
         check_session_id(batch.schema)
         if batch.num_rows == 0:
             continue
@@ -61,8 +73,8 @@ def whole_sessions(
             if session in ended or session == current:
                 raise InvalidTurnsError(
                     f"session {session!r} comes back after another session began: a "
-                    "stream must hold each session in one piece. Gather it first, as "
-                    "trajkit.read_turns does, or sort it by session_id and turn_index"
+                    "stream must hold each session in one piece. Gather it first, "
+                    f"{_GATHERED.get(what, 'or sort it by session_id')}"
                 )
             if current is not None:
                 ended.add(current)

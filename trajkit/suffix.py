@@ -1,6 +1,6 @@
 """Rows without the tokens that they share, and back."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import overload
 
 import numpy as np
@@ -9,10 +9,11 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit import compute as pc
+from trajkit.beside import Stream, over_sessions
 from trajkit.calls import Ints, Longs
 from trajkit.checks import lookup, nulls, run_starts
 from trajkit.flat import Runs, ids_of, offsets_of, positions
-from trajkit.forms import Columns, Stream, check_free, convert, laid_out
+from trajkit.forms import Columns, check_free, laid_out
 from trajkit.layout import CALL
 from trajkit.schema import ROWS, ROWS_SUFFIX
 from trajkit.tables import TableLike, canonical_rows, rows_schema
@@ -94,7 +95,7 @@ def suffix_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _convert(
-    rows: TableLike | Iterable[pa.RecordBatch],
+    rows: TableLike | Stream,
     schema: pa.Schema,
     columns: Callable[[pa.Table], Columns],
 ) -> pa.Table | Stream:
@@ -109,7 +110,7 @@ def _convert(
             table, layout, schema, [columns(part) for part in _parts(table)]
         )
 
-    return convert(rows, one)
+    return over_sessions(one, ("rows", rows))
 
 
 def row_pieces(rows: pa.Table) -> Iterator[pa.Table]:

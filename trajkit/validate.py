@@ -1,13 +1,14 @@
 """Whether a table keeps the rules of its schema, named to the row when it does not."""
 
 from collections.abc import Iterator
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, overload
 
 import numpy as np
 import pyarrow as pa
 
 from trajkit import checks, checks_derived, schema
 from trajkit import compute as pc
+from trajkit.beside import Stream, is_stream, over_sessions, pairs_over_sessions
 from trajkit.checks import Check
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.shared_prompts import unshare
@@ -59,20 +60,38 @@ _DERIVED: dict[str, tuple[pa.Schema, tuple[Check, ...]]] = {
 _ROWS_SUFFIX = (schema.ROWS_SUFFIX, (*_ROWS_IN_ORDER, *checks_derived.ROWS_SUFFIX))
 
 
+@overload
+def validate(
+    table: Stream | pa.RecordBatchReader,
+    kind: Kind | None = ...,
+    *,
+    nonfinite_logprobs: Nonfinite = ...,
+    bodies: bool = ...,
+) -> Stream: ...
+@overload
 def validate(
     table: TableLike,
+    kind: Kind | None = ...,
+    *,
+    nonfinite_logprobs: Nonfinite = ...,
+    bodies: bool = ...,
+) -> pa.Table: ...
+def validate(
+    table: TableLike | Stream,
     kind: Kind | None = None,
     *,
     nonfinite_logprobs: Nonfinite = "raise",
     bodies: bool = True,
-) -> pa.Table:
+) -> pa.Table | Stream:
     """The table in its schema's canonical form, if every rule of the schema holds.
 
     Parameters
     ----------
-    table : Table, RecordBatch, RecordBatchReader or any Arrow stream
+    table : Table, RecordBatch, any Arrow stream, or iterator of record batches
         Turns (plain or in delta form), sessions, links, drift or rows, in any layout
-        that polars, parquet or pyarrow give them.
+        that polars, parquet or pyarrow give them. An iterator (or a RecordBatchReader)
+        is read as the result is, and may hold a session in several batches that follow
+        each other.
     kind : {"turns", "sessions", "links", "drift", "rows"}, optional
         None: what the table's metadata says, or its columns where they lost it.
     nonfinite_logprobs : {"raise", "null"}
@@ -85,7 +104,8 @@ def validate(
     Returns
     -------
     Table
-        Columns that were in canonical form are not copied.
+        Columns that were in canonical form are not copied. For an iterator: an iterator
+        of record batches.
 
     Raises
     ------
@@ -95,23 +115,43 @@ def validate(
     InvalidTurnsError
         A value breaks a rule; the text names session, turn, column, value and rule.
     """
-    source = unshare(as_table(table))
-    plan, table_checks = _plan(source, kind, bodies)
-    check_columns(source, plan)
-    _raise_first(source, misfits(source, plan))
-    out = _settle(cast(source, plan), nonfinite_logprobs)
-    for check in table_checks:
-        _raise_first(out, check(out))
-    return out
+
+    def one(table: TableLike) -> pa.Table:
+        source = unshare(as_table(table))
+        plan, table_checks = _plan(source, kind, bodies)
+        check_columns(source, plan)
+        _raise_first(source, misfits(source, plan))
+        out = _settle(cast(source, plan), nonfinite_logprobs)
+        for check in table_checks:
+            _raise_first(out, check(out))
+        return out
+
+    return over_sessions(one, (kind or "tables", table))
 
 
+@overload
+def set_aside(
+    table: Stream | pa.RecordBatchReader,
+    kind: Kind | None = ...,
+    *,
+    nonfinite_logprobs: Nonfinite = ...,
+    bodies: bool = ...,
+) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]: ...
+@overload
 def set_aside(
     table: TableLike,
+    kind: Kind | None = ...,
+    *,
+    nonfinite_logprobs: Nonfinite = ...,
+    bodies: bool = ...,
+) -> tuple[pa.Table, pa.Table]: ...
+def set_aside(
+    table: TableLike | Stream,
     kind: Kind | None = None,
     *,
     nonfinite_logprobs: Nonfinite = "raise",
     bodies: bool = True,
-) -> tuple[pa.Table, pa.Table]:
+) -> object:
     """The sessions that keep every rule, and those that do not, with the reason.
 
     Parameters
@@ -126,15 +166,24 @@ def set_aside(
     bad : Table
         Columns session_id and reason, in order of discovery.
 
+        For an iterator: an iterator of pairs of record batches.
+
     Raises
     ------
     SchemaError
         As for `validate`: a fault of the whole table.
     InvalidTurnsError
-        A session_id is null, so that there is no session to set aside.
+        A session_id is null, so that there is no session to set aside. Of an iterator:
+        a session comes back after another began.
     """
-    source = unshare(as_table(table))
-    return _aside(source, *_plan(source, kind, bodies), nonfinite_logprobs)
+
+    def one(table: TableLike) -> tuple[pa.Table, pa.Table]:
+        source = unshare(as_table(table))
+        return _aside(source, *_plan(source, kind, bodies), nonfinite_logprobs)
+
+    if is_stream(table):
+        return pairs_over_sessions(one, (kind or "tables", table))
+    return one(table)
 
 
 def _aside(

@@ -1,12 +1,16 @@
 """Whether rows keep every promise: violations as a table, all of them."""
 
-from collections.abc import Iterator
-from typing import get_args
+from collections.abc import Container, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import get_args, overload
 
 import numpy as np
 import pyarrow as pa
 
 from trajkit import checks_claims, checks_rows, checks_splice
+from trajkit import compute as pc
+from trajkit.beside import Beside, Source, Stream, batches_of, is_stream, one_batch
 from trajkit.calls import Calls, read_calls
 from trajkit.case import Case, Violation, violations_table
 from trajkit.checks_rows import WeighBy
@@ -15,7 +19,8 @@ from trajkit.flat import flat_rows, flat_turns, pieces_of, sessions_of
 from trajkit.locate import foreign_rows, verify_located
 from trajkit.policies import Policy, chosen_int
 from trajkit.policies import policy as named_policy
-from trajkit.sessions import Reward, session_facts
+from trajkit.sessions import Reward, SessionFacts, session_facts
+from trajkit.stream import whole_sessions
 from trajkit.suffix import full_rows
 from trajkit.tables import Rows, TableLike, as_table, canonical_rows
 
@@ -23,16 +28,49 @@ from trajkit.tables import Rows, TableLike, as_table, canonical_rows
 _PART_TOKENS = 1 << 24
 
 
+@overload
+def verify(
+    rows: Stream | pa.RecordBatchReader,
+    turns: Source,
+    policy: str | Policy | None = ...,
+    *,
+    reward: Reward = ...,
+    sessions: TableLike | None = ...,
+    max_row_tokens: int | None = ...,
+    weigh_by: WeighBy = ...,
+) -> Stream: ...
+@overload
+def verify(
+    rows: TableLike,
+    turns: Stream | pa.RecordBatchReader,
+    policy: str | Policy | None = ...,
+    *,
+    reward: Reward = ...,
+    sessions: TableLike | None = ...,
+    max_row_tokens: int | None = ...,
+    weigh_by: WeighBy = ...,
+) -> Stream: ...
+@overload
 def verify(
     rows: TableLike,
     turns: TableLike,
+    policy: str | Policy | None = ...,
+    *,
+    reward: Reward = ...,
+    sessions: TableLike | None = ...,
+    max_row_tokens: int | None = ...,
+    weigh_by: WeighBy = ...,
+) -> pa.Table: ...
+def verify(
+    rows: Source,
+    turns: Source,
     policy: str | Policy | None = None,
     *,
     reward: Reward = None,
     sessions: TableLike | None = None,
     max_row_tokens: int | None = None,
     weigh_by: WeighBy = "token",
-) -> pa.Table:
+) -> pa.Table | Stream:
     """Every violation of what rows promise about the turns that they were made of.
 
     Nothing that `trajkit.linearize` computed is used: rows are compared with the turns
@@ -40,15 +78,18 @@ def verify(
 
     Parameters
     ----------
-    rows : table
+    rows : table, or iterator of record batches
         `trajkit.schema.ROWS`, or ``ROWS_SUFFIX``, which is laid out in full part by
         part. Or rows of another system, without ``spans``: input_ids,
         loss_mask (as long as the row, or of its response alone: then it stands at the
         row's end) and, where there are any, logprobs (as the mask), session_id,
         row_index and prompt_length. A turn is located in such a row where its prompt's
         end and its output stand.
-    turns : table
-        `trajkit.schema.TURNS`, in full or delta form, of all sessions of the rows.
+    turns : table, or iterator of record batches
+        `trajkit.schema.TURNS`, in full or delta form, of all sessions of the rows. An
+        iterator (or a RecordBatchReader) is read as the result is, side by side with
+        that of ``rows``: each session in one piece, perhaps in several batches, and the
+        sessions of the rows in the order of the turns. Rows then need a session_id.
     policy : str or Policy, optional
         Whose promise is to hold. A policy that neither absorbs nor demotes, sets aside
         or leaves rows out trains every token that may be trained exactly once;
@@ -73,7 +114,9 @@ def verify(
     -------
     Table
         `trajkit.schema.VIOLATIONS`, by session and row; empty where all is well. Its
-        rules are those of `trajkit.schema.RULES`.
+        rules are those of `trajkit.schema.RULES`. Sessions come in the order of
+        ``turns``, those without turns behind. For iterators: an iterator of record
+        batches, of which there is none where all is well.
 
     Raises
     ------
@@ -81,6 +124,8 @@ def verify(
         A table lacks a column, or a column has a type that cannot be taken for its own.
     InvalidTurnsError
         The turns are no sequence of sessions, or ``reward`` or ``sessions`` lack one.
+        Of iterators: a session comes back, or the rows have theirs in another order
+        than the turns.
     PolicyError
         The policy does not exist, ``max_row_tokens`` is no integer of 1 or more, or
         ``weigh_by`` is none of the three.
@@ -98,65 +143,167 @@ def verify(
     >>> found.select(["turn_index", "token", "rule"]).to_pylist()
     [{'turn_index': 0, 'token': 1, 'rule': 'not_trained'}]
     """
+    judge = judge_of(policy, reward, sessions, max_row_tokens, weigh_by)
+    if is_stream(rows) or is_stream(turns):
+        return _streamed(rows, turns, judge)
+    return judge.found(any_rows(as_table(rows)), turns)
+
+
+def judge_of(
+    policy: str | Policy | None,
+    reward: Reward,
+    sessions: TableLike | None,
+    max_row_tokens: int | None,
+    weigh_by: WeighBy,
+) -> "Judge":
+    """What the options of `verify` ask."""
     if max_row_tokens is not None:
         max_row_tokens = chosen_int("max_row_tokens", max_row_tokens, 1)
     if weigh_by not in get_args(WeighBy):
         raise PolicyError(
             f"weigh_by={weigh_by!r}: expected one of {', '.join(get_args(WeighBy))}"
         )
-    chosen = None if policy is None else named_policy(policy)
-    table = as_table(rows)
-    own = "spans" in table.column_names
-    table = canonical_rows(table) if own else foreign_rows(table)
-    calls = read_calls(turns)
     facts = session_facts(reward, sessions)
     known: tuple[str, ...] = ()
     if reward is not None or sessions is not None:
         known = ("reward",) if facts.table is None else ("reward", "group_id")
+    chosen = None if policy is None else named_policy(policy)
+    return Judge(chosen, max_row_tokens, facts, known, weigh_by)
 
-    found: list[Violation] = []
-    session = sessions_of(table, calls)
-    if not own and table.column("session_id").null_count:
-        if table.column("session_id").null_count < table.num_rows:
-            raise SchemaError("session_id is null in some rows: expected all or none")
-        parts = iter([(calls, np.arange(table.num_rows))])
-    else:
-        _check_sessions(table, session, found)
-        parts = _parts(calls, session)
-    for part, which in parts:
-        here = table.take(pa.array(which))
-        if own:
-            here = full_rows(here)
-        case = Case(
-            flat_rows(here, align_right=not own),
-            flat_turns(part),
-            sessions_of(here, part),
-            chosen,
-            max_row_tokens,
-            facts.of(part.session_ids),
-            found,
-        )
-        if own:
-            _verify_own(case, known, weigh_by)
+
+def _streamed(rows: Source, turns: Source, judge: "Judge") -> Stream:
+    beside = Beside("rows", numbered(batches_of(rows)), "turns")
+    for table in whole_sessions(batches_of(turns)):
+        yield from judge.found(beside.take(table), table).to_batches()
+    for left in beside.rest():
+        lost = session_faults(left.to_batches(), ())
+        yield from violations_table(list(lost)).to_batches()
+
+
+def any_rows(table: pa.Table, first: int = 0) -> pa.Table:
+    """Rows of any system in the types in which they are looked at.
+
+    Raises
+    ------
+    SchemaError, InvalidTurnsError
+        As `verify`.
+    """
+    if "spans" in table.column_names:
+        return canonical_rows(table)
+    return foreign_rows(table, first)
+
+
+def numbered(
+    batches: Iterable[pa.RecordBatch],
+) -> Generator[pa.RecordBatch, None, None]:
+    """Batches of rows of any system as `any_rows` of all of them gives them.
+
+    Raises
+    ------
+    SchemaError
+        A row has no session_id, so that it may be of any turn; or some rows have a
+        row_index and some have not.
+    """
+    first, counted = 0, None
+    for batch in batches:
+        if not isinstance(batch, pa.RecordBatch):
+            yield batch  # which is refused where sessions are looked for
+            continue
+        table = pa.Table.from_batches([batch])
+        names = table.column_names
+        if "session_id" not in names or table.column("session_id").null_count:
+            raise SchemaError(
+                "session_id is absent or null in some rows: whose rows they are must be "
+                "known of a stream; of a table, all turns are looked through"
+            )
+        none = "row_index" not in names or table.column("row_index").null_count > 0
+        if counted not in (none, None) and table.num_rows:
+            raise SchemaError("row_index is null in some rows: expected all or none")
+        counted = none if table.num_rows else counted
+        yield one_batch(any_rows(table, first))
+        first += table.num_rows
+
+
+def session_faults(
+    rows: Iterable[pa.RecordBatch], known: Container[str | None]
+) -> Iterator[Violation]:
+    """Rows of sessions that are not ``known``, and sessions that do not follow one another.
+
+    Parameters
+    ----------
+    rows : iterable of RecordBatch
+        With session_id and row_index.
+    known : container of str
+        The sessions that have turns.
+    """
+    current: str | None = None
+    began: set[str | None] = set()
+    for batch in rows:
+        names = batch.column("session_id").cast(pa.string())
+        numbers = batch.column("row_index")
+        changes = pc.indices_nonzero(pc.not_equal(names[1:], names[:-1])).to_pylist()
+        edges = [0, *(1 + row for row in changes), len(names)] if len(names) else []
+        for start, stop in pairwise(edges):
+            name = names[start].as_py()
+            detail = "the session has no turns"
+            for row in range(start, start if name in known else stop):
+                yield Violation(
+                    name, numbers[row].as_py(), None, None, "session", detail
+                )
+            if name != current and name in began:
+                detail = "the session comes back after another began"
+                yield Violation(
+                    name, numbers[start].as_py(), None, None, "session", detail
+                )
+            current = name
+            began.add(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """What is asked of rows; see `verify`."""
+
+    policy: Policy | None
+    cap: int | None
+    facts: SessionFacts
+    # what of the facts was given
+    known: tuple[str, ...]
+    weigh_by: WeighBy
+
+    def found(self, rows: pa.Table, turns: TableLike) -> pa.Table:
+        """The violations in rows as `any_rows` gives them, of these turns."""
+        own = "spans" in rows.column_names
+        calls = read_calls(turns)
+        found: list[Violation] = []
+        session = sessions_of(rows, calls)
+        names = calls.session_ids.to_pylist()
+        if not own and rows.column("session_id").null_count:
+            if rows.column("session_id").null_count < rows.num_rows:
+                raise SchemaError(
+                    "session_id is null in some rows: expected all or none"
+                )
+            parts = iter([(calls, np.arange(rows.num_rows))])
         else:
-            verify_located(case)
-    return violations_table(found)
-
-
-def _check_sessions(table: pa.Table, session: Rows, found: list[Violation]) -> None:
-    """Rows are of sessions that have turns, and those of one follow one another."""
-    names = table.column("session_id")
-    codes = names.combine_chunks().dictionary_encode().indices.to_numpy()
-    opens = np.flatnonzero(np.diff(codes, prepend=-1))
-    again = opens[np.isin(opens, np.unique(codes, return_index=True)[1], invert=True)]
-    for rows, detail in (
-        (np.flatnonzero(session < 0), "the session has no turns"),
-        (again, "the session comes back after another began"),
-    ):
-        for row in rows:
-            index = table.column("row_index")[int(row)].as_py()
-            name = names[int(row)].as_py()
-            found.append(Violation(name, index, None, None, "session", detail))
+            found.extend(session_faults(rows.to_batches(), set(names)))
+            parts = _parts(calls, session)
+        for part, which in parts:
+            here = rows.take(pa.array(which))
+            if own:
+                here = full_rows(here)
+            case = Case(
+                flat_rows(here, align_right=not own),
+                flat_turns(part),
+                sessions_of(here, part),
+                self.policy,
+                self.cap,
+                self.facts.of(part.session_ids),
+                found,
+            )
+            if own:
+                _verify_own(case, self.known, self.weigh_by)
+            else:
+                verify_located(case)
+        return violations_table(found, names)
 
 
 def _parts(calls: Calls, session: Rows) -> Iterator[tuple[Calls, Rows]]:

@@ -4,13 +4,14 @@ A rollout is one session, however many rows a policy makes of it. What is shared
 here is shared out per rollout, and what is averaged over is rollouts.
 """
 
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, overload
 
 import numpy as np
 import pyarrow as pa
 
 from trajkit import compute as pc
-from trajkit.errors import InvalidTurnsError
+from trajkit.beside import Stream, over_sessions
+from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.rollouts import (
     Longs,
     check_choice,
@@ -26,8 +27,21 @@ from trajkit.tables import TableLike, as_table, canonical, canonical_rows
 By: TypeAlias = Literal["token", "row", "rollout"]
 Baseline: TypeAlias = Literal["none", "group_mean", "leave_one_out"]
 
+# what is read of the sessions' advantages
+_ADVANTAGES = pa.schema(
+    [
+        pa.field("session_id", pa.string(), nullable=False),
+        pa.field("advantage", pa.float64()),
+    ],
+    metadata=SESSIONS.metadata,
+)
 
-def weigh(rows: TableLike, by: By = "token") -> pa.Table:
+
+@overload
+def weigh(rows: Stream | pa.RecordBatchReader, by: By = ...) -> Stream: ...
+@overload
+def weigh(rows: TableLike, by: By = ...) -> pa.Table: ...
+def weigh(rows: TableLike | Stream, by: By = "token") -> pa.Table | Stream:
     """The rows with ``row_weight`` shared out so that a rollout weighs one.
 
     With ``n`` the trained tokens of a row, ``N`` those of all rows of its rollout, and
@@ -47,8 +61,10 @@ def weigh(rows: TableLike, by: By = "token") -> pa.Table:
 
     Parameters
     ----------
-    rows : table
+    rows : table, or iterator of record batches
         `trajkit.schema.ROWS`, or ``ROWS_SUFFIX``, with all rows of each session in it.
+        An iterator (or a RecordBatchReader) is read as the result is, and may hold a
+        session in several batches that follow each other.
     by : {"token", "row", "rollout"}
         What each weight is a share of.
 
@@ -56,7 +72,8 @@ def weigh(rows: TableLike, by: By = "token") -> pa.Table:
     -------
     Table
         The rows with ``row_weight`` and ``rollout_mask_sum`` (``N``) made anew. A row
-        that trains nothing weighs 0; where ``N`` is 0, the weights are null.
+        that trains nothing weighs 0; where ``N`` is 0, the weights are null. For an
+        iterator: an iterator of record batches.
 
     Raises
     ------
@@ -76,6 +93,10 @@ def weigh(rows: TableLike, by: By = "token") -> pa.Table:
     ``rollout`` is slime's denominator per rollout_id (spec: segments 8).
     """
     check_choice("by", by, By)
+    return over_sessions(lambda rows: _weighed(rows, by), ("rows", rows))
+
+
+def _weighed(rows: TableLike, by: By) -> pa.Table:
     table = canonical_rows(rows)
     session, n_sessions = session_codes(table)
     n_trained = trained_tokens(table)
@@ -171,32 +192,51 @@ def advantages(sessions: TableLike, baseline: Baseline = "group_mean") -> pa.Tab
     return out
 
 
-def add_advantages(rows: TableLike, sessions: TableLike) -> pa.Table:
+@overload
+def add_advantages(
+    rows: Stream | pa.RecordBatchReader, sessions: TableLike
+) -> Stream: ...
+@overload
+def add_advantages(rows: TableLike, sessions: TableLike) -> pa.Table: ...
+def add_advantages(rows: TableLike | Stream, sessions: TableLike) -> pa.Table | Stream:
     """The rows with a column ``advantage`` (float64): that of their session.
 
     Parameters
     ----------
-    rows : table
-        `trajkit.schema.ROWS`, or ``ROWS_SUFFIX``.
+    rows : table, or iterator of record batches
+        `trajkit.schema.ROWS`, or ``ROWS_SUFFIX``. An iterator (or a RecordBatchReader)
+        is read as the result is, and may hold a session in several batches that follow
+        each other.
     sessions : table
         With ``session_id`` and ``advantage``, as `trajkit.advantages` gives it.
 
     Returns
     -------
     Table
-        Null where the session's advantage is.
+        Null where the session's advantage is. For an iterator: an iterator of record
+        batches.
 
     Raises
     ------
+    SchemaError
+        A column of ``sessions`` is absent, or is no text or no number.
     InvalidTurnsError
-        A session of the rows has no line in ``sessions``, or two.
+        A session of the rows has no line in ``sessions``, or two; an advantage is NaN
+        or infinite.
     """
-    table = canonical_rows(rows)
-    facts = as_table(sessions).select(["session_id", "advantage"])
+    # a report is a table of sessions with more columns
+    given = as_table(sessions).replace_schema_metadata(None)
+    if "advantage" not in given.column_names:
+        raise SchemaError("column 'advantage' of sessions is absent")
+    facts = canonical(given, _ADVANTAGES).select(_ADVANTAGES.names)
     check_once(facts, ["session_id"])
-    found = pc.index_in(
-        table.column("session_id"), facts.column("session_id").cast(pa.string())
-    )
+    check_finite(facts, "advantage")
+    return over_sessions(lambda rows: _with_advantages(rows, facts), ("rows", rows))
+
+
+def _with_advantages(rows: TableLike, facts: pa.Table) -> pa.Table:
+    table = canonical_rows(rows)
+    found = pc.index_in(table.column("session_id"), facts.column("session_id"))
     if found.null_count:
         missing = table.column("session_id").filter(found.is_null())[0]
         raise InvalidTurnsError(

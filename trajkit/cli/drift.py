@@ -14,10 +14,14 @@ from trajkit import compute as pc
 from trajkit.cli.options import Commands, add_policy, add_source, chosen_policy, count
 from trajkit.cli.progress import Progress
 from trajkit.cli.show import text_table
+from trajkit.cli.through import (
+    add_through,
+    aside_count,
+    look_through,
+    set_aside_note,
+)
 from trajkit.cli.tokenizer import load_tokenizer
-from trajkit.files import Made, Target, Watch
-from trajkit.files import run as run_stage
-from trajkit.gather import Log
+from trajkit.files import Made, Target
 from trajkit.io import write_tables
 
 _LONGEST_TEXT = 120
@@ -57,6 +61,7 @@ def add_drift(commands: Commands) -> None:
         help="with --tokenizer: stretches to show of each cause (default: %(default)s)",
     )
     add_policy(parser)
+    add_through(parser)
     parser.set_defaults(run=run)
 
 
@@ -82,11 +87,14 @@ def run(arguments: argparse.Namespace) -> int:
             fork_threshold=policy.fork_threshold,
         )
         drift = tk.classify_drift(turns, links, tokenizer=tokenizer)
-        summary = summary.plus(DriftSummary.of(turns, drift))
-        yield "drift", drift
+        findings = None
         if tokenizer is not None:
             findings = tk.explain_drift(turns, links, tokenizer)
             add_causes(causes, findings, arguments.examples)
+        # nothing is refused from here on, so that no session is counted twice
+        summary = summary.plus(DriftSummary.of(turns, drift))
+        yield "drift", drift
+        if findings is not None:
             yield "findings", findings
 
     targets = {
@@ -98,16 +106,15 @@ def run(arguments: argparse.Namespace) -> int:
         if path is not None
     }
     with Progress("drift", "turns") as bar:
-        watch = Watch(lambda census, done: bar.begin(census.n_turns), bar.advance)
-        run_stage(Log(arguments.source), stage, targets, None, watch)
+        totals = look_through(arguments, stage, targets, bar)
     groups = sorted(causes.values(), key=lambda group: (-group.findings, group.cause))
     if arguments.json:
         said = {"policy": asdict(policy), **asdict(summary)}
         if tokenizer is not None:
             said["causes"] = [asdict(group) for group in groups]
-        text = json.dumps(said)
+        text = json.dumps(said | aside_count(totals))
     else:
-        text = summary.describe()
+        text = set_aside_note(arguments, totals) + summary.describe()
         if tokenizer is not None:
             text += "\n\n" + describe_causes(groups)
     sys.stdout.write(text + "\n")

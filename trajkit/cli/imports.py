@@ -9,7 +9,9 @@ import pyarrow as pa
 
 import trajkit as tk
 from trajkit.cli.options import Commands
+from trajkit.cli.progress import Progress
 from trajkit.cli.show import text_table
+from trajkit.files import Watch
 from trajkit.importers import FORMATS
 from trajkit.io import write_table
 
@@ -83,22 +85,23 @@ def run(arguments: argparse.Namespace) -> int:
         tokenizer = load_chat_tokenizer(arguments.tokenizer, arguments.chat_template)
     elif arguments.chat_template is not None:
         raise tk.PolicyError("--chat-template needs --tokenizer")
-    turns, report = tk.import_turns(
-        arguments.source,
-        arguments.format,
-        tokenizer=tokenizer,
-        nonfinite_logprobs=arguments.nonfinite_logprobs,
-    )
-    tk.write_turns(turns, arguments.output)
+    with Progress("import", "turns") as bar:
+        totals, report = tk.import_file(
+            arguments.source,
+            arguments.output,
+            arguments.format,
+            tokenizer=tokenizer,
+            nonfinite_logprobs=arguments.nonfinite_logprobs,
+            watch=Watch(lambda census, done: bar.begin(census.n_turns), bar.advance),
+        )
     if arguments.report is not None:
         write_table(report, arguments.report)
     problems = group(report)
-    sessions = len(turns["session_id"].unique())
     if arguments.json:
-        said = {"output": arguments.output, "sessions": sessions, "turns": len(turns)}
-        text = json.dumps({**said, "problems": problems})
+        said = {"output": arguments.output, **totals, "problems": problems}
+        text = json.dumps(said)
     else:
-        text = f"sessions {sessions:,}, turns {len(turns):,}\n"
+        text = f"sessions {totals['sessions']:,}, turns {totals['turns']:,}\n"
         if problems:
             lines = [
                 (

@@ -6,7 +6,6 @@ import sys
 
 import pyarrow as pa
 
-import trajkit as tk
 from trajkit.cli.choices import setting
 from trajkit.cli.options import (
     Commands,
@@ -18,8 +17,16 @@ from trajkit.cli.options import (
     count,
     known_sessions,
 )
+from trajkit.cli.progress import Progress
 from trajkit.cli.show import share, text_table
-from trajkit.simulate import cheapest_whole
+from trajkit.cli.through import (
+    add_through,
+    aside_count,
+    look_through,
+    set_aside_note,
+)
+from trajkit.files import Made
+from trajkit.simulate import Simulation, cheapest_whole
 
 
 def add_simulate(commands: Commands) -> None:
@@ -57,6 +64,7 @@ def add_simulate(commands: Commands) -> None:
     parser.add_argument(
         "--max-row-tokens", metavar="N", type=count, help="cut rows after N tokens"
     )
+    add_through(parser)
     parser.set_defaults(run=run)
 
 
@@ -65,18 +73,26 @@ def run(arguments: argparse.Namespace) -> int:
     policies = None
     if arguments.policy is not None:
         policies = [checked_policy(*one) for one in arguments.policy]
-    table = tk.simulate(
-        tk.stream_turns(arguments.source),
+    counts = Simulation(
         policies,
         pad_to=arguments.pad,
         sessions=known_sessions(arguments),
         max_row_tokens=arguments.max_row_tokens,
     )
+
+    def stage(turns: pa.Table) -> Made:
+        counts.add(turns)
+        yield "turns", turns
+
+    with Progress("simulate", "turns") as bar:
+        totals = look_through(arguments, stage, {}, bar)
+    table = counts.table()
     cheapest = cheapest_whole(table)
     if arguments.json:
-        text = json.dumps({"cheapest": cheapest, "policies": table.to_pylist()})
+        said = {"cheapest": cheapest, "policies": table.to_pylist()}
+        text = json.dumps(said | aside_count(totals))
     else:
-        text = describe(table, cheapest)
+        text = set_aside_note(arguments, totals) + describe(table, cheapest)
     sys.stdout.write(text + "\n")
     return 0
 

@@ -3,12 +3,14 @@
 import argparse
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TypedDict
 
 from trajkit.census import Census
 from trajkit.cli.progress import Progress
-from trajkit.files import Watch
-from trajkit.gather import buckets
+from trajkit.files import Stage, Target, Watch, run
+from trajkit.gather import Log, buckets
+from trajkit.io import write_tables
 
 
 class Through(TypedDict):
@@ -25,8 +27,8 @@ def add_through(parser: argparse.ArgumentParser) -> None:
         "--gather",
         choices=("auto", "no"),
         default="auto",
-        help="sessions that lie scattered: gather them through temporary files beside "
-        "OUT, or refuse them (default: %(default)s)",
+        help="sessions that lie scattered: gather them through temporary files (beside "
+        "OUT, where there is one), or refuse them (default: %(default)s)",
     )
     parser.add_argument(
         "--set-aside",
@@ -52,15 +54,43 @@ def through(arguments: argparse.Namespace, bar: Progress) -> Through:
             )
         bar.begin(census.n_turns, done)
 
+    def says(text: str) -> None:
+        sys.stderr.write(f"trajkit: {text}\n")
+
     return Through(
-        set_aside=arguments.set_aside, gather=gather, watch=Watch(begins, bar.advance)
+        set_aside=arguments.set_aside,
+        gather=gather,
+        watch=Watch(begins, bar.advance, says),
     )
+
+
+def look_through(
+    arguments: argparse.Namespace,
+    stage: Stage,
+    targets: Mapping[str, Target],
+    bar: Progress,
+) -> Mapping[str, int]:
+    """Put the turns of ``arguments.source`` through a stage that adds them up."""
+    how = through(arguments, bar)
+    aside = how["set_aside"]
+    if aside is not None:
+        targets = {**targets, "set_aside": Target(Path(aside), write_tables)}
+    log = Log(arguments.source, aside=aside is not None, gather=how["gather"])
+    return run(log, stage, targets, None, how["watch"])
+
+
+def aside_count(totals: Mapping[str, int]) -> dict[str, int]:
+    """How many sessions were set aside, if that was asked for, as JSON says it."""
+    return {name: totals[name] for name in ("set_aside",) if name in totals}
 
 
 def written(arguments: argparse.Namespace, totals: Mapping[str, int]) -> str:
     """Where the output is, and what was left out, for people."""
-    said = f"written to {arguments.output}"
-    if arguments.set_aside is not None:
-        n = totals["set_aside"]
-        said = f"{n:,} sessions set aside, see {arguments.set_aside}\n{said}"
-    return said
+    return f"{set_aside_note(arguments, totals)}written to {arguments.output}"
+
+
+def set_aside_note(arguments: argparse.Namespace, totals: Mapping[str, int]) -> str:
+    """A line that says how many sessions were set aside, if that was asked for."""
+    if arguments.set_aside is None:
+        return ""
+    return f"{totals['set_aside']:,} sessions set aside, see {arguments.set_aside}\n"

@@ -3,6 +3,11 @@
 import argparse
 import json
 import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -16,8 +21,10 @@ from trajkit.cli.options import (
     count,
     known_sessions,
 )
+from trajkit.cli.progress import Progress
 from trajkit.cli.show import text_table
-from trajkit.io import read_any_rows, write_table
+from trajkit.cli.through import add_through, set_aside_note, through
+from trajkit.io import iter_tables
 
 VIOLATED = 1
 SHOWN = 20
@@ -40,7 +47,11 @@ def add_verify(commands: Commands) -> None:
         "--json", action="store_true", help="print one JSON object and nothing else"
     )
     parser.add_argument(
-        "-o", "--output", metavar="FILE", help="write the table of violations"
+        "-o",
+        "--output",
+        metavar="OUT",
+        help="write the table of violations; to a directory, with a / behind, in parts: "
+        "a run that was stopped goes on there",
     )
     parser.add_argument(
         "--policy",
@@ -53,6 +64,7 @@ def add_verify(commands: Commands) -> None:
     parser.add_argument(
         "--max-row-tokens", metavar="N", type=count, help="rows were cut after N tokens"
     )
+    add_through(parser)
     parser.set_defaults(run=run)
 
 
@@ -63,30 +75,50 @@ def run(arguments: argparse.Namespace) -> int:
         policy = checked_policy(arguments.policy, arguments.set)
     elif arguments.set:
         raise tk.PolicyError("--set needs --policy")
-    found = tk.verify(
-        read_any_rows(arguments.rows),
-        tk.read_turns(arguments.turns),
-        policy,
-        reward=arguments.reward,
-        sessions=known_sessions(arguments),
-        max_row_tokens=arguments.max_row_tokens,
-        weigh_by=arguments.weigh_by,
-    )
-    if arguments.output is not None:
-        write_table(found, arguments.output)
-    if arguments.json:
-        text = json.dumps({"violations": found.to_pylist()})
-    else:
-        text = describe(found)
-    sys.stdout.write(text + "\n")
-    return VIOLATED if found.num_rows else 0
+    with tempfile.TemporaryDirectory(prefix="trajkit-verify-") as folder:
+        output = arguments.output or str(Path(folder, "violations.arrows"))
+        with Progress("verify", "turns") as bar:
+            totals = tk.verify_file(
+                arguments.rows,
+                arguments.turns,
+                output,
+                policy,
+                reward=arguments.reward,
+                sessions=known_sessions(arguments),
+                max_row_tokens=arguments.max_row_tokens,
+                weigh_by=arguments.weigh_by,
+                **through(arguments, bar),
+            )
+        if arguments.json:
+            _print_json(iter_tables(output), totals)
+        else:
+            text = describe(iter_tables(output))
+            sys.stdout.write(f"{text}\n{set_aside_note(arguments, totals)}")
+    return VIOLATED if totals["violations"] else 0
 
 
-def describe(found: pa.Table) -> str:
+def _print_json(found: Iterable[pa.Table], totals: dict[str, int]) -> None:
+    """One object, written as it is read: there may be many violations."""
+    sys.stdout.write('{"violations": [')
+    between = ""
+    for table in found:
+        for one in table.to_pylist():
+            sys.stdout.write(between + json.dumps(one))
+            between = ", "
+    aside = totals.get("set_aside")
+    rest = "" if aside is None else f', "set_aside": {aside}'
+    sys.stdout.write(f"]{rest}}}\n")
+
+
+def describe(found: Iterable[pa.Table]) -> str:
     """The first violations, and how many there are of each rule."""
-    if found.num_rows == 0:
+    counts: Counter[str] = Counter()
+    first: list[dict[str, Any]] = []
+    for table in found:
+        counts.update(table["rule"].cast(pa.string()).to_pylist())
+        first += table.slice(0, SHOWN - len(first)).to_pylist()
+    if not counts:
         return "no violations"
-    counts = found["rule"].cast(pa.string()).value_counts().to_pylist()
     lines = [
         [
             *(
@@ -95,17 +127,15 @@ def describe(found: pa.Table) -> str:
             ),
             one["detail"],
         ]
-        for one in found.slice(0, SHOWN).to_pylist()
+        for one in first
     ]
     head = ["session", "row", "turn", "token", "rule", "detail"]
-    left = found.num_rows - len(lines)
+    left = counts.total() - len(lines)
     return "\n".join(
         [
             text_table(head, lines),
             *([f"and {left:,} more"] if left else []),
             "",
-            text_table(
-                ["rule", "violations"], [[c["values"], c["counts"]] for c in counts]
-            ),
+            text_table(["rule", "violations"], [list(one) for one in counts.items()]),
         ]
     )

@@ -6,5 +6,6 @@ makes a turn, and what is told in the report instead, is decided in one place fo
 """
 
 from trajkit.importers.run import FORMATS, import_turns
+from trajkit.importers.to_file import import_file
 
-__all__ = ["FORMATS", "import_turns"]
+__all__ = ["FORMATS", "import_file", "import_turns"]

@@ -133,6 +133,21 @@ def import_turns(
         A file is of no format known here, or of several; or it can't be read as the format
         that was given.
     """
+    pieces, notes = imported(source, format, tokenizer, nonfinite_logprobs)
+    turns = gather(pa.concat_tables(pieces), "turn_index")
+    return turns, notes.table()
+
+
+def imported(
+    source: str | PathLike[str] | Iterable[str | PathLike[str]],
+    format: str,
+    tokenizer: ChatTokenizer | None,
+    nonfinite_logprobs: Nonfinite,
+) -> tuple[Iterator[pa.Table], Notes]:
+    """The turns of some records after those of others; and what is noted meanwhile.
+
+    The first table has no rows. As for `import_turns`, but nothing is gathered.
+    """
     if format != "auto" and format not in FORMATS:
         raise FormatError(
             f"format {format!r} is not known: expected auto, {', '.join(FORMATS)}"
@@ -140,11 +155,13 @@ def import_turns(
     options = Options() if tokenizer is None else _options(tokenizer)
     notes = Notes()
     found = _settled(_files(source, format, notes), options, notes)
-    pieces = [TURNS_IMPORTED.empty_table()]
-    while batch := list(islice(found, _BATCH)):
-        pieces.append(_table(batch, notes, nonfinite_logprobs))
-    turns = gather(pa.concat_tables(pieces), "turn_index")
-    return turns, notes.table()
+
+    def pieces() -> Iterator[pa.Table]:
+        yield TURNS_IMPORTED.empty_table()
+        while batch := list(islice(found, _BATCH)):
+            yield _table(batch, notes, nonfinite_logprobs)
+
+    return pieces(), notes
 
 
 def _settled(
