@@ -3,7 +3,7 @@
 Arrays are contiguous; records have the dtypes of trajkit/layout.py.
 """
 
-from array import array
+from collections.abc import Callable
 from typing import TypeAlias, final
 
 import numpy as np
@@ -16,7 +16,6 @@ _I64: TypeAlias = npt.NDArray[np.int64]
 _U8: TypeAlias = npt.NDArray[np.uint8]
 _U64: TypeAlias = npt.NDArray[np.uint64]
 _F32: TypeAlias = npt.NDArray[np.float32]
-_Tree: TypeAlias = _I32 | array[int]
 _F64: TypeAlias = npt.NDArray[np.float64]
 
 # release, debug or sanitize
@@ -83,38 +82,38 @@ class Growth:
     def attach(
         self, calls: _Records, nodes: _Records, stack: _I32, ends: _I32
     ) -> None: ...
-    def find(self, prompt: _I32) -> tuple[int, int]: ...
-    def insert(
-        self, held: _I32, shared: int, n_new: int, out_len: int, base: int
-    ) -> tuple[int, int]: ...
+    def take(
+        self,
+        prompt: _I32,
+        output: _I32,
+        logprobs: _F32 | None,
+        low: float,
+        high: float,
+    ) -> bytes: ...
+    @property
+    def fault(self) -> tuple[int, int, int] | None: ...
+    def insert(self) -> tuple[int, int, bool]: ...
 
-def take_call(
-    prompt: _I32, output: _I32, logprobs: _F32, held: _I32, low: float, high: float
-) -> tuple[int, int, int]: ...
-def known_messages(
-    messages: list[object],
-    start: int,
-    node: int,
-    said: list[tuple[object, ...]],
-    message_of: _Tree,
-    child: _Tree,
-    sibling: _Tree,
-    ids: _I32,
-    nodes: _I32,
-) -> int: ...
-def realign_messages(
-    messages: list[object],
-    start: int,
-    node: int,
-    said: list[tuple[object, ...]],
-    message_of: _Tree,
-    child: _Tree,
-    ids: _I32,
-) -> None: ...
-def child_with(
-    message_of: _Tree, child: _Tree, sibling: _Tree, node: int, message: int
-) -> int: ...
-def flat_message(message: object) -> tuple[object, ...]: ...
+# talk.pxi
+@final
+class Lists:
+    def __init__(
+        self,
+        said: list[tuple[object, ...]],
+        by_hash: dict[int, int | list[int]],
+        counted: list[int],
+    ) -> None: ...
+    def attach(self, places: _Records, heard: _Records) -> None: ...
+    def read(
+        self,
+        messages: list[object] | None,
+        reply: object,
+        other: Callable[[object, int], int],
+    ) -> int: ...
+    def add(self, base: int) -> None: ...
+    def fill_suffixes(self, numbers: _I32) -> None: ...
+
+def message_of(form: tuple[object, ...]) -> dict[str, object]: ...
 
 # route.pxi
 def tree_size(requests: _Records, session_offsets: _I64) -> tuple[int, int]: ...

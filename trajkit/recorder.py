@@ -10,7 +10,7 @@ from trajkit.errors import InvalidTurnsError, UnknownSessionError
 from trajkit.linearize import Layout, linearize
 from trajkit.messages import check_text
 from trajkit.policies import Policy
-from trajkit.recording import ChatMessage, Recording, Said
+from trajkit.recording import ChatMessage, Recording
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,24 +119,26 @@ class Recorder:
         UnknownSessionError
             The session was dropped while this call was under way.
         """
-        said = Said(
-            prompt_messages,
-            response_message,
-            finish_reason,
-            use_tool,
-            ill_formed,
-            trainable,
-            weight_versions,
-            payloads,
-        )
-        session = self._session(session_id)
+        session = self._sessions.get(session_id) if type(session_id) is str else None
+        if session is None:
+            session = self._session(session_id)
         with session.lock:
             if session.dropped:
                 raise UnknownSessionError(
                     f"session {session_id!r} was dropped while a call was under way"
                 )
             base, shared, clean = session.add(
-                prompt_ids, output_ids, output_logprobs, said
+                prompt_ids,
+                output_ids,
+                output_logprobs,
+                finish_reason,
+                ill_formed,
+                use_tool,
+                trainable,
+                prompt_messages,
+                response_message,
+                weight_versions,
+                payloads,
             )
             index = session.n_calls - 1
         return Recorded(index, None if base < 0 else base, shared, clean)

@@ -1,0 +1,675 @@
+"""The lists of messages of a session: each message held once, and each common head of lists.
+
+A dict that is a message is held as a tuple, its *form*: the dicts and lists in it laid out
+flat, so that another message is compared with it in one go, and their strings themselves.
+Nothing in a form can change. Two messages have forms that say the same exactly when their
+canonical JSON is the same.
+"""
+
+cdef enum:
+    TRIES = 8   # messages that may stand at one place and are looked at one by one
+    WORD = 16   # characters
+    DEPTH = 32  # so far the C stack
+    SOON = 2    # messages that are asked for before they are compared
+
+# borrowed references throughout: nothing in a comparison runs code that could drop one
+cdef extern from "Python.h":
+    bint is_dict "PyDict_CheckExact"(PyObject* op) nogil
+    bint is_list "PyList_CheckExact"(PyObject* op) nogil
+    bint is_tuple "PyTuple_CheckExact"(PyObject* op) nogil
+    bint is_text "PyUnicode_CheckExact"(PyObject* op) nogil
+    bint is_whole "PyLong_CheckExact"(PyObject* op) nogil
+    bint is_real "PyFloat_CheckExact"(PyObject* op) nogil
+    bint next_pair "PyDict_Next"(
+        PyObject* op, Py_ssize_t* at, PyObject** key, PyObject** value
+    )
+    Py_ssize_t dict_size "PyDict_Size"(PyObject* op)
+    Py_ssize_t list_size "PyList_GET_SIZE"(PyObject* op) nogil
+    PyObject* list_item "PyList_GET_ITEM"(PyObject* op, Py_ssize_t i) nogil
+    Py_ssize_t tuple_size "PyTuple_GET_SIZE"(PyObject* op) nogil
+    PyObject** tuple_cells "&PyTuple_GET_ITEM"(PyObject* op, Py_ssize_t i) nogil
+    Py_ssize_t as_size "PyLong_AsSsize_t"(PyObject* op)
+    int compare_bool "PyObject_RichCompareBool"(PyObject* a, PyObject* b, int op) except -1
+    Py_ssize_t text_length "PyUnicode_GET_LENGTH"(PyObject* op) nogil
+    int text_kind "PyUnicode_KIND"(PyObject* op) nogil
+    const char* text_data "PyUnicode_DATA"(PyObject* op) nogil
+    double real "PyFloat_AS_DOUBLE"(PyObject* op) nogil
+    int Py_EQ
+
+cdef extern from *:
+    """
+    #define TK_MIX 0x9E3779B97F4A7C15ull  /* 2**64 by the golden ratio: odd, no pattern */
+    #define TK_KEYS(op) ((void *)((PyDictObject *)(op))->ma_keys)
+    #define TK_ITEMS(op) ((void *)((PyListObject *)(op))->ob_item)
+    #define TK_TEXT(op) ((void *)((char *)(op) + sizeof(PyASCIIObject)))
+    """
+    const uint64_t TK_MIX
+    # where a dict, a list and a short text keep what is in them: to be asked for, not read
+    void* TK_KEYS(PyObject* op) noexcept nogil
+    void* TK_ITEMS(PyObject* op) noexcept nogil
+    void* TK_TEXT(PyObject* op) noexcept nogil
+    # in a form, what a dict and a list begin with: no value of JSON
+    PyObject* A_DICT "Py_Ellipsis"
+    PyObject* A_LIST "Py_NotImplemented"
+
+
+@cython.auto_pickle(False)
+@cython.final
+cdef class Lists:
+    """Lists of messages as paths of a tree, so that their common heads are one.
+
+    A node stands for the list that its path spells; node 0 for the empty list. A call's
+    messages are read, which numbers those that are new, and then added; between the two they
+    do not count, and the call may be refused. The arrays are Python's (`attach`).
+
+    Parameters
+    ----------
+    said : list
+        Filled: every distinct message, by its number: its form, or a tuple of its key and its
+        role; an empty tuple is found equal to nothing.
+    by_hash : dict
+        Filled: numbers of forms by their hash, one or a list of them.
+    counted : list
+        Filled: the numbers of messages that were added with a call, in order.
+    """
+    cdef Place[::1] places
+    cdef Heard[::1] heard
+    cdef list said, counted
+    cdef dict by_hash
+    cdef bytearray has_counted  # by number
+    cdef int32_t n_places
+    cdef int32_t n_calls
+    cdef int32_t n_placed  # messages that may stand in the tree: those with a smaller number
+    # what was read and not added
+    cdef bint silent
+    cdef int32_t reached  # the node of its first messages, as far as there is one
+    cdef list new         # numbers of the messages behind those
+    cdef int32_t reply    # -1: none
+
+    def __cinit__(self, list said not None, dict by_hash not None, list counted not None):
+        self.said, self.by_hash, self.counted = said, by_hash, counted
+        self.new, self.has_counted = [], bytearray()
+        self.n_places = self.n_calls = self.n_placed = 0
+        self.silent, self.reached, self.reply = True, 0, -1
+
+    def attach(self, Place[::1] places not None, Heard[::1] heard not None):
+        """Go on in these arrays, which begin as those before did.
+
+        Parameters
+        ----------
+        places : buffer of Place
+            A node each, at least those in use and the root.
+        heard : buffer of Heard
+            A call each, at least those that were added.
+        """
+        _check_length("places", places.shape[0], max(1, self.n_places))
+        _check_length("heard", heard.shape[0], self.n_calls)
+        self.places, self.heard = places, heard
+        if self.n_places == 0:
+            self._add_place(-1, -1)
+
+    cdef int32_t _add_place(self, int32_t parent, int32_t message) noexcept nogil:
+        cdef int32_t node = self.n_places
+        self.n_places += 1
+        self.places[node].message = message
+        self.places[node].parent = parent
+        self.places[node].depth = 0
+        self.places[node].child = self.places[node].sibling = -1
+        if parent >= 0:
+            self.places[node].depth = self.places[parent].depth + 1
+            self.places[node].sibling = self.places[parent].child
+            self.places[parent].child = node
+        return node
+
+    def read(self, list messages, object reply, other not None):
+        """Number what a call says; nothing counts until `add`.
+
+        Parameters
+        ----------
+        messages : list of dict and pairs of key and role, or None
+        reply : dict, pair of key and role, or None
+        other : callable
+            Numbers a message that is no dict with a form, given it and its place (-1: the
+            reply): it puts it into ``said``, or finds it there, or raises.
+
+        Returns
+        -------
+        int
+            Nodes that are in use once the call is added, at most.
+        """
+        cdef Py_ssize_t i
+        cdef int32_t number = -1, child
+        if self.n_places == 0:
+            raise LayoutError("there is no room for lists")
+        self.silent, self.reached, self.reply = messages is None, 0, -1
+        self.new = []
+        if messages is not None:
+            i = self._follow(messages, 0)
+            while i < len(messages):
+                # a message known elsewhere, or one of many that stand at this place
+                number = self._number(messages[i], i, other)
+                child = self._child(self.reached, number)
+                i += 1
+                if child < 0:
+                    self.new.append(number)
+                    self._realign(messages, i, other)
+                    break
+                self.reached = child
+                i = self._follow(messages, i)
+        if reply is not None:
+            self.reply = self._number(reply, -1, other)
+        return self.n_places + len(self.new) + 1
+
+    cdef Py_ssize_t _follow(self, list messages, Py_ssize_t i) except -1:
+        """Go down the tree for as long as it says what messages from i on do.
+
+        Returns the first message that is not found. At most `TRIES` children of a node are
+        looked at, so that it may be there all the same.
+        """
+        cdef int32_t at
+        cdef int tries
+        cdef PyObject* message
+        cdef Py_ssize_t n = len(messages)
+        while i < n:
+            message = PyList_GET_ITEM(messages, i)
+            at, tries = self.places[self.reached].child, 0
+            if at >= 0:
+                self._ask_for(<PyObject*>messages, i, self.places[at].child)
+            while at >= 0 and tries < TRIES:
+                if self._is_said(self.places[at].message, message):
+                    break
+                at = self.places[at].sibling
+                tries += 1
+            if at < 0 or tries == TRIES:
+                break
+            self.reached = at
+            i += 1
+        return i
+
+    cdef void _ask_for(self, PyObject* messages, Py_ssize_t i, int32_t node) noexcept:
+        """Have the next messages on their way into the caches, and what they are compared with.
+
+        Nothing is decided by what is seen here.
+        """
+        cdef PyObject* one
+        cdef PyObject* key
+        cdef PyObject* value
+        cdef Py_ssize_t n = list_size(messages), place = 0
+        if i + 2 * SOON < n:
+            __builtin_prefetch(list_item(messages, i + 2 * SOON))
+        if i + SOON < n:
+            one = list_item(messages, i + SOON)
+            if is_dict(one):
+                __builtin_prefetch(TK_KEYS(one))
+                __builtin_prefetch(<char*>TK_KEYS(one) + 64)
+                __builtin_prefetch(<char*>TK_KEYS(one) + 128)
+        if i + 1 < n:
+            one = list_item(messages, i + 1)
+            if is_dict(one):
+                while next_pair(one, &place, &key, &value):
+                    __builtin_prefetch(value)
+                    __builtin_prefetch(TK_TEXT(value))
+        if node >= 0:
+            one = PyList_GET_ITEM(self.said, self.places[node].message)
+            __builtin_prefetch(one)
+            __builtin_prefetch(<char*>one + 64)
+            __builtin_prefetch(<char*>one + 128)
+
+    cdef bint _is_said(self, int32_t number, PyObject* message) except -1:
+        """Whether a message is the one with this number. Runs no code of the caller's."""
+        cdef PyObject* held = PyList_GET_ITEM(self.said, number)
+        cdef PyObject** cell
+        if held == message:  # a pair, which cannot change
+            return True
+        if is_dict(message):
+            if tuple_size(held) <= 2:
+                return False
+            cell = tuple_cells(held, 0)
+            return _same_form(&cell, message)
+        return is_tuple(message) and _same_pair(<tuple>held, <tuple>message)
+
+    cdef _realign(self, list messages, Py_ssize_t i, object other):
+        """Number the messages from i on, behind the first that is not known at its place.
+
+        Those that the newest list has which goes on from here are found in it, though others
+        came between, unless looking for them takes longer than the two are long.
+        """
+        cdef Py_ssize_t budget = 64 + 4 * (len(messages) - i)
+        cdef int32_t at, number, node = self.places[self.reached].child
+        while i < len(messages):
+            number, at = -1, node
+            while at >= 0 and budget > 0:
+                if self._is_said(self.places[at].message, PyList_GET_ITEM(messages, i)):
+                    number = self.places[at].message
+                    node = self.places[at].child
+                    break
+                at = self.places[at].child
+                budget -= 1
+            if number < 0:
+                number = self._number(messages[i], i, other)
+            self.new.append(number)
+            i += 1
+
+    cdef int32_t _number(self, object message, Py_ssize_t place, object other) except -1:
+        """The number of a message, which is new or known elsewhere."""
+        cdef list form = []
+        cdef uint64_t digest = 0
+        cdef object role
+        cdef int32_t number
+        if isinstance(message, dict):
+            role = message.get("role")
+            if isinstance(role, str) and str.isascii(role) and _lay_out(message, form, 0, &digest):
+                return self._number_of(tuple(form), digest)
+        number = other(message, place)
+        if not 0 <= number < len(self.said):
+            raise LayoutError(f"message {number} is none of {len(self.said)}")
+        return number
+
+    cdef int32_t _number_of(self, tuple form, uint64_t digest) except -1:
+        """The number of the message that has a form."""
+        cdef object known = self.by_hash.get(digest)
+        cdef int32_t number = -1 if known is None else self._one_of(known, form)
+        if number >= 0:
+            self.said[number] = form  # its keys in the order of now
+            return number
+        number = <int32_t>len(self.said)
+        self.said.append(form)
+        if known is None:
+            self.by_hash[digest] = number
+        elif type(known) is list:
+            known.append(number)
+        else:
+            self.by_hash[digest] = [known, number]
+        return number
+
+    cdef int32_t _one_of(self, object known, tuple form) except -2:
+        """Which of the numbers known is that of a message that says the same, or -1."""
+        cdef int32_t number
+        cdef tuple held
+        cdef tuple ordered = None
+        for number in known if type(known) is list else (known,):
+            held = self.said[number]
+            if _equal_forms(form, held):
+                return number
+            if ordered is None:
+                ordered = _ordered(form)
+            if _equal_forms(ordered, _ordered(held)):
+                return number
+        return -1
+
+    cdef int32_t _child(self, int32_t node, int32_t message) noexcept:
+        """The child of a node whose last message has this number, or -1."""
+        cdef int32_t at = -1
+        if message < self.n_placed:
+            at = self.places[node].child
+            while at >= 0 and self.places[at].message != message:
+                at = self.places[at].sibling
+        return at
+
+    cdef int32_t _step(self, int32_t node, int32_t message) noexcept:
+        """The node of a node's list and one message more."""
+        cdef int32_t known = self._child(node, message)
+        self.n_placed = max(self.n_placed, message + 1)
+        return known if known >= 0 else self._add_place(node, message)
+
+    def add(self, int32_t base):
+        """Let the messages of the call that was read count.
+
+        Parameters
+        ----------
+        base : int
+            An earlier call; -1: none.
+        """
+        cdef int32_t end = self.reached, meet, node
+        cdef object number
+        cdef Heard* call
+        if not -1 <= base < self.n_calls:
+            raise LayoutError(f"call {self.n_calls} has the base {base}")
+        _check_length("heard", self.heard.shape[0], self.n_calls + 1)
+        _check_length("places", self.places.shape[0], self.n_places + len(self.new) + 1)
+        call = &self.heard[self.n_calls]
+        call.shared, call.end, call.shown, call.reply = 0, -1, -1, self.reply
+        if not self.silent:
+            for number in self.new:
+                end = self._step(end, number)
+            if base >= 0 and self.heard[base].shown >= 0:
+                # up both lists, to where they are one
+                node, meet = end, self.heard[base].shown
+                while node != meet:
+                    if self.places[node].depth >= self.places[meet].depth:
+                        node = self.places[node].parent
+                    else:
+                        meet = self.places[meet].parent
+                call.shared = self.places[meet].depth
+            call.end = end
+            call.shown = end if self.reply < 0 else self._step(end, self.reply)
+        for number in self.new:
+            self._count(number)
+        if self.reply >= 0:
+            self._count(self.reply)
+        self.n_placed = <int32_t>len(self.said)
+        self.n_calls += 1
+        self.silent, self.reply = True, -1
+        self.new = []
+
+    cdef _count(self, int32_t number):
+        cdef Py_ssize_t n = len(self.has_counted)
+        if n < len(self.said):
+            self.has_counted.extend(bytes(len(self.said) - n))
+        if not self.has_counted[number]:
+            self.has_counted[number] = 1
+            self.counted.append(number)
+
+    def fill_suffixes(self, int32_t[::1] numbers not None):
+        """The messages of every call that its base does not supply.
+
+        Parameters
+        ----------
+        numbers : buffer of int32
+            Filled, call by call. As long as there are such messages.
+        """
+        cdef int32_t i, node
+        cdef Py_ssize_t at = 0, size = 0, end
+        for i in range(self.n_calls):
+            if self.heard[i].end >= 0:
+                size += self.places[self.heard[i].end].depth - self.heard[i].shared
+        if numbers.shape[0] != size:
+            raise LayoutError(f"numbers has {numbers.shape[0]} places for {size} messages")
+        for i in range(self.n_calls):
+            node = self.heard[i].end
+            if node < 0:
+                continue
+            at = end = at + self.places[node].depth - self.heard[i].shared
+            while self.places[node].depth > self.heard[i].shared:
+                end -= 1
+                numbers[end] = self.places[node].message
+                node = self.places[node].parent
+
+
+cdef bint _same_pair(tuple a, tuple b):
+    return (
+        len(a) == 2 == len(b)
+        and type(a[0]) is bytes is type(b[0])
+        and type(a[1]) is str is type(b[1])
+        and <bytes>a[0] == <bytes>b[0]
+        and <str>a[1] == <str>b[1]
+    )
+
+
+cdef bint _lay_out(object value, list form, int depth, uint64_t* digest) except -1:
+    """Append the form of a value to ``form``, and tell its hash.
+
+    A dict is `A_DICT`, its length, and its keys and values as they come; a list `A_LIST`, its
+    length and its values; anything else stands there itself, as the very type of JSON. The
+    hash is that of what is said: it does not depend on the order of keys.
+
+    Returns
+    -------
+    bool
+        Whether there is a form: none for what is no JSON, nested deeper than `DEPTH` levels,
+        or an integer beyond 64 bits.
+    """
+    cdef double number
+    if isinstance(value, str):
+        if type(value) is not str:
+            value = PyUnicode_FromObject(value)
+        digest[0] = _hash_text(<PyObject*>value)
+        form.append(_shared_word(value))
+    elif isinstance(value, dict):
+        return depth < DEPTH and _lay_out_dict(value, form, depth + 1, digest)
+    elif isinstance(value, list):
+        return depth < DEPTH and _lay_out_list(value, form, depth + 1, digest)
+    elif value is None:
+        digest[0] = 1
+        form.append(value)
+    elif isinstance(value, bool):
+        digest[0] = 2 + <bint>value
+        form.append(value)
+    elif isinstance(value, int):
+        if type(value) is not int:
+            value = int.__pos__(value)
+        try:
+            digest[0] = _joined(<uint64_t><int64_t>value, 4)
+        except OverflowError:
+            return False
+        form.append(value)
+    elif isinstance(value, float):
+        number = value
+        digest[0] = 5
+        if number == number:  # every NaN is written the same
+            memcpy(digest, &number, sizeof(double))
+            digest[0] = _joined(digest[0], 6)
+        form.append(number)
+    else:
+        return False
+    return True
+
+
+cdef bint _lay_out_dict(object pairs, list form, int depth, uint64_t* digest) except -1:
+    cdef object key, value
+    cdef Py_ssize_t n = 0, at = len(form) + 1
+    form.append(<object>A_DICT)
+    form.append(None)
+    digest[0] = 0
+    if type(pairs) is dict:
+        for key, value in (<dict>pairs).items():
+            n += 1
+            if not _lay_out_pair(key, value, form, depth, digest):
+                return False
+    else:
+        for key in pairs:
+            n += 1
+            if not _lay_out_pair(key, pairs[key], form, depth, digest):
+                return False
+    form[at] = n
+    digest[0] = _joined(digest[0], 7 + n)
+    return True
+
+
+cdef bint _lay_out_pair(
+    object key, object value, list form, int depth, uint64_t* digest
+) except -1:
+    cdef uint64_t of_key = 0, of_value = 0
+    if not isinstance(key, str):
+        return False
+    _lay_out(key, form, depth, &of_key)
+    if not _lay_out(value, form, depth, &of_value):
+        return False
+    digest[0] += _joined(of_key, of_value)  # a sum: in any order
+    return True
+
+
+cdef bint _lay_out_list(object values, list form, int depth, uint64_t* digest) except -1:
+    cdef object value
+    cdef Py_ssize_t n = 0, at = len(form) + 1
+    cdef uint64_t of_value = 0
+    form.append(<object>A_LIST)
+    form.append(None)
+    digest[0] = 0
+    for value in values:
+        n += 1
+        if not _lay_out(value, form, depth, &of_value):
+            return False
+        digest[0] = _joined(digest[0], of_value)
+    form[at] = n
+    digest[0] = _joined(digest[0], ~n)
+    return True
+
+
+cdef inline uint64_t _joined(uint64_t a, uint64_t b) noexcept nogil:
+    a = (a ^ (b * TK_MIX)) * TK_MIX
+    return a ^ (a >> 32)
+
+
+cdef uint64_t _hash_text(PyObject* text) noexcept nogil:
+    """A hash of a text's characters: four lanes of eight bytes, so that none waits."""
+    cdef Py_ssize_t n = text_length(text) * text_kind(text), i = 0
+    cdef const char* data = text_data(text)
+    cdef uint64_t[4] lane
+    cdef uint64_t[4] word
+    cdef int k
+    for k in range(4):
+        lane[k] = <uint64_t>(n + k)
+    while n - i >= 32:
+        memcpy(word, data + i, 32)
+        for k in range(4):
+            lane[k] = (((lane[k] << 29) | (lane[k] >> 35)) ^ word[k]) * TK_MIX
+        i += 32
+    if i < n:
+        memset(word, 0, 32)
+        memcpy(word, data + i, n - i)
+        for k in range(4):
+            lane[k] = (((lane[k] << 29) | (lane[k] >> 35)) ^ word[k]) * TK_MIX
+    return _joined(_joined(lane[0], lane[1]), _joined(lane[2], lane[3]))
+
+
+cdef object _shared_word(str value):
+    """The one object for a short word, so that keys and roles stay in the caches."""
+    return intern(value) if len(value) <= WORD else value
+
+
+def message_of(tuple form not None):
+    """The message that has a form: the same dicts, lists and values, in new dicts and lists."""
+    cdef Py_ssize_t at = 0
+    return _rebuilt(form, &at)
+
+
+cdef object _rebuilt(tuple form, Py_ssize_t* at):
+    cdef object head = form[at[0]]
+    cdef object key
+    cdef Py_ssize_t n
+    cdef dict pairs
+    cdef list values
+    at[0] += 1
+    if <PyObject*>head == A_DICT:
+        n = form[at[0]]
+        at[0] += 1
+        pairs = {}
+        for _ in range(n):
+            key = form[at[0]]
+            at[0] += 1
+            pairs[key] = _rebuilt(form, at)
+        return pairs
+    if <PyObject*>head == A_LIST:
+        n = form[at[0]]
+        at[0] += 1
+        values = []
+        for _ in range(n):
+            values.append(_rebuilt(form, at))
+        return values
+    return head
+
+
+cdef tuple _ordered(tuple form):
+    """The form of the same message with the keys of every dict sorted."""
+    cdef list ordered = []
+    cdef Py_ssize_t at = 0
+    _lay_in_order(form, &at, ordered)
+    return tuple(ordered)
+
+
+cdef _lay_in_order(tuple form, Py_ssize_t* at, list ordered):
+    cdef object head = form[at[0]], n, key
+    cdef dict parts
+    at[0] += 1
+    ordered.append(head)
+    if <PyObject*>head == A_DICT:
+        n = form[at[0]]
+        at[0] += 1
+        ordered.append(n)
+        parts = {}
+        for _ in range(n):
+            key = form[at[0]]
+            at[0] += 1
+            parts[key] = []
+            _lay_in_order(form, at, parts[key])
+        for key in sorted(parts):
+            ordered.append(key)
+            ordered.extend(parts[key])
+    elif <PyObject*>head == A_LIST:
+        n = form[at[0]]
+        at[0] += 1
+        ordered.append(n)
+        for _ in range(n):
+            _lay_in_order(form, at, ordered)
+
+
+cdef bint _equal_forms(tuple a, tuple b):
+    cdef Py_ssize_t i
+    if len(a) != len(b):
+        return False
+    for i in range(len(a)):
+        if not _same_leaf(PyTuple_GET_ITEM(a, i), PyTuple_GET_ITEM(b, i)):
+            return False
+    return True
+
+
+cdef bint _same_form(PyObject*** cell, PyObject* value) except -1:
+    """Whether a value is written the same as the form that begins at the cell.
+
+    False is no promise: keys in another order and types that are not exactly JSON's own
+    always differ. It goes no deeper than the form does.
+    """
+    cdef PyObject* held = cell[0][0]
+    cdef PyObject* key
+    cdef PyObject* inner
+    cdef Py_ssize_t n, i, place = 0
+    cell[0] += 1
+    if held == A_DICT:
+        if not is_dict(value):
+            return False
+        n = as_size(cell[0][0])
+        cell[0] += 1
+        if dict_size(value) != n:
+            return False
+        while next_pair(value, &place, &key, &inner):
+            if not _same_leaf(cell[0][0], key):
+                return False
+            cell[0] += 1
+            if not _same_form(cell, inner):
+                return False
+        return True
+    if held == A_LIST:
+        if not is_list(value):
+            return False
+        n = as_size(cell[0][0])
+        cell[0] += 1
+        if list_size(value) != n:
+            return False
+        for i in range(n):
+            if not _same_form(cell, list_item(value, i)):
+                return False
+        return True
+    return _same_leaf(held, value)
+
+
+cdef inline bint _same_leaf(PyObject* a, PyObject* b) except -1:
+    cdef double p, q
+    if a == b:
+        return True
+    if is_text(a):
+        return is_text(b) and _same_text(a, b)
+    if is_whole(a):
+        return is_whole(b) and compare_bool(a, b, Py_EQ)
+    if is_real(a) and is_real(b):
+        p, q = real(a), real(b)
+        # -0.0 is written unlike 0.0, and every NaN the same
+        return memcmp(&p, &q, sizeof(double)) == 0 or (p != p and q != q)
+    return False
+
+
+cdef bint _same_text(PyObject* a, PyObject* b) noexcept nogil:
+    """Whether two texts are equal; long ones are read ahead of, as runs of token ids are."""
+    cdef Py_ssize_t n = text_length(a), whole
+    cdef int kind = text_kind(a)
+    cdef const char* at
+    cdef const char* other
+    if text_length(b) != n or text_kind(b) != kind:
+        return False
+    n *= kind
+    at, other = text_data(a), text_data(b)
+    whole = n // <Py_ssize_t>sizeof(token_t)
+    if _lcp(<const token_t*>at, <const token_t*>other, whole) < whole:
+        return False
+    whole *= sizeof(token_t)
+    return memcmp(at + whole, other + whole, n - whole) == 0
