@@ -11,6 +11,7 @@
     plain.pxi    which bodies say nothing but some fields
     record.pxi   a session that grows: where a prompt leaves it, what a call brings
     talk.pxi     the lists of messages of a session, each message and common head held once
+    intake.pxi   a call as it comes, into both
     route.pxi    which call a call continues: by messages, by tokens
     route_prefix.pxi  the same, whatever the order of calls
     route_generations.pxi  a forest of generations, by messages and checked by tokens
@@ -29,10 +30,10 @@ Kernels never allocate: the caller passes every output buffer.
 """
 cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
-from cpython.dict cimport PyDict_GetItemWithError, PyDict_Next
+from cpython.dict cimport PyDict_GetItemWithError
 from cpython.float cimport PyFloat_AS_DOUBLE, PyFloat_CheckExact
 from cpython.list cimport PyList_GET_ITEM
-from cpython.long cimport PyLong_AsDouble, PyLong_AsSsize_t, PyLong_CheckExact
+from cpython.long cimport PyLong_AsDouble, PyLong_CheckExact
 from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from cpython.tuple cimport PyTuple_GET_ITEM
@@ -51,6 +52,8 @@ import re
 from json.encoder import encode_basestring
 from sys import intern
 
+from numpy import ndarray
+
 from trajkit.errors import InvalidTurnsError, LayoutError
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -67,6 +70,7 @@ include "json.pxi"
 include "forest.pxi"
 include "record.pxi"
 include "talk.pxi"
+include "intake.pxi"
 include "route.pxi"
 include "route_prefix.pxi"
 include "route_generations.pxi"

@@ -131,6 +131,12 @@ cdef class Growth:
             The ids of the prompt that no path has, those of the output, and logprobs: four
             bytes each. `fault` tells whether they keep the rules.
         """
+        return self._take(prompt, output, logprobs, low, high)
+
+    cdef bytes _take(
+        self, const token_t[::1] prompt, const token_t[::1] output,
+        const float[::1] logprobs, float low, float high,
+    ):
         cdef:
             pos_t n_logprobs = 0 if logprobs is None else logprobs.shape[0]
             const token_t* at = &prompt[0] if prompt.shape[0] else NULL
@@ -179,6 +185,16 @@ cdef class Growth:
         if self.faulty[2] >= 0:
             return 2, self.faulty[2], self.n_new + self.out_len + self.faulty[2]
         return None
+
+    cdef bint any_fault(self) noexcept:
+        return self.faulty[0] >= 0 or self.faulty[1] >= 0 or self.faulty[2] >= 0
+
+    cdef bint lacks_room(self) noexcept:
+        """Whether the call that was taken has no room."""
+        return self.n_calls >= self.n_room or (
+            self.cursor.path != NULL
+            and self.path.shape[0] < self.prompt_len + self.out_len
+        )
 
     cdef pos_t _find(self, const token_t* prompt, pos_t n) except -1:
         """How many tokens of a prompt start like a path; `base` is a call that has them.

@@ -77,6 +77,8 @@ cdef class Lists:
     cdef list said, counted
     cdef dict by_hash
     cdef bytearray has_counted  # by number
+    cdef bint has_pairs
+    cdef bint mixed       # a dict was counted since, which a pair may stand for
     cdef int32_t n_places
     cdef int32_t n_calls
     cdef int32_t n_placed  # messages that may stand in the tree: those with a smaller number
@@ -89,6 +91,7 @@ cdef class Lists:
     def __cinit__(self, list said not None, dict by_hash not None, list counted not None):
         self.said, self.by_hash, self.counted = said, by_hash, counted
         self.new, self.has_counted = [], bytearray()
+        self.has_pairs = self.mixed = False
         self.n_places = self.n_calls = self.n_placed = 0
         self.silent, self.reached, self.reply = True, 0, -1
 
@@ -128,15 +131,22 @@ cdef class Lists:
         ----------
         messages : list of dict and pairs of key and role, or None
         reply : dict, pair of key and role, or None
-        other : callable
-            Numbers a message that is no dict with a form, given it and its place (-1: the
-            reply): it puts it into ``said``, or finds it there, or raises.
+        other : object
+            Its method ``number`` numbers a message that is no dict with a form, given it and
+            its place (-1: the reply): it puts it into ``said``, or finds it there, or raises.
 
         Returns
         -------
         int
             Nodes that are in use once the call is added, at most.
         """
+        return self._read(messages, reply, other)
+
+    cdef bint lacks_room(self, int64_t n_places) noexcept:
+        """Whether one call more has no room, or so many places."""
+        return self.n_calls >= self.heard.shape[0] or n_places > self.places.shape[0]
+
+    cdef int64_t _read(self, list messages, object reply, object other) except -1:
         cdef Py_ssize_t i
         cdef int32_t number = -1, child
         if self.n_places == 0:
@@ -260,7 +270,8 @@ cdef class Lists:
             role = message.get("role")
             if isinstance(role, str) and str.isascii(role) and _lay_out(message, form, 0, &digest):
                 return self._number_of(tuple(form), digest)
-        number = other(message, place)
+        self.has_pairs |= isinstance(message, tuple)
+        number = other.number(message, place)
         if not 0 <= number < len(self.said):
             raise LayoutError(f"message {number} is none of {len(self.said)}")
         return number
@@ -358,6 +369,8 @@ cdef class Lists:
             self.has_counted.extend(bytes(len(self.said) - n))
         if not self.has_counted[number]:
             self.has_counted[number] = 1
+            if self.has_pairs and tuple_size(PyList_GET_ITEM(self.said, number)) != 2:
+                self.mixed = True
             self.counted.append(number)
 
     def fill_suffixes(self, int32_t[::1] numbers not None):

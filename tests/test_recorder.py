@@ -967,19 +967,28 @@ def lists(n_places=8, n_calls=2):
     return tree, said
 
 
-def no_other(message, place):
-    raise InvalidTurnsError(f"{place} is {message!r}")
+class Numbers:
+    """What numbers a message that has no form: always alike."""
+
+    def __init__(self, number):
+        self._number = number
+
+    def number(self, message, place):
+        return self._number
+
+
+NONE = Numbers(-1)
 
 
 def test_lists_that_do_not_fit_are_refused():
     tree, said = lists(n_places=3)
     with pytest.raises(LayoutError, match="call 0 has the base 0"):
         tree.add(0)
-    assert tree.read([USER], None, no_other) == 3
+    assert tree.read([USER], None, NONE) == 3
     tree.add(-1)
-    assert tree.read([USER], user("reply"), no_other) == 3
+    assert tree.read([USER], user("reply"), NONE) == 3
     tree.add(0)
-    assert tree.read([USER, USER], None, no_other) == 5
+    assert tree.read([USER, USER], None, NONE) == 5
     for match in ("heard has 2 entries, 3 are", "places has 3 entries, 5 are"):
         with pytest.raises(LayoutError, match=match):
             tree.add(1)
@@ -993,7 +1002,7 @@ def test_lists_that_do_not_fit_are_refused():
 
 def test_suffixes_need_their_room():
     tree, _ = lists()
-    tree.read([USER, user("u")], None, no_other)
+    tree.read([USER, user("u")], None, NONE)
     tree.add(-1)
     for size in (1, 3):
         with pytest.raises(LayoutError, match=f"{size} places for 2 messages"):
@@ -1005,11 +1014,11 @@ def test_suffixes_need_their_room():
 
 def test_lists_are_attached_first_and_numbers_are_known():
     with pytest.raises(LayoutError, match="no room for lists"):
-        _core.Lists([], {}, []).read([], None, no_other)
+        _core.Lists([], {}, []).read([], None, NONE)
     tree, _ = lists()
     for number in (-1, 0):
         with pytest.raises(LayoutError, match=f"message {number} is none of 0"):
-            tree.read([("key", "role")], None, lambda message, place: number)
+            tree.read([("key", "role")], None, Numbers(number))
 
 
 def growth(n):

@@ -3,8 +3,7 @@
 Arrays are contiguous; records have the dtypes of trajkit/layout.py.
 """
 
-from collections.abc import Callable
-from typing import TypeAlias, final
+from typing import Protocol, Self, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -95,25 +94,56 @@ class Growth:
     def insert(self) -> tuple[int, int, bool]: ...
 
 # talk.pxi
+class _Numbers(Protocol):
+    def number(self, message: object, place: int, /) -> int: ...
+
 @final
 class Lists:
-    def __init__(
-        self,
+    def __new__(
+        cls,
         said: list[tuple[object, ...]],
         by_hash: dict[int, int | list[int]],
         counted: list[int],
-    ) -> None: ...
+    ) -> Self: ...
     def attach(self, places: _Records, heard: _Records) -> None: ...
     def read(
         self,
         messages: list[object] | None,
         reply: object,
-        other: Callable[[object, int], int],
+        other: _Numbers,
     ) -> int: ...
     def add(self, base: int) -> None: ...
     def fill_suffixes(self, numbers: _I32) -> None: ...
 
 def message_of(form: tuple[object, ...]) -> dict[str, object]: ...
+
+# intake.pxi
+class Intake:
+    @property
+    def n_calls(self) -> int: ...
+    def begin(
+        self,
+        paths: Growth,
+        lists: Lists,
+        held: list[bytes],
+        facts: list[tuple[object, ...]],
+        low: float,
+        high: float,
+    ) -> None: ...
+    def add(
+        self,
+        prompt_ids: object,
+        output_ids: object,
+        output_logprobs: object,
+        finish_reason: object,
+        ill_formed: object,
+        use_tool: object,
+        trainable: object,
+        prompt_messages: object,
+        response_message: object,
+        weight_versions: object,
+        payloads: object,
+    ) -> tuple[int, int, bool]: ...
 
 # route.pxi
 def tree_size(requests: _Records, session_offsets: _I64) -> tuple[int, int]: ...

@@ -127,20 +127,24 @@ class Recorder:
                 raise UnknownSessionError(
                     f"session {session_id!r} was dropped while a call was under way"
                 )
-            base, shared, clean = session.add(
-                prompt_ids,
-                output_ids,
-                output_logprobs,
-                finish_reason,
-                ill_formed,
-                use_tool,
-                trainable,
-                prompt_messages,
-                response_message,
-                weight_versions,
-                payloads,
-            )
-            index = session.n_calls - 1
+            index = session.n_calls
+            try:
+                base, shared, clean = session.add(
+                    prompt_ids,
+                    output_ids,
+                    output_logprobs,
+                    finish_reason,
+                    ill_formed,
+                    use_tool,
+                    trainable,
+                    prompt_messages,
+                    response_message,
+                    weight_versions,
+                    payloads,
+                )
+            except InvalidTurnsError as error:
+                where = f"session {session_id!r}, turn {index}: "
+                raise InvalidTurnsError(f"{where}{error}") from None
         return Recorded(index, None if base < 0 else base, shared, clean)
 
     def turns(self, session_id: str) -> pa.Table:
@@ -157,7 +161,7 @@ class Recorder:
         with session.lock:
             if session.dropped:
                 raise _unknown(session_id)
-            return session.turns()
+            return session.turns(session_id)
 
     def rows(
         self,
@@ -221,7 +225,7 @@ class Recorder:
             session = self._sessions.get(session_id)
             if session is None:
                 check_text(session_id, "session_id")
-                session = self._sessions[session_id] = Recording(session_id)
+                session = self._sessions[session_id] = Recording()
             return session
 
     def _known(self, session_id: str) -> Recording:

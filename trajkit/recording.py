@@ -1,7 +1,6 @@
 """One session under way, in compact form: new tokens and new messages only."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from threading import Lock
 from typing import TypeAlias
 
@@ -14,12 +13,12 @@ from trajkit.calls import Ints, Longs, Records
 from trajkit.checks import MAX_LOGPROB, NO_LOGPROB
 from trajkit.errors import InvalidTurnsError
 from trajkit.flat import offsets_of
-from trajkit.further import Further
+from trajkit.further import Column, Further
 from trajkit.layout import CALL, NODE, longer
 from trajkit.messages import check_text
 from trajkit.records import message_columns, read_weight_versions
 from trajkit.schema import TURNS_DELTA
-from trajkit.talk import Talk
+from trajkit.talk import Talk, read_messages
 from trajkit.unbox import ID_RULE, fill_logprobs, given_logprobs, read_ids
 
 ChatMessage: TypeAlias = dict[str, object] | tuple[bytes, str]
@@ -30,139 +29,118 @@ _LOWEST, _HIGHEST = float(NO_LOGPROB), float(MAX_LOGPROB)
 # Tokens per call: where they bring no more, a copy of the path costs less than the calls'
 # own records, and saves looking at one after another.
 _SHORT = 16
+# what `_core.Intake` keeps of a call as it is given, by column
+_FACTS = ("finish_reason", "use_tool", "ill_formed", "trainable", "weight_versions")
 
 
-@dataclass(slots=True)
-class Recording:
+class Recording(_core.Intake):
     """One session under way. Its user takes the lock around every call of a method."""
 
-    name: str
-    lock: Lock = field(default_factory=Lock)
-    dropped: bool = False
-    n_calls: int = 0
-    # of each call what no earlier one had, in one piece that never moves: ids of its
-    # prompt, its output, and its logprobs, if it has some, of four bytes each
-    held: list[bytes] = field(default_factory=list)
-    # where logprobs are null, by call: 0
-    valid: dict[int, npt.NDArray[np.uint8]] = field(default_factory=dict)
-    # the forest of paths (trajkit.forest), grown call by call, and its arrays
-    paths: _core.Growth = field(default_factory=_core.Growth)
-    calls: Records = field(default_factory=lambda: np.empty(0, CALL))
-    nodes: Records = field(default_factory=lambda: np.empty(0, NODE))
-    stack: Ints = field(default_factory=lambda: np.empty(0, np.int32))
-    ends: Ints = field(default_factory=lambda: np.empty(0, np.int32))
-    path: Ints = field(default_factory=lambda: np.empty(0, np.int32))
-    talk: Talk = field(default_factory=Talk)
-    # of each call finish_reason, use_tool, ill_formed, trainable and weight_versions
-    facts: list[tuple[object, ...]] = field(default_factory=list)
-    further: Further = field(default_factory=Further)
-
-    def add(
-        self,
-        prompt_ids: object,
-        output_ids: object,
-        output_logprobs: object,
-        finish_reason: object,
-        ill_formed: object,
-        use_tool: object,
-        trainable: object,
-        prompt_messages: object,
-        response_message: object,
-        weight_versions: object,
-        payloads: object,
-    ) -> tuple[int, int, bool]:
-        """Take a call in.
-
-        Parameters
-        ----------
-        prompt_ids, ...
-            As for `trajkit.Recorder.record`.
-
-        Returns
-        -------
-        base : int
-            The call that its prompt starts like; -1: none.
-        shared : int
-            How far.
-        clean : bool
-            As far as the base goes.
-
-        Raises
-        ------
-        InvalidTurnsError
-            A value breaks a rule of the schema; the session is as it was before.
-        """
-        # What can be refused, or lack memory, is done before anything counts.
-        index = self.n_calls
-        paths, talk = self.paths, self.talk
-        try:
-            prompt = read_ids(prompt_ids, "", "prompt_ids")
-            output = read_ids(output_ids, "", "output_ids")
-            logprobs, valid = _read_logprobs(output_logprobs, len(output))
-            held = paths.take(prompt, output, logprobs, _LOWEST, _HIGHEST)
-            fault = paths.fault
-            if fault is not None:
-                # the copy was checked, so that what is kept is what was checked
-                raise _refusal(held, fault)
-            if use_tool is None:
-                reply = response_message
-                use_tool = isinstance(reply, dict) and bool(reply.get("tool_calls"))
-            else:
-                use_tool = _flag(use_tool, "use_tool")
-            if ill_formed is not None:
-                ill_formed = _flag(ill_formed, "ill_formed")
-            if trainable is not None:
-                trainable = _flag(trainable, "trainable")
-            if finish_reason is not None:
-                _check_finish_reason(finish_reason)
-            if weight_versions is not None:
-                weight_versions = read_weight_versions(weight_versions, "")
-                _check_tiles(weight_versions, len(output))
-            further = None
-            if payloads is not None:
-                further = self.further.read(payloads, index, "")
-            talk.read(prompt_messages, response_message)
-        except InvalidTurnsError as error:
-            where = f"session {self.name!r}, turn {index}: "
-            raise InvalidTurnsError(f"{where}{error}") from None
-
-        if index == len(self.calls):
-            self._make_room()
-        if len(self.path):
-            length = len(prompt) + len(output)
-            if length > len(self.path):
-                self._hold_path(length)
-        self.held.append(held)
-        found = paths.insert()
-        if valid is not None:
-            self.valid[index] = valid
-        talk.add(found[0])
-        self.facts.append(
-            (finish_reason, use_tool, ill_formed, trainable, weight_versions)
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.dropped = False
+        # of each call what no earlier one had, in one piece that never moves: ids of its
+        # prompt, its output, and its logprobs, if it has some, of four bytes each
+        self.held: list[bytes] = []
+        # where logprobs are null, by call: 0
+        self.valid: dict[int, npt.NDArray[np.uint8]] = {}
+        # the forest of paths (trajkit.forest), grown call by call, and its arrays
+        self.paths = _core.Growth()
+        self.calls: Records = np.empty(0, CALL)
+        self.nodes: Records = np.empty(0, NODE)
+        self.stack: Ints = np.empty(0, np.int32)
+        self.ends: Ints = np.empty(0, np.int32)
+        self.path: Ints = np.empty(0, np.int32)
+        self.talk = Talk()
+        # of each call its values of these columns
+        self.facts: list[tuple[object, ...]] = []
+        self.further = Further()
+        self.begin(
+            self.paths, self.talk.lists, self.held, self.facts, _LOWEST, _HIGHEST
         )
-        if further is not None:
-            self.further.add(further)
-        self.n_calls = index + 1
-        return found
 
-    def _make_room(self) -> None:
-        """Room for an eighth more calls than there are, and some."""
-        n = self.n_calls + self.n_calls // 8 + 16
-        self.calls = longer(self.calls, n)
-        self.nodes = longer(self.nodes, 2 * n + 1)
-        self.stack = longer(self.stack, 2 * n + 1)
-        self.ends = longer(self.ends, n)
-        self.paths.attach(self.calls, self.nodes, self.stack, self.ends)
-        self.talk.make_room(n)
-        self._hold_path(self.paths.length)
+    # What `_core.Intake` hands over
+
+    def read_ids(self, values: object, name: str) -> Ints:
+        return read_ids(values, "", name)
+
+    def read_logprobs(
+        self, values: object, n_output: int
+    ) -> tuple[Floats | None, npt.NDArray[np.uint8] | None]:
+        given = given_logprobs(values, n_output, "")
+        if given is None:
+            return None, None
+        numbers = np.empty(n_output, np.float32)
+        return numbers, fill_logprobs(given, numbers, "")
+
+    def read_flag(self, value: object, name: str) -> bool:
+        if not isinstance(value, (bool, np.bool_)):
+            raise InvalidTurnsError(f"{name} is {value!r}: expected a bool")
+        return bool(value)
+
+    def read_reason(self, value: object) -> str:
+        if not isinstance(value, str):
+            raise InvalidTurnsError(f"finish_reason is {value!r}: expected a string")
+        check_text(value, "finish_reason")
+        return value
+
+    def read_versions(self, value: object, n_output: int) -> object:
+        pieces = read_weight_versions(value, "")
+        if pieces is not None:
+            _check_tiles(pieces, n_output)
+        return pieces
+
+    def read_payloads(self, given: object) -> dict[str, Column]:
+        return self.further.read(given, self.n_calls, "")
+
+    def add_payloads(self, read: dict[str, Column]) -> None:
+        self.further.add(read)
+
+    def read_messages(self, messages: object) -> list[object]:
+        return read_messages(messages)
+
+    def number(self, message: object, place: int) -> int:
+        return self.talk.number(message, place)
+
+    def mean(self) -> None:
+        self.talk.mean()
+
+    def refusal(self, held: bytes, fault: tuple[int, int, int]) -> InvalidTurnsError:
+        which, at, place = fault
+        if which == 2:
+            number = np.frombuffer(held, np.float32)[place]
+            return InvalidTurnsError(
+                f"output_logprobs[{at}] is {number}: a log-probability is finite, above "
+                "-9999 and at most 0, give or take 1e-4 for rounding"
+            )
+        name = ("prompt_ids", "output_ids")[which]
+        value = np.frombuffer(held, np.int32)[place]
+        return InvalidTurnsError(f"{name}[{at}] is {value}: {ID_RULE}")
+
+    def add_valid(self, valid: npt.NDArray[np.uint8]) -> None:
+        self.valid[self.n_calls] = valid
+
+    def make_room(self, n_tokens: int, n_places: int) -> None:
+        n = self.n_calls
+        if n == len(self.calls):
+            n += n // 8 + 16
+            self.calls = longer(self.calls, n)
+            self.nodes = longer(self.nodes, 2 * n + 1)
+            self.stack = longer(self.stack, 2 * n + 1)
+            self.ends = longer(self.ends, n)
+            self.paths.attach(self.calls, self.nodes, self.stack, self.ends)
+            self._hold_path(max(n_tokens, self.paths.length))
+        elif len(self.path) < n_tokens and len(self.path):
+            self._hold_path(n_tokens)
+        self.talk.make_room(len(self.calls), n_places)
 
     def _hold_path(self, length: int) -> None:
-        """Keep the last call's path of this length in one piece, if calls bring little."""
+        """Keep paths of this length in one piece, if calls bring little."""
         kept = length <= _SHORT * len(self.calls)
         self.path = np.empty(length + length // 8 + 16 if kept else 0, np.int32)
         self.paths.hold_path(self.path)
 
-    def turns(self) -> pa.Table:
+    def turns(self, name: str) -> pa.Table:
         """The calls so far: `trajkit.schema.TURNS_DELTA`, and further columns behind.
 
         Later calls do not change it.
@@ -179,19 +157,12 @@ class Recording:
             np.zeros(n_calls, np.int32),
         )
         shared = pa.array(heard["shared"], mask=heard["end"] < 0)
-        names = (
-            "finish_reason",
-            "use_tool",
-            "ill_formed",
-            "trainable",
-            "weight_versions",
-        )
         facts = {
             name: pa.array([one[k] for one in self.facts], TURNS_DELTA.field(name).type)
-            for k, name in enumerate(names)
+            for k, name in enumerate(_FACTS)
         }
         columns = {
-            "session_id": pa.repeat(self.name, n_calls),
+            "session_id": pa.repeat(name, n_calls),
             "turn_index": pa.array(np.arange(n_calls, dtype=np.int32)),
             "base_turn": pa.array(base, mask=base < 0),
             "shared_length": pa.array(calls["own_start"].astype(np.int32)),
@@ -244,45 +215,6 @@ class Recording:
 
 def _lists(lengths: Longs, values: Ints) -> pa.LargeListArray:
     return pa.LargeListArray.from_arrays(pa.array(offsets_of(lengths)), values)
-
-
-def _read_logprobs(
-    values: object, n_output: int
-) -> tuple[Floats | None, npt.NDArray[np.uint8] | None]:
-    """A call's logprobs, not looked at, and where there is one (None: everywhere)."""
-    given = given_logprobs(values, n_output, "")
-    if given is None:
-        return None, None
-    if isinstance(given, np.ndarray) and given.dtype == np.float32:
-        return np.ascontiguousarray(given), None
-    numbers = np.empty(n_output, np.float32)
-    return numbers, fill_logprobs(given, numbers, "")
-
-
-def _refusal(held: bytes, fault: tuple[int, int, int]) -> InvalidTurnsError:
-    """The error for what `_core.Growth.fault` found."""
-    which, at, place = fault
-    if which == 2:
-        number = np.frombuffer(held, np.float32)[place]
-        return InvalidTurnsError(
-            f"output_logprobs[{at}] is {number}: a log-probability is finite, above "
-            "-9999 and at most 0, give or take 1e-4 for rounding"
-        )
-    name = ("prompt_ids", "output_ids")[which]
-    value = np.frombuffer(held, np.int32)[place]
-    return InvalidTurnsError(f"{name}[{at}] is {value}: {ID_RULE}")
-
-
-def _check_finish_reason(value: object) -> None:
-    if not isinstance(value, str):
-        raise InvalidTurnsError(f"finish_reason is {value!r}: expected a string")
-    check_text(value, "finish_reason")
-
-
-def _flag(value: object, name: str) -> bool:
-    if not isinstance(value, (bool, np.bool_)):
-        raise InvalidTurnsError(f"{name} is {value!r}: expected a bool")
-    return bool(value)
 
 
 def _check_tiles(pieces: Sequence[Mapping[str, object]], n_output: int) -> None:

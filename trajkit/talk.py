@@ -32,9 +32,7 @@ class Talk:
     heard: Records = field(default_factory=lambda: np.empty(0, HEARD))
     # the messages written so far, by their numbers
     book: MessageBook = field(default_factory=MessageBook)
-    # whether a message was given by its key; then, which one a key means, of those that
-    # count: the first n_known of `counted`
-    keyed: bool = False
+    # which message a key alone means, of those that count: the first n_known of `counted`
     by_key: dict[tuple[bytes, str], int] = field(default_factory=dict)
     n_known: int = 0
 
@@ -43,47 +41,13 @@ class Talk:
         self.places = np.empty(1, PLACE)
         self.lists.attach(self.places, self.heard)
 
-    def make_room(self, n_calls: int) -> None:
-        """Room for this many calls."""
-        self.heard = longer(self.heard, n_calls)
+    def make_room(self, n_calls: int, n_places: int) -> None:
+        """Room for this many calls, and lists of messages."""
+        if n_places > len(self.places):
+            self.places = longer(self.places, n_places + n_places // 8 + 16)
+        if n_calls > len(self.heard):
+            self.heard = longer(self.heard, n_calls)
         self.lists.attach(self.places, self.heard)
-
-    def read(self, messages: object, reply: object) -> None:
-        """Read what a call says; nothing counts before `add`.
-
-        Parameters
-        ----------
-        messages : sequence of dict and pairs of key and role, or None
-        reply : dict, pair of key and role, or None
-
-        Raises
-        ------
-        InvalidTurnsError
-            They are something else.
-        """
-        if type(messages) is not list and messages is not None:
-            if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
-                raise InvalidTurnsError(
-                    f"prompt_messages is of type {type(messages).__name__}: "
-                    "expected a list of dicts"
-                )
-            messages = list(messages)
-        needed = self.lists.read(messages, reply, self._number)
-        if needed > len(self.places):
-            self.places = longer(self.places, needed + needed // 8 + 16)
-            self.lists.attach(self.places, self.heard)
-
-    def add(self, base: int) -> None:
-        """Let what was read count, as the messages of the next call.
-
-        Parameters
-        ----------
-        base : int
-            An earlier call, which supplies what the two lists have in common; -1: none.
-        """
-        self.lists.add(base)
-        if self.keyed and len(self.counted) > self.n_known:
-            self._mean()
 
     def suffixes(self, n_calls: int) -> list[Ids | None]:
         """Of each call the numbers of its messages that the base does not supply.
@@ -101,15 +65,13 @@ class Talk:
         runs = zip(spoken, stops - sizes, stops, strict=True)
         return [numbers[start:stop] if has else None for has, start, stop in runs]
 
-    def _number(self, message: object, place: int) -> int:
-        """The number of a message that is no dict as most are."""
+    def number(self, message: object, place: int) -> int:
+        """The number of a message that is no dict as most are: see `_core.Lists.read`."""
         where = "response_message" if place < 0 else f"prompt_messages[{place}]"
         said: tuple[object, ...] = ()  # found equal to nothing
         if isinstance(message, tuple):
             key, role = _pair(message, where)
-            if not self.keyed:
-                self.keyed = True
-                self._mean()
+            self.mean()
             known = self.by_key.get((key, role))
             number = self.book.add_key(key, role) if known is None else known
             said = message if type(message) is tuple else (key, role)
@@ -125,7 +87,7 @@ class Talk:
         for number in range(len(self.book.bodies), len(self.said)):
             self.book.add(_core.message_of(self.said[number]), "")
 
-    def _mean(self) -> None:
+    def mean(self) -> None:
         """Let the keys of messages stand for them, those with a body first."""
         self.write()
         keys, roles, bodies = self.book.keys, self.book.roles, self.book.bodies
@@ -136,6 +98,21 @@ class Talk:
                 self.by_key[name] = number
                 self.said[known] = ()  # its key is found as the other's from now on
         self.n_known = len(self.counted)
+
+
+def read_messages(messages: object) -> list[object]:
+    """The messages of a call as a list.
+
+    Raises
+    ------
+    InvalidTurnsError
+        They are no sequence of messages.
+    """
+    if isinstance(messages, Sequence) and not isinstance(messages, (str, bytes)):
+        return list(messages)
+    raise InvalidTurnsError(
+        f"prompt_messages is of type {type(messages).__name__}: expected a list of dicts"
+    )
 
 
 def _pair(pair: tuple[object, ...], where: str) -> tuple[bytes, str]:
