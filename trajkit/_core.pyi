@@ -7,6 +7,7 @@ from typing import Protocol, Self, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import disjoint_base
 
 _Records: TypeAlias = npt.NDArray[np.void]
 _I8: TypeAlias = npt.NDArray[np.int8]
@@ -118,6 +119,7 @@ class Lists:
 def message_of(form: tuple[object, ...]) -> dict[str, object]: ...
 
 # intake.pxi
+@disjoint_base
 class Intake:
     @property
     def n_calls(self) -> int: ...
