@@ -226,8 +226,7 @@ cdef class Growth:
                         child = nodes[child].sibling
                     if child < 0:
                         break
-                if slot + 1 < depth:
-                    self._prefetch(self.stack[slot + 1])
+                self._ask_for(slot, depth)
                 start = position
                 position += _lcp(
                     self._run(child), prompt + start, min(nodes[child].stop, n) - start
@@ -241,12 +240,21 @@ cdef class Growth:
         cdef const Call* call = &self.calls[self.nodes[node].source]
         return <const token_t*><intptr_t>call.own + (self.nodes[node].start - call.own_start)
 
-    cdef void _prefetch(self, int32_t node) noexcept nogil:
-        """Ask for where a node's tokens begin: they lie elsewhere than those before them."""
-        cdef const token_t* run = self._run(node)
+    cdef void _ask_for(self, int32_t slot, int32_t depth) noexcept nogil:
+        """Ask for where the tokens of the next node begin, and what tells where those behind are.
+
+        They lie elsewhere than those before them: nothing else would have them ready.
+        """
+        cdef const token_t* run
         cdef int k
-        for k in range(AHEAD_LINES):
-            __builtin_prefetch(run + k * TOKENS_A_LINE)
+        if slot + 3 < depth:
+            __builtin_prefetch(&self.nodes[self.stack[slot + 3]])
+        if slot + 2 < depth:
+            __builtin_prefetch(&self.calls[self.nodes[self.stack[slot + 2]].source])
+        if slot + 1 < depth:
+            run = self._run(self.stack[slot + 1])
+            for k in range(AHEAD_LINES):
+                __builtin_prefetch(run + k * TOKENS_A_LINE)
 
     def insert(self):
         """Add the call that was taken. Its bytes must stay for as long as this object is used.
