@@ -551,24 +551,30 @@ def message_of(tuple form not None):
     return _rebuilt(form, &at)
 
 
+cdef object _cell(tuple form, Py_ssize_t at):
+    if at >= len(form):
+        raise LayoutError(f"a form of {len(form)} cells ends too early")
+    return form[at]
+
+
 cdef object _rebuilt(tuple form, Py_ssize_t* at):
-    cdef object head = form[at[0]]
+    cdef object head = _cell(form, at[0])
     cdef object key
     cdef Py_ssize_t n
     cdef dict pairs
     cdef list values
     at[0] += 1
     if <PyObject*>head == A_DICT:
-        n = form[at[0]]
+        n = _cell(form, at[0])
         at[0] += 1
         pairs = {}
         for _ in range(n):
-            key = form[at[0]]
+            key = _cell(form, at[0])
             at[0] += 1
             pairs[key] = _rebuilt(form, at)
         return pairs
     if <PyObject*>head == A_LIST:
-        n = form[at[0]]
+        n = _cell(form, at[0])
         at[0] += 1
         values = []
         for _ in range(n):

@@ -1,8 +1,8 @@
 """Calls as they come: the online form of a ``turns`` table."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from threading import Lock
+from typing import NamedTuple
 
 import pyarrow as pa
 
@@ -13,8 +13,7 @@ from trajkit.policies import Policy
 from trajkit.recording import ChatMessage, Recording
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
+class Recorded(NamedTuple):
     """What `Recorder.record` found of a call.
 
     Attributes
