@@ -11,6 +11,7 @@
     bodies.pxi   which stored body a message means
     plain.pxi    which bodies say nothing but some fields
     record.pxi   a session that grows: where a prompt leaves it, what a call brings
+    form.pxi     messages laid out flat, to be compared with others
     talk.pxi     the lists of messages of a session, each message and common head held once
     intake.pxi   a call as it comes, into both
     route.pxi    which call a call continues: by messages, by tokens
@@ -71,6 +72,7 @@ include "json.pxi"
 include "uncached.pxi"
 include "forest.pxi"
 include "record.pxi"
+include "form.pxi"
 include "talk.pxi"
 include "intake.pxi"
 include "route.pxi"
