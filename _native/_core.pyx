@@ -10,7 +10,10 @@
     forest.pxi   the calls of a session as a forest of token paths
     bodies.pxi   which stored body a message means
     plain.pxi    which bodies say nothing but some fields
-    record.pxi   a session that grows: where a prompt leaves it, which messages it knows
+    record.pxi   a session that grows: where a prompt leaves it, what a call brings
+    form.pxi     messages laid out flat, to be compared with others
+    talk.pxi     the lists of messages of a session, each message and common head held once
+    intake.pxi   a call as it comes, into both
     route.pxi    which call a call continues: by messages, by tokens
     route_prefix.pxi  the same, whatever the order of calls
     route_generations.pxi  a forest of generations, by messages and checked by tokens
@@ -28,24 +31,30 @@
 Kernels never allocate: the caller passes every output buffer.
 """
 cimport cython
-from cpython.bytes cimport PyBytes_AS_STRING
-from cpython.dict cimport PyDict_GetItemWithError, PyDict_Next
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.dict cimport PyDict_GetItemWithError
 from cpython.float cimport PyFloat_AS_DOUBLE, PyFloat_CheckExact
 from cpython.list cimport PyList_GET_ITEM
-from cpython.long cimport PyLong_AsDouble, PyLong_AsSsize_t, PyLong_CheckExact
+from cpython.long cimport PyLong_AsDouble, PyLong_CheckExact
 from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from cpython.tuple cimport PyTuple_GET_ITEM
-from cpython.unicode cimport PyUnicode_DATA, PyUnicode_KIND, PyUnicode_New
+from cpython.unicode cimport (
+    PyUnicode_DATA, PyUnicode_FromObject, PyUnicode_KIND, PyUnicode_New
+)
 from libc.math cimport floor
 from libc.stdint cimport INT64_MAX, int8_t, int32_t, int64_t, intptr_t, uint8_t, uint64_t
 from libc.string cimport memchr, memcmp, memcpy, memset
 
-from rows cimport Call, Link, Message, Node, Request, Row, pos_t, token_t
+from rows cimport (
+    Call, Heard, Link, Message, Node, Place, Request, Row, pos_t, token_t
+)
 
 import re
 from json.encoder import encode_basestring
 from sys import intern
+
+from numpy import ndarray
 
 from trajkit.errors import InvalidTurnsError, LayoutError
 
@@ -63,6 +72,9 @@ include "json.pxi"
 include "uncached.pxi"
 include "forest.pxi"
 include "record.pxi"
+include "form.pxi"
+include "talk.pxi"
+include "intake.pxi"
 include "route.pxi"
 include "route_prefix.pxi"
 include "route_generations.pxi"

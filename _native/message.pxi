@@ -27,8 +27,9 @@ cdef inline Py_ssize_t _end_of_common(
     return at
 
 
-cdef str _quoted(str text):
+cdef str _quoted(object value):
     """A text as JSON spells it: as ``json.encoder.encode_basestring`` does, faster."""
+    cdef str text = value if type(value) is str else PyUnicode_FromObject(value)
     cdef Py_ssize_t n = len(text), at, run, size
     cdef const uint8_t* data
     cdef uint8_t* out

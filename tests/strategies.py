@@ -4,8 +4,10 @@ Vocabularies are tiny and messages few, so that prefixes collide, siblings are e
 one reply opens another. Turns are dicts as `tests.reference` reads them.
 """
 
+from collections import OrderedDict
 from itertools import pairwise
 
+import numpy as np
 import pyarrow as pa
 from hypothesis import strategies as st
 
@@ -871,6 +873,73 @@ def further_columns(draw, turn):
     values = {name: draw(_further_values[name]) for name in names}
     values["experts"] = draw(payload_lists(turn))
     return draw(st.sampled_from([None, pieces])), values
+
+
+# Messages as a session hears them again and again
+
+
+class _Text(str):
+    __slots__ = ()
+
+
+class _Whole(int):
+    pass
+
+
+def _in_lists(levels, bottom):
+    for _ in range(levels):
+        bottom = [bottom]
+    return bottom
+
+
+# Alike but for what a comparison may miss; some in types that are not JSON's own.
+_heard_leaves = st.one_of(
+    st.sampled_from([None, True, False, 1, 1.0, 0, 0.0, -0.0, NAN, float("nan")]),
+    st.sampled_from([2**63 - 1, 2**63, -(2**63), 10**30, float("inf"), {}, []]),
+    st.sampled_from(["", "a", "é", "ł", "\U0001f600", "\ud800", "\ud83d\ude00"]),
+    st.sampled_from(["x" * 16, "x" * 17, "x" * 33 + "y", "x" * 33 + "z", "y" * 3000]),
+    st.sampled_from(["y" * 2999 + "z", _in_lists(31, 1), _in_lists(40, 1)]),
+    st.sampled_from([_Text("a"), _Whole(1), np.float64(1.0)]),
+)
+_heard_values = st.recursive(
+    _heard_leaves,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["a", "b", _Text("a")]), inner, max_size=2)
+        | st.builds(
+            OrderedDict, st.dictionaries(st.sampled_from("ab"), inner, max_size=2)
+        )
+    ),
+    max_leaves=6,
+)
+
+
+@st.composite
+def heard_calls(draw):
+    """What some calls say: (messages or None, reply or None, base, whether it counts).
+
+    Most go on from an earlier one; messages come again in other objects, with their keys in
+    another order, and written otherwise.
+    """
+    roles = st.sampled_from(["user", "tool", "é"])
+    message = st.fixed_dictionaries(
+        {"role": roles}, optional={"c": _heard_values, "d": _heard_values}
+    )
+    pool = draw(st.lists(message, min_size=1, max_size=6))
+    pick = st.sampled_from(pool).map(lambda one: dict(reversed(one.items())))
+    pick = st.sampled_from(pool) | pick | pick.map(OrderedDict)
+    calls, lists = [], [[]]
+    for _ in range(draw(st.integers(1, 8))):
+        base = draw(st.sampled_from(lists))
+        kept = base[: draw(st.integers(max(0, len(base) - 2), len(base)))]
+        messages = kept + draw(st.lists(pick, max_size=3))
+        reply = draw(st.none() | pick)
+        lists.append(messages if reply is None else [*messages, reply])
+        said = draw(st.sampled_from([messages, messages, messages, None]))
+        n_counted = sum(counts for *_, counts in calls)
+        place = draw(st.integers(-1, n_counted - 1))
+        calls.append((said, reply, place, draw(st.sampled_from([True, True, False]))))
+    return calls
 
 
 # Rows of several cache lines

@@ -27,7 +27,7 @@ from tests.strategies import (
 from tests.tables import by_session, policy_of, turns_table
 from trajkit import _core
 from trajkit.errors import InvalidTurnsError, LayoutError, UnknownSessionError
-from trajkit.layout import CALL, NODE
+from trajkit.layout import CALL, HEARD, NODE, PLACE
 
 
 def recordable(turns):
@@ -782,17 +782,22 @@ def test_a_key_means_the_dict_that_the_session_has():
     ]
 
 
-@pytest.fixture
-def encoded(monkeypatch):
-    """The messages that were encoded since the list was last cleared."""
-    done, encode = [], _core.encode_message
+class Reads:
+    """A recorder that tells which messages of a call were read: not only compared."""
 
-    def noted(message):
-        done.append(copy.deepcopy(message))
-        return encode(message)
+    def __init__(self):
+        self.recorder = tk.Recorder()
 
-    monkeypatch.setattr(_core, "encode_message", noted)
-    return done
+    def record(self, *args, **fields):
+        talk = self.recorder._session("a").talk
+        before = list(talk.said)
+        self.recorder.record("a", *args, **fields)
+        before += [None] * (len(talk.said) - len(before))
+        return [
+            _core.message_of(form)
+            for form, known in zip(talk.said, before, strict=True)
+            if form is not known
+        ]
 
 
 def user(text):
@@ -807,75 +812,89 @@ def assistant(text):
     }
 
 
-def test_only_new_messages_are_encoded(encoded):
+def test_only_new_messages_are_read():
     """Two agents that take turns, with prompts that share no token."""
-    recorder = tk.Recorder()
+    reads = Reads()
     talks = {0: [user("system"), user("a")], 1: [user("system"), user("b")]}
     for k in range(40):
         talk = talks[k % 2]
         reply = assistant(str(k))
-        encoded.clear()
         said = {"prompt_messages": talk, "response_message": reply}
-        recorder.record("a", **call([k], [1]), **copy.deepcopy(said))
-        new = talk[-1:] if k > 1 else talk[k:]
-        assert encoded == [*new, reply]
+        read = reads.record(**call([k], [1]), **copy.deepcopy(said))
+        assert read == [*(talk[-1:] if k > 1 else talk[k:]), reply]
         talk += [reply, user(f"answer {k}")]
-    assert recorder.turns("a").num_rows == 40
+    assert reads.recorder.turns("a").num_rows == 40
 
 
-def test_a_window_that_slides_is_not_encoded_anew(encoded):
+def test_a_message_is_encoded_once_and_for_a_table(monkeypatch):
+    done, encode = [], _core.encode_message
+
+    def noted(message):
+        done.append(message)
+        return encode(message)
+
+    monkeypatch.setattr(_core, "encode_message", noted)
     recorder = tk.Recorder()
+    talk = [user("system"), assistant("x"), user("\ud800 é")]
+    for k in range(3):
+        said = copy.deepcopy(talk[: k + 1])
+        recorder.record("a", **call([1], [k], prompt_messages=said))
+    assert done == []
+    for _ in range(2):
+        recorder.turns("a")
+        assert done == talk
+    recorder.record("a", **call([1], [3], prompt_messages=[assistant("y"), *talk]))
+    recorder.turns("a")
+    assert done == [*talk, assistant("y")]
+
+
+def test_a_window_that_slides_is_not_read_anew():
+    reads = Reads()
     talk = [user("system"), *(user(str(k)) for k in range(60))]
     for k in range(40):
-        encoded.clear()
         window = [talk[0], *talk[1 + k : 21 + k]]
-        recorder.record("a", **call([1], [k], prompt_messages=copy.deepcopy(window)))
-        assert len(encoded) <= (21 if k == 0 else 2)
+        read = reads.record(**call([1], [k], prompt_messages=copy.deepcopy(window)))
+        assert len(read) <= (21 if k == 0 else 2)
 
 
-def test_a_message_written_otherwise_is_read_again(encoded):
+def test_a_message_written_otherwise_is_read_again():
     """Changed in place, or equal under == only, it is another; reordered, it is not."""
-    recorder = tk.Recorder()
+    reads = Reads()
     talk = [user("u"), {"role": "user", "n": 1}, assistant("x")]
     seen = []
 
     def said():
         prompt = range(2 * len(seen) + 1)
-        recorder.record("a", **call(prompt, [prompt.stop], prompt_messages=talk))
         seen.append(copy.deepcopy(talk))
+        return reads.record(**call(prompt, [prompt.stop], prompt_messages=talk))
 
-    said()
+    assert said() == talk
     talk[0]["content"][0]["text"] = "v"
-    said()
+    assert said() == talk[:1]
     talk[1]["n"] = True
-    said()
+    assert said() == talk[1:2]
     talk[1]["n"] = 1.0
-    said()
-    encoded.clear()
+    assert said() == talk[1:2]
     talk[2] = dict(reversed(talk[2].items()))
-    said()
-    assert encoded == [talk[2]]
-    encoded.clear()
-    said()
-    assert encoded == []
+    assert said() == talk[2:]
+    assert said() == []
     keys = [[tk.message_key(message) for message in messages] for messages in seen]
-    full = tk.expand(recorder.turns("a"))
+    turns = reads.recorder.turns("a")
+    full = tk.expand(turns)
     assert [[m["key"] for m in row] for row in full["messages"].to_pylist()] == keys
-    turns = recorder.turns("a")
     assert turns["shared_messages"].to_pylist()[-1] == 3
 
 
-def test_many_conversations_begin_alike(encoded):
+def test_many_conversations_begin_alike():
     """More than are looked at one by one: what they go on with is still known."""
-    recorder = tk.Recorder()
+    reads = Reads()
     talks = [[user("system"), user(f"task {k}"), assistant("a")] for k in range(30)]
     for k, talk in enumerate(talks):
-        recorder.record("a", **call([k], [1], prompt_messages=copy.deepcopy(talk)))
-    encoded.clear()
+        reads.record(**call([k], [1], prompt_messages=copy.deepcopy(talk)))
     for k, talk in enumerate(talks):
-        recorder.record("a", **call([k], [1], prompt_messages=copy.deepcopy(talk)))
-    assert all(message in [talk[1] for talk in talks] for message in encoded)
-    shared = recorder.turns("a")["shared_messages"].to_pylist()
+        read = reads.record(**call([k], [1], prompt_messages=copy.deepcopy(talk)))
+        assert read in ([], talk[1:2])
+    shared = reads.recorder.turns("a")["shared_messages"].to_pylist()
     assert shared == [0] * 30 + [3] * 30
 
 
@@ -940,40 +959,66 @@ def test_dropped_sessions_leave_nothing_behind():
 # Layouts that do not fit
 
 
-def tree(**changes):
-    """Arguments of `_core.known_messages` for a tree of one list of one message."""
-    given = {
-        "messages": [(b"k", "user")],
-        "start": 0,
-        "node": 0,
-        "said": [(b"k", "user")],
-        "message_of": np.array([-1, 0], np.int32),
-        "child": np.array([1, -1], np.int32),
-        "sibling": np.array([-1, -1], np.int32),
-        "ids": np.zeros(1, np.int32),
-        "nodes": np.zeros(1, np.int32),
-    }
-    return {**given, **changes}
+def lists(n_places=8, n_calls=2):
+    """A tree of lists with this much room, and what it numbers."""
+    said = []
+    tree = _core.Lists(said, {}, [])
+    tree.attach(np.empty(n_places, PLACE), np.empty(n_calls, HEARD))
+    return tree, said
 
 
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        pytest.param({"node": 2}, "node 2 is none of 2", id="node"),
-        pytest.param({"said": []}, "message 0 is none of 0", id="message"),
-        pytest.param({"start": -1}, "one id", id="start"),
-        pytest.param({"ids": np.zeros(2, np.int32)}, "one id", id="ids"),
-        pytest.param({"child": np.zeros(1, np.int32)}, "differ in length", id="child"),
-    ],
-)
-def test_trees_that_do_not_fit_are_refused(changes, match):
-    assert _core.known_messages(*tree().values()) == 1
-    given = tree(**changes)
-    with pytest.raises(LayoutError, match=match):
-        _core.known_messages(*given.values())
-    names = ("messages", "start", "node", "said", "message_of", "child", "ids")
-    with pytest.raises(LayoutError, match=match):
-        _core.realign_messages(*(given[name] for name in names))
+class Numbers:
+    """What numbers a message that has no form: always alike."""
+
+    def __init__(self, number):
+        self._number = number
+
+    def number(self, message, place):
+        return self._number
+
+
+NONE = Numbers(-1)
+
+
+def test_lists_that_do_not_fit_are_refused():
+    tree, said = lists(n_places=3)
+    with pytest.raises(LayoutError, match="call 0 has the base 0"):
+        tree.add(0)
+    assert tree.read([USER], None, NONE) == 3
+    tree.add(-1)
+    assert tree.read([USER], user("reply"), NONE) == 3
+    tree.add(0)
+    assert tree.read([USER, USER], None, NONE) == 5
+    for match in ("heard has 2 entries, 3 are", "places has 3 entries, 5 are"):
+        with pytest.raises(LayoutError, match=match):
+            tree.add(1)
+        tree.attach(np.empty(3, PLACE), np.empty(3, HEARD))
+    with pytest.raises(LayoutError, match="places has 2 entries, 3 are"):
+        tree.attach(np.empty(2, PLACE), np.empty(3, HEARD))
+    with pytest.raises(LayoutError, match="heard has 1 entries, 2 are"):
+        tree.attach(np.empty(3, PLACE), np.empty(1, HEARD))
+    assert len(said) == 2
+
+
+def test_suffixes_need_their_room():
+    tree, _ = lists()
+    tree.read([USER, user("u")], None, NONE)
+    tree.add(-1)
+    for size in (1, 3):
+        with pytest.raises(LayoutError, match=f"{size} places for 2 messages"):
+            tree.fill_suffixes(np.empty(size, np.int32))
+    numbers = np.empty(2, np.int32)
+    tree.fill_suffixes(numbers)
+    assert numbers.tolist() == [0, 1]
+
+
+def test_lists_are_attached_first_and_numbers_are_known():
+    with pytest.raises(LayoutError, match="no room for lists"):
+        _core.Lists([], {}, []).read([], None, NONE)
+    tree, _ = lists()
+    for number in (-1, 0):
+        with pytest.raises(LayoutError, match=f"message {number} is none of 0"):
+            tree.read([("key", "role")], None, Numbers(number))
 
 
 def growth(n):
@@ -983,34 +1028,50 @@ def growth(n):
     return paths
 
 
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        pytest.param((0, 1, 2, -1), "holds 2 ids: 1 and 2", id="too few ids"),
-        pytest.param((0, -1, 1, -1), "holds 2 ids: -1 and 1", id="negative"),
-        pytest.param((1, 1, 1, -1), "shares 1 tokens with call -1", id="no base"),
-        pytest.param((3, 1, 1, 0), "shares 3 tokens with call 0", id="too long"),
-        pytest.param((0, 1, 1, 1), "has the base 1", id="late base"),
-    ],
-)
-def test_calls_that_do_not_fit_are_refused(arguments, match):
-    paths, held = growth(2), np.array([1, 2], np.int32)
-    assert paths.room == 2
-    assert paths.insert(held, 0, 1, 1, -1) == (-1, 0)
-    with pytest.raises(LayoutError, match=match):
-        paths.insert(held, *arguments)
-    assert paths.find(held) == (2, 0)
-    assert paths.insert(held, 2, 0, 2, 0) == (0, 2)
+def taken(paths, prompt, output, logprobs=None):
+    prompt, output = np.array(prompt, np.int32), np.array(output, np.int32)
+    return paths.take(prompt, output, logprobs, -9999.0, 1e-4)
+
+
+def test_calls_that_do_not_fit_are_refused():
+    paths = growth(2)
+    with pytest.raises(LayoutError, match="no call was taken"):
+        paths.insert()
+    held = [taken(paths, [1], [2])]
+    assert paths.insert() == (-1, 0, True)
+    with pytest.raises(LayoutError, match="no call was taken"):
+        paths.insert()
+    held.append(taken(paths, [1, 2], [1, 2]))
+    assert held == [np.int32(run).tobytes() for run in ([1, 2], [1, 2])]
+    assert paths.insert() == (0, 2, True)
+    held.append(taken(paths, [3], [1, 2]))
     with pytest.raises(LayoutError, match="room for 2 calls"):
-        paths.insert(held, 0, 1, 1, -1)
+        paths.insert()
     with pytest.raises(LayoutError, match="calls has 1 entries, 2 are needed"):
         paths.attach(np.empty(1, CALL), np.empty(3, NODE), *np.empty((2, 3), np.int32))
 
 
-def test_what_a_call_brings_must_fill_its_place():
-    one, none = np.zeros(1, np.int32), np.zeros(0, np.float32)
-    with pytest.raises(LayoutError, match=r"1 \+ 1 \+ 0 values do not fill 1 places"):
-        _core.take_call(one, one, none, one.copy(), -1, 0)
+@pytest.mark.parametrize(
+    ("values", "fault"),
+    [
+        pytest.param(([1, 2], [3], [-1]), None, id="none"),
+        pytest.param(([1, -2], [3], [-1]), (0, 1, 1), id="prompt"),
+        pytest.param(([1, 2], [3, -3], [-1, 1]), (1, 1, 3), id="output"),
+        pytest.param(([1, 2], [3, 3], [-1, 1]), (2, 1, 5), id="logprobs"),
+        pytest.param(([1, 2], [3], [float("nan")]), (2, 0, 3), id="NaN"),
+        pytest.param(([7, 8, -1], [3], [-1]), (0, 2, 0), id="behind what is known"),
+    ],
+)
+def test_what_a_call_brings_is_checked_where_it_is_held(values, fault):
+    paths = growth(1)
+    known = taken(paths, [7], [8])
+    paths.insert()
+    prompt, output, logprobs = values
+    held = taken(paths, prompt, output, np.float32(logprobs))
+    assert paths.fault == fault
+    new = np.int32([*prompt[2 * (prompt[0] == 7) :], *output])
+    assert held == new.tobytes() + np.float32(logprobs).tobytes()
+    assert len(known) == 8
 
 
 @given(sessions(), st.integers(1, 3))
@@ -1019,25 +1080,24 @@ def test_short_calls_are_placed_alike(turns, short):
     paths, plain = growth(len(turns)), growth(len(turns))
     alive = []
     for k, turn in enumerate(turns):
-        prompt = np.array(turn["prompt_ids"], np.int32)
-        output = np.array(turn["output_ids"], np.int32)
-        found = paths.find(prompt)
-        assert found == plain.find(prompt)
-        held = np.concatenate([prompt[found[0] :], output])
+        ids = turn["prompt_ids"], turn["output_ids"]
+        held = [taken(one, *ids) for one in (paths, plain)]
         alive.append(held)
+        assert held[0] == held[1]
         if k % short == 0:
             paths.hold_path(np.empty(1000 if k % 2 else 0, np.int32))
-        sizes = len(prompt) - found[0], len(output)
-        args = held, found[0], *sizes, found[1]
-        assert paths.insert(*args) == plain.insert(*args)
-        assert paths.length == plain.length == len(prompt) + len(output)
+        assert paths.insert() == plain.insert()
+        assert paths.length == plain.length == sum(map(len, ids))
 
 
 def test_a_path_needs_room():
-    paths, held = growth(2), np.array([1, 2], np.int32)
+    paths = growth(2)
     paths.hold_path(np.empty(2, np.int32))
-    paths.insert(held, 0, 1, 1, -1)
+    alive = [taken(paths, [1], [2])]
+    paths.insert()
+    alive.append(taken(paths, [1, 2, 1], [2]))
     with pytest.raises(LayoutError, match="path has 2 entries, 4 are needed"):
-        paths.insert(held, 2, 1, 1, 0)
+        paths.insert()
     with pytest.raises(LayoutError, match="path has 1 entries, 2 are needed"):
         paths.hold_path(np.empty(1, np.int32))
+    assert len(alive) == 2

@@ -3,11 +3,11 @@
 Arrays are contiguous; records have the dtypes of trajkit/layout.py.
 """
 
-from array import array
-from typing import TypeAlias, final
+from typing import Protocol, Self, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import disjoint_base
 
 _Records: TypeAlias = npt.NDArray[np.void]
 _I8: TypeAlias = npt.NDArray[np.int8]
@@ -16,7 +16,6 @@ _I64: TypeAlias = npt.NDArray[np.int64]
 _U8: TypeAlias = npt.NDArray[np.uint8]
 _U64: TypeAlias = npt.NDArray[np.uint64]
 _F32: TypeAlias = npt.NDArray[np.float32]
-_Tree: TypeAlias = _I32 | array[int]
 _F64: TypeAlias = npt.NDArray[np.float64]
 
 # release, debug or sanitize
@@ -83,38 +82,71 @@ class Growth:
     def attach(
         self, calls: _Records, nodes: _Records, stack: _I32, ends: _I32
     ) -> None: ...
-    def find(self, prompt: _I32) -> tuple[int, int]: ...
-    def insert(
-        self, held: _I32, shared: int, n_new: int, out_len: int, base: int
-    ) -> tuple[int, int]: ...
+    def take(
+        self,
+        prompt: _I32,
+        output: _I32,
+        logprobs: _F32 | None,
+        low: float,
+        high: float,
+    ) -> bytes: ...
+    @property
+    def fault(self) -> tuple[int, int, int] | None: ...
+    def insert(self) -> tuple[int, int, bool]: ...
 
-def take_call(
-    prompt: _I32, output: _I32, logprobs: _F32, held: _I32, low: float, high: float
-) -> tuple[int, int, int]: ...
-def known_messages(
-    messages: list[object],
-    start: int,
-    node: int,
-    said: list[tuple[object, ...]],
-    message_of: _Tree,
-    child: _Tree,
-    sibling: _Tree,
-    ids: _I32,
-    nodes: _I32,
-) -> int: ...
-def realign_messages(
-    messages: list[object],
-    start: int,
-    node: int,
-    said: list[tuple[object, ...]],
-    message_of: _Tree,
-    child: _Tree,
-    ids: _I32,
-) -> None: ...
-def child_with(
-    message_of: _Tree, child: _Tree, sibling: _Tree, node: int, message: int
-) -> int: ...
-def flat_message(message: object) -> tuple[object, ...]: ...
+# form.pxi
+def message_of(form: tuple[object, ...]) -> dict[str, object]: ...
+
+# talk.pxi
+class _Numbers(Protocol):
+    def number(self, message: object, place: int, /) -> int: ...
+
+@final
+class Lists:
+    def __new__(
+        cls,
+        said: list[tuple[object, ...]],
+        by_hash: dict[int, int | list[int]],
+        counted: list[int],
+    ) -> Self: ...
+    def attach(self, places: _Records, heard: _Records) -> None: ...
+    def read(
+        self,
+        messages: list[object] | None,
+        reply: object,
+        other: _Numbers,
+    ) -> int: ...
+    def add(self, base: int) -> None: ...
+    def fill_suffixes(self, numbers: _I32) -> None: ...
+
+# intake.pxi
+@disjoint_base
+class Intake:
+    @property
+    def n_calls(self) -> int: ...
+    def begin(
+        self,
+        paths: Growth,
+        lists: Lists,
+        held: list[bytes],
+        facts: list[tuple[object, ...]],
+        low: float,
+        high: float,
+    ) -> None: ...
+    def add(
+        self,
+        prompt_ids: object,
+        output_ids: object,
+        output_logprobs: object,
+        finish_reason: object,
+        ill_formed: object,
+        use_tool: object,
+        trainable: object,
+        prompt_messages: object,
+        response_message: object,
+        weight_versions: object,
+        payloads: object,
+    ) -> tuple[int, int, bool]: ...
 
 # route.pxi
 def tree_size(requests: _Records, session_offsets: _I64) -> tuple[int, int]: ...

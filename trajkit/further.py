@@ -11,7 +11,9 @@ from trajkit.schema import TURNS_DELTA
 
 
 @dataclass(slots=True)
-class _Column:
+class Column:
+    """The values of a column so far."""
+
     type: pa.DataType = field(default_factory=pa.null)
     # which calls gave a value, and each as an array of one
     calls: list[int] = field(default_factory=list)
@@ -22,9 +24,9 @@ class _Column:
 class Further:
     """Columns whose types are what `trajkit.from_records` would make of their values."""
 
-    columns: dict[str, _Column] = field(default_factory=dict)
+    columns: dict[str, Column] = field(default_factory=dict)
 
-    def read(self, given: object, call: int, where: str) -> dict[str, _Column]:
+    def read(self, given: object, call: int, where: str) -> dict[str, Column]:
         """Columns with a call's values; nothing counts yet.
 
         Parameters
@@ -48,31 +50,31 @@ class Further:
             )
         return {name: self._read(name, given[name], call, where) for name in given}
 
-    def _read(self, name: object, value: object, call: int, where: str) -> _Column:
+    def _read(self, name: object, value: object, call: int, where: str) -> Column:
         check_extra(name, f"{where}payloads has the key")
         if not isinstance(name, str) or name in TURNS_DELTA.names:
             raise InvalidTurnsError(
                 f"{where}payloads has the key {name!r}, which is a column of the delta "
                 "form"
             )
-        known = self.columns.get(name, _Column())
+        known = self.columns.get(name, Column())
         try:
             array = pa.array([value])
             if array.type == known.type:
-                return _Column(known.type, [call], [array])
+                return Column(known.type, [call], [array])
             type_ = _common(known.type, array.type)
             if type_ == known.type:
-                return _Column(type_, [call], [_cast(array, type_)])
+                return Column(type_, [call], [_cast(array, type_)])
             # a wider type than the calls before needed
             values = [*(_cast(one, type_) for one in known.values), _cast(array, type_)]
-            return _Column(type_, [*known.calls, call], values)
+            return Column(type_, [*known.calls, call], values)
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
             raise InvalidTurnsError(
                 f"{where}the value of {name!r} makes no Arrow column with those before "
                 f"it: {error}"
             ) from None
 
-    def add(self, read: dict[str, _Column]) -> None:
+    def add(self, read: dict[str, Column]) -> None:
         """Let what was read count."""
         for name, column in read.items():
             known = self.columns.get(name)

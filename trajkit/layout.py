@@ -1,6 +1,11 @@
 """The numpy dtypes of the records that the kernels share (_native/rows.pxd)."""
 
+from typing import TypeVar
+
 import numpy as np
+import numpy.typing as npt
+
+_Item = TypeVar("_Item", bound=np.generic)
 
 _i8, _i4, _u1 = np.int64, np.int32, np.uint8
 
@@ -48,6 +53,21 @@ NODE = np.dtype(
         ("slot", _i4),
     ],
     align=True,
+)
+
+PLACE = np.dtype(
+    [
+        ("message", _i4),
+        ("parent", _i4),
+        ("depth", _i4),
+        ("child", _i4),
+        ("sibling", _i4),
+    ],
+    align=True,
+)
+
+HEARD = np.dtype(
+    [("shared", _i4), ("end", _i4), ("shown", _i4), ("reply", _i4)], align=True
 )
 
 MESSAGE = np.dtype(
@@ -100,3 +120,10 @@ ROW = np.dtype(
     ],
     align=True,
 )
+
+
+def longer(array: npt.NDArray[_Item], size: int) -> npt.NDArray[_Item]:
+    """A copy with room for more: it begins as the array does, and the rest is undefined."""
+    copy = np.empty(size, array.dtype)
+    copy[: len(array)] = array
+    return copy

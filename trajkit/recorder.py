@@ -1,8 +1,8 @@
 """Calls as they come: the online form of a ``turns`` table."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from threading import Lock
+from typing import NamedTuple
 
 import pyarrow as pa
 
@@ -10,11 +10,10 @@ from trajkit.errors import InvalidTurnsError, UnknownSessionError
 from trajkit.linearize import Layout, linearize
 from trajkit.messages import check_text
 from trajkit.policies import Policy
-from trajkit.recording import ChatMessage, Recording, Said
+from trajkit.recording import ChatMessage, Recording
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
+class Recorded(NamedTuple):
     """What `Recorder.record` found of a call.
 
     Attributes
@@ -119,26 +118,32 @@ class Recorder:
         UnknownSessionError
             The session was dropped while this call was under way.
         """
-        said = Said(
-            prompt_messages,
-            response_message,
-            finish_reason,
-            use_tool,
-            ill_formed,
-            trainable,
-            weight_versions,
-            payloads,
-        )
-        session = self._session(session_id)
+        session = self._sessions.get(session_id) if type(session_id) is str else None
+        if session is None:
+            session = self._session(session_id)
         with session.lock:
             if session.dropped:
                 raise UnknownSessionError(
                     f"session {session_id!r} was dropped while a call was under way"
                 )
-            base, shared, clean = session.add(
-                prompt_ids, output_ids, output_logprobs, said
-            )
-            index = session.n_calls - 1
+            index = session.n_calls
+            try:
+                base, shared, clean = session.add(
+                    prompt_ids,
+                    output_ids,
+                    output_logprobs,
+                    finish_reason,
+                    ill_formed,
+                    use_tool,
+                    trainable,
+                    prompt_messages,
+                    response_message,
+                    weight_versions,
+                    payloads,
+                )
+            except InvalidTurnsError as error:
+                where = f"session {session_id!r}, turn {index}: "
+                raise InvalidTurnsError(f"{where}{error}") from None
         return Recorded(index, None if base < 0 else base, shared, clean)
 
     def turns(self, session_id: str) -> pa.Table:
@@ -155,7 +160,7 @@ class Recorder:
         with session.lock:
             if session.dropped:
                 raise _unknown(session_id)
-            return session.turns()
+            return session.turns(session_id)
 
     def rows(
         self,
@@ -219,7 +224,7 @@ class Recorder:
             session = self._sessions.get(session_id)
             if session is None:
                 check_text(session_id, "session_id")
-                session = self._sessions[session_id] = Recording(session_id)
+                session = self._sessions[session_id] = Recording()
             return session
 
     def _known(self, session_id: str) -> Recording:

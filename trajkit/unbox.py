@@ -10,6 +10,7 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit.errors import InvalidTurnsError
 
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 ID_RULE = "token ids are integers in [0, 2**31)"
 
 
@@ -122,6 +123,8 @@ def read_ids(values: object, where: str, name: str) -> npt.NDArray[np.int32]:
 
     Parameters and errors as for `write_ids`.
     """
+    if type(values) is np.ndarray and values.dtype is _INT32 and values.ndim == 1:
+        return np.ascontiguousarray(values)  # at once: most are
     if isinstance(values, np.ndarray) and values.dtype == np.int32 and values.ndim == 1:
         return np.ascontiguousarray(values)
     array = _as_array(values, f"{where}{name}", "integers")

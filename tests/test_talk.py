@@ -1,0 +1,146 @@
+"""A session numbers its messages and shares their lists as the slow twin does."""
+
+import copy
+import json
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import trajkit as tk
+from tests.reference_talk import Numbers
+from tests.strategies import NAN, heard_calls, json_messages
+from trajkit import _core
+from trajkit.errors import LayoutError
+from trajkit.messages import message_body, message_key
+from trajkit.talk import Talk
+
+
+def heard(talk, messages, reply, base, counts, n_calls):
+    """Let a call be read and, if it counts, added."""
+    n_places = talk.lists.read(messages, reply, talk)
+    if counts:
+        talk.make_room(n_calls + 1, n_places)
+        talk.lists.add(base)
+
+
+def said(*values):
+    return [{"role": "user", "c": value} for value in values]
+
+
+@given(heard_calls(), st.integers(0, 9))
+@example([(said(1, True), None, -1, True), (said(True, 1), None, 0, True)], 9)
+@example([(said(1), None, -1, True), (said(1.0), None, 0, True)], 9)
+@example([(said(0.0), None, -1, True), (said(-0.0), None, 0, True)], 9)
+@example([(said(NAN), None, -1, True), (said(float("nan")), None, 0, True)], 9)
+@example([(said([1], []), None, -1, True), (said([[1]]), None, 0, True)], 9)
+@example([(said("a", {"a": 1}), None, -1, False), (said("a"), None, -1, True)], 0)
+def test_messages_are_numbered_and_shared_as_the_twin_does(calls, written):
+    talk, twin, bases = Talk(), Numbers(), []
+    for k, (messages, reply, base, counts) in enumerate(calls):
+        numbers = twin.read(messages, reply)
+        now = copy.deepcopy((messages, reply))
+        heard(talk, *now, base, counts, len(bases))
+        for message in [*(now[0] or ()), *([now[1]] if now[1] else ())]:
+            message["role"] = "changed afterwards"
+        if counts:
+            twin.add(*numbers)
+            bases.append(base)
+        if k == written:
+            talk.write()
+    n_calls = len(bases)
+    call = talk.heard[:n_calls]
+    replies = [None if reply < 0 else reply for reply in call["reply"].tolist()]
+    assert replies == twin.replies
+    shared = [twin.shared(k, base) for k, base in enumerate(bases)]
+    assert call["shared"].tolist() == shared
+    for k, suffix in enumerate(talk.suffixes(n_calls)):
+        whole = twin.lists[k]
+        assert (suffix is None) == (whole is None)
+        assert suffix is None or suffix.tolist() == whole[shared[k] :]
+    talk.write()
+    assert talk.book.bodies == twin.bodies
+
+
+def kinds(value):
+    """The types in a value, and how it is laid out."""
+    if isinstance(value, dict):
+        return dict, [(key, kinds(value[key])) for key in value]
+    if isinstance(value, list):
+        return list, [kinds(one) for one in value]
+    return type(value)
+
+
+@given(json_messages)
+@example({"role": "user", "content": 2**63})
+def test_a_form_says_what_the_message_does(message):
+    talk = Talk()
+    heard(talk, [message], None, -1, True, 0)
+    if talk.said == [()]:  # none: an integer beyond 64 bits
+        assert talk.book.bodies == [message_body(message)]
+        return
+    back = _core.message_of(talk.said[0])
+    assert kinds(back) == kinds(message)
+    assert message_body(back) == message_body(message)
+
+
+class Text(str):
+    __slots__ = ()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pytest.param(OrderedDict(role="user", content="a"), id="an ordered dict"),
+        pytest.param({"role": Text("user"), "content": "a"}, id="a role"),
+        pytest.param({"role": "user", Text("content"): "a"}, id="a key"),
+        pytest.param({"role": "user", "content": Text("a")}, id="a text"),
+    ],
+)
+def test_types_that_only_extend_json_s_are_taken_for_them(message):
+    recorder = tk.Recorder()
+    plain = {"role": "user", "content": "a"}
+    for one in (message, plain, message):
+        recorder.record("a", prompt_ids=[1], output_ids=[2], prompt_messages=[one])
+    turns = recorder.turns("a")
+    assert turns["shared_messages"].to_pylist() == [0, 1, 1]
+    [first] = turns["suffix_messages"].to_pylist()[0]
+    assert first["key"] == message_key(plain)
+    assert json.loads(first["body"]) == plain
+
+
+def test_messages_with_one_hash_are_told_apart():
+    """What the table of hashes names is compared: here "b" has the hash of "a"."""
+    talk = Talk()
+    heard(talk, None, said("a")[0], -1, True, 0)
+    heard(talk, None, said("b")[0], -1, True, 1)
+    digest = list(talk.by_hash)[1]
+    talk.by_hash[digest] = 0
+    for value in ("b", "b", "a"):
+        n_calls = len(talk.counted) + 2
+        heard(talk, None, said(value)[0], -1, True, n_calls)
+    assert talk.by_hash[digest] == [0, 2]
+    assert talk.heard["reply"][:5].tolist() == [0, 1, 2, 2, 0]
+
+
+def test_a_key_is_looked_up_among_dicts_that_were_not_written():
+    recorder = tk.Recorder()
+    one = {"role": "user", "content": "u"}
+    key = message_key(one), "user"
+    for k, message in enumerate([one, key, one, key]):
+        prompt = np.arange(2 * k + 1, dtype=np.int32)
+        output = prompt[-1:] + 1
+        recorder.record(
+            "a", prompt_ids=prompt, output_ids=output, prompt_messages=[message]
+        )
+    assert recorder.turns("a")["shared_messages"].to_pylist() == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("cells", [0, 1, 2, 3])
+def test_a_form_that_ends_too_early_is_refused(cells):
+    talk = Talk()
+    heard(talk, said("a"), None, -1, True, 0)
+    with pytest.raises(LayoutError, match=f"a form of {cells} cells ends"):
+        _core.message_of(talk.said[0][:cells])
