@@ -523,6 +523,15 @@ def test_compact_takes_the_base_that_shares_most(turns):
             assert base is None
         else:
             assert shares[line["base_turn"]] == line["shared_length"]
+            path = full["prompt_ids"] + full["output_ids"]
+            longest = {
+                turn_index: reference.lcp(
+                    other["prompt_ids"] + other["output_ids"], path
+                )
+                for turn_index, other in session.items()
+                if turn_index != full["turn_index"]
+            }
+            assert line["base_turn"] == max(longest, key=longest.__getitem__)
         if full["messages"] is None:
             assert line["shared_messages"] is None
             continue

@@ -35,9 +35,10 @@ def compact(
     """The turns in delta form: each prompt as what it adds to an earlier turn.
 
     The base of a turn is the earlier turn of its session whose prompt and output start
-    like its prompt for longest, of equals the first that had these tokens; a turn that
-    shares no token has none. A message is shared where the base has it too, by key and
-    role, and as long as no body is given again. So `expand` gives back what was there.
+    like its prompt for longest, of equals the one that goes on like its output for
+    longest, and then the first; a turn that shares no token has none. A message is
+    shared where the base has it too, by key and role, and as long as no body is given
+    again. So `expand` gives back what was there.
 
     Parameters
     ----------

@@ -27,6 +27,8 @@ from trajkit.io_formats import (
     open_input,
     paths_in,
 )
+from trajkit.parquet_types import storable
+from trajkit.picked import picked_column
 from trajkit.records import from_records
 from trajkit.schema import AMENDMENTS, ROWS, SESSIONS, TURNS
 from trajkit.sessions import last_lines
@@ -284,7 +286,7 @@ def gather(table: pa.Table, index: str) -> pa.Table:
     del table
     for i in range(len(columns)):
         # one column after the other, so that no two copies of all are held
-        columns[i] = columns[i].take(take)
+        columns[i] = picked_column(columns[i], take, schema.names[i])
     return pa.Table.from_arrays(columns, schema=schema)
 
 
@@ -423,4 +425,5 @@ def _write(
         if is_json(kind):
             io_json.write(pieces, schema, file)
         else:
-            write_pieces(pieces, schema, file, kind)
+            held = map(storable, pieces) if kind == "parquet" else pieces
+            write_pieces(held, schema, file, kind)

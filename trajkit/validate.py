@@ -10,6 +10,7 @@ from trajkit import checks, checks_derived, schema
 from trajkit import compute as pc
 from trajkit.checks import Check
 from trajkit.errors import InvalidTurnsError, SchemaError
+from trajkit.picked import picked
 from trajkit.shared_prompts import unshare
 from trajkit.tables import (
     TableLike,
@@ -273,8 +274,9 @@ def _without(
                 reasons[name] = f"{place(table, int(row))}: {explain(int(k))}"
     if len(reasons) == before:
         return table
-    bad = pa.array(list(reasons)[before:], names.type)
-    return table.filter(pc.invert(pc.is_in(names, value_set=bad)))
+    bad = pa.array(list(reasons)[before:], pa.string())
+    good = pc.invert(pc.is_in(names.cast(pa.string()), value_set=bad))
+    return picked(table, pa.array(np.flatnonzero(good.to_numpy())))
 
 
 def _settle(table: pa.Table, nonfinite: Nonfinite) -> pa.Table:

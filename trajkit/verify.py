@@ -13,6 +13,7 @@ from trajkit.checks_rows import WeighBy
 from trajkit.errors import PolicyError, SchemaError
 from trajkit.flat import flat_rows, flat_turns, pieces_of, sessions_of
 from trajkit.locate import foreign_rows, verify_located
+from trajkit.picked import picked
 from trajkit.policies import Policy, chosen_int
 from trajkit.policies import policy as named_policy
 from trajkit.sessions import Reward, session_facts
@@ -124,7 +125,7 @@ def verify(
         _check_sessions(table, session, found)
         parts = _parts(calls, session)
     for part, which in parts:
-        here = table.take(pa.array(which))
+        here = picked(table, pa.array(which))
         if own:
             here = full_rows(here)
         case = Case(
