@@ -672,3 +672,37 @@ def test_what_stands_under_a_null_does_not_count():
         )
         assert tk.link(other).equals(tk.link(delta))
         assert tk.linearize(other).equals(tk.linearize(delta))
+
+
+@pytest.mark.parametrize("drifts", [False, True])
+def test_bytes_of_a_new_token_do_not_grow_with_the_turns(drifts):
+    """Nor does anything else in delta form, or the rows in the layout suffix."""
+
+    def rollout(n_turns):
+        held, said = list(range(400)), [{"role": "user", "content": "q"}]
+        for k in range(n_turns):
+            output = [1000 + k, *range(60)]
+            yield {
+                "session_id": "s",
+                "prompt_ids": held,
+                "output_ids": output,
+                "output_logprobs": [-0.5] * len(output),
+                "prompt_messages": said,
+                "response_message": (reply := {"role": "assistant", "content": str(k)}),
+            }
+            back = [*output[:-2], 7, output[-1]] if drifts else output
+            held = [*held, *back, *range(30)]
+            said = [*said, reply, {"role": "user", "content": str(-k)}]
+
+    each = {"turns": [], "rows": []}
+    for n_turns in (64, 1024):
+        recorder = tk.Recorder()
+        for call in rollout(n_turns):
+            del call["session_id"]
+            recorder.record("s", **call)
+        delta = recorder.turns("s")
+        rows = tk.linearize(delta, layout="suffix")
+        for name, table in (("turns", delta), ("rows", rows)):
+            each[name].append(table.nbytes / n_turns)
+    for few, many in each.values():
+        assert many < 1.2 * few

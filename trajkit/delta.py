@@ -172,8 +172,6 @@ def _shared_messages(
     with_body = np.append(with_body, len(messages))
     bare = with_body[np.searchsorted(with_body, begins)] - begins
     limits = np.minimum(bare, n_messages)
-    # A call without a list of messages shows none, not even its reply.
-    limits[(bases >= 0) & (calls.requests["n_keys"][bases] < 0)] = 0
     shared = limits.copy()
     for name in ("key", "role"):
         both = [pc.struct_field(array, name) for array in (messages, replies)]
@@ -238,6 +236,7 @@ def _all_messages(calls: Calls) -> pa.LargeListArray:
 def _paths(calls: Calls, n_own: Longs, numbers: Ints) -> Records:
     """Each call's own messages and its reply as a path of numbers.
 
+    A call without a list of messages shows none, not even its reply.
     ``numbers`` has one for each call's own messages, end to end, and then one for each
     call's reply. It must outlive the records.
     """
