@@ -933,3 +933,31 @@ def columns_of_any_type(draw, n, types=tuple(_OF_TYPE)):
     cut = draw(st.sampled_from([0, n // 2]))
     table = pa.table(columns, names)
     return pa.concat_tables([table[:cut], table[cut:]]) if cut else table
+
+
+# Tables beside the turns
+
+
+@st.composite
+def session_lines(draw):
+    """What is known of sessions: some said again, and a column of the caller's own."""
+    known = {
+        "reward": st.none() | st.sampled_from([0.0, -0.5, 2.0]),
+        "group_id": st.none() | _texts,
+        "error": st.none() | _texts,
+        "note": st.none() | _texts,
+    }
+    names = draw(st.lists(st.sampled_from(["", "a", "b", "é"]), max_size=6))
+    return [
+        {"session_id": name} | {k: draw(values) for k, values in known.items()}
+        for name in names
+    ]
+
+
+@st.composite
+def transcripts(draw):
+    """Messages of conversations, as people write them down."""
+    said = st.sampled_from(["", "q", "é", "A b"])
+    roles = st.sampled_from(["system", "user", "assistant", "assistant", "tool"])
+    message = st.fixed_dictionaries({"role": roles, "content": said})
+    return draw(st.lists(st.lists(message, max_size=5), max_size=4))

@@ -125,8 +125,6 @@ def test_sessions_cut_out_of_a_table_share_what_they_have():
 
 
 def test_nothing_is_no_prompt_to_share():
-    calls = [
-        {"session_id": name, "prompt_ids": [], "output_ids": [1]} for name in "ab"
-    ]
+    calls = [{"session_id": name, "prompt_ids": [], "output_ids": [1]} for name in "ab"]
     shared = tk.compact(tk.from_records(calls), share_prompts=True)
     assert shared[shared_prompts.NAME].null_count == 2
