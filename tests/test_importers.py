@@ -112,10 +112,10 @@ def test_logs_of_an_openai_style_server(fresh, shape, records):
         silent
     )
     if "sglang" in shape:
-        said = [
-            row and row[0]["version"] for row in turns["weight_versions"].to_pylist()
+        assert turns["weight_versions"].to_pylist() == [
+            [{"version": "w", "start": 0, "stop": n}] if n else None
+            for n in map(len, turns["output_ids"].to_pylist())
         ]
-        assert set(said) <= {"w", None}
 
 
 @in_files
@@ -500,6 +500,26 @@ def test_where_sglang_says_which_weights_sampled_what(tmp_path):
     ]
 
 
+def test_where_a_response_says_its_prompt_and_its_weights(tmp_path):
+    """A choice's own ids come first (spec: polar 2.1), and its own weights."""
+    response = foreign.sglang_chat_response(RECORD)
+    response["choices"][0]["input_token_ids"] = [7]
+    response["prompt_token_ids"] = [8]
+    del response["choices"][0]["meta_info"]["weight_version"]
+    response["metadata"] = {"weight_version": "c"}
+    pieces = [{"version": "a", "start": 0, "end": 2}]
+    lines = [log_line(response=response)]
+    response["metadata"]["weight_versions"] = pieces
+    lines.append(log_line(response=response))
+    response["choices"][0]["meta_info"]["weight_version"] = "b"
+    del response["choices"][0]["input_token_ids"], response["metadata"]
+    lines.append(log_line(response=response))
+    turns, _ = damaged(tmp_path, "log.jsonl", lines)
+    assert turns["prompt_ids"].to_pylist() == [[7], [7], [1, 2]]
+    versions = [said[0]["version"] for said in turns["weight_versions"].to_pylist()]
+    assert versions == ["c", "a", "b"]
+
+
 def test_what_polar_cut_short_is_left_out(tmp_path):
     whole = foreign.polar_completion(RECORD, 0)
     cut = foreign.polar_completion(RECORD, 1)
@@ -558,6 +578,25 @@ def test_traces_whose_parent_or_data_is_gone_are_left_out(tmp_path):
     assert turns["session_id"].to_pylist() == ["r/s"]
 
 
+def test_a_session_that_an_index_does_not_know(tmp_path):
+    """As a wrong byte may make one; what the table says counts."""
+    foreign.write_rllm(tmp_path, [RECORD])
+    path = tmp_path / "gateway_traces.db"
+    data = path.read_bytes()
+    # the table's entry is the one with a run and a time behind it
+    at = data.rindex(b"t0s")
+    path.write_bytes(data[: at + 2] + b"x" + data[at + 3 :])
+    turns, _ = tk.import_turns(path)
+    assert turns["session_id"].to_pylist() == ["x"]
+
+
+def test_a_trace_without_output_ids_is_no_empty_reply(tmp_path):
+    foreign.write_rllm(tmp_path, [{**RECORD, "output_ids": [], "output_logprobs": []}])
+    turns, report = tk.import_turns(tmp_path)
+    assert turns.num_rows == 0
+    assert problems(report) == [("trace 't0'", "no_output_ids", False)]
+
+
 def test_a_database_without_traces_is_refused(tmp_path):
     base = sqlite3.connect(tmp_path / "other.db")
     base.execute("CREATE TABLE a (b TEXT)")
@@ -583,6 +622,7 @@ def test_damaged_graphs(tmp_path):
         {**NODE, "parent": 4},
         reply(parent=6),
         reply(parent=99),
+        reply(parent=-9),
         reply(logprobs=[]),
         reply(logprobs=[-1.0, -1.0]),
         7,
@@ -596,8 +636,9 @@ def test_damaged_graphs(tmp_path):
         ("line 1, node 5", "unreadable", False),
         ("line 1, node 7", "no_prompt_ids", False),
         ("line 1, node 8", "no_prompt_ids", False),
-        ("line 1, node 9", "no_logprobs", True),
-        ("line 1, node 10", "logprobs_unaligned", True),
+        ("line 1, node 9", "no_prompt_ids", False),
+        ("line 1, node 10", "no_logprobs", True),
+        ("line 1, node 11", "logprobs_unaligned", True),
     ]
     assert turns["output_ids"].to_pylist() == [[3]] * 3
 

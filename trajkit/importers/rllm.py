@@ -87,8 +87,10 @@ def _traces(base: "Connection") -> Iterator[Found]:
     # prompt and output of each trace that others may go on from
     paths: dict[str, _Ids] = {}
     for session, name, trace, data in base.execute(_ORDER.format(run=run)):
-        # one session id may have been used in several runs of the gateway
-        called = session if len(runs[session]) == 1 else f"{name}/{session}"
+        # one session id may have been used in several runs of the gateway; in a damaged
+        # database an index may not know all that the table has
+        once = len(runs.get(session, {name})) == 1
+        called = session if once else f"{name}/{session}"
         found = Found(f"trace {trace!r}", text_of(called))
         record = _parsed(found, read, data)
         if record is not None:
