@@ -6,6 +6,7 @@
     message.pxi  chat messages as canonical JSON
     json.pxi     numbers of a JSON text into flat buffers
     columns.pxi  the columns of a turns table, through Arrow's C interface
+    uncached.pxi copies whose target goes to memory past the caches
     forest.pxi   the calls of a session as a forest of token paths
     bodies.pxi   which stored body a message means
     plain.pxi    which bodies say nothing but some fields
@@ -59,6 +60,7 @@ include "prefix.pxi"
 include "unbox.pxi"
 include "message.pxi"
 include "json.pxi"
+include "uncached.pxi"
 include "forest.pxi"
 include "record.pxi"
 include "route.pxi"

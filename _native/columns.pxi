@@ -27,13 +27,16 @@ cdef enum:  # the columns, in the order of trajkit.calls
     COL_SESSION, COL_TURN, COL_OWN, COL_OUT, COL_LOGPROBS, COL_FINISH, COL_MESSAGES, COL_RESPONSE
     COL_USE_TOOL, COL_ILL_FORMED, COL_TRAINABLE
     N_COLS
+    COL_BASE = N_COLS, COL_SHARED, COL_SHARED_MESSAGES  # of the delta form
+    N_DELTA_COLS
 
 cdef enum:  # the fields of a message
     FIELD_KEY, FIELD_ROLE, FIELD_BODY
     N_FIELDS
 
 cdef enum:  # what may be wrong with a turn; trajkit.calls has the words
-    FAULT_NONE, FAULT_OWN_NULL, FAULT_OUT_NULL, FAULT_LOGPROBS, FAULT_KEY
+    FAULT_NONE, FAULT_OWN_NULL, FAULT_OUT_NULL, FAULT_LOGPROBS, FAULT_KEY, FAULT_ORDER
+    FAULT_BASE, FAULT_SHARED, FAULT_SHARED_MESSAGES
 
 
 cdef struct Text:
@@ -62,6 +65,10 @@ cdef inline bint _all_valid(const ArrowArray* array, Run run) noexcept nogil:
         if not _is_valid(array, i):
             return False
     return True
+
+
+cdef inline int32_t _int32(const ArrowArray* array, int64_t i) noexcept nogil:
+    return (<const int32_t*>array.buffers[1])[array.offset + i]
 
 
 cdef inline bint _flag(const ArrowArray* array, int64_t i, bint absent) noexcept nogil:
@@ -178,11 +185,67 @@ cdef int _read_turn(
     return FAULT_NONE
 
 
+cdef int64_t _find_turn(
+    const int32_t* turn_index, int64_t start, int64_t stop, int32_t wanted
+) noexcept nogil:
+    """Which of the turns start:stop, in ascending order, is the wanted one; -1: none."""
+    cdef int64_t middle
+    if stop > start and turn_index[stop - 1] == wanted:  # as most are
+        return stop - 1
+    while start < stop:
+        middle = start + (stop - start) // 2
+        if turn_index[middle] < wanted:
+            start = middle + 1
+        elif turn_index[middle] > wanted:
+            stop = middle
+        else:
+            return middle
+    return -1
+
+
+cdef int64_t _shown_messages(const Request* request) noexcept nogil:
+    """Messages of a request and its reply; 0 where it has no list of them."""
+    if request.n_keys < 0:
+        return 0
+    return request.shared + request.n_keys + (request.reply_key != 0)
+
+
+cdef int _read_base(
+    const ArrowArray* const* columns, int64_t i, const int32_t* turn_index, int64_t start,
+    int64_t row, Call* calls, Request* requests, int64_t* most,
+) noexcept nogil:
+    """What a turn in delta form shares with an earlier one of its session, start:row.
+
+    Where it claims more than that one has, ``most`` is what it has.
+    """
+    cdef Call* call = &calls[row]
+    cdef Request* request = &requests[row]
+    cdef int64_t base = -1, held = 0, shown = 0
+    if _is_valid(columns[COL_BASE], i):
+        base = _find_turn(turn_index, start, row, _int32(columns[COL_BASE], i))
+        if base < 0:
+            return FAULT_BASE
+        held = calls[base].prompt_len + calls[base].out_len
+        shown = _shown_messages(&requests[base])
+    call.base = <int32_t>base
+    call.own_start = _int32(columns[COL_SHARED], i)
+    if not 0 <= call.own_start <= held:
+        most[0] = held
+        return FAULT_SHARED
+    call.prompt_len += call.own_start
+    if request.n_keys >= 0 and _is_valid(columns[COL_SHARED_MESSAGES], i):
+        request.shared = _int32(columns[COL_SHARED_MESSAGES], i)
+        if not 0 <= request.shared <= shown:
+            most[0] = shown
+            return FAULT_SHARED_MESSAGES
+    return FAULT_NONE
+
+
 cdef bint _is_batch(const ArrowArray* batch):
     """Whether a batch has the columns that `_read_turn` goes through."""
     cdef const ArrowArray* message
     cdef int column
-    if batch.n_children != N_COLS or batch.offset != 0:
+    if batch.n_children not in (N_COLS, N_DELTA_COLS) or batch.offset != 0:
         return False
     for column in (COL_OWN, COL_OUT, COL_LOGPROBS, COL_MESSAGES):
         if batch.children[column].n_children != 1:
@@ -192,21 +255,33 @@ cdef bint _is_batch(const ArrowArray* batch):
 
 
 cdef int _read_batch(
-    const ArrowArray* batch, int64_t* row, Text* session, int32_t* turn_index, Call* calls,
-    Request* requests, uint8_t* starts,
+    const ArrowArray* batch, int64_t* row, Text* session, int64_t* start,
+    int32_t* turn_index, Call* calls, Request* requests, uint8_t* starts, int64_t* most,
 ) noexcept nogil:
-    """The turns of a batch, from row on; row is left at the turn that has a fault."""
+    """The turns of a batch, from row on; row is left at the turn that has a fault.
+
+    ``session`` and ``start`` are the session of the turn before and its first turn;
+    ``most`` is for the fault, see `_read_base`.
+    """
     cdef const ArrowArray* const* columns = <const ArrowArray* const*>batch.children
-    cdef const ArrowArray* turns = columns[COL_TURN]
     cdef Text current
     cdef int64_t i
     cdef int fault
     for i in range(batch.length):
         current = _text(columns[COL_SESSION], i)
         starts[row[0]] = not _equal_texts(current, session[0])
+        if starts[row[0]]:
+            start[0] = row[0]
         session[0] = current
-        turn_index[row[0]] = (<const int32_t*>turns.buffers[1])[turns.offset + i]
+        turn_index[row[0]] = _int32(columns[COL_TURN], i)
+        if row[0] > start[0] and turn_index[row[0]] <= turn_index[row[0] - 1]:
+            return FAULT_ORDER
+        calls[row[0]].base = -1
         fault = _read_turn(columns, i, &calls[row[0]], &requests[row[0]])
+        if fault == FAULT_NONE and batch.n_children == N_DELTA_COLS:
+            fault = _read_base(
+                columns, i, turn_index, start[0], row[0], calls, requests, most
+            )
         if fault != FAULT_NONE:
             return fault
         row[0] += 1
@@ -220,18 +295,18 @@ def read_columns(
     Request[::1] requests not None,
     uint8_t[::1] starts not None,
 ):
-    """Fill the records of all turns; return (fault, row), or (0, -1) where there is none.
+    """Fill the records of all turns; return (fault, row, most), or (0, -1, 0) for none.
 
     ``table`` is an "arrow_array_stream" capsule of the columns session_id, turn_index, the
     ids that the turn brings itself, output_ids, output_logprobs, finish_reason, the messages
-    that it brings itself, response, use_tool, ill_formed, trainable, of the types of
-    `trajkit.schema.TURNS`. Its buffers must outlive the records. The records must come as
-    zeros; ``own_start``, ``base`` and ``shared`` are left, and ``prompt_len`` counts what
-    the turn brings itself. ``starts[i]`` tells whether turn i is of another session than the
-    one before it.
+    that it brings itself, response, use_tool, ill_formed, trainable, and in delta form
+    base_turn, shared_length, shared_messages, of the types of `trajkit.schema`. Its buffers
+    must outlive the records, which must come as zeros. ``starts[i]`` tells whether turn i is
+    of another session than the one before it. ``most`` is what the base has of which a turn
+    claims to share more.
     """
     cdef:
-        int64_t row = 0, n = calls.shape[0]
+        int64_t row = 0, start = 0, most = 0, n = calls.shape[0]
         int fault = FAULT_NONE
         ArrowArrayStream* stream
         ArrowArray batch
@@ -258,11 +333,11 @@ def read_columns(
             if batch.length:
                 with nogil:
                     fault = _read_batch(
-                        &batch, &row, &session, &turn_index[0], &calls[0], &requests[0],
-                        &starts[0],
+                        &batch, &row, &session, &start, &turn_index[0], &calls[0],
+                        &requests[0], &starts[0], &most,
                     )
         finally:
             batch.release(&batch)
     if fault == FAULT_NONE:
         row = -1
-    return fault, row
+    return fault, row, most

@@ -15,7 +15,8 @@ cdef void _set_bits(uint8_t* bits, pos_t start, pos_t stop) noexcept nogil:
 
 
 cdef pos_t _copy_logprobs(
-    const Call* call, const Piece* piece, float* target, uint8_t* valid, pos_t offset
+    const Call* call, const Piece* piece, float* target, uint8_t* valid, pos_t offset,
+    bint uncached,
 ) noexcept nogil:
     """Logprobs of one trained piece; how many of them the engine did not give (0.0)."""
     cdef const float* values = <const float*><intptr_t>call.logprobs
@@ -23,11 +24,11 @@ cdef pos_t _copy_logprobs(
     cdef pos_t i, n = piece.stop - piece.start, missing = 0, bit
     target += offset + piece.start
     if values == NULL:
-        memset(target, 0, n * sizeof(float))
+        _put_zeros(target, n * sizeof(float), uncached)
         return n
     values += piece.out_start
     if bits == NULL:
-        memcpy(target, values, n * sizeof(float))
+        _put(target, values, n * sizeof(float), uncached)
         _set_bits(valid, offset + piece.start, offset + piece.stop)
         return 0
     for i in range(n):
@@ -44,7 +45,7 @@ cdef pos_t _copy_logprobs(
 cdef pos_t _fill_trained(
     const Call* calls, const int32_t* turn_index, int32_t[:, ::1] spans,
     const int8_t[::1] kinds, int64_t first, int64_t last, pos_t start, pos_t stop,
-    pos_t offset, uint8_t* mask, float* values, uint8_t* valid,
+    pos_t offset, uint8_t* mask, float* values, uint8_t* valid, bint uncached,
 ) noexcept nogil:
     """The mask and the logprobs of one row from its spans, first <= k < last; how many are missing.
 
@@ -65,18 +66,20 @@ cdef pos_t _fill_trained(
         piece.stop = spans[1, k]
         piece.out_start = spans[3, k]
         if offset + piece.start > start:
-            memset(values + start, 0, (offset + piece.start - start) * sizeof(float))
+            _put_zeros(
+                values + start, (offset + piece.start - start) * sizeof(float), uncached
+            )
         _set_bits(mask, offset + piece.start, offset + piece.stop)
-        missing += _copy_logprobs(&calls[call], &piece, values, valid, offset)
+        missing += _copy_logprobs(&calls[call], &piece, values, valid, offset, uncached)
         start = offset + piece.stop
     if stop > start:
-        memset(values + start, 0, (stop - start) * sizeof(float))
+        _put_zeros(values + start, (stop - start) * sizeof(float), uncached)
     return missing
 
 
 cdef void _copy_path(
     const Call* calls, const Node* nodes, int32_t end, pos_t start, pos_t stop,
-    token_t* target, int32_t* chain,
+    token_t* target, int32_t* chain, bint uncached,
 ) noexcept nogil:
     """Tokens start:stop of the path that ends at the stop of ``end``, first to last.
 
@@ -95,7 +98,7 @@ cdef void _copy_path(
         low = max(nodes[node].start, start)
         high = min(nodes[node].stop, stop)
         if low < high:
-            _copy(&calls[nodes[node].source], target + (low - start), low, high)
+            _copy(&calls[nodes[node].source], target + (low - start), low, high, uncached)
 
 
 cdef inline void _write_span(
@@ -152,6 +155,7 @@ def fill_rows(
     bint own_every,
     bint by_token,
     int64_t max_tokens,
+    bint uncached,
     const Row[::1] rows not None,
     const pos_t[::1] token_offsets not None,
     const pos_t[::1] span_offsets not None,
@@ -167,7 +171,8 @@ def fill_rows(
     ``loss_mask`` and ``valid`` are bitmaps; they must come as zeros.
     ``spans`` is 5 by n_spans: start, stop, turn_index, output_start, output_stop. The first
     five arguments are those that `plan_rows` filled or read, ``rows`` its result; ``chain``
-    is scratch with an entry a node.
+    is scratch with an entry a node. Tokens and logprobs are written past the caches if
+    ``uncached``.
     Tokens before a row's ``stored``, of which it trains none, are left out.
     """
     cdef:
@@ -209,7 +214,7 @@ def fill_rows(
         for r in range(n_rows):
             _copy_path(
                 &calls[0], &nodes[0], ends[rows[r].last], rows[r].stored, rows[r].n_tokens,
-                tokens + token_offsets[r], &chain[0],
+                tokens + token_offsets[r], &chain[0], uncached,
             )
             offset = token_offsets[r] - rows[r].stored
             at = span_offsets[r + 1]
@@ -240,8 +245,10 @@ def fill_rows(
             missing += _fill_trained(
                 &calls[0], &turn_index[0], spans, span_kinds, span_offsets[r],
                 span_offsets[r + 1], token_offsets[r], token_offsets[r + 1], offset, mask,
-                values, given,
+                values, given, uncached,
             )
+        if uncached:
+            trajkit_end_uncached()
     if bad >= 0:
         raise LayoutError(f"rows[{bad}] trains a token before {rows[bad].stored}")
     return missing

@@ -69,14 +69,16 @@ cdef pos_t _match(const Call* call, const Call* other, pos_t start, pos_t stop) 
     return stop
 
 
-cdef void _copy(const Call* call, token_t* target, pos_t start, pos_t stop) noexcept nogil:
+cdef void _copy(
+    const Call* call, token_t* target, pos_t start, pos_t stop, bint uncached=False
+) noexcept nogil:
     """Tokens start:stop of the call's path, written to target."""
     cdef pos_t n
     cdef const token_t* own
     while start < stop:
         own = _tokens_at(call, start, &n)
         n = min(n, stop - start)
-        memcpy(target, own, n * sizeof(token_t))
+        _put(target, own, n * sizeof(token_t), uncached)
         target += n
         start += n
 

@@ -446,6 +446,6 @@ def fill_splices(
             missing += _fill_trained(
                 &calls[0], &turn_index[0], spans, span_kinds, span_offsets[r],
                 span_offsets[r + 1], offset, token_offsets[r + 1], offset, mask, values,
-                given,
+                given, False,
             )
     return missing

@@ -874,6 +874,40 @@ def further_columns(draw, turn):
     return draw(st.sampled_from([None, pieces])), values
 
 
+# Rows of several cache lines
+
+
+@st.composite
+def long_runs(draw):
+    """Sessions whose calls bring and sample up to three lines of a cache each.
+
+    Some calls go on with an earlier one; some have no logprobs, or lack the first.
+    """
+    turns = []
+    sizes = st.integers(0, 50)
+    for name in "abc"[: draw(st.integers(1, 3))]:
+        paths = [[]]
+        for k in range(draw(st.integers(1, 5))):
+            prompt = [*draw(st.sampled_from(paths)), *range(draw(sizes) + 1)]
+            output = [*range(100, 100 + draw(sizes))]
+            logprobs = [-0.5 * i for i in range(len(output))]
+            turns.append(
+                {
+                    "session_id": name,
+                    "turn_index": k,
+                    "prompt_ids": prompt,
+                    "output_ids": output,
+                    "output_logprobs": draw(
+                        st.sampled_from([logprobs, [None, *logprobs][:-1], None])
+                    )
+                    if output
+                    else None,
+                }
+            )
+            paths.append([*prompt, *output])
+    return turns
+
+
 # Columns that trajkit does not know, of any type
 
 _LONG = "longer than what a view holds in itself"

@@ -138,13 +138,13 @@ def test_rows_beyond_what_is_made_at_once_are_made_when_they_are_asked_for():
     fill = import_module("trajkit.fill")
     module = import_module("trajkit.linearize")
 
-    def counting(*given, real=fill._batch_of, **more):
+    def counting(*given, real=fill._Lists.written):
         made.append(1)
-        return real(*given, **more)
+        return real(*given)
 
     with (
         mock.patch.object(fill, "BATCH_TOKENS", 1),
-        mock.patch.object(fill, "_batch_of", counting),
+        mock.patch.object(fill._Lists, "written", counting),
         mock.patch.object(module, "_AT_ONCE", 1),
     ):
         batches = tk.linearize(iter(turns.to_batches()), "per_call")
@@ -340,6 +340,15 @@ SILENT = turn(0, None, 0, [1, 2], response=REPLY)
             ],
             "session 'a' comes back in table row 2 after another session began",
             id="a session in two pieces",
+        ),
+        pytest.param(
+            [
+                FIRST,
+                {**turn(0, None, 0, [1]), "session_id": "b"},
+                turn(1, 0, 2, [1]),
+            ],
+            "session 'a' comes back in table row 2 after another session began",
+            id="a session in two pieces, with a base in the other",
         ),
     ],
 )

@@ -3,20 +3,30 @@
 import itertools
 import re
 from collections import Counter
+from contextlib import ExitStack
 from unittest import mock
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 import trajkit as tk
 from tests import reference
-from tests.strategies import policies, row_limits, runs, sessions, thresholds
+from tests.strategies import (
+    long_runs,
+    policies,
+    row_limits,
+    runs,
+    sessions,
+    thresholds,
+)
 from tests.tables import by_session, dicts, policy_of, turns_table
 from trajkit import fill
 from trajkit.errors import InvalidTurnsError, PolicyError, SchemaError
+from trajkit.pooled import pooled
 from trajkit.schema import DRIFT, REPORT, ROWS
 
 
@@ -74,11 +84,18 @@ def test_rows_and_report_are_the_twins(turns, choice, limit):
     assert dicts(report, [expected_report]) == [expected_report]
 
 
-def dirty(size, dtype, real=fill._pooled):
+def dirty(size, dtype, real=pooled):
     """Memory that somebody used before."""
     memory = real(size, dtype)
     memory.view(np.uint8)[:] = 0xFF
     return memory
+
+
+def with_dirty_memory():
+    stack = ExitStack()
+    for name in ("fill", "forest", "link", "plan"):
+        stack.enter_context(mock.patch(f"trajkit.{name}.pooled", dirty))
+    return stack
 
 
 LOGPROBS_OF_EVERY_KIND = [
@@ -98,13 +115,33 @@ LOGPROBS_OF_EVERY_KIND = [
 def test_no_value_of_a_row_depends_on_what_its_memory_held(turns, policy):
     """A null logprob has 0.0 in its bytes."""
     table = turns_table(turns)
-    with mock.patch("trajkit.fill._pooled", dirty):
+    with with_dirty_memory():
         rows = tk.linearize(table, policy)
     assert rows == tk.linearize(table, policy)
+    assert not bytes_of_nulls(rows).any()
+
+
+def bytes_of_nulls(rows):
+    """What stands in memory where there is no logprob."""
     values = rows["logprobs"].combine_chunks().flatten()
     start, stop = values.offset, values.offset + len(values)
     held = np.frombuffer(values.buffers()[1] or b"", np.float32)[start:stop]
-    assert not held[np.asarray(values.is_null())].any()
+    return held[np.asarray(values.is_null())]
+
+
+@given(long_runs(), st.sampled_from(["faithful", "slime", "per_call"]), st.booleans())
+def test_rows_are_the_same_past_the_caches(turns, policy, as_delta):
+    table = tk.from_records(turns)
+    table = tk.compact(table) if as_delta else table
+    with mock.patch.object(fill, "UNCACHED_TOKENS", 0), with_dirty_memory():
+        rows = tk.linearize(table, policy)
+    assert rows == tk.linearize(table, policy)
+    assert not bytes_of_nulls(rows).any()
+    for name, session in by_session(turns).items():
+        held = [turn["prompt_ids"] + turn["output_ids"] for turn in session]
+        mine = pc.equal(rows["session_id"], name)
+        for ids in rows.filter(mine)["input_ids"].to_pylist():
+            assert ids in held
 
 
 @given(sessions(), policies)

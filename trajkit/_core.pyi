@@ -56,7 +56,7 @@ def json_numbers(text: bytes, at: int, out: _F64) -> bool: ...
 # columns.pxi
 def read_columns(
     table: object, turn_index: _I32, calls: _Records, requests: _Records, starts: _U8
-) -> tuple[int, int]: ...
+) -> tuple[int, int, int]: ...
 
 # forest.pxi
 def grow_forest(
@@ -300,6 +300,7 @@ def fill_rows(
     own_every: bool,
     by_token: bool,
     max_tokens: int,
+    uncached: bool,
     rows: _Records,
     token_offsets: _I64,
     span_offsets: _I64,

@@ -4,7 +4,7 @@ Nothing per token is copied: the records hold the addresses of the table's own b
 and `Calls` holds the table, so that the buffers live as long as the records.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -15,14 +15,15 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit.errors import InvalidTurnsError
 from trajkit.layout import CALL, REQUEST
+from trajkit.pooled import pooled, pooled_zeros
 from trajkit.tables import TableLike, as_table, canonical, place, turns_schema
 
 Records: TypeAlias = npt.NDArray[np.void]
 Longs: TypeAlias = npt.NDArray[np.int64]
 Ints: TypeAlias = npt.NDArray[np.int32]
 
-# The columns that the kernel reads, in its order (_native/columns.pxi), and what stands for
-# them in delta form.
+# The columns that the kernel reads, in its order (_native/columns.pxi), what stands for
+# them in delta form, and what that has beside them.
 _COLUMNS = (
     "session_id",
     "turn_index",
@@ -37,8 +38,9 @@ _COLUMNS = (
     "trainable",
 )
 _DELTA_NAMES = {"prompt_ids": "suffix_ids", "messages": "suffix_messages"}
+_DELTA_COLUMNS = ("base_turn", "shared_length", "shared_messages")
 # what it may find wrong with a turn
-_OWN_NULL, _OUT_NULL, _LOGPROBS, _KEY = range(1, 5)
+_OWN_NULL, _OUT_NULL, _LOGPROBS, _KEY, _ORDER, _BASE, _SHARED, _MESSAGES = range(1, 9)
 
 # Reading a chunk costs some 0.1 ms whatever it holds; copying a smaller one costs less.
 _MANY_CHUNKS, _CHUNK_BYTES = 16, 1 << 20
@@ -106,8 +108,13 @@ class Calls:
         lo, hi = int(offsets[0]), int(offsets[-1])
         if (lo, hi) == (0, len(self.calls)):
             return self
-        calls = self.calls[lo:hi].copy()
-        calls["base"][calls["base"] >= 0] -= lo
+        calls = self.calls[lo:hi]
+        if lo:
+            calls = pooled(hi - lo, CALL)
+            # as bytes: numpy copies records one by one
+            calls.view(np.uint8)[:] = self.calls[lo:hi].view(np.uint8)
+            base = calls["base"]
+            np.subtract(base, lo, out=base, where=base >= 0)
         return replace(
             self,
             table=self.table.slice(lo, hi - lo),
@@ -165,46 +172,60 @@ def read_calls(turns: TableLike) -> Calls:
     if chunks > _MANY_CHUNKS and table.nbytes < chunks * _CHUNK_BYTES:
         table = table.combine_chunks()  # a log has a chunk a turn
     turn_index = np.empty(table.num_rows, np.int32)
-    calls, requests = np.zeros(table.num_rows, CALL), np.zeros(table.num_rows, REQUEST)
+    calls, requests = (pooled_zeros(table.num_rows, kind) for kind in (CALL, REQUEST))
     starts = np.empty(table.num_rows, np.uint8)
     delta = "suffix_ids" in table.column_names
-    names = [_DELTA_NAMES.get(name, name) if delta else name for name in _COLUMNS]
+    names: Sequence[str] = _COLUMNS
+    if delta:
+        names = [_DELTA_NAMES.get(name, name) for name in _COLUMNS]
+        names += _DELTA_COLUMNS
     columns = table.select(names).__arrow_c_stream__()
-    fault, row = _core.read_columns(columns, turn_index, calls, requests, starts)
+    fault, row, most = _core.read_columns(columns, turn_index, calls, requests, starts)
     if fault:
-        raise InvalidTurnsError(
-            f"{place(table, row)}: {_fault(table, row, fault, delta)}"
-        )
+        # of a session in pieces it matters more that it is
+        _sessions(table.slice(0, row + 1), np.flatnonzero(starts[: row + 1]))
+        words = _fault(table, row, fault, most)
+        raise InvalidTurnsError(f"{place(table, row)}: {words}")
     session_offsets, session_ids = _sessions(table, np.flatnonzero(starts))
-    _check_order(table, turn_index, session_offsets)
-    calls["base"] = -1
-    if delta:
-        calls["own_start"] = table.column("shared_length").to_numpy()
-        calls["prompt_len"] += calls["own_start"]
-        calls["base"] = _bases(table, turn_index, session_offsets)
-        shared = _int32s(table.column("shared_messages"))
-        requests["shared"] = np.where(requests["n_keys"] < 0, 0, shared)
-    result = Calls(table, calls, requests, session_offsets, session_ids, turn_index)
-    if delta:
-        _check_bases(result)
-    return result
+    return Calls(table, calls, requests, session_offsets, session_ids, turn_index)
 
 
-def _fault(table: pa.Table, row: int, fault: int, delta: bool) -> str:
+def _fault(table: pa.Table, row: int, fault: int, most: int) -> str:
     """What the kernel found wrong with a turn, in words."""
+
+    def value(name: str, at: int = row) -> pa.Scalar:
+        return table.column(name)[at]
+
     if fault == _LOGPROBS:
-        given = len(table.column("output_logprobs")[row])
-        return f"{given} logprobs for {len(table.column('output_ids')[row])} output ids"
+        given, wanted = value("output_logprobs"), value("output_ids")
+        return f"{len(given)} logprobs for {len(wanted)} output ids"
     if fault == _KEY:
         return "a message has no key; messages route by it"
-    own = "suffix_ids" if delta else "prompt_ids"
-    return f"{own if fault == _OWN_NULL else 'output_ids'} holds a null; every id is needed"
+    if fault == _ORDER:
+        before = value("turn_index", row - 1)
+        return f"follows turn {before}; turn_index must ascend within a session"
+    if fault == _BASE:
+        return f"base_turn {value('base_turn')} is no earlier turn of the session"
+    if fault == _SHARED:
+        shared = value("shared_length")
+        return f"shared_length {shared} of a base that holds {most} tokens"
+    if fault == _MESSAGES:
+        shared = value("shared_messages")
+        return f"shared_messages {shared} of a base that shows {most} messages"
+    own = "output_ids"
+    if fault == _OWN_NULL:
+        own = "suffix_ids" if "suffix_ids" in table.column_names else "prompt_ids"
+    return f"{own} holds a null; every id is needed"
 
 
 def _sessions(table: pa.Table, starts: Longs) -> tuple[Longs, pa.Array]:
     """Where each session starts, and its id."""
     offsets = np.append(starts, table.num_rows).astype(np.int64, copy=False)
-    ids = table.column("session_id").take(pa.array(starts)).combine_chunks()
+    column = table.column("session_id")
+    column = column.chunk(0) if column.num_chunks == 1 else column
+    ids = column.take(pa.array(starts))
+    if isinstance(ids, pa.ChunkedArray):
+        ids = ids.combine_chunks()
     if isinstance(ids, pa.ChunkedArray):  # as older versions of Arrow give it
         ids = pa.concat_arrays(ids.chunks) if ids.num_chunks else pa.array([], ids.type)
     if len(ids.unique()) < len(ids):
@@ -219,18 +240,6 @@ def _sessions(table: pa.Table, starts: Longs) -> tuple[Longs, pa.Array]:
             "'ascending')])"
         )
     return offsets, ids
-
-
-def _check_order(table: pa.Table, turn_index: Ints, session_offsets: Longs) -> None:
-    ascending = np.diff(turn_index) > 0
-    ascending[session_offsets[1:-1] - 1] = True
-    if not ascending.all():
-        row = int(np.flatnonzero(~ascending)[0]) + 1
-        session = table.column("session_id")[row].as_py()
-        raise InvalidTurnsError(
-            f"session {session!r}, turn {turn_index[row]}: follows turn "
-            f"{turn_index[row - 1]}; turn_index must ascend within a session"
-        )
 
 
 def named_calls(
@@ -278,44 +287,3 @@ def _int32s(column: pa.ChunkedArray) -> Ints:
             values = np.where(valid, values, np.int32(0))
         parts.append(values)
     return parts[-1] if len(parts) <= 2 else np.concatenate(parts)
-
-
-def _bases(table: pa.Table, turn_index: Ints, session_offsets: Longs) -> Ints:
-    """The call that each base_turn names, or -1."""
-    wanted = table.column("base_turn")
-    bases, absent = named_calls(turn_index, session_offsets, wanted)
-    late = np.flatnonzero(bases >= np.arange(len(bases)))
-    if len(absent) or len(late):
-        row = int(np.union1d(absent, late)[0])
-        session = table.column("session_id")[row].as_py()
-        raise InvalidTurnsError(
-            f"session {session!r}, turn {turn_index[row]}: base_turn {wanted[row]} is "
-            "no earlier turn of the session"
-        )
-    return bases
-
-
-def _check_bases(calls: Calls) -> None:
-    """Raise unless every call shares with its base no more than that has."""
-    records = calls.calls
-    base = records["base"]
-    most = np.where(base >= 0, calls.held[base], 0)
-    bad = np.flatnonzero((records["own_start"] < 0) | (records["own_start"] > most))
-    if len(bad):
-        call = int(bad[0])
-        raise InvalidTurnsError(
-            f"{calls.place(call)}: shared_length {records['own_start'][call]} of a "
-            f"base that holds {most[call]} tokens"
-        )
-    requests = calls.requests
-    counts = requests["shared"] + np.maximum(requests["n_keys"], 0)
-    spoken = base >= 0
-    spoken &= requests["n_keys"][base] >= 0
-    most = np.where(spoken, counts[base] + (requests["reply_key"][base] != 0), 0)
-    bad = np.flatnonzero((requests["shared"] < 0) | (requests["shared"] > most))
-    if len(bad):
-        call = int(bad[0])
-        raise InvalidTurnsError(
-            f"{calls.place(call)}: shared_messages {requests['shared'][call]} of a "
-            f"base that shows {most[call]} messages"
-        )

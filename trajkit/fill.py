@@ -1,8 +1,9 @@
-"""The columns of planned rows: the ``rows`` table."""
+"""The per-token columns of planned rows, and with them the ``rows`` table."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import TypeVar
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -13,26 +14,25 @@ from trajkit.calls import Calls, Ints, Longs, Records
 from trajkit.forest import Forest
 from trajkit.plan import Plan, Planned
 from trajkit.policies import Policy
-from trajkit.rewards import final_rows, spread
-from trajkit.schema import ROWS, ROWS_SUFFIX, SEGMENT_KINDS, SPAN, SPAN_KINDS
-
-_Item = TypeVar("_Item", bound=np.generic)
+from trajkit.pooled import pooled, pooled_zeros
+from trajkit.row_facts import row_facts
+from trajkit.schema import ROWS, ROWS_SUFFIX, SPAN, SPAN_KINDS
 
 # Tokens of a batch of several rows. Arrow's pool keeps buffers of up to 16 MB when they are
 # freed, so that the next batch goes to pages that are there; and memory is bounded by this
 # where rows repeat their whole context.
 BATCH_TOKENS = 1 << 22
 
+# A batch of so many tokens is larger than the caches of a core: it is written past them.
+UNCACHED_TOKENS = 1 << 20
+
+_SPAN_FIELDS = list(SPAN)
+
 
 @cache
 def _span_kinds() -> pa.Array:
     # not at import: pyarrow would load pandas for it where that is installed
     return pa.array(SPAN_KINDS)
-
-
-@cache
-def _segment_kinds() -> pa.Array:
-    return pa.array(SEGMENT_KINDS)
 
 
 def row_batches(
@@ -51,32 +51,32 @@ def row_batches(
     With each batch come the rows of the plan that it has. ``facts`` are of the same
     sessions. ``stored`` of the rows is set at once: where what is written of each starts.
     """
-    write = partial(
-        _core.fill_rows,
-        calls.calls,
-        forest.nodes,
-        forest.ends,
-        links,
-        plan.owners,
-        calls.turn_index,
-        np.empty(len(forest.nodes), np.int32),
-        policy.keep_head,
-        policy.own == "every",
-        policy.missing_logprobs == "untrain",
-        max_tokens,
-    )
     rows = plan.rows
     rows["stored"] = np.minimum(rows["shared"], rows["stored"]) if suffix else 0
-    mask_sums, rewards = _mask_sums(rows), _rewards(facts, policy, links, rows)
+    sizes = rows["n_tokens"] - rows["stored"]
+    columns = row_facts(calls, links, policy, rows, facts)
 
     def batch(lo: int, hi: int) -> pa.RecordBatch:
-        sums, given = mask_sums[lo:hi], rewards[lo:hi]
-        return _batch_of(
-            calls, links, policy, rows[lo:hi], facts, sums, given, write, suffix=suffix
+        write = partial(
+            _core.fill_rows,
+            calls.calls,
+            forest.nodes,
+            forest.ends,
+            links,
+            plan.owners,
+            calls.turn_index,
+            np.empty(len(forest.nodes), np.int32),
+            policy.keep_head,
+            policy.own == "every",
+            policy.missing_logprobs == "untrain",
+            max_tokens,
+            int(sizes[lo:hi].sum()) >= UNCACHED_TOKENS,
         )
+        lists = _Lists.written(rows[lo:hi], write, policy)
+        here = {name: column[lo:hi] for name, column in columns.items()}
+        return lists.beside(here, ROWS_SUFFIX if suffix else ROWS)
 
-    cuts = _cuts(rows["n_tokens"] - rows["stored"])
-    return ((rows[lo:hi], batch(lo, hi)) for lo, hi in cuts)
+    return ((rows[lo:hi], batch(lo, hi)) for lo, hi in _cuts(sizes))
 
 
 def _cuts(sizes: Longs) -> Iterator[tuple[int, int]]:
@@ -109,151 +109,91 @@ def batch_of(
     """
     rows = plan.rows
     rows["stored"] = 0
-    mask_sums, rewards = _mask_sums(rows), _rewards(facts, policy, links, rows)
-    return _batch_of(
-        calls, links, policy, rows, facts, mask_sums, rewards, write, written
-    )
+    lists = _Lists.written(rows, write, policy)
+    written(lists.offsets, lists.input_ids)
+    return lists.beside(row_facts(calls, links, policy, rows, facts), ROWS)
 
 
-def _batch_of(
-    calls: Calls,
-    links: Records,
-    policy: Policy,
-    rows: Records,
-    facts: pa.RecordBatch,
-    mask_sums: Longs,
-    rewards: pa.Array,
-    write: Callable[..., int],
-    written: Callable[[Longs, Ints], None] | None = None,
-    *,
-    suffix: bool = False,
-) -> pa.RecordBatch:
-    """One batch of rows; ``mask_sums`` and ``rewards`` have an entry a row."""
-    offsets = _offsets(rows["n_tokens"] - rows["stored"])
-    span_offsets = _offsets(rows["n_spans"])
-    n_tokens, n_spans = int(offsets[-1]), int(span_offsets[-1])
-    n_bytes = (n_tokens + 7) // 8
-    input_ids = _pooled(n_tokens, np.int32)
-    logprobs = _pooled(n_tokens, np.float32)
-    loss_mask, valid = _pooled(n_bytes, np.uint8), _pooled(n_bytes, np.uint8)
-    for bits in (loss_mask, valid):
-        bits.fill(0)
-    spans = np.empty((len(SPAN) - 1, n_spans), np.int32)
-    kinds = np.empty(n_spans, np.int8)
-    missing = write(
-        rows,
-        offsets,
-        span_offsets,
-        input_ids,
-        loss_mask,
-        logprobs,
-        valid,
-        spans,
-        kinds,
-    )
-    if written is not None:
-        written(offsets, input_ids)
-    if missing and policy.missing_logprobs == "null_row":
-        _core.drop_partial_logprobs(offsets, loss_mask, logprobs, valid)
-    mask = pa.py_buffer(loss_mask)
-    # Where the engine gave every logprob, what is valid is what is trained.
-    given = pa.py_buffer(valid) if missing else mask
-    list_offsets = pa.array(offsets)
+@dataclass(frozen=True, slots=True)
+class _Lists:
+    """The columns of some rows that hold lists."""
 
-    def per_token(type_: pa.DataType, *buffers: pa.Buffer | None) -> pa.Array:
-        values = pa.Array.from_buffers(type_, n_tokens, list(buffers))
-        return pa.LargeListArray.from_arrays(list_offsets, values)
+    # shape (n_rows + 1,)
+    offsets: Longs
+    # shape (n_tokens,)
+    input_ids: Ints
+    logprobs: npt.NDArray[np.float32]
+    # bitmaps
+    loss_mask: npt.NDArray[np.uint8]
+    given: npt.NDArray[np.uint8]
+    # shape (n_rows + 1,)
+    span_offsets: Longs
+    # shape (5, n_spans)
+    spans: Ints
+    # shape (n_spans,)
+    kinds: npt.NDArray[np.int8]
 
-    span = pa.StructArray.from_arrays(
-        [
-            *(pa.array(column) for column in spans),
-            pa.DictionaryArray.from_arrays(pa.array(kinds), _span_kinds(), safe=False),
-        ],
-        fields=list(SPAN),
-    )
-    of_session = _of_rows(facts, rows)
-    parent_row = rows["parent_row"]
-    segments = links["segment"][rows["last"]]
-    return pa.RecordBatch.from_arrays(
-        [
-            of_session.column("session_id"),
-            pa.array(rows["index"]),
-            of_session.column("group_id"),
-            *([pa.array(rows["stored"].astype(np.int32))] if suffix else []),
-            per_token(pa.int32(), None, pa.py_buffer(input_ids)),
-            pa.array(rows["prompt_len"].astype(np.int32)),
-            per_token(pa.bool_(), None, mask),
-            per_token(pa.float32(), given, pa.py_buffer(logprobs)),
-            pa.LargeListArray.from_arrays(pa.array(span_offsets), span),
-            pa.array(parent_row, mask=parent_row < 0),
-            pa.array(rows["shared"].astype(np.int32)),
-            rewards,
-            pa.array(rows["n_trained"] / np.maximum(mask_sums, 1), mask=mask_sums == 0),
-            pa.array(mask_sums),
-            _finish_reasons(calls, rows["last"]),
-            *(
-                pa.array(rows[name].astype(np.bool_))
-                for name in ("truncated", "use_tool", "ill_formed")
-            ),
-            pa.DictionaryArray.from_arrays(
-                pa.array(segments.astype(np.int8) - 1, mask=segments == 0),
-                _segment_kinds(),
-            ),
-            pa.array(calls.turn_index[rows["last"]]),
-        ],
-        schema=ROWS_SUFFIX if suffix else ROWS,
-    )
+    @classmethod
+    def written(cls, rows: Records, write: Callable[..., int], policy: Policy) -> Self:
+        """What ``write``, see `batch_of`, makes of the rows."""
+        offsets = _offsets(rows["n_tokens"] - rows["stored"])
+        span_offsets = _offsets(rows["n_spans"])
+        n_tokens, n_spans = int(offsets[-1]), int(span_offsets[-1])
+        n_bytes = (n_tokens + 7) // 8
+        input_ids, logprobs = pooled(n_tokens, np.int32), pooled(n_tokens, np.float32)
+        loss_mask, valid = (pooled_zeros(n_bytes, np.uint8) for _ in range(2))
+        spans = np.empty((len(SPAN) - 1, n_spans), np.int32)
+        kinds = np.empty(n_spans, np.int8)
+        missing = write(
+            rows,
+            offsets,
+            span_offsets,
+            input_ids,
+            loss_mask,
+            logprobs,
+            valid,
+            spans,
+            kinds,
+        )
+        if missing and policy.missing_logprobs == "null_row":
+            _core.drop_partial_logprobs(offsets, loss_mask, logprobs, valid)
+        # where the engine gave every logprob, what is valid is what is trained
+        given = valid if missing else loss_mask
+        return cls(
+            offsets, input_ids, logprobs, loss_mask, given, span_offsets, spans, kinds
+        )
 
+    def beside(
+        self, columns: Mapping[str, pa.Array], schema: pa.Schema
+    ) -> pa.RecordBatch:
+        """One batch with the columns that hold no lists."""
+        offsets = pa.array(self.offsets)
+        mask, given = pa.py_buffer(self.loss_mask), pa.py_buffer(self.given)
 
-def _of_rows(facts: pa.RecordBatch, rows: Records) -> pa.RecordBatch:
-    """What is known of each row's session."""
-    sessions = rows["session"]
-    if len(sessions) == facts.num_rows and (np.diff(sessions) == 1).all():
-        return facts  # a row each
-    return facts.take(pa.array(sessions))
+        def per_token(type_: pa.DataType, *buffers: pa.Buffer | None) -> pa.Array:
+            n_tokens = len(self.input_ids)
+            values = pa.Array.from_buffers(type_, n_tokens, list(buffers))
+            return pa.LargeListArray.from_arrays(offsets, values)
 
-
-def _mask_sums(rows: Records) -> Longs:
-    """Trained tokens of all rows of each row's session, shape (n_rows,)."""
-    sums = np.zeros(int(rows["session"].max(initial=-1)) + 1, np.int64)
-    np.add.at(sums, rows["session"], rows["n_trained"])
-    of_row: Longs = sums[rows["session"]]
-    return of_row
-
-
-def _rewards(
-    facts: pa.RecordBatch, policy: Policy, links: Records, rows: Records
-) -> pa.Array:
-    """The rollout's reward in each row, spread as the policy says."""
-    given = _of_rows(facts, rows).column("reward")
-    if policy.rewards == "copy" or not len(rows):
-        return given
-    segments = links["segment"][rows["last"]]
-    final = final_rows(
-        rows["session"],
-        rows["index"],
-        segments > 0,
-        segments == SEGMENT_KINDS.index("final") + 1,
-    )
-    whole = given.fill_null(0.0).to_numpy()
-    shares = spread(whole, policy.rewards, rows["session"], final)
-    return pa.array(shares, mask=given.is_null().to_numpy(zero_copy_only=False))
-
-
-def _finish_reasons(calls: Calls, last: Records) -> pa.Array:
-    column = calls.table.column("finish_reason")
-    chunk = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-    return chunk.take(pa.array(last))
-
-
-def _pooled(size: int, dtype: type[_Item]) -> npt.NDArray[_Item]:
-    """An array in Arrow's memory pool, undefined.
-
-    The pool keeps what is freed, so the rows of the next part or batch go to pages that
-    are there; pages from the system would be cleared and mapped one by one.
-    """
-    n_bytes = size * np.dtype(dtype).itemsize
-    return np.frombuffer(pa.allocate_buffer(n_bytes), dtype)
+        kinds = pa.DictionaryArray.from_arrays(
+            pa.array(self.kinds), _span_kinds(), safe=False
+        )
+        span = pa.StructArray.from_arrays(
+            [*(pa.array(column) for column in self.spans), kinds], fields=_SPAN_FIELDS
+        )
+        ids = per_token(pa.int32(), None, pa.py_buffer(self.input_ids))
+        masks = per_token(pa.bool_(), None, mask)
+        logprobs = per_token(pa.float32(), given, pa.py_buffer(self.logprobs))
+        lists = {
+            **dict.fromkeys(("input_ids", "suffix_ids"), ids),
+            **dict.fromkeys(("loss_mask", "suffix_mask"), masks),
+            **dict.fromkeys(("logprobs", "suffix_logprobs"), logprobs),
+            "spans": pa.LargeListArray.from_arrays(pa.array(self.span_offsets), span),
+        }
+        every = {**columns, **lists}
+        return pa.RecordBatch.from_arrays(
+            [every[name] for name in schema.names], schema=schema
+        )
 
 
 def _offsets(sizes: Records) -> Longs:

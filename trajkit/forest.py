@@ -7,6 +7,7 @@ import numpy as np
 from trajkit import _core
 from trajkit.calls import Calls, Ints, Longs, Records
 from trajkit.layout import NODE
+from trajkit.pooled import pooled
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +36,11 @@ def grow_paths(paths: Records, session_offsets: Longs) -> Forest:
     """
     n_calls = len(paths)
     sizes = np.diff(session_offsets)
-    longest = int((paths["prompt_len"] + paths["out_len"]).max(initial=0))
+    room = 0
     # calls that say what they share are not compared with the path of the call before
-    room = 0 if (paths["base"] >= 0).any() else longest
-    nodes = np.empty(2 * n_calls + len(sizes), NODE)
+    if not (paths["base"] >= 0).any():
+        room = int((paths["prompt_len"] + paths["out_len"]).max(initial=0))
+    nodes = pooled(2 * n_calls + len(sizes), NODE)
     ends = np.empty(n_calls, np.int32)
     shared = np.empty(n_calls, np.int64)
     shared_with = np.empty(n_calls, np.int32)

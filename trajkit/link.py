@@ -29,6 +29,7 @@ from trajkit.policies import (
     chosen_int,
     tool_names,
 )
+from trajkit.pooled import pooled
 from trajkit.ranks import by_prompt
 from trajkit.schema import LINKS, SEGMENT_KINDS, WHY
 from trajkit.tables import TableLike, canonical
@@ -172,7 +173,7 @@ def find_links(
             forest.ends,
             merge_threshold,
             EQUALS.index(equals),
-            np.empty(n_nodes, MESSAGE),
+            pooled(n_nodes, MESSAGE),
             np.empty(n_table, np.int32),
             np.empty(n_calls, np.int32),
             np.empty(len(forest.nodes), np.int32),
@@ -194,7 +195,7 @@ def find_links(
             dispatches.calls,
             dispatches.offsets,
             dispatches.answers,
-            np.empty(n_nodes, MESSAGE),
+            pooled(n_nodes, MESSAGE),
             np.empty(n_table, np.int32),
             np.empty(n_calls, np.int32),
             np.empty(n_nodes, np.int32),
@@ -223,7 +224,7 @@ def find_links(
             forest.nodes,
             forest.ends,
             fork_threshold,
-            np.empty(n_nodes, MESSAGE),
+            pooled(n_nodes, MESSAGE),
             np.empty(n_table, np.int32),
             np.empty((2, len(forest.nodes)), np.int32),
             np.empty((7, n_calls), np.int32),

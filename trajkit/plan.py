@@ -11,6 +11,7 @@ from trajkit.calls import Calls, Ints, Longs, Records
 from trajkit.forest import Forest
 from trajkit.layout import ROW
 from trajkit.policies import ABSORBS, OWNS, Policy
+from trajkit.pooled import pooled
 from trajkit.ranks import by_birth
 from trajkit.schema import REPORT
 
@@ -54,7 +55,7 @@ def plan_rows(
     """The rows of links whose ``lcp`` is known."""
     n_calls = len(calls.calls)
     plan = Plan(
-        np.empty(n_calls, ROW),
+        pooled(n_calls, ROW),
         np.zeros((calls.n_sessions, len(COUNTS)), np.int64),
         np.empty(n_calls, np.uint8),
         np.empty(n_calls, np.int32),

@@ -60,7 +60,8 @@ def sandbox(kind, tmp_path, **fields):
         fields["image"] = "any"
     if kind == "e2b":
         fields.setdefault("gateway", "http://far:1")
-    name = fields.pop("name", "box")
+    # other processes that test have sandboxes too, and `marked` sees all of them
+    name = fields.pop("name", f"box-{os.getpid()}")
     made = load(kind.split()[0], "trajkit_shim.sandboxes", "SANDBOX", SandboxKind)
     return made(
         Spec(
@@ -90,8 +91,7 @@ KINDS = [
 
 @pytest.fixture(params=KINDS)
 def box(request, tmp_path, fake):
-    # other processes that test have sandboxes too
-    with sandbox(request.param, tmp_path, name=f"box-{os.getpid()}") as made:
+    with sandbox(request.param, tmp_path) as made:
         yield made
 
 
@@ -261,7 +261,8 @@ def arguments_of(monkeypatch, tmp_path, **fields):
     program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
     program.chmod(0o755)
     options = {"binary": str(program), **fields.pop("options", {})}
-    with sandbox("docker", tmp_path, options=options, **fields) as box:
+    fields = {"name": "box", "options": options, **fields}
+    with sandbox("docker", tmp_path, **fields) as box:
         reached = box.reach("http://127.0.0.1:1234")
     return (tmp_path / "calls").read_text().splitlines(), reached
 
@@ -300,10 +301,10 @@ def test_values_of_variables_are_no_arguments_of_docker_s_client(tmp_path, fake)
 @pytest.mark.skipif(not APART, reason="its double needs namespaces")
 def test_a_container_that_died_is_the_sandbox_s_failure(tmp_path, fake):
     with sandbox("docker", tmp_path) as box:
-        shutil.move(fake / "box.json", tmp_path / "kept.json")
+        shutil.move(fake / f"{box.spec.name}.json", tmp_path / "kept.json")
         with pytest.raises(SandboxError, match="No such container"):
             sh(box, "true")
-        shutil.move(tmp_path / "kept.json", fake / "box.json")
+        shutil.move(tmp_path / "kept.json", fake / f"{box.spec.name}.json")
 
 
 REFUSED = [
