@@ -549,13 +549,14 @@ def test_a_capture_s_lost_calls_and_newer_entries_are_named(tmp_path):
     del entries[2]["generation_token_ids"]
     foreign.write_lines(tmp_path / "s.tokens.jsonl", entries)
     (tmp_path / "s.tokens.intents").write_text("c0\nc1\nc8\n-c8\nc9\n")
+    (tmp_path / "s.tokens.incomplete").write_text("c7\n")
     turns, report = tk.import_turns(tmp_path)
     assert problems(report) == [
         ("line 2", "other_version", False),
         ("line 3", "no_output_ids", False),
         ("its intents", "lost", False),
     ]
-    assert report["detail"][2].as_py().endswith("no entry: c9")
+    assert report["detail"][2].as_py().endswith("no entry: c7, c9")
     assert turns["request_id"].to_pylist() == ["c0"]
 
 
@@ -650,6 +651,7 @@ def test_damaged_steps(tmp_path):
     steps[0]["tokens"]["overlong_prompt"] = True
     steps[1]["tokens"] = None
     steps[2]["is_truncated"] = True
+    steps[3]["completion"] *= 2
     turns, found = damaged(tmp_path, "results.jsonl", [json.dumps(rollout).encode()])
     assert found == [
         ("line 1, step 0", "truncated", False),
@@ -657,6 +659,8 @@ def test_damaged_steps(tmp_path):
         ("line 1, step 2", "cut_output", True),
     ]
     assert turns["turn_index"].to_pylist() == [2, 3]
+    # of several messages it is unknown which one the next request echoes
+    assert [said is None for said in turns["response"].to_pylist()] == [False, True]
 
 
 def test_damaged_dumps(tmp_path):
@@ -1112,3 +1116,14 @@ def test_a_file_that_could_be_of_several_formats_is_refused_by_their_names(tmp_p
     foreign.write_lines(tmp_path / "x.jsonl", [value])
     with pytest.raises(FormatError, match="may be of several formats, openai, polar"):
         tk.import_turns(tmp_path / "x.jsonl")
+
+
+@pytest.mark.parametrize("lacking", [{}, {"score": None}, {"score": 1, "weight": "x"}])
+def test_a_reward_that_lacks_a_part_is_unknown(tmp_path, lacking):
+    message = {"role": "assistant", "content": "a"}
+    reply = {"parent": 0, "message": message, "sampled": True, "token_ids": [2]}
+    trace = {"id": "s", "task": {}, "nodes": [NODE, {**reply, "mask": [True]}]}
+    rewards = {"a": {"score": 0.5}, "b": lacking}
+    foreign.write_lines(tmp_path / "t.jsonl", [{**trace, "rewards": rewards}])
+    turns, _ = tk.import_turns(tmp_path / "t.jsonl")
+    assert turns["reward"].to_pylist() == [None]
