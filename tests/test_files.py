@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests.strategies import runs
 from tests.test_cli import run_json
-from trajkit import cli, files, gather, io_arrow, outlets, stream, suffix
+from trajkit import cli, files, gather, io_arrow, io_polars, outlets, stream, suffix
 from trajkit.ahead import read_ahead
 from trajkit.census import take_census
 from trajkit.errors import FormatError, InvalidTurnsError, PolicyError, SchemaError
@@ -65,6 +65,22 @@ def small(monkeypatch):
     monkeypatch.setattr(gather, "_LEAST_ROWS", 2)
     monkeypatch.setattr(gather, "_BATCH_BYTES", 1)
     monkeypatch.setattr(io_arrow, "_GROUP_BYTES", 1000)
+
+
+@pytest.fixture(params=["arrow", "polars"])
+def writer(request, monkeypatch):
+    """What writes the rows, in row groups of a few."""
+    by_polars = request.param == "polars"
+    monkeypatch.setattr(io_polars, "_polars_is_here", lambda: by_polars)
+    monkeypatch.setattr(io_polars, "_FIRST_BYTES", 1)
+    monkeypatch.setattr(io_polars, "_GROUP_BYTES", 1000)
+    return request.param
+
+
+def written_by(path):
+    """Which of the two wrote a Parquet file."""
+    said = pq.read_metadata(path).created_by
+    return "polars" if "Polars" in said else "arrow"
 
 
 def scattered(records):
@@ -176,7 +192,7 @@ def test_rows_are_those_of_the_table(tmp_path, small, monkeypatch, policy, layou
     )
     for large in (1, 1 << 20):
         monkeypatch.setattr(files, "_LARGE_TOKENS", large)
-        monkeypatch.setattr(suffix, "_PART", 20)
+        monkeypatch.setattr(suffix, "_PIECE", 20)
         totals = linearize_file(
             log, rows, policy, reward=0.5, layout=layout, report=report
         )
@@ -192,13 +208,13 @@ def test_whole_rows_come_some_at_a_time(records):
     turns = tk.from_records(records)
     rows = tk.linearize(turns, layout="suffix")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(suffix, "_PART", 5)
+        patch.setattr(suffix, "_PIECE", 5)
         got = list(suffix.full_pieces(rows))
     expected = tk.linearize(turns)
     assert pa.concat_tables([expected.slice(0, 0), *got]).equals(expected)
 
 
-def test_threads_write_the_same_bytes(tmp_path, monkeypatch):
+def test_threads_write_the_same_bytes(tmp_path, monkeypatch, writer):
     # the function hides its module's name
     module = importlib.import_module("trajkit.linearize")
     monkeypatch.setattr(module, "_LEAST_PART", 64)
@@ -207,6 +223,7 @@ def test_threads_write_the_same_bytes(tmp_path, monkeypatch):
     write_log(some_sessions(), log)
     for threads in (1, 2, 3):
         linearize_file(log, tmp_path / f"{threads}.parquet", threads=threads)
+    assert written_by(tmp_path / "1.parquet") == writer
     first, *others = ((tmp_path / f"{n}.parquet").read_bytes() for n in (1, 2, 3))
     assert all(other == first for other in others)
 
@@ -255,7 +272,7 @@ class Killed(Exception):
         (["0.arrow", "1.jsonl", "2.jsonl", "3.jsonl.gz"], False),
     ],
 )
-def test_a_run_that_was_stopped_goes_on(tmp_path, small, names, mixed):
+def test_a_run_that_was_stopped_goes_on(tmp_path, small, names, mixed, writer):
     log = tmp_path / "log"
     log.mkdir()
     records = some_sessions(15)
@@ -290,6 +307,7 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, small, names, mixed):
         (tmp_path / name).mkdir()
     whole, _ = go("whole", n_turns + 1)
     assert len(list((tmp_path / "whole/rows").glob("part-*.parquet"))) > 3
+    assert written_by(tmp_path / "whole/rows/part-00000.parquet") == writer
     expected = tk.linearize(tk.read_turns(log))
     assert tk.read_rows(tmp_path / "whole/rows").equals(expected)
     starts = []

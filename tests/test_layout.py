@@ -113,6 +113,9 @@ def test_trajkit_imports_nothing_heavy_and_never_the_shim(path):
         refused -= {"tokenizers", "transformers"}
     if path == ROOT / "trajkit/ray.py":
         refused -= {"ray"}
+    if path == ROOT / "trajkit/io_polars.py":
+        # where it is installed, for files that are not small
+        refused -= {"polars"}
     for name in imports(path):
         assert name.partition(".")[0] not in refused
 

@@ -35,8 +35,8 @@ from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.rollouts import check_choice
 from trajkit.sessions import Reward, SessionFacts, session_facts
-from trajkit.stream import PIECE_TOKENS, weights
-from trajkit.suffix import full_pieces
+from trajkit.stream import PIECE_TOKENS, pieces, weights
+from trajkit.suffix import full_pieces, row_pieces
 from trajkit.tables import TableLike
 from trajkit.validate import SET_ASIDE, Nonfinite
 from trajkit.weights import By, weigh
@@ -50,7 +50,10 @@ Stage: TypeAlias = Callable[[pa.Table], Made]
 PART_TURNS = 1 << 15
 """A part ends with the piece that brings it to so many turns."""
 
-# Whole rows of a piece that holds more are written some at a time.
+# Sessions that go through a stage at a time: what their rows can have at most, in tokens,
+# is so much, or more by one session.
+_STAGE_TOKENS = 2 * PIECE_TOKENS
+# Whole rows of a session that can have more are written some at a time.
 _LARGE_TOKENS = 4 * PIECE_TOKENS
 
 
@@ -112,7 +115,7 @@ def run(
             found = read_ahead(log.pieces(census), stack)
             return _part(found, stage, targets, watch, None)[0]
     source = fingerprint(log.source)
-    limits = [PART_TURNS, PIECE_TOKENS]
+    limits = [PART_TURNS, PIECE_TOKENS, _STAGE_TOKENS]
     main = next(iter(targets.values())).path
     beside = [target.path for target in targets.values() if target.path != main]
     job = {**job, "source": source, "limits": limits}
@@ -167,20 +170,29 @@ def judged(stage: Stage, piece: Piece, *, aside: bool) -> Made:
     A stage refuses turns before it gives its first table. Where no session may be set
     aside, the error is raised.
     """
-    if not aside:
-        yield from stage(piece.turns)
-        return
     bad = [piece.aside]
-    try:
-        yield from _begun(stage(piece.turns))
-    except _Refused:
-        for session in _sessions(piece.turns):
-            try:
-                yield from _begun(stage(session))
-            except _Refused as error:
-                name = session.column("session_id")[0].as_py()
-                bad.append(pa.table([[name], [str(error)]], schema=SET_ASIDE))
-    yield "set_aside", pa.concat_tables(bad)
+    for turns in _at_a_time(piece.turns):
+        if not aside:
+            yield from stage(turns)
+            continue
+        try:
+            yield from _begun(stage(turns))
+        except _Refused:
+            for session in _sessions(turns):
+                try:
+                    yield from _begun(stage(session))
+                except _Refused as error:
+                    name = session.column("session_id")[0].as_py()
+                    bad.append(pa.table([[name], [str(error)]], schema=SET_ASIDE))
+    if aside:
+        yield "set_aside", pa.concat_tables(bad)
+
+
+def _at_a_time(turns: pa.Table) -> Iterator[pa.Table]:
+    """Whole sessions of a piece, or the piece where it has none."""
+    if not turns.num_rows:
+        return iter([turns])
+    return pieces([turns], _STAGE_TOKENS, weights)
 
 
 class _Refused(Exception):
@@ -231,8 +243,9 @@ def linearize_file(
     """Write the training rows of files of turns, in bounded memory.
 
     The rows are those of `trajkit.linearize` of `trajkit.read_turns`. Held are some
-    pieces of about 8 million tokens of prompts and outputs, or one session where that
-    has more; of the whole rows of such a session, some at a time.
+    pieces of about 8 million tokens of prompts and outputs, or 4 million in delta form,
+    or one session where that has more; of the whole rows of such a session, some at a
+    time.
 
     Parameters
     ----------
@@ -293,8 +306,11 @@ def linearize_file(
         if weigh_by != "token":  # which they are already
             rows = weigh(rows, weigh_by)
         yield "report", counts
-        for part in full_pieces(rows) if large else [rows]:
+        parts = full_pieces(rows) if large else row_pieces(rows)
+        del rows
+        for part in parts:
             yield "rows", part
+            del part
 
     targets = {"rows": Target(Path(output), write_rows)}
     if report is not None:

@@ -38,7 +38,7 @@ _BUCKET_BYTES, _MOST_BUCKETS = 32 << 20, 512
 # Turns that are shared out among the buckets at a time.
 _SPILL_BYTES = 48 << 20
 # Turns that are read at a time: bytes, and at least and at most how many.
-_BATCH_BYTES, _LEAST_ROWS, _MOST_ROWS = 16 << 20, 16, 4096
+_BATCH_BYTES, _LEAST_ROWS, _MOST_ROWS = 16 << 20, 16, 1024
 
 # Stands for a session that JSON lines spell wrongly: why.
 _REASON = "trajkit.set_aside"

@@ -259,13 +259,14 @@ def _row_groups(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
             held.append(part)
             n_bytes += part.nbytes
             if n_bytes >= _GROUP_BYTES:
-                yield _joined(held)
+                yield joined(held)
                 held, n_bytes = [], 0
     if held:
-        yield _joined(held)
+        yield joined(held)
 
 
-def _joined(tables: list[pa.Table]) -> pa.Table:
+def joined(tables: list[pa.Table]) -> pa.Table:
+    """Tables of one schema, one after another."""
     try:
         return pa.concat_tables(tables)
     except pa.ArrowInvalid as error:

@@ -158,13 +158,19 @@ def atomic(target: Path | BinaryIO, kind: Format) -> Iterator[pa.NativeFile]:
         with _borrow(target, "w") as raw:
             yield from _compressed(raw, codec)
         return
+    with whole(target) as path, pa.OSFile(str(path), "w") as raw:
+        yield from _compressed(raw, codec)
+
+
+@contextmanager
+def whole(target: Path) -> Iterator[Path]:
+    """A path that becomes the target when the block ends without an error."""
     handle, name = tempfile.mkstemp(
         prefix=f".{target.name}.", suffix=".tmp", dir=target.parent
     )
     os.close(handle)
     try:
-        with pa.OSFile(name, "w") as raw:
-            yield from _compressed(raw, codec)
+        yield Path(name)
         # mkstemp keeps others out; a file that is kept follows the user's umask
         umask = os.umask(0)
         os.umask(umask)

@@ -1,6 +1,7 @@
 """A stream of record batches, cut where sessions end."""
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -11,11 +12,13 @@ from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.schema import TURNS_DELTA
 from trajkit.tables import check_session_id, is_list, turns_schema
 
-# What a piece holds at least, if there is so much: tokens of prompts and outputs, which
-# are what its rows can have at most.
+# What a piece holds at least, if there is so much: tokens, as `held` counts them.
 PIECE_TOKENS = 1 << 23
 # What a turn counts for beside its tokens.
 _TURN = 256
+
+Longs: TypeAlias = npt.NDArray[np.int64]
+Weigh: TypeAlias = Callable[[pa.Table], Longs]
 
 
 def whole_sessions(
@@ -80,30 +83,41 @@ def _table(batches: list[pa.RecordBatch]) -> pa.Table:
     return joined(pa.Table.from_batches([batch]) for batch in batches)
 
 
-def pieces(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+def pieces(
+    tables: Iterable[pa.Table], most: int | None = None, weigh: Weigh | None = None
+) -> Iterator[pa.Table]:
     """Tables of whole sessions cut anew, into pieces of about equal weight.
 
     Where a piece ends depends on the sessions since the piece began and on nothing
     else, so a run that starts again at a piece's begin has the same pieces.
+
+    Parameters
+    ----------
+    tables : iterable of Table
+    most : int, optional
+        A piece ends with the session that brings it to so much. None: `PIECE_TOKENS`.
+    weigh : function of a Table, optional
+        What each turn counts for. None: `held`.
     """
-    held: list[pa.Table] = []
-    room = PIECE_TOKENS
+    most, weigh = most or PIECE_TOKENS, weigh or held
+    begun: list[pa.Table] = []
+    room = most
     for table in tables:
         ends = _session_ends(table)
-        sums = np.cumsum(weights(table))[ends - 1] if len(ends) else ends
+        sums = np.cumsum(weigh(table))[ends - 1] if len(ends) else ends
         start = before = 0
         while start < table.num_rows:
             k = int(np.searchsorted(sums, before + room))
             if k == len(ends):
-                held.append(table.slice(start))
+                begun.append(table.slice(start))
                 room -= int(sums[-1]) - before
                 break
-            held.append(table.slice(start, int(ends[k]) - start))
-            yield joined(held)
-            held, room = [], PIECE_TOKENS
+            begun.append(table.slice(start, int(ends[k]) - start))
+            yield joined(begun)
+            begun, room = [], most
             start, before = int(ends[k]), int(sums[k])
-    if held:
-        yield joined(held)
+    if begun:
+        yield joined(begun)
 
 
 def joined(tables: Iterable[pa.Table]) -> pa.Table:
@@ -129,7 +143,7 @@ def check_one_form(tables: Iterable[pa.Table]) -> None:
         )
 
 
-def _session_ends(table: pa.Table) -> npt.NDArray[np.int64]:
+def _session_ends(table: pa.Table) -> Longs:
     """The row after the last of each session."""
     ids = table.column("session_id").combine_chunks().cast(pa.string())
     if not len(ids):
@@ -138,16 +152,31 @@ def _session_ends(table: pa.Table) -> npt.NDArray[np.int64]:
     return np.append(changes.astype(np.int64) + 1, len(ids))
 
 
-def weights(table: pa.Table) -> npt.NDArray[np.int64]:
-    """What each turn counts for: tokens of its prompt and output, and a little."""
-    total = np.full(table.num_rows, _TURN, np.int64)
+def held(table: pa.Table) -> Longs:
+    """What each turn counts for where it is held: its tokens, and a little.
+
+    Those of the delta form count twice: nearly all of them are held in rows as well.
+    """
+    total = _listed(table, "prompt_ids", "suffix_ids", "output_ids")
+    return _TURN + (2 * total if "suffix_ids" in table.column_names else total)
+
+
+def weights(table: pa.Table) -> Longs:
+    """What each turn can count for in rows at most: all of its prompt and output."""
+    total = _TURN + _listed(table, "prompt_ids", "suffix_ids", "output_ids")
+    if "shared_length" in table.column_names:
+        column = table.column("shared_length")
+        if pa.types.is_integer(column.type):
+            total += np.maximum(column.fill_null(0).to_numpy().astype(np.int64), 0)
+    return total
+
+
+def _listed(table: pa.Table, *names: str) -> Longs:
+    """How many elements the lists of each turn have together."""
+    total = np.zeros(table.num_rows, np.int64)
     for field in table.schema:
         # what is of another type is refused by what reads the turns
-        if field.name in ("prompt_ids", "suffix_ids", "output_ids"):
-            if is_list(field.type):
-                n = pc.list_value_length(table.column(field.name)).fill_null(0)
-                total += n.to_numpy().astype(np.int64)
-        elif field.name == "shared_length" and pa.types.is_integer(field.type):
-            shared = table.column(field.name).fill_null(0).to_numpy()
-            total += np.maximum(shared.astype(np.int64), 0)
+        if field.name in names and is_list(field.type):
+            n = pc.list_value_length(table.column(field.name)).fill_null(0)
+            total += n.to_numpy().astype(np.int64)
     return total

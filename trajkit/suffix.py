@@ -21,6 +21,8 @@ from trajkit.validate import check_layout
 
 # Tokens of the whole rows of one part: its columns are one chunk each.
 _PART = 1 << 25
+# Tokens of whole rows that are handed on at a time.
+_PIECE = 1 << 22
 
 
 @overload
@@ -111,6 +113,26 @@ def _convert(
     return convert(rows, one)
 
 
+def row_pieces(rows: pa.Table) -> Iterator[pa.Table]:
+    """Rows in tables that hold so many tokens, or one row; one table at least.
+
+    A table that was used is held no longer, if the caller does not hold the rows.
+    """
+    column = "suffix_ids" if "suffix_ids" in rows.column_names else "input_ids"
+    ends = offsets_of(np.asarray(pc.list_value_length(rows.column(column)), np.int64))
+    parts: list[pa.Table] = []
+    lo = 0
+    while lo < rows.num_rows or not parts:
+        hi = int(np.searchsorted(ends, ends[lo] + _PIECE, side="right")) - 1
+        hi = min(max(hi, lo + 1), rows.num_rows)
+        parts.append(rows.slice(lo, hi - lo))
+        lo = hi
+    del rows
+    parts.reverse()
+    while parts:
+        yield parts.pop()
+
+
 def full_pieces(rows: pa.Table) -> Iterator[pa.Table]:
     """`full_rows` of suffix rows as `trajkit.linearize` gives them, some at a time.
 
@@ -123,7 +145,7 @@ def full_pieces(rows: pa.Table) -> Iterator[pa.Table]:
     lo = 0
     while lo < rows.num_rows:
         before = int(ends[lo - 1]) if lo else 0
-        hi = max(int(np.searchsorted(ends, before + _PART, side="right")), lo + 1)
+        hi = max(int(np.searchsorted(ends, before + _PIECE, side="right")), lo + 1)
         part = rows.slice(lo, hi - lo)
         ids = np.frombuffer(
             pa.allocate_buffer(4 * int(ends[hi - 1] - before)), np.int32
