@@ -43,6 +43,7 @@ class Form:
     shapes: tuple[str, ...]  # of the runs that every policy goes over
     sessions: int  # of each of them
     rollouts: int  # of the table beside copying
+    checked: int  # of those, against plain Python
     most_turns: int  # of the rollouts that grow
     most_sessions: int
     streamed: int
@@ -50,11 +51,11 @@ class Form:
     held: int  # rollouts of which memory is looked at
 
 
-FULL = Form(LONG, 9, (*SHAPES, *FORKS), 4, 64, 1024, 128, 10_000, 60, 8)
+FULL = Form(LONG, 9, (*SHAPES, *FORKS), 4, 64, 8, 1024, 128, 10_000, 60, 8)
 HALF = Size(n_turns=64, context=65_536, system=6_000, reply_min=300, reply_max=700)
-QUICK = Form(HALF, 3, ("clean",), 1, 4, 256, 16, 60, 4, 2)
+QUICK = Form(HALF, 3, ("clean",), 1, 4, 4, 256, 16, 60, 4, 2)
 # for the tests: that every line comes
-TINY = Form(SMALL, 1, ("clean",), 1, 2, 64, 16, 3, 2, 1)
+TINY = Form(SMALL, 1, ("clean",), 1, 2, 2, 64, 16, 3, 2, 1)
 
 
 def linearized(form: Form) -> Iterator[Line]:
@@ -72,6 +73,8 @@ def beside_copying(form: Form) -> Iterator[Line]:
     """Slime's rule beside plain Python and a trie, and the roofline."""
     compact = roofline.compacted(form.size, form.rollouts)
     rows = tk.linearize(compact, "slime")
+    for k in range(min(form.checked, form.rollouts)):
+        roofline.check_rollout(rows, form.size, k)
     plain, trie = roofline.plain_times(form.size)
     for label, turns in roofline.forms(compact, rows):
         found = roofline.Against.copying(turns, rows, form.rollouts, form.repeats)
@@ -195,6 +198,13 @@ def grown(form: Form) -> Iterator[Line]:
             what = f"a token, {policy}, {shape}, {n_turns} turns"
             first = a_token(least, times[least]) * 1e-9
             yield Line(what, each, "ns", f"{least} turns", first)
+    for shape in ("clean", "tail_changed"):
+        sizes = scale.bytes_a_token(shape, form.most_turns)
+        least = min(sizes)
+        for n_turns, each in sizes.items():
+            what = f"1,000 tokens, Arrow IPC, delta form, {shape}, {n_turns} turns"
+            first = 1000 * sizes[least]
+            yield Line(what, 1000 * each, "bytes", f"{least} turns", first)
     n_turns = form.size.n_turns
     size = quoted("clean", n_turns, TOKENS_PER_TURN * n_turns)
     times = scale.growth_with_sessions(size, form.most_sessions, form.repeats)

@@ -15,7 +15,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -69,10 +69,15 @@ def least_bytes(turns: pa.Table, rows: pa.Table) -> int:
     return read + written
 
 
-def check_rows(rows: pa.Table, sessions: Sequence[list[Record]]) -> None:
-    """Exit with the difference where the rows are not those of the rule over lists."""
-    for k, records in enumerate(sessions):
-        differ = difference(rows.slice(k, 1), peers.linearize(records))
+def check_rollout(rows: pa.Table, size: Size, k: int) -> None:
+    """Exit where row k is not that of the rule, and of the trie, over lists.
+
+    A clean rollout is one row of either. One is looked at at a time: as lists they do not
+    fit in memory together.
+    """
+    parsed = as_parsed(iter(records(size, k)))
+    for rule in (peers.linearize, peers_nemo.linearize):
+        differ = difference(rows.slice(k, 1), rule(parsed))
         if differ is not None:
             sys.exit(f"rollout {k}: {differ}")
 
@@ -159,8 +164,8 @@ def main(words: list[str] | None = None) -> None:
     compact = compacted(size, n)
     rows = tk.linearize(compact, "slime")
     checked = min(choices.check, n)
-    for k in range(checked):  # one at a time: as lists they do not fit in memory
-        check_rows(rows.slice(k, 1), [as_parsed(iter(records(size, k)))])
+    for k in range(checked):
+        check_rollout(rows, size, k)
     print(f"checked  {checked} rollouts: tokens, mask and logprobs are equal\n")
 
     plain, trie = plain_times(size)

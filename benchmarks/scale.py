@@ -52,18 +52,18 @@ def recorded(name: str, size: Size, shape: str) -> pa.Table:
     return recorder.turns(name)
 
 
-def without_bodies(table: pa.Table) -> pa.Table:
-    """Full turns of which message keys and roles are left."""
+def without_bodies(table: pa.Table, where: str = "messages") -> pa.Table:
+    """Turns of which message keys and roles are left; ``where`` they have messages."""
 
     def bare(messages: pa.StructArray) -> pa.StructArray:
         key, role, body = messages.flatten()
         fields = [key, role, pa.nulls(len(body), body.type)]
         return pa.StructArray.from_arrays(fields, fields=list(messages.type))
 
-    lists = table["messages"].combine_chunks()
+    lists = table[where].combine_chunks()
     lists = pa.LargeListArray.from_arrays(lists.offsets, bare(lists.values))
     reply = bare(table["response"].combine_chunks())
-    for name, column in (("messages", lists), ("response", reply)):
+    for name, column in ((where, lists), ("response", reply)):
         at = table.column_names.index(name)
         table = table.set_column(at, table.field(at), column)
     return table
@@ -83,6 +83,30 @@ def file_bytes(table: pa.Table, format: str) -> int:
     file = io.BytesIO()
     tk.write_turns(table, file, format=format)
     return file.tell()
+
+
+def compressed_bytes(table: pa.Table) -> int:
+    """What the batches of a table take as the gateway's log compresses them."""
+    file = io.BytesIO()
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_stream(file, table.schema, options=options) as writer:
+        writer.write_table(table)
+    return file.tell()
+
+
+def bytes_a_token(shape: str, most: int) -> dict[int, float]:
+    """Bytes of a rollout in delta form for each of its tokens, by number of turns."""
+    found = {}
+    for n_turns in _doubling(most):
+        size = quoted(shape, n_turns, TOKENS_PER_TURN * n_turns)
+        turns = without_bodies(recorded("s", size, shape), "suffix_messages")
+        n_bytes = file_bytes(turns, "arrow")
+        found[n_turns] = n_bytes / (TOKENS_PER_TURN * n_turns)
+    return found
+
+
+def _doubling(most: int) -> list[int]:
+    return [64 << k for k in range((most // 64).bit_length())]
 
 
 def json_bytes(table: pa.Table) -> int:
@@ -105,6 +129,8 @@ def sizes(size: Size) -> Iterator[tuple[str, int]]:
         yield f"Parquet zstd, {label}", file_bytes(table, "parquet")
     log = pa.concat_tables([delta.slice(k, 1) for k in range(len(delta))])
     yield "Arrow IPC, delta form, a batch a turn", file_bytes(log, "arrows")
+    label = "Arrow IPC, delta form, a zstd batch a turn"
+    yield label, compressed_bytes(log)
 
 
 def print_sizes(size: Size) -> None:
@@ -184,7 +210,7 @@ def growth(
     shape: str, policy: str, layout: Layout, most: int, repeats: int
 ) -> dict[int, Timing]:
     """Times per rollout of `linearize` from delta form, by number of turns."""
-    numbers = [64 << k for k in range((most // 64).bit_length())]
+    numbers = _doubling(most)
     works, shares = [], []
     for n_turns in numbers:
         # tables of one size in tokens, so that caches hold the same share of each
@@ -241,6 +267,14 @@ def again(work: Callable[[], object], times: int) -> None:
 
 def linearize_slime(turns: pa.Table) -> pa.Table:
     return tk.linearize(turns, "slime", threads=1)
+
+
+def print_bytes_a_token(shape: str, most: int) -> None:
+    print(
+        f"\nArrow IPC, delta form, {shape}, {TOKENS_PER_TURN} tokens a turn, no bodies:"
+    )
+    for n_turns, each in bytes_a_token(shape, most).items():
+        print(f"{f'  {n_turns} turns':<44}{each:14.2f} bytes a token")
 
 
 def print_growth_with_sessions(size: Size, most: int, repeats: int) -> None:
@@ -305,6 +339,8 @@ def main(words: list[str] | None = None) -> None:
     print_rates(size, choices.repeats)
     print_growth("clean", "slime", "full", choices.most, choices.repeats)
     print_growth("tail_changed", "faithful", "suffix", choices.most, choices.repeats)
+    for shape in ("clean", "tail_changed"):
+        print_bytes_a_token(shape, choices.most)
     print_growth_with_sessions(size, 64, choices.repeats)
     print_threads(size, choices.repeats)
 

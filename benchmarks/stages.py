@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import trajkit as tk
 from benchmarks.compare import Timing
 from benchmarks.data import Size, rollout
-from benchmarks.scale import by_turns, without_text
+from benchmarks.scale import by_turns, check, without_text
 from benchmarks.stream import PLAIN_ROWS
 
 
@@ -38,8 +38,13 @@ def record(size: Size, repeats: int) -> tuple[Timing, Timing]:
     def compared() -> list[int]:
         return [tk.lcp(before, prompt) for before, prompt in pairs]
 
-    assert recorded().turns("s").num_rows == len(calls)
-    assert compared() == [len(before) for before, _ in pairs]
+    named = [{"session_id": "s", **call} for call in calls]
+    check(
+        recorded().turns("s") == tk.compact(tk.from_records(named)),
+        "the recorder holds what compact makes of the calls",
+    )
+    whole = [len(before) for before, _ in pairs]
+    check(compared() == whole, "each prompt goes on from what was held before")
     works, shares = (recorded, compared), (len(calls), len(calls))
     mine, alone = by_turns(repeats, works, shares, time.process_time)
     return mine, alone
@@ -67,7 +72,8 @@ def export(size: Size, repeats: int) -> tuple[Timing, Timing]:
     for write in (ours, plain):
         file = write()
         file.seek(0)
-        assert pq.read_table(file, columns=PLAIN_ROWS.names).to_pylist() == lists
+        back = pq.read_table(file, columns=PLAIN_ROWS.names).to_pylist()
+        check(back == lists, "what is written is read again")
     shares = (rows.num_rows, rows.num_rows)
     mine, theirs = by_turns(repeats, (ours, plain), shares, time.process_time)
     return mine, theirs

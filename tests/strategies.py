@@ -5,6 +5,7 @@ one reply opens another. Turns are dicts as `tests.reference` reads them.
 """
 
 from collections import OrderedDict
+from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 
 import numpy as np
@@ -1046,3 +1047,92 @@ def plain_tables(draw):
         ]
         chunks.append(pa.record_batch(arrays, schema=schema))
     return pa.Table.from_batches(chunks)
+
+
+# Columns that trajkit does not know, of any type
+
+_LONG = "longer than what a view holds in itself"
+_numbers = st.integers(0, 9)
+_texts = st.sampled_from(["", "a", "é", _LONG])
+_bytes = _texts.map(str.encode)
+_times = st.datetimes(datetime(1970, 1, 1), datetime(2100, 1, 1))
+
+# values of each type; None is added to all
+_OF_TYPE = {
+    pa.null(): st.none(),
+    pa.bool_(): st.booleans(),
+    pa.uint64(): st.sampled_from([0, 2**64 - 1]),
+    pa.float16(): st.sampled_from([0.0, -0.5]),
+    pa.float64(): st.sampled_from([0.0, -0.1]),
+    pa.decimal128(5, 2): st.decimals(0, 9, places=2),
+    pa.date32(): _times.map(datetime.date),
+    pa.timestamp("us", "UTC"): _times.map(lambda time: time.replace(tzinfo=UTC)),
+    pa.duration("us"): st.timedeltas(timedelta(0), timedelta(9)),
+    pa.string(): _texts,
+    pa.string_view(): _texts,
+    pa.large_binary(): _bytes,
+    pa.binary_view(): _bytes,
+    pa.binary(3): st.binary(min_size=3, max_size=3),
+    pa.list_(pa.string_view()): st.lists(st.none() | _texts, max_size=3),
+    pa.large_list(pa.string_view()): st.lists(st.none() | _texts, max_size=3),
+    pa.large_list(pa.large_list(pa.int8())): st.lists(st.lists(_numbers), max_size=3),
+    pa.list_view(pa.int64()): st.lists(_numbers, max_size=3),
+    pa.list_(pa.int8(), 2): st.lists(_numbers, min_size=2, max_size=2),
+    pa.struct({"a": pa.string_view(), "b": pa.struct({"c": pa.int8()})}): (
+        st.fixed_dictionaries(
+            {
+                "a": st.none() | _texts,
+                "b": st.none() | st.fixed_dictionaries({"c": _numbers}),
+            }
+        )
+    ),
+    pa.map_(pa.string(), pa.string_view()): st.lists(st.tuples(_texts, _texts)),
+    pa.dictionary(pa.int8(), pa.string()): _texts,
+}
+
+
+@st.composite
+def _arrays_of(draw, type_, n):
+    given_in = type_.value_type if pa.types.is_dictionary(type_) else type_
+    values = st.lists(st.none() | _OF_TYPE[type_], min_size=n, max_size=n)
+    array = pa.array(draw(values), given_in)
+    return array.dictionary_encode().cast(type_) if given_in != type_ else array
+
+
+@st.composite
+def columns_of_any_type(draw, n, types=tuple(_OF_TYPE)):
+    """A table of n rows with columns of several of these types, in one chunk or two."""
+    chosen = draw(st.lists(st.sampled_from(types), unique=True, min_size=1, max_size=5))
+    names = [f"further {k}" for k in range(len(chosen))]
+    columns = [draw(_arrays_of(type_, n)) for type_ in chosen]
+    cut = draw(st.sampled_from([0, n // 2]))
+    table = pa.table(columns, names)
+    return pa.concat_tables([table[:cut], table[cut:]]) if cut else table
+
+
+# Tables beside the turns
+
+
+@st.composite
+def session_lines(draw):
+    """What is known of sessions: some said again, and a column of the caller's own."""
+    known = {
+        "reward": st.none() | st.sampled_from([0.0, -0.5, 2.0]),
+        "group_id": st.none() | _texts,
+        "error": st.none() | _texts,
+        "note": st.none() | _texts,
+    }
+    names = draw(st.lists(st.sampled_from(["", "a", "b", "é"]), max_size=6))
+    return [
+        {"session_id": name} | {k: draw(values) for k, values in known.items()}
+        for name in names
+    ]
+
+
+@st.composite
+def transcripts(draw):
+    """Messages of conversations, as people write them down."""
+    said = st.sampled_from(["", "q", "é", "A b"])
+    roles = st.sampled_from(["system", "user", "assistant", "assistant", "tool"])
+    message = st.fixed_dictionaries({"role": roles, "content": said})
+    return draw(st.lists(st.lists(message, max_size=5), max_size=4))

@@ -155,3 +155,13 @@ def test_an_amendment_of_no_turn_amends_none():
     amended = Amendments(lines).fold_into(turns)
     assert amended["amended"].to_pylist() == [None]
     assert amended["trainable"].to_pylist() == turns["trainable"].to_pylist()
+
+
+def test_no_amendment_but_false_makes_a_turn_context(tmp_path):
+    for number, said in enumerate((True, None)):
+        run = tmp_path / str(number)
+        run.mkdir()
+        run_of(run, TURNS, amendments_of(LOST, ("a", 1, "delivered", said)))
+        table = tk.read_turns(run)
+        assert table["trainable"].to_pylist() == [None] * 3
+        assert table["amended"].to_pylist() == [None, "delivered", None]

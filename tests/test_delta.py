@@ -532,6 +532,15 @@ def test_compact_takes_the_base_that_shares_most(turns):
             assert base is None
         else:
             assert shares[line["base_turn"]] == line["shared_length"]
+            path = full["prompt_ids"] + full["output_ids"]
+            longest = {
+                turn_index: reference.lcp(
+                    other["prompt_ids"] + other["output_ids"], path
+                )
+                for turn_index, other in session.items()
+                if turn_index != full["turn_index"]
+            }
+            assert line["base_turn"] == max(longest, key=longest.__getitem__)
         if full["messages"] is None:
             assert line["shared_messages"] is None
             continue
@@ -700,3 +709,37 @@ def test_equal_messages_that_are_written_in_several_ways(asked):
 
 def keys_of(table):
     return [[one["key"] for one in shown] for shown in table["messages"].to_pylist()]
+
+
+@pytest.mark.parametrize("drifts", [False, True])
+def test_bytes_of_a_new_token_do_not_grow_with_the_turns(drifts):
+    """Nor does anything else in delta form, or the rows in the layout suffix."""
+
+    def rollout(n_turns):
+        held, said = list(range(400)), [{"role": "user", "content": "q"}]
+        for k in range(n_turns):
+            output = [1000 + k, *range(60)]
+            yield {
+                "session_id": "s",
+                "prompt_ids": held,
+                "output_ids": output,
+                "output_logprobs": [-0.5] * len(output),
+                "prompt_messages": said,
+                "response_message": (reply := {"role": "assistant", "content": str(k)}),
+            }
+            back = [*output[:-2], 7, output[-1]] if drifts else output
+            held = [*held, *back, *range(30)]
+            said = [*said, reply, {"role": "user", "content": str(-k)}]
+
+    each = {"turns": [], "rows": []}
+    for n_turns in (64, 1024):
+        recorder = tk.Recorder()
+        for call in rollout(n_turns):
+            del call["session_id"]
+            recorder.record("s", **call)
+        delta = recorder.turns("s")
+        rows = tk.linearize(delta, layout="suffix")
+        for name, table in (("turns", delta), ("rows", rows)):
+            each[name].append(table.nbytes / n_turns)
+    for few, many in each.values():
+        assert many < 1.2 * few

@@ -5,7 +5,7 @@ import json
 import os
 import random
 from contextlib import ExitStack
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 
 import pyarrow as pa
@@ -272,12 +272,26 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["in order", "scattered"])
-def test_a_run_that_was_stopped_goes_on(tmp_path, small, mixed, writer):
-    log = tmp_path / "log.parquet"
+@pytest.mark.parametrize(
+    ("names", "mixed"),
+    [
+        (["log.parquet"], False),
+        (["log.parquet"], True),
+        (["log.jsonl.gz"], False),
+        (["0.arrows", "1.arrows", "2.parquet"], False),
+        (["0.arrow", "1.jsonl", "2.jsonl", "3.jsonl.gz"], False),
+    ],
+)
+def test_a_run_that_was_stopped_goes_on(tmp_path, small, names, mixed, writer):
+    log = tmp_path / "log"
+    log.mkdir()
     records = some_sessions(15)
-    write_log(scattered(records) if mixed else records, log)
     n_turns = len(records)
+    # files end within sessions
+    cuts = [n_turns * k // len(names) for k in range(len(names) + 1)]
+    for name, (start, stop) in zip(names, pairwise(cuts), strict=True):
+        some = records[start:stop]
+        write_log(scattered(some) if mixed else some, log / name)
 
     def go(name, most):
         gone = 0
@@ -327,6 +341,12 @@ def test_a_directory_of_another_job_is_refused(tmp_path, small):
         linearize_file(log, folder, "slime")
     with pytest.raises(FormatError, match="parts of another job"):
         linearize_file(log, folder, reward={"s1": 1.0})
+    known = log.stat()
+    os.utime(log, ns=(known.st_atime_ns, known.st_mtime_ns + 1))
+    with pytest.raises(FormatError, match="parts of another job"):
+        linearize_file(log, folder)
+    os.utime(log, ns=(known.st_atime_ns, known.st_mtime_ns))
+    linearize_file(log, folder)
     (folder / "_manifest.json").write_text("{}")
     with pytest.raises(FormatError, match="is no manifest"):
         linearize_file(log, folder)
@@ -1005,3 +1025,23 @@ def test_advantages_take_two_passes(tmp_path, small):
     expected = tk.add_advantages(whole, tk.advantages(counts))
     got = tk.read_rows(tmp_path / "weighed.parquet")
     assert got.to_pylist() == expected.to_pylist()
+
+
+def test_files_whose_columns_differ_are_gathered_into_the_same_buckets(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(gather, "_BUCKET_BYTES", 400)
+    log = tmp_path / "log"
+    log.mkdir()
+    records = scattered(some_sessions())
+    for k in range(4):
+        more = {"note": f"n{k}"} if k % 2 else {}
+        some = [{**record, **more} for record in records[k::4]]
+        write_log(some, log / f"{k}.arrows")
+    whole = tk.read_turns(log)
+    got = pa.concat_tables(
+        [pa.Table.from_batches([batch]) for batch in tk.stream_turns(log)],
+        promote_options="default",
+    )
+    assert got.select(whole.column_names).equals(whole)
+    assert whole["note"].null_count < len(whole)

@@ -1,9 +1,11 @@
 import contextlib
+import gzip
 import json
 import sqlite3
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -103,15 +105,19 @@ def test_logs_of_an_openai_style_server(fresh, shape, records):
     turns, report = tk.import_turns(folder / "log.jsonl")
     names = CORE + (TALK if "chat" in shape else ("finish_reason",))
     same(turns, records, names)
-    silent = [r for r in records if r["output_ids"] and r["output_logprobs"] is None]
+    silent = [
+        record
+        for record in records
+        if record["output_ids"] and None in (record["output_logprobs"] or [None])
+    ]
     assert [problem for _, problem, _ in problems(report)] == ["no_logprobs"] * len(
         silent
     )
     if "sglang" in shape:
-        said = [
-            row and row[0]["version"] for row in turns["weight_versions"].to_pylist()
+        assert turns["weight_versions"].to_pylist() == [
+            [{"version": "w", "start": 0, "stop": n}] if n else None
+            for n in map(len, turns["output_ids"].to_pylist())
         ]
-        assert set(said) <= {"w", None}
 
 
 @in_files
@@ -308,7 +314,10 @@ def test_transcripts_are_marked_as_not_sampled(tmp_path):
     assert turns["call_kind"].to_pylist() == ["transcript"] * 2
     assert turns["output_logprobs"].null_count == 2
     assert turns["session_id"].to_pylist() == ["sft.jsonl, line 1"] * 2
-    assert [problem for _, problem, _ in problems(report)] == ["not_sampled"] * 2
+    assert [problem for _, problem, _ in problems(report)] == [
+        *["not_sampled"] * 2,
+        "no_prompt_ids",
+    ]
     rows = tk.linearize(turns)
     assert sum(map(sum, rows["loss_mask"].to_pylist())) == 2
 
@@ -344,7 +353,7 @@ def test_a_reply_that_the_template_changes_or_refuses_is_left_out(tmp_path):
         ("line 1, message 1", "not_a_prefix", False),
         ("line 2, message 1", "refused", False),
         ("line 3", "unreadable", False),
-        ("line 4", "unreadable", False),
+        ("line 4", "no_output_ids", False),
     ]
 
 
@@ -493,6 +502,26 @@ def test_where_sglang_says_which_weights_sampled_what(tmp_path):
     ]
 
 
+def test_where_a_response_says_its_prompt_and_its_weights(tmp_path):
+    """A choice's own ids come first (spec: polar 2.1), and its own weights."""
+    response = foreign.sglang_chat_response(RECORD)
+    response["choices"][0]["input_token_ids"] = [7]
+    response["prompt_token_ids"] = [8]
+    del response["choices"][0]["meta_info"]["weight_version"]
+    response["metadata"] = {"weight_version": "c"}
+    pieces = [{"version": "a", "start": 0, "end": 2}]
+    lines = [log_line(response=response)]
+    response["metadata"]["weight_versions"] = pieces
+    lines.append(log_line(response=response))
+    response["choices"][0]["meta_info"]["weight_version"] = "b"
+    del response["choices"][0]["input_token_ids"], response["metadata"]
+    lines.append(log_line(response=response))
+    turns, _ = damaged(tmp_path, "log.jsonl", lines)
+    assert turns["prompt_ids"].to_pylist() == [[7], [7], [1, 2]]
+    versions = [said[0]["version"] for said in turns["weight_versions"].to_pylist()]
+    assert versions == ["c", "a", "b"]
+
+
 def test_what_polar_cut_short_is_left_out(tmp_path):
     whole = foreign.polar_completion(RECORD, 0)
     cut = foreign.polar_completion(RECORD, 1)
@@ -522,13 +551,14 @@ def test_a_capture_s_lost_calls_and_newer_entries_are_named(tmp_path):
     del entries[2]["generation_token_ids"]
     foreign.write_lines(tmp_path / "s.tokens.jsonl", entries)
     (tmp_path / "s.tokens.intents").write_text("c0\nc1\nc8\n-c8\nc9\n")
+    (tmp_path / "s.tokens.incomplete").write_text("c7\n")
     turns, report = tk.import_turns(tmp_path)
     assert problems(report) == [
         ("line 2", "other_version", False),
         ("line 3", "no_output_ids", False),
         ("its intents", "lost", False),
     ]
-    assert report["detail"][2].as_py().endswith("no entry: c9")
+    assert report["detail"][2].as_py().endswith("no entry: c7, c9")
     assert turns["request_id"].to_pylist() == ["c0"]
 
 
@@ -549,6 +579,25 @@ def test_traces_whose_parent_or_data_is_gone_are_left_out(tmp_path):
     ]
     # a session id that two runs used is two sessions
     assert turns["session_id"].to_pylist() == ["r/s"]
+
+
+def test_a_session_that_an_index_does_not_know(tmp_path):
+    """As a wrong byte may make one; what the table says counts."""
+    foreign.write_rllm(tmp_path, [RECORD])
+    path = tmp_path / "gateway_traces.db"
+    data = path.read_bytes()
+    # the table's entry is the one with a run and a time behind it
+    at = data.rindex(b"t0s")
+    path.write_bytes(data[: at + 2] + b"x" + data[at + 3 :])
+    turns, _ = tk.import_turns(path)
+    assert turns["session_id"].to_pylist() == ["x"]
+
+
+def test_a_trace_without_output_ids_is_no_empty_reply(tmp_path):
+    foreign.write_rllm(tmp_path, [{**RECORD, "output_ids": [], "output_logprobs": []}])
+    turns, report = tk.import_turns(tmp_path)
+    assert turns.num_rows == 0
+    assert problems(report) == [("trace 't0'", "no_output_ids", False)]
 
 
 def test_a_database_without_traces_is_refused(tmp_path):
@@ -576,6 +625,7 @@ def test_damaged_graphs(tmp_path):
         {**NODE, "parent": 4},
         reply(parent=6),
         reply(parent=99),
+        reply(parent=-9),
         reply(logprobs=[]),
         reply(logprobs=[-1.0, -1.0]),
         7,
@@ -589,8 +639,9 @@ def test_damaged_graphs(tmp_path):
         ("line 1, node 5", "unreadable", False),
         ("line 1, node 7", "no_prompt_ids", False),
         ("line 1, node 8", "no_prompt_ids", False),
-        ("line 1, node 9", "no_logprobs", True),
-        ("line 1, node 10", "logprobs_unaligned", True),
+        ("line 1, node 9", "no_prompt_ids", False),
+        ("line 1, node 10", "no_logprobs", True),
+        ("line 1, node 11", "logprobs_unaligned", True),
     ]
     assert turns["output_ids"].to_pylist() == [[3]] * 3
 
@@ -602,6 +653,7 @@ def test_damaged_steps(tmp_path):
     steps[0]["tokens"]["overlong_prompt"] = True
     steps[1]["tokens"] = None
     steps[2]["is_truncated"] = True
+    steps[3]["completion"] *= 2
     turns, found = damaged(tmp_path, "results.jsonl", [json.dumps(rollout).encode()])
     assert found == [
         ("line 1, step 0", "truncated", False),
@@ -609,6 +661,8 @@ def test_damaged_steps(tmp_path):
         ("line 1, step 2", "cut_output", True),
     ]
     assert turns["turn_index"].to_pylist() == [2, 3]
+    # of several messages it is unknown which one the next request echoes
+    assert [said is None for said in turns["response"].to_pylist()] == [False, True]
 
 
 def test_damaged_dumps(tmp_path):
@@ -884,3 +938,245 @@ def test_an_import_that_fails_leaves_nothing(tmp_path):
     with pytest.raises(FormatError, match="suffix"):
         tk.import_file(tmp_path / "log.jsonl", tmp_path / "turns.csv")
     assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
+
+
+# What a record half says
+
+
+def native_line(response, request=None):
+    asked = {"input_ids": [1, 2]} if request is None else request
+    line = {"session_id": "s", "request": asked, "response": response}
+    return json.dumps(line).encode()
+
+
+def test_logprobs_in_objects_are_read(tmp_path):
+    """The form that Polar's normaliser takes beside lists (spec: polar 2.1)."""
+    response = foreign.native_response(RECORD)
+    response["meta_info"]["output_token_logprobs"] = [
+        {"logprob": -0.5, "token_id": 3},
+        {"logprob": -0.25, "token_id": 4},
+    ]
+    whole = native_line(response)
+    del response["output_ids"]
+    turns, found = damaged(tmp_path, "log.jsonl", [whole, native_line(response)])
+    assert found == []
+    assert turns["output_ids"].to_pylist() == [[3, 4]] * 2
+    assert turns["output_logprobs"].to_pylist() == [[-0.5, -0.25]] * 2
+
+
+@pytest.mark.parametrize(
+    ("entries", "logprobs", "detail"),
+    [
+        ([[-0.5, 3], [None, 4]], [-0.5, None], "for 1 of 2 output ids"),
+        ([[-0.5], ["x"]], [None, None], "for 2 of 2 output ids"),
+        ([5, None], [None, None], "for 2 of 2 output ids"),
+    ],
+)
+def test_each_token_without_a_logprob_is_told(tmp_path, entries, logprobs, detail):
+    response = foreign.native_response(RECORD)
+    response["meta_info"]["output_token_logprobs"] = entries
+    (tmp_path / "log.jsonl").write_bytes(native_line(response))
+    turns, report = tk.import_turns(tmp_path / "log.jsonl")
+    assert turns["output_logprobs"].to_pylist() == [logprobs]
+    assert problems(report) == [("line 1", "no_logprobs", True)]
+    assert report["detail"].to_pylist() == [detail]
+
+
+def test_a_dump_s_missing_logprobs_stay_missing(tmp_path):
+    two = {**SAMPLE, "tokens": [1, 2, 3], "response_length": 2}
+    foreign.write_slime(tmp_path, [{**two, "rollout_log_probs": [None, -1.0]}])
+    turns, report = tk.import_turns(tmp_path)
+    assert turns["output_logprobs"].to_pylist() == [[None, -1.0]]
+    assert report["detail"].to_pylist() == ["for 1 of 2 output ids"]
+
+
+def test_several_answers_to_one_native_request(tmp_path):
+    """SGLang answers ``n`` samples, and lists of prompts, with a list."""
+    first, second = (
+        foreign.native_response({**RECORD, "output_ids": [k, k]}) for k in (3, 4)
+    )
+    lines = [
+        native_line([first, second]),
+        native_line([first, second], {"input_ids": [[1, 2], [5]]}),
+        native_line([first, second], {"input_ids": [[1, 2], [5], [6]]}),
+        native_line([first, 7]),
+    ]
+    turns, found = damaged(tmp_path, "log.jsonl", lines)
+    ids = zip(
+        turns["prompt_ids"].to_pylist(), turns["output_ids"].to_pylist(), strict=True
+    )
+    assert list(ids) == [
+        ([1, 2], [3, 3]),
+        ([1, 2], [4, 4]),
+        ([1, 2], [3, 3]),
+        ([5], [4, 4]),
+        ([1, 2], [3, 3]),
+    ]
+    assert [line for line in found if line[1] != "logprobs_unaligned"] == [
+        ("line 3", "no_prompt_ids", False),
+        ("line 3, choice 1", "no_prompt_ids", False),
+        ("line 4, choice 1", "unreadable", False),
+    ]
+
+
+@pytest.mark.parametrize("delta", [{"a": 1}, "ids", 5, True])
+def test_what_follows_a_trace_is_a_list_or_unreadable(tmp_path, delta):
+    more = {**RECORD, "prompt_ids": [1, 2, 3, 4, 5]}
+    foreign.write_rllm(tmp_path, [RECORD, more], chained=True)
+    base = sqlite3.connect(tmp_path / "gateway_traces.db")
+    (text,) = base.execute("SELECT data FROM traces WHERE trace_id = 't1'").fetchone()
+    data = {**json.loads(text), "prompt_delta_token_ids": delta}
+    base.execute("UPDATE traces SET data = ? WHERE trace_id = 't1'", [json.dumps(data)])
+    base.commit()
+    base.close()
+    turns, report = tk.import_turns(tmp_path)
+    assert turns["prompt_ids"].to_pylist() == [[1, 2]]
+    assert problems(report) == [("trace 't1'", "unreadable", False)]
+
+
+def test_a_trace_that_no_session_names_says_itself_which_it_is_of(tmp_path):
+    foreign.write_rllm(tmp_path, [RECORD, RECORD])
+    base = sqlite3.connect(tmp_path / "gateway_traces.db")
+    base.execute("DELETE FROM trace_sessions WHERE trace_id = 't1'")
+    base.commit()
+    base.close()
+    turns, report = tk.import_turns(tmp_path)
+    assert turns["session_id"].to_pylist() == ["s", "s"]
+    assert problems(report) == []
+
+
+def test_a_message_whose_ids_are_none_leaves_a_gap(tmp_path):
+    message = {"role": "assistant", "content": "a"}
+    reply = {"parent": 0, "message": message, "sampled": True, "token_ids": [2, 3]}
+    reply |= {"mask": [False, True], "logprobs": [-1.0]}
+    for k, odd in enumerate([{"a": 1}, "ids", 5]):
+        foreign.write_graphs(tmp_path, [("s", [{**NODE, "token_ids": odd}, reply])])
+        turns, report = tk.import_turns(tmp_path)
+        assert (k, turns.num_rows) == (k, 0)
+        assert problems(report) == [("line 1, node 1", "no_prompt_ids", False)]
+
+
+@pytest.mark.parametrize("mask", [[1, 0], [1], "1", [True, None]])
+def test_a_step_whose_mask_leaves_tokens_out_is_not_taken_for_sampled(tmp_path, mask):
+    foreign.write_steps(tmp_path, [RECORD])
+    rollout = json.loads((tmp_path / "results.jsonl").read_text())
+    rollout["trajectory"][0]["tokens"]["completion_mask"] = mask
+    turns, found = damaged(tmp_path, "results.jsonl", [json.dumps(rollout).encode()])
+    assert turns.num_rows == 0
+    assert found == [("line 1, step 0", "unreadable", False)]
+
+
+@pytest.mark.parametrize("messages", ["hi", {"role": "user"}, 5])
+def test_messages_that_are_no_list_are_invalid(tmp_path, messages):
+    line = json.loads(log_line())
+    line["request"]["messages"] = messages
+    turns, found = damaged(tmp_path, "log.jsonl", [json.dumps(line).encode()])
+    assert turns.num_rows == 0
+    assert found == [("line 1", "invalid", False)]
+
+
+def test_transcripts_without_a_reply_to_anything_are_counted(tmp_path):
+    user = {"role": "user", "content": "q"}
+    reply = {"role": "assistant", "content": "a"}
+    foreign.write_chats(tmp_path, [[user], [reply, user, reply]])
+    turns, report = tk.import_turns(tmp_path, tokenizer=Letters())
+    assert turns.num_rows == 1
+    assert problems(report) == [
+        ("line 1", "no_output_ids", False),
+        ("line 2, message 0", "no_prompt_ids", False),
+        ("line 2, message 2", "not_sampled", True),
+    ]
+
+
+def test_a_message_that_is_none_is_named(tmp_path):
+    spoken = [{"from": "human", "value": "q"}, {"from": "observation", "value": "a"}]
+    lines = [
+        {"conversations": spoken},
+        {"messages": [{"role": "user", "content": "q"}, {"content": "a"}]},
+        {"messages": ["hello"]},
+        {"messages": {}},
+    ]
+    foreign.write_lines(tmp_path / "x.jsonl", lines)
+    _, report = tk.import_turns(tmp_path / "x.jsonl", "chat", tokenizer=Letters())
+    assert report["problem"].to_pylist() == ["unreadable"] * 4
+    assert report["detail"].to_pylist() == [
+        "message 1 is from 'observation': expected one of system, human, user, gpt, "
+        "assistant, tool",
+        "message 1 has no role",
+        "message 0 is a str, no object",
+        "its messages are a dict, no list",
+    ]
+
+
+def test_names_of_lost_calls_may_be_any_bytes(tmp_path):
+    foreign.write_lines(tmp_path / "s.tokens.jsonl", [foreign.nemo_entry(RECORD, 0)])
+    (tmp_path / "s.tokens.intents").write_bytes(b"c0\nc\xff\n")
+    _, report = tk.import_turns(tmp_path)
+    assert report["problem"].to_pylist() == ["lost"]
+    assert report["detail"][0].as_py().endswith("no entry: c\\xff")
+
+
+def test_a_capture_that_lost_all_of_its_calls(tmp_path):
+    foreign.write_lines(tmp_path / "r.tokens.jsonl", [foreign.nemo_entry(RECORD, 0)])
+    (tmp_path / "s.tokens.jsonl").write_text("")
+    (tmp_path / "s.tokens.intents").write_text("c1\n")
+    turns, report = tk.import_turns(tmp_path)
+    assert turns.num_rows == 1
+    assert problems(report) == [("its intents", "lost", False)]
+
+
+# Files
+
+
+@pytest.mark.parametrize("suffix", ["json.gz", "json.zst", "jsonl.gz", "JSON"])
+def test_compressed_files_are_found_and_read(tmp_path, suffix):
+    text = json.dumps(foreign.polar_completion(RECORD, 0), indent=1)
+    if "jsonl" in suffix:
+        text = json.dumps(json.loads(text))
+    codec = {"gz": "gzip", "zst": "zstd"}.get(suffix.rpartition(".")[2])
+    path = tmp_path / f"0.{suffix}"
+    with pa.output_stream(path, compression=codec) as file:
+        file.write(text.encode())
+    for source in (path, tmp_path):
+        turns, report = tk.import_turns(source)
+        assert turns["output_ids"].to_pylist() == [[3, 4]]
+        assert problems(report) == []
+
+
+def test_a_file_that_its_codec_cannot_read_is_named_as_that(tmp_path):
+    path = tmp_path / "0.jsonl.gz"
+    path.write_bytes(gzip.compress(log_line() * 1000)[:-20])
+    with pytest.raises(FormatError, match=r"0\.jsonl\.gz cannot be read whole"):
+        tk.import_turns(path)
+    (tmp_path / "1.jsonl").write_bytes(log_line())
+    turns, report = tk.import_turns(tmp_path)
+    assert turns.num_rows == 1
+    assert report["problem"].to_pylist() == ["other_file"]
+    assert "cannot be read whole" in report["detail"][0].as_py()
+
+
+def test_a_mark_of_the_order_of_bytes_is_passed_over(tmp_path):
+    lines = [b"\xef\xbb\xbf" + log_line(), log_line()]
+    (tmp_path / "log.jsonl").write_bytes(b"\r\n".join(lines))
+    (tmp_path / "one.json").write_bytes(lines[0])
+    turns, report = tk.import_turns(tmp_path)
+    assert (turns.num_rows, report.num_rows) == (3, 0)
+
+
+def test_a_file_that_could_be_of_several_formats_is_refused_by_their_names(tmp_path):
+    pair = {"request": {}, "response": {}}
+    value = {"session_id": "s", "completions": [], **pair}
+    foreign.write_lines(tmp_path / "x.jsonl", [value])
+    with pytest.raises(FormatError, match="may be of several formats, openai, polar"):
+        tk.import_turns(tmp_path / "x.jsonl")
+
+
+@pytest.mark.parametrize("lacking", [{}, {"score": None}, {"score": 1, "weight": "x"}])
+def test_a_reward_that_lacks_a_part_is_unknown(tmp_path, lacking):
+    message = {"role": "assistant", "content": "a"}
+    reply = {"parent": 0, "message": message, "sampled": True, "token_ids": [2]}
+    trace = {"id": "s", "task": {}, "nodes": [NODE, {**reply, "mask": [True]}]}
+    rewards = {"a": {"score": 0.5}, "b": lacking}
+    foreign.write_lines(tmp_path / "t.jsonl", [{**trace, "rewards": rewards}])
+    turns, _ = tk.import_turns(tmp_path / "t.jsonl")
+    assert turns["reward"].to_pylist() == [None]

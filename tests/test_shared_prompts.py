@@ -112,3 +112,19 @@ def test_odd_ids_are_refused_as_where_nothing_is_shared(column, values, text):
     for read in (tk.expand, tk.linearize):
         with pytest.raises(TrajkitError, match=text):
             read(odd)
+
+
+def test_sessions_cut_out_of_a_table_share_what_they_have():
+    """Where the ids of the first of them are not those of the buffer."""
+    turns = tk.compact(tk.from_records([*group(2, [1, 2]), *group(3, range(40))]))
+    for start in (2, 4):
+        some = turns.slice(start)
+        shared = tk.compact(some, share_prompts=True)
+        assert shared[shared_prompts.NAME].null_count < len(some)
+        assert shared_prompts.unshare(shared).equals(some)
+
+
+def test_nothing_is_no_prompt_to_share():
+    calls = [{"session_id": name, "prompt_ids": [], "output_ids": [1]} for name in "ab"]
+    shared = tk.compact(tk.from_records(calls), share_prompts=True)
+    assert shared[shared_prompts.NAME].null_count == 2

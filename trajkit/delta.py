@@ -36,9 +36,10 @@ def compact(
     """The turns in delta form: each prompt as what it adds to an earlier turn.
 
     The base of a turn is the earlier turn of its session whose prompt and output start
-    like its prompt for longest, of equals the first that had these tokens; a turn that
-    shares no token has none. A message is shared where the base has it too, by key and
-    role, and as long as no body is given again. So `expand` gives back what was there.
+    like its prompt for longest, of equals the one that goes on like its output for
+    longest, and then the first; a turn that shares no token has none. A message is
+    shared where the base has it too, by key and role, and as long as no body is given
+    again. So `expand` gives back what was there.
 
     Parameters
     ----------
@@ -172,8 +173,6 @@ def _shared_messages(
     with_body = np.append(with_body, len(messages))
     bare = with_body[np.searchsorted(with_body, begins)] - begins
     limits = np.minimum(bare, n_messages)
-    # A call without a list of messages shows none, not even its reply.
-    limits[(bases >= 0) & (calls.requests["n_keys"][bases] < 0)] = 0
     shared = limits.copy()
     for name in ("key", "role"):
         both = [pc.struct_field(array, name) for array in (messages, replies)]
@@ -238,6 +237,7 @@ def _all_messages(calls: Calls) -> pa.LargeListArray:
 def _paths(calls: Calls, n_own: Longs, numbers: Ints) -> Records:
     """Each call's own messages and its reply as a path of numbers.
 
+    A call without a list of messages shows none, not even its reply.
     ``numbers`` has one for each call's own messages, end to end, and then one for each
     call's reply. It must outlive the records.
     """

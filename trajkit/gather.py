@@ -26,6 +26,7 @@ from trajkit.errors import InvalidTurnsError
 from trajkit.io import read_turns, turn_files
 from trajkit.io_arrow import file_rows, read_batches
 from trajkit.io_formats import Format, format_of, is_json, open_input
+from trajkit.picked import picked, picked_column
 from trajkit.records import from_records
 from trajkit.schema import TURNS
 from trajkit.stream import joined, pieces, whole_sessions
@@ -298,7 +299,7 @@ def in_one_piece(table: pa.Table) -> pa.Table:
     for i in range(len(columns)):
         # one column after the other, so that no two copies of all are held
         column = pa.chunked_array([columns[i].combine_chunks()], columns[i].type)
-        columns[i] = column.take(pa.array(order))
+        columns[i] = picked_column(column, pa.array(order), schema.names[i])
     return pa.Table.from_arrays(columns, schema=schema)
 
 
@@ -367,7 +368,7 @@ class Spill:
         of_turn = np.asarray(numbers, np.int64)[ids.indices.to_numpy()]
         for number in np.unique(of_turn).tolist():
             rows = pa.array(np.flatnonzero(of_turn == number))
-            self._stream(number, table.schema).write_table(table.take(rows))
+            self._stream(number, table.schema).write_table(picked(table, rows))
 
     def _stream(self, number: int, schema: pa.Schema) -> pa.ipc.RecordBatchStreamWriter:
         known = self._streams.get(number)

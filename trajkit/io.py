@@ -30,6 +30,8 @@ from trajkit.io_formats import (
 )
 from trajkit.io_polars import write_parquet
 from trajkit.kinds import with_kinds
+from trajkit.parquet_types import storable
+from trajkit.picked import picked_column
 from trajkit.records import from_records
 from trajkit.schema import AMENDMENTS, ROWS, SESSIONS, TURNS
 from trajkit.sessions import last_lines
@@ -332,7 +334,7 @@ def gather(table: pa.Table, index: str) -> pa.Table:
     del table
     for i in range(len(columns)):
         # one column after the other, so that no two copies of all are held
-        columns[i] = columns[i].take(take)
+        columns[i] = picked_column(columns[i], take, schema.names[i])
     return pa.Table.from_arrays(columns, schema=schema)
 
 
@@ -476,6 +478,8 @@ def _write(
 ) -> None:
     target = Path(sink) if isinstance(sink, str | os.PathLike) else sink
     kind = format or format_of(target, writing=True)
+    if kind == "parquet":
+        pieces = map(storable, pieces)
     if kind == "parquet" and isinstance(target, Path):
         with whole(target) as path:
             write_parquet(pieces, schema, path)

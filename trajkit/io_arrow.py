@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from trajkit.errors import FormatError, SchemaError, TornLogWarning
 from trajkit.io_formats import Format, name_of, open_input
+from trajkit.picked import no_rows
 
 # bytes of a row group: a turn may hold a megabyte, so rows are no measure
 _GROUP_BYTES = 64 << 20
@@ -106,14 +107,10 @@ def _read_file(source: pa.NativeFile, name: str) -> Iterator[pa.RecordBatch]:
         for i in range(reader.num_record_batches):
             yield reader.get_batch(i)
         if not reader.num_record_batches:
-            yield _nothing(reader.schema)
+            # it still says of what form a file is
+            yield no_rows(reader.schema)
     except (pa.ArrowInvalid, OSError) as error:
         raise FormatError(f"{name} is no whole Arrow IPC file: {error}") from None
-
-
-def _nothing(schema: pa.Schema) -> pa.RecordBatch:
-    """A batch without rows, which still says of what form a file is."""
-    return pa.RecordBatch.from_pylist([], schema)
 
 
 def table_kind(file: Path, kind: Format) -> str | None:
@@ -146,7 +143,7 @@ def _read_parquet(
     try:
         file = pq.ParquetFile(source, buffer_size=_PAGES, pre_buffer=False)
         if file.metadata.num_rows == 0:
-            yield _nothing(file.schema_arrow)
+            yield no_rows(file.schema_arrow)
         for group in range(file.num_row_groups):
             n_rows = file.metadata.row_group(group).num_rows
             if skip < n_rows:
@@ -180,7 +177,7 @@ def _read_stream(source: pa.NativeFile, name: str) -> Iterator[pa.RecordBatch]:
                 empty = False
                 yield batch
             if empty:
-                yield _nothing(reader.schema)
+                yield no_rows(reader.schema)
             if source.tell() - good != _END_BYTES:
                 break
             good = source.tell()

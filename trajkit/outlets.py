@@ -12,6 +12,8 @@ from typing import Self, TypeAlias
 
 import pyarrow as pa
 
+from trajkit.picked import no_rows
+
 Write: TypeAlias = Callable[[Iterator[pa.RecordBatch], Path], None]
 
 # Bytes of tables that may wait for their file, and one table more: about what goes into a
@@ -92,7 +94,7 @@ class Outlet:
             # in one piece each, so that row groups do not tell how many threads made it
             batches = table.combine_chunks().to_batches()
             # without rows a file still says of which columns it is
-            none = pa.RecordBatch.from_pylist([], table.schema)
+            none = no_rows(table.schema)
             del table
             yield from batches or [none]
 

@@ -8,6 +8,7 @@ import pyarrow as pa
 
 from trajkit.calls import Calls, Longs, Records
 from trajkit.errors import InvalidTurnsError, SchemaError
+from trajkit.picked import picked_column
 from trajkit.schema import ROWS
 from trajkit.tables import is_list, list_parts
 
@@ -116,6 +117,7 @@ class _Lists:
 
     def __init__(self, calls: Calls, name: str) -> None:
         column = calls.table.column(name)
+        self.name = name
         starts, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         values = [pa.array([], column.type.value_type)]
         known = 0
@@ -179,7 +181,7 @@ class _Lists:
         # what a turn sampled has that turn's own payload, or none
         source = np.where(self.given[call], self.output[call] + first, -1)
         _lay(at, offsets[row] + start, source, stop - start)
-        taken = self.values.take(pa.array(at, mask=at < 0))
+        taken = picked_column(self.values, pa.array(at, mask=at < 0), self.name)
         return pa.LargeListArray.from_arrays(pa.array(offsets), taken)
 
 

@@ -20,6 +20,7 @@ from trajkit.census import take_census
 from trajkit.errors import InvalidTurnsError, PolicyError
 from trajkit.gather import stream_turns
 from trajkit.io import turn_files
+from trajkit.picked import picked
 from trajkit.steps import RowsStep
 
 if TYPE_CHECKING:
@@ -166,5 +167,6 @@ class _OfSession:
     __name__ = "linearize"
 
     def __call__(self, turns: pa.Table) -> pa.Table:
-        batches = turns.sort_by("turn_index").to_batches()
+        order = pc.sort_indices(turns.column("turn_index"))
+        batches = picked(turns, order).to_batches()
         return pa.Table.from_batches(self.step(iter(batches)), self.step.schema)

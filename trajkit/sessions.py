@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from trajkit import compute as pc
 from trajkit.errors import InvalidTurnsError, SchemaError
+from trajkit.picked import picked
 from trajkit.schema import SESSIONS
 from trajkit.tables import ArrowStream, TableLike, canonical
 
@@ -123,7 +124,7 @@ def last_lines(table: pa.Table) -> pa.Table:
     ids = table.column("session_id").combine_chunks().dictionary_encode().indices
     codes = ids.to_numpy()
     last = len(codes) - 1 - np.unique(codes[::-1], return_index=True)[1]
-    return table.take(pa.array(last))
+    return picked(table, pa.array(last))
 
 
 def errored(facts: pa.RecordBatch) -> npt.NDArray[np.bool_]:

@@ -15,6 +15,7 @@ from trajkit.checks import lookup, nulls, run_starts
 from trajkit.flat import Runs, ids_of, offsets_of, positions
 from trajkit.forms import Columns, check_free, laid_out
 from trajkit.layout import CALL
+from trajkit.picked import no_rows
 from trajkit.schema import ROWS, ROWS_SUFFIX
 from trajkit.tables import TableLike, canonical_rows, rows_schema
 from trajkit.validate import check_layout
@@ -91,7 +92,7 @@ def suffix_rows(rows: TableLike | Stream) -> pa.Table | Stream:
 def suffix_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
     """One batch of full rows in the layout "suffix"."""
     table = suffix_rows(pa.Table.from_batches([batch])).combine_chunks()
-    return next(iter(table.to_batches()), pa.RecordBatch.from_pylist([], table.schema))
+    return next(iter(table.to_batches()), no_rows(table.schema))
 
 
 def _convert(

@@ -11,6 +11,7 @@ from trajkit import compute as pc
 from trajkit.beside import Stream, is_stream, over_sessions, pairs_over_sessions
 from trajkit.checks import Check
 from trajkit.errors import InvalidTurnsError, SchemaError
+from trajkit.picked import picked
 from trajkit.shared_prompts import unshare
 from trajkit.tables import (
     TableLike,
@@ -322,8 +323,9 @@ def _without(
                 reasons[name] = f"{place(table, int(row))}: {explain(int(k))}"
     if len(reasons) == before:
         return table
-    bad = pa.array(list(reasons)[before:], names.type)
-    return table.filter(pc.invert(pc.is_in(names, value_set=bad)))
+    bad = pa.array(list(reasons)[before:], pa.string())
+    good = pc.invert(pc.is_in(names.cast(pa.string()), value_set=bad))
+    return picked(table, pa.array(np.flatnonzero(good.to_numpy())))
 
 
 def _settle(table: pa.Table, nonfinite: Nonfinite) -> pa.Table:

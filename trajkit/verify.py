@@ -17,6 +17,7 @@ from trajkit.checks_rows import WeighBy
 from trajkit.errors import PolicyError, SchemaError
 from trajkit.flat import flat_rows, flat_turns, pieces_of, sessions_of
 from trajkit.locate import foreign_rows, verify_located
+from trajkit.picked import picked
 from trajkit.policies import Policy, chosen_int
 from trajkit.policies import policy as named_policy
 from trajkit.sessions import Reward, SessionFacts, session_facts
@@ -287,7 +288,7 @@ class Judge:
             found.extend(session_faults(rows.to_batches(), set(names)))
             parts = _parts(calls, session)
         for part, which in parts:
-            here = rows.take(pa.array(which))
+            here = picked(rows, pa.array(which))
             if own:
                 here = full_rows(here)
             case = Case(

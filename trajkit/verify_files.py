@@ -39,6 +39,7 @@ from trajkit.io import iter_tables, read_any_rows, read_turns, write_table, writ
 from trajkit.io_arrow import key_batches
 from trajkit.io_formats import Format, format_of, is_json, open_input, paths_in
 from trajkit.manifest import fingerprint
+from trajkit.picked import picked
 from trajkit.policies import Policy
 from trajkit.schema import ROWS
 from trajkit.sessions import Reward
@@ -231,7 +232,7 @@ class _RowFiles:
                 table = joined(iter_tables(bucket))
                 names = table.column("session_id").to_pylist()
                 order = np.argsort([ranks[name] for name in names], kind="stable")
-                yield one_batch(table.take(order))
+                yield one_batch(picked(table, pa.array(order)))
                 shutil.rmtree(bucket)
 
 

@@ -53,12 +53,16 @@ def read(file: Path, options: Options) -> Iterator[Found]:
         # a transcript is a session: others may be called the same
         name = text_of(value.get("session_id")) or text_of(value.get("id"))
         found = Found(text.place, name or f"{file.name}, {text.place}")
-        messages = _messages(value)
-        if messages is None:
-            found.problem, found.detail = "unreadable", "its messages are none"
+        messages, found.detail = _messages(value)
+        if found.detail:
+            found.problem = "unreadable"
             yield found
             continue
-        yield from _replies(found, messages, value.get("tools"), options)
+        replies = list(_replies(found, messages, value.get("tools"), options))
+        yield from replies
+        if not replies:
+            found.problem, found.detail = "no_output_ids", "nobody replies in it"
+            yield found
 
 
 def _replies(
@@ -67,9 +71,13 @@ def _replies(
     assert options.render is not None
     assert options.encode is not None
     for k, message in enumerate(messages):
-        if message["role"] != "assistant" or k == 0:
+        if message["role"] != "assistant":
             continue
         found = Found(f"{about.place}, message {k}", about.session)
+        if k == 0:
+            found.problem, found.detail = "no_prompt_ids", "no message comes before it"
+            yield found
+            continue
         try:
             prompt = options.render(messages[:k], tools, True)
             whole = options.render(messages[: k + 1], tools, False)
@@ -97,19 +105,23 @@ def _replies(
         yield found
 
 
-def _messages(value: dict[str, object]) -> list[dict[str, object]] | None:
-    """The messages in OpenAI's form; None where one of them is in neither."""
-    given = value.get("messages", value.get("conversations"))
-    if not isinstance(given, list) or not given:
-        return None
-    messages = []
-    for one in given:
+def _messages(value: dict[str, object]) -> tuple[list[dict[str, object]], str]:
+    """The messages in OpenAI's form, and what is wrong where one of them is in neither."""
+    listed = value.get("messages", value.get("conversations"))
+    messages: list[dict[str, object]] = []
+    if not isinstance(listed, list):
+        return messages, f"its messages are a {type(listed).__name__}, no list"
+    for k, one in enumerate(listed):
         if not isinstance(one, dict):
-            return None
+            return messages, f"message {k} is a {type(one).__name__}, no object"
         if "from" in one and "role" not in one:
             role = _ROLES.get(str(one["from"]))
+            if role is None:
+                known = ", ".join(_ROLES)
+                said = f"message {k} is from {one['from']!r}: expected one of {known}"
+                return messages, said
             one = {"role": role, "content": one.get("value")}
         if not isinstance(one.get("role"), str):
-            return None
+            return messages, f"message {k} has no role"
         messages.append(one)
-    return messages
+    return messages, ""

@@ -20,7 +20,13 @@ from typing import Final
 
 import numpy as np
 
-from trajkit.importers.found import Found, has_items, has_numbers, text_of, versions_of
+from trajkit.importers.found import (
+    Found,
+    has_numbers,
+    text_of,
+    unless_empty,
+    versions_of,
+)
 from trajkit.json_arrays import EACH, IDS, ITEMS, Shape
 
 REQUEST: Final[Shape] = {"messages": ITEMS, "input_ids": IDS, "prompt": IDS}
@@ -54,9 +60,8 @@ def calls(found: Found, request: _Object, response: _Object) -> Iterator[Found]:
     found : Found
         Place, session and what else is known of the record; copied for each choice.
     """
-    messages = request.get("messages")
     common = {**found.fields, "model": text_of(response.get("model"))}
-    common["prompt_messages"] = messages if has_items(messages) else None
+    common["prompt_messages"] = unless_empty(request.get("messages"))
     choices = response.get("choices")
     natively = not isinstance(choices, list)
     listed: list[object] = choices if isinstance(choices, list) else [response]
@@ -141,17 +146,20 @@ def _by_choice(choice: _Object) -> tuple[list[object] | None, list[object]] | No
 
 
 def _by_meta(meta: _Object) -> tuple[list[object] | None, list[object]] | None:
-    """Ids and logprobs of SGLang's entries (logprob, id, text)."""
+    """Ids and logprobs of SGLang's entries (logprob, id, text), or of objects of both."""
     entries = meta.get("output_token_logprobs")
     if not isinstance(entries, list) or not entries:
         return None
-    pairs = [
-        (entry[1], entry[0])
-        if isinstance(entry, list) and len(entry) > 1
-        else (None,) * 2
-        for entry in entries
-    ]
+    pairs = [_of_entry(entry) for entry in entries]
     return _pair([token for token, _ in pairs], [value for _, value in pairs])
+
+
+def _of_entry(entry: object) -> tuple[object, object]:
+    if isinstance(entry, dict):
+        return entry.get("token_id"), entry.get("logprob")
+    if isinstance(entry, list) and len(entry) > 1:
+        return entry[1], entry[0]
+    return None, None
 
 
 def _pair(
@@ -173,10 +181,10 @@ def _spelled(token: object) -> int | None:
 
 def _fits(ids: list[object] | None, n: int, output: object) -> bool:
     """Whether logprobs are those of an output: of the same ids, or else as many."""
-    given = output.tolist() if isinstance(output, np.ndarray) else output
-    if not isinstance(given, list) or len(given) != n:
+    listed = output.tolist() if isinstance(output, np.ndarray) else output
+    if not isinstance(listed, list) or len(listed) != n:
         return False
-    return ids is None or ids == given
+    return ids is None or ids == listed
 
 
 def _first_list(*values: object) -> list[object] | None:

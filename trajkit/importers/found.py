@@ -34,7 +34,8 @@ torn
 truncated
     Its writer cut it short, and marked it so.
 no_prompt_ids, no_output_ids
-    It does not say which ids the engine consumed, or sampled.
+    It does not say which ids the engine consumed, or sampled; of a transcript: there is
+    no message before the reply, or no reply.
 no_parent
     Its prompt goes on from a record that is not there.
 lost
@@ -62,7 +63,7 @@ KEPT = (
 """What is missing from a turn that was taken.
 
 no_logprobs
-    The record has no logprobs for its output.
+    The record has no logprobs for its output, or not for all of it; the detail counts.
 logprobs_unaligned
     It has some, but not one per output id, or of other ids: null instead.
 no_session_id
@@ -155,6 +156,8 @@ class Head:
     magic: bytes
     # its first whole JSON object. None: it has none
     value: dict[str, object] | None
+    # why its bytes cannot be had
+    trouble: str = ""
 
     def has(self, *names: str) -> bool:
         """Whether the object has all of these keys."""
@@ -204,6 +207,11 @@ def time_of(value: object) -> datetime | None:
         return datetime.fromtimestamp(seconds, UTC) if seconds else None
     except (ValueError, OverflowError, OSError):
         return None
+
+
+def unless_empty(value: object) -> object:
+    """The value; None where it is an empty list, which is what a record without has."""
+    return None if isinstance(value, list) and not value else value
 
 
 def has_items(value: object) -> bool:

@@ -19,8 +19,11 @@ _SHAPE: Shape = {
 
 
 def detect(head: Head) -> bool:
-    """An entry of a capture."""
-    return head.has("rollout_id", "model_call_id")
+    """An entry of a capture, or the name of one that has none."""
+    nameless = head.value is None and not head.trouble
+    return head.has("rollout_id", "model_call_id") or (
+        nameless and head.file.name.endswith(".tokens.jsonl")
+    )
 
 
 def read(file: Path, options: Options) -> Iterator[Found]:
@@ -64,7 +67,7 @@ def _begun(file: Path, rollout: str | None) -> set[str]:
     for suffix in ("intents", "incomplete"):
         beside = file.with_name(f"{stem}.tokens.{suffix}")
         if beside.is_file():
-            for line in beside.read_text("utf-8").split():
+            for line in beside.read_text("utf-8", "backslashreplace").split():
                 if line.startswith("-"):
                     begun.discard(line[1:])
                 else:

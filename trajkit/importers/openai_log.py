@@ -6,14 +6,17 @@ from pathlib import Path
 from trajkit.importers.completions import REQUEST, RESPONSE, calls
 from trajkit.importers.found import Found, Head, Options, text_of, time_of
 from trajkit.importers.texts import objects
-from trajkit.json_arrays import Shape
+from trajkit.json_arrays import EACH, Shape
 
 NAME = "openai"
 
 _PAIRS = (("request", "response"), ("request_body", "response_body"))
 _SHAPE: Shape = {
     **{name: {**REQUEST, "body": REQUEST} for name, _ in _PAIRS},
-    **{name: {**RESPONSE, "body": RESPONSE} for _, name in _PAIRS},
+    **{
+        name: {**RESPONSE, EACH: RESPONSE, "body": {**RESPONSE, EACH: RESPONSE}}
+        for _, name in _PAIRS
+    },
 }
 
 
@@ -24,7 +27,7 @@ def detect(head: Head) -> bool:
 
 
 def read(file: Path, options: Options) -> Iterator[Found]:
-    """A call per choice of each line's response."""
+    """A call per choice of each line's response, or of each of its responses."""
     for text in objects(file, _SHAPE):
         if text.bad is not None:
             yield text.bad
@@ -35,17 +38,26 @@ def read(file: Path, options: Options) -> Iterator[Found]:
             next((_body(value[name]) for name in names if name in value), None)
             for names in zip(*_PAIRS, strict=True)
         )
-        if request is None or response is None:
+        if not isinstance(request, dict) or response is None:
             found.problem, found.detail = "unreadable", "no request, or no response"
             yield found
             continue
+        found.session = found.session or session_of(request)
         found.fields = {
-            "request_id": text_of(response.get("id")) or text_of(request.get("rid")),
             "started_at": time_of(value.get("started_at", value.get("timestamp"))),
             "ended_at": time_of(value.get("ended_at")),
         }
-        found.session = found.session or session_of(request)
-        yield from calls(found, request, response)
+        answers = response if isinstance(response, list) else [response]
+        for k, answer in enumerate(answers):
+            place = found.place if k == 0 else f"{found.place}, choice {k}"
+            one = Found(place, found.session, dict(found.fields))
+            if not isinstance(answer, dict):
+                one.problem, one.detail = "unreadable", "an answer is no object"
+                yield one
+                continue
+            name = text_of(answer.get("id")) or text_of(request.get("rid"))
+            one.fields["request_id"] = name
+            yield from calls(one, _asked(request, k, len(answers)), answer)
 
 
 def session_of(value: Mapping[str, object]) -> str | None:
@@ -55,9 +67,21 @@ def session_of(value: Mapping[str, object]) -> str | None:
     return text_of(value.get("session_id")) or text_of(within)
 
 
-def _body(value: object) -> dict[str, object] | None:
-    """The object, or the one in its ``body``."""
+def _body(value: object) -> dict[str, object] | list[object] | None:
+    """The object, or what is in its ``body``; of SGLang's own route also a list."""
     if isinstance(value, dict):
         body = value.get("body")
-        return body if isinstance(body, dict) else value
-    return None
+        return body if isinstance(body, dict | list) else value
+    return value if isinstance(value, list) else None
+
+
+def _asked(request: dict[str, object], k: int, n: int) -> dict[str, object]:
+    """The request as it would be for the k-th of n answers alone.
+
+    SGLang takes a list of prompts and answers each; of another number of answers it is
+    unknown which prompt each is to.
+    """
+    ids = request.get("input_ids")
+    if isinstance(ids, list) and ids and isinstance(ids[0], list):
+        return {**request, "input_ids": ids[k] if len(ids) == n else None}
+    return request

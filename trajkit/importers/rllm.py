@@ -1,6 +1,6 @@
 """Traces of rLLM's model gateway, in its SQLite store (its ``TraceRecord``)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,10 +12,10 @@ from trajkit.importers.found import (
     Found,
     Head,
     Options,
-    has_items,
     has_numbers,
     text_of,
     time_of,
+    unless_empty,
     versions_of,
 )
 from trajkit.json_arrays import IDS, ITEMS, NUMBERS, Reader, Shape
@@ -37,6 +37,11 @@ SELECT s.session_id, {run}, t.trace_id, t.data
 FROM trace_sessions s JOIN traces t ON t.trace_id = s.trace_id
 ORDER BY s.created_at, s.rowid
 """
+_APART = """
+SELECT trace_id, data FROM traces
+WHERE trace_id NOT IN (SELECT trace_id FROM trace_sessions)
+ORDER BY rowid
+"""
 _ORPHANS = """
 SELECT session_id, trace_id FROM trace_sessions
 WHERE trace_id NOT IN (SELECT trace_id FROM traces)
@@ -51,7 +56,7 @@ def detect(head: Head) -> bool:
 
 
 def read(file: Path, options: Options) -> Iterator[Found]:
-    """The traces of all sessions in order of time.
+    """The traces of all sessions in order of time, and then those that no session names.
 
     Raises
     ------
@@ -82,23 +87,40 @@ def _traces(base: "Connection") -> Iterator[Found]:
     # prompt and output of each trace that others may go on from
     paths: dict[str, _Ids] = {}
     for session, name, trace, data in base.execute(_ORDER.format(run=run)):
-        # one session id may have been used in several runs of the gateway
-        called = session if len(runs[session]) == 1 else f"{name}/{session}"
+        # one session id may have been used in several runs of the gateway; in a damaged
+        # database an index may not know all that the table has
+        once = len(runs.get(session, {name})) == 1
+        called = session if once else f"{name}/{session}"
         found = Found(f"trace {trace!r}", text_of(called))
-        try:
-            record = read(data if isinstance(data, bytes) else str(data).encode())
-        except ValueError as error:
-            found.problem, found.detail = "unreadable", str(error)
-            yield found
-            continue
-        if isinstance(record, dict):
+        record = _parsed(found, read, data)
+        if record is not None:
             _fill(found, str(trace), record, paths)
-        else:
-            found.problem, found.detail = "unreadable", "no object"
+        yield found
+    for trace, data in base.execute(_APART):
+        found = Found(f"trace {trace!r}")
+        record = _parsed(found, read, data)
+        if record is not None:
+            found.session = text_of(record.get("session_id"))
+            _fill(found, str(trace), record, paths)
         yield found
     for session, trace in base.execute(_ORPHANS):
         detail = "its session names it, and it is not there"
         yield Found(f"trace {trace!r}", session, problem="lost", detail=detail)
+
+
+def _parsed(
+    found: Found, read: Callable[[bytes], object], data: object
+) -> dict[str, object] | None:
+    """The record in a trace's data; None and a problem, where there is none."""
+    try:
+        record = read(data if isinstance(data, bytes) else str(data).encode())
+    except ValueError as error:
+        found.problem, found.detail = "unreadable", str(error)
+        return None
+    if not isinstance(record, dict):
+        found.problem, found.detail = "unreadable", "no object"
+        return None
+    return record
 
 
 def _fill(
@@ -116,12 +138,17 @@ def _fill(
                 f"its prompt goes on from trace {parent!r}, which gave no path"
             )
             return
-        ids = delta if has_items(delta) else np.empty(0, np.int32)
-        if isinstance(ids, np.ndarray):
-            prompt = np.concatenate([before, ids])
-        else:
+        if isinstance(delta, np.ndarray):
+            prompt = np.concatenate([before, delta])
+        elif isinstance(delta, list):
             # a value among them is none of an id: said with its place
-            prompt = [*before.tolist(), *ids] if isinstance(ids, list) else None
+            prompt = [*before.tolist(), *delta] if delta else before
+        else:
+            found.problem = "unreadable"
+            found.detail = (
+                f"prompt_delta_token_ids is a {type(delta).__name__}, no list"
+            )
+            return
     output = record.get("completion_token_ids")
     # an empty list is also what a trace without ids has
     output = output if has_numbers(output) else None
@@ -133,7 +160,7 @@ def _fill(
         "output_ids": output,
         "output_logprobs": record.get("logprobs"),
         "finish_reason": text_of(record.get("finish_reason")),
-        "prompt_messages": messages if has_items(messages) else None,
+        "prompt_messages": unless_empty(messages),
         "response_message": reply if isinstance(reply, dict) and reply else None,
         "weight_versions": versions_of(
             record.get("weight_version"),

@@ -60,6 +60,8 @@ _Taken = tuple[Path, Found, Record]
 # of the files in a directory, those that may hold records
 _SUFFIXES = (
     ".json",
+    ".json.gz",
+    ".json.zst",
     ".jsonl",
     ".ndjson",
     ".jsonl.gz",
@@ -212,6 +214,9 @@ def _record(found: Found, number: int) -> Record | None:
         fields["output_logprobs"] = None
         text = f"{len(logprobs)} logprobs for {len(output)} output ids"  # type: ignore[arg-type]
         found.remarks.append(("logprobs_unaligned", text))
+    elif isinstance(logprobs, list) and (n_absent := logprobs.count(None)):
+        text = f"for {n_absent} of {len(output)} output ids"
+        found.remarks.append(("no_logprobs", text))
     known = {name: value for name, value in fields.items() if value is not None}
     if "response_message" not in known:
         known["use_tool"] = None
@@ -270,7 +275,8 @@ def _files(
             if head.file in fit:
                 yield head.file, FORMATS[names[0]]
             else:
-                notes.add(head.file, Found("file"), "other_file", "", kept=False)
+                other = Found("file")
+                notes.add(head.file, other, "other_file", head.trouble, kept=False)
 
 
 def _module(head: Head, format: str) -> Format:
@@ -286,6 +292,13 @@ def _module(head: Head, format: str) -> Format:
     fitting = _fitting(head)
     if len(fitting) == 1:
         return fitting[0]
+    if head.trouble:
+        raise FormatError(head.trouble)
+    if fitting:
+        names = ", ".join(module.NAME for module in fitting)
+        raise FormatError(
+            f"{head.file} may be of several formats, {names}: say which one is meant"
+        )
     if head.has("session_id", "prompt_ids", "output_ids"):
         raise FormatError(f"{head.file} holds turns as they are: read_turns reads them")
     raise FormatError(
@@ -300,8 +313,12 @@ def _fitting(head: Head) -> list[Format]:
 def _head(file: Path) -> Head:
     with file.open("rb") as opened:
         magic = opened.read(16)
-    binary = magic.startswith((b"SQLite format 3\0", b"PK\3\4", b"\x80"))
-    return Head(file, magic, None if binary else first_object(file))
+    if magic.startswith((b"SQLite format 3\0", b"PK\3\4", b"\x80")):
+        return Head(file, magic, None)
+    try:
+        return Head(file, magic, first_object(file))
+    except FormatError as error:
+        return Head(file, magic, None, str(error))
 
 
 def _in_directory(path: Path) -> list[Path]:

@@ -78,8 +78,8 @@ def _calls(place: str, session: str, sample: dict[str, object]) -> Iterator[Foun
         found.detail = f"a loss_mask that is not of {length} tokens"
         yield found
         return
-    logprobs = _numbers(sample.get("rollout_log_probs"))
-    aligned = logprobs is not None and logprobs.shape == (length,)
+    logprobs = _listed(sample.get("rollout_log_probs"))
+    aligned = logprobs is not None and len(logprobs) == length
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask != 0, [0]])))
     starts, stops = edges[::2].tolist(), edges[1::2].tolist()
     if not starts:
@@ -99,7 +99,7 @@ def _calls(place: str, session: str, sample: dict[str, object]) -> Iterator[Foun
         if aligned and logprobs is not None:
             one.fields["output_logprobs"] = logprobs[start:stop]
         elif logprobs is not None:
-            text = f"{logprobs.size} logprobs for a response of {length}"
+            text = f"{len(logprobs)} logprobs for a response of {length}"
             one.remarks.append(("logprobs_unaligned", text))
         _versions(one, sample.get("weight_versions"), stop - start)
         yield one
@@ -123,6 +123,14 @@ def _versions(found: Found, versions: object, n_output: int) -> None:
     else:
         said = ", ".join(sorted(str(name) for name in names))
         found.remarks.append(("versions_unplaced", said))
+
+
+def _listed(value: object) -> list[object] | _Ids | None:
+    """A list, a tensor or an array of one dimension; None where it is none."""
+    held = plain(value)
+    if isinstance(held, list):
+        return held
+    return held if isinstance(held, np.ndarray) and held.ndim == 1 else None
 
 
 def _numbers(value: object) -> _Ids | None:

@@ -1,14 +1,17 @@
 """JSON files of foreign formats, record by record, damaged ones among them."""
 
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from trajkit.errors import FormatError
 from trajkit.importers.found import Found
-from trajkit.io_formats import Format, is_json, kind_of, open_input
+from trajkit.io_formats import Format, open_input
 from trajkit.io_json import split_lines
 from trajkit.json_arrays import EACH, Reader, Shape
+
+_CODECS: dict[str, Format] = {".gz": "jsonl.gz", ".zst": "jsonl.zst"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,7 @@ def objects(file: Path, shape: Shape | None = None) -> Iterator[Text]:
     Parameters
     ----------
     file : Path
-        ``.json``: one value. Else a value per line, maybe compressed.
+        ``.json``: one value. Else a value per line. Either may be compressed.
     shape : mapping, optional
         Where the long arrays of an object stand; see `trajkit.json_arrays`.
 
@@ -37,9 +40,11 @@ def objects(file: Path, shape: Shape | None = None) -> Iterator[Text]:
     """
     within = shape or {}
     read = Reader({**within, EACH: within}).read
-    if file.suffix.lower() == ".json":
+    name = file.name.lower()
+    codec = next((c for end, c in _CODECS.items() if name.endswith(end)), None)
+    if name.removesuffix(".gz").removesuffix(".zst").endswith(".json"):
         try:
-            value = read(file.read_bytes())
+            value = read(_whole(file, codec or "jsonl").removeprefix(BOM_UTF8))
         except ValueError as error:
             yield _bad("file", "unreadable", str(error))
             return
@@ -47,10 +52,9 @@ def objects(file: Path, shape: Shape | None = None) -> Iterator[Text]:
         for k, item in enumerate(value if isinstance(value, list) else [value]):
             yield _text(f"item {k}" if many else "file", item)
         return
-    kind = kind_of(file)
-    codec: Format = kind if kind is not None and is_json(kind) else "jsonl"
-    lines = split_lines(open_input(file, codec), str(file))
+    lines = split_lines(open_input(file, codec or "jsonl"), str(file))
     for number, (line, whole) in enumerate(lines, 1):
+        line = line.removeprefix(BOM_UTF8) if number == 1 else line
         if not line or line.isspace():
             continue
         try:
@@ -63,11 +67,22 @@ def objects(file: Path, shape: Shape | None = None) -> Iterator[Text]:
 
 
 def first_object(file: Path) -> dict[str, object] | None:
-    """The first whole object of a JSON file; None where there is none."""
-    try:
-        return next((text.value for text in objects(file) if text.bad is None), None)
-    except FormatError:
-        return None
+    """The first whole object of a JSON file; None where there is none.
+
+    Raises
+    ------
+    FormatError
+        As `objects`.
+    """
+    return next((text.value for text in objects(file) if text.bad is None), None)
+
+
+def _whole(file: Path, codec: Format) -> bytes:
+    with open_input(file, codec) as source:
+        try:
+            return bytes(source.read())
+        except OSError as error:
+            raise FormatError(f"{file} cannot be read whole: {error}") from None
 
 
 def _text(place: str, value: object) -> Text:

@@ -15,10 +15,10 @@ from trajkit.importers.found import (
     Found,
     Head,
     Options,
-    has_items,
     number_of,
     text_of,
     time_of,
+    unless_empty,
 )
 from trajkit.importers.texts import objects
 from trajkit.json_arrays import EACH, IDS, NUMBERS, Shape
@@ -88,7 +88,7 @@ def _graph(place: str, trace: dict[str, object]) -> Iterator[Found]:
             known = isinstance(parent, int) and 0 <= parent < k
             before = paths[parent] if isinstance(parent, int) and known else None
         ids = own if isinstance(own, np.ndarray) else None
-        if ids is None and not has_items(own):
+        if unless_empty(own) is None:
             ids = np.empty(0, np.int32)
         # a reply without ids, whether sampled or not, leaves a gap that nobody can fill
         gap = not len(ids) if ids is not None else True
@@ -175,6 +175,11 @@ def _steps(place: str, rollout: dict[str, object], file: Path) -> Iterator[Found
             found.detail = "its prompt was cut to the longest that there may be"
             yield found
             continue
+        left_out = _left_out(ids)
+        if left_out:
+            found.problem, found.detail = "unreadable", left_out
+            yield found
+            continue
         cut = ids.get("is_truncated") is True or step.get("is_truncated") is True
         if cut:
             found.remarks.append(("cut_output", "is_truncated"))
@@ -184,13 +189,27 @@ def _steps(place: str, rollout: dict[str, object], file: Path) -> Iterator[Found
             "prompt_ids": ids.get("prompt_ids"),
             "output_ids": ids.get("completion_ids"),
             "output_logprobs": ids.get("completion_logprobs"),
-            "prompt_messages": prompt if has_items(prompt) else None,
+            "prompt_messages": unless_empty(prompt),
             "response_message": replies[0] if len(replies) == 1 else None,
             "group_id": example,
             "agent_id": text_of(step.get("trajectory_id")),
             "reward": number_of(rollout.get("reward")),
         }
         yield found
+
+
+def _left_out(tokens: dict[str, object]) -> str:
+    """What is wrong with the mask of a completion; empty: it says that all was sampled.
+
+    verifiers' own masks do (spec: prime-rl 1.1).
+    """
+    mask, ids = tokens.get("completion_mask"), tokens.get("completion_ids")
+    n = len(ids) if isinstance(ids, list | np.ndarray) else 0
+    if mask is None or mask == [1] * n:
+        return ""
+    if not isinstance(mask, list) or len(mask) != n:
+        return f"a completion_mask that is not of {n} completion_ids"
+    return f"a completion_mask that marks {mask.count(1)} of {n} ids as sampled"
 
 
 def _reward(rewards: object) -> float | None:
