@@ -297,7 +297,7 @@ def threads(size: Size, n: int, repeats: int) -> list[Timing]:
 
 
 def print_threads(size: Size, repeats: int) -> None:
-    n = 128
+    n = 256
     times = threads(size, n, repeats)
     print(f"\nlinearize from delta form, {n} rollouts of {size.n_turns} turns, slime:")
     for k, taken in enumerate(times, 1):
