@@ -164,7 +164,6 @@ def test_tables_of_two_schemas_are_refused(tmp_path, eager):
         pytest.param(pa.array([[1]], pa.list_(pa.timestamp("s"))), id="time"),
         pytest.param(pa.array([[1]], pa.list_(pa.int32(), 1)), id="fixed size"),
         pytest.param(pa.array([[1.5]], pa.list_(pa.float16())), id="half"),
-        pytest.param(pa.array([["a"]], pa.list_(pa.string_view())), id="view"),
         pytest.param(
             pa.array([{"x": 1}], pa.struct([pa.field("x", "i4", nullable=False)])),
             id="a field without nulls",
@@ -180,6 +179,15 @@ def test_what_polars_would_change_or_not_speed_up_is_arrows(tmp_path, eager, col
     write_table(table, tmp_path / "x.parquet")
     assert writer(tmp_path / "x.parquet")[0] == "arrow"
     assert pq.read_table(tmp_path / "x.parquet")["x"].to_pylist() == column.to_pylist()
+
+
+def test_views_are_plain_text_before_either_writes_them(tmp_path, eager):
+    table = pa.table({"x": pa.array([["a"]], pa.list_(pa.string_view()))})
+    assert not io_polars._suits_polars(table.schema)
+    write_table(table, tmp_path / "x.parquet")
+    assert writer(tmp_path / "x.parquet")[0] == "polars"
+    found = pq.read_table(tmp_path / "x.parquet")["x"]
+    assert (found.type, found.to_pylist()) == (pa.list_(pa.large_string()), [["a"]])
 
 
 def test_metadata_that_is_no_text_is_arrows(tmp_path, eager):
