@@ -936,12 +936,14 @@ def test_dropped_sessions_leave_nothing_behind():
         for name in names:
             recorder.drop(name)
 
-    def held():
-        """Bytes that lines of the package hold: other threads allocate as well."""
+    def lines():
+        """What lines of the package hold: other threads allocate as well."""
         gc.collect()
         own = tracemalloc.Filter(True, "*/trajkit/*")
-        traces = tracemalloc.take_snapshot().filter_traces([own])
-        return sum(one.size for one in traces.statistics("filename"))
+        return tracemalloc.take_snapshot().filter_traces([own]).statistics("lineno")
+
+    def held():
+        return sum(one.size for one in lines())
 
     live([f"first-{k}" for k in range(10)])
     tracemalloc.start()
@@ -950,10 +952,11 @@ def test_dropped_sessions_leave_nothing_behind():
         live([f"s{k}" for k in range(1000)])
         most = tracemalloc.get_traced_memory()[1]
         left = held() - before
+        largest = [str(line) for line in lines()[:9]]
     finally:
         tracemalloc.stop()
     # what is left is the table of the recorder's own names
-    assert left < most / 50
+    assert left < most / 50, largest
 
 
 # Layouts that do not fit
