@@ -52,7 +52,6 @@ from rows cimport (
 
 import re
 from json.encoder import encode_basestring
-from sys import intern
 
 from numpy import ndarray
 

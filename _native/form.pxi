@@ -7,6 +7,7 @@ messages have forms that say the same exactly when their canonical JSON is the s
 
 cdef enum:
     WORD = 16   # characters
+    WORDS = 256
     DEPTH = 32  # so far the C stack
 
 # borrowed references throughout: nothing in a comparison runs code that could drop one
@@ -177,9 +178,24 @@ cdef uint64_t _hash_text(PyObject* text) noexcept nogil:
     return _joined(_joined(lane[0], lane[1]), _joined(lane[2], lane[3]))
 
 
+# the first short words that come: keys, roles and types are among them
+cdef dict _WORDS = {}
+
+
 cdef object _shared_word(str value):
-    """The one object for a short word, so that keys and roles stay in the caches."""
-    return intern(value) if len(value) <= WORD else value
+    """The one object for a common short word, so that keys and roles stay in the caches.
+
+    Not `sys.intern`: messages hold any words, and what is interned may never go.
+    """
+    cdef object known
+    if len(value) > WORD:
+        return value
+    known = _WORDS.get(value)
+    if known is None:
+        if len(_WORDS) < WORDS:
+            _WORDS[value] = value
+        return value
+    return known
 
 
 def message_of(tuple form not None):
