@@ -515,3 +515,17 @@ def test_rows_come_in_batches(tmp_path, turns, suffix, layout):
     batches = list(tk.iter_rows(path, batch_rows=1))
     assert [len(batch) for batch in batches] == [1] * len(rows)
     assert pa.Table.from_batches(batches).to_pylist() == rows.to_pylist()
+
+
+def test_the_body_of_another_session_s_message_is_not_taken(tmp_path):
+    """It may be another that has the same key, or be filtered out of the file."""
+    said = {"prompt_messages": [{"role": "user", "content": "hello"}]}
+    call = {"prompt_ids": [1], "output_ids": [2], **said}
+    turns = tk.from_records([{"session_id": name, **call} for name in "ab"])
+    lines = turns.to_pylist()
+    lines[1]["messages"][0]["body"] = None
+    bare = pa.Table.from_pylist(lines, turns.schema)
+    with pytest.raises(InvalidTurnsError, match=r"'b', turn 0: a user message has no"):
+        tk.write_turns(bare, tmp_path / "turns.jsonl")
+    lines[1]["session_id"], lines[1]["turn_index"] = "a", 1
+    tk.write_turns(pa.Table.from_pylist(lines, turns.schema), tmp_path / "turns.jsonl")
