@@ -16,6 +16,7 @@ from tests.shim.fakes import byte_tokenizer
 from tests.strategies import runs
 from tests.tables import turns_table
 from trajkit import schema
+from trajkit.beside import batches_of, one_batch
 from trajkit.errors import InvalidTurnsError, PolicyError, SchemaError
 
 TOKENIZER = byte_tokenizer()
@@ -391,3 +392,11 @@ def test_few_batches_are_held(name):
     # what is at hand, what a frame still names, the one that tells where it ended
     assert max(one.most for one in counted) <= 5
     assert [one.alive for one in counted] == [0] * len(counted)
+
+
+def test_a_table_without_rows_may_have_categories_of_polars():
+    kind = pa.dictionary(pa.int8(), pa.string_view())
+    none = schema.TURNS.append(pa.field("word", kind)).empty_table()
+    [batch] = batches_of(none)
+    assert (batch.num_rows, batch.schema) == (0, none.schema)
+    assert one_batch(none).schema == none.schema

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from trajkit import compute as pc
 from trajkit.errors import InvalidTurnsError
+from trajkit.picked import no_rows
 from trajkit.schema import LINKS, ROWS, TURNS
 from trajkit.stream import joined, whole_sessions
 from trajkit.tables import TableLike, as_table
@@ -74,7 +75,7 @@ def pairs_over_sessions(
 def one_batch(table: pa.Table) -> pa.RecordBatch:
     """All rows of a table; of none, a batch without rows."""
     batches = table.combine_chunks().to_batches()
-    return batches[0] if batches else pa.RecordBatch.from_pylist([], table.schema)
+    return batches[0] if batches else no_rows(table.schema)
 
 
 def in_step(lead: Named, *beside: Named) -> Iterator[tuple[pa.Table, ...]]:
@@ -114,10 +115,9 @@ def batches_of(source: Source) -> Iterable[pa.RecordBatch]:
     if isinstance(source, Iterator):
         return source
     if isinstance(source, pa.RecordBatchReader):
-        nothing = pa.RecordBatch.from_pylist([], source.schema)
-        return itertools.chain([nothing], source)
+        return itertools.chain([no_rows(source.schema)], source)
     table = as_table(source)
-    return table.to_batches() or [pa.RecordBatch.from_pylist([], table.schema)]
+    return table.to_batches() or [no_rows(table.schema)]
 
 
 class Beside:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Self
 
 import numpy as np
@@ -12,6 +12,7 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit.calls import Calls, Ints, Longs, Records
 from trajkit.forest import Forest
+from trajkit.kinds import names_of
 from trajkit.plan import Plan, Planned
 from trajkit.policies import Policy
 from trajkit.pooled import pooled, pooled_zeros
@@ -27,12 +28,6 @@ BATCH_TOKENS = 1 << 22
 UNCACHED_TOKENS = 1 << 20
 
 _SPAN_FIELDS = list(SPAN)
-
-
-@cache
-def _span_kinds() -> pa.Array:
-    # not at import: pyarrow would load pandas for it where that is installed
-    return pa.array(SPAN_KINDS)
 
 
 def row_batches(
@@ -176,7 +171,7 @@ class _Lists:
             return pa.LargeListArray.from_arrays(offsets, values)
 
         kinds = pa.DictionaryArray.from_arrays(
-            pa.array(self.kinds), _span_kinds(), safe=False
+            pa.array(self.kinds), names_of(SPAN_KINDS), safe=False
         )
         span = pa.StructArray.from_arrays(
             [*(pa.array(column) for column in self.spans), kinds], fields=_SPAN_FIELDS

@@ -1,16 +1,23 @@
-"""Rows as files give them, with their kinds in the dictionaries that `linearize` has.
+"""The dictionaries of kinds that rows have, and rows of files with these.
 
 What writes a file may leave names out of a dictionary that do not occur, and Arrow calls
 tables with other dictionaries unequal.
 """
 
-from collections.abc import Sequence
+from functools import cache
 
 import pyarrow as pa
 
 from trajkit import compute as pc
 from trajkit.schema import SEGMENT_KINDS, SPAN, SPAN_KINDS
 from trajkit.tables import list_parts
+
+
+@cache
+def names_of(kinds: tuple[str, ...]) -> pa.Array:
+    """The dictionary of a column of kinds: all of them, in order."""
+    # not at import: pyarrow would load pandas for it where that is installed
+    return pa.array(kinds)
 
 
 def with_kinds(rows: pa.Table) -> pa.Table:
@@ -45,9 +52,9 @@ def _spans(chunk: pa.LargeListArray) -> pa.LargeListArray:
     return pa.LargeListArray.from_arrays(offsets, values, type=chunk.type, mask=mask)
 
 
-def _among(names: pa.DictionaryArray, all_: Sequence[str]) -> pa.DictionaryArray:
+def _among(names: pa.DictionaryArray, kinds: tuple[str, ...]) -> pa.DictionaryArray:
     """The same names by a dictionary of all, if that has them."""
-    everything = pa.array(all_)
+    everything = names_of(kinds)
     if names.dictionary.equals(everything):
         return names
     places = pc.index_in(names.dictionary, everything)

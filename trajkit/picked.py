@@ -44,7 +44,7 @@ def picked_column(column: _Column, rows: pa.Array, name: str) -> _Column:
 
 
 def no_rows(schema: pa.Schema) -> pa.RecordBatch:
-    """A batch of the schema without rows, which Arrow cannot make of lists of any type."""
+    """A batch of the schema without rows; `from_pylist` knows no categories of views."""
     return pa.RecordBatch.from_arrays(
         [pa.nulls(0, type_) for type_ in schema.types], schema=schema
     )

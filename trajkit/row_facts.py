@@ -1,20 +1,13 @@
 """The columns of planned rows that have one value a row."""
 
-from functools import cache
-
 import numpy as np
 import pyarrow as pa
 
 from trajkit.calls import Calls, Ints, Longs, Records
+from trajkit.kinds import names_of
 from trajkit.policies import Policy
 from trajkit.rewards import final_rows, spread
 from trajkit.schema import SEGMENT_KINDS
-
-
-@cache
-def _segment_kinds() -> pa.Array:
-    # not at import: pyarrow would load pandas for it where that is installed
-    return pa.array(SEGMENT_KINDS)
 
 
 def row_facts(
@@ -48,7 +41,8 @@ def row_facts(
         "finish_reason": _finish_reasons(calls, last),
         **{name: pa.array(rows[name].astype(np.bool_)) for name in flags},
         "segment_kind": pa.DictionaryArray.from_arrays(
-            pa.array(segments.astype(np.int8) - 1, mask=segments == 0), _segment_kinds()
+            pa.array(segments.astype(np.int8) - 1, mask=segments == 0),
+            names_of(SEGMENT_KINDS),
         ),
         "last_turn": pa.array(calls.turn_index[last]),
     }

@@ -9,13 +9,12 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit import compute as pc
-from trajkit.beside import Stream, over_sessions
+from trajkit.beside import Stream, one_batch, over_sessions
 from trajkit.calls import Ints, Longs
 from trajkit.checks import lookup, nulls, run_starts
 from trajkit.flat import Runs, ids_of, offsets_of, positions
 from trajkit.forms import Columns, check_free, laid_out
 from trajkit.layout import CALL
-from trajkit.picked import no_rows
 from trajkit.schema import ROWS, ROWS_SUFFIX
 from trajkit.tables import TableLike, canonical_rows, rows_schema
 from trajkit.validate import check_layout
@@ -91,8 +90,7 @@ def suffix_rows(rows: TableLike | Stream) -> pa.Table | Stream:
 
 def suffix_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
     """One batch of full rows in the layout "suffix"."""
-    table = suffix_rows(pa.Table.from_batches([batch])).combine_chunks()
-    return next(iter(table.to_batches()), no_rows(table.schema))
+    return one_batch(suffix_rows(pa.Table.from_batches([batch])))
 
 
 def _convert(

@@ -14,6 +14,7 @@ from trajkit.files import Made, Target, Watch, folder_of, is_parts, run
 from trajkit.gather import GATHERS, Log
 from trajkit.importers.run import ChatTokenizer, imported
 from trajkit.io import write_tables, write_turns
+from trajkit.picked import no_rows
 from trajkit.validate import Nonfinite
 
 
@@ -84,6 +85,4 @@ def import_file(
 
 def _batches(pieces: Iterator[pa.Table]) -> Iterator[pa.RecordBatch]:
     for piece in pieces:
-        yield from piece.to_batches() or [
-            pa.RecordBatch.from_pylist([], schema=piece.schema)
-        ]
+        yield from piece.to_batches() or [no_rows(piece.schema)]
