@@ -2,6 +2,7 @@
 
     rows.pxd     integer widths and shared records       (no Python objects)
     prefix.pxi   longest common prefix
+    pages.pxi    pages of memory that should be equal, wherever they lie
     unbox.pxi    Python lists of numbers into flat buffers
     message.pxi  chat messages as canonical JSON
     json.pxi     numbers of a JSON text into flat buffers
@@ -65,6 +66,7 @@ cdef extern from *:
 BUILD = TRAJKIT_BUILD.decode("ascii")
 
 include "prefix.pxi"
+include "pages.pxi"
 include "unbox.pxi"
 include "message.pxi"
 include "json.pxi"

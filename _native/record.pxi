@@ -1,8 +1,7 @@
 """A session that grows call by call: where a prompt leaves it, and what the call brings."""
 
 cdef enum:
-    AHEAD_LINES = 16  # of a stretch that is compared next
-    TOKENS_A_LINE = 16
+    PAGE_TOKENS = TRAJKIT_PAGE // 4
 
 
 @cython.auto_pickle(False)
@@ -202,7 +201,7 @@ cdef class Growth:
         It is the call that had them first; -1: none shares a token.
         """
         cdef:
-            pos_t position = 0, start
+            pos_t position = 0
             int32_t node, child, slot = 0, depth = self.cursor.depth
             const Node* nodes
         self.base = -1
@@ -213,8 +212,12 @@ cdef class Growth:
         with nogil:
             if self.cursor.path != NULL:
                 position = _lcp(self.cursor.path, prompt, min(self.cursor.path_len, n))
-                slot = self._slot_of(position)
-                node = self.stack[slot]
+            else:
+                position = self._surely(prompt, n)
+            slot = self._slot_of(position)
+            node = self.stack[slot]
+            if position < nodes[node].stop:
+                position += self._match_node(node, position, prompt, n)
             while position < n and position == nodes[node].stop:
                 # it goes on as the call before, most of the time
                 slot += 1
@@ -226,11 +229,7 @@ cdef class Growth:
                         child = nodes[child].sibling
                     if child < 0:
                         break
-                self._ask_for(slot, depth)
-                start = position
-                position += _lcp(
-                    self._run(child), prompt + start, min(nodes[child].stop, n) - start
-                )
+                position += self._match_node(child, position, prompt, n)
                 node = child
         self.base = nodes[node].source
         return position
@@ -240,21 +239,45 @@ cdef class Growth:
         cdef const Call* call = &self.calls[self.nodes[node].source]
         return <const token_t*><intptr_t>call.own + (self.nodes[node].start - call.own_start)
 
-    cdef void _ask_for(self, int32_t slot, int32_t depth) noexcept nogil:
-        """Ask for where the tokens of the next node begin, and what tells where those behind are.
+    cdef pos_t _match_node(
+        self, int32_t node, pos_t position, const token_t* prompt, pos_t n
+    ) noexcept nogil:
+        """How many tokens from a position on, within a node, the prompt has as well."""
+        return _lcp(
+            self._run(node) + (position - self.nodes[node].start), prompt + position,
+            min(self.nodes[node].stop, n) - position,
+        )
 
-        They lie elsewhere than those before them: nothing else would have them ready.
+    cdef pos_t _surely(self, const token_t* prompt, pos_t n) noexcept nogil:
+        """How far the prompt goes on as the call before, as pages of memory tell.
+
+        It may go on further than this.
         """
-        cdef const token_t* run
-        cdef int k
-        if slot + 3 < depth:
-            __builtin_prefetch(&self.nodes[self.stack[slot + 3]])
-        if slot + 2 < depth:
-            __builtin_prefetch(&self.calls[self.nodes[self.stack[slot + 2]].source])
-        if slot + 1 < depth:
-            run = self._run(self.stack[slot + 1])
-            for k in range(AHEAD_LINES):
-                __builtin_prefetch(run + k * TOKENS_A_LINE)
+        cdef:
+            Pages pages
+            pos_t position = 0, size
+            int32_t slot, node, depth = self.cursor.depth
+        _begin_pages(&pages)
+        for slot in range(1, depth):
+            node = self.stack[slot]
+            size = (self.nodes[node].stop - position) * <pos_t>sizeof(token_t)
+            if self.nodes[node].stop > n:
+                break
+            # they lie elsewhere than those before them: nothing else would have them ready
+            if slot + 8 < depth:
+                __builtin_prefetch(&self.nodes[self.stack[slot + 8]])
+            if slot + 4 < depth:
+                __builtin_prefetch(&self.calls[self.nodes[self.stack[slot + 4]].source])
+            if size < TRAJKIT_PAGE:
+                if memcmp(self._run(node), prompt + position, size) != 0:
+                    break
+            elif not _add_pages(
+                &pages, <const char*>self._run(node), <const char*>(prompt + position), size,
+                position, PAGE_TOKENS,
+            ):
+                break
+            position = self.nodes[node].stop
+        return position if _end_pages(&pages) else pages.differs
 
     def insert(self):
         """Add the call that was taken. Its bytes must stay for as long as this object is used.
