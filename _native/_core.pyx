@@ -13,6 +13,7 @@
     plain.pxi    which bodies say nothing but some fields
     record.pxi   a session that grows: where a prompt leaves it, what a call brings
     form.pxi     messages laid out flat, to be compared with others
+    ahead.pxi    messages asked for before they are compared
     talk.pxi     the lists of messages of a session, each message and common head held once
     intake.pxi   a call as it comes, into both
     route.pxi    which call a call continues: by messages, by tokens
@@ -44,7 +45,7 @@ from cpython.unicode cimport (
     PyUnicode_DATA, PyUnicode_FromObject, PyUnicode_KIND, PyUnicode_New
 )
 from libc.math cimport floor
-from libc.stdint cimport INT64_MAX, int8_t, int32_t, int64_t, intptr_t, uint8_t, uint64_t
+from libc.stdint cimport INT64_MAX, int8_t, int32_t, int64_t, intptr_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memchr, memcmp, memcpy, memset
 
 from rows cimport (
@@ -74,6 +75,7 @@ include "uncached.pxi"
 include "forest.pxi"
 include "record.pxi"
 include "form.pxi"
+include "ahead.pxi"
 include "talk.pxi"
 include "intake.pxi"
 include "route.pxi"

@@ -280,11 +280,12 @@ cdef bint _equal_forms(tuple a, tuple b):
     return True
 
 
-cdef bint _same_form(PyObject*** cell, PyObject* value) except -1:
+cdef bint _same_form(PyObject*** cell, PyObject* value, Later* later) except -1:
     """Whether a value is written the same as the form that begins at the cell.
 
     False is no promise: keys in another order and types that are not exactly JSON's own
-    always differ. It goes no deeper than the form does.
+    always differ. It goes no deeper than the form does. Where there is a ``later``, long texts
+    are only handed to it: True means that they may be the same.
     """
     cdef PyObject* held = cell[0][0]
     cdef PyObject* key
@@ -302,7 +303,7 @@ cdef bint _same_form(PyObject*** cell, PyObject* value) except -1:
             if not _same_leaf(cell[0][0], key):
                 return False
             cell[0] += 1
-            if not _same_form(cell, inner):
+            if not _same_form(cell, inner, later):
                 return False
         return True
     if held == A_LIST:
@@ -313,10 +314,29 @@ cdef bint _same_form(PyObject*** cell, PyObject* value) except -1:
         if list_size(value) != n:
             return False
         for i in range(n):
-            if not _same_form(cell, list_item(value, i)):
+            if not _same_form(cell, list_item(value, i), later):
                 return False
         return True
+    if later != NULL and held != value and is_text(held):
+        return is_text(value) and _seems_same(held, value, later)
     return _same_leaf(held, value)
+
+
+cdef struct Later:
+    Pages pages    # of texts that are to be compared, tagged by the place of their message
+    int64_t place  # of the message that is compared now
+
+
+cdef bint _seems_same(PyObject* a, PyObject* b, Later* later) noexcept nogil:
+    """Whether two texts may be equal: of long ones only their lengths are compared now."""
+    cdef Py_ssize_t n = text_length(a)
+    cdef int kind = text_kind(a)
+    if text_length(b) != n or text_kind(b) != kind:
+        return False
+    n *= kind
+    if n < TRAJKIT_PAGE:
+        return memcmp(text_data(a), text_data(b), n) == 0
+    return _add_pages(&later.pages, text_data(a), text_data(b), n, later.place, 0)
 
 
 cdef inline bint _same_leaf(PyObject* a, PyObject* b) except -1:
@@ -336,7 +356,7 @@ cdef inline bint _same_leaf(PyObject* a, PyObject* b) except -1:
 
 cdef bint _same_text(PyObject* a, PyObject* b) noexcept nogil:
     """Whether two texts are equal; long ones are read ahead of, as runs of token ids are."""
-    cdef Py_ssize_t n = text_length(a), whole
+    cdef Py_ssize_t n = text_length(a), whole = 0
     cdef int kind = text_kind(a)
     cdef const char* at
     cdef const char* other
@@ -344,8 +364,9 @@ cdef bint _same_text(PyObject* a, PyObject* b) noexcept nogil:
         return False
     n *= kind
     at, other = text_data(a), text_data(b)
-    whole = n // <Py_ssize_t>sizeof(token_t)
-    if _lcp(<const token_t*>at, <const token_t*>other, whole) < whole:
-        return False
-    whole *= sizeof(token_t)
+    if n >= TRAJKIT_PAGE:
+        whole = n // <Py_ssize_t>sizeof(token_t)
+        if _lcp(<const token_t*>at, <const token_t*>other, whole) < whole:
+            return False
+        whole *= sizeof(token_t)
     return memcmp(at + whole, other + whole, n - whole) == 0

@@ -2,7 +2,6 @@
 
 cdef enum:
     TRIES = 8  # messages that may stand at one place and are looked at one by one
-    SOON = 2   # messages that are asked for before they are compared
 
 
 @cython.auto_pickle(False)
@@ -132,15 +131,13 @@ cdef class Lists:
         cdef int tries
         cdef PyObject* message
         cdef Py_ssize_t n = len(messages)
-        while i < n:
+        while True:
+            i = self._hurry(messages, i)
+            if i == n:
+                break
+            # the newest child is not it, or cannot be told so in a hurry
             message = PyList_GET_ITEM(messages, i)
             at, tries = self.places[self.reached].child, 0
-            if at >= 0:
-                if PyList_GET_ITEM(self.said, self.places[at].message) == message:
-                    self.reached = at  # a pair, which cannot change: not looked into
-                    i += 1
-                    continue
-                self._ask_for(<PyObject*>messages, i, self.places[at].child)
             while at >= 0 and tries < TRIES:
                 if self._is_said(self.places[at].message, message):
                     break
@@ -152,34 +149,73 @@ cdef class Lists:
             i += 1
         return i
 
-    cdef void _ask_for(self, PyObject* messages, Py_ssize_t i, int32_t node) noexcept:
-        """Have the next messages on their way into the caches, and what they are compared with.
+    cdef Py_ssize_t _hurry(self, list messages, Py_ssize_t i) except -1:
+        """As `_follow`, by newest children alone, and with all that is read asked for ahead.
 
-        Nothing is decided by what is seen here.
+        Long texts are compared some messages behind the rest of them, so that the next ones are
+        known by then; where two turn out to differ, their message is gone back to.
         """
-        cdef PyObject* one
-        cdef PyObject* key
-        cdef PyObject* value
-        cdef Py_ssize_t n = list_size(messages), place = 0
-        if i + 2 * SOON < n:
-            __builtin_prefetch(list_item(messages, i + 2 * SOON))
-        if i + SOON < n:
-            one = list_item(messages, i + SOON)
-            if is_dict(one):
-                __builtin_prefetch(TK_KEYS(one))
-                __builtin_prefetch(<char*>TK_KEYS(one) + 64)
-                __builtin_prefetch(<char*>TK_KEYS(one) + 128)
-        if i + 1 < n:
-            one = list_item(messages, i + 1)
-            if is_dict(one):
-                while next_pair(one, &place, &key, &value):
-                    __builtin_prefetch(value)
-                    __builtin_prefetch(TK_TEXT(value))
-        if node >= 0:
-            one = PyList_GET_ITEM(self.said, self.places[node].message)
-            __builtin_prefetch(one)
-            __builtin_prefetch(<char*>one + 64)
-            __builtin_prefetch(<char*>one + 128)
+        cdef:
+            Later later
+            Scout scout
+            Py_ssize_t n = len(messages), k
+            int32_t ahead, at = self.places[self.reached].child
+            PyObject* message
+            PyObject* held
+            PyObject** cell
+        if i == n or at < 0:
+            return i
+        _begin_pages(&later.pages)
+        scout.first = scout.last = 0
+        ahead = at
+        for k in range(FAR):
+            ahead = self._scout_message(&scout, <PyObject*>messages, i + k, ahead)
+        while i < n and at >= 0:
+            ahead = self._scout_message(&scout, <PyObject*>messages, i + FAR, ahead)
+            message = PyList_GET_ITEM(messages, i)
+            held = PyList_GET_ITEM(self.said, self.places[at].message)
+            if held != message:  # not a pair, which cannot change: not looked into
+                if is_tuple(message):
+                    if not _same_pair(<tuple>held, <tuple>message):
+                        break
+                elif not is_dict(message) or tuple_size(held) <= 2:
+                    break
+                else:
+                    later.place = i
+                    cell = tuple_cells(held, 0)
+                    if not _same_form(&cell, message, &later):
+                        break
+            self.reached = at
+            at = self.places[at].child
+            i += 1
+        if not _end_pages(&later.pages):
+            i = later.pages.differs
+            while self.places[self.reached].depth > i:
+                self.reached = self.places[self.reached].parent
+        return i
+
+    cdef int32_t _scout_message(
+        self, Scout* scout, PyObject* messages, Py_ssize_t i, int32_t node
+    ) noexcept:
+        """Ask for a message, and for the form of a node; a step for those asked for before.
+
+        Returns the node that goes on from there.
+        """
+        cdef PyObject* message
+        cdef PyObject* held
+        _advance(scout)
+        if node < 0 or i >= list_size(messages):
+            return -1
+        message = list_item(messages, i)
+        held = PyList_GET_ITEM(self.said, self.places[node].message)
+        if held != message and tuple_size(held) > 2:
+            _scout(scout, message, held)
+        node = self.places[node].child
+        if node >= 0 and i + 1 < list_size(messages):
+            held = PyList_GET_ITEM(self.said, self.places[node].message)
+            if held != list_item(messages, i + 1):
+                _ask_for_form(held)  # the next step looks into it
+        return node
 
     cdef bint _is_said(self, int32_t number, PyObject* message) except -1:
         """Whether a message is the one with this number. Runs no code of the caller's."""
@@ -191,7 +227,7 @@ cdef class Lists:
             if tuple_size(held) <= 2:
                 return False
             cell = tuple_cells(held, 0)
-            return _same_form(&cell, message)
+            return _same_form(&cell, message, NULL)
         return is_tuple(message) and _same_pair(<tuple>held, <tuple>message)
 
     cdef _realign(self, list messages, Py_ssize_t i, object other):
