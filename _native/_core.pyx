@@ -13,6 +13,7 @@
     plain.pxi    which bodies say nothing but some fields
     record.pxi   a session that grows: where a prompt leaves it, what a call brings
     form.pxi     messages laid out flat, to be compared with others
+    later.pxi    texts of messages that are compared behind the rest
     ahead.pxi    messages asked for before they are compared
     talk.pxi     the lists of messages of a session, each message and common head held once
     intake.pxi   a call as it comes, into both
@@ -75,6 +76,7 @@ include "uncached.pxi"
 include "forest.pxi"
 include "record.pxi"
 include "form.pxi"
+include "later.pxi"
 include "ahead.pxi"
 include "talk.pxi"
 include "intake.pxi"

@@ -10,7 +10,6 @@ cdef enum:
     SCOUTED = 64     # objects under way, a power of two
     FAR = 12         # steps, and as many levels: how far ahead a message is asked for
     MOST_PARTS = 16  # of a dict or list that are asked for
-    LINE = 64        # bytes
     FORM_LINES = 4
 
 

@@ -322,23 +322,6 @@ cdef bint _same_form(PyObject*** cell, PyObject* value, Later* later) except -1:
     return _same_leaf(held, value)
 
 
-cdef struct Later:
-    Pages pages    # of texts that are to be compared, tagged by the place of their message
-    int64_t place  # of the message that is compared now
-
-
-cdef bint _seems_same(PyObject* a, PyObject* b, Later* later) noexcept nogil:
-    """Whether two texts may be equal: of long ones only their lengths are compared now."""
-    cdef Py_ssize_t n = text_length(a)
-    cdef int kind = text_kind(a)
-    if text_length(b) != n or text_kind(b) != kind:
-        return False
-    n *= kind
-    if n < TRAJKIT_PAGE:
-        return memcmp(text_data(a), text_data(b), n) == 0
-    return _add_pages(&later.pages, text_data(a), text_data(b), n, later.place, 0)
-
-
 cdef inline bint _same_leaf(PyObject* a, PyObject* b) except -1:
     cdef double p, q
     if a == b:

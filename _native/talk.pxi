@@ -165,7 +165,7 @@ cdef class Lists:
             PyObject** cell
         if i == n or at < 0:
             return i
-        _begin_pages(&later.pages)
+        _begin_later(&later)
         scout.first = scout.last = 0
         ahead = at
         for k in range(FAR):
@@ -188,10 +188,9 @@ cdef class Lists:
             self.reached = at
             at = self.places[at].child
             i += 1
-        if not _end_pages(&later.pages):
-            i = later.pages.differs
-            while self.places[self.reached].depth > i:
-                self.reached = self.places[self.reached].parent
+        i = min(i, _end_later(&later))
+        while self.places[self.reached].depth > i:
+            self.reached = self.places[self.reached].parent
         return i
 
     cdef int32_t _scout_message(

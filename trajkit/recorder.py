@@ -144,7 +144,9 @@ class Recorder:
             except InvalidTurnsError as error:
                 where = f"session {session_id!r}, turn {index}: "
                 raise InvalidTurnsError(f"{where}{error}") from None
-        return Recorded(index, None if base < 0 else base, shared, clean)
+        # as Recorded(...) does, without a call of Python's between
+        found = (index, None if base < 0 else base, shared, clean)
+        return tuple.__new__(Recorded, found)
 
     def turns(self, session_id: str) -> pa.Table:
         """The session's calls so far, as `trajkit.schema.TURNS_DELTA`.
