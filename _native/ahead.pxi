@@ -22,6 +22,7 @@ cdef struct Sight:
 cdef struct Scout:
     Sight[SCOUTED] sights  # a ring
     uint32_t first, last
+    bint any_other         # a value was seen that is no one object with the form's
 
 
 cdef inline void _see(Scout* scout, PyObject* one, PyObject** cell, bint opened) noexcept nogil:
@@ -74,9 +75,20 @@ cdef inline void _scout_pairs(Scout* scout, PyObject* pairs, PyObject** cell) no
     cdef PyObject* value
     cdef Py_ssize_t place = 0, n = _n_parts(A_DICT, cell)
     cdef PyObject** at = NULL if cell == NULL else cell + 2
+    if at != NULL and not scout.any_other and _all_leaves(at, n):
+        return  # what is in it are most likely the very objects: nothing is to be read
     while n > 0 and next_pair(pairs, &place, &key, &value):
         at = _scout_part(scout, value, NULL if at == NULL else at + 1)
         n -= 1
+
+
+cdef inline bint _all_leaves(PyObject** cell, Py_ssize_t n) noexcept nogil:
+    """Whether a form goes on with n keys and values that are no dicts and lists."""
+    cdef Py_ssize_t i
+    for i in range(n):
+        if cell[2 * i + 1] == A_DICT or cell[2 * i + 1] == A_LIST:
+            return False
+    return True
 
 
 cdef inline void _scout_values(Scout* scout, PyObject* values, PyObject** cell) noexcept:
@@ -107,6 +119,7 @@ cdef inline PyObject** _scout_part(
         _see(scout, value, cell, False)
         return NULL
     # texts, most of the time
+    scout.any_other = True
     __builtin_prefetch(TK_TEXT(value))
     __builtin_prefetch(cell[0])
     __builtin_prefetch(TK_TEXT(cell[0]))

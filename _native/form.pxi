@@ -21,7 +21,7 @@ cdef extern from "Python.h":
     bint next_pair "PyDict_Next"(
         PyObject* op, Py_ssize_t* at, PyObject** key, PyObject** value
     )
-    Py_ssize_t dict_size "PyDict_Size"(PyObject* op)
+    Py_ssize_t dict_size "PyDict_GET_SIZE"(PyObject* op) nogil
     Py_ssize_t list_size "PyList_GET_SIZE"(PyObject* op) nogil
     PyObject* list_item "PyList_GET_ITEM"(PyObject* op, Py_ssize_t i) nogil
     Py_ssize_t tuple_size "PyTuple_GET_SIZE"(PyObject* op) nogil
@@ -299,8 +299,8 @@ cdef bint _same_form(PyObject*** cell, PyObject* value, Later* later) except -1:
         cell[0] += 1
         if dict_size(value) != n:
             return False
-        while next_pair(value, &place, &key, &inner):
-            if not _same_leaf(cell[0][0], key):
+        for i in range(n):
+            if not next_pair(value, &place, &key, &inner) or not _same_leaf(cell[0][0], key):
                 return False
             cell[0] += 1
             if not _same_form(cell, inner, later):

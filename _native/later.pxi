@@ -22,12 +22,14 @@ cdef struct Later:
     uint32_t first, last
     int64_t differs            # the place of the first message of which one of these does
     int64_t place              # of the message that is compared now
+    bint any                   # some text was compared at all
 
 
 cdef inline void _begin_later(Later* later) noexcept nogil:
     _begin_pages(&later.pages)
     later.first = later.last = 0
     later.differs = INT64_MAX
+    later.any = False
 
 
 cdef bint _seems_same(PyObject* a, PyObject* b, Later* later) noexcept nogil:
@@ -38,6 +40,7 @@ cdef bint _seems_same(PyObject* a, PyObject* b, Later* later) noexcept nogil:
     cdef Py_ssize_t n = text_length(a), at = 0
     cdef int kind = text_kind(a)
     cdef TextPair* pair
+    later.any = True
     if text_length(b) != n or text_kind(b) != kind:
         return False
     n *= kind

@@ -167,6 +167,7 @@ cdef class Lists:
             return i
         _begin_later(&later)
         scout.first = scout.last = 0
+        scout.any_other = False
         ahead = at
         for k in range(FAR):
             ahead = self._scout_message(&scout, <PyObject*>messages, i + k, ahead)
@@ -185,6 +186,7 @@ cdef class Lists:
                     cell = tuple_cells(held, 0)
                     if not _same_form(&cell, message, &later):
                         break
+                    scout.any_other |= later.any
             self.reached = at
             at = self.places[at].child
             i += 1
