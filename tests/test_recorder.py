@@ -1104,3 +1104,44 @@ def test_a_path_needs_room():
     with pytest.raises(LayoutError, match="path has 1 entries, 2 are needed"):
         paths.hold_path(np.empty(1, np.int32))
     assert len(alive) == 2
+
+
+# what a call brings is compared as pages of 1024 ids, or at once where it is less
+BROUGHT = [3, 1023, 1024, 1025, 2047, 2048, 5000, 1, 4096, 9000]
+
+
+@pytest.fixture(scope="module")
+def long_session():
+    """A session whose path lies in pieces of many lengths, and its last path."""
+    recorder, path = tk.Recorder(), np.arange(sum(BROUGHT), dtype=np.int32)
+    stop = 0
+    for n in BROUGHT:
+        stop += n
+        bounds = slice(stop - 1), slice(stop - 1, stop)
+        recorder.record("a", prompt_ids=path[bounds[0]], output_ids=path[bounds[1]])
+    return recorder, path
+
+
+def test_every_id_of_every_piece_counts(long_session):
+    recorder, path = long_session
+    stops = np.cumsum(BROUGHT)
+    near = {int(stop) + k for stop in stops for k in (-1025, -1024, -2, -1, 0, 1)}
+    for place in sorted({*near, *range(0, len(path), 211)}):
+        if not 0 < place < len(path):
+            continue
+        prompt = path.copy()
+        prompt[place] += 1 << 20
+        found = recorder.record("a", prompt_ids=prompt, output_ids=[1])
+        assert found.shared_length == place
+        # back to the long path, whose pieces are other ones by now
+        found = recorder.record("a", prompt_ids=path, output_ids=[])
+        assert found.shared_length == len(path)
+
+
+@given(st.integers(0, sum(BROUGHT)))
+def test_a_prompt_may_end_in_any_piece(long_session, n):
+    recorder, path = long_session
+    found = recorder.record("a", prompt_ids=path[:n], output_ids=[])
+    assert found.shared_length == n
+    found = recorder.record("a", prompt_ids=path, output_ids=[])
+    assert found.shared_length == len(path)

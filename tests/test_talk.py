@@ -144,3 +144,76 @@ def test_a_form_that_ends_too_early_is_refused(cells):
     heard(talk, said("a"), None, -1, True, 0)
     with pytest.raises(LayoutError, match=f"a form of {cells} cells ends"):
         _core.message_of(talk.said[0][:cells])
+
+
+# texts are compared as pages of 4096 bytes, at once, or some messages behind: in bytes
+EDGES = [1, 63, 64, 65, 4095, 4096, 4097, 8191, 8192, 8193, 20_480, 36_001]
+LETTERS = ["a", "é", "語", "\U0001d11e"]  # held in one byte a character, one, two and four
+
+
+def numbers(messages, others):
+    """The numbers of the messages of two calls, the second of which begins anew."""
+    talk = Talk()
+    for k, said_now in enumerate((messages, others)):
+        heard(talk, copy.deepcopy(said_now), None, -1, True, k)
+    return [suffix.tolist() for suffix in talk.suffixes(2)]
+
+
+def fresh(text):
+    """The same text as another object."""
+    return "".join([text[:1], text[1:]])
+
+
+@pytest.mark.parametrize("size", EDGES)
+@pytest.mark.parametrize("letter", LETTERS)
+def test_every_part_of_a_text_counts(size, letter):
+    n = -(-size // (4 if letter > "\uffff" else 2 if letter > "\xff" else 1))
+    text = letter * n
+    changes = {0, 1, n // 2, n - 2, n - 1, *(at - 1 for at in EDGES), *EDGES}
+    assert numbers(said("x", text), said("x", fresh(text))) == [[0, 1], [0, 1]]
+    for at in sorted(change for change in changes if 0 <= change < n):
+        other = text[:at] + chr(ord(letter) + 1) + text[at + 1 :]
+        assert numbers(said("x", text), said("x", other)) == [[0, 1], [0, 2]]
+
+
+@pytest.mark.parametrize("size", [5, 600, 4096, 5000, 40_000])
+@pytest.mark.parametrize("changed", [(0,), (7,), (29,), (3, 4), (5, 20), (0, 15, 29)])
+def test_the_first_message_that_differs_is_gone_back_to(size, changed):
+    """Long texts are compared when later messages were looked at already."""
+    texts = [f"{k:05}" * (size // 5) for k in range(30)]
+    others = [fresh(text) for text in texts]
+    expected, n = list(range(30)), 30
+    for k in changed:
+        others[k] = others[k][:-1] + chr(ord("A") + k)
+        expected[k], n = n, n + 1
+    assert numbers(said(*texts), said(*others)) == [list(range(30)), expected]
+
+
+@given(
+    st.lists(st.sampled_from([5, 700, 4096, 9000]), min_size=1, max_size=12),
+    st.lists(st.tuples(st.integers(0, 11), st.integers(0, 8999)), max_size=4),
+)
+def test_mixed_texts_are_told_apart(sizes, changes):
+    texts = ["a" * size for size in sizes]
+    others = [fresh(text) for text in texts]
+    for k, at in changes:
+        if k < len(others) and at < len(others[k]):
+            others[k] = others[k][:at] + "b" + others[k][at + 1 :]
+    first = [{"role": "tool", "n": k, "c": [{"t": t}]} for k, t in enumerate(texts)]
+    again = [{"role": "tool", "n": k, "c": [{"t": t}]} for k, t in enumerate(others)]
+    n, expected = len(texts), []
+    for k, (text, other) in enumerate(zip(texts, others, strict=True)):
+        expected.append(k if text == other else n)
+        n += text != other
+    assert numbers(first, again) == [list(range(len(texts))), expected]
+
+
+def test_forms_and_messages_of_other_shapes_are_looked_at_ahead():
+    """A key, a message refused a form, and one with more parts than its form has."""
+    key = message_key({"role": "user", "c": 1}), "user"
+    wide = {"role": "user", **{str(k): [k, {"t": str(k)}] for k in range(40)}}
+    first = [key, {"role": "user", "c": 2**63}, *said("a", [{"t": "b"}]), wide]
+    assert numbers(first, first)[1] == [0, 1, 2, 3, 4]
+    others = [*said("a"), wide, *said({"u": 1}, {"t": ["b"]}), first[2]]
+    assert numbers(first, others)[1] == [2, 4, 5, 6, 2]
+    assert numbers([*said({"t": "b"}), *said("a") * 9], [key, wide])[1] == [2, 3]
