@@ -1,7 +1,8 @@
 """The lists of messages of a session: each message held once, and each common head of lists."""
 
 cdef enum:
-    TRIES = 8  # messages that may stand at one place and are looked at one by one
+    TRIES = 8      # messages that may stand at one place and are looked at one by one
+    STRETCH = 256  # messages that are looked at before all their texts are compared
 
 
 @cython.auto_pickle(False)
@@ -158,12 +159,12 @@ cdef class Lists:
         cdef:
             Later later
             Scout scout
-            Py_ssize_t n = len(messages), k
+            Py_ssize_t stop = min(<Py_ssize_t>len(messages), i + STRETCH), k
             int32_t ahead, at = self.places[self.reached].child
             PyObject* message
             PyObject* held
             PyObject** cell
-        if i == n or at < 0:
+        if i == stop or at < 0:
             return i
         _begin_later(&later)
         scout.first = scout.last = 0
@@ -171,7 +172,7 @@ cdef class Lists:
         ahead = at
         for k in range(FAR):
             ahead = self._scout_message(&scout, <PyObject*>messages, i + k, ahead)
-        while i < n and at >= 0:
+        while i < stop and at >= 0:
             ahead = self._scout_message(&scout, <PyObject*>messages, i + FAR, ahead)
             message = PyList_GET_ITEM(messages, i)
             held = PyList_GET_ITEM(self.said, self.places[at].message)

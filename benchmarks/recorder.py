@@ -302,7 +302,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument(
         "--context", type=int, default=1_000_000, help="tokens (1000000)"
     )
-    parser.add_argument("--repeats", type=int, default=5, help="of each timing (5)")
+    parser.add_argument("--repeats", type=int, default=9, help="of each timing (9)")
     parser.add_argument("--resident", action="store_true", help="only print memory")
     choices = parser.parse_args(words)
     size = size_of(choices.turns, choices.context)

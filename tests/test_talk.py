@@ -148,7 +148,8 @@ def test_a_form_that_ends_too_early_is_refused(cells):
 
 # texts are compared as pages of 4096 bytes, at once, or some messages behind: in bytes
 EDGES = [1, 63, 64, 65, 4095, 4096, 4097, 8191, 8192, 8193, 20_480, 36_001]
-LETTERS = ["a", "é", "語", "\U0001d11e"]  # held in one byte a character, one, two and four
+# of one byte a character (ASCII and not), two and four
+LETTERS = ["a", "é", "語", "\U0001d11e"]
 
 
 def numbers(messages, others):
