@@ -16,7 +16,7 @@ from trajkit.handed import Array, Column, record_batch
 from trajkit.kinds import names_of
 from trajkit.plan import Plan, Planned
 from trajkit.policies import Policy
-from trajkit.pooled import pooled, pooled_zeros
+from trajkit.pooled import pooled
 from trajkit.row_facts import row_facts
 from trajkit.schema import ROWS, ROWS_SUFFIX, SPAN, SPAN_KINDS
 
@@ -135,7 +135,7 @@ class _Lists:
         n_tokens, n_spans = int(offsets[-1]), int(span_offsets[-1])
         n_bytes = (n_tokens + 7) // 8
         input_ids, logprobs = pooled(n_tokens, np.int32), pooled(n_tokens, np.float32)
-        loss_mask, valid = (pooled_zeros(n_bytes, np.uint8) for _ in range(2))
+        loss_mask, valid = pooled(n_bytes, np.uint8), pooled(n_bytes, np.uint8)
         spans = np.empty((len(SPAN) - 1, n_spans), np.int32)
         kinds = np.empty(n_spans, np.int8)
         missing = write(
