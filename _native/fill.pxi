@@ -51,12 +51,16 @@ cdef pos_t _fill_trained(
 
     The spans ascend, and name a call, which becomes its turn. The row's tokens are
     start:stop of the columns; its position 0 stands, or would, at ``offset``. Every
-    logprob is written once, in the order of memory: 0.0 where none is trained.
+    logprob is written once, in the order of memory: 0.0 where none is trained. A byte of a
+    bitmap is cleared by the row of its first bit.
     """
-    cdef int64_t k
+    cdef int64_t k, byte = (start + 7) >> 3, n_bytes = ((stop + 7) >> 3) - byte
     cdef int32_t call
     cdef pos_t missing = 0
     cdef Piece piece
+    if n_bytes > 0:
+        memset(mask + byte, 0, n_bytes)
+        memset(valid + byte, 0, n_bytes)
     for k in range(first, last):
         call = spans[2, k]
         spans[2, k] = turn_index[call]
@@ -168,7 +172,7 @@ def fill_rows(
 ):
     """Write the per-token columns and the spans of planned rows; return missing logprobs.
 
-    ``loss_mask`` and ``valid`` are bitmaps; they must come as zeros.
+    ``loss_mask`` and ``valid`` are bitmaps.
     ``spans`` is 5 by n_spans: start, stop, turn_index, output_start, output_stop. The first
     five arguments are those that `plan_rows` filled or read, ``rows`` its result; ``chain``
     is scratch with an entry a node. Tokens and logprobs are written past the caches if

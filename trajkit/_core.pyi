@@ -3,7 +3,8 @@
 Arrays are contiguous; records have the dtypes of trajkit/layout.py.
 """
 
-from typing import Protocol, Self, TypeAlias, final
+from collections.abc import Callable
+from typing import Protocol, Self, TypeAlias, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,8 @@ _U8: TypeAlias = npt.NDArray[np.uint8]
 _U64: TypeAlias = npt.NDArray[np.uint64]
 _F32: TypeAlias = npt.NDArray[np.float32]
 _F64: TypeAlias = npt.NDArray[np.float64]
+
+_Taken = TypeVar("_Taken")
 
 # release, debug or sanitize
 BUILD: str
@@ -53,8 +56,13 @@ def json_ids(text: bytes, at: int, out: _I32) -> bool: ...
 def json_numbers(text: bytes, at: int, out: _F64) -> bool: ...
 
 # columns.pxi
+def find_sessions(table: object, starts: _U8) -> None: ...
 def read_columns(
-    table: object, turn_index: _I32, calls: _Records, requests: _Records, starts: _U8
+    table: object,
+    session_offsets: _I64,
+    turn_index: _I32,
+    calls: _Records,
+    requests: _Records,
 ) -> tuple[int, int, int]: ...
 
 # forest.pxi
@@ -343,6 +351,27 @@ def fill_rows(
     spans: _I32,
     span_kinds: _I8,
 ) -> int: ...
+
+# facts.pxi
+def fill_facts(
+    rows: _Records,
+    links: _Records,
+    turn_index: _I32,
+    sums: _I64,
+    ints: _I32,
+    mask_sums: _I64,
+    weights: _F64,
+    segments: _I8,
+    bits: _U8,
+) -> tuple[int, int, int]: ...
+
+# batch.pxi
+def hand_over(
+    length: int,
+    columns: tuple[object, ...],
+    schema: object,
+    take: Callable[[int, object], _Taken],
+) -> _Taken: ...
 
 # logprobs.pxi
 def drop_partial_logprobs(
