@@ -23,7 +23,8 @@ from trajkit.messages import message_record
 from trajkit_shim.deltas import DeltaBook
 from trajkit_shim.engine import WeightSpan
 from trajkit_shim.experts import COLUMN, experts_cell
-from trajkit_shim.journal import END_OF_STREAM, Journal
+from trajkit_shim.journal import Journal
+from trajkit_shim.squeezed import Squeezer
 from trajkit_shim.wire import Json
 
 Form: TypeAlias = Literal["full", "delta"]
@@ -201,6 +202,7 @@ class TurnLog:
         self._with_experts = routed_experts
         if routed_experts:
             self._schema = self._schema.append(COLUMN)
+        self._squeeze = Squeezer(self._schema)
         self._max_total_bytes = max_total_bytes
         self._turns = Journal(
             self.directory,
@@ -296,7 +298,7 @@ class TurnLog:
         deltas = deltas or DeltaBook()
         made |= _delta_fields(turn, turn_index, messages, deltas)
         try:
-            self._write(_compressed(_batch(turn, made, self._schema)))
+            self._write(self._squeeze(_batch(turn, made, self._schema)))
         except (OSError, pa.ArrowException):
             # no later turn may have this one for its base
             deltas.clear()
@@ -389,17 +391,6 @@ def _batch(
         ],
         schema=log_schema,
     )
-
-
-def _compressed(batch: pa.RecordBatch) -> pa.Buffer:
-    """A batch as an IPC message with compressed buffers."""
-    sink = pa.BufferOutputStream()
-    options = pa.ipc.IpcWriteOptions(compression="zstd")
-    with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
-        writer.write_batch(batch)
-    data = sink.getvalue()
-    head = batch.schema.serialize().size
-    return data.slice(head, data.size - head - len(END_OF_STREAM))
 
 
 def _cell(value: object, type_: pa.DataType) -> pa.Array:
