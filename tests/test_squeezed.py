@@ -6,12 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.shim.test_log import turn
 from trajkit.picked import no_rows
 from trajkit.schema import MESSAGE
-from trajkit_shim.deltas import DeltaBook
-from trajkit_shim.log import DELTA_LOG_SCHEMA, TurnLog
-from trajkit_shim.squeezed import Squeezer
+from trajkit.squeezed import Squeezer
 
 SCHEMA = pa.schema(
     [
@@ -88,15 +85,3 @@ def test_large_buffers_are_compressed_and_small_ones_stand_as_they_are():
 def test_no_rows_are_refused():
     with pytest.raises(ValueError, match="without rows"):
         Squeezer(SCHEMA)(no_rows(SCHEMA))
-
-
-def test_what_a_turn_of_the_log_takes(tmp_path):
-    """What a turn adds is not lost among what tells where it is."""
-    log = TurnLog(tmp_path, form="delta")
-    log.append(turn(prompt_ids=np.arange(900, dtype=np.int32)), 0, {}, DeltaBook())
-    written = log.path.stat().st_size - DELTA_LOG_SCHEMA.serialize().size
-    log.close()
-    [batch] = pa.ipc.open_stream(log.path).read_all().to_batches()
-    assert batch.schema == DELTA_LOG_SCHEMA
-    arrow = zipped(batch).size - DELTA_LOG_SCHEMA.serialize().size
-    assert written < 0.9 * min(arrow, batch.serialize().size)

@@ -1,4 +1,4 @@
-"""Batches as Arrow IPC messages of which only what shrinks is compressed.
+"""Batches as Arrow IPC messages of which only what shrinks is compressed, for logs.
 
 Arrow compresses every buffer of a batch, or none. A turn has a few large ones, of token
 ids and logprobs, and a hundred of a few bytes: compressed, these take twice the room and
@@ -11,8 +11,6 @@ import struct
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-
-from trajkit_shim.journal import END_OF_STREAM
 
 # shorter buffers stand as they are: a frame of zstd has a dozen bytes of its own
 _LEAST = 256
@@ -45,9 +43,7 @@ class Squeezer:
         with pa.ipc.new_stream(sink, nullable, options=options) as writer:
             writer.write_batch(pa.RecordBatch.from_arrays(row, schema=nullable))
         data = sink.getvalue()
-        head = nullable.serialize().size
-        message = data.slice(head, data.size - head - len(END_OF_STREAM))
-        self._told = _Told(message.to_pybytes())
+        self._told = _Told(memoryview(data)[nullable.serialize().size :])
 
     def __call__(self, batch: pa.RecordBatch) -> pa.Buffer:
         """The message of a batch.
