@@ -24,11 +24,14 @@
     plan.pxi     which rows a policy makes, who owns a claim, what is lost
     own.pxi      which of the rows that hold a claim trains it
     fill.pxi     the columns of planned rows
+    facts.pxi    the columns of planned rows that have one value a row
     logprobs.pxi rows of which the engine did not give every logprob
     splice.pxi   rows of raw outputs between stretches of later prompts: plan and columns
     delta.pxi    prompts said as what they share with an earlier one, and back
+    batch.pxi    columns handed to Arrow, a batch in one call
 
-Kernels never allocate: the caller passes every output buffer.
+Kernels never allocate: the caller passes every output buffer. What is handed to Arrow has
+descriptions of its own, which Arrow frees (batch.pxi).
 """
 cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
@@ -86,7 +89,9 @@ include "align.pxi"
 include "plan.pxi"
 include "own.pxi"
 include "fill.pxi"
+include "facts.pxi"
 include "logprobs.pxi"
 include "splice.pxi"
 include "delta.pxi"
 include "columns.pxi"
+include "batch.pxi"

@@ -13,7 +13,7 @@ cdef struct ArrowArray:       # Arrow C data interface, format specification 1.0
     const void** buffers
     ArrowArray** children
     ArrowArray* dictionary
-    void (*release)(ArrowArray*) noexcept
+    void (*release)(ArrowArray*) noexcept nogil
     void* private_data
 
 cdef struct ArrowArrayStream:

@@ -2,32 +2,64 @@
 
 
 cdef extern from *:
+    """
+    #include <stddef.h>
+    #include <stdint.h>
+    #include <string.h>
+
+    #define TRAJKIT_PAGE 4096
+    #define TRAJKIT_PAGES 4
+    #define TRAJKIT_PAGES_BYTES (TRAJKIT_PAGES * TRAJKIT_PAGE)
+
+    #if defined(__GNUC__)
+    typedef uint64_t trajkit_lanes __attribute__((vector_size(16), aligned(1), may_alias));
+
+    /* Whether two blocks of TRAJKIT_PAGES_BYTES are equal: a line of each page in turn. */
+    static int trajkit_same_pages(const char *a, const char *b) {
+        trajkit_lanes differ = {0, 0};
+        for (size_t line = 0; line < TRAJKIT_PAGE; line += 64) {
+            for (size_t page = 0; page < TRAJKIT_PAGES_BYTES; page += TRAJKIT_PAGE) {
+                const char *p = a + page + line, *q = b + page + line;
+                __builtin_prefetch(p + TRAJKIT_PAGES_BYTES);
+                __builtin_prefetch(q + TRAJKIT_PAGES_BYTES);
+                for (size_t k = 0; k < 64; k += sizeof(trajkit_lanes))
+                    differ |= *(const trajkit_lanes *)(p + k) ^ *(const trajkit_lanes *)(q + k);
+            }
+        }
+        return (differ[0] | differ[1]) == 0;
+    }
+    #else
+    static int trajkit_same_pages(const char *a, const char *b) {
+        return memcmp(a, b, TRAJKIT_PAGES_BYTES) == 0;
+    }
+    #endif
+    """
+    enum:
+        TRAJKIT_PAGES_BYTES
     void __builtin_prefetch(const void* address) nogil
+    bint trajkit_same_pages(const char* a, const char* b) noexcept nogil
 
 cdef enum:  # in tokens
-    AHEAD = 2048
-    LINE = 64  # one line in four: the neighbours come with it
-    N_LINES = 4
+    PAGES = TRAJKIT_PAGES_BYTES // 4
+    NEAR = 256  # what is looked at before whole pages are: most runs that differ do so at once
 
 
 cdef pos_t _lcp(const token_t* a, const token_t* b, pos_t n) noexcept nogil:
     """First index in [0, n) where a and b differ; n when they agree throughout."""
-    # memcmp runs at the speed of memory but does not say where it stopped: blocks bound what
-    # is read again, and halving finds the place within one. The processor's own prefetcher
-    # stops at the end of a page; asking for lines two pages ahead keeps the next page's
-    # address translation and first lines off the path (benchmarks/compare.py measures it).
-    cdef pos_t i = 0, block = N_LINES * LINE, half
-    cdef int k
-    while n - i >= block:
-        for k in range(N_LINES):
-            __builtin_prefetch(b + i + AHEAD + k * LINE)
-        if memcmp(a + i, b + i, block * sizeof(token_t)) != 0:
-            break
-        i += block
-    if n - i < block:
-        block = n - i
-        if memcmp(a + i, b + i, block * sizeof(token_t)) == 0:
-            return n
+    # What comes from memory comes page by page, and the processor's own prefetcher stops at the
+    # end of each: four pages at a time keep it at work, and more of memory on its way than one
+    # run of addresses does (benchmarks/compare.py measures it beside memcmp). A block is known
+    # to differ only when it was read, then halving finds the place within it.
+    cdef pos_t i = 0, block = min(n, NEAR), half
+    if memcmp(a, b, block * sizeof(token_t)) == 0:
+        i = block
+        block = PAGES
+        while n - i >= block and trajkit_same_pages(<const char*>(a + i), <const char*>(b + i)):
+            i += block
+        if n - i < block:
+            block = n - i
+            if memcmp(a + i, b + i, block * sizeof(token_t)) == 0:
+                return n
     # a[i:i + block] differs somewhere
     while block > 16:
         half = block // 2

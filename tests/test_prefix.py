@@ -25,7 +25,7 @@ def test_lcp_is_the_twins(pair):
 
 
 # around the sizes at which the kernel changes its step
-EDGES = [0, 1, 7, 15, 16, 17, 31, 63, 1023, 4095, 4096, 4097, 8191, 8192, 8193, 12288]
+EDGES = [0, 1, 7, 15, 16, 17, 255, 256, 257, 4095, 4096, 4097, 4351, 4352, 4353, 8448]
 
 
 @pytest.mark.parametrize("n", EDGES)
@@ -36,6 +36,15 @@ def test_one_changed_token_is_found(n, place):
     b[place : place + 1] += 1
     assert tk.lcp(a, b) == min(n, place)
     assert tk.lcp(a, a.copy()) == n
+
+
+def test_every_token_of_some_pages_counts():
+    a = np.zeros(10_000, np.int32)
+    b = a.copy()
+    for place in range(len(a)):
+        b[place] = 1
+        assert tk.lcp(a, b) == place
+        b[place] = 0
 
 
 @given(st.integers(0, 20_000), st.integers(0, 20_000), st.integers(0, 20_000))

@@ -3,7 +3,8 @@
 Arrays are contiguous; records have the dtypes of trajkit/layout.py.
 """
 
-from typing import Protocol, Self, TypeAlias, final
+from collections.abc import Callable
+from typing import Protocol, Self, TypeAlias, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,8 @@ _U8: TypeAlias = npt.NDArray[np.uint8]
 _U64: TypeAlias = npt.NDArray[np.uint64]
 _F32: TypeAlias = npt.NDArray[np.float32]
 _F64: TypeAlias = npt.NDArray[np.float64]
+
+_Taken = TypeVar("_Taken")
 
 # release, debug or sanitize
 BUILD: str
@@ -343,6 +346,27 @@ def fill_rows(
     spans: _I32,
     span_kinds: _I8,
 ) -> int: ...
+
+# facts.pxi
+def fill_facts(
+    rows: _Records,
+    links: _Records,
+    turn_index: _I32,
+    sums: _I64,
+    ints: _I32,
+    mask_sums: _I64,
+    weights: _F64,
+    segments: _I8,
+    bits: _U8,
+) -> tuple[int, int, int]: ...
+
+# batch.pxi
+def hand_over(
+    length: int,
+    columns: tuple[object, ...],
+    schema: object,
+    take: Callable[[int, object], _Taken],
+) -> _Taken: ...
 
 # logprobs.pxi
 def drop_partial_logprobs(

@@ -12,6 +12,7 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit.calls import Calls, Ints, Longs, Records
 from trajkit.forest import Forest
+from trajkit.handed import Array, Column, record_batch
 from trajkit.kinds import names_of
 from trajkit.plan import Plan, Planned
 from trajkit.policies import Policy
@@ -26,8 +27,6 @@ BATCH_TOKENS = 1 << 22
 
 # A batch of so many tokens is larger than the caches of a core: it is written past them.
 UNCACHED_TOKENS = 1 << 20
-
-_SPAN_FIELDS = list(SPAN)
 
 
 def row_batches(
@@ -49,7 +48,7 @@ def row_batches(
     rows = plan.rows
     rows["stored"] = np.minimum(rows["shared"], rows["stored"]) if suffix else 0
     sizes = rows["n_tokens"] - rows["stored"]
-    columns = row_facts(calls, links, policy, rows, facts)
+    known = row_facts(calls, links, policy, rows, facts)
 
     def batch(lo: int, hi: int) -> pa.RecordBatch:
         write = partial(
@@ -68,8 +67,7 @@ def row_batches(
             int(sizes[lo:hi].sum()) >= UNCACHED_TOKENS,
         )
         lists = _Lists.written(rows[lo:hi], write, policy)
-        here = {name: column[lo:hi] for name, column in columns.items()}
-        return lists.beside(here, ROWS_SUFFIX if suffix else ROWS)
+        return lists.beside(known.columns(lo, hi), ROWS_SUFFIX if suffix else ROWS)
 
     return ((rows[lo:hi], batch(lo, hi)) for lo, hi in _cuts(sizes))
 
@@ -106,7 +104,8 @@ def batch_of(
     rows["stored"] = 0
     lists = _Lists.written(rows, write, policy)
     written(lists.offsets, lists.input_ids)
-    return lists.beside(row_facts(calls, links, policy, rows, facts), ROWS)
+    known = row_facts(calls, links, policy, rows, facts)
+    return lists.beside(known.columns(0, len(rows)), ROWS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,36 +158,30 @@ class _Lists:
         )
 
     def beside(
-        self, columns: Mapping[str, pa.Array], schema: pa.Schema
+        self, columns: Mapping[str, Column | pa.Array], schema: pa.Schema
     ) -> pa.RecordBatch:
         """One batch with the columns that hold no lists."""
-        offsets = pa.array(self.offsets)
-        mask, given = pa.py_buffer(self.loss_mask), pa.py_buffer(self.given)
+        n_rows, n_spans = len(self.offsets) - 1, len(self.kinds)
 
-        def per_token(type_: pa.DataType, *buffers: pa.Buffer | None) -> pa.Array:
-            n_tokens = len(self.input_ids)
-            values = pa.Array.from_buffers(type_, n_tokens, list(buffers))
-            return pa.LargeListArray.from_arrays(offsets, values)
+        def per_token(valid: Array | None, values: Array) -> Column:
+            nulls = 0 if valid is None else -1
+            child = Column(len(self.input_ids), (valid, values), nulls)
+            return Column(n_rows, (None, self.offsets), children=(child,))
 
-        kinds = pa.DictionaryArray.from_arrays(
-            pa.array(self.kinds), names_of(SPAN_KINDS), safe=False
-        )
-        span = pa.StructArray.from_arrays(
-            [*(pa.array(column) for column in self.spans), kinds], fields=_SPAN_FIELDS
-        )
-        ids = per_token(pa.int32(), None, pa.py_buffer(self.input_ids))
-        masks = per_token(pa.bool_(), None, mask)
-        logprobs = per_token(pa.float32(), given, pa.py_buffer(self.logprobs))
-        lists = {
+        kinds = Column(n_spans, (None, self.kinds), dictionary=names_of(SPAN_KINDS))
+        parts = *(Column(n_spans, (None, part)) for part in self.spans), kinds
+        span = Column(n_spans, (None,), children=parts)
+        ids = per_token(None, self.input_ids)
+        masks = per_token(None, self.loss_mask)
+        logprobs = per_token(self.given, self.logprobs)
+        every = {
+            **columns,
             **dict.fromkeys(("input_ids", "suffix_ids"), ids),
             **dict.fromkeys(("loss_mask", "suffix_mask"), masks),
             **dict.fromkeys(("logprobs", "suffix_logprobs"), logprobs),
-            "spans": pa.LargeListArray.from_arrays(pa.array(self.span_offsets), span),
+            "spans": Column(n_rows, (None, self.span_offsets), children=(span,)),
         }
-        every = {**columns, **lists}
-        return pa.RecordBatch.from_arrays(
-            [every[name] for name in schema.names], schema=schema
-        )
+        return record_batch(schema, n_rows, [every[name] for name in schema.names])
 
 
 def _offsets(sizes: Records) -> Longs:

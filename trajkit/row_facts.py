@@ -1,13 +1,77 @@
 """The columns of planned rows that have one value a row."""
 
+from dataclasses import dataclass
+
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
+from trajkit import _core
 from trajkit.calls import Calls, Ints, Longs, Records
+from trajkit.handed import Column
 from trajkit.kinds import names_of
 from trajkit.policies import Policy
 from trajkit.rewards import final_rows, spread
 from trajkit.schema import SEGMENT_KINDS
+
+# what the kernel fills, in its order (_native/facts.pxi)
+_INTS = (
+    "row_index",
+    "suffix_start",
+    "prompt_length",
+    "parent_row",
+    "shared_length",
+    "last_turn",
+)
+_FLAGS = ("truncated", "use_tool", "ill_formed")
+_NULLABLE = ("parent_row", "row_weight", "segment_kind")
+
+
+@dataclass(frozen=True, slots=True)
+class RowFacts:
+    """The columns of `trajkit.schema.ROWS_SUFFIX` that hold no lists."""
+
+    # session_id, group_id, reward, finish_reason
+    known: dict[str, pa.Array]
+    # shape (len(_INTS), n_rows)
+    ints: Ints
+    # shape (n_rows,)
+    mask_sums: Longs
+    weights: npt.NDArray[np.float64]
+    segments: npt.NDArray[np.int8]
+    # bitmaps: of what may be null, by its name, whether it is not; then the flags
+    valid: dict[str, npt.NDArray[np.uint8] | None]
+    flags: npt.NDArray[np.uint8]
+
+    def columns(self, lo: int, hi: int) -> dict[str, Column | pa.Array]:
+        """The columns of the rows lo:hi, by name."""
+        n = hi - lo
+
+        def column(
+            name: str,
+            values: npt.NDArray[np.generic],
+            dictionary: pa.Array | None = None,
+        ) -> Column:
+            valid = self.valid.get(name)
+            nulls = 0 if valid is None else -1
+            return Column(n, (valid, values), nulls, lo, (), dictionary)
+
+        return {
+            **{name: array.slice(lo, n) for name, array in self.known.items()},
+            **{
+                name: column(name, values)
+                for name, values in zip(_INTS, self.ints, strict=True)
+            },
+            "rollout_mask_sum": column("rollout_mask_sum", self.mask_sums),
+            "row_weight": column("row_weight", self.weights),
+            **{
+                name: column(name, bits)
+                for name, bits in zip(_FLAGS, self.flags, strict=True)
+            },
+            "segment_kind": column(
+                "segment_kind", self.segments, names_of(SEGMENT_KINDS)
+            ),
+        }
 
 
 def row_facts(
@@ -16,36 +80,40 @@ def row_facts(
     policy: Policy,
     rows: Records,
     facts: pa.RecordBatch,
-) -> dict[str, pa.Array]:
-    """The columns of `trajkit.schema.ROWS_SUFFIX` that hold no lists, by name.
+) -> RowFacts:
+    """What the rows say of themselves.
 
     ``rows`` are all rows of the sessions that ``facts`` and ``calls`` are of.
     """
-    known, mask_sums = _of_rows(facts, rows), _mask_sums(rows)
-    parent_row, last = rows["parent_row"], rows["last"]
-    segments = links["segment"][last]
-    flags = ("truncated", "use_tool", "ill_formed")
-    return {
-        "session_id": known.column("session_id"),
-        "row_index": pa.array(rows["index"]),
-        "group_id": known.column("group_id"),
-        "suffix_start": pa.array(rows["stored"].astype(np.int32)),
-        "prompt_length": pa.array(rows["prompt_len"].astype(np.int32)),
-        "parent_row": pa.array(parent_row, mask=parent_row < 0),
-        "shared_length": pa.array(rows["shared"].astype(np.int32)),
-        "reward": _rewards(known.column("reward"), policy, rows, segments),
-        "row_weight": pa.array(
-            rows["n_trained"] / np.maximum(mask_sums, 1), mask=mask_sums == 0
-        ),
-        "rollout_mask_sum": pa.array(mask_sums),
-        "finish_reason": _finish_reasons(calls, last),
-        **{name: pa.array(rows[name].astype(np.bool_)) for name in flags},
-        "segment_kind": pa.DictionaryArray.from_arrays(
-            pa.array(segments.astype(np.int8) - 1, mask=segments == 0),
-            names_of(SEGMENT_KINDS),
-        ),
-        "last_turn": pa.array(calls.turn_index[last]),
+    n_rows = len(rows)
+    ints = np.empty((len(_INTS), n_rows), np.int32)
+    mask_sums, weights = np.empty(n_rows, np.int64), np.empty(n_rows, np.float64)
+    segments = np.empty(n_rows, np.int8)
+    bits = np.zeros((len(_NULLABLE) + len(_FLAGS), (n_rows + 7) // 8), np.uint8)
+    nulls = _core.fill_facts(
+        rows,
+        links,
+        calls.turn_index,
+        np.zeros(calls.n_sessions, np.int64),
+        ints,
+        mask_sums,
+        weights,
+        segments,
+        bits,
+    )
+    valid = {
+        name: bitmap if n_nulls else None
+        for name, bitmap, n_nulls in zip(_NULLABLE, bits, nulls, strict=False)
     }
+    session = _of_rows(facts, rows)
+    known = {
+        "session_id": session.column("session_id"),
+        "group_id": session.column("group_id"),
+        "reward": _rewards(session.column("reward"), policy, rows, links),
+        "finish_reason": _finish_reasons(calls, rows["last"]),
+    }
+    flags = bits[len(_NULLABLE) :]
+    return RowFacts(known, ints, mask_sums, weights, segments, valid, flags)
 
 
 def _of_rows(facts: pa.RecordBatch, rows: Records) -> pa.RecordBatch:
@@ -56,20 +124,13 @@ def _of_rows(facts: pa.RecordBatch, rows: Records) -> pa.RecordBatch:
     return facts.take(pa.array(sessions))
 
 
-def _mask_sums(rows: Records) -> Longs:
-    """Trained tokens of all rows of each row's session, shape (n_rows,)."""
-    sums = np.zeros(int(rows["session"].max(initial=-1)) + 1, np.int64)
-    np.add.at(sums, rows["session"], rows["n_trained"])
-    of_row: Longs = sums[rows["session"]]
-    return of_row
-
-
 def _rewards(
-    given: pa.Array, policy: Policy, rows: Records, segments: Ints
+    given: pa.Array, policy: Policy, rows: Records, links: Records
 ) -> pa.Array:
     """The rollout's reward in each row, spread as the policy says."""
     if policy.rewards == "copy" or not len(rows):
         return given
+    segments = links["segment"][rows["last"]]
     final = final_rows(
         rows["session"],
         rows["index"],
