@@ -457,6 +457,7 @@ def test_further_stages_of_readers_without_rows():
     given = advantages_of(rows)
     for stage, table in (
         (tk.expand, tk.compact(turns)),
+        (lambda turns: tk.compact(turns, share_prompts=True), turns),
         (tk.full_rows, tk.suffix_rows(rows)),
         (lambda rows: tk.add_advantages(rows, given), rows),
     ):
@@ -477,3 +478,12 @@ def test_a_stream_of_rows_that_are_as_they_should_be_says_so_in_a_batch():
     turns, rows = three()
     [batch] = tk.verify(iter(rows.to_batches()), iter(turns.to_batches()))
     assert batch.schema == tk.verify(rows, turns).schema
+
+
+def test_a_file_without_turns_says_its_columns_as_a_stream(tmp_path):
+    turns, _, _ = nothing()
+    tk.write_turns(turns, tmp_path / "none.parquet")
+    [batch] = tk.stream_turns(tmp_path / "none.parquet")
+    assert (batch.num_rows, batch.schema) == (0, turns.schema)
+    [links] = tk.link(tk.stream_turns(tmp_path / "none.parquet"))
+    assert links.schema == tk.link(turns).schema
