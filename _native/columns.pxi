@@ -24,7 +24,7 @@ cdef struct ArrowArrayStream:
     void* private_data
 
 cdef enum:  # the columns, in the order of trajkit.calls
-    COL_SESSION, COL_TURN, COL_OWN, COL_OUT, COL_LOGPROBS, COL_FINISH, COL_MESSAGES, COL_RESPONSE
+    COL_TURN, COL_OWN, COL_OUT, COL_LOGPROBS, COL_FINISH, COL_MESSAGES, COL_RESPONSE
     COL_USE_TOOL, COL_ILL_FORMED, COL_TRAINABLE
     N_COLS
     COL_BASE = N_COLS, COL_SHARED, COL_SHARED_MESSAGES  # of the delta form
@@ -255,32 +255,29 @@ cdef bint _is_batch(const ArrowArray* batch):
 
 
 cdef int _read_batch(
-    const ArrowArray* batch, int64_t* row, Text* session, int64_t* start,
-    int32_t* turn_index, Call* calls, Request* requests, uint8_t* starts, int64_t* most,
+    const ArrowArray* batch, int64_t* row, const int64_t** session, int32_t* turn_index,
+    Call* calls, Request* requests, int64_t* most,
 ) noexcept nogil:
     """The turns of a batch, from row on; row is left at the turn that has a fault.
 
-    ``session`` and ``start`` are the session of the turn before and its first turn;
+    ``session`` points at the first turn of the session of row, the next of which follows;
     ``most`` is for the fault, see `_read_base`.
     """
     cdef const ArrowArray* const* columns = <const ArrowArray* const*>batch.children
-    cdef Text current
-    cdef int64_t i
+    cdef int64_t i, start
     cdef int fault
     for i in range(batch.length):
-        current = _text(columns[COL_SESSION], i)
-        starts[row[0]] = not _equal_texts(current, session[0])
-        if starts[row[0]]:
-            start[0] = row[0]
-        session[0] = current
+        while row[0] >= session[0][1]:
+            session[0] += 1
+        start = session[0][0]
         turn_index[row[0]] = _int32(columns[COL_TURN], i)
-        if row[0] > start[0] and turn_index[row[0]] <= turn_index[row[0] - 1]:
+        if row[0] > start and turn_index[row[0]] <= turn_index[row[0] - 1]:
             return FAULT_ORDER
         calls[row[0]].base = -1
         fault = _read_turn(columns, i, &calls[row[0]], &requests[row[0]])
         if fault == FAULT_NONE and batch.n_children == N_DELTA_COLS:
             fault = _read_base(
-                columns, i, turn_index, start[0], row[0], calls, requests, most
+                columns, i, turn_index, start, row[0], calls, requests, most
             )
         if fault != FAULT_NONE:
             return fault
@@ -288,43 +285,72 @@ cdef int _read_batch(
     return FAULT_NONE
 
 
+cdef bint _next_batch(ArrowArrayStream* stream, ArrowArray* batch) except -1:
+    """Whether another batch came. It is the caller's to release."""
+    if stream.get_next(stream, batch) != 0:
+        raise LayoutError(stream.get_last_error(stream).decode("utf-8", "replace"))
+    return batch.release != NULL
+
+
+def find_sessions(object table not None, uint8_t[::1] starts not None):
+    """Fill whether each turn is of another session than the one before it.
+
+    ``table`` is an "arrow_array_stream" capsule of the one column session_id.
+    """
+    cdef:
+        int64_t row = 0, i, n = starts.shape[0]
+        ArrowArrayStream* stream
+        ArrowArray batch
+        Text session, current
+
+    stream = <ArrowArrayStream*>PyCapsule_GetPointer(table, "arrow_array_stream")
+    session.data = NULL
+    session.n = -1  # as long as no session id
+    while _next_batch(stream, &batch):
+        try:
+            if batch.n_children != 1 or batch.offset != 0:
+                raise LayoutError("a batch is no struct of one column")
+            if batch.length > n - row:
+                raise LayoutError(f"starts has {n} entries, more are needed")
+            with nogil:
+                for i in range(batch.length):
+                    current = _text(batch.children[0], i)
+                    starts[row] = not _equal_texts(current, session)
+                    session = current
+                    row += 1
+        finally:
+            batch.release(&batch)
+
+
 def read_columns(
     object table not None,
+    const int64_t[::1] session_offsets not None,
     int32_t[::1] turn_index not None,
     Call[::1] calls not None,
     Request[::1] requests not None,
-    uint8_t[::1] starts not None,
 ):
     """Fill the records of all turns; return (fault, row, most), or (0, -1, 0) for none.
 
-    ``table`` is an "arrow_array_stream" capsule of the columns session_id, turn_index, the
-    ids that the turn brings itself, output_ids, output_logprobs, finish_reason, the messages
-    that it brings itself, response, use_tool, ill_formed, trainable, and in delta form
-    base_turn, shared_length, shared_messages, of the types of `trajkit.schema`. Its buffers
-    must outlive the records, which must come as zeros. ``starts[i]`` tells whether turn i is
-    of another session than the one before it. ``most`` is what the base has of which a turn
-    claims to share more.
+    ``table`` is an "arrow_array_stream" capsule of the columns turn_index, the ids that the
+    turn brings itself, output_ids, output_logprobs, finish_reason, the messages that it brings
+    itself, response, use_tool, ill_formed, trainable, and in delta form base_turn,
+    shared_length, shared_messages, of the types of `trajkit.schema`. Its buffers must outlive
+    the records, which must come as zeros. ``most`` is what the base has of which a turn claims
+    to share more.
     """
     cdef:
-        int64_t row = 0, start = 0, most = 0, n = calls.shape[0]
+        int64_t row = 0, most = 0, n = calls.shape[0]
         int fault = FAULT_NONE
         ArrowArrayStream* stream
         ArrowArray batch
-        Text session
+        const int64_t* session
 
     stream = <ArrowArrayStream*>PyCapsule_GetPointer(table, "arrow_array_stream")
-    for name, length in (
-        ("turn_index", turn_index.shape[0]), ("requests", requests.shape[0]),
-        ("starts", starts.shape[0]),
-    ):
-        _check_length(name, length, n)
-    session.data = NULL
-    session.n = -1  # as long as no session id
-    while fault == FAULT_NONE:
-        if stream.get_next(stream, &batch) != 0:
-            raise LayoutError(stream.get_last_error(stream).decode("utf-8", "replace"))
-        if batch.release == NULL:  # the end of the stream
-            break
+    _check_sessions(session_offsets, n)
+    _check_length("turn_index", turn_index.shape[0], n)
+    _check_length("requests", requests.shape[0], n)
+    session = &session_offsets[0]
+    while fault == FAULT_NONE and _next_batch(stream, &batch):
         try:
             if not _is_batch(&batch):
                 raise LayoutError("a batch is no struct of the columns of turns")
@@ -333,8 +359,7 @@ def read_columns(
             if batch.length:
                 with nogil:
                     fault = _read_batch(
-                        &batch, &row, &session, &start, &turn_index[0], &calls[0],
-                        &requests[0], &starts[0], &most,
+                        &batch, &row, &session, &turn_index[0], &calls[0], &requests[0], &most
                     )
         finally:
             batch.release(&batch)

@@ -56,8 +56,13 @@ def json_ids(text: bytes, at: int, out: _I32) -> bool: ...
 def json_numbers(text: bytes, at: int, out: _F64) -> bool: ...
 
 # columns.pxi
+def find_sessions(table: object, starts: _U8) -> None: ...
 def read_columns(
-    table: object, turn_index: _I32, calls: _Records, requests: _Records, starts: _U8
+    table: object,
+    session_offsets: _I64,
+    turn_index: _I32,
+    calls: _Records,
+    requests: _Records,
 ) -> tuple[int, int, int]: ...
 
 # forest.pxi

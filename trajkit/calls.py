@@ -16,7 +16,8 @@ from trajkit import _core
 from trajkit.errors import InvalidTurnsError
 from trajkit.layout import CALL, REQUEST
 from trajkit.pooled import pooled, pooled_zeros
-from trajkit.tables import TableLike, as_table, canonical, place, turns_schema
+from trajkit.tables import TableLike, place
+from trajkit.turns import Turns, locate, runs_of
 
 Records: TypeAlias = npt.NDArray[np.void]
 Longs: TypeAlias = npt.NDArray[np.int64]
@@ -25,7 +26,6 @@ Ints: TypeAlias = npt.NDArray[np.int32]
 # The columns that the kernel reads, in its order (_native/columns.pxi), what stands for
 # them in delta form, and what that has beside them.
 _COLUMNS = (
-    "session_id",
     "turn_index",
     "prompt_ids",
     "output_ids",
@@ -41,9 +41,6 @@ _DELTA_NAMES = {"prompt_ids": "suffix_ids", "messages": "suffix_messages"}
 _DELTA_COLUMNS = ("base_turn", "shared_length", "shared_messages")
 # what it may find wrong with a turn
 _OWN_NULL, _OUT_NULL, _LOGPROBS, _KEY, _ORDER, _BASE, _SHARED, _MESSAGES = range(1, 9)
-
-# Reading a chunk costs some 0.1 ms whatever it holds; copying a smaller one costs less.
-_MANY_CHUNKS, _CHUNK_BYTES = 16, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +75,6 @@ class Calls:
         """Tokens of each call's prompt and output, shape (n_calls,)."""
         held: Longs = self.calls["prompt_len"] + self.calls["out_len"]
         return held
-
-    @property
-    def brought(self) -> Longs:
-        """Tokens that each call brings itself, shape (n_calls,): in full form all."""
-        brought: Longs = self.held - self.calls["own_start"]
-        return brought
 
     def session_of(self) -> Ints:
         """The number of each call's session, shape (n_calls,)."""
@@ -125,31 +116,22 @@ class Calls:
             turn_index=self.turn_index[lo:hi],
         )
 
-    def cuts(self, tokens: Longs, most: int) -> Iterator[tuple[int, int]]:
-        """Runs of sessions of at most so many tokens, or of one session: start, stop.
-
-        ``tokens`` says how many each call counts for: `held` or `brought`.
-        """
-        ends = np.concatenate([[0], np.cumsum(tokens)])[self.session_offsets]
-        start = 0
-        while start < self.n_sessions:
-            stop = int(np.searchsorted(ends, ends[start] + most, side="right")) - 1
-            stop = max(stop, start + 1)
-            yield start, stop
-            start = stop
-
     def split(self, tokens: Longs, most: int) -> Iterator["Calls"]:
-        """Parts as `cuts` cuts them."""
-        for start, stop in self.cuts(tokens, most):
+        """Runs of sessions of at most so many tokens, or of one session.
+
+        ``tokens`` says how many each call counts for: `held`.
+        """
+        ends = np.append(0, np.cumsum(tokens))[self.session_offsets]
+        for start, stop in runs_of(np.diff(ends), most):
             yield self.sessions(start, stop)
 
 
-def read_calls(turns: TableLike) -> Calls:
+def read_calls(turns: TableLike | Turns) -> Calls:
     """The calls of a ``turns`` table, in full or in delta form.
 
     Parameters
     ----------
-    turns : table
+    turns : table or Turns
         Anything `trajkit.tables.canonical` takes. Values are taken as they are, empty
         prompts and outputs included: `trajkit.validate` looks at values.
 
@@ -166,28 +148,22 @@ def read_calls(turns: TableLike) -> Calls:
         not ascending, logprobs and outputs of different lengths, a base that is no
         earlier turn of its session, a null among ids.
     """
-    table = as_table(turns)
-    table = canonical(table, turns_schema(table.column_names))
-    chunks = table.column("output_ids").num_chunks
-    if chunks > _MANY_CHUNKS and table.nbytes < chunks * _CHUNK_BYTES:
-        table = table.combine_chunks()  # a log has a chunk a turn
-    turn_index = np.empty(table.num_rows, np.int32)
-    calls, requests = (pooled_zeros(table.num_rows, kind) for kind in (CALL, REQUEST))
-    starts = np.empty(table.num_rows, np.uint8)
-    delta = "suffix_ids" in table.column_names
+    located = turns if isinstance(turns, Turns) else locate(turns)
+    table, n_calls = located.table, located.table.num_rows
+    turn_index = np.empty(n_calls, np.int32)
+    calls, requests = (pooled_zeros(n_calls, kind) for kind in (CALL, REQUEST))
     names: Sequence[str] = _COLUMNS
-    if delta:
+    if located.is_delta:
         names = [_DELTA_NAMES.get(name, name) for name in _COLUMNS]
         names += _DELTA_COLUMNS
     columns = table.select(names).__arrow_c_stream__()
-    fault, row, most = _core.read_columns(columns, turn_index, calls, requests, starts)
+    fault, row, most = _core.read_columns(
+        columns, located.offsets, turn_index, calls, requests
+    )
     if fault:
-        # of a session in pieces it matters more that it is
-        _sessions(table.slice(0, row + 1), np.flatnonzero(starts[: row + 1]))
         words = _fault(table, row, fault, most)
         raise InvalidTurnsError(f"{place(table, row)}: {words}")
-    session_offsets, session_ids = _sessions(table, np.flatnonzero(starts))
-    return Calls(table, calls, requests, session_offsets, session_ids, turn_index)
+    return Calls(table, calls, requests, located.offsets, located.ids, turn_index)
 
 
 def _fault(table: pa.Table, row: int, fault: int, most: int) -> str:
@@ -216,30 +192,6 @@ def _fault(table: pa.Table, row: int, fault: int, most: int) -> str:
     if fault == _OWN_NULL:
         own = "suffix_ids" if "suffix_ids" in table.column_names else "prompt_ids"
     return f"{own} holds a null; every id is needed"
-
-
-def _sessions(table: pa.Table, starts: Longs) -> tuple[Longs, pa.Array]:
-    """Where each session starts, and its id."""
-    offsets = np.append(starts, table.num_rows).astype(np.int64, copy=False)
-    column = table.column("session_id")
-    column = column.chunk(0) if column.num_chunks == 1 else column
-    ids = column.take(pa.array(starts))
-    if isinstance(ids, pa.ChunkedArray):
-        ids = ids.combine_chunks()
-    if isinstance(ids, pa.ChunkedArray):  # as older versions of Arrow give it
-        ids = pa.concat_arrays(ids.chunks) if ids.num_chunks else pa.array([], ids.type)
-    if len(ids.unique()) < len(ids):
-        first = np.unique(
-            ids.dictionary_encode().indices.to_numpy(), return_index=True
-        )[1]
-        again = int(np.setdiff1d(np.arange(len(starts)), first)[0])
-        raise InvalidTurnsError(
-            f"session {ids[again].as_py()!r} comes back in table row {starts[again]} "
-            "after another session began: a session must be in one piece. Gather them "
-            "first: turns.sort_by([('session_id', 'ascending'), ('turn_index', "
-            "'ascending')])"
-        )
-    return offsets, ids
 
 
 def named_calls(

@@ -29,6 +29,7 @@ from trajkit.suffix import suffix_batch
 from trajkit.tables import TableLike
 from trajkit.threads import spread
 from trajkit.trainable import check_logprobs, without_aborted
+from trajkit.turns import Turns, locate, runs_of
 
 Batches: TypeAlias = tuple[Iterable[pa.RecordBatch], pa.RecordBatch | None]
 """Rows of some sessions, and their report if it was asked for."""
@@ -220,16 +221,16 @@ def linearize(
             return (pair for rows, counts in made for pair in _pairs(rows, counts))
         return (batch for rows, _ in made for batch in rows)
 
-    calls = read_calls(turns)
+    located = locate(turns)
     given = None
     if links is not None or drift is not None:
-        given = _given_links(calls, chosen, links, drift)
+        given = _given_links(read_calls(located), chosen, links, drift)
     batches: list[pa.RecordBatch] = []
     reports: list[pa.RecordBatch | None] = []
-    for rows, counts in _spread(work, calls, given, n_threads):
+    for rows, counts in _spread(work, located, given, n_threads):
         batches.extend(rows)
         reports.append(counts)
-    table = pa.Table.from_batches(batches, work.schema(calls.table.schema))
+    table = pa.Table.from_batches(batches, work.schema(located.table.schema))
     return (table, pa.Table.from_batches(reports, REPORT)) if report else table
 
 
@@ -248,10 +249,10 @@ def _pairs(
 
 def _stream(turns: Stream, work: "_Work", n_threads: int) -> Iterator[Batches]:
     for table in whole_sessions(batches_of(turns)):
-        calls = read_calls(table)
-        yield from _spread(work, calls, None, n_threads)
-        if not calls.n_sessions:
-            yield [no_rows(work.schema(table.schema))], no_rows(REPORT)
+        located = locate(table)
+        yield from _spread(work, located, None, n_threads)
+        if not len(located.ids):
+            yield [no_rows(work.schema(located.table.schema))], no_rows(REPORT)
 
 
 def _given_links(
@@ -270,26 +271,25 @@ def _given_links(
 
 
 def _spread(
-    work: "_Work", calls: Calls, links: Records | None, n_threads: int
+    work: "_Work", turns: Turns, links: Records | None, n_threads: int
 ) -> list[Batches]:
-    """What ``work`` makes of the calls, part by part, on so many threads."""
-    brought, finer = calls.brought, _DELTA_PART if calls.is_delta else 1
+    """What ``work`` makes of the turns, part by part, on so many threads."""
+    brought, finer = turns.brought, _DELTA_PART if turns.is_delta else 1
     largest = _LARGEST_PART // finer
     if n_threads > 1:
         fair = int(brought.sum()) // (_PARTS_PER_THREAD * n_threads)
         largest = min(max(fair, _LEAST_PART // finer), largest)
 
     def part(bounds: tuple[int, int]) -> Batches:
-        start, stop = bounds
         here = None
         if links is not None:
-            lo, hi = (int(calls.session_offsets[s]) for s in bounds)
+            lo, hi = (int(turns.offsets[s]) for s in bounds)
             here = links[lo:hi].copy()
             for name in ("parent", "demoted_by"):
                 here[name][here[name] >= 0] -= lo
-        return work(calls.sessions(start, stop), here)
+        return work(read_calls(turns.sessions(*bounds)), here)
 
-    return spread(part, list(calls.cuts(brought, largest)), n_threads)
+    return spread(part, list(runs_of(brought, largest)), n_threads)
 
 
 @dataclass(frozen=True, slots=True)
