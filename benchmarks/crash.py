@@ -76,6 +76,7 @@ def run(kills: int, seed: int, directory: Path) -> Iterator[Outcome]:
             options = {
                 "max_file_turns": draw.choice([3, 10, 1000]),
                 "fsync": draw.random() < 0.25,
+                "form": draw.choice(["full", "delta"]),
             }
             pid, url = host.start(log, **options)
             asyncio.run(_load_and_kill(url, pid, told, draw))

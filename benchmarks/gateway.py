@@ -276,7 +276,7 @@ def check_log(directory: Path, told: Told) -> Found:
     found = Found()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", TornLogWarning)
-        turns = tk.read_turns(directory)
+        turns = tk.expand(tk.read_turns(directory))
         # a gateway may be killed before anything was opened
         opened = tk.read_sessions(directory).to_pylist() if told.replies else []
     found.torn = sum(issubclass(each.category, TornLogWarning) for each in caught)

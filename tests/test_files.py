@@ -1045,3 +1045,72 @@ def test_files_whose_columns_differ_are_gathered_into_the_same_buckets(
     )
     assert got.select(whole.column_names).equals(whole)
     assert whole["note"].null_count < len(whole)
+
+
+# --- names that cannot all be given
+
+
+THREE = ("a.arrows", "b.arrows", "c.arrows")
+
+
+def write_three(folder, blocked=None):
+    """Write three files together; the place of one is taken meanwhile."""
+    places = {name: (folder / name, write_tables) for name in THREE}
+    with outlets.outlets(places) as sinks:
+        for sink in sinks.values():
+            sink.put(pa.table({"x": [1]}))
+        if blocked:
+            (folder / blocked).unlink(missing_ok=True)
+            (folder / blocked).mkdir()
+
+
+@pytest.fixture(params=["hard links", "no hard links"])
+def linked(request, monkeypatch):
+    def refused(old, new, *, follow_symlinks):
+        raise PermissionError(1, "Operation not permitted", str(old))
+
+    if request.param == "no hard links":
+        monkeypatch.setattr(os, "link", refused)
+
+
+@pytest.mark.usefixtures("linked")
+@pytest.mark.parametrize("blocked", THREE)
+@pytest.mark.parametrize("old", THREE)
+def test_files_are_named_all_or_none(tmp_path, old, blocked):
+    (tmp_path / old).write_text("of the run before")
+    with pytest.raises(IsADirectoryError):
+        write_three(tmp_path, blocked)
+    assert sorted(os.listdir(tmp_path)) == sorted({old, blocked})
+    assert list((tmp_path / blocked).iterdir()) == []
+    if blocked != old:
+        assert (tmp_path / old).read_text() == "of the run before"
+
+
+@pytest.mark.usefixtures("linked")
+def test_files_take_the_place_of_those_before(tmp_path):
+    (tmp_path / "a.arrows").write_text("of the run before")
+    (tmp_path / "b.arrows").symlink_to("a.arrows")
+    write_three(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [*THREE]
+    assert not (tmp_path / "b.arrows").is_symlink()
+    tables = [pa.ipc.open_stream(tmp_path / name).read_all() for name in THREE]
+    assert [table.num_rows for table in tables] == [1, 1, 1]
+
+
+def test_between_two_names_the_old_file_stands_beside_the_new(tmp_path, monkeypatch):
+    """What stands there then is what a process that dies there leaves."""
+    old, left, kept = tmp_path / "a.arrows", [], []
+    old.write_text("of the run before")
+    replace, hidden = os.replace, f".{os.getpid()}"
+
+    def looked_at(draft, path):
+        if path.name == "b.arrows":
+            left.extend(sorted(os.listdir(tmp_path)))
+            kept.append((tmp_path / f"{hidden}~a.arrows").read_text())
+        replace(draft, path)
+
+    monkeypatch.setattr(os, "replace", looked_at)
+    write_three(tmp_path)
+    drafts = [f"{hidden}-b.arrows", f"{hidden}-c.arrows"]
+    assert left == [*drafts, f"{hidden}~a.arrows", "a.arrows"]
+    assert kept == ["of the run before"]

@@ -11,7 +11,7 @@ from threading import Barrier
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import trajkit as tk
@@ -114,8 +114,15 @@ def test_messages_expand_and_are_held_once(turns):
     recorder = tk.Recorder()
     for turn in turns:
         record(recorder, turn)
-    shows = []  # of each turn, in text: what a next request may repeat
-    bodies = {}  # what each key last stood for
+    shows = []  # of each turn, by key: what a next request may repeat
+    last = {}  # what each key last stood for, of the calls as they were made
+    bodies = {}  # and of the table
+
+    def is_bare(said):
+        key, text = tk.message_key(said), text_of(said)
+        before, last[key] = last.get(key), text
+        return before == text
+
     for turn, line in zip(turns, recorder.turns("s").to_pylist(), strict=True):
         sent, reply = turn["prompt_messages"], turn["response_message"]
         new = []
@@ -124,14 +131,17 @@ def test_messages_expand_and_are_held_once(turns):
             shows.append([])
         else:
             base = line["base_turn"]
-            texts = [text_of(message) for message in sent]
-            shared = 0 if base is None else reference.lcp(shows[base], texts)
+            bare = [is_bare(message) for message in sent]
+            keys = [tk.message_key(message) for message in sent]
+            shared = 0 if base is None else reference.lcp(shows[base], keys)
+            shared = [*bare[:shared], False].index(False)
             assert line["shared_messages"] == shared
             new = list(zip(line["suffix_messages"], sent[shared:], strict=True))
-            shows.append([*texts, *([] if reply is None else [text_of(reply)])])
+            shows.append(keys + ([] if reply is None else [tk.message_key(reply)]))
         if reply is None:
             assert line["response"] is None
         else:
+            is_bare(reply)
             new.append((line["response"], reply))
         for message, said in new:
             if message["body"] is not None:
@@ -608,14 +618,6 @@ def test_a_list_of_messages_as_long_as_any():
 # Further columns
 
 
-def spelled_once(turns):
-    """Whether messages with one key are written in one way (not 1 here, true there)."""
-    messages = [m for turn in turns for m in turn["prompt_messages"] or ()]
-    messages += [turn["response_message"] for turn in turns if turn["response_message"]]
-    texts = {text_of(message) for message in messages}
-    return len(texts) == len({tk.message_key(message) for message in messages})
-
-
 @given(st.data(), sessions(), policies)
 def test_further_columns_are_the_tables(data, turns, choice):
     """Equal to what from_records and compact make of the same calls, rows too."""
@@ -628,12 +630,7 @@ def test_further_columns_are_the_tables(data, turns, choice):
             {"session_id": "s", **turn, "weight_versions": versions, **values}
         )
     full, delta = tk.from_records(records), recorder.turns("s")
-    compacted = tk.compact(full)
-    if not spelled_once(turns):
-        # a table that gives a body again does not share it; a recorder does
-        names = ["shared_messages", "suffix_messages", "response"]
-        delta, compacted = delta.drop_columns(names), compacted.drop_columns(names)
-    assert delta == compacted
+    assert delta == tk.compact(full)
     if not pa.types.is_null(full["experts"].type):
         options = {"policy": policy_of(choice), "payloads": ["experts"]}
         assert recorder.rows("s", **options) == tk.linearize(full, **options)
@@ -1104,6 +1101,50 @@ def test_a_path_needs_room():
     with pytest.raises(LayoutError, match="path has 1 entries, 2 are needed"):
         paths.hold_path(np.empty(1, np.int32))
     assert len(alive) == 2
+
+
+# Keys that are spelled in several ways
+
+
+def spelled(number):
+    return {"role": "user", "content": "x", "n": number}
+
+
+numbers_of_a_key = st.sampled_from([1, 1.0, True, 2])
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(numbers_of_a_key, max_size=4),
+            st.none() | numbers_of_a_key,
+            st.integers(0, 3),
+        ),
+        min_size=1,
+        max_size=8,
+    )
+)
+@example([([1], 1.0, 0), ([1], None, 0)])
+@example([([1], 1.0, 0), ([1.0], None, 0)])
+@example([([1], 1.0, 0), ([1, 1.0], None, 0), ([1, 1.0, 1.0], 1, 0)])
+def test_a_key_of_several_bodies_is_recorded_as_it_is_compacted(calls):
+    """Numbers that are equal in Python are one key, and not one body."""
+    recorder, records, paths = tk.Recorder(), [], [[]]
+    for index, (sent, reply, before) in enumerate(calls):
+        prompt = [*paths[min(before, len(paths) - 1)], 1]
+        one = call(
+            prompt,
+            [2 + index],
+            prompt_messages=[spelled(number) for number in sent],
+            response_message=None if reply is None else spelled(reply),
+        )
+        recorder.record("s", **one)
+        records.append({"session_id": "s", **one})
+        paths.append([*prompt, 2 + index])
+    full = tk.from_records(records)
+    turns = recorder.turns("s")
+    assert turns == tk.compact(full)
+    assert tk.expand(turns) == full
 
 
 # what a call brings is compared as pages of 1024 ids, or at once where it is less

@@ -18,6 +18,7 @@ from tests.tables import turns_table
 from trajkit import schema
 from trajkit.beside import batches_of, one_batch
 from trajkit.errors import InvalidTurnsError, PolicyError, SchemaError
+from trajkit.picked import no_rows
 
 TOKENIZER = byte_tokenizer()
 
@@ -400,3 +401,89 @@ def test_a_table_without_rows_may_have_categories_of_polars():
     [batch] = batches_of(none)
     assert (batch.num_rows, batch.schema) == (0, none.schema)
     assert one_batch(none).schema == none.schema
+
+
+# --- nothing in it
+
+
+def reader_of(table):
+    return pa.RecordBatchReader.from_batches(table.schema, [])
+
+
+def nothing():
+    """What stages are given, without rows."""
+    table = attributed([]).append_column("note", pa.array([], pa.string()))
+    return table, tk.link(table), tk.linearize(table)
+
+
+@pytest.mark.parametrize("seen", [0, 1, 2])
+@pytest.mark.parametrize(
+    "name", [*OF_TURNS, *OF_LINKS, *OF_ROWS, "verify", "observations", "linearize"]
+)
+def test_a_stream_without_rows_gives_a_batch_without_rows(name, seen):
+    """A reader knows its columns before its first batch, an iterator with it."""
+    turns, links, rows = nothing()
+    stage, sources = {
+        **{name: (stage, (turns,)) for name, stage in OF_TURNS.items()},
+        **{name: (stage, (turns, links)) for name, stage in OF_LINKS.items()},
+        **{name: (stage, (rows,)) for name, stage in OF_ROWS.items()},
+        "verify": (tk.verify, (rows, turns)),
+        "observations": (tk.observations, (turns, rows)),
+        "linearize": (tk.linearize, (turns,)),
+    }[name]
+    given = [
+        iter([no_rows(one.schema)] * seen) if seen else reader_of(one)
+        for one in sources
+    ]
+    [batch] = stage(*given)
+    whole = stage(*sources)
+    assert (batch.num_rows, batch.schema) == (0, whole.schema)
+    assert batch.schema.metadata == whole.schema.metadata
+
+
+@pytest.mark.parametrize("layout", ["full", "suffix"])
+def test_linearize_of_a_reader_without_rows_with_all_it_can_give(layout):
+    turns, _, _ = nothing()
+    payloads = ["prompt_is_content"] if layout == "full" else []
+    options = {"layout": layout, "payloads": payloads, "report": True}
+    [pair] = tk.linearize(reader_of(turns), **options)
+    whole = tk.linearize(turns, **options)
+    assert [one.schema for one in pair] == [one.schema for one in whole]
+    assert [one.num_rows for one in pair] == [0, 0]
+
+
+def test_further_stages_of_readers_without_rows():
+    turns, _, rows = nothing()
+    given = advantages_of(rows)
+    for stage, table in (
+        (tk.expand, tk.compact(turns)),
+        (lambda turns: tk.compact(turns, share_prompts=True), turns),
+        (tk.full_rows, tk.suffix_rows(rows)),
+        (lambda rows: tk.add_advantages(rows, given), rows),
+    ):
+        [batch] = stage(reader_of(table))
+        assert batch.schema == stage(table).schema
+    [(good, bad)] = tk.set_aside(reader_of(turns))
+    assert (good.schema, bad.num_rows) == (turns.schema, 0)
+    assert tk.simulate(reader_of(turns)) == tk.simulate(turns)
+
+
+@pytest.mark.parametrize("name", [*OF_TURNS, *OF_ROWS])
+def test_an_iterator_without_a_batch_gives_none(name):
+    stage = OF_TURNS.get(name) or OF_ROWS[name]
+    assert list(stage(iter([]))) == []
+
+
+def test_a_stream_of_rows_that_are_as_they_should_be_says_so_in_a_batch():
+    turns, rows = three()
+    [batch] = tk.verify(iter(rows.to_batches()), iter(turns.to_batches()))
+    assert batch.schema == tk.verify(rows, turns).schema
+
+
+def test_a_file_without_turns_says_its_columns_as_a_stream(tmp_path):
+    turns, _, _ = nothing()
+    tk.write_turns(turns, tmp_path / "none.parquet")
+    [batch] = tk.stream_turns(tmp_path / "none.parquet")
+    assert (batch.num_rows, batch.schema) == (0, turns.schema)
+    [links] = tk.link(tk.stream_turns(tmp_path / "none.parquet"))
+    assert links.schema == tk.link(turns).schema

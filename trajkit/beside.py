@@ -47,6 +47,7 @@ def over_sessions(
     Returns
     -------
     Table, or iterator of record batches where a source is a stream
+        It has a batch, though maybe one without rows, unless ``lead`` has none.
 
     Raises
     ------
@@ -56,11 +57,7 @@ def over_sessions(
     named = (lead, *beside)
     if not any(is_stream(source) for _, source in named):
         return one(*(source for _, source in named))
-    return (
-        batch
-        for tables in in_step(lead, *beside)
-        for batch in one(*tables).to_batches()
-    )
+    return batches_in(one(*tables) for tables in in_step(lead, *beside))
 
 
 def pairs_over_sessions(
@@ -70,6 +67,18 @@ def pairs_over_sessions(
     for tables in in_step(lead, *beside):
         first, second = one(*tables)
         yield one_batch(first), one_batch(second)
+
+
+def batches_in(tables: Iterable[pa.Table]) -> Stream:
+    """The batches of tables; where none has a row, one batch without rows."""
+    schema, begun = None, False
+    for table in tables:
+        schema = table.schema
+        for batch in table.to_batches():
+            begun = True
+            yield batch
+    if schema is not None and not begun:
+        yield no_rows(schema)
 
 
 def one_batch(table: pa.Table) -> pa.RecordBatch:
@@ -112,10 +121,11 @@ def batches_of(source: Source) -> Iterable[pa.RecordBatch]:
 
     A source that knows its columns gives a batch, even where it has no rows.
     """
-    if isinstance(source, Iterator):
-        return source
+    # a reader is an iterator, too
     if isinstance(source, pa.RecordBatchReader):
         return itertools.chain([no_rows(source.schema)], source)
+    if isinstance(source, Iterator):
+        return source
     table = as_table(source)
     return table.to_batches() or [no_rows(table.schema)]
 
@@ -146,7 +156,7 @@ class Beside:
         self.what, self._leads = what, leads
         self._nothing = _SCHEMAS[what].empty_table()
         self._tables = whole_sessions(self._seen(batches_of(source)), what)
-        self._held = next(self._tables, None)
+        self._held = self._next()
         self._is_past = is_past
         self._passed: set[str] = set()
 
@@ -158,6 +168,9 @@ class Beside:
                 self._nothing = pa.Table.from_batches([batch.slice(0, 0)])
             first = False
             yield batch
+
+    def _next(self) -> pa.Table | None:
+        return next((table for table in self._tables if table.num_rows), None)
 
     def take(self, lead: pa.Table) -> pa.Table:
         """What the stream has of the sessions of ``lead``, whose turn it is.
@@ -183,7 +196,7 @@ class Beside:
                 n = int(np.argmax(other)) if other.any() else len(other)
             self._held = self._held.slice(n)
             if not self._held.num_rows:
-                self._held = next(self._tables, None)
+                self._held = self._next()
         return joined(taken) if taken else self._nothing
 
     def rest(self) -> Iterator[pa.Table]:
@@ -195,7 +208,7 @@ class Beside:
             One of them was taken before.
         """
         while self._held is not None:
-            table, self._held = self._held, next(self._tables, None)
+            table, self._held = self._held, self._next()
             late = np.array(
                 [
                     self._too_late(name)

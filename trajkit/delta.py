@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit import compute as pc
-from trajkit.beside import Stream, over_sessions
+from trajkit.beside import Stream, batches_in, over_sessions
 from trajkit.calls import Calls, Ints, Longs, Records, read_calls
 from trajkit.errors import InvalidTurnsError
 from trajkit.flat import offsets_of, positions
@@ -72,8 +72,7 @@ def compact(
         return delta
     if isinstance(delta, pa.Table):
         return share(delta)
-    tables = (pa.Table.from_batches([batch]) for batch in delta)
-    return (batch for table in tables for batch in share(table).to_batches())
+    return batches_in(share(pa.Table.from_batches([batch])) for batch in delta)
 
 
 @overload

@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from trajkit import io_json
 from trajkit.amendments import Amendments
+from trajkit.beside import batches_in
 from trajkit.census import Census, session_in, take_census, turn_numbers
 from trajkit.errors import InvalidTurnsError
 from trajkit.io import read_turns, turn_files
@@ -258,7 +259,7 @@ def stream_turns(
     ------
     RecordBatch
         In canonical form; sessions in order of first appearance, each in one piece,
-        turns ascending.
+        turns ascending. One without rows where there are no turns.
 
     Raises
     ------
@@ -271,8 +272,7 @@ def stream_turns(
     """
     log = Log(source, format, nonfinite_logprobs, gather=gather, folder=folder)
     with closing(log.pieces(log.census())) as found:
-        for piece in found:
-            yield from piece.turns.to_batches()
+        yield from batches_in(piece.turns for piece in found)
 
 
 def buckets(census: Census) -> dict[str | None, int]:

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias, overload
 import numpy as np
 import pyarrow as pa
 
+from trajkit.beside import Stream, batches_of, is_stream
 from trajkit.calls import Calls, Records, read_calls
 from trajkit.drift import read_lcp
 from trajkit.errors import PolicyError
@@ -15,6 +16,7 @@ from trajkit.fill import row_batches
 from trajkit.forest import grow
 from trajkit.link import measure, policy_links, read_links
 from trajkit.payloads import payload_names, rows_schema, with_payloads
+from trajkit.picked import no_rows
 from trajkit.plan import Planned, plan_rows, report_batch
 from trajkit.policies import Policy, chosen_int
 from trajkit.policies import policy as named_policy
@@ -209,7 +211,7 @@ def linearize(
         raise PolicyError("payloads go with whole rows: layout is 'suffix'")
     n_threads = threads or os.cpu_count() or 1
 
-    if isinstance(turns, (Iterator, pa.RecordBatchReader)):
+    if is_stream(turns):
         if links is not None or drift is not None:
             raise PolicyError(
                 "links and drift belong to a table of turns, not to a stream"
@@ -228,9 +230,7 @@ def linearize(
     for rows, counts in _spread(work, located, given, n_threads):
         batches.extend(rows)
         reports.append(counts)
-    schema = rows_schema(located.table.schema, work.payloads)
-    schema = ROWS_SUFFIX if work.suffix else schema
-    table = pa.Table.from_batches(batches, schema)
+    table = pa.Table.from_batches(batches, work.schema(located.table.schema))
     return (table, pa.Table.from_batches(reports, REPORT)) if report else table
 
 
@@ -247,11 +247,12 @@ def _pairs(
     yield before, report
 
 
-def _stream(
-    turns: Iterable[pa.RecordBatch], work: "_Work", n_threads: int
-) -> Iterator[Batches]:
-    for table in whole_sessions(turns):
-        yield from _spread(work, locate(table), None, n_threads)
+def _stream(turns: Stream, work: "_Work", n_threads: int) -> Iterator[Batches]:
+    for table in whole_sessions(batches_of(turns)):
+        located = locate(table)
+        yield from _spread(work, located, None, n_threads)
+        if not len(located.ids):
+            yield [no_rows(work.schema(located.table.schema))], no_rows(REPORT)
 
 
 def _given_links(
@@ -301,6 +302,10 @@ class _Work:
     report: bool
     payloads: tuple[str, ...]
     suffix: bool
+
+    def schema(self, turns: pa.Schema) -> pa.Schema:
+        """Of the rows of such turns."""
+        return ROWS_SUFFIX if self.suffix else rows_schema(turns, self.payloads)
 
     def __call__(self, calls: Calls, links: Records | None) -> Batches:
         """Rows and, if asked for, report of the calls of whole sessions."""

@@ -144,6 +144,11 @@ class MessageBook:
         self._append(_digest(key_text), role, body)
         return number
 
+    @property
+    def n_keys(self) -> int:
+        """How many keys the messages have."""
+        return len(self._by_key)
+
     def add_key(self, key: bytes, role: str) -> int:
         """The id of a message of which key and role are known, and no body."""
         number = self._by_name.get((key, role))

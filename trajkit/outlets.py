@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
@@ -103,8 +103,11 @@ class Outlet:
 def outlets(targets: Mapping[str, tuple[Path, Write]]) -> Iterator[dict[str, Outlet]]:
     """An outlet for each target; the files get their names when all of them are whole.
 
-    Where one cannot be written, there is none of them, and what stood there before
-    still stands.
+    Where one cannot be written, or not put in its place, there is none of them, and what
+    stood there before still stands. A process that dies while it gives several their
+    names may leave some of the new files beside some of the old: what the new ones
+    replaced then stands beside them as ``.PID~NAME``, and what was not yet named, whole,
+    as ``.PID-NAME``.
 
     Parameters
     ----------
@@ -117,8 +120,7 @@ def outlets(targets: Mapping[str, tuple[Path, Write]]) -> Iterator[dict[str, Out
         A file cannot be written, or not put in its place.
     """
     for path, _ in targets.values():
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        _check_no_directory(path)
     # hidden from readers of directories; the suffix says the format
     drafts = {
         name: path.with_name(f".{os.getpid()}-{path.name}")
@@ -130,8 +132,49 @@ def outlets(targets: Mapping[str, tuple[Path, Write]]) -> Iterator[dict[str, Out
                 name: stack.enter_context(Outlet(drafts[name], write))
                 for name, (_, write) in targets.items()
             }
-        for name, (path, _) in targets.items():
-            os.replace(drafts[name], path)
+        _name_all([(drafts[name], path) for name, (path, _) in targets.items()])
     finally:
         for draft in drafts.values():
             draft.unlink(missing_ok=True)
+
+
+def _check_no_directory(path: Path) -> None:
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+
+
+def _name_all(moves: Sequence[tuple[Path, Path]]) -> None:
+    """Put whole files in their places, each (draft, path); where one fails, none."""
+    kept: list[Path] = []
+    with ExitStack() as undo:
+        for n, (draft, path) in enumerate(moves):
+            if n < len(moves) - 1:  # where the last one fails, its place is as it was
+                old = _kept(path)
+                undo.callback(_put_back, old, path)
+                kept += [] if old is None else [old]
+            os.replace(draft, path)
+        undo.pop_all()
+    for old in kept:
+        old.unlink()
+
+
+def _kept(path: Path) -> Path | None:
+    """A second, hidden name for what stands there. None: nothing does."""
+    _check_no_directory(path)
+    if not os.path.lexists(path):
+        return None
+    old = path.with_name(f".{os.getpid()}~{path.name}")
+    old.unlink(missing_ok=True)
+    try:
+        os.link(path, old, follow_symlinks=False)
+    except OSError:  # a file has but one name in this file system
+        os.rename(path, old)
+    return old
+
+
+def _put_back(old: Path | None, path: Path) -> None:
+    if old is None:
+        path.unlink(missing_ok=True)
+    else:
+        os.replace(old, path)
+        old.unlink(missing_ok=True)  # two names of one file stay two

@@ -150,13 +150,11 @@ class Recording(_core.Intake):
         base = calls["base"].copy()
         self.talk.write()
         heard: Records = self.talk.heard[:n_calls]
+        suffixes, n_shared = self.talk.shared(n_calls, base)
         messages, response = message_columns(
-            self.talk.book,
-            self.talk.suffixes(n_calls),
-            heard["reply"],
-            np.zeros(n_calls, np.int32),
+            self.talk.book, suffixes, heard["reply"], np.zeros(n_calls, np.int32)
         )
-        shared = pa.array(heard["shared"], mask=heard["end"] < 0)
+        shared = pa.array(n_shared, mask=heard["end"] < 0)
         facts = {
             name: pa.array([one[k] for one in self.facts], TURNS_DELTA.field(name).type)
             for k, name in enumerate(_FACTS)

@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 import pyarrow as pa
 
-from trajkit.beside import Stream, is_stream
+from trajkit.beside import Stream, batches_of, is_stream
 from trajkit.calls import read_calls
 from trajkit.errors import LeftOutWarning, MissingBodyError
 from trajkit.flat import Sampled, flat_turns, ids_of, pieces_of, sessions_of
@@ -93,7 +93,7 @@ def simulate(
     )
     tables: Iterable[TableLike] = [turns]
     if is_stream(turns):
-        tables = whole_sessions(turns)
+        tables = whole_sessions(batches_of(turns))
     for table in tables:
         counts.add(table)
     return counts.table()

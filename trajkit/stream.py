@@ -34,7 +34,8 @@ def whole_sessions(
 
     A session may span batches that follow each other; the last session seen is held
     back until another begins or the stream ends, so memory is bounded by the largest
-    session and the batch size.
+    session and the batch size. Of batches without rows comes one table without rows,
+    which says of which columns they are; of no batches comes none.
 
     Parameters
     ----------
@@ -51,6 +52,7 @@ def whole_sessions(
         A session comes back after another began.
     """
     held: list[pa.RecordBatch] = []
+    first: pa.Schema | None = None
     current: str | None = None
     ended: set[str] = set()
     for batch in batches:
@@ -62,6 +64,7 @@ def whole_sessions(
         if "session_id" not in batch.schema.names:
             raise SchemaError(f"column 'session_id' of {what} is absent")
         check_session_id(batch.schema)
+        first = first or batch.schema
         if batch.num_rows == 0:
             continue
         ids = batch.column("session_id").cast(pa.string())
@@ -89,6 +92,8 @@ def whole_sessions(
         held = [batch.slice(last)]
     if held:
         yield _table(held)
+    elif first is not None:
+        yield first.empty_table()
 
 
 def _table(batches: list[pa.RecordBatch]) -> pa.Table:

@@ -11,6 +11,7 @@ from trajkit.errors import InvalidTurnsError
 from trajkit.layout import HEARD, PLACE, longer
 from trajkit.messages import Ids, MessageBook, check_text
 from trajkit.schema import KEY_BYTES
+from trajkit.spelled import Spelled
 
 
 @dataclass(slots=True)
@@ -64,6 +65,28 @@ class Talk:
         self.lists.fill_suffixes(numbers)
         runs = zip(spoken, stops - sizes, stops, strict=True)
         return [numbers[start:stop] if has else None for has, start, stop in runs]
+
+    def shared(self, n_calls: int, bases: Ids) -> tuple[list[Ids | None], Ids]:
+        """As `suffixes`, and how many messages each call's base supplies.
+
+        Everything is written. ``bases`` are the calls' bases; -1: none.
+        """
+        suffixes = self.suffixes(n_calls)
+        heard: Records = self.heard[:n_calls]
+        shared = heard["shared"].copy()
+        if self.book.n_keys < len(self.book.bodies):
+            n_places = 1 + max(int(heard[name].max()) for name in ("end", "shown"))
+            spelled = Spelled(self.book, self.places[:n_places])
+            shows = np.where(bases >= 0, heard["shown"][bases], -1)
+            for call in range(n_calls):
+                suffixes[call], shared[call] = spelled.share(
+                    suffixes[call],
+                    int(shared[call]),
+                    int(heard["end"][call]),
+                    int(shows[call]),
+                    int(heard["reply"][call]),
+                )
+        return suffixes, shared
 
     def number(self, message: object, place: int) -> int:
         """The number of a message that is no dict as most are: see `_core.Lists.read`."""

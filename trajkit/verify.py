@@ -10,7 +10,15 @@ import pyarrow as pa
 
 from trajkit import checks_claims, checks_rows, checks_splice
 from trajkit import compute as pc
-from trajkit.beside import Beside, Source, Stream, batches_of, is_stream, one_batch
+from trajkit.beside import (
+    Beside,
+    Source,
+    Stream,
+    batches_in,
+    batches_of,
+    is_stream,
+    one_batch,
+)
 from trajkit.calls import Calls, read_calls
 from trajkit.case import Case, Violation, violations_table
 from trajkit.checks_rows import WeighBy
@@ -146,7 +154,7 @@ def verify(
     """
     judge = judge_of(policy, reward, sessions, max_row_tokens, weigh_by)
     if is_stream(rows) or is_stream(turns):
-        return _streamed(rows, turns, judge)
+        return batches_in(_streamed(rows, turns, judge))
     return judge.found(any_rows(as_table(rows)), turns)
 
 
@@ -172,13 +180,12 @@ def judge_of(
     return Judge(chosen, max_row_tokens, facts, known, weigh_by)
 
 
-def _streamed(rows: Source, turns: Source, judge: "Judge") -> Stream:
+def _streamed(rows: Source, turns: Source, judge: "Judge") -> Iterator[pa.Table]:
     beside = Beside("rows", numbered(batches_of(rows)), "turns")
     for table in whole_sessions(batches_of(turns)):
-        yield from judge.found(beside.take(table), table).to_batches()
+        yield judge.found(beside.take(table), table)
     for left in beside.rest():
-        lost = session_faults(left.to_batches(), ())
-        yield from violations_table(list(lost)).to_batches()
+        yield violations_table(list(session_faults(left.to_batches(), ())))
 
 
 def any_rows(table: pa.Table, first: int = 0) -> pa.Table:

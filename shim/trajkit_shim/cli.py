@@ -228,6 +228,7 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
         max_file_bytes=arguments.file_bytes,
         max_total_bytes=arguments.log_bytes,
         routed_experts=arguments.routed_experts,
+        attributed=not arguments.no_attribution,
     )
 
     def say_where(url: str) -> None:

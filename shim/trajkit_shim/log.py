@@ -20,19 +20,21 @@ import pyarrow as pa
 
 from trajkit import schema
 from trajkit.messages import message_record
+from trajkit.squeezed import Squeezer
 from trajkit_shim.deltas import DeltaBook
 from trajkit_shim.engine import WeightSpan
 from trajkit_shim.experts import COLUMN, experts_cell
-from trajkit_shim.journal import END_OF_STREAM, Journal
+from trajkit_shim.journal import Journal
 from trajkit_shim.wire import Json
 
 Form: TypeAlias = Literal["full", "delta"]
 """Whether the log holds each prompt whole, or as what it adds to an earlier turn."""
 
+# what each prompt token shows
+_SHOWN = list(schema.ATTRIBUTION)[2:]
 _PROVENANCE = pa.schema(
     [
-        # what each prompt token shows (schema.ATTRIBUTION)
-        *list(schema.ATTRIBUTION)[2:],
+        *_SHOWN,
         # the id under which the engine was called
         pa.field("request_id", pa.string()),
         # the request_id of the session's first turn whose request was the same to the
@@ -177,6 +179,9 @@ class TurnLog:
         Also write which experts each token was routed to
         (`trajkit_shim.experts.COLUMN`): for prompt and output of each turn, in either
         form.
+    attributed : bool
+        Whether there are columns for what each prompt token shows
+        (`trajkit.schema.ATTRIBUTION`). Columns of nulls would take 0.4 kB of each turn.
 
     Raises
     ------
@@ -194,13 +199,19 @@ class TurnLog:
         max_file_turns: int | None = None,
         max_total_bytes: int | None = None,
         routed_experts: bool = False,
+        attributed: bool = True,
     ) -> None:
         self.directory = Path(directory)
         self._form = form
         self._schema = LOG_SCHEMA if form == "full" else DELTA_LOG_SCHEMA
+        if not attributed:
+            left = [field for field in self._schema if field not in _SHOWN]
+            self._schema = pa.schema(left, self._schema.metadata)
+        self._attributed = attributed
         self._with_experts = routed_experts
         if routed_experts:
             self._schema = self._schema.append(COLUMN)
+        self._squeeze = Squeezer(self._schema)
         self._max_total_bytes = max_total_bytes
         self._turns = Journal(
             self.directory,
@@ -290,13 +301,17 @@ class TurnLog:
             made[COLUMN.name] = experts_cell(turn.routed_experts)
         elif turn.routed_experts is not None:
             raise ValueError("the log was opened without routed_experts=True")
+        if not self._attributed and any(
+            getattr(turn, field.name) is not None for field in _SHOWN
+        ):
+            raise ValueError("the log was opened with attributed=False")
         if self._form == "full":
             self._write(_batch(turn, made, self._schema).serialize())
             return added
         deltas = deltas or DeltaBook()
         made |= _delta_fields(turn, turn_index, messages, deltas)
         try:
-            self._write(_compressed(_batch(turn, made, self._schema)))
+            self._write(self._squeeze(_batch(turn, made, self._schema)))
         except (OSError, pa.ArrowException):
             # no later turn may have this one for its base
             deltas.clear()
@@ -389,17 +404,6 @@ def _batch(
         ],
         schema=log_schema,
     )
-
-
-def _compressed(batch: pa.RecordBatch) -> pa.Buffer:
-    """A batch as an IPC message with compressed buffers."""
-    sink = pa.BufferOutputStream()
-    options = pa.ipc.IpcWriteOptions(compression="zstd")
-    with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
-        writer.write_batch(batch)
-    data = sink.getvalue()
-    head = batch.schema.serialize().size
-    return data.slice(head, data.size - head - len(END_OF_STREAM))
 
 
 def _cell(value: object, type_: pa.DataType) -> pa.Array:

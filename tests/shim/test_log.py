@@ -17,6 +17,7 @@ import pytest
 
 import trajkit as tk
 from tests.shim.clients import http, read_log
+from trajkit import schema
 from trajkit.errors import TornLogWarning
 from trajkit_shim.engine import WeightSpan
 from trajkit_shim.journal import END_OF_STREAM
@@ -307,3 +308,17 @@ def test_a_directory_that_holds_any_of_a_log_is_refused(tmp_path, stem):
     with pytest.raises(FileExistsError):
         TurnLog(tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("form", ["full", "delta"])
+def test_what_prompt_tokens_show_may_be_left_out(tmp_path, form):
+    log = TurnLog(tmp_path, form=form, attributed=False)
+    log.append(turn(), 0, {})
+    with pytest.raises(ValueError, match="attributed=False"):
+        log.append(turn(message_tool_names=[None]), 1, {})
+    log.close()
+    turns = tk.read_turns(tmp_path)
+    assert turns.num_rows == 1
+    shown = schema.ATTRIBUTION.names[2:]
+    assert not set(shown) & set(turns.column_names)
+    assert set(LOG_SCHEMA.names) - set(shown) <= set(tk.expand(turns).column_names)
