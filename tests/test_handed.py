@@ -42,34 +42,29 @@ def test_buffers_live_as_long_as_the_batch_and_no_longer():
     assert alive() is None
 
 
+NO_BUFFER = (TypeError, ValueError, BufferError, AttributeError)
+
+
 @pytest.mark.parametrize(
-    "columns",
+    ("columns", "refusal"),
     [
-        pytest.param([Column(2, (None, "no buffer"))], id="text"),
-        pytest.param([Column(2, (None, np.arange(4)[::2]))], id="strided"),
+        pytest.param([Column(2, (None, "no buffer"))], NO_BUFFER, id="text"),
+        pytest.param([Column(2, (None, np.arange(4)[::2]))], NO_BUFFER, id="strided"),
         pytest.param(
-            [Column(2, (None,), children=(Column(2, (None, 3)),))], id="within"
+            [Column(2, (None,), children=(Column(2, (None, 3)),))],
+            NO_BUFFER,
+            id="within",
         ),
-        pytest.param([3], id="no column"),
+        pytest.param([3], NO_BUFFER, id="no column"),
+        pytest.param([], pa.ArrowInvalid, id="refused by Arrow"),
     ],
 )
-def test_what_has_no_buffer_is_refused_and_nothing_is_kept(columns):
+def test_of_what_is_refused_nothing_is_kept(columns, refusal):
     values = np.arange(2, dtype=np.int32)
     alive = weakref.ref(values)
     schema = pa.schema([pa.field("n", pa.int32()), pa.field("m", pa.int32())])
-    with pytest.raises((TypeError, ValueError, BufferError, AttributeError)):
+    with pytest.raises(refusal):
         record_batch(schema, 2, [Column(2, (None, values)), *columns])
-    del values
-    gc.collect()
-    assert alive() is None
-
-
-def test_a_batch_that_arrow_refuses_is_given_back():
-    values = np.arange(2, dtype=np.int32)
-    alive = weakref.ref(values)
-    schema = pa.schema([pa.field("n", pa.int32()), pa.field("m", pa.int32())])
-    with pytest.raises(pa.ArrowInvalid):
-        record_batch(schema, 2, [Column(2, (None, values))])
     del values
     gc.collect()
     assert alive() is None
