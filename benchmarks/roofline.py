@@ -35,7 +35,7 @@ from benchmarks.compare import (
 )
 from benchmarks.data import SIZES, Record, Size, as_parsed, rollout
 from benchmarks.policies import difference
-from benchmarks.scale import fastest, in_rows
+from benchmarks.scale import fastest, in_succession
 from trajkit.threads import spread
 
 COPY_BYTES = 1 << 26  # of each thread, when the rate of copying is measured
@@ -98,7 +98,7 @@ class Against:
         works: list[Callable[[], object]] = [
             partial(tk.linearize, turns, "slime", threads=threads) for threads in (1, 2)
         ]
-        times = in_rows(repeats, works, [n, n], time.perf_counter)
+        times = in_succession(repeats, works, [n, n], time.perf_counter)
         n_bytes = least_bytes(turns, rows) / n
         floors = [n_bytes / copies_per_second(threads, repeats) for threads in (1, 2)]
         return cls(n_bytes, times, floors)

@@ -31,7 +31,7 @@ from trajkit.linearize import Layout
 from trajkit.squeezed import Squeezer
 
 TOKENS_PER_TURN = 1024
-ROW = 3  # times that `in_rows` takes in a row
+SUCCESSION = 3  # times that `in_succession` takes in a row
 
 
 def without_text(record: Record) -> Record:
@@ -220,7 +220,7 @@ def by_turns(
     return [Timing(into) for into in seconds]
 
 
-def in_rows(
+def in_succession(
     repeats: int,
     works: Sequence[Callable[[], object]],
     shares: Sequence[int],
@@ -234,7 +234,7 @@ def in_rows(
     seconds: list[list[float]] = [[] for _ in works]
     while len(seconds[-1]) < repeats:
         for work, share, into in zip(works, shares, seconds, strict=True):
-            for found in by_turns(1 + ROW, [work], [share], clock):
+            for found in by_turns(1 + SUCCESSION, [work], [share], clock):
                 into.extend(found.seconds[1:])
     return [Timing(into) for into in seconds]
 
@@ -326,7 +326,7 @@ def threads(size: Size, n: int, repeats: int) -> list[Timing]:
     check(one == tk.linearize(turns, "slime", threads=2), "threads give the same rows")
     del one
     works = [partial(tk.linearize, turns, "slime", threads=k) for k in (1, 2)]
-    return in_rows(repeats, works, [n, n], time.perf_counter)
+    return in_succession(repeats, works, [n, n], time.perf_counter)
 
 
 def print_threads(size: Size, repeats: int) -> None:

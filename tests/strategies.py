@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from hypothesis import strategies as st
 
-from trajkit.handed import Column
+from trajkit.batch import Column
 
 # What a chat template puts around a body of small ids.
 END = 9
@@ -1148,8 +1148,8 @@ def _bitmap(flags: list[bool]) -> np.ndarray:
 
 
 @st.composite
-def handed_columns(draw):
-    """Fields, `trajkit.handed.Column`s of equal length, and what their values are.
+def batch_columns(draw):
+    """Fields, `trajkit.batch.Column`s of equal length, and what their values are.
 
     Fixed-width columns, bitmaps, dictionaries and lists of structs of these, with and
     without nulls, behind an offset, beside arrays that are Arrow's already.
@@ -1163,21 +1163,23 @@ def handed_columns(draw):
     )
     fields, columns, expected = [], [], []
     for k, kind in enumerate(kinds):
-        type_, column, values = _handed(draw, kind, n, offset)
+        type_, column, values = _drawn_column(draw, kind, n, offset)
         fields.append(pa.field(f"c{k}", type_))
         columns.append(column)
         expected.append(values)
     return fields, columns, expected
 
 
-def _handed(draw, kind, n, offset):
+def _drawn_column(draw, kind, n, offset):
     size = n + offset
     whole = draw(st.lists(st.integers(0, 2), min_size=size, max_size=size))
     known = draw(st.lists(st.booleans(), min_size=size, max_size=size))
     if kind == "lists":
         lengths = [0, *whole]
         ends = np.cumsum(lengths)
-        inner = [_handed(draw, part, int(ends[-1]), 0) for part in ("ints", "names")]
+        inner = [
+            _drawn_column(draw, part, int(ends[-1]), 0) for part in ("ints", "names")
+        ]
         items = list(zip(*(values for _, _, values in inner), strict=True))
         parts = [pa.field(name, one[0]) for name, one in zip("ab", inner, strict=True)]
         struct = Column(

@@ -116,12 +116,9 @@ class Calls:
             turn_index=self.turn_index[lo:hi],
         )
 
-    def split(self, tokens: Longs, most: int) -> Iterator["Calls"]:
-        """Runs of sessions of at most so many tokens, or of one session.
-
-        ``tokens`` says how many each call counts for: `held`.
-        """
-        ends = np.append(0, np.cumsum(tokens))[self.session_offsets]
+    def split(self, most: int) -> Iterator["Calls"]:
+        """Runs of sessions that hold at most so many tokens, or of one session."""
+        ends = np.append(0, np.cumsum(self.held))[self.session_offsets]
         for start, stop in runs_of(np.diff(ends), most):
             yield self.sessions(start, stop)
 

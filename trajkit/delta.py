@@ -122,7 +122,7 @@ def _convert(
             return canonical(table, schema)
         check_free(table, form, schema, "form of turns")
         calls = read_calls(table)
-        parts = [columns(part) for part in calls.split(calls.held, _PART)]
+        parts = [columns(part) for part in calls.split(_PART)]
         return laid_out(calls.table, form, schema, parts)
 
     return over_sessions(one, ("turns", turns))

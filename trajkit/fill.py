@@ -10,9 +10,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
+from trajkit.batch import Array, Column, record_batch
 from trajkit.calls import Calls, Ints, Longs, Records
 from trajkit.forest import Forest
-from trajkit.handed import Array, Column, record_batch
 from trajkit.kinds import names_of
 from trajkit.plan import Plan, Planned
 from trajkit.policies import Policy

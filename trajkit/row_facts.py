@@ -7,8 +7,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
+from trajkit.batch import Column
 from trajkit.calls import Calls, Ints, Longs, Records
-from trajkit.handed import Column
 from trajkit.kinds import names_of
 from trajkit.policies import Policy
 from trajkit.rewards import final_rows, spread

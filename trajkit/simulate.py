@@ -137,7 +137,7 @@ class Simulation:
         """
         totals = [total.copy() for total in self._totals]
         calls = read_calls(turns)
-        for part in calls.split(calls.held, _PART_TOKENS):
+        for part in calls.split(_PART_TOKENS):
             sampled = flat_turns(part)
             for total in tuple(totals):
                 try:

@@ -318,7 +318,7 @@ def _parts(calls: Calls, session: Rows) -> Iterator[tuple[Calls, Rows]]:
     """The calls in parts of whole sessions, and the rows of each."""
     order = np.argsort(session, kind="stable")
     start = 0
-    for part in calls.split(calls.held, _PART_TOKENS):
+    for part in calls.split(_PART_TOKENS):
         stop = start + part.n_sessions
         lo, hi = np.searchsorted(session[order], [start, stop])
         yield part, order[lo:hi]

@@ -8,12 +8,12 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 
-from tests.strategies import handed_columns
+from tests.strategies import batch_columns
 from trajkit import _core
-from trajkit.handed import Column, record_batch
+from trajkit.batch import Column, record_batch
 
 
-@given(handed_columns())
+@given(batch_columns())
 def test_a_batch_has_the_columns_that_were_handed_over(case):
     fields, columns, expected = case
     schema = pa.schema(fields)
