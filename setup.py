@@ -21,8 +21,10 @@ checked = build != "release"
 
 core = Extension(
     "trajkit._core",
-    sources=["_native/_core.pyx"],
-    depends=sorted(glob("_native/*.p*")),  # rebuild on a change; ship in the sdist
+    sources=["_native/core.pyx"],
+    depends=sorted(
+        glob("_native/**/*.p*", recursive=True)
+    ),  # rebuild on a change; ship in the sdist
     define_macros=[("TRAJKIT_BUILD", f'"{build}"')],
     extra_compile_args=optimise + sanitize,
     extra_link_args=sanitize,

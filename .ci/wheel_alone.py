@@ -12,6 +12,10 @@ import trajkit as tk
 
 COMMAND = Path(sys.executable).with_name("trajkit")
 
+# Public names are imported when they are first used.
+for name in dir(tk):
+    getattr(tk, name)
+
 # The core's dependencies, and the module names that Cython registers.
 loaded = {name.partition(".")[0] for name in sys.modules}
 loaded = {name for name in loaded if not name.startswith(("_", "cython_runtime"))}

@@ -26,7 +26,7 @@ import pyarrow as pa
 import trajkit as tk
 from benchmarks import drift, json_in, memory, policies, roofline, scale, stages, stream
 from benchmarks.compare import commit, kernel_rates, machine
-from benchmarks.data import LONG, SHAPES, SMALL, Size, quoted
+from benchmarks.data import LONG, SHAPES, Size, quoted
 from benchmarks.forks import FORKS
 from benchmarks.lines import HEAD, Line
 from benchmarks.scale import TOKENS_PER_TURN, a_token, fastest
@@ -56,7 +56,10 @@ FULL = Form(LONG, 9, (*SHAPES, *FORKS), 4, 64, 8, 1024, 128, 256, 10_000, 60, 8)
 HALF = Size(n_turns=64, context=65_536, system=6_000, reply_min=300, reply_max=700)
 QUICK = Form(HALF, 3, ("clean",), 1, 4, 4, 256, 16, 16, 60, 4, 2)
 # for the tests: that every line comes
-TINY = Form(SMALL, 1, ("clean",), 1, 2, 2, 64, 16, 16, 3, 2, 1)
+TINY = Form(
+    Size(n_turns=8, context=2_048, system=200, reply_min=50, reply_max=100),
+    *(1, ("clean",), 1, 2, 2, 64, 16, 16, 3, 2, 1),
+)
 
 
 def linearized(form: Form) -> Iterator[Line]:

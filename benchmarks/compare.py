@@ -91,7 +91,7 @@ def check_equal(rows: pa.Table, rollouts: list[list[Record]]) -> None:
 
 
 def kernel_rates(n_tokens: int, repeats: int) -> tuple[list[float], list[float]]:
-    """GB/s of `trajkit.lcp` and of memcmp, taking turns on two equal buffers."""
+    """GB/s of `trajkit.turns.lcp` and of memcmp, taking turns on two equal buffers."""
     a = np.random.default_rng(0).integers(0, 2**31, n_tokens, dtype=np.int32)
     b = a.copy()
     memcmp = ctypes.CDLL(None).memcmp
@@ -99,7 +99,7 @@ def kernel_rates(n_tokens: int, repeats: int) -> tuple[list[float], list[float]]
     at_a, at_b, n_bytes = a.ctypes.data, b.ctypes.data, a.nbytes
 
     def by_trajkit() -> bool:
-        return tk.lcp(a, b) == n_tokens
+        return tk.turns.lcp(a, b) == n_tokens
 
     def by_memcmp() -> bool:
         return memcmp(at_a, at_b, n_bytes) == 0

@@ -13,8 +13,8 @@ import pyarrow as pa
 
 import trajkit as tk
 from benchmarks.data import quoted, rollout
+from trajkit.analysis.simulation import cheapest_whole
 from trajkit.cli.simulate import describe
-from trajkit.simulate import cheapest_whole
 
 
 def simulated(

@@ -27,8 +27,8 @@ import pyarrow.compute
 
 import trajkit as tk
 from trajkit.errors import TornLogWarning
-from trajkit_shim.embedded import EmbeddedEngine, load_tokenizer
-from trajkit_shim.embedded.replies import Reply, messages
+from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
+from trajkit_shim.engines.embedded.script import Reply, messages
 from trajkit_shim.serve import serve
 
 ROOT = Path(__file__).parents[1]
@@ -69,8 +69,8 @@ def host() -> None:
 
 def _fork(asked: dict[str, object], tokenizer: object) -> dict[str, object]:
     from trajkit_shim.app import create_app
-    from trajkit_shim.log import TurnLog
-    from trajkit_shim.render import ChatRenderer
+    from trajkit_shim.prompting.render import ChatRenderer
+    from trajkit_shim.sessions.turn_log import TurnLog
 
     read, write = os.pipe()
     child = os.fork()

@@ -22,7 +22,7 @@ class Call:
     before: "Call | None" = None
     after: "list[Call]" = field(default_factory=list)
     ambiguous: bool = False
-    set_aside: bool = False
+    rejected: bool = False
 
 
 def linearize(turns: list[Turn]) -> list[Row]:
@@ -44,7 +44,7 @@ def linearize(turns: list[Turn]) -> list[Row]:
         while call is not None:
             chain.append(call)
             call = call.before
-        if not any(call.set_aside for call in chain):
+        if not any(call.rejected for call in chain):
             rows.append(_row(chain[::-1]))
     return rows
 
@@ -70,7 +70,7 @@ def _connect(calls: list[Call]) -> None:
             if parents:
                 call.before = parents[0]
                 parents[0].after.append(call)
-                call.ambiguous = call.set_aside = len(parents) > 1
+                call.ambiguous = call.rejected = len(parents) > 1
                 break
 
 
@@ -87,7 +87,7 @@ def _settle_retries(calls: list[Call]) -> None:
         ]
         for call in group:
             if call not in (extended or group[:1]):
-                call.set_aside = True
+                call.rejected = True
 
 
 def _row(chain: list[Call]) -> Row:

@@ -26,17 +26,21 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.compare import commit, machine
-from trajkit_shim import wire
-from trajkit_shim.attribution import Ids
-from trajkit_shim.chat import AS_GIVEN, ChatRequest
-from trajkit_shim.echo import EchoBook, Heard, place_behind
-from trajkit_shim.embedded import load_tokenizer
-from trajkit_shim.held import HeldBudget, HeldPaths
-from trajkit_shim.log import logged_message
-from trajkit_shim.prompts import Mode, Prompt, Prompts
+from trajkit_shim import json_input
+from trajkit_shim.chat.logged_message import logged_message
+from trajkit_shim.chat.request import DEFAULT_OPTIONS, ChatRequest
+from trajkit_shim.engines.embedded import load_tokenizer
+from trajkit_shim.json_input import Json
+from trajkit_shim.prompting.attribution import Ids
+from trajkit_shim.prompting.prompts import Mode, Prompt, Prompts
+from trajkit_shim.prompting.render import ChatRenderer
+from trajkit_shim.prompting.reply_matching import (
+    ReplyIndex,
+    RestoredRequest,
+    next_position,
+)
+from trajkit_shim.prompting.token_cache import CacheBudget, TokenCache
 from trajkit_shim.protocols import openai_chat
-from trajkit_shim.render import ChatRenderer
-from trajkit_shim.wire import Json
 
 ROOT = Path(__file__).parents[1]
 SIZES = (4_000, 16_000, 69_000)
@@ -105,39 +109,39 @@ class Way:
         self.prompts = Prompts(renderer, mode)
         # once per template, when a gateway starts
         self.prompts.probe(tools=True)
-        self._echo, self._held = EchoBook(), HeldPaths()
-        self._budget = HeldBudget(1 << 30)
+        self._echo, self._held = ReplyIndex(), TokenCache()
+        self._budget = CacheBudget(1 << 30)
 
     def build(
         self, body: bytes, *, attributed: bool = False
-    ) -> tuple[ChatRequest, Heard, Prompt]:
+    ) -> tuple[ChatRequest, RestoredRequest, Prompt]:
         """The prompt of a request; what its tokens show is computed where asked for."""
-        asked = openai_chat.read(wire.parse_object(body), AS_GIVEN)
-        heard = self._echo.hear(asked.messages)
+        asked = openai_chat.read(json_input.parse_object(body), DEFAULT_OPTIONS)
+        restored = self._echo.restore(asked.messages)
         prompt = self.prompts.build(
-            heard, asked.tools, self._echo, self._held, attributed=attributed
+            restored, asked.tools, self._echo, self._held, attributed=attributed
         )
         if attributed:
-            self.prompts.shown(prompt, heard.messages, asked.tools)
-        return asked, heard, prompt
+            self.prompts.attribution(prompt, restored.messages, asked.tools)
+        return asked, restored, prompt
 
     def sampled(self, body: bytes, reply: Json, output_ids: Ids) -> None:
         """Take a reply to a request into the session, as the gateway does."""
-        asked, heard, prompt = self.build(body, attributed=True)
-        path = self.prompts.hold(
+        asked, restored, prompt = self.build(body, attributed=True)
+        path = self.prompts.cacheable_path(
             prompt,
-            self.prompts.shown(prompt, heard.messages, asked.tools),
+            self.prompts.attribution(prompt, restored.messages, asked.tools),
             output_ids,
-            place=place_behind(heard.place, logged_message(reply).key),
-            message=len(heard.messages),
+            position=next_position(restored.position, logged_message(reply).key),
+            message=len(restored.messages),
         )
         assert path is not None
         self._held.remember(path, self._budget)
-        self.said(heard, reply)
+        self.said(restored, reply)
 
-    def said(self, heard: Heard, reply: Json) -> None:
+    def said(self, restored: RestoredRequest, reply: Json) -> None:
         """Know a reply again."""
-        self._echo.remember(heard.place, reply)
+        self._echo.remember(restored.position, reply)
 
 
 def body_of(messages: list[Json]) -> bytes:
@@ -165,9 +169,9 @@ def check(ways: dict[str, Way], body: bytes, held: Ids) -> None:
     """
     prompts = {}
     for name, way in ways.items():
-        asked, heard, prompt = way.build(body)
+        asked, restored, prompt = way.build(body)
         prompts[name] = prompt
-        text = way.renderer.text(heard.messages, asked.tools)
+        text = way.renderer.text(restored.messages, asked.tools)
         if way.renderer.decode(prompt.ids, ended=False) != text:
             raise ValueError(f"{name}: the ids do not decode to the template's text")
     if prompts["full"].ids.tolist() != prompts["render"].ids.tolist():
@@ -196,7 +200,7 @@ def measure(
     talk, held, number = Talk(), np.empty(0, np.int32), 0
     for turns in itertools.count():
         body = body_of(talk.messages)
-        _, heard, prompt = append.build(body)
+        _, restored, prompt = append.build(body)
         while sizes and len(prompt.ids) >= sizes[0]:
             del sizes[0]
             check(ways, body, held)
@@ -221,7 +225,7 @@ def measure(
             if way is append:
                 way.sampled(body_of(talk.messages), reply, ids)
             else:
-                way.said(heard, reply)
+                way.said(restored, reply)
         talk.messages += [reply, result]
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.recorder
 
 records a session of 200 turns up to a million tokens, each prompt in a buffer of its own,
-and prints the time of a call beside `trajkit.lcp` of its prompt and what was held before;
+and prints the time of a call beside `turns.lcp` of its prompt and what was held before;
 with message dicts beside Python's ``==`` of the request's messages and those of the request
 before; and the memory of the session beside the bytes of its new ids and logprobs. The
 ratio is of recording to the compares that it cannot do without. Bodies and keys of new
@@ -53,7 +53,7 @@ def call_of(record: Record) -> Record:
 
 
 def keyed(message: Message) -> tuple[bytes, str]:
-    return tk.message_key(message), str(message["role"])
+    return tk.turns.message_key(message), str(message["role"])
 
 
 class Keys:
@@ -148,7 +148,7 @@ def compare(calls: list[Record], context: Tokens, dicts: bool) -> None:
     held, before = 0, []
     for call in calls:
         prompt = call["prompt_ids"]
-        tk.lcp(prompt, context[:held])
+        tk.turns.lcp(prompt, context[:held])
         held = len(prompt) + len(call["output_ids"])
         if not dicts:
             continue

@@ -27,8 +27,8 @@ import pyarrow as pa
 import trajkit as tk
 from benchmarks.compare import Timing, commit, machine
 from benchmarks.data import Record, Size, quoted, rollout
-from trajkit.linearize import Layout
-from trajkit.squeezed import Squeezer
+from trajkit.io.ipc_compression import Squeezer
+from trajkit.pipeline.rows import Layout
 
 TOKENS_PER_TURN = 1024
 SUCCESSION = 3  # times that `in_succession` takes in a row

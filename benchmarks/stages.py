@@ -36,7 +36,7 @@ def record(size: Size, repeats: int) -> tuple[Timing, Timing]:
         return recorder
 
     def compared() -> list[int]:
-        return [tk.lcp(before, prompt) for before, prompt in pairs]
+        return [tk.turns.lcp(before, prompt) for before, prompt in pairs]
 
     named = [{"session_id": "s", **call} for call in calls]
     check(

@@ -3,7 +3,7 @@
     python -m benchmarks.stream
 
 writes a run of rollouts of mixed shape in delta form, as a gateway logs it, and puts it
-through `trajkit.linearize_file` in a process of its own, whose memory is watched. Threads
+through `jobs.linearize_file` in a process of its own, whose memory is watched. Threads
 read, make rows and write, as many at a time as there are cores; polars writes where it is
 installed. Beside it stands the same work in plain Python over lists, timed on a sample:
 read a Parquet file with pyarrow, make the rows of each rollout by the rule, write them with
@@ -33,7 +33,7 @@ import trajkit as tk
 from benchmarks import peers_chains
 from benchmarks.compare import commit, machine
 from benchmarks.data import mixed, rollout
-from trajkit.files import Watch
+from trajkit.jobs.stages import Watch
 
 POLICY = "trl"
 MiB = 1 << 20
@@ -144,7 +144,7 @@ def warm(suffixes: tuple[str, str]) -> None:
         )
         call = {"session_id": "s", "prompt_ids": [1], "output_ids": [2]}
         tk.write_turns(tk.from_records([call]), source)
-        tk.linearize_file(source, output, POLICY)
+        tk.jobs.linearize_file(source, output, POLICY)
 
 
 def work(source: str, output: str) -> None:
@@ -152,7 +152,7 @@ def work(source: str, output: str) -> None:
     warm((Path(source).suffix, Path(output).suffix))
     seen: list[int] = []
     start = time.perf_counter()
-    totals = tk.linearize_file(
+    totals = tk.jobs.linearize_file(
         source,
         output,
         POLICY,
@@ -190,7 +190,7 @@ def sample(source: Path, target: Path, n_rollouts: int) -> None:
     some = set(names.to_pylist()[:: max(1, len(names) // n_rollouts)][:n_rollouts])
     tables = (
         table
-        for batch in tk.stream_turns(source)
+        for batch in tk.scan_turns(source)
         for table in [pa.Table.from_batches([batch])]
         if not some.isdisjoint(table["session_id"].unique().to_pylist())
     )
@@ -274,7 +274,7 @@ def measure(folder: Path, n_rollouts: int, n_sample: int) -> Streamed:
     run, few, few_full = (folder / f"{n}.parquet" for n in ("run", "few", "few_full"))
     tk.write_turns(recorded(n_rollouts), run)
     sample(run, few, n_sample)
-    tk.expand_file(few, few_full)
+    tk.jobs.expand_file(few, few_full)
     check_answers(few)
     rows = folder / "rows.parquet"
     plain = []
@@ -282,7 +282,7 @@ def measure(folder: Path, n_rollouts: int, n_sample: int) -> Streamed:
         seconds, tokens = plain_run(source, rows)
         plain.append(tokens / seconds)
     arrows = folder / "run.arrows"
-    tk.write_turns(tk.stream_turns(run), arrows)
+    tk.write_turns(tk.scan_turns(run), arrows)
     ours = [
         watched(few_full, rows),
         watched(run, rows),

@@ -11,4 +11,4 @@ def test_lcp(benchmark, n_tokens):
     a = np.random.default_rng(0).integers(0, 2**31, n_tokens, dtype=np.int32)
     b = a.copy()
     b[-1] ^= 1
-    assert benchmark(tk.lcp, a, b) == n_tokens - 1
+    assert benchmark(tk.turns.lcp, a, b) == n_tokens - 1

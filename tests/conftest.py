@@ -1,16 +1,86 @@
-"""Hypothesis profiles, and the build under test in pytest's header."""
+"""Hypothesis profiles, the build in pytest's header, and an end for helper processes."""
 
+import gc
 import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
 
-from hypothesis import settings
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 from trajkit import _core
 
-settings.register_profile("quick", deadline=None, max_examples=25)
-settings.register_profile("dev", deadline=None, max_examples=100)
-settings.register_profile("ci", deadline=None, max_examples=300, print_blob=True)
-settings.register_profile("thorough", deadline=None, max_examples=5000)
-settings.load_profile(os.environ.get("TRAJKIT_HYPOTHESIS", "dev"))
+_PROFILES = {"quick": 25, "dev": 35, "ci": 300, "thorough": 5000}
+"""Examples of a property, by the value of TRAJKIT_HYPOTHESIS."""
+
+_profile = os.environ.get("TRAJKIT_HYPOTHESIS", "dev")
+for _name, _examples in _PROFILES.items():
+    settings.register_profile(
+        _name,
+        deadline=None,
+        # the same examples in each run; "thorough" looks for new ones
+        derandomize=_name != "thorough",
+        max_examples=_examples,
+        print_blob=True,
+        # a busy machine must not decide
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+settings.load_profile(_profile)
+if _profile != "thorough":
+    # Hypothesis also draws constants that it finds in the modules loaded so far, which
+    # differ with the tests that ran before.
+    providers._get_local_constants = lambda: providers._local_constants
+
+_MARK = "TRAJKIT_TEST_RUN"
+# Waits until the run closes its input, or dies, and ends every process that has its mark.
+_REAPER = f"""
+import os, signal, sys
+from pathlib import Path
+mark = b"{_MARK}=" + sys.stdin.buffer.read()
+for path in Path("/proc").glob("[0-9]*/environ"):
+    try:
+        if mark in path.read_bytes().split(b"\\0"):
+            os.kill(int(path.parent.name), signal.SIGKILL)
+    except OSError:
+        pass
+"""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_cmdline_main() -> Iterator[None]:
+    """Helper processes of tests end with the run, however it ends.
+
+    The processes of pytest-xdist are among them.
+    """
+    if _MARK in os.environ or not os.path.isdir("/proc"):
+        return (yield)
+    reaper = subprocess.Popen(
+        [sys.executable, "-S", "-c", _REAPER],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+    os.environ[_MARK] = uuid.uuid4().hex
+    reaper.stdin.write(os.environ[_MARK].encode())
+    reaper.stdin.flush()
+    try:
+        return (yield)
+    finally:
+        del os.environ[_MARK]
+        reaper.communicate()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector thousands of tests, which tests would wait for."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 def pytest_report_header() -> str:

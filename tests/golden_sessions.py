@@ -7,6 +7,13 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent / "golden"
 
+# how the segments rule names the end of a segment, in our words
+SEGMENT_KINDS = {
+    "wipe": "history_replaced",
+    "subagent": "subagent",
+    "final": "final",
+}
+
 
 @cache
 def golden(name):
@@ -170,7 +177,7 @@ def expected_segments(session):
             "loss_mask": [False] * row["prompt_length"]
             + [bool(m) for m in row["loss_mask"]],
             "logprobs": [0.0] * row["prompt_length"] + row["logprobs"],
-            "segment_kind": row["segment_kind"],
+            "segment_kind": SEGMENT_KINDS[row["segment_kind"]],
             "finish_reason": row["finish_reason"],
             "reward": row["reward"],
             "row_index": row["segment_idx"],

@@ -83,7 +83,7 @@ class Link:
     parent: int | None = None
     why: str = "root"
     order: int | None = None
-    demoted_by: int | None = None
+    rewritten_by: int | None = None
 
 
 def longest_prefix(turns, candidates, prompt):
@@ -101,8 +101,29 @@ def longest_prefix(turns, candidates, prompt):
     return best
 
 
-def message_tree(turns, merge_threshold):
-    """The tree by slime's rule of routing, and what it says of each turn.
+def most_repeated(turns, candidates, prompt):
+    """The candidate turn that a prompt without messages continues; None: none.
+
+    Its prompt is the beginning of the longer prompt, which repeats most of its held tokens;
+    of equals, all of them, then those of the shortest prompt, then the first.
+    """
+    ranked = [
+        (lcp(held(turns[i]), prompt), False, -len(turns[i]["prompt_ids"]), -i)
+        for i in candidates
+        if 0 < len(turns[i]["prompt_ids"]) < len(prompt)
+        and prompt[: len(turns[i]["prompt_ids"])] == turns[i]["prompt_ids"]
+    ]
+    whole = longest_prefix(turns, candidates, prompt)
+    if whole is not None:
+        ranked.append((len(held(turns[whole])), True, 0, -whole))
+    return -max(ranked)[-1] if ranked else None
+
+
+def message_tree(turns, merge_threshold, equals="first"):
+    """The tree by slime's rule of routing, and the link that it gives each turn.
+
+    With ``equals="tokens"``, a request that shows one of several equal replies continues
+    the one that it shares most tokens with; an empty list of messages routes by tokens.
 
     Returns the root (of no message) and one `Link` per turn.
     """
@@ -111,8 +132,8 @@ def message_tree(turns, merge_threshold):
     nodes = {}  # turn -> its node, for turns that are still generated
     for i, turn in enumerate(turns):
         messages = turn.get("prompt_messages")
-        if messages is None:
-            parent = longest_prefix(turns, sorted(nodes), turn["prompt_ids"])
+        if messages is None or (not messages and equals == "tokens"):
+            parent = most_repeated(turns, sorted(nodes), turn["prompt_ids"])
             mount = root if parent is None else nodes[parent]
             links[i].parent = parent
             links[i].why = "root" if parent is None else "tokens"
@@ -124,7 +145,7 @@ def message_tree(turns, merge_threshold):
         mount, depth = mount_point(root, messages)
         short = rewritten_reply(turns, mount, messages[depth:], merge_threshold)
         if short is not None:
-            links[short.turn].demoted_by = i
+            links[short.turn].rewritten_by = i
             del nodes[short.turn]
             short.turn = None
             short.message = messages[depth]
@@ -132,7 +153,10 @@ def message_tree(turns, merge_threshold):
             depth += 1
         for message in messages[depth:]:
             mount = mount.add(message.get("role"), message)
-        links[i].parent = mount.generated_ancestor()
+        if equals == "tokens":
+            links[i].parent = nearest_by_tokens(turns, mount, turn["prompt_ids"])
+        else:
+            links[i].parent = mount.generated_ancestor()
         if short is not None:
             links[i].why = "rewrite"
         elif links[i].parent is not None:
@@ -141,6 +165,25 @@ def message_tree(turns, merge_threshold):
     for rank, node in enumerate(n for n in pre_order(root) if n.turn is not None):
         links[node.turn].order = rank
     return root, links
+
+
+def nearest_by_tokens(turns, node, prompt):
+    """Of the nearest turn at a node or above and its equals, the one to continue.
+
+    That is the one whose held tokens share the longest prefix with the prompt, the first
+    of equals; None where there is no turn.
+    """
+    while node.parent is not None:
+        equal = [
+            one.turn
+            for one in node.parent.children
+            if one.turn is not None
+            and (one is node or (one.role, one.message) == (node.role, node.message))
+        ]
+        if equal:
+            return max(equal, key=lambda i: lcp(held(turns[i]), prompt))
+        node = node.parent
+    return None
 
 
 def mount_point(root, messages):
@@ -212,10 +255,10 @@ def token_links(turns):
     return links
 
 
-def link(turns, route, merge_threshold=DEFAULT_THRESHOLD):
+def link(turns, route, merge_threshold=DEFAULT_THRESHOLD, equals="first", order="tree"):
     """One dict per turn, as the columns of ``schema.LINKS`` without session_id."""
     if route == "messages":
-        links = message_tree(turns, merge_threshold)[1]
+        links = message_tree(turns, merge_threshold, equals)[1]
     elif route == "tokens":
         links = token_links(turns)
     elif route == "previous":
@@ -227,14 +270,20 @@ def link(turns, route, merge_threshold=DEFAULT_THRESHOLD):
         links = [Link(order=i) for i in range(len(turns))]
     else:
         raise ValueError(route)
+    if order == "recorded":
+        placed = [one for one in links if one.order is not None]
+        for rank, one in enumerate(placed):
+            one.order = rank
     names = turn_indices(turns)
     return [
         {
             "turn_index": names[i],
             "parent": None if one.parent is None else names[one.parent],
-            "why": one.why,
+            "link_reason": one.why,
             "order": one.order,
-            "demoted_by": None if one.demoted_by is None else names[one.demoted_by],
+            "rewritten_by": None
+            if one.rewritten_by is None
+            else names[one.rewritten_by],
         }
         for i, one in enumerate(links)
     ]
@@ -298,10 +347,10 @@ def classify_drift(turns, links, min_run=8):
                 "lcp": shared[i],
                 "size": size,
                 "region": region,
-                "resync_held": None if run is None else run[0],
+                "resync_path": None if run is None else run[0],
                 "resync_prompt": None if run is None else run[1],
                 "resync_length": None if run is None else run[2],
-                "at_stake": sum(q >= shared[i] for q in owner),
+                "tokens_after_drift": sum(q >= shared[i] for q in owner),
                 "cause": cause_of(turns[i], shared[i], size, region, run, min_run),
             }
         )
@@ -485,7 +534,7 @@ def linearize(turns, policy, fork_threshold=DEFAULT_THRESHOLD, max_row_tokens=No
             len(row["input_ids"]) - row["shared_length"] for row in rows
         ),
         "lost_absorbed": 0,
-        "lost_demoted": 0,
+        "lost_rewritten": 0,
         "lost_cut": 0,
         "lost_untrainable": 0,
         "lost_unrouted": 0,
@@ -499,8 +548,8 @@ def linearize(turns, policy, fork_threshold=DEFAULT_THRESHOLD, max_row_tokens=No
             reason = "aborted"
         elif links[i].why == "unrouted":
             reason = "unrouted"
-        elif links[i].demoted_by is not None:
-            reason = "demoted"
+        elif links[i].rewritten_by is not None:
+            reason = "rewritten"
         elif i in absorbed:
             reason = "absorbed"
         else:
@@ -542,7 +591,22 @@ def row_of(turns, segment, limit, spans=None):
         "truncated": segment.truncated,
         "use_tool": segment.use_tool,
         "ill_formed": segment.ill_formed,
+        "turns": [turn_indices(turns)[i] for i in segment.turns],
+        "weight_versions": row_versions(turn_of, spans),
     }
+
+
+def row_versions(turn_of, spans):
+    """The first and the last weights that sampled a token of these pieces."""
+    known = []
+    for span in spans:
+        inside = range(span["output_start"], span["output_stop"])
+        if span["start"] == span["stop"]:
+            continue
+        for piece in turn_of[span["turn_index"]].get("weight_versions") or []:
+            if any(piece["start"] <= k < piece["stop"] for k in inside):
+                known.append(piece["version"])
+    return {"first": known[0], "last": known[-1]} if known else None
 
 
 def spans_of(turns, segment, limit):

@@ -10,8 +10,8 @@ from itertools import groupby, pairwise
 from tests.reference import flags, held, is_trainable, lcp, logprobs_of, turn_indices
 
 LOSSES = (
-    *("absorbed", "demoted", "cut", "untrainable", "unrouted"),
-    *("aborted", "no_logprob"),
+    *("absorbed", "rewritten", "cut", "untrainable", "unrouted"),
+    *("aborted", "masked", "no_logprob"),
 )
 
 
@@ -51,13 +51,13 @@ def runs_of(turns, chain, policy):
             size = len(held(turns[before])) - shared
             start = len(turns[before]["prompt_ids"])
             small = {
-                "never": False,
-                "short_reply": whole < policy.fork_threshold,
-                "short_drift": size < policy.fork_threshold,
-            }[policy.absorb]
+                "fork": False,
+                "absorb_short_reply": whole < policy.fork_threshold,
+                "absorb_short_drift": size < policy.fork_threshold,
+            }[policy.on_drift]
             if size == 0 or (shared >= start and small):
                 if size:
-                    head = shared - start if policy.keep_head else 0
+                    head = shared - start if policy.keep_prefix else 0
                     runs[-1].kept[before] = head
                 runs[-1].turns.append(i)
                 runs[-1].kept[i] = whole
@@ -70,8 +70,10 @@ def why_not(turn, k, policy):
     """Why the k-th sampled token of a turn may not be trained, or None."""
     if not is_trainable(turn):
         return "untrainable"
-    if turn["finish_reason"] == "abort" and policy.aborted == "context":
+    if turn["finish_reason"] == "abort" and not policy.train_aborted:
         return "aborted"
+    if turn.get("output_mask") is not None and not turn["output_mask"][k]:
+        return "masked"
     if logprobs_of(turn)[k] is None and policy.missing_logprobs == "untrain":
         return "no_logprob"
     return None
@@ -135,7 +137,7 @@ def owned_runs(turns, links, policy, limit):
     Also the chain that the row is taken from.
     """
     chains = list(chains_of(turns, links))
-    if policy.own == "first":
+    if policy.train_in == "first":
         claimed = set()
         for chain in chains:
             new = set(chain) - claimed
@@ -150,7 +152,7 @@ def owned_runs(turns, links, policy, limit):
     rows = list(seen.values())
 
     def rank(run):
-        if policy.own == "longest":
+        if policy.train_in == "longest":
             return min(len(held(turns[run.turns[-1]])), limit)
         return would_train(turns, run, policy, limit)
 
@@ -206,8 +208,9 @@ def linearize(turns, links, policy, max_row_tokens=None):
                 "loss_mask": mask,
                 "logprobs": logprobs,
                 "spans": spans,
+                "turns": [turn_indices(turns)[i] for i in run.turns],
                 "finish_reason": turns[run.turns[-1]].get("finish_reason"),
-                **flags(turns, chain if policy.flags == "chain" else run.turns),
+                **flags(turns, chain if policy.flag_scope == "chain" else run.turns),
             }
         )
     for k, row in enumerate(rows):
@@ -221,7 +224,7 @@ def linearize(turns, links, policy, max_row_tokens=None):
         for k in range(len(turn["output_ids"])):
             reason = why_not(turn, k, policy)
             if reason is None and one["order"] is None:
-                reason = "unrouted" if one["demoted_by"] is None else "demoted"
+                reason = "unrouted" if one["rewritten_by"] is None else "rewritten"
             if reason is not None:
                 lost[reason] += 1
     report = {

@@ -10,6 +10,7 @@ from tests.reference import (
     held,
     is_trainable,
     lcp,
+    most_repeated,
     row_of,
     turn_indices,
 )
@@ -83,7 +84,7 @@ def prefix_links(turns):
         links[i].order = rank
     for i in sampled:
         if i not in chained and links[i].why in ("root", "tokens"):
-            links[i].why = "stranded"
+            links[i].why = "chain_quarantined"
     return links
 
 
@@ -122,9 +123,22 @@ def nemo(turns, emit="all", max_row_tokens=None):
             return "untrainable"
         if links[i].order is None:
             return "quarantined"
-        return "cut" if i in delivered else "undelivered"
+        return "cut" if i in delivered else "not_selected"
 
-    return summed(turns, rows, why_lost, rows_cut=cut)
+    named = [one.why for one in links]
+    return summed(
+        turns,
+        rows,
+        why_lost,
+        rows_cut=cut,
+        roots=sum(one.parent is None and one.why != "empty" for one in links),
+        turns_quarantined=sum(
+            why in ("ambiguous", "superseded", "unresolved", "unresolved_ambiguous")
+            for why in named
+        ),
+        turns_unresolved=sum(why.startswith("unresolved") for why in named),
+        turns_by_tokens=0,
+    )
 
 
 def summed(turns, rows, why_lost, **counts):
@@ -169,7 +183,7 @@ def summed(turns, rows, why_lost, **counts):
                 "unrouted",
                 "cut",
                 "quarantined",
-                "undelivered",
+                "not_selected",
                 "refused",
                 "retried",
             )
@@ -222,10 +236,7 @@ def generation_links(turns, equality="strict", threshold=1):
             continue
         prompt = turn["prompt_ids"]
         if sent is None:
-            parents = [
-                j for j in paths if prompt[: len(held(turns[j]))] == held(turns[j])
-            ]
-            parent = max(parents, key=lambda j: (len(held(turns[j])), -j), default=None)
+            parent = most_repeated(turns, list(paths), prompt)
             path = [object()]
         else:
             sent = [fields_of(message, equality) for message in sent]
@@ -281,19 +292,21 @@ def miles(turns, equality="strict", threshold=1, max_row_tokens=None):
     rows = []
     cut = 0
     for chain in chains:
-        leaf = chain[-1]
+        leaf, end = chain[-1], float("inf")
         while chain and not (
             len(turns[chain[-1]]["prompt_ids"]) < limit
-            or len(held(turns[chain[-1]])) <= limit
+            or min(len(held(turns[chain[-1]])), end) <= limit
         ):
-            chain = chain[:-1]
+            dropped, chain = turns[chain[-1]], chain[:-1]
+            if chain:  # its reply was trimmed before calls were left out
+                end = lcp(held(turns[chain[-1]]), dropped["prompt_ids"])
         if not chain:
             cut += 1
             continue
         owned = {i for i in chain if owners[i] == leaf}
         segment = Segment(chain, owned, set(), **flags(turns, chain))
-        spans = trimmed_spans(turns, chain, owned, limit)
-        rows.append(row_of(turns, segment, limit, spans))
+        spans = trimmed_spans(turns, chain, owned, limit, end)
+        rows.append(row_of(turns, segment, min(limit, end), spans))
 
     def why_lost(i):
         if not is_trainable(turns[i]):
@@ -305,15 +318,19 @@ def miles(turns, equality="strict", threshold=1, max_row_tokens=None):
     return summed(turns, rows, why_lost, rows_cut=cut)
 
 
-def trimmed_spans(turns, chain, owned, limit):
-    """The pieces of a row whose replies may have lost their last tokens."""
+def trimmed_spans(turns, chain, owned, limit, end):
+    """The pieces of a row whose replies may have lost their last tokens.
+
+    The last of them ends at ``end`` at the latest.
+    """
     names = turn_indices(turns)
     spans = []
     for i, below in zip(chain, [*chain[1:], None], strict=True):
         n, place = len(turns[i]["output_ids"]), len(turns[i]["prompt_ids"])
-        kept = n
+        stop = end
         if below is not None:
-            kept = min(n, lcp(held(turns[i]), turns[below]["prompt_ids"]) - place)
+            stop = lcp(held(turns[i]), turns[below]["prompt_ids"])
+        kept = min(n, stop - place)
         inside = max(0, min(kept, limit - place))
         kind = "trained" if i in owned else "duplicate"
         kind = kind if is_trainable(turns[i]) else "untrainable"

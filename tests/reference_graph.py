@@ -9,7 +9,7 @@ and its reply first, and repeats all of its tokens.
 
 import json
 
-from tests.reference import Link, held, longest_prefix, turn_indices
+from tests.reference import Link, held, most_repeated, turn_indices
 
 
 def identity(message):
@@ -49,7 +49,7 @@ def links_of(turns):
             links.append(Link(why="unrouted"))
             continue
         if messages is None:
-            parent = longest_prefix(turns, placed, turn["prompt_ids"])
+            parent = most_repeated(turns, placed, turn["prompt_ids"])
             why = "tokens"
         else:
             kept = [x for x in placed if is_kept(turns[x], turn)]
@@ -65,9 +65,9 @@ def links_of(turns):
         {
             "turn_index": names[i],
             "parent": None if one.parent is None else names[one.parent],
-            "why": one.why,
+            "link_reason": one.why,
             "order": one.order,
-            "demoted_by": None,
+            "rewritten_by": None,
         }
         for i, one in enumerate(links)
     ]

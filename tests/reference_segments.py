@@ -19,7 +19,7 @@ from tests.reference import (
 
 @dataclass
 class Chain:
-    """One agent's turns since its last wipe."""
+    """One agent's turns since its history was last replaced."""
 
     turns: list[int] = field(default_factory=list)
 
@@ -56,8 +56,12 @@ def continues(turns, chain, i):
     last = turns[chain.turns[-1]]
     seen, shown = last.get("prompt_messages"), turns[i].get("prompt_messages")
     if seen is None or shown is None:
-        path = held(last)
-        return turns[i]["prompt_ids"][: len(path)] == path
+        path, prompt = held(last), turns[i]["prompt_ids"]
+        if prompt[: len(path)] == path:
+            return True
+        opening = last["prompt_ids"]
+        longer = 0 < len(opening) < len(prompt)
+        return longer and prompt[: len(opening)] == opening
     return len(shown) >= len(seen) and all(map(same, seen, shown))
 
 
@@ -110,7 +114,7 @@ def segments_of(turns, tools=("Task", "Agent")):
             said = "append"
         else:
             said = "wipe"
-            result.freeze("wipe", chain)
+            result.freeze("history_replaced", chain)
             chain.turns = []
         chain.turns.append(i)
         result.routes.append(f"{'main' if goes_to_main else 'sub'}/{said}")
@@ -180,12 +184,12 @@ def linearize(
     limit = float("inf") if max_row_tokens is None else max_row_tokens
     lost = dict.fromkeys(
         (
-            *("absorbed", "demoted", "cut", "untrainable"),
-            *("unrouted", "restarted", "unemitted"),
+            *("absorbed", "rewritten", "cut", "untrainable"),
+            *("unrouted", "restarted", "over_max_rows"),
         ),
         0,
     )
-    counts = {"rows_untrained": 0, "rows_cut": 0, "rows_unemitted": 0}
+    counts = {"rows_untrained": 0, "rows_cut": 0, "rows_over_max_rows": 0}
     for i, turn in enumerate(turns):
         if not is_trainable(turn):
             lost["untrainable"] += len(turn["output_ids"])
@@ -217,8 +221,8 @@ def linearize(
     if max_rows is not None and len(rows) > max_rows:
         left_out = rows[max_rows - 1 : -1]
         rows = [*rows[: max_rows - 1], rows[-1]]
-        counts["rows_unemitted"] = len(left_out)
-        lost["unemitted"] = sum(sum(row["loss_mask"]) for row in left_out)
+        counts["rows_over_max_rows"] = len(left_out)
+        lost["over_max_rows"] = sum(sum(row["loss_mask"]) for row in left_out)
     for k, row in enumerate(rows):
         row["row_index"] = k
         row["reward"] = {
@@ -289,6 +293,7 @@ def finished(turns, row, limit):
         "loss_mask": mask,
         "logprobs": logprobs,
         "spans": spans,
+        "turns": [names[i] for i in row.turns],
         "finish_reason": turns[row.turns[-1]].get("finish_reason"),
         **flags(turns, row.turns),
     }

@@ -117,19 +117,19 @@ def linearize(turns, links, token=None, limit=None, keep_untrained=True):
         "tokens_forward": 0,
         "tokens_forward_shared": 0,
         "lost_absorbed": 0,
-        "lost_demoted": 0,
+        "lost_rewritten": 0,
         "lost_cut": 0,
         "lost_untrainable": 0,
         "lost_unrouted": 0,
-        "lost_unspliced": 0,
-        "rows_unspliced": 0,
-        "turns_unspliced": 0,
+        "lost_no_splice_point": 0,
+        "rows_no_splice_point": 0,
+        "turns_no_splice_point": 0,
     }
     for turn, one in zip(turns, links, strict=True):
         if not is_trainable(turn):
             report["lost_untrainable"] += len(turn["output_ids"])
-        elif one.demoted_by is not None:
-            report["lost_demoted"] += len(turn["output_ids"])
+        elif one.rewritten_by is not None:
+            report["lost_rewritten"] += len(turn["output_ids"])
         elif one.order is None:
             report["lost_unrouted"] += len(turn["output_ids"])
     rows = []
@@ -137,13 +137,13 @@ def linearize(turns, links, token=None, limit=None, keep_untrained=True):
         known = end_of_turn(turns, chain) if token is None else token
         tokens, places = spliced(turns, chain, known)
         dropped = chain[len(places) :]
-        report["rows_unspliced"] += bool(dropped)
-        report["turns_unspliced"] += len(dropped)
+        report["rows_no_splice_point"] += bool(dropped)
+        report["turns_no_splice_point"] += len(dropped)
         row = row_of(turns, chain, tokens, places, limit)
-        lost = {"trained": 0, "cut": 0, "unspliced": 0, "untrainable": 0}
+        lost = {"trained": 0, "cut": 0, "no_splice_point": 0, "untrainable": 0}
         for span in row["spans"]:
             lost[span["kind"]] += span["output_stop"] - span["output_start"]
-        report["lost_unspliced"] += lost["unspliced"]
+        report["lost_no_splice_point"] += lost["no_splice_point"]
         if not keep_untrained and not lost["trained"] + lost["cut"]:
             report["rows_untrained"] += 1
         elif limit < len(tokens) and limit <= row["prompt_length"]:
@@ -198,7 +198,7 @@ def row_of(turns, chain, tokens, places, limit):
     for i in dropped:
         if turns[i]["output_ids"] and is_trainable(turns[i]):
             end = len(tokens)
-            add(end, end, i, 0, len(turns[i]["output_ids"]), "unspliced")
+            add(end, end, i, 0, len(turns[i]["output_ids"]), "no_splice_point")
     if any(m and p is None for m, p in zip(mask, logprobs, strict=True)):
         logprobs = [None] * len(tokens)
     return {
@@ -210,4 +210,5 @@ def row_of(turns, chain, tokens, places, limit):
         "finish_reason": turns[kept[-1]].get("finish_reason"),
         **flags(turns, kept),
         "last_turn": names[kept[-1]],
+        "turns": [names[i] for i in kept],
     }

@@ -1,7 +1,7 @@
 """Slow, obvious twin of how a session numbers its messages and shares their lists."""
 
 from tests import reference
-from trajkit.messages import message_body
+from trajkit.turns.messages import message_body
 
 
 class Numbers:

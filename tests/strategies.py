@@ -6,13 +6,32 @@ one reply opens another. Turns are dicts as `tests.reference` reads them.
 
 from collections import OrderedDict
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
-from trajkit.batch import Column
+from trajkit._arrow.export import Column
+
+fewer_examples = settings(max_examples=max(settings().max_examples // 3, 8))
+"""For a property that runs under many parameters, or goes over every policy."""
+
+
+def pick(draw, options):
+    """One of the options, each as likely as the others.
+
+    ``st.sampled_from`` made for one draw costs more than all that it draws.
+    """
+    return options[draw(_indices(len(options)))]
+
+
+@cache
+def _indices(n):
+    return st.integers(0, n - 1)
+
 
 # What a chat template puts around a body of small ids.
 END = 9
@@ -51,6 +70,17 @@ def prefix_pairs(draw):
     return a, b
 
 
+@cache
+def _logprob_lists(n):
+    return (
+        st.none()
+        | st.just([])
+        | st.lists(logprobs, min_size=n, max_size=n)
+        | st.lists(logprobs | st.none(), min_size=n, max_size=n)
+    )
+
+
+@cache
 @st.composite
 def replies(draw):
     """What the engine says of an output: ids, logprobs, finish_reason and the flags."""
@@ -60,23 +90,29 @@ def replies(draw):
         output = [*output, END]
     return {
         "output_ids": output,
-        "output_logprobs": draw(
-            st.none()
-            | st.just([])
-            | st.lists(logprobs, min_size=len(output), max_size=len(output))
-            | st.lists(logprobs | st.none(), min_size=len(output), max_size=len(output))
-        ),
+        "output_logprobs": draw(_logprob_lists(len(output))),
         "finish_reason": finish_reason,
-        "ill_formed": draw(st.sampled_from([False, False, True, None])),
-        "trainable": draw(st.sampled_from([None] * 6 + [True, False])),
+        "ill_formed": pick(draw, [False, False, True, None]),
+        "trainable": pick(draw, [None] * 6 + [True, False]),
     }
+
+
+@st.composite
+def masked(draw, drawn):
+    """Turns of a strategy, some with an output_mask."""
+    turns = draw(drawn)
+    for turn in turns:
+        n = len(turn["output_ids"])
+        mask = st.lists(st.booleans(), min_size=n, max_size=n)
+        turn["output_mask"] = draw(st.none() | mask)
+    return turns
 
 
 @st.composite
 def turn_numbers(draw, n):
     """n ascending values of turn_index, with gaps: ``[0, 1, 4]``."""
-    steps = draw(st.lists(st.sampled_from([1, 1, 1, 2, 5]), min_size=n, max_size=n))
-    first = draw(st.sampled_from([0, 0, 3]))
+    steps = [pick(draw, [1, 1, 1, 2, 5]) for _ in range(n)]
+    first = pick(draw, [0, 0, 3])
     return [first + sum(steps[:i]) for i in range(n)]
 
 
@@ -88,6 +124,7 @@ def text_of(body):
     return " ".join(map(str, body))
 
 
+@cache
 @st.composite
 def messages(draw, role):
     """A message and the ids that a template makes of it."""
@@ -95,11 +132,10 @@ def messages(draw, role):
     return {"role": role, "content": text_of(body)}, rendered(role, body)
 
 
-@st.composite
-def echoes(draw, reply):
+def echo_of(draw, reply):
     """The reply as a message, None where the gateway could not tell."""
     message = {"role": "assistant", "content": text_of(reply["output_ids"])}
-    kind = draw(st.sampled_from(["text"] * 4 + ["call"] * 3 + ["none"]))
+    kind = pick(draw, ["text"] * 4 + ["call"] * 3 + ["none"])
     if kind == "call":
         call = {"function": {"name": "bash", "arguments": draw(arguments)}}
         message["tool_calls"] = [call]
@@ -109,11 +145,10 @@ def echoes(draw, reply):
 DRIFTS = ("tail changed", "head dropped", "middle edited", "truncated", "grown")
 
 
-@st.composite
 def drifted(draw, ids):
     """The ids of a message as they come back when the template renders it anew."""
     start, body = ids[:1], ids[1:]
-    kind = draw(st.sampled_from(DRIFTS))
+    kind = pick(draw, DRIFTS)
     cut = draw(st.integers(0, len(body)))
     if kind == "tail changed":
         return [*start, *body[:-2], *draw(bodies), END]
@@ -154,18 +189,19 @@ def agent_sessions(draw, max_turns=8):
     for turn_index in draw(turn_numbers(draw(st.integers(1, max_turns)))):
         which = draw(st.integers(0, len(conversations) - 1))
         talk = list(conversations[which])
-        event = draw(st.sampled_from(EVENTS))
+        event = pick(draw, EVENTS)
         ours = [k for k, (said, _) in enumerate(talk) if said["role"] == "assistant"]
         k = draw(st.integers(0, len(talk) - 1))
         if event.endswith("the last reply") and ours:
             k = ours[-1]
         if event.endswith("an earlier reply") and ours:
-            k = draw(st.sampled_from(ours))
+            k = pick(draw, ours)
         message, ids = talk[k]
         if event.startswith("drift"):
-            talk[k] = message, draw(drifted(ids))
+            talk[k] = message, drifted(draw, ids)
         elif event.startswith("rewrite"):
-            talk[k] = {**message, "content": "*"}, draw(drifted(ids) | st.just(ids))
+            ids = drifted(draw, ids) if draw(st.booleans()) else ids
+            talk[k] = {**message, "content": "*"}, ids
         elif event == "rollback":
             talk = talk[: k + 1]
         elif event == "compaction":
@@ -178,7 +214,7 @@ def agent_sessions(draw, max_turns=8):
             conversations.append(talk)
 
         reply = draw(replies())
-        echo = draw(echoes(reply))
+        echo = echo_of(draw, reply)
         prompt = [i for _, ids in talk for i in ids] + [STARTS["assistant"]]
         sent = [message for message, _ in talk]
         turns.append(
@@ -188,16 +224,16 @@ def agent_sessions(draw, max_turns=8):
                     st.sampled_from([sent] * 16 + [None, None, []])
                 ),
                 "response_message": echo,
-                "prompt_ids": draw(st.sampled_from([prompt] * 15 + [[]])),
+                "prompt_ids": pick(draw, [prompt] * 15 + [[]]),
                 **reply,
             }
         )
-        if draw(st.sampled_from([True] * 5 + [False])):
+        if pick(draw, [True] * 5 + [False]):
             said = echo or {"role": "assistant", "content": "?"}
             ids = [STARTS["assistant"], *reply["output_ids"]]
             if ids[-1] != END:
-                ids = [*ids, *draw(st.sampled_from([[], [END]]))]
-            role = draw(st.sampled_from(["tool", "user"]))
+                ids = [*ids, *pick(draw, [[], [END]])]
+            role = pick(draw, ["tool", "user"])
             talk = [*talk, (said, ids), draw(messages(role))]
         conversations[which] = talk
     return turns
@@ -236,10 +272,10 @@ def wild_sessions(draw, max_turns=8):
         prompt = []
         sent = []
         if turns:
-            known = draw(st.sampled_from(turns))
+            known = pick(draw, turns)
             prompt = [*known["prompt_ids"], *known["output_ids"]]
             prompt = prompt[: draw(st.integers(0, len(prompt)) | st.just(len(prompt)))]
-            known = draw(st.sampled_from([known, draw(st.sampled_from(turns))]))
+            known = pick(draw, [known, pick(draw, turns)])
             sent = list(known["prompt_messages"] or [])
             if known["response_message"] is not None:
                 sent.append(known["response_message"])
@@ -248,7 +284,7 @@ def wild_sessions(draw, max_turns=8):
         turns.append(
             {
                 "turn_index": turn_index,
-                "prompt_messages": draw(st.sampled_from([sent] * 8 + [None, []])),
+                "prompt_messages": pick(draw, [sent] * 8 + [None, []]),
                 "response_message": draw(few_replies | st.none()),
                 "prompt_ids": [*prompt, *draw(bodies)],
                 **reply,
@@ -260,6 +296,65 @@ def wild_sessions(draw, max_turns=8):
 def sessions(max_turns=8):
     """One session: a list of turns in commit order."""
     return agent_sessions(max_turns) | wild_sessions(max_turns)
+
+
+few = settings(
+    max_examples=max(5, settings.default.max_examples // 12),
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+)
+"""For properties of `many_calls`: each example is large, and a seed does not shrink."""
+
+many_calls = st.integers(0, 2**32 - 1).map(lambda seed: many_calls_of(seed))
+"""One session of 40 to 300 calls."""
+
+
+def many_calls_of(seed):
+    """A session of 40 to 300 calls, with paths of 1 to about 700 tokens.
+
+    Most calls continue the call before. The others continue an old call, share only the
+    head of one (a rollback), or begin anew with a short or a long prompt. Messages and
+    tokens of a call share about as much of the same earlier call.
+    """
+    rng = np.random.default_rng(seed)
+    turns = []
+    longest = int(rng.choice([30, 700]))
+    for index in range(int(rng.integers(40, 301))):
+        prompt, sent = [], []
+        event = rng.choice(["continue", "old", "head", "short", "long"], p=EVENT_SHARES)
+        if turns and event in ("continue", "old", "head"):
+            known = turns[-1] if event == "continue" else turns[rng.integers(index)]
+            prompt = [*known["prompt_ids"], *known["output_ids"]]
+            sent = [*known["prompt_messages"], known["response_message"]]
+            kept = rng.random() if event == "head" or len(prompt) > longest else 1
+            prompt = prompt[: round(kept * len(prompt))]
+            sent = sent[: round(kept * len(sent))]
+        n_new = longest if event == "long" else 3
+        prompt += rng.integers(0, 4, rng.integers(prompt == [], n_new + 1)).tolist()
+        sent.append({"role": "user", "content": "abc"[rng.integers(3)]})
+        output = rng.integers(0, 4, rng.integers(5)).tolist()
+        numbers = (-rng.integers(0, 64, len(output)) / 8).tolist()
+        logprobs = [None, numbers, numbers, [None, *numbers][: len(output)]]
+        turns.append(
+            {
+                "turn_index": index,
+                "prompt_messages": sent,
+                "response_message": {
+                    "role": "assistant",
+                    "content": "xy"[rng.integers(2)],
+                },
+                "prompt_ids": prompt,
+                "output_ids": output,
+                "output_logprobs": logprobs[rng.integers(4)],
+                "finish_reason": ["stop", "length", "abort"][rng.integers(3)],
+                "ill_formed": bool(rng.integers(2)),
+                "trainable": [None, None, True, False][rng.integers(4)],
+            }
+        )
+    return turns
+
+
+EVENT_SHARES = [0.6, 0.12, 0.12, 0.13, 0.03]
+"""How often a call of `many_calls` continues the last one, and so on."""
 
 
 @st.composite
@@ -348,18 +443,19 @@ reply_texts = st.lists(
 def chosen_policies(draw):
     """A preset's name and choices made otherwise, as `trajkit.policy` takes them."""
     name = draw(st.sampled_from(["faithful"] * 3 + ["slime", "trl"]))
-    choices = {"own": draw(st.sampled_from(["first", "longest", "most_trained"]))}
+    choices = {"train_in": pick(draw, ["first", "longest", "most_trained"])}
+    choices["chain_order"] = pick(draw, ["tree", "tree", "recorded"])
     if name != "faithful":
         choices["fork_threshold"] = draw(thresholds)
-        choices["keep_head"] = draw(st.booleans())
-        choices["flags"] = draw(st.sampled_from(["chain", "row"]))
-    choices["aborted"] = draw(st.sampled_from(["context", "train"]))
-    choices["missing_logprobs"] = draw(st.sampled_from(["keep", "untrain"]))
-    if choices["own"] != "first":
+        choices["keep_prefix"] = draw(st.booleans())
+        choices["flag_scope"] = pick(draw, ["chain", "row"])
+    choices["train_aborted"] = draw(st.booleans())
+    choices["missing_logprobs"] = pick(draw, ["keep", "untrain"])
+    if choices["train_in"] != "first":
         choices["keep_untrained"] = draw(st.booleans())
     if name == "trl":
         # a forest, so that several rows hold a claim
-        choices["route"] = draw(st.sampled_from(["messages", "previous"]))
+        choices["parent_by"] = pick(draw, ["messages", "previous"])
     return name, choices
 
 
@@ -386,12 +482,11 @@ def asked(draw, reply, number):
     names = draw(st.lists(tool_names, max_size=2))
     # few ids, so that old results answer new calls
     ids = [
-        draw(st.sampled_from([f"c{number}-{k}", f"c{number}-{k}", "c"]))
-        for k in range(len(names))
+        pick(draw, [f"c{number}-{k}", f"c{number}-{k}", "c"]) for k in range(len(names))
     ]
     given = list(zip(names, ids, strict=True))
     if not names:
-        return draw(st.sampled_from([{"role": "assistant", "content": text}, None])), []
+        return pick(draw, [{"role": "assistant", "content": text}, None]), []
     if draw(st.booleans()):
         calls = [
             {
@@ -400,7 +495,7 @@ def asked(draw, reply, number):
             }
             for name, one in given
         ]
-        if draw(st.sampled_from([False] * 7 + [True])):
+        if pick(draw, [False] * 7 + [True]):
             del calls[-1]["id"]
         return {"role": "assistant", "content": text, "tool_calls": calls}, given
     blocks = [
@@ -414,7 +509,7 @@ def asked(draw, reply, number):
 @st.composite
 def results(draw, ids):
     """Messages that answer some tool calls, with their tokens: in either form."""
-    if not ids or draw(st.sampled_from([False] * 4 + [True])):
+    if not ids or pick(draw, [False] * 4 + [True]):
         return [draw(messages("user"))]
     if draw(st.booleans()):
         told = []
@@ -442,14 +537,14 @@ def delegating_sessions(draw, max_turns=10):
         which = draw(st.integers(0, len(agents) - 1) | st.sampled_from([0, -1]))
         talk, waiting = agents[which]
         talk = list(talk)
-        if waiting and draw(st.sampled_from([True, True, False])):
+        if waiting and pick(draw, [True, True, False]):
             talk += draw(results(draw(st.permutations(waiting))))
             waiting = []
-        event = draw(st.sampled_from(ASKED))
+        event = pick(draw, ASKED)
         k = draw(st.integers(0, len(talk) - 1) | st.just(len(talk) - 1))
         message, ids = talk[k]
         if event == "drift":
-            talk[k] = message, draw(drifted(ids))
+            talk[k] = message, drifted(draw, ids)
         elif event == "rewrite":
             # the same but for what the equality leaves out, or a number's type
             told = draw(
@@ -485,7 +580,7 @@ def delegating_sessions(draw, max_turns=10):
             for name, _ in calls:
                 if name in DISPATCHING and len(agents) < 4:
                     opening = [draw(messages("system")), draw(messages("user"))]
-                    opening = draw(st.sampled_from([opening] * 4 + [list(talk)]))
+                    opening = pick(draw, [opening] * 4 + [list(talk)])
                     agents.append([opening, []])
         agents[which] = [talk, waiting]
     return turns
@@ -496,9 +591,10 @@ def delegating_sessions(draw, max_turns=10):
 
 @st.composite
 def payload_lists(draw, turn):
-    """Pairs of small numbers, one per output id, per prompt and output id, or none."""
-    n_output, n_prompt = len(turn["output_ids"]), len(turn["prompt_ids"])
-    n = draw(st.sampled_from([n_output, n_prompt + n_output, None]))
+    """Pairs of small numbers: per output id, per id or per id but the last, or none."""
+    n_output, n_held = len(turn["output_ids"]), len(turn["prompt_ids"])
+    n_held += n_output
+    n = pick(draw, [n_output, n_held, max(n_held - 1, 0), None])
     pairs = st.none() | st.lists(st.integers(0, 99), min_size=2, max_size=2)
     return None if n is None else draw(st.lists(pairs, min_size=n, max_size=n))
 
@@ -533,7 +629,7 @@ def growing_prompts(draw, max_turns=8):
     turns = []
     for turn_index in draw(turn_numbers(draw(st.integers(1, max_turns)))):
         reply = draw(replies())
-        known = draw(st.sampled_from([None, *turns, *turns[-1:], *turns[-1:]]))
+        known = pick(draw, [None, *turns, *turns[-1:], *turns[-1:]])
         prompt = []
         if known is not None:
             prompt = list(known["prompt_ids"])
@@ -572,7 +668,7 @@ ends_of_turn = st.sampled_from([END, END, None, None, 0, 7])
 
 
 client_habits = st.sets(st.sampled_from(["no reasoning", "blocks", "numbers"]))
-"""What a client does to a reply that it sends back: `tests.shim.test_echo`."""
+"""What a client does to a reply that it sends back: `prompting.test_reply_matching`."""
 
 
 # Calls whose order does not count
@@ -607,31 +703,31 @@ def named_sessions(draw, max_turns=8, *, unique=False):
 @st.composite
 def forest_policies(draw):
     """Choices of the rules of forests beside those of other rules, as they may be made."""
-    route = draw(st.sampled_from(["prefix", "prefix", "generations", "messages"]))
-    absorbs = ["never", "short_drift", *(["splice"] if route != "prefix" else [])]
-    absorb = draw(st.sampled_from(absorbs))
+    route = pick(draw, ["prefix", "prefix", "generations", "messages"])
+    absorbs = ["fork", "absorb_short_drift", *(["splice"] if route != "prefix" else [])]
+    absorb = pick(draw, absorbs)
     spliced = absorb == "splice"
-    max_rows = draw(st.sampled_from([None, None, 1, 2]))
+    max_rows = pick(draw, [None, None, 1, 2])
     owns = ["first", "longest", "most_trained", "earliest"]
-    if absorb == "never" and max_rows is None:
+    if absorb == "fork" and max_rows is None:
         owns += ["every", "every"]
     return {
-        "route": route,
-        "absorb": absorb,
-        "keep_head": draw(st.booleans()),
+        "parent_by": route,
+        "on_drift": absorb,
+        "keep_prefix": draw(st.booleans()),
         "fork_threshold": draw(thresholds),
-        "own": draw(st.sampled_from(owns)),
-        "emit": "all" if spliced else draw(st.sampled_from(["all", "main"])),
-        "cut": "tokens" if spliced else draw(st.sampled_from(["tokens", "calls"])),
-        "order": "tree"
+        "train_in": pick(draw, owns),
+        "row_selection": "all" if spliced else pick(draw, ["all", "main"]),
+        "truncate_at": "tokens" if spliced else pick(draw, ["tokens", "calls"]),
+        "chain_order": "tree"
         if route == "prefix"
-        else draw(st.sampled_from(["tree", "commit"])),
+        else pick(draw, ["tree", "recorded"]),
         "max_rows": max_rows,
-        "missing_logprobs": draw(st.sampled_from(["keep", "untrain", "null_row"])),
-        "aborted": draw(st.sampled_from(["context", "train"])),
+        "missing_logprobs": pick(draw, ["keep", "untrain", "null_row"]),
+        "train_aborted": draw(st.booleans()),
         "keep_untrained": draw(st.booleans()),
         "keep_empty": draw(st.booleans()),
-        "flags": draw(st.sampled_from(["chain", "row"])),
+        "flag_scope": pick(draw, ["chain", "row"]),
     }
 
 
@@ -654,7 +750,7 @@ def typed_calls(draw):
     """A tool in OpenAI's form, and a call of it: its name and arguments."""
     name = draw(_tool_names)
     keys = draw(st.lists(st.sampled_from(["path", "b", "old text"]), unique=True))
-    kinds = {key: draw(st.sampled_from(sorted(_json_kinds))) for key in keys}
+    kinds = {key: pick(draw, sorted(_json_kinds)) for key in keys}
     tool = {
         "type": "function",
         "function": {
@@ -780,7 +876,7 @@ def json_arrays(draw, elements, odd, size=6):
     texts = draw(st.lists(elements, max_size=size))
     if draw(st.integers(0, 3)) == 0:
         texts.insert(draw(st.integers(0, len(texts))), draw(odd))
-    comma = draw(st.sampled_from([",", ", ", " ,\t"]))
+    comma = pick(draw, [",", ", ", " ,\t"])
     return f"[{draw(json_spaces)}{comma.join(texts)}{draw(json_spaces)}]"
 
 
@@ -807,7 +903,7 @@ def call_lines(draw):
     """The text of one line of a log of calls, mostly well formed."""
     n = draw(st.integers(0, 4))
     members = [
-        ("session_id", draw(st.sampled_from(['"a"', '"a"', '"b"', "null", "NaN"]))),
+        ("session_id", pick(draw, ['"a"', '"a"', '"b"', "null", "NaN"])),
         ("prompt_ids", draw(json_arrays(_small_ids, _odd_numbers, 12))),
         (
             "output_ids",
@@ -833,22 +929,20 @@ def call_lines(draw):
         ),
     ]
     extra = ["prompt_ids", "output_ids", "prompt_messages", "note", "use_tool"]
-    for _ in range(draw(st.sampled_from([0, 0, 0, 1, 2]))):
+    for _ in range(pick(draw, [0, 0, 0, 1, 2])):
         value = _json_texts | json_arrays(_small_ids, _odd_numbers)
-        members.append((draw(st.sampled_from(extra)), draw(value)))
+        members.append((pick(draw, extra), draw(value)))
     if draw(st.integers(0, 3)) == 0:
         members = draw(st.permutations(members))
     names = {name: f'"{name}"' for name, _ in members}
     if draw(st.integers(0, 7)) == 0:
         names["prompt_ids"] = '"prompt\\u005fids"'
-    colon, comma = draw(st.sampled_from([(":", ","), (": ", ", "), (" :\t", " , ")]))
+    colon, comma = pick(draw, [(":", ","), (": ", ", "), (" :\t", " , ")])
     inner = comma.join(f"{names[name]}{colon}{value}" for name, value in members)
     text = f"{{{draw(json_spaces)}{inner}{draw(json_spaces)}}}"
     if draw(st.integers(0, 7)) == 0:
         at = draw(st.integers(0, len(text)))
-        text = (
-            text[:at] + draw(st.sampled_from(["", "]", '"', ",", "x"])) + text[at + 1 :]
-        )
+        text = text[:at] + pick(draw, ["", "]", '"', ",", "x"]) + text[at + 1 :]
     return text.encode("utf-8")
 
 
@@ -863,19 +957,31 @@ _further_values = {
 
 
 @st.composite
-def further_columns(draw, turn):
-    """What a call may say in columns of its own, and which weights sampled its output."""
+def weight_versions(draw, turn):
+    """Which weights sampled a turn's output, or None."""
     n = len(turn["output_ids"])
     cuts = sorted(draw(st.lists(st.integers(0, n), max_size=2)))
-    bounds = [0, *cuts, n]
     pieces = [
         {"version": str(start), "start": start, "stop": stop}
-        for start, stop in pairwise(bounds)
+        for start, stop in pairwise([0, *cuts, n])
     ]
+    return draw(st.sampled_from([None, pieces]))
+
+
+@st.composite
+def versioned(draw, drawn):
+    """Turns of a strategy, some with weight_versions."""
+    turns = draw(drawn)
+    return [{**turn, "weight_versions": draw(weight_versions(turn))} for turn in turns]
+
+
+@st.composite
+def further_columns(draw, turn):
+    """What a call may say in columns of its own, and which weights sampled its output."""
     names = draw(st.lists(st.sampled_from(sorted(_further_values)), unique=True))
     values = {name: draw(_further_values[name]) for name in names}
     values["experts"] = draw(payload_lists(turn))
-    return draw(st.sampled_from([None, pieces])), values
+    return draw(weight_versions(turn)), values
 
 
 # Messages as a session hears them again and again
@@ -929,19 +1035,19 @@ def heard_calls(draw):
         {"role": roles}, optional={"c": _heard_values, "d": _heard_values}
     )
     pool = draw(st.lists(message, min_size=1, max_size=6))
-    pick = st.sampled_from(pool).map(lambda one: dict(reversed(one.items())))
-    pick = st.sampled_from(pool) | pick | pick.map(OrderedDict)
+    shown = st.sampled_from(pool).map(lambda one: dict(reversed(one.items())))
+    shown = st.sampled_from(pool) | shown | shown.map(OrderedDict)
     calls, lists = [], [[]]
     for _ in range(draw(st.integers(1, 8))):
-        base = draw(st.sampled_from(lists))
+        base = pick(draw, lists)
         kept = base[: draw(st.integers(max(0, len(base) - 2), len(base)))]
-        messages = kept + draw(st.lists(pick, max_size=3))
-        reply = draw(st.none() | pick)
+        messages = kept + draw(st.lists(shown, max_size=3))
+        reply = draw(st.none() | shown)
         lists.append(messages if reply is None else [*messages, reply])
-        said = draw(st.sampled_from([messages, messages, messages, None]))
+        said = pick(draw, [messages, messages, messages, None])
         n_counted = sum(counts for *_, counts in calls)
         place = draw(st.integers(-1, n_counted - 1))
-        calls.append((said, reply, place, draw(st.sampled_from([True, True, False]))))
+        calls.append((said, reply, place, pick(draw, [True, True, False])))
     return calls
 
 
@@ -959,7 +1065,7 @@ def long_runs(draw):
     for name in "abc"[: draw(st.integers(1, 3))]:
         paths = [[]]
         for k in range(draw(st.integers(1, 5))):
-            prompt = [*draw(st.sampled_from(paths)), *range(draw(sizes) + 1)]
+            prompt = [*pick(draw, paths), *range(draw(sizes) + 1)]
             output = [*range(100, 100 + draw(sizes))]
             logprobs = [-0.5 * i for i in range(len(output))]
             turns.append(
@@ -1003,7 +1109,7 @@ _leaves = st.sampled_from(
 def _typed(draw, depth=2, named=True):
     """An Arrow type, a strategy for its values, and whether they are never null."""
     kinds = ["leaf", "list", "large_list", "struct"] if depth else ["leaf"]
-    kind = draw(st.sampled_from(kinds))
+    kind = pick(draw, kinds)
     if kind == "leaf":
         type_, values = draw(_leaves)
         if not named and pa.types.is_dictionary(type_):
@@ -1034,7 +1140,7 @@ def plain_tables(draw):
     """Tables in chunks, with a list of numbers and further columns of any depth."""
     columns = {"ids": (pa.large_list(pa.int32()), st.lists(st.integers(0, 9)), True)}
     columns |= {name: draw(_typed()) for name in draw(_field_names)}
-    said = draw(st.sampled_from([None, {"trajkit.table": "rows"}, {"é": "ü"}]))
+    said = pick(draw, [None, {"trajkit.table": "rows"}, {"é": "ü"}])
     schema = pa.schema(
         [pa.field(n, t, nullable=not full) for n, (t, _, full) in columns.items()], said
     )
@@ -1107,7 +1213,7 @@ def columns_of_any_type(draw, n, types=tuple(_OF_TYPE)):
     chosen = draw(st.lists(st.sampled_from(types), unique=True, min_size=1, max_size=5))
     names = [f"further {k}" for k in range(len(chosen))]
     columns = [draw(_arrays_of(type_, n)) for type_ in chosen]
-    cut = draw(st.sampled_from([0, n // 2]))
+    cut = pick(draw, [0, n // 2])
     table = pa.table(columns, names)
     return pa.concat_tables([table[:cut], table[cut:]]) if cut else table
 
@@ -1149,7 +1255,7 @@ def _bitmap(flags: list[bool]) -> np.ndarray:
 
 @st.composite
 def batch_columns(draw):
-    """Fields, `trajkit.batch.Column`s of equal length, and what their values are.
+    """Fields, `trajkit._arrow.export.Column`s of equal length, and what their values are.
 
     Fixed-width columns, bitmaps, dictionaries and lists of structs of these, with and
     without nulls, behind an offset, beside arrays that are Arrow's already.

@@ -17,6 +17,16 @@ from trajkit import _core
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"trajkit": ROOT / "trajkit", "trajkit_shim": ROOT / "shim/trajkit_shim"}
 
+PUBLIC = [
+    trajkit,
+    trajkit.analysis,
+    trajkit.jobs,
+    trajkit.observations,
+    trajkit.recorder,
+    trajkit.training,
+    trajkit.turns,
+]
+
 # What no import of trajkit, and no --help, may load.
 HEAVY = {
     "duckdb",
@@ -86,11 +96,14 @@ def modules_after(statement: str) -> list[str]:
     return done.stdout.split()
 
 
-@pytest.mark.parametrize("module", ["trajkit", "trajkit.cli"])
-def test_importing_trajkit_loads_numpy_and_pyarrow_only(module):
+EVERY_NAME = "import trajkit; [getattr(trajkit, name) for name in dir(trajkit)]"
+
+
+@pytest.mark.parametrize("statement", [EVERY_NAME, "import trajkit.cli"])
+def test_importing_trajkit_loads_numpy_and_pyarrow_only(statement):
     third_party = {
         name
-        for name in loaded_by(f"import {module}") - loaded_by("pass")
+        for name in loaded_by(statement) - loaded_by("pass")
         if name not in sys.stdlib_module_names
         and not re.match("_|cython_runtime", name)
     }
@@ -98,7 +111,7 @@ def test_importing_trajkit_loads_numpy_and_pyarrow_only(module):
 
 
 def test_importing_trajkit_leaves_the_compute_functions_alone():
-    assert "pyarrow.compute" not in modules_after("import trajkit")
+    assert "pyarrow.compute" not in modules_after(EVERY_NAME)
 
 
 def test_the_shim_s_commands_load_nothing_heavy_before_they_run():
@@ -111,9 +124,9 @@ def test_trajkit_imports_nothing_heavy_and_never_the_shim(path):
     if path == ROOT / "trajkit/cli/tokenizer.py":
         # when a command is given one, and nowhere else
         refused -= {"tokenizers", "transformers"}
-    if path == ROOT / "trajkit/ray.py":
+    if path == ROOT / "trajkit/jobs/ray.py":
         refused -= {"ray"}
-    if path == ROOT / "trajkit/io_polars.py":
+    if path == ROOT / "trajkit/io/parquet_polars.py":
         # where it is installed, for files that are not small
         refused -= {"polars"}
     for name in imports(path):
@@ -129,10 +142,51 @@ def test_the_shim_imports_public_names_of_trajkit_only(path):
             assert not any(part.startswith("_") for part in rest), name
 
 
-def test_errors_import_nothing_and_schema_nothing_of_trajkit():
-    assert list(imports(ROOT / "trajkit/errors.py")) == []
-    names = set(imports(ROOT / "trajkit/schema.py"))
-    assert not any(name.startswith("trajkit") for name in names)
+def allowed_imports(package: str) -> dict[str, set[str]]:
+    """ARCHITECTURE.md's list: each part of a package and the parts on lines above it."""
+    text = (ROOT / "ARCHITECTURE.md").read_text("utf-8")
+    listed = re.search(rf"```text\n# {package}\n(.*?)```", text, re.DOTALL)
+    assert listed
+    allowed: dict[str, set[str]] = {}
+    for line in listed[1].splitlines():
+        allowed |= {part: {*allowed} for part in line.split()}
+    return allowed
+
+
+def part_of(module: str) -> str:
+    """The package directly below the top, or the module that lies there."""
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_only_what_is_listed_below_them(package):
+    allowed = allowed_imports(package)
+    names = {module_name(package, path) for path in modules(package)}
+    wrong = []
+    for path in modules(package):
+        part = part_of(module_name(package, path))
+        if part == "__init__":
+            continue
+        for name in imports(path):
+            if name.split(".")[0] != package:
+                continue
+            known = name if name in names else name.rpartition(".")[0]
+            target = part_of(known if known != package else name)
+            # the command line also uses the public names
+            public = "__init__" if part == "cli" else part
+            if target not in {part, public, "_core", *allowed[part]}:
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert wrong == []
+    assert allowed.keys() == {part_of(name) for name in names} - {"__init__"}
+
+
+def module_name(package: str, path: Path) -> str:
+    parts = path.relative_to(PACKAGES[package]).with_suffix("").parts
+    return ".".join([package, *(part for part in parts if part != "__init__")])
+
+
+def test_few_modules_lie_at_the_top():
+    assert len(list((ROOT / "trajkit").glob("*.py"))) <= 12
 
 
 def test_every_package_is_listed_for_the_wheel():
@@ -143,20 +197,6 @@ def test_every_package_is_listed_for_the_wheel():
         for path in folder.rglob("__init__.py")
     }
     assert found == set(listed["tool"]["setuptools"]["packages"])
-
-
-def test_the_stub_of_the_core_is_true():
-    checked = subprocess.run(
-        [
-            *(sys.executable, "-m", "mypy.stubtest"),
-            *("--mypy-config-file", "pyproject.toml", "trajkit._core"),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 def test_every_kernel_has_a_stub():
@@ -170,34 +210,55 @@ def test_every_kernel_has_a_stub():
     assert kernels == stubbed
 
 
-def test_public_names_are_sorted_and_there():
-    assert trajkit.__all__ == sorted(trajkit.__all__)
-    assert len(set(trajkit.__all__)) == len(trajkit.__all__)
-    assert [name for name in trajkit.__all__ if not hasattr(trajkit, name)] == []
+def test_public_names_are_few_and_typed():
+    assert len(dir(trajkit)) <= 30
+    for package in PUBLIC:
+        lines = Path(package.__file__).read_text().splitlines()
+        typed = [
+            re.search(r"^    from \S+ import (\w+) as \1$", line) for line in lines
+        ]
+        names = {match[1] for match in typed if match}
+        assert set(dir(package)) <= names
+        assert [name for name in names if not hasattr(package, name)] == []
+
+
+def public_objects() -> dict[str, object]:
+    """Public functions and classes by dotted name."""
+    return {
+        f"{package.__name__}.{name}": getattr(package, name)
+        for package in PUBLIC
+        for name in dir(package)
+    }
 
 
 def public_functions() -> list[str]:
-    return [n for n in trajkit.__all__ if inspect.isroutine(getattr(trajkit, n))]
+    return [
+        name for name, value in public_objects().items() if inspect.isroutine(value)
+    ]
+
+
+def public_classes() -> dict[str, type]:
+    return {n: value for n, value in public_objects().items() if inspect.isclass(value)}
 
 
 def public_methods() -> list[object]:
     return [
         pytest.param(method, id=f"{name}.{method_name}")
-        for name in trajkit.__all__
-        if inspect.isclass(getattr(trajkit, name))
-        for method_name, method in vars(getattr(trajkit, name)).items()
+        for name, value in public_classes().items()
+        for method_name, method in vars(value).items()
         if inspect.isfunction(method) and not method_name.startswith("_")
     ]
 
 
 @pytest.mark.parametrize("name", public_functions())
 def test_public_functions_document_every_parameter(name):
-    text = inspect.getdoc(getattr(trajkit, name))
+    function = public_objects()[name]
+    text = inspect.getdoc(function)
     assert text
     if "; see `" in text:
         return
     assert "Parameters\n----------" in text
-    for parameter in inspect.signature(getattr(trajkit, name)).parameters:
+    for parameter in inspect.signature(function).parameters:
         # a line of its own, or one that names several
         assert re.search(rf"^(?:[\w*]+, )*\*{{0,2}}{parameter}\b", text, re.MULTILINE)
 
@@ -207,11 +268,9 @@ def test_public_methods_are_documented(method):
     assert inspect.getdoc(method)
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in trajkit.__all__ if inspect.isclass(getattr(trajkit, n))]
-)
+@pytest.mark.parametrize("name", public_classes())
 def test_public_classes_are_documented(name):
-    assert inspect.getdoc(getattr(trajkit, name))
+    assert inspect.getdoc(public_objects()[name])
 
 
 def test_no_file_names_a_place_on_somebody_s_machine():

@@ -1,104 +1,87 @@
 """Token-exact trajectories for RL: recorded calls in, loss-masked rows out."""
 
-from trajkit.branches import label_branches
-from trajkit.delta import compact, expand
-from trajkit.drift import classify_drift
-from trajkit.errors import (
-    FormatError,
-    InvalidTurnsError,
-    LayoutError,
-    LeftOutWarning,
-    MissingBodyError,
-    PolicyError,
-    SchemaError,
-    TornLogWarning,
-    TrajkitError,
-    UnknownSessionError,
-)
-from trajkit.explain import explain_drift
-from trajkit.files import compact_file, expand_file, linearize_file
-from trajkit.gather import stream_turns
-from trajkit.importers import import_file, import_turns
-from trajkit.io import (
-    iter_rows,
-    iter_turns,
-    read_rows,
-    read_sessions,
-    read_turns,
-    write_rows,
-    write_turns,
-)
-from trajkit.linearize import linearize
-from trajkit.link import link
-from trajkit.loss import Loss, reference_loss
-from trajkit.messages import message_body, message_key, message_record
-from trajkit.observations import observations
-from trajkit.policies import Policy, policy
-from trajkit.prefix import lcp
-from trajkit.recorder import Recorded, Recorder
-from trajkit.records import from_records
-from trajkit.rewards import spread_rewards
-from trajkit.roundtrip import check_roundtrip
-from trajkit.simulate import simulate
-from trajkit.suffix import full_rows, suffix_rows
-from trajkit.validate import set_aside, validate
-from trajkit.verify import verify
-from trajkit.verify_files import verify_file
-from trajkit.weights import add_advantages, advantages, weigh
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "FormatError",
-    "InvalidTurnsError",
-    "LayoutError",
-    "LeftOutWarning",
-    "Loss",
-    "MissingBodyError",
-    "Policy",
-    "PolicyError",
-    "Recorded",
-    "Recorder",
-    "SchemaError",
-    "TornLogWarning",
-    "TrajkitError",
-    "UnknownSessionError",
-    "add_advantages",
-    "advantages",
-    "check_roundtrip",
-    "classify_drift",
-    "compact",
-    "compact_file",
-    "expand",
-    "expand_file",
-    "explain_drift",
-    "from_records",
-    "full_rows",
-    "import_file",
-    "import_turns",
-    "iter_rows",
-    "iter_turns",
-    "label_branches",
-    "lcp",
-    "linearize",
-    "linearize_file",
-    "link",
-    "message_body",
-    "message_key",
-    "message_record",
-    "observations",
-    "policy",
-    "read_rows",
-    "read_sessions",
-    "read_turns",
-    "reference_loss",
-    "set_aside",
-    "simulate",
-    "spread_rewards",
-    "stream_turns",
-    "suffix_rows",
-    "validate",
-    "verify",
-    "verify_file",
-    "weigh",
-    "write_rows",
-    "write_turns",
-]
+from trajkit._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from trajkit import analysis as analysis
+    from trajkit import errors as errors
+    from trajkit import importers as importers
+    from trajkit import jobs as jobs
+    from trajkit import observations as observations
+    from trajkit import policies as policies
+    from trajkit import recorder as recorder
+    from trajkit import schema as schema
+    from trajkit import training as training
+    from trajkit import turns as turns
+    from trajkit.analysis.drift import classify_drift as classify_drift
+    from trajkit.analysis.simulation import simulate as simulate
+    from trajkit.errors import TrajkitError as TrajkitError
+    from trajkit.importers.reader import import_turns as import_turns
+    from trajkit.io.tables import read_rows as read_rows
+    from trajkit.io.tables import read_sessions as read_sessions
+    from trajkit.io.tables import read_turns as read_turns
+    from trajkit.io.tables import scan_rows as scan_rows
+    from trajkit.io.tables import write_rows as write_rows
+    from trajkit.io.tables import write_sessions as write_sessions
+    from trajkit.io.tables import write_turns as write_turns
+    from trajkit.jobs.group_sessions import scan_turns as scan_turns
+    from trajkit.pipeline.links import link as link
+    from trajkit.pipeline.rows import linearize as linearize
+    from trajkit.pipeline.suffix_layout import full_rows as full_rows
+    from trajkit.pipeline.suffix_layout import suffix_rows as suffix_rows
+    from trajkit.policies import Policy as Policy
+    from trajkit.policies import policy as policy
+    from trajkit.recorder.recorder import Recorder as Recorder
+    from trajkit.training.row_weights import add_advantages as add_advantages
+    from trajkit.training.row_weights import add_weights as add_weights
+    from trajkit.turns.delta import compact as compact
+    from trajkit.turns.delta import expand as expand
+    from trajkit.turns.records import from_records as from_records
+    from trajkit.turns.validation import validate as validate
+    from trajkit.verification.run import verify as verify
+else:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "Policy": "policies",
+            "Recorder": "recorder.recorder",
+            "TrajkitError": "errors",
+            "add_advantages": "training.row_weights",
+            "add_weights": "training.row_weights",
+            "classify_drift": "analysis.drift",
+            "compact": "turns.delta",
+            "expand": "turns.delta",
+            "from_records": "turns.records",
+            "full_rows": "pipeline.suffix_layout",
+            "import_turns": "importers.reader",
+            "linearize": "pipeline.rows",
+            "link": "pipeline.links",
+            "policy": "policies",
+            "read_rows": "io.tables",
+            "read_sessions": "io.tables",
+            "read_turns": "io.tables",
+            "scan_rows": "io.tables",
+            "scan_turns": "jobs.group_sessions",
+            "simulate": "analysis.simulation",
+            "suffix_rows": "pipeline.suffix_layout",
+            "validate": "turns.validation",
+            "verify": "verification.run",
+            "write_rows": "io.tables",
+            "write_sessions": "io.tables",
+            "write_turns": "io.tables",
+        },
+        (
+            "analysis",
+            "errors",
+            "importers",
+            "jobs",
+            "observations",
+            "policies",
+            "recorder",
+            "schema",
+            "training",
+            "turns",
+        ),
+    )

@@ -1,6 +1,6 @@
 """The whole contract between trajkit/*.py and the compiled kernels.
 
-Arrays are contiguous; records have the dtypes of trajkit/layout.py.
+Arrays are contiguous; records have the dtypes of trajkit/turns/structs.py.
 """
 
 from collections.abc import Callable
@@ -36,14 +36,6 @@ def encode_message(message: object) -> tuple[str, str]: ...
 def match_messages(
     messages: list[object], before: list[object], before_ids: _I32, ids: _I32
 ) -> None: ...
-def mark_shown(
-    ids: _I32,
-    sessions: _I32,
-    key_of: _I32,
-    last_session: _I32,
-    last_id: _I32,
-    shown: _U8,
-) -> None: ...
 
 # json.pxi
 def json_space_end(text: bytes, at: int) -> int: ...
@@ -75,9 +67,7 @@ def grow_forest(
     ends: _I32,
     shared: _I64,
     shared_with: _I32,
-    state: _I64,
-    first_call: int,
-) -> None: ...
+) -> int: ...
 
 # record.pxi
 @final
@@ -154,6 +144,7 @@ class Intake:
         response_message: object,
         weight_versions: object,
         payloads: object,
+        output_mask: object,
     ) -> tuple[int, int, bool]: ...
 
 # route.pxi
@@ -171,6 +162,7 @@ def route_messages(
     places: _I32,
     up: _I32,
     ended: _I32,
+    replies: _I32,
     next_ended: _I32,
     links: _Records,
 ) -> None: ...
@@ -353,6 +345,13 @@ def fill_rows(
 ) -> int: ...
 
 # facts.pxi
+def list_turns(
+    rows: _Records,
+    links: _Records,
+    turn_index: _I32,
+    offsets: _I64,
+    turns: _I32,
+) -> None: ...
 def fill_facts(
     rows: _Records,
     links: _Records,

@@ -23,7 +23,7 @@ class MissingBodyError(InvalidTurnsError):
 
 
 class LayoutError(TrajkitError, ValueError):
-    """Offsets or lengths do not describe runs inside the values that they index."""
+    """Buffers of a table do not fit together: offsets, lengths, indices, bitmaps, text."""
 
 
 class PolicyError(TrajkitError, ValueError):

@@ -10,8 +10,10 @@ lost its metadata is taken to be of the present version.
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 KEY_BYTES = 16
+# of a key: the digest of what the message says, whatever the types of its numbers
+VALUE_BYTES = 12
 
 _names = pa.dictionary(pa.int8(), pa.string())
 
@@ -29,7 +31,7 @@ def _required(name: str, type_: pa.DataType) -> pa.Field:
 
 MESSAGE = pa.struct(
     [
-        # 128-bit digest of the canonical message under an equality (trajkit.messages)
+        # digest of the body: each key has one body (trajkit.turns.messages)
         pa.field("key", pa.binary(KEY_BYTES)),
         pa.field("role", pa.string()),
         # canonical JSON; null where the session showed this very body before
@@ -53,7 +55,7 @@ SPAN_KINDS = (
     "absorbed",
     "cut",
     "untrainable",
-    "unspliced",
+    "no_splice_point",
 )
 """What a row does with a stretch of a turn's output.
 
@@ -67,8 +69,8 @@ cut
     The row claimed it and it lies beyond ``max_row_tokens``; the piece is empty.
 untrainable
     It stands in the row as context; it may not be trained (`LOSSES`: untrainable,
-    aborted, no_logprob).
-unspliced
+    aborted, masked, no_logprob).
+no_splice_point
     The row would have gone on with it, but ended before; the piece is empty.
 """
 
@@ -85,12 +87,12 @@ SPAN = pa.struct(
 """Row tokens ``start:stop`` are ``output_start:output_stop`` of the turn's output.
 
 ``trained``, ``duplicate`` and ``untrainable`` pieces have ``stop - start == output_stop
-- output_start``. ``absorbed``, ``cut`` and ``unspliced`` pieces are empty (``start ==
+- output_start``. ``absorbed``, ``cut`` and ``no_splice_point`` pieces are empty (``start ==
 stop``): the output range is what was lost, ``start`` the place where it would have
 stood, or where the row was replaced or ended if that is before it.
 """
 
-EMPTY_KINDS = ("absorbed", "cut", "unspliced")
+EMPTY_KINDS = ("absorbed", "cut", "no_splice_point")
 """Pieces that say what a row lost."""
 
 TURNS = _schema(
@@ -118,6 +120,8 @@ TURNS = _schema(
     pa.field("ill_formed", pa.bool_()),
     # false: context only. null: true
     pa.field("trainable", pa.bool_()),
+    # one per output id; false: the token is context only. null: all true
+    pa.field("output_mask", pa.large_list(pa.bool_())),
     # which weights sampled which output tokens
     pa.field("weight_versions", pa.large_list(WEIGHT_VERSION)),
 )
@@ -152,6 +156,7 @@ TURNS_DELTA = _schema(
             "use_tool",
             "ill_formed",
             "trainable",
+            "output_mask",
             "weight_versions",
         )
     ),
@@ -200,7 +205,7 @@ TURN_REWARDS = _schema(
     # null: unscorable, never 0
     pa.field("reward", pa.float64()),
 )
-"""A reward per turn, as `trajkit.spread_rewards` takes it."""
+"""A reward per turn, as `trajkit.training.spread_rewards` takes it."""
 
 ATTRIBUTION = _schema(
     "turns",
@@ -219,21 +224,22 @@ ATTRIBUTION = _schema(
     pa.field("message_tool_names", pa.large_list(pa.string())),
 )
 """Optional columns of ``turns``, in either form, that say what each prompt token
-renders. `trajkit.observations` reads them."""
+renders. `trajkit.observations.observation_weights` reads them."""
 
 LOSSES = (
     "absorbed",
-    "demoted",
+    "rewritten",
     "cut",
     "untrainable",
     "unrouted",
     "restarted",
-    "unemitted",
+    "over_max_rows",
     "aborted",
+    "masked",
     "no_logprob",
-    "unspliced",
+    "no_splice_point",
     "quarantined",
-    "undelivered",
+    "not_selected",
     "refused",
     "retried",
 )
@@ -241,7 +247,7 @@ LOSSES = (
 
 absorbed
     The row that claimed it replaced it by what the next prompt had in its place.
-demoted
+rewritten
     A later request showed another message in its place, and the turn left the tree.
 cut
     It lies beyond ``max_row_tokens`` of the row that claimed it.
@@ -253,26 +259,28 @@ unrouted
 restarted
     A later prompt of the row departs inside the prompt that opened it: the row begins
     anew there, without what it had.
-unemitted
+over_max_rows
     Its row is one that ``max_rows`` of the policy leaves out.
 aborted
     The turn's finish_reason is ``abort``, and the policy takes such turns for context.
+masked
+    The turn's ``output_mask`` says so.
 no_logprob
     The engine gave no logprob for it, and the policy trains no token without.
-unspliced
+no_splice_point
     Its prompt, or that of a turn before it in its chain, had no end of turn at which a
     row of raw replies could go on; the row ended there.
 quarantined
-    Every chain that the turn stands in holds one that was set aside (see `WHY`).
-undelivered
-    It is in chains that the policy does not emit.
+    Every chain that the turn stands in holds one that was set aside (see `LINK_REASONS`).
+not_selected
+    It is in chains that the policy's ``row_selection`` leaves out.
 refused
-    Its tokens do not go on from what its messages go on from (see `WHY`).
+    Its tokens do not go on from what its messages go on from (see `LINK_REASONS`).
 retried
     A later call went on from the same call, and none from this one.
 
 What may not be trained at all is counted as that, whatever else befell it: untrainable
-before aborted before no_logprob, and these before all others.
+before aborted before masked before no_logprob, and these before all others.
 """
 
 REPORT = _schema(
@@ -285,7 +293,7 @@ REPORT = _schema(
     # rows left out because max_row_tokens left no response token
     _required("rows_cut", pa.int32()),
     # rows left out because the policy's max_rows leaves no room for them
-    _required("rows_unemitted", pa.int32()),
+    _required("rows_over_max_rows", pa.int32()),
     # tokens that the model sampled; equals trained plus all lost_*
     _required("tokens_sampled", pa.int64()),
     # sampled tokens that are under the loss mask of some row, each counted once
@@ -298,9 +306,18 @@ REPORT = _schema(
     _required("tokens_forward_shared", pa.int64()),
     *(_required(f"lost_{reason}", pa.int64()) for reason in LOSSES),
     # rows that ended before their chain of turns did (see LOSSES), left out or not
-    _required("rows_unspliced", pa.int32()),
+    _required("rows_no_splice_point", pa.int32()),
     # turns that are in no row for this, also those with nothing to train
-    _required("turns_unspliced", pa.int32()),
+    _required("turns_no_splice_point", pa.int32()),
+    # turns without messages, which a policy that routes by messages routed by tokens
+    _required("turns_by_tokens", pa.int32()),
+    # turns without a parent, except those that the links leave out (LINK_REASONS:
+    # unrouted, empty)
+    _required("roots", pa.int32()),
+    # turns that the route "prefix" set aside (see LINK_REASONS)
+    _required("turns_quarantined", pa.int32()),
+    # retries of a prompt of which none was continued, the one that is kept included
+    _required("turns_unresolved", pa.int32()),
 )
 """What became of each session, one row per session, also where no row came out."""
 
@@ -318,23 +335,23 @@ OBSERVATIONS = _schema(
     # turns of which whole messages were taken
     _required("turns_whole", pa.int32()),
 )
-"""What `trajkit.observations` did with each session, one row per session."""
+"""What `observations.observation_weights` did with each session, one row per session."""
 
-WHY = (
+LINK_REASONS = (
     "root",
     "messages",
     "rewrite",
     "tokens",
     "previous",
     "unrouted",
-    "wipe",
+    "history_replaced",
     "prompts",
     "ambiguous",
     "superseded",
     "unresolved_kept",
     "unresolved",
     "unresolved_ambiguous",
-    "stranded",
+    "chain_quarantined",
     "empty",
     "refused_tokens",
     "refused_truncated",
@@ -347,15 +364,17 @@ root
 messages
     The generated message nearest above it in the message tree.
 rewrite
-    As ``messages``, and its prompt took the place of a short reply, which was demoted.
+    As ``messages``, and its prompt took the place of a short reply, which was rewritten.
 tokens
     The longest row end (of any turn, under the route ``"prefix"``) that is a prefix of
-    its prompt.
+    its prompt. Of a turn without messages, under a route by messages: the turn whose
+    prompt its own longer prompt begins with, and whose prompt and output it repeats for
+    longest.
 previous
     The previous call of the session.
 unrouted
     It has a list of messages with nothing in it: not placed, in no row.
-wipe
+history_replaced
     None, though its agent spoke before: it does not go on where that agent stood.
 prompts
     The chain whose last prompt is the longest prefix of its prompt.
@@ -373,7 +392,7 @@ unresolved_kept, unresolved
     others are set aside.
 unresolved_ambiguous
     Set aside as ``ambiguous``, and such a retry as well.
-stranded
+chain_quarantined
     Not set aside, but every chain that it stands in holds a turn that is.
 empty
     It sampled nothing: no turn continues it, and it is in no row.
@@ -389,10 +408,10 @@ retried
     No turn goes on from it, and a later one goes on from the same parent: in no row.
 """
 
-SEGMENT_KINDS = ("wipe", "subagent", "final")
+SEGMENT_KINDS = ("history_replaced", "subagent", "final")
 """How an agent's run of calls ended.
 
-wipe
+history_replaced
     The agent went on with other messages than those that it had been shown.
 subagent
     It was sent out by a tool call, and that call was answered or the session ended.
@@ -406,11 +425,11 @@ LINKS = _schema(
     _required("turn_index", pa.int32()),
     # the turn_index of the turn that this one is compared with. null: none
     pa.field("parent", pa.int32()),
-    pa.field("why", _names),
+    pa.field("link_reason", _names),
     # rank in the policy's own traversal of the session, from 0
     pa.field("order", pa.int32()),
     # the turn whose rewrite took this one out of training. null: none
-    pa.field("demoted_by", pa.int32()),
+    pa.field("rewritten_by", pa.int32()),
     # how the run of calls that it is in ended (SEGMENT_KINDS). null: the route knows no
     # agents
     pa.field("segment_kind", _names),
@@ -481,13 +500,13 @@ DRIFT = _schema(
     # held tokens beyond lcp; 0: clean
     _required("size", pa.int32()),
     pa.field("region", _names),
-    # where replay and held are in step again: held[resync_held:][:resync_length] ==
+    # where replay and held are in step again: held[resync_path:][:resync_length] ==
     # prompt[resync_prompt:][:resync_length]. null: nowhere
-    pa.field("resync_held", pa.int32()),
+    pa.field("resync_path", pa.int32()),
     pa.field("resync_prompt", pa.int32()),
     pa.field("resync_length", pa.int32()),
     # sampled tokens of held that lie at or beyond lcp
-    _required("at_stake", pa.int32()),
+    _required("tokens_after_drift", pa.int32()),
     pa.field("cause", _names),
 )
 """One row per turn with a parent: how its prompt departs from what was held."""
@@ -501,14 +520,14 @@ FINDINGS = _schema(
     _required("finding", pa.int32()),
     _required("cause", _names),
     # tokens of held (parent prompt ++ parent output) ...
-    _required("held_start", pa.int32()),
-    _required("held_stop", pa.int32()),
+    _required("path_start", pa.int32()),
+    _required("path_stop", pa.int32()),
     # ... that stand in the prompt as these. Between one finding and the next, and from
     # the last one to the end of held, both have the same tokens
     _required("prompt_start", pa.int32()),
     _required("prompt_stop", pa.int32()),
     # decoded, special tokens spelled out
-    _required("held_text", pa.string()),
+    _required("path_text", pa.string()),
     _required("prompt_text", pa.string()),
 )
 """Each stretch where a prompt departs from what was held, with its cause."""
@@ -530,7 +549,7 @@ ROUNDTRIP = _schema(
 """Whether the text of each output gives its ids back, one row per turn."""
 
 LABELS = ("sub_agent", "retry", "sibling", "rollback", "compaction", "rewrite")
-"""Why a turn does not simply go on where its agent was (see `trajkit.label_branches`).
+"""Why a turn does not simply go on where its agent was (see `analysis.label_branches`).
 """
 
 BRANCHES = _schema(
@@ -552,6 +571,11 @@ BRANCHES = _schema(
     _required("evidence", pa.string()),
 )
 """The turns that open a branch, one row each."""
+
+ROW_VERSIONS = pa.struct(
+    [pa.field("first", pa.string()), pa.field("last", pa.string())]
+)
+"""The weights that sampled a row's first token and its last."""
 
 ROWS = _schema(
     "rows",
@@ -588,6 +612,15 @@ ROWS = _schema(
     pa.field("segment_kind", _names),
     # the turn whose prompt and output the row is, or ends with. null: unknown
     pa.field("last_turn", pa.int32()),
+    # the turns in the row, in order, up to last_turn: those with an empty output, and
+    # those that the row lost to drift or a cut, included. null: unknown
+    pa.field("turns", pa.large_list(pa.int32())),
+    # the weights that sampled the first and the last sampled token of the row, of those
+    # whose weights are known. null: of none
+    pa.field("weight_versions", ROW_VERSIONS),
+    # of the last turn, if turns have a column of this name: the training step that the
+    # run belongs to. null: unknown
+    pa.field("step", pa.int64()),
 )
 """One row per training sequence."""
 
@@ -622,7 +655,11 @@ SIMULATION = _schema(
     # as in REPORT, over all sessions
     _required("rows_untrained", pa.int64()),
     _required("rows_cut", pa.int64()),
-    _required("rows_unemitted", pa.int64()),
+    _required("rows_over_max_rows", pa.int64()),
+    _required("turns_by_tokens", pa.int64()),
+    _required("roots", pa.int64()),
+    _required("turns_quarantined", pa.int64()),
+    _required("turns_unresolved", pa.int64()),
     _required("tokens_sampled", pa.int64()),
     _required("tokens_trained", pa.int64()),
     # the sum of all lost_*
@@ -666,6 +703,8 @@ RULES = (
     "reward",
     "group_id",
     "finish_reason",
+    "turns",
+    "weight_versions",
     "flags",
 )
 """What `trajkit.verify` looks at.
@@ -712,6 +751,10 @@ rollout_mask_sum, row_weight, reward, group_id
     Of the whole rollout.
 finish_reason, flags
     Of the row's calls.
+turns
+    They end with ``last_turn``, and have the turns of the row's pieces in this order.
+weight_versions
+    Of the row's first and last sampled token whose weights are known.
 """
 
 VIOLATIONS = _schema(
@@ -737,7 +780,7 @@ IMPORT_REPORT = _schema(
     _required("place", pa.string()),
     # null: the record does not say
     pa.field("session_id", pa.string()),
-    # one of trajkit.importers.found's LEFT_OUT and KEPT
+    # one of trajkit.importers.findings's LEFT_OUT and KEPT
     _required("problem", _names),
     # whether the record still gave a turn
     _required("kept", pa.bool_()),

@@ -1,53 +1,44 @@
-"""What the trainer asks of the gateway: sessions, pauses, the end.
+"""The trainer's routes: sessions, pauses, shutdown.
 
-None of it is for the agents. With an admin token each of these requests needs it, and a
-session's key is none.
+Agents have no access. If there is an admin token, every one of these requests needs it;
+a session's key is not enough.
 """
 
 import hmac
 import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from functools import partial
 from typing import TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from trajkit_shim import wire
-from trajkit_shim.answer import while_there
-from trajkit_shim.budget import Limits
+from trajkit_shim import json_input
 from trajkit_shim.errors import GatewayError
+from trajkit_shim.json_input import Json, optional
 from trajkit_shim.pause import Gate
-from trajkit_shim.sampling import parse_client_sampling, parse_pins
-from trajkit_shim.sessions import EndedBy, Outcome, SessionStore, Terms
+from trajkit_shim.responses import cancel_on_disconnect
+from trajkit_shim.sessions.quotas import Limits
+from trajkit_shim.sessions.sampling import parse_client_sampling, parse_pins
+from trajkit_shim.sessions.sessions import EndedBy, Outcome, SessionStore, Terms
 from trajkit_shim.timing import Timings
-from trajkit_shim.wire import Json
 
 TOKEN_HEADER = "x-admin-token"
 
 _LIMITS = ("max_turns", "max_prompt_tokens", "max_output_tokens", "max_context_tokens")
-# of the body that opens a session
-SESSION_FIELDS = frozenset(
-    {
-        *_LIMITS,
-        "session_id",
-        "sampling",
-        "client_sampling",
-        "ttl_seconds",
-        "group_id",
-        "reward",
-        "metadata",
-        "replay",
-    }
-)
-# of the body that ends one
+# fields of the body that opens a session
+_TERMS = "sampling client_sampling ttl_seconds group_id reward metadata replay"
+SESSION_FIELDS = frozenset({"session_id", *_LIMITS, *_TERMS.split()})
+# fields of the body that ends one
 END_FIELDS = frozenset({"reward", "error", "metadata", "wait_seconds"})
 PAUSE_FIELDS = frozenset({"wait_seconds", "abort", "max_seconds"})
 
-# the longest that a request may have the gateway wait
-_MOST_SECONDS = 24 * 3600.0
+# a duration; no request may make the gateway wait for more than a day
+_SECONDS = partial(json_input.as_number, minimum=0.0, maximum=24 * 3600.0)
+_POSITIVE = partial(json_input.as_integer, minimum=1)
 
-Asked: TypeAlias = Callable[[Request], Awaitable[Response]]
+Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 ReadBody: TypeAlias = Callable[[Request], Awaitable[bytes]]
 
 
@@ -60,9 +51,9 @@ class Admin:
     gate : Gate
     timings : Timings
     read_body : callable
-        Gives a request's body; refuses one that is too long.
+        Returns a request's body; rejects one that is too long.
     token : str, optional
-        What each request must bring. None: nothing.
+        Required in every request. Default: none.
     """
 
     def __init__(
@@ -79,23 +70,20 @@ class Admin:
         self._read_body = read_body
         self._token = token
 
-    def routes(self, more: Iterable[tuple[str, str, Asked]] = ()) -> Iterator[Route]:
-        """What is asked where.
+    def routes(self, more: Iterable[tuple[str, str, Endpoint]] = ()) -> Iterator[Route]:
+        """Yield all routes.
 
-        Parameters
-        ----------
-        more : iterable of (path, method, endpoint)
-            What else only the trainer may ask.
+        ``more`` are further ones for the trainer: (path, method, endpoint).
         """
-        one = "/sessions/{session_id}"
+        session = "/sessions/{session_id}"
         for path, method, endpoint in (
             ("/sessions", "POST", self.open),
-            (one, "GET", self.show),
-            (one, "DELETE", self._ending("close")),
-            (f"{one}/close", "POST", self._ending("close")),
-            (f"{one}/finish", "POST", self._ending("finish")),
-            (f"{one}/drop", "POST", self.drop),
-            (f"{one}/reopen", "POST", self.reopen),
+            (session, "GET", self.show),
+            (session, "DELETE", self._ending("close")),
+            (f"{session}/close", "POST", self._ending("close")),
+            (f"{session}/finish", "POST", self._ending("finish")),
+            (f"{session}/drop", "POST", self.drop),
+            (f"{session}/reopen", "POST", self.reopen),
             ("/admin/pause", "POST", self.pause),
             ("/admin/resume", "POST", self.resume),
             ("/admin/drain", "POST", self.drain),
@@ -104,7 +92,7 @@ class Admin:
         ):
             yield Route(path, self._guarded(endpoint), methods=[method])
 
-    def _guarded(self, endpoint: Asked) -> Asked:
+    def _guarded(self, endpoint: Endpoint) -> Endpoint:
         async def guarded(request: Request) -> Response:
             if self._token is not None:
                 check_token(request, self._token)
@@ -114,29 +102,19 @@ class Admin:
 
     async def open(self, request: Request) -> Response:
         body = await self._object(request, SESSION_FIELDS)
-        session_id, group_id = body.get("session_id"), body.get("group_id")
-        ttl, replay = body.get("ttl_seconds"), body.get("replay")
+        limits = {name: optional(body, name, _POSITIVE) for name in _LIMITS}
         terms = Terms(
             pins=parse_pins(body.get("sampling")),
             client_sampling=parse_client_sampling(body.get("client_sampling")),
-            limits=Limits(
-                **{
-                    name: wire.as_integer(body[name], name, least=1)
-                    for name in _LIMITS
-                    if body.get(name) is not None
-                }
-            ),
-            ttl_seconds=None if ttl is None else _seconds(ttl, "ttl_seconds"),
-            replay=replay is not None and wire.as_flag(replay, "replay"),
-            group_id=None if group_id is None else wire.as_text(group_id, "group_id"),
+            limits=Limits(**limits),
+            ttl_seconds=optional(body, "ttl_seconds", _SECONDS),
+            replay=bool(optional(body, "replay", json_input.as_flag)),
+            group_id=optional(body, "group_id", json_input.as_text),
         )
         outcome = Outcome()
-        outcome.update(_said(body))
-        session = self._sessions.open(
-            None if session_id is None else wire.as_text(session_id, "session_id"),
-            terms,
-            outcome,
-        )
+        outcome.update(_outcome_fields(body))
+        session_id = optional(body, "session_id", json_input.as_text)
+        session = self._sessions.open(session_id, terms, outcome)
         return JSONResponse(
             {"session_id": session.session_id, "api_key": session.session_id}
         )
@@ -144,14 +122,14 @@ class Admin:
     async def show(self, request: Request) -> Response:
         return JSONResponse(self._sessions.describe(_session_id(request)))
 
-    def _ending(self, how: EndedBy) -> Asked:
+    def _ending(self, how: EndedBy) -> Endpoint:
         async def end(request: Request) -> Response:
             body = await self._object(request, END_FIELDS)
             summary = await self._sessions.finish(
                 _session_id(request),
                 how,
                 wait_seconds=_wait(body),
-                said=_said(body),
+                fields=_outcome_fields(body),
             )
             return JSONResponse(summary)
 
@@ -167,13 +145,12 @@ class Admin:
 
     async def pause(self, request: Request) -> Response:
         body = await self._object(request, PAUSE_FIELDS)
-        abort, longest = body.get("abort"), body.get("max_seconds")
         pause = self._gate.pause(
-            wait_seconds=_wait(body, unsaid=60.0),
-            abort=abort is not None and wire.as_flag(abort, "abort"),
-            max_seconds=None if longest is None else _seconds(longest, "max_seconds"),
+            wait_seconds=_wait(body, default=60.0),
+            abort=bool(optional(body, "abort", json_input.as_flag)),
+            max_seconds=optional(body, "max_seconds", _SECONDS),
         )
-        await while_there(request, pause)
+        await cancel_on_disconnect(request, pause)
         return JSONResponse({"paused": True})
 
     async def resume(self, request: Request) -> Response:
@@ -183,34 +160,28 @@ class Admin:
 
     async def drain(self, request: Request) -> Response:
         body = await self._object(request, frozenset({"wait_seconds"}))
-        await self._sessions.drain(_wait(body, unsaid=60.0))
+        await self._sessions.drain(_wait(body, default=60.0))
         return JSONResponse(self._sessions.counts())
 
     async def timings(self, _: Request) -> Response:
         return JSONResponse(self._timings.describe())
 
     async def _object(self, request: Request, fields: frozenset[str]) -> Json:
-        body = wire.parse_object(await self._read_body(request) or b"{}")
-        wire.only(body, fields, "")
+        body = json_input.parse_object(await self._read_body(request) or b"{}")
+        json_input.only(body, fields, "")
         return body
 
 
 def check_token(request: Request, token: str) -> None:
-    """Refuse a request that does not bring the admin token.
-
-    Raises
-    ------
-    GatewayError
-        401.
-    """
+    """Raise a 401 `GatewayError` for a request without the admin token."""
     given = request.headers.get(TOKEN_HEADER)
     if given is None:
         scheme, _, rest = request.headers.get("authorization", "").partition(" ")
         given = rest.strip() if scheme.lower() == "bearer" else ""
-    # in a time that does not tell how much of it is right
+    # constant time: the duration does not reveal how much of it is right
     if not hmac.compare_digest(given.encode(), token.encode()):
         raise GatewayError(
-            f"this needs the admin token, as a bearer token or in {TOKEN_HEADER}",
+            f"the admin token is missing: send it as bearer token or in {TOKEN_HEADER}",
             401,
             code="invalid_admin_token",
         )
@@ -221,28 +192,19 @@ def _session_id(request: Request) -> str:
     return session_id
 
 
-def _seconds(value: object, where: str) -> float:
-    return wire.as_number(value, where, least=0.0, most=_MOST_SECONDS)
+def _wait(body: Json, default: float = 0.0) -> float:
+    seconds = optional(body, "wait_seconds", _SECONDS)
+    return default if seconds is None else seconds
 
 
-def _wait(body: Json, unsaid: float = 0.0) -> float:
-    value = body.get("wait_seconds")
-    return unsaid if value is None else _seconds(value, "wait_seconds")
-
-
-def _said(body: Json) -> Json:
-    """What a body says of a session: for `trajkit_shim.sessions.Outcome.update`."""
-    said: Json = {}
+def _outcome_fields(body: Json) -> Json:
+    """The fields that update a session's outcome (`sessions.sessions.Outcome.update`)."""
+    fields: Json = {}
     if "reward" in body:
-        reward = body["reward"]
-        said["reward"] = (
-            None
-            if reward is None
-            else wire.as_number(reward, "reward", least=-math.inf, most=math.inf)
-        )
+        any_number = partial(json_input.as_number, minimum=-math.inf, maximum=math.inf)
+        fields["reward"] = optional(body, "reward", any_number)
     if "error" in body:
-        error = body["error"]
-        said["error"] = None if error is None else wire.as_text(error, "error")
+        fields["error"] = optional(body, "error", json_input.as_text)
     if body.get("metadata") is not None:
-        said["metadata"] = wire.as_object(body["metadata"], "metadata")
-    return said
+        fields["metadata"] = json_input.as_object(body["metadata"], "metadata")
+    return fields

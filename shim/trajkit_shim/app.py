@@ -1,10 +1,9 @@
 """The gateway: an ASGI app that speaks several protocols and records every call.
 
-A call is prepared (rendered, sampled, parsed) without touching anything, then recorded
-in one step, then answered. A call that fails, that the client walks away from, or whose
-session closes meanwhile is never recorded. A recorded call that the engine itself cut
-short is not answered: its turn is context only, and so is one whose answer is lost on
-its way.
+A call is rendered, sampled and parsed without side effects, then recorded in one step,
+then answered. A call that fails, whose client disconnects, or whose session closes
+meanwhile is not recorded. A recorded call that the engine aborted gets an error answer
+and its turn is context only, as is a turn whose answer is lost on its way.
 """
 
 import asyncio
@@ -20,45 +19,56 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from trajkit_shim import timing, wire
+from trajkit_shim import json_input, timing
 from trajkit_shim.admin import Admin
-from trajkit_shim.answer import (
-    STREAM_HEADERS,
-    STREAM_TYPE,
-    Attended,
-    Connection,
-    LateStream,
-    WholeAnswer,
+from trajkit_shim.call import (
+    CallContext,
+    CallSettings,
+    PreparedCall,
+    count_tokens,
+    prepare_call,
 )
-from trajkit_shim.call import PreparedCall, count_tokens, prepare_call
-from trajkit_shim.callers import identify
-from trajkit_shim.chat import ChatRequest, Images, Reading
+from trajkit_shim.chat.request import ChatRequest, Images, ReadOptions
 from trajkit_shim.clock import Clock
 from trajkit_shim.delivery import Answered, Delivery
-from trajkit_shim.engine import Engine, EngineError
-from trajkit_shim.errors import GatewayError, as_gateway_error, retry_header
-from trajkit_shim.growth import Growth
-from trajkit_shim.held import HeldBudget
-from trajkit_shim.log import LogFullError, TurnLog
-from trajkit_shim.parsers import ToolForm, form_of
+from trajkit_shim.engines.base import Engine
+from trajkit_shim.errors import (
+    EngineError,
+    GatewayError,
+    as_gateway_error,
+    retry_header,
+)
+from trajkit_shim.json_input import Json
+from trajkit_shim.partial_reply import PartialReply
 from trajkit_shim.pause import Gate
-from trajkit_shim.prompts import Mode, Prompts
+from trajkit_shim.prompting.prompts import Mode, Prompts
+from trajkit_shim.prompting.render import ChatRenderer
+from trajkit_shim.prompting.token_cache import CacheBudget
 from trajkit_shim.protocols import PROTOCOLS
+from trajkit_shim.protocols.base import Events, Verb, WireProtocol
 from trajkit_shim.protocols.openai_chat import OPENAI_CHAT
-from trajkit_shim.protocols.protocol import Events, Verb, WireProtocol
 from trajkit_shim.protocols.sse import encode
-from trajkit_shim.render import ChatRenderer
-from trajkit_shim.reply_parsers import ReplyParser
-from trajkit_shim.resend import SharedCall, request_digest, says_retry
-from trajkit_shim.sessions import Session, SessionStore
+from trajkit_shim.replies.external_parsers import ReplyParser
+from trajkit_shim.replies.parsers import ToolForm, form_of
+from trajkit_shim.responses import (
+    STREAM_HEADERS,
+    STREAM_TYPE,
+    BufferedResponse,
+    Connection,
+    StreamingResponse,
+    WatchedCall,
+)
+from trajkit_shim.retries import SharedCall, is_retry, request_digest
+from trajkit_shim.sessions.client_identity import identify
+from trajkit_shim.sessions.sessions import Session, SessionStore
+from trajkit_shim.sessions.turn_log import LogFullError, TurnLog
 from trajkit_shim.timing import Timings
-from trajkit_shim.weights import Weights
-from trajkit_shim.wire import Json
+from trajkit_shim.weight_updates import Weights
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
 
 SESSION_HEADER = "x-session-id"
-# bytes of a request that is read in well below a millisecond
+# bytes of a request body that is parsed in well below a millisecond
 _SHORT_BODY = 16 << 10
 # where the clients of the protocols put their API key
 _KEY_HEADERS = ("x-api-key", "x-goog-api-key")
@@ -77,7 +87,7 @@ def create_app(
     tool_form: ToolForm | None = None,
     reply_parser: ReplyParser | None = None,
     prompts: Mode = "append",
-    held_bytes: int = 1 << 30,
+    cache_bytes: int = 1 << 30,
     max_header_bytes: int = 32 << 10,
     max_messages: int = 10_000,
     admin_token: str | None = None,
@@ -85,58 +95,54 @@ def create_app(
     max_ended_sessions: int = 10_000,
     clock: Clock | None = None,
 ) -> Starlette:
-    """The gateway's ASGI app. It closes the engine and the log when it shuts down.
+    """Return the gateway's ASGI app, which closes engine and log at shutdown.
 
-    Routes: those of the trainer (`trajkit_shim.admin`, `trajkit_shim.weights`); ``GET
-    /v1/models``; ``GET /healthz``; ``GET /prompts`` says how prompts are built and
-    what the chat template does; and the paths of every protocol
-    (`trajkit_shim.protocols`). A call names its session by a prefix of its path,
-    ``/s/{id}``, else by the header ``x-session-id``, else by its API key.
+    Routes: the trainer's (`admin`, `weight_updates`); ``GET /v1/models``; ``GET
+    /healthz``; ``GET /prompts``, which reports how prompts are built and what the chat
+    template does; and the paths of every protocol (`trajkit_shim.protocols`). A call
+    names its session by the path prefix ``/s/{id}``, else by the header
+    ``x-session-id``, else by its API key.
 
     Parameters
     ----------
     engine : Engine
     renderer : ChatRenderer
-        The tokenizer and chat template of the engine's model.
+        Tokenizer and chat template of the engine's model.
     log : TurnLog
     max_new_tokens : int
-        The most tokens that a reply may have, and how many it may have where the client
-        names no limit. The room left in the context bounds it too.
-    max_body_bytes : int
-        The longest request body that is read; a longer one is answered with 413.
+        Maximum length of a reply in tokens, and the default for clients that set no
+        limit. The room left in the context limits it too.
+    max_body_bytes, max_header_bytes, max_messages : int
+        Limits of a request; it is rejected with 413, 431 and 413 respectively.
     images : "refuse" or "omit"
-        Whether a request with an image is answered with 400, or a text stands in the
-        image's place.
+        Reject a request with an image (400), or replace the image by a text.
     ping_seconds : float
-        How long a streaming client waits for its reply until the stream begins, and
-        then for each sign of life.
+        How long a streaming client waits for its reply before the stream starts, and
+        then between keep-alive events.
     attributed : bool
-        Write with each turn which message each prompt token shows (the columns
-        `trajkit.schema.ATTRIBUTION`), where it can be told exactly; a session counts
-        the turns where not (``unattributed``). The log is twice as large with it.
+        Record which message each prompt token belongs to (the columns
+        `trajkit.schema.ATTRIBUTION`) if it can be determined exactly; a session counts
+        the other turns (``unattributed``). This doubles the size of the log.
     tool_form : ToolForm, optional
-        In which the model writes its calls (`trajkit_shim.parsers`). None: as the chat
-        template tells.
+        How the model writes tool calls (`replies.parsers`). Default: detected from the
+        chat template.
     reply_parser : ReplyParser, optional
-        Takes whole replies apart in place of the gateway's own parsers
-        (`trajkit_shim.reply_parsers`). Closed with the app.
-    max_header_bytes, max_messages : int
-        The longest headers that a request may have, and the most messages: 431 and 413.
-    admin_token : str, optional
-        What requests to ``/sessions`` and ``/admin`` must bring. None: nothing.
-    pause_wait_seconds : float
-        How long a call waits for the end of a pause before it is told to come again.
-    max_ended_sessions : int
-        Sessions that ended and are remembered: a call of one is told so. A call of an
-        older one is told that there is no such session.
-    clock : Clock, optional
-        What idle sessions and pauses are measured by. Default: the event loop.
+        Parses complete replies instead of the gateway's own parsers
+        (`trajkit_shim.replies.external_parsers`). Closed with the app.
     prompts : "append" or "render"
-        Build each prompt behind the ids of the turn that it goes on from, where the
-        template allows it and the request does so, or render each one whole
-        (`trajkit_shim.prompts`).
-    held_bytes : int
-        The most memory that the ids of all sessions' turns take, for that.
+        Append new messages to the token ids of an earlier turn if template and request
+        permit, or render every prompt from its messages (`prompting.prompts`).
+    cache_bytes : int
+        Memory limit for the token ids of all sessions' turns, kept for ``append``.
+    admin_token : str, optional
+        Token required for ``/sessions`` and ``/admin``. Default: none.
+    pause_wait_seconds : float
+        How long a call waits for the end of a pause before it is rejected with 503.
+    max_ended_sessions : int
+        Ended sessions to remember. Their calls are answered with 410; calls of older
+        ones with 401.
+    clock : Clock, optional
+        Measures idle sessions and pauses. Default: the event loop.
 
     Returns
     -------
@@ -149,20 +155,23 @@ def create_app(
         clock=clock,
         max_ended=max_ended_sessions,
     )
+    settings = CallSettings(
+        engine=engine,
+        gate=gate,
+        prompts=Prompts(renderer, prompts),
+        max_new_tokens=max_new_tokens,
+        attributed=attributed,
+        tool_form=tool_form or form_of(renderer.chat_template),
+        reply_parser=reply_parser,
+    )
     gateway = _Gateway(
-        engine,
-        gate,
+        settings,
         log,
         sessions,
-        max_new_tokens,
-        _Most(max_body_bytes, max_header_bytes, max_messages),
-        Reading(images=images),
+        RequestLimits(max_body_bytes, max_header_bytes, max_messages),
+        ReadOptions(images=images),
         ping_seconds,
-        attributed,
-        tool_form or form_of(renderer.chat_template),
-        reply_parser,
-        Prompts(renderer, prompts),
-        HeldBudget(held_bytes),
+        CacheBudget(cache_bytes),
     )
     admin = Admin(sessions, gate, gateway.timings, gateway.read_body, admin_token)
 
@@ -172,7 +181,7 @@ def create_app(
         try:
             await sessions.drain(0.0)
         finally:
-            # a pause that would end by itself
+            # cancels the timer of a pause
             gate.resume()
             await gateway.weights.close()
             await engine.close()
@@ -193,11 +202,9 @@ def create_app(
             ),
         ],
         exception_handlers={
-            GatewayError: _answer_error,
-            EngineError: _answer_error,
-            HTTPException: _answer_error,
             ClientDisconnect: _answer_nobody,
             Exception: _answer_error,
+            **dict.fromkeys((GatewayError, EngineError, HTTPException), _answer_error),
         },
         lifespan=lifespan,
     )
@@ -205,33 +212,33 @@ def create_app(
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        told = GatewayError(error.detail, error.status_code)
+        shown = GatewayError(error.detail, error.status_code)
     else:
-        # the server logs what is no GatewayError with its traceback
-        told = as_gateway_error(error)
-    protocol = _protocol_of(request)
-    return _json(protocol.error(told), told.status, retry_header(told))
+        # the server logs unexpected exceptions with their traceback
+        shown = as_gateway_error(error)
+    body = _protocol_of(request).error(shown)
+    return _json(body, shown.status, retry_header(shown))
 
 
 async def _answer_nobody(_: Request, __: Exception) -> Response:
-    """The client left before it had sent its request."""
+    """Answer a client that disconnected before its request was complete."""
     return Response(status_code=499)
 
 
 def _protocol_of(request: Request) -> WireProtocol:
-    """The protocol in whose words a client is told of an error."""
+    """The protocol whose error format is used for a request."""
     protocol: WireProtocol | None = getattr(request.state, "protocol", None)
     if protocol is not None:
         return protocol
-    # a path that nothing answers, or not this method
+    # no route, or not with this method
     path = request.url.path
 
-    def begins(known: str) -> bool:
+    def matches(known: str) -> bool:
         stem, has_model, _ = known.partition("{")
-        # /v1/models/{model} alone is OpenAI's, and Gemini's with a method behind it
+        # /v1/models/{model} is OpenAI's; Gemini's has a method after the model
         return stem in path and (not has_model or ":" in path)
 
-    return next((p for p in PROTOCOLS if any(map(begins, p.paths))), OPENAI_CHAT)
+    return next((p for p in PROTOCOLS if any(map(matches, p.paths))), OPENAI_CHAT)
 
 
 def _json(
@@ -241,8 +248,8 @@ def _json(
 
 
 @dataclass(frozen=True, slots=True)
-class _Most:
-    """What a request may have."""
+class RequestLimits:
+    """Maximum sizes of a request."""
 
     body_bytes: int
     header_bytes: int
@@ -250,42 +257,30 @@ class _Most:
 
 
 class _Gateway:
-    """The routes, and what they share."""
+    """The routes, and their shared state."""
 
     def __init__(
         self,
-        engine: Engine,
-        gate: Gate,
+        settings: CallSettings,
         log: TurnLog,
         sessions: SessionStore,
-        max_new_tokens: int,
-        most: _Most,
-        reading: Reading,
+        limits: RequestLimits,
+        read_options: ReadOptions,
         ping_seconds: float,
-        attributed: bool,
-        tool_form: ToolForm,
-        reply_parser: ReplyParser | None,
-        prompts: Prompts,
-        budget: HeldBudget,
+        cache_budget: CacheBudget,
     ) -> None:
-        self._engine = engine
-        self._gate = gate
+        self._settings = settings
         self._log = log
-        self._max_new_tokens = max_new_tokens
-        self._most = most
-        self._reading = reading
-        self._ping_seconds = ping_seconds
-        self._attributed = attributed
-        self._tool_form = tool_form
-        self._reply_parser = reply_parser
-        self._prompts = prompts
-        self._budget = budget
-        self.weights = Weights(engine)
-        self.timings = Timings()
         self._sessions = sessions
+        self._limits = limits
+        self._read_options = read_options
+        self._ping_seconds = ping_seconds
+        self._cache_budget = cache_budget
+        self.weights = Weights(settings.engine)
+        self.timings = Timings()
 
     def client_routes(self) -> Iterator[tuple[str, str, Endpoint]]:
-        """Path, method and endpoint of what the clients call."""
+        """Yield path, method and endpoint of the routes for clients."""
         yield "/v1/models", "GET", self.models
         for protocol in PROTOCOLS:
             for path, verb in protocol.paths.items():
@@ -293,16 +288,16 @@ class _Gateway:
 
     async def health(self, _: Request) -> Response:
         state = "draining" if self._sessions.draining else "ok"
-        if self._gate.paused:
+        if self._settings.gate.paused:
             state = "paused"
         return JSONResponse({"status": state, "sessions": self._sessions.counts()})
 
     async def prompts(self, _: Request) -> Response:
-        told = await asyncio.to_thread(self._prompts.describe)
-        return JSONResponse({**told, "held_bytes": self._budget.n_bytes})
+        described = await asyncio.to_thread(self._settings.prompts.describe)
+        return JSONResponse({**described, "cache_bytes": self._cache_budget.n_bytes})
 
     async def models(self, _: Request) -> Response:
-        info = await self._engine.info()
+        info = await self._settings.engine.info()
         model = {
             "id": info.model,
             "object": "model",
@@ -313,21 +308,21 @@ class _Gateway:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def read_body(self, request: Request) -> bytes:
-        """The body of a request that is not too long, nor its headers."""
+        """Return a request's body; reject too long headers or a too long body."""
         size = sum(len(name) + len(value) for name, value in request.headers.raw)
-        if size > self._most.header_bytes:
+        if size > self._limits.header_bytes:
             raise GatewayError(
-                f"the headers are longer than {self._most.header_bytes} bytes",
+                f"the headers are longer than {self._limits.header_bytes} bytes",
                 431,
                 code="headers_too_long",
             )
-        return await wire.read_body(request.stream(), self._most.body_bytes)
+        return await json_input.read_body(request.stream(), self._limits.body_bytes)
 
     def _endpoint(self, protocol: WireProtocol, verb: Verb) -> Endpoint:
         async def endpoint(request: Request) -> ASGIApp:
-            # errors are told in its words
+            # for the format of errors
             request.state.protocol = protocol
-            session = self._sessions.authorise(_claims(request))
+            session = self._sessions.authorise(_session_claims(request))
             timed = timing.begin()
             with session.request() as answered:
                 app = await self._serve(protocol, verb, session, request)
@@ -336,196 +331,183 @@ class _Gateway:
                 answered()
                 self.timings.add(timed)
 
-            return _Until(app, end)
+            return _WithCallback(app, end)
 
         return endpoint
 
     async def _serve(
         self, protocol: WireProtocol, verb: Verb, session: Session, request: Request
     ) -> ASGIApp:
-        """The answer to a request of one session."""
+        """Answer a request of one session."""
         body = await self.read_body(request)
         counts = verb == "count" and protocol.read_for_count
         read = counts or protocol.read
 
         @timing.step()
         def parse() -> ChatRequest:
-            asked = read(wire.parse_object(body), self._reading)
-            return replace(asked, stream=True) if verb == "stream" else asked
+            chat = read(json_input.parse_object(body), self._read_options)
+            return replace(chat, stream=True) if verb == "stream" else chat
 
-        # a long history would hold up every other call, and a short one takes less time
-        # than the way to another thread and back
+        # A long body would delay every other call; a short one takes less time than
+        # a thread switch.
         short = len(body) <= _SHORT_BODY
-        asked = parse() if short else await asyncio.to_thread(parse)
-        if len(asked.messages) > self._most.messages:
+        chat = parse() if short else await asyncio.to_thread(parse)
+        if len(chat.messages) > self._limits.messages:
             raise GatewayError(
-                f"{len(asked.messages)} messages, where {self._most.messages} may be",
+                f"{len(chat.messages)} messages; the limit is {self._limits.messages}",
                 413,
                 code="too_many_messages",
             )
         if verb == "count":
-            tokens = await count_tokens(
-                asked, session.echo, session.held, self._prompts
-            )
+            tokens = await count_tokens(chat, session, self._settings.prompts)
             return _json(protocol.count(tokens))
         digest = request_digest(f"{protocol.name} {verb}", body)
-        return await self._call(protocol, session, asked, digest, request)
+        return await self._call(protocol, session, chat, digest, request)
 
     async def _call(
         self,
         protocol: WireProtocol,
         session: Session,
-        asked: ChatRequest,
+        chat: ChatRequest,
         digest: bytes,
         request: Request,
     ) -> ASGIApp:
-        events = protocol.events(asked) if asked.stream else None
-        resends, call = session.resends, None
-        if session.terms.replay or says_retry(request.headers):
+        events = protocol.events(chat) if chat.stream else None
+        retries, call = session.retries, None
+        if session.terms.replay or is_retry(request.headers):
             session.check_open()
-            known = resends.reply(digest)
-            call = resends.under_way.get(digest)
-            resends.replayed += known is not None or call is not None
+            known = retries.reply(digest)
+            call = retries.running.get(digest)
+            retries.replayed += known is not None or call is not None
             if known is not None:
                 connection = Connection(request.receive)
                 return _answer(
-                    protocol, asked, events, known, connection, connection.end
+                    protocol, chat, events, known, connection, connection.end
                 )
         if call is None:
             if self._log.full:
-                raise _log_full("it has as many bytes as it may have")
-            call = self._begin(protocol, session, asked, digest, request)
-        attended = Attended(call, Connection(request.receive))
-        watched: Attended | None = attended
+                raise _log_full("it has reached its maximum size")
+            call = self._begin(protocol, session, chat, digest, request)
+        watched = WatchedCall(call, Connection(request.receive))
+        # whoever answers ends it; until then this function must
+        must_end = True
         try:
-            ready = await attended.wait(None if events is None else self._ping_seconds)
+            ready = await watched.wait(None if events is None else self._ping_seconds)
             if events is not None and not ready:
-                # which ends it
-                watched = None
-                return LateStream(attended, events, self._ping_seconds)
-            if attended.connection.gone:
-                # nobody is there to read it
+                must_end = False
+                return StreamingResponse(watched, events, self._ping_seconds)
+            if watched.connection.gone:
+                # nobody will read it
                 return Response(status_code=499)
             answered = call.finish()
-            watched = None
+            must_end = False
         except (GatewayError, EngineError) as error:
-            told = as_gateway_error(error)
-            if events is None or told.code not in protocol.told_in_stream:
+            shown = as_gateway_error(error)
+            if events is None or shown.code not in protocol.streamed_errors:
                 raise
-            return _stream(events.opening() + events.error(told))
+            return _stream(events.opening() + events.error(shown))
         finally:
-            if watched is not None:
+            if must_end:
                 await watched.end()
         return _answer(
-            protocol, asked, events, answered, attended.connection, attended.end
+            protocol, chat, events, answered, watched.connection, watched.end
         )
 
     def _begin(
         self,
         protocol: WireProtocol,
         session: Session,
-        asked: ChatRequest,
+        chat: ChatRequest,
         digest: bytes,
         request: Request,
     ) -> SharedCall:
-        """Start the work on a call.
+        """Start a call.
 
         Raises
         ------
         GatewayError
             The session has no call left.
         """
-        growth = Growth()
-        caller = identify(request.headers, asked)
-        allowance = session.admit()
-        work = asyncio.create_task(
-            prepare_call(
-                asked,
-                engine=self._engine,
-                gate=self._gate,
-                prompts=self._prompts,
-                session_id=session.session_id,
-                echo=session.echo,
-                held=session.held,
-                pins=session.terms.pins,
-                client_sampling=session.terms.client_sampling,
-                allowance=allowance,
-                max_new_tokens=self._max_new_tokens,
-                protocol=protocol,
-                caller=caller,
-                form=self._tool_form,
-                reply_parser=self._reply_parser,
-                attributed=self._attributed,
-                growth=growth.tell if asked.stream else None,
-            )
+        partial = PartialReply()
+        context = CallContext(
+            settings=self._settings,
+            session=session,
+            protocol=protocol,
+            caller=identify(request.headers, chat),
+            request=chat,
+            reservation=session.admit(),
+            on_partial=partial.update if chat.stream else None,
         )
+        work = asyncio.create_task(prepare_call(context))
 
         @timing.step()
         def record() -> Answered:
-            # ending it cancelled the work
+            # closing the session cancelled the work
             session.check_recording()
             prepared = work.result()
-            earlier = session.resends.earlier(digest)
+            earlier = session.retries.earlier(digest)
             turn = replace(prepared.turn, resend_of=earlier)
             answered = self._record(session, replace(prepared, turn=turn))
-            session.counts.left_out.update(asked.left_out)
-            session.counts.overruled.update(prepared.overruled)
-            session.resends.remember(digest, turn.request_id, answered)
+            session.counts.left_out.update(chat.left_out)
+            session.counts.ignored_params.update(prepared.ignored_params)
+            session.retries.remember(digest, turn.request_id, answered)
             return answered
 
         def over() -> None:
-            allowance.release()
+            context.reservation.release()
             session.calls.discard(work)
-            if session.resends.under_way.get(digest) is call:
-                del session.resends.under_way[digest]
+            if session.retries.running.get(digest) is call:
+                del session.retries.running[digest]
 
-        call = SharedCall(work, record, over, growth)
+        call = SharedCall(work, record, over, partial)
         timing.sampled()
         session.calls.add(work)
-        session.resends.under_way[digest] = call
+        session.retries.running[digest] = call
         return call
 
     def _record(self, session: Session, call: PreparedCall) -> Answered:
-        """Write the turn and count it, in one step for every other call.
+        """Write and count the turn. Does not await, so no other call interferes.
 
         Raises
         ------
         EngineError
-            The engine cut the call short.
+            The engine aborted the call.
         GatewayError
             The turn could not be written.
         """
         counts, turn = session.counts, call.turn
         turn_index = counts.recorded
         try:
-            added = self._log.append(turn, turn_index, session.shown, session.deltas)
+            added = self._log.append(
+                turn, turn_index, session.logged_keys, session.encoder
+            )
         except LogFullError as error:
             raise _log_full(str(error)) from error
         except OSError as error:
             raise GatewayError(
                 f"the turn could not be written: {error}", 500, code="log_failed"
             ) from error
+        answered = call.reply is not None
         counts.prompts[turn.render_reason or "append"] += 1
         counts.recorded += 1
-        counts.answered += call.reply is not None
+        counts.answered += answered
         session.budget.spend(
-            len(turn.prompt_ids), len(turn.output_ids), answered=call.reply is not None
+            len(turn.prompt_ids), len(turn.output_ids), answered=answered
         )
-        if self._attributed:
+        if self._settings.attributed:
             counts.unattributed += turn.prompt_message_index is None
-        session.shown |= added
-        session.echo.count(call.heard)
+        session.logged_keys |= added
+        session.replies.count(call.restored)
         if call.reply is None:
             raise EngineError(
-                f"the engine aborted the call after {len(call.turn.output_ids)} tokens",
-                503,
+                f"the engine aborted the call after {len(turn.output_ids)} tokens", 503
             )
-        session.echo.remember(call.heard.place, call.message)
+        session.replies.remember(call.restored.position, call.message)
         if call.path is not None:
-            session.held.remember(call.path, self._budget)
+            session.paths.remember(call.path, self._cache_budget)
 
         def amend(reason: str, trainable: bool | None) -> None:
-            # what was dropped stays so
+            # a dropped turn stays dropped
             if turn_index >= counts.dropped:
                 self._log.amend(session.session_id, [turn_index], reason, trainable)
             counts.undelivered += 1 if reason == "undelivered" else -1
@@ -533,8 +515,8 @@ class _Gateway:
         return Answered(call.reply, Delivery(amend))
 
 
-class _Until:
-    """An ASGI app, and what is called once it has answered."""
+class _WithCallback:
+    """An ASGI app that calls a function once it has answered."""
 
     def __init__(self, app: ASGIApp, then: Callable[[], None]) -> None:
         self._app = app
@@ -553,28 +535,28 @@ def _log_full(why: str) -> GatewayError:
 
 def _answer(
     protocol: WireProtocol,
-    asked: ChatRequest,
+    chat: ChatRequest,
     events: Events | None,
     answered: Answered,
     connection: Connection,
     end: Callable[[], Awaitable[None]],
 ) -> ASGIApp:
-    """The answer of a recorded turn; ``end`` is called when it was sent."""
+    """Return the answer of a recorded turn; ``end`` is called when it was sent."""
 
     def make() -> Response:
         if events is None:
-            return _json(protocol.write(answered.reply, asked))
+            return _json(protocol.write(answered.reply, chat))
         return _stream(events.opening() + b"".join(events.reply(answered.reply)))
 
-    return WholeAnswer(make, answered.delivery, connection, end)
+    return BufferedResponse(make, answered.delivery, connection, end)
 
 
 def _stream(events: bytes) -> Response:
     return Response(events, headers=STREAM_HEADERS, media_type=STREAM_TYPE)
 
 
-def _claims(request: Request) -> Iterator[str]:
-    """What may be the id of a call's session, in order."""
+def _session_claims(request: Request) -> Iterator[str]:
+    """Yield what may be the id of a call's session, in order of precedence."""
     named = request.path_params.get("session_id") or request.headers.get(SESSION_HEADER)
     if named is not None:
         yield named
@@ -584,5 +566,5 @@ def _claims(request: Request) -> Iterator[str]:
         yield token.strip()
     for header in _KEY_HEADERS:
         yield request.headers.get(header, "")
-    # Gemini's clients of old
+    # older Gemini clients
     yield request.query_params.get("key", "")

@@ -1,45 +1,78 @@
-"""One model call from the chat request to what is recorded and answered.
+"""One model call, from the chat request to what is recorded and answered.
 
-Nothing here changes anything: a call that fails or is cancelled on the way leaves no
-trace.
+No step here changes shared state, so a call that fails or is cancelled leaves no trace.
 """
 
 import asyncio
 import json
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
 from trajkit_shim import timing
-from trajkit_shim.attribution import tool_names
-from trajkit_shim.budget import Allowance
-from trajkit_shim.callers import Caller
-from trajkit_shim.chat import ChatRequest
-from trajkit_shim.echo import EchoBook, Heard, place_behind
-from trajkit_shim.engine import Engine, EngineError, Sample, StreamingEngine
-from trajkit_shim.errors import GatewayError
-from trajkit_shim.held import HeldPath, HeldPaths
-from trajkit_shim.increments import Increments
-from trajkit_shim.limits import check_consumed, check_prompt, check_sample, check_told
-from trajkit_shim.log import LoggedTurn, logged_message
-from trajkit_shim.parse import Parsed, Parser
-from trajkit_shim.parsers import ToolForm
+from trajkit_shim.chat.logged_message import logged_message
+from trajkit_shim.chat.reply import Reply, Usage
+from trajkit_shim.chat.request import ChatRequest
+from trajkit_shim.engines.base import Engine, EngineInfo, Sample, StreamingEngine
+from trajkit_shim.engines.checks import (
+    check_consumed,
+    check_prompt,
+    check_sample,
+    check_streamed,
+)
+from trajkit_shim.errors import EngineError, GatewayError
+from trajkit_shim.json_input import Json
 from trajkit_shim.pause import Gate
-from trajkit_shim.prompts import Prompt, Prompts
-from trajkit_shim.protocols.protocol import WireProtocol
-from trajkit_shim.render import ChatRenderer
-from trajkit_shim.reply import (
+from trajkit_shim.prompting.attribution import tool_names
+from trajkit_shim.prompting.prompts import Prompt, Prompts
+from trajkit_shim.prompting.reply_matching import RestoredRequest, next_position
+from trajkit_shim.prompting.token_cache import CachedPath
+from trajkit_shim.protocols.base import WireProtocol
+from trajkit_shim.replies.external_parsers import ReplyParser
+from trajkit_shim.replies.incremental_decode import IncrementalParser
+from trajkit_shim.replies.parse import Parsed, Parser
+from trajkit_shim.replies.parsers import ToolForm
+from trajkit_shim.replies.reply_builder import (
     Identity,
-    Reply,
-    Usage,
-    expected_echo,
-    goes_on,
+    canonical_reply,
+    extends,
     make_reply,
 )
-from trajkit_shim.reply_parsers import ReplyParser
-from trajkit_shim.sampling import Wishes, overruled, settle
-from trajkit_shim.wire import Json
+from trajkit_shim.sessions.client_identity import Caller
+from trajkit_shim.sessions.quotas import Reservation
+from trajkit_shim.sessions.sampling import ignored_params, resolve
+from trajkit_shim.sessions.sessions import Session
+from trajkit_shim.sessions.turn_log import LoggedTurn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSettings:
+    """How a gateway makes its calls; for the parameters see `app.create_app`."""
+
+    engine: Engine
+    # every call passes it on the way to the engine
+    gate: Gate
+    prompts: Prompts
+    max_new_tokens: int
+    attributed: bool
+    tool_form: ToolForm
+    reply_parser: ReplyParser | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallContext:
+    """One request, and what it belongs to."""
+
+    settings: CallSettings
+    session: Session
+    protocol: WireProtocol
+    caller: Caller
+    request: ChatRequest
+    reservation: Reservation
+    # receives what is known of the reply while it is sampled, if the engine streams;
+    # the complete reply starts with it
+    on_partial: Callable[[Reply], None] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,241 +80,41 @@ class PreparedCall:
     """A call that was sampled and parsed, to be recorded and answered."""
 
     turn: LoggedTurn
-    # the request's messages, with the session's replies put back
-    heard: Heard
-    # None: the engine cut the call short, and its turn is context only
+    # the request's messages, with the session's replies restored
+    restored: RestoredRequest
+    # None: the engine aborted the call, and its turn is context only
     reply: Reply | None
     # the reply in canonical form
     message: Json
-    # prompt and output, for the prompts to come; None: none is built behind them
-    path: HeldPath | None
-    # sampling parameters that the client asked for and did not get
-    overruled: list[str]
+    # prompt and output, for later prompts to extend; None: they cannot
+    path: CachedPath | None
+    # sampling parameters of the client that were not used
+    ignored_params: list[str]
 
 
-async def prepare_call(
-    asked: ChatRequest,
-    *,
-    engine: Engine,
-    gate: Gate,
-    prompts: Prompts,
-    session_id: str,
-    echo: EchoBook,
-    held: HeldPaths,
-    pins: Wishes,
-    client_sampling: Collection[str] = (),
-    allowance: Allowance,
-    max_new_tokens: int,
-    protocol: WireProtocol,
-    caller: Caller,
-    form: ToolForm,
-    reply_parser: ReplyParser | None = None,
-    attributed: bool = True,
-    growth: Callable[[Reply], None] | None = None,
-) -> PreparedCall:
+async def prepare_call(context: CallContext) -> PreparedCall:
     """Render, sample and parse one call.
-
-    Parameters
-    ----------
-    asked : ChatRequest
-    engine, prompts
-        The model, and how its prompts are built.
-    gate : Gate
-        That the call passes on its way to the engine.
-    session_id : str
-    echo, held : EchoBook, HeldPaths
-        What was sampled in the session.
-    pins : Wishes
-        The session's sampling parameters.
-    client_sampling : collection of str
-        Those that the client may set.
-    allowance : Allowance
-        What of the session's limits the call may use.
-    max_new_tokens : int
-        The gateway's own limit on new tokens.
-    protocol : WireProtocol
-        That the call came in on.
-    caller : Caller
-    form : ToolForm
-        In which the model writes its calls.
-    reply_parser : ReplyParser, optional
-        Takes the reply apart in place of the gateway's own parsers, once it is whole.
-    attributed : bool
-        Say of each prompt token which message it shows, for learning from tool outputs.
-    growth : callable, optional
-        Given what can be told of the reply while it is sampled, where the engine tells
-        what it samples. The whole reply begins with it.
 
     Raises
     ------
     GatewayError
         The messages cannot be rendered, the session has no tokens left for them, or the
-        reply does not begin with what was told.
+        reply does not start with what was streamed of it.
     EngineError
-        The prompt cannot be sampled from, or the engine failed.
+        The prompt is invalid, or the engine failed.
     """
-    started_at = datetime.now(UTC)
-    request_id = uuid.uuid4().hex
-    info = allowance.within(await engine.info())
-    renderer = prompts.renderer
-    heard, prompt = await asyncio.to_thread(
-        _prompt, asked, echo, held, prompts, attributed=attributed
-    )
-    prompt_ids = prompt.ids
-    check_prompt(prompt_ids, info)
-    sampling = settle(
-        asked.asked,
-        pins,
-        most=allowance.left(len(prompt_ids), max_new_tokens),
-        room=info.max_context_tokens - len(prompt_ids),
-        end_ids=renderer.end_ids,
-        client=client_sampling,
-    )
-    allowance.hold(len(prompt_ids), sampling.max_new_tokens)
-    identity = Identity(protocol.call_prefix)
-
-    def parser() -> Parser:
-        opened = renderer.opens_reasoning(prompt_ids)
-        return Parser(tools=asked.tools, opened=opened, form=form)
-
-    told: list[Reply] = []
-
-    async def sampled() -> Sample:
-        told_early = growth is not None and reply_parser is None
-        if not told_early or not isinstance(engine, StreamingEngine):
-            return await engine.generate(
-                prompt_ids, sampling, request_id=request_id, session_id=session_id
-            )
-        increments = Increments(renderer, parser(), sampling.stop)
-
-        def on_tokens(ids: Sequence[int]) -> None:
-            check_told(ids, info)
-            known = increments.feed(ids)
-            if known is None:
-                return
-            usage = Usage(
-                prompt_tokens=len(prompt_ids),
-                output_tokens=len(increments.ids),
-                cached_tokens=None,
-            )
-            so_far = make_reply(
-                known, "", model=info.model, usage=usage, identity=identity
-            )
-            told[:] = [so_far]
-            assert growth is not None
-            growth(so_far)
-
-        sample = await engine.stream(
-            prompt_ids,
-            sampling,
-            request_id=request_id,
-            session_id=session_id,
-            on_tokens=on_tokens,
-        )
-        if sample.output_ids[: len(increments.ids)].tolist() != increments.ids:
-            raise EngineError("the engine's output ids are not those that it told")
-        return sample
-
-    # what a client was told is not sampled anew
-    sample = await gate.sample(sampled, again=lambda: not told)
-    check_sample(sample, info)
-    check_consumed(prompt_ids, sample)
-    outside = None
-    if reply_parser is not None:
-        text, stop_at = _text(sample, sampling.stop, renderer)
-        opened = renderer.opens_reasoning(prompt_ids)
-        outside = (
-            await reply_parser.parse(text, asked.tools, prompt_ids, opened=opened),
-            stop_at,
-        )
-    ended_at = datetime.now(UTC)
-
-    @timing.step()
-    def finish() -> PreparedCall:
-        parsed, stop_sequence = outside or _parse(
-            sample, sampling.stop, renderer, parser()
-        )
-        aborted = sample.finish_reason == "abort"
-        usage = Usage(
-            prompt_tokens=len(prompt_ids),
-            output_tokens=len(sample.output_ids),
-            cached_tokens=sample.cached_tokens,
-            reasoning_tokens=_reasoning_tokens(parsed, sample, renderer),
-        )
-        reply = make_reply(
-            parsed,
-            sample.finish_reason,
-            model=info.model,
-            usage=usage,
-            identity=identity,
-            stop_sequence=stop_sequence,
-        )
-        if not aborted and not all(goes_on(reply, before) for before in told):
-            raise GatewayError(
-                "the reply does not begin with what was streamed of it", 500
-            )
-        message = expected_echo(reply)
-        shown = None
-        if attributed:
-            shown = prompts.shown(prompt, heard.messages, asked.tools)
-        turn = LoggedTurn(
-            session_id=session_id,
-            request_id=request_id,
-            model=info.model,
-            prompt_ids=prompt_ids,
-            output_ids=sample.output_ids,
-            output_logprobs=sample.output_logprobs,
-            finish_reason=sample.finish_reason,
-            messages=heard.logged,
-            response=None if aborted else logged_message(message),
-            use_tool=bool(parsed.tool_calls),
-            ill_formed=parsed.ill_formed,
-            trainable=not aborted,
-            weight_versions=sample.weight_versions,
-            sampling=json.dumps(asdict(sampling), sort_keys=True),
-            cached_tokens=sample.cached_tokens,
-            routed_experts=sample.routed_experts,
-            started_at=started_at,
-            ended_at=ended_at,
-            protocol=protocol.name,
-            harness=caller.harness,
-            agent_id=caller.agent_id,
-            parent_agent_id=caller.parent_agent_id,
-            call_kind=caller.call_kind,
-            prompt_message_index=None if shown is None else shown.message_index,
-            prompt_is_content=None if shown is None else shown.is_content,
-            message_tool_names=tool_names(heard.messages) if attributed else None,
-            prompt_built=prompt.built,
-            render_reason=prompt.reason,
-            prompt_digest=prompt.digest,
-        )
-        path = None
-        if not aborted:
-            said = logged_message(message)
-            path = prompts.hold(
-                prompt,
-                shown,
-                sample.output_ids,
-                place=place_behind(heard.place, said.key),
-                message=len(heard.messages),
-            )
-        return PreparedCall(
-            turn=turn,
-            heard=heard,
-            reply=None if aborted else reply,
-            message=message,
-            path=path,
-            overruled=overruled(asked.asked, sampling),
-        )
-
-    # decoding and digesting a long history would hold up every other call
-    return await asyncio.to_thread(finish)
+    info = context.reservation.narrow(await context.settings.engine.info())
+    call = _Call(context, info)
+    await asyncio.to_thread(call.build_prompt)
+    call.resolve_sampling()
+    await call.sample()
+    await call.parse_externally()
+    # decoding and hashing a long history would delay every other call
+    return await asyncio.to_thread(call.finish)
 
 
-async def count_tokens(
-    asked: ChatRequest, echo: EchoBook, held: HeldPaths, prompts: Prompts
-) -> int:
-    """How many tokens the prompt of a call has. Nothing is sampled or recorded.
+async def count_tokens(request: ChatRequest, session: Session, prompts: Prompts) -> int:
+    """Return the length of a call's prompt. Nothing is sampled or recorded.
 
     Raises
     ------
@@ -289,53 +122,246 @@ async def count_tokens(
         The messages cannot be rendered.
     """
     _, prompt = await asyncio.to_thread(
-        _prompt, asked, echo, held, prompts, attributed=False
+        _build_prompt, request, session, prompts, attributed=False
     )
     return len(prompt.ids)
 
 
 @timing.step()
-def _prompt(
-    asked: ChatRequest,
-    echo: EchoBook,
-    held: HeldPaths,
-    prompts: Prompts,
-    *,
-    attributed: bool,
-) -> tuple[Heard, Prompt]:
-    heard = echo.hear(asked.messages)
-    return heard, prompts.build(heard, asked.tools, echo, held, attributed=attributed)
+def _build_prompt(
+    request: ChatRequest, session: Session, prompts: Prompts, *, attributed: bool
+) -> tuple[RestoredRequest, Prompt]:
+    restored = session.replies.restore(request.messages)
+    prompt = prompts.build(
+        restored, request.tools, session.replies, session.paths, attributed=attributed
+    )
+    return restored, prompt
 
 
-def _reasoning_tokens(parsed: Parsed, sample: Sample, renderer: ChatRenderer) -> int:
-    if parsed.reasoning is None:
-        return 0
-    if not parsed.sampled:
-        return len(sample.output_ids)
-    # 0 where the end is spelled in other tokens
-    return renderer.end_of_reasoning(sample.output_ids) or 0
+class _Call:
+    """The steps of one call, in order. Each uses the results of those before it."""
 
+    restored: RestoredRequest
+    prompt: Prompt
+    result: Sample
 
-def _parse(
-    sample: Sample, stop: tuple[str, ...], renderer: ChatRenderer, parser: Parser
-) -> tuple[Parsed, str | None]:
-    """The reply, taken apart, and the stop string at which it was cut."""
-    text, matched = _text(sample, stop, renderer)
-    parser.feed(text)
-    return parser.end(), matched
+    def __init__(self, context: CallContext, info: EngineInfo) -> None:
+        self._context = context
+        self._settings = context.settings
+        self._request = context.request
+        self._renderer = context.settings.prompts.renderer
+        self._info = info
+        self._started_at = datetime.now(UTC)
+        self._request_id = uuid.uuid4().hex
+        self._identity = Identity(context.protocol.call_prefix)
+        # the latest partial reply that was streamed
+        self._streamed: Reply | None = None
+        # the reply by an external parser, and the stop string that ended it
+        self._parsed: tuple[Parsed, str | None] | None = None
 
+    def build_prompt(self) -> None:
+        """Render the request, or extend the prompt of an earlier turn."""
+        self.restored, self.prompt = _build_prompt(
+            self._request,
+            self._context.session,
+            self._settings.prompts,
+            attributed=self._settings.attributed,
+        )
+        check_prompt(self.prompt.ids, self._info)
 
-def _text(
-    sample: Sample, stop: tuple[str, ...], renderer: ChatRenderer
-) -> tuple[str, str | None]:
-    """The reply's text up to a stop string, and that."""
-    ended = sample.finish_reason == "stop"
-    text = renderer.decode(sample.output_ids, ended=ended)
-    matched = None
-    if ended:
-        # a client never sees the stop string that it asked for
-        found = [(at, mark) for mark in stop if (at := text.find(mark)) >= 0]
-        if found:
-            at, matched = min(found)
-            text = text[:at]
-    return text, matched
+    def resolve_sampling(self) -> None:
+        """Decide the parameters, and reserve their tokens in the session's quota."""
+        n_prompt = len(self.prompt.ids)
+        reservation, terms = self._context.reservation, self._context.session.terms
+        self._sampling = resolve(
+            self._request.sampling,
+            terms.pins,
+            max_tokens=reservation.max_new_tokens(
+                n_prompt, self._settings.max_new_tokens
+            ),
+            room=self._info.max_context_tokens - n_prompt,
+            end_ids=self._renderer.end_ids,
+            client=terms.client_sampling,
+        )
+        reservation.reserve(n_prompt, self._sampling.max_new_tokens)
+
+    async def sample(self) -> None:
+        """Sample at the engine, again if a pause cut the call off before it streamed."""
+        self.result = await self._settings.gate.sample(
+            self._sample_once, again=lambda: self._streamed is None
+        )
+        check_sample(self.result, self._info)
+        check_consumed(self.prompt.ids, self.result)
+
+    async def _sample_once(self) -> Sample:
+        engine, prompt_ids = self._settings.engine, self.prompt.ids
+        ids = {
+            "request_id": self._request_id,
+            "session_id": self._context.session.session_id,
+        }
+        on_partial = self._context.on_partial
+        # an external parser needs the complete reply
+        if (
+            on_partial is None
+            or self._settings.reply_parser is not None
+            or not isinstance(engine, StreamingEngine)
+        ):
+            return await engine.generate(prompt_ids, self._sampling, **ids)
+        partial = IncrementalParser(self._renderer, self._parser(), self._sampling.stop)
+
+        def on_tokens(new_ids: Sequence[int]) -> None:
+            check_streamed(new_ids, self._info)
+            known = partial.feed(new_ids)
+            if known is not None:
+                usage = self._usage(len(partial.ids))
+                self._streamed = self._reply(known, "", usage)
+                on_partial(self._streamed)
+
+        sample = await engine.stream(
+            prompt_ids, self._sampling, **ids, on_tokens=on_tokens
+        )
+        if sample.output_ids[: len(partial.ids)].tolist() != partial.ids:
+            raise EngineError("the engine's output ids are not those that it streamed")
+        return sample
+
+    async def parse_externally(self) -> None:
+        """Have the external parser read the reply, if there is one."""
+        if self._settings.reply_parser is not None:
+            text, matched = self._text()
+            parsed = await self._settings.reply_parser.parse(
+                text,
+                self._request.tools,
+                self.prompt.ids,
+                opened=self._renderer.opens_reasoning(self.prompt.ids),
+            )
+            self._parsed = parsed, matched
+        self._ended_at = datetime.now(UTC)
+
+    @timing.step()
+    def finish(self) -> PreparedCall:
+        """Parse the reply and put the turn together."""
+        parsed, stop_sequence = self._parsed or self._parse()
+        sample, prompt, settings = self.result, self.prompt, self._settings
+        aborted = sample.finish_reason == "abort"
+        usage = self._usage(
+            len(sample.output_ids), sample.cached_tokens, self._reasoning_tokens(parsed)
+        )
+        reply = self._reply(parsed, sample.finish_reason, usage, stop_sequence)
+        if not aborted and self._streamed and not extends(reply, self._streamed):
+            raise GatewayError(
+                "the reply does not start with what was streamed of it", 500
+            )
+        message = canonical_reply(reply)
+        response = logged_message(message)
+        messages = self.restored.messages
+        attribution = path = None
+        if settings.attributed:
+            attribution = settings.prompts.attribution(
+                prompt, messages, self._request.tools
+            )
+        if not aborted:
+            path = settings.prompts.cacheable_path(
+                prompt,
+                attribution,
+                sample.output_ids,
+                position=next_position(self.restored.position, response.key),
+                message=len(messages),
+            )
+        caller = self._context.caller
+        turn = LoggedTurn(
+            session_id=self._context.session.session_id,
+            request_id=self._request_id,
+            model=self._info.model,
+            prompt_ids=prompt.ids,
+            output_ids=sample.output_ids,
+            output_logprobs=sample.output_logprobs,
+            finish_reason=sample.finish_reason,
+            messages=self.restored.logged,
+            response=None if aborted else response,
+            use_tool=bool(parsed.tool_calls),
+            ill_formed=parsed.ill_formed,
+            trainable=not aborted,
+            weight_versions=sample.weight_versions,
+            sampling=json.dumps(asdict(self._sampling), sort_keys=True),
+            cached_tokens=sample.cached_tokens,
+            routed_experts=sample.routed_experts,
+            started_at=self._started_at,
+            ended_at=self._ended_at,
+            protocol=self._context.protocol.name,
+            harness=caller.harness,
+            agent_id=caller.agent_id,
+            parent_agent_id=caller.parent_agent_id,
+            call_kind=caller.call_kind,
+            prompt_message_index=None
+            if attribution is None
+            else attribution.message_index,
+            prompt_is_content=None if attribution is None else attribution.is_content,
+            message_tool_names=tool_names(messages) if settings.attributed else None,
+            prompt_built=prompt.built,
+            render_reason=prompt.reason,
+            prompt_digest=prompt.digest,
+        )
+        return PreparedCall(
+            turn=turn,
+            restored=self.restored,
+            reply=None if aborted else reply,
+            message=message,
+            path=path,
+            ignored_params=ignored_params(self._request.sampling, self._sampling),
+        )
+
+    def _usage(
+        self, output_tokens: int, cached: int | None = None, reasoning: int = 0
+    ) -> Usage:
+        return Usage(
+            prompt_tokens=len(self.prompt.ids),
+            output_tokens=output_tokens,
+            cached_tokens=cached,
+            reasoning_tokens=reasoning,
+        )
+
+    def _reply(
+        self, parsed: Parsed, finish: str, usage: Usage, stop: str | None = None
+    ) -> Reply:
+        return make_reply(
+            parsed,
+            finish,
+            model=self._info.model,
+            usage=usage,
+            identity=self._identity,
+            stop_sequence=stop,
+        )
+
+    def _parser(self) -> Parser:
+        return Parser(
+            tools=self._request.tools,
+            opened=self._renderer.opens_reasoning(self.prompt.ids),
+            form=self._settings.tool_form,
+        )
+
+    def _parse(self) -> tuple[Parsed, str | None]:
+        """The parsed reply, and the stop string that ended it."""
+        text, matched = self._text()
+        parser = self._parser()
+        parser.feed(text)
+        return parser.end(), matched
+
+    def _text(self) -> tuple[str, str | None]:
+        """The reply's text up to the first stop string, and that stop string."""
+        ended = self.result.finish_reason == "stop"
+        text = self._renderer.decode(self.result.output_ids, ended=ended)
+        stops = self._sampling.stop if ended else ()
+        found = [(i, stop) for stop in stops if (i := text.find(stop)) >= 0]
+        if not found:
+            return text, None
+        # clients never see the stop string
+        start, matched = min(found)
+        return text[:start], matched
+
+    def _reasoning_tokens(self, parsed: Parsed) -> int:
+        if parsed.reasoning is None:
+            return 0
+        if not parsed.sampled:
+            return len(self.result.output_ids)
+        # 0 if the end of reasoning is spelled with other tokens
+        return self._renderer.end_of_reasoning(self.result.output_ids) or 0

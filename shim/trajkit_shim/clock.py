@@ -1,22 +1,22 @@
-"""The time that sessions and pauses are measured by."""
+"""The clock that measures idle sessions and pauses."""
 
 from collections.abc import Callable
 from typing import Protocol
 
 
 class Handle(Protocol):
-    """Of a callback that was arranged."""
+    """Of a scheduled callback."""
 
     def cancel(self) -> None: ...
 
 
 class Clock(Protocol):
-    """What time is measured by; an event loop is one."""
+    """A source of time, such as an event loop."""
 
     def time(self) -> float:
-        """Seconds from any moment on."""
+        """Seconds since an arbitrary moment."""
         ...
 
     def call_later(self, delay: float, callback: Callable[[], object], /) -> Handle:
-        """Have it called so many seconds from now."""
+        """Schedule a call in ``delay`` seconds."""
         ...

@@ -1,25 +1,51 @@
-"""What the gateway answers when it cannot answer."""
-
-from trajkit_shim.engine import EngineError
+"""Errors that become error answers."""
 
 
-class GatewayError(Exception):
-    """A call that ends in an error answer. Nothing of it is recorded.
+class EngineError(Exception):
+    """The engine rejected or failed a call.
 
     Parameters
     ----------
     message : str
-        What is wrong, with the place, the value and the rule.
+        What went wrong, in the engine's words if it gave any.
     status : int
-        The HTTP status of the answer.
+        HTTP status for the client: 4xx if the request is wrong, 5xx if the engine
+        failed.
+    """
+
+    # machine-readable
+    code = "engine_error"
+    # length of a prompt that is too long, and of the context
+    overflow: tuple[int, int] | None = None
+    # seconds after which a retry may succeed
+    retry_after: int | None = None
+
+    def __init__(self, message: str, status: int = 502) -> None:
+        super().__init__(message, status)
+        self.message = message
+        self.status = status
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class GatewayError(Exception):
+    """A call that ends with an error answer. It is not recorded.
+
+    Parameters
+    ----------
+    message : str
+        What is wrong, where, the value, and the rule.
+    status : int
+        HTTP status of the answer.
     code : str, optional
-        A word for machines.
+        Machine-readable code.
     param : str, optional
-        The request parameter at fault, as a path: ``messages[3].content``.
+        Path of the invalid request parameter: ``messages[3].content``.
     overflow : tuple of int, optional
-        Tokens of a prompt that the context has no room for, and the context's length.
+        Length in tokens of a prompt that is too long, and of the context.
     retry_after : int, optional
-        Seconds after which it may be different.
+        Seconds after which a retry may succeed.
     """
 
     def __init__(
@@ -45,15 +71,15 @@ class GatewayError(Exception):
 
 
 class TemplateError(GatewayError):
-    """The chat template refuses the messages."""
+    """The chat template rejects the messages."""
 
 
-# What may go away by itself. Clients that obey x-should-retry send no other call again.
+# Temporary failures. Clients that obey x-should-retry retry no other call.
 _PASSING = frozenset({502, 503, 504})
 
 
 def as_gateway_error(error: Exception) -> GatewayError:
-    """What a client is told of an error, whatever raised it."""
+    """Return the error that a client sees for any exception."""
     if isinstance(error, GatewayError):
         return error
     if isinstance(error, EngineError):
@@ -68,7 +94,7 @@ def as_gateway_error(error: Exception) -> GatewayError:
 
 
 def retry_header(error: GatewayError) -> dict[str, str]:
-    """The headers that tell the official clients whether to send the call again."""
+    """Return the headers that tell the official clients whether to retry."""
     headers = {"x-should-retry": "true" if error.status in _PASSING else "false"}
     if error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)
@@ -76,7 +102,7 @@ def retry_header(error: GatewayError) -> dict[str, str]:
 
 
 def error_body(error: GatewayError) -> dict[str, object]:
-    """The error as OpenAI's API words it: ``{"error": {...}}``."""
+    """Return the error in the format of OpenAI's API: ``{"error": {...}}``."""
     kinds = {401: "authentication_error", 403: "permission_error"}
     fallback = "server_error" if error.status >= 500 else "invalid_request_error"
     return {

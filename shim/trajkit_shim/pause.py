@@ -1,8 +1,8 @@
-"""Pausing the engine's calls, for an update of its weights.
+"""Pauses the engine's calls, for an update of its weights.
 
-While it is paused no call reaches the engine: new ones wait, for so long, and are then
-told to come again. Calls under way end, or are cut off and sampled anew once the pause
-is over, so that no turn of theirs is recorded half.
+During a pause no call reaches the engine. New calls wait up to a limit and are then
+rejected with a request to retry. Running calls finish, or are cut off and sampled again
+after the pause, so no turn is recorded incompletely.
 """
 
 import asyncio
@@ -12,50 +12,50 @@ from typing import Any
 
 from trajkit_shim import timing
 from trajkit_shim.clock import Clock, Handle
-from trajkit_shim.engine import EngineError, Sample
-from trajkit_shim.errors import GatewayError
+from trajkit_shim.engines.base import Sample
+from trajkit_shim.errors import EngineError, GatewayError
 
 _RETRY_AFTER = 5
 
 
 class PausedError(EngineError):
-    """A call that waited for the end of a pause in vain."""
+    """A call waited too long for the end of a pause."""
 
     code = "paused"
     retry_after = _RETRY_AFTER
 
 
 @dataclass(slots=True)
-class _UnderWay:
-    """Calls at the engine, and those of them that were cut off."""
+class _Calls:
+    """Calls at the engine, and those that were cut off."""
 
     calls: set[asyncio.Future[Any]] = field(default_factory=set)
     cut: set[asyncio.Future[Any]] = field(default_factory=set)
 
 
 class Gate:
-    """What every call passes on its way to the engine.
+    """Lets calls through to the engine, except during a pause.
 
     Parameters
     ----------
     wait_seconds : float
         How long a call waits for the end of a pause.
     clock : Clock, optional
-        Of what ends a pause by itself. Default: the event loop.
+        Times pauses that end automatically. Default: the event loop.
     """
 
     def __init__(self, *, wait_seconds: float, clock: Clock | None = None) -> None:
         self._wait_seconds = wait_seconds
         self._clock = clock
-        self._under_way = _UnderWay()
-        # set while nothing is paused
+        self._calls = _Calls()
+        # set unless paused
         self._running = asyncio.Event()
         self._running.set()
         self._timer: Handle | None = None
 
     @property
     def paused(self) -> bool:
-        """No call reaches the engine."""
+        """Whether calls have to wait."""
         return not self._running.is_set()
 
     async def sample(
@@ -63,54 +63,52 @@ class Gate:
         start: Callable[[], Awaitable[Sample]],
         again: Callable[[], bool] = lambda: True,
     ) -> Sample:
-        """What a call of the engine gives, once nothing is paused.
+        """Make an engine call outside of pauses, and return its result.
 
         Parameters
         ----------
         start : callable
-            Begins the call, anew where a pause cut it off.
+            Starts the call; called again if a pause cut it off.
         again : callable
-            Whether it may begin anew: not where its client has been told of the first
-            sample.
+            Whether it may start again. It may not once its client has seen output.
 
         Raises
         ------
         PausedError
-            The pause went on for too long, or cut off what cannot begin anew.
+            The pause took too long, or cut off a call that cannot start again.
         EngineError
-            As the engine.
+            From the engine.
         """
         while True:
             await self._wait()
             call = asyncio.ensure_future(start())
-            self._under_way.calls.add(call)
+            self._calls.calls.add(call)
             try:
                 with timing.engine():
                     return await call
             except asyncio.CancelledError:
                 task = asyncio.current_task()
-                if call not in self._under_way.cut or (task and task.cancelling()):
+                if call not in self._calls.cut or (task and task.cancelling()):
                     raise
             finally:
-                self._under_way.calls.discard(call)
-                self._under_way.cut.discard(call)
+                self._calls.calls.discard(call)
+                self._calls.cut.discard(call)
             if not again():
-                raise PausedError("the call was cut off by a pause of the engine", 503)
+                raise PausedError("a pause of the engine cut off the call", 503)
 
     async def pause(
         self, *, wait_seconds: float, abort: bool, max_seconds: float | None
     ) -> None:
-        """Let no call reach the engine; return once none is there.
+        """Hold back calls; return once none is at the engine.
 
         Parameters
         ----------
         wait_seconds : float
-            How long calls under way may take. Where one takes longer, nothing is
-            paused.
+            How long running calls may take. If one takes longer, the pause is undone.
         abort : bool
-            Cut the calls under way off. They are sampled anew after the pause.
+            Cut off running calls, which are sampled again after the pause.
         max_seconds : float, optional
-            The pause ends by itself after so long. None: it does not.
+            Duration after which the pause ends automatically. Default: unlimited.
 
         Raises
         ------
@@ -120,15 +118,15 @@ class Gate:
         self._running.clear()
         self._stop_timer()
         if abort:
-            for call in self._under_way.calls:
-                self._under_way.cut.add(call)
+            for call in self._calls.calls:
+                self._calls.cut.add(call)
                 call.cancel()
-        waiting = list(self._under_way.calls)
+        waiting = list(self._calls.calls)
         if waiting:
             try:
                 await asyncio.wait(waiting, timeout=wait_seconds)
             except asyncio.CancelledError:
-                # whoever asked left, and nobody would end it
+                # the caller left, so nobody would end the pause
                 self.resume()
                 raise
         late = sum(not call.done() for call in waiting)
@@ -137,8 +135,8 @@ class Gate:
         if late:
             self.resume()
             raise GatewayError(
-                f"{late} calls are under way after {wait_seconds:g} seconds; nothing is "
-                "paused",
+                f"{late} calls are still running after {wait_seconds:g} seconds, so "
+                "nothing is paused",
                 504,
                 code="pause_timed_out",
             )
@@ -147,12 +145,12 @@ class Gate:
             self._timer = clock.call_later(max_seconds, self.resume)
 
     def resume(self) -> None:
-        """Let calls through. Where nothing is paused it changes nothing."""
+        """End a pause, if there is one."""
         self._stop_timer()
         self._running.set()
 
     async def _wait(self) -> None:
-        # several pauses may follow one another while one waits
+        # several pauses may follow each other while a call waits
         deadline = asyncio.get_running_loop().time() + self._wait_seconds
         while self.paused:
             left = deadline - asyncio.get_running_loop().time()

@@ -1,4 +1,4 @@
-"""Running the gateway on a socket: in the foreground, or beside the caller's work."""
+"""Runs the gateway on a socket, in the foreground or on a thread."""
 
 import ipaddress
 import socket
@@ -18,26 +18,24 @@ def serve(
     on_listening: Callable[[str], None] | None = None,
     drain_seconds: int | None = None,
 ) -> None:
-    """Run the app until the process is told to stop (SIGINT, SIGTERM).
-
-    Calls under way are answered first.
+    """Run the app until SIGINT or SIGTERM, then answer the running calls.
 
     Parameters
     ----------
     app : ASGI app
         From `trajkit_shim.app.create_app`.
     host, port
-        Where to listen. Port 0: any free one.
+        Address to listen on. Port 0: any free one.
     on_listening : callable, optional
-        Called with the base URL once connections are taken.
+        Called with the base URL once connections are accepted.
     drain_seconds : int, optional
-        How long calls under way may take once it is told to stop; then they are
-        cancelled. None: as long as they want.
+        How long running calls may take after the signal, before they are cancelled.
+        Default: no limit.
 
     Raises
     ------
     OSError
-        The address cannot be listened on.
+        The address is not available.
     """
     listener, url = _listen(host, port)
     with listener:
@@ -54,20 +52,19 @@ def running(
     *,
     drain_seconds: int | None = None,
 ) -> Iterator[str]:
-    """Run the app on a thread of its own while the ``with`` block runs.
+    """Run the app on a thread while the ``with`` block runs; see `serve`.
 
-    Leaving the block answers the calls under way, then stops. ``drain_seconds`` is as
-    for `serve`.
+    At the end of the block the running calls are answered.
 
     Yields
     ------
     str
-        The base URL: ``http://127.0.0.1:40123``. OpenAI clients want ``/v1`` behind it.
+        The base URL: ``http://127.0.0.1:40123``. OpenAI clients need ``/v1`` after it.
 
     Raises
     ------
     OSError
-        The address cannot be listened on.
+        The address is not available.
     """
     listener, url = _listen(host, port)
     server = _server(app, drain_seconds)
@@ -77,7 +74,7 @@ def running(
     with listener:
         thread.start()
         try:
-            # connections that come before the loop runs wait in the listener's backlog
+            # connections before the loop runs wait in the listener's backlog
             yield url
         finally:
             server.should_exit = True
@@ -92,12 +89,12 @@ def _listen(host: str, port: int) -> tuple[socket.socket, str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """Return whether only this machine can reach an address."""
     if host == "localhost":
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
-    # a name may stand for any address
+    # a name may resolve to any address
     except ValueError:
         return False
 
@@ -106,12 +103,12 @@ def _server(app: ASGIApp, drain_seconds: int | None = None) -> uvicorn.Server:
     config = uvicorn.Config(
         app,
         log_level="warning",
-        # a line of it would show the key that Gemini's clients put in the URL
+        # its lines would contain the key that Gemini clients put in the URL
         access_log=False,
         lifespan="on",
         ws="none",
-        # an agent's tools run for minutes between two calls, and a call that comes while
-        # its connection is being closed is lost
+        # an agent's tools may run for minutes between two calls, and a call that arrives
+        # while its connection is being closed is lost
         timeout_keep_alive=600,
         timeout_graceful_shutdown=drain_seconds,
     )

@@ -1,8 +1,8 @@
-"""How long the gateway itself takes over a turn, beside its engine.
+"""How long the gateway itself takes for a turn, apart from its engine.
 
-Of a turn two times are kept: what passed between the request's arrival and the last byte
-of its answer, the engine aside; and the processor time of the steps of the gateway's own
-within that, which waiting for other calls does not lengthen.
+Two durations are kept per turn: the time from the request's arrival to the last byte of
+its answer without the engine, and the processor time of the gateway's own steps, which
+waiting for other calls does not increase.
 """
 
 import time
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-# turns that are remembered
+# number of turns to keep
 _KEPT = 100_000
 
 
@@ -23,11 +23,11 @@ class Timing:
     """Of one request."""
 
     began: float = field(default_factory=time.perf_counter)
-    # processor seconds in the steps of the gateway
+    # processor seconds of the gateway's steps
     busy: float = 0.0
-    # seconds that the engine took
+    # seconds at the engine
     engine: float = 0.0
-    # it began a call, and was neither joined to one nor answered again
+    # it started a call, rather than joining one or getting an earlier reply
     sampled: bool = False
 
 
@@ -35,14 +35,14 @@ _current: ContextVar[Timing | None] = ContextVar("timing", default=None)
 
 
 def begin() -> Timing:
-    """Time the request that this task serves, and what it starts."""
+    """Time the request that this task serves, and the tasks it starts."""
     timing = Timing()
     _current.set(timing)
     return timing
 
 
 def sampled() -> None:
-    """The request has begun a call."""
+    """Note that the request started a call."""
     timing = _current.get()
     if timing is not None:
         timing.sampled = True
@@ -50,7 +50,7 @@ def sampled() -> None:
 
 @contextmanager
 def step() -> Iterator[None]:
-    """A step of the gateway's own, which does not await."""
+    """Time a step of the gateway that does not await."""
     timing = _current.get()
     start = time.thread_time()
     try:
@@ -62,7 +62,7 @@ def step() -> Iterator[None]:
 
 @contextmanager
 def engine() -> Iterator[None]:
-    """The engine works on the call."""
+    """Time the engine's work on the call."""
     timing = _current.get()
     start = time.perf_counter()
     try:
@@ -73,19 +73,19 @@ def engine() -> Iterator[None]:
 
 
 class Timings:
-    """Of the last turns of a gateway."""
+    """Durations of the latest turns of a gateway."""
 
     def __init__(self) -> None:
         self._turns: deque[tuple[float, float, float]] = deque(maxlen=_KEPT)
 
     def add(self, timing: Timing) -> None:
-        """Take a request whose last byte was sent."""
+        """Add a request whose last byte was sent."""
         if timing.sampled:
             total = time.perf_counter() - timing.began
             self._turns.append((total - timing.engine, timing.busy, timing.engine))
 
     def describe(self) -> dict[str, object]:
-        """Median and 99th percentile in milliseconds, as ``GET /admin/timings`` shows."""
+        """Return median and 99th percentile in milliseconds, for the admin route."""
         times = np.array(self._turns).reshape(-1, 3) * 1e3
         shown: dict[str, object] = {"turns": len(times)}
         for name, column in zip(("gateway", "busy", "engine"), times.T, strict=True):

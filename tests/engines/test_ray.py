@@ -14,12 +14,12 @@ from ray import cloudpickle
 from ray.data import DataContext
 
 import trajkit as tk
-import trajkit.ray
+import trajkit.jobs.ray
 from tests.engines.runs import in_order, turns_of, write_files, write_scattered
 from trajkit import schema
 from trajkit.errors import FormatError, InvalidTurnsError
-from trajkit.io import write_table
-from trajkit.steps import RowsStep
+from trajkit.io.tables import write_table
+from trajkit.jobs.engine_step import RowsStep
 
 # as the tests do not stand in a package that workers could import
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -46,7 +46,7 @@ def test_files_of_whole_sessions(tmp_path):
     turns = turns_of()
     write_files(turns, tmp_path / "turns")
     step = RowsStep(policy="slime", layout="suffix")
-    trajkit.ray.linearize(tmp_path / "turns", step).write_parquet(
+    trajkit.jobs.ray.linearize(tmp_path / "turns", step).write_parquet(
         str(tmp_path / "rows")
     )
     expected = tk.linearize(turns, "slime", layout="suffix")
@@ -59,7 +59,7 @@ def test_a_dataset_is_brought_together_by_session(tmp_path):
     turns = turns_of()
     write_scattered(turns, tmp_path / "turns")
     dataset = ray.data.read_parquet(str(tmp_path / "turns"))
-    rows = trajkit.ray.linearize(dataset, shuffles=2)
+    rows = trajkit.jobs.ray.linearize(dataset, shuffles=2)
     rows.write_parquet(str(tmp_path / "rows"))
     assert in_order(tk.read_rows(tmp_path / "rows")) == in_order(tk.linearize(turns))
 
@@ -95,7 +95,7 @@ def test_the_rows_are_the_same_where_a_worker_is_killed(tmp_path):
     looks = tmp_path / "looks"
     looks.mkdir()
     step = RowsStep(reward=Deadly(str(looks), rewards))
-    trajkit.ray.linearize(tmp_path / "turns", step).write_parquet(
+    trajkit.jobs.ray.linearize(tmp_path / "turns", step).write_parquet(
         str(tmp_path / "rows")
     )
     # one more than there are files
@@ -106,7 +106,7 @@ def test_the_rows_are_the_same_where_a_worker_is_killed(tmp_path):
 
 def test_a_directory_without_turns_is_refused(tmp_path):
     with pytest.raises(FormatError, match="holds no file"):
-        trajkit.ray.linearize(tmp_path)
+        trajkit.jobs.ray.linearize(tmp_path)
 
 
 def amend(folder, *lines):
@@ -116,7 +116,7 @@ def amend(folder, *lines):
 
 
 def rows_of(tmp_path, *args, **kwargs):
-    trajkit.ray.linearize(*args, **kwargs).write_parquet(str(tmp_path / "rows"))
+    trajkit.jobs.ray.linearize(*args, **kwargs).write_parquet(str(tmp_path / "rows"))
     return tk.read_rows(tmp_path / "rows")
 
 
@@ -170,11 +170,11 @@ def test_a_session_in_two_files_is_refused_with_the_way_out(tmp_path, form):
             writer.write_table(part)
     amend(log, ("s04", 1, "undelivered", False))
     with pytest.raises(InvalidTurnsError, match=r"in \S+00000.* in \S+00001"):
-        trajkit.ray.linearize(log)
+        trajkit.jobs.ray.linearize(log)
     with pytest.raises(InvalidTurnsError) as refused:
-        trajkit.ray.linearize([log])
+        trajkit.jobs.ray.linearize([log])
     assert f"`trajkit compact {log} -o DIRECTORY/`" in str(refused.value)
-    tk.compact_file(log, f"{whole}/")
+    tk.jobs.compact_file(log, f"{whole}/")
     got = rows_of(tmp_path, whole)
     assert in_order(got) == in_order(tk.linearize(tk.read_turns(log)))
 
@@ -182,10 +182,12 @@ def test_a_session_in_two_files_is_refused_with_the_way_out(tmp_path, form):
 def test_one_file_twice_is_refused(tmp_path):
     write_files(turns_of(), tmp_path / "turns")
     with pytest.raises(InvalidTurnsError, match="has turns in"):
-        trajkit.ray.linearize([tmp_path / "turns", tmp_path / "turns" / "0.parquet"])
+        trajkit.jobs.ray.linearize(
+            [tmp_path / "turns", tmp_path / "turns" / "0.parquet"]
+        )
 
 
 def test_no_turns_give_no_rows(tmp_path):
     tk.write_turns(turns_of(0), tmp_path / "a.parquet")
     tk.write_turns(turns_of(0), tmp_path / "b.parquet")
-    assert trajkit.ray.linearize(tmp_path).take_all() == []
+    assert trajkit.jobs.ray.linearize(tmp_path).take_all() == []

@@ -9,7 +9,7 @@ from pyspark.sql.pandas.types import from_arrow_schema
 
 import trajkit as tk
 from tests.engines.runs import in_order, turns_of, write_scattered
-from trajkit.steps import RowsStep
+from trajkit.jobs.engine_step import RowsStep
 
 
 @pytest.fixture(scope="module")

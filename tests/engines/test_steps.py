@@ -9,9 +9,9 @@ import pytest
 
 import trajkit as tk
 from tests.engines.runs import in_order, turns_of, write_files, write_scattered
-from trajkit import steps
 from trajkit.errors import PolicyError
-from trajkit.steps import RowsStep
+from trajkit.jobs import engine_step
+from trajkit.jobs.engine_step import RowsStep
 
 
 def plain(type_):
@@ -22,17 +22,17 @@ def plain(type_):
 
 @pytest.mark.parametrize("layout", ["full", "suffix"])
 def test_batches_in_and_batches_out_as_spark_calls_it(monkeypatch, layout):
-    monkeypatch.setattr(steps, "_MOST_TOKENS", 10)
+    monkeypatch.setattr(engine_step, "_MOST_TOKENS", 10)
     turns = turns_of()
     step = pickle.loads(
-        pickle.dumps(RowsStep(policy="slime", layout=layout, reward=1.5))
+        pickle.dumps(RowsStep(policy="per_call", layout=layout, reward=1.5))
     )
     batches = list(step(iter(turns.to_batches(max_chunksize=3))))
     assert all(batch.schema.equals(step.schema) for batch in batches)
     assert all(plain(field.type) for field in step.schema)
     assert len(batches) > 24
     rows = pa.Table.from_batches(batches, step.schema)
-    expected = tk.linearize(turns, "slime", layout=layout, reward=1.5)
+    expected = tk.linearize(turns, "per_call", layout=layout, reward=1.5)
     assert in_order(rows) == in_order(expected)
 
 
@@ -76,8 +76,8 @@ def test_in_polars(tmp_path):
 
 
 def test_ray_is_named_where_it_is_missing(monkeypatch):
-    import trajkit.ray
+    import trajkit.jobs.ray
 
     monkeypatch.setitem(__import__("sys").modules, "ray.data", None)
     with pytest.raises(PolicyError, match="needs Ray"):
-        trajkit.ray.linearize("turns")
+        trajkit.jobs.ray.linearize("turns")

@@ -16,11 +16,11 @@ from google import genai
 
 from tests.shim.fakes import Held
 from trajkit_shim.app import create_app
-from trajkit_shim.engine import Engine
-from trajkit_shim.log import TurnLog
-from trajkit_shim.render import ChatRenderer
+from trajkit_shim.engines.base import Engine
+from trajkit_shim.json_input import Json
+from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.serve import _server
-from trajkit_shim.wire import Json
+from trajkit_shim.sessions.turn_log import TurnLog
 
 # the rest of what a gateway is given is the app's
 _LOG_OPTIONS = {"form", "routed_experts"}

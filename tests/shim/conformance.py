@@ -16,7 +16,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 ENDS = {
     "text": ("stop", "end_turn", "completed", "STOP"),
     "reasoning, then text": ("stop", "end_turn", "completed", "STOP"),
-    "text beside two calls": ("tool_calls", "tool_use", "completed", "STOP"),
+    "text and two calls": ("tool_calls", "tool_use", "completed", "STOP"),
     "text after a call": ("tool_calls", "tool_use", "completed", "STOP"),
     "a call that does not parse": ("stop", "end_turn", "completed", "STOP"),
     "cut by the token limit": ("length", "max_tokens", "incomplete", "MAX_TOKENS"),
@@ -118,7 +118,7 @@ FAILURES = {
         503,
         ("engine_error", "overloaded_error", "engine_error", "UNAVAILABLE"),
     ),
-    "a pause that goes on": (
+    "a pause that does not end": (
         503,
         ("paused", "overloaded_error", "paused", "UNAVAILABLE"),
     ),
@@ -158,7 +158,7 @@ CUTS = {
     ("the gateway is drained", BEFORE): ("nothing", _CLOSED),
     ("the gateway is drained", MIDDLE): ("nothing", _CLOSED_LATE),
     ("a pause that aborts", BEFORE): (
-        "the turn, sampled anew",
+        "the turn, sampled again",
         ("stop", "end_turn", "completed", "STOP"),
     ),
     ("a pause that aborts", MIDDLE): (

@@ -5,9 +5,9 @@ import os
 import pytest
 
 _NEEDS = {
-    "test_sglang_real.py": {"TRAJKIT_SGLANG_URL"},
-    "test_real_clients.py": {"TRAJKIT_CLIENTS"},
-    "test_sglang_clients.py": {"TRAJKIT_CLIENTS", "TRAJKIT_SGLANG_URL"},
+    "engines/test_sglang_real.py": {"TRAJKIT_SGLANG_URL"},
+    "agents/test_real_clients.py": {"TRAJKIT_CLIENTS"},
+    "engines/test_sglang_clients.py": {"TRAJKIT_CLIENTS", "TRAJKIT_SGLANG_URL"},
 }
 collect_ignore = [name for name, needs in _NEEDS.items() if not needs <= {*os.environ}]
 

@@ -10,8 +10,8 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trajkit_shim.engine import EngineInfo, Sample, Sampling, WeightSpan
-from trajkit_shim.render import ChatRenderer, Ids
+from trajkit_shim.engines.base import EngineInfo, Sample, Sampling, WeightSpan
+from trajkit_shim.prompting.render import ChatRenderer, Ids
 
 TEMPLATE = """\
 {%- if tools -%}

@@ -16,6 +16,7 @@ import pytest
 
 import trajkit as tk
 from tests.shim.clients import in_process
+from tests.shim.engines.test_vllm import IDS, reply
 from tests.shim.fakes import (
     RENDERER,
     Held,
@@ -23,23 +24,22 @@ from tests.shim.fakes import (
     ScriptedEngine,
     sampled,
 )
-from tests.shim.test_grade import graded, results_of, task_of
-from tests.shim.test_vllm_engine import IDS, reply
-from tests.shim.test_weights import Updatable
+from tests.shim.rollout.test_grade import graded, results_of, task_of
+from tests.shim.test_weight_updates import Updatable
 from trajkit.errors import FormatError
-from trajkit_shim import sglang_engine, vllm_engine, wire
+from trajkit_shim import json_input
+from trajkit_shim.agents.sandbox import Spec
+from trajkit_shim.agents.sandboxes.local import SANDBOX, remove
 from trajkit_shim.app import create_app
-from trajkit_shim.engine import EngineError
-from trajkit_shim.errors import GatewayError
-from trajkit_shim.journal import Journal
-from trajkit_shim.log import TurnLog
-from trajkit_shim.resend import says_retry
+from trajkit_shim.engines import sglang, vllm
+from trajkit_shim.errors import EngineError, GatewayError
+from trajkit_shim.retries import is_retry
 from trajkit_shim.rollout.callback import Callback
 from trajkit_shim.rollout.tasks import Folder, Grade, Task, read_tasks
 from trajkit_shim.rollout.workspace import StageError, Workspace
-from trajkit_shim.sandbox import Spec
-from trajkit_shim.sandboxes.local import SANDBOX, remove
 from trajkit_shim.serve import running
+from trajkit_shim.sessions.append_log import AppendLog
+from trajkit_shim.sessions.turn_log import TurnLog
 
 USER = {"role": "user", "content": "hi"}
 
@@ -51,8 +51,8 @@ pytestmark = pytest.mark.anyio
 
 def test_a_number_beyond_every_double_is_no_json():
     with pytest.raises(GatewayError, match="1e400"):
-        wire.parse_object(b'{"metadata": {"x": [1e400]}}')
-    assert wire.parse_object(b'{"x": -1.5e3}') == {"x": -1500.0}
+        json_input.parse_object(b'{"metadata": {"x": [1e400]}}')
+    assert json_input.parse_object(b'{"x": -1.5e3}') == {"x": -1500.0}
 
 
 async def test_a_part_whose_type_is_no_name_is_refused(tmp_path):
@@ -69,7 +69,7 @@ async def test_a_part_whose_type_is_no_name_is_refused(tmp_path):
     [("0", False), ("00", False), ("2", True), ("9" * 5000, True), ("-1", False)],
 )
 def test_a_count_of_retries_of_any_length(count, again):
-    assert says_retry({"x-stainless-retry-count": count}) is again
+    assert is_retry({"x-stainless-retry-count": count}) is again
 
 
 async def test_half_a_surrogate_pair_that_a_model_spells_is_recorded(tmp_path):
@@ -116,7 +116,7 @@ def vllm_reply(**changes):
 )
 def test_numbers_that_fit_nowhere_are_the_sglang_server_s_fault(broken):
     with pytest.raises(EngineError, match="cannot be read"):
-        sglang_engine.read_sample(broken, sampling_logprobs=False)
+        sglang.read_sample(broken, sampling_logprobs=False)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_numbers_that_fit_nowhere_are_the_sglang_server_s_fault(broken):
 )
 def test_replies_that_make_no_sense_are_the_vllm_server_s_fault(broken):
     with pytest.raises(EngineError, match="cannot be read"):
-        vllm_engine.read_sample(broken)
+        vllm.read_sample(broken)
 
 
 @pytest.mark.parametrize("best", [None, [{}], [{"token": "x", "logprob": None}]])
@@ -140,7 +140,7 @@ async def test_a_probe_of_vllm_that_cannot_be_read(best):
     made = reply(IDS[:1])
     made["choices"][0]["logprobs"]["content"][0]["top_logprobs"] = best
     transport = httpx.MockTransport(lambda _: httpx.Response(200, json=made))
-    engine = vllm_engine.VLLMEngine(
+    engine = vllm.VLLMEngine(
         "http://127.0.0.1",
         vocab_size=9000,
         max_context_tokens=100,
@@ -208,7 +208,7 @@ async def test_an_end_that_could_not_be_written_is_written_when_asked_again(
 
 
 def test_a_full_disk_does_not_keep_a_journal_open(tmp_path, monkeypatch):
-    journal = Journal(tmp_path, "x", tk.schema.AMENDMENTS)
+    journal = AppendLog(tmp_path, "x", tk.schema.AMENDMENTS)
     journal.start()
 
     def fails(*_):

@@ -20,7 +20,8 @@ from tests.shim.fakes import (
     byte_renderer,
     sampled,
 )
-from trajkit_shim.engine import EngineError, WeightSpan
+from trajkit_shim.engines.base import WeightSpan
+from trajkit_shim.errors import EngineError
 
 pytestmark = pytest.mark.anyio
 

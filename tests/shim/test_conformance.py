@@ -22,7 +22,7 @@ from tests.shim.conformance import (
     table,
 )
 from tests.shim.fakes import RENDERER, PiecewiseEngine, ScriptedEngine, sampled
-from trajkit_shim.engine import EngineError
+from trajkit_shim.errors import EngineError
 
 pytestmark = pytest.mark.anyio
 
@@ -38,7 +38,7 @@ BOTH = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 SAMPLED = {
     "text": (" hello\n", " hello\n", None, 0),
     "reasoning, then text": ("<think>\nhm\n</think>\n\nhello", "hello", "hm", 0),
-    "text beside two calls": (f"Look. {CALL}\n{CALL}", "Look. ", None, 2),
+    "text and two calls": (f"Look. {CALL}\n{CALL}", "Look. ", None, 2),
     "text after a call": (f"Look. {CALL}and wait", "Look. and wait", None, 1),
     "a call that does not parse": (BROKEN, BROKEN, None, 0),
     "cut by the token limit": (sampled("hel", finish_reason="length"), "hel", None, 0),
@@ -122,7 +122,7 @@ async def test_a_call_that_fails(tmp_path, name, stream, case):
             said = driver.image()
         elif case == "a body that is too long":
             said = driver.user("x" * 4000)
-        elif case == "a pause that goes on":
+        elif case == "a pause that does not end":
             await gateway.http.post("/admin/pause")
         elif case in {"no turn left", "no token left"}:
             engine.script.append("first")

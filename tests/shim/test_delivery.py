@@ -15,8 +15,8 @@ from tests.shim.fakes import RENDERER, Held, ScriptedEngine, sampled
 from tests.strategies import delivery_steps
 from trajkit_shim.app import create_app
 from trajkit_shim.delivery import Delivery
-from trajkit_shim.log import TurnLog
 from trajkit_shim.serve import _server
+from trajkit_shim.sessions.turn_log import TurnLog
 
 RETRY = (b"x-stainless-retry-count", b"1")
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -26,16 +26,26 @@ class Line:
     """One connection to the app.
 
     It breaks once ``lost_after`` messages were sent, or one with ``lost_with`` in it.
+    Where it is not ``noticed``, the send that breaks it returns at once: the server
+    learns of it when the loop next looks at its sockets.
     """
 
     def __init__(
-        self, session, *, stream=False, lost_after=None, lost_with=None, raises=None
+        self,
+        session,
+        *,
+        stream=False,
+        lost_after=None,
+        lost_with=None,
+        raises=None,
+        noticed=True,
     ):
         self.body = json.dumps({"messages": MESSAGES, "stream": stream}).encode()
         self.session = session
         self.lost_after = lost_after
         self.lost_with = lost_with
         self.raises = raises
+        self.noticed = noticed
         self.gone = asyncio.Event()
         self.sent = []
 
@@ -56,7 +66,7 @@ class Line:
         if with_it or len(self.sent) == self.lost_after:
             self.gone.set()
             # the server looks at its sockets
-            for _ in range(5):
+            for _ in range(5 if self.noticed else 0):
                 await asyncio.sleep(0)
 
     async def ask(self, gateway, *headers):
@@ -101,6 +111,15 @@ async def test_a_client_that_leaves_before_its_answer(gateway, stream, raises):
     assert len(line.sent) == 1
     assert logged(gateway) == [(False, "undelivered")]
     assert (await gateway.session(gateway.client(line.session)))["undelivered"] == 1
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_the_server_looks_for_the_client_before_a_short_body(gateway, stream):
+    session = await gateway.open_id()
+    line = Line(session, stream=stream, lost_after=1, noticed=False)
+    await line.ask(gateway)
+    assert logged(gateway) == [(False, "undelivered")]
 
 
 @pytest.mark.anyio

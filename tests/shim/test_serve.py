@@ -11,8 +11,8 @@ import pytest
 from tests.shim.clients import http, read_log
 from tests.shim.fakes import RENDERER, TOOL, ScriptedEngine
 from trajkit_shim.app import create_app
-from trajkit_shim.log import TurnLog
 from trajkit_shim.serve import running
+from trajkit_shim.sessions.turn_log import TurnLog
 
 CALL = '<tool_call>\n{"name": "bash", "arguments": {"command":  "ls"}}\n</tool_call>'
 

@@ -12,7 +12,7 @@ import pytest
 
 import trajkit as tk
 from trajkit import cli
-from trajkit_shim.embedded import load_tokenizer
+from trajkit_shim.engines.embedded import load_tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
 COMMAND = "import sys; from trajkit.cli import main; sys.exit(main())"
@@ -69,19 +69,19 @@ def test_serve_records_until_it_is_interrupted(tmp_path):
             "needs --model",
             id="no model",
         ),
-        pytest.param(["--model", "."], "--model means nothing", id="a model too many"),
+        pytest.param(["--model", "."], "--model does not apply", id="a model too many"),
         pytest.param(["--engine", "vllm"], "vllm needs --engine-url", id="vllm"),
         pytest.param(
-            ["--tool-form", "x"], "x is none of qwen3-coder", id="no such form"
+            ["--tool-form", "x"], "x is not one of qwen3-coder", id="no such form"
         ),
         pytest.param(
             ["--tool-form", "sglang"],
-            "sglang means nothing to another engine",
+            "needs --engine sglang",
             id="the parsers of another engine",
         ),
         pytest.param(
             ["--routed-experts"],
-            "--routed-experts means nothing to another engine",
+            "--routed-experts needs --engine sglang",
             id="the experts of another engine",
         ),
         pytest.param(["--engine", "tgi"], "invalid choice", id="no such engine"),
@@ -135,6 +135,6 @@ def test_serve_asks_the_engine_before_it_serves(tmp_path, capsys, engine):
     argv += ["--engine-url", "http://127.0.0.1:1", "--model", str(model)]
     assert cli.main(argv) == cli.BAD_FILE
     said = capsys.readouterr().err
-    assert "the engine does not serve" in said
+    assert "the engine does not work" in said
     assert "127.0.0.1:1 cannot be reached" in said
     assert not (tmp_path / "run").exists()

@@ -8,8 +8,8 @@ from itertools import count
 
 from tests.shim.fakes import RENDERER, ScriptedEngine, sampled
 from trajkit_shim.app import create_app
-from trajkit_shim.log import TurnLog
 from trajkit_shim.serve import serve
+from trajkit_shim.sessions.turn_log import TurnLog
 
 numbers = count()
 

@@ -1,7 +1,7 @@
 """The ``trajkit`` command: parser, exit codes, one line per error.
 
-``import``, ``linearize``, ``drift``, ``simulate``, ``verify``, ``policies``,
-``compact`` and ``expand`` stand in this package. Further commands come from the
+``import``, ``linearize``, ``drift``, ``simulate``, ``verify``, ``draw``, ``policies``,
+``compact`` and ``expand`` are in this package. More commands come from the
 entry-point group ``trajkit.commands``: an entry is a function that takes what
 ``ArgumentParser.add_subparsers`` returned, adds a parser to it, and sets ``run`` on it, a
 function from the parsed arguments to an exit code.
@@ -12,18 +12,23 @@ Nothing heavy is imported before the arguments are parsed, so that ``--help`` co
 
 import argparse
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
-from importlib.metadata import entry_points
-from typing import TextIO
+from importlib.metadata import entry_points, version
+from typing import NoReturn, TextIO, cast
 
+from trajkit._arguments import did_you_mean
 from trajkit.cli.compact import add_compact, add_expand
+from trajkit.cli.draw import add_draw
 from trajkit.cli.drift import add_drift
 from trajkit.cli.imports import add_import
 from trajkit.cli.linearize import add_linearize
+from trajkit.cli.options import Commands
 from trajkit.cli.policies import add_policies
 from trajkit.cli.simulate import add_simulate
+from trajkit.cli.standard import shown, standard_files
 from trajkit.cli.verify import add_verify
 from trajkit.errors import FormatError, PolicyError, TornLogWarning, TrajkitError
 
@@ -35,6 +40,9 @@ INTERRUPTED = 130
 CLOSED_PIPE = 141
 
 EXIT_CODES = """\
+- in the place of a file is standard input; -o - writes JSON lines (compact: an Arrow IPC
+stream) to standard output, and what is said to stderr.
+
 exit codes:
   0    done
   1    the data breaks a rule: the line on stderr names session, turn, value and rule
@@ -64,12 +72,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     SystemExit
         argparse ended the run: code 0 after ``--help``, 2 after a usage error.
     """
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
+    arguments = parser.parse_args(argv)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always", TornLogWarning)
             warnings.showwarning = _warn
-            code: int = arguments.run(arguments)
+            with standard_files(arguments):
+                code: int = arguments.run(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
@@ -88,19 +102,58 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser that names what a misspelled command, choice or option may mean."""
+
+    def error(self, message: str) -> NoReturn:
+        known = [*self._option_string_actions]
+        for action in self._actions:
+            known += [str(choice) for choice in action.choices or ()]
+        word = re.search(r"(?:choice: |arguments: )'?([^\s']+)", message)
+        hint = did_you_mean(word[1], known) if word else ""
+        super().error(f"{message}{hint}")
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        """As the base class; a command names its own options where one is unknown."""
+        found, extra = super().parse_known_args(args, namespace)
+        if extra:
+            self.error(f"unrecognized arguments: {' '.join(extra)}")
+        return found, extra
+
+
+class _Version(argparse.Action):
+    """Print the installed version, which is looked up only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        sys.stdout.write(f"trajkit {version('trajkit')}\n")
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="trajkit",
         description="From recorded LLM agent calls to loss-masked training rows.",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, help="print the version and exit"
+    )
+
+    def print_help(_: argparse.Namespace) -> int:
+        parser.print_help()
+        return DONE
+
+    parser.set_defaults(run=print_help, writes_delta=False)
+    commands = cast(
+        "Commands", parser.add_subparsers(title="commands", metavar="COMMAND")
+    )
     add_import(commands)
     add_linearize(commands)
     add_drift(commands)
     add_simulate(commands)
     add_verify(commands)
+    add_draw(commands)
     add_policies(commands)
     add_compact(commands)
     add_expand(commands)
@@ -135,4 +188,4 @@ def _warn(
 
 def _say(message: str) -> None:
     """One line on stderr, whatever the message holds."""
-    sys.stderr.write(f"trajkit: {' '.join(message.split())}\n")
+    sys.stderr.write(f"trajkit: {' '.join(shown(message).split())}\n")

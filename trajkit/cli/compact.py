@@ -3,14 +3,15 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from trajkit.cli.file_options import add_through, through, written
 from trajkit.cli.options import Commands, add_source
 from trajkit.cli.progress import Progress
-from trajkit.cli.through import add_through, through, written
-from trajkit.files import compact_file, expand_file
-from trajkit.io_formats import paths_in
+from trajkit.io.formats import paths_in
+from trajkit.io.tables import log_files
+from trajkit.jobs.stages import compact_file, expand_file
 
 
 def add_compact(commands: Commands) -> None:
@@ -21,11 +22,7 @@ def add_compact(commands: Commands) -> None:
         description="Write recorded turns in delta form: each prompt as what it adds to "
         "an earlier turn. Every command reads that form, and expand is the inverse.",
     )
-    parser.add_argument(
-        "--share-prompts",
-        action="store_true",
-        help="hold the first prompt of the rollouts of one task once",
-    )
+    parser.set_defaults(writes_delta=True)
     _complete(parser, compact_file, "Parquet or Arrow IPC, by suffix")
 
 
@@ -59,16 +56,11 @@ def _complete(
     def run(arguments: argparse.Namespace) -> int:
         """Write the turns and print what they take; the exit code is 0."""
         with Progress(parser.prog.split()[-1], "turns") as bar:
-            more = (
-                {"share_prompts": True}
-                if getattr(arguments, "share_prompts", 0)
-                else {}
-            )
             totals = change(
-                arguments.source, arguments.output, **through(arguments, bar), **more
+                arguments.source, arguments.output, **through(arguments, bar)
             )
-        before = taken(arguments.source)
-        after = taken(arguments.output)
+        before = taken(log_files(arguments.source)[0])
+        after = taken(paths_in(Path(arguments.output)))
         if arguments.json:
             said = {"output": arguments.output, **totals}
             text = json.dumps({**said, "bytes_before": before, "bytes_after": after})
@@ -83,6 +75,6 @@ def _complete(
     parser.set_defaults(run=run)
 
 
-def taken(path: str) -> int:
-    """Bytes of a file, or of the files of a directory."""
-    return sum(file.stat().st_size for file in paths_in(Path(path)))
+def taken(files: Iterable[Path]) -> int:
+    """Bytes of all files together."""
+    return sum(file.stat().st_size for file in files)

@@ -10,19 +10,19 @@ from typing import Any, Self
 import pyarrow as pa
 
 import trajkit as tk
-from trajkit import compute as pc
-from trajkit.cli.options import Commands, add_policy, add_source, chosen_policy, count
-from trajkit.cli.progress import Progress
-from trajkit.cli.show import text_table
-from trajkit.cli.through import (
+from trajkit._arrow import lazy_compute as pc
+from trajkit.cli.file_options import (
     add_through,
     aside_count,
     look_through,
-    set_aside_note,
+    rejected_note,
 )
+from trajkit.cli.options import Commands, add_policy, add_source, chosen_policy, count
+from trajkit.cli.progress import Progress
+from trajkit.cli.text import text_table
 from trajkit.cli.tokenizer import load_tokenizer
-from trajkit.files import Made, Target
-from trajkit.io import write_tables
+from trajkit.io.tables import write_tables
+from trajkit.jobs.stages import Made, Target
 
 _LONGEST_TEXT = 120
 
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the summary; the exit code is 0."""
     policy = chosen_policy(arguments)
     if arguments.findings is not None and arguments.tokenizer is None:
-        raise tk.PolicyError("--findings needs --tokenizer")
+        raise tk.errors.PolicyError("--findings needs --tokenizer")
     tokenizer = None
     if arguments.tokenizer is not None:
         tokenizer = load_tokenizer(arguments.tokenizer)
@@ -79,20 +79,20 @@ def run(arguments: argparse.Namespace) -> int:
         nonlocal summary
         links = tk.link(
             turns,
-            route=policy.route,
+            parent_by=policy.parent_by,
             merge_threshold=policy.merge_threshold,
-            equals=policy.equals,
-            equality=policy.equality,
+            tie_break=policy.tie_break,
+            message_equality=policy.message_equality,
             dispatch_tools=policy.dispatch_tools,
             fork_threshold=policy.fork_threshold,
         )
         drift = tk.classify_drift(turns, links, tokenizer=tokenizer)
         findings = None
         if tokenizer is not None:
-            findings = tk.explain_drift(turns, links, tokenizer)
+            findings = tk.analysis.explain_drift(turns, links, tokenizer)
             add_causes(causes, findings, arguments.examples)
         # nothing is refused from here on, so that no session is counted twice
-        summary = summary.plus(DriftSummary.of(turns, drift))
+        summary = summary.plus(DriftSummary.of(turns, links, drift))
         yield "drift", drift
         if findings is not None:
             yield "findings", findings
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
             said["causes"] = [asdict(group) for group in groups]
         text = json.dumps(said | aside_count(totals))
     else:
-        text = set_aside_note(arguments, totals) + summary.describe()
+        text = rejected_note(arguments, totals) + summary.describe()
         if tokenizer is not None:
             text += "\n\n" + describe_causes(groups)
     sys.stdout.write(text + "\n")
@@ -127,8 +127,8 @@ class CauseExample:
 
     session_id: str
     turn_index: int
-    held_start: int
-    held_text: str
+    path_start: int
+    path_text: str
     prompt_text: str
 
 
@@ -163,7 +163,7 @@ def add_causes(
             turns=known.turns
             + len({(one["session_id"], one["turn_index"]) for one in ours}),
             tokens_held=known.tokens_held
-            + sum(one["held_stop"] - one["held_start"] for one in ours),
+            + sum(one["path_stop"] - one["path_start"] for one in ours),
             tokens_shown=known.tokens_shown
             + sum(one["prompt_stop"] - one["prompt_start"] for one in ours),
             examples=[
@@ -185,8 +185,8 @@ def describe_causes(groups: list[CauseGroup]) -> str:
         for one in group.examples:
             said.append(
                 f"\n{group.cause}: session {one.session_id!r}, turn {one.turn_index}, "
-                f"from token {one.held_start}\n"
-                f"  held   {_short(one.held_text)}\n  shown  {_short(one.prompt_text)}"
+                f"from token {one.path_start}\n"
+                f"  held   {_short(one.path_text)}\n  shown  {_short(one.prompt_text)}"
             )
     return "\n".join(said)
 
@@ -209,7 +209,7 @@ class DriftGroup:
     # held tokens from where the drift starts
     tokens_beyond: int
     # those of them that were sampled
-    tokens_at_stake: int
+    tokens_after_drift: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,29 +220,46 @@ class DriftSummary:
     turns: int
     # turns that continue another one
     turns_compared: int
+    # those of them that were found by their tokens
+    turns_by_tokens: int
     tokens_sampled: int
     groups: list[DriftGroup]
 
     @classmethod
     def of_none(cls) -> Self:
         """The summary of no turns."""
-        return cls(sessions=0, turns=0, turns_compared=0, tokens_sampled=0, groups=[])
+        return cls(
+            sessions=0,
+            turns=0,
+            turns_compared=0,
+            turns_by_tokens=0,
+            tokens_sampled=0,
+            groups=[],
+        )
 
     @classmethod
-    def of(cls, turns: pa.Table, drift: pa.Table) -> Self:
+    def of(cls, turns: pa.Table, links: pa.Table, drift: pa.Table) -> Self:
         """The summary of ``drift``."""
         names = ["region", "cause"]
         groups = (
             pa.table([drift[name].cast(pa.string()) for name in names], names)
             .append_column("size", drift["size"].cast(pa.int64()))
-            .append_column("at_stake", drift["at_stake"].cast(pa.int64()))
+            .append_column(
+                "tokens_after_drift", drift["tokens_after_drift"].cast(pa.int64())
+            )
             .group_by(names)
-            .aggregate([([], "count_all"), ("size", "sum"), ("at_stake", "sum")])
+            .aggregate(
+                [([], "count_all"), ("size", "sum"), ("tokens_after_drift", "sum")]
+            )
         )
         return cls(
             sessions=pc.count_distinct(turns["session_id"]).as_py(),
             turns=turns.num_rows,
             turns_compared=drift.num_rows,
+            turns_by_tokens=pc.sum(
+                pc.equal(links["link_reason"].cast(pa.string()), "tokens")
+            ).as_py()
+            or 0,
             tokens_sampled=pc.sum(pc.list_value_length(turns["output_ids"])).as_py()
             or 0,
             groups=[
@@ -251,7 +268,7 @@ class DriftSummary:
                     cause=group["cause"],
                     turns=group["count_all"],
                     tokens_beyond=group["size_sum"],
-                    tokens_at_stake=group["at_stake_sum"],
+                    tokens_after_drift=group["tokens_after_drift_sum"],
                 )
                 for group in groups.to_pylist()
             ],
@@ -267,17 +284,18 @@ class DriftSummary:
                 cause=one.cause,
                 turns=one.turns + (known.turns if known else 0),
                 tokens_beyond=one.tokens_beyond + (known.tokens_beyond if known else 0),
-                tokens_at_stake=one.tokens_at_stake
-                + (known.tokens_at_stake if known else 0),
+                tokens_after_drift=one.tokens_after_drift
+                + (known.tokens_after_drift if known else 0),
             )
         return replace(
             self,
             sessions=self.sessions + other.sessions,
             turns=self.turns + other.turns,
             turns_compared=self.turns_compared + other.turns_compared,
+            turns_by_tokens=self.turns_by_tokens + other.turns_by_tokens,
             tokens_sampled=self.tokens_sampled + other.tokens_sampled,
             groups=sorted(
-                groups.values(), key=lambda one: (-one.tokens_at_stake, -one.turns)
+                groups.values(), key=lambda one: (-one.tokens_after_drift, -one.turns)
             ),
         )
 
@@ -287,6 +305,7 @@ class DriftSummary:
         lines = [astuple(group) for group in self.groups]
         return (
             f"sessions {self.sessions:,}, turns {self.turns:,}, of which "
-            f"{self.turns_compared:,} continue another; "
+            f"{self.turns_compared:,} continue another "
+            f"({self.turns_by_tokens:,} by tokens); "
             f"tokens sampled {self.tokens_sampled:,}\n\n" + text_table(head, lines)
         )

@@ -10,10 +10,10 @@ import pyarrow as pa
 import trajkit as tk
 from trajkit.cli.options import Commands
 from trajkit.cli.progress import Progress
-from trajkit.cli.show import text_table
-from trajkit.files import Watch
+from trajkit.cli.text import text_table
 from trajkit.importers import FORMATS
-from trajkit.io import write_table
+from trajkit.io.tables import write_table
+from trajkit.jobs.stages import Watch
 
 
 def add_import(commands: Commands) -> None:
@@ -77,16 +77,22 @@ def add_import(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the turns and print what was taken and what was not; the exit code is 0."""
+    """Write the turns and print what was taken and what was not; the exit code is 0.
+
+    Raises
+    ------
+    InvalidTurnsError
+        There are no turns.
+    """
     tokenizer = None
     if arguments.tokenizer is not None:
         from trajkit.cli.tokenizer import load_chat_tokenizer
 
         tokenizer = load_chat_tokenizer(arguments.tokenizer, arguments.chat_template)
     elif arguments.chat_template is not None:
-        raise tk.PolicyError("--chat-template needs --tokenizer")
+        raise tk.errors.PolicyError("--chat-template needs --tokenizer")
     with Progress("import", "turns") as bar:
-        totals, report = tk.import_file(
+        totals, report = tk.importers.import_file(
             arguments.source,
             arguments.output,
             arguments.format,
@@ -114,9 +120,26 @@ def run(arguments: argparse.Namespace) -> int:
             ]
             head = ("problem", "record", "count", "the first")
             text += f"\n{text_table(head, lines)}\n"
-        text += f"\nwritten to {arguments.output}"
+        if totals["turns"]:
+            text += f"\nwritten to {arguments.output}"
     sys.stdout.write(text + "\n")
+    if not totals["turns"]:
+        raise tk.errors.InvalidTurnsError(no_turns(problems))
     return 0
+
+
+def no_turns(problems: list[dict[str, object]]) -> str:
+    """Why an import gave no turn, and what to do about it."""
+    names = [str(one["problem"]) for one in problems if not one["kept"]]
+    text = f"0 turns, nothing is written ({', '.join(names) or 'no records'})"
+    if {"no_prompt_ids", "no_output_ids"} & {*names}:
+        text += (
+            ". The engine did not give token ids: record again with return_token_ids and "
+            "logprobs in each request (vLLM), or with return_token_ids, "
+            "return_prompt_token_ids, return_meta_info and logprobs (SGLang); `trajkit "
+            "serve` asks for them itself"
+        )
+    return text
 
 
 def group(report: pa.Table) -> list[dict[str, object]]:

@@ -5,6 +5,7 @@ import json
 import sys
 from dataclasses import asdict
 
+from trajkit.cli.file_options import add_through, through, written
 from trajkit.cli.options import (
     Commands,
     add_facts,
@@ -16,9 +17,8 @@ from trajkit.cli.options import (
     known_sessions,
 )
 from trajkit.cli.progress import Progress
-from trajkit.cli.show import share, text_table
-from trajkit.cli.through import add_through, through, written
-from trajkit.files import linearize_file
+from trajkit.cli.text import share, text_table
+from trajkit.jobs.stages import linearize_file
 from trajkit.schema import LOSSES
 
 
@@ -96,13 +96,17 @@ def describe(totals: dict[str, int]) -> str:
     sampled = totals["tokens_sampled"]
     lines = [("sampled", sampled, "")]
     for name in ("tokens_trained", *(f"lost_{reason}" for reason in LOSSES)):
-        words = name.removeprefix("tokens_").replace("_", ", ")
+        words = (
+            name.removeprefix("tokens_").replace("lost_", "lost, ").replace("_", " ")
+        )
         if totals[name] or name == "tokens_trained":
             lines.append((words, totals[name], share(totals[name], sampled)))
     lines.append(("in all rows", totals["tokens_forward"], ""))
     lines.append(("shared prefixes once", totals["tokens_forward_shared"], ""))
     head = f"sessions {totals['sessions']:,}, turns {totals['turns']:,}"
-    left_out = sum(totals[f"rows_{why}"] for why in ("untrained", "cut", "unemitted"))
+    left_out = sum(
+        totals[f"rows_{why}"] for why in ("untrained", "cut", "over_max_rows")
+    )
     return (
         f"{head}, rows {totals['rows']:,} and {left_out:,} left out\n\n"
         + text_table(("tokens", "count", "of sampled"), lines)

@@ -7,9 +7,9 @@ from typing import Any, TypeAlias, get_args
 import pyarrow as pa
 
 import trajkit as tk
-from trajkit.cli.choices import Set, setting, with_choices
+from trajkit.cli.policy_args import Set, setting, with_choices
 from trajkit.policies import DEFAULT_FORK_THRESHOLD, PRESETS
-from trajkit.weights import By
+from trajkit.training.row_weights import By
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -27,7 +27,8 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         metavar="IN",
-        help="turns: Parquet, Arrow IPC or JSONL by suffix, or a directory of them",
+        help="turns: Parquet, Arrow IPC or JSONL by suffix, or a directory of them; - is "
+        "standard input",
     )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object and nothing else"
@@ -96,9 +97,10 @@ def checked_policy(
     """
     policy = with_choices(tk.policy(name), sets)
     threshold = dict(sets).get("fork_threshold")
-    if threshold is not None and not (policy.merge or policy.absorbs_short):
-        raise tk.PolicyError(
-            f"{option}{threshold}: policy {policy.name!r} does with all drift the same"
+    if threshold is not None and not (policy.merge_rewrites or policy.absorbs_short):
+        raise tk.errors.PolicyError(
+            f"{option}{threshold}: policy {policy.name!r} ignores fork_threshold. Leave it "
+            "out, or take a policy that uses it: slime, trl or miles"
         )
     return policy
 

@@ -6,9 +6,9 @@ import sys
 from dataclasses import asdict
 
 import trajkit as tk
-from trajkit.cli.choices import DEFAULTS, allowed, choices_of, written
 from trajkit.cli.options import Commands
-from trajkit.cli.show import text_table
+from trajkit.cli.policy_args import DEFAULTS, allowed, choices_of, written
+from trajkit.cli.text import text_table
 from trajkit.policies import ALIASES, PRESETS
 
 

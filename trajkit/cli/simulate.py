@@ -6,7 +6,13 @@ import sys
 
 import pyarrow as pa
 
-from trajkit.cli.choices import setting
+from trajkit.analysis.simulation import Simulation, cheapest_whole
+from trajkit.cli.file_options import (
+    add_through,
+    aside_count,
+    look_through,
+    rejected_note,
+)
 from trajkit.cli.options import (
     Commands,
     NamePolicy,
@@ -17,16 +23,10 @@ from trajkit.cli.options import (
     count,
     known_sessions,
 )
+from trajkit.cli.policy_args import setting
 from trajkit.cli.progress import Progress
-from trajkit.cli.show import share, text_table
-from trajkit.cli.through import (
-    add_through,
-    aside_count,
-    look_through,
-    set_aside_note,
-)
-from trajkit.files import Made
-from trajkit.simulate import Simulation, cheapest_whole
+from trajkit.cli.text import share, text_table
+from trajkit.jobs.stages import Made
 
 
 def add_simulate(commands: Commands) -> None:
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
         said = {"cheapest": cheapest, "policies": table.to_pylist()}
         text = json.dumps(said | aside_count(totals))
     else:
-        text = set_aside_note(arguments, totals) + describe(table, cheapest)
+        text = rejected_note(arguments, totals) + describe(table, cheapest)
     sys.stdout.write(text + "\n")
     return 0
 

@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 from typing import cast
 
+from trajkit.analysis.tokenizer import Tokenizer
 from trajkit.errors import FormatError, PolicyError
-from trajkit.importers.run import ChatTokenizer
-from trajkit.tokenizer import Tokenizer
+from trajkit.importers.reader import ChatTokenizer
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

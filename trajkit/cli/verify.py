@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 import trajkit as tk
+from trajkit.cli.file_options import add_through, rejected_note, through
 from trajkit.cli.options import (
     Commands,
     add_facts,
@@ -22,9 +23,8 @@ from trajkit.cli.options import (
     known_sessions,
 )
 from trajkit.cli.progress import Progress
-from trajkit.cli.show import text_table
-from trajkit.cli.through import add_through, set_aside_note, through
-from trajkit.io import iter_tables
+from trajkit.cli.text import text_table
+from trajkit.io.tables import iter_tables
 
 VIOLATED = 1
 SHOWN = 20
@@ -74,11 +74,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.policy is not None:
         policy = checked_policy(arguments.policy, arguments.set)
     elif arguments.set:
-        raise tk.PolicyError("--set needs --policy")
+        raise tk.errors.PolicyError("--set needs --policy")
     with tempfile.TemporaryDirectory(prefix="trajkit-verify-") as folder:
         output = arguments.output or str(Path(folder, "violations.arrows"))
         with Progress("verify", "turns") as bar:
-            totals = tk.verify_file(
+            totals = tk.jobs.verify_file(
                 arguments.rows,
                 arguments.turns,
                 output,
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
             _print_json(iter_tables(output), totals)
         else:
             text = describe(iter_tables(output))
-            sys.stdout.write(f"{text}\n{set_aside_note(arguments, totals)}")
+            sys.stdout.write(f"{text}\n{rejected_note(arguments, totals)}")
     return VIOLATED if totals["violations"] else 0
 
 
@@ -105,8 +105,8 @@ def _print_json(found: Iterable[pa.Table], totals: dict[str, int]) -> None:
         for one in table.to_pylist():
             sys.stdout.write(between + json.dumps(one))
             between = ", "
-    aside = totals.get("set_aside")
-    rest = "" if aside is None else f', "set_aside": {aside}'
+    aside = totals.get("rejected")
+    rest = "" if aside is None else f', "rejected": {aside}'
     sys.stdout.write(f"]{rest}}}\n")
 
 

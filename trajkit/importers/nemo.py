@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from trajkit.importers.found import Found, Head, Options, text_of, time_of
-from trajkit.importers.texts import objects
-from trajkit.json_arrays import IDS, NUMBERS, Shape
+from trajkit.importers.findings import Found, Head, Options, text_of, time_of
+from trajkit.importers.json_files import objects
+from trajkit.io.json_numbers import IDS, NUMBERS, Shape
 
 NAME = "nemo"
 

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from trajkit.importers.completions import REQUEST, RESPONSE, calls
-from trajkit.importers.found import Found, Head, Options, text_of, time_of
-from trajkit.importers.texts import objects
-from trajkit.json_arrays import EACH, Shape
+from trajkit.importers.findings import Found, Head, Options, text_of, time_of
+from trajkit.importers.json_files import objects
+from trajkit.importers.openai_ids import REQUEST, RESPONSE, calls
+from trajkit.io.json_numbers import EACH, Shape
 
 NAME = "openai"
 

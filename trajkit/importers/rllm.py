@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajkit.errors import FormatError
-from trajkit.importers.found import (
+from trajkit.importers.findings import (
     Found,
     Head,
     Options,
@@ -18,7 +18,7 @@ from trajkit.importers.found import (
     unless_empty,
     versions_of,
 )
-from trajkit.json_arrays import IDS, ITEMS, NUMBERS, Reader, Shape
+from trajkit.io.json_numbers import IDS, ITEMS, NUMBERS, Reader, Shape
 
 if TYPE_CHECKING:
     from sqlite3 import Connection

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from trajkit.importers.found import (
+from trajkit.importers.findings import (
     Found,
     Head,
     Options,

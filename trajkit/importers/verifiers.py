@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from trajkit.importers.found import (
+from trajkit.importers.findings import (
     Found,
     Head,
     Options,
@@ -20,8 +20,8 @@ from trajkit.importers.found import (
     time_of,
     unless_empty,
 )
-from trajkit.importers.texts import objects
-from trajkit.json_arrays import EACH, IDS, NUMBERS, Shape
+from trajkit.importers.json_files import objects
+from trajkit.io.json_numbers import EACH, IDS, NUMBERS, Shape
 
 NAME = "verifiers"
 

@@ -1,10 +1,10 @@
-"""``trajkit demo``: real coding agents on the gateway, and what trajkit makes of it.
+"""``trajkit demo``: real coding agents on the gateway, and the resulting rows.
 
-mini-swe-agent works on small tasks, in processes and scratch git repositories of its
-own, against the gateway on the embedded engine. What the agents do is what agents do:
-they slip and are asked again (a fork), lose a reply and send the request again (a
-retry), start a second agent (a sub-agent), and their client and the chat template give
-every reply back a bit changed (drift).
+mini-swe-agent works on small tasks, in its own processes and scratch git repositories,
+against the gateway with the embedded engine. The agents do what real agents do: they
+make an invalid call and are asked again (a fork), lose a reply and repeat the request (a
+retry), start a second agent (a sub-agent), and their client and the chat template return
+every reply slightly changed (drift).
 """
 
 import sys
@@ -26,38 +26,38 @@ def run_demo(
     seed: int | None = None,
     json: bool = False,
 ) -> int:
-    """Record a run of real agents, turn it into rows, and print what came of it.
+    """Record a run of real agents, turn it into rows, and print a summary.
 
     Parameters
     ----------
     out : path
-        Directory of the run, made if missing: the turn log, the rows of each policy,
-        and a folder per agent. It must hold no run yet.
+        Directory of the run, created if missing: the turn log, the rows of each policy,
+        and a folder per agent. It must not contain a run.
     sessions : int
-        Agents at work side by side, at least 1.
+        Number of concurrent agents, at least 1.
     tasks : sequence of str, optional
-        Names of the tasks that the sessions take in turn. None: all, in the order
-        ``median``, ``slug``, ``roman``. The first shows all there is to see.
+        Names of the tasks that the sessions take in turn. Default: ``median``, ``slug``,
+        ``roman``. The first one alone shows everything.
     seed : int, optional
         Of the engine. With several sessions the order of their calls matters too.
     json : bool
-        Print one JSON object in place of tables.
+        Print one JSON object instead of tables.
 
     Returns
     -------
     int
-        0; 1 where an agent failed or left its task unsolved.
+        0; 1 if an agent failed or did not solve its task.
 
     Raises
     ------
     ValueError
-        There is no such task, or fewer than one session.
+        There is no such task, or ``sessions`` is below 1.
     ModuleNotFoundError
         mini-swe-agent is not installed.
     FileExistsError
-        ``out`` holds a run.
+        ``out`` contains a run.
     subprocess.CalledProcessError
-        git could not set a scratch repository up.
+        git could not create a scratch repository.
     """
     started = time.monotonic()
     run = record(Path(out), chosen_tasks(tasks, sessions), seed)

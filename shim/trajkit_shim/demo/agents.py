@@ -7,11 +7,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from trajkit_shim.demo.script import REVIEWER
+from trajkit_shim.agents.harnesses.mini_swe_agent import environment
+from trajkit_shim.demo.scripted_model import REVIEWER
 from trajkit_shim.demo.tasks import Task
 
 _TIMEOUT_S = 300.0
-# what a process needs of this one's environment; keys and proxies stay out
+# variables passed on from this process; keys and proxies are not
 _KEPT = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR")
 
 _SUBAGENT = """#!/bin/sh
@@ -25,16 +26,15 @@ exit $code
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agent:
-    """One agent at work on one task.
+    """One agent working on one task.
 
     Parameters
     ----------
     api_key : str
-        The key of the session that its calls belong to.
+        The key of its session.
     task : Task
-        What it works on.
     folder : Path
-        Its own folder: ``repository``, ``bin``, ``home`` and ``agent.log``.
+        For its files: ``repository``, ``bin``, ``home`` and ``agent.log``.
     """
 
     api_key: str
@@ -47,13 +47,7 @@ class Agent:
         return self.folder / "repository"
 
     def prepare(self) -> None:
-        """Write the repository with its first commit, and the tool for sub-agents.
-
-        Raises
-        ------
-        subprocess.CalledProcessError
-            git refused.
-        """
+        """Create the repository with its first commit, and the sub-agent tool."""
         self.repository.mkdir(parents=True)
         (self.repository / self.task.module).write_text(self.task.source)
         (self.repository / f"test_{self.task.module}").write_text(self.task.test)
@@ -78,22 +72,10 @@ class Agent:
         tool.chmod(0o755)
 
     def work(self, base_url: str) -> int:
-        """Run the agent to its end.
+        """Run the agent to its end and return its exit code.
 
-        Parameters
-        ----------
-        base_url : str
-            The gateway, with the API's version.
-
-        Returns
-        -------
-        int
-            The process's exit code.
-
-        Raises
-        ------
-        subprocess.TimeoutExpired
-            It took longer than five minutes.
+        ``base_url`` is the gateway's, with the API version. Raises
+        `subprocess.TimeoutExpired` after five minutes.
         """
         statement = (
             f"{self.task.issue} The test is test_{self.task.module}: run it with "
@@ -126,7 +108,7 @@ class Agent:
         return done.returncode == 0
 
     def _environment(self, base_url: str) -> dict[str, str]:
-        """All that the agent sees of this one's; whatever would fetch is off."""
+        """The agent's complete environment, with all downloads disabled."""
         home = self.folder / "home"
         path = (self.folder / "bin", Path(sys.executable).parent, os.environ["PATH"])
         return {
@@ -136,26 +118,13 @@ class Agent:
             "TERM": "dumb",
             "GIT_CONFIG_GLOBAL": os.devnull,
             "GIT_CONFIG_NOSYSTEM": "1",
-            "OPENAI_API_KEY": self.api_key,
-            "OPENAI_BASE_URL": base_url,
-            "OPENAI_API_BASE": base_url,
             "NO_PROXY": "127.0.0.1",
-            # mini-swe-agent asks for a model on its first start, and prices each call
-            "MSWEA_CONFIGURED": "true",
-            "MSWEA_COST_TRACKING": "ignore_errors",
-            "MSWEA_GLOBAL_CONFIG_DIR": str(home),
-            "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "3",
-            "MSWEA_SILENT_STARTUP": "1",
-            # litellm fetches its price list when it is imported
-            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-            "LITELLM_LOCAL_BLOG_POSTS": "True",
-            "LITELLM_TELEMETRY": "False",
-            "HF_HUB_OFFLINE": "1",
+            **environment(base_url, self.api_key, str(home)),
         }
 
 
 def _command(trajectory: Path) -> list[str]:
-    """mini-swe-agent with its own configuration, unattended."""
+    """The command of mini-swe-agent with its own configuration, unattended."""
     return [
         *(sys.executable, "-m", "minisweagent"),
         *("-m", "openai/trajkit-embedded", "-y", "--exit-immediately", "-l", "0"),

@@ -7,18 +7,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class LossyProxy:
-    """Passes requests on and loses some of the replies, as a proxy that times out does.
+    """Forwards requests and loses some of the replies, like a proxy that times out.
 
-    The gateway has answered by then; the client reads status 504 in its place, and asks
-    again. As with many clients, the gateway is not told that it is a retry, and samples a
-    sibling.
+    The gateway has answered by then. The client gets status 504 instead and repeats the
+    request. The proxy removes its retry header, as many clients send none, so the
+    gateway samples again.
 
-    Parameters
-    ----------
-    app : ASGI application
-        The gateway.
-    lost : mapping of str to tuple of int
-        For each API key, which of its chat completions are lost, counted from 0.
+    ``lost`` has, for each API key, the indices of its chat completions to lose.
     """
 
     def __init__(self, app: ASGIApp, lost: Mapping[str, tuple[int, ...]]) -> None:
@@ -53,4 +48,4 @@ class LossyProxy:
 
 
 async def _swallow(message: Message) -> None:
-    """Where a lost reply goes."""
+    """Discard a lost reply."""

@@ -1,4 +1,4 @@
-"""One recorded run: the gateway on the embedded engine, and agents side by side."""
+"""Records one run: concurrent agents and the gateway on the embedded engine."""
 
 import importlib.util
 import subprocess
@@ -13,14 +13,14 @@ from trajkit.cli.progress import Progress
 from trajkit_shim.app import create_app
 from trajkit_shim.demo.agents import Agent
 from trajkit_shim.demo.proxy import LossyProxy
-from trajkit_shim.demo.script import write_code
+from trajkit_shim.demo.scripted_model import write_code
 from trajkit_shim.demo.tasks import TASKS, Task
-from trajkit_shim.embedded import EmbeddedEngine, load_tokenizer
-from trajkit_shim.log import TurnLog
-from trajkit_shim.render import ChatRenderer
+from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
+from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.serve import running
+from trajkit_shim.sessions.turn_log import TurnLog
 
-# high enough that some turns of every run are not canonical
+# high enough that every run has turns that are not canonical
 _DRIFT = 0.1
 
 
@@ -30,9 +30,9 @@ class End:
 
     session_id: str
     task: str
-    # what went wrong with the agent; None: nothing
+    # the agent's error, if any
     error: str | None
-    # the task's test passes in what the agent left
+    # the task's test passes in the agent's repository
     solved: bool
 
 
@@ -45,13 +45,7 @@ class Run:
 
 
 def chosen_tasks(names: Sequence[str] | None, sessions: int) -> list[Task]:
-    """The task of each session.
-
-    Raises
-    ------
-    ValueError
-        A name is no task's, or there are fewer than one session.
-    """
+    """Return the task of each session; `ValueError` for an unknown name or no session."""
     if sessions < 1:
         raise ValueError(f"sessions = {sessions}: at least 1 is needed")
     known = {task.name: task for task in TASKS}
@@ -63,22 +57,15 @@ def chosen_tasks(names: Sequence[str] | None, sessions: int) -> list[Task]:
 
 
 def record(out: Path, tasks: Sequence[Task], seed: int | None) -> Run:
-    """Have one agent work on each task, all at once, and log their model calls.
+    """Have one agent work on each task concurrently, and log their model calls.
 
-    Raises
-    ------
-    ModuleNotFoundError
-        mini-swe-agent is not installed.
-    FileExistsError
-        The directory holds a log.
-    subprocess.CalledProcessError
-        git could not set a scratch repository up.
+    Raises as `trajkit_shim.demo.run_demo`.
     """
     if importlib.util.find_spec("minisweagent") is None:
         raise ModuleNotFoundError("No module named 'minisweagent'", name="minisweagent")
     log = TurnLog(out)
     engine = EmbeddedEngine(write_code, drift=_DRIFT, seed=seed)
-    # drift is what the demo is there to show
+    # rendered prompts drift, which the demo is to show
     gateway = create_app(engine, ChatRenderer(load_tokenizer()), log, prompts="render")
     lost: dict[str, tuple[int, ...]] = {}
     with running(LossyProxy(gateway, lost)) as url:
@@ -106,7 +93,7 @@ def record(out: Path, tasks: Sequence[Task], seed: int | None) -> Run:
 
 
 def _at_work(agents: list[Agent], base_url: str) -> list[str | None]:
-    """Run all agents to their ends; what went wrong with each."""
+    """Run all agents to their ends; return their errors."""
     errors = []
     with (
         Progress("agents at work", "agents") as progress,

@@ -1,4 +1,4 @@
-"""What a recorded run holds, read back with trajkit, and what policies make of it."""
+"""Summary of a recorded run, and of the rows that each policy makes of it."""
 
 import json
 import time
@@ -10,51 +10,51 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 import trajkit as tk
-from trajkit.cli.show import share, text_table
+from trajkit.cli.text import share, text_table
 from trajkit.policies import PRESETS
 from trajkit.schema import LOSSES, SESSIONS
 from trajkit_shim.demo.run import Run
-from trajkit_shim.embedded.vocabulary import Vocabulary, shipped
+from trajkit_shim.engines.embedded.vocabulary import Vocabulary, shipped
 
 SAME_TEXT = "same text, other tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLine:
-    """What one session's calls were."""
+    """The calls of one session."""
 
     session_id: str
     task: str
-    # solved, unsolved, or what went wrong with the agent
+    # solved, unsolved, or the agent's error
     end: str
     turns: int
     drifting: int
-    # turns that continue a turn which another one continues with another prompt
+    # turns whose parent already has another child
     forks: int
-    # turns with the very prompt of an earlier one
+    # turns whose prompt equals an earlier one
     retries: int
-    # turns that open a conversation with another first message than the session's
+    # turns that start a conversation with another first message than the session's
     subagents: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftLine:
-    """Turns whose prompt departs in the same way from what was held."""
+    """Turns whose prompts drift in the same way."""
 
-    # where it starts, what it looks like in ids, and what it is in text
+    # where it starts, its cause in ids, and its effect on the text
     region: str
     cause: str
     text: str
     turns: int
-    # held tokens from there on
+    # path tokens after the drift
     tokens_beyond: int
-    # those of them that were sampled
-    tokens_at_stake: int
+    # sampled ones among them
+    tokens_after_drift: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLine:
-    """What one policy makes of the run."""
+    """The rows of one policy."""
 
     policy: str
     rows: int
@@ -67,7 +67,7 @@ class PolicyLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """All that the demo prints."""
+    """Everything that the demo prints."""
 
     turns: str
     agents: str
@@ -90,7 +90,7 @@ class Summary:
             text_table(
                 [*head, "sub-agents"], [astuple(line) for line in self.sessions]
             ),
-            "Drift: what comes back of prompt and reply in the next prompt",
+            "Drift: how prompt and reply come back in the next prompt",
             text_table(
                 ["from", "in ids", "in text", "turns", "beyond", "at stake"],
                 [astuple(line) for line in self.drift],
@@ -126,20 +126,19 @@ class Summary:
 
 
 def summarise(out: Path, run: Run, started: float) -> Summary:
-    """Read a run back, write its rows beside it, and count.
+    """Read a run back, write its rows, and count.
 
     Parameters
     ----------
     out : Path
-        Where ``rows-<policy>.parquet`` go.
+        Directory for ``rows-<policy>.parquet``.
     run : Run
-        The recorded run.
     started : float
-        `time.monotonic` when it began.
+        `time.monotonic` at its start.
     """
     turns = tk.read_turns(run.turns_path)
-    # no merge: the calls as they went, not as one policy reads them
-    links = tk.link(turns, route="messages", merge_threshold=0)
+    # without merging: the calls as they happened, not as one policy reads them
+    links = tk.link(turns, parent_by="messages", merge_threshold=0)
     drift = tk.classify_drift(turns, links)
     lines, example = _drift_lines(turns, drift)
     sessions = pa.Table.from_pylist(
@@ -213,9 +212,9 @@ def _session_lines(
 def _drift_lines(
     turns: pa.Table, drift: pa.Table
 ) -> tuple[list[DriftLine], str | None]:
-    """Drifting turns by kind, most at stake first, and one of them spelled out."""
+    """Drifting turns by kind, most affected tokens first, and one example."""
     vocabulary = shipped()
-    place = {
+    row_of = {
         key: i
         for i, key in enumerate(
             zip(
@@ -230,15 +229,17 @@ def _drift_lines(
     for pair in drift.to_pylist():
         if pair["size"] == 0:
             continue
-        parent = place[pair["session_id"], pair["parent"]]
-        prompt = turns["prompt_ids"][place[pair["session_id"], pair["turn_index"]]]
-        held = turns["prompt_ids"][parent].as_py() + turns["output_ids"][parent].as_py()
-        text = _in_text(vocabulary, held, prompt.as_py())
+        parent = row_of[pair["session_id"], pair["parent"]]
+        prompt = turns["prompt_ids"][row_of[pair["session_id"], pair["turn_index"]]]
+        path_ids = (
+            turns["prompt_ids"][parent].as_py() + turns["output_ids"][parent].as_py()
+        )
+        text = _in_text(vocabulary, path_ids, prompt.as_py())
         group = groups.setdefault((pair["region"], pair["cause"], text), [0, 0, 0])
-        for i, more in enumerate((1, pair["size"], pair["at_stake"])):
+        for i, more in enumerate((1, pair["size"], pair["tokens_after_drift"])):
             group[i] += more
         if example is None and text == SAME_TEXT:
-            example = _spelled_out(vocabulary, held, prompt.as_py(), pair)
+            example = _spelled_out(vocabulary, path_ids, prompt.as_py(), pair)
     lines = [
         DriftLine(
             region=region,
@@ -246,16 +247,16 @@ def _drift_lines(
             text=text,
             turns=counts[0],
             tokens_beyond=counts[1],
-            tokens_at_stake=counts[2],
+            tokens_after_drift=counts[2],
         )
         for (region, cause, text), counts in groups.items()
     ]
-    return sorted(lines, key=lambda line: -line.tokens_at_stake), example
+    return sorted(lines, key=lambda line: -line.tokens_after_drift), example
 
 
-def _in_text(vocabulary: Vocabulary, held: list[int], prompt: list[int]) -> str:
-    """What became of the held text: nothing, its white space changed, or more."""
-    before, after = vocabulary.decode(held), vocabulary.decode(prompt)
+def _in_text(vocabulary: Vocabulary, path_ids: list[int], prompt: list[int]) -> str:
+    """How the text of the path changed: not at all, in white space, or more."""
+    before, after = vocabulary.decode(path_ids), vocabulary.decode(prompt)
     if after.startswith(before):
         return SAME_TEXT
     if "".join(after.split()).startswith("".join(before.split())):
@@ -264,9 +265,9 @@ def _in_text(vocabulary: Vocabulary, held: list[int], prompt: list[int]) -> str:
 
 
 def _spelled_out(
-    vocabulary: Vocabulary, held: list[int], prompt: list[int], pair: dict[str, int]
+    vocabulary: Vocabulary, path_ids: list[int], prompt: list[int], pair: dict[str, int]
 ) -> str:
-    """The tokens on both sides of one place where ids drift and the text does not."""
+    """The tokens on both sides of a position where the ids drift but not the text."""
     start = max(pair["lcp"] - 1, 0)
 
     def shown(ids: list[int]) -> str:
@@ -274,7 +275,7 @@ def _spelled_out(
 
     return (
         f"For example {pair['session_id']}, turn {pair['turn_index']}:\n"
-        f"  held    {shown(held)} ...\n"
+        f"  held    {shown(path_ids)} ...\n"
         f"  prompt  {shown(prompt)} ..."
     )
 

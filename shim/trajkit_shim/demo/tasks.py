@@ -1,30 +1,29 @@
-"""The demo's tasks: small repositories with one function that is wrong."""
+"""The demo's tasks: small repositories with one faulty function."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One task, and what the scripted policy knows of it.
+    """One task, and how the scripted model handles it.
 
     Parameters
     ----------
     name : str
-        A word.
     module, source : str
-        The file at fault and its text.
+        The faulty file and its content.
     test : str
-        The text of ``test_<module>``, which fails until the fault is mended.
+        Content of ``test_<module>``, which fails until the bug is fixed.
     issue : str
-        What is wrong, as a user would put it.
+        The bug in a user's words.
     wrong, right : str
-        The text in ``source`` to replace, and by what.
+        The text in ``source`` to replace, and its replacement.
     slips : bool
-        The policy's first attempt to run the test is no valid tool call.
+        The model's first attempt to run the test is not a valid tool call.
     reviews : bool
-        The policy has a second agent review the change.
+        The model has a second agent review the change.
     loses : tuple of int
-        Which of the session's replies never reach the agent, counted from 0.
+        Indices of the session's replies that never reach the agent.
     """
 
     name: str
@@ -40,7 +39,7 @@ class Task:
 
     @property
     def fixed(self) -> str:
-        """The source with the fault mended."""
+        """The source with the bug fixed."""
         return self.source.replace(self.wrong, self.right)
 
 

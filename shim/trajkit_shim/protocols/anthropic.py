@@ -1,49 +1,37 @@
 """Anthropic Messages: requests, replies, events and errors.
 
-What is taken without effect: ``thinking`` and ``output_config.effort`` (the chat template
-decides whether the model reasons), ``context_management`` (the gateway edits nothing),
-``cache_control`` wherever it stands, ``metadata`` and what concerns billing.
+Accepted and ignored: ``thinking`` and ``output_config.effort`` (the chat template decides
+whether the model reasons), ``context_management`` (the gateway edits nothing),
+``cache_control`` everywhere, ``metadata`` and fields about billing.
 """
 
 import base64
 import json
 from collections.abc import Iterator
 
-from trajkit_shim import wire
-from trajkit_shim.chat import OMITTED_IMAGE, ChatRequest, Reading
+from trajkit_shim import json_input
+from trajkit_shim.chat.reply import Call, Reply, Usage
+from trajkit_shim.chat.request import (
+    OMITTED_IMAGE,
+    ChatRequest,
+    ReadOptions,
+    assistant_message,
+    function_tool,
+    tool_call,
+)
+from trajkit_shim.chat.sampling_params import parse_sampling
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.protocols.blocks import Block, Thought, Told, blocks
-from trajkit_shim.protocols.protocol import WireProtocol
+from trajkit_shim.json_input import Json, refuse
+from trajkit_shim.protocols.base import WireProtocol
+from trajkit_shim.protocols.blocks import Block, BlockStream, Thought, blocks
 from trajkit_shim.protocols.sse import RawJson, event
-from trajkit_shim.reply import Call, Reply, Usage
-from trajkit_shim.sampling import parse_wishes
-from trajkit_shim.wire import Json, refuse
 
 KNOWN = frozenset(
-    {
-        "betas",
-        "cache_control",
-        "context_management",
-        "inference_geo",
-        "max_tokens",
-        "messages",
-        "metadata",
-        "model",
-        "output_config",
-        "service_tier",
-        "speed",
-        "stop_sequences",
-        "stream",
-        "system",
-        "temperature",
-        "thinking",
-        "tool_choice",
-        "tools",
-        "top_k",
-        "top_p",
-    }
+    "betas cache_control context_management inference_geo max_tokens messages metadata "
+    "model output_config service_tier speed stop_sequences stream system temperature "
+    "thinking tool_choice tools top_k top_p".split()
 )
-# What means nothing to the model, on a block or a tool.
+# fields of a block or tool that mean nothing to the model
 _SILENT = frozenset({"type", "cache_control"})
 _BLOCKS = {
     "text": frozenset({"text", "citations"}),
@@ -60,93 +48,76 @@ _ROLES = {
 }
 _IN_RESULT = frozenset({"text", "image", "document"})
 _TOOL = frozenset(
-    {
-        "allowed_callers",
-        "description",
-        "eager_input_streaming",
-        "input_examples",
-        "input_schema",
-        "name",
-    }
+    "allowed_callers description eager_input_streaming input_examples input_schema "
+    "name".split()
 )
 
-# A line that Claude Code puts before its system prompt for its provider. It changes
-# from one conversation to the next (spec: engines-and-clients 6.1).
+# Start of a line that Claude Code puts before its system prompt, for its provider. It
+# differs between conversations (spec: engines-and-clients 6.1).
 _BILLING = "x-anthropic-billing-header:"
 
 
-def read(body: Json, reading: Reading) -> ChatRequest:
-    """The chat request that the body of ``POST /v1/messages`` holds.
+def read(body: Json, reading: ReadOptions) -> ChatRequest:
+    """Read the body of ``POST /v1/messages``.
 
     Raises
     ------
     GatewayError
-        A field is missing, malformed, or asks for what this gateway does not do.
+        A field is missing, invalid, or not supported.
     """
     if body.get("max_tokens") is None:
         refuse("max_tokens", "missing")
-    return _read(body, reading)
+    return read_for_count(body, reading)
 
 
-def read_for_count(body: Json, reading: Reading) -> ChatRequest:
-    """The chat request of ``POST /v1/messages/count_tokens``, which names no limit."""
-    return _read(body, reading)
-
-
-def _read(body: Json, reading: Reading) -> ChatRequest:
-    wire.only(body, KNOWN, "")
-    if body.get("model") is not None:
-        wire.as_text(body["model"], "model")
+def read_for_count(body: Json, reading: ReadOptions) -> ChatRequest:
+    """Read the body of ``POST /v1/messages/count_tokens``, which has no token limit."""
+    json_input.only(body, KNOWN, "")
+    json_input.optional(body, "model", json_input.as_text)
     for name in ("thinking", "metadata", "context_management"):
-        if body.get(name) is not None:
-            wire.as_object(body[name], name)
-    if body.get("output_config") is not None:
-        config = wire.as_object(body["output_config"], "output_config")
-        wire.only(config, {"effort", "task_budget"}, "output_config")
+        json_input.optional(body, name, json_input.as_object)
+    config = json_input.optional(body, "output_config", json_input.as_object)
+    json_input.only(config or {}, {"effort", "task_budget"}, "output_config")
     messages = _messages(body, reading)
     if messages[-1]["role"] == "assistant":
         refuse("messages", "the last one is the assistant's: no reply is continued")
     return ChatRequest(
         messages=messages,
-        tools=_tools(body.get("tools"), body.get("tool_choice")),
-        asked=parse_wishes(body, names={"stop": "stop_sequences", "seed": None}),
-        stream=body.get("stream") is not None
-        and wire.as_flag(body["stream"], "stream"),
+        tools=_tools(body),
+        sampling=parse_sampling(body, names={"stop": "stop_sequences", "seed": None}),
+        stream=bool(json_input.optional(body, "stream", json_input.as_flag)),
     )
 
 
-def _messages(body: Json, reading: Reading) -> list[Json]:
+def _messages(body: Json, reading: ReadOptions) -> list[Json]:
     messages: list[Json] = []
     if body.get("system") is not None:
         system = "\n".join(_texts(body["system"], "system"))
         if system:
             messages.append({"role": "system", "content": system})
-    items = wire.as_list(body.get("messages"), "messages")
+    items = json_input.as_list(body.get("messages"), "messages")
     if not items:
         refuse("messages", "an empty list")
-    for i, item in enumerate(items):
-        where = f"messages[{i}]"
-        message = wire.as_object(item, where)
-        wire.only(message, {"role", "content"}, where)
-        role = wire.as_name(message.get("role"), f"{where}.role")
+    for message, where in json_input.objects(items, "messages"):
+        json_input.only(message, {"role", "content"}, where)
+        role = json_input.field(message, "role", json_input.as_name, where)
         if role not in _ROLES:
             refuse(f"{where}.role", f"{role!r} is not one of {', '.join(_ROLES)}")
+        content, where = message.get("content"), f"{where}.content"
         if role == "system":
-            text = "\n".join(_texts(message.get("content"), f"{where}.content"))
+            text = "\n".join(_texts(content, where))
             messages.append({"role": "system", "content": text})
-            continue
-        blocks = _blocks(message.get("content"), f"{where}.content", _ROLES[role])
-        if role == "user":
-            messages += _user(blocks, reading)
+        elif role == "user":
+            messages += _user(_blocks(content, where, _ROLES[role]), reading)
         else:
-            messages.append(_assistant(blocks))
+            messages.append(_assistant(_blocks(content, where, _ROLES[role])))
     return messages
 
 
 def _texts(value: object, where: str) -> Iterator[str]:
-    """The texts of a system prompt, without empty ones and without billing lines."""
-    for block, at in _blocks(value, where, _ROLES["system"]):
-        text = wire.as_text(block.get("text"), f"{at}.text")
+    """The texts of a system prompt, without empty ones and billing lines."""
+    for block, path in _blocks(value, where, _ROLES["system"]):
+        text = json_input.field(block, "text", json_input.as_text, path)
         if text.startswith(_BILLING):
             _, _, text = text.partition("\n")
         if text:
@@ -158,155 +129,142 @@ def _blocks(value: object, where: str, kinds: frozenset[str]) -> list[tuple[Json
     if isinstance(value, str):
         return [({"type": "text", "text": value}, where)]
     blocks = []
-    for i, item in enumerate(wire.as_list(value, where)):
-        at = f"{where}[{i}]"
-        block = wire.as_object(item, at)
-        kind = wire.as_name(block.get("type"), f"{at}.type")
+    for block, path in json_input.objects(json_input.as_list(value, where), where):
+        kind = json_input.field(block, "type", json_input.as_name, path)
         if kind not in kinds:
             refuse(
-                f"{at}.type",
+                f"{path}.type",
                 f"{kind!r} is not supported here: {', '.join(sorted(kinds))}",
                 code="unsupported_content",
             )
-        wire.only(block, _BLOCKS[kind] | _SILENT, at)
-        blocks.append((block, at))
+        json_input.only(block, _BLOCKS[kind] | _SILENT, path)
+        blocks.append((block, path))
     return blocks
 
 
-def _user(blocks: list[tuple[Json, str]], reading: Reading) -> list[Json]:
-    """Tool results as messages of their own; texts that stand together as one."""
+def _user(blocks: list[tuple[Json, str]], reading: ReadOptions) -> list[Json]:
+    """A message per tool result, and one per group of texts between them."""
     messages: list[Json] = []
-    said: list[str] = []
+    texts: list[str] = []
 
     def flush() -> None:
-        if said:
-            messages.append({"role": "user", "content": "\n".join(said)})
-            said.clear()
+        if texts:
+            messages.append({"role": "user", "content": "\n".join(texts)})
+            texts.clear()
 
-    for block, at in blocks:
+    for block, path in blocks:
         if block["type"] != "tool_result":
-            said += filter(None, [_readable(block, at, reading)])
+            texts += filter(None, [_readable(block, path, reading)])
             continue
         flush()
         result: Json = {
             "role": "tool",
-            "content": _result(block.get("content"), f"{at}.content", reading),
-            "tool_call_id": wire.as_text(block.get("tool_use_id"), f"{at}.tool_use_id"),
+            "content": _result(block.get("content"), f"{path}.content", reading),
+            "tool_call_id": json_input.field(
+                block, "tool_use_id", json_input.as_text, path
+            ),
         }
-        if block.get("is_error") is not None and wire.as_flag(
-            block["is_error"], f"{at}.is_error"
-        ):
+        if json_input.optional(block, "is_error", json_input.as_flag, path):
             result["is_error"] = True
         messages.append(result)
     flush()
     return messages or [{"role": "user", "content": ""}]
 
 
-def _result(value: object, where: str, reading: Reading) -> str:
+def _result(value: object, where: str, reading: ReadOptions) -> str:
     if value is None:
         return ""
     return "\n".join(
-        _readable(block, at, reading) for block, at in _blocks(value, where, _IN_RESULT)
+        _readable(block, path, reading)
+        for block, path in _blocks(value, where, _IN_RESULT)
     )
 
 
-def _readable(block: Json, at: str, reading: Reading) -> str:
+def _readable(block: Json, path: str, reading: ReadOptions) -> str:
     """The text of a block of a user or of a tool."""
     if block["type"] == "text":
-        return wire.as_text(block.get("text"), f"{at}.text")
+        return json_input.field(block, "text", json_input.as_text, path)
     if block["type"] == "image":
         if reading.images == "omit":
             return OMITTED_IMAGE
         refuse(
-            f"{at}.type",
+            f"{path}.type",
             "'image' is not supported: messages are text",
             code="unsupported_content",
         )
-    source = wire.as_object(block.get("source"), f"{at}.source")
+    source = json_input.field(block, "source", json_input.as_object, path)
+    path += ".source"
     if source.get("type") != "text":
         refuse(
-            f"{at}.source.type",
+            f"{path}.type",
             f"{source.get('type')!r} is not 'text': documents are text",
             code="unsupported_content",
         )
-    return wire.as_text(source.get("data"), f"{at}.source.data")
+    return json_input.field(source, "data", json_input.as_text, path)
 
 
 def _assistant(blocks: list[tuple[Json, str]]) -> Json:
     texts, thoughts, calls = [], [], []
-    for block, at in blocks:
-        if block["type"] == "text":
-            texts.append(wire.as_text(block.get("text"), f"{at}.text"))
-        elif block["type"] == "thinking":
-            thoughts.append(wire.as_text(block.get("thinking"), f"{at}.thinking"))
+    for block, path in blocks:
+        if block["type"] == "tool_use":
+            arguments = json_input.field(block, "input", json_input.as_object, path)
+            calls.append(
+                tool_call(
+                    json_input.field(block, "id", json_input.as_text, path),
+                    json_input.field(block, "name", json_input.as_name, path),
+                    json.dumps(arguments, ensure_ascii=False),
+                )
+            )
+        elif block["type"] == "text":
+            texts.append(json_input.field(block, "text", json_input.as_text, path))
         else:
-            calls.append(_tool_use(block, at))
-    message: Json = {"role": "assistant", "content": "".join(texts)}
-    if any(thoughts):
-        message["reasoning_content"] = "".join(thoughts)
-    if calls:
-        message["tool_calls"] = calls
-    return message
+            thoughts.append(
+                json_input.field(block, "thinking", json_input.as_text, path)
+            )
+    return assistant_message("".join(texts), "".join(thoughts), calls)
 
 
-def _tool_use(block: Json, at: str) -> Json:
-    arguments = wire.as_object(block.get("input"), f"{at}.input")
-    return {
-        "id": wire.as_text(block.get("id"), f"{at}.id"),
-        "type": "function",
-        "function": {
-            "name": wire.as_name(block.get("name"), f"{at}.name"),
-            "arguments": json.dumps(arguments, ensure_ascii=False),
-        },
-    }
-
-
-def _tools(value: object, choice: object) -> list[Json] | None:
+def _tools(body: Json) -> list[Json] | None:
+    where = "tool_choice"
+    choice = json_input.optional(body, where, json_input.as_object)
     chosen = "auto"
     if choice is not None:
-        fields = wire.as_object(choice, "tool_choice")
-        wire.only(fields, {"type", "disable_parallel_tool_use"}, "tool_choice")
-        chosen = wire.as_name(fields.get("type"), "tool_choice.type")
+        json_input.only(choice, {"type", "disable_parallel_tool_use"}, where)
+        chosen = json_input.field(choice, "type", json_input.as_name, where)
         if chosen not in ("auto", "none"):
             refuse(
-                "tool_choice.type",
+                f"{where}.type",
                 f"{chosen!r} is not supported",
                 code="unsupported_value",
             )
-        if fields.get("disable_parallel_tool_use"):
+        if choice.get("disable_parallel_tool_use"):
             refuse(
-                "tool_choice.disable_parallel_tool_use",
+                f"{where}.disable_parallel_tool_use",
                 "replies are not constrained to one call",
                 code="unsupported_value",
             )
-    if value is None:
-        return None
     tools: list[Json] = []
-    for i, item in enumerate(wire.as_list(value, "tools")):
-        where = f"tools[{i}]"
-        tool = wire.as_object(item, where)
+    for tool, path in json_input.objects(body.get("tools"), "tools"):
         if tool.get("type") not in (None, "custom"):
             refuse(
-                f"{where}.type",
-                f"{tool['type']!r} is not 'custom': the provider's own tools are "
-                "unknown here",
+                f"{path}.type",
+                f"{tool['type']!r} is not 'custom': the provider's own tools are not "
+                "available here",
                 code="unsupported_tool",
             )
-        wire.only(tool, _TOOL | _SILENT, where)
-        function: Json = {"name": wire.as_name(tool.get("name"), f"{where}.name")}
-        if tool.get("description") is not None:
-            function["description"] = wire.as_text(
-                tool["description"], f"{where}.description"
+        json_input.only(tool, _TOOL | _SILENT, path)
+        tools.append(
+            function_tool(
+                json_input.field(tool, "name", json_input.as_name, path),
+                json_input.optional(tool, "description", json_input.as_text, path),
+                json_input.field(tool, "input_schema", json_input.as_object, path),
             )
-        function["parameters"] = wire.as_object(
-            tool.get("input_schema"), f"{where}.input_schema"
         )
-        tools.append({"type": "function", "function": function})
     return tools if tools and chosen != "none" else None
 
 
 def write(reply: Reply, _: ChatRequest) -> Json:
-    """The body of a reply that is not streamed."""
+    """Return the body of a reply that is not streamed."""
     return {
         **_head(reply),
         "content": [_block(block, reply) for block in blocks(reply, done=True)],
@@ -334,11 +292,7 @@ def _block(block: Block, reply: Reply) -> Json:
             "name": block.name,
             "input": RawJson(block.arguments),
         }
-    return {
-        "type": "thinking",
-        "thinking": block.text,
-        "signature": _signature(reply),
-    }
+    return {"type": "thinking", "thinking": block.text, "signature": _signature(reply)}
 
 
 def _signature(reply: Reply) -> str:
@@ -366,33 +320,23 @@ def _usage(usage: Usage) -> Json:
     }
 
 
-class Stream:
+class Stream(BlockStream):
     """The events of a streamed reply.
 
-    ``message_start``; for each block its start, its deltas (for reasoning a last one
-    with the signature) and its stop; ``message_delta`` with the stop reason and the
-    usage; ``message_stop``.
+    ``message_start``; for each block its start, its deltas (for reasoning also one with
+    the signature) and its stop; ``message_delta`` with the stop reason and the usage;
+    ``message_stop``.
     """
 
-    def __init__(self) -> None:
-        self._begun = False
-        self._told = Told()
-
-    def opening(self) -> bytes:
-        """Nothing: ``message_start`` tells the prompt's tokens."""
-        return b""
+    _begun = False
 
     def ping(self) -> bytes:
-        """The protocol's own."""
+        """Return the protocol's own."""
         return _event({"type": "ping"})
 
-    def partial(self, reply: Reply) -> bytes:
-        """The events of what is new."""
-        return b"".join(self._steps(reply, done=False))
-
     def reply(self, reply: Reply) -> Iterator[bytes]:
-        """All events of the reply that were not told."""
-        yield from self._steps(reply, done=True)
+        """Yield all events of the reply that were not sent."""
+        yield from self._new(reply, done=True)
         yield _event(
             {
                 "type": "message_delta",
@@ -403,28 +347,29 @@ class Stream:
         yield _event({"type": "message_stop"})
 
     def error(self, error: GatewayError) -> bytes:
-        """The error as an event."""
+        """Return the error as an event."""
         return _event(error_body(error))
 
-    def _steps(self, reply: Reply, *, done: bool) -> Iterator[bytes]:
-        for step in self._told.steps(blocks(reply, done=done), done=done):
+    def _new(self, reply: Reply, *, done: bool) -> Iterator[bytes]:
+        for step in self._progress.steps(blocks(reply, done=done), done=done):
             if not self._begun:
                 self._begun = True
                 yield self._start(reply)
-            place: Json = {"index": step.index}
-            if step.what == "begins":
+            index: Json = {"index": step.index}
+            if step.what == "begin":
                 empty = _EMPTY[type(step.block)]
                 block = {**_block(step.block, reply), **empty}
                 yield _event(
-                    {"type": "content_block_start", **place, "content_block": block}
+                    {"type": "content_block_start", **index, "content_block": block}
                 )
-                continue
-            if step.what == "goes on":
-                yield _delta(place, *_DELTAS[type(step.block)], step.text)
-                continue
-            if isinstance(step.block, Thought):
-                yield _delta(place, "signature_delta", "signature", _signature(reply))
-            yield _event({"type": "content_block_stop", **place})
+            elif step.what == "text":
+                kind, field = _DELTAS[type(step.block)]
+                yield _delta(index, kind, field, step.text)
+            else:
+                if isinstance(step.block, Thought):
+                    signature = _signature(reply)
+                    yield _delta(index, "signature_delta", "signature", signature)
+                yield _event({"type": "content_block_stop", **index})
 
     def _start(self, reply: Reply) -> bytes:
         message: Json = {
@@ -437,7 +382,7 @@ class Stream:
         return _event({"type": "message_start", "message": message})
 
 
-# a block as it starts, and the type and field of the deltas that fill it
+# an empty block of each kind, and the type and field of its deltas
 _EMPTY: dict[type, Json] = {
     str: {"text": ""},
     Call: {"input": {}},
@@ -450,9 +395,9 @@ _DELTAS = {
 }
 
 
-def _delta(place: Json, kind: str, field: str, text: str) -> bytes:
+def _delta(index: Json, kind: str, field: str, text: str) -> bytes:
     delta: Json = {"type": kind, field: text}
-    return _event({"type": "content_block_delta", **place, "delta": delta})
+    return _event({"type": "content_block_delta", **index, "delta": delta})
 
 
 def _event(value: Json) -> bytes:
@@ -471,10 +416,9 @@ _ERROR_TYPES = {
 
 
 def error_body(error: GatewayError) -> Json:
-    """The error as Anthropic's API words it.
+    """Return the error in the format of Anthropic's API.
 
-    A prompt that is too long is told in the words by which Claude Code knows that it
-    must compact.
+    The message for a prompt that is too long is the one that makes Claude Code compact.
     """
     fallback = "api_error" if error.status >= 500 else "invalid_request_error"
     message = error.message
@@ -482,10 +426,7 @@ def error_body(error: GatewayError) -> Json:
         message = "prompt is too long: {} tokens > {} maximum".format(*error.overflow)
     return {
         "type": "error",
-        "error": {
-            "type": _ERROR_TYPES.get(error.status, fallback),
-            "message": message,
-        },
+        "error": {"type": _ERROR_TYPES.get(error.status, fallback), "message": message},
     }
 
 

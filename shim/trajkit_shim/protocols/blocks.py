@@ -1,10 +1,11 @@
-"""The blocks of a reply, and how far those of a growing reply have been told."""
+"""The blocks of a reply, and which part of a growing reply was streamed."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from trajkit_shim.reply import Call, Reply
+from trajkit_shim.chat.reply import Call, Reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +19,10 @@ Block: TypeAlias = Thought | str | Call
 
 
 def blocks(reply: Reply, *, done: bool) -> list[Block]:
-    """Reasoning, texts and calls, in order.
+    """Return reasoning, texts and calls, in order.
 
-    White space alone is no block, since clients take it for an error; but a whole reply
-    has at least one block.
+    White space alone is not a block, because clients reject it. A complete reply
+    (``done``) has at least one block.
     """
     found: list[Block] = []
     if reply.reasoning is not None:
@@ -32,47 +33,58 @@ def blocks(reply: Reply, *, done: bool) -> list[Block]:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A block begins, goes on, or ends.
+    """A block begins, gets new text or arguments (never empty), or ends."""
 
-    ``text`` is what goes on: new text, or arguments. It is never empty.
-    """
-
-    what: Literal["begins", "goes on", "ends"]
+    what: Literal["begin", "text", "end"]
     index: int
     block: Block
     text: str = ""
 
 
-class Told:
-    """How far the blocks of one reply have been told."""
+class Progress:
+    """Which part of a reply's blocks was streamed."""
 
     def __init__(self) -> None:
         self._index = 0
-        # characters of the block at the index; None: it has not begun
+        # streamed characters of the block at the index; None: it has not begun
         self._length: int | None = None
 
     def steps(self, blocks: Sequence[Block], *, done: bool) -> Iterator[Step]:
-        """What is new since the last time.
+        """Yield what is new since the last call.
 
-        Parameters
-        ----------
-        blocks : sequence of Block
-            Of the reply so far; the last one may grow.
-        done : bool
-            There is no more: the last one ends too.
+        The last block may grow, unless ``done`` says that the reply is complete.
         """
         for index in range(self._index, len(blocks)):
             block = blocks[index]
             if self._length is None:
                 self._length = 0
-                yield Step("begins", index, block)
+                yield Step("begin", index, block)
             text = _text(block)[self._length :]
             if text:
                 self._length += len(text)
-                yield Step("goes on", index, block, text)
+                yield Step("text", index, block, text)
             if done or index < len(blocks) - 1:
                 self._index, self._length = index + 1, None
-                yield Step("ends", index, block)
+                yield Step("end", index, block)
+
+
+class BlockStream(ABC):
+    """What the event streams of the protocols have in common (`protocols.base.Events`)."""
+
+    def __init__(self) -> None:
+        self._progress = Progress()
+
+    def opening(self) -> bytes:
+        """Return nothing: the first event needs the reply."""
+        return b""
+
+    def partial(self, reply: Reply) -> bytes:
+        """Return the events of what is new."""
+        return b"".join(self._new(reply, done=False))
+
+    @abstractmethod
+    def _new(self, reply: Reply, *, done: bool) -> Iterator[bytes]:
+        """Yield the events of what is new."""
 
 
 def _text(block: Block) -> str:

@@ -1,39 +1,36 @@
 """Gemini generateContent and streamGenerateContent: requests, replies and errors.
 
-A stream is always server-sent events, as with ``alt=sse``. The model in the path is not
-looked at. Taken without effect: ``safetySettings``, ``thinkingConfig``, labels. Tools
-that only the provider can run are left out, and counted.
+A stream always consists of server-sent events, as with ``alt=sse``. The model in the path
+is ignored, as are ``safetySettings``, ``thinkingConfig`` and labels. Tools that only the
+provider can run are dropped and counted.
 """
 
 import base64
 import json
 from collections.abc import Iterator
 
-from trajkit_shim import wire
-from trajkit_shim.chat import OMITTED_IMAGE, ChatRequest, Reading
+from trajkit_shim import json_input
+from trajkit_shim.chat.reply import Call, Reply, Usage
+from trajkit_shim.chat.request import (
+    OMITTED_IMAGE,
+    ChatRequest,
+    ReadOptions,
+    assistant_message,
+    function_tool,
+    tool_call,
+)
+from trajkit_shim.chat.sampling_params import SamplingParams, parse_sampling
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.protocols.blocks import Block, Told, blocks
-from trajkit_shim.protocols.protocol import Verb, WireProtocol
+from trajkit_shim.json_input import Json, refuse
+from trajkit_shim.protocols.base import Verb, WireProtocol
+from trajkit_shim.protocols.blocks import Block, BlockStream, blocks
 from trajkit_shim.protocols.sse import RawJson, event
-from trajkit_shim.reply import Call, Reply, Usage
-from trajkit_shim.sampling import Wishes, parse_wishes
-from trajkit_shim.wire import Json, refuse
 
 KNOWN = frozenset(
-    {
-        "contents",
-        "generationConfig",
-        "labels",
-        "model",
-        "safetySettings",
-        "serviceTier",
-        "store",
-        "systemInstruction",
-        "toolConfig",
-        "tools",
-    }
+    "contents generationConfig labels model safetySettings serviceTier store "
+    "systemInstruction toolConfig tools".split()
 )
-# Accepted with the one value that asks for nothing.
+# accepted with the one value that has no effect
 NEUTRAL: dict[str, object] = {
     "candidateCount": 1,
     "frequencyPenalty": 0,
@@ -47,61 +44,54 @@ _LIMITS: dict[str, str | None] = {
     "top_k": "topK",
     "stop": "stopSequences",
 }
-_CONFIG = frozenset(
-    {*NEUTRAL, "maxOutputTokens", "seed", "stopSequences", "temperature"}
-    | {"thinkingConfig", "topK", "topP"}
-)
-# Run by the provider: a model that is not told of them cannot call them.
+_OTHERS = "maxOutputTokens seed stopSequences temperature thinkingConfig topK topP"
+_CONFIG = frozenset({*NEUTRAL, *_OTHERS.split()})
+# run by the provider; the model cannot call them because it does not see them
 HOSTED = frozenset(
-    {"codeExecution", "googleMaps", "googleSearch", "googleSearchRetrieval"}
-    | {"urlContext"}
+    "codeExecution googleMaps googleSearch googleSearchRetrieval urlContext".split()
 )
-_TYPES = frozenset(
-    {"ARRAY", "BOOLEAN", "INTEGER", "NULL", "NUMBER", "OBJECT", "STRING"}
-)
+_TYPES = frozenset("ARRAY BOOLEAN INTEGER NULL NUMBER OBJECT STRING".split())
 _ROLES = {"user": "user", "function": "user", "model": "assistant"}
 
 
-def read(body: Json, reading: Reading) -> ChatRequest:
-    """The chat request that the body of a generateContent call holds.
+def read(body: Json, reading: ReadOptions) -> ChatRequest:
+    """Read the body of a generateContent call.
 
     Raises
     ------
     GatewayError
-        A field is missing, malformed, or asks for what this gateway does not do.
+        A field is missing, invalid, or not supported.
     """
-    wire.only(body, KNOWN, "")
+    json_input.only(body, KNOWN, "")
     messages: list[Json] = []
-    if body.get("systemInstruction") is not None:
-        where = "systemInstruction"
-        parts = _parts(wire.as_object(body[where], where), where)
-        said = "\n".join(filter(None, (_text(part, at) for part, at in parts)))
-        if said:
-            messages.append({"role": "system", "content": said})
+    system = json_input.optional(body, "systemInstruction", json_input.as_object)
+    if system is not None:
+        parts = _parts(system, "systemInstruction")
+        text = "\n".join(filter(None, (_text(part, path) for part, path in parts)))
+        if text:
+            messages.append({"role": "system", "content": text})
     messages += _Conversation(reading).read(body.get("contents"))
     tools, left_out = _tools(body.get("tools"))
     offered = _may_call(body.get("toolConfig")) and bool(tools)
     return ChatRequest(
         messages=messages,
         tools=tools if offered else None,
-        asked=_wishes(body.get("generationConfig")),
+        sampling=_sampling(body.get("generationConfig")),
         stream=False,
         left_out=left_out,
     )
 
 
-def read_for_count(body: Json, reading: Reading) -> ChatRequest:
-    """The chat request of a countTokens call, plain or as ``generateContentRequest``."""
-    whole = body.get("generateContentRequest")
-    if whole is None:
-        return read(body, reading)
-    return read(wire.as_object(whole, "generateContentRequest"), reading)
+def read_for_count(body: Json, reading: ReadOptions) -> ChatRequest:
+    """Read the body of a countTokens call, plain or as ``generateContentRequest``."""
+    inner = json_input.optional(body, "generateContentRequest", json_input.as_object)
+    return read(body if inner is None else inner, reading)
 
 
 class _Conversation:
-    """Contents on their way to messages; knows the calls that wait for a result."""
+    """Converts contents to messages; knows the calls that wait for a result."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: ReadOptions) -> None:
         self._reading = reading
         self._messages: list[Json] = []
         # id and name of each call
@@ -109,13 +99,10 @@ class _Conversation:
         self._unnamed = 0
 
     def read(self, value: object) -> list[Json]:
-        contents = wire.as_list(value, "contents")
-        if not contents:
+        if not json_input.as_list(value, "contents"):
             refuse("contents", "an empty list")
-        for i, item in enumerate(contents):
-            where = f"contents[{i}]"
-            content = wire.as_object(item, where)
-            wire.only(content, {"role", "parts"}, where)
+        for content, where in json_input.objects(value, "contents"):
+            json_input.only(content, {"role", "parts"}, where)
             role = content.get("role", "user")
             if not isinstance(role, str) or role not in _ROLES:
                 refuse(f"{where}.role", f"{role!r} is not one of {', '.join(_ROLES)}")
@@ -128,21 +115,21 @@ class _Conversation:
 
     def _add_user(self, parts: list[tuple[Json, str]]) -> None:
         before = len(self._messages)
-        said: list[str] = []
+        texts: list[str] = []
 
         def flush() -> None:
-            if said:
-                self._messages.append({"role": "user", "content": "\n".join(said)})
-                said.clear()
+            if texts:
+                self._messages.append({"role": "user", "content": "\n".join(texts)})
+                texts.clear()
 
-        for part, at in parts:
+        for part, path in parts:
             if "functionResponse" in part:
                 flush()
-                self._messages.append(self._result(part, f"{at}.functionResponse"))
+                self._messages.append(self._result(part, path))
             elif "inlineData" in part or "fileData" in part:
-                said.append(_image(part, at, self._reading))
+                texts.append(_image(part, path, self._reading))
             else:
-                said += filter(None, [_text(part, at)])
+                texts += filter(None, [_text(part, path)])
         flush()
         if len(self._messages) == before:
             self._messages.append({"role": "user", "content": ""})
@@ -150,63 +137,53 @@ class _Conversation:
     def _add_model(self, parts: list[tuple[Json, str]]) -> None:
         texts, thoughts, calls = [], [], []
         self._open = []
-        for part, at in parts:
+        for part, path in parts:
             if "functionCall" in part:
-                calls.append(self._call(part, f"{at}.functionCall"))
+                calls.append(self._call(part, path))
             elif part.get("thought"):
-                thoughts.append(_text(part, at))
+                thoughts.append(_text(part, path))
             else:
-                texts.append(_text(part, at))
-        message: Json = {"role": "assistant", "content": "".join(texts)}
-        if any(thoughts):
-            message["reasoning_content"] = "".join(thoughts)
-        if calls:
-            message["tool_calls"] = calls
+                texts.append(_text(part, path))
+        message = assistant_message("".join(texts), "".join(thoughts), calls)
         self._messages.append(message)
 
-    def _call(self, part: Json, at: str) -> Json:
-        call = wire.as_object(part["functionCall"], at)
-        wire.only(call, {"id", "name", "args"}, at)
-        name = wire.as_name(call.get("name"), f"{at}.name")
-        arguments = call.get("args")
-        call_id = call.get("id")
+    def _call(self, part: Json, path: str) -> Json:
+        call = json_input.field(part, "functionCall", json_input.as_object, path)
+        path += ".functionCall"
+        json_input.only(call, {"id", "name", "args"}, path)
+        name = json_input.field(call, "name", json_input.as_name, path)
+        call_id = json_input.optional(call, "id", json_input.as_text, path)
         if call_id is None:
-            # a client may leave ids out; the place in the conversation stays
+            # clients may omit ids; the number in the conversation is stable
             self._unnamed += 1
             call_id = f"{name}-{self._unnamed}"
-        self._open.append((wire.as_text(call_id, f"{at}.id"), name))
-        given = {} if arguments is None else wire.as_object(arguments, f"{at}.args")
-        return {
-            "id": self._open[-1][0],
-            "type": "function",
-            "function": {
-                "name": name,
-                "arguments": json.dumps(given, ensure_ascii=False),
-            },
-        }
+        self._open.append((call_id, name))
+        given = json_input.optional(call, "args", json_input.as_object, path) or {}
+        return tool_call(call_id, name, json.dumps(given, ensure_ascii=False))
 
-    def _result(self, part: Json, at: str) -> Json:
-        result = wire.as_object(part["functionResponse"], at)
-        wire.only(result, {"id", "name", "response"}, at)
-        name = wire.as_name(result.get("name"), f"{at}.name")
-        call_id = result.get("id")
+    def _result(self, part: Json, path: str) -> Json:
+        result = json_input.field(part, "functionResponse", json_input.as_object, path)
+        path += ".functionResponse"
+        json_input.only(result, {"id", "name", "response"}, path)
+        name = json_input.field(result, "name", json_input.as_name, path)
+        call_id = json_input.optional(result, "id", json_input.as_text, path)
         if call_id is None:
-            waiting = [place for place in self._open if place[1] == name]
+            waiting = [call for call in self._open if call[1] == name]
             if not waiting:
-                refuse(at, f"the result of a call of {name!r} that was not made")
+                refuse(path, f"there is no call of {name!r} without a result")
             self._open.remove(waiting[0])
             call_id = waiting[0][0]
-        given = wire.as_object(result.get("response"), f"{at}.response")
+        given = json_input.field(result, "response", json_input.as_object, path)
         return {
             "role": "tool",
             "content": _result_text(given),
-            "tool_call_id": wire.as_text(call_id, f"{at}.id"),
+            "tool_call_id": call_id,
             **({"is_error": True} if "error" in given else {}),
         }
 
 
 def _result_text(given: Json) -> str:
-    """A tool's result: the one text that it is, or its JSON."""
+    """A tool's result: its only text, or its JSON."""
     if len(given) == 1:
         ((key, value),) = given.items()
         if key in ("output", "result", "error") and isinstance(value, str):
@@ -215,34 +192,31 @@ def _result_text(given: Json) -> str:
 
 
 def _parts(content: Json, where: str) -> list[tuple[Json, str]]:
-    """The parts of a content, each with its path."""
-    parts = []
-    items = [] if content.get("parts") is None else content["parts"]
-    for i, item in enumerate(wire.as_list(items, f"{where}.parts")):
-        at = f"{where}.parts[{i}]"
-        part = wire.as_object(item, at)
-        parts.append(({k: v for k, v in part.items() if v is not None}, at))
-    return parts
+    """The parts of a content, each with its path, without null fields."""
+    return [
+        ({k: v for k, v in part.items() if v is not None}, path)
+        for part, path in json_input.objects(content.get("parts"), f"{where}.parts")
+    ]
 
 
-def _text(part: Json, at: str) -> str:
+def _text(part: Json, path: str) -> str:
     for name in part:
         if name not in ("text", "thought", "thoughtSignature"):
             refuse(
-                f"{at}.{name}",
+                f"{path}.{name}",
                 "not supported: messages are text",
                 code="unsupported_content",
             )
-    # a signature may come by itself
-    return wire.as_text(part.get("text", ""), f"{at}.text")
+    # a part may be only a signature
+    return json_input.as_text(part.get("text", ""), f"{path}.text")
 
 
-def _image(part: Json, at: str, reading: Reading) -> str:
+def _image(part: Json, path: str, reading: ReadOptions) -> str:
     name = "inlineData" if "inlineData" in part else "fileData"
-    kind = wire.as_object(part[name], f"{at}.{name}").get("mimeType")
+    kind = json_input.as_object(part[name], f"{path}.{name}").get("mimeType")
     if reading.images != "omit" or not str(kind).startswith("image/"):
         refuse(
-            f"{at}.{name}",
+            f"{path}.{name}",
             f"{kind!r} is not supported: messages are text",
             code="unsupported_content",
         )
@@ -252,38 +226,36 @@ def _image(part: Json, at: str, reading: Reading) -> str:
 def _tools(value: object) -> tuple[list[Json], tuple[str, ...]]:
     functions: list[Json] = []
     left_out: list[str] = []
-    for i, item in enumerate(wire.as_list([] if value is None else value, "tools")):
-        at = f"tools[{i}]"
-        for kind, given in wire.as_object(item, at).items():
+    for tool, path in json_input.objects(value, "tools"):
+        for kind, given in tool.items():
             if given is None:
                 continue
+            where = f"{path}.{kind}"
             if kind == "functionDeclarations":
-                for j, one in enumerate(wire.as_list(given, f"{at}.{kind}")):
-                    functions.append(_function(one, f"{at}.{kind}[{j}]"))
+                declared = json_input.objects(given, where)
+                functions += [_function(*declaration) for declaration in declared]
             elif kind in HOSTED:
                 left_out.append(kind)
             else:
-                refuse(f"{at}.{kind}", "not supported", code="unsupported_tool")
+                refuse(where, "not supported", code="unsupported_tool")
     return functions, tuple(left_out)
 
 
-def _function(value: object, at: str) -> Json:
-    declared = wire.as_object(value, at)
-    function: Json = {"name": wire.as_name(declared.get("name"), f"{at}.name")}
-    if declared.get("description") is not None:
-        function["description"] = wire.as_text(
-            declared["description"], f"{at}.description"
-        )
-    for name in ("parametersJsonSchema", "parameters"):
-        if declared.get(name) is not None:
-            schema = wire.as_object(declared[name], f"{at}.{name}")
-            function["parameters"] = _json_schema(schema)
-            break
-    return {"type": "function", "function": function}
+def _function(declared: Json, path: str) -> Json:
+    schemas = (
+        json_input.optional(declared, name, json_input.as_object, path)
+        for name in ("parametersJsonSchema", "parameters")
+    )
+    schema = next((schema for schema in schemas if schema is not None), None)
+    return function_tool(
+        json_input.field(declared, "name", json_input.as_name, path),
+        json_input.optional(declared, "description", json_input.as_text, path),
+        None if schema is None else _json_schema(schema),
+    )
 
 
 def _json_schema(value: object) -> object:
-    """A schema with its types in lower case, as JSON Schema has them."""
+    """A schema with its types in lower case, as in JSON Schema."""
     if isinstance(value, list):
         return [_json_schema(item) for item in value]
     if not isinstance(value, dict):
@@ -299,37 +271,30 @@ def _json_schema(value: object) -> object:
 def _may_call(value: object) -> bool:
     if value is None:
         return True
-    config = wire.as_object(value, "toolConfig")
+    config = json_input.as_object(value, "toolConfig")
     where = "toolConfig.functionCallingConfig"
-    calling = wire.as_object(config.get("functionCallingConfig") or {}, where)
-    wire.only(calling, {"mode"}, where)
+    calling = json_input.as_object(config.get("functionCallingConfig") or {}, where)
+    json_input.only(calling, {"mode"}, where)
     mode = calling.get("mode")
     if mode not in (None, "AUTO", "NONE", "MODE_UNSPECIFIED"):
         refuse(f"{where}.mode", f"{mode!r} is not supported", code="unsupported_value")
     return mode != "NONE"
 
 
-def _wishes(value: object) -> Wishes:
+def _sampling(value: object) -> SamplingParams:
     where = "generationConfig"
-    config = wire.as_object({} if value is None else value, where)
-    wire.only(config, _CONFIG, where)
-    for name, neutral in NEUTRAL.items():
-        given = config.get(name)
-        if given is not None and (given != neutral or isinstance(given, bool)):
-            refuse(
-                f"{where}.{name}",
-                f"{given!r} is not supported",
-                code="unsupported_value",
-            )
+    config = json_input.as_object({} if value is None else value, where)
+    json_input.only(config, _CONFIG, where)
+    json_input.only_neutral(config, NEUTRAL, where)
     top_k = config.get("topK")
     if isinstance(top_k, float) and top_k.is_integer():
         # the official client sends 40.0
         config = {**config, "topK": int(top_k)}
-    return parse_wishes(config, where, _LIMITS)
+    return parse_sampling(config, where, _LIMITS)
 
 
 def write(reply: Reply, _: ChatRequest) -> Json:
-    """The body of a reply that is not streamed."""
+    """Return the body of a reply that is not streamed."""
     return _chunk(reply, _reply_parts(reply), last=True)
 
 
@@ -376,42 +341,32 @@ def _usage(usage: Usage) -> Json:
     return counts
 
 
-class Chunks:
-    """The chunks of a streamed reply, one a part or a piece of it; the last one ends it."""
-
-    def __init__(self) -> None:
-        self._told = Told()
-
-    def opening(self) -> bytes:
-        """Nothing: a chunk has the reply's id."""
-        return b""
+class Chunks(BlockStream):
+    """The chunks of a streamed reply, each with a part or a piece of one."""
 
     def ping(self) -> bytes:
-        """An empty line. The official client takes a comment for JSON."""
+        """Return an empty line, because the official client parses comments as JSON."""
         return b"\n"
 
-    def partial(self, reply: Reply) -> bytes:
-        """The chunks of what is new."""
-        return b"".join(
-            event(_chunk(reply, [part], last=False))
-            for part in self._parts(reply, done=False)
-        )
-
     def reply(self, reply: Reply) -> Iterator[bytes]:
-        """All chunks of the reply that were not told."""
+        """Yield all chunks of the reply that were not sent."""
         *before, last = [*self._parts(reply, done=True)] or [{"text": ""}]
         for part in before:
             yield event(_chunk(reply, [part], last=False))
         yield event(_chunk(reply, [last], last=True))
 
+    def _new(self, reply: Reply, *, done: bool) -> Iterator[bytes]:
+        for part in self._parts(reply, done=done):
+            yield event(_chunk(reply, [part], last=False))
+
     def _parts(self, reply: Reply, *, done: bool) -> Iterator[Json]:
-        for step in self._told.steps(blocks(reply, done=done), done=done):
-            if step.what == "goes on":
+        for step in self._progress.steps(blocks(reply, done=done), done=done):
+            if step.what == "text":
                 part = _part(step.block, reply)
                 yield {**part, "text": step.text} if "text" in part else part
 
     def error(self, error: GatewayError) -> bytes:
-        """The error in place of a chunk."""
+        """Return the error instead of a chunk."""
         return event(error_body(error))
 
 
@@ -428,7 +383,7 @@ _STATUSES = {
 
 
 def error_body(error: GatewayError) -> Json:
-    """The error as Google's APIs word it."""
+    """Return the error in the format of Google's APIs."""
     fallback = "INTERNAL" if error.status >= 500 else "INVALID_ARGUMENT"
     message = error.message
     if error.overflow is not None:

@@ -1,13 +1,13 @@
 """OpenAI Responses: requests, replies, events and errors.
 
-The client sends the whole conversation each time; nothing is stored, so there is no
-``previous_response_id``. Items that were sampled in one turn are one message: an item's
-id tells its turn, and items without one belong together until a message of someone else
-or the reasoning of the next turn.
+The client sends the entire conversation each time. Nothing is stored, so there is no
+``previous_response_id``. The items of one sampled turn form one message. An item's id
+identifies its turn; items without an id belong together up to another role's message or
+the next turn's reasoning.
 
-Taken without effect: ``reasoning``, ``store``, and what concerns caching and billing.
-Tools that only the provider can run (web search and the like) are left out, and counted;
-any other tool that is no function is refused.
+Accepted and ignored: ``reasoning``, ``store``, and fields about caching and billing.
+Tools that only the provider can run (web search and the like) are dropped and counted;
+other tools that are not functions are rejected.
 """
 
 import base64
@@ -18,68 +18,48 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from trajkit_shim import wire
-from trajkit_shim.chat import OMITTED_IMAGE, ChatRequest, Reading
-from trajkit_shim.errors import GatewayError, error_body
-from trajkit_shim.protocols.blocks import Block, Step, Thought, Told, blocks
-from trajkit_shim.protocols.protocol import WireProtocol
-from trajkit_shim.protocols.sse import event
-from trajkit_shim.reply import Call, Reply, Usage
-from trajkit_shim.sampling import parse_wishes
-from trajkit_shim.wire import Json, refuse
-
-# Accepted and without effect.
-HINTS = frozenset(
-    {
-        "client_metadata",
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "reasoning",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "stream_options",
-        "user",
-    }
+from trajkit_shim import json_input
+from trajkit_shim.chat.reply import Call, Reply, Usage
+from trajkit_shim.chat.request import (
+    OMITTED_IMAGE,
+    ChatRequest,
+    ReadOptions,
+    assistant_message,
+    function_tool,
+    tool_call,
 )
-# Accepted with the one value that asks for nothing.
+from trajkit_shim.chat.sampling_params import parse_sampling
+from trajkit_shim.errors import GatewayError, error_body
+from trajkit_shim.json_input import Json, refuse
+from trajkit_shim.protocols.base import WireProtocol
+from trajkit_shim.protocols.blocks import Block, BlockStream, Step, Thought, blocks
+from trajkit_shim.protocols.openai_chat import tools_allowed
+from trajkit_shim.protocols.sse import event
+
+# accepted and ignored
+HINTS = frozenset(
+    "client_metadata metadata prompt_cache_key prompt_cache_options "
+    "prompt_cache_retention reasoning safety_identifier service_tier store "
+    "stream_options user".split()
+)
+# accepted with the one value that has no effect
 NEUTRAL: dict[str, object] = {
     "background": False,
     "parallel_tool_calls": True,
     "top_logprobs": 0,
     "truncation": "disabled",
 }
-KNOWN = frozenset(
-    {
-        *HINTS,
-        *NEUTRAL,
-        "include",
-        "input",
-        "instructions",
-        "max_output_tokens",
-        "model",
-        "stream",
-        "temperature",
-        "text",
-        "tool_choice",
-        "tools",
-        "top_p",
-    }
+_OTHERS = (
+    "include input instructions max_output_tokens model stream temperature text "
+    "tool_choice tools top_p"
 )
-# Run by the provider: a model that is not told of them cannot call them.
+KNOWN = frozenset({*HINTS, *NEUTRAL, *_OTHERS.split()})
+# run by the provider; the model cannot call them because it does not see them
 HOSTED = frozenset(
-    {
-        "code_interpreter",
-        "file_search",
-        "image_generation",
-        "web_search",
-        "web_search_2025_08_26",
-        "web_search_preview",
-        "web_search_preview_2025_03_11",
-    }
+    "code_interpreter file_search image_generation web_search web_search_2025_08_26 "
+    "web_search_preview web_search_preview_2025_03_11".split()
 )
+_NAMES = {"max_tokens": "max_output_tokens", "stop": None, "seed": None, "top_k": None}
 _TEXTS = frozenset({"input_text", "output_text", "text"})
 _ROLES = {
     "assistant": "assistant",
@@ -88,175 +68,140 @@ _ROLES = {
     "user": "user",
 }
 _ITEM_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})(?:_\d+)?")
-# what the reasoning of a reply is packed in; it hides nothing
+# prefix of encoded reasoning, which is not secret
 _PACKED = "trajkit1."
 
 
-def read(body: Json, reading: Reading) -> ChatRequest:
-    """The chat request that the body of ``POST /v1/responses`` holds.
+def read(body: Json, reading: ReadOptions) -> ChatRequest:
+    """Read the body of ``POST /v1/responses``.
 
     Raises
     ------
     GatewayError
-        A field is missing, malformed, or asks for what this gateway does not do.
+        A field is missing, invalid, or not supported.
     """
     if body.get("previous_response_id") is not None:
         refuse(
             "previous_response_id",
-            "nothing is stored here: send the whole conversation as input",
+            "nothing is stored here: send the entire conversation as input",
             code="unsupported_parameter",
         )
-    wire.only(body, KNOWN, "")
-    for name, neutral in NEUTRAL.items():
-        value = body.get(name)
-        if value is not None and (value != neutral or type(value) is not type(neutral)):
-            refuse(name, f"{value!r} is not supported", code="unsupported_value")
-    if body.get("model") is not None:
-        wire.as_text(body["model"], "model")
-    _check_text(body.get("text"))
-    _check_include(body.get("include"))
+    json_input.only(body, KNOWN, "")
+    json_input.only_neutral(body, NEUTRAL)
+    json_input.optional(body, "model", json_input.as_text)
+    _check_format(body)
     messages: list[Json] = []
-    if body.get("instructions") is not None:
-        said = wire.as_text(body["instructions"], "instructions")
-        if said:
-            messages.append({"role": "system", "content": said})
+    text = json_input.optional(body, "instructions", json_input.as_text)
+    if text:
+        messages.append({"role": "system", "content": text})
     messages += _messages(body.get("input"), reading)
     tools = _Tools()
     tools.add_all(body.get("tools"), "tools")
-    choice = body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        refuse("tool_choice", f"{choice!r} is not supported", code="unsupported_value")
-    offered = tools.functions and choice != "none"
+    offered = tools_allowed(body.get("tool_choice")) and tools.functions
     return ChatRequest(
         messages=messages,
         tools=tools.functions if offered else None,
-        asked=parse_wishes(
-            body,
-            names={
-                "max_tokens": "max_output_tokens",
-                "stop": None,
-                "seed": None,
-                "top_k": None,
-            },
-        ),
-        stream=body.get("stream") is not None
-        and wire.as_flag(body["stream"], "stream"),
+        sampling=parse_sampling(body, names=_NAMES),
+        stream=bool(json_input.optional(body, "stream", json_input.as_flag)),
         left_out=tuple(tools.left_out),
         namespaces=tools.namespaces,
     )
 
 
-def _check_text(value: object) -> None:
-    if value is None:
-        return
-    text = wire.as_object(value, "text")
-    wire.only(text, {"format", "verbosity"}, "text")
+def _check_format(body: Json) -> None:
+    text = json_input.optional(body, "text", json_input.as_object) or {}
+    json_input.only(text, {"format", "verbosity"}, "text")
     if text.get("format") not in (None, {"type": "text"}):
         refuse(
             "text.format",
             "replies are not constrained to a format",
             code="unsupported_value",
         )
-
-
-def _check_include(value: object) -> None:
-    for i, name in enumerate(wire.as_list([] if value is None else value, "include")):
+    include = json_input.optional(body, "include", json_input.as_list) or []
+    for i, name in enumerate(include):
         if name == "message.output_text.logprobs":
             refuse(f"include[{i}]", "not supported by this gateway")
 
 
 @dataclass(slots=True)
 class _Tools:
-    """The tools that a request declares."""
+    """The tools of a request."""
 
     functions: list[Json] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def add_all(self, value: object, where: str, namespace: str | None = None) -> None:
-        """Add a list of tools, those of a namespace under its name and theirs."""
-        if value is None:
-            return
-        for i, item in enumerate(wire.as_list(value, where)):
-            at = f"{where}[{i}]"
-            tool = wire.as_object(item, at)
-            kind = wire.as_name(tool.get("type"), f"{at}.type")
+        """Add a list of tools; names in a namespace get its name as prefix."""
+        for tool, path in json_input.objects(value, where):
+            kind = json_input.field(tool, "type", json_input.as_name, path)
             if kind == "function":
-                self._add_function(tool, at, namespace)
+                self._add_function(tool, path, namespace)
             elif kind == "namespace" and namespace is None:
-                name = wire.as_name(tool.get("name"), f"{at}.name")
-                self.add_all(tool.get("tools"), f"{at}.tools", name)
+                name = json_input.field(tool, "name", json_input.as_name, path)
+                self.add_all(tool.get("tools"), f"{path}.tools", name)
             elif kind in HOSTED:
                 self.left_out.append(kind)
             else:
                 refuse(
-                    f"{at}.type",
-                    f"{kind!r} is not supported: a tool is a function with arguments "
-                    "in JSON",
+                    f"{path}.type",
+                    f"{kind!r} is not supported: a tool is a function with JSON "
+                    "arguments",
                     code="unsupported_tool",
                 )
 
-    def _add_function(self, tool: Json, at: str, namespace: str | None) -> None:
-        name = wire.as_name(tool.get("name"), f"{at}.name")
+    def _add_function(self, tool: Json, path: str, namespace: str | None) -> None:
+        name = json_input.field(tool, "name", json_input.as_name, path)
         if tool.get("strict"):
-            refuse(f"{at}.strict", "replies are not constrained to a schema")
+            refuse(f"{path}.strict", "replies are not constrained to a schema")
         if namespace is not None:
             known_as = f"{namespace}__{name}"
             self.namespaces[known_as] = (namespace, name)
             name = known_as
-        function: Json = {"name": name}
-        if tool.get("description") is not None:
-            function["description"] = wire.as_text(
-                tool["description"], f"{at}.description"
+        self.functions.append(
+            function_tool(
+                name,
+                json_input.optional(tool, "description", json_input.as_text, path),
+                json_input.optional(tool, "parameters", json_input.as_object, path),
             )
-        if tool.get("parameters") is not None:
-            function["parameters"] = wire.as_object(
-                tool["parameters"], f"{at}.parameters"
-            )
-        self.functions.append({"type": "function", "function": function})
+        )
 
 
 @dataclass(slots=True)
 class _Turn:
-    """The items of one sampled turn, on their way to one message."""
+    """Collects the items of one sampled turn for one message."""
 
-    # of the reply whose items they are; None: the items do not say
+    # of the reply that the items belong to, if known
     reply_id: str | None
     reasoning: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     calls: list[Json] = field(default_factory=list)
 
-    def begins_anew(self, kind: str, reply_id: str | None) -> bool:
+    def is_over(self, kind: str, reply_id: str | None) -> bool:
         """Whether an item of that kind and reply belongs to the next turn."""
         if reply_id is not None and self.reply_id is not None:
             return reply_id != self.reply_id
         return kind == "reasoning" and bool(self.texts or self.calls)
 
     def message(self) -> Json:
-        message: Json = {"role": "assistant", "content": "".join(self.texts)}
-        if any(self.reasoning):
-            message["reasoning_content"] = "".join(self.reasoning)
-        if self.calls:
-            message["tool_calls"] = self.calls
-        return message
+        return assistant_message(
+            "".join(self.texts), "".join(self.reasoning), self.calls
+        )
 
 
-def _messages(value: object, reading: Reading) -> list[Json]:
+def _messages(value: object, reading: ReadOptions) -> list[Json]:
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
-    items = wire.as_list(value, "input")
-    if not items:
+    if not json_input.as_list(value, "input"):
         refuse("input", "an empty list")
     messages: list[Json] = []
     turn: _Turn | None = None
-    for i, value in enumerate(items):
-        at = f"input[{i}]"
-        item = wire.as_object(value, at)
-        kind = wire.as_name(item.get("type", "message"), f"{at}.type")
+    for item, path in json_input.objects(value, "input"):
+        kind = json_input.as_name(item.get("type", "message"), f"{path}.type")
         if kind == "message":
-            role = wire.as_name(item.get("role"), f"{at}.role")
+            role = json_input.field(item, "role", json_input.as_name, path)
             if role not in _ROLES:
-                refuse(f"{at}.role", f"{role!r} is not one of {', '.join(_ROLES)}")
+                refuse(f"{path}.role", f"{role!r} is not one of {', '.join(_ROLES)}")
         else:
             role = "tool" if kind == "function_call_output" else "assistant"
         if role != "assistant":
@@ -264,124 +209,117 @@ def _messages(value: object, reading: Reading) -> list[Json]:
                 messages.append(turn.message())
                 turn = None
             if kind == "message":
-                said = "\n".join(_texts(item.get("content"), f"{at}.content", reading))
-                messages.append({"role": _ROLES[role], "content": said})
+                text = "\n".join(
+                    _texts(item.get("content"), f"{path}.content", reading)
+                )
+                messages.append({"role": _ROLES[role], "content": text})
             else:
-                messages.append(_result(item, at, reading))
+                messages.append(_result(item, path, reading))
             continue
         item_id = item.get("id")
         named = _ITEM_ID.fullmatch(item_id) if isinstance(item_id, str) else None
         reply_id = None if named is None else named[1]
-        if turn is None or turn.begins_anew(kind, reply_id):
+        if turn is None or turn.is_over(kind, reply_id):
             if turn is not None:
                 messages.append(turn.message())
             turn = _Turn(reply_id)
-        _add_item(turn, kind, item, at, reading)
+        _add_item(turn, kind, item, path, reading)
     if turn is not None:
         messages.append(turn.message())
     return messages
 
 
-def _add_item(turn: _Turn, kind: str, item: Json, at: str, reading: Reading) -> None:
+def _add_item(
+    turn: _Turn, kind: str, item: Json, path: str, reading: ReadOptions
+) -> None:
     if kind == "message":
-        turn.texts += _texts(item.get("content"), f"{at}.content", reading)
+        turn.texts += _texts(item.get("content"), f"{path}.content", reading)
     elif kind == "function_call":
-        turn.calls.append(_function_call(item, at))
+        turn.calls.append(_function_call(item, path))
     elif kind == "reasoning":
-        turn.reasoning.append(_reasoning(item, at))
+        turn.reasoning.append(_reasoning(item, path))
     else:
         refuse(
-            f"{at}.type",
+            f"{path}.type",
             f"{kind!r} is not supported: messages, reasoning, functions and their "
             "results",
             code="unsupported_content",
         )
 
 
-def _texts(value: object, where: str, reading: Reading) -> list[str]:
+def _texts(value: object, where: str, reading: ReadOptions) -> list[str]:
     if isinstance(value, str):
         return [value]
     texts = []
-    for i, part in enumerate(wire.as_list(value, where)):
-        at = f"{where}[{i}]"
-        content = wire.as_object(part, at)
-        kind = content.get("type")
+    for part, path in json_input.objects(json_input.as_list(value, where), where):
+        kind = part.get("type")
         if kind == "input_image" and reading.images == "omit":
             texts.append(OMITTED_IMAGE)
         elif isinstance(kind, str) and kind in _TEXTS:
-            texts.append(wire.as_text(content.get("text"), f"{at}.text"))
+            texts.append(json_input.field(part, "text", json_input.as_text, path))
         else:
             refuse(
-                f"{at}.type",
+                f"{path}.type",
                 f"{kind!r} is not supported: messages are text",
                 code="unsupported_content",
             )
     return texts
 
 
-def _result(item: Json, at: str, reading: Reading) -> Json:
+def _result(item: Json, path: str, reading: ReadOptions) -> Json:
     return {
         "role": "tool",
-        "content": "\n".join(_texts(item.get("output"), f"{at}.output", reading)),
-        "tool_call_id": wire.as_text(item.get("call_id"), f"{at}.call_id"),
+        "content": "\n".join(_texts(item.get("output"), f"{path}.output", reading)),
+        "tool_call_id": json_input.field(item, "call_id", json_input.as_text, path),
     }
 
 
-def _function_call(item: Json, at: str) -> Json:
-    name = wire.as_name(item.get("name"), f"{at}.name")
-    if item.get("namespace") is not None:
-        name = f"{wire.as_name(item['namespace'], f'{at}.namespace')}__{name}"
-    return {
-        "id": wire.as_text(item.get("call_id"), f"{at}.call_id"),
-        "type": "function",
-        "function": {
-            "name": name,
-            "arguments": wire.as_text(item.get("arguments"), f"{at}.arguments"),
-        },
-    }
-
-
-def _reasoning(item: Json, at: str) -> str:
-    """The text of a reasoning item: its content, else what is packed, else a summary."""
-    if item.get("content"):
-        parts = wire.as_list(item["content"], f"{at}.content")
-        return "".join(
-            _part_text(part, f"{at}.content[{i}]") for i, part in enumerate(parts)
-        )
-    packed = item.get("encrypted_content")
-    if packed is not None:
-        return _unpacked(wire.as_text(packed, f"{at}.encrypted_content"), at)
-    parts = wire.as_list(item.get("summary", []), f"{at}.summary")
-    return "\n".join(
-        _part_text(part, f"{at}.summary[{i}]") for i, part in enumerate(parts)
+def _function_call(item: Json, path: str) -> Json:
+    name = json_input.field(item, "name", json_input.as_name, path)
+    namespace = json_input.optional(item, "namespace", json_input.as_name, path)
+    return tool_call(
+        json_input.field(item, "call_id", json_input.as_text, path),
+        name if namespace is None else f"{namespace}__{name}",
+        json_input.field(item, "arguments", json_input.as_text, path),
     )
 
 
-def _part_text(part: object, at: str) -> str:
-    return wire.as_text(wire.as_object(part, at).get("text"), f"{at}.text")
+def _reasoning(item: Json, path: str) -> str:
+    """The text of a reasoning item: its content, the encoded text, or a summary."""
+    if item.get("content"):
+        return "".join(_part_texts(item["content"], f"{path}.content"))
+    packed = json_input.optional(item, "encrypted_content", json_input.as_text, path)
+    if packed is not None:
+        return _unpacked(packed, path)
+    return "\n".join(_part_texts(item.get("summary"), f"{path}.summary"))
+
+
+def _part_texts(parts: object, where: str) -> Iterator[str]:
+    for part, path in json_input.objects(parts, where):
+        yield json_input.field(part, "text", json_input.as_text, path)
 
 
 def _packed(reasoning: str) -> str:
     return _PACKED + base64.urlsafe_b64encode(reasoning.encode()).decode()
 
 
-def _unpacked(packed: str, at: str) -> str:
+def _unpacked(packed: str, path: str) -> str:
     try:
         if not packed.startswith(_PACKED):
-            raise ValueError("packed by someone else")
+            raise ValueError("not encoded by this gateway")
         return base64.urlsafe_b64decode(packed.removeprefix(_PACKED)).decode()
     except (ValueError, binascii.Error):
-        refuse(f"{at}.encrypted_content", "was not written by this gateway")
+        refuse(f"{path}.encrypted_content", "was not written by this gateway")
 
 
-def write(reply: Reply, asked: ChatRequest) -> Json:
-    """The body of a reply that is not streamed."""
+def write(reply: Reply, request: ChatRequest) -> Json:
+    """Return the body of a reply that is not streamed."""
     response = _response(f"resp_{reply.reply_id}", reply.created, reply.model)
-    return {**response, **_outcome(reply, asked)}
+    return {**response, **_outcome(reply, request)}
 
 
 def _response(response_id: str, created: int, model: str) -> Json:
-    """A response that nothing is known of yet."""
+    """A response without a reply."""
     return {
         "id": response_id,
         "object": "response",
@@ -404,12 +342,12 @@ def _response(response_id: str, created: int, model: str) -> Json:
     }
 
 
-def _outcome(reply: Reply, asked: ChatRequest) -> Json:
+def _outcome(reply: Reply, request: ChatRequest) -> Json:
     return {
         "model": reply.model,
         "status": "incomplete" if reply.cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if reply.cut else None,
-        "output": _items(reply, asked, _blocks(reply, done=True)),
+        "output": _items(reply, request, _blocks(reply, done=True)),
         "usage": _usage(reply.usage),
     }
 
@@ -428,14 +366,14 @@ def _usage(usage: Usage) -> Json:
 
 
 def _blocks(reply: Reply, *, done: bool) -> list[Block]:
-    """What becomes the items: a whole reply says something, if only nothing."""
+    """The blocks that become items; a complete reply has a text or a call."""
     found = blocks(reply, done=done)
     if done and isinstance(found[-1], Thought):
         found.append(reply.text)
     return found
 
 
-def _items(reply: Reply, asked: ChatRequest, found: list[Block]) -> list[Json]:
+def _items(reply: Reply, request: ChatRequest, found: list[Block]) -> list[Json]:
     """The output items of the blocks, in order."""
     items: list[Json] = []
     number = 0
@@ -453,7 +391,7 @@ def _items(reply: Reply, asked: ChatRequest, found: list[Block]) -> list[Json]:
             )
             continue
         if isinstance(block, Call):
-            items.append(_call_item(block, f"fc_{reply.reply_id}_{number}", asked))
+            items.append(_call_item(block, f"fc_{reply.reply_id}_{number}", request))
         else:
             part = {"type": "output_text", "text": block, "annotations": []}
             items.append(
@@ -471,7 +409,7 @@ def _items(reply: Reply, asked: ChatRequest, found: list[Block]) -> list[Json]:
     return items
 
 
-def _call_item(call: Call, item_id: str, asked: ChatRequest) -> Json:
+def _call_item(call: Call, item_id: str, request: ChatRequest) -> Json:
     item: Json = {
         "type": "function_call",
         "id": item_id,
@@ -480,52 +418,46 @@ def _call_item(call: Call, item_id: str, asked: ChatRequest) -> Json:
         "arguments": call.arguments,
         "status": "completed",
     }
-    if call.name in asked.namespaces:
-        item["namespace"], item["name"] = asked.namespaces[call.name]
+    if call.name in request.namespaces:
+        item["namespace"], item["name"] = request.namespaces[call.name]
     return item
 
 
-class Stream:
+class Stream(BlockStream):
     """The events of a streamed reply, numbered.
 
-    ``response.created`` and ``response.in_progress``; for each item it is added, filled
-    (its part added, its deltas, done) and done; ``response.completed``, or
-    ``response.incomplete`` where a token limit cut it.
+    ``response.created`` and ``response.in_progress``; for each item the events that add
+    it, fill it (part added, deltas, done) and finish it; ``response.completed``, or
+    ``response.incomplete`` if a token limit truncated the reply.
     """
 
-    def __init__(self, asked: ChatRequest) -> None:
-        self._asked = asked
+    def __init__(self, request: ChatRequest) -> None:
+        super().__init__()
+        self._request = request
         self._number = 0
         self._response = _response(f"resp_{uuid.uuid4().hex}", int(time.time()), "")
-        self._told = Told()
 
     def opening(self) -> bytes:
-        """The response begins."""
-        return self._told_as("response.created") + self._told_as("response.in_progress")
+        """Return the start of the response."""
+        return self._status("response.created") + self._status("response.in_progress")
 
     def ping(self) -> bytes:
-        """It is still in progress: an event that resets a client's clock."""
-        return self._told_as("response.in_progress")
-
-    def partial(self, reply: Reply) -> bytes:
-        """The events of what is new."""
-        return b"".join(self._steps(reply, done=False))
+        """Return an event that resets a client's timeout."""
+        return self._status("response.in_progress")
 
     def reply(self, reply: Reply) -> Iterator[bytes]:
-        """All events of the reply that were not told."""
-        yield from self._steps(reply, done=True)
-        self._response |= _outcome(reply, self._asked)
-        yield self._told_as(
-            "response.incomplete" if reply.cut else "response.completed"
-        )
+        """Yield all events of the reply that were not sent."""
+        yield from self._new(reply, done=True)
+        self._response |= _outcome(reply, self._request)
+        yield self._status("response.incomplete" if reply.cut else "response.completed")
 
     def error(self, error: GatewayError) -> bytes:
-        """The response failed."""
+        """Return the event of a failed response."""
         self._response["status"] = "failed"
         self._response["error"] = {"code": _failure(error), "message": error.message}
-        return self._told_as("response.failed")
+        return self._status("response.failed")
 
-    def _told_as(self, kind: str) -> bytes:
+    def _status(self, kind: str) -> bytes:
         return self._event(kind, {"response": self._response})
 
     def _event(self, kind: str, fields: Json) -> bytes:
@@ -533,25 +465,25 @@ class Stream:
         self._number += 1
         return event(numbered, kind)
 
-    def _steps(self, reply: Reply, *, done: bool) -> Iterator[bytes]:
+    def _new(self, reply: Reply, *, done: bool) -> Iterator[bytes]:
         found = _blocks(reply, done=done)
-        items = _items(reply, self._asked, found)
-        for step in self._told.steps(found, done=done):
+        items = _items(reply, self._request, found)
+        for step in self._progress.steps(found, done=done):
             item = items[step.index]
-            place: Json = {"item_id": item["id"], "output_index": step.index}
+            location: Json = {"item_id": item["id"], "output_index": step.index}
             calls = isinstance(step.block, Call)
-            if step.what == "begins":
+            if step.what == "begin":
                 yield self._begun(item, step.index)
             if not calls:
-                yield from self._text(item, step, {**place, "content_index": 0})
-            elif step.what == "goes on":
+                yield from self._text(item, step, {**location, "content_index": 0})
+            elif step.what == "text":
                 kind = "response.function_call_arguments.delta"
-                yield self._event(kind, {**place, "delta": step.text})
-            elif step.what == "ends":
-                whole = {"name": item["name"], "arguments": item["arguments"]}
+                yield self._event(kind, {**location, "delta": step.text})
+            elif step.what == "end":
+                complete = {"name": item["name"], "arguments": item["arguments"]}
                 kind = "response.function_call_arguments.done"
-                yield self._event(kind, {**place, **whole})
-            if step.what == "ends":
+                yield self._event(kind, {**location, **complete})
+            if step.what == "end":
                 yield self._event(
                     "response.output_item.done",
                     {"output_index": step.index, "item": item},
@@ -567,29 +499,30 @@ class Stream:
             "response.output_item.added", {"output_index": index, "item": begun}
         )
 
-    def _text(self, item: Json, step: Step, place: Json) -> Iterator[bytes]:
+    def _text(self, item: Json, step: Step, location: Json) -> Iterator[bytes]:
         content = item["content"]
         assert isinstance(content, list)
         (part,) = content
         kind = f"response.{part['type']}"
-        # only a message's text has logprobs, and none are given
+        # clients expect logprobs only of a message's text; none are returned
         logprobs: Json = {"logprobs": []} if item["type"] == "message" else {}
-        if step.what == "begins":
+        if step.what == "begin":
             yield self._event(
-                "response.content_part.added", {**place, "part": {**part, "text": ""}}
+                "response.content_part.added",
+                {**location, "part": {**part, "text": ""}},
             )
-        elif step.what == "goes on":
+        elif step.what == "text":
             yield self._event(
-                f"{kind}.delta", {**place, "delta": step.text, **logprobs}
+                f"{kind}.delta", {**location, "delta": step.text, **logprobs}
             )
         else:
             text = part["text"]
-            yield self._event(f"{kind}.done", {**place, "text": text, **logprobs})
-            yield self._event("response.content_part.done", {**place, "part": part})
+            yield self._event(f"{kind}.done", {**location, "text": text, **logprobs})
+            yield self._event("response.content_part.done", {**location, "part": part})
 
 
 def _failure(error: GatewayError) -> str:
-    """The code of a failed response. Codex asks again unless it is one of the first two."""
+    """The code of a failed response. Codex retries unless it is one of the first two."""
     if error.code == "context_length_exceeded":
         return error.code
     return "invalid_prompt" if error.status < 500 else "server_error"
@@ -604,5 +537,5 @@ OPENAI_RESPONSES = WireProtocol(
     events=Stream,
     error=error_body,
     count=lambda tokens: {"object": "response.input_tokens", "input_tokens": tokens},
-    told_in_stream=frozenset({"context_length_exceeded"}),
+    streamed_errors=frozenset({"context_length_exceeded"}),
 )

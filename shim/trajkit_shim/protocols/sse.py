@@ -1,31 +1,30 @@
-"""JSON and server-sent events on their way out."""
+"""Encodes JSON and server-sent events."""
 
 import json
 import secrets
 from dataclasses import dataclass
 
-from trajkit_shim.wire import Json
+from trajkit_shim.json_input import Json
 
 
 @dataclass(frozen=True, slots=True)
 class RawJson:
-    """A JSON text that goes out as it is, in the place of a value."""
+    """A JSON text to be sent unchanged as a value."""
 
     text: str
 
 
 def encode(value: Json) -> bytes:
-    """The JSON of a value that may hold `RawJson` anywhere.
+    """Encode a value that may contain `RawJson` anywhere.
 
-    Half a surrogate pair, which a model can spell and UTF-8 cannot, goes out as its
-    escape.
+    Half a surrogate pair, which a model can spell but UTF-8 cannot, is escaped.
     """
     raws: list[str] = []
     mark = secrets.token_hex(12)
 
     def stand_in(raw: object) -> str:
         if not isinstance(raw, RawJson):
-            raise TypeError(f"{type(raw).__name__} is no JSON")
+            raise TypeError(f"{type(raw).__name__} is not JSON")
         raws.append(raw.text)
         return f"{mark}{len(raws)}"
 
@@ -39,6 +38,6 @@ def encode(value: Json) -> bytes:
 
 
 def event(value: Json, name: str | None = None) -> bytes:
-    """One server-sent event, with a name where the protocol gives it one."""
+    """Encode one server-sent event, with a name if the protocol uses one."""
     head = b"" if name is None else f"event: {name}\n".encode()
     return head + b"data: " + encode(value) + b"\n\n"

@@ -1,1 +1,1 @@
-"""``trajkit rollout``: tasks, worked on by a harness in a sandbox, and graded."""
+"""``trajkit rollout``: a harness works on tasks in sandboxes, and is graded."""

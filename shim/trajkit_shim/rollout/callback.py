@@ -1,4 +1,4 @@
-"""A trainer that is told of each rollout when it is over."""
+"""Notifies a trainer of each finished rollout."""
 
 import time
 from contextlib import suppress
@@ -6,25 +6,17 @@ from dataclasses import asdict
 
 import httpx
 
-from trajkit_shim.rollout.journal import Rollout
+from trajkit_shim.rollout.run_log import Rollout
 
 _TIMEOUT_SECONDS = 10.0
 _PAUSES_SECONDS = (0.5, 2.0, 0.0)
 
 
 class Callback:
-    """Posts each rollout to a URL, three times at most.
+    """Posts each rollout to a URL, at most three times.
 
-    What nobody took is counted and not lost: it stands in the ``sessions`` table.
-
-    Parameters
-    ----------
-    url : str
-
-    Raises
-    ------
-    ValueError
-        It is no URL.
+    Failed posts are counted; the ``sessions`` table still has the rollout. An invalid
+    URL raises `ValueError`.
     """
 
     def __init__(self, url: str) -> None:

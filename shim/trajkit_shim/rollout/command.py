@@ -15,12 +15,17 @@ from typing import TYPE_CHECKING
 from trajkit.cli import BAD_DATA, BAD_FILE, DONE
 from trajkit.cli.options import Commands, count
 from trajkit.cli.progress import Progress
-from trajkit.cli.show import text_table
-from trajkit_shim.cli import add_engine, built_engine, built_parser, needs_extra
+from trajkit.cli.text import text_table
+from trajkit_shim.engine_options import (
+    add_engine,
+    built_engine,
+    built_parser,
+    needs_extra,
+)
 
 if TYPE_CHECKING:
-    from trajkit_shim.rollout.journal import Rollout
     from trajkit_shim.rollout.run import Settings, Summary
+    from trajkit_shim.rollout.run_log import Rollout
 
 
 def add_rollout(commands: Commands) -> None:
@@ -30,8 +35,8 @@ def add_rollout(commands: Commands) -> None:
         help="have an agent work on tasks, record it, and grade what it did",
         description="Run a coding agent on each task in a sandbox of its own, record its "
         "model calls, and grade its changes in a fresh copy. RUN gets the turns and "
-        "a sessions table with reward, group and error; run the same command again to "
-        "take up a run that was stopped. The exit code is 1 where a rollout failed.",
+        "a sessions table with reward, group and error. Run the same command again to "
+        "continue a stopped run. The exit code is 1 if a rollout failed.",
     )
     parser.add_argument(
         "tasks",
@@ -53,7 +58,7 @@ def add_rollout(commands: Commands) -> None:
         metavar="RUN",
         type=Path,
         required=True,
-        help="directory of the run; made if missing, taken up again if not",
+        help="directory of the run; created if missing, continued otherwise",
     )
     parser.add_argument(
         "--sandbox",
@@ -66,27 +71,27 @@ def add_rollout(commands: Commands) -> None:
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help="what only that kind of sandbox knows; may be given again",
+        help="option of that kind of sandbox; may be repeated",
     )
     parser.add_argument(
-        "--image", help="of sandboxes that need one, where the task names none"
+        "--image", help="for sandboxes that need one, unless the task names one"
     )
     parser.add_argument(
         "--path",
         metavar="DIR",
         action="append",
         default=[],
-        help="a directory that goes first on the sandbox's PATH; may be given again",
+        help="directory to put first on the sandbox's PATH; may be repeated",
     )
     parser.add_argument(
         "--gateway-url",
         metavar="URL",
-        help="the gateway as the sandboxes reach it, where they don't by its address",
+        help="URL of the gateway as seen from the sandboxes, if it differs",
     )
     parser.add_argument(
         "--install",
         action="store_true",
-        help="install the agent in each sandbox where it is missing",
+        help="install the agent in each sandbox if it is missing",
     )
     parser.add_argument(
         "--repeat",
@@ -102,23 +107,23 @@ def add_rollout(commands: Commands) -> None:
         metavar="N",
         type=count,
         default=4,
-        help="rollouts at a time (default: %(default)s)",
+        help="concurrent rollouts (default: %(default)s)",
     )
     parser.add_argument(
         "--timeout",
         metavar="SECONDS",
         type=float,
-        help="for each agent, in place of what its task says",
+        help="time limit of each agent, overriding its task",
     )
     parser.add_argument(
         "--retry-failed",
         action="store_true",
-        help="of a run that is taken up, repeat also what ended with an error",
+        help="when continuing a run, also repeat rollouts that failed",
     )
     parser.add_argument(
         "--callback",
         metavar="URL",
-        help="is sent each rollout that is over, as a JSON object",
+        help="URL that receives each finished rollout as a JSON object",
     )
     parser.add_argument(
         "--host", default="127.0.0.1", help="of the gateway (default: %(default)s)"
@@ -126,32 +131,32 @@ def add_rollout(commands: Commands) -> None:
     add_engine(parser)
     parser.add_argument("--seed", metavar="N", type=int, help="of the embedded engine")
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object and nothing else"
+        "--json", action="store_true", help="print only one JSON object"
     )
     parser.add_argument(
         "--argument",
         metavar="TEXT",
         action="append",
         default=[],
-        help="for the agent's own command, and the whole command of the shell harness; "
-        "may be given again, and as --argument=--text where it begins with a hyphen",
+        help="extra argument for the agent's command, or the command of the shell harness; "
+        "may be repeated; write --argument=--text if it starts with a hyphen",
     )
     parser.set_defaults(run=lambda arguments: _rollout(parser, arguments))
 
 
 def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     with needs_extra(parser, "shim"):
+        from trajkit_shim.agents.harness import HarnessError
+        from trajkit_shim.agents.sandbox import SandboxError
         from trajkit_shim.app import create_app
-        from trajkit_shim.harness import HarnessError
-        from trajkit_shim.log import TurnLog
-        from trajkit_shim.parsers import FORMS
+        from trajkit_shim.replies.parsers import FORMS
         from trajkit_shim.rollout.callback import Callback
         from trajkit_shim.rollout.gateway import Gateway
         from trajkit_shim.rollout.run import Rollouts, Summary
-        from trajkit_shim.rollout.script import solve
+        from trajkit_shim.rollout.solver import solve
         from trajkit_shim.rollout.tasks import read_tasks
-        from trajkit_shim.sandbox import SandboxError
         from trajkit_shim.serve import running
+        from trajkit_shim.sessions.turn_log import TurnLog
     settings = _settings(parser, arguments)
     tasks = read_tasks(arguments.tasks)
     try:
@@ -194,17 +199,11 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
 def _settings(
     parser: argparse.ArgumentParser, arguments: argparse.Namespace
 ) -> "Settings":
-    """What the options say.
-
-    Raises
-    ------
-    SystemExit
-        An option names nothing that there is.
-    """
-    from trajkit_shim.harness import Harness
-    from trajkit_shim.plugins import load
+    """The settings from the options; exits with an error if one is invalid."""
+    from trajkit_shim.agents.harness import Harness
+    from trajkit_shim.agents.plugins import load
+    from trajkit_shim.agents.sandbox import SandboxKind
     from trajkit_shim.rollout.run import Settings
-    from trajkit_shim.sandbox import SandboxKind
 
     pairs = [option.partition("=") for option in arguments.sandbox_option]
     for name, equals, _ in pairs:
@@ -213,8 +212,12 @@ def _settings(
     if arguments.timeout is not None and not 0 < arguments.timeout < float("inf"):
         parser.error(f"--timeout {arguments.timeout:g} is not above 0")
     try:
-        harness = load(arguments.harness, "trajkit_shim.harnesses", "HARNESS", Harness)
-        kind = load(arguments.sandbox, "trajkit_shim.sandboxes", "SANDBOX", SandboxKind)
+        harness = load(
+            arguments.harness, "trajkit_shim.agents.harnesses", "HARNESS", Harness
+        )
+        kind = load(
+            arguments.sandbox, "trajkit_shim.agents.sandboxes", "SANDBOX", SandboxKind
+        )
     except ValueError as error:
         parser.error(str(error))
     return Settings(
@@ -236,7 +239,7 @@ def _settings(
 
 @contextmanager
 def _terminated() -> Iterator[None]:
-    """Take a request to end for an interrupt, so that sandboxes are cleared away."""
+    """Treat SIGTERM as an interrupt, so that sandboxes are removed."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -281,8 +284,8 @@ def _described(summary: "Summary", out: Path, missed: int | None) -> str:
     rewards = [r.reward for r in summary.rollouts if r.reward is not None]
     per_minute = 60 * len(summary.rollouts) / summary.seconds if summary.seconds else 0
     parts = [
-        f"rollouts {len(summary.rollouts):,} ({summary.before:,} over before), graded "
-        f"{len(rewards):,}, {summary.seconds:.0f} s, {per_minute:.1f} a minute"
+        f"rollouts {len(summary.rollouts):,} ({summary.before:,} finished before), graded "
+        f"{len(rewards):,}, {summary.seconds:.0f} s, {per_minute:.1f} per minute"
     ]
     if summary.rollouts:
         lines = []
@@ -304,7 +307,7 @@ def _described(summary: "Summary", out: Path, missed: int | None) -> str:
     if failures:
         parts.append(text_table(("failure", "rollouts"), failures))
     if missed:
-        parts.append(f"callbacks that nobody took: {missed}")
+        parts.append(f"failed callbacks: {missed}")
     turns, sessions = (
         shlex.quote(f"{out}/turns"),
         shlex.quote(f"{out}/sessions.parquet"),

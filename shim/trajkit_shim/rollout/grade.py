@@ -1,6 +1,6 @@
-"""The reward of a piece of work, found in a fresh copy that the agent never saw.
+"""Grades an agent's work in a fresh copy that the agent never saw.
 
-What cannot be graded has no reward: a grader that does not run, or whose time is up,
+Work that cannot be graded has no reward. If a grader does not run or times out, it
 raises, and the session gets the reason and a null reward.
 """
 
@@ -11,19 +11,19 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from trajkit_shim.agents.sandbox import CommandResult, SandboxError
 from trajkit_shim.rollout.swebench import resolved
 from trajkit_shim.rollout.tasks import Grade
 from trajkit_shim.rollout.workspace import StageError, Workspace
-from trajkit_shim.sandbox import Done, SandboxError
 
-# a shell says so of a command that it cannot run or find
+# exit codes of a shell that cannot run or find a command
 _NOT_RUN = (126, 127)
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-# pytest -rA: FAILED tests/test_a.py::test_b - reason; what passed has no reason, and its
-# parameters may hold what begins one
+# pytest -rA: FAILED tests/test_a.py::test_b - reason; a passed test has no reason, but
+# its parameters may contain a dash
 _PYTEST = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) ([^\s(].*)$")
-# unittest -v: test_b (test_a.Case.test_b) ... ok; a test's docstring comes between the
-# two, on a line of its own
+# unittest -v: test_b (test_a.Case.test_b) ... ok; a test's docstring is printed between
+# the two, on its own line
 _UNITTEST = re.compile(r"^(\w+) \((\S+)\)(?: \.\.\. (.+))?$")
 _UNITTEST_END = re.compile(r"^.* \.\.\. (ok|FAIL|ERROR|expected failure|skipped .*)$")
 
@@ -38,9 +38,9 @@ class Work:
     Parameters
     ----------
     workspace : Workspace
-        The fresh copy, with the agent's changes made, and without the task's tests.
+        The fresh copy with the agent's changes, without the task's tests.
     patch : bytes
-        These changes.
+        The agent's changes.
     finished : bool
         The agent ended by itself.
     """
@@ -51,14 +51,7 @@ class Work:
 
 
 def grade(work: Work) -> float:
-    """The reward of some work, by its task's grader.
-
-    Raises
-    ------
-    StageError
-        It cannot be graded.
-    SandboxError
-    """
+    """Return the reward by the task's grader; `StageError` if it cannot be graded."""
     rules = work.workspace.task.grade
     reward = GRADERS[rules.kind](work, rules)
     if not math.isfinite(reward):
@@ -67,50 +60,50 @@ def grade(work: Work) -> float:
 
 
 def _by_command(work: Work, rules: Grade) -> float:
-    """1 where the command's exit code is 0."""
+    """1 if the command's exit code is 0."""
     work.workspace.add_tests()
     return float(_run(work, rules.command, rules).code == 0)
 
 
 def _by_tests(work: Work, rules: Grade) -> float:
-    """Whether, or how many of, the named tests pass. One that did not run did not."""
+    """All, or the share, of the named tests pass. A test that did not run failed."""
     work.workspace.add_tests()
     done = _run(work, rules.command, rules)
     results = test_results(done.stdout + b"\n" + done.stderr)
     if not results:
-        raise StageError("grade", f"no test result in the output: {done.how}")
+        raise StageError("grade", f"no test result in the output: {done.summary}")
     wanted = rules.fail_to_pass + rules.pass_to_pass
     passed = sum(results.get(name, False) for name in wanted)
     return passed / len(wanted) if rules.partial else float(passed == len(wanted))
 
 
 def _by_script(work: Work, rules: Grade) -> float:
-    """The number on the last line of a program's output."""
+    """The number in the last line of a program's output."""
     work.workspace.add_tests()
     done = _run(work, f"python {shlex.quote(rules.script)}", rules)
     if done.code != 0:
-        raise StageError("grade", f"{rules.script}: {done.how}")
-    said = Done(0, done.stdout).last_words
+        raise StageError("grade", f"{rules.script}: {done.summary}")
+    text_shown = CommandResult(0, done.stdout).last_line
     try:
-        return float(said)
+        return float(text_shown)
     except ValueError as error:
-        message = f"{rules.script}: its last line is {said!r}, not a number"
+        message = f"{rules.script}: its last line is {text_shown!r}, not a number"
         raise StageError("grade", message) from error
 
 
 def _by_reward_file(work: Work, rules: Grade) -> float:
-    """What a verifier writes: reward.txt, a number, else reward.json.
+    """The reward in reward.txt, a number, or else reward.json.
 
-    That is a number, an object with ``reward``, or one of numbers, whose mean counts.
-    References: spec, polar 3 (harbor).
+    The latter is a number, an object with ``reward``, or one of numbers, whose mean
+    counts. References: spec, polar 3 (harbor).
     """
     sandbox, task = work.workspace.sandbox, work.workspace.task
     if task.tests is not None:
-        sandbox.put(task.tests.archive(), sandbox.place(TESTS_PLACE))
-    logs = sandbox.place(LOGS_PLACE)
+        sandbox.put(task.tests.archive(), sandbox.map_path(TESTS_PLACE))
+    logs = sandbox.map_path(LOGS_PLACE)
     made = sandbox.exec(["mkdir", "-p", logs], timeout_s=60)
     if made.code != 0:
-        raise SandboxError(f"mkdir {logs}: {made.how}")
+        raise SandboxError(f"mkdir {logs}: {made.summary}")
     done = _run(work, rules.command, rules)
     for name in ("reward.txt", "reward.json"):
         try:
@@ -120,19 +113,19 @@ def _by_reward_file(work: Work, rules: Grade) -> float:
         try:
             return _number(json.loads(text.decode()))
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
-            said = text.decode(errors="replace").strip()[:80]
-            reason = f"{name} is {said!r}: {error}"
+            text_shown = text.decode(errors="replace").strip()[:80]
+            reason = f"{name} is {text_shown!r}: {error}"
             raise StageError("grade", reason) from error
-    raise StageError("grade", f"the verifier wrote no reward: {done.how}")
+    raise StageError("grade", f"the verifier wrote no reward: {done.summary}")
 
 
 def _by_completed(work: Work, _: Grade) -> float:
-    """1 where the agent ended by itself."""
+    """1 if the agent ended by itself."""
     return float(work.finished)
 
 
 def _by_swebench(work: Work, rules: Grade) -> float:
-    """1 where SWE-bench's own harness calls the instance resolved."""
+    """1 if SWE-bench's own harness reports the instance as resolved."""
     return float(resolved(work, rules))
 
 
@@ -144,14 +137,14 @@ GRADERS: Mapping[str, Callable[[Work, Grade], float]] = {
     "completed": _by_completed,
     "swebench": _by_swebench,
 }
-"""The graders by their `trajkit_shim.rollout.tasks.Kind`."""
+"""The graders by `trajkit_shim.rollout.tasks.Kind`."""
 
 
 def test_results(output: bytes) -> dict[str, bool]:
-    """Which tests passed, from what ``pytest -rA`` or ``unittest -v`` wrote.
+    """Return which tests passed, from the output of ``pytest -rA`` or ``unittest -v``.
 
-    A test of several results passed where all of them say so. That a test was expected
-    to fail, and did, is no pass.
+    A test with several results passed if all of them did. An expected failure is not a
+    pass.
     """
     found: dict[str, bool] = {}
     begun: str | None = None
@@ -164,7 +157,7 @@ def test_results(output: bytes) -> dict[str, bool]:
                 begun, _, _ = begun.partition(" - ")
         elif match := _UNITTEST.match(line):
             method, begun, word = match.groups()
-            # before Python 3.11 the method is not in the brackets
+            # before Python 3.11 the parentheses do not contain the method
             if not begun.endswith(f".{method}"):
                 begun = f"{begun}.{method}"
         elif begun is not None and (match := _UNITTEST_END.match(line)):
@@ -175,10 +168,10 @@ def test_results(output: bytes) -> dict[str, bool]:
     return found
 
 
-def _run(work: Work, command: str, rules: Grade) -> Done:
+def _run(work: Work, command: str, rules: Grade) -> CommandResult:
     """Run a grader's command in the fresh copy."""
     sandbox = work.workspace.sandbox
-    tests, logs = sandbox.place(TESTS_PLACE), sandbox.place(LOGS_PLACE)
+    tests, logs = sandbox.map_path(TESTS_PLACE), sandbox.map_path(LOGS_PLACE)
     command = command.replace("{tests}", tests).replace("{logs}", logs)
     done = sandbox.exec(
         ["sh", "-c", command], timeout_s=rules.timeout_s, cwd=work.workspace.path
@@ -186,12 +179,12 @@ def _run(work: Work, command: str, rules: Grade) -> Done:
     if done.code is None:
         raise StageError("grade", f"{command}: timed out after {rules.timeout_s:g} s")
     if done.code in _NOT_RUN or done.code == -9:
-        raise StageError("grade", f"{command}: {done.how}")
+        raise StageError("grade", f"{command}: {done.summary}")
     return done
 
 
 def _number(value: object) -> float:
-    """The reward that a verifier's JSON stands for."""
+    """The reward in a verifier's JSON."""
     if isinstance(value, dict):
         if "reward" in value:
             return _number(value["reward"])

@@ -1,4 +1,4 @@
-"""Many rollouts of many tasks, side by side, each to its reward or its error."""
+"""Runs many rollouts of many tasks concurrently, each to a reward or an error."""
 
 import shutil
 import threading
@@ -14,41 +14,41 @@ from typing import Self
 import httpx
 
 from trajkit.errors import FormatError
-from trajkit.io import write_table
-from trajkit_shim.harness import Harness, HarnessError, Job
+from trajkit.io.tables import write_table
+from trajkit_shim.agents.harness import Harness, HarnessError, Job
+from trajkit_shim.agents.sandbox import Sandbox, SandboxError, SandboxKind, Spec
+from trajkit_shim.agents.sandboxes.local import remove
 from trajkit_shim.rollout.gateway import Gateway
 from trajkit_shim.rollout.grade import Work, grade
-from trajkit_shim.rollout.journal import Journal, Rollout
+from trajkit_shim.rollout.run_log import Rollout, RunLog
 from trajkit_shim.rollout.tasks import Task
 from trajkit_shim.rollout.workspace import AGENT_ENV, StageError, Workspace
-from trajkit_shim.sandbox import Sandbox, SandboxError, SandboxKind, Spec
-from trajkit_shim.sandboxes.local import remove
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How a run is made.
+    """Settings of a run.
 
     Parameters
     ----------
     harness : Harness
     arguments : tuple of str
-        More arguments of its command.
+        Extra arguments of its command.
     install : bool
-        Install it in each sandbox where it is missing.
+        Install it in each sandbox if it is missing.
     sandbox : SandboxKind
     sandbox_name : str
-        What the kind is called.
+        The name of that kind.
     options, path, gateway, image
-        Of every sandbox; see `trajkit_shim.sandbox.Spec`. A task's own image goes first.
+        See `agents.sandbox.Spec`. A task's own image has precedence.
     repeat : int
-        Rollouts of each task: a group.
+        Rollouts per task, which form a group.
     parallel : int
-        Rollouts at a time.
+        Concurrent rollouts.
     retry_failed : bool
-        Repeat those that an earlier run ended with an error.
+        Repeat rollouts of an earlier run that ended with an error.
     timeout_s : float, optional
-        Seconds for every agent, in place of what its task says.
+        Time limit of every agent in seconds, overriding its task.
     """
 
     harness: Harness
@@ -68,39 +68,39 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What became of a run."""
+    """The result of a run."""
 
-    # of tasks times repeats: over before, and in this call
+    # finished in earlier calls, and in this one
     before: int
     rollouts: list[Rollout]
     seconds: float
 
     def failures(self) -> Counter[str]:
-        """How many rollouts ended with each error."""
+        """Return the number of rollouts with each error."""
         return Counter(r.error for r in self.rollouts if r.error is not None)
 
 
 class _Stopped(Exception):
-    """The run is being stopped; what is under way is not over."""
+    """The run is being stopped, so the rollout has no result."""
 
 
 class Rollouts:
-    """The rollouts of one run; a context that holds the run's directory.
+    """The rollouts of one run; a context manager that locks the run's directory.
 
     Parameters
     ----------
     tasks : sequence of Task
     settings : Settings
     out : Path
-        The run's directory, made if missing. One that holds a run of the same harness
-        and sandbox is taken up again.
+        The run's directory, created if missing. A run of the same harness and sandbox
+        is continued.
     on_end : callable, optional
-        Called with each `Rollout` that is over, on a thread of its own.
+        Called with each finished `Rollout`, on its thread.
 
     Raises
     ------
     FormatError
-        The directory's run cannot be taken up.
+        The directory's run cannot be continued.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Rollouts:
         self._on_end = on_end
         self._digests = {task.task_id: task.digest() for task in tasks}
         out.mkdir(parents=True, exist_ok=True)
-        self._journal = Journal(
+        self._journal = RunLog(
             out / "rollouts.jsonl", settings.harness.name, settings.sandbox_name
         )
         self._stopping = threading.Event()
@@ -127,7 +127,7 @@ class Rollouts:
         except FormatError:
             self._journal.close()
             raise
-        # group by group, so that the first groups are whole early
+        # group by group, so that the first groups are complete early
         wanted = [(t, sample) for t in tasks for sample in range(settings.repeat)]
         self._todo = [
             (task, sample)
@@ -136,27 +136,27 @@ class Rollouts:
                 task.task_id, sample, failed_again=settings.retry_failed
             )
         ]
-        # of tasks times repeats, over in earlier calls
+        # finished in earlier calls
         self.before = len(wanted) - len(self._todo)
-        # what a killed run left behind
+        # left by a killed run
         if self._scratch.exists():
             remove(self._scratch)
         self._scratch.mkdir()
 
     @property
     def to_do(self) -> int:
-        """Rollouts that are not over."""
+        """Number of unfinished rollouts."""
         return len(self._todo)
 
     def next_log(self) -> Path:
-        """A directory for the log of this call's gateway, beside those of earlier ones."""
+        """Return a directory for this call's log, next to those of earlier calls."""
         folder = self._out / "turns"
         folder.mkdir(exist_ok=True)
         return folder / f"{len(list(folder.iterdir())):03d}"
 
     @property
     def sessions_path(self) -> Path:
-        """The ``sessions`` table of the run."""
+        """Path of the run's ``sessions`` table."""
         return self._out / "sessions.parquet"
 
     @property
@@ -164,32 +164,16 @@ class Rollouts:
         return self._out / "sandboxes"
 
     def try_out(self) -> None:
-        """See that a sandbox can be made and has the harness, before anything is run.
-
-        Raises
-        ------
-        SandboxError, HarnessError
-        """
+        """Check that a sandbox can be created and has the harness."""
         if self._todo:
             with self._sandbox(self._todo[0][0], "try") as sandbox:
                 self._settings.harness.ready(sandbox, install=self._settings.install)
 
     def run(self, gateway: Gateway, advance: Callable[[int], None]) -> Summary:
-        """Do all that is to do, and write the ``sessions`` table.
+        """Run all unfinished rollouts, and write the ``sessions`` table.
 
-        When it is interrupted, what is under way ends without a result and is repeated
-        by the next call on the directory.
-
-        Parameters
-        ----------
-        gateway : Gateway
-        advance : callable
-            Told of each rollout that is over, with 1.
-
-        Raises
-        ------
-        httpx.HTTPError
-            The gateway does not answer.
+        If interrupted, running rollouts end without a result and are repeated by the
+        next call on the directory. ``advance`` is called with 1 after each rollout.
         """
         started = time.monotonic()
         model = gateway.model()
@@ -216,7 +200,7 @@ class Rollouts:
         )
 
     def write_sessions(self) -> None:
-        """Write what is known of every session of the run, as `journal.ROLLOUTS`."""
+        """Write all sessions of the run as `run_log.ROLLOUTS`."""
         write_table(self._journal.table(), self.sessions_path)
 
     def __enter__(self) -> Self:
@@ -227,7 +211,7 @@ class Rollouts:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _one(self, gateway: Gateway, model: str, task: Task, sample: int) -> Rollout:
-        """One rollout, from its line in the journal to its result."""
+        """Run one rollout, from its line in the log to its result."""
         if self._stopping.is_set():
             raise _Stopped
         began = self._journal.begin(
@@ -242,43 +226,43 @@ class Rollouts:
             ),
             self._digests[task.task_id],
         )
-        course = _Course(began)
+        progress = _Progress(began)
         clock = time.monotonic()
         try:
-            self._work(gateway, model, task, course)
+            self._work(gateway, model, task, progress)
         except StageError as error:
-            course.note(error=str(error), reward=None)
+            progress.note(error=str(error), reward=None)
         except SandboxError as error:
-            course.note(error=f"sandbox: {error}", reward=None)
+            progress.note(error=f"sandbox: {error}", reward=None)
         except httpx.HTTPError as error:
-            course.note(error=f"gateway: {error}", reward=None)
-        course.note(seconds=time.monotonic() - clock)
+            progress.note(error=f"gateway: {error}", reward=None)
+        progress.note(seconds=time.monotonic() - clock)
         if self._stopping.is_set():
-            # its processes were killed, so what it says is not true
+            # its processes were killed, so its result is not valid
             raise _Stopped
-        self._journal.end(course.rollout)
+        self._journal.end(progress.rollout)
         if self._on_end is not None:
-            self._on_end(course.rollout)
-        return course.rollout
+            self._on_end(progress.rollout)
+        return progress.rollout
 
     def _work(
-        self, gateway: Gateway, model: str, task: Task, course: "_Course"
+        self, gateway: Gateway, model: str, task: Task, progress: "_Progress"
     ) -> None:
-        name = course.rollout.session_id
+        name = progress.rollout.session_id
         folder = self._out / "sessions" / name
         folder.mkdir(parents=True)
         with self._sandbox(task, f"{name}-agent") as sandbox:
             workspace = Workspace(task, sandbox)
             workspace.prepare()
             with self._warm(task, f"{name}-grade") as fresh:
-                patch = self._agent(gateway, model, workspace, folder, course)
+                patch = self._agent(gateway, model, workspace, folder, progress)
                 (folder / "patch.diff").write_bytes(patch)
-                course.note(patch_bytes=len(patch))
+                progress.note(patch_bytes=len(patch))
                 copy = fresh()
                 copy.apply(patch)
-                finished = course.rollout.agent_end == "finished"
+                finished = progress.rollout.agent_end == "finished"
                 work = Work(workspace=copy, patch=patch, finished=finished)
-                course.note(reward=grade(work))
+                progress.note(reward=grade(work))
 
     def _agent(
         self,
@@ -286,34 +270,28 @@ class Rollouts:
         model: str,
         workspace: Workspace,
         folder: Path,
-        course: "_Course",
+        progress: "_Progress",
     ) -> bytes:
-        """Have the agent work; what it changed.
-
-        Raises
-        ------
-        StageError
-            It failed, or made no call.
-        """
+        """Have the agent work and return its patch; `StageError` if it failed."""
         task, sandbox = workspace.task, workspace.sandbox
         harness, limit = self._settings.harness, self._settings.timeout_s
         try:
             harness.ready(sandbox, install=self._settings.install)
         except HarnessError as error:
             raise StageError("harness", str(error)) from error
-        rollout = course.rollout
-        facts = {"task": task.task_id, "sample": rollout.sample}
-        key = gateway.open(rollout.session_id, task.max_turns, facts)
+        rollout = progress.rollout
+        metadata = {"task": task.task_id, "sample": rollout.sample}
+        key = gateway.open(rollout.session_id, task.max_turns, metadata)
         clock = time.monotonic()
         try:
             done = harness.run(
                 sandbox,
                 Job(
-                    base_url=sandbox.reach(gateway.url),
+                    base_url=sandbox.map_url(gateway.url),
                     api_key=key,
                     model=model,
                     prompt=task.prompt,
-                    home=sandbox.place("/home"),
+                    home=sandbox.map_path("/home"),
                     workspace=workspace.path,
                     arguments=self._settings.arguments,
                 ),
@@ -324,36 +302,31 @@ class Rollouts:
         except HarnessError as error:
             raise StageError("harness", str(error)) from error
         finally:
-            course.note(agent_seconds=time.monotonic() - clock)
+            progress.note(agent_seconds=time.monotonic() - clock)
             turns = gateway.close(rollout.session_id)
-            course.note(turns=turns)
+            progress.note(turns=turns)
         wrong = None if done.code is None else harness.failed(done)
         if done.code is None:
             end = "timed_out"
         elif wrong is None:
             end = "finished"
         elif task.max_turns is not None and turns >= task.max_turns:
-            # it was told so by the gateway, and harnesses take that for a failure
+            # the gateway rejected its call, which harnesses treat as a failure
             end = "turn_limit"
         else:
             end = "failed"
-        course.note(agent_end=end, exit_code=done.code)
+        progress.note(agent_end=end, exit_code=done.code)
         if end == "failed":
             raise StageError("harness", str(wrong))
         if turns == 0:
-            raise StageError(
-                "harness", "it ended without a model call that was answered"
-            )
+            raise StageError("harness", "it ended without an answered model call")
         return workspace.diff()
 
     @contextmanager
     def _warm(self, task: Task, name: str) -> Iterator[Callable[[], Workspace]]:
-        """A fresh copy of a workspace, made while the agent works.
+        """Prepare a fresh copy of a workspace while the agent works.
 
-        Yields
-        ------
-        callable
-            Waits for the copy, or raises what went wrong with it.
+        Yields a function that waits for the copy, or raises its error.
         """
         with ThreadPoolExecutor(1, "rollout-copy") as thread:
             going = thread.submit(self._copied, task, name)
@@ -385,7 +358,7 @@ class Rollouts:
         settings = self._settings
         sandbox = settings.sandbox(
             Spec(
-                # containers know no ~
+                # container names must not contain ~
                 name=f"trajkit-{name.replace('~', '-')}",
                 scratch=self._scratch,
                 image=task.image or settings.image,
@@ -412,12 +385,12 @@ class Rollouts:
         sandbox.stop()
 
 
-class _Course:
-    """What is known of a rollout so far."""
+class _Progress:
+    """The known fields of a running rollout."""
 
     def __init__(self, rollout: Rollout) -> None:
         self.rollout = rollout
 
     def note(self, **known: object) -> None:
-        """Add to what is known."""
+        """Set fields."""
         self.rollout = replace(self.rollout, **known)  # type: ignore[arg-type]

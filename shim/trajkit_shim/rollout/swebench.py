@@ -1,7 +1,7 @@
-"""Grading by SWE-bench's own harness: its script, run here, and its reading of the log.
+"""Grades with SWE-bench's own harness: runs its script, and uses its log parser.
 
-The workspace is that of the instance's image, so ``workdir`` is ``/testbed`` and the
-sandbox is one with images. Written for swebench 5.0.
+The sandbox needs the instance's image, so ``workdir`` is ``/testbed``. Written for
+swebench 5.0.
 """
 
 import importlib
@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trajkit_shim.agents.sandbox import pack
 from trajkit_shim.rollout.tasks import Grade
 from trajkit_shim.rollout.workspace import StageError
-from trajkit_shim.sandbox import pack
 
 if TYPE_CHECKING:
     from trajkit_shim.rollout.grade import Work
@@ -22,34 +22,35 @@ _SCRIPT_PLACE = "/trajkit"
 
 
 def resolved(work: "Work", rules: Grade) -> bool:
-    """Whether an instance is resolved by some work.
+    """Return whether some work resolves an instance.
 
     Raises
     ------
     StageError
-        The package is not installed, the instance lacks what it needs, the sandbox has
-        no image, the time is up, or the package takes the environment for broken.
-    SandboxError
+        The package is not installed, the instance is incomplete, the sandbox has no
+        image, the time limit is exceeded, or the package reports a broken environment.
     """
     if find_spec("swebench") is None:
         raise StageError("grade", "swebench is not installed: pip install swebench")
-    # it is no dependency, and brings no types
+    # an optional package without types
     specs: Any = importlib.import_module("swebench.harness.utils")
     grading: Any = importlib.import_module("swebench.harness.grading")
     workspace, sandbox = work.workspace, work.workspace.sandbox
     if workspace.path != _TESTBED:
-        place = f"the workspace is {workspace.path}, and must be {_TESTBED} of an image"
-        raise StageError("grade", place)
+        folder_path = (
+            f"the workspace is {workspace.path}, and must be {_TESTBED} of an image"
+        )
+        raise StageError("grade", folder_path)
     try:
         spec = specs.make_test_spec(dict(rules.instance))
     except (KeyError, ValueError) as error:
-        raise StageError("grade", f"the instance is not whole: {error!r}") from error
+        raise StageError("grade", f"the instance is incomplete: {error!r}") from error
     script = pack({"eval.sh": spec.eval_script.encode()})
-    place = sandbox.place(_SCRIPT_PLACE)
-    sandbox.put(script, place)
+    folder_path = sandbox.map_path(_SCRIPT_PLACE)
+    sandbox.put(script, folder_path)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "test_output.txt"
-        command = ["bash", f"{place}/eval.sh"]
+        command = ["bash", f"{folder_path}/eval.sh"]
         done = sandbox.exec(
             command, timeout_s=rules.timeout_s, cwd=workspace.path, log=log
         )

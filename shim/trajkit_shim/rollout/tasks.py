@@ -1,8 +1,8 @@
-"""What an agent is to do, and how its work is graded.
+"""Tasks for agents, and how their work is graded.
 
 A task is a directory with a ``task.toml``, or a line of a JSONL file with the same keys.
-Files stand in the directory's folders ``workspace``, ``tests`` and ``solution``, or in
-the record under these names, as an object of texts by path.
+Its files are in the folders ``workspace``, ``tests`` and ``solution``, or in the record
+under these names, as an object of texts by path.
 """
 
 import hashlib
@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Literal, Protocol, get_args
 
 from trajkit.errors import FormatError
+from trajkit_shim.agents.sandbox import Limits, pack
 from trajkit_shim.rollout.fields import Fields
-from trajkit_shim.sandbox import Limits, pack
 
-# it becomes part of session ids and of container names
+# it becomes part of session ids and container names
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 
 Kind = Literal["command", "tests", "script", "reward_file", "completed", "swebench"]
@@ -33,7 +33,7 @@ class Files(Protocol):
     """Some files of a task."""
 
     def archive(self) -> bytes:
-        """They as a tar archive, the same bytes each time.
+        """Return them as a tar archive, always with the same bytes.
 
         Raises
         ------
@@ -45,7 +45,7 @@ class Files(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Files that stand in the record itself, by path."""
+    """Files given in the record itself, by path."""
 
     texts: Mapping[str, str]
 
@@ -56,7 +56,7 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """All files below a directory, with their modes; links stay links."""
+    """All files below a directory, with their permissions and links."""
 
     path: Path
 
@@ -72,7 +72,7 @@ class Folder:
 
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w") as tar:
-            # tarfile sorts what it finds in a directory
+            # tarfile sorts the entries of a directory
             tar.add(self.path, ".", filter=nobody)
         return buffer.getvalue()
 
@@ -86,13 +86,13 @@ class Checkout:
 
     def archive(self) -> bytes:
         """See `Files`."""
-        here = ("-C", str(self.repository))
-        revision = self._git(*here, "rev-parse", "--verify", self.revision)
-        form = self._git(*here, "rev-parse", "--show-object-format")
-        place = ("rev-parse", "--path-format=absolute", "--git-path", "objects")
-        objects = self._git(*here, *place)
-        # an archive leaves out or changes files where the repository's attributes say so,
-        # which only those of a repository's own directory overrule
+        repository = ("-C", str(self.repository))
+        revision = self._git(*repository, "rev-parse", "--verify", self.revision)
+        form = self._git(*repository, "rev-parse", "--show-object-format")
+        location = ("rev-parse", "--path-format=absolute", "--git-path", "objects")
+        objects = self._git(*repository, *location)
+        # A repository's attributes may exclude or change files of an archive. Only those
+        # in a repository's own directory override them.
         with tempfile.TemporaryDirectory() as bare:
             self._git("init", "-q", "--bare", f"--object-format={form.decode()}", bare)
             for name, text in (
@@ -107,8 +107,8 @@ class Checkout:
     def _git(self, *arguments: str) -> bytes:
         done = subprocess.run(["git", *arguments], capture_output=True, check=False)
         if done.returncode:
-            said = done.stderr.decode(errors="replace").strip()
-            raise FormatError(f"{self.repository} at {self.revision!r}: {said}")
+            message = done.stderr.decode(errors="replace").strip()
+            raise FormatError(f"{self.repository} at {self.revision!r}: {message}")
         return done.stdout if "archive" in arguments else done.stdout.strip()
 
 
@@ -121,19 +121,19 @@ class Grade:
     kind : Kind
     command : str
         For ``command``, ``tests`` and ``reward_file``: a shell command, run in the
-        workspace. ``{tests}`` and ``{logs}`` in it stand for the places of ``/tests``
-        and ``/logs/verifier``.
+        workspace. ``{tests}`` and ``{logs}`` are replaced by the sandbox's paths of
+        ``/tests`` and ``/logs/verifier``.
     timeout_s : float
-        Seconds that it may take.
+        Time limit in seconds.
     fail_to_pass, pass_to_pass : tuple of str
         For ``tests``: the tests that must pass.
     partial : bool
-        For ``tests``: the reward is the share of them that pass, not all or nothing.
+        For ``tests``: the reward is the share that passes, not all or nothing.
     script : str
-        For ``script``: a Python program of the task's ``tests``, run in the workspace,
-        whose last line is the reward.
+        For ``script``: a Python program among the task's ``tests``, run in the
+        workspace, whose last line is the reward.
     instance : mapping
-        For ``swebench``: the instance, as its data set has it.
+        For ``swebench``: the instance as in its data set.
     """
 
     kind: Kind
@@ -155,19 +155,19 @@ class Task:
     task_id : str
         Unique in its run; the ``group_id`` of its rollouts.
     prompt : str
-        What the agent is told.
+        The agent's instructions.
     workspace, tests, solution : Files or None
-        What the agent begins with; what is put over its work before that is graded;
-        what a right solution puts over the workspace, for those who try a task out.
+        The initial files; those added before grading; and those that solve the task, for
+        trying it out.
     workdir : str
-        The workspace's absolute path. Where it is not ``/work``, an image may bring it.
+        Absolute path of the workspace. Other paths than ``/work`` may come from an image.
     image : str, optional
         For sandboxes that need one.
     setup : str
-        A shell command, run in the workspace before the agent starts and in the copy
-        that is graded; empty: none.
+        Shell command, run in the workspace before the agent starts and in the copy that
+        is graded.
     setup_timeout_s, agent_timeout_s : float
-        Seconds.
+        Time limits in seconds.
     max_turns : int, optional
         Of the session.
     grade : Grade
@@ -189,13 +189,7 @@ class Task:
     limits: Limits = field(default_factory=Limits)
 
     def digest(self) -> str:
-        """A hash of all that the outcome depends on.
-
-        Raises
-        ------
-        FormatError
-            Its files cannot be read.
-        """
+        """Return a hash of everything that the result depends on."""
         found = hashlib.sha256()
         for name in ("prompt", "workdir", "image", "setup", "grade", "max_turns"):
             found.update(repr(getattr(self, name)).encode() + b"\0")
@@ -206,18 +200,18 @@ class Task:
 
 
 def read_tasks(path: Path) -> list[Task]:
-    """The tasks of a JSONL file, of a task's directory, or of a directory of those.
+    """Read the tasks of a JSONL file, a task's directory, or a directory of those.
 
     Raises
     ------
     FormatError
-        There are none, one is not well formed, or two have the same id.
+        There is no task, one is invalid, or two have the same id.
     OSError
         A file cannot be read.
     """
     if path.is_file():
         try:
-            # a text may hold what Python, not JSON, takes for the end of a line
+            # a string may contain what Python, but not JSON, treats as the end of a line
             lines = path.read_text(encoding="utf-8").split("\n")
         except ValueError as error:
             raise FormatError(f"{path}: {error}") from error
@@ -234,7 +228,7 @@ def read_tasks(path: Path) -> list[Task]:
             if (folder / "task.toml").is_file()
         ]
     if not tasks:
-        raise FormatError(f"{path} holds no task: no line, or no folder with task.toml")
+        raise FormatError(f"{path} has no task: no line, or no folder with task.toml")
     seen: set[str] = set()
     for task in tasks:
         if task.task_id in seen:
@@ -243,33 +237,35 @@ def read_tasks(path: Path) -> list[Task]:
     return tasks
 
 
-def _parsed(line: str, place: str) -> object:
+def _parsed(line: str, location: str) -> object:
     try:
         return json.loads(line)
     except ValueError as error:
-        raise FormatError(f"{place}: {error}") from error
+        raise FormatError(f"{location}: {error}") from error
 
 
 def _from_folder(folder: Path) -> Task:
-    place = f"{folder}/task.toml"
+    location = f"{folder}/task.toml"
     try:
         record = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
     except ValueError as error:
-        raise FormatError(f"{place}: {error}") from error
-    return _task({"id": folder.name, **record}, place, folder)
+        raise FormatError(f"{location}: {error}") from error
+    return _task({"id": folder.name, **record}, location, folder)
 
 
-def _task(record: object, place: str, base: Path) -> Task:
-    fields = Fields(record, place)
+def _task(record: object, location: str, base: Path) -> Task:
+    fields = Fields(record, location)
     task_id = fields.text("id")
     if not _ID.fullmatch(task_id):
         raise FormatError(
-            f"{place}: id = {task_id!r}: 1 to 100 letters, digits, _ and -"
+            f"{location}: id = {task_id!r}: 1 to 100 letters, digits, _ and -"
         )
     setup, agent = fields.section("setup"), fields.section("agent")
     workdir = fields.text("workdir", "/work")
     if not workdir.startswith("/") or workdir == "/":
-        raise FormatError(f"{place}: workdir = {workdir!r} is no absolute path below /")
+        raise FormatError(
+            f"{location}: workdir = {workdir!r} is not an absolute path below /"
+        )
     task = Task(
         task_id=task_id,
         prompt=fields.text("prompt"),
@@ -288,7 +284,7 @@ def _task(record: object, place: str, base: Path) -> Task:
     for section in (fields, setup, agent):
         section.end()
     if task.grade.kind == "script" and task.tests is None:
-        raise FormatError(f"{place}: grade.script needs the task's tests")
+        raise FormatError(f"{location}: grade.script needs the task's tests")
     return task
 
 
@@ -296,7 +292,7 @@ def _checkout(fields: Fields, base: Path) -> Checkout | None:
     repository = fields.text("repository", "")
     revision = fields.text("revision", "HEAD" if repository else "")
     if revision and not repository:
-        raise FormatError(f"{fields.place}: revision without a repository")
+        raise FormatError(f"{fields.location}: revision without a repository")
     return Checkout(base / repository, revision) if repository else None
 
 
@@ -306,7 +302,7 @@ def _files(fields: Fields, name: str, base: Path) -> Files | None:
         return Texts(texts)
     # a line of a JSONL file has no folders
     folder = base / name
-    if fields.place.endswith("task.toml") and folder.is_dir():
+    if fields.location.endswith("task.toml") and folder.is_dir():
         return Folder(folder)
     return None
 
@@ -315,7 +311,7 @@ def _grade(fields: Fields) -> Grade:
     kind = fields.text("kind", "command")
     if kind not in get_args(Kind):
         known = ", ".join(get_args(Kind))
-        raise FormatError(f"{fields.place}.kind = {kind!r} is none of {known}")
+        raise FormatError(f"{fields.location}.kind = {kind!r} is not one of {known}")
     command = fields.text("command", "bash {tests}/test.sh" * (kind == "reward_file"))
     grade = Grade(
         kind=kind,  # type: ignore[arg-type]
@@ -337,7 +333,7 @@ def _grade(fields: Fields) -> Grade:
         "swebench": grade.instance,
     }
     if not needed[kind]:
-        raise FormatError(f"{fields.place}: kind {kind!r} says too little to grade by")
+        raise FormatError(f"{fields.location}: kind {kind!r} lacks keys that it needs")
     return grade
 
 

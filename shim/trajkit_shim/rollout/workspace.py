@@ -1,21 +1,20 @@
-"""The directory that an agent works in: made, compared with its beginning, made again.
+"""The agent's working directory: created, compared with its start, created again.
 
-What the agent changed is found by a git repository beside the workspace, which the
-agent's own commits and branches do not touch: committed, uncommitted, untracked and
-binary changes are one patch. Files that the workspace's own ``.gitignore`` names, and
-Python's compiled files, are not in it.
+A git repository outside the workspace finds what the agent changed, unaffected by the
+agent's own commits and branches. Committed, uncommitted, untracked and binary changes
+form one patch. Files in the workspace's own ``.gitignore`` and compiled Python files are
+excluded.
 """
 
+from trajkit_shim.agents.sandbox import CommandResult, Sandbox, pack
 from trajkit_shim.rollout.tasks import Task
-from trajkit_shim.sandbox import Done, Sandbox, pack
 
 _GIT_SECONDS = 300.0
 _EXCLUDED = b"__pycache__/\n*.py[cod]\n"
-# a file is its bytes, whatever the workspace's attributes would have git make of them
+# files are compared as bytes, whatever the workspace's attributes say
 _ATTRIBUTES = b"* -text -ident -filter -working-tree-encoding\n"
-# What is below another repository git takes for that one's business. So a nested
-# repository's .git is put aside for a moment; that of the workspace itself is no file of
-# it.
+# git ignores files below another repository. So the .git of a nested repository is
+# renamed for a moment; that of the workspace itself is not one of its files.
 _ASIDE = ".git~trajkit"
 _ADD = f"""
 find . -path ./.git -prune -o -name .git -prune -exec sh -c \\
@@ -30,16 +29,13 @@ exit $code
 _IDENTITY = {
     f"GIT_{who}_{what}": value
     for who in ("AUTHOR", "COMMITTER")
-    for what, value in (
-        ("NAME", "agent"),
-        ("EMAIL", "agent@localhost"),
-    )
+    for what, value in (("NAME", "agent"), ("EMAIL", "agent@localhost"))
 }
-"""Whose commits those of an agent are."""
+"""The author of an agent's commits."""
 
-# the first commit has the same hash in every rollout
+# gives the first commit the same hash in every rollout
 _FIRST = {f"GIT_{who}_DATE": "2000-01-01T00:00:00Z" for who in ("AUTHOR", "COMMITTER")}
-# nobody's settings, and files may belong to another user
+# ignore the user's configuration; files may belong to another user
 _SETTINGS = {
     "GIT_CONFIG_NOSYSTEM": "1",
     "GIT_CONFIG_GLOBAL": "/dev/null",
@@ -49,18 +45,11 @@ _SETTINGS = {
 }
 
 AGENT_ENV = {**_IDENTITY, "GIT_CONFIG_NOSYSTEM": "1"}
-"""What every process of an agent gets."""
+"""Environment of every agent."""
 
 
 class StageError(Exception):
-    """A step of a rollout failed: the step, and why.
-
-    Parameters
-    ----------
-    stage : str
-        sandbox, setup, harness, diff or grade.
-    reason : str
-    """
+    """A stage of a rollout (sandbox, setup, harness, diff or grade) failed."""
 
     def __init__(self, stage: str, reason: str) -> None:
         super().__init__(stage, reason)
@@ -72,32 +61,22 @@ class StageError(Exception):
 
 
 class Workspace:
-    """The workspace of a task in a sandbox that runs.
+    """The workspace of a task in a running sandbox.
 
-    Parameters
-    ----------
-    task : Task
-    sandbox : Sandbox
+    All methods may raise `SandboxError`, and `StageError` if the task or git fails.
     """
 
     def __init__(self, task: Task, sandbox: Sandbox) -> None:
         self.task = task
         self.sandbox = sandbox
-        self.path = sandbox.place(task.workdir)
-        self._base = sandbox.place("/base.git")
+        self.path = sandbox.map_path(task.workdir)
+        self._base = sandbox.map_path("/base.git")
         self._start = ""
 
     def prepare(self) -> None:
-        """Put the task's files there, set it up, and remember what it is like.
-
-        Raises
-        ------
-        StageError
-            The task's setup failed, or there is no git.
-        SandboxError
-        """
+        """Put the task's files there, run its setup, and record the initial state."""
         files = self.task.workspace
-        # an empty archive makes the directory
+        # an empty archive creates the directory
         self.sandbox.put(pack({}) if files is None else files.archive(), self.path)
         if self.task.setup:
             done = self.sandbox.exec(
@@ -106,7 +85,7 @@ class Workspace:
                 cwd=self.path,
             )
             if done.code != 0:
-                raise StageError("setup", done.how)
+                raise StageError("setup", done.summary)
         # agents expect a repository
         script = "test -e .git || { git init -qb main && git add -A"
         script += " && git commit -qm Start --allow-empty; }"
@@ -118,48 +97,29 @@ class Workspace:
         self._start = self._snapshot("setup")
 
     def diff(self) -> bytes:
-        """What was changed since `prepare`, as a patch; empty: nothing was.
-
-        Raises
-        ------
-        StageError
-            git failed, as where the agent removed what the comparison is made with.
-        SandboxError
-        """
+        """Return the changes since `prepare` as a patch, empty if there are none."""
         now = self._snapshot("diff")
         options = ("--binary", "--full-index", "--no-renames", "--no-ext-diff")
         done = self._git("diff", "diff", "--no-color", *options, self._start, now)
         return done.stdout
 
     def apply(self, patch: bytes) -> None:
-        """Make the changes of a patch.
-
-        Raises
-        ------
-        StageError
-            It does not apply.
-        SandboxError
-        """
+        """Apply a patch."""
         if patch:
             self._git("grade", "apply", "--whitespace=nowarn", stdin=patch)
 
     def add_tests(self) -> None:
-        """Put the task's tests over what is there.
-
-        Raises
-        ------
-        SandboxError
-        """
+        """Add the task's tests, replacing existing files."""
         if self.task.tests is not None:
             self.sandbox.put(self.task.tests.archive(), self.path)
 
     def _snapshot(self, stage: str) -> str:
-        """The tree of all files, as git names it."""
+        """The git tree of all files."""
         add = ["git", *self._where(), "add", "--all", "."]
         self._must(stage, ["sh", "-c", _ADD, "sh", *add])
         return self._git(stage, "write-tree").stdout.decode().strip()
 
-    def _git(self, stage: str, *arguments: str, stdin: bytes = b"") -> Done:
+    def _git(self, stage: str, *arguments: str, stdin: bytes = b"") -> CommandResult:
         return self._must(stage, ["git", *self._where(), *arguments], stdin=stdin)
 
     def _where(self) -> tuple[str, str]:
@@ -171,7 +131,7 @@ class Workspace:
         command: list[str],
         env: dict[str, str] | None = None,
         stdin: bytes = b"",
-    ) -> Done:
+    ) -> CommandResult:
         done = self.sandbox.exec(
             command,
             timeout_s=_GIT_SECONDS,
@@ -180,5 +140,5 @@ class Workspace:
             stdin=stdin,
         )
         if done.code != 0:
-            raise StageError(stage, f"{command[0]}: {done.how}")
+            raise StageError(stage, f"{command[0]}: {done.summary}")
         return done

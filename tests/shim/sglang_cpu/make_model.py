@@ -8,7 +8,7 @@ import sys
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from trajkit_shim.embedded import load_tokenizer
+from trajkit_shim.engines.embedded import load_tokenizer
 
 directory = sys.argv[1]
 tokenizer = load_tokenizer()

@@ -1,0 +1,81 @@
+"""trajkit._core: the compiled kernels, one extension module.
+
+README.md lists the files. Each folder is one idea:
+
+    text/    Python lists, JSON and messages into flat buffers
+    arrow/   record batches in and out, through Arrow's C data interface
+    forest/  the calls of a session as a forest of token paths
+    route/   which call a call continues
+    drift/   how a prompt departs from its parent's path
+    plan/    which rows a policy makes, and which row trains an output
+    fill/    the columns of planned rows
+
+Kernels never allocate: the caller passes every output buffer. The exception is what goes to
+Arrow, which Arrow frees (arrow/export.pxi).
+"""
+cimport cython
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.dict cimport PyDict_GetItemWithError
+from cpython.float cimport PyFloat_AS_DOUBLE, PyFloat_CheckExact
+from cpython.list cimport PyList_GET_ITEM
+from cpython.long cimport PyLong_AsDouble, PyLong_CheckExact
+from cpython.object cimport PyObject
+from cpython.pycapsule cimport PyCapsule_GetPointer
+from cpython.tuple cimport PyTuple_GET_ITEM
+from cpython.unicode cimport (
+    PyUnicode_DATA, PyUnicode_FromObject, PyUnicode_KIND, PyUnicode_New
+)
+from libc.math cimport floor
+from libc.stdint cimport (
+    INT32_MAX, int8_t, int32_t, int64_t, intptr_t, uint8_t, uint64_t
+)
+from libc.string cimport memchr, memcmp, memcpy, memset
+
+from structs cimport (
+    Call, Heard, Link, Message, Node, Place, Request, Row, pos_t, token_t
+)
+
+import re
+from json.encoder import encode_basestring
+
+from numpy import ndarray
+
+from trajkit.errors import InvalidTurnsError, LayoutError
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+cdef extern from *:
+    const char* TRAJKIT_BUILD  # defined in setup.py
+
+BUILD = TRAJKIT_BUILD.decode("ascii")
+
+include "bounds.pxi"
+include "forest/prefix.pxi"
+include "text/batched_memcmp.pxi"
+include "text/python_lists.pxi"
+include "text/canonical_json.pxi"
+include "text/json_numbers.pxi"
+include "fill/streaming_store.pxi"
+include "forest/forest.pxi"
+include "forest/growth.pxi"
+include "text/flat_message.pxi"
+include "text/message_tree.pxi"
+include "text/record_call.pxi"
+include "route/route.pxi"
+include "route/by_prefix.pxi"
+include "route/by_generations.pxi"
+include "text/message_equality.pxi"
+include "text/canonical_body.pxi"
+include "route/by_agents.pxi"
+include "route/by_prompts.pxi"
+include "drift/drift.pxi"
+include "drift/align.pxi"
+include "plan/plan.pxi"
+include "plan/output_owner.pxi"
+include "fill/fill.pxi"
+include "fill/row_scalars.pxi"
+include "fill/logprobs.pxi"
+include "plan/splice.pxi"
+include "forest/delta.pxi"
+include "arrow/import.pxi"
+include "arrow/export.pxi"

@@ -1,0 +1,106 @@
+"""Integer widths and the records that kernels share. Declarations only.
+
+Each struct has a numpy dtype of the same name and layout in trajkit/turns/structs.py; a buffer of
+another layout is refused when it is passed.
+"""
+from libc.stdint cimport int32_t, int64_t, uint8_t
+
+ctypedef int32_t token_t  # a vocabulary id, as the tokenizer emits it
+ctypedef int64_t pos_t    # a position in, or a length of, a run of tokens
+
+
+cdef struct Call:             # one model call; addresses are of buffers that Python holds
+    int64_t own               # the prompt ids that the call brings itself
+    pos_t own_start           # where they start in its prompt: 0, or what its base supplies
+    pos_t prompt_len
+    int64_t out               # the output ids
+    pos_t out_len
+    int64_t logprobs          # one float32 per output id, or 0: none
+    int64_t valid             # validity bitmap of those, or 0: all valid
+    int64_t valid_bit         # where in the bitmap the first of them stands
+    int64_t mask              # bitmap of the output tokens that may be trained, or 0: all
+    int64_t mask_bit          # where in the bitmap the first of them stands
+    int32_t base              # the call whose path supplies the first own_start ids, or -1
+    uint8_t trainable
+    uint8_t length_stop       # the output ended because it was long enough
+    uint8_t use_tool
+    uint8_t ill_formed
+
+
+cdef struct Request:          # the chat messages of one call
+    int64_t keys              # 16-byte keys of the messages that the call brings itself
+    int64_t n_keys            # how many; -1: the call has no list of messages
+    int64_t role_offsets      # int32 offsets of their roles ...
+    int64_t role_bytes        # ... in these bytes
+    int64_t reply_key         # 16-byte key of the reply, or 0: none
+    int32_t shared            # messages that the base supplies before them
+    int32_t reply_is_assistant
+
+
+cdef struct Node:             # a stretch of token path (forest.pxi)
+    pos_t start
+    pos_t stop
+    int32_t parent            # -1: a root
+    int32_t source            # the call that first had its tokens
+    token_t first             # the token at start
+    int32_t child             # the child added last, or -1
+    int32_t sibling           # the next child of the same parent, or -1
+    int32_t slot              # place on the cursor's stack; stale for nodes that left it
+
+
+cdef struct Place:            # a list of messages, as a node of their tree (talk.pxi)
+    int32_t message           # the last one of the list; -1: the empty list
+    int32_t parent            # the list before it; -1: none
+    int32_t depth             # messages in the list
+    int32_t child             # the newest list that is longer by one, or -1
+    int32_t sibling           # the next older one of the same parent, or -1
+
+
+cdef struct Heard:            # the messages of one call (talk.pxi)
+    int32_t shared            # how many of them the base supplies
+    int32_t end               # the place of their list; -1: it has none
+    int32_t shown             # the place behind the reply, or that of the list without one
+    int32_t reply             # -1: none
+
+
+cdef struct Message:          # a node of the message tree (route.pxi)
+    int64_t key               # address of its 16 bytes, or 0: matches nothing
+    int32_t parent            # -1: the root
+    int32_t call              # the call that generated it, or -1
+    int32_t above             # the nearest call at or above it, or -1
+    int32_t depth             # messages from the root down to it
+    int32_t child             # the first child, or -1
+    int32_t last_child
+    int32_t sibling           # the next child of the same parent, or -1
+    int32_t n_assistants      # children with the role assistant
+    int32_t assistant         # one of them, or -1
+    int32_t equal             # the next sibling with the same key, or -1
+
+
+cdef struct Link:             # what is known of a call and the one that it continues
+    pos_t lcp                 # tokens that the parent's path and this prompt share; -1: none
+    int32_t parent            # -1: none
+    int32_t order             # rank in the policy's traversal; -1: not in it
+    int32_t rewritten_by        # -1: not rewritten
+    int32_t why               # index into trajkit.schema.LINK_REASONS
+    int32_t segment           # index into trajkit.schema.SEGMENT_KINDS plus 1; 0: none
+
+
+cdef struct Row:              # one training sequence, before its columns are written
+    pos_t n_tokens
+    pos_t prompt_len
+    pos_t n_trained
+    pos_t shared
+    pos_t stored              # the first token that is written; plan: the first that is trained
+    pos_t end                 # the row holds no token from here on, of a call left out of it
+    int32_t last              # the call whose path the row is
+    int32_t n_calls           # calls in the row, counted upwards from last
+    int32_t owner             # the chain that the row belongs to
+    int32_t parent_row        # -1: none
+    int32_t session
+    int32_t n_spans
+    uint8_t truncated
+    uint8_t use_tool
+    uint8_t ill_formed
+    uint8_t reserved
+    int32_t index             # counts the session's rows

@@ -1,0 +1,337 @@
+"""Chat messages as canonical JSON, and whether two of them are the very same.
+
+Nothing here recurses: a message nested 100,000 levels deep costs a longer list, no stack.
+"""
+
+
+cdef inline bint _all_common(const uint8_t* text) noexcept nogil:
+    """Whether none of eight bytes ends a string, escapes, or is a control character."""
+    cdef uint64_t word, quote, slash, control, high = 0x8080808080808080u
+    cdef uint64_t ones = 0x0101010101010101u
+    memcpy(&word, text, 8)
+    quote = word ^ (ones * c'"')
+    slash = word ^ (ones * c'\\')
+    # a byte of zero in x sets its high bit in (x - ones) & ~x; so does one below 0x20
+    control = (word - ones * 0x20) & ~word
+    return not (((quote - ones) & ~quote | (slash - ones) & ~slash | control) & high)
+
+
+cdef inline Py_ssize_t _end_of_common(
+    const uint8_t* data, Py_ssize_t at, Py_ssize_t n
+) noexcept nogil:
+    """How far from `at` on JSON writes every character of a text as it is."""
+    while n - at >= 8 and _all_common(data + at):
+        at += 8
+    while at < n and data[at] >= 0x20 and data[at] != c'"' and data[at] != c'\\':
+        at += 1
+    return at
+
+
+cdef str _quoted(object value):
+    """A text as JSON spells it: as ``json.encoder.encode_basestring`` does, faster."""
+    cdef str text = value if type(value) is str else PyUnicode_FromObject(value)
+    cdef Py_ssize_t n = len(text), at, run, size
+    cdef const uint8_t* data
+    cdef uint8_t* out
+    cdef uint8_t* start
+    cdef uint8_t c
+    cdef const char* digits = b"0123456789abcdef"
+    cdef object quoted
+    if PyUnicode_KIND(text) != 1:
+        return encode_basestring(text)
+    data = <const uint8_t*>PyUnicode_DATA(text)
+    size = n + 2
+    at = _end_of_common(data, 0, n)
+    while at < n:
+        size += 1 if _short_escape(data[at]) else 5
+        at = _end_of_common(data, at + 1, n)
+    quoted = PyUnicode_New(size, 0x7F if text.isascii() else 0xFF)
+    out = start = <uint8_t*>PyUnicode_DATA(quoted)
+    out[0] = c'"'
+    out += 1
+    at = 0
+    while True:
+        run = _end_of_common(data, at, n) - at
+        # what was counted: the run, and an escape or the last quote
+        check_write("quoted", out - start, run + 1, size)
+        memcpy(out, data + at, run)
+        out += run
+        at += run
+        if at == n:
+            break
+        c = data[at]
+        at += 1
+        out[0] = c'\\'
+        if _short_escape(c):
+            out[1] = _short_escape(c)
+            out += 2
+        else:
+            memcpy(out + 1, b"u00", 3)
+            out[4] = digits[c >> 4]
+            out[5] = digits[c & 15]
+            out += 6
+    check_write("quoted", out - start, 1, size)
+    out[0] = c'"'
+    return quoted
+
+
+cdef inline uint8_t _short_escape(uint8_t c) noexcept nogil:
+    """The letter that stands for a character behind a backslash, or 0."""
+    if c == c'\n':
+        return c'n'
+    if c == c'"' or c == c'\\':
+        return c
+    if c == c'\t':
+        return c't'
+    if c == c'\r':
+        return c'r'
+    if c == c'\b':
+        return c'b'
+    return c'f' if c == c'\f' else 0
+
+
+cdef object _refusal(list frames, tuple here, str reason):
+    """The error for a value, naming its path: the containers around it, then `here`."""
+    cdef list path = []
+    for keys, _, place, _ in (frames + [here])[1:]:  # the first holds the message itself
+        path.append(f"[{place}]" if keys is None else f"[{keys[place]!r}]")
+    if len(path) > 12:  # a path of 100,000 steps helps nobody
+        path = path[:6] + [f"... {len(path) - 12} levels ..."] + path[len(path) - 6 :]
+    return InvalidTurnsError("".join(path) + (" " if path else "") + reason)
+
+
+cdef str _number(object value, list frames, tuple here):
+    try:
+        return int.__repr__(value)
+    except ValueError:  # the interpreter's limit on digits
+        raise _refusal(frames, here, "is an integer of too many digits") from None
+
+
+def encode_message(object message not None):
+    """Canonical JSON of a message, and the text of its values.
+
+    Parameters
+    ----------
+    message : dict
+        Built of dict with str keys, list, str, int, float, bool and None.
+
+    Returns
+    -------
+    body : str
+        Keys sorted by code point, no white space, numbers as they are; NaN and the
+        infinities as Python's json spells them; valid UTF-8: a lone surrogate is escaped.
+    value_text : str
+        The same with each number in its simplest type: the texts of two messages are equal
+        exactly when the messages are, under Python's ``==`` with NaN equal to NaN.
+
+    Raises
+    ------
+    InvalidTurnsError
+        A value that JSON does not know, or a container that holds itself. The text starts
+        with the path.
+    """
+    cdef list body = [], value_text = None, frames = [], keys, values
+    cdef set open_ids = set()  # containers on the path, looked at once it is long
+    cdef Py_ssize_t i = 0, n
+    cdef object value = message, container
+    cdef tuple here
+    cdef str text, normal
+    cdef double number
+    # the container being written: its sorted keys (None: a list), values, place and itself
+    keys = values = None
+    container = None
+    n = 0
+    while True:
+        # write `value`: a leaf whole, a container's opening bracket
+        normal = None
+        if isinstance(value, str):
+            text = _quoted(value)
+        elif value is None:
+            text = "null"
+        elif value is True:
+            text, normal = "true", "1"
+        elif value is False:
+            text, normal = "false", "0"
+        elif isinstance(value, int):
+            text = _number(value, frames, (keys, values, i, container))
+        elif isinstance(value, float):
+            number = value
+            if number != number:
+                text = "NaN"
+            elif number - number != 0:
+                text = "Infinity" if number > 0 else "-Infinity"
+            else:
+                text = float.__repr__(value)
+                if number == floor(number):
+                    normal = int.__repr__(int(number))
+        elif isinstance(value, (dict, list)):
+            if len(frames) >= 1000:
+                # whatever holds itself gets here; sooner, the set would only cost time
+                if id(value) in open_ids:
+                    raise _refusal(frames, (keys, values, i, container), "holds itself")
+                open_ids.add(id(value))
+            here = (keys, values, i, container)
+            if isinstance(value, dict):
+                for key in value:
+                    if not isinstance(key, str):
+                        raise _refusal(
+                            frames, here, f"has the key {key!r}: JSON keys are strings"
+                        )
+                keys = sorted(value)
+                values = [value[key] for key in keys]
+                text = "{"
+            else:
+                keys, values = None, list(value)
+                text = "["
+            frames.append(here)
+            container, n, i = value, len(values), -1
+        else:
+            raise _refusal(
+                frames,
+                (keys, values, i, container),
+                f"is of type {type(value).__name__}: no JSON value",
+            )
+        if normal is not None and value_text is None:
+            value_text = list(body)
+        body.append(text)
+        if value_text is not None:
+            value_text.append(text if normal is None else normal)
+
+        # on to the next value, closing what is complete
+        i += 1
+        while i == n:
+            text = "]" if keys is None else "}"
+            body.append(text)
+            if value_text is not None:
+                value_text.append(text)
+            if open_ids:
+                open_ids.discard(id(container))
+            keys, values, i, container = frames.pop()
+            if not frames:
+                whole = _valid_utf8("".join(body))
+                if value_text is None:
+                    return whole, whole
+                return whole, _valid_utf8("".join(value_text))
+            n = len(values)
+            i += 1
+        if i:
+            text = ","
+        else:
+            text = ""
+        if keys is not None:
+            text += _quoted(keys[i]) + ":"
+        if text:
+            body.append(text)
+            if value_text is not None:
+                value_text.append(text)
+        value = values[i]
+
+
+cdef str _valid_utf8(str text):
+    # a surrogate can only stand within a JSON string, where its escape says the same
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return text
+
+
+cdef bint _same(object a, object b, int depth) except -1:
+    """Whether a and b are written the same in canonical JSON, by type and value.
+
+    False is no promise: types that are not exactly JSON's own always differ.
+    """
+    cdef Py_ssize_t i
+    cdef object key, x
+    cdef double p, q
+    cdef PyObject* found
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if type(a) is str:
+        return <str>a == <str>b
+    if type(a) is dict:
+        if len(<dict>a) != len(<dict>b):
+            return False
+        if depth == 32:  # so far the C stack, from here on a list
+            return _same_deep(a, b)
+        for key, x in (<dict>a).items():
+            found = PyDict_GetItemWithError(b, key)
+            if found is NULL or not _same(x, <object>found, depth + 1):
+                return False
+        return True
+    if type(a) is list:
+        if len(<list>a) != len(<list>b):
+            return False
+        if depth == 32:
+            return _same_deep(a, b)
+        for i in range(len(<list>a)):
+            if not _same((<list>a)[i], (<list>b)[i], depth + 1):
+                return False
+        return True
+    if type(a) is int:
+        return a == b
+    if type(a) is float:
+        p, q = a, b
+        return memcmp(&p, &q, sizeof(double)) == 0  # -0.0 is written unlike 0.0
+    return False
+
+
+cdef bint _same_deep(object a, object b) except -1:
+    """As `_same` for two dicts or two lists, with a list of what is still to compare."""
+    cdef list pending = [(a, b)]
+    cdef object key, x, y
+    cdef PyObject* found
+    while pending:
+        a, b = pending.pop()
+        if type(a) is not type(b) or len(a) != len(b):
+            return False
+        if type(a) is dict:
+            pairs = []
+            for key, x in (<dict>a).items():
+                found = PyDict_GetItemWithError(b, key)
+                if found is NULL:
+                    return False
+                pairs.append((x, <object>found))
+        else:
+            pairs = zip(a, b)
+        for x, y in pairs:
+            if type(x) is dict or type(x) is list:
+                if type(y) is not type(x):
+                    return False
+                if x is not y:
+                    pending.append((x, y))
+            elif not _same(x, y, 0):
+                return False
+    return True
+
+
+def match_messages(
+    list messages not None,
+    list before not None,
+    const token_t[::1] before_ids not None,
+    token_t[::1] ids not None,
+):
+    """Give each message the id of the one at its place in `before`, where they are the same.
+
+    Parameters
+    ----------
+    messages : list
+        A call's messages.
+    before : list
+        Those of an earlier call.
+    before_ids : buffer of int32, shape (len(before),)
+        Their ids.
+    ids : buffer of int32, shape (len(messages),)
+        Filled: the id, or -1 for a message that is not the same.
+    """
+    cdef Py_ssize_t i, n = min(len(messages), len(before))
+    if before_ids.shape[0] != len(before) or ids.shape[0] != len(messages):
+        raise LayoutError("one id is needed for each message")
+    for i in range(len(messages)):
+        ids[i] = -1
+        if i < n and _same(before[i], messages[i], 0):
+            ids[i] = before_ids[i]

@@ -1,0 +1,329 @@
+"""The lists of messages of a session: each message held once, and each common head of lists."""
+
+cdef enum:
+    TRIES = 8  # messages at one place that are compared one by one
+
+
+@cython.auto_pickle(False)
+@cython.final
+cdef class Lists:
+    """Lists of messages as paths of a tree, so that their common heads are one.
+
+    A node stands for the list that its path spells; node 0 for the empty list. A call's
+    messages are read, which numbers those that are new, and then added; between the two they
+    do not count, and the call may be refused. The arrays are Python's (`attach`).
+
+    Parameters
+    ----------
+    said : list
+        Filled: every distinct message, by its number: its form, or a tuple of its key and its
+        role; an empty tuple is found equal to nothing.
+    by_hash : dict
+        Filled: numbers of forms by their hash, one or a list of them.
+    counted : list
+        Filled: the numbers of messages that were added with a call, in order.
+    """
+    cdef Place[::1] places
+    cdef Heard[::1] heard
+    cdef list said, counted
+    cdef dict by_hash
+    cdef bytearray has_counted  # by number
+    cdef bint has_pairs
+    cdef bint mixed       # a dict was counted since, which a pair may stand for
+    cdef int32_t n_places
+    cdef int32_t n_calls
+    cdef int32_t n_placed  # messages that may stand in the tree: those with a smaller number
+    # what was read and not added
+    cdef bint silent
+    cdef int32_t reached  # the node of its first messages, as far as there is one
+    cdef list new         # numbers of the messages behind those
+    cdef int32_t reply    # -1: none
+
+    def __cinit__(self, list said not None, dict by_hash not None, list counted not None):
+        self.said, self.by_hash, self.counted = said, by_hash, counted
+        self.new, self.has_counted = [], bytearray()
+        self.has_pairs = self.mixed = False
+        self.n_places = self.n_calls = self.n_placed = 0
+        self.silent, self.reached, self.reply = True, 0, -1
+
+    def attach(self, Place[::1] places not None, Heard[::1] heard not None):
+        """Go on in these arrays, which begin as those before did.
+
+        Parameters
+        ----------
+        places : buffer of Place
+            A node each, at least those in use and the root.
+        heard : buffer of Heard
+            A call each, at least those that were added.
+        """
+        _check_length("places", places.shape[0], max(1, self.n_places))
+        _check_length("heard", heard.shape[0], self.n_calls)
+        self.places, self.heard = places, heard
+        if self.n_places == 0:
+            self._add_place(-1, -1)
+
+    cdef int32_t _add_place(self, int32_t parent, int32_t message) noexcept nogil:
+        """A new newest child: `attach` leaves room for the root, `add` for a call's places."""
+        cdef int32_t node = self.n_places
+        self.n_places += 1
+        self.places[node].message = message
+        self.places[node].parent = parent
+        self.places[node].depth = 0
+        self.places[node].child = self.places[node].sibling = -1
+        if parent >= 0:
+            self.places[node].depth = self.places[parent].depth + 1
+            self.places[node].sibling = self.places[parent].child
+            self.places[parent].child = node
+        return node
+
+    def read(self, list messages, object reply, other not None):
+        """Number what a call says; nothing counts until `add`.
+
+        Parameters
+        ----------
+        messages : list of dict and pairs of key and role, or None
+        reply : dict, pair of key and role, or None
+        other : object
+            Its method ``number`` numbers a message that is no dict with a form, given it and
+            its place (-1: the reply): it puts it into ``said``, or finds it there, or raises.
+
+        Returns
+        -------
+        int
+            Nodes that are in use once the call is added, at most.
+        """
+        return self._read(messages, reply, other)
+
+    cdef bint lacks_room(self, int64_t n_places) noexcept:
+        """Whether one call more has no room, or so many places."""
+        return self.n_calls >= self.heard.shape[0] or n_places > self.places.shape[0]
+
+    cdef int64_t _read(self, list messages, object reply, object other) except -1:
+        cdef Py_ssize_t i
+        cdef int32_t number = -1, child
+        if self.n_places == 0:
+            raise LayoutError("there is no room for lists")
+        self.silent, self.reached, self.reply = messages is None, 0, -1
+        self.new = []
+        if messages is not None:
+            i = self._follow(messages, 0)
+            while i < len(messages):
+                # a message known elsewhere, or one of many that stand at this place
+                number = self._number(messages[i], i, other)
+                child = self._child(self.reached, number)
+                i += 1
+                if child < 0:
+                    self.new.append(number)
+                    self._realign(messages, i, other)
+                    break
+                self.reached = child
+                i = self._follow(messages, i)
+        if reply is not None:
+            self.reply = self._number(reply, -1, other)
+        return self.n_places + len(self.new) + 1
+
+    cdef Py_ssize_t _follow(self, list messages, Py_ssize_t i) except -1:
+        """Go down the tree while it has the messages from i on; return the first it has not.
+
+        At most `TRIES` children of a node are compared, newest first, so a message that is
+        not found may still be there.
+        """
+        cdef int32_t at
+        cdef int tries
+        cdef PyObject* message
+        while i < len(messages):
+            message = PyList_GET_ITEM(messages, i)
+            at, tries = self.places[self.reached].child, 0
+            while at >= 0 and tries < TRIES:
+                if self._is_said(self.places[at].message, message):
+                    break
+                at = self.places[at].sibling
+                tries += 1
+            if at < 0 or tries == TRIES:
+                break
+            self.reached = at
+            i += 1
+        return i
+
+    cdef bint _is_said(self, int32_t number, PyObject* message) except -1:
+        """Whether a message is the one with this number. Runs no code of the caller's."""
+        cdef PyObject* held = PyList_GET_ITEM(self.said, number)
+        cdef PyObject** cell
+        if held == message:  # a pair, which cannot change
+            return True
+        if is_dict(message):
+            if tuple_size(held) <= 2:
+                return False
+            cell = tuple_cells(held, 0)
+            return _same_form(&cell, message)
+        return is_tuple(message) and _same_pair(<tuple>held, <tuple>message)
+
+    cdef _realign(self, list messages, Py_ssize_t i, object other):
+        """Number the messages from i on, behind the first that is not known at its place.
+
+        Those that the newest list has which goes on from here are found in it, though others
+        came between, unless looking for them takes longer than the two are long.
+        """
+        cdef Py_ssize_t budget = 64 + 4 * (len(messages) - i)
+        cdef int32_t at, number, node = self.places[self.reached].child
+        while i < len(messages):
+            number, at = -1, node
+            while at >= 0 and budget > 0:
+                if self._is_said(self.places[at].message, PyList_GET_ITEM(messages, i)):
+                    number = self.places[at].message
+                    node = self.places[at].child
+                    break
+                at = self.places[at].child
+                budget -= 1
+            if number < 0:
+                number = self._number(messages[i], i, other)
+            self.new.append(number)
+            i += 1
+
+    cdef int32_t _number(self, object message, Py_ssize_t place, object other) except -1:
+        """The number of a message, which is new or known elsewhere."""
+        cdef list form = []
+        cdef uint64_t digest = 0
+        cdef object role
+        cdef int32_t number
+        if isinstance(message, dict):
+            role = message.get("role")
+            if isinstance(role, str) and str.isascii(role) and _lay_out(message, form, 0, &digest):
+                return self._number_of(tuple(form), digest)
+        self.has_pairs |= isinstance(message, tuple)
+        number = other.number(message, place)
+        if not 0 <= number < len(self.said):
+            raise LayoutError(f"message {number} is none of {len(self.said)}")
+        return number
+
+    cdef int32_t _number_of(self, tuple form, uint64_t digest) except -1:
+        """The number of the message that has a form."""
+        cdef object known = self.by_hash.get(digest)
+        cdef int32_t number = -1 if known is None else self._one_of(known, form)
+        if number >= 0:
+            self.said[number] = form  # its keys in the order of now
+            return number
+        number = <int32_t>len(self.said)
+        self.said.append(form)
+        if known is None:
+            self.by_hash[digest] = number
+        elif type(known) is list:
+            known.append(number)
+        else:
+            self.by_hash[digest] = [known, number]
+        return number
+
+    cdef int32_t _one_of(self, object known, tuple form) except -2:
+        """Which of the numbers known is that of a message that says the same, or -1."""
+        cdef int32_t number
+        cdef tuple held
+        cdef tuple ordered = None
+        for number in known if type(known) is list else (known,):
+            held = self.said[number]
+            if _equal_forms(form, held):
+                return number
+            if ordered is None:
+                ordered = _ordered(form)
+            if _equal_forms(ordered, _ordered(held)):
+                return number
+        return -1
+
+    cdef int32_t _child(self, int32_t node, int32_t message) noexcept:
+        """The child of a node whose last message has this number, or -1."""
+        cdef int32_t at = -1
+        if message < self.n_placed:
+            at = self.places[node].child
+            while at >= 0 and self.places[at].message != message:
+                at = self.places[at].sibling
+        return at
+
+    cdef int32_t _step(self, int32_t node, int32_t message) noexcept:
+        """The node of a node's list and one message more."""
+        cdef int32_t known = self._child(node, message)
+        self.n_placed = max(self.n_placed, message + 1)
+        return known if known >= 0 else self._add_place(node, message)
+
+    def add(self, int32_t base):
+        """Let the messages of the call that was read count.
+
+        Parameters
+        ----------
+        base : int
+            An earlier call; -1: none.
+        """
+        cdef int32_t end = self.reached, meet, node
+        cdef object number
+        cdef Heard* call
+        if not -1 <= base < self.n_calls:
+            raise LayoutError(f"call {self.n_calls} has the base {base}")
+        _check_length("heard", self.heard.shape[0], self.n_calls + 1)
+        _check_length("places", self.places.shape[0], self.n_places + len(self.new) + 1)
+        call = &self.heard[self.n_calls]
+        call.shared, call.end, call.shown, call.reply = 0, -1, -1, self.reply
+        if not self.silent:
+            for number in self.new:
+                end = self._step(end, number)
+            if base >= 0 and self.heard[base].shown >= 0:
+                # up both lists, to where they are one
+                node, meet = end, self.heard[base].shown
+                while node != meet:
+                    if self.places[node].depth >= self.places[meet].depth:
+                        node = self.places[node].parent
+                    else:
+                        meet = self.places[meet].parent
+                call.shared = self.places[meet].depth
+            call.end = end
+            call.shown = end if self.reply < 0 else self._step(end, self.reply)
+        for number in self.new:
+            self._count(number)
+        if self.reply >= 0:
+            self._count(self.reply)
+        self.n_placed = <int32_t>len(self.said)
+        self.n_calls += 1
+        self.silent, self.reply = True, -1
+        self.new = []
+
+    cdef _count(self, int32_t number):
+        cdef Py_ssize_t n = len(self.has_counted)
+        if n < len(self.said):
+            self.has_counted.extend(bytes(len(self.said) - n))
+        if not self.has_counted[number]:
+            self.has_counted[number] = 1
+            if self.has_pairs and tuple_size(PyList_GET_ITEM(self.said, number)) != 2:
+                self.mixed = True
+            self.counted.append(number)
+
+    def fill_suffixes(self, int32_t[::1] numbers not None):
+        """The messages of every call that its base does not supply.
+
+        Parameters
+        ----------
+        numbers : buffer of int32
+            Filled, call by call. As long as there are such messages.
+        """
+        cdef int32_t i, node
+        cdef Py_ssize_t at = 0, size = 0, end
+        for i in range(self.n_calls):
+            if self.heard[i].end >= 0:
+                size += self.places[self.heard[i].end].depth - self.heard[i].shared
+        if numbers.shape[0] != size:
+            raise LayoutError(f"numbers has {numbers.shape[0]} places for {size} messages")
+        for i in range(self.n_calls):
+            node = self.heard[i].end
+            if node < 0:
+                continue
+            at = end = at + self.places[node].depth - self.heard[i].shared
+            while self.places[node].depth > self.heard[i].shared:
+                end -= 1
+                numbers[end] = self.places[node].message
+                node = self.places[node].parent
+
+
+cdef bint _same_pair(tuple a, tuple b):
+    return (
+        len(a) == 2 == len(b)
+        and type(a[0]) is bytes is type(b[0])
+        and type(a[1]) is str is type(b[1])
+        and <bytes>a[0] == <bytes>b[0]
+        and <str>a[1] == <str>b[1]
+    )

@@ -1,0 +1,150 @@
+"""A call as it comes, into a session that grows: its tokens, its messages, and the rest."""
+
+
+@cython.auto_pickle(False)
+cdef class Intake:
+    """What takes calls in, one after another, into `Growth` and `Lists`.
+
+    Here is what most calls are: buffers of int32 and float32, plain flags, no weight versions
+    and no payloads. What is anything else is handed to methods of the subclass, which give
+    it in a plain form or refuse it:
+
+    ``read_ids(values, name)``
+        Token ids as a buffer of int32, which may hold what is no id.
+    ``read_logprobs(values, n_output)``
+        Logprobs as a buffer of float32, or None for none, and which there are (None: all).
+    ``read_flag(value, name)``, ``read_reason(value)``, ``read_versions(value, n_output)``, \
+``read_mask(value, n_output)``
+        The values to keep.
+    ``read_payloads(values)`` and ``add_payloads(read)``
+        Payloads to keep, and to add once the call counts.
+    ``read_messages(messages)``
+        The messages as a list.
+    ``number(message, place)``
+        As `Lists.read` says.
+    ``mean()``
+        Let the keys of dicts stand for them, where there are pairs of key and role.
+    ``refusal(held, fault)``
+        The error for `Growth.fault`.
+    ``make_room(n_tokens, n_places)``
+        Room for one call more, of so many tokens, and for so many lists of messages.
+    ``add_valid(valid)``
+        Keep where the logprobs of this call are.
+    """
+    cdef Growth paths
+    cdef Lists lists
+    cdef list held, facts
+    cdef float low, high
+    cdef readonly int64_t n_calls
+
+    def begin(
+        self, Growth paths not None, Lists lists not None, list held not None,
+        list facts not None, float low, float high,
+    ):
+        """Say where calls are taken to.
+
+        Parameters
+        ----------
+        paths : Growth
+        lists : Lists
+        held : list
+            Filled: what `Growth.take` gave of each call.
+        facts : list
+            Filled: of each call finish_reason, use_tool, ill_formed, trainable,
+            weight_versions and output_mask.
+        low, high : float
+            A logprob is above low and at most high.
+        """
+        self.paths, self.lists, self.held, self.facts = paths, lists, held, facts
+        self.low, self.high, self.n_calls = low, high, 0
+
+    def add(
+        self, prompt_ids, output_ids, output_logprobs, finish_reason, ill_formed, use_tool,
+        trainable, prompt_messages, response_message, weight_versions, payloads,
+        output_mask,
+    ):
+        """Take a call in. All arguments are those of `trajkit.Recorder.record`.
+
+        What can be refused, or lack memory, is done before anything counts.
+
+        Returns
+        -------
+        base, shared, clean
+            As of `Growth.insert`.
+        """
+        cdef:
+            const token_t[::1] prompt = self._ids(prompt_ids, "prompt_ids")
+            const token_t[::1] output = self._ids(output_ids, "output_ids")
+            pos_t n_output = output.shape[0]
+            const float[::1] logprobs = None
+            object valid = None, read = None
+            int64_t n_places
+            bytes held
+            tuple facts, found
+        if output_logprobs is not None:
+            logprobs = _reals(output_logprobs)
+            if logprobs is None or logprobs.shape[0] != n_output:
+                logprobs, valid = self.read_logprobs(output_logprobs, n_output)
+        held = self.paths._take(prompt, output, logprobs, self.low, self.high)
+        if self.paths.any_fault():
+            # the copy was checked, so that what is kept is what was checked
+            raise self.refusal(held, self.paths.fault)
+        if use_tool is None:
+            use_tool = isinstance(response_message, dict) and bool(
+                response_message.get("tool_calls")
+            )
+        elif use_tool is not True and use_tool is not False:
+            use_tool = self.read_flag(use_tool, "use_tool")
+        if not (ill_formed is None or ill_formed is False or ill_formed is True):
+            ill_formed = self.read_flag(ill_formed, "ill_formed")
+        if not (trainable is None or trainable is False or trainable is True):
+            trainable = self.read_flag(trainable, "trainable")
+        if finish_reason is not None:
+            if type(finish_reason) is not str or not (<str>finish_reason).isascii():
+                finish_reason = self.read_reason(finish_reason)
+        if weight_versions is not None:
+            weight_versions = self.read_versions(weight_versions, n_output)
+        if output_mask is not None:
+            output_mask = self.read_mask(output_mask, n_output)
+        if payloads is not None:
+            read = self.read_payloads(payloads)
+        if prompt_messages is not None and type(prompt_messages) is not list:
+            prompt_messages = self.read_messages(prompt_messages)
+        n_places = self.lists._read(prompt_messages, response_message, self)
+        facts = (
+            finish_reason, use_tool, ill_formed, trainable, weight_versions, output_mask
+        )
+        if self.paths.lacks_room() or self.lists.lacks_room(n_places):
+            self.make_room(prompt.shape[0] + n_output, n_places)
+
+        self.held.append(held)
+        found = self.paths.insert()
+        self.lists.add(self.paths.base)
+        if self.lists.mixed:
+            self.lists.mixed = False
+            self.mean()
+        self.facts.append(facts)
+        if valid is not None:
+            self.add_valid(valid)
+        if read is not None:
+            self.add_payloads(read)
+        self.n_calls += 1
+        return found
+
+    cdef const token_t[::1] _ids(self, object values, str name):
+        if type(values) is ndarray:  # a subclass may mean more by it, as masks do
+            try:
+                return values
+            except ValueError:
+                pass  # integers of another width, or in another order
+        return self.read_ids(values, name)
+
+
+cdef const float[::1] _reals(object values):
+    """Values that are an array of float32, or None."""
+    if type(values) is ndarray:
+        try:
+            return values
+        except ValueError:
+            pass
+    return None

@@ -1,0 +1,1 @@
+"""Harnesses and the sandboxes that they run in."""

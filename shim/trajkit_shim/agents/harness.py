@@ -1,0 +1,160 @@
+"""Descriptions of harnesses: how one is started, and how its result is read.
+
+A harness is one record in a module of `agents.harnesses`. It gets the gateway's URL and
+a key. The key is the session's id, so its unmodified calls find their session.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from trajkit_shim.agents.sandbox import CommandResult, Sandbox, pack
+
+Tried = Literal["tasks", "start", "no"]
+"""How a harness was tested in its pinned version: complete tasks through the gateway;
+only its start and first call; or not at all (written from its documentation)."""
+
+_INSTALL_SECONDS = 900.0
+_CHECK_SECONDS = 120.0
+
+
+class HarnessError(Exception):
+    """The harness is missing or failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A task for a harness, with paths and URLs as seen in its sandbox.
+
+    Parameters
+    ----------
+    base_url : str
+        The gateway, without a path.
+    api_key : str
+        The session's key.
+    model : str
+        The gateway's name of its model.
+    prompt : str
+        The task.
+    home, workspace : str
+        Home and working directory.
+    arguments : tuple of str
+        Extra arguments for the harness's command.
+    """
+
+    base_url: str
+    api_key: str
+    model: str
+    prompt: str
+    home: str
+    workspace: str
+    arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """How to start a harness on a job.
+
+    Parameters
+    ----------
+    command : tuple of str
+        The program and its arguments.
+    env : mapping of str to str
+        Added to the sandbox's own variables.
+    files : mapping of str to str
+        Content of configuration files, by path below the home directory.
+    stdin : str
+    """
+
+    command: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    stdin: str = ""
+
+
+def failed_by_code(done: CommandResult) -> str | None:
+    """Return the error of a command with a nonzero exit code, else None."""
+    return None if done.code == 0 else done.summary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Harness:
+    """One coding agent.
+
+    Parameters
+    ----------
+    name : str
+        Its name on the command line.
+    protocol : str
+        The protocol it uses (`trajkit_shim.protocols`).
+    version : str
+        The version that the record was written for; empty: any.
+    check : tuple of str
+        A command that exits with 0 if it is installed.
+    install : str
+        A shell command that installs it, if there is one.
+    tried : Tried
+    launch : callable
+        How to start it on a `Job`.
+    failed : callable
+        Returns the error from its `CommandResult`, or None.
+    """
+
+    name: str
+    protocol: str
+    version: str
+    check: tuple[str, ...]
+    install: str
+    tried: Tried
+    launch: Callable[[Job], Launch]
+    failed: Callable[[CommandResult], str | None] = failed_by_code
+
+    def ready(self, sandbox: Sandbox, *, install: bool) -> None:
+        """Check that it is installed, or install it.
+
+        Raises
+        ------
+        HarnessError
+            It is not installed, and ``install`` is false or failed.
+        """
+        if self._installed(sandbox):
+            return
+        hint = f": {self.install}" if self.install else ""
+        if not install or not self.install:
+            raise HarnessError(f"{self.check[0]} is not installed{hint}")
+        command = ["sh", "-c", self.install]
+        done = sandbox.exec(command, timeout_s=_INSTALL_SECONDS)
+        if done.code != 0:
+            raise HarnessError(f"{self.install}: {done.summary}")
+        if not self._installed(sandbox):
+            raise HarnessError(f"{self.check[0]} is still missing after {self.install}")
+
+    def _installed(self, sandbox: Sandbox) -> bool:
+        return sandbox.exec(self.check, timeout_s=_CHECK_SECONDS).code == 0
+
+    def run(
+        self,
+        sandbox: Sandbox,
+        job: Job,
+        *,
+        env: Mapping[str, str],
+        timeout_s: float,
+        log: Path,
+    ) -> CommandResult:
+        """Start it on a job and wait for its end; see `Sandbox.exec`.
+
+        The harness's own variables override ``env``.
+        """
+        launch = self.launch(job)
+        if launch.files:
+            files = {name: text.encode() for name, text in launch.files.items()}
+            sandbox.put(pack(files), job.home)
+        return sandbox.exec(
+            launch.command,
+            timeout_s=timeout_s,
+            cwd=job.workspace,
+            env={**env, **launch.env},
+            stdin=launch.stdin.encode(),
+            log=log,
+        )

@@ -1,0 +1,1 @@
+"""The harnesses, one module each; a module's ``HARNESS`` is its record."""

@@ -1,0 +1,83 @@
+"""Commands of this machine, each killed together with every process it started."""
+
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+
+from trajkit_shim.agents.sandbox import TAIL_BYTES, Command, CommandResult
+
+
+class Processes:
+    """The running commands of one sandbox, each in a process group of its own."""
+
+    def __init__(self) -> None:
+        self._running: set[int] = set()
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def run(self, command: Command, env: Mapping[str, str]) -> CommandResult:
+        """Run a command of this machine; see `trajkit_shim.agents.sandbox.Sandbox.exec`.
+
+        ``env`` is its complete environment. After `end` nothing is run and the exit code
+        is -9.
+
+        Raises
+        ------
+        OSError
+            The program cannot be started.
+        """
+        with ExitStack() as stack:
+            given = stack.enter_context(tempfile.TemporaryFile())
+            given.write(command.stdin)
+            given.seek(0)
+            if command.log is None:
+                out = stack.enter_context(tempfile.TemporaryFile())
+                err = stack.enter_context(tempfile.TemporaryFile())
+            else:
+                out = err = stack.enter_context(command.log.open("w+b"))
+            with self._lock:
+                if self._ended:
+                    return CommandResult(-signal.SIGKILL)
+                process = subprocess.Popen(
+                    list(command.arguments),
+                    stdin=given,
+                    stdout=out,
+                    stderr=err,
+                    env=dict(env),
+                    # its own process group
+                    start_new_session=True,
+                )
+                self._running.add(process.pid)
+            code: int | None
+            try:
+                code = process.wait(command.timeout_s)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                # kill what it started and left running
+                with self._lock:
+                    _kill(process.pid)
+                    self._running.discard(process.pid)
+                process.wait()
+            if command.log is not None:
+                out.seek(max(0, out.seek(0, os.SEEK_END) - TAIL_BYTES))
+                return CommandResult(code, out.read())
+            out.seek(0)
+            err.seek(0)
+            return CommandResult(code, out.read(), err.read())
+
+    def end(self) -> None:
+        """Kill all running commands, and start no more."""
+        with self._lock:
+            self._ended = True
+            for pid in self._running:
+                _kill(pid)
+
+
+def _kill(group: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)

@@ -1,0 +1,282 @@
+"""What a rollout needs from the environment that an agent works in.
+
+A sandbox runs commands and holds files. Files are copied with commands too, so a new
+kind of sandbox needs only the abstract methods of `Sandbox`.
+"""
+
+import io
+import shlex
+import tarfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+_COPY_SECONDS = 600.0
+
+TAIL_BYTES = 1 << 16
+"""Size of the end of a command's log that its `CommandResult` holds."""
+
+MARK = "TRAJKIT_SANDBOX"
+"""Environment variable of every process of a sandbox: the sandbox's name."""
+
+COMMAND_MARK = "TRAJKIT_COMMAND"
+"""Environment variable of every process of one command: a random token."""
+
+
+class SandboxError(Exception):
+    """The sandbox failed, not the program that runs in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Resource limits for the processes of one sandbox. ``None``: no limit.
+
+    A kind of sandbox that cannot enforce a limit rejects it.
+    """
+
+    # MiB
+    memory_mb: int | None = None
+    # number of processors, may be fractional
+    cpus: float | None = None
+    # processes and threads at once
+    processes: int | None = None
+    # MiB per file
+    file_mb: int | None = None
+
+    def reject(self, kind: str, *names: str) -> None:
+        """Raise `SandboxError` if one of the named limits is set."""
+        for name in names:
+            value = getattr(self, name)
+            if value is not None:
+                raise SandboxError(
+                    f"{name} = {value}: a sandbox of kind {kind} cannot enforce it"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """A sandbox to create.
+
+    Parameters
+    ----------
+    name : str
+        Unique among all running ones: letters, digits, ``.``, ``_`` and ``-``.
+    scratch : Path
+        Directory of this machine for the sandbox's files.
+    image : str, optional
+        For kinds that need one.
+    limits : Limits
+    path : tuple of str
+        Directories to put first on ``PATH``, as paths in the sandbox.
+    gateway : str, optional
+        URL of the gateway as seen from the sandbox. Default: the sandbox derives it.
+    options : mapping of str to str
+        Options of one kind of sandbox.
+    """
+
+    name: str
+    scratch: Path
+    image: str | None = None
+    limits: Limits = field(default_factory=Limits)
+    path: tuple[str, ...] = ()
+    gateway: str | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A command to run in a sandbox; see `Sandbox.exec`."""
+
+    arguments: tuple[str, ...]
+    timeout_s: float
+    cwd: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    stdin: bytes = b""
+    log: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CommandResult:
+    """How a command ended.
+
+    Parameters
+    ----------
+    code : int or None
+        Exit code, negative for a signal; None: it was killed at its timeout.
+    stdout, stderr : bytes
+        Complete output. For a command with a log, ``stdout`` is the last `TAIL_BYTES`
+        of both streams and ``stderr`` is empty.
+    """
+
+    code: int | None
+    stdout: bytes = b""
+    stderr: bytes = b""
+
+    @property
+    def last_line(self) -> str:
+        """The last line that is not blank, cut to 300 characters."""
+        text = (self.stdout + b"\n" + self.stderr).decode(errors="replace")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return lines[-1][:300] if lines else "no output"
+
+    @property
+    def summary(self) -> str:
+        """How it ended, for an error message."""
+        if self.code is None:
+            return "timed out"
+        return f"exit code {self.code}: {self.last_line}"
+
+
+class Sandbox(ABC):
+    """One environment with files and processes of its own.
+
+    As a context manager it starts and stops. `stop` may be called on another thread than
+    `exec`; it ends the running command.
+
+    Parameters
+    ----------
+    spec : Spec
+
+    Raises
+    ------
+    SandboxError
+        It cannot be created here: a tool is missing, or a limit cannot be enforced.
+        All methods raise it if the sandbox fails.
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+
+    @abstractmethod
+    def start(self) -> None:
+        """Create the sandbox, so that commands can run in it."""
+
+    @abstractmethod
+    def run(self, command: Command) -> CommandResult:
+        """Run one command to its end; see `exec`."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End all processes and remove everything. Idempotent."""
+
+    def map_path(self, path: str) -> str:
+        """Return the path in this sandbox for an absolute path of a task."""
+        return path
+
+    def map_url(self, url: str) -> str:
+        """Return the gateway's URL as seen from this sandbox."""
+        return self.spec.gateway or url
+
+    def exec(
+        self,
+        arguments: Sequence[str],
+        *,
+        timeout_s: float,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        log: Path | None = None,
+    ) -> CommandResult:
+        """Run one command to its end.
+
+        Parameters
+        ----------
+        arguments : sequence of str
+            The program and its arguments.
+        timeout_s : float
+            Seconds after which it is killed, with every process it started.
+        cwd : str, optional
+            Directory in the sandbox. Default: the task's ``/work``.
+        env : mapping of str to str, optional
+            Added to the sandbox's own variables.
+        stdin : bytes
+        log : Path, optional
+            File of this machine that receives standard output and error.
+
+        Raises
+        ------
+        SandboxError
+            The sandbox could not run it. A missing program is exit code 127 instead.
+        """
+        return self.run(
+            Command(
+                arguments=tuple(arguments),
+                timeout_s=timeout_s,
+                cwd=cwd,
+                env=env or {},
+                stdin=stdin,
+                log=log,
+            )
+        )
+
+    def put(self, archive: bytes, directory: str) -> None:
+        """Unpack a tar archive into a directory of the sandbox, created if missing."""
+        where = shlex.quote(directory)
+        self._shell(f"mkdir -p {where} && tar -xof - -C {where}", archive)
+
+    def get(self, path: str) -> bytes:
+        """Return the content of a file; raise `SandboxError` if it does not exist."""
+        return self._shell(f"cat {shlex.quote(path)}")
+
+    def _shell(self, script: str, stdin: bytes = b"", cwd: str | None = None) -> bytes:
+        done = self.exec(
+            ["sh", "-c", script], timeout_s=_COPY_SECONDS, stdin=stdin, cwd=cwd
+        )
+        if done.code != 0:
+            raise SandboxError(f"{script}: {done.summary}")
+        return done.stdout
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxKind:
+    """A kind of sandbox: the ``SANDBOX`` of its module."""
+
+    make: Callable[[Spec], Sandbox]
+    # allowed keys of `Spec.options`
+    options: frozenset[str] = frozenset()
+
+    def __call__(self, spec: Spec) -> Sandbox:
+        """Return a new sandbox, not yet started; reject unknown options."""
+        for name in spec.options:
+            if name not in self.options:
+                known = ", ".join(sorted(self.options)) or "none"
+                raise SandboxError(
+                    f"option {name!r} is unknown; known options: {known}"
+                )
+        return self.make(spec)
+
+
+def pack(files: Mapping[str, bytes]) -> bytes:
+    """Return a tar archive of files by relative path."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            # scripts with a shebang line are executable
+            entry.mode = 0o755 if content.startswith(b"#!") else 0o644
+            tar.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def kill_script(variable: str, value: str) -> str:
+    """Return a shell script that kills all processes with an environment variable."""
+    mark = shlex.quote(f"{variable}={value}")
+    return (
+        "for each in /proc/[0-9]*; do "
+        f"tr '\\0' '\\n' < $each/environ 2> /dev/null | grep -qxF {mark} && "
+        "kill -9 ${each#/proc/}; done; true"
+    )

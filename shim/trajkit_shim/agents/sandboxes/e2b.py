@@ -1,0 +1,129 @@
+"""A sandbox of E2B, in its cloud or on a private cluster, by its Python package.
+
+The gateway must be reachable from there, so its URL is required. Output is copied
+through files, because the package decodes the streams of a command as text.
+"""
+
+import importlib
+import math
+import secrets
+import shlex
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from trajkit_shim.agents.sandbox import (
+    COMMAND_MARK,
+    MARK,
+    TAIL_BYTES,
+    Command,
+    CommandResult,
+    Sandbox,
+    SandboxError,
+    SandboxKind,
+    Spec,
+    kill_script,
+)
+
+# seconds after which E2B ends a sandbox that was not stopped
+_LIFETIME = 7200
+_SHORT_SECONDS = 60.0
+
+
+class E2BSandbox(Sandbox):
+    """See the module.
+
+    The image is an E2B template; None: E2B's base. ``options["lifetime"]`` is the number
+    of seconds after which E2B ends a sandbox that was not stopped (7200). Their package
+    reads its key from ``E2B_API_KEY``.
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        spec.limits.reject("E2B", "memory_mb", "cpus", "processes", "file_mb")
+        if spec.gateway is None:
+            raise SandboxError(
+                "an E2B sandbox cannot reach this machine: give the URL by which it "
+                "reaches the gateway"
+            )
+        if find_spec("e2b") is None:
+            raise SandboxError("e2b is not installed: pip install e2b")
+        lifetime = spec.options.get("lifetime", str(_LIFETIME))
+        if not lifetime.isdecimal() or int(lifetime) < 1:
+            raise SandboxError(f"lifetime = {lifetime!r} is not a number of seconds")
+        self._lifetime = int(lifetime)
+        # an optional package whose types are not available to type checkers
+        self._e2b: Any = importlib.import_module("e2b")
+        self._box: Any = None
+
+    def start(self) -> None:
+        """Ask for it."""
+        try:
+            self._box = self._e2b.Sandbox.create(
+                template=self.spec.image,
+                timeout=self._lifetime,
+                metadata={MARK: self.spec.name},
+                envs={MARK: self.spec.name, "HOME": "/home", "TMPDIR": "/tmp"},
+            )
+            self._bash("mkdir -p /home /tmp /work", _SHORT_SECONDS)
+        except self._e2b.SandboxException as error:
+            raise SandboxError(f"e2b: {error}") from error
+
+    def run(self, command: Command) -> CommandResult:
+        """Run one command in the sandbox; see `Sandbox.exec`."""
+        box = self._box
+        if box is None:
+            raise SandboxError("the sandbox was stopped")
+        token = secrets.token_hex(8)
+        given, out, err = (f"/tmp/.{token}.{name}" for name in ("in", "out", "err"))
+        first = "".join(f"{folder}:" for folder in self.spec.path)
+        script = (
+            f"PATH={shlex.quote(first)}$PATH; cd {shlex.quote(command.cwd or '/work')} && "
+            f"exec {shlex.join(command.arguments)} < {given} > {out} "
+            + ("2>&1" if command.log is not None else f"2> {err}")
+        )
+        try:
+            box.files.write(given, command.stdin, user="root")
+            env = {**command.env, COMMAND_MARK: token}
+            code = self._bash(script, command.timeout_s, env)
+            if code is None:
+                self._bash(kill_script(COMMAND_MARK, token), _SHORT_SECONDS)
+            output = bytes(box.files.read(out, format="bytes", user="root"))
+            if command.log is None:
+                errors = bytes(box.files.read(err, format="bytes", user="root"))
+                return CommandResult(code, output, errors)
+        except self._e2b.SandboxException as error:
+            raise SandboxError(f"e2b: {error}") from error
+        finally:
+            if self._box is not None:
+                self._bash(f"rm -f {given} {out} {err}", _SHORT_SECONDS)
+        command.log.write_bytes(output)
+        return CommandResult(code, output[-TAIL_BYTES:])
+
+    def stop(self) -> None:
+        """Give it back."""
+        box, self._box = self._box, None
+        if box is not None:
+            try:
+                box.kill()
+            except self._e2b.NotFoundException:
+                # its lifetime has ended
+                return
+
+    def _bash(
+        self, script: str, timeout_s: float, env: Mapping[str, str] | None = None
+    ) -> int | None:
+        """Run a script; return its exit code, or None if it timed out."""
+        try:
+            done = self._box.commands.run(
+                script, envs=dict(env or {}), user="root", timeout=math.ceil(timeout_s)
+            )
+        except self._e2b.TimeoutException:
+            return None
+        except self._e2b.CommandExitException as error:
+            done = error
+        code: int = done.exit_code
+        return code
+
+
+SANDBOX = SandboxKind(E2BSandbox, frozenset({"lifetime"}))

@@ -1,0 +1,81 @@
+"""The chat request that every protocol's request is translated to.
+
+Messages are canonical: they do not depend on the protocol, nor on whether they come from
+a client or are the gateway's own reply. So a reply that a client sends back equals the
+recorded one.
+
+- ``role`` is ``system``, ``user``, ``assistant`` or ``tool``; ``content`` is a string.
+- An assistant message may have ``reasoning_content`` and ``tool_calls`` in OpenAI's
+  format, with ``arguments`` as sampled JSON text. If text was sampled after a call,
+  ``sampled`` holds the reply after its reasoning unchanged. Only the gateway writes it
+  (`trajkit_shim.prompting.reply_matching`).
+- A tool message has ``tool_call_id``.
+- Fields without meaning to the model (cache hints, annotations, ...) are dropped.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from trajkit_shim.chat.sampling_params import SamplingParams
+from trajkit_shim.json_input import Json
+
+Images: TypeAlias = Literal["refuse", "omit"]
+
+OMITTED_IMAGE = "[image omitted]"
+"""Replaces an image with ``images="omit"``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOptions:
+    """How to read request parts that no model here supports."""
+
+    # refuse: reject with 400. omit: replace by `OMITTED_IMAGE`
+    images: Images = "refuse"
+
+
+DEFAULT_OPTIONS = ReadOptions()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """One request for an assistant message."""
+
+    # canonical, at least one
+    messages: list[Json]
+    # in OpenAI's format; None: no tool may be called
+    tools: list[Json] | None
+    sampling: SamplingParams
+    stream: bool
+    # end a stream with token counts (OpenAI Chat Completions)
+    include_usage: bool = False
+    # types of tools that only a provider can run; they are not shown to the model
+    left_out: tuple[str, ...] = ()
+    # the client's (namespace, name) of each tool whose name for the model combines both
+    # (OpenAI Responses)
+    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+
+def assistant_message(
+    content: str, reasoning: str = "", calls: Sequence[Json] = ()
+) -> Json:
+    """Return a canonical assistant message."""
+    message: Json = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [*calls]
+    return message
+
+
+def tool_call(call_id: str, name: str, arguments: str) -> Json:
+    """Return a tool call in OpenAI's format; ``arguments`` are JSON text."""
+    function: Json = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def function_tool(name: str, description: str | None, parameters: object) -> Json:
+    """Return a tool definition in OpenAI's format."""
+    fields = {"name": name, "description": description, "parameters": parameters}
+    function = {key: value for key, value in fields.items() if value is not None}
+    return {"type": "function", "function": function}

@@ -1,0 +1,108 @@
+"""Sampling parameters of a client's request or of a session."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from dataclasses import fields as fields_of
+from functools import partial
+from typing import TypeVar
+
+from trajkit_shim.json_input import (
+    Json,
+    as_integer,
+    as_list,
+    as_name,
+    as_number,
+    optional,
+    refuse,
+)
+
+T = TypeVar("T")
+
+NO_NAMES: Mapping[str, str | None] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Named sampling parameters. ``None``: not given."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop: tuple[str, ...] | None = None
+    seed: int | None = None
+    # engine-specific parameters; only in a session's pins
+    extra: Json = field(default_factory=dict)
+
+
+PIN_NAMES = tuple(f.name for f in fields_of(SamplingParams))
+PARAM_NAMES = (*PIN_NAMES[:-1], "max_completion_tokens")
+
+SHAPING = ("temperature", "top_p", "top_k")
+"""Parameters that shape the distribution that tokens are drawn from."""
+
+
+def parse_sampling(
+    body: Json, where: str = "", names: Mapping[str, str | None] = NO_NAMES
+) -> SamplingParams:
+    """Read the sampling parameters from the fields of ``body``, ignoring other fields.
+
+    Parameters
+    ----------
+    body : dict
+        A chat request, or the ``sampling`` object of a session.
+    where : str
+        Path of ``body`` in error messages; empty at the top level.
+    names : mapping of str to str or None, optional
+        Field names that differ from the parameter names; None: there is no such field.
+
+    Raises
+    ------
+    GatewayError
+        A parameter has the wrong type, is out of range, or contradicts another.
+    """
+
+    def read(name: str, reader: Callable[[object, str], T]) -> T | None:
+        field = names.get(name, name)
+        return None if field is None else optional(body, field, reader, where)
+
+    max_tokens = read("max_tokens", _positive)
+    longer = optional(body, "max_completion_tokens", _positive, where)
+    if longer is not None and max_tokens not in (None, longer):
+        refuse(
+            f"{where}.max_completion_tokens" if where else "max_completion_tokens",
+            f"{longer} contradicts max_tokens = {max_tokens}",
+        )
+    return SamplingParams(
+        max_tokens=longer if max_tokens is None else max_tokens,
+        temperature=read("temperature", partial(as_number, minimum=0.0, maximum=2.0)),
+        top_p=read("top_p", _top_p),
+        top_k=read("top_k", _top_k),
+        stop=read("stop", _stop),
+        seed=read("seed", partial(as_integer, minimum=-(2**63), maximum=2**63 - 1)),
+    )
+
+
+_positive = partial(as_integer, minimum=1)
+
+
+def _top_p(value: object, where: str) -> float:
+    number = as_number(value, where, minimum=0.0, maximum=1.0)
+    if number == 0:
+        refuse(where, "0 is not above 0")
+    return number
+
+
+def _top_k(value: object, where: str) -> int:
+    number = as_integer(value, where, minimum=-1)
+    if number == 0:
+        refuse(where, "0 leaves nothing to sample from; -1 removes the limit")
+    return number
+
+
+def _stop(value: object, where: str) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (as_name(value, where),)
+    return tuple(
+        as_name(item, f"{where}[{i}]") for i, item in enumerate(as_list(value, where))
+    )

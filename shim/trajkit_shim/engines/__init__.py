@@ -1,0 +1,1 @@
+"""The inference servers that the gateway can sample from."""

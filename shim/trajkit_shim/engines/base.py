@@ -1,0 +1,180 @@
+"""What the gateway needs from an inference engine: token ids in, token ids out.
+
+An engine sees ids and sampling parameters, but no text and no messages. The gateway
+tokenizes and detokenizes.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How to sample. ``None``: the engine's own default."""
+
+    max_new_tokens: int
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    # engine-specific parameters, passed on unchanged (regex, json_schema, ...)
+    extra: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpan:
+    """Output tokens ``start:stop`` were sampled with the weights ``version``."""
+
+    version: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Result of one engine call. ``None``: the engine does not report it."""
+
+    # shape (n_output,); includes a sampled stop token
+    output_ids: npt.NDArray[np.int32]
+    # shape (n_output,): log-probability of each output id under the distribution it was
+    # drawn from
+    output_logprobs: npt.NDArray[np.float32] | None
+    # the engine's own word: stop, length, abort, ...
+    finish_reason: str
+    weight_versions: tuple[WeightSpan, ...] = ()
+    # prompt tokens taken from the engine's prefix cache
+    cached_tokens: int | None = None
+    # the prompt that the engine consumed: its length, and its ids
+    prompt_tokens: int | None = None
+    prompt_ids: npt.NDArray[np.int32] | None = None
+    # shape (n_prompt + n_output - 1, n_layers, n_experts): of every token but the last
+    routed_experts: npt.NDArray[np.int16] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What stays the same between calls."""
+
+    model: str
+    # prompt ids must lie in [0, vocab_size)
+    vocab_size: int
+    # prompt and output together
+    max_context_tokens: int
+
+
+class Engine(Protocol):
+    """One inference engine. Implementations are safe for concurrent calls."""
+
+    async def info(self) -> EngineInfo: ...
+
+    async def generate(
+        self,
+        prompt_ids: npt.NDArray[np.int32],
+        sampling: Sampling,
+        *,
+        request_id: str,
+        session_id: str,
+    ) -> Sample:
+        """Draw one sample for one prompt.
+
+        Cancelling the awaiting task aborts the call at the engine.
+
+        Raises
+        ------
+        EngineError
+            400: the prompt or a parameter is invalid. 5xx: the engine failed.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+OnTokens: TypeAlias = Callable[[Sequence[int]], None]
+"""Receives new output ids."""
+
+
+@runtime_checkable
+class StreamingEngine(Engine, Protocol):
+    """An engine that can report output ids while it samples."""
+
+    async def stream(
+        self,
+        prompt_ids: npt.NDArray[np.int32],
+        sampling: Sampling,
+        *,
+        request_id: str,
+        session_id: str,
+        on_tokens: OnTokens,
+    ) -> Sample:
+        """Sample as `generate` does, and report the output ids as they come.
+
+        ``on_tokens`` is called on the event loop, with any number of ids at a time. All
+        reported ids together are a prefix of the sample's ``output_ids``.
+        """
+        ...
+
+
+@runtime_checkable
+class UpdatableEngine(Engine, Protocol):
+    """An engine whose weights can be changed while calls are running.
+
+    Each method raises `EngineError` if the engine fails.
+    """
+
+    async def pause(self) -> None:
+        """Stop sampling; running calls wait. Idempotent."""
+        ...
+
+    async def update_weights(self, path: str, version: str) -> None:
+        """Load a model directory's weights, while paused, and name them ``version``."""
+        ...
+
+    async def resume(self) -> None:
+        """Continue sampling. Idempotent."""
+        ...
+
+
+class GenerateBySample(ABC):
+    """Both `Engine.generate` and `StreamingEngine.stream` by one method."""
+
+    async def generate(
+        self,
+        prompt_ids: npt.NDArray[np.int32],
+        sampling: Sampling,
+        *,
+        request_id: str,
+        session_id: str,
+    ) -> Sample:
+        """See `Engine`."""
+        return await self._sample(prompt_ids, sampling, request_id, session_id, None)
+
+    async def stream(
+        self,
+        prompt_ids: npt.NDArray[np.int32],
+        sampling: Sampling,
+        *,
+        request_id: str,
+        session_id: str,
+        on_tokens: OnTokens,
+    ) -> Sample:
+        """See `StreamingEngine`."""
+        return await self._sample(
+            prompt_ids, sampling, request_id, session_id, on_tokens
+        )
+
+    @abstractmethod
+    async def _sample(
+        self,
+        prompt_ids: npt.NDArray[np.int32],
+        sampling: Sampling,
+        request_id: str,
+        session_id: str,
+        on_tokens: OnTokens | None,
+    ) -> Sample: ...

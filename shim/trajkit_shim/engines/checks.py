@@ -1,0 +1,127 @@
+"""Validates the prompts sent to an engine, and its samples."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from trajkit.turns.turn_rules import MAX_LOGPROB, not_logprobs
+from trajkit_shim.engines.base import EngineInfo, Sample
+from trajkit_shim.errors import EngineError
+
+
+class PromptError(EngineError):
+    """An invalid prompt, for which no engine call is made."""
+
+    def __init__(
+        self, message: str, code: str, overflow: tuple[int, int] | None = None
+    ) -> None:
+        super().__init__(message, 400)
+        self.code = code
+        self.overflow = overflow
+
+
+def check_prompt(prompt_ids: npt.NDArray[np.int32], info: EngineInfo) -> None:
+    """Reject a prompt that the engine cannot take.
+
+    Some engines do not check ids: an id outside the vocabulary makes them read past
+    their embedding table and crash, with every other call.
+
+    Raises
+    ------
+    PromptError
+        The prompt is empty, contains an id outside the vocabulary, or leaves no room in
+        the context for a reply.
+    """
+    if not len(prompt_ids):
+        raise PromptError("the prompt has no tokens", "empty_prompt")
+    wrong = np.flatnonzero((prompt_ids < 0) | (prompt_ids >= info.vocab_size))
+    if len(wrong):
+        index = int(wrong[0])
+        raise PromptError(
+            f"prompt_ids[{index}] = {prompt_ids[index]} is outside the vocabulary of "
+            f"{info.model!r}, [0, {info.vocab_size})",
+            "token_out_of_vocabulary",
+        )
+    if len(prompt_ids) >= info.max_context_tokens:
+        raise PromptError(
+            f"this model's maximum context length is {info.max_context_tokens} "
+            f"tokens; the messages and tools are {len(prompt_ids)} tokens and leave no "
+            "room for a reply",
+            "context_length_exceeded",
+            (len(prompt_ids), info.max_context_tokens),
+        )
+
+
+def check_consumed(prompt_ids: npt.NDArray[np.int32], sample: Sample) -> None:
+    """Raise `EngineError` if the engine reports a prompt other than the one sent."""
+    consumed = (
+        sample.prompt_tokens if sample.prompt_ids is None else len(sample.prompt_ids)
+    )
+    if consumed is not None and consumed != len(prompt_ids):
+        raise EngineError(
+            f"the engine consumed {consumed} prompt tokens but was given {len(prompt_ids)}"
+        )
+    if sample.prompt_ids is None:
+        return
+    wrong = np.flatnonzero(sample.prompt_ids != prompt_ids)
+    if len(wrong):
+        index = int(wrong[0])
+        raise EngineError(
+            f"the engine consumed {sample.prompt_ids[index]} as token {index} of the "
+            f"prompt but was given {prompt_ids[index]}"
+        )
+
+
+def check_streamed(ids: Sequence[int], info: EngineInfo) -> None:
+    """Raise `EngineError` for a streamed id outside the vocabulary."""
+    if ids and not 0 <= min(ids) <= max(ids) < info.vocab_size:
+        wrong = next(token for token in ids if not 0 <= token < info.vocab_size)
+        raise EngineError(
+            f"the engine's streamed id {wrong} is outside its vocabulary, "
+            f"[0, {info.vocab_size})"
+        )
+
+
+def check_sample(sample: Sample, info: EngineInfo) -> None:
+    """Reject a sample that cannot be correct.
+
+    Raises
+    ------
+    EngineError
+        An id is outside the vocabulary; the number of logprobs differs from that of ids;
+        a logprob is not finite, is above 0 by more than rounding, or is the -9999 that
+        some engines write for a missing one; or the weight versions do not exactly cover
+        the output.
+    """
+    ids, logprobs = sample.output_ids, sample.output_logprobs
+    wrong = np.flatnonzero((ids < 0) | (ids >= info.vocab_size))
+    if len(wrong):
+        index = int(wrong[0])
+        raise EngineError(
+            f"the engine's output_ids[{index}] = {ids[index]} is outside its vocabulary, "
+            f"[0, {info.vocab_size})"
+        )
+    if logprobs is not None:
+        if len(logprobs) != len(ids):
+            raise EngineError(
+                f"the engine gave {len(logprobs)} logprobs for {len(ids)} output ids"
+            )
+        wrong = np.flatnonzero(not_logprobs(logprobs) | (logprobs > MAX_LOGPROB))
+        if len(wrong):
+            index = int(wrong[0])
+            raise EngineError(
+                f"the engine's output_logprobs[{index}] = {logprobs[index]} is not a "
+                "log-probability"
+            )
+    covered = 0
+    for span in sample.weight_versions:
+        if span.start != covered or span.stop < span.start:
+            break
+        covered = span.stop
+    if sample.weight_versions and covered != len(ids):
+        spans = ", ".join(f"{s.start}:{s.stop}" for s in sample.weight_versions)
+        raise EngineError(
+            f"the engine's weight versions cover {spans} of {len(ids)} output ids: "
+            "they must cover each id once"
+        )

@@ -1,0 +1,66 @@
+"""Trains ``tokenizer.json``; run this file to write it again.
+
+It is a byte-level BPE tokenizer trained on the source text of Python's standard library.
+The file holds only the resulting merges. The same Python version gives an identical
+file; the shipped one was written with CPython 3.11.7 and tokenizers 0.23.3.
+
+    python -m trajkit_shim.engines.embedded.train_tokenizer [OUT]
+"""
+
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+VOCABULARY = 3000
+# their ids start at VOCABULARY, in this order
+CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+MARKUP = (
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+)
+
+
+def corpus() -> Iterator[str]:
+    """Yield every top-level module of the standard library, in order of their names."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(folder.glob("*.py")):
+        yield path.read_text(encoding="utf-8")
+
+
+def train(texts: Iterator[str]) -> Tokenizer:
+    """Return a byte-level BPE tokenizer of ``VOCABULARY`` tokens and the added ones.
+
+    Every byte is a token, so every text can be tokenized.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        max_token_length=16,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in CONTROL])
+    # not special: decoding with skip_special_tokens keeps them
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in MARKUP])
+    return tokenizer
+
+
+def main() -> None:
+    """Write the tokenizer to the given path, by default next to this file."""
+    default = Path(__file__).with_name("tokenizer.json")
+    out = Path(sys.argv[1]) if len(sys.argv) > 1 else default
+    out.write_text(train(corpus()).to_str(pretty=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,320 @@
+"""Inference servers reached with JSON over HTTP: requests, streams, errors."""
+
+import asyncio
+import contextlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, ClassVar, Protocol, cast
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+
+from trajkit_shim.engines.base import (
+    EngineInfo,
+    GenerateBySample,
+    OnTokens,
+    Sample,
+    Sampling,
+    WeightSpan,
+)
+from trajkit_shim.errors import EngineError
+from trajkit_shim.json_input import Json
+
+# A reply may take any time; a running server accepts a connection at once.
+_TIMEOUT = httpx.Timeout(None, connect=10.0)
+_NO_HEADERS: Mapping[str, str] = {}
+
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""Raised while reading a reply with missing, mistyped or too large fields."""
+
+
+class EngineServer:
+    """One server or router.
+
+    Parameters
+    ----------
+    name : str
+        Its name in error messages.
+    base_url : str
+        For example ``http://127.0.0.1:30000``.
+    client : httpx.AsyncClient, optional
+        Used instead of a new client; closed with this object.
+    """
+
+    def __init__(
+        self, name: str, base_url: str, client: httpx.AsyncClient | None = None
+    ) -> None:
+        self.name = name
+        self._base_url = base_url.rstrip("/")
+        # sessions bound the number of concurrent calls, so the pool does not
+        self.client = client or httpx.AsyncClient(
+            timeout=_TIMEOUT, limits=httpx.Limits(max_connections=None), trust_env=False
+        )
+
+    async def get(self, path: str) -> Json:
+        """Return the JSON object at a path.
+
+        Raises
+        ------
+        EngineError
+            400: the server rejects the request. 5xx: it fails, cannot be reached, or
+            does not return an object.
+        """
+        return await self._request("GET", path, None, _NO_HEADERS)
+
+    async def post(
+        self, path: str, body: Json, headers: Mapping[str, str] = _NO_HEADERS
+    ) -> Json:
+        """Send a request and return the JSON object of its answer; raises as `get`."""
+        return await self._request("POST", path, body, headers)
+
+    async def events(
+        self, path: str, body: Json, headers: Mapping[str, str] = _NO_HEADERS
+    ) -> AsyncIterator[Json]:
+        """Yield the objects of a server-sent event stream, up to ``[DONE]``.
+
+        Raises
+        ------
+        EngineError
+            As `get`; or an event reports an error, or the stream ends early.
+        """
+        ended = False
+        try:
+            async with self.client.stream(
+                "POST", self._base_url + path, json=body, headers=headers
+            ) as response:
+                if response.status_code >= 400:
+                    await response.aread()
+                    raise self._refusal(response)
+                async for line in response.aiter_lines():
+                    if not line.startswith("data:"):
+                        continue
+                    data = line.removeprefix("data:").strip()
+                    if data == "[DONE]":
+                        ended = True
+                        break
+                    yield self._event(path, data)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        if not ended:
+            raise EngineError(f"{path} of the {self.name} server broke off its stream")
+
+    async def notify(self, path: str, body: Json) -> None:
+        """Send a request whose answer does not matter; ignore connection failures."""
+        with contextlib.suppress(httpx.HTTPError):
+            await self.client.post(self._base_url + path, json=body, timeout=5.0)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self.client.aclose()
+
+    async def _request(
+        self, method: str, path: str, body: Json | None, headers: Mapping[str, str]
+    ) -> Json:
+        try:
+            response = await self.client.request(
+                method, self._base_url + path, json=body, headers=headers
+            )
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        if response.status_code >= 400:
+            raise self._refusal(response)
+        return self._object(path, response.text)
+
+    def _event(self, path: str, data: str) -> Json:
+        value = self._object(path, data)
+        if value.get("error") is not None:
+            raise self._error(502, _error_message(value) or data[:400])
+        return value
+
+    def _object(self, path: str, text: str) -> Json:
+        try:
+            value = json.loads(text)
+        except ValueError as error:
+            raise EngineError(f"{path} of the {self.name} server: {error}") from error
+        if not isinstance(value, dict):
+            raise EngineError(
+                f"{path} of the {self.name} server gave no object: {value!r}"
+            )
+        return value
+
+    def _unreachable(self, error: httpx.HTTPError) -> EngineError:
+        return EngineError(
+            f"the {self.name} server at {self._base_url} cannot be reached: "
+            f"{type(error).__name__}: {error}"
+        )
+
+    def _refusal(self, response: httpx.Response) -> EngineError:
+        try:
+            message = _error_message(response.json())
+        except ValueError:
+            message = None
+        return self._error(response.status_code, message or response.text[:400])
+
+    def _error(self, status: int, message: str) -> EngineError:
+        # only a bad request is the client's fault
+        shown = {400: 400, 413: 400, 422: 400, 429: 503, 503: 503}.get(status, 502)
+        text = f"the {self.name} server answered {status}: {message}"
+        return EngineError(text, shown)
+
+
+def _error_message(value: object) -> str | None:
+    error = value.get("error") if isinstance(value, dict) else None
+    message = error.get("message") if isinstance(error, dict) else error
+    return message if isinstance(message, str) else None
+
+
+class StreamedReply(Protocol):
+    """The events of one streamed reply, joined into the reply they add up to."""
+
+    reply: Json
+
+    def add(self, event: Mapping[str, Any]) -> list[int]:
+        """Add an event and return its new output ids; raise `EngineError` if invalid."""
+        ...
+
+
+class HttpEngine(GenerateBySample, ABC):
+    """What the engines on an HTTP server have in common.
+
+    Parameters
+    ----------
+    base_url : str
+        Server or router, for example ``http://127.0.0.1:30000``.
+    vocab_size : int
+        Of the model (`engines.model_config.vocab_size`). The servers do not report it,
+        and an id outside it can crash them.
+    max_context_tokens : int, optional
+        Default: the length that the server reports.
+    client : httpx.AsyncClient, optional
+        Used instead of a new client; closed with the engine.
+    """
+
+    server_name: ClassVar[str]
+    generate_path: ClassVar[str]
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        vocab_size: int,
+        max_context_tokens: int | None = None,
+        client: httpx.AsyncClient | None = None,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._max_context_tokens = max_context_tokens
+        self._server = EngineServer(self.server_name, base_url, client)
+        self._info: EngineInfo | None = None
+
+    async def info(self) -> EngineInfo:
+        """Model name, vocabulary size and context length; requested once."""
+        if self._info is None:
+            self._info = await self._read_info()
+        return self._info
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._server.close()
+
+    @abstractmethod
+    async def _read_info(self) -> EngineInfo: ...
+
+    async def _served_model(self) -> tuple[str, int]:
+        """Name and context length of the model in ``/v1/models``."""
+        served = await self._server.get("/v1/models")
+        try:
+            model = cast(Any, served)["data"][0]
+            context = self._max_context_tokens or int(model["max_model_len"])
+            return str(model["id"]), context
+        except (LookupError, TypeError, ValueError) as error:
+            raise EngineError(
+                f"/v1/models of the {self.server_name} server has no max_model_len: "
+                f"{served!r}"
+            ) from error
+
+    async def _exchange(
+        self,
+        request: Json,
+        headers: Mapping[str, str],
+        streamed: StreamedReply,
+        on_tokens: OnTokens | None,
+        abort: tuple[str, Json],
+    ) -> Json:
+        """Send a generate request and return its reply.
+
+        If the call fails or is cancelled, ``abort`` (path and body) is sent, because the
+        server would continue to sample.
+        """
+        try:
+            if on_tokens is None:
+                return await self._server.post(self.generate_path, request, headers)
+            async for event in self._server.events(
+                self.generate_path, {**request, "stream": True}, headers
+            ):
+                on_tokens(streamed.add(event))
+            return streamed.reply
+        except (asyncio.CancelledError, EngineError):
+            await asyncio.shield(self._server.notify(*abort))
+            raise
+
+
+def unreadable(server: str, what: str, error: Exception) -> EngineError:
+    """Return the error for a reply, or part of one, that raised `UNREADABLE`."""
+    return EngineError(
+        f"the {server} server's {what} cannot be read: {type(error).__name__}: {error}"
+    )
+
+
+def sampling_fields(sampling: Sampling, names: Mapping[str, str]) -> Json:
+    """Return the parameters that are set, under the names of a server's API."""
+    values = {
+        "max_new_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "stop": list(sampling.stop) or None,
+        "stop_token_ids": list(sampling.stop_token_ids) or None,
+        "seed": sampling.seed,
+    }
+    return {
+        names.get(name, name): value
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def make_sample(
+    server: str,
+    ids: list[int],
+    logprobs: list[float],
+    finish_reason: str,
+    weight_versions: tuple[WeightSpan, ...],
+    *,
+    aligned: bool,
+    cached_tokens: object,
+    prompt_tokens: object,
+    prompt_ids: npt.NDArray[np.int32] | None = None,
+) -> Sample:
+    """Build a sample from the fields of a reply.
+
+    Raises
+    ------
+    EngineError
+        The logprobs are not those of the output ids (``aligned`` is false).
+    """
+    if not aligned:
+        raise EngineError(
+            f"the {server} server gave logprobs of {len(logprobs)} tokens for "
+            f"{len(ids)} output ids, or of other tokens"
+        )
+    return Sample(
+        output_ids=np.array(ids, np.int32),
+        output_logprobs=np.array(logprobs, np.float32),
+        finish_reason=finish_reason,
+        weight_versions=weight_versions,
+        cached_tokens=cached_tokens if isinstance(cached_tokens, int) else None,
+        prompt_tokens=prompt_tokens if isinstance(prompt_tokens, int) else None,
+        prompt_ids=prompt_ids,
+    )

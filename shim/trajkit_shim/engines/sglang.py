@@ -1,0 +1,278 @@
+"""SGLang's native HTTP API as an engine: ``POST /generate`` with token ids both ways.
+
+Field names and behaviour as of SGLang 0.5.23.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+
+from trajkit_shim.engines.base import EngineInfo, OnTokens, Sample, Sampling, WeightSpan
+from trajkit_shim.engines.checks import check_prompt
+from trajkit_shim.engines.http import (
+    UNREADABLE,
+    HttpEngine,
+    make_sample,
+    sampling_fields,
+    unreadable,
+)
+from trajkit_shim.engines.routed_experts import read_experts
+from trajkit_shim.errors import EngineError
+from trajkit_shim.json_input import Json
+
+# return exactly what was sampled: no text is trimmed, joined or removed
+_AS_SAMPLED: Json = {
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+    "no_stop_trim": True,
+}
+# Tokens per stream event. If each event repeats all earlier ones, the number of events
+# is bounded instead, or a long reply would consist mostly of repetitions.
+_TOKENS_PER_EVENT = 8
+_REPEATING_EVENTS = 128
+
+
+class SGLangEngine(HttpEngine):
+    """One SGLang server or router.
+
+    Logprobs are those of the distribution that was sampled from. If the sampling
+    parameters cut off its tail, the server is asked for the logprobs after the cut.
+
+    Parameters
+    ----------
+    base_url, vocab_size, max_context_tokens, client
+        See `HttpEngine`.
+    check_prompts : bool
+        Have the server return each prompt, and compare it with what was sent. The
+        number of prompt tokens is always compared.
+    experts_per_token : int, optional
+        Have the server return the experts each token was routed to, this many per layer
+        (`engines.routed_experts.experts_per_token`).
+    """
+
+    server_name = "SGLang"
+    generate_path = "/generate"
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        vocab_size: int,
+        max_context_tokens: int | None = None,
+        check_prompts: bool = False,
+        experts_per_token: int | None = None,
+        client: httpx.AsyncClient | None = None,
+    ) -> None:
+        super().__init__(
+            base_url,
+            vocab_size=vocab_size,
+            max_context_tokens=max_context_tokens,
+            client=client,
+        )
+        self._check_prompts = check_prompts
+        self._experts_per_token = experts_per_token
+        self._preferred: Json = {}
+        self._incremental: bool | None = None
+
+    async def pause(self) -> None:
+        """Stop sampling. Running calls lose their cache and continue after `resume`."""
+        await self._server.post("/pause_generation", {"mode": "retract"})
+
+    async def update_weights(self, path: str, version: str) -> None:
+        """Load weights from a directory that the server can read."""
+        answer = await self._server.post(
+            "/update_weights_from_disk",
+            {"model_path": path, "weight_version": version, "flush_cache": True},
+        )
+        if answer.get("success") is not True:
+            raise EngineError(
+                f"the SGLang server did not load the weights of {path!r}: "
+                f"{answer.get('message')}"
+            )
+
+    async def resume(self) -> None:
+        """Continue sampling."""
+        await self._server.post("/continue_generation", {})
+
+    async def _read_info(self) -> EngineInfo:
+        model = await self._server.get("/model_info")
+        preferred = model.get("preferred_sampling_params")
+        self._preferred = preferred if isinstance(preferred, dict) else {}
+        context = self._max_context_tokens
+        if context is None:
+            _, context = await self._served_model()
+        return EngineInfo(
+            model=str(model.get("served_model_name") or model.get("model_path")),
+            vocab_size=self._vocab_size,
+            max_context_tokens=context,
+        )
+
+    async def _sample(
+        self,
+        prompt_ids: npt.NDArray[np.int32],
+        sampling: Sampling,
+        request_id: str,
+        session_id: str,
+        on_tokens: OnTokens | None,
+    ) -> Sample:
+        info = await self.info()
+        check_prompt(prompt_ids, info)
+        params = _sampling_params(sampling)
+        cut = _cuts_the_tail({**self._preferred, **params})
+        request: Json = {
+            "rid": request_id,
+            "input_ids": prompt_ids.tolist(),
+            "sampling_params": params,
+            "return_logprob": True,
+        }
+        if cut:
+            request["return_sampling_mask"] = True
+        if self._check_prompts:
+            request["return_prompt_token_ids"] = True
+        if self._experts_per_token is not None:
+            request["return_routed_experts"] = True
+        if on_tokens is not None:
+            interval = await self._stream_interval(sampling.max_new_tokens)
+            params.setdefault("stream_interval", interval)
+        reply = await self._exchange(
+            request,
+            # lets a router keep a session on one prefix cache
+            {"X-SMG-Routing-Key": session_id},
+            StreamedReply(),
+            on_tokens,
+            ("/abort_request", {"rid": request_id}),
+        )
+        sample = read_sample(reply, sampling_logprobs=cut)
+        if self._experts_per_token is None:
+            return sample
+        packed = cast("Mapping[str, object]", reply["meta_info"]).get("routed_experts")
+        n_tokens = len(prompt_ids) + len(sample.output_ids)
+        # about ten million numbers for a long call
+        experts = await asyncio.to_thread(
+            read_experts, packed, n_tokens, self._experts_per_token
+        )
+        return replace(sample, routed_experts=experts)
+
+    async def _stream_interval(self, max_tokens: int) -> int:
+        """Tokens per event of a reply of up to ``max_tokens``."""
+        if self._incremental is None:
+            try:
+                info = await self._server.get("/server_info")
+            except EngineError:
+                # a router may not have this path
+                info = {}
+            self._incremental = info.get("incremental_streaming_output") is True
+        if self._incremental:
+            return _TOKENS_PER_EVENT
+        return max(_TOKENS_PER_EVENT, max_tokens // _REPEATING_EVENTS)
+
+
+class StreamedReply:
+    """See `engines.http.StreamedReply`.
+
+    An event holds everything sampled so far or, with
+    ``--incremental-streaming-output``, only what is new; the total token count
+    distinguishes the two.
+    """
+
+    # lists with one element per output token
+    _LISTS = ("output_token_logprobs", "output_token_sampling_logprobs")
+
+    def __init__(self) -> None:
+        self.reply: Json = {}
+        self._ids: list[int] = []
+        self._per_token: dict[str, list[Any]] = {}
+
+    def add(self, event: Mapping[str, Any]) -> list[int]:
+        """Add an event and return its new output ids."""
+        try:
+            meta = dict(event["meta_info"])
+            ids = [int(token) for token in event["output_ids"]]
+            total = int(meta["completion_tokens"])
+            known = len(self._ids)
+            repeats = len(ids) == total
+            if not repeats and known + len(ids) != total:
+                raise ValueError(f"{len(ids)} ids after {known}, and {total} in all")
+            for name in self._LISTS:
+                if name in meta:
+                    before = [] if repeats else self._per_token.get(name, [])
+                    self._per_token[name] = meta[name] = before + list(meta[name])
+        except UNREADABLE as error:
+            raise unreadable("SGLang", "stream of /generate", error) from error
+        if repeats and ids[:known] != self._ids:
+            raise EngineError("the SGLang server's stream changed ids it already sent")
+        self._ids = ids if repeats else self._ids + ids
+        self.reply = {**event, "output_ids": self._ids, "meta_info": meta}
+        return self._ids[known:]
+
+
+def read_sample(reply: Mapping[str, Any], *, sampling_logprobs: bool) -> Sample:
+    """Read the sample from a reply of ``/generate``.
+
+    Parameters
+    ----------
+    reply : dict
+        The reply's JSON.
+    sampling_logprobs : bool
+        Take the logprobs after the distribution's tail was cut off, which a request
+        with ``return_sampling_mask`` returns.
+
+    Raises
+    ------
+    EngineError
+        A field is missing or has the wrong type, or ids and logprobs do not agree.
+    """
+    try:
+        meta = reply["meta_info"]
+        ids = np.array([int(token) for token in reply["output_ids"]], np.int32).tolist()
+        scored = [
+            (float(pair[0]), int(pair[1])) for pair in meta["output_token_logprobs"]
+        ]
+        if sampling_logprobs:
+            logprobs = [float(x) for x in meta["output_token_sampling_logprobs"]]
+        else:
+            logprobs = [logprob for logprob, _ in scored]
+        finish = str(meta["finish_reason"]["type"])
+        spans = tuple(
+            WeightSpan(str(span["version"]), int(span["start"]), int(span["end"]))
+            for span in meta.get("weight_versions") or ()
+        )
+        cached, prompt_tokens = meta.get("cached_tokens"), meta.get("prompt_tokens")
+        consumed = reply.get("prompt_token_ids")
+        if consumed is not None:
+            consumed = np.array([int(token) for token in consumed], np.int32)
+    except UNREADABLE as error:
+        raise unreadable("SGLang", "reply to /generate", error) from error
+    return make_sample(
+        "SGLang",
+        ids,
+        logprobs,
+        finish,
+        spans,
+        aligned=[token for _, token in scored] == ids,
+        cached_tokens=cached,
+        prompt_tokens=prompt_tokens,
+        prompt_ids=consumed,
+    )
+
+
+def _sampling_params(sampling: Sampling) -> Json:
+    named = sampling_fields(sampling, {"seed": "sampling_seed"})
+    return {**sampling.extra, **named, **_AS_SAMPLED}
+
+
+def _cuts_the_tail(params: Json) -> bool:
+    """Whether some tokens cannot be sampled that the plain logprobs include."""
+    top_k = params.get("top_k", -1)
+    return (
+        params.get("temperature") == 0
+        or params.get("top_p", 1.0) != 1.0
+        or params.get("min_p", 0.0) != 0.0
+        # SGLang's own "no limit" is 2**30
+        or (isinstance(top_k, int) and 0 < top_k < 2**30)
+    )

@@ -1,0 +1,233 @@
+"""vLLM's token-level HTTP API as an engine: ``POST /inference/v1/generate``.
+
+Start the server with ``--enable-scale-out`` or ``--tokens-only``, which add the
+endpoint, and with ``--logprobs-mode processed_logprobs``. Without the latter the
+logprobs are those of the model's distribution before temperature, ``top_p`` and so on,
+which is not what was sampled from. The engine samples once to find out which of the two
+the server returns. Field names and behaviour as of vLLM 0.33.
+"""
+
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajkit_shim.engines.base import EngineInfo, OnTokens, Sample, Sampling, WeightSpan
+from trajkit_shim.engines.checks import check_prompt
+from trajkit_shim.engines.http import (
+    UNREADABLE,
+    HttpEngine,
+    make_sample,
+    sampling_fields,
+    unreadable,
+)
+from trajkit_shim.errors import EngineError
+from trajkit_shim.json_input import Json
+
+_GENERATE = "/inference/v1/generate"
+# return exactly what was sampled, with its logprob
+_AS_SAMPLED: Json = {
+    "n": 1,
+    "logprobs": 0,
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+    "include_stop_str_in_output": True,
+}
+# what vLLM writes for a logprob of minus infinity, and for a missing one
+_NO_LOGPROB = -9999.0
+# explicit, so that none of these comes from the model's generation config
+_UNSHAPED: Json = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+# other SamplingParams that change the distribution, with their neutral values
+_SHAPING = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "bad_words": None,
+    "structured_outputs": None,
+    "min_tokens": 0,
+}
+
+
+class VLLMEngine(HttpEngine):
+    """One vLLM server or router; for the parameters see `HttpEngine`.
+
+    Logprobs are those of the distribution that was sampled from. A greedy call is sent
+    with ``top_k`` 1, for which vLLM returns them. A call that shapes the distribution is
+    rejected with status 400 if the server returns the logprobs from before shaping.
+    """
+
+    server_name = "vLLM"
+    generate_path = _GENERATE
+    _processed: bool | None = None
+
+    async def _read_info(self) -> EngineInfo:
+        name, context = await self._served_model()
+        return EngineInfo(
+            model=name, vocab_size=self._vocab_size, max_context_tokens=context
+        )
+
+    async def _sample(
+        self,
+        prompt_ids: npt.NDArray[np.int32],
+        sampling: Sampling,
+        request_id: str,
+        session_id: str,
+        on_tokens: OnTokens | None,
+    ) -> Sample:
+        info = await self.info()
+        check_prompt(prompt_ids, info)
+        params = _sampling_params(sampling)
+        shapes = _shapes(params)
+        if shapes and not await self._gives_processed(prompt_ids, session_id):
+            raise EngineError(
+                f"{', '.join(shapes)} change the distribution, and the vLLM server "
+                "returns the logprobs from before that: start it with "
+                "--logprobs-mode processed_logprobs",
+                400,
+            )
+        return read_sample(
+            await self._call(prompt_ids, params, request_id, session_id, on_tokens)
+        )
+
+    async def _gives_processed(
+        self, prompt_ids: npt.NDArray[np.int32], session_id: str
+    ) -> bool:
+        """Whether the logprobs are those after ``top_k`` and so on; found out once.
+
+        With ``top_k`` 1 the second best token then has no logprob.
+        """
+        if self._processed is None:
+            only = {**_AS_SAMPLED, **_UNSHAPED, "top_k": 1, "max_tokens": 1}
+            reply = await self._call(
+                prompt_ids, {**only, "logprobs": 2}, uuid.uuid4().hex, session_id, None
+            )
+            self._processed = _only_one(reply)
+        return self._processed
+
+    async def _call(
+        self,
+        prompt_ids: npt.NDArray[np.int32],
+        params: Json,
+        request_id: str,
+        session_id: str,
+        on_tokens: OnTokens | None,
+    ) -> Json:
+        request: Json = {
+            "request_id": request_id,
+            "token_ids": prompt_ids.tolist(),
+            "sampling_params": params,
+        }
+        if on_tokens is not None:
+            request["stream_options"] = {"include_usage": True}
+        return await self._exchange(
+            request,
+            # for routers: a session stays on one prefix cache, a request keeps its id
+            {"X-Session-ID": session_id, "X-Request-Id": request_id},
+            StreamedReply(),
+            on_tokens,
+            # needed if a proxy keeps the connection to the server open
+            ("/abort_requests", {"request_ids": [f"generate-tokens-{request_id}"]}),
+        )
+
+
+def _only_one(reply: Mapping[str, Any]) -> bool:
+    """Whether only the sampled one of the two best tokens has a logprob."""
+    sample = read_sample(reply)
+    try:
+        (token,) = sample.output_ids.tolist()
+        (scored,) = reply["choices"][0]["logprobs"]["content"]
+        others = [
+            float(best["logprob"])
+            for best in scored["top_logprobs"]
+            if best["token"] != f"token_id:{token}"
+        ]
+    except UNREADABLE as error:
+        raise unreadable("vLLM", f"two best tokens of {_GENERATE}", error) from error
+    return bool(others) and all(logprob <= _NO_LOGPROB for logprob in others)
+
+
+def read_sample(reply: Mapping[str, Any]) -> Sample:
+    """Read the sample from a reply of ``/inference/v1/generate``.
+
+    Raises
+    ------
+    EngineError
+        A field is missing or has the wrong type, or ids and logprobs do not agree.
+    """
+    try:
+        (choice,) = reply["choices"]
+        ids = np.array([int(t) for t in choice["token_ids"]], np.int32).tolist()
+        scored = choice["logprobs"]["content"]
+        logprobs = [float(item["logprob"]) for item in scored]
+        labels = [str(item["token"]) for item in scored]
+        finish = choice["finish_reason"]
+        if not isinstance(finish, str):
+            # a stream ended before the reply did
+            raise TypeError(f"finish_reason is {finish!r}")
+        usage = reply.get("usage") or {}
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        prompt_tokens = usage.get("prompt_tokens")
+        version = reply.get("weight_version")
+    except UNREADABLE as error:
+        raise unreadable("vLLM", f"reply to {_GENERATE}", error) from error
+    spans = () if version is None else (WeightSpan(str(version), 0, len(ids)),)
+    return make_sample(
+        "vLLM",
+        ids,
+        logprobs,
+        finish,
+        spans,
+        aligned=labels == [f"token_id:{token}" for token in ids],
+        cached_tokens=cached,
+        prompt_tokens=prompt_tokens,
+    )
+
+
+class StreamedReply:
+    """See `engines.http.StreamedReply`. Each event holds only what is new."""
+
+    def __init__(self) -> None:
+        self._choice: Json = {"finish_reason": None}
+        self._ids: list[int] = []
+        self._scored: list[object] = []
+        self.reply: Json = {"choices": [self._choice]}
+
+    def add(self, event: Mapping[str, Any]) -> list[int]:
+        """Add an event and return its new output ids."""
+        new: list[int] = []
+        try:
+            for choice in event["choices"]:
+                new += [int(token) for token in choice["token_ids"] or ()]
+                self._scored += (choice.get("logprobs") or {}).get("content") or ()
+                if choice.get("finish_reason") is not None:
+                    self._choice["finish_reason"] = choice["finish_reason"]
+        except UNREADABLE as error:
+            raise unreadable("vLLM", f"stream of {_GENERATE}", error) from error
+        self._ids += new
+        self._choice |= {"token_ids": self._ids, "logprobs": {"content": self._scored}}
+        self.reply |= {
+            name: event[name] for name in ("usage", "weight_version") if name in event
+        }
+        return new
+
+
+def _sampling_params(sampling: Sampling) -> Json:
+    named = sampling_fields(sampling, {"max_new_tokens": "max_tokens"})
+    params = {**_UNSHAPED, **sampling.extra, **named, **_AS_SAMPLED}
+    if params["temperature"] == 0:
+        params |= {"temperature": 1.0, "top_p": 1.0, "top_k": 1}
+    return params
+
+
+def _shapes(params: Json) -> list[str]:
+    """Names of the parameters that change the distribution."""
+    neutral = {**_UNSHAPED, **_SHAPING}
+    return [
+        name
+        for name, value in neutral.items()
+        if params.get(name, value) not in (value, *((0,) if name == "top_k" else ()))
+    ]

@@ -1,0 +1,207 @@
+"""Validates JSON from clients; each error names the path, the value and the rule."""
+
+import json
+import math
+import re
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from typing import NoReturn, TypeAlias, TypeVar
+
+from trajkit_shim.errors import GatewayError
+
+Json: TypeAlias = dict[str, object]
+T = TypeVar("T")
+
+# code that walks a body may recurse
+MAX_DEPTH = 100
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def refuse(where: str, rule: str, *, code: str | None = None) -> NoReturn:
+    """Raise a 400 that names the parameter ``where`` and the violated rule."""
+    raise GatewayError(f"{where}: {rule}", code=code, param=where)
+
+
+async def read_body(chunks: AsyncIterator[bytes], max_bytes: int) -> bytes:
+    """Return a request's body; raise a 413 once it is longer than ``max_bytes``."""
+    body = bytearray()
+    async for chunk in chunks:
+        body += chunk
+        if len(body) > max_bytes:
+            raise GatewayError(
+                f"the body is longer than {max_bytes} bytes", 413, code="body_too_long"
+            )
+    return bytes(body)
+
+
+def parse_object(body: bytes) -> Json:
+    """Return the JSON object in a request body.
+
+    Raises
+    ------
+    GatewayError
+        The body is not UTF-8, not JSON, not an object, nested too deep, or contains NaN,
+        an infinity or half of a surrogate pair.
+    """
+    try:
+        value = json.loads(
+            body.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite
+        )
+    except ValueError as error:
+        raise GatewayError(f"the body is not JSON: {error}") from error
+    except RecursionError as error:
+        raise GatewayError("the body is nested too deep") from error
+    if _SURROGATE.search(body):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise GatewayError(
+                "the body contains half of a surrogate pair, which has no UTF-8"
+            ) from error
+    if not isinstance(value, dict):
+        raise GatewayError(f"the body is {_kind(value)}, not a JSON object")
+    _check_depth(value)
+    return value
+
+
+def _check_depth(value: Json) -> None:
+    level: list[dict[str, object] | list[object]]
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            item
+            for outer in level
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(item, (dict, list))
+        ]
+        if not level:
+            return
+    raise GatewayError(f"the body is nested deeper than {MAX_DEPTH} levels")
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise GatewayError(f"the body is not JSON: it contains {name}")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise GatewayError(f"the body contains {text[:40]}, too large for a double")
+    return number
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "null"
+    names = {bool: "a boolean", str: "a string", dict: "an object", list: "a list"}
+    return names.get(type(value), "a number")
+
+
+def as_object(value: object, where: str) -> Json:
+    """Return ``value`` if it is a JSON object, else raise a 400, as all below do."""
+    if not isinstance(value, dict):
+        refuse(where, f"{_kind(value)}, not an object")
+    return value
+
+
+def as_list(value: object, where: str) -> list[object]:
+    """Return ``value`` if it is a JSON list."""
+    if not isinstance(value, list):
+        refuse(where, f"{_kind(value)}, not a list")
+    return value
+
+
+def as_text(value: object, where: str) -> str:
+    """Return ``value`` if it is a string."""
+    if not isinstance(value, str):
+        refuse(where, f"{_kind(value)}, not a string")
+    return value
+
+
+def as_name(value: object, where: str) -> str:
+    """Return ``value`` if it is a non-empty string."""
+    text = as_text(value, where)
+    if not text:
+        refuse(where, "an empty string")
+    return text
+
+
+def as_flag(value: object, where: str) -> bool:
+    """Return ``value`` if it is a boolean."""
+    if not isinstance(value, bool):
+        refuse(where, f"{_kind(value)}, not a boolean")
+    return value
+
+
+def as_integer(
+    value: object, where: str, *, minimum: int, maximum: int = 2**31 - 1
+) -> int:
+    """Return ``value`` if it is an integer in ``[least, most]``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        refuse(
+            where,
+            f"{value if isinstance(value, float) else _kind(value)}, not an integer",
+        )
+    if not minimum <= value <= maximum:
+        refuse(where, f"{value} is not in [{minimum}, {maximum}]")
+    return value
+
+
+def as_number(value: object, where: str, *, minimum: float, maximum: float) -> float:
+    """Return ``value`` if it is a finite number in ``[least, most]``."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        refuse(where, f"{_kind(value)}, not a number")
+    try:
+        number = float(value)
+    # an integer too large for a double
+    except OverflowError:
+        number = math.inf
+    if not (math.isfinite(number) and minimum <= number <= maximum):
+        refuse(where, f"{number} is not in [{minimum:g}, {maximum:g}]")
+    return number
+
+
+def only(fields: Json, known: Collection[str], where: str) -> None:
+    """Reject a field that is neither null nor one of ``known``.
+
+    ``where`` is the path of ``fields``, empty at the top level.
+    """
+    for name, value in fields.items():
+        if value is not None and name not in known:
+            refuse(
+                f"{where}.{name}" if where else name,
+                "not supported by this gateway",
+                code="unsupported_parameter",
+            )
+
+
+def field(fields: Json, name: str, read: Callable[[object, str], T], where: str) -> T:
+    """Return a required field, read with one of the functions above."""
+    return read(fields.get(name), f"{where}.{name}" if where else name)
+
+
+def optional(
+    fields: Json, name: str, read: Callable[[object, str], T], where: str = ""
+) -> T | None:
+    """Return a field as `field` does, or None if it is missing or null."""
+    return None if fields.get(name) is None else field(fields, name, read, where)
+
+
+def objects(value: object, where: str) -> Iterator[tuple[Json, str]]:
+    """Yield the objects of a list, each with its path; a null is an empty list."""
+    for i, item in enumerate(as_list([] if value is None else value, where)):
+        yield as_object(item, f"{where}[{i}]"), f"{where}[{i}]"
+
+
+def only_neutral(fields: Json, neutral: Mapping[str, object], where: str = "") -> None:
+    """Reject fields whose value has an effect: other than null and the neutral one."""
+    for name, value in neutral.items():
+        given = fields.get(name)
+        # 0 and false are equal in Python but not in JSON
+        same = given == value and isinstance(given, bool) is isinstance(value, bool)
+        if given is not None and not same:
+            refuse(
+                f"{where}.{name}" if where else name,
+                f"{given!r} is not supported",
+                code="unsupported_value",
+            )

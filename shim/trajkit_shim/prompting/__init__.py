@@ -1,0 +1,1 @@
+"""From a chat request to prompt ids."""

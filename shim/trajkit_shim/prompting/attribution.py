@@ -1,0 +1,231 @@
+"""Which message each token of a rendered prompt belongs to.
+
+The request is rendered again with a mark before and after the content of each message.
+If removing the marks yields exactly the same prompt, they give the exact position of
+each content, and the tokenizer's offsets give its tokens. Otherwise (a template may
+inspect what it renders) the prompt gets no attribution.
+"""
+
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from trajkit_shim.json_input import Json
+
+Ids: TypeAlias = npt.NDArray[np.int32]
+Bools: TypeAlias = npt.NDArray[np.bool_]
+Spans: TypeAlias = list[tuple[int, int, int]]
+"""(message, start, stop) of each content in a text."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attribution:
+    """The columns ``prompt_message_index`` and ``prompt_is_content`` of one turn.
+
+    A token has an index if it lies completely within a message's content. Other tokens
+    are structure (-1), and so are tokens of replies that appear in the prompt otherwise
+    than they would be rendered.
+    """
+
+    # int32, shape (n_prompt,)
+    message_index: Ids
+    # shape (n_prompt,)
+    is_content: Bools
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """A text's ids, and the characters each of them covers."""
+
+    ids: Ids
+    # shape (n_ids,): characters starts[i]:stops[i]
+    starts: npt.NDArray[np.int64]
+    stops: npt.NDArray[np.int64]
+
+
+def attribute(
+    messages: list[Json],
+    prompt_ids: Ids,
+    *,
+    text_of: Callable[[list[Json]], str],
+    encode: Callable[[str], Encoded],
+    special: list[int],
+) -> Attribution | None:
+    """Return the attribution of a prompt, or None if it cannot be determined exactly.
+
+    Parameters
+    ----------
+    messages : list of dict
+        Canonical chat messages.
+    prompt_ids : ndarray of int32, shape (n_prompt,)
+        The ids that the engine consumed for them.
+    text_of : callable
+        Renders messages as text.
+    encode : callable
+        Tokenizes such a text.
+    special : list of int
+        The ids of special tokens.
+    """
+    for text, spans in locate_contents(messages, text_of):
+        encoded = encode(text)
+        positions = _align(encoded.ids, prompt_ids, special)
+        if positions is None:
+            continue
+        of_text = message_index(encoded, spans)
+        # every content except those of replies must be in the prompt
+        known = np.zeros(len(of_text), np.bool_)
+        known[positions[positions >= 0]] = True
+        complete = {i for i, _, _ in spans} - set(of_text[~known].tolist())
+        if known.all() or all(
+            i in complete or message["role"] == "assistant" or not _has_text(message)
+            for i, message in enumerate(messages)
+        ):
+            index = np.where(positions >= 0, of_text[positions], -1).astype(np.int32)
+            return Attribution(index, index >= 0)
+    return None
+
+
+def locate_contents(
+    messages: list[Json], text_of: Callable[[list[Json]], str], first: int = 0
+) -> Iterator[tuple[str, Spans]]:
+    """Yield a rendered text with the span of each content from message ``first`` on.
+
+    There is one text per way to put the marks. The caller checks that it is the prompt's.
+    """
+    for inside_space in (False, True):
+        name = f"x{secrets.token_hex(12)}"
+        named = [
+            _marked(message, i, name, inside_space) if i >= first else message
+            for i, message in enumerate(messages)
+        ]
+        text, spans = _without_marks(text_of(named), name)
+        if spans is not None:
+            yield text, spans
+
+
+def message_index(encoded: Encoded, spans: Spans) -> Ids:
+    """Return the message whose content each token of a text lies in, -1 for none.
+
+    ``spans`` are (message, start, stop): the characters of each content.
+    """
+    index = np.full(len(encoded.ids), -1, np.int32)
+    for i, start, stop in spans:
+        # offsets ascend, but the tokens of one character have equal offsets
+        first = int(np.searchsorted(encoded.starts, start))
+        last = int(np.searchsorted(encoded.stops, stop, side="right"))
+        index[first:last] = i
+    return index
+
+
+def tool_names(messages: list[Json]) -> list[str | None]:
+    """Return the tool whose output each message is; None: not a tool's, or unknown.
+
+    It is the message's ``name``, else the name in the nearest earlier call with its
+    ``tool_call_id``.
+    """
+    called: dict[object, str] = {}
+    names: list[str | None] = []
+    for message in messages:
+        name = None
+        if message["role"] == "tool":
+            stated = message.get("name")
+            known = called.get(message.get("tool_call_id"))
+            name = stated if isinstance(stated, str) and stated else known
+        names.append(name)
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else []:
+            called[call["id"]] = str(call["function"]["name"])
+    return names
+
+
+def _has_text(message: Json) -> bool:
+    content = message.get("content")
+    return isinstance(content, str) and bool(content.strip())
+
+
+def _marked(message: Json, i: int, name: str, inside_space: bool) -> Json:
+    """Return message ``i`` with marks that contain ``name`` around its content.
+
+    For a template that trims the content, the marks go inside the outer white space.
+    """
+    if not _has_text(message):
+        return message
+    content = str(message["content"])
+    before = after = ""
+    if inside_space:
+        core = content.strip()
+        before, _, after = content.partition(core)
+        content = core
+    with_marks = f"{before}{name}o{i};{content}{name}c{i};{after}"
+    return {**message, "content": with_marks}
+
+
+def find_verbatim(messages: list[Json], first: int, text: str) -> Spans | None:
+    """Return (message, start, stop) of each content from message ``first`` on.
+
+    None: a content is missing in the text, occurs more than once, or is out of order.
+    """
+    spans, offset = [], 0
+    for i, message in enumerate(messages[first:], first):
+        if not _has_text(message):
+            continue
+        content = str(message["content"])
+        start = text.find(content)
+        if start < offset or text.find(content, start + 1) >= 0:
+            return None
+        offset = start + len(content)
+        spans.append((i, start, offset))
+    return spans
+
+
+def _without_marks(text: str, name: str) -> tuple[str, Spans | None]:
+    """Return the text and (message, start, stop) of each content; None: broken marks."""
+    kept, spans, n_kept, offset = [], [], 0, 0
+    opened: tuple[int, int] | None = None
+    for match in re.finditer(name + r"([oc])(\d+);", text):
+        kept.append(text[offset : match.start()])
+        n_kept += match.start() - offset
+        offset = match.end()
+        i = int(match[2])
+        if match[1] == "o":
+            if opened is not None:
+                return text, None
+            opened = i, n_kept
+        else:
+            if opened is None or opened[0] != i:
+                return text, None
+            spans.append((i, opened[1], n_kept))
+            opened = None
+    kept.append(text[offset:])
+    clean = "".join(kept)
+    if opened is not None or name in clean:
+        return text, None
+    return clean, spans
+
+
+def _align(ids: Ids, prompt_ids: Ids, special: list[int]) -> Ids | None:
+    """Return each prompt token's index in ``ids``, -1 in parts that differ.
+
+    Parts are separated by special tokens, which must be the same in both.
+    """
+    positions = np.full(len(prompt_ids), -1, np.int32)
+    in_text, in_prompt = np.isin(ids, special), np.isin(prompt_ids, special)
+    if not np.array_equal(ids[in_text], prompt_ids[in_prompt]):
+        return None
+    for (start, stop), (offset, end) in zip(
+        _parts(in_text), _parts(in_prompt), strict=True
+    ):
+        if np.array_equal(ids[start:stop], prompt_ids[offset:end]):
+            positions[offset:end] = np.arange(start, stop)
+    return positions
+
+
+def _parts(special: Bools) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of each part between special tokens, with the one at its end."""
+    ends = [*(np.flatnonzero(special) + 1).tolist(), len(special)]
+    yield from zip([0, *ends[:-1]], ends, strict=True)

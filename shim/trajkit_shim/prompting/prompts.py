@@ -1,0 +1,381 @@
+"""Prompts: rendered, or built by appending to token ids consumed and sampled before.
+
+``append`` keeps prompt and output ids of an earlier turn and appends only what the
+template writes for the new messages. Sampled ids then come back exactly as they were
+sampled, and the next prompt starts with the complete earlier path.
+
+It is used only if it provably yields what the template says: the request's messages up
+to its last reply are those of a cached turn, with the same tools, the reply ended by
+itself, and the template's text for the request starts with its text for that turn
+(`prompting.rendered_prefix`). Other requests are rendered, for a reason that is counted.
+"""
+
+import json
+from dataclasses import dataclass
+from hashlib import blake2b
+from threading import Lock
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+
+from trajkit_shim.errors import TemplateError
+from trajkit_shim.json_input import Json
+from trajkit_shim.prompting.attribution import (
+    Attribution,
+    Encoded,
+    Ids,
+    Spans,
+    find_verbatim,
+    locate_contents,
+    message_index,
+)
+from trajkit_shim.prompting.render import ChatRenderer
+from trajkit_shim.prompting.rendered_prefix import (
+    Departure,
+    RenderedPrefix,
+    end_of_reply,
+)
+from trajkit_shim.prompting.reply_matching import START, ReplyIndex, RestoredRequest
+from trajkit_shim.prompting.template_probe import TemplateProbe, probe_template
+from trajkit_shim.prompting.token_cache import CachedPath, TokenCache
+
+Mode: TypeAlias = Literal["append", "render"]
+"""How prompts are built where possible."""
+
+Reason: TypeAlias = (
+    Literal[
+        "chosen",
+        "opening",
+        "unknown_reply",
+        "moved",
+        "released",
+        "tools",
+        "unclosed",
+        "template",
+    ]
+    | Departure
+)
+"""Why a prompt was rendered.
+
+chosen
+    The mode is ``render``.
+opening
+    The request contains no reply to continue from.
+unknown_reply
+    Its last assistant message was not sampled in this session.
+moved
+    It was, but after other messages: an edited history, or another agent's.
+released
+    Its ids are no longer cached.
+tools
+    The request offers other tools.
+unclosed
+    The reply did not end by itself: a limit or a stop string cut it.
+template
+    The template is not safe to append to (`TemplateProbe.why`).
+rewritten
+    The template renders earlier messages differently than before.
+reasoning
+    The template drops the reasoning of the last reply or an earlier one.
+unended
+    The template's text has no token that ends the reply.
+hidden
+    It has one, but a new message's content is missing after it.
+"""
+
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """The ids for one request, and how they were built."""
+
+    ids: Ids
+    # None: appended to an earlier turn
+    reason: Reason | None
+    # that turn, and how many of the ids are its
+    base: CachedPath | None = None
+    n_base: int = 0
+    # of the appended ids; None: unknown
+    tail_attribution: Attribution | None = None
+    # None: no later prompt may extend this one
+    rendered: RenderedPrefix | None = None
+    # digest of the offered tools
+    tools: bytes = b""
+
+    @property
+    def built(self) -> Mode:
+        """How."""
+        return "append" if self.reason is None else "render"
+
+    @property
+    def digest(self) -> bytes:
+        """A 16-byte digest of the ids as little-endian int32."""
+        return blake2b(self.ids.astype("<i4").tobytes(), digest_size=16).digest()
+
+
+class Prompts:
+    """Builds prompts with one renderer. Safe to use from several threads at once."""
+
+    def __init__(self, renderer: ChatRenderer, mode: Mode = "append") -> None:
+        self.renderer = renderer
+        self.mode = mode
+        self._probes: dict[bool, TemplateProbe] = {}
+        self._lock = Lock()
+
+    def probe(self, *, tools: bool) -> TemplateProbe:
+        """Return what the template does, with or without tools; computed once."""
+        with self._lock:
+            if tools not in self._probes:
+                self._probes[tools] = probe_template(self.renderer, tools=tools)
+            return self._probes[tools]
+
+    def describe(self) -> Json:
+        """Return the mode and what the template does, as JSON."""
+        return {
+            "mode": self.mode,
+            "template": {
+                "with_tools": self.probe(tools=True).describe(),
+                "without_tools": self.probe(tools=False).describe(),
+            },
+        }
+
+    def summary(self) -> str:
+        """Return the same in one line."""
+        if self.mode == "render":
+            return "render"
+        probes = self.probe(tools=True), self.probe(tools=False)
+        parts = [
+            f"rendered {when} tools: {probe.why}"
+            for when, probe in zip(("with", "without"), probes, strict=True)
+            if not probe.safe
+        ]
+        roles = sorted({role for probe in probes for role in probe.drops_reasoning})
+        if roles:
+            parts.append(
+                f"rendered where a {' or '.join(roles)} message drops reasoning"
+            )
+        return "; ".join(["append", *parts])
+
+    def build(
+        self,
+        restored: RestoredRequest,
+        tools: list[Json] | None,
+        replies: ReplyIndex,
+        cache: TokenCache,
+        *,
+        attributed: bool,
+    ) -> Prompt:
+        """Return the prompt for a request.
+
+        Parameters
+        ----------
+        restored : RestoredRequest
+            The request's messages, with the session's replies restored.
+        tools : list of dict or None
+        replies, cache : ReplyIndex, TokenCache
+            The session's.
+        attributed : bool
+            Also determine which message each appended token belongs to.
+
+        Raises
+        ------
+        TemplateError, GatewayError
+            As `ChatRenderer.render`.
+        """
+        text = self.renderer.text(restored.messages, tools)
+        if self.mode == "render":
+            return Prompt(ids=self.renderer.ids_of(text), reason="chosen")
+        probe = self.probe(tools=tools is not None)
+        if not probe.safe:
+            return Prompt(ids=self.renderer.ids_of(text), reason="template")
+        offered = _tools_digest(tools)
+        last, base, reason = _find_base(restored, offered, replies, cache)
+        if base is not None and base.rendered is not None:
+            end = end_of_reply(
+                self.renderer,
+                base.rendered,
+                text,
+                restored.messages[last],
+                restored.messages[last + 1 :],
+            )
+            if isinstance(end, int):
+                tail, shown = self._tail(
+                    restored.messages,
+                    tools,
+                    last,
+                    text,
+                    end,
+                    attributed,
+                    literal=not probe.trims_new,
+                )
+                before = base.ids()
+                return Prompt(
+                    ids=np.concatenate([before, tail]),
+                    reason=None,
+                    base=base,
+                    n_base=len(before),
+                    tail_attribution=shown,
+                    rendered=base.rendered.extend(text, probe.leaves),
+                    tools=offered,
+                )
+            reason = end
+            if end == "rewritten" and probe.drops_reasoning and _thinks(restored, last):
+                reason = "reasoning"
+        return Prompt(
+            ids=self.renderer.ids_of(text),
+            reason=reason,
+            rendered=RenderedPrefix.of(text, probe.leaves),
+            tools=offered,
+        )
+
+    def attribution(
+        self, prompt: Prompt, messages: list[Json], tools: list[Json] | None
+    ) -> Attribution | None:
+        """Return which message each token belongs to, or None if unknown."""
+        if prompt.base is None:
+            return self.renderer.attribute(messages, tools, prompt.ids)
+        if prompt.tail_attribution is None:
+            return None
+        before = prompt.base.attribution()
+        return Attribution(
+            np.concatenate(
+                [before.message_index, prompt.tail_attribution.message_index]
+            ),
+            np.concatenate([before.is_content, prompt.tail_attribution.is_content]),
+        )
+
+    def cacheable_path(
+        self,
+        prompt: Prompt,
+        shown: Attribution | None,
+        output_ids: Ids,
+        *,
+        position: bytes,
+        message: int,
+    ) -> CachedPath | None:
+        """Return prompt and output for later prompts to extend, or None if they cannot.
+
+        Parameters
+        ----------
+        prompt : Prompt
+        shown : Attribution or None
+            Of the prompt, if known.
+        output_ids : ndarray of int32, shape (n_output,)
+        position : bytes
+            The position after the reply.
+        message : int
+            Index of the reply among the messages of later requests.
+        """
+        if prompt.rendered is None:
+            return None
+        closed = bool(len(output_ids)) and int(output_ids[-1]) in self.renderer.end_ids
+        if not closed:
+            # recognized later, but not extended
+            return CachedPath(
+                position=position,
+                base=None,
+                own_ids=output_ids[:0],
+                own_attribution=None,
+                closed=False,
+                rendered=prompt.rendered,
+                tools=prompt.tools,
+            )
+        own_attribution = None
+        if shown is not None:
+            content = np.ones(len(output_ids), np.bool_)
+            # the end-of-message token is not content
+            content[-1] = False
+            index = np.full(len(output_ids), message, np.int32)
+            own_attribution = Attribution(
+                np.concatenate([shown.message_index[prompt.n_base :], index]),
+                np.concatenate([shown.is_content[prompt.n_base :], content]),
+            )
+        return CachedPath(
+            position=position,
+            base=prompt.base,
+            own_ids=np.concatenate([prompt.ids[prompt.n_base :], output_ids]),
+            own_attribution=own_attribution,
+            closed=True,
+            rendered=prompt.rendered,
+            tools=prompt.tools,
+        )
+
+    def _tail(
+        self,
+        messages: list[Json],
+        tools: list[Json] | None,
+        last: int,
+        text: str,
+        end: int,
+        attributed: bool,
+        *,
+        literal: bool,
+    ) -> tuple[Ids, Attribution | None]:
+        """The ids and attribution of a text after message ``last``.
+
+        If the template keeps white space (``literal``), a content that occurs exactly
+        once is located without rendering again.
+        """
+        if not attributed:
+            return self.renderer.ids_of(text[end:]), None
+        encoded = self.renderer.encode(text[end:])
+        # text that spells a special token contains a mark, so it does not match
+        if literal and not self.renderer.spells_special(messages[last + 1 :]):
+            spans = find_verbatim(messages, last + 1, text[end:])
+            if spans is not None:
+                return encoded.ids, _attribution(encoded, spans)
+        try:
+            for rendered, spans in locate_contents(
+                messages, lambda marked: self.renderer.text(marked, tools), last + 1
+            ):
+                if rendered == text:
+                    shifted = [(i, start - end, stop - end) for i, start, stop in spans]
+                    return encoded.ids, _attribution(encoded, shifted)
+        except TemplateError:
+            # the template rejects the marks
+            pass
+        return encoded.ids, None
+
+
+def _attribution(encoded: Encoded, spans: Spans) -> Attribution:
+    index = message_index(encoded, spans)
+    return Attribution(index, index >= 0)
+
+
+def _find_base(
+    restored: RestoredRequest, offered: bytes, replies: ReplyIndex, cache: TokenCache
+) -> tuple[int, CachedPath | None, Reason]:
+    """The index of a request's last reply, and its path or why there is none."""
+    assistant = (
+        i
+        for i in range(len(restored.messages) - 1, -1, -1)
+        if restored.messages[i]["role"] == "assistant"
+    )
+    last = next(assistant, None)
+    if last is None:
+        return -1, None, "opening"
+    path = cache.get(restored.positions[last])
+    if path is None:
+        _, taken_for = restored.known[-1]
+        if taken_for == "new":
+            return last, None, "unknown_reply"
+        before = restored.positions[last - 1] if last else START
+        replied = replies.has_reply_at(before)
+        return last, None, "released" if replied else "moved"
+    if not path.closed:
+        return last, None, "unclosed"
+    if path.tools != offered:
+        return last, None, "tools"
+    return last, path, "chosen"
+
+
+def _thinks(restored: RestoredRequest, last: int) -> bool:
+    return any(
+        message.get("reasoning_content") for message in restored.messages[: last + 1]
+    )
+
+
+def _tools_digest(tools: list[Json] | None) -> bytes:
+    # not sorted, because a template may render the fields in order
+    return blake2b(json.dumps(tools).encode(), digest_size=16).digest()

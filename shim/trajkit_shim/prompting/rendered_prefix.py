@@ -1,0 +1,98 @@
+"""Whether a prompt's text extends that of an earlier prompt.
+
+The text of each prompt is kept as its length and digest. The next prompt's text must
+start with it, followed by the rendered reply, the token that ends it, and the new
+messages. Only the last part is taken from the new text; the ids of everything before it
+stay as the engine consumed and sampled them.
+"""
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from trajkit_shim.json_input import Json
+
+if TYPE_CHECKING:
+    from trajkit_shim.prompting.render import ChatRenderer
+
+Departure: TypeAlias = Literal["rewritten", "reasoning", "unended", "hidden"]
+"""Why a text does not extend another: an earlier part was rewritten, the reply's
+reasoning is missing, no token ends the reply, or a new message is missing after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrefix:
+    """The part of a prompt's text that every later prompt must start with."""
+
+    # in characters
+    length: int
+    digest: bytes
+    # state from which `extend` continues
+    hasher: blake2b = field(compare=False, repr=False)
+
+    @classmethod
+    def of(cls, text: str, leaves: str) -> "RenderedPrefix":
+        """Return the prefix for a text without ``leaves`` (`TemplateProbe`) at its end."""
+        stays = text.removesuffix(leaves)
+        hasher = blake2b(_encoded(stays), digest_size=16)
+        return cls(len(stays), hasher.digest(), hasher)
+
+    def begins(self, text: str) -> bool:
+        """Return whether a text starts with it."""
+        hasher = blake2b(_encoded(text[: self.length]), digest_size=16)
+        return hasher.digest() == self.digest
+
+    def extend(self, text: str, leaves: str) -> "RenderedPrefix":
+        """Return `of` a text that starts with this prefix, hashing only the rest."""
+        stays = text.removesuffix(leaves)
+        if len(stays) < self.length:
+            return RenderedPrefix.of(text, leaves)
+        hasher = self.hasher.copy()
+        hasher.update(_encoded(stays[self.length :]))
+        return RenderedPrefix(len(stays), hasher.digest(), hasher)
+
+
+def end_of_reply(
+    renderer: "ChatRenderer",
+    rendered: RenderedPrefix,
+    text: str,
+    reply: Json,
+    new: list[Json],
+) -> int | Departure:
+    """Return where in a later prompt's text the reply to an earlier prompt ends.
+
+    Parameters
+    ----------
+    renderer : ChatRenderer
+    rendered : RenderedPrefix
+        Of the earlier prompt.
+    text : str
+        Of the later prompt (`ChatRenderer.text`).
+    reply : dict
+        The canonical reply to the earlier prompt.
+    new : list of dict
+        The messages after it.
+    """
+    if not rendered.begins(text):
+        return "rewritten"
+    end = renderer.end_of_message(text, rendered.length)
+    if end is None:
+        return "unended"
+    reasoning = _squeezed(str(reply.get("reasoning_content") or ""))
+    shown = renderer.without_mark(text[rendered.length : end[0]])
+    if reasoning not in _squeezed(shown):
+        return "reasoning"
+    rest = renderer.without_mark(text[end[1] :])
+    # if the reply has no end, this may be the end of a later message
+    if not all(str(message["content"]).strip() in rest for message in new):
+        return "hidden"
+    return end[1]
+
+
+def _encoded(text: str) -> bytes:
+    # a client's JSON may contain half a surrogate pair
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())

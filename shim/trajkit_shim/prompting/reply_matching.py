@@ -1,0 +1,274 @@
+"""Recognizes sampled replies in the messages that a client sends back.
+
+A client sends the entire conversation with each request. The model's replies in it may
+differ from what was sampled: numbers in tool arguments respelled, reasoning removed,
+white space trimmed, one reply split into two messages, text after a call moved before
+it. A session stores each reply by its position, a digest of all messages before it, and
+restores what was sampled. So the next prompt is rendered from what the model really
+wrote, and the log has the reply's own message key.
+
+A reply that is not recognized stays as the client sent it, and is counted.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Literal, TypeAlias
+
+from trajkit_shim.chat.logged_message import LoggedMessage, logged_message
+from trajkit_shim.json_input import Json
+
+Known: TypeAlias = Literal["as_sent", "restored", "new"]
+"""What an assistant message of a request is: an exact reply (``as_sent``), a reply in
+another form (``restored``), or not a reply of this session (``new``)."""
+
+# maximum length in characters of a message whose record is cached
+_REMEMBERED = 8192
+
+START = b""
+"""The position of the first message."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredRequest:
+    """The messages of one request, with the session's replies restored."""
+
+    messages: list[Json]
+    logged: list[LoggedMessage]
+    # of the next reply
+    position: bytes
+    # for each assistant message: the position after it, and what it is
+    known: list[tuple[bytes, Known]]
+    # after each message
+    positions: list[bytes]
+
+
+@dataclass(slots=True)
+class ReplyIndex:
+    """The replies sampled in one session.
+
+    `restore` only reads, and may run on another thread during calls of the others.
+    """
+
+    # replies by position
+    _by_position: dict[bytes, list[Json]] = field(default_factory=dict)
+    # the reply that contains a tool call, by the call's id
+    _by_call: dict[str, Json] = field(default_factory=dict)
+    # replies without calls, by a digest of their text
+    _by_text: dict[bytes, list[Json]] = field(default_factory=dict)
+    # records of the replies, by the id() of the reply, which lives as long
+    _records: dict[int, LoggedMessage] = field(default_factory=dict)
+    _counted: set[bytes] = field(default_factory=set)
+    counts: Counter[Known] = field(default_factory=Counter)
+
+    def restore(self, messages: list[Json]) -> RestoredRequest:
+        """Replace recognized replies in canonical messages by what was sampled."""
+        restored: list[Json] = []
+        logged: list[LoggedMessage] = []
+        known: list[tuple[bytes, Known]] = []
+        # call ids of the client, by which it refers to our calls
+        renamed: dict[str, str] = {}
+        positions: list[bytes] = []
+        position = START
+        index = 0
+        while index < len(messages):
+            message, step = messages[index], 1
+            as_what: Known | None = None
+            if message["role"] == "assistant":
+                message, step, as_what = self._known(messages, index, position)
+                if as_what == "restored":
+                    renamed |= _renamed(messages[index : index + step], message)
+            elif message.get("tool_call_id") in renamed:
+                new_id = renamed[str(message["tool_call_id"])]
+                message = {**message, "tool_call_id": new_id}
+            index += step
+            restored.append(message)
+            logged.append(self._records.get(id(message)) or _logged(message))
+            position = next_position(position, logged[-1].key)
+            positions.append(position)
+            if as_what is not None:
+                known.append((position, as_what))
+        return RestoredRequest(restored, logged, position, known, positions)
+
+    def has_reply_at(self, position: bytes) -> bool:
+        """Return whether a reply was sampled at a position."""
+        return position in self._by_position
+
+    def remember(self, position: bytes, reply: Json) -> None:
+        """Store a canonical reply, which must not change later, at a position."""
+        self._by_position.setdefault(position, []).append(reply)
+        self._records[id(reply)] = logged_message(reply)
+        calls = _calls(reply)
+        for call in calls:
+            self._by_call[str(call["id"])] = reply
+        if not calls:
+            alike = self._by_text.setdefault(_text_digest(reply), [])
+            if reply not in alike:
+                alike.append(reply)
+
+    def count(self, restored: RestoredRequest) -> None:
+        """Count the assistant messages of a request, each position once."""
+        for position, as_what in restored.known:
+            if position not in self._counted:
+                self._counted.add(position)
+                self.counts[as_what] += 1
+
+    def clear(self) -> None:
+        """Forget everything except the counts."""
+        self._by_position.clear()
+        self._by_call.clear()
+        self._by_text.clear()
+        self._records.clear()
+        self._counted.clear()
+
+    def _known(
+        self, messages: list[Json], index: int, position: bytes
+    ) -> tuple[Json, int, Known]:
+        """The reply or message at an index, how many messages it takes, and which."""
+        for stop in _ends_of_run(messages, index):
+            sent = _joined(messages[index:stop])
+            reply = self._reply_at(sent, position)
+            if reply is not None:
+                as_sent = stop == index + 1 and reply == sent
+                return reply, stop - index, "as_sent" if as_sent else "restored"
+        sent = messages[index]
+        reply = self._elsewhere(sent)
+        if reply is None:
+            return sent, 1, "new"
+        return reply, 1, "as_sent" if reply == sent else "restored"
+
+    def _reply_at(self, sent: Json, position: bytes) -> Json | None:
+        replies = self._by_position.get(position, [])
+        for same in (dict.__eq__, self._same):
+            for reply in replies:
+                if same(sent, reply):
+                    return reply
+        return None
+
+    def _elsewhere(self, sent: Json) -> Json | None:
+        """The matching reply if earlier messages changed and the match is unique."""
+        calls = _calls(sent)
+        if calls:
+            reply = self._by_call.get(str(calls[0]["id"]))
+            same = reply is not None and self._same(sent, reply)
+            return reply if same else None
+        alike = self._by_text.get(_text_digest(sent), [])
+        if sent in alike:
+            return alike[alike.index(sent)]
+        found = [reply for reply in alike if self._same(sent, reply)]
+        return found[0] if len(found) == 1 else None
+
+    def _same(self, sent: Json, reply: Json) -> bool:
+        """Whether a message says what a reply says.
+
+        White space and the spelling of JSON may differ, reasoning may be missing, and
+        call ids may be the client's.
+        """
+        if _squeezed(sent["content"]) != _squeezed(reply["content"]):
+            return False
+        thought = _squeezed(sent.get("reasoning_content") or "")
+        if thought and thought != _squeezed(reply.get("reasoning_content") or ""):
+            return False
+        sent_calls, calls = _calls(sent), _calls(reply)
+        return len(sent_calls) == len(calls) and all(
+            self._same_call(one, other)
+            for one, other in zip(sent_calls, calls, strict=True)
+        )
+
+    def _same_call(self, sent: Json, call: Json) -> bool:
+        if sent["id"] != call["id"] and str(sent["id"]) in self._by_call:
+            return False
+        one, other = sent["function"], call["function"]
+        assert isinstance(one, dict)
+        assert isinstance(other, dict)
+        return one["name"] == other["name"] and _same_json(
+            one["arguments"], other["arguments"]
+        )
+
+
+def _logged(message: Json) -> LoggedMessage:
+    """The message's record, usually cached from an earlier request."""
+    fields = tuple(message.items())
+    n_characters = 0
+    for _, value in fields:
+        # only for strings does equality imply equal JSON
+        if type(value) is not str:
+            return logged_message(message)
+        n_characters += len(value)
+    if n_characters > _REMEMBERED:
+        return logged_message(message)
+    return _logged_text(fields)
+
+
+@lru_cache(maxsize=8192)
+def _logged_text(fields: tuple[tuple[str, object], ...]) -> LoggedMessage:
+    return logged_message(dict(fields))
+
+
+def next_position(position: bytes, key: bytes) -> bytes:
+    """Return the position after a message with a key."""
+    return blake2b(position + key, digest_size=16).digest()
+
+
+def _ends_of_run(messages: list[Json], index: int) -> Iterator[int]:
+    """Yield possible ends of a reply that was split into messages from ``index`` on."""
+    stop = index + 1
+    while stop < len(messages) and messages[stop]["role"] == "assistant":
+        stop += 1
+    yield from range(stop, index, -1)
+
+
+def _joined(messages: list[Json]) -> Json:
+    """Join assistant messages into one."""
+    if len(messages) == 1:
+        return messages[0]
+    joined: Json = {
+        "role": "assistant",
+        "content": "".join(str(message["content"]) for message in messages),
+    }
+    thoughts = [str(message.get("reasoning_content") or "") for message in messages]
+    if any(thoughts):
+        joined["reasoning_content"] = "".join(thoughts)
+    calls = [call for message in messages for call in _calls(message)]
+    if calls:
+        joined["tool_calls"] = calls
+    return joined
+
+
+def _renamed(sent: list[Json], message: Json) -> dict[str, str]:
+    """Map the client's ids of a reply's calls to the reply's own."""
+    ids = [str(call["id"]) for one in sent for call in _calls(one)]
+    own = [str(call["id"]) for call in _calls(message)]
+    return {one: other for one, other in zip(ids, own, strict=True) if one != other}
+
+
+def _calls(message: Json) -> list[Json]:
+    calls = message.get("tool_calls", [])
+    assert isinstance(calls, list)
+    return calls
+
+
+def _squeezed(text: object) -> str:
+    """The text without white space."""
+    return "".join(str(text).split())
+
+
+def _text_digest(message: Json) -> bytes:
+    return blake2b(_squeezed(message["content"]).encode(), digest_size=16).digest()
+
+
+def _same_json(one: object, other: object) -> bool:
+    """Whether two JSON texts have equal values, with numbers compared as doubles."""
+    if one == other:
+        return True
+    try:
+        return bool(
+            json.loads(str(one), parse_int=float)
+            == json.loads(str(other), parse_int=float)
+        )
+    # a client's text may be invalid JSON, or too deep to compare
+    except (ValueError, RecursionError):
+        return False

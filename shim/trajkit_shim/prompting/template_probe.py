@@ -1,0 +1,243 @@
+"""Finds out, by trying, what a chat template does to a growing conversation.
+
+A template is a program. It may drop the reasoning of earlier turns after a user message,
+put the tools before the last message, or render the last turn differently. Appending to
+a prompt is only possible if the existing text never changes. So each template renders
+short conversations that grow message by message.
+"""
+
+import json
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from trajkit_shim.errors import TemplateError
+from trajkit_shim.json_input import Json
+from trajkit_shim.prompting.rendered_prefix import (
+    Departure,
+    RenderedPrefix,
+    end_of_reply,
+)
+
+if TYPE_CHECKING:
+    from trajkit_shim.prompting.render import ChatRenderer
+
+Role: TypeAlias = Literal["user", "tool"]
+
+_THOUGHT = "pondering"
+# words that no template contains
+_WORDS = ("alphaword", "betaword", "gammaword")
+_TROUBLE: dict[Departure, str] = {
+    "rewritten": "a later message changes the text before it",
+    "unended": "no token ends a reply",
+    "hidden": "the content of a new message is missing after the reply",
+}
+_TOOL: Json = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "probe",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateProbe:
+    """What one template does, with or without tools.
+
+    Attributes
+    ----------
+    safe : bool
+        Prompts may be extended.
+    why : str or None
+        Why not.
+    close : str
+        White space after the token that ends a reply.
+    generation_prompt : str
+        The text that asks for a reply.
+    leaves : str
+        End of the generation prompt that disappears once the reply is rendered. An
+        extended prompt keeps it.
+    drops_reasoning : tuple of "user" and "tool"
+        A message of this role makes the template drop the reasoning of the reply before
+        it. Such a prompt is rendered.
+    trims : bool
+        The template changes white space around replies; rendered prompts drift there.
+    trims_new : bool
+        It changes white space around messages of users and tools.
+    """
+
+    safe: bool
+    why: str | None = None
+    close: str = ""
+    generation_prompt: str = ""
+    leaves: str = ""
+    drops_reasoning: tuple[Role, ...] = ()
+    trims: bool = False
+    trims_new: bool = False
+
+    def describe(self) -> Json:
+        """As JSON."""
+        return {**asdict(self), "drops_reasoning": [*self.drops_reasoning]}
+
+
+class _UnsafeError(Exception):
+    """No prompt of this template may be extended."""
+
+
+def probe_template(renderer: "ChatRenderer", *, tools: bool) -> TemplateProbe:
+    """Find out what the renderer's template does, with or without tools."""
+    if not renderer.keeps_apart:
+        return TemplateProbe(
+            safe=False, why="the tokenizer does not encode a text piece by piece"
+        )
+    try:
+        return _Probe(renderer, [_TOOL] if tools else None).result()
+    except TemplateError as error:
+        return TemplateProbe(safe=False, why=str(error))
+    except _UnsafeError as error:
+        return TemplateProbe(safe=False, why=str(error))
+
+
+class _Probe:
+    """The conversations."""
+
+    def __init__(self, renderer: "ChatRenderer", tools: list[Json] | None) -> None:
+        self._renderer = renderer
+        self._tools = tools
+
+    def result(self) -> TemplateProbe:
+        opening = [_user()]
+        before = self._renderer.text(opening, self._tools, generation_prompt=False)
+        opening_text = self._text(opening)
+        later = self._text([*opening, _reply(_WORDS[0]), _user()])
+        leaves = opening_text[_n_common(opening_text, later) :]
+        prompt = opening_text.removeprefix(before)
+        if not opening_text.startswith(before) or not prompt.endswith(leaves):
+            raise _UnsafeError("a later message changes the text before it")
+        closes = self._closes(opening, _TALK, leaves, "in plain talk")
+        with suppress(TemplateError):
+            # a template without tool support rejects requests with tools
+            closes += self._closes(opening, _WORK, leaves, "where tools are called")
+        thought: dict[Role, Step] = {
+            "user": (_reply(_WORDS[0], thought=True), [_user()]),
+            "tool": (_calling(_WORDS[0], thought=True), [_result()]),
+        }
+        drops: list[Role] = []
+        for role, step in thought.items():
+            with suppress(TemplateError):
+                if not isinstance(self._end(opening, step, leaves)[1], int):
+                    drops.append(role)
+        spaced = f"\n {_WORDS[0]} \n"
+        shown = self._text([*opening, _reply(spaced), _user()])
+        return TemplateProbe(
+            safe=True,
+            close=min(closes, key=len),
+            generation_prompt=prompt,
+            leaves=leaves,
+            drops_reasoning=tuple(drops),
+            trims=spaced not in shown,
+            trims_new=self._trims_new(opening, spaced),
+        )
+
+    def _trims_new(self, opening: list[Json], spaced: str) -> bool:
+        """Whether the template changes what the user or one of two tools says."""
+        new: list[list[Json]] = [
+            [_reply(_WORDS[1]), {**_user(), "content": spaced}],
+            [
+                _calling("", 2),
+                {**_result(0), "content": spaced},
+                {**_result(1), "content": spaced},
+            ],
+        ]
+        for step in new:
+            with suppress(TemplateError):
+                # a template that trims may add white space of its own
+                for wanted in (spaced, f"{spaced}\n", f"\n{spaced}"):
+                    spoken = [
+                        {**message, "content": wanted}
+                        if message["content"] == spaced
+                        else message
+                        for message in step
+                    ]
+                    shown = self._text([*opening, *spoken])
+                    if shown.count(wanted) != len(step) - 1:
+                        return True
+        return False
+
+    def _text(self, messages: list[Json]) -> str:
+        return self._renderer.text(messages, self._tools)
+
+    def _end(
+        self, messages: list[Json], step: "Step", leaves: str
+    ) -> tuple[str, int | Departure]:
+        """The text of a request after one more step, and where its reply ends."""
+        reply, new = step
+        rendered = RenderedPrefix.of(self._text(messages), leaves)
+        text = self._text([*messages, reply, *new])
+        return text, end_of_reply(self._renderer, rendered, text, reply, new)
+
+    def _closes(
+        self, messages: list[Json], steps: "list[Step]", leaves: str, where: str
+    ) -> list[str]:
+        """The white space after each reply of a conversation."""
+        closes = []
+        for step in steps:
+            text, end = self._end(messages, step, leaves)
+            if not isinstance(end, int):
+                raise _UnsafeError(f"{_TROUBLE[end]}, {where}")
+            rest = text[end:]
+            if any(word in rest for word in _WORDS):
+                raise _UnsafeError(f"a reply has more than one end, {where}")
+            closes.append(rest[: len(rest) - len(rest.lstrip())])
+            messages = [*messages, step[0], *step[1]]
+        return closes
+
+
+Step: TypeAlias = tuple[Json, list[Json]]
+"""A reply, and the messages after it."""
+
+
+def _n_common(one: str, other: str) -> int:
+    """The length of the common prefix of two texts."""
+    pairs = enumerate(zip(one, other, strict=False))
+    shorter = min(len(one), len(other))
+    return next((n for n, (a, b) in pairs if a != b), shorter)
+
+
+def _user() -> Json:
+    return {"role": "user", "content": "question"}
+
+
+def _result(call: int = 0) -> Json:
+    return {"role": "tool", "content": "outcome", "tool_call_id": f"call_{call}"}
+
+
+def _reply(content: str, *, thought: bool = False) -> Json:
+    reasoning: Json = {"reasoning_content": _THOUGHT} if thought else {}
+    return {"role": "assistant", "content": content, **reasoning}
+
+
+def _calling(content: str, n_calls: int = 1, *, thought: bool = False) -> Json:
+    calls = [
+        {
+            "id": f"call_{call}",
+            "type": "function",
+            "function": {
+                "name": "probe",
+                "arguments": json.dumps({"argument": _WORDS[1 + call]}),
+            },
+        }
+        for call in range(n_calls)
+    ]
+    return {**_reply(content, thought=thought), "tool_calls": calls}
+
+
+_TALK: list[Step] = [(_reply(_WORDS[0]), [_user()]), (_reply(_WORDS[1]), [_user()])]
+_WORK: list[Step] = [
+    (_calling(_WORDS[0], 2), [_result(0), _result(1)]),
+    (_calling(""), [_result()]),
+    (_reply(_WORDS[0]), [_user()]),
+    (_calling(_WORDS[0]), [_result()]),
+]

@@ -1,0 +1,1 @@
+"""From sampled ids to a parsed reply."""

@@ -1,0 +1,225 @@
+"""Parsers of complete replies other than the gateway's own.
+
+Their result is what clients see and what is recognized when clients send it back. The
+recorded ids stay those that were sampled. A parser that returns a call's arguments as a
+value loses their spelling; if the reply contains JSON with the same value, that text is
+used. Replies are not streamed before they are complete.
+"""
+
+import asyncio
+import json
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import httpx
+
+from trajkit_shim.engines.http import EngineServer
+from trajkit_shim.errors import EngineError
+from trajkit_shim.prompting.attribution import Ids
+from trajkit_shim.replies.parse import THINK, Parsed, parse
+from trajkit_shim.replies.parsers import ToolCall, Tools
+
+if TYPE_CHECKING:
+    from trajkit_shim.prompting.render import ChatRenderer
+
+
+class ReplyParser(Protocol):
+    """Parses a complete reply."""
+
+    async def parse(
+        self, text: str, tools: Tools | None, prompt_ids: Ids, *, opened: bool
+    ) -> Parsed:
+        """Return a reply's reasoning, text and calls.
+
+        Parameters
+        ----------
+        text : str
+            As sampled, without the end-of-message token.
+        tools : sequence of dict or None
+            The offered tools.
+        prompt_ids : ndarray of int32, shape (n_prompt,)
+        opened : bool
+            The prompt ends within the reasoning.
+
+        Raises
+        ------
+        EngineError
+            The parser cannot be reached.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Close its connections."""
+        ...
+
+
+class SGLangParser:
+    """The parsers of an SGLang server (0.5.23).
+
+    The server's ``--tool-call-parser`` and ``--reasoning-parser`` are used. Without one
+    of them that part is not parsed.
+    """
+
+    def __init__(self, base_url: str, client: httpx.AsyncClient | None = None) -> None:
+        self._server = EngineServer("SGLang", base_url, client)
+        self._names: tuple[str | None, str | None] | None = None
+
+    async def names(self) -> tuple[str | None, str | None]:
+        """Return the names of the parsers of calls and of reasoning.
+
+        Raises
+        ------
+        EngineError
+            The server cannot be reached, or has neither.
+        """
+        if self._names is None:
+            answer = await self._server.get("/server_info")
+            calls, reasoning = (
+                str(answer[name]) if answer.get(name) else None
+                for name in ("tool_call_parser", "reasoning_parser")
+            )
+            if calls is None and reasoning is None:
+                raise EngineError(
+                    "the SGLang server was started with neither --tool-call-parser nor "
+                    "--reasoning-parser"
+                )
+            self._names = calls, reasoning
+        return self._names
+
+    async def parse(
+        self, text: str, tools: Tools | None, prompt_ids: Ids, *, opened: bool
+    ) -> Parsed:
+        """See `ReplyParser`. A reply that the server rejects stays text."""
+        calls_parser, reasoning_parser = await self.names()
+        reasoning, rest, calls = "", text, []
+        try:
+            if reasoning_parser is not None:
+                answer = await self._server.post(
+                    "/separate_reasoning",
+                    {
+                        "text": f"{THINK}{text}" if opened else text,
+                        "reasoning_parser": reasoning_parser,
+                    },
+                )
+                reasoning = str(answer.get("reasoning_text") or "")
+                rest = str(answer.get("text") or "")
+            if calls_parser is not None and tools:
+                answer = await self._server.post(
+                    "/parse_function_call",
+                    {
+                        "text": rest,
+                        "tools": list(tools),
+                        "tool_call_parser": calls_parser,
+                    },
+                )
+                rest = str(answer.get("normal_text") or "")
+                found: Any = answer.get("calls") or []
+                calls = [(str(call["name"]), str(call["parameters"])) for call in found]
+        except EngineError as error:
+            if error.status != 400:
+                raise
+            return _unread(text)
+        except (LookupError, TypeError) as error:
+            raise EngineError(
+                f"the SGLang server's calls cannot be read: {error}"
+            ) from error
+        return await asyncio.to_thread(_parsed, text, reasoning, rest, calls)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._server.close()
+
+
+class SchemaParser:
+    """The response template of a tokenizer (``parse_response`` of transformers 5).
+
+    Raises
+    ------
+    ValueError
+        The tokenizer has no response template, or an invalid one.
+    """
+
+    def __init__(self, renderer: "ChatRenderer") -> None:
+        self._tokenizer = renderer.tokenizer
+        if getattr(self._tokenizer, "response_template", None) is None:
+            raise ValueError("the tokenizer has no response_template")
+        # find errors of the template itself before any reply
+        self._tokenizer.parse_response("", prefix="")
+
+    async def parse(
+        self, text: str, tools: Tools | None, prompt_ids: Ids, *, opened: bool
+    ) -> Parsed:
+        """See `ReplyParser`. A reply that the template does not match stays text."""
+        return await asyncio.to_thread(self._parse, text, tools, prompt_ids, opened)
+
+    def _parse(
+        self, text: str, tools: Tools | None, prompt_ids: Ids, opened: bool
+    ) -> Parsed:
+        try:
+            message: Any = self._tokenizer.parse_response(
+                text,
+                prefix=prompt_ids.tolist(),
+                tools=None if tools is None else list(tools),
+            )
+            reasoning = (
+                message.get("reasoning_content") or message.get("thinking") or ""
+            )
+            found = [call["function"] for call in message.get("tool_calls") or ()]
+            calls = [(str(call["name"]), _as_text(call["arguments"])) for call in found]
+            rest = str(message.get("content") or "")
+        except (AttributeError, LookupError, TypeError, ValueError):
+            return _unread(text)
+        if tools is None and calls:
+            # no tool was offered, so what looks like a call is text
+            return parse(text, tools=None, opened=opened)
+        return _parsed(text, str(reasoning), rest, calls)
+
+    async def close(self) -> None:
+        """It has none."""
+
+
+def _as_text(arguments: object) -> str:
+    if isinstance(arguments, str):
+        return arguments
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def _unread(text: str) -> Parsed:
+    return Parsed(parts=(text,) if text else (), sampled=text, ill_formed=True)
+
+
+def _parsed(
+    text: str, reasoning: str, rest: str, calls: Iterable[tuple[str, str]]
+) -> Parsed:
+    """A parser's result, with arguments as they were sampled."""
+    parts: list[str | ToolCall] = [rest] if rest else []
+    offset = 0
+    for name, arguments in calls:
+        sampled, offset = as_sampled(arguments, text, offset)
+        parts.append(ToolCall(name, sampled))
+    return Parsed(parts=tuple(parts), sampled=text, reasoning=reasoning or None)
+
+
+def as_sampled(arguments: str, text: str, start: int) -> tuple[str, int]:
+    """Return the JSON in a text, from ``start`` on, with the value of ``arguments``.
+
+    Returns
+    -------
+    tuple of str and int
+        The JSON and its end; ``arguments`` and ``start`` if there is none.
+    """
+    decoder = json.JSONDecoder()
+    try:
+        wanted = decoder.decode(arguments)
+    except (ValueError, RecursionError):
+        return arguments, start
+    offset = text.find("{", start)
+    while offset >= 0 and isinstance(wanted, dict):
+        try:
+            value, stop = decoder.raw_decode(text, offset)
+        except (ValueError, RecursionError):
+            value, stop = None, offset
+        if value == wanted:
+            return text[offset:stop], stop
+        offset = text.find("{", offset + 1)
+    return arguments, start

@@ -1,0 +1,106 @@
+"""Decodes and parses a reply while it is sampled.
+
+Only what later ids cannot change is returned. So half a character, the possible start of
+a stop string, of a tool call or of the end of reasoning, and outer white space are held
+back. The result is a prefix of the complete reply, however the ids are grouped.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from trajkit_shim.prompting.render import ChatRenderer
+from trajkit_shim.replies.parse import Parsed, Parser
+from trajkit_shim.replies.parsers.scan import overlap
+
+# half a character decodes to this
+_BROKEN = "\ufffd"
+
+
+class Decoder:
+    """Decodes ids that come in groups."""
+
+    def __init__(self, renderer: ChatRenderer) -> None:
+        self._renderer = renderer
+        self._ids: list[int] = []
+        # text up to _done was returned; decoding starts at the group before, because some
+        # tokenizers write the space before a word only after another word
+        self._start = 0
+        self._done = 0
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """Return the text that these ids add, up to the last complete character.
+
+        An end-of-message id at the end is not text.
+        """
+        self._ids += ids
+        stop = len(self._ids)
+        while stop and self._ids[stop - 1] in self._renderer.end_ids:
+            stop -= 1
+        while stop and self._ids[stop - 1] in self._renderer.byte_ids:
+            stop -= 1
+        if stop <= self._done:
+            return ""
+        text = self._decoded(stop)
+        if text.endswith(_BROKEN):
+            return ""
+        before = self._decoded(self._done)
+        self._start, self._done = self._done, stop
+        return text.removeprefix(before)
+
+    def _decoded(self, stop: int) -> str:
+        window = np.array(self._ids[self._start : stop], np.int32)
+        return self._renderer.decode(window, ended=False)
+
+
+class IncrementalParser:
+    """Parses a reply while its ids come.
+
+    Parameters
+    ----------
+    renderer : ChatRenderer
+    parser : Parser
+        For this reply only.
+    stop : sequence of str
+        The client's stop strings, which it must not see.
+    """
+
+    def __init__(
+        self, renderer: ChatRenderer, parser: Parser, stop: Sequence[str]
+    ) -> None:
+        self._decoder = Decoder(renderer)
+        self._parser = parser
+        self._stop = stop
+        # decoded but not yet parsed
+        self._pending = ""
+        self._stopped = False
+        self._last: Parsed | None = None
+        self.ids: list[int] = []
+
+    def feed(self, ids: Sequence[int]) -> Parsed | None:
+        """Return what is known now, or None if it is the same as before."""
+        self.ids += ids
+        self._pending += self._decoder.feed(ids)
+        certain = 0 if self._stopped else self._certain()
+        if not certain:
+            return None
+        self._parser.feed(self._pending[:certain])
+        self._pending = self._pending[certain:]
+        known = self._parser.so_far()
+        if known.parts == (self._last.parts if self._last else ()) and (
+            known.reasoning == (self._last.reasoning if self._last else None)
+        ):
+            return None
+        self._last = known
+        return known
+
+    def _certain(self) -> int:
+        """The length of the pending text that cannot be part of a stop string."""
+        found = [
+            offset for mark in self._stop if (offset := self._pending.find(mark)) >= 0
+        ]
+        if found:
+            self._stopped = True
+            return min(found)
+        begun = (overlap(self._pending, mark) for mark in self._stop)
+        return len(self._pending) - max(begun, default=0)

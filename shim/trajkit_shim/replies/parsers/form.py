@@ -1,0 +1,64 @@
+"""Description of a format of tool calls."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from trajkit_shim.json_input import Json
+
+Tools: TypeAlias = Sequence[Json]
+"""The offered tools, in OpenAI's format."""
+
+SPACE = " \t\n\r"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call: the tool's name and its arguments as JSON text.
+
+    If the format uses JSON, the text is exactly what was sampled.
+    """
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolForm:
+    """How a family of models writes tool calls.
+
+    Parameters
+    ----------
+    name : str
+        Value of the command-line option.
+    opens : str
+        Start of every call.
+    lead : str
+        What must follow after white space; may be empty.
+    closes : str
+        End of every call, except for white space.
+    read : callable
+        Returns the call at an offset of a text and its end, or None. A result must not
+        change when the text grows.
+    known_by : tuple of str
+        A chat template that contains all of them uses this format.
+    """
+
+    name: str
+    opens: str
+    closes: str
+    read: Callable[[str, int, Tools], tuple[ToolCall, int] | None]
+    lead: str = ""
+    known_by: tuple[str, ...] = ()
+
+    def hopeless(self, text: str, offset: int) -> bool:
+        """Return whether the text at ``offset`` can never become a call."""
+        rest = text[skip(text, offset + len(self.opens)) :][: len(self.lead)]
+        return not self.lead.startswith(rest)
+
+
+def skip(text: str, offset: int) -> int:
+    """Return the end of the white space at an offset."""
+    while offset < len(text) and text[offset] in SPACE:
+        offset += 1
+    return offset

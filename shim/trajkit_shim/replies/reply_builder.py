@@ -1,0 +1,103 @@
+"""Builds replies for clients of any protocol."""
+
+import itertools
+import time
+import uuid
+from itertools import pairwise
+
+from trajkit_shim.chat.reply import Call, Reply, Usage
+from trajkit_shim.json_input import Json
+from trajkit_shim.replies.parse import Parsed
+
+
+class Identity:
+    """The ids of a reply and its calls, the same for partial and complete replies."""
+
+    def __init__(self, call_prefix: str = "call_") -> None:
+        self.reply_id = uuid.uuid4().hex
+        self.created = int(time.time())
+        self._call_prefix = call_prefix
+        self._call_ids: list[str] = []
+
+    def call_id(self, number: int) -> str:
+        """Return the id of a call by its index."""
+        while len(self._call_ids) <= number:
+            self._call_ids.append(self._call_prefix + uuid.uuid4().hex[:24])
+        return self._call_ids[number]
+
+
+def make_reply(
+    parsed: Parsed,
+    finish: str,
+    *,
+    model: str,
+    usage: Usage,
+    identity: Identity | None = None,
+    stop_sequence: str | None = None,
+) -> Reply:
+    """Build the reply to a client.
+
+    Parameters
+    ----------
+    parsed : Parsed
+    finish : str
+        The engine's finish reason.
+    identity : Identity, optional
+        Default: a new one.
+    stop_sequence : str, optional
+        The client's stop string that ended the text.
+    """
+    known = identity or Identity()
+    numbers = itertools.count()
+    return Reply(
+        reply_id=known.reply_id,
+        created=known.created,
+        model=model,
+        reasoning=parsed.reasoning,
+        parts=tuple(
+            part
+            if isinstance(part, str)
+            else Call(known.call_id(next(numbers)), part.name, part.arguments)
+            for part in parsed.parts
+        ),
+        sampled=parsed.sampled,
+        cut=finish == "length",
+        stop_sequence=stop_sequence,
+        usage=usage,
+    )
+
+
+def extends(reply: Reply, earlier: Reply) -> bool:
+    """Return whether a reply starts with an earlier partial reply."""
+    if not (reply.reasoning or "").startswith(earlier.reasoning or ""):
+        return False
+    *settled, last = earlier.parts or ("",)
+    parts = reply.parts or ("",)
+    if parts[: len(settled)] != tuple(settled) or len(parts) <= len(settled):
+        return False
+    then = parts[len(settled)]
+    if isinstance(last, str) and isinstance(then, str):
+        return then.startswith(last)
+    return then == last or last == ""
+
+
+def canonical_reply(reply: Reply) -> Json:
+    """Return the reply as the canonical message that the next request should contain."""
+    message: Json = {"role": "assistant", "content": reply.text}
+    if reply.reasoning is not None:
+        message["reasoning_content"] = reply.reasoning
+    if reply.calls:
+        message["tool_calls"] = [
+            {
+                "id": call.call_id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in reply.calls
+        ]
+        if any(
+            isinstance(before, Call) and isinstance(part, str)
+            for before, part in pairwise(reply.parts)
+        ):
+            message["sampled"] = reply.sampled
+    return message

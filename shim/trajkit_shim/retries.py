@@ -1,0 +1,129 @@
+"""Requests that are sent again: retries of a call, and repeated questions.
+
+A client whose connection broke sends its request again. If a header marks it as a retry,
+or the session was opened with ``replay``, the request joins the call that is still
+running or gets the recorded reply, rather than a new sample. Any other request whose
+bytes equal an earlier one is sampled, and its turn names the earlier one.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+from trajkit_shim.delivery import Answered
+from trajkit_shim.errors import EngineError, GatewayError
+from trajkit_shim.partial_reply import PartialReply
+
+KEPT = 8
+"""Number of a session's latest replies that can be sent again."""
+
+# the retry count of OpenAI's and Anthropic's clients
+_RETRY_HEADER = "x-stainless-retry-count"
+
+
+def is_retry(headers: Mapping[str, str]) -> bool:
+    """Return whether the headers mark a request as a retry."""
+    count = headers.get(_RETRY_HEADER, "0")
+    return count.isdecimal() and count.strip("0") != ""
+
+
+def request_digest(endpoint: str, body: bytes) -> bytes:
+    """Return a 16-byte digest of a request."""
+    return blake2b(endpoint.encode() + b"\0" + body, digest_size=16).digest()
+
+
+class SharedCall:
+    """One model call, and the connections that wait for it.
+
+    Parameters
+    ----------
+    work : task
+        Prepares the call. Cancelled when the last connection leaves.
+    record : callable
+        Records the finished call and returns its reply, or raises.
+    over : callable
+        Called, possibly more than once, when the call was recorded, failed, or lost its
+        last connection.
+    partial : PartialReply
+        What is known of the reply before that.
+    """
+
+    def __init__(
+        self,
+        work: "asyncio.Task[Any]",
+        record: Callable[[], Answered],
+        over: Callable[[], None],
+        partial: PartialReply,
+    ) -> None:
+        self.work = work
+        self.partial = partial
+        self._record = record
+        self._over = over
+        self._waiting = 0
+        self._outcome: Answered | GatewayError | EngineError | None = None
+
+    def finish(self) -> Answered:
+        """Return the reply of the call, whose work is done; record it the first time.
+
+        Raises
+        ------
+        GatewayError, EngineError
+            The call failed, or could not be recorded.
+        """
+        if self._outcome is None:
+            try:
+                self._outcome = self._record()
+            except (GatewayError, EngineError) as error:
+                self._outcome = error
+            finally:
+                self._over()
+        if isinstance(self._outcome, Answered):
+            return self._outcome
+        raise self._outcome
+
+    def join(self) -> None:
+        """Add a waiting connection."""
+        self._waiting += 1
+
+    async def leave(self) -> None:
+        """Remove a waiting connection; cancel the work with the last one."""
+        self._waiting -= 1
+        if not self._waiting:
+            self.work.cancel()
+            await asyncio.gather(self.work, return_exceptions=True)
+            self._over()
+
+
+@dataclass(slots=True)
+class RetryIndex:
+    """The requests of one session, by `request_digest`."""
+
+    running: dict[bytes, SharedCall] = field(default_factory=dict)
+    # requests that got an earlier reply or joined a running call
+    replayed: int = 0
+    _replies: OrderedDict[bytes, Answered] = field(default_factory=OrderedDict)
+    _request_ids: dict[bytes, str] = field(default_factory=dict)
+
+    def reply(self, digest: bytes) -> Answered | None:
+        """Return the reply to an equal request, if it is still kept."""
+        return self._replies.get(digest)
+
+    def earlier(self, digest: bytes) -> str | None:
+        """Return the ``request_id`` of the first turn with an equal request."""
+        return self._request_ids.get(digest)
+
+    def remember(self, digest: bytes, request_id: str, reply: Answered) -> None:
+        """Keep the reply to a request."""
+        self._request_ids.setdefault(digest, request_id)
+        self._replies[digest] = reply
+        self._replies.move_to_end(digest)
+        while len(self._replies) > KEPT:
+            self._replies.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget everything except the count."""
+        self._replies.clear()
+        self._request_ids.clear()

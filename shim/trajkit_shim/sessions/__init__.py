@@ -1,0 +1,1 @@
+"""Open sessions, their limits, and the log of their turns."""

@@ -1,0 +1,109 @@
+"""Who calls, and what for: harness, agent, and whether it is a side call.
+
+A signature describes what a harness's requests look like; a new harness needs one here.
+The result is only recorded with the turn; nothing depends on it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trajkit_shim.chat.request import ChatRequest
+
+AGENT = "agent"
+"""The kind of a known harness's call that matches no side call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideCall:
+    """A call that is recognized by all given marks."""
+
+    kind: str
+    # contained in the first system message
+    system: str = ""
+    # contained in the last message
+    last: str = ""
+    # token limit of the reply
+    max_tokens: int | None = None
+
+    def describes(self, request: ChatRequest) -> bool:
+        """Return whether the request has all marks."""
+        first, last = request.messages[0], request.messages[-1]
+        system = str(first["content"]) if first["role"] == "system" else ""
+        return (
+            self.system in system
+            and self.last in str(last["content"])
+            and self.max_tokens in (None, request.sampling.max_tokens)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HarnessSignature:
+    """How to recognize a harness, and how it names its agents."""
+
+    name: str
+    # a header, and the start of its value
+    header: str
+    starts: str = ""
+    # headers with the ids of the agent (null: the main one) and of its parent
+    agent: str
+    parent: str
+    side_calls: tuple[SideCall, ...]
+
+
+# Spec: engines-and-clients 6.1, and the texts in the client, version 2.1.197.
+CLAUDE_CODE = HarnessSignature(
+    name="claude-code",
+    header="x-claude-code-session-id",
+    agent="x-claude-code-agent-id",
+    parent="x-claude-code-parent-agent-id",
+    side_calls=(
+        SideCall(kind="probe", last="quota", max_tokens=1),
+        SideCall(kind="title", system="Generate a concise, sentence-case title"),
+        SideCall(kind="title", system="succinct title and git branch name"),
+        SideCall(
+            kind="compaction", last="Your task is to create a detailed summary of"
+        ),
+    ),
+)
+# Spec: engines-and-clients 6.2, and the texts in the client, version 0.169.0. Each agent
+# is a thread, including the main one.
+CODEX = HarnessSignature(
+    name="codex",
+    header="originator",
+    starts="codex",
+    agent="thread-id",
+    parent="x-codex-parent-thread-id",
+    side_calls=(SideCall(kind="compaction", last="CONTEXT CHECKPOINT COMPACTION"),),
+)
+HARNESSES = (CLAUDE_CODE, CODEX)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who calls, as far as the request shows. ``None``: unknown."""
+
+    harness: str | None = None
+    agent_id: str | None = None
+    parent_agent_id: str | None = None
+    call_kind: str | None = None
+
+
+def identify(headers: Mapping[str, str], request: ChatRequest) -> Caller:
+    """Return who sent a request; header names are in lower case."""
+    for harness in HARNESSES:
+        value = headers.get(harness.header)
+        if value is not None and value.startswith(harness.starts):
+            return Caller(
+                harness=harness.name,
+                agent_id=headers.get(harness.agent),
+                parent_agent_id=headers.get(harness.parent),
+                call_kind=next(
+                    (
+                        side.kind
+                        for side in harness.side_calls
+                        if side.describes(request)
+                    ),
+                    AGENT,
+                ),
+            )
+    return Caller()

@@ -1,0 +1,103 @@
+"""The sampling parameters of a call, from the client's request and the session's pins.
+
+Whoever opens a session (the trainer) pins parameters. Pins replace the client's values,
+so an agent cannot change what it is trained under. Parameters that shape the
+distribution are ignored in a client's request even if they are not pinned, unless the
+session lets its client set them; a pin is then the default.
+"""
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TypeVar
+
+from trajkit_shim import json_input
+from trajkit_shim.chat.sampling_params import (
+    PIN_NAMES,
+    SHAPING,
+    SamplingParams,
+    parse_sampling,
+)
+from trajkit_shim.engines.base import Sampling
+
+T = TypeVar("T")
+
+
+def parse_pins(value: object) -> SamplingParams:
+    """Read the ``sampling`` object of a session that is being opened.
+
+    It takes the parameters of a chat request and, under ``extra``, parameters that are
+    passed to the engine unchanged.
+    """
+    if value is None:
+        return SamplingParams()
+    body = json_input.as_object(value, "sampling")
+    json_input.only(body, PIN_NAMES, "sampling")
+    pins = parse_sampling(body, "sampling")
+    extra = body.get("extra")
+    if extra is None:
+        return pins
+    return replace(pins, extra=json_input.as_object(extra, "sampling.extra"))
+
+
+def parse_client_sampling(value: object) -> frozenset[str]:
+    """Read the ``client_sampling`` of a session being opened: names of `SHAPING`."""
+    if value is None:
+        return frozenset()
+    names = json_input.as_list(value, "client_sampling")
+    for i, name in enumerate(names):
+        if name not in SHAPING:
+            json_input.refuse(
+                f"client_sampling[{i}]", f"{name!r} is not one of {', '.join(SHAPING)}"
+            )
+    return frozenset(map(str, names))
+
+
+def resolve(
+    requested: SamplingParams,
+    pins: SamplingParams,
+    *,
+    max_tokens: int,
+    room: int,
+    end_ids: tuple[int, ...],
+    client: Collection[str] = (),
+) -> Sampling:
+    """Return the parameters of one engine call.
+
+    Parameters
+    ----------
+    requested, pins : SamplingParams
+        The client's and the session's. The smallest token limit applies.
+    max_tokens : int
+        The gateway's limit on new tokens.
+    room : int
+        Tokens left in the context after the prompt.
+    end_ids : tuple of int
+        Token ids that end an assistant message.
+    client : collection of str
+        Names in `SHAPING` that the client may set.
+    """
+    shaping = {name: getattr(pins, name) for name in SHAPING}
+    for name in client:
+        shaping[name] = _first(getattr(requested, name), shaping[name])
+    limits = [requested.max_tokens, pins.max_tokens, max_tokens, room]
+    return Sampling(
+        max_new_tokens=min(limit for limit in limits if limit is not None),
+        **shaping,
+        stop=_first(pins.stop, requested.stop) or (),
+        stop_token_ids=end_ids,
+        seed=_first(pins.seed, requested.seed),
+        extra=dict(pins.extra),
+    )
+
+
+def ignored_params(requested: SamplingParams, resolved: Sampling) -> list[str]:
+    """Return the names in `SHAPING` that a client requested and did not get."""
+    return [
+        name
+        for name in SHAPING
+        if getattr(requested, name) not in (None, getattr(resolved, name))
+    ]
+
+
+def _first(value: T | None, default: T | None) -> T | None:
+    return default if value is None else value

@@ -1,0 +1,599 @@
+"""Sessions: who may call, how often, what was recorded before, and how they end.
+
+Everything runs on the event loop's thread, so code that does not await is atomic for
+other calls. An ended session leaves a small record; the oldest records are dropped.
+"""
+
+import asyncio
+import json
+import re
+import secrets
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal, TypeAlias, get_args
+
+from trajkit_shim.chat.sampling_params import SamplingParams
+from trajkit_shim.clock import Clock, Handle
+from trajkit_shim.errors import GatewayError
+from trajkit_shim.prompting.reply_matching import Known, ReplyIndex
+from trajkit_shim.prompting.token_cache import TokenCache
+from trajkit_shim.retries import RetryIndex
+from trajkit_shim.sessions.delta_writer import DeltaEncoder
+from trajkit_shim.sessions.quotas import Budget, Limits, Reservation
+from trajkit_shim.sessions.used_ids import UsedIds
+
+# allowed in an HTTP header and in paths, except . and .., which clients resolve
+_ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:@-]{1,200}")
+
+_as_json = json.JSONEncoder(ensure_ascii=False).encode
+
+# how long requests of cancelled calls may take to answer their clients
+_GRACE_SECONDS = 5.0
+
+EndedBy: TypeAlias = Literal["finish", "close", "drop", "idle", "shutdown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """The terms of a session, set when it is opened."""
+
+    pins: SamplingParams = field(default_factory=SamplingParams)
+    # which of temperature, top_p and top_k the client may set
+    client_sampling: frozenset[str] = frozenset()
+    limits: Limits = field(default_factory=Limits)
+    # idle time after which it is closed; None: never
+    ttl_seconds: float | None = None
+    # treat a request equal to an earlier one as a retry
+    replay: bool = False
+    # the task, shared by several rollouts
+    group_id: str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What the trainer reports about a session."""
+
+    reward: float | None = None
+    error: str | None = None
+    metadata: dict[str, object] = field(default_factory=dict)
+
+    def update(self, fields: Mapping[str, object]) -> None:
+        """Set the given fields; metadata is merged."""
+        if "reward" in fields:
+            reward = fields["reward"]
+            assert reward is None or isinstance(reward, float)
+            self.reward = reward
+        if "error" in fields:
+            error = fields["error"]
+            assert error is None or isinstance(error, str)
+            self.error = error
+        metadata = fields.get("metadata")
+        if metadata is not None:
+            assert isinstance(metadata, dict)
+            self.metadata = {**self.metadata, **metadata}
+
+
+@dataclass(slots=True, kw_only=True)
+class Counts:
+    """What happened in a session."""
+
+    # recorded turns, including aborted ones; the next turn's index
+    recorded: int = 0
+    # turns with an answer
+    answered: int = 0
+    # answered turns whose answer was lost
+    undelivered: int = 0
+    # turns below this index were dropped
+    dropped: int = 0
+    # recorded turns without attribution
+    unattributed: int = 0
+    # recorded turns by how their prompts were built: append, or why not
+    prompts: Counter[str] = field(default_factory=Counter)
+    # offered tools that only a provider can run, by type, over all recorded calls
+    left_out: Counter[str] = field(default_factory=Counter)
+    # sampling parameters that were requested and ignored, over all recorded calls
+    ignored_params: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Record:
+    """The kept data of a session, open or ended."""
+
+    session_id: str
+    terms: Terms
+    outcome: Outcome
+    counts: Counts
+    budget: Budget
+    reply_counts: Counter[Known]
+    replayed: int = 0
+    ended_by: EndedBy | None = None
+    # the latest line in the log is up to date
+    written: bool = False
+
+    def describe(self, in_flight: int = 0) -> dict[str, object]:
+        """Return the session for ``GET /sessions/{id}``."""
+        limits = self.terms.limits
+        return {
+            "session_id": self.session_id,
+            "status": "open" if self.ended_by is None else "closed",
+            "ended_by": self.ended_by,
+            "turns": self.counts.recorded,
+            "answered": self.counts.answered,
+            "undelivered": self.counts.undelivered,
+            "dropped": self.counts.dropped,
+            "unattributed": self.counts.unattributed,
+            "in_flight": in_flight,
+            "prompt_tokens": self.budget.prompt_tokens,
+            "output_tokens": self.budget.output_tokens,
+            "max_turns": limits.max_turns,
+            "max_prompt_tokens": limits.max_prompt_tokens,
+            "max_output_tokens": limits.max_output_tokens,
+            "max_context_tokens": limits.max_context_tokens,
+            "ttl_seconds": self.terms.ttl_seconds,
+            "echo": {kind: self.reply_counts[kind] for kind in get_args(Known)},
+            "prompts": dict(self.counts.prompts),
+            "replayed": self.replayed,
+            "tools_left_out": dict(self.counts.left_out),
+            "sampling_overruled": dict(self.counts.ignored_params),
+            "group_id": self.terms.group_id,
+            "reward": self.outcome.reward,
+            "error": self.outcome.error,
+            "metadata": self.outcome.metadata,
+        }
+
+    def line(self) -> dict[str, object]:
+        """Return the session as a line of `sessions.turn_log.SESSION_LINES`."""
+        return {
+            "session_id": self.session_id,
+            "reward": self.outcome.reward,
+            "group_id": self.terms.group_id,
+            "error": self.outcome.error,
+            "ended_by": self.ended_by,
+            "turns": self.counts.recorded,
+            "prompt_tokens": self.budget.prompt_tokens,
+            "output_tokens": self.budget.output_tokens,
+            "metadata": _as_json(self.outcome.metadata),
+            "written_at": datetime.now(UTC),
+        }
+
+
+class Session:
+    """One open agent run: the calls with its id.
+
+    A running call is only in ``calls``. It changes the counts when it is recorded.
+    """
+
+    def __init__(self, record: Record, clock: Clock) -> None:
+        self.record = record
+        self.session_id = record.session_id
+        self.terms = record.terms
+        self.counts = record.counts
+        self.budget = record.budget
+        # accepts no new calls
+        self.closing = False
+        # records no more turns
+        self.closed = False
+        self.calls: set[asyncio.Task[Any]] = set()
+        # keys of the messages whose body is in the log
+        self.logged_keys: set[bytes] = set()
+        # its recorded turns, for the delta form
+        self.encoder = DeltaEncoder()
+        # its replies, to recognize them
+        self.replies = ReplyIndex(counts=record.reply_counts)
+        # the token ids of its prompts and replies
+        self.paths = TokenCache()
+        self.retries = RetryIndex()
+        # requests until their last byte was sent, and the tasks that serve them
+        self.requests: dict[asyncio.Future[None], asyncio.Task[Any] | None] = {}
+        self.timer: Handle | None = None
+        self._clock = clock
+        self.active_at = clock.time()
+
+    def check_open(self) -> None:
+        """Raise if the session accepts no calls."""
+        if self.closing or self.closed:
+            raise _closed(self.session_id)
+
+    def check_recording(self) -> None:
+        """Raise if the session has ended meanwhile."""
+        if self.closed:
+            raise _closed(self.session_id)
+
+    def admit(self) -> Reservation:
+        """Return what one more call may use; running calls count as turns.
+
+        Raises
+        ------
+        GatewayError
+            410: the session accepts no calls. 403: no turns or tokens are left.
+        """
+        self.check_open()
+        return self.budget.admit()
+
+    @contextmanager
+    def request(self) -> Iterator[Callable[[], None]]:
+        """Serve a request in this context; call the yielded function once answered.
+
+        If the block fails, it is called automatically.
+        """
+        answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.requests[answered] = asyncio.current_task()
+        self.active_at = self._clock.time()
+
+        def end() -> None:
+            self.requests.pop(answered, None)
+            self.active_at = self._clock.time()
+            if not answered.done():
+                answered.set_result(None)
+
+        try:
+            yield end
+        except BaseException:
+            end()
+            raise
+
+    def describe(self) -> dict[str, object]:
+        """Return the session for ``GET /sessions/{id}``."""
+        self.record.replayed = self.retries.replayed
+        shown = self.record.describe(len(self.calls))
+        return {**shown, "status": "closing"} if self.closing else shown
+
+
+class SessionStore:
+    """All sessions of one gateway, by id.
+
+    Parameters
+    ----------
+    write : callable
+        Writes a line of `sessions.turn_log.SESSION_LINES` whenever a session is opened,
+        ends, or is updated after that.
+    amend : callable
+        Takes a session's id and the indices of its dropped turns.
+    clock : Clock, optional
+        Default: the event loop.
+    max_ended : int
+        Ended sessions to remember, so that their calls get a specific error.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[Mapping[str, object]], None],
+        amend: Callable[[str, range], None],
+        *,
+        clock: Clock | None = None,
+        max_ended: int = 10_000,
+    ) -> None:
+        self._write = write
+        self._amend = amend
+        self._clock = clock
+        self._max_ended = max_ended
+        self._open: dict[str, Session] = {}
+        self._ended: OrderedDict[str, Record] = OrderedDict()
+        self._forgotten = 0
+        # of ended and forgotten sessions
+        self._past_turns = 0
+        self._used = UsedIds()
+        self.draining = False
+
+    def open(
+        self,
+        session_id: str | None = None,
+        terms: Terms | None = None,
+        outcome: Outcome | None = None,
+    ) -> Session:
+        """Open a session under the given or a generated id.
+
+        Raises
+        ------
+        GatewayError
+            The id was used before or has invalid characters, the gateway is shutting
+            down, or the session's line could not be written.
+        """
+        if self.draining:
+            raise _draining()
+        if session_id is None:
+            session_id = f"s-{secrets.token_hex(16)}"
+        if not _ID.fullmatch(session_id):
+            raise GatewayError(
+                f"session_id: {session_id!r}: 1 to 200 letters, digits and ._~:@- (not "
+                ". or ..)",
+                param="session_id",
+            )
+        if (
+            session_id in self._open
+            or session_id in self._ended
+            or session_id in self._used
+        ):
+            raise GatewayError(
+                f"session {session_id!r} was opened before",
+                409,
+                code="session_exists",
+                param="session_id",
+            )
+        terms = terms or Terms()
+        return self._begin(
+            Record(
+                session_id=session_id,
+                terms=terms,
+                outcome=outcome or Outcome(),
+                counts=Counts(),
+                budget=Budget(terms.limits),
+                reply_counts=Counter(),
+            )
+        )
+
+    def reopen(self, session_id: str) -> Session:
+        """Open an ended session again; its turn indices continue.
+
+        Replies from before are not recognized.
+
+        Raises
+        ------
+        GatewayError
+            404: there is no such session. 409: it is open.
+        """
+        if self.draining:
+            raise _draining()
+        record = self.record(session_id)
+        if session_id in self._open:
+            raise GatewayError(
+                f"session {session_id!r} is open", 409, code="session_open"
+            )
+        before = record.ended_by
+        record.ended_by = None
+        try:
+            session = self._begin(record)
+        except GatewayError:
+            record.ended_by = before
+            raise
+        session.retries.replayed = record.replayed
+        del self._ended[session_id]
+        self._past_turns -= record.counts.recorded
+        return session
+
+    def _begin(self, record: Record) -> Session:
+        self._say(record)
+        clock = self._clock or asyncio.get_running_loop()
+        session = Session(record, clock)
+        self._open[record.session_id] = session
+        if record.terms.ttl_seconds is not None:
+            self._watch(session, clock, record.terms.ttl_seconds)
+        return session
+
+    def _watch(self, session: Session, clock: Clock, ttl: float) -> None:
+        """Close the session when it has been idle for ``ttl`` seconds."""
+
+        def look() -> None:
+            left = session.active_at + ttl - clock.time()
+            if session.requests or session.closing:
+                left = ttl
+            if left > 0:
+                session.timer = clock.call_later(left, look)
+            else:
+                self.end(session, "idle")
+
+        session.timer = clock.call_later(ttl, look)
+
+    def _say(self, record: Record) -> None:
+        record.written = False
+        try:
+            self._write(record.line())
+        except OSError as error:
+            raise GatewayError(
+                f"the session could not be written: {error}", 500, code="log_failed"
+            ) from error
+        record.written = True
+
+    def find(self, session_id: str) -> Session | None:
+        """Return the open session with that id, if any."""
+        return self._open.get(session_id)
+
+    def record(self, session_id: str) -> Record:
+        """Return the record of a session, open or ended, or raise a 404."""
+        session = self._open.get(session_id)
+        if session is not None:
+            return session.record
+        record = self._ended.get(session_id)
+        if record is None:
+            raise GatewayError(
+                f"no session {session_id!r}", 404, code="session_not_found"
+            )
+        return record
+
+    def describe(self, session_id: str) -> dict[str, object]:
+        """Return the session for ``GET /sessions/{id}``."""
+        session = self._open.get(session_id)
+        return (session or self.record(session_id)).describe()
+
+    def authorise(self, claims: Iterable[str]) -> Session:
+        """Return the open session that a call names.
+
+        Parameters
+        ----------
+        claims : iterable of str
+            Candidates for the session's id; the first that exists is used.
+
+        Raises
+        ------
+        GatewayError
+            401: there is no such session. 410: it is closed. 503: the gateway is
+            shutting down.
+        """
+        for claim in claims:
+            session = self._open.get(claim)
+            if session is not None:
+                session.check_open()
+                if self.draining:
+                    raise _draining()
+                return session
+            if claim in self._ended:
+                raise _closed(claim)
+        raise GatewayError(
+            "no such session: its id is the API key, the header x-session-id, or the "
+            "path prefix /s/{id}; open one with POST /sessions",
+            401,
+            code="invalid_api_key",
+        )
+
+    def end(self, session: Session, how: EndedBy) -> None:
+        """End a session now, so that no more turns are recorded. Idempotent.
+
+        Running calls are cancelled, and their clients get an error.
+
+        Raises
+        ------
+        GatewayError
+            500: its line could not be written. The session has ended anyway.
+        """
+        if session.closed:
+            return
+        session.closed = True
+        if session.timer is not None:
+            session.timer.cancel()
+        record = session.record
+        record.ended_by = how
+        record.replayed = session.retries.replayed
+        session.logged_keys.clear()
+        session.encoder.clear()
+        session.replies.clear()
+        session.paths.clear()
+        session.retries.clear()
+        for call in session.calls:
+            call.cancel()
+        del self._open[session.session_id]
+        self._ended[session.session_id] = record
+        self._past_turns += record.counts.recorded
+        while len(self._ended) > self._max_ended:
+            name, _ = self._ended.popitem(last=False)
+            self._used.add(name)
+            self._forgotten += 1
+        self._say(record)
+
+    async def finish(
+        self,
+        session_id: str,
+        how: EndedBy,
+        *,
+        wait_seconds: float = 0.0,
+        fields: Mapping[str, object] | None = None,
+    ) -> dict[str, object]:
+        """End a session once its calls are over, and write its outcome.
+
+        Parameters
+        ----------
+        session_id : str
+        how : str
+            Ignored if the session has ended before.
+        wait_seconds : float
+            How long running calls may take before they are cancelled. New ones are
+            rejected meanwhile.
+        said : mapping, optional
+            For `Outcome.update`.
+
+        Returns
+        -------
+        dict
+            As `describe`.
+
+        Raises
+        ------
+        GatewayError
+            404: there is no such session.
+        """
+        record = self.record(session_id)
+        session = self._open.get(session_id)
+        if session is not None:
+            session.closing = True
+            await _over(session.requests, wait_seconds)
+        # if something else ended it meanwhile, that wrote the outcome known then
+        outcome_written = session is None or session.closed
+        record.outcome.update(fields or {})
+        if session is not None:
+            self.end(session, how)
+            await stop(session)
+        if (outcome_written and fields) or not record.written:
+            self._say(record)
+        return record.describe()
+
+    async def drop(self, session_id: str) -> dict[str, object]:
+        """End a session and exclude all its turns so far from training."""
+        record = self.record(session_id)
+        session = self._open.get(session_id)
+        if session is not None:
+            self.end(session, "drop")
+            await stop(session)
+        turns = range(record.counts.dropped, record.counts.recorded)
+        if turns:
+            try:
+                self._amend(session_id, turns)
+            except OSError as error:
+                raise GatewayError(
+                    f"the turns could not be dropped: {error}", 500, code="log_failed"
+                ) from error
+            record.counts.dropped = turns.stop
+        if record.ended_by != "drop" or not record.written:
+            record.ended_by = "drop"
+            self._say(record)
+        return record.describe()
+
+    async def drain(self, wait_seconds: float, how: EndedBy = "shutdown") -> None:
+        """Accept no more sessions and calls, and end all sessions.
+
+        Running calls are cancelled after ``wait_seconds``.
+        """
+        self.draining = True
+        sessions = list(self._open.values())
+        waiting = [each for session in sessions for each in session.requests]
+        await _over(waiting, wait_seconds)
+        unwritten: list[GatewayError] = []
+        for session in sessions:
+            try:
+                self.end(session, how)
+            except GatewayError as error:
+                unwritten.append(error)
+        for session in sessions:
+            await stop(session)
+        if unwritten:
+            raise unwritten[0]
+
+    def counts(self) -> dict[str, int]:
+        """Return counts of open, closed and forgotten sessions, calls and turns."""
+        sessions = self._open.values()
+        return {
+            "open": len(sessions),
+            "closed": len(self._ended) + self._forgotten,
+            "forgotten": self._forgotten,
+            "in_flight": sum(len(session.calls) for session in sessions),
+            "turns": self._past_turns
+            + sum(session.counts.recorded for session in sessions),
+        }
+
+
+async def stop(session: Session) -> None:
+    """Return when all requests of an ended session have been answered.
+
+    A client that does not read its answer is given up after some seconds.
+    """
+    await _over(session.requests, _GRACE_SECONDS)
+    for task in session.requests.values():
+        if task is not None:
+            task.cancel()
+    await _over(session.requests, _GRACE_SECONDS)
+
+
+async def _over(waiting: Iterable[asyncio.Future[None]], seconds: float) -> None:
+    """Return when all are done, or after ``seconds``."""
+    waiting = list(waiting)
+    if waiting and seconds > 0:
+        await asyncio.wait(waiting, timeout=seconds)
+
+
+def _closed(session_id: str) -> GatewayError:
+    return GatewayError(f"session {session_id!r} is closed", 410, code="session_closed")
+
+
+def _draining() -> GatewayError:
+    return GatewayError("the gateway is shutting down", 503, code="draining")

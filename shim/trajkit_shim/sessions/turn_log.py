@@ -1,0 +1,372 @@
+"""The turn log: Arrow IPC streams that grow by one batch per turn.
+
+A turn is handed to the operating system before its reply is sent, so a killed gateway
+loses no turn that a client has seen. A kill can leave a torn last batch, of a turn that
+was never acknowledged. Whether an answer arrived is written to a second stream.
+"""
+
+import errno
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trajkit import schema
+from trajkit.io.ipc_compression import Squeezer
+from trajkit_shim.chat.logged_message import LoggedMessage
+from trajkit_shim.engines.base import WeightSpan
+from trajkit_shim.engines.routed_experts import COLUMN, experts_cell
+from trajkit_shim.sessions.append_log import AppendLog
+from trajkit_shim.sessions.delta_writer import DeltaEncoder
+
+Form: TypeAlias = Literal["full", "delta"]
+"""Whether the log holds full prompts, or only what each adds to an earlier turn."""
+
+# which message each prompt token belongs to
+_SHOWN = list(schema.ATTRIBUTION)[2:]
+_PROVENANCE = pa.schema(
+    [
+        *_SHOWN,
+        # the id of the engine call
+        pa.field("request_id", pa.string()),
+        # request_id of the session's first turn with an identical request; null: none
+        pa.field("resend_of", pa.string()),
+        pa.field("model", pa.string()),
+        # protocol of the client
+        pa.field("protocol", pa.string()),
+        # who called, and what for (client_identity); null: unknown
+        pa.field("harness", pa.string()),
+        pa.field("agent_id", pa.string()),
+        pa.field("parent_agent_id", pa.string()),
+        pa.field("call_kind", pa.string()),
+        # parameters of the engine call, as JSON
+        pa.field("sampling", pa.string()),
+        # append or render; and why it was rendered (prompting.prompts.Reason)
+        pa.field("prompt_built", pa.string()),
+        pa.field("render_reason", pa.string()),
+        # BLAKE2b of prompt_ids as little-endian int32
+        pa.field("prompt_digest", pa.binary(16)),
+        # prompt tokens taken from the engine's prefix cache
+        pa.field("cached_tokens", pa.int32()),
+        # when the request was read, and when the sample was complete
+        pa.field("started_at", pa.timestamp("us", tz="UTC")),
+        pa.field("ended_at", pa.timestamp("us", tz="UTC")),
+    ]
+)
+
+LOG_SCHEMA, DELTA_LOG_SCHEMA = (
+    pa.schema([*turns, *_PROVENANCE], metadata=turns.metadata)
+    for turns in (schema.TURNS, schema.TURNS_DELTA)
+)
+"""``turns`` in either form, with the gateway's provenance columns."""
+
+SESSION_LINES = pa.schema(
+    [
+        *schema.SESSIONS,
+        # finish, close, drop, idle or shutdown; null: it is open
+        pa.field("ended_by", pa.string()),
+        # recorded turns, and tokens of their prompts and outputs
+        pa.field("turns", pa.int32()),
+        pa.field("prompt_tokens", pa.int64()),
+        pa.field("output_tokens", pa.int64()),
+        # given when it was opened and finished, as JSON
+        pa.field("metadata", pa.string()),
+        pa.field("written_at", pa.timestamp("us", tz="UTC")),
+    ],
+    metadata=schema.SESSIONS.metadata,
+)
+"""``sessions``, with the gateway's columns. A session has one line for its opening and
+one for each end or later update; the last line counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedTurn:
+    """One model call, complete except for its index in the session."""
+
+    session_id: str
+    request_id: str
+    model: str
+    prompt_ids: npt.NDArray[np.int32]
+    output_ids: npt.NDArray[np.int32]
+    output_logprobs: npt.NDArray[np.float32] | None
+    finish_reason: str
+    messages: list[LoggedMessage]
+    # None: no client will send it back
+    response: LoggedMessage | None
+    use_tool: bool
+    ill_formed: bool
+    trainable: bool
+    weight_versions: tuple[WeightSpan, ...]
+    sampling: str
+    cached_tokens: int | None
+    started_at: datetime
+    ended_at: datetime
+    prompt_built: str | None = None
+    render_reason: str | None = None
+    prompt_digest: bytes | None = None
+    resend_of: str | None = None
+    protocol: str | None = None
+    harness: str | None = None
+    agent_id: str | None = None
+    parent_agent_id: str | None = None
+    call_kind: str | None = None
+    # the columns of schema.ATTRIBUTION. None: unknown, or not requested
+    prompt_message_index: npt.NDArray[np.int32] | None = None
+    prompt_is_content: npt.NDArray[np.bool_] | None = None
+    message_tool_names: list[str | None] | None = None
+    # as `Sample.routed_experts`
+    routed_experts: npt.NDArray[np.int16] | None = None
+
+
+class LogFullError(OSError):
+    """The log has reached its maximum size."""
+
+
+class TurnLog:
+    """The log of one run: its turns, and what becomes known of them later.
+
+    ``turns-*.arrows`` hold one turn per batch, ``amendments-*.arrows`` what became known
+    after a turn was written (`trajkit.schema.AMENDMENTS`), ``sessions-*.arrows`` the
+    sessions (`SESSION_LINES`). `trajkit.read_turns` and `trajkit.read_sessions` read the
+    directory.
+
+    Parameters
+    ----------
+    directory : path
+        Created if missing. It must not contain a log, because session ids and turn
+        numbers of two gateways would collide.
+    fsync : bool
+        Also write each turn to disk, so that it survives a crash of the machine. All
+        calls wait for it.
+    form : "full" or "delta"
+        ``delta`` stores only what each prompt adds to an earlier turn of its session,
+        compressed.
+    max_file_bytes, max_file_turns : int, optional
+        Maximum size of one file of turns.
+    max_total_bytes : int, optional
+        Maximum size of all turns. Amendments and sessions, which are small, do not
+        count.
+    routed_experts : bool
+        Also write which experts each token of prompt and output was routed to
+        (`engines.routed_experts.COLUMN`).
+    attributed : bool
+        Include the columns `trajkit.schema.ATTRIBUTION`. Columns of nulls would take
+        0.4 kB per turn.
+
+    Raises
+    ------
+    FileExistsError
+        The directory contains a log.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        form: Form = "full",
+        fsync: bool = False,
+        max_file_bytes: int | None = 1 << 30,
+        max_file_turns: int | None = None,
+        max_total_bytes: int | None = None,
+        routed_experts: bool = False,
+        attributed: bool = True,
+    ) -> None:
+        self.directory = Path(directory)
+        self._form = form
+        self._schema = LOG_SCHEMA if form == "full" else DELTA_LOG_SCHEMA
+        if not attributed:
+            left = [field for field in self._schema if field not in _SHOWN]
+            self._schema = pa.schema(left, self._schema.metadata)
+        self._attributed = attributed
+        self._with_experts = routed_experts
+        if routed_experts:
+            self._schema = self._schema.append(COLUMN)
+        self._squeeze = Squeezer(self._schema)
+        self._max_total_bytes = max_total_bytes
+        self._turns = AppendLog(
+            self.directory,
+            "turns",
+            self._schema,
+            fsync=fsync,
+            max_file_bytes=max_file_bytes,
+            max_file_rows=max_file_turns,
+        )
+        self._amendments, self._sessions = (
+            AppendLog(
+                self.directory, stem, lines, fsync=fsync, max_file_bytes=max_file_bytes
+            )
+            for stem, lines in (
+                ("amendments", schema.AMENDMENTS),
+                ("sessions", SESSION_LINES),
+            )
+        )
+        self._turns.start()
+        self.path = self._turns.path_of(0)
+
+    @property
+    def full(self) -> bool:
+        """Whether no further turn can be written."""
+        return (
+            self._max_total_bytes is not None
+            and self._turns.total_bytes >= self._max_total_bytes
+        )
+
+    def append(
+        self,
+        turn: LoggedTurn,
+        turn_index: int,
+        shown: Set[bytes],
+        deltas: DeltaEncoder | None = None,
+    ) -> set[bytes]:
+        """Write one turn; on return the operating system has it.
+
+        Parameters
+        ----------
+        turn : LoggedTurn
+        turn_index : int
+            Its index in the session.
+        shown : set of bytes
+            The keys of the messages whose body is in the session's log: they are not
+            written again.
+        deltas : DeltaEncoder, optional
+            The session's recorded turns, for the delta form.
+
+        Returns
+        -------
+        set of bytes
+            What this turn adds to ``shown``.
+
+        Raises
+        ------
+        LogFullError
+            The log would exceed ``max_total_bytes``.
+        OSError
+            The turn could not be written. The log is unchanged.
+        """
+        added: set[bytes] = set()
+
+        def fields(message: LoggedMessage) -> dict[str, object]:
+            known = message.key in shown or message.key in added
+            added.add(message.key)
+            return {
+                "key": message.key,
+                "role": message.role,
+                "body": None if known else message.body,
+            }
+
+        messages = [fields(message) for message in turn.messages]
+        response = None if turn.response is None else fields(turn.response)
+        made: dict[str, object] = {
+            "turn_index": turn_index,
+            "messages": messages,
+            "response": response,
+            "output_mask": None,
+            "weight_versions": [asdict(span) for span in turn.weight_versions] or None,
+        }
+        if self._with_experts:
+            made[COLUMN.name] = experts_cell(turn.routed_experts)
+        elif turn.routed_experts is not None:
+            raise ValueError("the log was opened without routed_experts=True")
+        if not self._attributed and any(
+            getattr(turn, field.name) is not None for field in _SHOWN
+        ):
+            raise ValueError("the log was opened with attributed=False")
+        if self._form == "full":
+            self._write(_batch(turn, made, self._schema).serialize())
+            return added
+        deltas = deltas or DeltaEncoder()
+        made |= _delta_fields(turn, turn_index, messages, deltas)
+        try:
+            self._write(self._squeeze(_batch(turn, made, self._schema)))
+        except (OSError, pa.ArrowException):
+            # no later turn may use this one as its base
+            deltas.clear()
+            raise
+        return added
+
+    def _write(self, data: pa.Buffer) -> None:
+        total = self._turns.bytes_with(data, 1)
+        if self._max_total_bytes is not None and total > self._max_total_bytes:
+            raise LogFullError(
+                errno.ENOSPC,
+                f"the turns would take {total} bytes; the limit is "
+                f"{self._max_total_bytes}",
+            )
+        self._turns.append_buffer(data, 1)
+
+    def amend(
+        self, session_id: str, turns: Sequence[int], reason: str, trainable: bool | None
+    ) -> None:
+        """Write what became known of turns: `trajkit.schema.AMENDMENTS`."""
+        n = len(turns)
+        columns = [
+            pa.array([session_id] * n, pa.string()),
+            pa.array(turns, pa.int32()),
+            pa.array([reason] * n, pa.string()),
+            pa.array([trainable] * n, pa.bool_()),
+        ]
+        self._amendments.append(
+            pa.RecordBatch.from_arrays(columns, schema=schema.AMENDMENTS)
+        )
+
+    def write_session(self, line: Mapping[str, object]) -> None:
+        """Write the state of a session, the columns of `SESSION_LINES`."""
+        columns = [pa.array([line[field.name]], field.type) for field in SESSION_LINES]
+        self._sessions.append(pa.RecordBatch.from_arrays(columns, schema=SESSION_LINES))
+
+    def close(self) -> None:
+        """End the streams and close the files."""
+        for journal in (self._turns, self._amendments, self._sessions):
+            journal.close()
+
+
+def _delta_fields(
+    turn: LoggedTurn,
+    turn_index: int,
+    messages: list[dict[str, object]],
+    deltas: DeltaEncoder,
+) -> dict[str, object]:
+    """The columns that replace the prompt's ids and the messages."""
+    with_body = (i for i, message in enumerate(messages) if message["body"] is not None)
+    delta = deltas.add(
+        turn_index,
+        turn.prompt_ids,
+        turn.output_ids,
+        [(message.key, message.role) for message in turn.messages],
+        None if turn.response is None else (turn.response.key, turn.response.role),
+        next(with_body, len(messages)),
+    )
+    return {
+        **asdict(delta),
+        "suffix_ids": turn.prompt_ids[delta.shared_length :],
+        "suffix_messages": messages[delta.shared_messages :],
+    }
+
+
+def _batch(
+    turn: LoggedTurn, made: Mapping[str, object], log_schema: pa.Schema
+) -> pa.RecordBatch:
+    """One turn: the columns in ``made``, and the others from its attributes."""
+    return pa.RecordBatch.from_arrays(
+        [
+            _cell(made[name] if name in made else getattr(turn, name), type_)
+            for name, type_ in zip(log_schema.names, log_schema.types, strict=True)
+        ],
+        schema=log_schema,
+    )
+
+
+def _cell(value: object, type_: pa.DataType) -> pa.Array:
+    """An array of one element."""
+    if isinstance(value, pa.Array):
+        return value
+    if isinstance(value, np.ndarray):
+        return pa.LargeListArray.from_arrays(
+            pa.array([0, len(value)], pa.int64()), pa.array(value, type_.value_type)
+        )
+    return pa.array([value], type_)

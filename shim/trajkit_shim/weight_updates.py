@@ -1,0 +1,186 @@
+"""Updates weights in the middle of sessions: pause, update, resume.
+
+A pause is a lease. It ends automatically, so that a trainer that died does not leave the
+engine paused. Running calls wait and continue; a turn's ``weight_versions`` state which
+of its tokens were sampled with which weights.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeAlias
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from trajkit_shim import json_input
+from trajkit_shim.engines.base import Engine, UpdatableEngine
+from trajkit_shim.errors import EngineError, GatewayError
+from trajkit_shim.responses import cancel_on_disconnect
+
+Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
+
+# how long an engine may take to pause or resume
+_AT_ONCE_S = 60.0
+
+
+class Weights:
+    """The pauses and weight updates of one engine, which must pause in ``at_once_s``."""
+
+    def __init__(self, engine: Engine, at_once_s: float = _AT_ONCE_S) -> None:
+        self._engine = engine
+        self._at_once_s = at_once_s
+        # serializes all operations, including the end of a lease
+        self._turn = asyncio.Lock()
+        self._lease: asyncio.Task[None] | None = None
+        # pauses that ended automatically
+        self.expired = 0
+        self.version: str | None = None
+
+    @property
+    def paused(self) -> bool:
+        """Whether the engine is paused."""
+        return self._lease is not None
+
+    async def pause(self, seconds: float) -> None:
+        """Pause the engine for at most ``seconds``; repeated, restart that duration.
+
+        Raises
+        ------
+        EngineError
+            The engine failed to pause, and was asked to resume.
+        GatewayError
+            501: this engine cannot be paused.
+        """
+        engine = self._updatable()
+        async with self._turn:
+            try:
+                async with asyncio.timeout(self._at_once_s):
+                    await engine.pause()
+            except TimeoutError as error:
+                await self._go_on(engine)
+                raise EngineError(
+                    f"the engine did not pause within {self._at_once_s:g} s", 504
+                ) from error
+            except (asyncio.CancelledError, EngineError):
+                # it may have paused, with only its answer lost
+                await asyncio.shield(self._go_on(engine))
+                raise
+            self._end_lease()
+            self._lease = asyncio.create_task(self._expire(engine, seconds))
+
+    async def update(self, path: str, version: str) -> None:
+        """Load weights while the engine is paused.
+
+        Raises
+        ------
+        GatewayError
+            409: it is not paused. 501: this engine cannot be updated.
+        EngineError
+            The engine failed to load them; it is still paused.
+        """
+        engine = self._updatable()
+        async with self._turn:
+            if not self.paused:
+                raise GatewayError(
+                    "the engine is not paused: POST /engine/pause first, and renew the "
+                    "pause before it expires",
+                    409,
+                    code="not_paused",
+                )
+            await engine.update_weights(path, version)
+            self.version = version
+
+    async def resume(self) -> None:
+        """Resume the engine if it is paused.
+
+        Raises
+        ------
+        EngineError
+            It failed. It is asked again when the pause expires.
+        GatewayError
+            501: this engine cannot be paused.
+        """
+        engine = self._updatable()
+        async with self._turn:
+            if self.paused:
+                await engine.resume()
+                self._end_lease()
+
+    async def close(self) -> None:
+        """End a pause, if there is one."""
+        if self.paused:
+            with contextlib.suppress(EngineError):
+                await self.resume()
+            self._end_lease()
+
+    def describe(self) -> dict[str, object]:
+        """Return the state for ``GET /engine``."""
+        return {
+            "paused": self.paused,
+            "pauses_expired": self.expired,
+            "weight_version": self.version,
+        }
+
+    def routes(
+        self, read_body: Callable[[Request], Awaitable[bytes]]
+    ) -> Iterator[tuple[str, str, Endpoint]]:
+        """Yield path, method and endpoint of the trainer's routes."""
+
+        async def pause(request: Request) -> Response:
+            body = json_input.parse_object(await read_body(request) or b"{}")
+            json_input.only(body, {"timeout_s"}, "")
+            seconds = 600.0 if (given := body.get("timeout_s")) is None else given
+            lease = json_input.as_number(
+                seconds, "timeout_s", minimum=0.0, maximum=86_400.0
+            )
+            await cancel_on_disconnect(request, self.pause(lease))
+            return JSONResponse(self.describe())
+
+        async def update(request: Request) -> Response:
+            body = json_input.parse_object(await read_body(request))
+            json_input.only(body, {"model_path", "weight_version"}, "")
+            await self.update(
+                json_input.as_name(body.get("model_path"), "model_path"),
+                json_input.as_name(body.get("weight_version"), "weight_version"),
+            )
+            return JSONResponse(self.describe())
+
+        async def resume(_: Request) -> Response:
+            await self.resume()
+            return JSONResponse(self.describe())
+
+        async def show(_: Request) -> Response:
+            return JSONResponse(self.describe())
+
+        yield "/engine", "GET", show
+        yield "/engine/pause", "POST", pause
+        yield "/engine/update", "POST", update
+        yield "/engine/resume", "POST", resume
+
+    def _updatable(self) -> UpdatableEngine:
+        if not isinstance(self._engine, UpdatableEngine):
+            raise GatewayError(
+                f"{type(self._engine).__name__} cannot be paused",
+                501,
+                code="engine_not_updatable",
+            )
+        return self._engine
+
+    def _end_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.cancel()
+            self._lease = None
+
+    async def _expire(self, engine: UpdatableEngine, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        async with self._turn:
+            self.expired += 1
+            self._lease = None
+            await self._go_on(engine)
+
+    async def _go_on(self, engine: UpdatableEngine) -> None:
+        # the caller has an error to report already, or there is no caller
+        with contextlib.suppress(EngineError, TimeoutError):
+            async with asyncio.timeout(self._at_once_s):
+                await engine.resume()

@@ -1,0 +1,311 @@
+"""Which turns open a branch, and why."""
+
+import datetime
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trajkit as tk
+from tests.strategies import sessions
+from tests.tables import in_delta_form, turns_table
+from trajkit import schema
+
+ROLES = {"system": 3, "user": 4, "tool": 5, "assistant": 6}
+SYSTEM = {"role": "system", "content": "s"}
+
+
+def said(role, text):
+    return {"role": role, "content": text}
+
+
+def rendered(messages):
+    """Ids of messages: a start, one id per letter, an end; distinct per role."""
+    return [
+        token
+        for m in messages
+        for token in [ROLES[m["role"]], *map(ord, m["content"]), 2]
+    ]
+
+
+def call(messages, reply, *, known=True, **fields):
+    """A turn that sends the messages and is answered by the text."""
+    answer = said("assistant", reply)
+    return {
+        "session_id": "s",
+        "prompt_ids": [*rendered(messages), ROLES["assistant"]],
+        "output_ids": [*map(ord, reply), 2],
+        "prompt_messages": messages if known else None,
+        "response_message": answer,
+        "output_logprobs": None,
+        "finish_reason": "stop",
+        "ill_formed": None,
+        **fields,
+    }
+
+
+def labels(turns, route="messages", **options):
+    table = tk.from_records(turns)
+    found = tk.analysis.label_branches(table, tk.link(table, route), **options)
+    assert found.schema.equals(schema.BRANCHES, check_metadata=True)
+    return found.to_pylist()
+
+
+def told(turns, route="messages", **options):
+    return [
+        (line["turn_index"], line["label"], line["other"])
+        for line in labels(turns, route, **options)
+    ]
+
+
+def line_of(n, known=True):
+    """n turns that go on where they were, and the conversation after them."""
+    talk = [SYSTEM, said("user", "u")]
+    turns = []
+    for i in range(n):
+        turns.append(call(list(talk), f"a{i}", known=known))
+        talk += [said("assistant", f"a{i}"), said("tool", f"t{i}")]
+    return turns, talk
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_line_has_no_labels(known):
+    turns, _ = line_of(5, known)
+    assert told(turns, "messages" if known else "tokens") == []
+
+
+LINE, TALK = line_of(3)
+AGAIN = call(TALK[:6], "b")
+NEXT = [*TALK, said("user", "n")]
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        pytest.param(
+            [call([said("system", "x"), said("user", "y")], "b")],
+            [(3, "sub_agent", 2)],
+            id="sub-agent by its first message",
+        ),
+        pytest.param([AGAIN], [(3, "retry", 2)], id="retry"),
+        pytest.param(
+            [AGAIN, call(TALK, "c")], [(3, "retry", 2)], id="retry, the first goes on"
+        ),
+        pytest.param(
+            [AGAIN, call([*TALK[:6], said("assistant", "b"), said("tool", "t")], "c")],
+            [(3, "retry", 2)],
+            id="retry, the second goes on",
+        ),
+        pytest.param([AGAIN, AGAIN], [(3, "retry", 2), (4, "retry", 3)], id="thrice"),
+        pytest.param(
+            [
+                AGAIN,
+                call(TALK, "c"),
+                call([*TALK[:6], said("assistant", "b"), said("tool", "t")], "c"),
+            ],
+            [(3, "sibling", 2)],
+            id="siblings are both continued",
+        ),
+        pytest.param([call(TALK[:4], "b")], [(3, "rollback", 1)], id="rollback: asked"),
+        pytest.param(
+            [call(TALK[:5], "b")], [(3, "rollback", 2)], id="rollback: to a reply"
+        ),
+        pytest.param(
+            [call(TALK[:1], "b")], [(3, "rollback", 2)], id="rollback: to the start"
+        ),
+        pytest.param(
+            [call([*TALK[:3], said("user", "v")], "b")],
+            [(3, "rollback", 2)],
+            id="rollback: and something else is said",
+        ),
+        pytest.param(
+            [call([SYSTEM, said("user", "summary")], "b")],
+            [(3, "compaction", 2)],
+            id="compaction",
+        ),
+        pytest.param(
+            [call([*TALK[:2], said("user", "summary")], "b")],
+            [(3, "compaction", 2)],
+            id="compaction that keeps the task",
+        ),
+        pytest.param(
+            [call([SYSTEM, said("user", "w"), *NEXT[2:]], "b")],
+            [(3, "rewrite", 2)],
+            id="rewrite of the task",
+        ),
+        pytest.param(
+            [call([*TALK[:3], said("tool", "x"), *TALK[4:]], "b")],
+            [(3, "rewrite", 2)],
+            id="rewrite of a tool's answer",
+        ),
+        pytest.param(
+            [call([*TALK[:3], said("tool", "x"), TALK[4]], "b")],
+            [(3, "rewrite", 2)],
+            id="rewrite, and shorter",
+        ),
+        pytest.param(
+            [call([*TALK[:6], said("assistant", "z"), TALK[7]], "b")],
+            [(3, "rewrite", 2)],
+            id="rewrite of the last reply",
+        ),
+        pytest.param([call(NEXT, "b")], [], id="two messages at once"),
+    ],
+)
+def test_labels_by_hand(more, expected):
+    assert told([*LINE, *more]) == expected
+
+
+PLAIN, _ = line_of(3, known=False)
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        pytest.param(
+            call([said("system", "x" * 40)], "b"), "sub_agent", id="sub-agent"
+        ),
+        pytest.param(call(TALK[:6], "b"), "retry", id="retry"),
+        pytest.param(call(TALK[:4], "b"), "rollback", id="rollback: asked"),
+        pytest.param(
+            call([*TALK[:3], said("user", "v")], "b"),
+            "rollback",
+            id="rollback: to a reply",
+        ),
+        pytest.param(
+            call([SYSTEM, said("user", "sum")], "b"), "compaction", id="compaction"
+        ),
+        pytest.param(
+            call([*TALK[:3], said("tool", "x"), *TALK[4:]], "b"),
+            "rewrite",
+            id="rewrite",
+        ),
+    ],
+)
+def test_labels_by_tokens(more, expected):
+    turns = [*PLAIN, {**more, "prompt_messages": None}]
+    (found,) = labels(turns, "tokens", opening_tokens=3)
+    assert found["label"] == expected
+    assert found["shared_messages"] is None
+
+
+def test_agents_are_told_by_their_ids_first():
+    fork = call([*TALK[:3], said("user", "sub")], "b", agent_id="sub")
+    inner = [*TALK[:3], said("user", "sub"), said("assistant", "b"), said("tool", "x")]
+    turns = [
+        *LINE,
+        fork,
+        call(inner, "c", agent_id="sub"),
+        call(TALK, "d"),
+        call([SYSTEM, said("user", "v")], "e", agent_id="sub"),
+    ]
+    assert told(turns) == [(3, "sub_agent", 2), (6, "compaction", 4)]
+    (first, _) = labels(turns)
+    assert "agent_id 'sub'" in first["evidence"]
+
+
+def at(seconds):
+    return datetime.datetime(2025, 1, 1, tzinfo=datetime.UTC) + datetime.timedelta(
+        seconds=seconds
+    )
+
+
+@pytest.mark.parametrize(("start", "label"), [(4, "sibling"), (5, "retry")])
+def test_calls_that_ran_at_once_are_siblings(start, label):
+    first = call(TALK[:2], "a", started_at=at(0), ended_at=at(5))
+    second = call(TALK[:2], "b", started_at=at(start), ended_at=at(9))
+    assert told([first, second]) == [(1, label, 0)]
+
+
+def test_a_reply_that_gave_way_is_rewritten():
+    """Under slime's merge, the request that shows another reply takes its place."""
+    turns = [LINE[0], call([*TALK[:2], said("assistant", "x"), TALK[3]], "b")]
+    (found,) = labels(turns)
+    assert (found["label"], found["other"]) == ("rewrite", 0)
+    assert "gave way" in found["evidence"]
+
+
+def test_the_same_messages_in_other_tokens_are_asked_again():
+    again = {**call(TALK[:6], "b"), "prompt_ids": [*rendered(TALK[:6]), 1]}
+    (found,) = labels([*LINE, again])
+    assert found["label"] == "retry"
+    assert "the same messages as turn 2" in found["evidence"]
+
+
+def test_what_is_shared_and_dropped():
+    (found,) = labels([*LINE, call([*TALK[:3], said("user", "v")], "b")])
+    head = len(rendered(TALK[:3]))
+    held = len(LINE[2]["prompt_ids"] + LINE[2]["output_ids"])
+    assert found["shared_messages"] == 3
+    assert found["shared_tokens"] == head
+    assert found["dropped_tokens"] == held - head
+
+
+EVENTS = st.sampled_from(["retry", "rollback", "compaction", "rewrite", "sub_agent"])
+
+
+@given(st.integers(2, 5), EVENTS, st.booleans(), st.data())
+def test_the_event_of_a_session_is_its_label(n, event, known, data):
+    """A line, one event, and a line on from there: one label, where it happened."""
+    turns, talk = line_of(n, known)
+    if event == "retry":
+        talk = talk[:-2]
+    elif event == "rollback":
+        talk = talk[: 2 + 2 * data.draw(st.integers(0, n - 2))]
+    elif event == "compaction":
+        talk = [SYSTEM, said("user", "!")]
+    elif event == "rewrite":
+        k = data.draw(st.integers(1, len(talk) - 3))
+        talk = [*talk[:k], said(talk[k]["role"], "!!!"), *talk[k + 1 :]]
+    else:
+        talk = [said("system", "other" * 9), said("user", "u")]
+    for i in range(data.draw(st.integers(1, 3))):
+        turns.append(call(list(talk), f"b{i}", known=known))
+        talk += [said("assistant", f"b{i}"), said("tool", f"v{i}")]
+    found = told(turns, "messages" if known else "tokens", opening_tokens=3)
+    assert [line[:2] for line in found] == [(n, event)]
+
+
+@given(sessions(), st.sampled_from(["messages", "tokens", "previous"]), st.data())
+def test_lines_are_of_earlier_turns_in_either_form(turns, route, data):
+    table = turns_table(turns)
+    links = tk.link(table, route)
+    found = tk.analysis.label_branches(table, links)
+    of_turn = {line["turn_index"]: line for line in table.to_pylist()}
+    first = min(of_turn)
+    for line in found.to_pylist():
+        assert first != line["turn_index"] > line["other"]
+        other = of_turn[line["other"]]
+        held = other["prompt_ids"] + other["output_ids"]
+        prompt = of_turn[line["turn_index"]]["prompt_ids"]
+        n = line["shared_tokens"]
+        assert held[:n] == prompt[:n]
+        assert held[n : n + 1] != prompt[n : n + 1] or n in (len(held), len(prompt))
+        assert line["dropped_tokens"] == len(held) - n
+    delta = in_delta_form(table, lambda options: data.draw(st.sampled_from(options)))
+    assert tk.analysis.label_branches(delta, links).equals(found)
+
+
+def test_a_reply_to_no_messages_is_shared_in_delta_form():
+    """The messages of the other turns begin with the reply to an empty list."""
+    reply = {"role": "assistant", "content": "x"}
+    turns = [
+        {"prompt_messages": messages, "response_message": reply, "prompt_ids": [1]}
+        for messages in ([], [reply], [reply])
+    ]
+    full = turns_table([{**one, "output_ids": [2]} for one in turns])
+    delta = in_delta_form(full, lambda options: options[-1])
+    assert delta["shared_messages"].to_pylist()[1] == 1
+    labels = tk.analysis.label_branches(full, tk.link(full))
+    assert tk.analysis.label_branches(delta, tk.link(full)).equals(labels)
+
+
+@pytest.mark.parametrize("given_tokens", [0, 1.5])
+def test_openings_of_no_tokens_are_refused(given_tokens):
+    with pytest.raises(tk.errors.PolicyError, match=f"opening_tokens={given_tokens}"):
+        labels(LINE, opening_tokens=given_tokens)
+
+
+def test_links_of_other_turns_are_refused():
+    table = tk.from_records(LINE)
+    with pytest.raises(tk.errors.InvalidTurnsError, match="links has 2 rows"):
+        tk.analysis.label_branches(table, tk.link(table).slice(1))

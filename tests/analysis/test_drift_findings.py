@@ -1,0 +1,492 @@
+"""Drift with a tokenizer: where the two sides differ, and why."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+import trajkit as tk
+from tests import reference
+from tests.shim.fakes import byte_tokenizer
+from tests.strategies import runs_apart, sessions
+from tests.tables import in_delta_form, turns_table
+from trajkit import _core, schema
+from trajkit.analysis.drift_text import json_objects
+from trajkit.analysis.tokenizer import Codec
+from trajkit.errors import LayoutError
+from trajkit.turns.calls import read_calls
+from trajkit.turns.prefix_forest import Paths, grow
+
+ROOT = Path(__file__).parents[2]
+TOKENIZER = Tokenizer.from_file(
+    str(ROOT / "shim/trajkit_shim/engines/embedded/tokenizer.json")
+)
+END = "<|im_end|>"
+HEAD = (
+    "<|im_start|>system\nYou are an agent.<|im_end|>\n"
+    "<|im_start|>user\nMend it.<|im_end|>\n<|im_start|>assistant\n"
+)
+AFTER = (
+    "\n<|im_start|>user\n<tool_response>\nok then\n</tool_response><|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
+CALL = '<tool_call>\n{{"name": "bash", "arguments": {}}}\n</tool_call>'.format
+
+
+def ids(text):
+    return TOKENIZER.encode(text, add_special_tokens=False).ids
+
+
+def pieces(*texts):
+    """Each text encoded for itself, as a model might sample it."""
+    return [token for text in texts for token in ids(text)]
+
+
+def turn(prompt, output=(), **fields):
+    return {
+        "session_id": "s",
+        "prompt_ids": list(prompt),
+        "output_ids": list(output) or [1],
+        "output_logprobs": None,
+        "prompt_messages": None,
+        "response_message": None,
+        "finish_reason": "stop",
+        "ill_formed": None,
+        **fields,
+    }
+
+
+def previous(*turns):
+    table = tk.from_records(list(turns))
+    return table, tk.link(table, "previous")
+
+
+def explained(*turns, tokenizer=TOKENIZER):
+    return tk.analysis.explain_drift(*previous(*turns), tokenizer).to_pylist()
+
+
+def texts(findings):
+    return [(f["cause"], f["path_text"], f["prompt_text"]) for f in findings]
+
+
+THOUGHT = "<think>\nThe fault is in the second line, so I mend that.\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "shown", "expected"),
+    [
+        pytest.param("Hello there.", "Hello there.", [], id="clean"),
+        pytest.param(
+            pieces("Let me re", "turn to it."),
+            "Let me return to it.",
+            [("same_text", " re" + "turn", " return")],
+            id="the same text in other tokens",
+        ),
+        pytest.param(
+            "It holds. \n", "It holds.", [("white_space", " \n", "")], id="white space"
+        ),
+        pytest.param(
+            THOUGHT + "I mend that line.",
+            "I mend that line.",
+            [("reasoning_dropped", THOUGHT, "")],
+            id="reasoning dropped",
+        ),
+        pytest.param(
+            THOUGHT + "I mend that line.",
+            "<think>\n\n</think>\n\nI mend that line.",
+            [
+                (
+                    "reasoning_dropped",
+                    "\nThe fault is in the second line, so I mend that.\n",
+                    "\n\n",
+                )
+            ],
+            id="reasoning dropped, its frame kept",
+        ),
+        pytest.param(
+            "<think>\nIt is the second line.\n</think>\n\nI mend that.",
+            "<think>\nA fault.\n</think>\n\nI mend that.",
+            [("other_text", "It is the second line", "A fault")],
+            id="other reasoning",
+        ),
+        pytest.param(
+            "I mend that line.",
+            "<think>\n\n</think>\n\nI mend that line.",
+            [("template", "", "<think>\n\n</think>\n\n")],
+            id="an empty frame for reasoning",
+        ),
+        pytest.param(
+            CALL('{"b": 1.50, "a":  "caf\\u00e9 x"}'),
+            CALL('{"a": "café x", "b": 1.5}'),
+            [
+                (
+                    "tool_arguments",
+                    'b": 1.50, "a":  "caf\\u00e9 x"',
+                    'a": "café x", "b": 1.5',
+                )
+            ],
+            id="arguments written otherwise",
+        ),
+        pytest.param(
+            CALL('{"a":  1}'),
+            CALL('{"a": 1}'),
+            [("tool_arguments", " ", "")],
+            id="white space within arguments",
+        ),
+        pytest.param(
+            CALL('"{\\"a\\": 1}"'),
+            CALL('{"a": 1}'),
+            [("tool_arguments", ' "{\\"a\\": 1}"', ' {"a": 1}')],
+            id="arguments as a string",
+        ),
+        pytest.param(
+            CALL('{"a": True, "b": None}'),
+            CALL('{"a": true, "b": null}'),
+            [("boolean", ' True, "b": None', ' true, "b": null')],
+            id="booleans in arguments",
+        ),
+        pytest.param(
+            "<parameter=all>\nFalse\n</parameter>",
+            "<parameter=all>\nfalse\n</parameter>",
+            [("boolean", "False", "false")],
+            id="booleans anywhere",
+        ),
+        pytest.param(
+            CALL('{"a": 2}'),
+            CALL('{"a": 3}'),
+            [("other_text", " 2", " 3")],
+            id="other arguments",
+        ),
+        pytest.param(
+            "I look at the code now and then at the test.",
+            "I look at the code",
+            [("truncated", " now and then at the test.", "")],
+            id="a message cut short",
+        ),
+        pytest.param(
+            pieces("a<", "|im_end|", ">b", "\nThen I go on to say this."),
+            "a<|im_end|>b\nThen I go on to say this.",
+            [("special_tokens", "<|im_end|>b\nThen I go on to say this.", "")],
+            id="a special token that was spelled out",
+        ),
+        pytest.param(
+            "Let me look at it now.",
+            "No response requested.",
+            [("other_text", "Let me look at it now", "No response requested")],
+            id="other text",
+        ),
+    ],
+)
+def test_causes_by_hand(said, shown, expected):
+    said = ids(said + END) if isinstance(said, str) else [*said, *ids(END)]
+    turns = turn(ids(HEAD), said), turn(ids(HEAD + shown + END + AFTER))
+    assert texts(explained(*turns)) == expected
+
+
+def test_a_prompt_that_ends_is_truncated():
+    turns = turn(ids(HEAD), ids("Let me look." + END)), turn(ids(HEAD + "Let me"))
+    (found,) = explained(*turns)
+    assert found["cause"] == "truncated"
+    assert found["path_text"] == " look.<|im_end|>"
+    assert found["prompt_start"] == found["prompt_stop"] == len(ids(HEAD + "Let me"))
+
+
+def test_several_findings_of_one_pair():
+    """A first reply without its reasoning, a second one in other tokens."""
+    first = THOUGHT + "I mend that line, and then I look at it again." + END
+    second = pieces("It holds now, so I re", "turn. \n", END)
+    held = ids(HEAD + first + AFTER)
+    back = ids(HEAD + first.removeprefix(THOUGHT) + AFTER)
+    shown = "It holds now, so I return." + END + AFTER
+    found = explained(turn(held, second), turn(back + ids(shown)))
+    assert [f["cause"] for f in found] == [
+        "reasoning_dropped",
+        "same_text",
+        "white_space",
+    ]
+    assert [f["finding"] for f in found] == [0, 1, 2]
+
+
+KNOWN = [{"role": "user", "content": "u"}]
+REPLY = {"role": "assistant", "content": "a"}
+OTHER = {"role": "assistant", "content": "b"}
+NEXT = {"role": "user", "content": "v"}
+
+
+@pytest.mark.parametrize(
+    ("reply", "messages", "cause"),
+    [
+        pytest.param(REPLY, [*KNOWN, REPLY, NEXT], "template", id="as it was shown"),
+        pytest.param(REPLY, [*KNOWN, OTHER, NEXT], "rewritten", id="another reply"),
+        pytest.param(REPLY, [NEXT], "rewritten", id="another history"),
+        pytest.param(None, [*KNOWN, OTHER, NEXT], "other_text", id="reply unknown"),
+        pytest.param(REPLY, None, "other_text", id="messages unknown"),
+    ],
+)
+def test_messages_tell_who_changed_the_text(reply, messages, cause):
+    turns = (
+        turn(
+            ids(HEAD),
+            ids("Let me look at it." + END),
+            prompt_messages=KNOWN,
+            response_message=reply,
+        ),
+        turn(ids(HEAD + "It is Tuesday." + END + AFTER), prompt_messages=messages),
+    )
+    table, links = previous(*turns)
+    for form in (table, in_delta_form(table, lambda options: options[-1])):
+        (found,) = tk.analysis.explain_drift(form, links, TOKENIZER).to_pylist()
+        assert found["cause"] == cause
+
+
+def test_half_a_character_on_each_side_is_the_same_text():
+    tokenizer = byte_tokenizer()
+    # é as its two bytes, or as the bytes of "e" and a broken half: unlike
+    e = tokenizer.encode("é", add_special_tokens=False)
+    prompt = tokenizer.encode("x")
+    tail = tokenizer.encode("abcdefgh<|im_end|>")
+    same = explained(
+        turn(prompt, [*e, *tail]), turn([*prompt, *e, *tail]), tokenizer=tokenizer
+    )
+    assert same == []
+    (found,) = explained(
+        turn(prompt, [*e, *tail]),
+        turn([*prompt, e[0], e[0], *tail]),
+        tokenizer=tokenizer,
+    )
+    assert found["cause"] == "other_text"
+
+
+class Letters:
+    """A tokenizer that is no one's: a token is a letter, 0 the end; encode splits."""
+
+    def encode(self, text, *, add_special_tokens):
+        assert not add_special_tokens
+        return [0 if word == "END" else ord(word) for word in text.split()]
+
+    def decode(self, ids, *, skip_special_tokens):
+        return "".join(
+            " " + chr(i) if i else ("" if skip_special_tokens else " END") for i in ids
+        )
+
+
+def test_any_tokenizer_will_do():
+    letters = Letters()
+    held, shown = letters.encode("a b END", add_special_tokens=False), [97, 99, 0]
+    found = explained(turn([1], held), turn([1, *shown]), tokenizer=letters)
+    assert texts(found) == [("other_text", " b", " c")]
+    found = explained(turn([1], [97, 98]), turn([1, 97, 0, 98]), tokenizer=letters)
+    assert texts(found) == [("special_tokens", "", " END")]
+
+
+class Numbers:
+    """A tokenizer whose token is its number; those that 7 divides are special."""
+
+    def encode(self, text, *, add_special_tokens):
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids, *, skip_special_tokens):
+        return " ".join(str(i) for i in ids if i % 7 or not skip_special_tokens)
+
+
+@given(
+    st.lists(
+        st.lists(st.integers(0, 50) | st.sampled_from([2**31 - 1, 7 * 10**8])),
+        max_size=4,
+    )
+)
+def test_special_tokens_are_those_that_decoding_leaves_out(runs):
+    codec = Codec(Numbers())
+    for run in runs:
+        found = codec.special(np.array(run, np.int32))
+        assert found.tolist() == [token % 7 == 0 for token in run]
+
+
+@given(sessions(), st.sampled_from(["messages", "tokens", "previous"]))
+def test_findings_hold_what_differs_and_nothing_else(turns, route):
+    table = turns_table(turns)
+    links = tk.link(table, route)
+    drift = tk.classify_drift(table, links)
+    found = tk.analysis.explain_drift(table, links, TOKENIZER, min_run=2).to_pylist()
+    of_turn = {t["turn_index"]: t for t in table.to_pylist()}
+    for line in drift.to_pylist():
+        ours = [f for f in found if f["turn_index"] == line["turn_index"]]
+        assert [f["finding"] for f in ours] == list(range(len(ours)))
+        assert bool(ours) == (line["size"] > 0)
+        parent = of_turn[line["parent"]]
+        held = parent["prompt_ids"] + parent["output_ids"]
+        prompt = of_turn[line["turn_index"]]["prompt_ids"]
+        i = j = 0
+        for f in ours:
+            assert f["parent"] == line["parent"]
+            same = f["path_start"] - i
+            assert held[i:][:same] == prompt[j:][:same]
+            assert f["prompt_start"] - j == same
+            was = held[f["path_start"] : f["path_stop"]]
+            now = prompt[f["prompt_start"] : f["prompt_stop"]]
+            assert was != now
+            i, j = f["path_stop"], f["prompt_stop"]
+        if ours:
+            assert ours[0]["path_start"] == line["lcp"]
+            assert held[i:] == prompt[j:][: len(held) - i]
+
+
+@given(sessions())
+def test_the_cause_of_a_pair_is_that_of_its_first_finding(turns):
+    table = turns_table(turns)
+    links = tk.link(table, "previous")
+    plain = tk.classify_drift(table, links)
+    refined = tk.classify_drift(table, links, tokenizer=TOKENIZER)
+    assert refined.drop_columns("cause").equals(plain.drop_columns("cause"))
+    first = {
+        f["turn_index"]: f["cause"]
+        for f in tk.analysis.explain_drift(table, links, TOKENIZER).to_pylist()
+        if f["finding"] == 0
+    }
+    assert refined["cause"].to_pylist() == [
+        first.get(turn_index, "clean")
+        for turn_index in refined["turn_index"].to_pylist()
+    ]
+    tk.validate(refined)
+
+
+def test_findings_are_of_their_schema():
+    found = tk.analysis.explain_drift(*previous(turn([1])), TOKENIZER)
+    assert found.schema.equals(schema.FINDINGS, check_metadata=True)
+    assert found.num_rows == 0
+
+
+@pytest.mark.parametrize("missing", ["encode", "decode"])
+def test_what_is_no_tokenizer_is_refused(missing):
+    other = {"encode": "decode", "decode": "encode"}[missing]
+    half = type("Half", (), {other: lambda self, given: given})()
+    table, links = previous(turn([1]))
+    for ask in (
+        lambda: tk.analysis.explain_drift(table, links, half),
+        lambda: tk.classify_drift(table, links, tokenizer=half),
+        lambda: tk.analysis.check_roundtrip(table, half),
+    ):
+        with pytest.raises(
+            tk.errors.SchemaError, match=f"Half, which has no method {missing}"
+        ):
+            ask()
+
+
+def test_a_run_of_no_tokens_is_refused():
+    with pytest.raises(tk.errors.PolicyError, match="min_run=0"):
+        tk.analysis.explain_drift(*previous(turn([1])), TOKENIZER, min_run=0)
+
+
+def test_json_in_text():
+    text = 'a {"a": [1, {"b": True}]} {x} {"arguments": "{\\"c\\": 2.0}"} {"open": 1'
+    found = [
+        (text[start:stop], json.loads(value))
+        for start, stop, value in json_objects(text)
+    ]
+    assert found == [
+        ('{"a": [1, {"b": True}]}', {"a": [1, {"b": True}]}),
+        ('{"arguments": "{\\"c\\": 2.0}"}', {"arguments": {"c": 2}}),
+    ]
+    assert json_objects('{"a":' * 5000) == []
+
+
+# --- the kernel
+
+
+def aligned(a, b, special, run):
+    n_table = 1 << max((2 * len(a) - 1).bit_length(), 1)
+    out = np.empty((len(a) + 1, 4), np.int64)
+    borders = [
+        np.cumsum([0, *(token in special for token in side)], dtype=np.int32)
+        for side in (a, b)
+    ]
+    n = _core.align(
+        np.array(a, np.int32),
+        np.array(b, np.int32),
+        *borders,
+        run,
+        np.empty(n_table, np.uint64),
+        np.empty(n_table, np.int32),
+        np.empty(len(a), np.int32),
+        out,
+    )
+    return [tuple(line) for line in out[:n].tolist()]
+
+
+# a place within the message weighs less than a nearer one beyond its border
+FAR = ([1, 2, 3, 6, 6, 6, 7, 8], [4, 7, 8, 0, 2, 3])
+
+
+@given(runs_apart(), st.integers(1, 4), st.sampled_from([(), (0,), (0, 2)]))
+@example(FAR, 2, (0,))
+@example(FAR, 2, ())
+@example(([0, 1, 2, 3], [0, 1, 7, 7, 2]), 2**63 - 1, ())
+def test_differences_are_the_twins(pair, run, special):
+    a, b = pair
+    assert aligned(a, b, special, run) == reference.align(a, b, special, run)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        pytest.param({"run": 0}, "run is 0", id="no run"),
+        pytest.param({"heads": np.empty(3, np.int32)}, "heads has 3", id="table"),
+        pytest.param({"out": np.empty((1, 4), np.int64)}, "out has 1", id="out"),
+        pytest.param({"borders_b": np.zeros(1, np.int32)}, "borders_b", id="borders"),
+    ],
+)
+def test_layouts_that_are_refused(change, match):
+    ids = np.array([1, 2], np.int32)
+    given = {
+        "a": ids,
+        "b": ids,
+        "borders_a": np.zeros(3, np.int32),
+        "borders_b": np.zeros(3, np.int32),
+        "run": 1,
+        "hashes": np.empty(4, np.uint64),
+        "heads": np.empty(4, np.int32),
+        "following": np.empty(2, np.int32),
+        "out": np.empty((3, 4), np.int64),
+    }
+    given |= change
+    if "heads" in change:
+        given["hashes"] = np.empty(3, np.uint64)
+    with pytest.raises(LayoutError, match=match):
+        _core.align(**given)
+
+
+@given(sessions(), st.data())
+def test_paths_are_prompt_and_output_in_either_form(turns, data):
+    table = turns_table(turns)
+    delta = in_delta_form(table, lambda options: data.draw(st.sampled_from(options)))
+    for form in (table, delta):
+        calls = read_calls(form)
+        paths = Paths(calls, grow(calls))
+        for i, line in enumerate(table.to_pylist()):
+            assert paths.prompt(i).tolist() == line["prompt_ids"]
+            assert paths.output(i).tolist() == line["output_ids"]
+            assert paths.held(i).tolist() == line["prompt_ids"] + line["output_ids"]
+
+
+@pytest.mark.parametrize(
+    ("call", "start", "size", "match"),
+    [
+        pytest.param(2, 0, 1, "call is 2", id="no such call"),
+        pytest.param(-1, 0, 1, "call is -1", id="before the first"),
+        pytest.param(0, -1, 1, "1 tokens from -1 on", id="before the path"),
+        pytest.param(
+            0, 2, 2, "2 tokens from 2 on: the path has 3", id="beyond its end"
+        ),
+        pytest.param(0, 2**63 - 1, 1, "the path has 3", id="beyond int64"),
+    ],
+)
+def test_paths_that_are_refused(call, start, size, match):
+    calls = read_calls(tk.from_records([turn([1, 2], [3]), turn([1], [3])]))
+    forest = grow(calls)
+    out = np.empty(size, np.int32)
+    with pytest.raises(LayoutError, match=match):
+        _core.copy_path(calls.calls, forest.nodes, forest.ends, call, start, out)

@@ -1,0 +1,228 @@
+"""The simulation counts what the tables hold, and shows what each rule loses."""
+
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import trajkit as tk
+from benchmarks.data import SMALL, quoted, rollout
+from tests.generated import generated_runs
+from tests.reference import held
+from tests.strategies import row_limits, runs
+from tests.tables import by_session, turns_table
+from trajkit.analysis.simulation import cheapest_whole, label
+from trajkit.errors import PolicyError
+from trajkit.policies import PRESETS
+from trajkit.schema import LOSSES, SIMULATION
+
+
+def out_of_context(turns, rows):
+    """Trained tokens, one by one, whose row is not what they were sampled after."""
+    called = {
+        (name, one.get("turn_index", k)): one
+        for name, session in by_session(turns).items()
+        for k, one in enumerate(session)
+    }
+    n = 0
+    for row in rows:
+        for span in row["spans"]:
+            if span["kind"] != "trained":
+                continue
+            one = called[row["session_id"], span["turn_index"]]
+            path, n_prompt = held(one), len(one["prompt_ids"])
+            for k in range(span["stop"] - span["start"]):
+                here = row["input_ids"][: span["start"] + k + 1]
+                n += here != path[: n_prompt + span["output_start"] + k + 1]
+    return n
+
+
+def trained_once(rows):
+    """Sampled tokens that some row trains."""
+    return {
+        (row["session_id"], span["turn_index"], span["output_start"] + k)
+        for row in rows
+        for span in row["spans"]
+        if span["kind"] == "trained"
+        for k in range(span["stop"] - span["start"])
+    }
+
+
+@given(runs(), st.sampled_from([*PRESETS]), row_limits, st.sampled_from([None, 1, 8]))
+def test_the_simulation_counts_what_the_tables_hold(turns, name, limit, pad):
+    table = turns_table(turns)
+    rows, report = tk.linearize(table, name, max_row_tokens=limit, report=True)
+    rows = rows.to_pylist()
+    lengths = [len(row["input_ids"]) for row in rows]
+    found = tk.simulate(table, [name], pad_to=pad, max_row_tokens=limit)
+    assert found.schema.equals(SIMULATION)
+    (line,) = found.to_pylist()
+    assert line["policy"] == name
+    assert line["rows"] == len(rows)
+    assert line["tokens_trained"] == len(trained_once(rows))
+    assert line["tokens_forward"] == sum(lengths)
+    assert line["tokens_forward_shared"] == sum(lengths) - sum(
+        row["shared_length"] for row in rows
+    )
+    assert line["tokens_sampled"] == line["tokens_trained"] + line["tokens_lost"]
+    assert line["tokens_lost"] == sum(line[f"lost_{reason}"] for reason in LOSSES)
+    assert line["longest_row"] == max(lengths, default=0)
+    assert line["tokens_out_of_context"] == out_of_context(turns, rows)
+    if pad is None:
+        assert line["tokens_padding"] is None
+    else:
+        assert line["tokens_padding"] == sum(-n % pad for n in lengths)
+    for counted in set(report.column_names) & set(line) - {"policy"}:
+        assert line[counted] == sum(report[counted].to_pylist()), counted
+
+
+@settings(max_examples=8)
+@given(st.integers(0, 63))
+def test_a_stream_gives_what_its_table_gives(seed):
+    table = turns_table(generated_runs(4, seed, max_turns=5))
+    whole = tk.simulate(table, pad_to=8)
+    assert whole["policy"].to_pylist() == [*PRESETS]
+    assert tk.simulate(iter(table.to_batches(max_chunksize=2)), pad_to=8) == whole
+    assert tk.simulate(pl.from_arrow(table), pad_to=8) == whole
+
+
+@given(st.integers(0, 999))
+def test_what_keeps_everything_at_least_cost(seed):
+    turns = turns_table(generated_runs(4, seed, max_turns=5))
+    found = tk.simulate(turns, ["slime", "per_call", "skyrl", "strict"])
+    best = cheapest_whole(found)
+    lines = {line["policy"]: line for line in found.to_pylist()}
+    for name in ("per_call", "skyrl", "strict"):
+        assert lines[best]["tokens_forward"] <= lines[name]["tokens_forward"]
+    asked = ("lost_untrainable", "lost_aborted", "lost_no_logprob")
+    assert lines[best]["tokens_lost"] == sum(lines[best][name] for name in asked)
+
+
+def test_policies_that_all_lose():
+    turns = tk.from_records(
+        [
+            {"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3]},
+            {"session_id": "a", "prompt_ids": [1, 2, 9], "output_ids": [4]},
+        ]
+    )
+    found = tk.simulate(turns, ["trl"])
+    assert cheapest_whole(found) is None
+    assert cheapest_whole(tk.simulate(turns, [])) is None
+
+
+def test_a_changed_policy_is_named_by_its_changes():
+    slime = tk.policy("slime", fork_threshold=7, keep_prefix=True)
+    assert label(slime) == "slime(keep_prefix=True, fork_threshold=7)"
+    turns = tk.from_records([{"session_id": "a", "prompt_ids": [1], "output_ids": [2]}])
+    found = tk.simulate(turns, [slime, "interleave"])
+    assert found["policy"].to_pylist() == [label(slime), "strict"]
+
+
+def test_errored_sessions_train_nothing():
+    turns = tk.from_records([{"session_id": "a", "prompt_ids": [1], "output_ids": [2]}])
+    failed = pl.DataFrame({"session_id": ["a"], "error": ["killed"]})
+    found = tk.simulate(turns, ["strict"], sessions=failed)
+    assert found["tokens_trained"].to_pylist() == [0]
+    assert found["lost_untrainable"].to_pylist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        pytest.param({"pad_to": 0}, "pad_to=0", id="rows of no token"),
+        pytest.param({"pad_to": 2**70}, "pad_to=", id="rows too long"),
+        pytest.param({"pad_to": "x"}, "pad_to='x'", id="rows of no number"),
+        pytest.param({"policies": ["slim"]}, "'slim'", id="no such policy"),
+        pytest.param({"max_row_tokens": 0}, "max_row_tokens=0", id="no token kept"),
+    ],
+)
+def test_what_is_refused(options, said):
+    turns = tk.from_records([{"session_id": "a", "prompt_ids": [1], "output_ids": [2]}])
+    with pytest.raises(PolicyError, match=said):
+        tk.simulate(turns, **options)
+
+
+def test_one_policy_needs_no_list():
+    turns = tk.from_records([{"session_id": "a", "prompt_ids": [1], "output_ids": [2]}])
+    strict = tk.simulate(turns, ["strict"])
+    assert tk.simulate(turns, "strict").equals(strict)
+    assert tk.simulate(turns, tk.policy("strict")).equals(strict)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kept_by_trl", "shared"),
+    [
+        # of each reply but the last, its last two tokens are lost
+        pytest.param("tail_changed", 38_146, 1.01, id="tail changed"),
+        pytest.param("head_dropped", 300, 1.4, id="head dropped"),
+    ],
+)
+def test_two_rollouts_whose_replies_come_back_changed(shape, kept_by_trl, shared):
+    """What ``python -m benchmarks.drift`` prints, and what it says of each rule."""
+    n, reply, context = 128, 300, 131_072
+    turns = tk.from_records(rollout("s", quoted(shape), shape))
+    lines = {line["policy"]: line for line in tk.simulate(turns).to_pylist()}
+    assert lines["slime"]["longest_row"] == context
+    assert {line["tokens_sampled"] for line in lines.values()} == {n * reply}
+    assert lines["slime"]["tokens_trained"] == reply  # 0.8 %
+    assert lines["trl"]["tokens_trained"] == kept_by_trl  # 99.3 % and 0.8 %
+    assert lines["faithful"]["tokens_trained"] == n * reply
+    assert lines["faithful"]["tokens_out_of_context"] == 0
+    assert lines["faithful"]["tokens_forward_shared"] <= shared * context
+    for name in ("strict", "skyrl", "per_call"):
+        # each call's context again: on average half of the last one's
+        assert 66 * context < lines[name]["tokens_forward"] < 67 * context
+        assert lines[name]["tokens_lost"] == 0
+
+
+def test_presets_that_need_bodies_are_left_out_where_there_are_none():
+    turns = tk.from_records(rollout("s", SMALL))
+    whole = tk.simulate(turns)
+    later = turns.slice(1)  # what the first request showed has its body in no row
+    with pytest.warns(tk.errors.LeftOutWarning) as warned:
+        table = tk.simulate(later)
+    names = [str(one.message).partition(" ")[0] for one in warned]
+    assert "segments" in names
+    assert {*table["policy"].to_pylist(), *names} == {*whole["policy"].to_pylist()}
+    with pytest.raises(tk.errors.MissingBodyError, match="has no body"):
+        tk.simulate(later, ["faithful", "segments"])
+
+
+def test_simulate_counts_what_drift_costs_without_messages():
+    turns = tk.from_records(
+        [
+            {"session_id": "s", "prompt_ids": [1], "output_ids": [2, 3]},
+            {"session_id": "s", "prompt_ids": [1, 2, 9], "output_ids": [4]},
+        ]
+    )
+    table = tk.simulate(turns, ["faithful", "slime", "segments", "miles", "trl"])
+    assert table["tokens_lost"].to_pylist() == [0, 2, 2, 1, 1]
+    assert table["turns_by_tokens"].to_pylist() == [2, 2, 2, 2, 0]
+
+
+def test_the_report_counts_roots_and_calls_rejected():
+    """One that is ambiguous, and two prompts with a retry that nothing continues."""
+    turns = tk.from_records(
+        {"session_id": "s", "prompt_ids": prompt, "output_ids": output}
+        for prompt, output in [
+            ([1], [2]),
+            ([1], [2]),
+            ([1, 2, 3], [4]),
+            ([5], [6]),
+            ([5, 6, 7], [8]),
+            ([5, 6, 7], [9]),
+        ]
+    )
+    _, report = tk.linearize(turns, "nemo", report=True)
+    names = ["roots", "turns_quarantined", "turns_unresolved"]
+    assert [report[name].to_pylist() for name in names] == [[3], [3], [4]]
+    assert tk.simulate(turns, "nemo")["turns_unresolved"].to_pylist() == [4]
+    links = tk.link(turns, "prefix")
+    assert links["link_reason"].to_pylist() == [
+        "unresolved_kept",
+        "unresolved",
+        "ambiguous",
+        "root",
+        "unresolved_kept",
+        "unresolved",
+    ]

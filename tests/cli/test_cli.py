@@ -1,0 +1,930 @@
+"""The command line, in process but for one run from outside."""
+
+import argparse
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from dataclasses import asdict
+from importlib.metadata import EntryPoint, version
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import trajkit as tk
+from trajkit import cli
+from trajkit._streams import session_batches
+from trajkit.cli.drift import _short
+from trajkit.cli.policy_args import allowed, choices_of, with_choices
+from trajkit.cli.progress import Progress
+from trajkit.cli.text import text_table
+from trajkit.cli.tokenizer import load_tokenizer
+from trajkit.policies import PRESETS
+from trajkit.schema import TURNS, TURNS_DELTA
+
+ROOT = Path(__file__).parents[2]
+
+
+def call(session, prompt, output, messages=None, response=None):
+    return {
+        "session_id": session,
+        "prompt_ids": prompt,
+        "output_ids": output,
+        "output_logprobs": [-0.5] * len(output),
+        "finish_reason": "stop",
+        "prompt_messages": messages,
+        "response_message": response,
+    }
+
+
+QUESTION = {"role": "user", "content": "q"}
+ANSWER = {"role": "assistant", "content": "a"}
+MORE = {"role": "user", "content": "more"}
+
+# Session "a" comes back with the last token of its reply changed, "b" comes back clean.
+CALLS = [
+    call("a", [1, 2], [3, 4, 5], [QUESTION], ANSWER),
+    call("a", [1, 2, 3, 4, 9, 6], [7], [QUESTION, ANSWER, MORE], ANSWER),
+    call("b", [1, 2], [3, 4, 5], [QUESTION], ANSWER),
+    call("b", [1, 2, 3, 4, 5, 6], [7], [QUESTION, ANSWER, MORE], ANSWER),
+]
+
+
+@pytest.fixture
+def turns(tmp_path):
+    path = tmp_path / "turns.parquet"
+    tk.write_turns(tk.from_records(CALLS), path)
+    return str(path)
+
+
+def run_json(capsys, *argv, code=cli.DONE):
+    assert cli.main([*argv, "--json"]) == code
+    out, err = capsys.readouterr()
+    assert err == ""
+    return json.loads(out)
+
+
+@pytest.mark.parametrize(
+    ("options", "choices"),
+    [
+        pytest.param([], {}, id="faithful by default"),
+        pytest.param(
+            ["--policy", "slime", "--fork-threshold", "0"],
+            {"policy": tk.policy("slime", fork_threshold=0)},
+            id="fork threshold",
+        ),
+        pytest.param(["--policy", "strict"], {"policy": "strict"}, id="strict"),
+        pytest.param(
+            ["--policy", "per_call", "--max-row-tokens", "6", "--threads", "1"],
+            {"policy": "per_call", "max_row_tokens": 6},
+            id="cut rows",
+        ),
+        pytest.param(["--reward", "0.25"], {"reward": 0.25}, id="reward"),
+    ],
+)
+def test_linearize_writes_what_the_function_gives(
+    tmp_path, capsys, turns, options, choices
+):
+    rows = tmp_path / "rows.parquet"
+    report = tmp_path / "report.parquet"
+    printed = run_json(
+        capsys, "linearize", turns, "-o", str(rows), "--report", str(report), *options
+    )
+    expected_rows, expected_report = tk.linearize(
+        tk.from_records(CALLS), report=True, **choices
+    )
+    assert tk.read_rows(rows).equals(expected_rows)
+    assert pq.read_table(report).to_pylist() == expected_report.to_pylist()
+    assert printed["sessions"] == 2
+    assert printed["turns"] == 4
+    assert printed["rows"] == expected_rows.num_rows
+    assert printed["tokens_sampled"] == 8
+    trained = sum(sum(mask) for mask in expected_rows["loss_mask"].to_pylist())
+    assert printed["tokens_trained"] == trained
+
+
+def test_linearize_tells_people_what_was_lost(tmp_path, capsys, turns):
+    rows = str(tmp_path / "rows.jsonl")
+    assert cli.main(["linearize", turns, "-o", rows, "--policy", "slime"]) == 0
+    out, err = capsys.readouterr()
+    assert "sessions 2, turns 4, rows 2 and 0 left out" in out
+    assert ["sampled", "8"] in [line.split() for line in out.splitlines()]
+    assert ["lost,", "absorbed", "3", "37.5", "%"] in [
+        line.split() for line in out.splitlines()
+    ]
+    assert rows in out
+    assert err == ""
+
+
+def test_linearize_takes_no_turns_at_all(tmp_path, capsys):
+    source = tmp_path / "none.parquet"
+    tk.write_turns(tk.from_records([]), source)
+    rows = tmp_path / "rows.parquet"
+    assert run_json(capsys, "linearize", str(source), "-o", str(rows))["rows"] == 0
+    assert tk.read_rows(rows).num_rows == 0
+
+
+def test_drift_counts_by_region_and_cause(tmp_path, capsys, turns):
+    table = tmp_path / "drift.parquet"
+    summary = run_json(capsys, "drift", turns, "-o", str(table))
+    assert summary["sessions"] == 2
+    assert summary["turns"] == 4
+    assert summary["turns_compared"] == 2
+    assert summary["tokens_sampled"] == 8
+    assert summary["groups"] == [
+        {
+            "region": "last_reply",
+            "cause": "tail_changed",
+            "turns": 1,
+            "tokens_beyond": 1,
+            "tokens_after_drift": 1,
+        },
+        {
+            "region": "none",
+            "cause": "clean",
+            "turns": 1,
+            "tokens_beyond": 0,
+            "tokens_after_drift": 0,
+        },
+    ]
+    assert pq.read_table(table)["size"].to_pylist() == [1, 0]
+    assert cli.main(["drift", turns]) == cli.DONE
+    assert "last_reply  tail_changed" in capsys.readouterr().out
+
+
+def test_drift_of_a_policy_that_compares_nothing(capsys, turns):
+    summary = run_json(capsys, "drift", turns, "--policy", "per_call")
+    assert summary["turns_compared"] == 0
+    assert summary["groups"] == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "said"),
+    [
+        pytest.param(
+            ["linearize", "{turns}", "-o", "{dir}/r.parquet", "--policy", "slim"],
+            cli.BAD_USAGE,
+            "policy 'slim'",
+            id="no such policy",
+        ),
+        pytest.param(
+            ["drift", "{turns}", "--policy", "strict", "--fork-threshold", "9"],
+            cli.BAD_USAGE,
+            "--fork-threshold 9: policy 'strict'",
+            id="a choice without effect",
+        ),
+        pytest.param(
+            ["drift", "{dir}/absent.parquet"],
+            cli.BAD_FILE,
+            "absent.parquet",
+            id="no such file",
+        ),
+        pytest.param(
+            ["drift", "{dir}/garbage.parquet"],
+            cli.BAD_FILE,
+            "garbage.parquet",
+            id="not what its suffix says",
+        ),
+        pytest.param(
+            ["linearize", "{turns}", "-o", "{dir}/rows.xlsx"],
+            cli.BAD_FILE,
+            "rows.xlsx",
+            id="a format that is not written",
+        ),
+        pytest.param(
+            ["linearize", "{turns}", "-o", "{dir}/absent/rows.parquet"],
+            cli.BAD_FILE,
+            "No such file or directory",
+            id="no such folder",
+        ),
+        pytest.param(
+            ["drift", "{dir}/strange.parquet"],
+            cli.BAD_DATA,
+            "session_id",
+            id="no turns in it",
+        ),
+        pytest.param(
+            ["drift", "{dir}/twice.parquet"],
+            cli.BAD_DATA,
+            "session 'a', turn 0",
+            id="a turn twice",
+        ),
+    ],
+)
+def test_errors_are_one_line_and_a_code(tmp_path, capsys, turns, argv, code, said):
+    (tmp_path / "garbage.parquet").write_bytes(b"garbage")
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "strange.parquet")
+    table = tk.from_records(CALLS[:1])
+    pq.write_table(pa.concat_tables([table, table]), tmp_path / "twice.parquet")
+    filled = [part.format(turns=turns, dir=tmp_path) for part in argv]
+    assert cli.main(filled) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("trajkit: ")
+    assert err.count("\n") == 1
+    assert said in err
+
+
+def test_a_torn_log_is_read_with_a_warning_of_one_line(tmp_path, capsys):
+    log = tmp_path / "turns.jsonl"
+    whole = "".join(f"{json.dumps(each)}\n" for each in CALLS)
+    log.write_text(whole + whole[:30])
+    assert cli.main(["drift", str(log), "--json"]) == cli.DONE
+    out, err = capsys.readouterr()
+    assert json.loads(out)["turns"] == len(CALLS)
+    assert err.startswith("trajkit: warning: ")
+    assert err.count("\n") == 1
+    assert "turns.jsonl" in err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        pytest.param(["flatten"], id="no such command"),
+        pytest.param(["linearize", "in"], id="no output"),
+        pytest.param(
+            ["linearize", "in", "-o", "out", "--max-row-tokens", "0"], id="no room"
+        ),
+        pytest.param(["linearize", "in", "-o", "out", "--threads", "x"], id="a word"),
+    ],
+)
+def test_usage_errors_exit_with_2(capsys, argv):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(argv)
+    assert ended.value.code == cli.BAD_USAGE
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("command", [[], ["linearize"], ["drift"]], ids=str)
+def test_help(capsys, command):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command, "--help"])
+    assert ended.value.code == cli.DONE
+    assert "usage: trajkit" in capsys.readouterr().out
+
+
+def test_interrupted(monkeypatch, capsys, turns):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tk, "link", interrupt)
+    assert cli.main(["drift", turns]) == cli.INTERRUPTED
+    assert capsys.readouterr().err == "trajkit: interrupted\n"
+
+
+def test_commands_come_from_entry_points(monkeypatch, capsys):
+    def add_hello(commands):
+        parser = commands.add_parser("hello")
+        parser.set_defaults(run=lambda arguments: 7)
+
+    class Entry:
+        name = "hello"
+
+        def load(self):
+            return add_hello
+
+    monkeypatch.setattr(cli, "entry_points", lambda group: [Entry()])
+    assert cli.main(["hello"]) == 7
+
+
+def test_from_outside_with_nobody_reading(turns):
+    """The process ends quietly when the reader of its output has gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = "import sys; from trajkit.cli import main; sys.exit(main())"
+    with os.fdopen(writer, "w") as closed:
+        done = subprocess.run(
+            [sys.executable, "-c", code, "drift", turns],
+            env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'shim'}"},
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == cli.CLOSED_PIPE
+    assert done.stderr == ""
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_shows_on_a_terminal_only(monkeypatch):
+    for terminal, shown in ((Terminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr(sys, "stderr", terminal)
+        clock = iter(range(0, 100, 2)).__next__
+        with Progress("linearize", "turns", clock) as bar:
+            bar.begin(125, 1)
+            for _ in range(4):
+                bar.advance(31)
+        text = terminal.getvalue()
+        assert ("50 %  10 turns/s  0:06 left" in text) is shown
+        assert ("100 %" in text) is shown
+        assert text.endswith("\r\x1b[K") is shown
+        assert bool(text) is shown
+
+
+def test_sessions_go_through_in_pieces(monkeypatch, tmp_path, capsys, turns):
+    monkeypatch.setattr(session_batches, "PIECE_TOKENS", 1)
+    rows = tmp_path / "rows.parquet"
+    printed = run_json(capsys, "linearize", turns, "-o", str(rows))
+    assert printed["sessions"] == 2
+    assert tk.read_rows(rows).equals(tk.linearize(tk.from_records(CALLS)))
+
+
+def test_text_table():
+    assert text_table(("name", "n"), [("a", 12345), ("long", 6)]).splitlines() == [
+        "name       n",
+        "----  ------",
+        "a     12,345",
+        "long       6",
+    ]
+
+
+def test_every_entry_point_adds_its_command(capsys):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for name, value in project["entry-points"]["trajkit.commands"].items():
+        parser = argparse.ArgumentParser()
+        EntryPoint(name, value, "trajkit.commands").load()(parser.add_subparsers())
+        with pytest.raises(SystemExit):
+            parser.parse_args([name, "--help"])
+        assert "usage:" in capsys.readouterr().out
+
+
+def test_simulate_says_what_keeps_everything(capsys, turns):
+    printed = run_json(capsys, "simulate", turns, "--pad", "8")
+    expected = tk.simulate(tk.from_records(CALLS), pad_to=8).to_pylist()
+    assert printed == {"cheapest": "faithful", "policies": expected}
+    assert cli.main(["simulate", turns, "--policy", "slime", "--policy", "strict"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "turns 4, tokens sampled 8".split()
+    assert lines[2][:5] == ["policy", "rows", "trained", "of", "sampled"]
+    assert lines[4] == "slime 2 5 62.5 % 3 0 14 14 7".split()
+    assert lines[-1] == "keeps everything at least cost: strict".split()
+
+
+def test_simulate_where_every_policy_loses(capsys, turns):
+    assert cli.main(["simulate", turns, "--policy", "slime"]) == cli.DONE
+    assert "every policy here loses sampled tokens" in capsys.readouterr().out
+
+
+def test_verify_finds_nothing_in_rows_that_are_right(tmp_path, capsys, turns):
+    rows = str(tmp_path / "rows.jsonl")
+    tk.write_rows(tk.linearize(tk.from_records(CALLS), "slime"), rows)
+    assert run_json(capsys, "verify", rows, turns, "--policy", "slime") == {
+        "violations": []
+    }
+    assert cli.main(["verify", rows, turns, "--policy", "slime"]) == cli.DONE
+    assert capsys.readouterr().out == "no violations\n"
+
+
+def test_verify_exits_with_1_on_a_violation(tmp_path, capsys, turns):
+    rows = str(tmp_path / "rows.parquet")
+    found = str(tmp_path / "found.jsonl")
+    table = tk.linearize(tk.from_records(CALLS), "slime")
+    tk.write_rows(table, rows)
+    assert cli.main(["verify", rows, turns, "-o", found]) == cli.BAD_DATA
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["not_trained", "1"] in lines
+    assert json.loads(Path(found).read_text())["turn_index"] == 0
+    assert cli.main(["verify", rows, turns, "--json"]) == cli.BAD_DATA
+    (violation,) = json.loads(capsys.readouterr().out)["violations"]
+    assert (violation["session_id"], violation["rule"]) == ("a", "not_trained")
+
+
+def test_verify_shows_the_first_violations_of_many(tmp_path, capsys, turns):
+    rows = tmp_path / "rows.jsonl"
+    row = {"session_id": "a", "input_ids": [8] * 50, "loss_mask": [1, 0] * 25}
+    rows.write_text(json.dumps(row))
+    assert cli.main(["verify", str(rows), turns]) == cli.BAD_DATA
+    out = capsys.readouterr().out
+    assert "and 9 more" in out
+    assert ["mask", "25"] in [line.split() for line in out.splitlines()]
+
+
+# --- drift with a tokenizer
+
+TOKENIZER = ROOT / "shim/trajkit_shim/engines/embedded/tokenizer.json"
+
+
+@pytest.fixture
+def spoken(tmp_path):
+    """Turns of two sessions: white space goes missing in one, nothing in the other."""
+    tokenizer = load_tokenizer(TOKENIZER)
+
+    def ids(text):
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    head, end = ids("<|im_start|>assistant\n"), ids("<|im_end|>")
+    reply = ids("It holds. \n") + end
+    calls = [
+        call(session, head, reply)
+        if shown is None
+        else call(session, head + shown, end)
+        for session, replayed in (("a", ids("It holds.") + end), ("b", reply))
+        for shown in (None, replayed)
+    ]
+    path = tmp_path / "spoken.parquet"
+    tk.write_turns(tk.from_records(calls), path)
+    return str(path)
+
+
+@pytest.mark.parametrize("where", ["file", "directory"])
+def test_drift_says_why_with_a_tokenizer(tmp_path, capsys, spoken, where):
+    path = TOKENIZER if where == "file" else TOKENIZER.parent
+    written = tmp_path / "findings.parquet"
+    argv = [spoken, "--tokenizer", str(path), "--policy", "trl"]
+    said = run_json(capsys, "drift", *argv, "--findings", str(written))
+    by_cause = {group["cause"]: group["turns"] for group in said["groups"]}
+    assert by_cause == {"white_space": 1, "clean": 1}
+    (group,) = said["causes"]
+    (example,) = group.pop("examples")
+    assert (group["cause"], group["findings"], group["turns"]) == ("white_space", 1, 1)
+    assert (example["path_text"], example["prompt_text"]) == (" \n", "")
+    assert pq.read_table(written)["path_text"].to_pylist() == [" \n"]
+    assert cli.main(["drift", *argv]) == cli.DONE
+    out, _ = capsys.readouterr()
+    assert "white_space: session 'a', turn 1, from token" in out
+    assert "  held   ' \\n'\n  shown  ''\n" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        pytest.param(
+            ["--tokenizer", "nowhere.json"],
+            cli.BAD_FILE,
+            "nowhere.json: No such file",
+            id="nothing there",
+        ),
+        pytest.param(
+            ["--tokenizer", "{turns}"], cli.BAD_FILE, "no tokenizer", id="no tokenizer"
+        ),
+        pytest.param(
+            ["--tokenizer", "{folder}"], cli.BAD_FILE, "no tokenizer", id="no model"
+        ),
+        pytest.param(
+            ["--findings", "x.parquet"],
+            cli.BAD_USAGE,
+            "--findings needs --tokenizer",
+            id="findings alone",
+        ),
+    ],
+)
+def test_tokenizers_that_cannot_be_read(tmp_path, capsys, turns, options, code, said):
+    bad = tmp_path / "bad.json"
+    bad.write_text("{}")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    options = [o.format(turns=bad, folder=empty) for o in options]
+    assert cli.main(["drift", turns, *options]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("trajkit: ")
+    assert said in err
+
+
+@pytest.mark.parametrize(
+    ("path", "library"),
+    [(TOKENIZER, "tokenizers"), (ROOT / "tests", "transformers")],
+)
+def test_a_library_that_is_missing_is_named(monkeypatch, capsys, turns, path, library):
+    monkeypatch.setitem(sys.modules, library, None)
+    argv = ["drift", turns, "--tokenizer", str(path)]
+    assert cli.main(argv) == cli.BAD_USAGE
+    assert f"pip install {library}" in capsys.readouterr().err
+
+
+def test_a_long_text_is_shown_by_its_ends():
+    text = _short("a" * 60 + "b" * 100 + "c" * 60)
+    assert text == repr("a" * 60) + " ... " + repr("c" * 60)
+
+
+# The forms of turns
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow", "arrows"])
+def test_compact_and_expand_change_the_form_of_a_file(tmp_path, capsys, turns, suffix):
+    small, back = str(tmp_path / f"small.{suffix}"), str(tmp_path / "back.jsonl.gz")
+    said = run_json(capsys, "compact", turns, "-o", small)
+    assert said == {
+        "output": small,
+        "turns": 4,
+        "bytes_before": os.path.getsize(turns),
+        "bytes_after": os.path.getsize(small),
+    }
+    assert tk.read_turns(small) == tk.compact(tk.read_turns(turns))
+    said = run_json(capsys, "expand", small, "-o", back)
+    assert said["turns"] == 4
+    assert tk.read_turns(back) == tk.read_turns(turns)
+
+
+def test_compact_says_what_a_file_takes(tmp_path, capsys, turns):
+    out = str(tmp_path / "small.parquet")
+    assert cli.main(["compact", turns, "-o", out]) == cli.DONE
+    assert capsys.readouterr().out == (
+        f"turns 4, bytes {os.path.getsize(turns):,} before and "
+        f"{os.path.getsize(out):,} after\n\nwritten to {out}\n"
+    )
+
+
+def test_compact_of_no_turns_is_of_the_delta_form(tmp_path, capsys):
+    empty, out = tmp_path / "empty.parquet", tmp_path / "small.parquet"
+    tk.write_turns(TURNS.empty_table(), empty)
+    assert run_json(capsys, "compact", str(empty), "-o", str(out))["turns"] == 0
+    assert pq.read_schema(out).names == TURNS_DELTA.names
+
+
+def test_the_delta_form_has_no_json_lines(tmp_path, capsys, turns):
+    out = tmp_path / "small.jsonl"
+    assert cli.main(["compact", turns, "-o", str(out)]) == cli.BAD_FILE
+    said = "trajkit: turns in delta form have no form in JSON lines\n"
+    assert capsys.readouterr().err == said
+    assert not out.exists()
+
+
+def test_linearize_writes_either_layout(tmp_path, capsys, turns):
+    out = str(tmp_path / "rows.parquet")
+    run_json(capsys, "linearize", turns, "-o", out, "--layout", "suffix")
+    assert tk.read_rows(out) == tk.linearize(tk.read_turns(turns), layout="suffix")
+    assert cli.main(["verify", out, turns]) == cli.DONE
+
+
+# --- choices of a policy, and what is known of sessions
+
+
+@pytest.mark.parametrize(
+    ("options", "policy"),
+    [
+        pytest.param(
+            ["slime", "--set", "fork_threshold=0", "--set", "merge_rewrites=false"],
+            tk.policy("slime", fork_threshold=0, merge_rewrites=False),
+            id="an integer and a bool",
+        ),
+        pytest.param(
+            ["faithful", "--set", "train_in=longest"],
+            tk.policy("faithful", train_in="longest"),
+            id="one of several words",
+        ),
+        pytest.param(
+            ["segments", "--set", "max_rows=2", "--set", "dispatch_tools=Task,spawn"],
+            tk.policy("segments", max_rows=2, dispatch_tools=("Task", "spawn")),
+            id="names",
+        ),
+        pytest.param(
+            ["segments", "--set", "max_rows=none", "--set", "dispatch_tools="],
+            tk.policy("segments", dispatch_tools=()),
+            id="none of either",
+        ),
+        pytest.param(
+            ["polar", "--set", "builder=per_request"],
+            tk.policy("polar", builder="per_request"),
+            id="an option of one policy",
+        ),
+    ],
+)
+def test_set_makes_a_choice(tmp_path, capsys, turns, options, policy):
+    rows = str(tmp_path / "rows.parquet")
+    argv = ["linearize", turns, "-o", rows, "--policy", *options]
+    said = run_json(capsys, *argv)["policy"]
+    assert {**said, "dispatch_tools": tuple(said["dispatch_tools"])} == asdict(policy)
+    assert tk.read_rows(rows) == tk.linearize(tk.read_turns(turns), policy)
+    checked = run_json(capsys, "verify", rows, turns, "--policy", *options)
+    assert checked == {"violations": []}
+    assert run_json(capsys, "drift", turns, "--policy", *options)["policy"] == said
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        pytest.param(
+            ["trains_in=first"],
+            "policy 'slime', trains_in=first: no such choice: did you mean 'train_in'?: "
+            "expected one",
+            id="no such choice",
+        ),
+        pytest.param(["name=x"], "name=x: no such choice", id="the name is none"),
+        pytest.param(
+            ["builder=per_request"], "no such choice", id="another one's option"
+        ),
+        pytest.param(
+            ["train_in=last"],
+            "policy 'slime', train_in=last: expected first, longest, most_trained, "
+            "earliest or every",
+            id="no such word",
+        ),
+        pytest.param(
+            ["merge_rewrites=yes"],
+            "merge_rewrites=yes: expected true or false",
+            id="no such bool",
+        ),
+        pytest.param(
+            ["fork_threshold=none"],
+            "fork_threshold=none: expected an integer",
+            id="no integer",
+        ),
+        pytest.param(
+            ["max_rows=x"], "max_rows=x: expected an integer or none", id="nor none"
+        ),
+        pytest.param(
+            ["max_rows=0"],
+            "policy 'slime': max_rows=0: expected an integer of 1 or more",
+            id="too few",
+        ),
+        pytest.param(
+            ["merge_rewrites=true", "merge_rewrites=false"],
+            "the choice is made twice",
+            id="twice",
+        ),
+        pytest.param(
+            [
+                "parent_by=tokens",
+                "merge_rewrites=false",
+                "on_drift=absorb_any",
+                "train_in=longest",
+            ],
+            "policy 'slime': train_in='longest' does not go with on_drift='absorb_any'",
+            id="choices that exclude each other",
+        ),
+        pytest.param(
+            ["on_drift=fork", "merge_rewrites=false", "fork_threshold=9"],
+            "--set fork_threshold=9: policy 'slime' ignores fork_threshold",
+            id="without effect",
+        ),
+    ],
+)
+def test_a_choice_that_there_is_not(tmp_path, capsys, turns, sets, said):
+    options = [word for one in sets for word in ("--set", one)]
+    rows = str(tmp_path / "rows.parquet")
+    for argv in (
+        ["linearize", turns, "-o", rows, "--policy", "slime", *options],
+        ["drift", turns, "--policy", "slime", *options],
+        ["simulate", turns, "--policy", "slime", *options],
+        ["verify", turns, turns, "--policy", "slime", *options],
+    ):
+        assert cli.main(argv) == cli.BAD_USAGE
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert said in err
+
+
+def test_a_threshold_is_given_once(capsys, turns):
+    argv = ["--policy", "trl", "--fork-threshold", "3", "--set", "fork_threshold=2"]
+    assert cli.main(["drift", turns, *argv]) == cli.BAD_USAGE
+    assert "fork_threshold=3: the choice is made twice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        pytest.param(["simulate", "in", "--set", "train_in=first"], id="of no policy"),
+        pytest.param(["drift", "in", "--set", "own"], id="no value"),
+        pytest.param(["drift", "in", "--set", "=first"], id="no choice"),
+        pytest.param(
+            ["linearize", "in", "-o", "out", "--reward", "1", "--sessions", "s.jsonl"],
+            id="two rewards",
+        ),
+    ],
+)
+def test_what_is_no_choice_at_all(capsys, argv):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(argv)
+    assert ended.value.code == cli.BAD_USAGE
+    assert "--s" in capsys.readouterr().err
+
+
+def test_verify_makes_no_choice_of_no_policy(capsys, turns):
+    assert (
+        cli.main(["verify", turns, turns, "--set", "train_in=first"]) == cli.BAD_USAGE
+    )
+    assert "--set needs --policy" in capsys.readouterr().err
+
+
+def test_simulate_compares_a_policy_with_itself(capsys, turns):
+    argv = ["--policy", "trl", "--policy", "trl", "--set", "fork_threshold=1"]
+    printed = run_json(capsys, "simulate", turns, *argv)["policies"]
+    policies = ["trl", tk.policy("trl", fork_threshold=1)]
+    assert printed == tk.simulate(tk.read_turns(turns), policies).to_pylist()
+    assert [line["policy"] for line in printed] == ["trl", "trl(fork_threshold=1)"]
+
+
+SESSIONS = [
+    {"session_id": "b", "reward": 1.0, "group_id": "g"},
+    {"session_id": "a", "reward": None, "group_id": "g", "error": "timed out"},
+]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_sessions_say_rewards_groups_and_errors(tmp_path, capsys, turns, suffix):
+    file, rows = str(tmp_path / f"known.{suffix}"), str(tmp_path / "rows.parquet")
+    known = pa.Table.from_pylist(SESSIONS, tk.schema.SESSIONS)
+    if suffix == "jsonl":
+        Path(file).write_text("".join(f"{json.dumps(one)}\n" for one in SESSIONS))
+    else:
+        pq.write_table(known, file)
+    said = run_json(
+        capsys, "linearize", turns, "-o", rows, "--policy", "slime", "--sessions", file
+    )
+    assert (said["tokens_trained"], said["lost_untrainable"]) == (4, 4)
+    expected = tk.linearize(tk.read_turns(turns), "slime", sessions=known)
+    assert expected["reward"].to_pylist() == [1.0]
+    assert tk.read_rows(rows) == expected
+    (line,) = run_json(
+        capsys, "simulate", turns, "--policy", "slime", "--sessions", file
+    )["policies"]
+    assert line["lost_untrainable"] == 4
+    argv = ["verify", rows, turns, "--policy", "slime"]
+    assert run_json(capsys, *argv, "--sessions", file) == {"violations": []}
+    assert cli.main([*argv, "--reward", "2"]) == cli.BAD_DATA
+    assert ["reward", "1"] in [x.split() for x in capsys.readouterr().out.splitlines()]
+
+
+def test_sessions_must_know_every_session(tmp_path, capsys, turns):
+    known, rows = tmp_path / "known.jsonl", str(tmp_path / "rows.parquet")
+    known.write_text(json.dumps(SESSIONS[0]))
+    argv = ["linearize", turns, "-o", rows, "--sessions", str(known)]
+    assert cli.main(argv) == cli.BAD_DATA
+    assert "session 'a' has turns, but no line in sessions" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layout", ["full", "suffix"])
+@pytest.mark.parametrize("by", ["row", "rollout"])
+def test_rows_are_weighed(tmp_path, capsys, turns, by, layout):
+    rows = str(tmp_path / "rows.parquet")
+    argv = ["linearize", turns, "-o", rows, "--layout", layout, "--weigh-by", by]
+    run_json(capsys, *argv)
+    expected = tk.add_weights(tk.linearize(tk.read_turns(turns), layout=layout), by)
+    assert tk.read_rows(rows) == expected
+    argv = ["verify", rows, turns, "--weigh-by"]
+    assert cli.main([*argv, by]) == cli.DONE
+    assert cli.main([*argv, "token"]) == cli.BAD_DATA
+
+
+def test_policies_are_listed(capsys):
+    listed = run_json(capsys, "policies")
+    assert [one["name"] for one in listed] == list(PRESETS)
+    assert cli.main(["policies"]) == cli.DONE
+    lines = capsys.readouterr().out.splitlines()
+    (strict,) = (line for line in lines if line.startswith("strict"))
+    assert strict.split("  ")[-1].strip() == "parent_by=tokens, train_aborted=true"
+    assert "keep_untrained=true" in lines[-1]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_a_policy_lists_is_what_set_takes(capsys, turns, name):
+    """Every value that is shown makes the policy that it is, and is allowed."""
+    (policy,) = run_json(capsys, "policies", name)
+    assert policy == json.loads(json.dumps(asdict(tk.policy(name))))
+    assert cli.main(["policies", name]) == cli.DONE
+    lines = capsys.readouterr().out.splitlines()[2:]
+    names = {line.split()[0] for line in lines}
+    assert names >= set(policy) - {"name"}
+    sets = list(choices_of(tk.policy(name)).items())
+    assert with_choices(tk.policy(name), sets) == tk.policy(name)
+    for line in lines:
+        choice, *_, words = [part.strip() for part in re.split(r"\s{2,}", line)]
+        assert words == allowed(tk.policy(name))[choice]
+
+
+def test_a_policy_that_there_is_not(capsys):
+    assert cli.main(["policies", "slim"]) == cli.BAD_USAGE
+    assert "policy 'slim' does not exist" in capsys.readouterr().err
+
+
+# --- what a stranger types
+
+
+def test_the_command_alone_prints_help(capsys):
+    assert cli.main([]) == cli.DONE
+    out, err = capsys.readouterr()
+    assert "commands:" in out
+    assert "linearize" in out
+    assert err == ""
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == cli.DONE
+    assert capsys.readouterr().out == f"trajkit {version('trajkit')}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["simulat", "x"], "did you mean 'simulate'?"),
+        (["linearize", "x", "-o", "y", "--polcy", "slime"], "did you mean '--policy'?"),
+        (["linearize", "x", "-o", "y", "--layout", "sufix"], "did you mean 'suffix'?"),
+        (["import", "x", "-o", "y", "--from", "opena"], "did you mean 'openai'?"),
+        (["linearize", "x", "-o", "y", "z"], "unrecognized arguments: z\n"),
+    ],
+)
+def test_what_is_misspelled_is_named(capsys, argv, said):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(argv)
+    assert ended.value.code == cli.BAD_USAGE
+    assert said in capsys.readouterr().err
+
+
+class Bytes:
+    """A standard stream of bytes, as `sys.stdin` and `sys.stdout` have them."""
+
+    def __init__(self, content=b""):
+        self.buffer, self.text = io.BytesIO(content), []
+
+    def write(self, text):
+        self.text.append(text)
+
+    def flush(self):
+        pass
+
+
+def piped(monkeypatch, argv, content):
+    out = Bytes()
+    monkeypatch.setattr(sys, "stdin", Bytes(content))
+    monkeypatch.setattr(sys, "stdout", out)
+    return cli.main(argv), out.buffer.getvalue(), "".join(out.text)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow", "arrows", "jsonl", "jsonl.gz"])
+def test_a_dash_is_standard_input_and_output(tmp_path, monkeypatch, capsys, suffix):
+    path = tmp_path / f"turns.{suffix}"
+    turns = tk.from_records(CALLS)
+    tk.write_turns(turns, path)
+    argv = ["linearize", "-", "-o", "-", "--policy", "strict"]
+    code, content, text = piped(monkeypatch, argv, path.read_bytes())
+    assert (code, text) == (cli.DONE, "")
+    rows = tk.read_rows(io.BytesIO(content), format="jsonl")
+    assert rows == tk.linearize(turns, "strict")
+    err = capsys.readouterr().err
+    assert "written to standard output" in err
+    assert "trajkit-" not in err
+    code, small, _ = piped(monkeypatch, ["compact", str(path), "-o", "-"], b"")
+    assert code == cli.DONE
+    assert tk.read_turns(io.BytesIO(small), format="arrows") == tk.compact(turns)
+    code, _, text = piped(monkeypatch, ["verify", "-", str(path)], content)
+    assert (code, text) == (cli.DONE, "no violations\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "content", "code", "said"),
+    [
+        (["drift", "-"], b"{]\n", cli.BAD_FILE, "standard input, line 1, column 2: "),
+        (["drift", "-"], b"garbage", cli.BAD_FILE, "standard input begins with b'garb"),
+        (["verify", "-", "-"], b"", cli.BAD_USAGE, "standard input is given twice"),
+        (
+            ["drift", "-"],
+            b'{"input_ids":[],"loss_mask":[]}',
+            1,
+            "standard input: a tab",
+        ),
+        (["drift", "-"], b'{"input_ids":[', 0, "warning: standard input ends within"),
+    ],
+)
+def test_errors_in_standard_input_name_it(
+    monkeypatch, capsys, argv, content, code, said
+):
+    assert piped(monkeypatch, argv, content)[:2] == (code, b"")
+    err = capsys.readouterr().err
+    assert err.startswith(f"trajkit: {said}")
+    assert "/" not in err
+
+
+def test_argcomplete_gets_the_parser_when_the_shell_asks(monkeypatch, capsys):
+    asked = []
+    fake = SimpleNamespace(autocomplete=asked.append)
+    monkeypatch.setitem(sys.modules, "argcomplete", fake)
+    cli.main([])
+    assert asked == []
+    monkeypatch.setenv("_ARGCOMPLETE", "1")
+    cli.main([])
+    (parser,) = asked
+    assert isinstance(parser, argparse.ArgumentParser)
+    assert "linearize" in parser.format_help()
+
+
+@pytest.mark.parametrize("earlier", [None, b"kept"])
+def test_an_import_without_turns_says_which_flag_was_missing(tmp_path, capsys, earlier):
+    log, out = tmp_path / "log.jsonl", tmp_path / "turns.parquet"
+    said = [{"role": "user", "content": "x"}]
+    answer = {"choices": [{"message": {"role": "assistant", "content": "y"}}]}
+    log.write_text(json.dumps({"request": {"messages": said}, "response": answer}))
+    if earlier is not None:
+        out.write_bytes(earlier)
+    report = tmp_path / "report.jsonl"
+    argv = ["import", str(log), "-o", str(out), "--report", str(report)]
+    assert cli.main(argv) == cli.BAD_DATA
+    printed, err = capsys.readouterr()
+    assert "no_prompt_ids" in printed
+    assert "written to" not in printed
+    assert "0 turns" in err
+    assert "return_token_ids" in err
+    assert "no_prompt_ids" in report.read_text()
+    assert (out.read_bytes() if out.exists() else None) == earlier

@@ -1,0 +1,1189 @@
+import contextlib
+import gzip
+import json
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import trajkit as tk
+from tests import foreign
+from tests.strategies import runs
+from trajkit._streams import session_batches
+from trajkit.cli import main
+from trajkit.errors import FormatError
+from trajkit.importers import FORMATS, reader
+from trajkit.importers.findings import KEPT, LEFT_OUT
+from trajkit.importers.reader import EXTRAS, _fitting, _head
+from trajkit.jobs import group_sessions
+from trajkit.jobs.stages import Watch
+from trajkit.schema import IMPORT_REPORT, TURNS
+
+ROOT = Path(__file__).parents[2]
+
+# what every format carries
+CORE = ("session_id", "prompt_ids", "output_ids", "output_logprobs")
+TALK = ("messages", "response", "use_tool", "finish_reason")
+
+in_files = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=25,
+    deadline=None,
+)
+
+
+def recorded(records):
+    """Records that a foreign format can hold, and the turns that they are.
+
+    A prompt has a token, a list of messages is not empty, and so are no logprobs.
+    """
+    kept = []
+    for record in records:
+        kept.append(
+            {
+                "session_id": record["session_id"] or "s",
+                "prompt_ids": list(record["prompt_ids"]) or [1],
+                "output_ids": list(record["output_ids"]),
+                "output_logprobs": list(record.get("output_logprobs") or ()) or None,
+                "prompt_messages": record.get("prompt_messages") or None,
+                "response_message": record.get("response_message"),
+                "finish_reason": record.get("finish_reason") or None,
+            }
+        )
+    return kept
+
+
+def whole(records):
+    """Of `recorded`, those whose output has tokens and logprobs, without nulls."""
+    return [
+        {
+            **record,
+            "output_ids": record["output_ids"] or [2],
+            "output_logprobs": [-0.5] * len(record["output_ids"] or [2]),
+        }
+        for record in recorded(records)
+    ]
+
+
+def same(turns, records, names=CORE + TALK):
+    """Whether imported turns are those of records, in what the format carries."""
+    # without a reply it is unknown whether it calls a tool
+    expected = tk.from_records(
+        r if r.get("response_message") else {**r, "use_tool": None} for r in records
+    )
+    assert turns.schema.names == [*TURNS.names, *EXTRAS.names]
+    assert turns.select(list(names)).equals(expected.select(list(names)))
+
+
+def problems(report):
+    return [
+        (row["place"], row["problem"], row["kept"])
+        for row in report.to_pylist()
+        if row["problem"] not in ("other_file",)
+    ]
+
+
+@pytest.fixture
+def fresh(tmp_path_factory):
+    """A function that makes an empty folder."""
+    return lambda: tmp_path_factory.mktemp("import")
+
+
+@pytest.mark.parametrize("shape", foreign.RESPONSES)
+@in_files
+@given(records=runs())
+def test_logs_of_an_openai_style_server(fresh, shape, records):
+    records = recorded(records)
+    if shape == "vllm chat without token_ids":
+        records = whole(records)
+    folder = fresh()
+    foreign.write_openai(folder, records, shape)
+    turns, report = tk.import_turns(folder / "log.jsonl")
+    names = CORE + (TALK if "chat" in shape else ("finish_reason",))
+    same(turns, records, names)
+    silent = [
+        record
+        for record in records
+        if record["output_ids"] and None in (record["output_logprobs"] or [None])
+    ]
+    assert [problem for _, problem, _ in problems(report)] == ["no_logprobs"] * len(
+        silent
+    )
+    if "sglang" in shape:
+        assert turns["weight_versions"].to_pylist() == [
+            [{"version": "w", "start": 0, "stop": n}] if n else None
+            for n in map(len, turns["output_ids"].to_pylist())
+        ]
+
+
+@in_files
+@given(records=runs())
+def test_polar_completions(fresh, records):
+    folder = fresh()
+    # a session's files lie together, in order
+    records = [r for s in range(3) for r in recorded(records)[s::3]]
+    order = sorted(range(len(records)), key=lambda k: (k % 3, k))
+    foreign.write_polar(folder, records)
+    turns, _ = tk.import_turns(folder)
+    same(turns, [records[k] for k in order])
+
+
+@in_files
+@given(records=runs())
+def test_nemo_captures(fresh, records):
+    folder = fresh()
+    records = whole(records)
+    foreign.write_nemo(folder, records)
+    if not records:
+        return
+    turns, report = tk.import_turns(folder)
+    same(turns, records, CORE)
+    assert problems(report) == []
+    assert turns["messages"].null_count == len(turns)
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@in_files
+@given(records=runs())
+def test_rllm_traces(fresh, chained, records):
+    folder = fresh()
+    records = whole(records)
+    foreign.write_rllm(folder, records, chained=chained)
+    turns, report = tk.import_turns(folder)
+    same(turns, records)
+    assert problems(report) == []
+
+
+@in_files
+@given(records=runs())
+def test_steps_of_verifiers(fresh, records):
+    folder = fresh()
+    records = [{**r, "finish_reason": None} for r in recorded(records)]
+    foreign.write_steps(folder, records)
+    turns, _ = tk.import_turns(folder / "results.jsonl", "verifiers")
+    same(turns, records)
+    assert set(turns["reward"].to_pylist()) <= {0.5}
+
+
+@st.composite
+def graphs(draw):
+    """Nodes of a trace, and the calls that they are."""
+    nodes, paths, calls = [], [], []
+    ids = st.lists(st.integers(0, 9), min_size=1, max_size=4)
+    for k in range(draw(st.integers(1, 8))):
+        parent = draw(st.none() | st.integers(0, k - 1)) if k else None
+        messages, path = ([], []) if parent is None else paths[parent]
+        sampled = draw(st.booleans()) and parent is not None
+        message = {"role": "assistant" if sampled else "user", "content": str(k)}
+        scaffold = draw(ids)
+        output = draw(ids) if sampled else []
+        logprobs = [-0.25] * len(output)
+        nodes.append(
+            {
+                "parent": parent,
+                "message": message,
+                "sampled": sampled,
+                "token_ids": scaffold + output,
+                "mask": [False] * len(scaffold) + [True] * len(output),
+                "logprobs": logprobs,
+                "finish_reason": "stop" if sampled else None,
+            }
+        )
+        paths.append(([*messages, message], path + scaffold + output))
+        if sampled:
+            calls.append(
+                {
+                    "session_id": "s",
+                    "prompt_ids": path + scaffold,
+                    "output_ids": output,
+                    "output_logprobs": logprobs,
+                    "prompt_messages": messages,
+                    "response_message": message,
+                    "finish_reason": "stop",
+                }
+            )
+    return nodes, calls
+
+
+@in_files
+@given(graphs())
+def test_graphs_of_verifiers(fresh, graph):
+    nodes, calls = graph
+    folder = fresh()
+    foreign.write_graphs(folder, [("s", nodes)])
+    turns, report = tk.import_turns(folder)
+    same(turns, calls)
+    assert problems(report) == []
+    assert set(turns["reward"].to_pylist()) <= {2.0}
+    assert set(turns["group_id"].to_pylist()) <= {"k"}
+
+
+@st.composite
+def slime_samples(draw):
+    """A sample, and the calls that its loss mask trains."""
+    index = draw(st.integers(0, 99))
+    prompt = draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
+    tokens, mask, logprobs, calls = list(prompt), [], [], []
+    for k in range(draw(st.integers(1, 4))):
+        gap = draw(st.lists(st.integers(0, 9), min_size=int(k > 0), max_size=3))
+        tokens, mask = tokens + gap, mask + [0] * len(gap)
+        logprobs += [0.0] * len(gap)
+        output = draw(st.lists(st.integers(0, 9), min_size=1, max_size=3))
+        calls.append(
+            {
+                "session_id": f"3/{index}",
+                "prompt_ids": list(tokens),
+                "output_ids": output,
+                "output_logprobs": [-0.5] * len(output),
+            }
+        )
+        tokens, mask = tokens + output, mask + [1] * len(output)
+        logprobs += [-0.5] * len(output)
+    calls[-1]["finish_reason"] = "length"
+    sample = {
+        "index": index,
+        "group_index": 4,
+        "tokens": tokens,
+        "response_length": len(mask),
+        "loss_mask": mask,
+        "rollout_log_probs": logprobs,
+        "status": "truncated",
+        "reward": 1.0,
+        "weight_versions": ["7", "7"],
+        "remove_sample": False,
+        "metadata": {},
+    }
+    return sample, calls
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+@in_files
+@given(drawn=st.lists(slime_samples(), max_size=4, unique_by=lambda s: s[0]["index"]))
+def test_slime_dumps(fresh, tensors, drawn):
+    folder = fresh()
+    foreign.write_slime(folder, [sample for sample, _ in drawn], tensors=tensors)
+    turns, report = tk.import_turns(folder)
+    calls = [call for _, made in drawn for call in made]
+    same(turns, calls, (*CORE, "finish_reason"))
+    assert problems(report) == []
+    assert set(turns["group_id"].to_pylist()) <= {"4"}
+
+
+class Letters:
+    """A tokenizer of code points whose template drops what earlier replies thought."""
+
+    def encode(self, text, *, add_special_tokens):
+        return [ord(c) for c in text]
+
+    def decode(self, ids, *, skip_special_tokens):
+        return "".join(map(chr, ids))
+
+    def apply_chat_template(self, messages, *, tools, add_generation_prompt, tokenize):
+        if any(message["content"] == "refuse" for message in messages):
+            raise ValueError("no such message")
+        *before, last = messages
+        text = "".join(f"<{m['role']}>{m['content'].lower()}" for m in before)
+        text += f"<{last['role']}>{last['content']}"
+        return text + "<assistant>" * add_generation_prompt
+
+
+def test_transcripts_are_marked_as_not_sampled(tmp_path):
+    user, reply = (
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "A"},
+    )
+    foreign.write_chats(tmp_path, [[user, reply, user, reply], [reply]])
+    turns, report = tk.import_turns(tmp_path, tokenizer=Letters())
+    texts = [
+        ("".join(map(chr, p)), "".join(map(chr, o)))
+        for p, o in zip(
+            turns["prompt_ids"].to_pylist(),
+            turns["output_ids"].to_pylist(),
+            strict=True,
+        )
+    ]
+    assert texts == [
+        ("<user>q<assistant>", "A"),
+        ("<user>q<assistant>a<user>q<assistant>", "A"),
+    ]
+    assert turns["sampled"].to_pylist() == [False, False]
+    assert turns["call_kind"].to_pylist() == ["transcript"] * 2
+    assert turns["output_logprobs"].null_count == 2
+    assert turns["session_id"].to_pylist() == ["sft.jsonl, line 1"] * 2
+    assert [problem for _, problem, _ in problems(report)] == [
+        *["not_sampled"] * 2,
+        "no_prompt_ids",
+    ]
+    rows = tk.linearize(turns)
+    assert sum(map(sum, rows["loss_mask"].to_pylist())) == 2
+
+
+def test_transcripts_in_the_form_of_sharegpt(tmp_path):
+    spoken = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    foreign.write_lines(tmp_path / "x.jsonl", [{"conversations": spoken, "id": 5}])
+    turns, _ = tk.import_turns(tmp_path, tokenizer=Letters())
+    assert turns["session_id"].to_pylist() == ["5"]
+    assert (
+        turns["messages"].to_pylist()[0][0]["body"] == '{"content":"q","role":"user"}'
+    )
+
+
+def test_a_reply_that_the_template_changes_or_refuses_is_left_out(tmp_path):
+    class Stubborn(Letters):
+        def apply_chat_template(self, messages, **options):
+            text = super().apply_chat_template(messages, **options)
+            return text if options["add_generation_prompt"] else f"<s>{text}"
+
+    user = {"role": "user", "content": "q"}
+    refused = [
+        {"role": "user", "content": "refuse"},
+        {"role": "assistant", "content": ""},
+    ]
+    foreign.write_chats(
+        tmp_path,
+        [[user, {"role": "assistant", "content": "a"}], refused, [user, 5], []],
+    )
+    turns, report = tk.import_turns(tmp_path, tokenizer=Stubborn())
+    assert len(turns) == 0
+    assert problems(report) == [
+        ("line 1, message 1", "not_a_prefix", False),
+        ("line 2, message 1", "refused", False),
+        ("line 3", "unreadable", False),
+        ("line 4", "no_output_ids", False),
+    ]
+
+
+def test_transcripts_need_a_tokenizer(tmp_path):
+    foreign.write_chats(tmp_path, [[{"role": "user", "content": "q"}]])
+    with pytest.raises(FormatError, match="give the tokenizer"):
+        tk.import_turns(tmp_path)
+
+
+RECORD = {
+    "session_id": "s",
+    "prompt_ids": [1, 2],
+    "output_ids": [3, 4],
+    "output_logprobs": [-0.5, -0.25],
+    "prompt_messages": [{"role": "user", "content": "q"}],
+    "response_message": {"role": "assistant", "content": "a"},
+    "finish_reason": "stop",
+}
+SAMPLE = {"index": 0, "tokens": [1, 2, 3], "response_length": 1, "loss_mask": None}
+NODE = {"parent": None, "message": {"role": "user", "content": ""}, "token_ids": [1]}
+WRITERS = {
+    "openai": lambda folder: foreign.write_openai(folder, [RECORD]),
+    "polar": lambda folder: foreign.write_polar(folder, [RECORD]),
+    "nemo": lambda folder: foreign.write_nemo(folder, [RECORD]),
+    "rllm": lambda folder: foreign.write_rllm(folder, [RECORD]),
+    "verifiers": lambda folder: foreign.write_graphs(folder, [("s", [NODE])]),
+    "slime": lambda folder: foreign.write_slime(folder, [SAMPLE]),
+    "chat": lambda folder: foreign.write_chats(folder, [RECORD["prompt_messages"]]),
+}
+
+
+def test_there_is_a_writer_for_every_format():
+    assert set(WRITERS) == set(FORMATS)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_format_is_known_by_its_files_alone(tmp_path, name):
+    WRITERS[name](tmp_path)
+    if name == "verifiers":
+        foreign.write_steps(tmp_path, [RECORD])
+    files = [file for file in sorted(tmp_path.rglob("*")) if file.is_file()]
+    known = [[one.NAME for one in _fitting(_head(file))] for file in files]
+    assert [names for names in known if names]
+    assert all(names in ([name], []) for names in known)
+
+
+def damaged(tmp_path, name, lines, format="auto"):
+    path = tmp_path / name
+    path.write_bytes(b"\n".join(lines))
+    turns, report = tk.import_turns(path, format)
+    assert report.schema.equals(IMPORT_REPORT, check_metadata=True)
+    return turns, problems(report)
+
+
+def log_line(**changes):
+    response = foreign.chat_response({**RECORD, **changes.pop("record", {})})
+    line = {"session_id": "s", "request": {"messages": []}, "response": response}
+    return json.dumps({**line, **changes}).encode()
+
+
+def test_damaged_logs_are_counted_with_place_and_reason(tmp_path):
+    no_output = foreign.chat_response(RECORD)
+    del no_output["choices"][0]["token_ids"], no_output["choices"][0]["logprobs"]
+    no_prompt = foreign.chat_response(RECORD) | {"prompt_token_ids": None}
+    unlike = foreign.chat_response(RECORD)
+    unlike["choices"][0]["logprobs"]["content"][0]["token"] = "token_id:9"
+    short = foreign.completion_response(RECORD)
+    short["choices"][0]["logprobs"]["token_logprobs"] = [-1.0]
+    turns, found = damaged(
+        tmp_path,
+        "log.jsonl",
+        [
+            log_line(),
+            b"{broken",
+            b"",
+            b"[1]",
+            log_line(response=no_output),
+            log_line(response=no_prompt),
+            log_line(record={"prompt_ids": [1, 2**31]}),
+            log_line(record={"output_logprobs": [0.5, -1.0]}),
+            log_line(response=unlike),
+            log_line(response=short),
+            log_line(response={"choices": []}),
+            log_line(response={"choices": [7]}),
+            log_line(response="no"),
+            log_line(session_id=None),
+            log_line(record={"output_logprobs": None}),
+            log_line()[:-3],
+        ],
+    )
+    assert found == [
+        ("line 2", "unreadable", False),
+        ("line 4", "unreadable", False),
+        ("line 5", "no_output_ids", False),
+        ("line 6", "no_prompt_ids", False),
+        ("line 9", "logprobs_unaligned", True),
+        ("line 10", "logprobs_unaligned", True),
+        ("line 11", "no_prompt_ids", False),
+        ("line 12", "unreadable", False),
+        ("line 13", "unreadable", False),
+        ("line 14", "no_session_id", True),
+        ("line 15", "no_logprobs", True),
+        ("line 16", "torn", False),
+        # looked at when their batch is complete
+        ("line 7", "invalid", False),
+        ("line 8", "invalid", False),
+    ]
+    # what was left out has its number
+    assert turns.select(["session_id", "turn_index"]).to_pylist() == [
+        {"session_id": "s", "turn_index": number} for number in (0, 5, 6, 10)
+    ] + [{"session_id": "log", "turn_index": 0}]
+
+
+def test_every_choice_of_a_response_is_a_call(tmp_path):
+    response = foreign.chat_response(RECORD)
+    response["choices"].append({**response["choices"][0], "token_ids": [9, 9]})
+    turns, found = damaged(tmp_path, "log.jsonl", [log_line(response=response)])
+    assert turns["output_ids"].to_pylist() == [[3, 4], [9, 9]]
+    assert found == [("line 1, choice 1", "logprobs_unaligned", True)]
+
+
+def test_logprobs_that_are_none_are_invalid_or_null_as_asked(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(log_line(record={"output_logprobs": [-9999.0, -1.0]}))
+    turns, report = tk.import_turns(path)
+    assert (len(turns), problems(report)) == (0, [("line 1", "invalid", False)])
+    assert "-9999" in report["detail"][0].as_py()
+    turns, _ = tk.import_turns(path, nonfinite_logprobs="null")
+    assert turns["output_logprobs"].to_pylist() == [[None, -1.0]]
+
+
+def test_where_sglang_says_which_weights_sampled_what(tmp_path):
+    response = foreign.native_response(RECORD)
+    pieces = [
+        {"version": "a", "start": 0, "end": 1},
+        {"version": "b", "start": 1, "end": 2},
+    ]
+    response["meta_info"]["weight_versions"] = pieces
+    line = {"request": {"input_ids": [1]}, "response": response}
+    turns, _ = damaged(tmp_path, "log.jsonl", [json.dumps(line).encode()])
+    assert turns["weight_versions"].to_pylist() == [
+        [
+            {"version": "a", "start": 0, "stop": 1},
+            {"version": "b", "start": 1, "stop": 2},
+        ]
+    ]
+
+
+def test_where_a_response_says_its_prompt_and_its_weights(tmp_path):
+    """A choice's own ids come first (spec: polar 2.1), and its own weights."""
+    response = foreign.sglang_chat_response(RECORD)
+    response["choices"][0]["input_token_ids"] = [7]
+    response["prompt_token_ids"] = [8]
+    del response["choices"][0]["meta_info"]["weight_version"]
+    response["metadata"] = {"weight_version": "c"}
+    pieces = [{"version": "a", "start": 0, "end": 2}]
+    lines = [log_line(response=response)]
+    response["metadata"]["weight_versions"] = pieces
+    lines.append(log_line(response=response))
+    response["choices"][0]["meta_info"]["weight_version"] = "b"
+    del response["choices"][0]["input_token_ids"], response["metadata"]
+    lines.append(log_line(response=response))
+    turns, _ = damaged(tmp_path, "log.jsonl", lines)
+    assert turns["prompt_ids"].to_pylist() == [[7], [7], [1, 2]]
+    versions = [said[0]["version"] for said in turns["weight_versions"].to_pylist()]
+    assert versions == ["c", "a", "b"]
+
+
+def test_what_polar_cut_short_is_left_out(tmp_path):
+    whole = foreign.polar_completion(RECORD, 0)
+    cut = foreign.polar_completion(RECORD, 1)
+    cut["response"] = {
+        "id": "x",
+        "__truncated": True,
+        "_truncated_keys_omitted": ["choices"],
+    }
+    listed = foreign.polar_completion(RECORD, 2)
+    listed["response"]["choices"][0]["token_ids"] = [1, {"__truncated": True}]
+    empty = {"completion_id": "x", "session_id": "s"}
+    session = {"session_id": "s", "completions": [listed, cut, whole, empty, 3]}
+    turns, found = damaged(tmp_path, "session.json", [json.dumps(session).encode()])
+    assert found == [
+        ("file, completion 4", "unreadable", False),
+        ("file, completion 3", "unreadable", False),
+        ("file, completion 1", "truncated", False),
+        ("file, completion 0", "truncated", False),
+    ]
+    assert turns["turn_index"].to_pylist() == [2]
+    assert turns["ended_at"][0].as_py().isoformat() == "2026-01-01T00:00:00+00:00"
+
+
+def test_a_capture_s_lost_calls_and_newer_entries_are_named(tmp_path):
+    entries = [foreign.nemo_entry(RECORD, k) for k in range(3)]
+    entries[1]["schema_version"] = 4
+    del entries[2]["generation_token_ids"]
+    foreign.write_lines(tmp_path / "s.tokens.jsonl", entries)
+    (tmp_path / "s.tokens.intents").write_text("c0\nc1\nc8\n-c8\nc9\n")
+    (tmp_path / "s.tokens.incomplete").write_text("c7\n")
+    turns, report = tk.import_turns(tmp_path)
+    assert problems(report) == [
+        ("line 2", "other_version", False),
+        ("line 3", "no_output_ids", False),
+        ("its intents", "lost", False),
+    ]
+    assert report["detail"][2].as_py().endswith("no entry: c7, c9")
+    assert turns["request_id"].to_pylist() == ["c0"]
+
+
+def test_traces_whose_parent_or_data_is_gone_are_left_out(tmp_path):
+    more = {**RECORD, "prompt_ids": [1, 2, 3, 4, 5]}
+    foreign.write_rllm(tmp_path, [RECORD, more, RECORD, RECORD], chained=True)
+    base = sqlite3.connect(tmp_path / "gateway_traces.db")
+    base.execute("DELETE FROM traces WHERE trace_id = 't0'")
+    base.execute("UPDATE traces SET data = '{' WHERE trace_id = 't2'")
+    base.execute("UPDATE trace_sessions SET run_id = 'r' WHERE trace_id = 't3'")
+    base.commit()
+    base.close()
+    turns, report = tk.import_turns(tmp_path)
+    assert problems(report) == [
+        ("trace 't1'", "no_parent", False),
+        ("trace 't2'", "unreadable", False),
+        ("trace 't0'", "lost", False),
+    ]
+    # a session id that two runs used is two sessions
+    assert turns["session_id"].to_pylist() == ["r/s"]
+
+
+def test_a_session_that_an_index_does_not_know(tmp_path):
+    """As a wrong byte may make one; what the table says counts."""
+    foreign.write_rllm(tmp_path, [RECORD])
+    path = tmp_path / "gateway_traces.db"
+    data = path.read_bytes()
+    # the table's entry is the one with a run and a time behind it
+    at = data.rindex(b"t0s")
+    path.write_bytes(data[: at + 2] + b"x" + data[at + 3 :])
+    turns, _ = tk.import_turns(path)
+    assert turns["session_id"].to_pylist() == ["x"]
+
+
+def test_a_trace_without_output_ids_is_no_empty_reply(tmp_path):
+    foreign.write_rllm(tmp_path, [{**RECORD, "output_ids": [], "output_logprobs": []}])
+    turns, report = tk.import_turns(tmp_path)
+    assert turns.num_rows == 0
+    assert problems(report) == [("trace 't0'", "no_output_ids", False)]
+
+
+def test_a_database_without_traces_is_refused(tmp_path):
+    base = sqlite3.connect(tmp_path / "other.db")
+    base.execute("CREATE TABLE a (b TEXT)")
+    base.commit()
+    base.close()
+    with pytest.raises(FormatError, match="no traces can be read"):
+        tk.import_turns(tmp_path / "other.db")
+
+
+def test_damaged_graphs(tmp_path):
+    def reply(**changes):
+        message = {"role": "assistant", "content": "a"}
+        node = {"parent": 0, "message": message, "sampled": True, "token_ids": [2, 3]}
+        return {**node, "mask": [False, True], "logprobs": [-1.0], **changes}
+
+    nodes = [
+        NODE,
+        reply(),
+        reply(mask=[True]),
+        reply(mask=[True, False]),
+        reply(token_ids=[], mask=[]),
+        reply(token_ids=[2, "x"]),
+        {**NODE, "parent": 4},
+        reply(parent=6),
+        reply(parent=99),
+        reply(parent=-9),
+        reply(logprobs=[]),
+        reply(logprobs=[-1.0, -1.0]),
+        7,
+    ]
+    foreign.write_graphs(tmp_path, [("s", nodes)])
+    turns, report = tk.import_turns(tmp_path)
+    assert problems(report) == [
+        ("line 1, node 2", "unreadable", False),
+        ("line 1, node 3", "unreadable", False),
+        ("line 1, node 4", "no_output_ids", False),
+        ("line 1, node 5", "unreadable", False),
+        ("line 1, node 7", "no_prompt_ids", False),
+        ("line 1, node 8", "no_prompt_ids", False),
+        ("line 1, node 9", "no_prompt_ids", False),
+        ("line 1, node 10", "no_logprobs", True),
+        ("line 1, node 11", "logprobs_unaligned", True),
+    ]
+    assert turns["output_ids"].to_pylist() == [[3]] * 3
+
+
+def test_damaged_steps(tmp_path):
+    foreign.write_steps(tmp_path, [RECORD] * 4)
+    (rollout,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
+    steps = rollout["trajectory"]
+    steps[0]["tokens"]["overlong_prompt"] = True
+    steps[1]["tokens"] = None
+    steps[2]["is_truncated"] = True
+    steps[3]["completion"] *= 2
+    turns, found = damaged(tmp_path, "results.jsonl", [json.dumps(rollout).encode()])
+    assert found == [
+        ("line 1, step 0", "truncated", False),
+        ("line 1, step 1", "no_prompt_ids", False),
+        ("line 1, step 2", "cut_output", True),
+    ]
+    assert turns["turn_index"].to_pylist() == [2, 3]
+    # of several messages it is unknown which one the next request echoes
+    assert [said is None for said in turns["response"].to_pylist()] == [False, True]
+
+
+def test_damaged_dumps(tmp_path):
+    samples = [
+        SAMPLE,
+        {**SAMPLE, "index": 1, "tokens": None},
+        {**SAMPLE, "index": 2, "response_length": 4},
+        {**SAMPLE, "index": 3, "loss_mask": [1, 1]},
+        {**SAMPLE, "index": 4, "loss_mask": [0]},
+        {**SAMPLE, "index": 5, "rollout_log_probs": [-1.0, -1.0]},
+        {**SAMPLE, "index": 6, "weight_versions": ["1", "2"]},
+        {**SAMPLE, "index": 7, "remove_sample": True, "status": "aborted"},
+        None,
+    ]
+    foreign.write_slime(tmp_path, samples)
+    turns, report = tk.import_turns(tmp_path)
+    assert problems(report) == [
+        ("sample 0", "no_logprobs", True),
+        ("sample 1", "no_prompt_ids", False),
+        ("sample 2", "unreadable", False),
+        ("sample 3", "unreadable", False),
+        ("sample 4", "no_output_ids", False),
+        ("sample 5", "logprobs_unaligned", True),
+        ("sample 6", "versions_unplaced", True),
+        ("sample 6", "no_logprobs", True),
+        ("sample 7", "no_logprobs", True),
+        ("sample 8", "unreadable", False),
+    ]
+    assert turns["trainable"].to_pylist() == [None, None, None, False]
+    assert turns["finish_reason"].to_pylist()[-1] == "abort"
+
+
+def test_a_pickle_is_data_and_nothing_in_it_is_called(tmp_path):
+    called = tmp_path / "called"
+    evil = foreign.Call("os", "mkdir", str(called))
+    worse = foreign.Call("builtins", "exec", f"open({str(called)!r}, 'w')")
+    kept = {
+        "metadata": {"a": evil, "b": [worse], "c": foreign.Call("x.y", "Z", state={})}
+    }
+    array = np.array([1, 2, 3])
+    shape = (
+        (3,),
+        foreign.Call("numpy", "dtype", "i8", False, True),
+        False,
+        array.tobytes(),
+    )
+    given = foreign.Call(
+        "numpy._core.multiarray", "_reconstruct", None, (0,), b"b", state=(1, *shape)
+    )
+    foreign.write_slime(tmp_path, [{**SAMPLE, **kept, "tokens": given}])
+    turns, _ = tk.import_turns(tmp_path)
+    assert turns["prompt_ids"].to_pylist() == [[1, 2]]
+    assert not called.exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x02",
+        b"\x80\x02]q\x00(",
+        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\nq\x00}b.",
+        b"\x80\x02X\x01\x00\x00\x00aQ.",
+        b"PK\3\4 and no more",
+    ],
+)
+def test_a_damaged_pickle_is_refused(tmp_path, content):
+    (tmp_path / "x.pt").write_bytes(content)
+    with pytest.raises(FormatError, match="no pickle that can be read"):
+        tk.import_turns(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@in_files
+@given(at=st.floats(0, 1, exclude_max=True), value=st.integers(0, 255))
+def test_one_wrong_byte_is_told_and_nothing_worse(fresh, name, at, value):
+    folder = fresh()
+    WRITERS[name](folder)
+    file = min(one for one in folder.rglob("*") if one.is_file())
+    content = bytearray(file.read_bytes())
+    content[int(at * len(content))] = value
+    file.write_bytes(content)
+    with contextlib.suppress(FormatError):
+        turns, report = tk.import_turns(file, name, tokenizer=Letters())
+        assert len(turns) + len(report) < 6
+
+
+def test_a_tensor_beyond_its_numbers_is_refused(tmp_path):
+    stored = foreign.Stored(np.array([1, 2]))
+    wide = foreign.Call("torch._utils", "_rebuild_tensor_v2", stored, 0, (3,), (1,))
+    foreign.save(tmp_path / "x.pt", {"samples": [{"tokens": wide}]})
+    with pytest.raises(FormatError, match="beyond its storage"):
+        tk.import_turns(tmp_path / "x.pt")
+
+
+def test_files_of_no_format_or_of_several_are_refused(tmp_path):
+    with pytest.raises(FormatError, match="holds no file of a format"):
+        tk.import_turns(tmp_path)
+    with pytest.raises(FormatError, match="'yaml' is not known"):
+        tk.import_turns(tmp_path, "yaml")
+    tk.write_turns(tk.from_records([RECORD]), tmp_path / "turns.jsonl")
+    with pytest.raises(FormatError, match="read_turns reads them"):
+        tk.import_turns(tmp_path / "turns.jsonl")
+    (tmp_path / "empty.json").write_text("")
+    with pytest.raises(FormatError, match="of no format known here"):
+        tk.import_turns(tmp_path / "empty.json")
+    foreign.write_openai(tmp_path, [RECORD])
+    turns, report = tk.import_turns(tmp_path)
+    assert len(turns) == 1
+    assert report["problem"].to_pylist() == ["other_file"] * 2
+    foreign.write_nemo(tmp_path, [RECORD])
+    with pytest.raises(FormatError, match="several formats, nemo, openai"):
+        tk.import_turns(tmp_path)
+    turns, _ = tk.import_turns(tmp_path, "nemo")
+    assert len(turns) == 1
+
+
+def test_many_paths_make_one_table(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        foreign.write_openai(tmp_path / name, [RECORD])
+    turns, _ = tk.import_turns([tmp_path / "a", tmp_path / "b" / "log.jsonl"])
+    assert turns["turn_index"].to_pylist() == [0, 1]
+
+
+def test_the_command_writes_turns_and_says_what_is_missing(tmp_path, capsys):
+    silent = {**RECORD, "output_logprobs": None}
+    foreign.write_openai(tmp_path, [RECORD, silent])
+    out, listed = tmp_path / "turns.parquet", tmp_path / "report.parquet"
+    source = str(tmp_path / "log.jsonl")
+    arguments = ["import", source, "-o", str(out), "--report", str(listed)]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "sessions 1, turns 2" in said
+    assert "no_logprobs  kept        1" in said
+    assert f"{source}, line 2" in said
+    assert tk.read_turns(out).equals(tk.import_turns(source)[0])
+    assert pq.read_table(listed).num_rows == 1
+    assert main([*arguments, "--json", "--from", "openai"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["turns"], told["problems"][0]["count"]) == (2, 1)
+
+
+def test_the_command_takes_a_tokenizer_for_transcripts(tmp_path, capsys):
+    model = ROOT / "shim/trajkit_shim/engines/embedded"
+    user, reply = (
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "a"},
+    )
+    foreign.write_chats(tmp_path, [[user, reply]])
+    out = tmp_path / "turns.parquet"
+    arguments = [
+        "import",
+        "--from",
+        "chat",
+        str(tmp_path / "sft.jsonl"),
+        "-o",
+        str(out),
+    ]
+    assert main(arguments) == 3
+    assert (
+        main([*arguments, "--chat-template", str(model / "chat_template.jinja")]) == 2
+    )
+    tokenizer = ["--tokenizer", str(model / "tokenizer.json")]
+    assert main([*arguments, *tokenizer]) == 3
+    assert "no chat template" in capsys.readouterr().err
+    template = ["--chat-template", str(model / "chat_template.jinja")]
+    assert main([*arguments, *tokenizer, *template]) == 0
+    turns = tk.read_turns(out)
+    assert turns["sampled"].to_pylist() == [False]
+    assert main([*arguments, "--tokenizer", str(tmp_path / "none")]) == 3
+
+
+def test_the_page_names_every_format_problem_and_column():
+    page = (ROOT / "docs/import.md").read_text("utf-8")
+    names = [*FORMATS, *LEFT_OUT, *KEPT, *EXTRAS.names]
+    assert [name for name in names if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "problem"),
+    [
+        (
+            "openai",
+            {
+                "session_id": "s",
+                "request": {"prompt": [1]},
+                "response": {
+                    "choices": [
+                        {
+                            "logprobs": {
+                                "tokens": ["token_id:" + "9" * 5000],
+                                "token_logprobs": [-0.5],
+                            }
+                        }
+                    ]
+                },
+            },
+            "no_output_ids",
+        ),
+        ("chat", {"id": "\ud800", "messages": [{}]}, "unreadable"),
+        ("verifiers", {"id": "s", "task": {}, "nodes": [NODE], "calls": 5}, None),
+        (
+            "verifiers",
+            {
+                "id": "s",
+                "task": {},
+                "nodes": [NODE, {**NODE, "sampled": True, "mask": [[1, [2]]]}],
+            },
+            "unreadable",
+        ),
+    ],
+)
+def test_odd_values_are_told_and_nothing_worse(tmp_path, name, line, problem):
+    (tmp_path / "odd.jsonl").write_text(json.dumps(line) + "\n")
+    tokenizer = Letters() if name == "chat" else None
+    turns, report = tk.import_turns(tmp_path / "odd.jsonl", name, tokenizer=tokenizer)
+    assert turns.num_rows == 0
+    assert report["problem"].to_pylist() == ([] if problem is None else [problem])
+
+
+def test_a_length_that_is_no_number_is_told(tmp_path):
+    foreign.write_slime(tmp_path, [{**SAMPLE, "response_length": True}])
+    _, report = tk.import_turns(tmp_path, "slime")
+    assert report["problem"].to_pylist() == ["unreadable"]
+
+
+# --- into a file, without holding the turns
+
+
+@pytest.fixture
+def few_at_a_time(monkeypatch):
+    monkeypatch.setattr(reader, "_BATCH", 2)
+    monkeypatch.setattr(session_batches, "PIECE_TOKENS", 600)
+    monkeypatch.setattr(group_sessions, "_BUCKET_BYTES", 400)
+    monkeypatch.setattr(group_sessions, "_SPILL_BYTES", 200)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow", "arrows"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_files_are_imported_as_their_turns(tmp_path, few_at_a_time, name, suffix):
+    source, output = tmp_path / "in", tmp_path / f"turns.{suffix}"
+    source.mkdir()
+    WRITERS[name](source)
+    options = {"tokenizer": Letters()} if name == "chat" else {}
+    turns, report = tk.import_turns(source, name, **options)
+    begun = []
+    watch = Watch(lambda census, done: begun.append(census.n_turns))
+    totals, told = tk.importers.import_file(
+        source, output, name, watch=watch, **options
+    )
+    assert told.equals(report)
+    if not len(turns):
+        assert totals == {"sessions": 0, "turns": 0}
+        assert not output.exists()
+        return
+    assert tk.read_turns(output).equals(turns)
+    n_sessions = len(turns["session_id"].unique())
+    assert totals == {"sessions": n_sessions, "turns": len(turns)}
+    assert begun == [len(turns)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", output.name]
+
+
+def test_sessions_of_an_import_are_gathered(tmp_path, few_at_a_time):
+    lines = [log_line(session_id=f"s{k % 7}") for k in range(40)]
+    (tmp_path / "log.jsonl").write_bytes(b"\n".join(lines))
+    output = tmp_path / "turns.parquet"
+    totals, _ = tk.importers.import_file(tmp_path / "log.jsonl", output)
+    assert totals == {"sessions": 7, "turns": 40}
+    assert tk.read_turns(output).equals(tk.import_turns(tmp_path / "log.jsonl")[0])
+    assert pq.read_table(output)["session_id"].to_pylist() == sorted(
+        f"s{k % 7}" for k in range(40)
+    )
+
+
+def test_an_import_that_fails_leaves_nothing(tmp_path):
+    (tmp_path / "log.jsonl").write_bytes(log_line())
+    with pytest.raises(FormatError, match="is a directory"):
+        tk.importers.import_file(tmp_path / "log.jsonl", f"{tmp_path}/turns/")
+    with pytest.raises(FormatError, match="suffix"):
+        tk.importers.import_file(tmp_path / "log.jsonl", tmp_path / "turns.csv")
+    assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
+
+
+# What a record half says
+
+
+def native_line(response, request=None):
+    asked = {"input_ids": [1, 2]} if request is None else request
+    line = {"session_id": "s", "request": asked, "response": response}
+    return json.dumps(line).encode()
+
+
+def test_logprobs_in_objects_are_read(tmp_path):
+    """The form that Polar's normaliser takes beside lists (spec: polar 2.1)."""
+    response = foreign.native_response(RECORD)
+    response["meta_info"]["output_token_logprobs"] = [
+        {"logprob": -0.5, "token_id": 3},
+        {"logprob": -0.25, "token_id": 4},
+    ]
+    whole = native_line(response)
+    del response["output_ids"]
+    turns, found = damaged(tmp_path, "log.jsonl", [whole, native_line(response)])
+    assert found == []
+    assert turns["output_ids"].to_pylist() == [[3, 4]] * 2
+    assert turns["output_logprobs"].to_pylist() == [[-0.5, -0.25]] * 2
+
+
+@pytest.mark.parametrize(
+    ("entries", "logprobs", "detail"),
+    [
+        ([[-0.5, 3], [None, 4]], [-0.5, None], "for 1 of 2 output ids"),
+        ([[-0.5], ["x"]], [None, None], "for 2 of 2 output ids"),
+        ([5, None], [None, None], "for 2 of 2 output ids"),
+    ],
+)
+def test_each_token_without_a_logprob_is_told(tmp_path, entries, logprobs, detail):
+    response = foreign.native_response(RECORD)
+    response["meta_info"]["output_token_logprobs"] = entries
+    (tmp_path / "log.jsonl").write_bytes(native_line(response))
+    turns, report = tk.import_turns(tmp_path / "log.jsonl")
+    assert turns["output_logprobs"].to_pylist() == [logprobs]
+    assert problems(report) == [("line 1", "no_logprobs", True)]
+    assert report["detail"].to_pylist() == [detail]
+
+
+def test_a_dump_s_missing_logprobs_stay_missing(tmp_path):
+    two = {**SAMPLE, "tokens": [1, 2, 3], "response_length": 2}
+    foreign.write_slime(tmp_path, [{**two, "rollout_log_probs": [None, -1.0]}])
+    turns, report = tk.import_turns(tmp_path)
+    assert turns["output_logprobs"].to_pylist() == [[None, -1.0]]
+    assert report["detail"].to_pylist() == ["for 1 of 2 output ids"]
+
+
+def test_several_answers_to_one_native_request(tmp_path):
+    """SGLang answers ``n`` samples, and lists of prompts, with a list."""
+    first, second = (
+        foreign.native_response({**RECORD, "output_ids": [k, k]}) for k in (3, 4)
+    )
+    lines = [
+        native_line([first, second]),
+        native_line([first, second], {"input_ids": [[1, 2], [5]]}),
+        native_line([first, second], {"input_ids": [[1, 2], [5], [6]]}),
+        native_line([first, 7]),
+    ]
+    turns, found = damaged(tmp_path, "log.jsonl", lines)
+    ids = zip(
+        turns["prompt_ids"].to_pylist(), turns["output_ids"].to_pylist(), strict=True
+    )
+    assert list(ids) == [
+        ([1, 2], [3, 3]),
+        ([1, 2], [4, 4]),
+        ([1, 2], [3, 3]),
+        ([5], [4, 4]),
+        ([1, 2], [3, 3]),
+    ]
+    assert [line for line in found if line[1] != "logprobs_unaligned"] == [
+        ("line 3", "no_prompt_ids", False),
+        ("line 3, choice 1", "no_prompt_ids", False),
+        ("line 4, choice 1", "unreadable", False),
+    ]
+
+
+@pytest.mark.parametrize("delta", [{"a": 1}, "ids", 5, True])
+def test_what_follows_a_trace_is_a_list_or_unreadable(tmp_path, delta):
+    more = {**RECORD, "prompt_ids": [1, 2, 3, 4, 5]}
+    foreign.write_rllm(tmp_path, [RECORD, more], chained=True)
+    base = sqlite3.connect(tmp_path / "gateway_traces.db")
+    (text,) = base.execute("SELECT data FROM traces WHERE trace_id = 't1'").fetchone()
+    data = {**json.loads(text), "prompt_delta_token_ids": delta}
+    base.execute("UPDATE traces SET data = ? WHERE trace_id = 't1'", [json.dumps(data)])
+    base.commit()
+    base.close()
+    turns, report = tk.import_turns(tmp_path)
+    assert turns["prompt_ids"].to_pylist() == [[1, 2]]
+    assert problems(report) == [("trace 't1'", "unreadable", False)]
+
+
+def test_a_trace_that_no_session_names_says_itself_which_it_is_of(tmp_path):
+    foreign.write_rllm(tmp_path, [RECORD, RECORD])
+    base = sqlite3.connect(tmp_path / "gateway_traces.db")
+    base.execute("DELETE FROM trace_sessions WHERE trace_id = 't1'")
+    base.commit()
+    base.close()
+    turns, report = tk.import_turns(tmp_path)
+    assert turns["session_id"].to_pylist() == ["s", "s"]
+    assert problems(report) == []
+
+
+def test_a_message_whose_ids_are_none_leaves_a_gap(tmp_path):
+    message = {"role": "assistant", "content": "a"}
+    reply = {"parent": 0, "message": message, "sampled": True, "token_ids": [2, 3]}
+    reply |= {"mask": [False, True], "logprobs": [-1.0]}
+    for k, odd in enumerate([{"a": 1}, "ids", 5]):
+        foreign.write_graphs(tmp_path, [("s", [{**NODE, "token_ids": odd}, reply])])
+        turns, report = tk.import_turns(tmp_path)
+        assert (k, turns.num_rows) == (k, 0)
+        assert problems(report) == [("line 1, node 1", "no_prompt_ids", False)]
+
+
+@pytest.mark.parametrize("mask", [[1, 0], [1], "1", [True, None]])
+def test_a_step_whose_mask_leaves_tokens_out_is_not_taken_for_sampled(tmp_path, mask):
+    foreign.write_steps(tmp_path, [RECORD])
+    rollout = json.loads((tmp_path / "results.jsonl").read_text())
+    rollout["trajectory"][0]["tokens"]["completion_mask"] = mask
+    turns, found = damaged(tmp_path, "results.jsonl", [json.dumps(rollout).encode()])
+    assert turns.num_rows == 0
+    assert found == [("line 1, step 0", "unreadable", False)]
+
+
+@pytest.mark.parametrize("messages", ["hi", {"role": "user"}, 5])
+def test_messages_that_are_no_list_are_invalid(tmp_path, messages):
+    line = json.loads(log_line())
+    line["request"]["messages"] = messages
+    turns, found = damaged(tmp_path, "log.jsonl", [json.dumps(line).encode()])
+    assert turns.num_rows == 0
+    assert found == [("line 1", "invalid", False)]
+
+
+def test_transcripts_without_a_reply_to_anything_are_counted(tmp_path):
+    user = {"role": "user", "content": "q"}
+    reply = {"role": "assistant", "content": "a"}
+    foreign.write_chats(tmp_path, [[user], [reply, user, reply]])
+    turns, report = tk.import_turns(tmp_path, tokenizer=Letters())
+    assert turns.num_rows == 1
+    assert problems(report) == [
+        ("line 1", "no_output_ids", False),
+        ("line 2, message 0", "no_prompt_ids", False),
+        ("line 2, message 2", "not_sampled", True),
+    ]
+
+
+def test_a_message_that_is_none_is_named(tmp_path):
+    spoken = [{"from": "human", "value": "q"}, {"from": "observation", "value": "a"}]
+    lines = [
+        {"conversations": spoken},
+        {"messages": [{"role": "user", "content": "q"}, {"content": "a"}]},
+        {"messages": ["hello"]},
+        {"messages": {}},
+    ]
+    foreign.write_lines(tmp_path / "x.jsonl", lines)
+    _, report = tk.import_turns(tmp_path / "x.jsonl", "chat", tokenizer=Letters())
+    assert report["problem"].to_pylist() == ["unreadable"] * 4
+    assert report["detail"].to_pylist() == [
+        "message 1 is from 'observation': expected one of system, human, user, gpt, "
+        "assistant, tool",
+        "message 1 has no role",
+        "message 0 is a str, no object",
+        "its messages are a dict, no list",
+    ]
+
+
+def test_names_of_lost_calls_may_be_any_bytes(tmp_path):
+    foreign.write_lines(tmp_path / "s.tokens.jsonl", [foreign.nemo_entry(RECORD, 0)])
+    (tmp_path / "s.tokens.intents").write_bytes(b"c0\nc\xff\n")
+    _, report = tk.import_turns(tmp_path)
+    assert report["problem"].to_pylist() == ["lost"]
+    assert report["detail"][0].as_py().endswith("no entry: c\\xff")
+
+
+def test_a_capture_that_lost_all_of_its_calls(tmp_path):
+    foreign.write_lines(tmp_path / "r.tokens.jsonl", [foreign.nemo_entry(RECORD, 0)])
+    (tmp_path / "s.tokens.jsonl").write_text("")
+    (tmp_path / "s.tokens.intents").write_text("c1\n")
+    turns, report = tk.import_turns(tmp_path)
+    assert turns.num_rows == 1
+    assert problems(report) == [("its intents", "lost", False)]
+
+
+# Files
+
+
+@pytest.mark.parametrize("suffix", ["json.gz", "json.zst", "jsonl.gz", "JSON"])
+def test_compressed_files_are_found_and_read(tmp_path, suffix):
+    text = json.dumps(foreign.polar_completion(RECORD, 0), indent=1)
+    if "jsonl" in suffix:
+        text = json.dumps(json.loads(text))
+    codec = {"gz": "gzip", "zst": "zstd"}.get(suffix.rpartition(".")[2])
+    path = tmp_path / f"0.{suffix}"
+    with pa.output_stream(path, compression=codec) as file:
+        file.write(text.encode())
+    for source in (path, tmp_path):
+        turns, report = tk.import_turns(source)
+        assert turns["output_ids"].to_pylist() == [[3, 4]]
+        assert problems(report) == []
+
+
+def test_a_file_that_its_codec_cannot_read_is_named_as_that(tmp_path):
+    path = tmp_path / "0.jsonl.gz"
+    path.write_bytes(gzip.compress(log_line() * 1000)[:-20])
+    with pytest.raises(FormatError, match=r"0\.jsonl\.gz cannot be read whole"):
+        tk.import_turns(path)
+    (tmp_path / "1.jsonl").write_bytes(log_line())
+    turns, report = tk.import_turns(tmp_path)
+    assert turns.num_rows == 1
+    assert report["problem"].to_pylist() == ["other_file"]
+    assert "cannot be read whole" in report["detail"][0].as_py()
+
+
+def test_a_mark_of_the_order_of_bytes_is_passed_over(tmp_path):
+    lines = [b"\xef\xbb\xbf" + log_line(), log_line()]
+    (tmp_path / "log.jsonl").write_bytes(b"\r\n".join(lines))
+    (tmp_path / "one.json").write_bytes(lines[0])
+    turns, report = tk.import_turns(tmp_path)
+    assert (turns.num_rows, report.num_rows) == (3, 0)
+
+
+def test_a_file_that_could_be_of_several_formats_is_refused_by_their_names(tmp_path):
+    pair = {"request": {}, "response": {}}
+    value = {"session_id": "s", "completions": [], **pair}
+    foreign.write_lines(tmp_path / "x.jsonl", [value])
+    with pytest.raises(FormatError, match="may be of several formats, openai, polar"):
+        tk.import_turns(tmp_path / "x.jsonl")
+
+
+@pytest.mark.parametrize("lacking", [{}, {"score": None}, {"score": 1, "weight": "x"}])
+def test_a_reward_that_lacks_a_part_is_unknown(tmp_path, lacking):
+    message = {"role": "assistant", "content": "a"}
+    reply = {"parent": 0, "message": message, "sampled": True, "token_ids": [2]}
+    trace = {"id": "s", "task": {}, "nodes": [NODE, {**reply, "mask": [True]}]}
+    rewards = {"a": {"score": 0.5}, "b": lacking}
+    foreign.write_lines(tmp_path / "t.jsonl", [{**trace, "rewards": rewards}])
+    turns, _ = tk.import_turns(tmp_path / "t.jsonl")
+    assert turns["reward"].to_pylist() == [None]

@@ -1,0 +1,240 @@
+"""What does not fit the buffers that the kernels write into is refused."""
+
+import mmap
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import trajkit as tk
+from tests.tables import turns_table
+from trajkit import _core
+from trajkit.errors import InvalidTurnsError, LayoutError
+from trajkit.pipeline.links import measure, policy_links
+from trajkit.pipeline.plan import NO_LIMIT, plan_rows
+from trajkit.pipeline.splice import plan_splices
+from trajkit.turns.calls import read_calls
+from trajkit.turns.prefix_forest import grow
+from trajkit.turns.structs import CALL, NODE
+
+TURNS = [
+    {"prompt_ids": [1], "output_ids": [2, 3]},
+    {"prompt_ids": [1, 2, 3, 4], "output_ids": [5]},
+    {"prompt_ids": [1, 2, 9], "output_ids": [6, 7]},
+]
+
+
+def reserved(n, dtype):
+    """n entries of zeros that take no memory, as long as they are not written."""
+    size = n * np.dtype(dtype).itemsize
+    no_reserve = 0x4000  # of Linux; mmap has the name from Python 3.13 on
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
+    return np.frombuffer(mmap.mmap(-1, size, flags=flags), dtype)
+
+
+def linked(name):
+    calls = read_calls(turns_table(TURNS))
+    forest, policy = grow(calls), tk.policy(name)
+    links = policy_links(calls, forest, policy)
+    measure(calls, forest, links)
+    return calls, forest, links, policy
+
+
+def columns(rows):
+    """Room for rows, as `_core.fill_rows` takes it."""
+    offsets = np.cumsum([0, *rows["n_tokens"]], dtype=np.int64)
+    span_offsets = np.cumsum([0, *rows["n_spans"]], dtype=np.int64)
+    n, n_spans = max(offsets[-1], 0), max(span_offsets[-1], 0)
+    bits = np.empty((n + 7) // 8, np.uint8)
+    return {
+        "rows": rows,
+        "token_offsets": offsets,
+        "span_offsets": span_offsets,
+        "input_ids": np.empty(n, np.int32),
+        "loss_mask": bits,
+        "logprobs": np.empty(n, np.float32),
+        "valid": bits.copy(),
+        "spans": np.empty((5, n_spans), np.int32),
+        "span_kinds": np.empty(n_spans, np.int8),
+    }
+
+
+def fill_rows(change, shifted=None):
+    calls, forest, links, policy = linked("faithful")
+    plan = plan_rows(calls, forest, links, policy, NO_LIMIT)
+    plan.rows["stored"] = 0
+    for name, value in change.items():
+        plan.rows[name][0] = value
+    given = {
+        "calls": calls.calls,
+        "nodes": forest.nodes,
+        "ends": forest.ends,
+        "links": links,
+        "owners": plan.owners,
+        "turn_index": calls.turn_index,
+        "chain": np.empty(len(forest.nodes), np.int32),
+        "keep_head": policy.keep_prefix,
+        "own_every": False,
+        "by_token": False,
+        "max_tokens": NO_LIMIT,
+        "uncached": False,
+        **columns(plan.rows),
+    }
+    if shifted:
+        given[shifted] = given[shifted] - 4
+    return _core.fill_rows(**given)
+
+
+def fill_splices(change, shifted=None):
+    calls, forest, links, policy = linked("polar")
+    plan = plan_splices(calls, forest, links, policy, NO_LIMIT)
+    plan.rows["stored"] = 0
+    for name, value in change.items():
+        plan.rows[name][0] = value
+    given = {
+        "calls": calls.calls,
+        "nodes": forest.nodes,
+        "ends": forest.ends,
+        "next_call": plan.next_calls,
+        "starts": plan.starts,
+        "places": plan.places,
+        "turn_index": calls.turn_index,
+        "by_token": False,
+        "max_tokens": NO_LIMIT,
+        **columns(plan.rows),
+    }
+    if shifted:
+        given[shifted] = given[shifted] - 4
+    return _core.fill_splices(**given)
+
+
+def set_first(name, value):
+    def change(rows):
+        rows[name][0] = value
+
+    return change
+
+
+def unchanged(rows):
+    assert len(rows)
+
+
+@pytest.mark.parametrize("fill", [fill_rows, fill_splices])
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        pytest.param({"last": -1}, "ends with call -1 of 3", id="last"),
+        pytest.param({"last": 3}, "ends with call 3 of 3", id="beyond the calls"),
+        pytest.param({"n_tokens": 99}, r"rows\[0\] is no row", id="too many tokens"),
+        pytest.param({"n_tokens": 1}, r"rows\[0\] is no row", id="too few tokens"),
+        pytest.param({"n_spans": 9}, r"rows\[0\] is no row", id="too many spans"),
+        pytest.param({"n_spans": 0}, r"rows\[0\] is no row", id="too few spans"),
+        pytest.param({"n_spans": -1}, "no room for -1 spans", id="spans below 0"),
+    ],
+)
+def test_rows_that_do_not_fit_their_columns_are_refused(fill, change, match):
+    with pytest.raises(LayoutError, match=match):
+        fill(change)
+
+
+@pytest.mark.parametrize("fill", [fill_rows, fill_splices])
+@pytest.mark.parametrize("name", ["token_offsets", "span_offsets"])
+def test_offsets_of_rows_begin_with_0(fill, name):
+    fill({})
+    with pytest.raises(LayoutError, match=f"{name}.* -4"):
+        fill({}, shifted=name)
+
+
+def plan(policy, links=None, max_tokens=NO_LIMIT, **choices):
+    calls, forest, known, policy = linked(policy)
+    for i, order in enumerate(links or []):
+        known["order"][i] = order
+    if links:
+        known["parent"] = [
+            -1,
+            2,
+            -1,
+        ]  # recorded later: parents are found by their order
+    planned = plan_splices if policy.on_drift == "splice" else plan_rows
+    return planned(calls, forest, known, tk.policy(policy, **choices), max_tokens)
+
+
+@pytest.mark.parametrize("name", ["faithful", "polar"])
+def test_plans_without_room_for_a_row_are_refused(name):
+    assert len(plan(name).rows)
+    with pytest.raises(LayoutError, match="max_tokens is -1 "):
+        plan(name, max_tokens=-1)
+    with (
+        mock.patch("trajkit.pipeline.plan.NO_LIMIT", 0),
+        mock.patch("trajkit.pipeline.splice.NO_LIMIT", 0),
+        pytest.raises(LayoutError, match="max_rows 0: at least 0 and 1"),
+    ):
+        plan(name)
+
+
+@pytest.mark.parametrize("name", ["faithful", "polar"])
+def test_two_calls_of_one_order_are_refused(name):
+    """The kernels read of each call what they wrote when they came by it in order."""
+    with pytest.raises(LayoutError, match=r"links\[2\] is no link.* order 0"):
+        plan(name, links=[0, 1, 0])
+
+
+def test_paths_and_tables_are_as_long_as_int32_can_say():
+    """Positions of rows and spans, and numbers of nodes, are int32."""
+
+    def grown(calls):
+        n = min(len(calls), 1)
+        arrays = np.empty((3, 3), np.int32)
+        return _core.grow_forest(
+            calls,
+            np.array([0, len(calls)]),
+            np.empty(0, np.int32),
+            arrays[0],
+            np.empty(3, NODE),
+            arrays[1, :n],
+            np.empty(n, np.int64),
+            arrays[2, :n],
+        )
+
+    ids = np.zeros(1, np.int32)
+    calls = np.zeros(1, CALL)
+    calls["own"], calls["out"], calls["base"] = ids.ctypes.data, ids.ctypes.data, -1
+    for n_prompt, n_output in [(2**31, 0), (2**31 - 1, 1), (1, 2**63 - 1)]:
+        calls["prompt_len"], calls["out_len"] = n_prompt, n_output
+        with pytest.raises(LayoutError, match="at most 2147483647 tokens"):
+            grown(calls)
+    calls["prompt_len"], calls["out_len"] = 2**31 - 1, 0
+    assert grown(calls) == 2
+    with pytest.raises(LayoutError, match="1073741824 calls in one table"):
+        grown(reserved(2**30, CALL))
+
+
+def test_a_recorded_call_is_as_long_as_int32_can_say():
+    recorder = tk.Recorder()
+    with pytest.raises(InvalidTurnsError, match="2147483648 prompt ids and 0 output"):
+        recorder.record("s", prompt_ids=reserved(2**31, np.int32), output_ids=[])
+    assert recorder.sessions == []
+
+
+class Clearing(dict):
+    """A message that empties a list when it is read."""
+
+    def __init__(self, message, values):
+        super().__init__(message)
+        self._values = values
+
+    def get(self, name, default=None):
+        self._values.clear()
+        return super().get(name, default)
+
+
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_a_list_of_messages_may_shrink_while_it_is_read(place):
+    """Code of the caller's may do that; nothing is read beyond the list."""
+    messages = [{"role": "user", "content": str(k)} for k in range(5)]
+    recorder = tk.Recorder()
+    recorder.record("s", prompt_ids=[1], output_ids=[2], prompt_messages=[*messages])
+    messages[place] = Clearing(messages[place], messages)
+    recorder.record("s", prompt_ids=[1, 2], output_ids=[3], prompt_messages=messages)
+    assert messages == []
+    assert recorder.turns("s")["shared_messages"].to_pylist() == [0, place + 1]

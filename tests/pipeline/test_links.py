@@ -1,0 +1,222 @@
+"""Which turn each turn continues, against the twin and by hand."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trajkit as tk
+from tests import reference
+from tests.strategies import runs, sessions, thresholds
+from tests.tables import by_session, dicts, turns_table
+from trajkit.analysis.drift import drift_table
+from trajkit.errors import LayoutError, PolicyError
+from trajkit.pipeline.links import find_links, measure
+from trajkit.turns.calls import read_calls
+from trajkit.turns.prefix_forest import grow
+
+PARENT_BY = ["messages", "tokens", "previous", "none"]
+
+
+@given(sessions(), st.sampled_from(PARENT_BY), thresholds)
+def test_links_are_the_twins(turns, route, threshold):
+    links = tk.link(turns_table(turns), route, merge_threshold=threshold)
+    expected = reference.link(turns, route, threshold)
+    assert dicts(links, expected) == expected
+
+
+@given(runs(), st.sampled_from(PARENT_BY), thresholds)
+def test_sessions_do_not_see_each_other(turns, route, threshold):
+    links = tk.link(turns_table(turns), route, merge_threshold=threshold)
+    assert links.to_pylist() == [
+        line
+        for session in by_session(turns).values()
+        for line in tk.link(
+            turns_table(session), route, merge_threshold=threshold
+        ).to_pylist()
+    ]
+
+
+USER = {"role": "user", "content": "u"}
+SYSTEM = {"role": "system", "content": "s"}
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
+
+
+def call(messages, reply, output=(7,), prompt=(1,), **more):
+    return {
+        "prompt_messages": messages,
+        "response_message": reply,
+        "prompt_ids": list(prompt),
+        "output_ids": list(output),
+        **more,
+    }
+
+
+def parents(turns, **choices):
+    links = tk.link(turns_table(turns), "messages", **choices).to_pylist()
+    assert dicts(tk.link(turns_table(turns), **choices), links) == links
+    expected = reference.link(turns, "messages", choices.get("merge_threshold", 1024))
+    assert [line["parent"] for line in links] == [one["parent"] for one in expected]
+    return [line["parent"] for line in links]
+
+
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        pytest.param(
+            [
+                call([USER], said("a")),
+                call([USER], said("a")),
+                call([USER, said("a"), USER], said("b")),
+            ],
+            [None, None, 0],
+            id="equal siblings: the first is continued",
+        ),
+        pytest.param(
+            [
+                call([USER, said("a"), USER], said("b")),
+                call([USER], said("a")),
+                call([USER, said("a"), USER, said("b"), USER], said("c")),
+            ],
+            [None, None, 0],
+            id="a foreign reply that was there first strands its equal",
+        ),
+        pytest.param(
+            [call([USER], said("a")), call([USER, said("b"), USER], said("c"))],
+            [None, None],
+            id="a rewritten reply is no parent",
+        ),
+        pytest.param(
+            [
+                call([SYSTEM, USER], said("a")),
+                call([SYSTEM, USER, said("a")], said("b")),
+            ],
+            [None, 0],
+            id="a prompt that ends with the reply (prefill)",
+        ),
+        pytest.param(
+            [
+                call([USER], {"role": "assistant", "calls": [{"n": 1}]}),
+                call([USER, {"role": "assistant", "calls": [{"n": True}]}], said("b")),
+                call([USER, {"role": "assistant", "calls": [{"n": "1"}]}], said("b")),
+            ],
+            [None, 0, None],
+            id="messages are equal as Python's dicts are",
+        ),
+        pytest.param(
+            [
+                call([USER], None),
+                call([USER, said("a"), USER], said("b")),
+            ],
+            [None, None],
+            id="a reply that could not be told is taken for rewritten",
+        ),
+        pytest.param(
+            [
+                call([USER], said("a"), output=[7, 8], prompt=[1]),
+                call(None, said("b"), output=[9], prompt=[1, 7, 8, 2]),
+                call(None, said("b"), output=[9], prompt=[1, 7, 8, 2, 9, 3]),
+                call(None, said("b"), output=[9], prompt=[2, 7, 8, 2, 9, 3]),
+            ],
+            [None, 0, 1, None],
+            id="without messages: the longest held prefix",
+        ),
+        pytest.param(
+            [
+                call([USER], said("a"), output=[7], prompt=[1]),
+                call(None, said("b"), output=[9], prompt=[1, 7, 2]),
+                call([USER, said("b"), USER], said("c"), prompt=[1, 7, 2, 9, 3]),
+            ],
+            [None, 0, None],
+            id="a turn routed by tokens matches no message",
+        ),
+        pytest.param(
+            [
+                call([USER], said("a"), output=[7], prompt=[1]),
+                call([], said("b"), output=[9], prompt=[1, 7]),
+                call(None, said("c"), output=[9], prompt=[1, 7, 9]),
+            ],
+            [None, None, 0],
+            id="an empty list of messages is passed over",
+        ),
+    ],
+)
+def test_parents_by_hand(turns, expected):
+    assert parents(turns) == expected
+
+
+def test_rewrite_names_the_turn_that_it_demotes():
+    turns = [
+        call([USER], said("a"), turn_index=3),
+        call([USER, said("b"), USER], said("c"), turn_index=5),
+    ]
+    links = tk.link(turns_table(turns)).to_pylist()
+    assert [line["rewritten_by"] for line in links] == [5, None]
+    assert [line["order"] for line in links] == [None, 0]
+    assert links[1]["link_reason"] == "rewrite"
+
+
+@pytest.mark.parametrize(
+    ("n_output", "threshold", "rewritten"),
+    [
+        pytest.param(3, 4, True, id="shorter"),
+        pytest.param(3, 3, False, id="as long"),
+        pytest.param(0, 0, False, id="off"),
+        pytest.param(1023, None, True, id="just below the default"),
+        pytest.param(1024, None, False, id="the default"),
+    ],
+)
+def test_only_a_short_reply_gives_way(n_output, threshold, rewritten):
+    turns = [
+        call([USER], said("a"), output=[7] * n_output),
+        call([USER, said("b"), USER], said("c")),
+    ]
+    links = tk.link(turns_table(turns), merge_threshold=threshold).to_pylist()
+    assert (links[0]["rewritten_by"] is not None) is rewritten
+
+
+def test_depth_first_order_is_not_turn_order():
+    turns = [
+        call([USER], said("a")),
+        call([SYSTEM], said("b")),
+        call([USER, said("a"), USER], said("c")),
+    ]
+    links = tk.link(turns_table(turns)).to_pylist()
+    assert [line["order"] for line in links] == [0, 2, 1]
+
+
+def test_a_route_that_does_not_exist_is_refused():
+    with pytest.raises(PolicyError, match="sideways"):
+        tk.link(turns_table([call([USER], said("a"))]), "sideways")
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        pytest.param({"parent": 1}, "parent 1 is no other call", id="itself"),
+        pytest.param({"parent": 1 << 30}, "is no other call", id="far outside"),
+        pytest.param({"lcp": 3}, "not within both paths", id="lcp beyond the prompt"),
+        pytest.param({"lcp": -1}, "not within both paths", id="lcp below 0"),
+    ],
+)
+def test_kernels_refuse_links_that_lead_outside(change, match):
+    calls = read_calls(
+        turns_table(
+            [
+                {"prompt_ids": [1], "output_ids": [2]},
+                {"prompt_ids": [1, 2], "output_ids": [3]},
+            ]
+        )
+    )
+    forest = grow(calls)
+    links = find_links(calls, forest, "previous", 0, "first")
+    measure(calls, forest, links)
+    for name, value in change.items():
+        links[name][1] = value
+    if "parent" in change:
+        with pytest.raises(LayoutError, match=match):
+            measure(calls, forest, links)
+    with pytest.raises(LayoutError, match=match):
+        drift_table(calls, forest, links)

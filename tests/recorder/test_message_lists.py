@@ -1,0 +1,219 @@
+"""A session numbers its messages and shares their lists as the slow twin does."""
+
+import copy
+import json
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import trajkit as tk
+from tests.reference_talk import Numbers
+from tests.strategies import NAN, heard_calls, json_messages
+from trajkit import _core
+from trajkit.errors import LayoutError
+from trajkit.recorder.message_lists import Talk
+from trajkit.turns.messages import message_body, message_key
+
+
+def heard(talk, messages, reply, base, counts, n_calls):
+    """Let a call be read and, if it counts, added."""
+    n_places = talk.lists.read(messages, reply, talk)
+    if counts:
+        talk.make_room(n_calls + 1, n_places)
+        talk.lists.add(base)
+
+
+def said(*values):
+    return [{"role": "user", "c": value} for value in values]
+
+
+@given(heard_calls(), st.integers(0, 9))
+@example([(said(1, True), None, -1, True), (said(True, 1), None, 0, True)], 9)
+@example([(said(1), None, -1, True), (said(1.0), None, 0, True)], 9)
+@example([(said(0.0), None, -1, True), (said(-0.0), None, 0, True)], 9)
+@example([(said(NAN), None, -1, True), (said(float("nan")), None, 0, True)], 9)
+@example([(said([1], []), None, -1, True), (said([[1]]), None, 0, True)], 9)
+@example([(said("a", {"a": 1}), None, -1, False), (said("a"), None, -1, True)], 0)
+def test_messages_are_numbered_and_shared_as_the_twin_does(calls, written):
+    talk, twin, bases = Talk(), Numbers(), []
+    for k, (messages, reply, base, counts) in enumerate(calls):
+        numbers = twin.read(messages, reply)
+        now = copy.deepcopy((messages, reply))
+        heard(talk, *now, base, counts, len(bases))
+        for message in [*(now[0] or ()), *([now[1]] if now[1] else ())]:
+            message["role"] = "changed afterwards"
+        if counts:
+            twin.add(*numbers)
+            bases.append(base)
+        if k == written:
+            talk.write()
+    n_calls = len(bases)
+    call = talk.heard[:n_calls]
+    replies = [None if reply < 0 else reply for reply in call["reply"].tolist()]
+    assert replies == twin.replies
+    shared = [twin.shared(k, base) for k, base in enumerate(bases)]
+    assert call["shared"].tolist() == shared
+    for k, suffix in enumerate(talk.suffixes(n_calls)):
+        whole = twin.lists[k]
+        assert (suffix is None) == (whole is None)
+        assert suffix is None or suffix.tolist() == whole[shared[k] :]
+    talk.write()
+    assert talk.book.bodies == twin.bodies
+
+
+def kinds(value):
+    """The types in a value, and how it is laid out."""
+    if isinstance(value, dict):
+        return dict, [(key, kinds(value[key])) for key in value]
+    if isinstance(value, list):
+        return list, [kinds(one) for one in value]
+    return type(value)
+
+
+@given(json_messages)
+@example({"role": "user", "content": 2**63})
+def test_a_form_says_what_the_message_does(message):
+    talk = Talk()
+    heard(talk, [message], None, -1, True, 0)
+    if talk.said == [()]:  # none: an integer beyond 64 bits
+        assert talk.book.bodies == [message_body(message)]
+        return
+    back = _core.message_of(talk.said[0])
+    assert kinds(back) == kinds(message)
+    assert message_body(back) == message_body(message)
+
+
+class Text(str):
+    __slots__ = ()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pytest.param(OrderedDict(role="user", content="a"), id="an ordered dict"),
+        pytest.param({"role": Text("user"), "content": "a"}, id="a role"),
+        pytest.param({"role": "user", Text("content"): "a"}, id="a key"),
+        pytest.param({"role": "user", "content": Text("a")}, id="a text"),
+    ],
+)
+def test_types_that_only_extend_json_s_are_taken_for_them(message):
+    recorder = tk.Recorder()
+    plain = {"role": "user", "content": "a"}
+    for one in (message, plain, message):
+        recorder.record("a", prompt_ids=[1], output_ids=[2], prompt_messages=[one])
+    turns = recorder.turns("a")
+    assert turns["shared_messages"].to_pylist() == [0, 1, 1]
+    [first] = turns["suffix_messages"].to_pylist()[0]
+    assert first["key"] == message_key(plain)
+    assert json.loads(first["body"]) == plain
+
+
+def test_messages_with_one_hash_are_told_apart():
+    """What the table of hashes names is compared: here "b" has the hash of "a"."""
+    talk = Talk()
+    heard(talk, None, said("a")[0], -1, True, 0)
+    heard(talk, None, said("b")[0], -1, True, 1)
+    digest = list(talk.by_hash)[1]
+    talk.by_hash[digest] = 0
+    for value in ("b", "b", "a"):
+        n_calls = len(talk.counted) + 2
+        heard(talk, None, said(value)[0], -1, True, n_calls)
+    assert talk.by_hash[digest] == [0, 2]
+    assert talk.heard["reply"][:5].tolist() == [0, 1, 2, 2, 0]
+
+
+def test_a_key_is_looked_up_among_dicts_that_were_not_written():
+    recorder = tk.Recorder()
+    one = {"role": "user", "content": "u"}
+    key = message_key(one), "user"
+    for k, message in enumerate([one, key, one, key]):
+        prompt = np.arange(2 * k + 1, dtype=np.int32)
+        output = prompt[-1:] + 1
+        recorder.record(
+            "a", prompt_ids=prompt, output_ids=output, prompt_messages=[message]
+        )
+    assert recorder.turns("a")["shared_messages"].to_pylist() == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("cells", [0, 1, 2, 3])
+def test_a_form_that_ends_too_early_is_refused(cells):
+    talk = Talk()
+    heard(talk, said("a"), None, -1, True, 0)
+    with pytest.raises(LayoutError, match=f"a form of {cells} cells ends"):
+        _core.message_of(talk.said[0][:cells])
+
+
+# long texts are compared as pages of 4096 bytes: sizes in bytes
+EDGES = [1, 63, 64, 65, 4095, 4096, 4097, 8191, 8192, 8193, 20_480, 36_001]
+# of one byte a character (ASCII and not), two and four
+LETTERS = ["a", "é", "語", "\U0001d11e"]
+
+
+def numbers(messages, others):
+    """The numbers of the messages of two calls, the second of which begins anew."""
+    talk = Talk()
+    for k, said_now in enumerate((messages, others)):
+        heard(talk, copy.deepcopy(said_now), None, -1, True, k)
+    return [suffix.tolist() for suffix in talk.suffixes(2)]
+
+
+def fresh(text):
+    """The same text as another object."""
+    return "".join([text[:1], text[1:]])
+
+
+@pytest.mark.parametrize("size", EDGES)
+@pytest.mark.parametrize("letter", LETTERS)
+def test_every_part_of_a_text_counts(size, letter):
+    n = -(-size // (4 if letter > "\uffff" else 2 if letter > "\xff" else 1))
+    text = letter * n
+    changes = {0, 1, n // 2, n - 2, n - 1, *(at - 1 for at in EDGES), *EDGES}
+    assert numbers(said("x", text), said("x", fresh(text))) == [[0, 1], [0, 1]]
+    for at in sorted(change for change in changes if 0 <= change < n):
+        other = text[:at] + chr(ord(letter) + 1) + text[at + 1 :]
+        assert numbers(said("x", text), said("x", other)) == [[0, 1], [0, 2]]
+
+
+@pytest.mark.parametrize("size", [5, 600, 4096, 5000, 40_000])
+@pytest.mark.parametrize("changed", [(0,), (7,), (29,), (3, 4), (5, 20), (0, 15, 29)])
+def test_messages_after_one_that_differs_are_still_known(size, changed):
+    texts = [f"{k:05}" * (size // 5) for k in range(30)]
+    others = [fresh(text) for text in texts]
+    expected, n = list(range(30)), 30
+    for k in changed:
+        others[k] = others[k][:-1] + chr(ord("A") + k)
+        expected[k], n = n, n + 1
+    assert numbers(said(*texts), said(*others)) == [list(range(30)), expected]
+
+
+@given(
+    st.lists(st.sampled_from([5, 700, 4096, 9000]), min_size=1, max_size=12),
+    st.lists(st.tuples(st.integers(0, 11), st.integers(0, 8999)), max_size=4),
+)
+def test_mixed_texts_are_told_apart(sizes, changes):
+    texts = ["a" * size for size in sizes]
+    others = [fresh(text) for text in texts]
+    for k, at in changes:
+        if k < len(others) and at < len(others[k]):
+            others[k] = others[k][:at] + "b" + others[k][at + 1 :]
+    first = [{"role": "tool", "n": k, "c": [{"t": t}]} for k, t in enumerate(texts)]
+    again = [{"role": "tool", "n": k, "c": [{"t": t}]} for k, t in enumerate(others)]
+    n, expected = len(texts), []
+    for k, (text, other) in enumerate(zip(texts, others, strict=True)):
+        expected.append(k if text == other else n)
+        n += text != other
+    assert numbers(first, again) == [list(range(len(texts))), expected]
+
+
+def test_messages_of_other_shapes_than_the_form_are_told_apart():
+    """A key, a message refused a form, and one with more parts than its form has."""
+    key = message_key({"role": "user", "c": 1}), "user"
+    wide = {"role": "user", **{str(k): [k, {"t": str(k)}] for k in range(40)}}
+    first = [key, {"role": "user", "c": 2**63}, *said("a", [{"t": "b"}]), wide]
+    assert numbers(first, first)[1] == [0, 1, 2, 3, 4]
+    others = [*said("a"), wide, *said({"u": 1}, {"t": ["b"]}), first[2]]
+    assert numbers(first, others)[1] == [2, 4, 5, 6, 2]
+    assert numbers([*said({"t": "b"}), *said("a") * 9], [key, wide])[1] == [2, 3]

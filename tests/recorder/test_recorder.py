@@ -1,0 +1,1243 @@
+"""The recorder holds what a table of the same calls holds, call by call."""
+
+import array
+import copy
+import gc
+import json
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from threading import Barrier
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import trajkit as tk
+from tests import reference
+from tests.strategies import (
+    further_columns,
+    masked,
+    policies,
+    row_limits,
+    runs,
+    sessions,
+    thresholds,
+)
+from tests.tables import by_session, policy_of, turns_table
+from trajkit import _core
+from trajkit.errors import InvalidTurnsError, LayoutError, UnknownSessionError
+from trajkit.policies import MESSAGE_EQUALITIES, PRESETS
+from trajkit.turns.structs import CALL, HEARD, NODE, PLACE
+
+
+def recordable(turns):
+    """The turns as a recorder numbers them: from 0, no gaps."""
+    return [
+        {**turn, "turn_index": i}
+        for session in by_session(turns).values()
+        for i, turn in enumerate(session)
+    ]
+
+
+def record(recorder, turn):
+    fields = {k: v for k, v in turn.items() if k not in ("session_id", "turn_index")}
+    return recorder.record(turn.get("session_id", "s"), **fields)
+
+
+@given(masked(sessions()), policies, row_limits)
+def test_rows_are_the_tables_after_every_call(turns, choice, limit):
+    turns = recordable(turns)
+    recorder = tk.Recorder()
+    for k, turn in enumerate(turns):
+        record(recorder, turn)
+        rows = recorder.rows("s", policy_of(choice), max_row_tokens=limit, reward=0.5)
+        assert rows == tk.linearize(
+            turns_table(turns[: k + 1]),
+            policy_of(choice),
+            max_row_tokens=limit,
+            reward=0.5,
+        )
+
+
+@given(
+    sessions(),
+    st.sampled_from(["messages", "tokens", "previous", "none"]),
+    thresholds,
+)
+def test_links_and_drift_are_the_tables(turns, route, threshold):
+    turns = recordable(turns)
+    recorder = tk.Recorder()
+    for turn in turns:
+        record(recorder, turn)
+    delta, table = recorder.turns("s"), turns_table(turns)
+    links = tk.link(delta, route, merge_threshold=threshold)
+    assert links == tk.link(table, route, merge_threshold=threshold)
+    assert tk.classify_drift(delta, links) == tk.classify_drift(table, links)
+
+
+@given(sessions())
+def test_turns_expand_to_what_was_recorded(turns):
+    turns = recordable(turns)
+    recorder = tk.Recorder()
+    for turn in turns:
+        record(recorder, turn)
+    table = recorder.turns("s")
+    if all(turn["prompt_ids"] for turn in turns):
+        tk.validate(table)
+    else:
+        with pytest.raises(InvalidTurnsError, match="prompt_ids is empty"):
+            tk.validate(table)
+    assert table["turn_index"].to_pylist() == list(range(len(turns)))
+    for turn, line in zip(turns, table.to_pylist(), strict=True):
+        base = (
+            []
+            if line["base_turn"] is None
+            else reference.held(turns[line["base_turn"]])
+        )
+        prompt = base[: line["shared_length"]] + line["suffix_ids"]
+        assert prompt == turn["prompt_ids"]
+        assert line["output_ids"] == turn["output_ids"]
+        assert line["output_logprobs"] == (turn["output_logprobs"] or None)
+        for name in ("finish_reason", "ill_formed", "trainable"):
+            assert line[name] == turn[name]
+        assert line["use_tool"] == reference.uses_tool(turn)
+
+
+def text_of(message):
+    return json.dumps(message, sort_keys=True)
+
+
+@given(sessions())
+def test_messages_expand_and_are_held_once(turns):
+    turns = recordable(turns)
+    recorder = tk.Recorder()
+    for turn in turns:
+        record(recorder, turn)
+    shows = []  # of each turn, by key: what a next request may repeat
+    bodies = {}
+
+    for turn, line in zip(turns, recorder.turns("s").to_pylist(), strict=True):
+        sent, reply = turn["prompt_messages"], turn["response_message"]
+        new = []
+        if sent is None:
+            assert line["suffix_messages"] is line["shared_messages"] is None
+            shows.append([])
+        else:
+            base = line["base_turn"]
+            keys = [tk.turns.message_key(message) for message in sent]
+            shared = 0 if base is None else reference.lcp(shows[base], keys)
+            assert line["shared_messages"] == shared
+            new = list(zip(line["suffix_messages"], sent[shared:], strict=True))
+            shows.append(
+                keys + ([] if reply is None else [tk.turns.message_key(reply)])
+            )
+        if reply is None:
+            assert line["response"] is None
+        else:
+            new.append((line["response"], reply))
+        for message, said in new:
+            if message["body"] is not None:
+                assert message["key"] not in bodies
+                bodies[message["key"]] = json.loads(message["body"])
+            assert text_of(bodies[message["key"]]) == text_of(said)
+            assert message["role"] == said["role"]
+            assert message["key"] == tk.turns.message_key(said)
+
+
+@given(sessions())
+def test_each_call_is_placed_on_arrival(turns):
+    turns = recordable(turns)
+    recorder = tk.Recorder()
+    for k, turn in enumerate(turns):
+        found = record(recorder, turn)
+        shared = [
+            reference.lcp(reference.held(before), turn["prompt_ids"])
+            for before in turns[:k]
+        ]
+        assert found.turn_index == k
+        assert found.shared_length == max(shared, default=0)
+        if found.base_turn is None:
+            assert found.shared_length == 0
+            assert found.clean
+        else:
+            assert shared[found.base_turn] == found.shared_length > 0
+            held = reference.held(turns[found.base_turn])
+            assert found.clean == (found.shared_length == len(held))
+
+
+@given(runs(), policies)
+def test_sessions_do_not_see_each_other(turns, choice):
+    alone = {name: recordable(session) for name, session in by_session(turns).items()}
+    waiting = {name: iter(session) for name, session in alone.items()}
+    recorder = tk.Recorder()
+    for turn in turns:
+        record(recorder, next(waiting[turn["session_id"]]))
+    assert recorder.sessions == list(alone)
+    for name, session in alone.items():
+        rows = recorder.rows(name, policy_of(choice))
+        assert rows == tk.linearize(turns_table(session), policy_of(choice))
+
+
+def call(prompt, output, **more):
+    return {"prompt_ids": prompt, "output_ids": output, **more}
+
+
+def asks(recorder, name):
+    """Everything that a session can be asked once it has begun."""
+    return (
+        lambda: recorder.rows(name, "strict"),
+        lambda: recorder.turns(name),
+        lambda: recorder.drop(name),
+    )
+
+
+def test_a_dropped_session_is_unknown_and_may_begin_anew():
+    recorder = tk.Recorder()
+    recorder.record("a", **call([1], [2]))
+    recorder.record("b", **call([3], [4]))
+    before = recorder.turns("a")
+    recorder.drop("a")
+    for ask in asks(recorder, "a"):
+        with pytest.raises(UnknownSessionError, match="'a'"):
+            ask()
+    assert recorder.sessions == ["b"]
+    assert recorder.record("a", **call([5], [6])).turn_index == 0
+    assert recorder.sessions == ["b", "a"]
+    assert recorder.rows("a", "strict")["input_ids"].to_pylist() == [[5, 6]]
+    assert recorder.rows("b", "strict")["input_ids"].to_pylist() == [[3, 4]]
+    assert before["suffix_ids"].to_pylist() == [[1]]
+
+
+def test_a_session_whose_only_call_was_refused_is_unknown():
+    recorder = tk.Recorder()
+    with pytest.raises(InvalidTurnsError):
+        recorder.record("a", **call([-1], [2]))
+    for ask in asks(recorder, "a"):
+        with pytest.raises(UnknownSessionError, match="'a'"):
+            ask()
+    assert recorder.sessions == []
+    assert recorder.record("a", **call([1], [2])).turn_index == 0
+
+
+USER = {"role": "user", "content": "u"}
+LOOP = {"role": "user"}
+LOOP["content"] = [LOOP]
+WHERE = "session 'a', turn 1: "
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        pytest.param(
+            call([1, -1], [2]), "prompt_ids[1] is -1: token ids", id="negative id"
+        ),
+        pytest.param(
+            call([1], [2**31]), "output_ids[0] is 2147483648: ", id="id beyond int32"
+        ),
+        pytest.param(call([1, True], [2]), "prompt_ids[1] is True: ", id="a bool"),
+        pytest.param(call([1, 2.0], [2]), "prompt_ids[1] is 2.0: ", id="a float"),
+        pytest.param(call("12", [2]), "prompt_ids is of type str: ", id="text"),
+        pytest.param(call(None, [2]), "prompt_ids is of type NoneType: ", id="none"),
+        pytest.param(
+            call(np.array([1, 2, -7], np.int32), [2]),
+            "prompt_ids[2] is -7: ",
+            id="negative id in an array, beyond what is known",
+        ),
+        pytest.param(
+            call([1], np.array([-2], np.int32)), "output_ids[0] is -2: ", id="output"
+        ),
+        pytest.param(
+            call(np.array([1, 2**31]), [2]), "prompt_ids[1] is 2147483648: ", id="wide"
+        ),
+        pytest.param(
+            call(np.array([1.0]), [2]), "prompt_ids is of float64: ", id="floats"
+        ),
+        pytest.param(
+            call(np.array([[1]], np.int32), [2]), "has the shape (1, 1)", id="a matrix"
+        ),
+        pytest.param(
+            call([1], [2], output_logprobs=[-1.0, -1.0]),
+            "2 logprobs for 1 output ids",
+            id="too many logprobs",
+        ),
+        pytest.param(
+            call([1], [], output_logprobs=[-1.0]),
+            "1 logprobs for 0 output ids",
+            id="logprobs of nothing",
+        ),
+        pytest.param(
+            call([1], [2, 3], output_logprobs=[-1.0, float("nan")]),
+            "output_logprobs[1] is nan: ",
+            id="a NaN",
+        ),
+        pytest.param(
+            call([1], [2], output_logprobs=[float("-inf")]),
+            "output_logprobs[0] is -inf: ",
+            id="an infinity",
+        ),
+        pytest.param(
+            call([1], [2], output_logprobs=np.array([-9999.0])),
+            "output_logprobs[0] is -9999.0: ",
+            id="what engines write for none",
+        ),
+        pytest.param(
+            call([1], [2], output_logprobs=[0.001]),
+            "output_logprobs[0] is 0.001",
+            id="positive",
+        ),
+        pytest.param(
+            call([1], [2], output_logprobs=["x"]),
+            "output_logprobs[0] is 'x': ",
+            id="no number",
+        ),
+        pytest.param(
+            call([1], [2], prompt_messages=USER),
+            "prompt_messages is of type dict: ",
+            id="one message for a list",
+        ),
+        pytest.param(
+            call([1], [2], prompt_messages="hello"),
+            "prompt_messages is of type str: ",
+            id="text for messages",
+        ),
+        pytest.param(
+            call([1], [2], prompt_messages=[USER, {"content": "x"}]),
+            "prompt_messages[1] has no role: ",
+            id="a message without a role",
+        ),
+        pytest.param(
+            call([1], [2], prompt_messages=[USER, "u"]),
+            "prompt_messages[1] is of type str: ",
+            id="a message that is none",
+        ),
+        pytest.param(
+            call([1], [2], prompt_messages=[LOOP]), "holds itself", id="a loop"
+        ),
+        pytest.param(
+            call([1], [2], prompt_messages=[USER], response_message={"role": 1}),
+            "response_message has the role 1: ",
+            id="a reply without a role",
+        ),
+        pytest.param(
+            call([1], [2], response_message=["x"]),
+            "response_message is of type list: ",
+            id="a reply that is none",
+        ),
+        pytest.param(
+            call([1], [2], finish_reason=3), "finish_reason is 3: ", id="a reason"
+        ),
+        pytest.param(
+            call([1], [2], finish_reason="\ud800"),
+            "finish_reason '\\ud800' is not valid Unicode",
+            id="a reason that no table can hold",
+        ),
+        pytest.param(call([1], [2], ill_formed=1), "ill_formed is 1: ", id="a flag"),
+        pytest.param(
+            call([1], [2], trainable="no"), "trainable is 'no': ", id="trainable"
+        ),
+        pytest.param(call([1], [2], use_tool=0), "use_tool is 0: ", id="use_tool"),
+    ],
+)
+def test_a_refused_call_leaves_the_session_as_it_was(bad, said):
+    recorder, other = tk.Recorder(), tk.Recorder()
+    first = call([1], [2], output_logprobs=[None], prompt_messages=[USER])
+    after = call([1, 2, 3], [4], output_logprobs=[-1.0], prompt_messages=[USER] * 2)
+    for one in (recorder, other):
+        one.record("a", **first)
+    with pytest.raises(InvalidTurnsError) as refused:
+        recorder.record("a", **bad)
+    assert str(refused.value).startswith(WHERE)
+    assert said in str(refused.value)
+    assert recorder.turns("a") == other.turns("a")
+    assert recorder.record("a", **after) == other.record("a", **after)
+    assert recorder.turns("a") == other.turns("a")
+    assert recorder.rows("a", "slime") == other.rows("a", "slime")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        pytest.param(7, "session_id is 7: expected a string", id="no string"),
+        pytest.param(None, "session_id is None: expected a string", id="none"),
+        pytest.param("\ud800", "session_id '\\ud800' is not valid", id="no text"),
+    ],
+)
+def test_a_session_is_named_by_a_string(name, said):
+    recorder = tk.Recorder()
+    with pytest.raises(InvalidTurnsError) as refused:
+        recorder.record(name, **call([1], [2]))
+    assert str(refused.value).startswith(said)
+    assert recorder.sessions == []
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        pytest.param(tuple, id="tuple"),
+        pytest.param(lambda ids: range(ids[0], ids[-1] + 1), id="range"),
+        pytest.param(lambda ids: array.array("q", ids), id="array.array"),
+        pytest.param(lambda ids: memoryview(array.array("i", ids)), id="buffer"),
+        pytest.param(lambda ids: np.array(ids, np.uint16), id="narrow"),
+        pytest.param(lambda ids: np.array(ids, ">i4"), id="other byte order"),
+        pytest.param(lambda ids: np.array(ids, np.int32), id="int32"),
+        pytest.param(lambda ids: np.repeat(np.int32(ids), 2)[::2], id="with gaps"),
+        pytest.param(
+            lambda ids: np.frombuffer(np.int32(ids).tobytes(), np.int32), id="read-only"
+        ),
+    ],
+)
+def test_ids_come_in_many_types(ids):
+    recorder = tk.Recorder()
+    recorder.record("a", **call(ids([1, 2]), ids([3])))
+    found = recorder.record("a", **call(ids([1, 2, 3, 4]), ids([5, 6])))
+    assert (found.base_turn, found.shared_length, found.clean) == (0, 3, True)
+    rows = recorder.rows("a", "strict")
+    assert rows["input_ids"].to_pylist() == [[1, 2, 3, 4, 5, 6]]
+
+
+def test_what_it_was_given_may_change_afterwards():
+    ids = [np.array([1, 2, 3], np.int32), np.array([4], np.int32)]
+    logprobs = np.array([-0.5], np.float32)
+    tool = {"role": "assistant", "tool_calls": [{"arguments": {"a": [1]}}]}
+    talk = [{"role": "user", "content": [{"text": "u"}]}]
+    recorder, other = tk.Recorder(), tk.Recorder()
+
+    def record_in(one, ids, logprobs, talk, tool):
+        one.record(
+            "a",
+            prompt_ids=ids[0],
+            output_ids=ids[1],
+            output_logprobs=logprobs,
+            prompt_messages=talk,
+            response_message=tool,
+        )
+
+    record_in(other, *copy.deepcopy((ids, logprobs, talk, tool)))
+    record_in(recorder, ids, logprobs, talk, tool)
+    before = recorder.turns("a")
+    for run in ids:
+        run[:] = 9
+    logprobs[:] = -9
+    talk[0]["content"][0]["text"] = "another"
+    talk.append(USER)
+    tool["tool_calls"][0]["arguments"]["a"].append(2)
+    tool["role"] = "user"
+    assert before == recorder.turns("a") == other.turns("a")
+    # the same objects, said anew, are what they are now
+    ids[0][:] = [1, 2, 3]
+    record_in(recorder, ids, logprobs, talk, tool)
+    record_in(other, *copy.deepcopy((ids, logprobs, talk, tool)))
+    assert recorder.turns("a") == other.turns("a")
+    assert before == recorder.turns("a").slice(0, 1)
+
+
+def test_tables_taken_out_do_not_see_later_calls():
+    recorder = tk.Recorder()
+    taken = []
+    for k in range(200):
+        recorder.record(
+            "a",
+            **call(range(3 * k + 1), [7000 + k] * 50, output_logprobs=[-k / 100] * 50),
+        )
+        taken.append((recorder.turns("a"), recorder.turns("a").to_pylist()))
+    for table, lines in taken:
+        assert table.to_pylist() == lines
+
+
+def test_threads_share_a_recorder():
+    """Each writes its own session and one that all write to, while others read."""
+    n_threads, n_calls = 4, 60
+    recorder = tk.Recorder()
+    together = Barrier(n_threads)
+
+    def work(me):
+        prompt = [me]
+        together.wait()
+        for k in range(n_calls):
+            recorder.record(f"own-{me}", **call(prompt, [k]))
+            prompt = [*prompt, k, me]
+            recorder.record("shared", **call([100 + me, k], [k]))
+            rows = recorder.rows("shared", "per_call")
+            mine = [ids for ids in rows["input_ids"].to_pylist() if ids[0] == 100 + me]
+            assert [ids[2] for ids in mine] == list(range(k + 1))
+
+    with ThreadPoolExecutor(n_threads) as pool:
+        for done in [pool.submit(work, me) for me in range(n_threads)]:
+            done.result()
+    assert recorder.turns("shared")["turn_index"].to_pylist() == list(
+        range(n_threads * n_calls)
+    )
+    for me in range(n_threads):
+        rows = recorder.rows(f"own-{me}", "strict")
+        assert rows["loss_mask"].to_pylist() == [[False, True] * n_calls]
+
+
+def test_readers_see_whole_calls_from_the_first_on():
+    """A reader's table is that of the calls up to one of them, messages and all."""
+    n_readers, n_calls = 3, 80
+    talk, prompt, calls = [USER], [1], []
+    for k in range(n_calls):
+        reply = {"role": "assistant", "content": str(k)}
+        said = {"prompt_messages": list(talk), "response_message": reply}
+        logprobs = [-k / 100] * 3
+        calls.append(call(list(prompt), [k] * 3, output_logprobs=logprobs, **said))
+        talk += [reply, USER]
+        prompt += [k] * (3 if k % 7 else 2)  # now and then a reply comes back changed
+    alone = tk.Recorder()
+    for one in calls:
+        alone.record("a", **one)
+    whole = alone.turns("a").to_pylist()
+
+    recorder = tk.Recorder()
+    recorder.record("a", **calls[0])
+    together = Barrier(n_readers + 1)
+
+    def write():
+        together.wait()
+        for one in calls[1:]:
+            recorder.record("a", **one)
+
+    def read():
+        together.wait()
+        n_seen = 0
+        while n_seen < n_calls:
+            table = recorder.turns("a")
+            assert table.num_rows >= n_seen
+            n_seen = table.num_rows
+            assert table.to_pylist() == whole[:n_seen]
+
+    with ThreadPoolExecutor(n_readers + 1) as pool:
+        for done in [
+            pool.submit(write),
+            *(pool.submit(read) for _ in range(n_readers)),
+        ]:
+            done.result(timeout=120)
+
+
+def test_sessions_dropped_while_others_record():
+    """A call of a dropped session is refused or opens a new one; none is lost halfway."""
+    n_writers, n_calls = 3, 150
+    recorder = tk.Recorder()
+    together = Barrier(n_writers + 1)
+
+    def write(me):
+        together.wait()
+        accepted = []
+        for k in range(me * n_calls, (me + 1) * n_calls):
+            try:
+                recorder.record("a", **call([1, 2], [k]))
+            except UnknownSessionError:
+                continue
+            accepted.append(k)
+        return accepted
+
+    def drop():
+        together.wait()
+        for _ in range(n_calls):
+            with suppress(UnknownSessionError):
+                recorder.drop("a")
+
+    with ThreadPoolExecutor(n_writers + 1) as pool:
+        writers = [pool.submit(write, me) for me in range(n_writers)]
+        pool.submit(drop).result(timeout=120)
+        accepted = [writer.result(timeout=120) for writer in writers]
+    recorder.record("a", **call([1, 2], [n_writers * n_calls]))
+    rows = recorder.rows("a", "per_call")
+    *outputs, last = [tokens[-1] for tokens in rows["input_ids"].to_pylist()]
+    assert last == n_writers * n_calls
+    assert recorder.turns("a")["output_ids"].to_pylist() == [
+        [k] for k in (*outputs, last)
+    ]
+    # the last session has every call that was accepted since it began
+    for me, calls in enumerate(accepted):
+        kept = [k for k in outputs if k // n_calls == me]
+        assert kept == calls[len(calls) - len(kept) :]
+
+
+def test_drop_waits_for_the_call_under_way():
+    """It takes the session's lock, and forgets the session only once it has it."""
+    recorder = tk.Recorder()
+    recorder.record("a", **call([1], [2]))
+    session = recorder._known("a")
+    seen = []
+
+    class Watched:
+        def __enter__(self):
+            seen.append((session.dropped, recorder.sessions))
+
+        def __exit__(self, *error):
+            seen.append((session.dropped, recorder.sessions))
+
+    session.lock = Watched()
+    recorder.drop("a")
+    assert seen == [(False, ["a"]), (True, [])]
+
+
+def test_a_drop_that_was_waiting_spares_the_session_that_began_since(monkeypatch):
+    recorder = tk.Recorder()
+    recorder.record("a", **call([1], [2]))
+    found = recorder._known("a")
+    recorder.drop("a")
+    recorder.record("a", **call([1], [3]))
+    with monkeypatch.context() as patch:
+        patch.setattr(recorder, "_known", lambda name: found)
+        with pytest.raises(UnknownSessionError):
+            recorder.drop("a")
+    assert recorder.turns("a")["output_ids"].to_pylist() == [[3]]
+
+
+def test_a_call_that_was_waiting_when_its_session_was_dropped(monkeypatch):
+    """It found the session, then waited for its lock: as if the drop came between."""
+    recorder = tk.Recorder()
+    recorder.record("a", **call([1], [2]))
+    found = recorder._known("a")
+    recorder.drop("a")
+    monkeypatch.setattr(recorder, "_session", lambda name: found)
+    monkeypatch.setattr(recorder, "_known", lambda name: found)
+    with pytest.raises(UnknownSessionError, match="dropped while a call was under way"):
+        recorder.record("a", **call([1], [2]))
+    for ask in asks(recorder, "a"):
+        with pytest.raises(UnknownSessionError, match="'a'"):
+            ask()
+
+
+def test_branches_at_every_depth():
+    """A line of calls, then one that departs from each of them, deepest first."""
+    n = 2000
+    line = np.arange(2 * n, dtype=np.int32)
+    recorder = tk.Recorder()
+    for k in range(n):
+        recorder.record(
+            "a", prompt_ids=line[: 2 * k + 1], output_ids=line[2 * k + 1 : 2 * k + 2]
+        )
+    for k in reversed(range(n - 1)):
+        prompt = line[: 2 * k + 3].copy()
+        prompt[-1] = -1 - k + 2**31 - 1
+        found = recorder.record("a", prompt_ids=prompt, output_ids=[5])
+        assert (found.base_turn, found.shared_length) == (k, 2 * k + 2)
+        assert found.clean
+    rows = recorder.rows("a", "strict")
+    assert rows.num_rows == n
+    assert rows["shared_length"].to_pylist() == [0, *range(2 * n - 2, 0, -2)]
+
+
+def test_a_list_of_messages_as_long_as_any():
+    talk = [
+        {"role": "assistant" if k % 2 else "user", "content": str(k)}
+        for k in range(30_000)
+    ]
+    reply = {"role": "assistant", "content": "reply"}
+    recorder = tk.Recorder()
+    for messages, prompt in (
+        (talk, [1]),
+        ([*talk, reply, USER], [1, 7, 2]),
+        (talk[:500], [1]),
+        ([*talk[:500], USER], [1, 7]),
+    ):
+        recorder.record(
+            "a",
+            **call(prompt, [7], prompt_messages=messages, response_message=reply),
+        )
+    turns = recorder.turns("a")
+    assert turns["base_turn"].to_pylist() == [None, 0, 0, 0]
+    assert turns["shared_messages"].to_pylist() == [0, 30_001, 500, 500]
+
+
+# Further columns
+
+
+@given(st.data(), sessions(), policies)
+def test_further_columns_are_the_tables(data, turns, choice):
+    """Equal to what from_records and compact make of the same calls, rows too."""
+    recorder, records = tk.Recorder(), []
+    for turn in recordable(turns):
+        turn = {**turn, "prompt_ids": turn["prompt_ids"] or [0]}
+        versions, values = data.draw(further_columns(turn))
+        record(recorder, {**turn, "weight_versions": versions, "payloads": values})
+        records.append(
+            {"session_id": "s", **turn, "weight_versions": versions, **values}
+        )
+    full, delta = tk.from_records(records), recorder.turns("s")
+    assert delta == tk.compact(full)
+    if not pa.types.is_null(full["experts"].type):
+        options = {"policy": policy_of(choice), "payloads": ["experts"]}
+        assert recorder.rows("s", **options) == tk.linearize(full, **options)
+
+
+def test_payloads_are_copied_and_widened():
+    recorder = tk.Recorder()
+    scores = np.array([1, 2], np.int16)
+    recorder.record("a", **call([1], [2, 3]), payloads={"scores": scores})
+    scores[:] = 9
+    recorder.record("a", **call([1], [4]))
+    recorder.record("a", **call([1], [5]), payloads={"scores": [0.5], "seed": 7})
+    turns = recorder.turns("a")
+    assert turns["scores"].to_pylist() == [[1.0, 2.0], None, [0.5]]
+    assert turns["seed"].to_pylist() == [None, None, 7]
+
+
+FURTHER = call([1], [2, 3])
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        pytest.param({"payloads": [1]}, "payloads is of type list: ", id="no dict"),
+        pytest.param({"payloads": {3: 1}}, "payloads has the key 3: ", id="no name"),
+        pytest.param(
+            {"payloads": {"logprobs": []}}, "spell it 'output_logprobs'", id="spelling"
+        ),
+        pytest.param(
+            {"payloads": {"messages": []}}, "the key 'messages', which is", id="taken"
+        ),
+        pytest.param(
+            {"payloads": {"suffix_ids": []}}, "a column of the delta form", id="delta"
+        ),
+        pytest.param(
+            {"payloads": {"x": object()}}, "the value of 'x' makes no", id="object"
+        ),
+        pytest.param(
+            {"payloads": {"x": "text"}}, "the value of 'x' makes no", id="another type"
+        ),
+        pytest.param(
+            {"weight_versions": "v1"}, "weight_versions is 'v1': ", id="no versions"
+        ),
+        pytest.param(
+            {"weight_versions": [{"version": "v", "start": 0, "stop": 1}]},
+            "weight_versions end at 1 of 2 output ids",
+            id="short",
+        ),
+        pytest.param(
+            {"weight_versions": [{"version": "v", "start": 1, "stop": 2}]},
+            "weight_versions[0] is 1:2 where a piece from 0 on is due",
+            id="gap",
+        ),
+        pytest.param(
+            {"weight_versions": [{"version": None, "start": 0, "stop": 2}]},
+            "weight_versions[0] has a null",
+            id="no version",
+        ),
+        pytest.param(
+            {"prompt_messages": [(b"short", "user")]},
+            "prompt_messages[0] is (b'short', 'user'): a message that is no dict is",
+            id="key",
+        ),
+        pytest.param(
+            {"response_message": (bytes(16), "user", "body")},
+            "response_message is (b'",
+            id="triple",
+        ),
+        pytest.param(
+            {"response_message": (bytes(16), "\ud800")}, "is not valid", id="role"
+        ),
+    ],
+)
+def test_refused_further_columns_leave_the_session_as_it_was(bad, said):
+    recorder, other = tk.Recorder(), tk.Recorder()
+    for one in (recorder, other):
+        one.record("a", **call([1], [2]), payloads={"x": 1})
+    with pytest.raises(InvalidTurnsError) as refused:
+        recorder.record("a", **{**FURTHER, **bad})
+    assert str(refused.value).startswith(WHERE)
+    assert said in str(refused.value)
+    assert recorder.turns("a") == other.turns("a")
+
+
+# Messages as keys, and messages seen before
+
+
+def as_key(message):
+    return None if message is None else (tk.turns.message_key(message), message["role"])
+
+
+@given(sessions())
+def test_keys_stand_for_messages(turns):
+    """As with dicts, without bodies: turns and links."""
+    by_key, by_dict = tk.Recorder(), tk.Recorder()
+    for turn in recordable(turns):
+        sent, reply = turn["prompt_messages"], turn["response_message"]
+        keyed = {
+            **turn,
+            "prompt_messages": None if sent is None else [as_key(m) for m in sent],
+            "response_message": as_key(reply),
+            "use_tool": reference.uses_tool(turn),
+        }
+        record(by_key, keyed)
+        record(by_dict, turn)
+    turns, other = by_key.turns("s"), by_dict.turns("s")
+    for route in ("messages", "tokens"):
+        assert tk.link(turns, route) == tk.link(other, route)
+    names = ("suffix_messages", "response")
+    for name in set(turns.column_names) - {*names, "shared_messages"}:
+        assert turns[name] == other[name]
+    for name in names:
+        assert set(bodies_of(turns, name)) <= {None}
+    expanded = [tk.expand(table).to_pylist() for table in (turns, other)]
+    assert [keys_of(row) for row in expanded[0]] == [
+        keys_of(row) for row in expanded[1]
+    ]
+
+
+def as_pair(message):
+    return None if message is None else (message["key"], message["role"])
+
+
+def keys_of(row):
+    sent = row["messages"]
+    return sent and [as_pair(m) for m in sent], as_pair(row["response"])
+
+
+def bodies_of(turns, name):
+    for value in turns[name].to_pylist():
+        for message in value if isinstance(value, list) else [value]:
+            if message is not None:
+                yield message["body"]
+
+
+def test_a_key_means_the_dict_that_the_session_has():
+    recorder = tk.Recorder()
+    recorder.record("a", **call([1], [2], prompt_messages=[as_key(USER)]))
+    recorder.record("a", **call([1, 2], [3], prompt_messages=[USER]))
+    recorder.record("a", **call([1, 2, 3], [4], prompt_messages=[as_key(USER)]))
+    turns = recorder.turns("a")
+    assert turns["shared_messages"].to_pylist() == [0, 0, 1]
+    assert list(bodies_of(turns, "suffix_messages")) == [
+        None,
+        '{"content":"u","role":"user"}',
+    ]
+
+
+class Reads:
+    """A recorder that tells which messages of a call were read: not only compared."""
+
+    def __init__(self):
+        self.recorder = tk.Recorder()
+
+    def record(self, *args, **fields):
+        talk = self.recorder._session("a").talk
+        before = list(talk.said)
+        self.recorder.record("a", *args, **fields)
+        before += [None] * (len(talk.said) - len(before))
+        return [
+            _core.message_of(form)
+            for form, known in zip(talk.said, before, strict=True)
+            if form is not known
+        ]
+
+
+def user(text):
+    return {"role": "user", "content": [{"type": "text", "text": text}]}
+
+
+def assistant(text):
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "f", "arguments": {"x": text, "n": 1.5}}}],
+    }
+
+
+def test_only_new_messages_are_read():
+    """Two agents that take turns, with prompts that share no token."""
+    reads = Reads()
+    talks = {0: [user("system"), user("a")], 1: [user("system"), user("b")]}
+    for k in range(40):
+        talk = talks[k % 2]
+        reply = assistant(str(k))
+        said = {"prompt_messages": talk, "response_message": reply}
+        read = reads.record(**call([k], [1]), **copy.deepcopy(said))
+        assert read == [*(talk[-1:] if k > 1 else talk[k:]), reply]
+        talk += [reply, user(f"answer {k}")]
+    assert reads.recorder.turns("a").num_rows == 40
+
+
+def test_a_message_is_encoded_once_and_for_a_table(monkeypatch):
+    done, encode = [], _core.encode_message
+
+    def noted(message):
+        done.append(message)
+        return encode(message)
+
+    monkeypatch.setattr(_core, "encode_message", noted)
+    recorder = tk.Recorder()
+    talk = [user("system"), assistant("x"), user("\ud800 é")]
+    for k in range(3):
+        said = copy.deepcopy(talk[: k + 1])
+        recorder.record("a", **call([1], [k], prompt_messages=said))
+    assert done == []
+    for _ in range(2):
+        recorder.turns("a")
+        assert done == talk
+    recorder.record("a", **call([1], [3], prompt_messages=[assistant("y"), *talk]))
+    recorder.turns("a")
+    assert done == [*talk, assistant("y")]
+
+
+def test_a_window_that_slides_is_not_read_anew():
+    reads = Reads()
+    talk = [user("system"), *(user(str(k)) for k in range(60))]
+    for k in range(40):
+        window = [talk[0], *talk[1 + k : 21 + k]]
+        read = reads.record(**call([1], [k], prompt_messages=copy.deepcopy(window)))
+        assert len(read) <= (21 if k == 0 else 2)
+
+
+def test_a_message_written_otherwise_is_read_again():
+    """Changed in place, or equal under == only, it is another; reordered, it is not."""
+    reads = Reads()
+    talk = [user("u"), {"role": "user", "n": 1}, assistant("x")]
+    seen = []
+
+    def said():
+        prompt = range(2 * len(seen) + 1)
+        seen.append(copy.deepcopy(talk))
+        return reads.record(**call(prompt, [prompt.stop], prompt_messages=talk))
+
+    assert said() == talk
+    talk[0]["content"][0]["text"] = "v"
+    assert said() == talk[:1]
+    talk[1]["n"] = True
+    assert said() == talk[1:2]
+    talk[1]["n"] = 1.0
+    assert said() == talk[1:2]
+    talk[2] = dict(reversed(talk[2].items()))
+    assert said() == talk[2:]
+    assert said() == []
+    keys = [
+        [tk.turns.message_key(message) for message in messages] for messages in seen
+    ]
+    turns = reads.recorder.turns("a")
+    full = tk.expand(turns)
+    assert [[m["key"] for m in row] for row in full["messages"].to_pylist()] == keys
+    assert turns["shared_messages"].to_pylist()[-1] == 3
+
+
+def test_many_conversations_begin_alike():
+    """More than are looked at one by one: what they go on with is still known."""
+    reads = Reads()
+    talks = [[user("system"), user(f"task {k}"), assistant("a")] for k in range(30)]
+    for k, talk in enumerate(talks):
+        reads.record(**call([k], [1], prompt_messages=copy.deepcopy(talk)))
+    for k, talk in enumerate(talks):
+        read = reads.record(**call([k], [1], prompt_messages=copy.deepcopy(talk)))
+        assert read in ([], talk[1:2])
+    shared = reads.recorder.turns("a")["shared_messages"].to_pylist()
+    assert shared == [0] * 30 + [3] * 30
+
+
+# What a session holds
+
+
+def test_a_session_holds_what_is_new_once():
+    """4 bytes for each new id and logprob, and a little for each call."""
+    context = np.arange(200_000, dtype=np.int32)
+    logprobs = np.full(100, -0.5, np.float32)
+    recorder = tk.Recorder()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for stop in range(2_000, len(context) + 1, 2_000):
+            recorder.record(
+                "a",
+                **call(context[: stop - 100], context[stop - 100 : stop]),
+                output_logprobs=logprobs,
+            )
+        held = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert held < 1.2 * (4 * len(context) + 4 * 100 * 100) + 20_000
+
+
+def test_dropped_sessions_leave_nothing_behind():
+    recorder = tk.Recorder()
+
+    def live(names):
+        for name in names:
+            for k in range(3):
+                said = {
+                    "prompt_messages": [user(f"{name} {k}")],
+                    "payloads": {"x": [k]},
+                }
+                recorder.record(name, **call(range(50 * k + 1), range(50)), **said)
+        assert recorder.turns(names[-1]).num_rows == 3
+        for name in names:
+            recorder.drop(name)
+
+    def lines():
+        """What lines of the package hold: other threads allocate as well."""
+        gc.collect()
+        own = tracemalloc.Filter(True, "*/trajkit/*")
+        return tracemalloc.take_snapshot().filter_traces([own]).statistics("lineno")
+
+    def held():
+        return sum(one.size for one in lines())
+
+    live([f"first-{k}" for k in range(10)])
+    tracemalloc.start()
+    try:
+        before = held()
+        live([f"s{k}" for k in range(1000)])
+        most = tracemalloc.get_traced_memory()[1]
+        left = held() - before
+        largest = [str(line) for line in lines()[:9]]
+    finally:
+        tracemalloc.stop()
+    # what is left is the table of the recorder's own names
+    assert left < most / 50, largest
+
+
+# Layouts that do not fit
+
+
+def lists(n_places=8, n_calls=2):
+    """A tree of lists with this much room, and what it numbers."""
+    said = []
+    tree = _core.Lists(said, {}, [])
+    tree.attach(np.empty(n_places, PLACE), np.empty(n_calls, HEARD))
+    return tree, said
+
+
+class Numbers:
+    """What numbers a message that has no form: always alike."""
+
+    def __init__(self, number):
+        self._number = number
+
+    def number(self, message, place):
+        return self._number
+
+
+NONE = Numbers(-1)
+
+
+def test_lists_that_do_not_fit_are_refused():
+    tree, said = lists(n_places=3)
+    with pytest.raises(LayoutError, match="call 0 has the base 0"):
+        tree.add(0)
+    assert tree.read([USER], None, NONE) == 3
+    tree.add(-1)
+    assert tree.read([USER], user("reply"), NONE) == 3
+    tree.add(0)
+    assert tree.read([USER, USER], None, NONE) == 5
+    for match in ("heard has 2 entries, 3 are", "places has 3 entries, 5 are"):
+        with pytest.raises(LayoutError, match=match):
+            tree.add(1)
+        tree.attach(np.empty(3, PLACE), np.empty(3, HEARD))
+    with pytest.raises(LayoutError, match="places has 2 entries, 3 are"):
+        tree.attach(np.empty(2, PLACE), np.empty(3, HEARD))
+    with pytest.raises(LayoutError, match="heard has 1 entries, 2 are"):
+        tree.attach(np.empty(3, PLACE), np.empty(1, HEARD))
+    assert len(said) == 2
+
+
+def test_suffixes_need_their_room():
+    tree, _ = lists()
+    tree.read([USER, user("u")], None, NONE)
+    tree.add(-1)
+    for size in (1, 3):
+        with pytest.raises(LayoutError, match=f"{size} places for 2 messages"):
+            tree.fill_suffixes(np.empty(size, np.int32))
+    numbers = np.empty(2, np.int32)
+    tree.fill_suffixes(numbers)
+    assert numbers.tolist() == [0, 1]
+
+
+def test_lists_are_attached_first_and_numbers_are_known():
+    with pytest.raises(LayoutError, match="no room for lists"):
+        _core.Lists([], {}, []).read([], None, NONE)
+    tree, _ = lists()
+    for number in (-1, 0):
+        with pytest.raises(LayoutError, match=f"message {number} is none of 0"):
+            tree.read([("key", "role")], None, Numbers(number))
+
+
+def growth(n):
+    paths = _core.Growth()
+    arrays = np.empty(2 * n + 1, NODE), np.empty(2 * n + 1, np.int32)
+    paths.attach(np.empty(n, CALL), *arrays, np.empty(n, np.int32))
+    return paths
+
+
+def taken(paths, prompt, output, logprobs=None):
+    prompt, output = np.array(prompt, np.int32), np.array(output, np.int32)
+    return paths.take(prompt, output, logprobs, -9999.0, 1e-4)
+
+
+def test_calls_that_do_not_fit_are_refused():
+    paths = growth(2)
+    with pytest.raises(LayoutError, match="no call was taken"):
+        paths.insert()
+    held = [taken(paths, [1], [2])]
+    assert paths.insert() == (-1, 0, True)
+    with pytest.raises(LayoutError, match="no call was taken"):
+        paths.insert()
+    held.append(taken(paths, [1, 2], [1, 2]))
+    assert held == [np.int32(run).tobytes() for run in ([1, 2], [1, 2])]
+    assert paths.insert() == (0, 2, True)
+    held.append(taken(paths, [3], [1, 2]))
+    with pytest.raises(LayoutError, match="room for 2 calls"):
+        paths.insert()
+    with pytest.raises(LayoutError, match="calls has 1 entries, 2 are needed"):
+        paths.attach(np.empty(1, CALL), np.empty(3, NODE), *np.empty((2, 3), np.int32))
+
+
+@pytest.mark.parametrize(
+    ("values", "fault"),
+    [
+        pytest.param(([1, 2], [3], [-1]), None, id="none"),
+        pytest.param(([1, -2], [3], [-1]), (0, 1, 1), id="prompt"),
+        pytest.param(([1, 2], [3, -3], [-1, 1]), (1, 1, 3), id="output"),
+        pytest.param(([1, 2], [3, 3], [-1, 1]), (2, 1, 5), id="logprobs"),
+        pytest.param(([1, 2], [3], [float("nan")]), (2, 0, 3), id="NaN"),
+        pytest.param(([7, 8, -1], [3], [-1]), (0, 2, 0), id="behind what is known"),
+    ],
+)
+def test_what_a_call_brings_is_checked_where_it_is_held(values, fault):
+    paths = growth(1)
+    known = taken(paths, [7], [8])
+    paths.insert()
+    prompt, output, logprobs = values
+    held = taken(paths, prompt, output, np.float32(logprobs))
+    assert paths.fault == fault
+    new = np.int32([*prompt[2 * (prompt[0] == 7) :], *output])
+    assert held == new.tobytes() + np.float32(logprobs).tobytes()
+    assert len(known) == 8
+
+
+@given(sessions(), st.integers(1, 3))
+def test_short_calls_are_placed_alike(turns, short):
+    """The path of the last call is kept in one piece, or not, from call to call."""
+    paths, plain = growth(len(turns)), growth(len(turns))
+    alive = []
+    for k, turn in enumerate(turns):
+        ids = turn["prompt_ids"], turn["output_ids"]
+        held = [taken(one, *ids) for one in (paths, plain)]
+        alive.append(held)
+        assert held[0] == held[1]
+        if k % short == 0:
+            paths.hold_path(np.empty(1000 if k % 2 else 0, np.int32))
+        assert paths.insert() == plain.insert()
+        assert paths.length == plain.length == sum(map(len, ids))
+
+
+def test_a_path_needs_room():
+    paths = growth(2)
+    paths.hold_path(np.empty(2, np.int32))
+    alive = [taken(paths, [1], [2])]
+    paths.insert()
+    alive.append(taken(paths, [1, 2, 1], [2]))
+    with pytest.raises(LayoutError, match="path has 2 entries, 4 are needed"):
+        paths.insert()
+    with pytest.raises(LayoutError, match="path has 1 entries, 2 are needed"):
+        paths.hold_path(np.empty(1, np.int32))
+    assert len(alive) == 2
+
+
+# Messages that differ in the type of a number
+
+
+def numbered(number):
+    role = "assistant" if number in (0, 3) else "user"
+    return {"role": role, "content": "x", "n": number}
+
+
+numbers = st.sampled_from([1, 1.0, True, 0, False, 0.0, 3])
+POLICIES = [
+    *(tk.policy(name) for name in PRESETS),
+    *(
+        tk.policy("faithful", parent_by=route, message_equality=equality)
+        for route in ("messages", "agents", "generations")
+        for equality in MESSAGE_EQUALITIES
+    ),
+]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(numbers, max_size=4), st.none() | numbers, st.integers(0, 3)
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    st.sampled_from(POLICIES),
+)
+@example([([1], 1.0, 0), ([1], None, 0)], tk.policy("segments"))
+@example([([1], 1.0, 0), ([1.0], None, 0)], tk.policy("segments"))
+@example([([1], 1.0, 0), ([1], 1, 0), ([1], None, 0)], tk.policy("graph"))
+@example([([1], 0, 0), ([1, 0, 1.0], 0.0, 1), ([1.0, 0, 1], 1, 1)], tk.policy("graph"))
+def test_types_of_numbers_give_the_same_rows_in_every_form(calls, policy):
+    recorder, records, paths = tk.Recorder(), [], [[]]
+    for index, (sent, reply, before) in enumerate(calls):
+        prompt = [*paths[min(before, len(paths) - 1)], 1]
+        one = call(
+            prompt,
+            [2 + index],
+            prompt_messages=[numbered(number) for number in sent],
+            response_message=None if reply is None else numbered(reply),
+        )
+        recorder.record("s", **one)
+        records += [{"session_id": name, **one} for name in "st"]
+        paths.append([*prompt, 2 + index])
+    both = tk.from_records(records)
+    full = both.slice(0, len(calls))
+    delta = tk.compact(both)
+    turns = recorder.turns("s")
+    assert turns == delta.slice(0, len(calls))
+    assert tk.expand(turns) == full
+    rows = tk.linearize(both, policy)
+    assert rows == tk.linearize(delta, policy, threads=2)
+    for form in (both, delta):
+        single = iter(form.to_batches(max_chunksize=1))
+        assert rows == pa.Table.from_batches(tk.linearize(single, policy))
+    first = rows.filter(pc.equal(rows["session_id"], "s"))
+    assert first == recorder.rows("s", policy)
+    links = tk.link(full, policy.parent_by, message_equality=policy.message_equality)
+    assert links == tk.link(
+        turns, policy.parent_by, message_equality=policy.message_equality
+    )
+
+
+# what a call brings is compared as pages of 1024 ids, or at once where it is less
+BROUGHT = [3, 1023, 1024, 1025, 2047, 2048, 5000, 1, 4096, 9000]
+
+
+@pytest.fixture(scope="module")
+def long_session():
+    """A session whose path lies in pieces of many lengths, and its last path."""
+    recorder, path = tk.Recorder(), np.arange(sum(BROUGHT), dtype=np.int32)
+    stop = 0
+    for n in BROUGHT:
+        stop += n
+        bounds = slice(stop - 1), slice(stop - 1, stop)
+        recorder.record("a", prompt_ids=path[bounds[0]], output_ids=path[bounds[1]])
+    return recorder, path
+
+
+def test_every_id_of_every_piece_counts(long_session):
+    recorder, path = long_session
+    stops = np.cumsum(BROUGHT)
+    near = {int(stop) + k for stop in stops for k in (-1025, -1024, -2, -1, 0, 1)}
+    for place in sorted({*near, *range(0, len(path), 211)}):
+        if not 0 < place < len(path):
+            continue
+        prompt = path.copy()
+        prompt[place] += 1 << 20
+        found = recorder.record("a", prompt_ids=prompt, output_ids=[1])
+        assert found.shared_length == place
+        # back to the long path, whose pieces are other ones by now
+        found = recorder.record("a", prompt_ids=path, output_ids=[])
+        assert found.shared_length == len(path)
+
+
+@given(st.integers(0, sum(BROUGHT)))
+def test_a_prompt_may_end_in_any_piece(long_session, n):
+    recorder, path = long_session
+    found = recorder.record("a", prompt_ids=path[:n], output_ids=[])
+    assert found.shared_length == n
+    found = recorder.record("a", prompt_ids=path, output_ids=[])
+    assert found.shared_length == len(path)

@@ -1,0 +1,129 @@
+"""Every harness is told its session, its model and its task, and nothing is left out."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from trajkit_shim.agents.harness import Harness, HarnessError, Job
+from trajkit_shim.agents.plugins import load, names_in
+from trajkit_shim.agents.sandbox import CommandResult, SandboxKind, Spec
+from trajkit_shim.protocols import PROTOCOLS
+
+DOCS = Path(__file__).parents[3] / "docs/serving.md"
+NAMES = names_in("trajkit_shim.agents.harnesses")
+JOB = Job(
+    base_url="http://127.0.0.1:4321",
+    api_key="the-session",
+    model="the-model",
+    prompt='-v the task\'s "text"\n$HOME',
+    home="/home",
+    workspace="/work",
+    arguments=("--extra=1",),
+)
+
+
+def harness(name):
+    return load(name, "trajkit_shim.agents.harnesses", "HARNESS", Harness)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_harness_is_told_where_it_is_and_what_to_do(name):
+    record = harness(name)
+    assert record.name == name
+    launch = record.launch(JOB)
+    told = json.dumps([launch.command, dict(launch.env), dict(launch.files)])
+    assert JOB.base_url in told
+    assert JOB.api_key in told
+    assert JOB.model in told
+    assert "--extra=1" in launch.command or name == "shell"
+    # no shell reads it
+    last = launch.command[-1]
+    assert launch.stdin == JOB.prompt or last.endswith(JOB.prompt)
+    assert all(not path.startswith("/") for path in launch.files)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_harness_is_known_by_its_protocol_and_version(name):
+    record = harness(name)
+    known = {protocol.name for protocol in PROTOCOLS}
+    assert record.protocol in known or name == "shell"
+    assert record.version in record.install
+    if name != "shell":
+        assert re.fullmatch(r"\d+(\.\d+)+", record.version)
+
+
+def test_the_table_of_the_documentation_is_that_of_the_records():
+    tried = {"tasks": "complete tasks", "start": "its start", "no": "no"}
+    expected = [
+        f"| `{r.name}` | {r.protocol} | {r.version or 'any'} | {tried[r.tried]} |"
+        for r in map(harness, NAMES)
+    ]
+    page = DOCS.read_text(encoding="utf-8")
+    assert [line for line in page.splitlines() if line in expected] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "done", "wrong"),
+    [
+        ("codex", CommandResult(0, b"x"), None),
+        ("codex", CommandResult(1, b"a\nb\n\n"), "exit code 1: b"),
+        ("codex", CommandResult(-9), "exit code -9: no output"),
+        ("claude-code", CommandResult(0, b'{"is_error": false}\n'), None),
+        (
+            "claude-code",
+            CommandResult(
+                0, b'{"is_error": true, "subtype": "success", "result": "410"}'
+            ),
+            "success: 410",
+        ),
+        ("claude-code", CommandResult(0, b"[1]"), None),
+        ("claude-code", CommandResult(1, b"no JSON"), "exit code 1: no JSON"),
+        ("claude-code", CommandResult(1, b""), "exit code 1: no output"),
+    ],
+)
+def test_how_a_harness_ended_is_read(name, done, wrong):
+    assert harness(name).failed(done) == wrong
+
+
+def test_a_harness_is_installed_where_that_is_asked_for(tmp_path):
+    kind = load("local", "trajkit_shim.agents.sandboxes", "SANDBOX", SandboxKind)
+
+    def record(install):
+        return Harness(
+            name="own",
+            protocol="any",
+            version="1",
+            check=("sh", "-c", 'test -e "$HOME/own"'),
+            install=install,
+            tried="no",
+            launch=harness("shell").launch,
+        )
+
+    spec = Spec(name="box", scratch=tmp_path, options={"namespaces": "no"})
+    with kind(spec) as sandbox:
+        with pytest.raises(HarnessError, match="is not installed: touch"):
+            record('touch "$HOME/own"').ready(sandbox, install=False)
+        with pytest.raises(HarnessError, match=r"is not installed$"):
+            record("").ready(sandbox, install=True)
+        with pytest.raises(HarnessError, match="echo no; exit 2: exit code 2: no"):
+            record("echo no; exit 2").ready(sandbox, install=True)
+        with pytest.raises(HarnessError, match="is still missing after true"):
+            record("true").ready(sandbox, install=True)
+        record('touch "$HOME/own"').ready(sandbox, install=True)
+        record('touch "$HOME/own"').ready(sandbox, install=False)
+
+
+def test_the_shell_harness_needs_its_command():
+    with pytest.raises(HarnessError, match="needs a command"):
+        harness("shell").launch(
+            Job(
+                base_url="u",
+                api_key="k",
+                model="m",
+                prompt="p",
+                home="h",
+                workspace="w",
+            )
+        )

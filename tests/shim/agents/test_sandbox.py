@@ -1,0 +1,384 @@
+"""Every kind of sandbox keeps the same promises.
+
+Docker's and Apptainer's command lines and E2B's package are stood in for by doubles that
+make real namespaces (`tests.shim.fake_docker`); what an image, a daemon or a network adds
+is not tried.
+"""
+
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.shim import fake_e2b
+from trajkit_shim.agents.plugins import load, names_in
+from trajkit_shim.agents.sandbox import (
+    MARK,
+    Limits,
+    SandboxError,
+    SandboxKind,
+    Spec,
+    pack,
+)
+from trajkit_shim.agents.sandboxes.local import _find_mount_point
+
+HERE = Path(__file__).parents[1]
+APART = _find_mount_point() is not None
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """A directory on PATH with the doubles of container programs."""
+    bin_ = tmp_path / "bin"
+    bin_.mkdir()
+    for name, first in (("docker", ""), ("apptainer", "as-apptainer")):
+        program = bin_ / name
+        script = f'exec {sys.executable} {HERE}/fake_docker.py {first} "$@"'
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+    monkeypatch.setitem(sys.modules, "e2b", fake_e2b)
+    state = tmp_path / "containers"
+    state.mkdir()
+    monkeypatch.setenv("FAKE_DOCKER", str(state))
+    monkeypatch.setenv("FAKE_DOCKER_PATH", "/usr/bin:/bin")
+    monkeypatch.setenv("PATH", str(bin_), prepend=os.pathsep)
+    return state
+
+
+def sandbox(kind, tmp_path, **fields):
+    options = {}
+    if kind in ("local apart", "local"):
+        options = {"namespaces": "yes" if kind == "local apart" else "no"}
+    elif "image" not in fields:
+        fields["image"] = "any"
+    if kind == "e2b":
+        fields.setdefault("gateway", "http://far:1")
+    # other processes that test have sandboxes too, and `marked` sees all of them
+    name = fields.pop("name", f"box-{os.getpid()}")
+    made = load(
+        kind.split()[0], "trajkit_shim.agents.sandboxes", "SANDBOX", SandboxKind
+    )
+    return made(
+        Spec(
+            name=name,
+            scratch=tmp_path / "scratch",
+            options=fields.pop("options", options),
+            **fields,
+        )
+    )
+
+
+KINDS = [
+    pytest.param(
+        "local apart",
+        marks=pytest.mark.skipif(not APART, reason="the kernel has no user namespaces"),
+    ),
+    "local",
+    *(
+        pytest.param(
+            name,
+            marks=pytest.mark.skipif(not APART, reason="its double needs namespaces"),
+        )
+        for name in ("docker", "apptainer", "e2b")
+    ),
+]
+
+
+@pytest.fixture(params=KINDS)
+def box(request, tmp_path, fake):
+    with sandbox(request.param, tmp_path) as made:
+        yield made
+
+
+def sh(box, script, **options):
+    options.setdefault("timeout_s", 60)
+    return box.exec(["sh", "-c", script], **options)
+
+
+def marked(name):
+    """The processes of a sandbox, seen from outside."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"{MARK}={name}".encode() in entry.read_bytes().split(b"\0"):
+                found.add(int(entry.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_a_command_has_its_input_directory_and_variables(box):
+    done = sh(
+        box,
+        'cat; pwd; echo "$GREETING" >&2; exit 7',
+        cwd=box.map_path("/tmp"),
+        env={"GREETING": "a b"},
+        stdin=b"in\n",
+    )
+    assert (done.code, done.stderr) == (7, b"a b\n")
+    assert done.stdout.decode() == f"in\n{box.map_path('/tmp')}\n"
+
+
+def test_home_and_temporary_directory_are_the_sandbox_s_own(box, monkeypatch):
+    monkeypatch.setenv("SECRET_KEY", "hunter2")
+    done = sh(box, 'touch "$HOME/a" "$TMPDIR/b" && env')
+    said = dict(line.split("=", 1) for line in done.stdout.decode().splitlines())
+    assert done.code == 0
+    assert said["HOME"] == box.map_path("/home")
+    assert "SECRET_KEY" not in said
+    assert said[MARK] == box.spec.name
+
+
+def test_a_program_that_is_not_there_is_code_127(box):
+    assert sh(box, "no-such-program").code == 127
+
+
+def test_files_go_in_and_come_out_byte_by_byte(box):
+    content = bytes(range(256))
+    folder = box.map_path("/work") + "/a b/c"
+    box.put(pack({"x/y.bin": content, "run": b"#!/bin/sh\necho ran\n"}), folder)
+    assert box.get(f"{folder}/x/y.bin") == content
+    assert box.exec([f"{folder}/run"], timeout_s=60).stdout == b"ran\n"
+    with pytest.raises(SandboxError, match="nothing"):
+        box.get(f"{folder}/nothing")
+
+
+def test_a_log_gets_both_streams_and_the_result_its_tail(box, tmp_path):
+    log = tmp_path / "log"
+    done = sh(box, "echo out; echo err >&2; seq 100000; echo last", log=log)
+    text = log.read_bytes()
+    assert text.startswith(b"out\nerr\n1\n")
+    assert done.stdout == text[-(1 << 16) :]
+    assert done.last_line == "last"
+
+
+def test_nothing_that_a_command_began_outlives_its_time(box):
+    """Also what left its process group; and the sandbox can go on."""
+    script = "setsid sleep 600 & sleep 600 & echo here; sleep 600"
+    assert sh(box, script, timeout_s=1).code is None
+    assert sleepers(box) == []
+    assert sh(box, "echo on").stdout == b"on\n"
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_nothing_outlives_a_command_of_a_local_sandbox(tmp_path, kind):
+    with sandbox(kind, tmp_path) as box:
+        assert sh(box, "setsid sleep 600 & sleep 600 & true").code == 0
+        assert sleepers(box) == []
+
+
+def sleepers(box):
+    """The sleeping processes of a sandbox; a container's keeper has not its mark."""
+    found = []
+    for pid in marked(box.spec.name):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if command.startswith(b"sleep\0"):
+            found.append(command)
+    return found
+
+
+def test_what_is_stopped_is_gone(tmp_path, fake):
+    for kind in [k if isinstance(k, str) else k.values[0] for k in KINDS]:
+        if kind != "local" and not APART:
+            continue
+        box = sandbox(kind, tmp_path, name=f"gone-{kind[:8].strip().replace(' ', '')}")
+        with box:
+            sh(box, "mkdir ro && touch ro/x && chmod 500 ro", cwd=box.map_path("/work"))
+        assert marked(box.spec.name) == set()
+        assert not list((tmp_path / "scratch").glob("*/*"))
+        assert not list(fake.iterdir())
+        box.stop()
+
+
+def test_stopping_ends_the_command_of_another_thread(box):
+    results = []
+    begun = box.map_path("/tmp") + "/begun"
+
+    def work():
+        try:
+            done = sh(box, f"touch {begun}; sleep 600", timeout_s=600)
+            results.append(done.code)
+        except SandboxError:
+            results.append("the sandbox was stopped")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while sh(box, f"test -e {begun}").code:
+        assert thread.is_alive()
+    box.stop()
+    thread.join(60)
+    assert results[0] not in (0, None)
+    assert marked(box.spec.name) == set()
+
+
+def test_directories_of_the_caller_come_first_on_the_path(tmp_path, fake):
+    extra = tmp_path / "extra"
+    extra.mkdir()
+    (extra / "hello").write_text("#!/bin/sh\necho hello\n")
+    (extra / "hello").chmod(0o755)
+    with sandbox("local", tmp_path, path=(str(extra),)) as box:
+        assert box.exec(["hello"], timeout_s=60).stdout == b"hello\n"
+    if APART:
+        with sandbox("docker", tmp_path, path=("/tmp/own",)) as box:
+            box.put(pack({"hello": b"#!/bin/sh\necho hello\n"}), "/tmp/own")
+            assert box.exec(["hello"], timeout_s=60).stdout == b"hello\n"
+
+
+@pytest.mark.skipif(not APART, reason="the kernel has no user namespaces")
+def test_local_sandboxes_look_alike_from_within(tmp_path):
+    """So that what a harness says of its directory is the same in each of a group."""
+    said = set()
+    for name in ("one", "two"):
+        with sandbox("local apart", tmp_path, name=name) as box:
+            sh(box, "echo x > left")
+            said.add(
+                (sh(box, "pwd; ls; id -u; ps -A -o comm=").stdout, box.map_path("/"))
+            )
+    assert len(said) == 1
+    ((text, place),) = said
+    assert text.decode().split() == [f"{place}work", "left", "0", "sh", "ps"]
+
+
+def test_a_local_sandbox_holds_its_limits(tmp_path):
+    limits = Limits(file_mb=1, memory_mb=200)
+    with sandbox("local", tmp_path, limits=limits) as box:
+        assert sh(box, "head -c 1000000 /dev/zero > a").code == 0
+        assert sh(box, "head -c 2000000 /dev/zero > b").code != 0
+        hungry = [sys.executable, "-S", "-c", "bytearray(400 << 20)"]
+        done = box.exec(hungry, timeout_s=60)
+        assert done.last_line == "MemoryError"
+
+
+def arguments_of(monkeypatch, tmp_path, **fields):
+    """What the docker client is called with, when it starts."""
+    program = tmp_path / "pod"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
+    program.chmod(0o755)
+    options = {"binary": str(program), **fields.pop("options", {})}
+    fields = {"name": "box", "options": options, **fields}
+    with sandbox("docker", tmp_path, **fields) as box:
+        reached = box.map_url("http://127.0.0.1:1234")
+    return (tmp_path / "calls").read_text().splitlines(), reached
+
+
+def test_docker_is_told_the_limits_and_the_network(tmp_path, monkeypatch):
+    limits = Limits(memory_mb=512, cpus=1.5, processes=64, file_mb=10)
+    calls, reached = arguments_of(
+        monkeypatch, tmp_path, limits=limits, options={"network": "own"}
+    )
+    assert calls[0] == "rm --force --volumes box"
+    assert calls[1] == (
+        "run --detach --name box --network own --add-host "
+        "host.docker.internal:host-gateway --memory 512m --cpus 1.5 --pids-limit 64 "
+        f"--ulimit fsize={10 << 20} --env {MARK}=box --init --entrypoint sleep any "
+        "infinity"
+    )
+    assert calls[-1] == "rm --force --volumes box"
+    assert reached == "http://host.docker.internal:1234"
+
+
+def test_the_host_s_network_needs_no_other_address(tmp_path, monkeypatch):
+    assert arguments_of(monkeypatch, tmp_path)[1] == "http://127.0.0.1:1234"
+    reached = arguments_of(monkeypatch, tmp_path, gateway="http://far:1")[1]
+    assert reached == "http://far:1"
+
+
+@pytest.mark.skipif(not APART, reason="its double needs namespaces")
+def test_values_of_variables_are_no_arguments_of_docker_s_client(tmp_path, fake):
+    with sandbox("docker", tmp_path) as box:
+        script = "tr '\\0' ' ' < /proc/$PPID/cmdline; echo $KEY"
+        done = sh(box, script, env={"KEY": "hunter2"})
+        assert done.stdout.endswith(b"hunter2\n")
+        assert done.stdout.count(b"hunter2") == 1
+
+
+@pytest.mark.skipif(not APART, reason="its double needs namespaces")
+def test_a_container_that_died_is_the_sandbox_s_failure(tmp_path, fake):
+    with sandbox("docker", tmp_path) as box:
+        shutil.move(fake / f"{box.spec.name}.json", tmp_path / "kept.json")
+        with pytest.raises(SandboxError, match="No such container"):
+            sh(box, "true")
+        shutil.move(tmp_path / "kept.json", fake / f"{box.spec.name}.json")
+
+
+REFUSED = [
+    ("apptainer", {"image": None}, "needs an image"),
+    ("apptainer", {"image": "absent"}, "could not open image absent"),
+    ("apptainer", {"options": {"binary": "no-such"}}, "not installed"),
+    ("apptainer", {"limits": Limits(file_mb=1)}, "cannot enforce it"),
+    ("e2b", {"gateway": None}, "give the URL by which"),
+    ("e2b", {"image": "absent"}, "template 'absent' not found"),
+    ("e2b", {"limits": Limits(cpus=1.0)}, "cannot enforce it"),
+    ("e2b", {"options": {"lifetime": "long"}}, "not a number of seconds"),
+    ("docker", {"image": None}, "needs an image"),
+    ("docker", {"image": "absent"}, "Unable to find image"),
+    ("docker", {"options": {"binary": "no-such-docker"}}, "not installed"),
+    ("docker", {"options": {"color": "red"}}, "known options: binary, network"),
+    ("local", {"image": "any"}, "has no image"),
+    ("local", {"limits": Limits(cpus=1.0)}, "cpus = 1.0: a sandbox of kind local"),
+    ("local", {"options": {"namespaces": "perhaps"}}, "is not auto, yes or no"),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "said"), REFUSED)
+def test_what_cannot_be_made_is_refused(tmp_path, fake, kind, fields, said):
+    with pytest.raises(SandboxError, match=said), sandbox(kind, tmp_path, **fields):
+        pass
+    assert not list(fake.iterdir())
+
+
+def test_kinds_are_found_by_name_or_import_path():
+    assert "local" in names_in("trajkit_shim.agents.sandboxes")
+    arguments = ("trajkit_shim.agents.sandboxes", "SANDBOX", SandboxKind)
+    by_path = load("trajkit_shim.agents.sandboxes.local:SANDBOX", *arguments)
+    assert by_path is load("local", *arguments)
+    for name, said in (
+        ("cloud", "is not one of"),
+        ("no_such_package:X", "no package"),
+        ("trajkit_shim.agents.sandbox:pack", "function, not SandboxKind"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            load(name, *arguments)
+
+
+def test_an_archive_holds_what_it_was_given():
+    with tarfile.open(fileobj=io.BytesIO(pack({"a/b": b"x", "c": b"#!s"}))) as tar:
+        assert {e.name: (e.size, e.mode) for e in tar} == {
+            "a/b": (1, 0o644),
+            "c": (3, 0o755),
+        }
+
+
+@pytest.mark.skipif(not APART, reason="the kernel has no user namespaces")
+def test_a_killed_runner_takes_its_sandboxes_processes_along(tmp_path):
+    """Where the system knows how: what it started dies with it."""
+    code = (
+        "from pathlib import Path\n"
+        "from trajkit_shim.agents.sandboxes import local\n"
+        "from trajkit_shim.agents.sandbox import Spec\n"
+        f"box = local.SANDBOX(Spec(name='left', scratch=Path({str(tmp_path)!r})))\n"
+        "box.start()\n"
+        "box.exec(['sh', '-c', 'echo on > begun; setsid sleep 600'], timeout_s=600)\n"
+    )
+    paths = os.pathsep.join(sys.path)
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}
+    ) as runner:
+        try:
+            while not (tmp_path / "left" / "work" / "begun").exists():
+                assert runner.poll() is None
+            assert marked("left")
+        finally:
+            runner.send_signal(signal.SIGKILL)
+    while marked("left"):
+        pass

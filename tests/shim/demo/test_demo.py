@@ -1,0 +1,267 @@
+"""The demo: real agents once, and the pieces it is made of."""
+
+import asyncio
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import numpy as np
+import polars as pl
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+import trajkit as tk
+from trajkit import cli
+from trajkit.policies import PRESETS
+from trajkit_shim.demo import run_demo
+from trajkit_shim.demo.proxy import LossyProxy
+from trajkit_shim.demo.scripted_model import REVIEWER, SUBMIT, write_code
+from trajkit_shim.demo.tasks import TASKS
+from trajkit_shim.engines.embedded import Special
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """The directory of one recorded session."""
+    out = tmp_path_factory.mktemp("demo") / "runs/demo"
+    code = "import sys; from trajkit_shim.demo import run_demo\n" + (
+        f"sys.exit(run_demo({str(out)!r}, sessions=1, seed=1, json=True))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+def test_a_real_agent_drifts_forks_retries_and_starts_another(demo):
+    (session,) = demo["sessions"]
+    assert session["end"] == "solved"
+    assert session["drifting"] > 0
+    assert (session["forks"], session["retries"], session["subagents"]) == (1, 1, 1)
+    assert sum(line["turns"] for line in demo["drift"]) == session["drifting"]
+    assert all(line["tokens_after_drift"] > 0 for line in demo["drift"])
+
+    turns = tk.read_turns(demo["turns"])
+    assert turns.num_rows == session["turns"]
+    links = tk.link(turns, merge_threshold=0)
+    parents = links["parent"].to_pylist()
+    # the first agent's opening and the sub-agent's
+    assert parents.count(None) == 2
+    prompts = [tuple(prompt) for prompt in turns["prompt_ids"].to_pylist()]
+    assert len(set(prompts)) == len(prompts) - 1
+    # one turn was asked again after it slipped, one because its reply was lost
+    assert len(set(parents)) == len(parents) - 3
+    assert turns["ill_formed"].to_pylist().count(True) <= 1
+    # the prompt and output of a turn that is not canonical come back otherwise
+    assert tk.classify_drift(turns, links)["size"].to_numpy().max() > 0
+
+
+def test_the_demo_writes_rows_of_each_policy_that_polars_reads(demo):
+    turns = tk.read_turns(demo["turns"])
+    sampled = sum(map(len, turns["output_ids"].to_pylist()))
+    policies = {line["policy"]: line for line in demo["policies"]}
+    assert list(policies) == list(PRESETS)
+    for line in demo["policies"]:
+        rows = pl.read_parquet(line["path"])
+        assert rows.height == line["rows"] > 0
+        masks = rows["loss_mask"].list.sum().sum()
+        # where every row that holds a claim trains it, masks count it again
+        again = PRESETS[line["policy"]].train_in == "every"
+        assert (
+            masks >= line["tokens_trained"]
+            if again
+            else masks == line["tokens_trained"]
+        )
+        assert line["tokens_trained"] + line["tokens_lost"] == sampled
+        assert rows["input_ids"].list.len().sum() == line["tokens_forward"]
+        spread = PRESETS[line["policy"]].rewards == "uniform"
+        each = 1 / rows.height if spread else 1.0
+        assert rows["reward"].to_list() == [each] * rows.height
+        assert rows["group_id"].to_list() == ["median"] * rows.height
+    assert policies["faithful"]["tokens_lost"] == 0
+    assert policies["slime"]["tokens_lost"] > 0
+    assert policies["strict"]["rows"] < policies["per_call"]["rows"]
+
+
+def printed_commands():
+    """The commands in the code blocks of README and docs, in order of appearance."""
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        blocks = re.findall(
+            r"^```\w*\n(.*?)^```|^((?:    .*\n)+)", page.read_text("utf-8"), re.M | re.S
+        )
+        for line in "".join(map("".join, blocks)).replace("\\\n", "").splitlines():
+            if line.strip().startswith("trajkit "):
+                yield shlex.split(line, comments=True)[1:]
+
+
+# they need an engine, a harness, or what another system recorded
+ELSEWHERE = ("serve", "rollout", "import")
+# the reader's own file
+OWN = "turns.jsonl"
+
+
+@pytest.mark.parametrize("command", list(printed_commands()), ids=" ".join)
+def test_printed_commands_run_on_what_the_demo_wrote(
+    tmp_path, monkeypatch, capsys, demo, command
+):
+    if command[0] in ELSEWHERE:
+        cli._parser().parse_args(command)
+        return
+    (tmp_path / "runs").symlink_to(Path(demo["turns"]).parents[1])
+    monkeypatch.chdir(tmp_path)
+    if OWN in command:
+        assert cli.main(["expand", demo["turns"], "-o", OWN]) == cli.DONE
+    if command[0] == "verify":
+        # the page makes these rows with the command before
+        policy = command[command.index("--policy") :]
+        rows = ["linearize", command[2], "-o", command[1], *policy]
+        assert cli.main(rows) == cli.DONE
+    assert cli.main(command) == cli.DONE, capsys.readouterr().err
+
+
+def test_the_gateways_log_goes_through_json_lines(tmp_path, demo):
+    out = str(tmp_path / "turns.jsonl")
+    assert cli.main(["expand", demo["turns"], "-o", out]) == cli.DONE
+    turns, back = tk.read_turns(demo["turns"]), tk.read_turns(out)
+    assert turns["prompt_digest"].null_count == 0
+    same = [name for name in turns.column_names if not name.endswith("_at")]
+    for name in same:
+        assert back[name].to_pylist() == turns[name].to_pylist(), name
+
+
+def test_logprobs_in_the_rows_are_those_that_the_engine_gave(demo):
+    turns = pl.from_arrow(tk.read_turns(demo["turns"]))
+    given = turns["output_logprobs"].explode().to_numpy()
+    assert np.isfinite(given).all()
+    assert (given <= 0).all()
+    (line,) = [line for line in demo["policies"] if line["policy"] == "per_call"]
+    rows = pl.read_parquet(line["path"])
+    kept = rows["logprobs"].explode().drop_nulls().to_numpy()
+    assert kept.tolist() == given.tolist()
+
+
+@pytest.mark.parametrize(
+    ("choices", "says"),
+    [
+        pytest.param({"sessions": 0}, "sessions = 0", id="no session"),
+        pytest.param({"tasks": ["mean"]}, "'mean' is not one of", id="no such task"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_is_written(
+    tmp_path, choices, says
+):
+    with pytest.raises(ValueError, match=says):
+        run_demo(tmp_path / "run", **choices)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_holds_a_run_is_refused(tmp_path):
+    (tmp_path / "turns-00000.arrows").touch()
+    with pytest.raises(FileExistsError):
+        run_demo(tmp_path)
+
+
+def conversation(task, *later, system="You help."):
+    opening = [("system", f"{system}\n\ntools"), ("user", f"Solve: {task.issue}")]
+    return "".join(
+        f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in [*opening, *later]
+    )
+
+
+def command(reply):
+    """The shell command that a reply calls for; None: no call can be read from it."""
+    if Special("<tool_call>") not in reply.parts:
+        return None
+    body = reply.parts[reply.parts.index(Special("<tool_call>")) + 1]
+    try:
+        return json.loads(body)["arguments"]["command"]
+    except json.JSONDecodeError:
+        return None
+
+
+SEEN = ("user", "<tool_response>\n...\n</tool_response>")
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_every_edit_the_policy_makes_mends_the_fault(tmp_path, task):
+    for number, reply in enumerate(write_code(conversation(task, SEEN, SEEN))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / task.module).write_text(task.source)
+        (folder / "test.py").write_text(task.test)
+        test = [sys.executable, "-B", "test.py"]
+        before = subprocess.run(test, cwd=folder, capture_output=True, check=False)
+        assert before.returncode == 1
+        subprocess.run(["sh", "-c", command(reply)], cwd=folder, check=True)
+        assert (folder / task.module).read_text() == task.fixed
+        subprocess.run(test, cwd=folder, capture_output=True, check=True)
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_the_policy_slips_once_where_the_task_says_so_and_submits_last(task):
+    first = [command(reply) for reply in write_code(conversation(task, SEEN))]
+    assert (None in first) == task.slips
+    asked_again = ("user", "Tool call error:\n\n<error>...")
+    second = write_code(conversation(task, SEEN, asked_again))
+    assert {command(reply) for reply in second} == {f"python test_{task.module}"}
+    steps = 5 if task.reviews else 4
+    last = write_code(conversation(task, *[SEEN] * steps))
+    assert {command(reply) for reply in last} == {SUBMIT}
+
+
+def test_the_reviewer_follows_a_script_of_its_own():
+    prompt = conversation(TASKS[0], system=REVIEWER)
+    assert {command(reply) for reply in write_code(prompt)} == {"git diff"}
+
+
+def test_a_prompt_that_names_no_task_is_an_error():
+    with pytest.raises(ValueError, match="no task of the demo"):
+        write_code("<|im_start|>user\nHello.<|im_end|>\n")
+
+
+def test_the_proxy_loses_the_replies_that_it_is_told_to_lose():
+    async def complete(request):
+        answered.append(request.headers["authorization"])
+        return PlainTextResponse("fine")
+
+    answered = []
+    routes = [
+        Route("/v1/chat/completions", complete, methods=["POST"]),
+        Route("/sessions", complete, methods=["POST"]),
+    ]
+    proxy = LossyProxy(Starlette(routes=routes), {"a": (1,), "b": (0,)})
+
+    def statuses(key, path="/v1/chat/completions"):
+        async def ask():
+            transport = httpx.ASGITransport(proxy)
+            async with httpx.AsyncClient(
+                transport=transport,
+                base_url="http://gateway",
+                headers={"Authorization": f"Bearer {key}"},
+            ) as client:
+                return [(await client.post(path)).status_code for _ in range(3)]
+
+        return asyncio.run(ask())
+
+    assert statuses("a") == [200, 504, 200]
+    assert statuses("b") == [504, 200, 200]
+    assert statuses("c") == [200, 200, 200]
+    assert statuses("b", "/sessions") == [200, 200, 200]
+    # the gateway answered all of them
+    assert len(answered) == 12

@@ -1,0 +1,491 @@
+"""The embedded engine's law: what it says of itself, and what it does."""
+
+import asyncio
+import itertools
+import math
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tests.shim.faulty_engine import Fault, FaultyEngine
+from trajkit_shim.engines.base import Sampling
+from trajkit_shim.engines.embedded import (
+    EmbeddedEngine,
+    Reply,
+    Special,
+    converse,
+    load_tokenizer,
+    tool_call,
+)
+from trajkit_shim.engines.embedded.lattice import Lattice
+from trajkit_shim.engines.embedded.next_token_distribution import shaped, start
+from trajkit_shim.engines.embedded.train_tokenizer import (
+    CONTROL,
+    MARKUP,
+    VOCABULARY,
+    train,
+)
+from trajkit_shim.engines.embedded.vocabulary import END, shipped
+from trajkit_shim.errors import EngineError
+
+VOCAB = shipped()
+PROMPT = np.array(
+    VOCAB.encode("<|im_start|>user\nHello.<|im_end|>\n<|im_start|>assistant\n"),
+    np.int32,
+)
+TALK = [
+    Reply(("Let me look.\n", *tool_call("bash", '{"command": "ls"}')), weight=3),
+    Reply(("Let me see what is there.",)),
+    Reply(("Let me look.",), weight=0.5),
+]
+
+# few characters with many tokens over them, one of two bytes, and the start of a marker
+texts = st.text(alphabet="ins <|é", max_size=5)
+parts = st.lists(texts | st.just(Special("<think>")), max_size=3).map(tuple)
+replies = st.lists(
+    st.builds(Reply, parts, st.sampled_from([0.25, 1.0, 3.0])), min_size=1, max_size=3
+)
+
+
+def drawn(engine, n, prompt=PROMPT, **choices):
+    sampling = Sampling(**{"max_new_tokens": 500, **choices})
+
+    async def draw():
+        return [
+            await engine.generate(prompt, sampling, request_id="r", session_id="s")
+            for _ in range(n)
+        ]
+
+    return asyncio.run(draw())
+
+
+def sampled(engine, prompt=PROMPT, **choices):
+    return drawn(engine, 1, prompt, **choices)[0]
+
+
+def spellings(said, drift):
+    """Every token sequence that spells the replies, with its probability."""
+    law = Counter()
+    for reply in said:
+        weights = {(): 1.0}
+        for part in (*reply.parts, Special(END)):
+            if isinstance(part, Special):
+                ways = {(VOCAB.added[part.text],): 1.0}
+            else:
+                ways = _ways(part.encode(), tuple(VOCAB.encode_plain(part)), drift)
+            weights = {
+                before + way: weight * more
+                for (before, weight), (way, more) in itertools.product(
+                    weights.items(), ways.items()
+                )
+            }
+        total = sum(weights.values())
+        for ids, weight in weights.items():
+            law[ids] += reply.weight / sum(r.weight for r in said) * weight / total
+    return law
+
+
+def _ways(spelled, canonical, drift):
+    lengths = [len(VOCAB.spelling[token]) for token in canonical]
+    ends = itertools.accumulate(lengths)
+    edges = {
+        (end - length, token)
+        for end, length, token in zip(ends, lengths, canonical, strict=True)
+    }
+    ways = {}
+
+    def extend(at, ids, weight):
+        if at == len(spelled):
+            ways[ids] = weight
+        for stop in range(at + 1, len(spelled) + 1):
+            if spelled[at:stop] in ORDINARY:
+                token = ORDINARY[spelled[at:stop]]
+                extend(
+                    stop, (*ids, token), weight * (1 if (at, token) in edges else drift)
+                )
+
+    extend(0, (), 1.0)
+    return ways
+
+
+ORDINARY = {VOCAB.spelling[token]: token for token in range(VOCABULARY)}
+
+
+@given(replies, st.sampled_from([0.05, 0.5, 1.0]))
+@example([Reply(("in",)), Reply(("ins",))], 0.5)
+@example([Reply(("in",)), Reply(("in",))], 0.5)
+@example([Reply(())], 0.5)
+def test_score_is_the_probability_counted_over_all_spellings(said, drift):
+    engine = EmbeddedEngine(lambda prompt: said, drift=drift)
+    law = spellings(said, drift)
+    assert math.isclose(sum(law.values()), 1)
+    for ids, probability in law.most_common(20):
+        logprobs = engine.score(PROMPT, np.array(ids, np.int32))
+        assert (logprobs <= 0).all()
+        assert math.isclose(math.exp(logprobs.sum()), probability, rel_tol=1e-4)
+
+
+@given(replies, st.sampled_from([0.05, 0.5, 1.0]))
+def test_next_token_probabilities_add_up_to_one_wherever_one_can_get(said, drift):
+    states = [start([(r.weight, Lattice(VOCAB, r.parts, drift)) for r in said])]
+    for _ in range(40):
+        if not states:
+            break
+        state = states.pop()
+        chances = state.next()
+        if VOCAB.added[END] in chances:
+            ended = state.after(VOCAB.added[END])
+            assert ended.next() == {}
+        assert math.isclose(sum(chances.values()), 1)
+        states += [state.after(t) for t in chances if t != VOCAB.added[END]]
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        pytest.param({}, id="as it is"),
+        pytest.param({"temperature": 0.5}, id="cold"),
+        pytest.param({"temperature": 3.0, "top_k": 4}, id="hot among four"),
+        pytest.param({"top_p": 0.7, "top_k": -1}, id="nucleus"),
+        pytest.param({"temperature": 0.0}, id="greedy"),
+    ],
+)
+def test_score_gives_the_logprobs_that_sampling_gave(choices):
+    engine = EmbeddedEngine(lambda prompt: TALK, drift=0.3, seed=5)
+    for _ in range(20):
+        sample = sampled(engine, **choices)
+        sampling = Sampling(max_new_tokens=1, **choices)
+        scored = engine.score(PROMPT, sample.output_ids, sampling)
+        assert scored.dtype == sample.output_logprobs.dtype == np.float32
+        np.testing.assert_array_equal(scored, sample.output_logprobs)
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        pytest.param({}, id="as it is"),
+        pytest.param({"temperature": 2.0, "top_k": 3, "top_p": 0.9}, id="shaped"),
+    ],
+)
+def test_frequencies_agree_with_the_scores(choices):
+    said = [Reply(("in is",), 2.0), Reply(("in",)), Reply(("in", Special("<think>")))]
+    engine = EmbeddedEngine(lambda prompt: said, drift=0.4, seed=11)
+    n = 4000
+    seen = Counter(tuple(s.output_ids.tolist()) for s in drawn(engine, n, **choices))
+    sampling = Sampling(max_new_tokens=1, **choices)
+    expected = {
+        ids: n * math.exp(engine.score(PROMPT, np.array(ids), sampling).sum())
+        for ids in spellings(said, 0.4)
+    }
+    assert math.isclose(sum(expected.values()), n, rel_tol=1e-4)
+    # cells that expect fewer than five are one cell
+    large = [ids for ids, count in expected.items() if count >= 5]
+    rest = n - sum(expected[ids] for ids in large)
+    square = sum((seen[ids] - expected[ids]) ** 2 / expected[ids] for ids in large)
+    square += (n - sum(seen[ids] for ids in large) - rest) ** 2 / max(rest, 1)
+    # Wilson and Hilferty: the cube root is nearly normal; 3.1 deviations are 1 in 1000
+    spread = 2 / (9 * len(large))
+    assert len(large) > 3
+    assert square < len(large) * (1 - spread + 3.1 * math.sqrt(spread)) ** 3
+
+
+def test_some_outputs_are_not_canonical_and_come_back_changed():
+    engine = EmbeddedEngine(lambda prompt: TALK, drift=0.1, seed=3)
+    outputs = [sampled(engine).output_ids.tolist() for _ in range(50)]
+    drifted = [ids for ids in outputs if VOCAB.encode(VOCAB.decode(ids)) != ids]
+    assert 0 < len(drifted) < 50
+    said = {VOCAB.decode(ids) for ids in outputs}
+    assert said == {
+        "".join(p.text if isinstance(p, Special) else p for p in reply.parts) + END
+        for reply in TALK
+    }
+
+
+def test_greedy_is_certain_of_the_likeliest_token():
+    engine = EmbeddedEngine(lambda prompt: TALK, drift=0.1, seed=3)
+    sample = sampled(engine, temperature=0.0)
+    assert VOCAB.decode(sample.output_ids.tolist()).startswith("Let me look.\n<tool_")
+    assert (sample.output_logprobs == 0).all()
+
+
+def test_a_seed_fixes_the_sample_and_no_seed_does_not():
+    engine = EmbeddedEngine(lambda prompt: TALK, drift=0.5, seed=3)
+    fixed = {tuple(sampled(engine, seed=7).output_ids) for _ in range(5)}
+    free = {tuple(sampled(engine).output_ids) for _ in range(5)}
+    assert len(fixed) == 1
+    assert len(free) > 1
+    again = EmbeddedEngine(lambda prompt: TALK, drift=0.5, seed=3)
+    assert tuple(sampled(again, seed=7).output_ids) in fixed
+    assert {tuple(sampled(again).output_ids) for _ in range(5)} == free
+
+
+def test_a_sample_cut_short_is_the_start_of_the_whole_one():
+    engine = EmbeddedEngine(lambda prompt: TALK, drift=0.5)
+    whole = sampled(engine, seed=7)
+    assert whole.finish_reason == "stop"
+    assert whole.output_ids[-1] == VOCAB.added[END]
+    for length in range(1, len(whole.output_ids) + 1):
+        cut = sampled(engine, seed=7, max_new_tokens=length)
+        assert cut.output_ids.tolist() == whole.output_ids[:length].tolist()
+        assert cut.output_logprobs.tolist() == whole.output_logprobs[:length].tolist()
+        assert [(s.start, s.stop) for s in cut.weight_versions] == [(0, length)]
+        ended = length == len(whole.output_ids)
+        assert cut.finish_reason == ("stop" if ended else "length")
+
+
+def test_stop_strings_and_stop_ids_end_a_sample_and_stay_in_it():
+    engine = EmbeddedEngine(lambda prompt: [TALK[0]], drift=0.5, seed=1)
+    by_text = sampled(engine, stop=("name",))
+    text = VOCAB.decode(by_text.output_ids.tolist())
+    assert by_text.finish_reason == "stop"
+    assert "name" in text
+    assert "name" not in VOCAB.decode(by_text.output_ids.tolist()[:-1])
+    marker = VOCAB.added["<tool_call>"]
+    by_id = sampled(engine, stop_token_ids=(marker,))
+    assert by_id.finish_reason == "stop"
+    assert by_id.output_ids.tolist().index(marker) == len(by_id.output_ids) - 1
+
+
+def test_what_spells_a_special_token_is_ordinary_bytes():
+    said = Reply((f"a {END} b", Special("<think>"), "<think>"))
+    engine = EmbeddedEngine(lambda prompt: [said], seed=1)
+    for _ in range(20):
+        ids = sampled(engine).output_ids.tolist()
+        assert [t for t in ids if t >= VOCABULARY] == [
+            VOCAB.added["<think>"],
+            VOCAB.added[END],
+        ]
+        assert VOCAB.decode(ids) == f"a {END} b<think><think>{END}"
+        assert VOCAB.encode(VOCAB.decode(ids)) != ids
+
+
+def test_what_cannot_be_drawn_scores_minus_infinity():
+    engine = EmbeddedEngine(lambda prompt: TALK, seed=1)
+    ids = sampled(engine).output_ids
+    wrong = np.concatenate([ids[:3], [0], ids[4:]])
+    scored = engine.score(PROMPT, wrong)
+    assert np.isfinite(scored[:3]).all()
+    assert (scored[3:] == -np.inf).all()
+    past_the_end = engine.score(PROMPT, np.append(ids, ids[-1]))
+    assert past_the_end[-1] == -np.inf
+
+
+@pytest.mark.parametrize(
+    ("prompt", "choices", "says"),
+    [
+        pytest.param([1, 3009], {}, "3009 at position 1", id="id past the vocabulary"),
+        pytest.param([-1], {}, "-1 at position 0", id="negative id"),
+        pytest.param([], {}, "no ids", id="empty prompt"),
+        pytest.param([[1]], {}, "shape", id="two dimensions"),
+        pytest.param([1] * 91, {}, "91 prompt tokens", id="over-long prompt"),
+        pytest.param([1], {"max_new_tokens": 101}, "room for 0", id="over-long output"),
+        pytest.param([1], {"max_new_tokens": 0}, "max_new_tokens = 0", id="no output"),
+        pytest.param([1], {"temperature": -1.0}, "temperature", id="below zero"),
+        pytest.param([1], {"temperature": math.nan}, "temperature", id="not a number"),
+        pytest.param([1], {"top_p": 0.0}, "top_p", id="empty nucleus"),
+        pytest.param([1], {"top_k": 0}, "top_k", id="top 0"),
+        pytest.param([1], {"stop": ("",)}, "stop", id="empty stop string"),
+        pytest.param([1], {"extra": {"regex": "a"}}, "'regex'", id="unknown parameter"),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused(prompt, choices, says):
+    engine = EmbeddedEngine(max_context_tokens=100)
+    with pytest.raises(EngineError, match=says) as caught:
+        sampled(engine, np.array(prompt, np.int32), **{"max_new_tokens": 10, **choices})
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("drift", [0.0, -1.0, 1.5, math.nan])
+def test_a_drift_that_is_no_weight_is_refused(drift):
+    with pytest.raises(ValueError, match="drift"):
+        EmbeddedEngine(drift=drift)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param([], id="nothing to say"),
+        pytest.param([Reply(("a",), 0.0)], id="weight 0"),
+        pytest.param([Reply(("a",)), Reply(("b",), math.inf)], id="infinite weight"),
+    ],
+)
+def test_a_policy_without_a_law_is_an_error(said):
+    with pytest.raises(ValueError, match="reply weights"):
+        sampled(EmbeddedEngine(lambda prompt: said))
+
+
+def test_a_call_lets_others_run_and_ends_when_it_is_cancelled():
+    async def run():
+        engine = EmbeddedEngine(lambda prompt: [Reply(("x = 1\n" * 500,))], seed=1)
+        sampling = Sampling(max_new_tokens=4000)
+        task = asyncio.create_task(
+            engine.generate(PROMPT, sampling, request_id="r", session_id="s")
+        )
+        # its first slice of tokens; then it is this one's turn
+        await asyncio.sleep(0)
+        assert not task.done()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+
+
+def test_a_slow_call_that_is_cancelled_is_counted():
+    async def run():
+        engine = FaultyEngine(EmbeddedEngine(seed=1), [Fault(delay_s=60)])
+        sampling = Sampling(max_new_tokens=10)
+        task = asyncio.create_task(
+            engine.generate(PROMPT, sampling, request_id="r", session_id="s")
+        )
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return engine.calls, engine.cancelled
+
+    assert asyncio.run(run()) == (1, 1)
+
+
+def test_faults_come_one_per_call_in_order():
+    engine = FaultyEngine(
+        EmbeddedEngine(lambda prompt: TALK, seed=1),
+        [Fault(error=EngineError("overloaded", 503)), None, Fault(abort_after=3)],
+    )
+    with pytest.raises(EngineError, match="overloaded"):
+        sampled(engine)
+    assert sampled(engine).finish_reason == "stop"
+    aborted = sampled(engine)
+    assert aborted.finish_reason == "abort"
+    assert len(aborted.output_ids) == len(aborted.output_logprobs) == 3
+    assert [(s.start, s.stop) for s in aborted.weight_versions] == [(0, 3)]
+    assert sampled(engine).finish_reason == "stop"
+    assert engine.calls == 4
+
+
+@given(st.dictionaries(st.integers(0, 5), st.floats(0.01, 1), min_size=1))
+def test_top_k_and_top_p_keep_the_likeliest(weights):
+    total = sum(weights.values())
+    chances = {token: weight / total for token, weight in weights.items()}
+    likeliest = min(chances, key=lambda token: (-chances[token], token))
+    assert shaped(chances, temperature=0.0) == {likeliest: 1.0}
+    assert shaped(chances, top_k=1) == {likeliest: 1.0}
+    assert shaped(chances, top_p=1e-9) == {likeliest: 1.0}
+    assert len(shaped(chances, 0.5, top_k=2)) == min(2, len(chances))
+    nucleus = shaped(chances, top_p=0.6)
+    for kept in (nucleus, shaped(chances, 0.5, top_k=2)):
+        assert math.isclose(sum(kept.values()), 1)
+        assert min(chances[t] for t in kept) >= max(
+            (chances[t] for t in chances if t not in kept), default=0
+        )
+    reached = sum(chances[t] for t in nucleus)
+    assert reached > 0.6 - 1e-9
+    assert reached - min(chances[t] for t in nucleus) < 0.6 + 1e-9
+
+
+def test_the_shipped_tokenizer_is_what_the_recipe_describes():
+    assert list(VOCAB.added) == [*CONTROL, *MARKUP]
+    assert VOCAB.size == VOCABULARY + len(VOCAB.added)
+    assert {bytes([b]) for b in range(256)} <= set(VOCAB.spelling[:VOCABULARY])
+    assert max(VOCAB.encode_plain("".join(VOCAB.added))) < VOCABULARY
+    assert VOCAB.encode("".join(VOCAB.added)) == list(VOCAB.added.values())
+    assert len(set(VOCAB.spelling)) == VOCAB.size
+    source = [f"def f{i}(x):\n    return x + {i}\n" for i in range(50)]
+    first, second = (train(iter(source)).to_str() for _ in range(2))
+    assert first == second
+
+
+@given(st.text(max_size=30))
+def test_spellings_put_together_are_the_text(text):
+    ids = VOCAB.encode_plain(text)
+    assert b"".join(VOCAB.spelling[t] for t in ids).decode() == text
+    assert VOCAB.decode(ids) == text
+
+
+def test_importing_the_engine_loads_neither_transformers_nor_torch():
+    code = (
+        "import sys, trajkit_shim.engines.embedded as e; e.EmbeddedEngine();"
+        "print(*{name.split('.')[0] for name in sys.modules})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": "shim"},
+    )
+    assert {"torch", "transformers", "starlette"}.isdisjoint(done.stdout.split())
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "bash", "description": "Run.", "parameters": {}},
+    }
+]
+
+
+def rendered(messages, tools=TOOLS):
+    return load_tokenizer().apply_chat_template(
+        messages, tools=tools, tokenize=False, add_generation_prompt=True
+    )
+
+
+def test_the_default_policy_calls_a_tool_once_and_then_says_so():
+    conversation = [{"role": "user", "content": "Look around."}]
+    first = converse(rendered(conversation))
+    assert all(Special("<tool_call>") in reply.parts for reply in first)
+    call = {"name": "bash", "arguments": '{"command": "ls -la"}'}
+    conversation += [
+        {"role": "assistant", "content": "x", "tool_calls": [{"function": call}]},
+        {"role": "tool", "content": "total 0"},
+    ]
+    assert all(len(reply.parts) == 1 for reply in converse(rendered(conversation)))
+    without_tools = converse(rendered(conversation[:1], None))
+    assert all(len(reply.parts) == 1 for reply in without_tools)
+
+
+def test_the_template_repeats_a_canonical_reply_token_for_token():
+    arguments = '{"command":  "ls \\u00e9"}'
+    said = Reply(("Let me look.\n", *tool_call("bash", arguments)))
+    engine = EmbeddedEngine(lambda prompt: [said])
+    asked = [{"role": "user", "content": [{"type": "text", "text": "Look."}]}]
+    prompt = VOCAB.encode(rendered(asked))
+    output = sampled(engine, np.array(prompt), temperature=0.0).output_ids.tolist()
+    call = {"name": "bash", "arguments": arguments}
+    replay = [
+        *asked,
+        {
+            "role": "assistant",
+            "content": "Let me look.",
+            "tool_calls": [{"id": "1", "type": "function", "function": call}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "a"},
+        {"role": "tool", "tool_call_id": "2", "content": "b"},
+    ]
+    held = prompt + output
+    again = VOCAB.encode(rendered(replay))
+    assert again[: len(held)] == held
+    assert VOCAB.decode(again[len(held) :]) == (
+        "\n<|im_start|>user\n<tool_response>\na\n</tool_response>\n<tool_response>\nb\n"
+        "</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_the_template_drops_white_space_and_old_reasoning():
+    said = {"role": "assistant", "content": " Yes. \n", "reasoning_content": "Hm.\n"}
+    fresh = rendered([{"role": "user", "content": "Is it?"}, said], None)
+    assert fresh == (
+        "<|im_start|>user\nIs it?<|im_end|>\n<|im_start|>assistant\n<think>\nHm.\n"
+        "</think>\n\nYes.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    old = rendered([said, {"role": "user", "content": "And?"}], None)
+    assert old == (
+        "<|im_start|>assistant\nYes.<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )

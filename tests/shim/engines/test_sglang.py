@@ -1,0 +1,533 @@
+"""The SGLang client against a double that replays a real server's replies."""
+
+import asyncio
+import base64
+import json
+from contextlib import asynccontextmanager
+from copy import deepcopy
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from trajkit_shim.engines.base import (
+    Sampling,
+    StreamingEngine,
+    UpdatableEngine,
+    WeightSpan,
+)
+from trajkit_shim.engines.checks import check_consumed, check_sample
+from trajkit_shim.engines.model_config import vocab_size
+from trajkit_shim.engines.sglang import SGLangEngine, read_sample
+from trajkit_shim.errors import EngineError
+
+pytestmark = pytest.mark.anyio
+
+RECORDED = json.loads(
+    (Path(__file__).parents[1] / "sglang_replies.json").read_text("utf-8")
+)["replies"]
+PROMPT = np.array(RECORDED["basic"]["request"]["input_ids"], np.int32)
+
+
+class Double:
+    """Answers as the recorded server did; ``/generate`` with the replies given."""
+
+    def __init__(self, *replies: Response | str) -> None:
+        self.replies = list(replies)
+        self.requests: list[dict[str, object]] = []
+        self.headers: list[str | None] = []
+        self.aborted: list[str] = []
+        self.entered = asyncio.Event()
+        self.hold = False
+        self.model_info = deepcopy(RECORDED["model_info"]["reply"])
+        self.models = RECORDED["models"]["reply"]
+        self.server_info = None
+        self.server_info_asked = 0
+
+    async def generate(self, request: Request) -> Response:
+        self.requests.append(await request.json())
+        self.headers.append(request.headers.get("x-smg-routing-key"))
+        self.entered.set()
+        if self.hold:
+            await asyncio.Event().wait()
+        reply = self.replies.pop(0)
+        if isinstance(reply, Response):
+            return reply
+        recorded = RECORDED[reply]
+        return JSONResponse(recorded["reply"], recorded["status"])
+
+    async def abort(self, request: Request) -> Response:
+        self.aborted.append((await request.json())["rid"])
+        return Response()
+
+    async def show_model(self, _: Request) -> Response:
+        return JSONResponse(self.model_info)
+
+    async def show_models(self, _: Request) -> Response:
+        return JSONResponse(self.models)
+
+    async def show_server(self, _: Request) -> Response:
+        self.server_info_asked += 1
+        if self.server_info is None:
+            return Response("Not Found", 404)
+        return JSONResponse(self.server_info)
+
+    def app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/generate", self.generate, methods=["POST"]),
+                Route("/abort_request", self.abort, methods=["POST"]),
+                Route("/model_info", self.show_model),
+                Route("/server_info", self.show_server),
+                Route("/v1/models", self.show_models),
+            ]
+        )
+
+
+@asynccontextmanager
+async def engine_of(double: Double, **options):
+    client = httpx.AsyncClient(transport=httpx.ASGITransport(app=double.app()))
+    engine = SGLangEngine("http://sglang/", vocab_size=4032, client=client, **options)
+    yield engine
+    await engine.close()
+    assert client.is_closed
+
+
+async def sample(engine, prompt=PROMPT, **sampling):
+    return await engine.generate(
+        prompt,
+        Sampling(**{"max_new_tokens": 6, **sampling}),
+        request_id="r1",
+        session_id="s1",
+    )
+
+
+async def test_what_is_sent():
+    double = Double("basic", "basic")
+    async with engine_of(double) as engine:
+        await sample(engine)
+        await sample(
+            engine,
+            temperature=0.5,
+            stop=("\n",),
+            stop_token_ids=(2,),
+            seed=7,
+            extra={"regex": "a", "skip_special_tokens": True},
+        )
+    as_sampled = {
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "no_stop_trim": True,
+    }
+    assert double.requests[0] == {
+        "rid": "r1",
+        "input_ids": PROMPT.tolist(),
+        "sampling_params": {"max_new_tokens": 6, **as_sampled},
+        "return_logprob": True,
+    }
+    assert double.requests[1]["sampling_params"] == {
+        "max_new_tokens": 6,
+        "temperature": 0.5,
+        "stop": ["\n"],
+        "stop_token_ids": [2],
+        "sampling_seed": 7,
+        "regex": "a",
+        **as_sampled,
+    }
+    assert double.headers == ["s1", "s1"]
+    assert double.aborted == []
+
+
+async def test_what_is_read():
+    double = Double("basic", "cached", "aborted")
+    async with engine_of(double) as engine:
+        info = await engine.info()
+        first, cached, aborted = [await sample(engine) for _ in range(3)]
+        for one in (first, cached, aborted):
+            check_sample(one, info)
+    assert (info.model, info.vocab_size, info.max_context_tokens) == (
+        "tiny",
+        4032,
+        32768,
+    )
+    reply = RECORDED["basic"]["reply"]
+    assert first.output_ids.dtype == np.int32
+    assert first.output_ids.tolist() == reply["output_ids"]
+    assert first.output_logprobs.dtype == np.float32
+    assert first.output_logprobs.tolist() == [
+        item[0] for item in reply["meta_info"]["output_token_logprobs"]
+    ]
+    assert first.finish_reason == "length"
+    assert first.weight_versions == (WeightSpan("default", 0, 6),)
+    assert (first.cached_tokens, cached.cached_tokens) == (0, 9)
+    assert aborted.finish_reason == "abort"
+    assert aborted.weight_versions == (
+        WeightSpan("default", 0, 8),
+        WeightSpan("v-retract", 8, 12),
+    )
+
+
+@pytest.mark.parametrize(
+    ("sampling", "preferred", "cut"),
+    [
+        pytest.param({}, None, False, id="everything can be sampled"),
+        pytest.param(
+            {"temperature": 0.7, "top_p": 1.0, "top_k": -1}, None, False, id="off"
+        ),
+        pytest.param({"top_p": 0.9}, None, True, id="top_p"),
+        pytest.param({"top_k": 50}, None, True, id="top_k"),
+        pytest.param({"extra": {"min_p": 0.1}}, None, True, id="min_p"),
+        pytest.param({"temperature": 0.0}, None, True, id="greedy"),
+        pytest.param({}, {"top_p": 0.8}, True, id="the server's own top_p"),
+        pytest.param({"top_p": 1.0}, {"top_p": 0.8}, False, id="overruled"),
+    ],
+)
+async def test_logprobs_are_those_of_what_was_sampled_from(sampling, preferred, cut):
+    double = Double("sampling_mask")
+    double.model_info["preferred_sampling_params"] = preferred
+    async with engine_of(double) as engine:
+        result = await sample(engine, **sampling)
+    meta = RECORDED["sampling_mask"]["reply"]["meta_info"]
+    plain = [item[0] for item in meta["output_token_logprobs"]]
+    wanted = meta["output_token_sampling_logprobs"] if cut else plain
+    assert double.requests[0].get("return_sampling_mask", False) is cut
+    assert result.output_logprobs.tolist() == np.float32(wanted).tolist()
+
+
+async def test_an_id_outside_the_vocabulary_never_reaches_the_server():
+    double = Double("basic")
+    async with engine_of(double) as engine:
+        with pytest.raises(EngineError, match=r"prompt_ids\[1\] = 4032") as caught:
+            await sample(engine, np.array([1, 4032], np.int32))
+        with pytest.raises(EngineError, match=r"prompt_ids\[0\] = -1"):
+            await sample(engine, np.array([-1], np.int32))
+        with pytest.raises(EngineError, match="no tokens"):
+            await sample(engine, PROMPT[:0])
+    assert caught.value.status == 400
+    assert double.requests == []
+
+
+async def test_a_context_length_that_is_given_holds():
+    double = Double("basic")
+    async with engine_of(double, max_context_tokens=10) as engine:
+        assert (await engine.info()).max_context_tokens == 10
+        with pytest.raises(EngineError, match="maximum context length is 10"):
+            await sample(engine)
+
+
+@pytest.mark.parametrize(
+    ("reply", "status", "match"),
+    [
+        pytest.param("too_long", 400, "maximum context length of 32768", id="too long"),
+        pytest.param(Response("busy", 503), 503, "503: busy", id="busy"),
+        pytest.param(Response("no", 401), 502, "401: no", id="not allowed"),
+        pytest.param(JSONResponse({"error": "x"}, 500), 502, "500: ", id="failed"),
+        pytest.param(Response("hello"), 502, "/generate", id="no JSON"),
+        pytest.param(JSONResponse([]), 502, "gave no object", id="a list"),
+        pytest.param(JSONResponse({}), 502, "output_ids|meta_info", id="nothing"),
+    ],
+)
+async def test_what_the_server_refuses_or_fails(reply, status, match):
+    async with engine_of(Double(reply)) as engine:
+        with pytest.raises(EngineError, match=match) as caught:
+            await sample(engine)
+    assert caught.value.status == status
+
+
+def changed(**meta):
+    reply = deepcopy(RECORDED["basic"]["reply"])
+    reply["meta_info"].update(meta)
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("reply", "match"),
+    [
+        pytest.param(
+            changed(output_token_logprobs=[]), "of 0 tokens for 6", id="no logprobs"
+        ),
+        pytest.param(
+            changed(output_token_logprobs=[[-1.0, 5, None]] * 6),
+            "other tokens",
+            id="logprobs of other ids",
+        ),
+        pytest.param(
+            changed(output_token_logprobs=[[None, 5, None]] * 6),
+            "cannot be read",
+            id="null logprobs",
+        ),
+        pytest.param(changed(finish_reason=None), "cannot be read", id="no end"),
+        pytest.param(changed(weight_versions=[{}]), "cannot be read", id="no version"),
+    ],
+)
+async def test_replies_that_make_no_sense(reply, match):
+    with pytest.raises(EngineError, match=match) as caught:
+        read_sample(reply, sampling_logprobs=False)
+    assert caught.value.status == 502
+
+
+async def test_cancelling_aborts_the_call_at_the_server():
+    double = Double()
+    double.hold = True
+    async with engine_of(double) as engine:
+        call = asyncio.create_task(sample(engine))
+        await double.entered.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+    assert double.aborted == ["r1"]
+
+
+async def test_a_server_that_is_not_there():
+    engine = SGLangEngine("http://127.0.0.1:9", vocab_size=10)
+    with pytest.raises(EngineError, match="cannot be reached: ConnectError") as caught:
+        await engine.info()
+    assert caught.value.status == 502
+    await engine.close()
+
+
+async def test_a_server_that_does_not_tell_its_context_length():
+    double = Double()
+    double.models = {"data": []}
+    async with engine_of(double) as engine:
+        with pytest.raises(EngineError, match="max_model_len"):
+            await engine.info()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({"vocab_size": 4032}, id="a language model"),
+        pytest.param({"text_config": {"vocab_size": 4032}}, id="several modalities"),
+    ],
+)
+def test_model_vocab_size(tmp_path, config):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert vocab_size(tmp_path) == 4032
+
+
+def test_a_model_without_a_vocab_size(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="has no vocab_size"):
+        vocab_size(tmp_path)
+
+
+def stream_of(name, ends, *, incremental=False):
+    """A recorded reply as the events of a stream, which end behind these tokens.
+
+    An event repeats what was told before or, with the server's
+    ``--incremental-streaming-output``, does not (spec: engines-and-clients 1.4).
+    """
+    reply = RECORDED[name]["reply"]
+    start, events = 0, []
+    for end in [*ends, len(reply["output_ids"])]:
+        meta = dict(reply["meta_info"], completion_tokens=end)
+        last = end == len(reply["output_ids"])
+        if not last:
+            meta["finish_reason"] = None
+            del meta["weight_versions"]
+        for field in ("output_token_logprobs", "output_token_sampling_logprobs"):
+            if field in meta:
+                meta[field] = meta[field][start:end]
+        events.append({"output_ids": reply["output_ids"][start:end], "meta_info": meta})
+        start = end if incremental else 0
+    return events
+
+
+def as_response(events, end=b"data: [DONE]\n\n"):
+    body = b"".join(b"data: " + json.dumps(one).encode() + b"\n\n" for one in events)
+    return Response(body + end, media_type="text/event-stream")
+
+
+async def stream(engine, told, **sampling):
+    return await engine.stream(
+        PROMPT,
+        Sampling(**{"max_new_tokens": 6, **sampling}),
+        request_id="r1",
+        session_id="s1",
+        on_tokens=told.append,
+    )
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+@pytest.mark.parametrize("name", ["basic", "sampling_mask", "aborted"])
+async def test_a_stream_brings_what_a_reply_brings(name, incremental):
+    sampling = {"top_p": 0.9} if name == "sampling_mask" else {}
+    double = Double(
+        name, as_response(stream_of(name, [1, 4, 4], incremental=incremental))
+    )
+    told = []
+    async with engine_of(double) as engine:
+        assert isinstance(engine, StreamingEngine)
+        whole = await sample(engine, **sampling)
+        streamed = await stream(engine, told, **sampling)
+    assert streamed.output_ids.tolist() == whole.output_ids.tolist()
+    assert streamed.output_logprobs.tolist() == whole.output_logprobs.tolist()
+    for field in ("finish_reason", "weight_versions", "cached_tokens"):
+        assert getattr(streamed, field) == getattr(whole, field)
+    ids = whole.output_ids.tolist()
+    assert told == [ids[:1], ids[1:4], [], ids[4:]]
+    assert double.requests[1].pop("stream") is True
+    assert double.requests[1]["sampling_params"].pop("stream_interval") == 8
+    assert double.requests[0] == double.requests[1]
+
+
+TAKEN_BACK = stream_of("basic", [2])
+TAKEN_BACK[0] = {**TAKEN_BACK[0], "output_ids": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("events", "end", "match"),
+    [
+        pytest.param(stream_of("basic", [2]), b"", "broke off", id="no end"),
+        pytest.param([], b"data: [DONE]\n\n", "cannot be read", id="no events"),
+        pytest.param(
+            stream_of("basic", [2])[:1],
+            b'data: {"error": {"message": "dead"}}\n\n',
+            "dead",
+            id="an error",
+        ),
+        pytest.param(
+            stream_of("basic", [2])[:1],
+            b"data: [DONE]\n\n",
+            "cannot be read",
+            id="no last one",
+        ),
+        pytest.param(
+            stream_of("basic", [2, 4], incremental=True)[::2],
+            b"data: [DONE]\n\n",
+            "2 ids after 2, and 6 in all",
+            id="a hole",
+        ),
+        pytest.param(
+            TAKEN_BACK,
+            b"data: [DONE]\n\n",
+            "changed ids it already sent",
+            id="other ids",
+        ),
+    ],
+)
+async def test_streams_that_fail(events, end, match):
+    double = Double(as_response(events, end))
+    async with engine_of(double) as engine:
+        with pytest.raises(EngineError, match=match):
+            await stream(engine, [])
+
+
+@pytest.mark.parametrize(
+    ("told", "most", "interval"),
+    [
+        pytest.param(
+            {"incremental_streaming_output": True}, 32_768, 8, id="what is new"
+        ),
+        pytest.param({"incremental_streaming_output": False}, 32_768, 256, id="all"),
+        pytest.param({"incremental_streaming_output": False}, 100, 8, id="all, short"),
+        pytest.param(None, 32_768, 256, id="does not say"),
+    ],
+)
+async def test_events_are_rarer_where_each_repeats_all_before_it(told, most, interval):
+    double = Double(*[as_response(stream_of("basic", [2])) for _ in range(2)])
+    double.server_info = told
+    async with engine_of(double) as engine:
+        for _ in range(2):
+            await stream(engine, [], max_new_tokens=most)
+    for request in double.requests:
+        assert request["sampling_params"]["stream_interval"] == interval
+    assert double.server_info_asked == 1
+
+
+async def test_pausing_and_updating():
+    double = Double()
+    told = []
+
+    async def answer(request: Request) -> Response:
+        told.append((request.url.path, await request.json()))
+        success = "bad" not in str(told[-1])
+        return JSONResponse({"success": success, "message": "no such directory"})
+
+    paths = ("pause_generation", "continue_generation", "update_weights_from_disk")
+    app = Starlette(
+        routes=[Route(f"/{path}", answer, methods=["POST"]) for path in paths]
+    )
+    double.app = lambda: app
+    async with engine_of(double) as engine:
+        assert isinstance(engine, UpdatableEngine)
+        await engine.pause()
+        await engine.update_weights("/new", "step-1")
+        with pytest.raises(EngineError, match="'/bad': no such directory"):
+            await engine.update_weights("/bad", "step-2")
+        await engine.resume()
+    update = {"model_path": "/new", "weight_version": "step-1", "flush_cache": True}
+    assert told == [
+        ("/pause_generation", {"mode": "retract"}),
+        ("/update_weights_from_disk", update),
+        (
+            "/update_weights_from_disk",
+            {**update, "model_path": "/bad", "weight_version": "step-2"},
+        ),
+        ("/continue_generation", {}),
+    ]
+
+
+def with_experts(name, experts):
+    """A recorded reply, and experts as a server with such a model packs them."""
+    reply = deepcopy(RECORDED[name]["reply"])
+    packed = base64.b64encode(np.array(experts, "<i4").tobytes()).decode()
+    reply["meta_info"]["routed_experts"] = packed
+    return JSONResponse(reply)
+
+
+# of 10 prompt and 6 output tokens all but the last, in 2 layers, 3 experts each
+EXPERTS = np.arange(15 * 2 * 3).reshape(15, 2, 3) % 128
+
+
+async def test_the_experts_that_tokens_were_routed_to():
+    double = Double(with_experts("basic", EXPERTS), "basic")
+    async with engine_of(double, experts_per_token=3) as engine:
+        told = await sample(engine)
+        with pytest.raises(EngineError, match="gave no routed_experts"):
+            await sample(engine)
+    assert [r["return_routed_experts"] for r in double.requests] == [True, True]
+    assert told.routed_experts.tolist() == EXPERTS.tolist()
+
+
+@pytest.mark.parametrize(
+    ("packed", "match"),
+    [
+        pytest.param(EXPERTS[:-1], "84 routed experts for 15 tokens", id="one short"),
+        pytest.param(EXPERTS[:0], "0 routed experts", id="none"),
+        pytest.param(EXPERTS - 1, r"\[-1, 88\]", id="no expert"),
+        pytest.param(EXPERTS + 2**15, "expected numbers in", id="too large"),
+    ],
+)
+async def test_experts_that_cannot_be(packed, match):
+    double = Double(with_experts("basic", packed))
+    async with engine_of(double, experts_per_token=3) as engine:
+        with pytest.raises(EngineError, match=match):
+            await sample(engine)
+
+
+async def test_the_prompt_that_the_server_consumed():
+    recorded = deepcopy(RECORDED["basic"]["reply"])
+    told = {**recorded, "prompt_token_ids": PROMPT.tolist()}
+    double = Double(JSONResponse(told), "basic")
+    async with engine_of(double, check_prompts=True) as engine:
+        checked = await sample(engine)
+        plain = await sample(engine)
+    assert [r["return_prompt_token_ids"] for r in double.requests] == [True, True]
+    assert checked.prompt_ids.tolist() == PROMPT.tolist()
+    assert plain.prompt_ids is None
+    assert checked.prompt_tokens == plain.prompt_tokens == len(PROMPT)
+    for one in (checked, plain):
+        check_consumed(PROMPT, one)
+        with pytest.raises(EngineError, match=r"consumed 10 prompt tokens .* given 9"):
+            check_consumed(PROMPT[:-1], one)
+    other = np.where(np.arange(len(PROMPT)) == 3, 7, PROMPT)
+    check_consumed(other, plain)
+    with pytest.raises(EngineError, match=r"consumed 80 as token 3 .* was given 7"):
+        check_consumed(other, checked)

@@ -1,0 +1,264 @@
+"""The gateway and the real SGLang server: `.ci/sglang` starts one and runs these."""
+
+import asyncio
+import json
+import os
+import re
+
+import numpy as np
+import openai
+import pyarrow.compute as pc
+import pytest
+
+import trajkit as tk
+from tests.shim.clients import in_process, read_log
+from tests.shim.fakes import TOOL
+from trajkit_shim.engines.base import Sampling
+from trajkit_shim.engines.model_config import vocab_size
+from trajkit_shim.engines.sglang import SGLangEngine
+from trajkit_shim.errors import EngineError
+from trajkit_shim.prompting.render import load_renderer
+from trajkit_shim.replies.external_parsers import SGLangParser
+
+pytestmark = [pytest.mark.anyio, pytest.mark.sglang]
+
+URL = os.environ["TRAJKIT_SGLANG_URL"]
+MODEL = os.environ["TRAJKIT_SGLANG_MODEL"]
+# a grammar makes a random model call tools, in a spelling of its own
+CALLS = (
+    r"Let me look\.\n<tool_call>\n"
+    r'\{"name": "bash", "arguments": \{"command": "cat [a-c]\.txt"\}\}'
+    r"\n</tool_call>"
+)
+USER = {"role": "user", "content": "What is in the file?"}
+
+
+@pytest.fixture(scope="module")
+def renderer():
+    return load_renderer(MODEL)
+
+
+def engine() -> SGLangEngine:
+    return SGLangEngine(URL, vocab_size=vocab_size(MODEL))
+
+
+async def ask(client, messages, **fields):
+    return await client.chat.completions.create(
+        model="tiny", messages=messages, **fields
+    )
+
+
+async def test_a_conversation_with_tools(tmp_path, renderer):
+    engine_ = engine()
+    async with in_process(engine_, renderer, tmp_path) as gateway:
+        client = await gateway.open(sampling={"extra": {"regex": CALLS}})
+        messages = [{"role": "system", "content": "be brief"}, USER]
+        for _ in range(3):
+            reply = await ask(client, messages, tools=[TOOL], max_tokens=300)
+            message = reply.choices[0].message
+            assert reply.choices[0].finish_reason == "tool_calls"
+            assert message.content == "Let me look.\n"
+            (call,) = message.tool_calls
+            command = json.loads(call.function.arguments)["command"]
+            assert re.fullmatch(r"cat [a-c]\.txt", command)
+            messages += [
+                message.model_dump(exclude_none=True),
+                {"role": "tool", "tool_call_id": call.id, "content": "no such file"},
+            ]
+        log = read_log(gateway.log.path)
+    await engine_.close()
+    turns = log.to_pylist()
+    tk.validate(log)
+    assert [turn["use_tool"] for turn in turns] == [True] * 3
+    for turn in turns:
+        assert turn["model"] == "tiny"
+        assert turn["finish_reason"] == "stop"
+        assert turn["output_ids"][-1] == renderer.end_ids[0]
+        assert len(turn["output_logprobs"]) == len(turn["output_ids"])
+        # what the grammar forces has probability 1, what it leaves open has not
+        assert max(turn["output_logprobs"]) <= 1e-4
+        assert min(turn["output_logprobs"]) < -0.1
+        assert turn["weight_versions"] == [
+            {"version": "default", "start": 0, "stop": len(turn["output_ids"])}
+        ]
+    assert turns[1]["cached_tokens"] > 0
+
+    # every echo is recognised, and every sampled token ends in one row's mask
+    links = tk.link(log)
+    assert links["parent"].to_pylist() == [None, 0, 1]
+    rows, report = tk.linearize(log, policy="strict", reward=1.0, report=True)
+    sampled = sum(len(turn["output_ids"]) for turn in turns)
+    assert report["tokens_trained"].to_pylist() == [sampled]
+    assert pc.sum(pc.list_flatten(rows["loss_mask"])).as_py() == sampled
+
+
+async def test_a_streamed_reply(tmp_path, renderer):
+    engine_ = engine()
+    async with in_process(engine_, renderer, tmp_path) as gateway:
+        client = await gateway.open()
+        stream = await ask(
+            client,
+            [USER],
+            stream=True,
+            stream_options={"include_usage": True},
+            max_tokens=8,
+            temperature=0.7,
+        )
+        chunks = [chunk async for chunk in stream]
+        (turn,) = gateway.turns()
+    await engine_.close()
+    assert chunks[-1].usage.completion_tokens == len(turn["output_ids"]) == 8
+    assert chunks[-2].choices[0].finish_reason == "length"
+    text = "".join(c.choices[0].delta.content or "" for c in chunks[:-1])
+    assert text == renderer.decode(np.array(turn["output_ids"]), ended=False)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "most"),
+    [
+        pytest.param({"top_k": 4}, 4, id="top_k"),
+        pytest.param({"temperature": 0.0}, 1, id="greedy"),
+    ],
+)
+async def test_logprobs_are_those_of_what_was_sampled_from(sampling, most):
+    """Of a random model's 3,000 tokens each has about the same logprob, of 4 also."""
+    engine_ = engine()
+    sample = await engine_.generate(
+        np.arange(10, 20, dtype=np.int32),
+        Sampling(max_new_tokens=8, **sampling),
+        request_id=f"logprobs-{most}",
+        session_id="s",
+    )
+    await engine_.close()
+    assert sample.output_logprobs == pytest.approx(
+        np.full(8, -np.log(most)), abs=0 if most == 1 else 1.0
+    )
+
+
+async def test_what_the_server_must_never_see(renderer):
+    """An id outside the vocabulary would end the server: it is still there."""
+    engine_ = engine()
+    info = await engine_.info()
+    assert info.model == "tiny"
+    assert info.max_context_tokens == 65536
+    assert info.vocab_size >= renderer.n_tokens
+    with pytest.raises(EngineError, match="outside the vocabulary"):
+        await engine_.generate(
+            np.array([info.vocab_size], np.int32),
+            Sampling(max_new_tokens=1),
+            request_id="out",
+            session_id="s",
+        )
+    await engine_.generate(
+        np.array([info.vocab_size - 1], np.int32),
+        Sampling(max_new_tokens=1),
+        request_id="in",
+        session_id="s",
+    )
+    await engine_.close()
+
+
+async def test_a_prompt_that_leaves_no_room(tmp_path, renderer):
+    engine_ = engine()
+    async with in_process(engine_, renderer, tmp_path) as gateway:
+        client = await gateway.open()
+        with pytest.raises(openai.BadRequestError) as caught:
+            await ask(client, [{"role": "user", "content": "\x00" * 66_000}])
+        assert gateway.turns() == []
+    await engine_.close()
+    assert caught.value.code == "context_length_exceeded"
+
+
+async def test_what_the_server_refuses(tmp_path, renderer):
+    engine_ = engine()
+    async with in_process(engine_, renderer, tmp_path) as gateway:
+        client = await gateway.open(sampling={"extra": {"min_new_tokens": -3}})
+        with pytest.raises(openai.BadRequestError, match="SGLang server answered 400"):
+            await ask(client, [USER], max_tokens=4)
+        assert gateway.turns() == []
+    await engine_.close()
+
+
+async def test_cancelling_ends_the_call_at_the_server(tmp_path, renderer):
+    engine_ = engine()
+    async with in_process(
+        engine_, renderer, tmp_path, max_new_tokens=30_000
+    ) as gateway:
+        client = await gateway.open(sampling={"extra": {"ignore_eos": True}})
+        call = asyncio.create_task(ask(client, [USER]))
+        await until_running(engine_, 1)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await until_running(engine_, 0)
+        assert gateway.turns() == []
+    await engine_.close()
+
+
+async def until_running(engine: SGLangEngine, wanted: int) -> None:
+    """Ask the server until it has so many calls under way."""
+    async with asyncio.timeout(60):
+        while True:
+            loads = (await engine._server.client.get(f"{URL}/v1/loads")).json()["loads"]
+            if sum(load["num_running_reqs"] for load in loads) == wanted:
+                return
+
+
+async def test_weights_that_change_in_the_middle_of_a_turn(tmp_path, renderer):
+    engine_ = engine()
+    update = {"model_path": MODEL, "weight_version": "step-1"}
+    async with in_process(engine_, renderer, tmp_path, max_new_tokens=400) as gateway:
+        client = await gateway.open(sampling={"extra": {"ignore_eos": True}})
+        call = asyncio.create_task(ask(client, [USER]))
+        await until_running(engine_, 1)
+        paused = await gateway.http.post("/engine/pause", json={"timeout_s": 60})
+        assert paused.status_code == 200, paused.text
+        updated = await gateway.http.post("/engine/update", json=update)
+        assert updated.status_code == 200, updated.text
+        assert not call.done()
+        await gateway.http.post("/engine/resume")
+        await call
+        (turn,) = gateway.turns()
+        # later tests find the server as it was
+        await gateway.http.post("/engine/pause")
+        await gateway.http.post(
+            "/engine/update", json={**update, "weight_version": "default"}
+        )
+        await gateway.http.post("/engine/resume")
+    await engine_.close()
+    spans = turn["weight_versions"]
+    assert [span["version"] for span in spans] == ["default", "step-1"]
+    assert spans[0]["start"] == 0
+    assert spans[0]["stop"] == spans[1]["start"]
+    assert spans[1]["stop"] == len(turn["output_ids"]) == 400
+
+
+async def test_the_servers_own_parsers(tmp_path, renderer):
+    engine_, parser = engine(), SGLangParser(URL)
+    assert await parser.names() == ("qwen", "qwen3")
+    pins = {"extra": {"regex": r"<think>\nhm\n</think>\n\n" + CALLS}}
+    options = {"reply_parser": parser}
+    async with in_process(engine_, renderer, tmp_path, **options) as gateway:
+        client = await gateway.open(sampling=pins)
+        messages = [USER]
+        for _ in range(2):
+            reply = await ask(client, messages, tools=[TOOL], max_tokens=300)
+            message = reply.choices[0].message
+            assert message.model_dump()["reasoning_content"].strip() == "hm"
+            assert message.content.strip() == "Let me look."
+            (call,) = message.tool_calls
+            # as it was sampled, which is not how the server writes it
+            assert re.fullmatch(
+                r'\{"command": "cat [a-c]\.txt"\}', call.function.arguments
+            )
+            messages += [
+                message.model_dump(exclude_none=True),
+                {"role": "tool", "tool_call_id": call.id, "content": "no such file"},
+            ]
+        session = await gateway.session(client)
+        log = read_log(gateway.log.path)
+    await engine_.close()
+    await parser.close()
+    assert session["echo"]["new"] == 0
+    assert session["prompts"] == {"opening": 1, "append": 1}
+    assert log["ill_formed"].to_pylist() == [False, False]

@@ -1,0 +1,231 @@
+"""Which message each token of a rendered prompt shows."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trajkit as tk
+from tests.shim.clients import in_process
+from tests.shim.fakes import (
+    AS_JSON,
+    AS_STRING,
+    RENDERER,
+    TOOL,
+    ScriptedEngine,
+    byte_renderer,
+    byte_tokenizer,
+)
+from tests.strategies import plain_texts, spoken_texts
+from trajkit_shim.engines.embedded.tokenizer import load_tokenizer
+from trajkit_shim.prompting.attribution import tool_names
+from trajkit_shim.prompting.render import ChatRenderer
+
+CALL = '<tool_call>\n{"name": "bash", "arguments": {"command":  "ls"}}\n</tool_call>'
+EMBEDDED = ChatRenderer(load_tokenizer())
+RENDERERS = {
+    "as string": RENDERER,
+    "as JSON": byte_renderer(AS_JSON),
+    "embedded": EMBEDDED,
+}
+
+
+def said(role, content, **fields):
+    return {"role": role, "content": content, **fields}
+
+
+def calling(content, *ids, name="bash"):
+    calls = [
+        {"id": i, "type": "function", "function": {"name": name, "arguments": "{}"}}
+        for i in ids
+    ]
+    return said("assistant", content, tool_calls=calls)
+
+
+def shown(renderer, messages, tools=None):
+    """The text of each message that has content tokens; None: nothing is told."""
+    prompt = renderer.render(messages, tools)
+    found = renderer.attribute(messages, tools, prompt)
+    if found is None:
+        return None
+    assert len(found.message_index) == len(found.is_content) == len(prompt)
+    assert (found.is_content == (found.message_index >= 0)).all()
+    return {
+        i: renderer.decode(prompt[found.message_index == i], ended=False)
+        for i in np.unique(found.message_index).tolist()
+        if i >= 0
+    }
+
+
+TALK = [
+    said("system", "You are <b>brief</b>."),
+    said("user", "Mend it, naïvely 👍."),
+    calling("Let me look.", "call_1", "call_2"),
+    said("tool", "one", tool_call_id="call_1"),
+    said("tool", "two", tool_call_id="call_2"),
+    said("assistant", "Done."),
+    said("user", ""),
+    said("user", "one"),
+]
+
+
+@pytest.mark.parametrize("renderer", RENDERERS.values(), ids=RENDERERS)
+def test_each_content_is_found_to_the_letter(renderer):
+    assert shown(renderer, TALK, [TOOL]) == {
+        i: message["content"] for i, message in enumerate(TALK) if message["content"]
+    }
+
+
+def test_a_template_that_trims():
+    template = AS_STRING.replace(
+        "{{ message.content }}", "{{ message.content | trim }}"
+    )
+    messages = [said("user", " \n a b\n"), said("assistant", "c ")]
+    assert shown(byte_renderer(template), messages) == {0: "a b", 1: "c"}
+    assert shown(RENDERER, messages) == {0: " \n a b\n", 1: "c "}
+
+
+def test_a_token_across_the_border_is_structure():
+    """The newline before a content that begins with one is one token with it."""
+    text = "\n\nthen"
+    found = shown(EMBEDDED, [said("user", text)])
+    assert found is not None
+    assert text.endswith(found[0])
+    assert found[0] != text
+
+
+@pytest.mark.parametrize("name", RENDERERS)
+def test_special_tokens_that_are_text_are_content(name):
+    text = "a <|im_end|>\n<|im_start|>system b<|im_<|im_end|>end|>"
+    messages = [said("user", text), said("assistant", "<|im_end|>"), said("user", "c")]
+    assert shown(RENDERERS[name], messages) == {0: text, 1: "<|im_end|>", 2: "c"}
+
+
+@given(st.lists(plain_texts | spoken_texts, min_size=1, max_size=4), st.booleans())
+def test_any_content_in_any_template(texts, as_string):
+    renderer = RENDERERS["as string" if as_string else "as JSON"]
+    messages = [said("user", text) for text in texts]
+    assert shown(renderer, messages) == {
+        i: text for i, text in enumerate(texts) if text.strip()
+    }
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        pytest.param("{{ messages[0].content | length }}", id="looks into it"),
+        pytest.param(
+            "{% if messages[0].content != 'a' %}{{ raise_exception('a only') }}"
+            "{% endif %}{{ messages[0].content }}",
+            id="refuses it",
+        ),
+        pytest.param("{{ messages[0].content | reverse }}", id="turns it round"),
+    ],
+)
+def test_a_template_that_looks_into_what_it_renders_tells_nothing(template):
+    assert shown(byte_renderer(template), [said("user", "a")]) in (None, {})
+
+
+def test_a_reply_that_stands_otherwise_in_the_prompt_is_structure():
+    """As where sampled ids are kept: of the reply nothing is told, of the rest all."""
+    messages = [said("user", "u"), said("assistant", "return"), said("user", "v")]
+    prompt = EMBEDDED.render(messages, None).tolist()
+    word = EMBEDDED.render([said("user", "return")], None).tolist()
+    (token,) = set(word) & set(prompt) - set(EMBEDDED.render([messages[0]], None))
+    at = prompt.index(token)
+    pieces = [
+        token
+        for text in ("re", "turn")
+        for token in load_tokenizer().encode(text, add_special_tokens=False)
+    ]
+    assert EMBEDDED.decode(np.array(pieces), ended=False) == "return"
+    other = np.array([*prompt[:at], *pieces, *prompt[at + 1 :]], np.int32)
+    found = EMBEDDED.attribute(messages, None, other)
+    told = {i: other[found.message_index == i].tolist() for i in (0, 1, 2)}
+    assert [len(told[i]) for i in (0, 1, 2)] == [1, 0, 1]
+    # a user's message that stands otherwise is no such thing
+    messages[1]["role"] = "user"
+    prompt = EMBEDDED.render(messages, None).tolist()
+    at = prompt.index(token)
+    other = np.array([*prompt[:at], *pieces, *prompt[at + 1 :]], np.int32)
+    assert EMBEDDED.attribute(messages, None, other) is None
+    # nor is a prompt of other messages
+    assert EMBEDDED.attribute(messages[:1], None, other) is None
+
+
+def test_tool_names():
+    messages = [
+        calling("", "a"),
+        calling("", "a", name="edit"),
+        said("tool", "x", tool_call_id="a"),
+        said("tool", "x", tool_call_id="a", name="mine"),
+        said("tool", "x", tool_call_id="b"),
+        said("user", "x", name="u"),
+    ]
+    assert tool_names(messages) == [None, None, "edit", "mine", None, None]
+
+
+async def converse(gateway):
+    """Two calls with a tool's output between them."""
+    client = await gateway.open(session_id="a")
+    messages = [said("user", "list it")]
+    create = client.chat.completions.create
+    reply = await create(model="m", messages=messages, tools=[TOOL])
+    answer = reply.choices[0].message
+    echo = answer.model_dump(include={"role", "content", "tool_calls"})
+    messages.append(echo)
+    messages.append(said("tool", "file.py\n", tool_call_id=answer.tool_calls[0].id))
+    await create(model="m", messages=messages, tools=[TOOL])
+    return await gateway.session(client)
+
+
+@pytest.mark.anyio
+async def test_a_session_s_tool_output_is_learned_by_its_tool_s_name(tmp_path):
+    engine = ScriptedEngine(f"Look.\n{CALL}", "done")
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        session = await converse(gateway)
+    assert session["unattributed"] == 0
+    turns = tk.read_turns(tmp_path)
+    assert turns["message_tool_names"].to_pylist() == [[None], [None, None, "bash"]]
+    rows = tk.linearize(turns)
+    (row,) = tk.observations.observation_weights(
+        turns, rows, tool_names={"bash": 0.5}
+    ).to_pylist()
+    weights = np.array(row["observation_weight"])
+    learned = np.array(row["input_ids"], np.int32)[weights > 0]
+    assert RENDERER.decode(learned, ended=False) == "file.py\n"
+    assert set(weights.tolist()) == {0.0, 0.5}
+    (none,) = tk.observations.observation_weights(
+        turns, rows, tool_names=["edit"]
+    ).to_pylist()
+    assert not any(none["observation_weight"])
+
+
+@pytest.mark.anyio
+async def test_turns_that_cannot_be_attributed_are_counted(tmp_path):
+    template = AS_STRING.replace(
+        "{{ message.content }}",
+        "{{ message.content[:4] }}{{ message.content[4:] | upper }}",
+    )
+    renderer = ChatRenderer(byte_tokenizer(), template)
+    engine = ScriptedEngine(f"Look.\n{CALL}", "done")
+    async with in_process(engine, renderer, tmp_path) as gateway:
+        session = await converse(gateway)
+        turns = gateway.turns()
+    assert session["unattributed"] == 2
+    assert [turn["prompt_message_index"] for turn in turns] == [None, None]
+    assert [turn["prompt_is_content"] for turn in turns] == [None, None]
+
+
+@pytest.mark.anyio
+async def test_attribution_can_be_left_out(tmp_path):
+    engine = ScriptedEngine(f"Look.\n{CALL}", "done")
+    async with in_process(engine, RENDERER, tmp_path, attributed=False) as gateway:
+        session = await converse(gateway)
+        turns = gateway.turns()
+    assert session["unattributed"] == 0
+    for name in ("prompt_message_index", "prompt_is_content", "message_tool_names"):
+        assert [turn[name] for turn in turns] == [None, None]
+    assert json.loads(turns[1]["messages"][2]["body"])["content"] == "file.py\n"

@@ -1,0 +1,801 @@
+"""Prompts that are built behind what was sampled, and why others are rendered."""
+
+import asyncio
+import json
+from hashlib import blake2b
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+
+import trajkit as tk
+from tests.shim.clients import in_process
+from tests.shim.fakes import (
+    AS_STRING,
+    RENDERER,
+    TOOL,
+    ScriptedEngine,
+    byte_renderer,
+    byte_tokenizer,
+    sampled,
+)
+from tests.strategies import good_calls, plain_texts, spoken_texts
+from trajkit_shim.chat.logged_message import logged_message
+from trajkit_shim.chat.reply import Usage
+from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
+from trajkit_shim.errors import EngineError
+from trajkit_shim.prompting.prompts import Prompts
+from trajkit_shim.prompting.render import ChatRenderer
+from trajkit_shim.prompting.reply_matching import ReplyIndex, next_position
+from trajkit_shim.prompting.token_cache import CacheBudget, CachedPath, TokenCache
+from trajkit_shim.replies.parse import parse
+from trajkit_shim.replies.reply_builder import canonical_reply, make_reply
+
+EMBEDDED = ChatRenderer(load_tokenizer())
+CALL = '<tool_call>\n{"name": "bash", "arguments": {"command":  "ls"}}\n</tool_call>'
+USAGE = Usage(prompt_tokens=1, output_tokens=1, cached_tokens=None)
+LATER = "{%- for message in messages -%}"
+
+DROPS_REASONING = AS_STRING.replace(
+    "{{ message.content }}",
+    "{% if message.reasoning_content and loop.last %}<think>"
+    "{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}",
+)
+KEEPS_REASONING = DROPS_REASONING.replace(" and loop.last", "")
+TRIMS = AS_STRING.replace("{{ message.content }}", "{{ message.content | trim }}")
+# the last reply is written otherwise than those before it
+REWRITES = AS_STRING.replace(
+    "{{ message.content }}",
+    "{% if message.role == 'assistant' and loop.index0 + 2 == messages | length %}"
+    "[last]{% endif %}{{ message.content }}",
+)
+# tools stand before the last message
+MOVES_TOOLS = AS_STRING.replace(
+    LATER,
+    LATER + "{% if tools and loop.last %}{{ tools | tojson }}{% endif %}",
+)
+OPENS_REASONING = AS_STRING.replace(
+    "<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>\n{% endif"
+)
+NO_END = AS_STRING.replace("<|im_end|>", "<|im_start|>")
+TWO_ENDS = AS_STRING.replace("\n</tool_call>", "<|im_end|>\n</tool_call>")
+NO_TOOLS = "{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + AS_STRING
+
+
+def said(role, content, **fields):
+    return {"role": role, "content": content, **fields}
+
+
+def probed(template, *, tools=True):
+    return Prompts(byte_renderer(template)).probe(tools=tools)
+
+
+@pytest.mark.parametrize(
+    ("template", "found"),
+    [
+        pytest.param(AS_STRING, {}, id="ChatML"),
+        pytest.param(KEEPS_REASONING, {"drops_reasoning": ()}, id="keeps reasoning"),
+        pytest.param(DROPS_REASONING, {}, id="drops reasoning"),
+        pytest.param(TRIMS, {"trims": True}, id="trims"),
+        pytest.param(
+            OPENS_REASONING,
+            {
+                "leaves": "<think>\n",
+                "generation_prompt": "<|im_start|>assistant\n<think>\n",
+            },
+            id="the reply begins inside of its reasoning",
+        ),
+    ],
+)
+def test_templates_behind_which_prompts_are_built(template, found):
+    probe = probed(template)
+    assert probe.safe, probe.why
+    assert probe.close == "\n"
+    expected = {
+        "generation_prompt": "<|im_start|>assistant\n",
+        "leaves": "",
+        "drops_reasoning": ("user", "tool"),
+        "trims": False,
+    }
+    assert {name: getattr(probe, name) for name in expected} == expected | found
+
+
+def test_the_embedded_template_drops_reasoning_when_the_user_speaks():
+    probe = Prompts(EMBEDDED).probe(tools=True)
+    assert (probe.safe, probe.drops_reasoning, probe.trims) == (True, ("user",), True)
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        pytest.param(REWRITES, "a later message changes the text", id="rewrites"),
+        pytest.param(MOVES_TOOLS, "a later message changes", id="tools move on"),
+        pytest.param(NO_END, "no token ends a reply", id="no end"),
+        pytest.param(TWO_ENDS, "more than one end, where tools", id="two ends"),
+        pytest.param(
+            AS_STRING.replace("{{ message.content }}", "{{ message.content | upper }}"),
+            "missing after the reply, in plain talk",
+            id="says it otherwise",
+        ),
+        pytest.param(NO_TOOLS, "rejects the messages", id="takes no tools"),
+        pytest.param(
+            AS_STRING.replace(
+                "{%- if add_gen", "{% if not add_gen %}-{% endif %}{%- if add_gen"
+            ),
+            "a later message changes",
+            id="the end of a conversation is written",
+        ),
+    ],
+)
+def test_templates_whose_prompts_are_rendered(template, says):
+    probe = probed(template)
+    assert not probe.safe
+    assert says in probe.why
+
+
+def test_a_template_may_be_safe_without_tools_alone():
+    assert probed(MOVES_TOOLS, tools=False).safe
+    assert probed(NO_TOOLS, tools=False).safe
+
+
+@pytest.mark.parametrize(
+    ("template", "mode", "says"),
+    [
+        pytest.param(AS_STRING, "render", "render", id="render"),
+        pytest.param(KEEPS_REASONING, "append", "append", id="append"),
+        pytest.param(
+            DROPS_REASONING,
+            "append",
+            "append; rendered where a tool or user message drops reasoning",
+            id="drops reasoning",
+        ),
+        pytest.param(
+            MOVES_TOOLS,
+            "append",
+            "append; rendered with tools: a later message changes the text before it; "
+            "rendered where a tool or user message drops reasoning",
+            id="unsafe",
+        ),
+    ],
+)
+def test_what_is_done_in_one_line(template, mode, says):
+    assert Prompts(byte_renderer(template), mode).summary() == says
+
+
+def test_a_tokenizer_that_does_not_encode_piece_by_piece():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": [AddedToken("<|eat|>", rstrip=True)]}
+    )
+    probe = Prompts(ChatRenderer(tokenizer, AS_STRING)).probe(tools=False)
+    assert not probe.safe
+    assert "piece by piece" in probe.why
+
+
+class Conversation:
+    """A session's books, and what a gateway does with each call."""
+
+    def __init__(self, renderer, mode="append", *, cache_bytes=1 << 30):
+        self.renderer = renderer
+        self.prompts = Prompts(renderer, mode)
+        self.echo, self.held = ReplyIndex(), TokenCache()
+        self.budget = CacheBudget(cache_bytes)
+
+    def ask(self, messages, tools=None, *, attributed=True):
+        self.restored = self.echo.restore(messages)
+        self.tools = tools
+        self.prompt = self.prompts.build(
+            self.restored, tools, self.echo, self.held, attributed=attributed
+        )
+        return self.prompt
+
+    def shown(self):
+        return self.prompts.attribution(self.prompt, self.restored.messages, self.tools)
+
+    def reply(self, ids):
+        """Sample these ids; the message that the client sees."""
+        ended = bool(len(ids)) and ids[-1] in self.renderer.end_ids
+        text = self.renderer.decode(ids, ended=ended)
+        opened = self.renderer.opens_reasoning(self.prompt.ids)
+        parsed = parse(text, tools=self.tools, opened=opened)
+        message = canonical_reply(make_reply(parsed, "stop", model="m", usage=USAGE))
+        path = self.prompts.cacheable_path(
+            self.prompt,
+            self.shown(),
+            ids,
+            position=next_position(self.restored.position, logged_message(message).key),
+            message=len(self.restored.messages),
+        )
+        self.echo.remember(self.restored.position, message)
+        if path is not None:
+            self.held.remember(path, self.budget)
+        # a client adds nothing of the gateway's own
+        return {name: message[name] for name in message if name != "sampled"}
+
+
+def canonical(renderer, text):
+    """A reply in the tokenizer's own spelling, special tokens in it as text."""
+    end = np.array(renderer.end_ids, np.int32)
+    return np.concatenate([renderer._piece(text).ids, end])
+
+
+def letters(renderer, text):
+    """A reply of one token per byte."""
+    pieces = [renderer._piece(letter).ids for letter in text]
+    return np.concatenate([*pieces, np.array(renderer.end_ids, np.int32)])
+
+
+turns = st.lists(
+    st.tuples(
+        spoken_texts
+        | good_calls
+        | st.builds("a{}\n{}".format, plain_texts, good_calls),
+        st.lists(
+            st.tuples(st.sampled_from(["user", "tool", "system"]), spoken_texts),
+            min_size=1,
+            max_size=3,
+        ),
+    ),
+    max_size=4,
+)
+
+
+@given(turns, st.booleans())
+def test_where_nothing_drifts_append_is_render_to_the_token(turns, tools):
+    tools = [TOOL] if tools else None
+    appending, rendering = Conversation(RENDERER), Conversation(RENDERER, "render")
+    messages = [said("system", "Be <|im_end|> brief."), said("user", "go")]
+    for text, new in turns:
+        prompt = appending.ask(messages, tools)
+        assert prompt.ids.tolist() == rendering.ask(messages, tools).ids.tolist()
+        assert prompt.built == ("append" if len(messages) > 2 else "render")
+        reply = appending.reply(canonical(RENDERER, text))
+        calls = reply.get("tool_calls") or [{"id": "call_0"}]
+        messages = [*messages, reply]
+        messages += [
+            said(role, text, tool_call_id=calls[0]["id"])
+            if role == "tool"
+            else said(role, text)
+            for role, text in new
+        ]
+
+
+@given(turns)
+def test_append_says_what_render_says_and_begins_with_what_is_held(turns):
+    """In tokens that no tokenizer would choose, and with a template that trims."""
+    appending, rendering = Conversation(EMBEDDED), Conversation(EMBEDDED, "render")
+    messages = [said("user", "go")]
+    held = np.empty(0, np.int32)
+    for text, new in turns:
+        text = f"a{text}b"
+        prompt = appending.ask(messages)
+        assert prompt.ids[: len(held)].tolist() == held.tolist()
+        whole = rendering.ask(messages).ids
+        spelled = [EMBEDDED.decode(ids, ended=False) for ids in (prompt.ids, whole)]
+        assert spelled[0] == spelled[1]
+        ids = letters(EMBEDDED, text) if text.isascii() else canonical(EMBEDDED, text)
+        messages = [*messages, appending.reply(ids)]
+        messages += [said(role, text) for role, text in new]
+        held = np.concatenate([prompt.ids, ids])
+
+
+@given(turns)
+def test_attribution_tells_of_a_built_prompt_what_it_tells_of_a_rendered_one(turns):
+    appending, rendering = Conversation(RENDERER), Conversation(RENDERER, "render")
+    messages = [said("user", "go")]
+    for text, new in turns:
+        for each in (appending, rendering):
+            each.ask(messages)
+        shown, whole = appending.shown(), rendering.shown()
+        replies = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        told = ~np.isin(shown.message_index, replies)
+        index = np.where(np.isin(whole.message_index, replies), -1, whole.message_index)
+        assert shown.message_index[told].tolist() == index[told].tolist()
+        # and of a reply which tokens were sampled, its end among them
+        for i in replies:
+            ids = appending.prompt.ids[shown.message_index == i]
+            said_so = canonical(RENDERER, messages[i]["content"])
+            assert ids.tolist() == said_so.tolist()
+            content = shown.is_content[shown.message_index == i]
+            assert content.tolist() == [True] * (len(ids) - 1) + [False]
+        messages = [*messages, appending.reply(canonical(RENDERER, text))]
+        messages += [said(role, text) for role, text in new]
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "renderings"),
+    [
+        pytest.param(AS_STRING, "all is well\n", 1, id="once"),
+        pytest.param(AS_STRING, "user", 2, id="a word of the template"),
+        pytest.param(AS_STRING, "an <|im_end|> too", 2, id="a special token"),
+        pytest.param(AS_STRING, "<|im_end|>", 2, id="a special token alone"),
+        pytest.param(AS_STRING, " \n", 1, id="white space"),
+        pytest.param(TRIMS, "all is well\n", 3, id="trimmed"),
+    ],
+)
+def test_what_stands_there_once_is_told_without_another_rendering(
+    monkeypatch, template, text, renderings
+):
+    renderer = byte_renderer(template)
+    appending, rendering = Conversation(renderer), Conversation(renderer, "render")
+    messages = [said("user", "u")]
+    appending.ask(messages)
+    reply = appending.reply(canonical(renderer, "Yes."))
+    messages += [reply, said("tool", text, tool_call_id="call_0"), said("user", "&?")]
+    rendering.ask(messages)
+    whole, rendered = rendering.shown(), []
+    apply = renderer._apply
+
+    def counted(*given):
+        rendered.append(given)
+        return apply(*given)
+
+    monkeypatch.setattr(renderer, "_apply", counted)
+    prompt = appending.ask(messages)
+    shown = appending.shown()
+    assert (prompt.built, len(rendered)) == ("append", renderings)
+    told = shown.message_index != 1
+    assert shown.message_index[told].tolist() == whole.message_index[told].tolist()
+    assert (2 in shown.message_index) == bool(text.strip())
+
+
+@pytest.mark.parametrize(
+    ("template", "trims"),
+    [
+        pytest.param(AS_STRING, False, id="to the letter"),
+        pytest.param(NO_TOOLS, False, id="no tools"),
+        pytest.param(TRIMS, True, id="trims"),
+        pytest.param(
+            AS_STRING.replace(
+                "{{ message.content }}",
+                "{{ message.content.rstrip('\\n') if message.role == 'tool' else "
+                "message.content }}",
+            ),
+            True,
+            id="trims lines of tools",
+        ),
+    ],
+)
+def test_what_becomes_of_white_space_that_a_user_or_a_tool_says(template, trims):
+    assert probed(template, tools=False).trims_new == trims
+
+
+def test_a_prompt_behind_one_that_nobody_can_tell_of():
+    template = AS_STRING.replace(
+        "{{ message.content }}",
+        "{{ message.content }}{{ '!' if message.content | length > 20 }}",
+    )
+    conversation = Conversation(byte_renderer(template))
+    conversation.ask([said("user", "u")])
+    assert conversation.shown() is None
+    reply = conversation.reply(canonical(RENDERER, "Yes, indeed."))
+    prompt = conversation.ask([said("user", "u"), reply, said("user", "")])
+    # what is new of it holds no content, and what was before is taken for structure
+    assert prompt.built == "append"
+    assert set(conversation.shown().message_index.tolist()) == {-1}
+
+
+def start(conversation, text="Yes.", *, tools=None, opening=None):
+    """An opening, and the messages behind which the next prompt is built."""
+    messages = opening or [said("system", "s"), said("user", "u")]
+    conversation.ask(messages, tools)
+    return [*messages, conversation.reply(canonical(conversation.renderer, text))]
+
+
+def reason(conversation, messages, tools=None):
+    prompt = conversation.ask(messages, tools)
+    if prompt.reason is not None:
+        whole = conversation.renderer.render(conversation.restored.messages, tools)
+        assert prompt.ids.tolist() == whole.tolist()
+    return prompt.reason
+
+
+NEXT = said("user", "next")
+
+
+def test_why_a_request_is_rendered():
+    conversation = Conversation(RENDERER)
+    messages = start(conversation, tools=[TOOL])
+    system, user, reply = messages
+    renamed = {"type": "function", "function": {"name": "sh"}}
+    assert reason(conversation, [*messages, NEXT], [TOOL]) is None
+    assert reason(conversation, [said("user", "u")], [TOOL]) == "opening"
+    assert reason(conversation, [*messages, NEXT]) == "tools"
+    assert reason(conversation, [*messages, NEXT], [renamed]) == "tools"
+    other = said("system", "other")
+    assert reason(conversation, [other, user, reply, NEXT], [TOOL]) == "moved"
+    edited = [system, said("user", "you"), reply, NEXT]
+    assert reason(conversation, edited, [TOOL]) == "moved"
+    unknown = [system, user, said("assistant", "No."), NEXT]
+    assert reason(conversation, unknown, [TOOL]) == "unknown_reply"
+    beyond = [*messages, NEXT, said("assistant", "No."), NEXT]
+    assert reason(conversation, beyond, [TOOL]) == "unknown_reply"
+    assert reason(Conversation(RENDERER, "render"), [user]) == "chosen"
+
+
+def test_a_reply_that_did_not_end_itself():
+    conversation = Conversation(RENDERER)
+    opening = [said("user", "u")]
+    conversation.ask(opening)
+    reply = conversation.reply(canonical(RENDERER, "Yes.")[:-1])
+    assert reason(conversation, [*opening, reply, NEXT]) == "unclosed"
+    # what was rendered for it is gone on from
+    messages = [*opening, reply, NEXT, conversation.reply(canonical(RENDERER, "b"))]
+    assert reason(conversation, [*messages, NEXT]) is None
+    conversation.ask(opening)
+    nothing = conversation.reply(np.empty(0, np.int32))
+    assert reason(conversation, [*opening, nothing, NEXT]) == "unclosed"
+
+
+def test_a_template_that_is_not_safe():
+    conversation = Conversation(byte_renderer(REWRITES))
+    messages = start(conversation)
+    assert len(conversation.held) == 0
+    assert reason(conversation, [*messages, NEXT]) == "template"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        pytest.param(
+            (LATER, "{% if messages[-1].content == 'next' %}!{% endif %}" + LATER),
+            "rewritten",
+            id="what stands",
+        ),
+        pytest.param(
+            (
+                "{%- endfor %}<|im_end|>",
+                "{%- endfor %}{% if messages[-1].content != 'next' or loop.index < 3 %}"
+                "<|im_end|>{% endif %}",
+            ),
+            "unended",
+            id="the end of a reply and of what follows",
+        ),
+        pytest.param(
+            (
+                "{%- endfor %}<|im_end|>",
+                "{%- endfor %}{% if messages[-1].content != 'next' or loop.index != 3 %}"
+                "<|im_end|>{% endif %}",
+            ),
+            "hidden",
+            id="the end of a reply",
+        ),
+        pytest.param(
+            (
+                "{{ message.content }}",
+                "{{ '-' if message.content == 'next' else message.content }}",
+            ),
+            "hidden",
+            id="what a message says",
+        ),
+    ],
+)
+def test_a_template_that_shows_its_whims_later(change, expected):
+    conversation = Conversation(byte_renderer(AS_STRING.replace(*change)))
+    messages = start(conversation)
+    assert conversation.prompts.probe(tools=False).safe
+    assert reason(conversation, [*messages, NEXT]) == expected
+    assert reason(conversation, [*messages, said("user", "other")]) is None
+
+
+def test_reasoning_stays_until_the_template_drops_it():
+    conversation = Conversation(EMBEDDED)
+    opening = [said("user", "u")]
+    messages = start(
+        conversation, f"<think>\nhm\n</think>\n\n{CALL}", tools=[TOOL], opening=opening
+    )
+    assert messages[-1]["reasoning_content"] == "hm"
+    call = messages[-1]["tool_calls"][0]["id"]
+    messages.append(said("tool", "file.py", tool_call_id=call))
+    assert reason(conversation, messages, [TOOL]) is None
+    messages.append(conversation.reply(canonical(EMBEDDED, "Done.")))
+    assert reason(conversation, [*messages, NEXT], [TOOL]) == "reasoning"
+    # a client may leave the reasoning out: the echo puts it back
+    del messages[1]["reasoning_content"]
+    assert reason(conversation, messages[:3], [TOOL]) is None
+    # of the last reply
+    messages = start(conversation, "<think>\nhm\n</think>\n\na", opening=opening)
+    assert reason(conversation, [*messages, NEXT]) == "reasoning"
+
+
+def test_a_prompt_that_opens_the_reasoning_stays_as_it_was():
+    template = KEEPS_REASONING.replace(
+        "<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>\n{% endif"
+    )
+    renderer = byte_renderer(template)
+    conversation = Conversation(renderer)
+    messages = start(conversation, "hm \n</think>\n\nYes.")
+    assert messages[-1]["reasoning_content"] == "hm"
+    assert reason(conversation, [*messages, NEXT]) is None
+    ids = conversation.prompt.ids
+    text = renderer.decode(ids, ended=False)
+    assert "assistant\n<think>\nhm \n</think>\n\nYes.<|im_end|>\n" in text
+    assert text.endswith("next<|im_end|>\n<|im_start|>assistant\n<think>\n")
+    # where nothing was thought
+    conversation = Conversation(renderer)
+    messages = start(conversation, "\n</think>\n\nYes.")
+    assert "reasoning_content" not in messages[-1]
+    assert reason(conversation, [*messages, NEXT]) is None
+    assert conversation.prompt.ids[conversation.prompt.n_base - 1] == 257
+
+
+def test_a_special_token_that_the_model_wrote_is_kept():
+    """Of a control id in a reply a rendering makes text; here it stays what it was."""
+    conversation = Conversation(RENDERER)
+    opening = [said("user", "u")]
+    conversation.ask(opening)
+    ids = np.array([ord("a"), 256, ord("b"), *RENDERER.end_ids], np.int32)
+    reply = conversation.reply(ids)
+    prompt = conversation.ask([*opening, reply, said("user", "<|im_start|>")])
+    assert prompt.built == "append"
+    assert prompt.ids[prompt.n_base - 4 : prompt.n_base].tolist() == ids.tolist()
+    tail = prompt.ids[prompt.n_base :].tolist()
+    assert [i for i in tail if i >= 256] == [256, 257, 256]
+
+
+def test_a_fork_goes_on_from_its_own_path():
+    conversation = Conversation(EMBEDDED)
+    opening = [said("user", "u")]
+    trunk = start(conversation, "a trunk " * 20, opening=opening)
+    ways = []
+    for text in ("left", "right"):
+        prompt = conversation.ask([*trunk, said("user", text)])
+        ids = letters(EMBEDDED, f"{text} way")
+        reply = conversation.reply(ids)
+        ways.append(([*trunk, said("user", text), reply], prompt.ids, ids))
+    # and an agent of its own
+    other = start(conversation, "other", opening=[said("system", "s"), *opening])
+    for messages, ids, output in ways:
+        prompt = conversation.ask([*messages, NEXT])
+        assert prompt.n_base == len(ids) + len(output)
+        held = prompt.ids[: prompt.n_base].tolist()
+        assert held == [*ids.tolist(), *output.tolist()]
+    assert reason(conversation, [*other, NEXT]) is None
+    assert len(conversation.held) == 4
+    # the trunk's ids are held once
+    own = sum(len(path.own_ids) for path in conversation.held._paths.values())
+    assert own < sum(len(ids) for _, ids, _ in ways)
+
+
+def test_of_equal_replies_the_last_one_is_gone_on_from():
+    conversation = Conversation(EMBEDDED)
+    opening = [said("user", "u")]
+    conversation.ask(opening)
+    for spell in (canonical, letters):
+        ids = spell(EMBEDDED, "the same")
+        reply = conversation.reply(ids)
+    prompt = conversation.ask([*opening, reply, NEXT])
+    assert prompt.ids[prompt.n_base - len(ids) : prompt.n_base].tolist() == ids.tolist()
+    assert len(conversation.held) == 1
+
+
+def path(position, base=None, n=100):
+    return CachedPath(
+        position=position,
+        base=base,
+        own_ids=np.zeros(n, np.int32),
+        own_attribution=None,
+        closed=True,
+        rendered=None,
+        tools=b"",
+    )
+
+
+def test_what_was_quiet_for_longest_is_released_first():
+    one = path(b"one")
+    budget = CacheBudget(4 * one.n_bytes)
+    first, second = TokenCache(), TokenCache()
+    first.remember(one, budget)
+    fork = path(b"fork", one)
+    first.remember(fork, budget)
+    second.remember(path(b"one"), budget)
+    # which uses the one that it goes on from
+    leaf = path(b"leaf", one)
+    first.remember(leaf, budget)
+    assert budget.n_bytes == budget.max_bytes
+    second.remember(path(b"two"), budget)
+    # the fork was used before the leaf and the one that both go on from
+    assert first.get(b"fork") is None
+    assert first.get(b"one") is one
+    first.remember(path(b"next", leaf), budget)
+    assert second.get(b"one") is None
+    assert len(second) == 1
+    assert budget.n_bytes == budget.max_bytes
+    # one position, one path
+    first.remember(path(b"next", leaf, 50), budget)
+    assert len(first) == 3
+    first.clear()
+    second.clear()
+    assert budget.n_bytes == 0
+    huge = path(b"huge", n=10_000)
+    first.remember(huge, budget)
+    assert (len(first), budget.n_bytes) == (0, 0)
+
+
+def test_what_is_released_is_rendered():
+    conversation = Conversation(RENDERER, cache_bytes=2000)
+    messages = start(conversation)
+    start(conversation, opening=[said("user", "another agent")])
+    assert reason(conversation, [*messages, NEXT]) == "released"
+
+
+async def work(gateway, client, n_users):
+    """Ask for work, run the tools that are called, until that many users spoke."""
+    messages = []
+    create = client.chat.completions.create
+    for i in range(n_users):
+        messages.append(said("user", f"and {i}?"))
+        while True:
+            reply = await create(model="m", messages=messages, tools=[TOOL])
+            answer = reply.choices[0].message
+            echo = answer.model_dump(include={"role", "content", "tool_calls"})
+            messages.append({k: v for k, v in echo.items() if v is not None})
+            if not answer.tool_calls:
+                break
+            for call in answer.tool_calls:
+                messages.append(said("tool", f"file{i}.py\n", tool_call_id=call.id))
+    return await gateway.session(client)
+
+
+@pytest.mark.anyio
+async def test_fifty_turns_without_drift_are_one_row(tmp_path):
+    tables = {}
+    for mode in ("append", "render"):
+        engine = EmbeddedEngine(drift=0.3, seed=1)
+        directory = tmp_path / mode
+        async with in_process(engine, EMBEDDED, directory, prompts=mode) as gateway:
+            client = await gateway.open(session_id="a")
+            session = await work(gateway, client, 25)
+            assert session["unattributed"] == 0
+            expected = (
+                {"opening": 1, "append": 49} if mode == "append" else {"chosen": 50}
+            )
+            assert session["prompts"] == expected
+        tables[mode] = tk.read_turns(directory)
+    turns = tables["append"]
+    assert turns.num_rows == 50
+    drift = {
+        mode: tk.classify_drift(table, tk.link(table, parent_by="messages"))["size"]
+        for mode, table in tables.items()
+    }
+    assert drift["append"].to_pylist() == [0] * 49
+    assert drift["render"].to_numpy().max() > 0
+    for policy in ("faithful", "strict", "slime", "trl"):
+        rows = tk.linearize(turns, policy)
+        assert rows.num_rows == 1
+        assert tk.verify(rows, turns).num_rows == 0
+    assert tk.linearize(tables["render"], "strict").num_rows > 1
+    # the tool's output is learned by its name
+    rows = tk.linearize(turns)
+    (row,) = tk.observations.observation_weights(
+        turns, rows, tool_names=["bash"]
+    ).to_pylist()
+    learned = np.array(row["input_ids"], np.int32)[
+        np.array(row["observation_weight"]) > 0
+    ]
+    text = EMBEDDED.decode(learned, ended=False)
+    # but for the line break, which is one token with the template's own
+    assert text == "".join(f"file{i}.py" for i in range(25))
+    for turn in turns.to_pylist():
+        ids = np.array(turn["prompt_ids"], "<i4")
+        assert turn["prompt_digest"] == blake2b(ids.tobytes(), digest_size=16).digest()
+        assert turn["prompt_built"] == ("append" if turn["turn_index"] else "render")
+        assert turn["render_reason"] == (None if turn["turn_index"] else "opening")
+
+
+@pytest.mark.anyio
+async def test_agents_side_by_side_go_on_from_their_own_turns(tmp_path):
+    engine = EmbeddedEngine(drift=0.9, seed=4)
+    async with in_process(engine, EMBEDDED, tmp_path) as gateway:
+        client = await gateway.open(session_id="a")
+
+        async def ask(messages):
+            reply = await client.chat.completions.create(model="m", messages=messages)
+            return [*messages, said("assistant", reply.choices[0].message.content)]
+
+        async def talk(messages):
+            for i in range(3):
+                messages = await ask([*messages, said("user", f"and {i}?")])
+
+        trunk = await ask([said("user", "u")])
+        other = [said("system", "Another agent.")]
+
+        async def way(i):
+            await talk(await ask([*trunk, said("user", f"way {i}")]))
+
+        await asyncio.gather(talk(other), *map(way, range(4)))
+        session = await gateway.session(client)
+    assert session["prompts"] == {"opening": 2, "append": 18}
+    turns = tk.read_turns(tmp_path)
+    links = tk.link(turns)
+    assert links["parent"].null_count == 2
+    assert not any(tk.classify_drift(turns, links)["size"].to_pylist())
+    rows = tk.linearize(turns)
+    assert rows.num_rows == 5
+    assert tk.verify(rows, turns).num_rows == 0
+
+
+@pytest.mark.anyio
+async def test_calls_that_fail_leave_nothing_to_go_on_from(tmp_path):
+    engine = ScriptedEngine(
+        sampled("cut", finish_reason="abort"),
+        EngineError("down", 503),
+        "Yes.",
+        "Yes, again.",
+    )
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        client = await gateway.open(session_id="a")
+        create = client.chat.completions.create
+        messages = [said("user", "u")]
+        for _ in range(2):
+            with pytest.raises(Exception, match=r"abort|down"):
+                await create(model="m", messages=messages)
+        await create(model="m", messages=messages)
+        await create(model="m", messages=[*messages, said("assistant", "cut"), NEXT])
+        session = await gateway.session(client)
+        built = [(t["prompt_built"], t["render_reason"]) for t in gateway.turns()]
+    assert session["prompts"] == {"opening": 2, "unknown_reply": 1}
+    reasons = ("opening", "opening", "unknown_reply")
+    assert built == [("render", reason) for reason in reasons]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "consumed",
+    [
+        pytest.param({"prompt_tokens": 5}, id="their number"),
+        pytest.param({"prompt_ids": np.zeros(19, np.int32)}, id="the ids"),
+    ],
+)
+async def test_a_sample_for_another_prompt_is_no_turn(tmp_path, consumed):
+    engine = ScriptedEngine(sampled("Yes.", **consumed))
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        client = await gateway.open(session_id="a")
+        with pytest.raises(Exception, match="the engine consumed"):
+            await client.chat.completions.create(model="m", messages=[said("user", "")])
+        assert gateway.turns() == []
+    assert len(engine.prompts[0]) == 19
+
+
+@pytest.mark.anyio
+async def test_a_count_is_that_of_the_prompt_to_come(tmp_path):
+    engine = EmbeddedEngine(drift=0.9, seed=2)
+    async with in_process(engine, EMBEDDED, tmp_path) as gateway:
+        key = await gateway.open_id()
+        client = gateway.anthropic(key)
+        messages = [said("user", "u")]
+        for _ in range(3):
+            asked = {"model": "m", "messages": messages}
+            count = await client.messages.count_tokens(**asked)
+            reply = await client.messages.create(**asked, max_tokens=100)
+            assert count.input_tokens == reply.usage.input_tokens
+            messages = [*messages, said("assistant", reply.content[0].text), NEXT]
+        session = (await gateway.http.get(f"/sessions/{key}")).json()
+    assert session["prompts"] == {"opening": 1, "append": 2}
+
+
+@pytest.mark.anyio
+async def test_the_gateway_shows_what_the_template_does(tmp_path):
+    async with in_process(ScriptedEngine(), EMBEDDED, tmp_path) as gateway:
+        shown = (await gateway.http.get("/prompts")).json()
+    assert shown["mode"] == "append"
+    assert shown["template"]["with_tools"] == json.loads(
+        json.dumps(Prompts(EMBEDDED).probe(tools=True).describe())
+    )
+    assert shown["template"]["without_tools"]["drops_reasoning"] == ["user"]
+
+
+@pytest.mark.anyio
+async def test_a_session_that_closes_gives_its_ids_up(tmp_path):
+    async with in_process(ScriptedEngine("a"), RENDERER, tmp_path) as gateway:
+        client = await gateway.open(session_id="a")
+        await client.chat.completions.create(model="m", messages=[said("user", "u")])
+
+        async def cache_bytes():
+            return (await gateway.http.get("/prompts")).json()["cache_bytes"]
+
+        assert await cache_bytes() > 0
+        await gateway.http.post("/sessions/a/close")
+        assert await cache_bytes() == 0

@@ -1,0 +1,105 @@
+"""What was tokenized before is not tokenized again, and makes no difference."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.shim.fakes import AS_STRING, byte_renderer, byte_tokenizer
+from tests.strategies import spoken_texts
+from trajkit_shim.engines.embedded import load_tokenizer
+from trajkit_shim.prompting.render import ChatRenderer
+
+EMBEDDED = load_tokenizer()
+UNCACHED = ChatRenderer(EMBEDDED, cache_bytes=0)
+SMALL = ChatRenderer(EMBEDDED, cache_bytes=4000)
+LARGE = ChatRenderer(EMBEDDED)
+
+conversations = st.lists(
+    st.lists(
+        spoken_texts | st.sampled_from(["return self", " \n", "naïve 👍"]), min_size=1
+    ),
+    max_size=4,
+)
+
+
+def messages_of(texts):
+    return [
+        {"role": ("user", "assistant")[i % 2], "content": text}
+        for i, text in enumerate(texts)
+    ]
+
+
+def placed(renderer, text):
+    """Where each token of a text without marks stands, now and once more."""
+    if text != LARGE.without_mark(text):
+        return []
+    pairs = [renderer.encode(text) for _ in range(2)]
+    return [array for pair in pairs for array in (pair.starts, pair.stops)]
+
+
+@given(conversations)
+def test_a_cached_prompt_is_the_uncached_one(conversations):
+    for texts in conversations:
+        messages = messages_of(texts)
+        expected = UNCACHED.render(messages, None)
+        text = UNCACHED.text(messages, None)
+        spelled = UNCACHED.without_mark(text)
+        if spelled == text:
+            # as the tokenizer has it, in one piece
+            whole = EMBEDDED(text, add_special_tokens=False)["input_ids"]
+            assert expected.tolist() == whole
+        for renderer in (SMALL, LARGE):
+            for _ in range(2):
+                assert renderer.render(messages, None).tolist() == expected.tolist()
+                encoded = renderer.encode(renderer.text(messages, None))
+                assert encoded.ids.tolist() == expected.tolist()
+        assert UNCACHED.encode(text).ids.tolist() == expected.tolist()
+        text = LARGE.text(messages, None)
+        for one, other in zip(placed(LARGE, text), placed(SMALL, text), strict=True):
+            assert np.array_equal(one, other)
+    assert SMALL._piece.n_bytes <= 4000
+    assert UNCACHED._piece.n_bytes == 0
+
+
+def test_only_what_is_new_is_tokenized():
+    renderer = byte_renderer(AS_STRING)
+    texts = ["a" * 1000, "b" * 1000, "c" * 1000]
+    renderer.render(messages_of(texts), None)
+    before = renderer._piece.n_tokenized
+    assert before > 3000
+    renderer.render(messages_of([*texts, "d" * 500]), None)
+    assert 500 < renderer._piece.n_tokenized - before < 600
+    # in the middle of a conversation too
+    before = renderer._piece.n_tokenized
+    renderer.render(messages_of([texts[0], "e" * 500, texts[2]]), None)
+    assert 500 < renderer._piece.n_tokenized - before < 600
+
+
+def test_one_that_is_larger_than_all_room_drives_nothing_out():
+    renderer = ChatRenderer(byte_tokenizer(), AS_STRING, cache_bytes=50_000)
+    renderer.render(messages_of(["a" * 1000]), None)
+    kept = renderer._piece.n_bytes
+    renderer.ids_of("b" * 100_000)
+    assert renderer._piece.n_bytes == kept
+
+
+def test_a_tokenizer_that_begins_a_text_otherwise_is_given_it_whole():
+    from tokenizers import Tokenizer, pre_tokenizers
+
+    tokenizer = byte_tokenizer()
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Metaspace(replacement="_", prepend_scheme="first"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    from transformers import PreTrainedTokenizerFast
+
+    first = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    renderer = ChatRenderer(first, AS_STRING)
+    assert not renderer.keeps_apart
+    messages = messages_of(["a", "b"])
+    whole = first(renderer.text(messages, None), add_special_tokens=False)["input_ids"]
+    assert renderer.render(messages, None).tolist() == whole
+    assert renderer.encode(renderer.text(messages, None)).ids.tolist() == whole

@@ -1,0 +1,493 @@
+"""A reply that is told while it is sampled: nothing of it is taken back."""
+
+import asyncio
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+import trajkit as tk
+from tests.shim.clients import in_process
+from tests.shim.fakes import (
+    RENDERER,
+    TEMPLATE,
+    PiecewiseEngine,
+    ScriptedEngine,
+    byte_tokenizer,
+    sampled,
+)
+from tests.strategies import call_shards
+from trajkit_shim.chat.reply import Usage
+from trajkit_shim.chat.request import ChatRequest
+from trajkit_shim.chat.sampling_params import SamplingParams
+from trajkit_shim.engines.base import StreamingEngine
+from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
+from trajkit_shim.errors import EngineError
+from trajkit_shim.prompting.render import ChatRenderer
+from trajkit_shim.protocols import PROTOCOLS
+from trajkit_shim.replies.incremental_decode import Decoder, IncrementalParser
+from trajkit_shim.replies.parse import Parser
+from trajkit_shim.replies.reply_builder import Identity, extends, make_reply
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"n":  1.50e1}}\n</tool_call>'
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object"}},
+}
+EMBEDDED = ChatRenderer(load_tokenizer())
+
+
+def spaced_tokenizer():
+    """A tokenizer whose words carry the space before them, but for the first one's."""
+    words = [
+        "<unk>",
+        "</s>",
+        "\u2581a",
+        "\u2581b",
+        "c",
+        ".",
+        *(f"<0x{n:02X}>" for n in range(256)),
+    ]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={word: n for n, word in enumerate(words)},
+            merges=[],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+TOKENIZERS = {
+    "bytes": byte_tokenizer(),
+    "embedded": load_tokenizer(),
+    "spaced": spaced_tokenizer(),
+}
+RENDERERS = {
+    name: ChatRenderer(tokenizer, TEMPLATE) for name, tokenizer in TOKENIZERS.items()
+}
+
+
+def pieces(ids, cuts):
+    ends = sorted({min(cut, len(ids)) for cut in cuts} | {len(ids)})
+    return [ids[start:stop] for start, stop in pairwise([0, *ends])]
+
+
+cuts = st.lists(st.integers(0, 60), max_size=20)
+
+
+@given(st.sampled_from(sorted(RENDERERS)), st.data(), cuts)
+def test_pieces_decode_to_the_text(name, data, cuts):
+    renderer = RENDERERS[name]
+    ids = data.draw(st.lists(st.integers(0, renderer.n_tokens - 1), max_size=40))
+    decoder = Decoder(renderer)
+    told = "".join(decoder.feed(piece) for piece in pieces(ids, cuts))
+    assert renderer.decode(np.array(ids, np.int32), ended=False).startswith(told)
+    # a letter ends what was held back
+    letter = TOKENIZERS[name].convert_tokens_to_ids("c")
+    told += decoder.feed([letter])
+    whole = renderer.decode(np.array([*ids, letter], np.int32), ended=False)
+    assert told == whole
+
+
+def test_bytes_are_told_once_their_run_is_over():
+    renderer = RENDERERS["spaced"]
+    letter, nul, half = (
+        TOKENIZERS["spaced"].convert_tokens_to_ids(word)
+        for word in ("c", "<0x00>", "<0x80>")
+    )
+    decoder = Decoder(renderer)
+    assert [decoder.feed([one]) for one in (letter, nul, half, letter)] == [
+        "c",
+        "",
+        "",
+        "\ufffd\ufffdc",
+    ]
+
+
+def test_a_character_is_told_once_it_is_whole():
+    decoder = Decoder(RENDERER)
+    ids = sampled("a\U0001f600b").output_ids.tolist()
+    assert [decoder.feed([one]) for one in ids] == [
+        "a",
+        "",
+        "",
+        "",
+        "\U0001f600",
+        "b",
+        "",
+    ]
+
+
+def increments_of(text, *, stop=(), tools=(TOOL,), opened=False, cuts=()):
+    """The replies that are told while a text is sampled, and the whole one."""
+    ids = sampled(text).output_ids.tolist()
+    names = {"tools": tools, "opened": opened}
+    increments = IncrementalParser(RENDERER, Parser(**names), stop)
+    identity = Identity()
+
+    def reply(parsed, finish=""):
+        usage = Usage(prompt_tokens=7, output_tokens=len(ids), cached_tokens=None)
+        return make_reply(parsed, finish, model="m", usage=usage, identity=identity)
+
+    told = [increments.feed(piece) for piece in pieces(ids, cuts)]
+    parser = Parser(**names)
+    found = [at for mark in stop if (at := text.find(mark)) >= 0]
+    parser.feed(text[: min(found, default=None)])
+    return [reply(one) for one in told if one is not None], reply(parser.end(), "stop")
+
+
+texts = st.lists(
+    call_shards
+    | st.sampled_from([CALL, "\u00e9", "END", "\U0001f600", "<think>hm</think>"]),
+    max_size=8,
+).map("".join)
+
+
+@given(
+    texts,
+    st.lists(st.sampled_from(["END", "D\n", "a"]), max_size=2),
+    st.booleans(),
+    cuts,
+)
+def test_a_reply_begins_with_what_was_told_of_it(text, stop, opened, cuts):
+    told, whole = increments_of(text, stop=stop, opened=opened, cuts=cuts)
+    for before, after in pairwise([*told, whole]):
+        assert extends(after, before)
+
+
+# The events of a stream, as lists that are equal where a client reads the same.
+
+
+def events_of(data):
+    lines = [line for line in data.decode().split("\n") if line.startswith("data: ")]
+    return [json.loads(line[6:]) for line in lines if line != "data: [DONE]"]
+
+
+def without(value, *names):
+    return {k: v for k, v in value.items() if k not in names}
+
+
+def joined(items):
+    """Neighbours of one kind as one: ``(kind, text)``; a kind of None stands alone."""
+    out = []
+    for kind, text in items:
+        if out and kind is not None and out[-1][0] == kind:
+            out[-1] = (kind, out[-1][1] + text)
+        else:
+            out.append((kind, text))
+    return out
+
+
+def read_anthropic(events):
+    for event in events:
+        if event["type"] == "content_block_delta":
+            delta = event["delta"]
+            (field,) = delta.keys() - {"type"}
+            yield f"{event['index']} {delta['type']}", delta[field]
+        else:
+            yield None, event
+
+
+def read_chat(events):
+    for event in events:
+        for choice in event["choices"]:
+            delta = choice["delta"]
+            (field,) = delta.keys() & {"content", "reasoning_content"} or [None]
+            if field and "role" not in delta:
+                yield field, delta[field]
+            else:
+                yield None, choice
+
+
+def read_responses(events):
+    for event in events:
+        if event["type"].endswith("text.delta"):
+            yield f"{event['item_id']} {event['type']}", event["delta"]
+        else:
+            told = without(event, "sequence_number")
+            if "response" in told:
+                told["response"] = without(told["response"], "id", "created_at")
+            yield None, told
+
+
+def read_gemini(events):
+    for event in events:
+        (candidate,) = event["candidates"]
+        (part,) = candidate["content"]["parts"]
+        if part.get("text"):
+            yield json.dumps(without(part, "text")), part["text"]
+        elif "functionCall" in part:
+            yield None, part
+    yield None, candidate["finishReason"]
+
+
+READERS = {
+    "anthropic": read_anthropic,
+    "openai_chat": read_chat,
+    "openai_responses": read_responses,
+    "gemini": read_gemini,
+}
+ASKED = ChatRequest(
+    messages=[{"role": "user", "content": "a"}],
+    tools=[TOOL],
+    sampling=SamplingParams(),
+    stream=True,
+)
+
+
+@given(st.sampled_from(PROTOCOLS), texts, cuts, st.booleans())
+def test_the_events_of_a_growing_reply_are_those_of_the_whole(
+    protocol, text, cuts, cut
+):
+    """Order and all, once neighbouring deltas are put together."""
+    told, whole = increments_of(text, cuts=cuts)
+    whole = replace(whole, cut=cut)
+    grown = protocol.events(ASKED)
+    data = b"".join(grown.partial(reply) for reply in told)
+    data += b"".join(grown.reply(whole))
+    at_once = b"".join(protocol.events(ASKED).reply(whole))
+    read = READERS[protocol.name]
+    assert joined(read(events_of(data))) == joined(read(events_of(at_once)))
+    assert (b"[DONE]" in data) == (b"[DONE]" in at_once)
+
+
+def test_calls_are_told_before_the_reply_ends():
+    told, _ = increments_of(f"a{CALL}\n{CALL} b", cuts=range(200))
+    known = [(reply.text, len(reply.calls)) for reply in told]
+    assert ("a", 0) in known
+    assert ("a", 1) in known
+    assert ("a", 2) in known
+
+
+class Wire:
+    """One streaming request, and what its client has read so far."""
+
+    def __init__(self, gateway, session, path="/v1/messages", **fields):
+        body = {"max_tokens": 99, "stream": True, **fields}
+        body.setdefault("messages", [{"role": "user", "content": "hi"}])
+        self.inbox = [{"type": "http.request", "body": json.dumps(body).encode()}]
+        self.left = asyncio.Event()
+        self.status = None
+        self.data = b""
+        self.whole = False
+        # called with what was read so far, for each piece
+        self.on_data = lambda data: None
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "query_string": b"",
+            "headers": [(b"x-session-id", session.encode())],
+        }
+        self.task = asyncio.create_task(gateway.app(scope, self._receive, self._send))
+
+    async def _receive(self):
+        if self.inbox:
+            return self.inbox.pop()
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message):
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            return
+        self.data += message["body"]
+        self.whole = not message.get("more_body", False)
+        self.on_data(self.data)
+
+
+class Gate:
+    """Lets a piecewise engine go on one piece at a time."""
+
+    def __init__(self):
+        self.waiting = asyncio.Event()
+        self.go = asyncio.Event()
+        self.error = None
+
+    async def __call__(self):
+        self.waiting.set()
+        await self.go.wait()
+        self.go.clear()
+        if self.error is not None:
+            raise self.error
+
+    async def step(self):
+        """Let it go on, and wait until it told the next piece."""
+        await self.waiting.wait()
+        self.waiting.clear()
+        self.go.set()
+        await self.waiting.wait()
+
+
+async def until(condition):
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+@pytest.mark.anyio
+async def test_text_goes_out_while_the_engine_samples(tmp_path):
+    gate = Gate()
+    engine = PiecewiseEngine("hello world", size=6, gate=gate)
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        wire = Wire(gateway, await gateway.open_id())
+        await until(lambda: b"hello" in wire.data)
+        assert wire.status == 200
+        assert b"world" not in wire.data
+        assert gateway.turns() == []
+        await gate.step()
+        await until(lambda: b"world" in wire.data)
+        # the last event of a stream tells of a turn that is in the log
+        assert b"message_stop" not in wire.data
+        assert gateway.turns() == []
+        seen = []
+        wire.on_data = lambda data: seen.append(
+            (b"message_delta" in data, len(gateway.turns()))
+        )
+        gate.go.set()
+        await wire.task
+    assert wire.whole
+    assert (True, 1) in seen
+    assert (True, 0) not in seen
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("tells", [True, False])
+async def test_the_turn_is_the_same_whether_its_reply_was_told_in_pieces(
+    tmp_path, tells
+):
+    text = f"<think>\nhm\n</think>\n\nLook around, it is late. {CALL} END"
+    kind = PiecewiseEngine if tells else ScriptedEngine
+    async with in_process(kind(text), RENDERER, tmp_path) as gateway:
+        tool = {"name": "f", "input_schema": {"type": "object"}}
+        wire = Wire(gateway, await gateway.open_id(), tools=[tool])
+        await wire.task
+        (turn,) = gateway.turns()
+    assert RENDERER.decode(np.array(turn["output_ids"]), ended=True) == text
+    assert turn["use_tool"]
+    assert (
+        json.loads(turn["response"]["body"])["content"]
+        == "Look around, it is late.  END"
+    )
+    assert (wire.data.count(b"text_delta") > 2) == tells
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("error", "word", "recorded"),
+    [
+        pytest.param(EngineError("out of memory"), b"api_error", 0, id="fails"),
+        pytest.param(RuntimeError("a bug"), b"api_error", 0, id="a bug"),
+        pytest.param(None, b"overloaded_error", 1, id="cuts it short"),
+    ],
+)
+async def test_an_engine_that_fails_in_the_middle(tmp_path, error, word, recorded):
+    gate = Gate()
+    reply = "hello world" if error else sampled("hello world", finish_reason="abort")
+    engine = PiecewiseEngine(reply, size=6, gate=gate)
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        session = await gateway.open_id()
+        wire = Wire(gateway, session)
+        await until(lambda: b"hello" in wire.data)
+        gate.error = error
+        for _ in range(1 if error else 2):
+            await gate.waiting.wait()
+            gate.waiting.clear()
+            gate.go.set()
+            await asyncio.sleep(0)
+        await asyncio.gather(wire.task, return_exceptions=True)
+        turns = gateway.turns()
+        health = (await gateway.http.get("/healthz")).json()
+    assert b"event: error" in wire.data
+    assert word in wire.data
+    assert b"message_stop" not in wire.data
+    assert [turn["trainable"] for turn in turns] == [False] * recorded
+    assert health["sessions"]["in_flight"] == 0
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("how", ["the client leaves", "the session is closed"])
+async def test_a_stream_that_ends_in_the_middle(tmp_path, how):
+    gate = Gate()
+    engine = PiecewiseEngine("hello world", size=6, gate=gate)
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        session = await gateway.open_id()
+        wire = Wire(gateway, session)
+        await until(lambda: b"hello" in wire.data)
+        if how == "the client leaves":
+            wire.left.set()
+        else:
+            await gateway.http.delete(f"/sessions/{session}")
+        await wire.task
+        assert gateway.turns() == []
+        health = (await gateway.http.get("/healthz")).json()
+    assert (b"event: error" in wire.data) == (how == "the session is closed")
+    assert b"message_stop" not in wire.data
+    assert health["sessions"]["in_flight"] == 0
+
+
+@pytest.mark.anyio
+async def test_a_request_that_comes_again_is_told_from_the_beginning(tmp_path):
+    gate = Gate()
+    engine = PiecewiseEngine("hello world", size=6, gate=gate)
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        session = await gateway.open_id(replay=True)
+        first = Wire(gateway, session)
+        await until(lambda: b"hello" in first.data)
+        second = Wire(gateway, session)
+        await until(lambda: b"hello" in second.data)
+        await gate.step()
+        gate.go.set()
+        await asyncio.gather(first.task, second.task)
+        assert len(gateway.turns()) == 1
+    assert events_of(first.data)[-1] == events_of(second.data)[-1]
+    assert joined(read_anthropic(events_of(first.data))) == joined(
+        read_anthropic(events_of(second.data))
+    )
+
+
+@pytest.mark.anyio
+async def test_an_engine_that_takes_back_what_it_told(tmp_path):
+    class Other(PiecewiseEngine):
+        async def stream(self, *given, **named):
+            await super().stream(*given, **named)
+            return sampled("other")
+
+    async with in_process(Other("hello"), RENDERER, tmp_path) as gateway:
+        wire = Wire(gateway, await gateway.open_id())
+        await wire.task
+        assert gateway.turns() == []
+    assert b"not those that it streamed" in wire.data
+
+
+@pytest.mark.anyio
+async def test_the_embedded_engine_tells_what_it_samples(tmp_path):
+    engine = EmbeddedEngine(seed=1)
+    assert isinstance(engine, StreamingEngine)
+    async with in_process(engine, EMBEDDED, tmp_path) as gateway:
+        wire = Wire(gateway, await gateway.open_id(), max_tokens=500)
+        await wire.task
+        log = tk.read_turns(gateway.log.path)
+    (turn,) = log.to_pylist()
+    text = EMBEDDED.decode(np.array(turn["output_ids"]), ended=True)
+    deltas = [
+        e["delta"]["text"] for e in events_of(wire.data) if "text" in e.get("delta", {})
+    ]
+    assert "".join(deltas) == text
+    assert len(deltas) > 1 or len(turn["output_ids"]) <= 8

@@ -1,0 +1,285 @@
+"""The forms of tool calls: what a template renders is read again, and nothing gets lost."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jinja2 import Environment
+
+from tests.shim.clients import in_process
+from tests.shim.fakes import ScriptedEngine, byte_renderer
+from tests.strategies import call_shards, typed_calls
+from trajkit_shim.replies.parse import Parser, ToolCall, parse, parse_reply
+from trajkit_shim.replies.parsers import FORMS, form_of
+
+# How the chat templates of each family write the calls of a message. `tojson` is that of
+# transformers: keys as they are, nothing escaped for HTML.
+TEMPLATES = {
+    "hermes": """\
+{% for call in calls %}{{ "\\n" if not loop.first }}<tool_call>
+{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}
+</tool_call>{% endfor %}""",
+    "plain-json": """\
+{% for call in calls %}{{ "\\n" if not loop.first -}}
+{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}
+{%- endfor %}""",
+    "qwen3-coder": """\
+{% for call in calls %}{{ "\\n" if not loop.first }}<tool_call>
+<function={{ call.name }}>
+{% for key, value in call.arguments.items() %}<parameter={{ key }}>
+{{ value | tojson if value is mapping or (value is sequence and value is not string)
+   else value | string }}
+</parameter>
+{% endfor %}</function>
+</tool_call>{% endfor %}""",
+    "glm": """\
+{% for call in calls %}{{ "\\n" if not loop.first }}<tool_call>{{ call.name }}
+{% for key, value in call.arguments.items() %}<arg_key>{{ key }}</arg_key>
+<arg_value>{{ value if value is string else value | tojson }}</arg_value>
+{% endfor %}</tool_call>{% endfor %}""",
+}
+forms = st.sampled_from(sorted(FORMS))
+
+
+def tojson(value):
+    return json.dumps(value, ensure_ascii=False)
+
+
+ENVIRONMENT = Environment()
+ENVIRONMENT.filters["tojson"] = tojson
+
+
+def rendered(form, calls):
+    template = ENVIRONMENT.from_string(TEMPLATES[form])
+    return template.render(calls=[{"name": n, "arguments": a} for n, a in calls])
+
+
+def test_every_form_has_its_template():
+    assert TEMPLATES.keys() == FORMS.keys()
+
+
+@given(
+    forms,
+    st.lists(typed_calls(), min_size=1, max_size=3),
+    st.sampled_from(["", "é. \n"]),
+)
+def test_a_rendered_call_is_read_again(form, made, lead):
+    by_name = {name: tool for tool, name, _ in made}
+    calls = [
+        (name, arguments) for tool, name, arguments in made if by_name[name] is tool
+    ]
+    text = lead + rendered(form, calls)
+    parsed = parse_reply(text, [*by_name.values()], FORMS[form])
+    read = [(call.name, json.loads(call.arguments)) for call in parsed.tool_calls]
+    assert read == calls
+    assert parsed.content == lead
+    assert not parsed.ill_formed
+
+
+@given(forms, st.lists(call_shards, max_size=12), st.booleans(), st.data())
+def test_what_is_found_does_not_depend_on_the_pieces(form, shards, opened, data):
+    """And what was told before the end is never taken back."""
+    text = "".join(shards)
+    tools = data.draw(st.sampled_from([None, []]))
+    options = {"tools": tools, "opened": opened, "form": FORMS[form]}
+    whole = parse(text, **options)
+    some = st.lists(st.integers(0, len(text)), max_size=8).map(sorted)
+    cuts = data.draw(st.just(range(len(text))) | some)
+    parser = Parser(**options)
+    told = []
+    for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        parser.feed(text[start:stop])
+        told.append(parser.so_far())
+    assert parser.end() == whole
+    for before, after in zip(told, [*told[1:], whole], strict=True):
+        assert (after.reasoning or "").startswith(before.reasoning or "")
+        *settled, last = before.parts or ("",)
+        assert after.parts[: len(settled)] == tuple(settled)
+        if last:
+            then = after.parts[len(settled)]
+            assert then == last if isinstance(last, ToolCall) else then.startswith(last)
+            # reasoning is whole before anything else comes
+            assert before.reasoning == after.reasoning
+
+
+@given(forms, st.lists(call_shards, max_size=12))
+def test_no_text_is_lost(form, shards):
+    """All that is not a call, or white space between two, is in the text."""
+    text = "".join(shards)
+    parsed = parse_reply(text, (), FORMS[form])
+    assert parsed.sampled == text
+    at = 0
+    for part in parsed.parts:
+        if isinstance(part, str):
+            at = text.index(part, at) + len(part)
+        else:
+            json.loads(part.arguments)
+            at = text.index(FORMS[form].opens, at) + len(FORMS[form].opens)
+    if not parsed.tool_calls:
+        assert parsed.content == text
+        assert parsed.ill_formed == (FORMS[form].opens in text)
+
+
+def function(**kinds):
+    properties = {key: {"type": kind} for key, kind in kinds.items()}
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+def coder(value, key="a"):
+    return (
+        f"<tool_call>\n<function=f>\n<parameter={key}>\n{value}\n</parameter>\n"
+        "</function>\n</tool_call>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "written", "value"),
+    [
+        pytest.param("string", "42", "42", id="a number as a string"),
+        pytest.param("string", " a\n ", " a\n ", id="white space"),
+        pytest.param("string", '"a"', '"a"', id="quotes"),
+        pytest.param("string", "", "", id="nothing"),
+        pytest.param("integer", "42", 42, id="an integer"),
+        pytest.param("integer", "4.0", 4.0, id="a number in the place of an integer"),
+        pytest.param("integer", "four", "four", id="no integer"),
+        pytest.param("number", "NaN", "NaN", id="no JSON"),
+        pytest.param("boolean", "True", True, id="as Python writes it"),
+        pytest.param("boolean", "false", False, id="as JSON writes it"),
+        pytest.param("boolean", "1", "1", id="no boolean"),
+        pytest.param("array", "[1, {}]", [1, {}], id="a list"),
+        pytest.param("object", "[1]", "[1]", id="a list in the place of an object"),
+        pytest.param(["integer", "null"], "None", None, id="one of two types"),
+        pytest.param(["string", "null"], "null", None, id="a string or null"),
+        pytest.param(None, "42", "42", id="unknown, a number"),
+        pytest.param(None, '{"b":  1}', {"b": 1}, id="unknown, an object"),
+        pytest.param(None, "[" * 100_000, "[" * 100_000, id="too deep"),
+        pytest.param(
+            "string", "</parameter> x", "</parameter> x", id="an end that is none"
+        ),
+    ],
+)
+def test_values_without_quotes(kind, written, value):
+    tools = [function(a=kind)]
+    (call,) = parse_reply(coder(written), tools, FORMS["qwen3-coder"]).tool_calls
+    assert json.loads(call.arguments) == {"a": value}
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        pytest.param({"enum": [1, 2]}, 1, id="enum"),
+        pytest.param({"anyOf": [{"type": "integer"}, {"type": "null"}]}, 1, id="anyOf"),
+        pytest.param({"anyOf": [{"$ref": "#/x"}]}, "1", id="unknown"),
+        pytest.param(True, "1", id="anything"),
+    ],
+)
+def test_types_that_a_schema_says_in_other_words(schema, value):
+    tool = function()
+    tool["function"]["parameters"]["properties"]["a"] = schema
+    (call,) = parse_reply(coder("1"), [tool], FORMS["qwen3-coder"]).tool_calls
+    assert json.loads(call.arguments) == {"a": value}
+
+
+BROKEN = {
+    "qwen3-coder": [
+        "<tool_call>",
+        "<tool_call>{}</tool_call>",
+        "<tool_call><function=></function></tool_call>",
+        "<tool_call><function=f</tool_call>",
+        "<tool_call><function=f></tool_call>",
+        "<tool_call><function=f></function>",
+        "<tool_call><function=f><parameter=a>1</function></tool_call>",
+        coder("1").replace("</function>", "<parameter=a>2</parameter></function>"),
+        coder("1", key=""),
+    ],
+    "glm": [
+        "<tool_call></tool_call>",
+        "<tool_call>f",
+        "<tool_call>f\ng\n</tool_call>",
+        "<tool_call>f<arg_key>a</arg_key></tool_call>",
+        "<tool_call>f<arg_key>a</arg_key><arg_value>1</tool_call>",
+        "<tool_call>f<arg_key></arg_key><arg_value>1</arg_value></tool_call>",
+        "<tool_call>f"
+        + "<arg_key>a</arg_key><arg_value>1</arg_value>" * 2
+        + "</tool_call>",
+    ],
+    "plain-json": [
+        '{"name": "f"}',
+        '{"name": "f", "parameters": [1]}',
+        '{"name": "f", "parameters": {}, "arguments": {}}',
+        '{"name": "f", "parameters": {}',
+        '{"name": "", "parameters": {}}',
+        '{"name"}',
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "text"), [(form, text) for form in BROKEN for text in BROKEN[form]]
+)
+def test_what_does_not_read_as_a_call_stays_as_it_is(form, text):
+    parsed = parse_reply(f"so: {text} \n", (), FORMS[form])
+    assert (parsed.parts, parsed.ill_formed) == ((f"so: {text} \n",), True)
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "settled"),
+    [
+        pytest.param("hermes", "a <tool", "a ", id="a marker may have begun"),
+        pytest.param("hermes", "a <toil", "a <toil", id="it has not"),
+        pytest.param("hermes", 'a <tool_call>\n{"name', "a ", id="a call may come"),
+        pytest.param(
+            "hermes", "a <tool_call> is b", "a <tool_call> is b", id="none will"
+        ),
+        pytest.param("qwen3-coder", "a <tool_call>\n<fun", "a ", id="a tag may come"),
+        pytest.param("qwen3-coder", "<tool_call>{", "<tool_call>{", id="none does"),
+        pytest.param("plain-json", 'a {"nam', "a ", id="an object"),
+    ],
+)
+def test_text_is_told_once_it_is_certain(form, text, settled):
+    parser = Parser(tools=[], opened=False, form=FORMS[form])
+    for letter in text:
+        parser.feed(letter)
+    assert parser.so_far().content == settled
+
+
+def test_calls_are_told_once_they_are_whole():
+    parser = Parser(tools=[], opened=False)
+    call = '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>'
+    parser.feed(f"{call}\n{call}\n<tool_call>")
+    assert len(parser.so_far().tool_calls) == 2
+
+
+@pytest.mark.parametrize("name", sorted(FORMS))
+def test_a_template_tells_its_form(name):
+    written = (
+        TEMPLATES[name].replace('"', '\\"') if name == "plain-json" else TEMPLATES[name]
+    )
+    assert form_of(written) is FORMS[name]
+
+
+def test_a_template_of_no_known_form_is_taken_for_hermes():
+    assert form_of("{{ messages }}") is FORMS["hermes"]
+
+
+@pytest.mark.anyio
+async def test_the_gateway_reads_the_form_of_its_template(tmp_path):
+    template = byte_renderer().chat_template + "{# <function= <parameter= #}"
+    tool = function(a="integer")
+    for options in ({}, {"tool_form": FORMS["hermes"]}):
+        engine = ScriptedEngine(coder("1"))
+        async with in_process(
+            engine, byte_renderer(template), tmp_path / str(len(options)), **options
+        ) as gateway:
+            client = await gateway.open()
+            reply = await client.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "a"}], tools=[tool]
+            )
+        message = reply.choices[0].message
+        if options:
+            assert message.content == coder("1")
+        else:
+            (call,) = message.tool_calls
+            assert json.loads(call.function.arguments) == {"a": 1}

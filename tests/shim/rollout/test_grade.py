@@ -1,0 +1,439 @@
+"""Tasks are read to the letter, and graded by what they say."""
+
+import json
+import subprocess
+import sys
+import types
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+
+from trajkit.errors import FormatError
+from trajkit_shim.agents.sandbox import Limits, Spec
+from trajkit_shim.agents.sandboxes.local import SANDBOX
+from trajkit_shim.rollout.grade import Work, grade
+from trajkit_shim.rollout.grade import test_results as results_of
+from trajkit_shim.rollout.tasks import read_tasks
+from trajkit_shim.rollout.workspace import StageError, Workspace
+
+
+def task_of(tmp_path, **fields):
+    """The one task of a JSONL file."""
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(json.dumps({"id": "t", "prompt": "Do it.", **fields}))
+    (task,) = read_tasks(path)
+    return task
+
+
+def graded(tmp_path, *, patch=b"", finished=True, **fields):
+    """The reward of a task whose agent changed nothing, or made a patch."""
+    task = task_of(tmp_path, **fields)
+    spec = Spec(name="box", scratch=tmp_path, options={"namespaces": "no"})
+    with SANDBOX(spec) as sandbox:
+        workspace = Workspace(task, sandbox)
+        workspace.prepare()
+        workspace.apply(patch)
+        return grade(Work(workspace=workspace, patch=patch, finished=finished))
+
+
+def test_a_workspace_begins_with_the_same_commit_in_every_rollout(tmp_path):
+    task = task_of(tmp_path, workspace={"a": "x\n"}, grade={"command": "true"})
+    commits = []
+    for name in ("one", "two"):
+        spec = Spec(name=name, scratch=tmp_path, options={"namespaces": "no"})
+        with SANDBOX(spec) as sandbox:
+            workspace = Workspace(task, sandbox)
+            workspace.prepare()
+            show = ["git", "log", "--format=%H %aI %cI %an %ae %s"]
+            done = sandbox.exec(show, timeout_s=60, cwd=workspace.path)
+        commits.append(done.stdout.decode())
+    began = "2000-01-01T00:00:00"
+    assert commits[0].split()[1:3] in ([f"{began}+00:00"] * 2, [f"{began}Z"] * 2)
+    assert commits[0].endswith(" agent agent@localhost Start\n")
+    assert commits[0] == commits[1]
+
+
+PYTEST = "printf 'PASSED t.py::a\\nFAILED t.py::b - no\\nPASSED t.py::c[x y]\\n'"
+
+
+@pytest.mark.parametrize(
+    ("rules", "reward"),
+    [
+        ({"command": "true"}, 1.0),
+        ({"command": "exit 3"}, 0.0),
+        ({"command": "test -e .git && test $PWD = $(pwd)"}, 1.0),
+        (
+            {"kind": "tests", "command": PYTEST, "fail_to_pass": ["t.py::a"]},
+            1.0,
+        ),
+        (
+            {
+                "kind": "tests",
+                "command": f"{PYTEST}; exit 1",
+                "fail_to_pass": ["t.py::a"],
+                "pass_to_pass": ["t.py::c[x y]"],
+            },
+            1.0,
+        ),
+        (
+            {
+                "kind": "tests",
+                "command": PYTEST,
+                "fail_to_pass": ["t.py::a", "t.py::b"],
+            },
+            0.0,
+        ),
+        # one that did not run did not pass
+        (
+            {
+                "kind": "tests",
+                "command": PYTEST,
+                "fail_to_pass": ["t.py::a", "t.py::b"],
+                "pass_to_pass": ["t.py::c[x y]", "t.py::gone"],
+                "partial": True,
+            },
+            0.5,
+        ),
+        ({"kind": "completed"}, 1.0),
+        (
+            {"kind": "reward_file", "command": "echo 0.25 > {logs}/reward.txt; exit 1"},
+            0.25,
+        ),
+        ({"kind": "reward_file", "command": "echo 1 > {logs}/reward.json"}, 1.0),
+        (
+            {
+                "kind": "reward_file",
+                "command": 'echo \'{"reward": 0.5, "x": 9}\' > {logs}/reward.json',
+            },
+            0.5,
+        ),
+        (
+            {
+                "kind": "reward_file",
+                "command": 'echo \'{"a": 1, "b": 0}\' > {logs}/reward.json',
+            },
+            0.5,
+        ),
+    ],
+)
+def test_a_reward_by_each_grader(tmp_path, rules, reward):
+    assert graded(tmp_path, grade=rules) == reward
+
+
+def test_a_session_that_was_cut_off_is_not_completed(tmp_path):
+    assert graded(tmp_path, grade={"kind": "completed"}, finished=False) == 0.0
+
+
+def test_a_verifier_finds_the_tests_where_it_is_told(tmp_path):
+    script = 'cat "$(dirname "$0")/hidden" > "$1/reward.txt"'
+    reward = graded(
+        tmp_path,
+        tests={"test.sh": script, "hidden": "0.75"},
+        grade={
+            "kind": "reward_file",
+            "command": "test ! -e hidden && bash {tests}/test.sh {logs}",
+        },
+    )
+    assert reward == 0.75
+
+
+def test_a_script_says_the_reward_on_its_last_line(tmp_path):
+    program = "print('thinking')\nprint(len(open('text').read()) / 10)\n"
+    fields = {"workspace": {"text": "12345"}, "tests": {"grade it.py": program}}
+    rules = {"kind": "script", "script": "grade it.py"}
+    assert graded(tmp_path, grade=rules, **fields) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"grade": {"command": "no-such"}}, "grade: no-such: exit code 127"),
+        (
+            {"grade": {"command": "sleep 600", "timeout_s": 0.2}},
+            "grade: sleep 600: timed out after 0.2 s",
+        ),
+        (
+            {"grade": {"kind": "tests", "command": "true", "fail_to_pass": ["a"]}},
+            "grade: no test result in the output: exit code 0",
+        ),
+        (
+            {
+                "grade": {"kind": "script", "script": "g.py"},
+                "tests": {"g.py": "print('fine')"},
+            },
+            "g.py: its last line is 'fine', not a number",
+        ),
+        (
+            {
+                "grade": {"kind": "script", "script": "g.py"},
+                "tests": {"g.py": "print('nan')"},
+            },
+            "the reward nan is not finite",
+        ),
+        (
+            {
+                "grade": {"kind": "script", "script": "g.py"},
+                "tests": {"g.py": "raise SystemExit('broken')"},
+            },
+            "g.py: exit code 1: broken",
+        ),
+        (
+            {"grade": {"kind": "reward_file", "command": "echo done"}},
+            "the verifier wrote no reward: exit code 0: done",
+        ),
+        (
+            {"grade": {"kind": "reward_file", "command": "echo x > {logs}/reward.txt"}},
+            "reward.txt is 'x'",
+        ),
+        (
+            {
+                "grade": {
+                    "kind": "reward_file",
+                    "command": "echo '{}' > {logs}/reward.json",
+                }
+            },
+            "an empty object",
+        ),
+        (
+            {
+                "grade": {
+                    "kind": "reward_file",
+                    "command": "echo true > {logs}/reward.json",
+                }
+            },
+            "not a number",
+        ),
+    ],
+)
+def test_what_cannot_be_graded_is_an_error_and_no_zero(tmp_path, fields, said):
+    with pytest.raises(StageError) as raised:
+        graded(tmp_path, **fields)
+    assert said in str(raised.value)
+
+
+def test_a_patch_that_does_not_apply_is_an_error(tmp_path):
+    patch = b"--- a/x\n+++ b/x\n -1 +1 \n-old\n+new\n"
+    with pytest.raises(StageError, match="grade: git: exit code"):
+        graded(tmp_path, patch=patch, grade={"command": "true"})
+
+
+def test_results_are_read_as_pytest_and_unittest_write_them():
+    output = b"""
+\x1b[32mPASSED\x1b[0m tests/a.py::T::one
+FAILED tests/a.py::two - assert 1 == 2
+ERROR tests/b.py
+SKIPPED [1] tests/a.py:3: later
+XFAIL tests/a.py::three
+PASSED tests/a.py::again
+FAILED tests/a.py::again
+FAILED tests/a.py::rerun - flaky
+PASSED tests/a.py::rerun
+test_four (test_x.Case.test_four) ... ok
+test_five (test_x.Case) ... FAIL
+test_six (test_x.Case.test_six) ... skipped 'link_reason'
+some PASSED words
+"""
+    assert results_of(output) == {
+        "tests/a.py::T::one": True,
+        "tests/a.py::two": False,
+        "tests/b.py": False,
+        "[1] tests/a.py:3: later": False,
+        "tests/a.py::three": False,
+        "tests/a.py::again": False,
+        "tests/a.py::rerun": False,
+        "test_x.Case.test_four": True,
+        "test_x.Case.test_five": False,
+        "test_x.Case.test_six": False,
+    }
+
+
+def test_results_of_the_real_runners_are_read(tmp_path):
+    (tmp_path / "test_x.py").write_text(
+        "import unittest\n\nclass Case(unittest.TestCase):\n"
+        "    def test_a(self):\n        pass\n"
+        "    def test_b(self):\n        'What it is.'\n        assert False\n"
+        "    def test_c(self):\n        'What it is.'\n"
+    )
+    done = subprocess.run(
+        ["python", "-B", "-m", "unittest", "-v", "test_x"],
+        cwd=tmp_path,
+        capture_output=True,
+        check=False,
+    )
+    found = results_of(done.stdout + done.stderr)
+    assert found == {
+        "test_x.Case.test_a": True,
+        "test_x.Case.test_b": False,
+        "test_x.Case.test_c": True,
+    }
+    done = subprocess.run(
+        ["python", "-B", "-m", "pytest", "-rA", "-p", "no:cacheprovider", "test_x.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        check=False,
+    )
+    assert results_of(done.stdout) == {
+        "test_x.py::Case::test_a": True,
+        "test_x.py::Case::test_b": False,
+        "test_x.py::Case::test_c": True,
+    }
+
+
+def test_all_that_a_task_says_is_read(tmp_path):
+    task = task_of(
+        tmp_path,
+        workdir="/testbed",
+        image="img:1",
+        setup={"command": "make", "timeout_s": 7},
+        agent={"timeout_s": 8.5, "max_turns": 9},
+        grade={"command": "make test", "timeout_s": 10},
+        limits={"memory_mb": 1, "cpus": 2, "processes": 3, "file_mb": 4},
+    )
+    assert (task.workdir, task.image, task.setup) == ("/testbed", "img:1", "make")
+    assert (task.setup_timeout_s, task.agent_timeout_s) == (7.0, 8.5)
+    assert (task.max_turns, task.grade.timeout_s) == (9, 10.0)
+    assert task.limits == Limits(memory_mb=1, cpus=2.0, processes=3, file_mb=4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"id": "a.b"}, "id = 'a.b'"),
+        ({"prompt": 3}, "prompt is 3, not str"),
+        ({"prompt": None}, "prompt is missing"),
+        ({"colour": "red"}, "unknown keys: colour"),
+        ({"workdir": "work"}, "workdir = 'work' is not an absolute path"),
+        ({"agent": {"max_turns": 0}}, "agent: max_turns = 0 is not at least 1"),
+        ({"agent": {"max_turns": True}}, "max_turns = True"),
+        ({"agent": {"timeout_s": -1}}, "timeout_s = -1 is not above 0"),
+        ({"agent": []}, "agent: list, not an object"),
+        ({"workspace": {"a": 1}}, "workspace is not an object of strings"),
+        ({"revision": "HEAD"}, "revision without a repository"),
+        ({"grade": {"kind": "magic"}}, "'magic' is not one of command, tests"),
+        ({"grade": {}}, "kind 'command' lacks keys"),
+        ({"grade": {"kind": "tests", "command": "x"}}, "lacks keys that it needs"),
+        ({"grade": {"kind": "swebench"}}, "lacks keys that it needs"),
+        ({"grade": {"kind": "script", "script": "g.py"}}, "needs the task's tests"),
+        ({"grade": {"command": "x", "fail_to_pass": [1]}}, "not a list of strings"),
+    ],
+)
+def test_an_invalid_task_is_rejected_with_its_location(tmp_path, fields, said):
+    with pytest.raises(FormatError) as raised:
+        task_of(tmp_path, **{"grade": {"command": "true"}, **fields})
+    assert said in str(raised.value)
+    assert str(raised.value).startswith(f"{tmp_path}/tasks.jsonl:1: ")
+
+
+def test_files_that_hold_no_tasks_are_refused(tmp_path):
+    path = tmp_path / "t.jsonl"
+    task = '{"id": "a", "prompt": "p", "grade": {"command": "true"}}\n'
+    for text, said in (
+        ("", "has no task"),
+        ("{", "t.jsonl:1"),
+        (task * 2, "two tasks have the id 'a'"),
+    ):
+        path.write_text(text)
+        with pytest.raises(FormatError, match=said):
+            read_tasks(path)
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/task.toml").write_text("prompt = ")
+    with pytest.raises(FormatError, match=r"x/task\.toml"):
+        read_tasks(tmp_path)
+
+
+def test_a_commit_of_a_repository_is_a_workspace(tmp_path):
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    who = ("-c", "user.name=a", "-c", "user.email=a@localhost")
+    for step in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        (repository / "file").write_text("first")
+        subprocess.run(["git", *who, *step], cwd=repository, check=True)
+    (repository / "file").write_text("second")
+    fields = {"repository": "repository", "grade": {"command": "grep -q first file"}}
+    assert graded(tmp_path, **fields) == 1.0
+    task = task_of(tmp_path, **fields)
+    assert task.digest() == task_of(tmp_path, **fields).digest()
+    with pytest.raises(FormatError, match="at 'gone'"):
+        task_of(tmp_path, **fields, revision="gone").digest()
+
+
+# SWE-bench's package, by a double of the two functions of it that are called
+
+
+def swebench(monkeypatch, report):
+    """The package, whose reading of the log is the given report."""
+    seen = {}
+
+    def make_test_spec(instance):
+        return types.SimpleNamespace(
+            instance_id=instance["instance_id"], eval_script=instance["eval_script"]
+        )
+
+    def get_eval_report(test_spec, prediction, test_log_path, include_tests_status):
+        seen.update(prediction, log=Path(test_log_path).read_text())
+        return {test_spec.instance_id: report}
+
+    for name, fields in (
+        ("swebench", {"__spec__": ModuleSpec("swebench", None)}),
+        ("swebench.harness", {}),
+        ("swebench.harness.utils", {"make_test_spec": make_test_spec}),
+        ("swebench.harness.grading", {"get_eval_report": get_eval_report}),
+    ):
+        module = types.ModuleType(name)
+        vars(module).update(fields)
+        monkeypatch.setitem(sys.modules, name, module)
+    return seen
+
+
+class AtRoot(type(SANDBOX(Spec(name="x", scratch=Path())))):
+    """A local sandbox that says that its workspace is that of an image."""
+
+    def map_path(self, path):
+        return path if path == "/testbed" else super().map_path(path)
+
+    def exec(self, command, *, cwd=None, **options):
+        cwd = super().map_path("/work") if cwd == "/testbed" else cwd
+        return super().exec(command, cwd=cwd, **options)
+
+
+def swebench_graded(tmp_path, instance, timeout_s=60):
+    task = task_of(
+        tmp_path,
+        workdir="/testbed",
+        grade={"kind": "swebench", "instance": instance, "timeout_s": timeout_s},
+    )
+    spec = Spec(name="box", scratch=tmp_path, options={"namespaces": "no"})
+    with AtRoot(spec) as sandbox:
+        workspace = Workspace(task, sandbox)
+        return grade(Work(workspace=workspace, patch=b"+a", finished=True))
+
+
+INSTANCE = {"instance_id": "a-1", "eval_script": "echo ran; echo loud >&2; exit 1"}
+
+
+@pytest.mark.parametrize("verdict", [True, False])
+def test_swebench_reads_the_log_of_its_own_script(tmp_path, monkeypatch, verdict):
+    seen = swebench(monkeypatch, {"resolved": verdict, "infra_failure": False})
+    assert swebench_graded(tmp_path, INSTANCE) == float(verdict)
+    assert seen["log"] == "ran\nloud\n"
+    assert (seen["instance_id"], seen["model_patch"]) == ("a-1", "+a")
+
+
+def test_swebench_says_why_it_cannot_grade(tmp_path, monkeypatch):
+    with pytest.raises(StageError, match="swebench is not installed"):
+        graded(tmp_path, grade={"kind": "swebench", "instance": INSTANCE})
+    report = {
+        "resolved": False,
+        "infra_failure": True,
+        "infra_failure_reason": "no space",
+    }
+    swebench(monkeypatch, report)
+    with pytest.raises(StageError, match="swebench: no space"):
+        swebench_graded(tmp_path, INSTANCE)
+    with pytest.raises(StageError, match="incomplete: KeyError"):
+        swebench_graded(tmp_path, {"instance_id": "a-1"})
+    with pytest.raises(StageError, match="must be /testbed"):
+        graded(tmp_path, grade={"kind": "swebench", "instance": INSTANCE})
+    with pytest.raises(StageError, match=r"timed out after 0\.2 s"):
+        swebench_graded(tmp_path, {**INSTANCE, "eval_script": "sleep 600"}, 0.2)

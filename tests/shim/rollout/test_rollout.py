@@ -1,0 +1,519 @@
+"""Rollouts: a small agent, the embedded engine, and every way that they can end."""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+import trajkit as tk
+from tests.shim.agents.test_sandbox import marked
+from trajkit.cli import BAD_DATA, BAD_FILE, DONE
+from trajkit.errors import FormatError
+from trajkit_shim.engines.embedded import Reply
+from trajkit_shim.rollout import solver
+from trajkit_shim.rollout.command import add_rollout
+from trajkit_shim.rollout.run_log import Rollout, RunLog
+from trajkit_shim.rollout.tasks import read_tasks
+
+AGENT = f"{sys.executable} -S {Path(__file__).parents[1] / 'small_agent.py'}"
+EXAMPLES = Path(__file__).parents[3] / "examples/repair"
+# namespaces cost a bit; test_sandbox.py has them
+QUICK = ("--sandbox-option", "namespaces=no")
+
+
+def write_tasks(path, **tasks):
+    """A JSONL file of tasks: their fields by id."""
+    lines = []
+    for name, fields in tasks.items():
+        task = {
+            "id": name,
+            "prompt": f"Make {name}.txt say yes.",
+            "workspace": {f"{name}.txt": "no\n"},
+            "solution": {f"{name}.txt": "yes\n"},
+            "grade": {"command": f"grep -qx yes {name}.txt"},
+            "agent": {"timeout_s": 60},
+        }
+        lines.append(json.dumps({**task, **fields}))
+    path.write_text("\n".join(lines))
+    return path
+
+
+def command(tasks, out, *options, harness="shell", agent=AGENT, manners=""):
+    argv = [str(tasks), "--harness", harness, "-o", str(out), "--json", *options]
+    if harness == "shell":
+        argv += ["--argument", f"AGENT_MANNERS='{manners}' {agent}"]
+    return argv
+
+
+def run(argv):
+    parser = argparse.ArgumentParser()
+    add_rollout(parser.add_subparsers())
+    arguments = parser.parse_args(["rollout", *argv])
+    return arguments.run(arguments)
+
+
+@pytest.fixture
+def sure(monkeypatch):
+    """The engine's model solves what it can."""
+    monkeypatch.setattr(solver.solve, "__defaults__", (1.0,))
+
+
+@pytest.fixture
+def do(capsys):
+    """Run a command: its exit code, and what it says."""
+
+    def done(argv):
+        code = run(argv)
+        said = capsys.readouterr()
+        assert said.err == ""
+        return code, json.loads(said.out)
+
+    return done
+
+
+def sessions(out):
+    return {line["session_id"]: line for line in read_sessions(out).to_pylist()}
+
+
+def read_sessions(out):
+    return pq.read_table(out / "sessions.parquet")
+
+
+def rows_of(out):
+    """Rows of a run and their report, verified."""
+    turns = tk.read_turns(out / "turns")
+    facts = read_sessions(out)
+    rows, report = tk.linearize(turns, sessions=facts, report=True)
+    assert tk.verify(rows, turns, sessions=facts).num_rows == 0
+    return rows, {line["session_id"]: line for line in report.to_pylist()}
+
+
+def test_groups_of_rollouts_are_graded_and_become_rows(tmp_path, do, sure):
+    tasks = write_tasks(tmp_path / "t.jsonl", a={}, b={"solution": {"other": "x\n"}})
+    out = tmp_path / "run"
+    code, said = do(command(tasks, out, "--repeat", "2", "--parallel", "3"))
+    assert (code, said["over"], said["graded"], said["failures"]) == (DONE, 4, 4, {})
+    assert said["mean_reward"] == 0.5
+    lines = sessions(out)
+    assert {(s["group_id"], s["sample"], s["reward"]) for s in lines.values()} == {
+        ("a", 0, 1.0),
+        ("a", 1, 1.0),
+        ("b", 0, 0.0),
+        ("b", 1, 0.0),
+    }
+    for name, line in lines.items():
+        assert line["error"] is None
+        assert (line["agent_end"], line["exit_code"], line["turns"]) == (
+            "finished",
+            0,
+            4,
+        )
+        patch = (out / "sessions" / name / "patch.diff").read_text()
+        assert len(patch) == line["patch_bytes"]
+        added = "+yes" if line["group_id"] == "a" else "+x"
+        assert added in patch.splitlines()
+    rows, report = rows_of(out)
+    assert set(report) == set(lines)
+    assert {r["session_id"]: r["reward"] for r in rows.to_pylist()} == {
+        name: line["reward"] for name, line in lines.items()
+    }
+    assert all(r["tokens_trained"] == r["tokens_sampled"] for r in report.values())
+    assert not (out / "sandboxes").exists()
+
+
+@pytest.mark.parametrize(
+    ("manners", "fields", "end", "error"),
+    [
+        ("fail", {}, "failed", "harness: exit code 3: I give up"),
+        ("mute", {}, "finished", "harness: it ended without an answered model call"),
+        (
+            "",
+            {"setup": {"command": "echo no luck; exit 2"}},
+            None,
+            "setup: exit code 2: no luck",
+        ),
+        (
+            "",
+            {"grade": {"command": "sleep 600", "timeout_s": 0.5}},
+            "finished",
+            "grade: sleep 600: timed out after 0.5 s",
+        ),
+        (
+            "",
+            {"grade": {"command": "no-such"}},
+            "finished",
+            "grade: no-such: exit code",
+        ),
+        ("", {"image": "any"}, None, "sandbox: image = 'any'"),
+        ("", {"grade": {"command": "kill -9 $$"}}, "finished", "grade: kill -9"),
+    ],
+)
+def test_what_fails_has_a_reason_and_no_reward(
+    tmp_path, capsys, sure, manners, fields, end, error
+):
+    # the first one shows that the others go on
+    tasks = write_tasks(tmp_path / "t.jsonl", fine={}, bad=fields)
+    out = tmp_path / "run"
+    code = run(command(tasks, out, *QUICK, manners=manners))
+    said = json.loads(capsys.readouterr().out)
+    assert code == BAD_DATA
+    bad = next(s for s in sessions(out).values() if s["group_id"] == "bad")
+    assert bad["error"].startswith(error)
+    assert (bad["reward"], bad["agent_end"]) == (None, end)
+    assert bad["error"] in said["failures"]
+    if not manners:
+        fine = next(s for s in sessions(out).values() if s["group_id"] == "fine")
+        assert (fine["reward"], fine["error"]) == (1.0, None)
+    if bad["turns"]:
+        _, report = rows_of(out)
+        lost = report[bad["session_id"]]
+        assert lost["lost_untrainable"] == lost["tokens_sampled"] > 0
+
+
+def test_an_agent_whose_time_is_up_is_graded_on_what_it_left(tmp_path, do, sure):
+    tasks = write_tasks(
+        tmp_path / "t.jsonl",
+        a={"grade": {"command": "test $(cat a.txt) = no"}},
+        b={"grade": {"kind": "completed"}},
+    )
+    out = tmp_path / "run"
+    code, _ = do(command(tasks, out, *QUICK, "--timeout", "3", manners="hang"))
+    assert code == DONE
+    found = {s["group_id"]: s for s in sessions(out).values()}
+    assert {s["agent_end"] for s in found.values()} == {"timed_out"}
+    assert found["a"]["exit_code"] is None
+    assert (found["a"]["reward"], found["b"]["reward"]) == (1.0, 0.0)
+    rows, _ = rows_of(out)
+    assert set(rows["session_id"].to_pylist()) == set(sessions(out))
+
+
+def test_an_agent_that_has_had_its_turns_is_graded_too(tmp_path, do, sure):
+    tasks = write_tasks(tmp_path / "t.jsonl", a={"agent": {"max_turns": 2}})
+    out = tmp_path / "run"
+    code, _ = do(command(tasks, out, *QUICK))
+    (line,) = sessions(out).values()
+    assert (code, line["agent_end"], line["turns"]) == (DONE, "turn_limit", 2)
+    assert line["reward"] == 1.0
+
+
+CHANGES = """
+git config user.name me && git config user.email me@localhost
+printf 'a\\0b\\377' > binary && git add binary && git commit -qm one
+echo new > 'un tracked' && mkdir -p sub && echo deep > sub/file && chmod +x sub/file
+rm gone && git checkout -qb elsewhere && echo cheat > hidden_test && ln -s gone link
+"""
+
+
+def test_all_that_an_agent_changed_is_graded_but_for_the_tests(tmp_path, do):
+    """Committed on a branch of its own, untracked, binary, removed, a mode, a link."""
+    grade = (
+        "test \"$(od -An -tx1 binary)\" = ' 61 00 62 ff' && test -f 'un tracked' && "
+        "test -x sub/file && test ! -e gone && test -L link && "
+        "test $(cat hidden_test) = right && test ! -e __pycache__"
+    )
+    tasks = write_tasks(
+        tmp_path / "t.jsonl",
+        a={
+            "workspace": {"gone": "x", "hidden_test": "wrong"},
+            "tests": {"hidden_test": "right"},
+            "grade": {"command": grade},
+        },
+    )
+    agent = tmp_path / "agent.sh"
+    agent.write_text(
+        f"set -e\n{CHANGES}\nmkdir __pycache__\ntouch __pycache__/x\n{AGENT}"
+    )
+    out = tmp_path / "run"
+    code, said = do(command(tasks, out, *QUICK, agent=f"sh {agent}"))
+    assert (code, said["failures"], said["mean_reward"]) == (DONE, {}, 1.0)
+
+
+def killed_run(argv, out, ended, *, by=signal.SIGKILL, turns=0):
+    """A run in a process of its own, ended when so many of its rollouts are over.
+
+    And when so many turns are in its log. Its exit code.
+    """
+    code = (
+        "import sys; from tests.shim.rollout import test_rollout as t\n"
+        f"t.solver.solve.__defaults__ = {solver.solve.__defaults__}\n"
+        f"sys.exit(t.run({argv!r}))"
+    )
+    paths = os.pathsep.join(["", str(Path(__file__).parents[3]), *sys.path])
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": paths},
+        stdout=subprocess.DEVNULL,
+    ) as runner:
+        journal = out / "rollouts.jsonl"
+        try:
+            while not (
+                journal.exists()
+                and journal.read_text().count('"ended"') >= ended
+                and logged(out) >= turns
+            ):
+                assert runner.poll() is None
+            runner.send_signal(by)
+            runner.wait(60)
+        finally:
+            runner.kill()
+    return runner.returncode
+
+
+def logged(out):
+    """The turns in the log of a run that goes on."""
+    paths = list((out / "turns").rglob("turns-*.arrows"))
+    if not paths or not paths[0].stat().st_size:
+        return -1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", tk.errors.TornLogWarning)
+        return tk.read_turns(paths[0]).num_rows
+
+
+def test_a_run_that_was_killed_is_taken_up_where_it_was(tmp_path, do, sure):
+    tasks = write_tasks(tmp_path / "t.jsonl", **{f"t{i}": {} for i in range(6)})
+    out = tmp_path / "run"
+    killed_run(command(tasks, out, "--parallel", "2", manners="orphan"), out, 2)
+    with (out / "rollouts.jsonl").open("a") as journal:
+        journal.write('{"event": "began", "torn')
+    events = [
+        json.loads(x) for x in (out / "rollouts.jsonl").read_text().split("\n")[:-1]
+    ]
+    over = {e["session_id"] for e in events if e.get("event") == "ended"}
+    began = {e["session_id"] for e in events if e.get("event") == "began"}
+    assert over < began
+
+    code, said = do(command(tasks, out, "--parallel", "2"))
+    assert (code, said["over_before"]) == (DONE, len(over))
+    assert said["over"] == 6 - len(over)
+    lines = sessions(out)
+    graded = [s for s in lines.values() if s["error"] is None]
+    assert sorted(s["group_id"] for s in graded) == [f"t{i}" for i in range(6)]
+    assert {s["reward"] for s in graded} == {1.0}
+    for name in began - over:
+        assert lines[name]["reward"] is None
+        assert lines[name]["error"] == (
+            "interrupted: the run was stopped before it ended "
+            f"(sampled again as {name}~2)"
+        )
+        assert lines[f"{name}~2"]["attempt"] == 2
+    # what was sampled before the kill is counted, and not trained
+    _, report = rows_of(out)
+    for name, line in report.items():
+        lost = line["tokens_sampled"] if name in began - over else 0
+        assert line["lost_untrainable"] == lost
+    assert not (out / "sandboxes").exists()
+
+    code, said = do(command(tasks, out))
+    assert (code, said["over_before"], said["over"]) == (DONE, 6, 0)
+    assert sessions(out) == lines
+
+
+def test_a_run_that_is_asked_to_end_clears_its_sandboxes_away(tmp_path, do, sure):
+    tasks = write_tasks(tmp_path / "t.jsonl", a={}, b={})
+    out = tmp_path / "run"
+    argv = command(tasks, out, "--parallel", "1", manners="orphan hang")
+    assert killed_run(argv, out, 0, by=signal.SIGTERM, turns=1) != 0
+    (line,) = sessions(out).values()
+    assert line["error"] == "interrupted: the run was stopped before it ended"
+    assert not (out / "sandboxes").exists()
+    assert marked(f"trajkit-{line['session_id']}-agent") == set()
+    _, report = rows_of(out)
+    assert report[line["session_id"]]["lost_untrainable"] > 0
+
+
+def test_more_samples_and_failed_ones_can_be_asked_for(tmp_path, do, sure):
+    tasks = write_tasks(tmp_path / "t.jsonl", a={})
+    out = tmp_path / "run"
+    code, _ = do(command(tasks, out, *QUICK, manners="fail"))
+    assert code == BAD_DATA
+    code, said = do(command(tasks, out, *QUICK, "--repeat", "2"))
+    assert (code, said["over_before"], said["over"]) == (DONE, 1, 1)
+    code, said = do(command(tasks, out, *QUICK, "--repeat", "2", "--retry-failed"))
+    assert (code, said["over_before"], said["over"]) == (DONE, 1, 1)
+    first, second, again = sorted(
+        sessions(out).values(), key=lambda s: (s["attempt"], s["sample"])
+    )
+    assert (first["sample"], first["reward"]) == (0, None)
+    assert first["error"].endswith(f"(sampled again as {again['session_id']})")
+    assert (second["sample"], second["reward"]) == (1, 1.0)
+    assert (again["sample"], again["attempt"], again["reward"]) == (0, 2, 1.0)
+
+
+def test_what_a_run_was_begun_with_cannot_change(tmp_path, do, sure):
+    tasks = write_tasks(tmp_path / "t.jsonl", a={}, b={})
+    out = tmp_path / "run"
+    do(command(tasks, out, *QUICK))
+    with pytest.raises(FormatError, match="harness 'shell', not 'codex'"):
+        run(command(tasks, out, harness="codex"))
+    write_tasks(tasks, a={}, b={"workspace": {"b.txt": "not yet\n"}})
+    with pytest.raises(FormatError, match="task 'b' has changed since"):
+        run(command(tasks, out, *QUICK))
+
+
+def test_one_process_works_on_a_run(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    tasks = write_tasks(tmp_path / "t.jsonl", a={})
+    with (
+        RunLog(path, "shell", "local"),
+        pytest.raises(FormatError, match="another process works on this run"),
+    ):
+        run(command(tasks, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--harness", "emacs"], "'emacs' is not one of claude-code, codex"),
+        (["--sandbox", "cloud"], "'cloud' is not one of"),
+        (["--sandbox-option", "x"], "NAME=VALUE is expected"),
+        (["--timeout", "-1"], "is not above 0"),
+        (["--engine", "sglang"], "needs --engine-url"),
+    ],
+)
+def test_options_that_name_nothing_are_wrong_usage(tmp_path, capsys, options, said):
+    tasks = write_tasks(tmp_path / "t.jsonl", a={})
+    argv = [str(tasks), "--harness", "shell", "-o", str(tmp_path / "run"), *options]
+    with pytest.raises(SystemExit):
+        run([*argv, "--argument", AGENT])
+    assert said in capsys.readouterr().err
+
+
+def test_a_harness_or_sandbox_that_is_not_there_ends_the_run_at_once(tmp_path, capsys):
+    tasks = write_tasks(tmp_path / "t.jsonl", a={})
+    for options, said in (
+        (("--harness", "opencode"), "opencode is not installed: npm install"),
+        (("--sandbox", "docker"), "a sandbox of kind docker needs an image"),
+    ):
+        out = tmp_path / options[1]
+        argv = [str(tasks), "--harness", "shell", "-o", str(out), *options]
+        assert run(argv) == BAD_FILE
+        assert said in capsys.readouterr().err
+        assert not (out / "turns").exists()
+
+
+@contextmanager
+def listener(statuses):
+    """A trainer: what it is sent, answered with these statuses in turn."""
+    got = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(statuses.pop(0) if statuses else 200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            """Say nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/", got
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_trainer_is_told_of_each_rollout(tmp_path, do, sure):
+    tasks = write_tasks(tmp_path / "t.jsonl", a={})
+    with listener([503]) as (url, got):
+        _, said = do(command(tasks, tmp_path / "run", *QUICK, "--callback", url))
+    assert said["callbacks_missed"] == 0
+    assert [one["reward"] for one in got] == [1.0, 1.0]
+    assert got[0]["session_id"] in sessions(tmp_path / "run")
+
+
+def test_people_are_shown_groups_and_failures(tmp_path, capsys, sure):
+    tasks = write_tasks(
+        tmp_path / "t.jsonl", fine={}, bad={"setup": {"command": "exit 2"}}
+    )
+    argv = [a for a in command(tasks, tmp_path / "run", *QUICK) if a != "--json"]
+    assert run(argv) == BAD_DATA
+    said = capsys.readouterr().out
+    assert "rollouts 2 (0 finished before), graded 1" in said
+    assert "fine         1       1  1.00             4" in said
+    assert "setup: exit code 2" in said
+
+
+def test_a_journal_that_is_none_is_refused(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    for text, said in (("[1]\n", "not an object"), ("x\n", "rollouts.jsonl:1")):
+        path.write_text(text)
+        with pytest.raises(FormatError, match=said):
+            RunLog(path, "shell", "local")
+    path.write_text("")
+    with RunLog(path, "shell", "local") as journal:
+        empty = Rollout(
+            session_id="",
+            group_id="g",
+            sample=0,
+            attempt=0,
+            harness="shell",
+            sandbox="local",
+            started_at=0.0,
+        )
+        assert journal.begin(empty, "d").session_id == f"g.0.{journal.run_id}"
+        assert journal.begin(empty, "d").session_id == f"g.0.{journal.run_id}~2"
+
+
+# The ten tasks that ship
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in EXAMPLES.iterdir()))
+@pytest.mark.parametrize("mended", [False, True])
+def test_an_example_s_fault_fails_and_its_solution_passes(tmp_path, do, name, mended):
+    """As they are graded, after an agent that does nothing, or puts the solution."""
+    agent = tmp_path / "agent.sh"
+    solution = f"cp {EXAMPLES / name / 'solution'}/* . && " if mended else ""
+    agent.write_text(f"export TASK_PROMPT=hello\n{solution}{AGENT}")
+    argv = command(EXAMPLES / name, tmp_path / "run", *QUICK, agent=f"sh {agent}")
+    code, said = do(argv)
+    assert code == DONE, said
+    assert said["mean_reward"] == 1.0 if mended else said["mean_reward"] < 1.0
+
+
+def test_examples_have_a_reward_where_they_were_edited_also_after_a_kill(tmp_path, do):
+    """By mini-swe-agent: a task is solved where its patch is the solution."""
+    out, tasks = tmp_path / "run", tmp_path / "tasks"
+    names = ["cart", "leap", "slug"]
+    for name in names:
+        shutil.copytree(EXAMPLES / name, tasks / name)
+    options = ("--seed", "1", "--parallel", "2")
+    argv = command(tasks, out, *options, harness="mini-swe-agent")
+    killed_run(argv, out, ended=1)
+    code, said = do(argv)
+    assert (code, said["failures"]) == (DONE, {})
+    assert said["over_before"] >= 1
+    assert said["over_before"] + said["over"] == len(names)
+    turns = tk.read_turns(out / "turns")
+    graded = {s["group_id"]: s for s in sessions(out).values() if s["error"] is None}
+    assert sorted(graded) == names
+    for name, line in graded.items():
+        edited = line["patch_bytes"] > 0
+        assert (line["reward"] == 1.0) == edited, name
+        assert (turns["session_id"].to_pylist()).count(line["session_id"]) == 4
+    rows, report = rows_of(out)
+    assert set(rows["session_id"].to_pylist()) >= {
+        s["session_id"] for s in graded.values()
+    }
+    for name, line in report.items():
+        lost = line["tokens_sampled"] - line["tokens_trained"]
+        assert lost == line["lost_untrainable"]
+        assert (lost == 0) == (line["error"] is None), name
+
+
+def test_the_policy_says_a_word_where_it_knows_no_better():
+    policy = solver.solve(read_tasks(EXAMPLES / "leap"))
+    assert policy("<|im_start|>user\nHello<|im_end|>\n") == [Reply(("Fine.",))]

@@ -1,0 +1,191 @@
+"""Whose call it is: the session that a request names, its harness, agent and kind."""
+
+import json
+
+import pytest
+
+from tests.shim.clients import in_process
+from tests.shim.fakes import RENDERER, ScriptedEngine
+from trajkit_shim.chat.request import DEFAULT_OPTIONS
+from trajkit_shim.protocols.anthropic import read
+from trajkit_shim.sessions.client_identity import Caller, identify
+
+pytestmark = pytest.mark.anyio
+
+USER = {"role": "user", "content": "hi"}
+CALLS = {
+    "/v1/chat/completions": {"messages": [USER]},
+    "/v1/messages": {"messages": [USER], "max_tokens": 9},
+    "/v1/responses": {"input": "hi"},
+    "/v1/models/a/b:generateContent": {"contents": [{"parts": [{"text": "hi"}]}]},
+    "/v1beta/models/any:streamGenerateContent": {
+        "contents": [{"parts": [{"text": "hi"}]}]
+    },
+}
+EACH_CALL = pytest.mark.parametrize(("path", "body"), CALLS.items(), ids=str)
+
+
+def places(path, session):
+    """Every place where a request may name its session, with the path it then has."""
+    yield path, {"authorization": f"Bearer {session}"}
+    yield path, {"authorization": f"bearer  {session}"}
+    yield path, {"x-api-key": session}
+    yield path, {"x-goog-api-key": session}
+    yield f"{path}?key={session}", {}
+    yield path, {"x-session-id": session}
+    yield f"/s/{session}{path}", {}
+    yield path, {"authorization": "Bearer sk-other", "x-api-key": session}
+    # the nearer place wins
+    yield f"/s/{session}{path}", {"x-session-id": "b", "x-api-key": "b"}
+    yield path, {"x-session-id": session, "authorization": "Bearer b"}
+
+
+@EACH_CALL
+async def test_every_place_of_the_session_s_id(tmp_path, path, body):
+    asked = list(places(path, "a"))
+    engine = ScriptedEngine(*["x"] * len(asked))
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        await gateway.open(session_id="a")
+        await gateway.open(session_id="b")
+        for url, headers in asked:
+            reply = await gateway.http.post(url, headers=headers, json=body)
+            assert reply.status_code == 200, (url, headers)
+        turns = gateway.turns()
+    assert {turn["session_id"] for turn in turns} == {"a"}
+    assert len(turns) == len(asked)
+    assert {turn["protocol"] for turn in turns} <= {
+        "openai_chat",
+        "anthropic",
+        "openai_responses",
+        "gemini",
+    }
+
+
+@EACH_CALL
+async def test_an_unknown_session_and_a_closed_one(tmp_path, path, body):
+    engine = ScriptedEngine()
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        await gateway.open(session_id="a")
+        await gateway.http.delete("/sessions/a")
+        for session, status in (("a", 410), ("never", 401)):
+            for url, headers in places(path, session):
+                if "b" in headers.values():
+                    continue
+                reply = await gateway.http.post(url, headers=headers, json=body)
+                assert reply.status_code == status, (url, headers)
+                assert reply.headers["x-should-retry"] == "false"
+                error = json.loads(reply.text)["error"]
+                assert error["message"]
+                assert ("status" in error) == ("models" in path)
+                assert ("param" in error) == (
+                    path.split("/")[2] in ("chat", "responses")
+                )
+        unnamed = await gateway.http.post(path, json=body)
+        assert unnamed.status_code == 401
+        assert gateway.turns() == []
+    assert engine.prompts == []
+
+
+def asked(*texts, system=None, max_tokens=99):
+    messages = [{"role": "user", "content": text} for text in texts]
+    body = {"messages": messages, "system": system, "max_tokens": max_tokens}
+    return read(body, DEFAULT_OPTIONS)
+
+
+CLAUDE = {"x-claude-code-session-id": "s"}
+CODEX = {"originator": "codex_exec", "thread-id": "t1"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "request_", "caller"),
+    [
+        pytest.param({}, asked("quota", max_tokens=1), Caller(), id="nobody knows"),
+        pytest.param(
+            {"originator": "another", "thread-id": "t"},
+            asked("hi"),
+            Caller(),
+            id="another originator",
+        ),
+        pytest.param(
+            CLAUDE,
+            asked("hi"),
+            Caller(harness="claude-code", call_kind="agent"),
+            id="the main agent",
+        ),
+        pytest.param(
+            {
+                **CLAUDE,
+                "x-claude-code-agent-id": "a1",
+                "x-claude-code-parent-agent-id": "a0",
+            },
+            asked("hi"),
+            Caller(
+                harness="claude-code",
+                agent_id="a1",
+                parent_agent_id="a0",
+                call_kind="agent",
+            ),
+            id="an agent of an agent",
+        ),
+        pytest.param(
+            CLAUDE,
+            asked("quota", max_tokens=1),
+            Caller(harness="claude-code", call_kind="probe"),
+            id="the quota probe",
+        ),
+        pytest.param(
+            CLAUDE,
+            asked("what is my quota?"),
+            Caller(harness="claude-code", call_kind="agent"),
+            id="a question of that name",
+        ),
+        pytest.param(
+            CLAUDE,
+            asked("fix it", system="x\nGenerate a concise, sentence-case title (3-7"),
+            Caller(harness="claude-code", call_kind="title"),
+            id="a title",
+        ),
+        pytest.param(
+            CLAUDE,
+            asked("hi", "Your task is to create a detailed summary of the"),
+            Caller(harness="claude-code", call_kind="compaction"),
+            id="a compaction",
+        ),
+        pytest.param(
+            CLAUDE,
+            asked("Your task is to create a detailed summary of the", "and now?"),
+            Caller(harness="claude-code", call_kind="agent"),
+            id="after a compaction",
+        ),
+        pytest.param(
+            {**CODEX, "x-codex-parent-thread-id": "t0"},
+            asked("hi"),
+            Caller(
+                harness="codex", agent_id="t1", parent_agent_id="t0", call_kind="agent"
+            ),
+            id="a thread of a thread",
+        ),
+        pytest.param(
+            CODEX,
+            asked("You are performing a CONTEXT CHECKPOINT COMPACTION."),
+            Caller(harness="codex", agent_id="t1", call_kind="compaction"),
+            id="a compaction of Codex",
+        ),
+    ],
+)
+def test_identify(headers, request_, caller):
+    assert identify(headers, request_) == caller
+
+
+async def test_the_caller_is_written_beside_the_turn(tmp_path):
+    async with in_process(ScriptedEngine("x"), RENDERER, tmp_path) as gateway:
+        await gateway.open(session_id="a")
+        await gateway.http.post(
+            "/s/a/v1/messages?beta=true",
+            headers={"X-Claude-Code-Session-Id": "s", "X-Claude-Code-Agent-Id": "a1"},
+            json=CALLS["/v1/messages"],
+        )
+        (turn,) = gateway.turns()
+    assert turn["harness"] == "claude-code"
+    assert (turn["agent_id"], turn["parent_agent_id"]) == ("a1", None)
+    assert (turn["call_kind"], turn["protocol"]) == ("agent", "anthropic")

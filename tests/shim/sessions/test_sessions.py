@@ -1,0 +1,721 @@
+"""Sessions from their opening to their end, and what a trainer asks of the gateway."""
+
+import asyncio
+import json
+import logging
+from collections import deque
+from dataclasses import replace
+
+import anthropic
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trajkit as tk
+from tests.shim.clients import in_process
+from tests.shim.fakes import RENDERER, Held, ScriptedEngine, sampled
+from trajkit_shim.errors import EngineError, GatewayError
+from trajkit_shim.pause import Gate, PausedError
+from trajkit_shim.sessions.quotas import Budget, Limits
+from trajkit_shim.sessions.sessions import SessionStore, Terms
+from trajkit_shim.sessions.used_ids import UsedIds
+
+USER = {"role": "user", "content": "hi"}
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.arranged = []
+
+    def time(self):
+        return self.now
+
+    def call_later(self, delay, callback):
+        handle = Arranged(self.now + delay, callback)
+        self.arranged.append(handle)
+        return handle
+
+    def advance(self, seconds):
+        end = self.now + seconds
+        while due := [h for h in self.arranged if not h.cancelled and h.when <= end]:
+            handle = min(due, key=lambda h: h.when)
+            self.arranged.remove(handle)
+            self.now = handle.when
+            handle.callback()
+        self.now = end
+        self.arranged = [h for h in self.arranged if not h.cancelled]
+
+
+class Arranged:
+    def __init__(self, when, callback):
+        self.when, self.callback, self.cancelled = when, callback, False
+
+    def cancel(self):
+        self.cancelled = True
+
+
+class Lines:
+    """What a store writes."""
+
+    def __init__(self, **options):
+        self.sessions = []
+        self.dropped = []
+        self.clock = Clock()
+        self.store = SessionStore(
+            self.sessions.append,
+            lambda session_id, turns: self.dropped.append((session_id, list(turns))),
+            clock=self.clock,
+            **options,
+        )
+
+
+async def ask(client, **fields):
+    return await client.chat.completions.create(model="any", messages=[USER], **fields)
+
+
+async def post(gateway, path, **body):
+    return await gateway.http.post(path, json=body)
+
+
+def sessions(gateway):
+    return tk.read_sessions(gateway.log.directory).to_pylist()
+
+
+def trained(gateway):
+    turns = tk.read_turns(gateway.log.directory)
+    return turns["trainable"].to_pylist()
+
+
+# What a session may use
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("limits", "code"),
+    [
+        pytest.param({"max_output_tokens": 6}, "max_output_tokens_exceeded", id="out"),
+        pytest.param({"max_prompt_tokens": 30}, "max_prompt_tokens_exceeded", id="in"),
+        pytest.param({"max_turns": 1}, "max_turns_exceeded", id="turns"),
+    ],
+)
+async def test_a_session_that_used_its_limits(tmp_path, limits, code):
+    engine = ScriptedEngine("hello", "world")
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        client = await gateway.open(**limits)
+        await ask(client)
+        with pytest.raises(openai.PermissionDeniedError) as caught:
+            await ask(client)
+        shown = await gateway.session(client)
+        spoken = gateway.anthropic(client.api_key)
+        with pytest.raises(anthropic.PermissionDeniedError):
+            await spoken.messages.create(model="x", max_tokens=9, messages=[USER])
+    assert caught.value.code == code
+    assert caught.value.response.headers["x-should-retry"] == "false"
+    assert (shown["turns"], shown["output_tokens"]) == (1, 6)
+    assert shown["prompt_tokens"] == len(engine.prompts[0])
+
+
+@pytest.mark.anyio
+async def test_what_is_left_bounds_the_next_reply(tmp_path):
+    engine = ScriptedEngine("hello", "wo")
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        client = await gateway.open(max_output_tokens=10)
+        await ask(client)
+        await ask(client, max_tokens=100)
+    assert [sampling.max_new_tokens for sampling in engine.samplings] == [10, 4]
+
+
+@pytest.mark.anyio
+async def test_calls_side_by_side_never_use_more_than_is_left(tmp_path):
+    held = Held("a")
+    engine = ScriptedEngine(held, "b", "c")
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        client = await gateway.open(max_output_tokens=100)
+        first = asyncio.create_task(ask(client, max_tokens=90))
+        await held.entered.wait()
+        await ask(client)
+        held.release.set()
+        await first
+        await ask(client)
+    # 90 are under way; then two replies of 2 tokens are recorded
+    assert [s.max_new_tokens for s in engine.samplings] == [90, 10, 96]
+
+
+@pytest.mark.anyio
+async def test_a_narrow_context_is_the_session_s_own(tmp_path):
+    engine = ScriptedEngine("a")
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        client = await gateway.open(max_context_tokens=30)
+        with pytest.raises(openai.BadRequestError, match="is 30 tokens") as caught:
+            await client.chat.completions.create(
+                model="x", messages=[{"role": "user", "content": "x" * 40}]
+            )
+        await ask(client)
+    assert caught.value.code == "context_length_exceeded"
+    assert engine.samplings[0].max_new_tokens == 30 - len(engine.prompts[0])
+
+
+@pytest.mark.anyio
+async def test_a_prompt_that_fits_exactly_is_taken(tmp_path):
+    engine = ScriptedEngine(*"abcd")
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        await ask(await gateway.open())
+        n = len(engine.prompts[0])
+        await ask(await gateway.open(max_prompt_tokens=n))
+        with pytest.raises(
+            openai.PermissionDeniedError, match=f"prompt has {n} tokens"
+        ):
+            await ask(await gateway.open(max_prompt_tokens=n - 1))
+        # the context needs room for one token of a reply
+        await ask(await gateway.open(max_context_tokens=n + 1))
+        with pytest.raises(openai.BadRequestError, match="leave no room"):
+            await ask(await gateway.open(max_context_tokens=n))
+        engine.limits = replace(engine.limits, max_context_tokens=n + 1)
+        await ask(await gateway.open())
+        engine.limits = replace(engine.limits, max_context_tokens=n)
+        with pytest.raises(openai.BadRequestError, match="leave no room"):
+            await ask(await gateway.open())
+    assert [len(prompt) for prompt in engine.prompts] == [n] * 4
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9), st.booleans())),
+    st.integers(1, 20),
+    st.integers(1, 20),
+)
+def test_a_budget_is_never_overdrawn(calls, prompts, outputs):
+    budget = Budget(Limits(max_prompt_tokens=prompts, max_output_tokens=outputs))
+    under_way = deque()
+    for prompt, wish, ends in calls:
+        if ends and under_way:
+            reservation, prompt_used, output_used = under_way.popleft()
+            budget.spend(prompt_used, output_used, answered=True)
+            reservation.release()
+            continue
+        try:
+            reservation = budget.admit()
+        except GatewayError:
+            continue
+        try:
+            granted = reservation.max_new_tokens(prompt, wish)
+        except GatewayError:
+            reservation.release()
+            continue
+        assert 1 <= granted <= wish
+        reservation.reserve(prompt, granted)
+        under_way.append((reservation, prompt, granted))
+    for reservation, prompt, granted in under_way:
+        budget.spend(prompt, granted, answered=True)
+        reservation.release()
+    assert budget.prompt_tokens <= prompts
+    assert budget.output_tokens <= outputs
+    assert not budget._reserved
+
+
+# How it ends
+
+
+@pytest.mark.anyio
+async def test_finishing_writes_what_the_trainer_says(tmp_path):
+    async with in_process(ScriptedEngine("a"), RENDERER, tmp_path) as gateway:
+        client = await gateway.open(group_id="g", metadata={"task": 1}, reward=0)
+        await ask(client)
+        (line,) = sessions(gateway)
+        assert (line["reward"], line["ended_by"], line["turns"]) == (0.0, None, 0)
+        path = f"/sessions/{client.api_key}/finish"
+        reply = await post(gateway, path, reward=0.5, metadata={"tests": [3, 4]})
+        summary = reply.json()
+        assert (summary["status"], summary["ended_by"]) == ("closed", "finish")
+        assert (summary["reward"], summary["turns"]) == (0.5, 1)
+        assert summary["metadata"] == {"task": 1, "tests": [3, 4]}
+        (line,) = sessions(gateway)
+        turns = tk.read_turns(tmp_path)
+        rows = tk.linearize(turns, sessions=tk.read_sessions(tmp_path))
+        # a reward that comes late is written too
+        late = await post(gateway, path, reward=None, error="no grade")
+        (last,) = sessions(gateway)
+    assert (line["reward"], line["group_id"], line["error"]) == (0.5, "g", None)
+    assert (line["turns"], line["output_tokens"], line["ended_by"]) == (1, 2, "finish")
+    assert json.loads(line["metadata"]) == summary["metadata"]
+    assert rows["reward"].to_pylist() == [0.5]
+    assert late.json()["error"] == "no grade"
+    assert (last["reward"], last["error"], last["ended_by"]) == (
+        None,
+        "no grade",
+        "finish",
+    )
+
+
+@pytest.mark.anyio
+async def test_finishing_waits_for_calls_and_takes_no_more(tmp_path):
+    held = Held("late")
+    async with in_process(ScriptedEngine(held), RENDERER, tmp_path) as gateway:
+        client = await gateway.open()
+        call = asyncio.create_task(ask(client))
+        await held.entered.wait()
+        path = f"/sessions/{client.api_key}/finish"
+        finish = asyncio.create_task(post(gateway, path, wait_seconds=60))
+        while (await gateway.session(client))["status"] != "closing":
+            await asyncio.sleep(0)
+        with pytest.raises(openai.APIStatusError, match="is closed"):
+            await ask(client)
+        assert not finish.done()
+        held.release.set()
+        assert (await call).choices[0].message.content == "late"
+        assert (await finish).json()["turns"] == 1
+        assert trained(gateway) == [True]
+
+
+@pytest.mark.anyio
+async def test_finishing_cancels_calls_that_take_longer(tmp_path):
+    held = Held("late")
+    async with in_process(ScriptedEngine(held), RENDERER, tmp_path) as gateway:
+        client = await gateway.open()
+        call = asyncio.create_task(ask(client))
+        await held.entered.wait()
+        path = f"/sessions/{client.api_key}/finish"
+        summary = (await post(gateway, path, wait_seconds=0.001)).json()
+        with pytest.raises(openai.APIStatusError, match="is closed"):
+            await call
+        assert (summary["turns"], summary["in_flight"]) == (0, 0)
+    assert held.cancelled
+
+
+@pytest.mark.anyio
+async def test_a_dropped_session_trains_nothing(tmp_path):
+    async with in_process(ScriptedEngine(*"abc"), RENDERER, tmp_path) as gateway:
+        client, other = await gateway.open(), await gateway.open()
+        for one in (client, client, other):
+            await ask(one)
+        dropped = (await post(gateway, f"/sessions/{client.api_key}/drop")).json()
+        again = (await post(gateway, f"/sessions/{client.api_key}/drop")).json()
+        turns = tk.read_turns(tmp_path)
+        (line, _) = sessions(gateway)
+    assert dropped == again
+    assert (dropped["ended_by"], dropped["dropped"]) == ("drop", 2)
+    assert turns["trainable"].to_pylist() == [False, False, True]
+    assert turns["amended"].to_pylist() == ["dropped", "dropped", None]
+    assert line["ended_by"] == "drop"
+
+
+@pytest.mark.anyio
+async def test_a_session_that_was_closed_can_be_dropped_and_reopened(tmp_path):
+    engine = ScriptedEngine(*"abcd")
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        client = await gateway.open(max_turns=3, sampling={"temperature": 0.5})
+        path = f"/sessions/{client.api_key}"
+        await ask(client)
+        await gateway.http.delete(path)
+        await post(gateway, f"{path}/drop")
+        assert (await post(gateway, f"{path}/reopen")).json()["status"] == "open"
+        assert (await post(gateway, f"{path}/reopen")).status_code == 409
+        await ask(client)
+        await ask(client)
+        with pytest.raises(openai.PermissionDeniedError, match="3 turns"):
+            await ask(client)
+        await post(gateway, f"{path}/finish", reward=1)
+        turns = tk.read_turns(tmp_path)
+        (line,) = sessions(gateway)
+        assert (await post(gateway, "/sessions/no/reopen")).status_code == 404
+    assert turns["turn_index"].to_pylist() == [0, 1, 2]
+    assert turns["trainable"].to_pylist() == [False, True, True]
+    assert (line["turns"], line["ended_by"], line["reward"]) == (3, "finish", 1.0)
+    assert {sampling.temperature for sampling in engine.samplings} == {0.5}
+
+
+@pytest.mark.anyio
+async def test_an_idle_session_closes_by_itself(tmp_path):
+    clock, held = Clock(), Held("late")
+    engine = ScriptedEngine("a", held)
+    async with in_process(engine, RENDERER, tmp_path, clock=clock) as gateway:
+        client = await gateway.open(ttl_seconds=10)
+        clock.advance(9)
+        await ask(client)
+        clock.advance(9)
+        call = asyncio.create_task(ask(client))
+        await held.entered.wait()
+        # a call under way is not idle
+        clock.advance(100)
+        held.release.set()
+        await call
+        clock.advance(9.5)
+        assert (await gateway.session(client))["status"] == "open"
+        clock.advance(0.5)
+        shown = await gateway.session(client)
+        with pytest.raises(openai.APIStatusError) as caught:
+            await ask(client)
+        (line,) = sessions(gateway)
+    assert (shown["status"], shown["ended_by"]) == ("closed", "idle")
+    assert caught.value.status_code == 410
+    assert (line["ended_by"], line["reward"], line["turns"]) == ("idle", None, 2)
+    assert clock.arranged == []
+
+
+@pytest.mark.anyio
+async def test_a_session_that_is_finished_has_no_timer():
+    lines = Lines()
+    session = lines.store.open("a", Terms(ttl_seconds=5.0))
+    lines.clock.advance(3)
+    lines.store.end(session, "finish")
+    lines.clock.advance(100)
+    assert [line["ended_by"] for line in lines.sessions] == [None, "finish"]
+
+
+def test_a_hundred_thousand_sessions_leave_little_behind():
+    lines, terms = Lines(max_ended=100), Terms(ttl_seconds=60.0)
+    for k in range(100_000):
+        session = lines.store.open(f"s{k}", terms)
+        session.logged_keys.add(b"key")
+        session.counts.recorded += 1
+        lines.store.end(session, "finish")
+        lines.sessions.clear()
+        if k % 100 == 0:
+            # what was cancelled is swept, as a loop does
+            lines.clock.advance(0)
+    lines.clock.advance(0)
+    store = lines.store
+    assert lines.clock.arranged == []
+    assert len(store._open) == 0
+    assert len(store._ended) == 100
+    assert store.counts() == {
+        "open": 0,
+        "closed": 100_000,
+        "forgotten": 99_900,
+        "in_flight": 0,
+        "turns": 100_000,
+    }
+    assert len(store._used._bits) == 8 << 20
+    # the last ones are known to be closed, older ones are unknown
+    with pytest.raises(GatewayError) as caught:
+        store.authorise(["s99999"])
+    assert caught.value.status == 410
+    with pytest.raises(GatewayError) as caught:
+        store.authorise(["s0"])
+    assert caught.value.status == 401
+    # but none is opened twice: its turns would run into those in the log
+    for known in ("s0", "s99899", "s99999"):
+        with pytest.raises(GatewayError, match="opened before"):
+            store.open(known)
+
+
+def test_used_ids_are_known_and_hardly_any_other():
+    used = UsedIds()
+    assert "a" not in used
+    for k in range(1000):
+        used.add(f"a{k}")
+    assert all(f"a{k}" in used for k in range(1000))
+    assert not any(f"b{k}" in used for k in range(1000))
+
+
+@pytest.mark.anyio
+async def test_a_session_whose_line_cannot_be_written_is_not_opened(
+    tmp_path, monkeypatch
+):
+    async with in_process(ScriptedEngine("a"), RENDERER, tmp_path) as gateway:
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(gateway.log._sessions, "append", full)
+            reply = await post(gateway, "/sessions", session_id="a")
+            assert reply.status_code == 500
+            assert reply.json()["error"]["code"] == "log_failed"
+        assert (await post(gateway, "/sessions", session_id="a")).status_code == 200
+
+
+# Draining and pausing
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("wait", [60, 0], ids=["waits", "cancels"])
+async def test_draining_ends_every_session(tmp_path, wait):
+    held = Held("late")
+    async with in_process(ScriptedEngine(held), RENDERER, tmp_path) as gateway:
+        client, idle = await gateway.open(), await gateway.open()
+        call = asyncio.create_task(ask(client))
+        await held.entered.wait()
+        drain = asyncio.create_task(post(gateway, "/admin/drain", wait_seconds=wait))
+        while (await gateway.http.get("/healthz")).json()["status"] != "draining":
+            await asyncio.sleep(0)
+        if wait:
+            with pytest.raises(openai.InternalServerError, match="shutting down"):
+                await ask(idle)
+            assert not drain.done()
+            held.release.set()
+            await call
+        else:
+            with pytest.raises(openai.APIStatusError, match="is closed"):
+                await call
+        counts = (await drain).json()
+        assert (await post(gateway, "/sessions")).status_code == 503
+        lines = sessions(gateway)
+    assert (counts["open"], counts["turns"]) == (0, 1 if wait else 0)
+    assert [line["ended_by"] for line in lines] == ["shutdown"] * 2
+
+
+@pytest.mark.anyio
+async def test_a_pause_lets_calls_end_and_holds_new_ones(tmp_path):
+    held = Held("a")
+    engine = ScriptedEngine(held, "b")
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        client = await gateway.open()
+        first = asyncio.create_task(ask(client))
+        await held.entered.wait()
+        pause = asyncio.create_task(post(gateway, "/admin/pause"))
+        while (await gateway.http.get("/healthz")).json()["status"] != "paused":
+            await asyncio.sleep(0)
+        second = asyncio.create_task(ask(client))
+        held.release.set()
+        assert (await pause).json() == {"paused": True}
+        assert (await first).choices[0].message.content == "a"
+        assert len(engine.prompts) == 1
+        assert not second.done()
+        assert (await post(gateway, "/admin/resume")).json() == {"paused": False}
+        assert (await second).choices[0].message.content == "b"
+
+
+@pytest.mark.anyio
+async def test_calls_that_a_pause_cuts_off_are_sampled_anew(tmp_path):
+    held = Held("old weights")
+    engine = ScriptedEngine(held, "new weights")
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        client = await gateway.open()
+        call = asyncio.create_task(ask(client))
+        await held.entered.wait()
+        reply = await post(gateway, "/admin/pause", abort=True)
+        assert reply.json() == {"paused": True}
+        assert held.cancelled
+        assert len(engine.prompts) == 1
+        await post(gateway, "/admin/resume")
+        assert (await call).choices[0].message.content == "new weights"
+        assert len(gateway.turns()) == 1
+
+
+@pytest.mark.anyio
+async def test_a_client_that_leaves_while_its_call_was_cut_off(tmp_path):
+    held = Held("old weights")
+    engine = ScriptedEngine(held, "b")
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        client = await gateway.open()
+        call = asyncio.create_task(ask(client))
+        await held.entered.wait()
+        await post(gateway, "/admin/pause", abort=True)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await post(gateway, "/admin/resume")
+        assert (await gateway.session(client))["in_flight"] == 0
+        assert (len(engine.prompts), gateway.turns()) == (1, [])
+
+
+@pytest.mark.anyio
+async def test_a_pause_that_times_out_leaves_nothing_paused(tmp_path):
+    held = Held("a")
+    async with in_process(ScriptedEngine(held, "b"), RENDERER, tmp_path) as gateway:
+        client = await gateway.open()
+        call = asyncio.create_task(ask(client))
+        await held.entered.wait()
+        reply = await post(gateway, "/admin/pause", wait_seconds=0.001)
+        assert reply.status_code == 504
+        assert reply.json()["error"]["code"] == "pause_timed_out"
+        assert (await gateway.http.get("/healthz")).json()["status"] == "ok"
+        await ask(client)
+        held.release.set()
+        await call
+
+
+@pytest.mark.anyio
+async def test_a_pause_ends_by_itself(tmp_path):
+    clock = Clock()
+    async with in_process(
+        ScriptedEngine("a"), RENDERER, tmp_path, clock=clock
+    ) as gateway:
+        client = await gateway.open()
+        await post(gateway, "/admin/pause", max_seconds=30)
+        call = asyncio.create_task(ask(client))
+        clock.advance(29)
+        await gateway.http.get("/healthz")
+        assert not call.done()
+        clock.advance(1)
+        assert (await call).choices[0].message.content == "a"
+
+
+@pytest.mark.anyio
+async def test_a_resume_ends_a_pause_that_still_waits(tmp_path):
+    held = Held("a")
+    async with in_process(ScriptedEngine(held), RENDERER, tmp_path) as gateway:
+        client = await gateway.open()
+        call = asyncio.create_task(ask(client))
+        await held.entered.wait()
+        pause = asyncio.create_task(post(gateway, "/admin/pause"))
+        while (await gateway.http.get("/healthz")).json()["status"] != "paused":
+            await asyncio.sleep(0)
+        await post(gateway, "/admin/resume")
+        held.release.set()
+        await call
+        assert (await pause).status_code == 409
+
+
+@pytest.mark.anyio
+async def test_a_call_does_not_wait_for_ever(tmp_path):
+    async with in_process(
+        ScriptedEngine("a"), RENDERER, tmp_path, pause_wait_seconds=0.0
+    ) as gateway:
+        client = await gateway.open()
+        await post(gateway, "/admin/pause")
+        with pytest.raises(openai.InternalServerError) as caught:
+            await ask(client)
+        assert gateway.turns() == []
+    assert (caught.value.status_code, caught.value.code) == (503, "paused")
+    assert caught.value.response.headers["retry-after"] == "5"
+    assert caught.value.response.headers["x-should-retry"] == "true"
+
+
+@pytest.mark.anyio
+async def test_what_a_client_was_told_of_does_not_begin_anew():
+    gate, held = Gate(wait_seconds=60), Held(sampled("old weights"))
+    call = asyncio.create_task(gate.sample(held, lambda: False))
+    await held.entered.wait()
+    await gate.pause(wait_seconds=60, abort=True, max_seconds=None)
+    with pytest.raises(PausedError, match="a pause of the engine cut off") as caught:
+        await call
+    assert (caught.value.status, caught.value.retry_after) == (503, 5)
+    assert held.cancelled
+
+
+# Who may ask
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        ({"x-admin-token": "wrong"}, 401),
+        ({"x-admin-token": "s3cret2"}, 401),
+        ({"x-admin-token": "s3cret"}, 200),
+        ({"authorization": "Bearer s3cret"}, 200),
+        ({"authorization": "Basic s3cret"}, 401),
+        ({"x-api-key": "s3cret"}, 401),
+    ],
+)
+async def test_the_trainer_s_requests_need_the_admin_token(tmp_path, headers, status):
+    options = {"admin_token": "s3cret"}
+    async with in_process(
+        ScriptedEngine("a"), RENDERER, tmp_path, **options
+    ) as gateway:
+        asked = await gateway.http.post("/sessions", headers=headers)
+        assert asked.status_code == status
+        if status == 200:
+            client = gateway.client(asked.json()["api_key"])
+            await ask(client)
+        reached = {
+            (route.path, method)
+            for route in gateway.app.routes
+            for method in route.methods - {"HEAD"}
+            if route.path.startswith(("/sessions", "/admin", "/engine"))
+        }
+        assert len(reached) == 15
+        for path, method in reached:
+            url = path.format(session_id="x")
+            # a session's key is no admin token
+            reply = await gateway.http.request(
+                method, url, headers={"authorization": "Bearer x"}
+            )
+            assert (url, reply.status_code) == (url, 401)
+            assert reply.json()["error"]["code"] == "invalid_admin_token"
+
+
+@pytest.mark.anyio
+async def test_headers_and_messages_have_their_limits(tmp_path):
+    options = {"max_messages": 2, "max_header_bytes": 2000}
+    async with in_process(
+        ScriptedEngine("a"), RENDERER, tmp_path, **options
+    ) as gateway:
+        client = await gateway.open()
+        with pytest.raises(openai.APIStatusError) as caught:
+            await client.chat.completions.create(model="x", messages=[USER] * 3)
+        assert (caught.value.status_code, caught.value.code) == (
+            413,
+            "too_many_messages",
+        )
+        with pytest.raises(openai.APIStatusError) as caught:
+            await ask(client, extra_headers={"x-much": "y" * 2000})
+        assert (caught.value.status_code, caught.value.code) == (
+            431,
+            "headers_too_long",
+        )
+        reply = await gateway.http.post("/sessions", headers={"x-much": "y" * 2000})
+        assert reply.status_code == 431
+        await ask(client)
+        assert len(gateway.turns()) == 1
+
+
+@pytest.mark.anyio
+async def test_no_secret_is_logged(tmp_path, caplog):
+    caplog.set_level(logging.DEBUG)
+    secret = "admin-s3cret"
+    engine = ScriptedEngine(RuntimeError("broken"), EngineError("down"))
+    async with in_process(engine, RENDERER, tmp_path, admin_token=secret) as gateway:
+        headers = {"x-admin-token": secret}
+        opened = await gateway.http.post("/sessions", headers=headers)
+        key = opened.json()["api_key"]
+        for _ in range(2):
+            await gateway.http.post(
+                "/v1/chat/completions",
+                headers={"authorization": f"Bearer {key}"},
+                json={"messages": [USER]},
+            )
+        await gateway.http.post(f"/sessions/{key}/finish", headers=headers)
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name.startswith(("trajkit", "uvicorn", "starlette"))
+    ]
+    assert not any(secret in text or key in text for text in said)
+
+
+@pytest.mark.anyio
+async def test_a_full_log_takes_no_call(tmp_path):
+    engine = ScriptedEngine(sampled("a" * 3000), "b")
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        client = await gateway.open()
+        # room for a short turn, not for this one
+        gateway.log._max_total_bytes = gateway.log._turns.total_bytes + 5000
+        with pytest.raises(openai.InternalServerError, match="the limit is") as caught:
+            await ask(client)
+        assert (caught.value.status_code, caught.value.code) == (507, "log_full")
+        assert caught.value.response.headers["x-should-retry"] == "false"
+        gateway.log._max_total_bytes = gateway.log._turns.total_bytes
+        with pytest.raises(openai.InternalServerError, match="the log is full"):
+            await ask(client)
+        assert gateway.turns() == []
+        # it ends all the same, and that is written
+        await gateway.http.delete(f"/sessions/{client.api_key}")
+        (line,) = sessions(gateway)
+    assert len(engine.prompts) == 1
+    assert line["ended_by"] == "close"
+
+
+# How long it takes
+
+
+@pytest.mark.anyio
+async def test_timings_are_of_turns_that_were_sampled(tmp_path):
+    async with in_process(ScriptedEngine("a", "b"), RENDERER, tmp_path) as gateway:
+        client = await gateway.open(replay=True)
+        assert (await gateway.http.get("/admin/timings")).json() == {"turns": 0}
+        await ask(client)
+        await ask(client)
+        await ask(client, seed=1)
+        shown = (await gateway.http.get("/admin/timings")).json()
+    # the second one was answered again
+    assert shown.pop("turns") == 2
+    assert set(shown) == {"gateway_ms", "busy_ms", "engine_ms"}
+    for times in shown.values():
+        assert 0 <= times["median"] <= times["p99"]

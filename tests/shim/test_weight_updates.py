@@ -1,0 +1,168 @@
+"""Pauses that end by themselves, and weights that change in the middle of a session."""
+
+import asyncio
+
+import pytest
+
+from tests.shim.clients import in_process
+from tests.shim.fakes import RENDERER, ScriptedEngine
+from trajkit_shim.engines.base import UpdatableEngine
+from trajkit_shim.errors import EngineError, GatewayError
+from trajkit_shim.weight_updates import Weights
+
+pytestmark = pytest.mark.anyio
+
+
+class Updatable(ScriptedEngine):
+    """Notes what it is told; may fail, or never answer."""
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+        self.fails = {}
+
+    async def _note(self, *what):
+        self.told.append(what)
+        failure = self.fails.get(what[0])
+        if failure == "hangs":
+            await asyncio.Event().wait()
+        elif failure is not None:
+            raise failure
+
+    async def pause(self):
+        await self._note("pause")
+
+    async def update_weights(self, path, version):
+        await self._note("update", path, version)
+
+    async def resume(self):
+        await self._note("resume")
+
+
+async def test_pause_update_resume(tmp_path):
+    engine = Updatable()
+    assert isinstance(engine, UpdatableEngine)
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        update = {"model_path": "/new", "weight_version": "step-1"}
+        early = await gateway.http.post("/engine/update", json=update)
+        assert early.status_code == 409
+        paused = await gateway.http.post("/engine/pause", json={"timeout_s": 60})
+        assert paused.json()["paused"]
+        assert (await gateway.http.post("/engine/update", json=update)).json() == {
+            "paused": True,
+            "pauses_expired": 0,
+            "weight_version": "step-1",
+        }
+        for _ in range(2):
+            resumed = await gateway.http.post("/engine/resume")
+            assert resumed.json()["paused"] is False
+        assert (await gateway.http.get("/engine")).json() == resumed.json()
+    assert engine.told == [("pause",), ("update", "/new", "step-1"), ("resume",)]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "match"),
+    [
+        pytest.param("pause", {"timeout_s": -1}, "timeout_s", id="a negative time"),
+        pytest.param("pause", {"seconds": 1}, "seconds", id="another field"),
+        pytest.param("update", {"model_path": "a"}, "weight_version", id="no version"),
+        pytest.param("update", {"weight_version": "a"}, "model_path", id="no path"),
+    ],
+)
+async def test_what_is_refused(tmp_path, path, body, match):
+    engine = Updatable()
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        reply = await gateway.http.post(f"/engine/{path}", json=body)
+    assert reply.status_code == 400
+    assert match in reply.text
+    assert engine.told == []
+
+
+async def test_an_engine_that_cannot_be_paused(tmp_path):
+    async with in_process(ScriptedEngine(), RENDERER, tmp_path) as gateway:
+        reply = await gateway.http.post("/engine/pause")
+    assert reply.status_code == 501
+    assert "ScriptedEngine cannot be paused" in reply.text
+
+
+async def until(condition):
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def test_a_pause_ends_by_itself():
+    engine = Updatable()
+    weights = Weights(engine)
+    await weights.pause(0.0)
+    await until(lambda: weights.expired)
+    await until(lambda: ("resume",) in engine.told)
+    assert not weights.paused
+    with pytest.raises(GatewayError, match="not paused"):
+        await weights.update("/new", "1")
+
+
+async def test_a_pause_that_is_asked_for_again_starts_anew():
+    engine = Updatable()
+    weights = Weights(engine)
+    await weights.pause(60)
+    first = weights._lease
+    await weights.pause(60)
+    await until(first.cancelled)
+    assert weights.paused
+    assert engine.told == [("pause",), ("pause",)]
+    await weights.close()
+    assert engine.told[-1] == ("resume",)
+    assert not weights.paused
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "match"),
+    [
+        pytest.param(EngineError("broken"), 502, "broken", id="fails"),
+        pytest.param("hangs", 504, "did not pause within 0", id="does not answer"),
+    ],
+)
+async def test_a_pause_that_fails_does_not_leave_the_engine_paused(
+    failure, status, match
+):
+    engine = Updatable()
+    engine.fails["pause"] = failure
+    weights = Weights(engine, at_once_s=0.0 if failure == "hangs" else 60)
+    with pytest.raises(EngineError, match=match) as caught:
+        await weights.pause(60)
+    assert caught.value.status == status
+    assert not weights.paused
+    if failure != "hangs":
+        assert engine.told == [("pause",), ("resume",)]
+
+
+async def test_a_trainer_that_leaves_while_it_pauses():
+    engine = Updatable()
+    engine.fails["pause"] = "hangs"
+    weights = Weights(engine)
+    call = asyncio.create_task(weights.pause(60))
+    await until(lambda: engine.told)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert engine.told == [("pause",), ("resume",)]
+    assert not weights.paused
+
+
+async def test_an_update_that_fails_leaves_it_to_the_trainer():
+    engine = Updatable()
+    engine.fails["update"] = EngineError("no such directory")
+    weights = Weights(engine)
+    await weights.pause(60)
+    with pytest.raises(EngineError, match="no such directory"):
+        await weights.update("/new", "1")
+    assert weights.paused
+    assert weights.version is None
+    engine.fails["resume"] = EngineError("broken")
+    with pytest.raises(EngineError, match="broken"):
+        await weights.resume()
+    # it is told again when the time is over
+    assert weights.paused
+    await weights.close()
+    assert not weights.paused

@@ -1,0 +1,369 @@
+"""Misspelled names, wrong kinds of table, and the tables and arrays of other libraries."""
+
+import errno
+import json
+import re
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+
+import trajkit as tk
+from trajkit.errors import (
+    FormatError,
+    InvalidTurnsError,
+    PolicyError,
+    SchemaError,
+)
+from trajkit.io import tables
+
+CALL = {
+    "session_id": "a",
+    "prompt_ids": [1, 2],
+    "output_ids": [3, 4],
+    "output_logprobs": [-0.5, -0.25],
+}
+TURNS = tk.from_records([CALL, {**CALL, "prompt_ids": [1, 2, 3, 4, 5]}])
+ROWS = tk.linearize(TURNS)
+
+
+class Tensor:
+    """What trajkit uses of a torch tensor, and what torch refuses."""
+
+    def __init__(self, values, *, grad=True, device="cuda", dtype="bfloat16"):
+        self.values, self.grad, self.device = values, grad, device
+        self.dtype = dtype
+
+    def __len__(self):
+        return len(self.values)
+
+    def __array__(self, dtype=None, copy=None):
+        return self.numpy()
+
+    def detach(self):
+        return Tensor(self.values, grad=False, device=self.device, dtype=self.dtype)
+
+    def cpu(self):
+        if self.device == "meta":
+            raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+        return Tensor(self.values, grad=self.grad, device="cpu", dtype=self.dtype)
+
+    def float(self):
+        return Tensor(self.values, grad=self.grad, device=self.device, dtype="float32")
+
+    def numpy(self):
+        if self.grad:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad.")
+        if self.device != "cpu" or self.dtype == "bfloat16":
+            raise TypeError(f"can't convert {self.device} {self.dtype} to numpy")
+        return np.array(self.values, self.dtype)
+
+
+class Batch(dict):
+    """A BatchEncoding: a mapping with a row for each text."""
+
+
+# Near misses
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"prompt_mesages": []}, "'prompt_mesages' and no 'prompt_messages': did you"),
+        ({"finish_reasons": "stop"}, "did you mean 'finish_reason'"),
+        ({"trainabel": True}, "did you mean 'trainable'"),
+    ],
+)
+def test_a_key_like_a_missing_one_is_refused(record, said):
+    with pytest.raises(InvalidTurnsError, match=f"record 0 has the key .*{said}"):
+        tk.from_records([{**CALL, **record}])
+
+
+def test_a_key_like_one_that_is_there_is_a_column():
+    turns = tk.from_records([{**CALL, "trainable": None, "trainabel": 1}])
+    assert turns["trainabel"].to_pylist() == [1]
+
+
+@pytest.mark.parametrize("name", ["rewards", "score", "reward_"])
+def test_a_column_of_sessions_like_a_missing_one_is_refused(name, tmp_path):
+    known = pa.table({"session_id": ["a"], name: [1.0]})
+    said = f"column '{name}' of sessions, .*: did you mean 'reward'"
+    with pytest.raises(SchemaError, match=said):
+        tk.linearize(TURNS, sessions=known)
+    (tmp_path / "known.jsonl").write_text(json.dumps({"session_id": "a", name: 1}))
+    with pytest.raises(SchemaError, match=f"known.jsonl: {said}"):
+        tk.read_sessions(tmp_path / "known.jsonl")
+    both = known.append_column("reward", pa.array([2.0]))
+    assert tk.linearize(TURNS, sessions=both)["reward"].to_pylist() == [2.0]
+
+
+def test_a_misspelled_required_column_is_named():
+    said = "no column 'output_ids' of turns among .*: did you mean 'outputs_ids'"
+    with pytest.raises(SchemaError, match=said):
+        tk.linearize(TURNS.rename_columns({"output_ids": "outputs_ids"}))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: tk.policy("slim"), "'slim' does not exist: did you mean 'slime'"),
+        (lambda: tk.policy("slime", fork_treshold=1), "did you mean 'fork_threshold'"),
+        (lambda: tk.policy("polar", builder="per_reqest"), "mean 'per_request'"),
+        (
+            lambda: tk.policy("slime", train_in="frist"),
+            "train_in='frist': did you mean 'first'",
+        ),
+        (lambda: tk.linearize(TURNS, layout="sufix"), "did you mean 'suffix'"),
+        (lambda: tk.link(TURNS, parent_by="mesages"), "did you mean 'messages'"),
+        (lambda: tk.verify(ROWS, TURNS, weigh_by="tokens"), "did you mean 'token'"),
+    ],
+)
+def test_a_choice_like_a_known_one_is_named(make, said):
+    with pytest.raises(PolicyError, match=said):
+        make()
+
+
+# The wrong kind of table
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "arrow", "arrows"])
+def test_the_wrong_kind_of_file_is_named(tmp_path, suffix):
+    turns, rows, facts = (
+        tmp_path / f"{name}.{suffix}" for name in ("calls", "mine", "known")
+    )
+    known = pa.table({"session_id": ["a"], "reward": [1.0]})
+    tk.write_turns(TURNS.replace_schema_metadata(None), turns)
+    tk.write_rows(ROWS.replace_schema_metadata(None), rows)
+    tk.write_sessions(known, facts)
+    out = tmp_path / "out.parquet"
+    for read in (tk.read_turns, lambda path: tk.jobs.linearize_file(path, out)):
+        with pytest.raises(SchemaError) as refused:
+            read(rows)
+        assert "mine." in str(refused.value)
+        assert "a table of rows (columns session_id, row_index" in str(refused.value)
+        assert "expected turns. Pass recorded calls" in str(refused.value)
+        with pytest.raises(SchemaError, match=r"known\..* sessions .*expected turns"):
+            read(facts)
+    with pytest.raises(SchemaError, match=r"calls\..* of turns .*expected sessions"):
+        tk.read_sessions(turns)
+    with pytest.raises(SchemaError, match=r"calls\..* of turns .*expected rows"):
+        tk.read_rows(turns)
+    with pytest.raises(SchemaError, match=r"calls\..* of turns .*expected rows"):
+        tk.jobs.verify_file(turns, turns, out)
+
+
+def test_columns_of_any_layout_are_looked_at_in_files(tmp_path):
+    # pyarrow cannot make an empty table of such a column
+    kinds = pa.DictionaryArray.from_arrays(
+        pa.array([0, 0], pa.uint32()), pa.array(["a"], pa.string_view())
+    )
+    column = pa.StructArray.from_arrays([kinds], ["kind"])
+    table = TURNS.append_column("tag", column)
+    with pa.ipc.new_file(tmp_path / "turns.arrow", table.schema) as writer:
+        writer.write_table(table)
+    tags = tk.read_turns(tmp_path / "turns.arrow")["tag"]
+    assert tags.to_pylist() == [{"kind": "a"}] * 2
+
+
+def test_parquet_named_as_json_lines_is_refused(tmp_path):
+    tk.write_turns(TURNS, tmp_path / "turns.parquet")
+    wrong = (tmp_path / "turns.parquet").rename(tmp_path / "turns.jsonl")
+    with pytest.raises(FormatError, match=r"turns.jsonl .* holds parquet: rename it"):
+        tk.read_turns(wrong)
+
+
+def test_an_error_in_a_line_has_one_line_number(tmp_path):
+    path = tmp_path / "turns.jsonl"
+    path.write_text(f"{json.dumps(CALL)}\n{{]\n{json.dumps(CALL)}\n")
+    with pytest.raises(FormatError) as refused:
+        tk.read_turns(path)
+    said = (
+        f"{path}, line 2, column 2: Expecting property name enclosed in double quotes"
+    )
+    assert str(refused.value) == said
+
+
+# Records
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ("x", "record 0 is a str: expected a dict with the keys session_id"),
+        ({"id": 1}, "record 0: no session_id, only id"),
+        (
+            {"session_id": "a", "prompt": []},
+            "turn 0: the record has the keys session_id, prompt: expected prompt_ids",
+        ),
+        ({**CALL, "output_ids": None}, "output_ids is None: expected output_ids"),
+        ({**CALL, "output_logprobs": [{3: 1}, {4: 1}]}, "vLLM's shape: "),
+        ({**CALL, "output_logprobs": [(-1, 3, None)] * 2}, "SGLang's shape: "),
+        ({**CALL, "output_logprobs": {"content": []}}, "OpenAI's shape: "),
+    ],
+)
+def test_what_is_no_call_is_said_to_be_none(record, said):
+    with pytest.raises(InvalidTurnsError, match=said):
+        tk.from_records([record])
+
+
+# Arrays of other libraries
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_tensors_are_ids_and_logprobs(device):
+    call = {
+        "prompt_ids": Tensor([1, 2], device=device, grad=False, dtype="int64"),
+        "output_ids": Tensor([3, 4], device=device, grad=False, dtype="int64"),
+        "output_logprobs": Tensor([-0.5, -0.25], device=device),
+    }
+    assert tk.from_records([{"session_id": "a", **call}]) == tk.from_records([CALL])
+    recorder = tk.Recorder()
+    recorder.record("a", **call)
+    assert recorder.rows("a", "faithful") == tk.linearize(tk.from_records([CALL]))
+
+
+@pytest.mark.parametrize("name", ["prompt_ids", "output_logprobs"])
+def test_a_tensor_that_cannot_be_copied_is_refused(name):
+    wrong = {**CALL, name: Tensor([1, 2], device="meta")}
+    said = f"session 'a', turn 0: {name} is a Tensor that cannot be copied: Cannot copy"
+    with pytest.raises(InvalidTurnsError, match=said):
+        tk.from_records([wrong])
+    session = wrong.pop("session_id")
+    with pytest.raises(InvalidTurnsError, match=said):
+        tk.Recorder().record(session, **wrong)
+
+
+def test_ids_of_bfloat16_are_refused():
+    with pytest.raises(InvalidTurnsError, match="turn 0: prompt_ids is of float32"):
+        tk.from_records([{**CALL, "prompt_ids": Tensor([1, 2])}])
+
+
+def test_real_tensors_are_ids_and_logprobs():
+    torch = pytest.importorskip("torch")
+    call = {
+        "prompt_ids": torch.tensor([1, 2]),
+        "output_ids": torch.tensor([3, 4]),
+        "output_logprobs": torch.tensor(
+            [-0.5, -0.25], dtype=torch.bfloat16, requires_grad=True
+        ),
+    }
+    assert tk.from_records([{"session_id": "a", **call}]) == tk.from_records([CALL])
+
+
+@pytest.mark.parametrize("ids", [[1, 2], [[1, 2]], np.array([[1, 2]])], ids=repr)
+def test_the_ids_of_a_batch_encoding_are_taken(ids):
+    call = {**CALL, "prompt_ids": Batch(input_ids=ids, attention_mask=[[1, 1]])}
+    assert tk.from_records([call]) == tk.from_records([CALL])
+
+
+def test_a_batch_encoding_of_two_texts_is_no_prompt():
+    with pytest.raises(InvalidTurnsError, match="turn 0: prompt_ids"):
+        tk.from_records([{**CALL, "prompt_ids": Batch(input_ids=[[1], [2]])}])
+
+
+# Tables of other libraries
+
+
+def hugging_face(table):
+    datasets = pytest.importorskip("datasets")
+    doubled = datasets.Dataset(pa.concat_tables([table, table]))
+    return doubled.select(range(len(table)))
+
+
+TABLES = {
+    "polars": pl.from_arrow,
+    "polars LazyFrame": lambda table: pl.from_arrow(table).lazy(),
+    "pandas": lambda table: table.to_pandas(),
+    "pandas, with an index": lambda table: table.to_pandas().set_index(
+        pd.Index(["x", "y"][: len(table)])
+    ),
+    "datasets": hugging_face,
+    "list of dicts": pa.Table.to_pylist,
+    "dict of columns": pa.Table.to_pydict,
+}
+
+
+@pytest.mark.parametrize("make", TABLES.values(), ids=TABLES)
+def test_tables_of_other_libraries_are_taken(make, tmp_path):
+    assert tk.linearize(make(TURNS)) == ROWS
+    assert tk.read_turns(make(TURNS)) == TURNS
+    assert tk.expand(tk.compact(make(TURNS))).equals(TURNS)
+    assert tk.verify(make(ROWS.drop_columns("spans")), TURNS).num_rows == 0
+    tk.write_turns(make(TURNS), tmp_path / "turns.parquet")
+    assert tk.read_turns(tmp_path / "turns.parquet") == TURNS
+    facts = pa.table({"session_id": ["a"], "reward": [2.0]})
+    if make is not pa.Table.to_pydict:
+        assert tk.linearize(TURNS, reward=make(facts))["reward"].to_pylist() == [2.0]
+    assert tk.linearize(TURNS, sessions=make(facts))["reward"].to_pylist() == [2.0]
+
+
+def test_records_are_taken_where_turns_are():
+    said = {"role": "user", "content": "x"}
+    records = [{**CALL, "prompt_messages": [said]}]
+    assert tk.linearize(records) == tk.linearize(tk.from_records(records))
+    assert tk.compact(records) == tk.compact(tk.from_records(records))
+    with pytest.raises(
+        SchemaError, match=r"'prompt_messages' .* trajkit\.from_records"
+    ):
+        tk.linearize(pa.Table.from_pylist(records).append_column("turn_index", [[0]]))
+
+
+def test_whole_floats_of_pandas_are_integers():
+    frame = TURNS.to_pandas()
+    frame["turn_index"] = frame["turn_index"].astype("float64")
+    assert tk.linearize(frame) == ROWS
+    records = [{**CALL, "turn_index": 0.0}, {**CALL, "turn_index": float("nan")}]
+    assert tk.from_records(records)["turn_index"].to_pylist() == [0, 1]
+
+
+@pytest.mark.parametrize("index", [0.5, 2.0**31, float("nan"), float("inf")])
+def test_other_floats_are_no_integers(index):
+    column = pa.array([0.0, index])
+    turns = TURNS.set_column(1, "turn_index", column)
+    with pytest.raises(InvalidTurnsError, match=r"turn_index .* is no whole number in"):
+        tk.linearize(turns)
+
+
+def test_violations_say_what_was_expected():
+    rows = ROWS.to_pylist()
+    rows[0]["input_ids"][2:4] = [8, 9]
+    rows[0]["row_weight"] = 0.75
+    rows[0]["reward"] = 2.0
+    broken = pa.Table.from_pylist(rows, ROWS.schema)
+    found = tk.verify(broken, TURNS, reward=1.0).to_pylist()
+    details = {one["rule"]: one["detail"] for one in found}
+    said = "2 tokens not as sampled: the first is 8, the turn has 3"
+    assert details["span_tokens"] == said
+    assert details["row_weight"] == "0.75: expected 1.0 (4 of 4)"
+
+
+# Names that nobody chose
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize(
+    "place", ["rows.xlsx", "absent/rows.parquet", "shut/r.parquet"]
+)
+def test_errors_name_the_files_that_the_caller_named(tmp_path, place, scattered):
+    calls = [{**CALL, "session_id": name} for name in ("a", "b", "a")]
+    log = tmp_path / "turns.jsonl"
+    log.write_text("".join(json.dumps(c) + "\n" for c in calls[: 2 + scattered]))
+    (tmp_path / "shut").write_text("")
+    with pytest.raises((FormatError, OSError)) as refused:
+        tk.jobs.linearize_file(log, tmp_path / place)
+    said = str(refused.value)
+    assert str((tmp_path / place).parent) in said
+    assert not re.search(r"/\.|\d{3,}-|tmp\b.*\.tmp", said.replace(str(tmp_path), ""))
+
+
+def test_a_full_disk_is_reported_with_the_files_name(tmp_path, monkeypatch):
+    def fails(tables, schema, path):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(tables, "write_parquet", fails)
+    tk.write_turns(TURNS, tmp_path / "turns.arrow")
+    with pytest.raises(OSError, match="No space left") as refused:
+        tk.jobs.linearize_file(tmp_path / "turns.arrow", tmp_path / "rows.parquet")
+    assert refused.value.filename == str(tmp_path / "rows.parquet")

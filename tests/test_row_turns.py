@@ -1,0 +1,124 @@
+"""What rows say of their turns: which they are, which weights sampled them, the step."""
+
+import pyarrow as pa
+import pytest
+
+import trajkit as tk
+from trajkit.errors import SchemaError
+
+
+def versions(*pieces):
+    return [dict(zip(("version", "start", "stop"), p, strict=True)) for p in pieces]
+
+
+CALLS = [
+    {
+        "prompt_ids": [1],
+        "output_ids": [2, 3],
+        "weight_versions": versions(("a", 0, 1), ("b", 1, 2)),
+        "step": 4,
+    },
+    {"prompt_ids": [1, 2, 3, 9], "output_ids": [], "step": 4},
+    {
+        "prompt_ids": [1, 2, 3, 9],
+        "output_ids": [4],
+        "weight_versions": versions(("c", 0, 1)),
+        "step": 5,
+    },
+    {"prompt_ids": [1, 2, 3, 9, 5], "output_ids": [4], "step": None},
+]
+TURNS = tk.from_records({"session_id": "s", **call} for call in CALLS)
+
+
+@pytest.mark.parametrize(
+    "form", ["table", "delta", "stream", "suffix", "recorder", "file"]
+)
+def test_rows_list_their_turns_weights_and_step(form, tmp_path):
+    if form == "stream":
+        made = tk.linearize(iter(TURNS.to_batches(max_chunksize=1)), "faithful")
+        rows = pa.Table.from_batches(made)
+    elif form == "suffix":
+        rows = tk.full_rows(tk.linearize(TURNS, "faithful", layout="suffix"))
+    elif form == "recorder":
+        recorder = tk.Recorder()
+        for call in CALLS:
+            call = dict(call)
+            payloads = {"step": call.pop("step")}
+            recorder.record("s", **call, payloads=payloads)
+        rows = recorder.rows("s", "faithful")
+    else:
+        rows = tk.linearize(tk.compact(TURNS) if form == "delta" else TURNS)
+    if form == "file":
+        tk.write_rows(rows, tmp_path / "rows.parquet")
+        rows = tk.read_rows(tmp_path / "rows.parquet")
+    assert rows["turns"].to_pylist() == [[0, 1, 2], [0, 1, 3]]
+    assert rows["step"].to_pylist() == [5, None]
+    assert rows["weight_versions"].to_pylist() == [
+        {"first": "a", "last": "c"},
+        {"first": "a", "last": "b"},
+    ]
+    assert tk.verify(rows, TURNS).num_rows == 0
+
+
+def test_turns_of_rows_that_lose_replies():
+    """What drift took away and what a row dropped: the first is listed."""
+    trl = tk.linearize(TURNS, "trl")
+    assert trl["turns"].to_pylist() == [[0, 1, 2, 3]]
+    assert trl["weight_versions"].to_pylist() == [{"first": "a", "last": "b"}]
+    assert trl["step"].to_pylist() == [None]
+    polar = tk.linearize(TURNS, tk.policy("polar", end_of_turn_token_id=3))
+    assert polar["turns"].to_pylist()[0][0] == 0
+    for rows, policy in [(trl, "trl"), (polar, "polar")]:
+        options = {} if policy == "trl" else {"end_of_turn_token_id": 3}
+        assert tk.verify(rows, TURNS, tk.policy(policy, **options)).num_rows == 0
+
+
+def test_rows_of_turns_that_do_not_tell():
+    bare = TURNS.drop_columns(["weight_versions", "step"])
+    rows = tk.linearize(bare, payloads=["weight_version"])
+    for name in ("weight_versions", "step"):
+        assert rows[name].null_count == rows.num_rows
+    assert set(rows["weight_version"][0].as_py()) == {None}
+    unknown = rows.drop_columns(["turns", "weight_versions", "step"])
+    assert tk.verify(unknown, TURNS).num_rows == 0
+
+
+def test_the_weights_of_each_token_are_a_payload():
+    rows = tk.linearize(TURNS, payloads=["weight_version"])
+    assert rows["weight_version"].to_pylist() == [
+        [None, "a", "b", None, "c"],
+        [None, "a", "b", None, None, None],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [
+        ("turns", [[0, 1], [0, 1, 3]], "[0, 1] do not end with last_turn 2"),
+        ("turns", [[1, 2], [0, 1, 3]], "[1, 2] lack 0, or in order"),
+        ("turns", [[0, 7, 2], [0, 1, 3]], "[7] are not turns of the session"),
+        (
+            "weight_versions",
+            [{"first": "a", "last": "b"}, {"first": "a", "last": "b"}],
+            "{'first': 'a', 'last': 'b'}, {'first': 'a', 'last': 'c'} is due",
+        ),
+        ("weight_versions", [None, {"first": "a", "last": "b"}], "None, {'first'"),
+    ],
+)
+def test_verify_sees_other_turns_and_weights(name, values, said):
+    rows = tk.linearize(TURNS)
+    at = rows.column_names.index(name)
+    field = rows.schema.field(name)
+    wrong = rows.set_column(at, field, pa.array(values, field.type))
+    found = tk.verify(wrong, TURNS).to_pylist()
+    assert {one["rule"] for one in found} == {name}
+    assert found[0]["detail"].startswith(said)
+
+
+def test_a_step_that_is_no_integer_is_refused():
+    at = TURNS.column_names.index("step")
+    turns = TURNS.set_column(at, "step", pa.array([0.5] * 4))
+    with pytest.raises(
+        SchemaError, match="'step' of turns is double: expected integers"
+    ):
+        tk.linearize(turns)

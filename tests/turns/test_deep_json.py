@@ -1,0 +1,139 @@
+"""Sessions of 100,000 turns: nothing recurses, nothing is quadratic in turns.
+
+Lengths in tokens are another matter: each prompt is looked at once, whole.
+"""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import trajkit as tk
+
+N = 100_000
+
+
+def recorded_line(n_turns):
+    """A session in which each call continues the last by one token, one token is new.
+
+    Call k has the prompt ``0 1 ... 2k`` and the output ``2k + 1``.
+    """
+    tokens = np.arange(2 * n_turns, dtype=np.int32)
+    recorder = tk.Recorder()
+    for k in range(n_turns):
+        recorder.record(
+            "s",
+            prompt_ids=tokens[: 2 * k + 1],
+            output_ids=tokens[2 * k + 1 : 2 * k + 2],
+            output_logprobs=np.full(1, -0.5, np.float32),
+            finish_reason="stop",
+        )
+    return recorder
+
+
+@pytest.fixture(scope="module")
+def line():
+    return recorded_line(N)
+
+
+@pytest.mark.parametrize("policy", ["slime", "strict"])
+def test_a_clean_session_is_one_row(line, policy):
+    rows = line.rows("s", policy)
+    assert rows.num_rows == 1
+    ids = rows["input_ids"].combine_chunks().flatten().to_numpy()
+    mask = rows["loss_mask"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+    logprobs = rows["logprobs"].combine_chunks().flatten()
+    assert np.array_equal(ids, np.arange(2 * N))
+    assert np.array_equal(mask, np.arange(2 * N) % 2 == 1)
+    assert logprobs.null_count == N
+    assert len(rows["spans"][0]) == N
+
+
+def test_every_turn_of_it_is_linked_to_the_one_before(line):
+    turns = line.turns("s")
+    links = tk.link(turns)
+    assert links["parent"].slice(1).to_pylist() == list(range(N - 1))
+    assert links["order"].to_pylist() == list(range(N))
+    drift = tk.classify_drift(turns, links)
+    assert drift.num_rows == N - 1
+    assert set(drift["size"].to_pylist()) == {0}
+
+
+def test_per_call_rows_share_their_prefixes():
+    n = 300  # rows are as long as their prompts: this is quadratic by its nature
+    rows = recorded_line(n).rows("s", "per_call")
+    assert rows["parent_row"].to_pylist() == [None, *range(n - 1)]
+    assert rows["shared_length"].to_pylist() == [0, *range(2, 2 * n, 2)]
+
+
+def test_a_tree_of_messages_as_deep():
+    """One conversation of many messages, answered, then answered after one more."""
+    talk = [
+        {"role": "assistant" if k % 2 else "user", "content": str(k)} for k in range(N)
+    ]
+    reply = {"role": "assistant", "content": "reply"}
+    more = {"role": "user", "content": "more"}
+    records = [
+        {
+            "session_id": "s",
+            "prompt_messages": messages,
+            "response_message": reply,
+            "prompt_ids": prompt,
+            "output_ids": [7],
+        }
+        for messages, prompt in [
+            (talk, [1]),
+            ([*talk, reply, more], [1, 7, 2]),
+            (talk[: N // 2], [1]),
+        ]
+    ]
+    turns = tk.from_records(records)
+    assert tk.link(turns)["parent"].to_pylist() == [None, 0, None]
+    assert tk.link(turns)["order"].to_pylist() == [0, 1, 2]
+    assert tk.linearize(turns, "slime")["input_ids"].to_pylist() == [
+        [1, 7, 2, 7],
+        [1, 7],
+    ]
+
+
+@pytest.mark.parametrize("route", ["tokens", "messages"])
+@pytest.mark.parametrize("where", ["reply", "prompt"])
+def test_a_line_in_which_every_turn_drifts(route, where):
+    """Each prompt drops the end of what was held: no path is the start of another."""
+    at = np.arange(N, dtype=np.int32)
+    ids = pa.large_list(pa.int32())
+    turns = pa.table(
+        {
+            "session_id": pa.repeat("s", N),
+            "turn_index": at,
+            "base_turn": pa.array(at - 1, mask=at == 0),
+            "shared_length": np.where(at == 0, 0, 2 * at - (where == "prompt")),
+            "suffix_ids": pa.repeat(
+                pa.scalar([8] if where == "reply" else [7, 7, 8], ids), N
+            ),
+            "output_ids": pa.repeat(pa.scalar([5, 6], ids), N),
+        }
+    )
+    links = tk.link(turns, route)
+    by_tokens = route == "messages" and where == "reply"
+    before = at - 1 if by_tokens else np.full(N, -1)
+    assert links["parent"].fill_null(-1).to_numpy().tolist() == before.tolist()
+    assert links["order"].to_pylist() == list(range(N))
+
+
+def test_as_many_siblings():
+    """Many answers to one prompt: each is a leaf, none is compared with all."""
+    n = 20_000
+    records = [
+        {
+            "session_id": "s",
+            "prompt_messages": [{"role": "user", "content": "u"}],
+            "response_message": {"role": "assistant", "content": str(k)},
+            "prompt_ids": [1, 2],
+            "output_ids": [k],
+        }
+        for k in range(n)
+    ]
+    rows = tk.linearize(tk.from_records(records), "slime")
+    assert rows["input_ids"].to_pylist() == [[1, 2, k] for k in range(n)]
+    assert rows["shared_length"].to_pylist() == [0, *[2] * (n - 1)]
+    assert rows["parent_row"].to_pylist() == [None, *[0] * (n - 1)]

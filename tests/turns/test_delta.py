@@ -1,0 +1,739 @@
+"""Turns in delta form: the stages say of them what they say of the full form."""
+
+from importlib import import_module
+from unittest import mock
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trajkit as tk
+from tests import reference
+from tests.strategies import pick, policies, row_limits, runs, thresholds
+from tests.tables import in_delta_form, policy_of, turns_table
+from trajkit.errors import InvalidTurnsError, SchemaError
+from trajkit.schema import TURNS, TURNS_DELTA
+
+ROUTES = ["messages", "tokens", "previous", "none"]
+
+
+def drawn_delta(data, table):
+    return in_delta_form(table, lambda options: pick(data.draw, options))
+
+
+def fullest(options):
+    """The latest base, and all that it shares."""
+    return options[-1]
+
+
+@given(st.data(), runs(), st.sampled_from(ROUTES), thresholds, st.integers(1, 8))
+def test_links_and_drift_are_those_of_the_full_form(
+    data, turns, route, threshold, min_run
+):
+    table = turns_table(turns)
+    delta = drawn_delta(data, table)
+    links = tk.link(delta, route, merge_threshold=threshold)
+    assert links == tk.link(table, route, merge_threshold=threshold)
+    drift = tk.classify_drift(delta, links, min_run=min_run)
+    assert drift == tk.classify_drift(table, links, min_run=min_run)
+
+
+@given(st.data(), runs(), policies, row_limits, st.integers(1, 3))
+def test_rows_and_report_are_those_of_the_full_form(
+    data, turns, choice, limit, threads
+):
+    table = turns_table(turns)
+    choices = {
+        "policy": policy_of(choice),
+        "max_row_tokens": limit,
+        "report": True,
+        "reward": 1.0,
+    }
+    expected = tk.linearize(table, **choices)
+    assert tk.linearize(drawn_delta(data, table), threads=threads, **choices) == (
+        expected
+    )
+    assert tk.linearize(in_delta_form(table, fullest), **choices) == expected
+
+
+@given(st.data(), runs(), policies)
+def test_a_stream_in_delta_form_is_its_table(data, turns, choice):
+    delta = drawn_delta(data, turns_table(turns))
+    cut = data.draw(st.integers(0, delta.num_rows))
+    batches = [*delta.slice(0, cut).to_batches(), *delta.slice(cut).to_batches()]
+    rows = list(tk.linearize(iter(batches), policy_of(choice)))
+    whole = tk.linearize(delta, policy_of(choice))
+    assert pa.Table.from_batches(rows, whole.schema) == whole
+
+
+@given(
+    st.data(),
+    runs(),
+    policies,
+    st.tuples(st.integers(1, 60), st.integers(1, 20), st.sampled_from([0, 1 << 25])),
+    st.integers(1, 3),
+    st.sampled_from(["links", "suffix", "payload", ""]),
+)
+def test_parts_of_a_table_are_the_whole(data, turns, choice, sizes, threads, how):
+    """Large tables are cut into parts of whole sessions, and their rows into batches.
+
+    Here small ones are.
+    """
+    policy = policy_of(choice)
+    delta = drawn_delta(data, turns_table(turns))
+    given = {}
+    if how == "links":
+        threshold = policy.fork_threshold if policy.merge_rewrites else 0
+        given["links"] = tk.link(delta, policy.parent_by, merge_threshold=threshold)
+        given["drift"] = tk.classify_drift(delta, given["links"])
+    same = {"layout": "suffix"} if how == "suffix" else {}
+    if how == "payload":
+        delta = delta.append_column("own", delta["output_ids"])
+        same = {"payloads": ["own"]}
+    whole, counted = tk.linearize(delta, policy, report=True, **same)
+    module = import_module("trajkit.pipeline.rows")
+    part, batch, at_once = sizes
+    with (
+        mock.patch.multiple(
+            module, _LEAST_PART=1, _LARGEST_PART=part, _DELTA_PART=1, _AT_ONCE=at_once
+        ),
+        mock.patch("trajkit.pipeline.fill.BATCH_TOKENS", batch),
+    ):
+        rows, report = tk.linearize(
+            delta, policy, report=True, threads=threads, **given, **same
+        )
+        pairs = [*tk.linearize(iter(delta.to_batches()), policy, report=True, **same)]
+    assert (rows, report) == (whole, counted)
+    assert pa.Table.from_batches([one for one, _ in pairs], whole.schema) == whole
+    assert pa.Table.from_batches([one for _, one in pairs], counted.schema) == counted
+
+
+def test_rows_in_several_batches_share_the_reward_of_their_session():
+    turns = tk.from_records(
+        {"session_id": name, "prompt_ids": [k], "output_ids": [7, 8][: 1 + n % 2]}
+        for n, name in enumerate("ab")
+        for k in range(4 - n)
+    )
+    chosen = tk.policy("per_call", rewards="uniform")
+    given = {"a": 2.0, "b": 6.0}
+    whole = tk.linearize(turns, chosen, reward=given)
+    with mock.patch("trajkit.pipeline.fill.BATCH_TOKENS", 6):
+        rows = tk.linearize(turns, chosen, reward=given)
+    assert [batch.num_rows for batch in rows.to_batches()] == [3, 2, 2]
+    assert rows == whole
+    assert rows["reward"].to_pylist() == [0.5] * 4 + [2.0] * 3
+    assert rows["rollout_mask_sum"].to_pylist() == [4] * 4 + [6] * 3
+
+
+def test_rows_beyond_what_is_made_at_once_are_made_when_they_are_asked_for():
+    turns = tk.from_records(
+        {"session_id": "s", "prompt_ids": [k], "output_ids": [7]} for k in range(3)
+    )
+    made = []
+    fill = import_module("trajkit.pipeline.fill")
+    module = import_module("trajkit.pipeline.rows")
+
+    def counting(*given, real=fill._Lists.written):
+        made.append(1)
+        return real(*given)
+
+    with (
+        mock.patch.object(fill, "BATCH_TOKENS", 1),
+        mock.patch.object(fill._Lists, "written", counting),
+        mock.patch.object(module, "_AT_ONCE", 1),
+    ):
+        batches = tk.linearize(iter(turns.to_batches()), "per_call")
+        assert next(batches).num_rows == 1
+        assert len(made) == 1
+        assert sum(batch.num_rows for batch in batches) == 2
+    assert len(made) == 3
+
+
+def message(text, role="user"):
+    said = {"role": role, "content": text}
+    return {
+        "key": tk.turns.message_key(said),
+        "role": role,
+        "body": tk.turns.message_body(said),
+    }
+
+
+def turn(turn_index, base_turn, shared, suffix, **more):
+    """A turn in delta form, of session a."""
+    return {
+        "session_id": "a",
+        "turn_index": turn_index,
+        "base_turn": base_turn,
+        "shared_length": shared,
+        "suffix_ids": suffix,
+        "output_ids": [7],
+        "output_logprobs": [-0.5],
+        **more,
+    }
+
+
+def talk(shared, suffix, reply):
+    """What a turn in delta form says of its messages."""
+    return {
+        "shared_messages": shared,
+        "suffix_messages": suffix,
+        "response": reply,
+    }
+
+
+REPLY = message("r", "assistant")
+
+
+def test_by_hand():
+    delta = pa.Table.from_pylist(
+        [
+            turn(0, None, 0, [1, 2], **talk(0, [message("u")], REPLY)),
+            turn(3, 0, 3, [4], **talk(2, [message("v")], REPLY)),
+            turn(4, 0, 2, [5], **talk(1, [], None)),
+            turn(9, 3, 5, [], **talk(4, [], None)),
+        ],
+        TURNS_DELTA,
+    )
+    rows = tk.linearize(delta, "per_call")
+    assert rows["input_ids"].to_pylist() == [
+        [1, 2, 7],
+        [1, 2, 7, 4, 7],
+        [1, 2, 5, 7],
+        [1, 2, 7, 4, 7, 7],
+    ]
+    assert tk.link(delta)["parent"].to_pylist() == [None, 0, None, 3]
+
+
+def test_message_columns_may_be_absent():
+    lines = [turn(0, None, 0, [1, 2]), turn(1, 0, 3, [4])]
+    names = ["session_id", "turn_index", "base_turn", "shared_length", "suffix_ids"]
+    lines = [{n: line[n] for n in [*names, "output_ids"]} for line in lines]
+    rows = tk.linearize(pa.Table.from_pylist(lines), "slime")
+    assert rows["input_ids"].to_pylist() == [[1, 2, 7, 4, 7]]
+
+
+FIRST = turn(0, None, 0, [1, 2], **talk(0, [message("u")], REPLY))
+SILENT = turn(0, None, 0, [1, 2], response=REPLY)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        pytest.param(
+            [FIRST, turn(2, 1, 0, [1])],
+            "session 'a', turn 2: base_turn 1 is no earlier turn of the session",
+            id="a base that is not there",
+        ),
+        pytest.param(
+            [FIRST, turn(2, -1, 0, [1])],
+            "session 'a', turn 2: base_turn -1 is no earlier turn of the session",
+            id="a negative base",
+        ),
+        pytest.param(
+            [FIRST, turn(2, 2, 0, [1])],
+            "session 'a', turn 2: base_turn 2 is no earlier turn of the session",
+            id="a turn that is its own base",
+        ),
+        pytest.param(
+            [FIRST, turn(2, 5, 0, [1]), turn(5, None, 0, [1])],
+            "session 'a', turn 2: base_turn 5 is no earlier turn of the session",
+            id="a later base",
+        ),
+        pytest.param(
+            [FIRST, {**turn(1, 0, 0, [1]), "session_id": "b"}],
+            "session 'b', turn 1: base_turn 0 is no earlier turn of the session",
+            id="a base of another session",
+        ),
+        pytest.param(
+            [FIRST, turn(1, 0, 4, [1])],
+            "session 'a', turn 1: shared_length 4 of a base that holds 3 tokens",
+            id="more tokens than the base holds",
+        ),
+        pytest.param(
+            [FIRST, turn(1, None, 1, [1])],
+            "session 'a', turn 1: shared_length 1 of a base that holds 0 tokens",
+            id="tokens of no base",
+        ),
+        pytest.param(
+            [FIRST, turn(1, 0, -1, [1])],
+            "session 'a', turn 1: shared_length -1 of a base that holds 3 tokens",
+            id="fewer tokens than none",
+        ),
+        pytest.param(
+            [FIRST, turn(1, 0, 0, [1], **talk(3, [], None))],
+            "session 'a', turn 1: shared_messages 3 of a base that shows 2 messages",
+            id="more messages than the base shows",
+        ),
+        pytest.param(
+            [
+                turn(0, None, 0, [1, 2], **talk(0, [message("u")], None)),
+                turn(1, 0, 0, [1], **talk(2, [], None)),
+            ],
+            "session 'a', turn 1: shared_messages 2 of a base that shows 1 messages",
+            id="the reply of a base that has none",
+        ),
+        pytest.param(
+            [SILENT, turn(1, 0, 0, [1], **talk(1, [], None))],
+            "session 'a', turn 1: shared_messages 1 of a base that shows 0 messages",
+            id="messages of a base without a list of them",
+        ),
+        pytest.param(
+            [FIRST, turn(1, None, 0, [1], **talk(1, [], None))],
+            "session 'a', turn 1: shared_messages 1 of a base that shows 0 messages",
+            id="messages of no base",
+        ),
+        pytest.param(
+            [FIRST, turn(1, 0, 0, [1], **talk(-1, [], None))],
+            "session 'a', turn 1: shared_messages -1 of a base that shows 2 messages",
+            id="fewer messages than none",
+        ),
+        pytest.param(
+            [FIRST, turn(1, 0, 0, [1, None, 2])],
+            "session 'a', turn 1: suffix_ids holds a null; every id is needed",
+            id="a null among the ids",
+        ),
+        pytest.param(
+            [FIRST, turn(1, 0, 0, [1], output_ids=[None])],
+            "session 'a', turn 1: output_ids holds a null; every id is needed",
+            id="a null among the output ids",
+        ),
+        pytest.param(
+            [FIRST, turn(1, 0, 0, [1], output_logprobs=[-0.5, -0.5])],
+            "session 'a', turn 1: 2 logprobs for 1 output ids",
+            id="more logprobs than output ids",
+        ),
+        pytest.param(
+            [FIRST, turn(1, 0, 0, [1], output_logprobs=[])],
+            "session 'a', turn 1: 0 logprobs for 1 output ids",
+            id="an empty list of logprobs",
+        ),
+        pytest.param(
+            [
+                FIRST,
+                turn(
+                    1,
+                    0,
+                    0,
+                    [1],
+                    **talk(0, [message("u"), {**message("v"), "key": None}], None),
+                ),
+            ],
+            "session 'a', turn 1: a message has no key; messages route by it",
+            id="a message without a key",
+        ),
+        pytest.param(
+            [FIRST, turn(0, None, 0, [1])],
+            "session 'a', turn 0: follows turn 0; turn_index must ascend",
+            id="a turn twice",
+        ),
+        pytest.param(
+            [turn(4, None, 0, [1]), turn(3, None, 0, [1])],
+            "session 'a', turn 3: follows turn 4; turn_index must ascend",
+            id="turns out of order",
+        ),
+        pytest.param(
+            [
+                FIRST,
+                {**turn(0, None, 0, [1]), "session_id": "b"},
+                turn(1, None, 0, [1]),
+            ],
+            "session 'a' comes back in table row 2 after another session began",
+            id="a session in two pieces",
+        ),
+        pytest.param(
+            [
+                FIRST,
+                {**turn(0, None, 0, [1]), "session_id": "b"},
+                turn(1, 0, 2, [1]),
+            ],
+            "session 'a' comes back in table row 2 after another session began",
+            id="a session in two pieces, with a base in the other",
+        ),
+    ],
+)
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_what_is_no_table_of_turns_is_refused(lines, said, chunks):
+    table = pa.Table.from_pylist(lines, TURNS_DELTA)
+    if chunks == 2:
+        table = pa.concat_tables([table.slice(0, 1), table.slice(1)])
+    for stage in (
+        tk.link,
+        lambda turns: tk.linearize(turns, "slime"),
+        lambda turns: tk.linearize(turns, "strict"),
+        lambda turns: tk.classify_drift(turns, tk.link(table.slice(0, 0))),
+        tk.expand,
+    ):
+        with pytest.raises(InvalidTurnsError) as refused:
+            stage(table)
+        assert str(refused.value).startswith(said)
+
+
+FULL = {
+    "session_id": "a",
+    "turn_index": 0,
+    "prompt_ids": [1, 2],
+    "output_ids": [7, 8],
+    "output_logprobs": [-0.5, None],
+    "messages": [message("u")],
+    "response": REPLY,
+}
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        pytest.param(
+            {"prompt_ids": [1, None]},
+            "session 'a', turn 1: prompt_ids holds a null; every id is needed",
+            id="a null among the ids",
+        ),
+        pytest.param(
+            {"output_ids": [None, 8]},
+            "session 'a', turn 1: output_ids holds a null; every id is needed",
+            id="a null among the output ids",
+        ),
+        pytest.param(
+            {"output_logprobs": [-0.5]},
+            "session 'a', turn 1: 1 logprobs for 2 output ids",
+            id="fewer logprobs than output ids",
+        ),
+        pytest.param(
+            {"messages": [{**message("v"), "key": None}]},
+            "session 'a', turn 1: a message has no key; messages route by it",
+            id="a message without a key",
+        ),
+        pytest.param(
+            {"messages": [None]},
+            "session 'a', turn 1: a message has no key; messages route by it",
+            id="no message",
+        ),
+        pytest.param(
+            {"turn_index": 0},
+            "session 'a', turn 0: follows turn 0; turn_index must ascend",
+            id="a turn twice",
+        ),
+    ],
+)
+def test_what_is_no_table_of_full_turns_is_refused(more, said):
+    table = pa.Table.from_pylist([FULL, {**FULL, "turn_index": 1, **more}], TURNS)
+    padding = pa.Table.from_pylist([{**FULL, "session_id": "0"}], TURNS)
+    table = pa.concat_tables([padding, table]).combine_chunks().slice(1)
+    with pytest.raises(InvalidTurnsError) as refused:
+        tk.linearize(table, "slime")
+    assert str(refused.value).startswith(said)
+
+
+def test_a_refused_turn_may_be_sliced_off():
+    """Rules are of the rows that are there, not of the buffers under them."""
+    bad = {
+        **FULL,
+        "turn_index": 1,
+        "prompt_ids": [None],
+        "messages": [{**message("v"), "key": None}],
+    }
+    table = pa.Table.from_pylist([FULL, bad, {**FULL, "turn_index": 2}], TURNS)
+    for start, stop in ((0, 1), (2, 3)):
+        rows = tk.linearize(table.slice(start, stop - start), "slime")
+        assert rows["input_ids"].to_pylist() == [[1, 2, 7, 8]]
+
+
+def nested_at(array, n):
+    """The same values, with others before them in every buffer, children's too."""
+    if isinstance(array, pa.LargeListArray):
+        shifted = array.offsets.to_numpy() + n
+        # n items that no list has, in an array that itself begins at item n
+        values = pa.concat_arrays([pa.nulls(2 * n, array.values.type), array.values])
+        values = values.slice(n)
+        mask = array.is_null() if array.null_count else None
+        return pa.LargeListArray.from_arrays(
+            pa.array(shifted), values, type=array.type, mask=mask
+        )
+    return pa.concat_arrays([pa.nulls(n, array.type), array]).slice(n)
+
+
+@given(runs(), policies, st.integers(1, 9), st.integers(1, 40))
+def test_where_a_table_stands_in_its_buffers_does_not_matter(turns, choice, n, size):
+    table = turns_table(turns)
+    expected = tk.linearize(table, policy_of(choice))
+    names = TURNS.names
+    whole = table.select(names).combine_chunks()
+    columns = [nested_at(column.combine_chunks(), n) for column in whole.columns]
+    moved = pa.Table.from_arrays(columns, names)
+    pieces = [moved.slice(k, size) for k in range(0, moved.num_rows, size)]
+    for same in (moved, pa.concat_tables([moved.slice(0, 0), *pieces])):
+        assert tk.linearize(same, policy_of(choice)) == expected
+
+
+# The two forms as functions of each other
+
+
+def with_bodies(table, again):
+    """The turns table, with a body also where ``again()`` says so.
+
+    A body that stands a second time need not be the one that stood first.
+    """
+    lines = table.to_pylist()
+    for line in lines:
+        for said in line["messages"] or []:
+            if said["body"] is None and again():
+                said["body"] = '"again"'
+    return pa.Table.from_pylist(lines, table.schema)
+
+
+def in_other_layouts(data, table):
+    """The same table in chunks, sliced out of a larger one, or from polars' hands."""
+    layout = data.draw(st.sampled_from(["plain", "chunks", "slice", "polars"]))
+    if layout == "chunks":
+        cut = data.draw(st.integers(0, table.num_rows))
+        return pa.concat_tables([table.slice(0, cut), table.slice(cut)])
+    if layout == "slice":
+        return pa.concat_tables([table] * 2).combine_chunks().slice(table.num_rows)
+    return pl.DataFrame(table) if layout == "polars" else table
+
+
+@given(st.data(), runs(), st.integers(1, 60))
+def test_compact_and_expand_are_inverses(data, turns, size):
+    table = turns_table(turns)
+    table = with_bodies(table, lambda: data.draw(st.sampled_from([False] * 3 + [True])))
+    notes = [[i] * (i % 3) or None for i in range(table.num_rows)]
+    table = table.append_column("notes", pa.array(notes, pa.large_list(pa.int64())))
+    with mock.patch.object(import_module("trajkit.turns.delta"), "_PART", size):
+        delta = tk.compact(in_other_layouts(data, table))
+        back = tk.expand(in_other_layouts(data, delta))
+    delta.validate(full=True)
+    back.validate(full=True)
+    assert delta.column_names == [*TURNS_DELTA.names, "notes"]
+    assert delta.schema.metadata == TURNS_DELTA.metadata
+    assert back.schema == table.schema
+    assert back == table
+    assert tk.compact(back) == delta
+
+
+@given(runs())
+def test_compact_takes_the_base_that_shares_most(turns):
+    table = turns_table(turns)
+    earlier = {}
+    for line, full in zip(
+        tk.compact(table).to_pylist(), table.to_pylist(), strict=True
+    ):
+        session = earlier.setdefault(full["session_id"], {})
+        shares = {
+            turn_index: reference.lcp(
+                other["prompt_ids"] + other["output_ids"], full["prompt_ids"]
+            )
+            for turn_index, other in session.items()
+        }
+        assert line["shared_length"] == max(shares.values(), default=0)
+        assert line["suffix_ids"] == full["prompt_ids"][line["shared_length"] :]
+        base = session.get(line["base_turn"])
+        session[full["turn_index"]] = full
+        if line["shared_length"] == 0:
+            assert base is None
+        else:
+            assert shares[line["base_turn"]] == line["shared_length"]
+            path = full["prompt_ids"] + full["output_ids"]
+            longest = {
+                turn_index: reference.lcp(
+                    other["prompt_ids"] + other["output_ids"], path
+                )
+                for turn_index, other in session.items()
+                if turn_index != full["turn_index"]
+            }
+            assert line["base_turn"] == max(longest, key=longest.__getitem__)
+        if full["messages"] is None:
+            assert line["shared_messages"] is None
+            continue
+        shown, bare = [], []
+        if base is not None and base["messages"] is not None:
+            shown = [m for m in [*base["messages"], base["response"]] if m is not None]
+            shown = [(m["key"], m["role"], None) for m in shown]
+        bare = [tuple(m.values()) for m in full["messages"]]
+        assert line["shared_messages"] == reference.lcp(shown, bare)
+
+
+@given(st.data(), runs())
+def test_expand_reads_any_base(data, turns):
+    table = turns_table(turns)
+    delta = drawn_delta(data, table)
+    expected = table.to_pylist()
+    for line, n in zip(expected, delta["shared_messages"].to_pylist(), strict=True):
+        for said in (line["messages"] or [])[: n or 0]:
+            said["body"] = None
+    expanded = tk.expand(delta)
+    expanded.validate(full=True)
+    assert expanded == pa.Table.from_pylist(expected, TURNS)
+
+
+@given(st.data(), runs())
+def test_a_form_that_is_there_already_stays(data, turns):
+    table = turns_table(turns)
+    assert tk.expand(table) == table
+    delta = drawn_delta(data, table)
+    assert tk.compact(delta) == delta
+
+
+@given(st.data(), runs())
+def test_streams_of_turns_change_their_form_as_tables_do(data, turns):
+    table = turns_table(turns)
+    cut = data.draw(st.integers(0, table.num_rows))
+    batches = [*table.slice(0, cut).to_batches(), *table.slice(cut).to_batches()]
+    delta = list(tk.compact(iter(batches)))
+    assert pa.Table.from_batches(delta, TURNS_DELTA) == tk.compact(table)
+    reader = pa.RecordBatchReader.from_batches(TURNS_DELTA, delta)
+    assert pa.Table.from_batches(tk.expand(reader), TURNS) == table
+
+
+def test_a_long_chain_of_bases_is_followed():
+    lines = [turn(0, None, 0, [1, 2], **talk(0, [message("u")], REPLY))]
+    for i in range(1, 3000):
+        lines.append(turn(i, i - 1, i + 2, [], **talk(i + 1, [], REPLY)))
+    delta = pa.Table.from_pylist(lines, TURNS_DELTA)
+    full = tk.expand(delta)
+    assert full["prompt_ids"][2999].as_py() == [1, 2, *[7] * 2999]
+    said = full["messages"][2999].as_py()
+    assert [one["role"] for one in said] == ["user", *["assistant"] * 2999]
+    assert {one["body"] for one in said} == {None}
+    assert tk.compact(full) == delta
+
+
+def test_no_turns_are_none_in_either_form():
+    assert tk.compact(TURNS.empty_table()) == TURNS_DELTA.empty_table()
+    assert tk.expand(TURNS_DELTA.empty_table()) == TURNS.empty_table()
+
+
+def test_a_message_with_another_role_or_a_body_is_not_shared():
+    said, other = message("u"), message("v")
+    lines = [
+        {**FULL, "messages": [said, other]},
+        {**FULL, "turn_index": 1, "messages": [{**said, "role": None, "body": None}]},
+        {**FULL, "turn_index": 2, "messages": [{**said, "role": "", "body": None}]},
+        {**FULL, "turn_index": 3, "messages": [said]},
+        {**FULL, "turn_index": 4, "messages": [{**said, "body": None}, other]},
+    ]
+    table = pa.Table.from_pylist(lines, TURNS)
+    delta = tk.compact(table)
+    assert delta["base_turn"].to_pylist() == [None, 0, 0, 0, 0]
+    assert delta["shared_messages"].to_pylist() == [0, 0, 0, 0, 1]
+    assert tk.expand(delta) == table
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        pytest.param(
+            talk(0, None, None),
+            "session 'a', turn 1: shared_messages and suffix_messages are null together",
+            id="a count without messages",
+        ),
+        pytest.param(
+            talk(None, [message("u")], None),
+            "session 'a', turn 1: shared_messages and suffix_messages are null together",
+            id="messages without a count",
+        ),
+    ],
+)
+def test_what_cannot_be_expanded_is_refused(more, said):
+    table = pa.Table.from_pylist([FIRST, turn(1, 0, 0, [1], **more)], TURNS_DELTA)
+    with pytest.raises(InvalidTurnsError) as refused:
+        tk.expand(table)
+    assert str(refused.value) == said
+
+
+def test_a_name_that_the_other_form_uses_is_refused():
+    full = pa.Table.from_pylist([FULL], TURNS)
+    delta = tk.compact(full)
+    column = pa.array([1])
+    with pytest.raises(SchemaError, match=r"column 'shared_length' would stand twice"):
+        tk.compact(full.append_column("shared_length", column))
+    with pytest.raises(SchemaError, match=r"column 'messages' would stand twice"):
+        tk.expand(delta.append_column("messages", column))
+
+
+def test_what_stands_under_a_null_does_not_count():
+    def garbled(column):
+        """The column, its first value null, with nines under the nulls."""
+        values = [0 if value is None else value for value in column.to_pylist()]
+        valid = column.is_valid().to_pylist()
+        valid[0] = False
+        under = np.where(valid, values, 9).astype(np.int32)
+        bits = pa.py_buffer(np.packbits(valid, bitorder="little").tobytes())
+        return pa.Array.from_buffers(
+            pa.int32(), len(values), [bits, pa.py_buffer(under.tobytes())]
+        )
+
+    user = {"role": "user", "content": "a"}
+    calls = [
+        {
+            "session_id": "s",
+            "prompt_ids": ids,
+            "output_ids": [9],
+            "prompt_messages": said,
+        }
+        for ids, said in [([1], [user]), ([1, 9, 2], [user, user])]
+    ]
+    delta = tk.compact(tk.from_records(calls))
+    for name in ("base_turn", "shared_messages"):
+        column = garbled(delta[name].combine_chunks())
+        assert column[0].as_py() is None
+        other = delta.set_column(
+            delta.column_names.index(name), delta.schema.field(name), column
+        )
+        assert tk.link(other).equals(tk.link(delta))
+        assert tk.linearize(other).equals(tk.linearize(delta))
+
+
+@given(st.lists(st.lists(st.sampled_from([1, True, 1.0]), max_size=3), max_size=4))
+def test_messages_that_differ_in_a_number_s_type(asked):
+    calls = [
+        {
+            "prompt_ids": [1, *range(k)],
+            "output_ids": [k],
+            "prompt_messages": [{"role": "user", "n": n} for n in written],
+            "response_message": {"role": "user", "n": 1.0},
+        }
+        for k, written in enumerate(asked)
+    ]
+    table = tk.from_records([{"session_id": "a", **call} for call in calls])
+    assert tk.expand(tk.compact(table)).equals(table)
+    recorder = tk.Recorder()
+    for call in calls:
+        recorder.record("a", **call)
+    if calls:
+        assert tk.expand(recorder.turns("a")).equals(table)
+
+
+@pytest.mark.parametrize("drifts", [False, True])
+def test_bytes_of_a_new_token_do_not_grow_with_the_turns(drifts):
+    """Nor does anything else in delta form, or the rows in the layout suffix."""
+
+    def rollout(n_turns):
+        held, said = list(range(400)), [{"role": "user", "content": "q"}]
+        for k in range(n_turns):
+            output = [1000 + k, *range(60)]
+            yield {
+                "session_id": "s",
+                "prompt_ids": held,
+                "output_ids": output,
+                "output_logprobs": [-0.5] * len(output),
+                "prompt_messages": said,
+                "response_message": (reply := {"role": "assistant", "content": str(k)}),
+            }
+            back = [*output[:-2], 7, output[-1]] if drifts else output
+            held = [*held, *back, *range(30)]
+            said = [*said, reply, {"role": "user", "content": str(-k)}]
+
+    each = {"turns": [], "rows": []}
+    for n_turns in (64, 1024):
+        recorder = tk.Recorder()
+        for call in rollout(n_turns):
+            del call["session_id"]
+            recorder.record("s", **call)
+        delta = recorder.turns("s")
+        rows = tk.linearize(delta, layout="suffix")
+        for name, table in (("turns", delta), ("rows", rows)):
+            each[name].append(table.nbytes / n_turns)
+    for few, many in each.values():
+        assert many < 1.2 * few

@@ -1,0 +1,71 @@
+"""The longest common prefix."""
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import trajkit as tk
+from tests import reference
+from tests.strategies import prefix_pairs
+
+
+def ids(values):
+    return np.array(values, np.int32)
+
+
+@given(prefix_pairs())
+@example(([], []))
+@example(([], [1]))
+@example(([1], []))
+def test_lcp_is_the_twins(pair):
+    a, b = pair
+    assert tk.turns.lcp(ids(a), ids(b)) == reference.lcp(a, b)
+    assert tk.turns.lcp(ids(b), ids(a)) == reference.lcp(a, b)
+
+
+# around the sizes at which the kernel changes its step
+EDGES = [0, 1, 7, 15, 16, 17, 255, 256, 257, 4095, 4096, 4097, 4351, 4352, 4353, 8448]
+
+
+@pytest.mark.parametrize("n", EDGES)
+@pytest.mark.parametrize("place", EDGES)
+def test_one_changed_token_is_found(n, place):
+    a = np.arange(n, dtype=np.int32)
+    b = a.copy()
+    b[place : place + 1] += 1
+    assert tk.turns.lcp(a, b) == min(n, place)
+    assert tk.turns.lcp(a, a.copy()) == n
+
+
+def test_every_token_of_some_pages_counts():
+    a = np.zeros(10_000, np.int32)
+    b = a.copy()
+    for place in range(len(a)):
+        b[place] = 1
+        assert tk.turns.lcp(a, b) == place
+        b[place] = 0
+
+
+@given(st.integers(0, 20_000), st.integers(0, 20_000), st.integers(0, 20_000))
+def test_long_runs(n, m, place):
+    a = np.zeros(n, np.int32)
+    b = np.zeros(m, np.int32)
+    b[place : place + 1] = 1
+    assert tk.turns.lcp(a, b) == min(n, m, place)
+
+
+@pytest.mark.parametrize("start", [1, 2, 3])
+def test_runs_need_not_be_aligned(start):
+    a = np.arange(10_000, dtype=np.int32)
+    b = a.copy()
+    b[9_000] = -1
+    assert tk.turns.lcp(a[start:], b[start:]) == 9_000 - start
+
+
+@pytest.mark.parametrize("bit", range(32))
+def test_every_bit_counts(bit):
+    a = np.zeros(5_000, np.uint32)
+    b = a.copy()
+    b[4_500] = np.uint32(1) << np.uint32(bit)
+    assert tk.turns.lcp(a.view(np.int32), b.view(np.int32)) == 4_500

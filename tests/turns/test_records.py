@@ -1,0 +1,390 @@
+import json
+from array import array
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trajkit as tk
+from tests.strategies import json_messages, runs
+from trajkit import _core
+from trajkit.errors import InvalidTurnsError, LayoutError
+from trajkit.schema import TURNS
+from trajkit.turns.messages import message_body, message_key
+
+CALL = {
+    "session_id": "a",
+    "prompt_ids": [1, 2],
+    "output_ids": [3, 4],
+    "output_logprobs": [-0.5, -1.0],
+}
+USER = {"role": "user", "content": "u"}
+REPLY = {"role": "assistant", "content": "r"}
+
+
+def one(**changes):
+    """The only row of a call that departs from CALL."""
+    (row,) = tk.from_records([{**CALL, **changes}]).to_pylist()
+    return row
+
+
+def told_messages(table):
+    """Each row's messages as they were given, bodies looked up where they are null."""
+    said, rows = {}, []
+    for row in table.to_pylist():
+        told = [*(row["messages"] or []), *filter(None, [row["response"]])]
+        for message in told:
+            place = row["session_id"], message["key"]
+            if message["body"] is not None:
+                said[place] = message["body"]
+            message["body"] = said[place]
+        rows.append((row["messages"], row["response"]))
+    return rows
+
+
+@given(runs())
+def test_every_value_arrives_and_sessions_are_gathered(records):
+    table = tk.from_records(records)
+    table.validate(full=True)
+    assert table.schema.equals(TURNS, check_metadata=True)
+    names = list(dict.fromkeys(record["session_id"] for record in records))
+    gathered = sorted(records, key=lambda record: names.index(record["session_id"]))
+    rows = table.to_pylist()
+    for row, record in zip(rows, gathered, strict=True):
+        for name in ("session_id", "turn_index", "prompt_ids", "output_ids"):
+            assert row[name] == record[name]
+        assert row["output_logprobs"] == (record["output_logprobs"] or None)
+        for name in ("finish_reason", "ill_formed", "trainable"):
+            assert row[name] == record[name]
+        reply = record["response_message"]
+        assert row["use_tool"] == bool(reply and reply.get("tool_calls"))
+    for (messages, reply), record in zip(told_messages(table), gathered, strict=True):
+        for message, given_message in zip(
+            [*(messages or []), reply],
+            [*(record["prompt_messages"] or []), record["response_message"]],
+            strict=True,
+        ):
+            if given_message is None:
+                assert message is None
+                continue
+            assert message["body"] == message_body(given_message)
+            assert message["key"] == message_key(given_message)
+            assert message["role"] == given_message["role"]
+        assert (messages is None) == (record["prompt_messages"] is None)
+
+
+@given(st.lists(st.lists(json_messages, max_size=4), min_size=1, max_size=4))
+def test_each_body_is_stored_once_and_read_back_exactly(calls):
+    table = tk.from_records({**CALL, "prompt_messages": call} for call in calls)
+    for (messages, _), call in zip(told_messages(table), calls, strict=True):
+        assert [message["body"] for message in messages] == list(
+            map(message_body, call)
+        )
+
+
+@given(runs(), st.randoms(use_true_random=False))
+def test_order_of_arrival_matters_to_nobody(records, random):
+    table = tk.from_records(records)
+    order = list(table["session_id"].unique().to_pylist())
+    shuffled = sorted(records, key=lambda _: random.random())
+    again = tk.from_records(
+        sorted(shuffled, key=lambda record: order.index(record["session_id"]))
+    )
+    assert again.equals(table)
+
+
+def test_turns_are_counted_by_session():
+    records = [
+        {**CALL, "session_id": "a"},
+        {**CALL, "session_id": "b"},
+        {**CALL, "session_id": "a"},
+        {**CALL, "session_id": "a", "turn_index": 7},
+        {**CALL, "session_id": "a", "turn_index": None},
+    ]
+    table = tk.from_records(records)
+    assert table["session_id"].to_pylist() == ["a", "a", "a", "a", "b"]
+    assert table["turn_index"].to_pylist() == [0, 1, 7, 8, 0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(list, id="list"),
+        pytest.param(tuple, id="tuple"),
+        pytest.param(lambda ids: range(ids[0], ids[-1] + 1), id="range"),
+        pytest.param(lambda ids: [np.int64(i) for i in ids], id="numpy scalars"),
+        *(
+            pytest.param(lambda ids, t=t: np.array(ids, t), id=f"numpy {t}")
+            for t in ("int8", "int16", "int32", "int64", "uint8", "uint32", "uint64")
+        ),
+        pytest.param(lambda ids: np.repeat(ids, 2)[::2], id="numpy, strided"),
+        *(
+            pytest.param(lambda ids, t=t: array(t, ids), id=f"array.array {t}")
+            for t in "hilqHILQ"
+        ),
+        pytest.param(lambda ids: memoryview(array("i", ids)), id="memoryview"),
+        pytest.param(lambda ids: pa.array(ids, pa.int32()), id="arrow"),
+        pytest.param(lambda ids: pa.chunked_array([ids, []]), id="arrow chunks"),
+    ],
+)
+def test_ids_are_taken_from(make):
+    row = one(prompt_ids=make([3, 4]), output_ids=make([5, 6]))
+    assert (row["prompt_ids"], row["output_ids"]) == ([3, 4], [5, 6])
+
+
+@pytest.mark.parametrize(
+    ("given_logprobs", "expected"),
+    [
+        pytest.param(None, None, id="none"),
+        pytest.param([], None, id="empty"),
+        pytest.param(np.array([]), None, id="empty array"),
+        pytest.param([-0.5, None], [-0.5, None], id="none for a token"),
+        pytest.param([None, None], [None, None], id="none for any token"),
+        pytest.param((-0.5, 0), [-0.5, 0.0], id="integer zero"),
+        pytest.param([np.float32(-0.5), -1.0], [-0.5, -1.0], id="numpy scalar"),
+        pytest.param(np.array([-0.5, -1], "f2"), [-0.5, -1.0], id="half precision"),
+        pytest.param(array("d", [-0.5, -1]), [-0.5, -1.0], id="array.array"),
+        pytest.param(
+            np.ma.array([-0.5, -1], mask=[True, False]), [None, -1.0], id="masked"
+        ),
+        pytest.param(pa.array([None, -1.0]), [None, -1.0], id="arrow with null"),
+        pytest.param([0.0001, -9998.0], [np.float32(1e-4), -9998.0], id="at the edge"),
+    ],
+)
+def test_logprobs_are_taken_from(given_logprobs, expected):
+    assert one(output_logprobs=given_logprobs)["output_logprobs"] == expected
+
+
+def test_absent_logprobs_are_null():
+    (row,) = tk.from_records([{k: CALL[k] for k in list(CALL)[:3]}]).to_pylist()
+    assert row["output_logprobs"] is None
+
+
+def test_null_logprobs_have_zero_bytes():
+    table = tk.from_records([{**CALL, "output_logprobs": [None, -1.0]}])
+    values = table["output_logprobs"].chunk(0).values
+    assert np.frombuffer(values.buffers()[1], np.float32)[:2].tolist() == [0.0, -1.0]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), -9999.0])
+def test_what_engines_give_for_no_logprob_can_be_made_null(bad):
+    record = {**CALL, "output_logprobs": [bad, -1.0]}
+    with pytest.raises(InvalidTurnsError, match=r"nonfinite_logprobs|at most 0"):
+        tk.from_records([record])
+    table = tk.from_records([record], nonfinite_logprobs="null")
+    assert table["output_logprobs"].to_pylist() == [[None, -1.0]]
+    values = table["output_logprobs"].chunk(0).values
+    assert np.frombuffer(values.buffers()[1], np.float32)[0] == 0.0
+
+
+REFUSED = [
+    ({"session_id": None}, "record 0: session_id is None"),
+    ({"session_id": 5}, "record 0: session_id is 5"),
+    ({"session_id": "\ud800"}, "not valid Unicode"),
+    ({"turn_index": -1}, "turn_index is -1"),
+    ({"turn_index": 2**31}, "turn_index is 2147483648"),
+    ({"turn_index": True}, "turn_index is True"),
+    ({"turn_index": "3"}, "turn_index is '3'"),
+    ({"prompt_ids": None}, "turn 0: prompt_ids is None"),
+    ({"output_ids": None}, "turn 0: output_ids is None"),
+    ({"prompt_ids": [1, -1]}, r"prompt_ids\[1\] is -1: token ids"),
+    ({"prompt_ids": [2**31]}, r"prompt_ids\[0\] is 2147483648"),
+    ({"prompt_ids": [2**80]}, r"prompt_ids\[0\] is 1208925819614629174706176"),
+    ({"prompt_ids": [-(2**80)]}, r"prompt_ids\[0\] is -1208925819614629174706176"),
+    ({"prompt_ids": [1, True]}, r"prompt_ids\[1\] is True"),
+    ({"prompt_ids": [np.True_]}, r"prompt_ids\[0\] is np.True_"),
+    ({"prompt_ids": [1.0]}, r"prompt_ids\[0\] is 1.0"),
+    ({"prompt_ids": [None]}, r"prompt_ids\[0\] is None"),
+    ({"prompt_ids": ["1"]}, r"prompt_ids\[0\] is '1'"),
+    ({"prompt_ids": [[1]]}, r"prompt_ids\[0\] is \[1\]"),
+    ({"prompt_ids": [np.int64(-3)]}, r"prompt_ids\[0\] is np.int64\(-3\)"),
+    ({"prompt_ids": 5}, "prompt_ids is of type int"),
+    ({"prompt_ids": "12"}, "prompt_ids is of type str"),
+    ({"prompt_ids": b"12"}, "prompt_ids is of type bytes"),
+    ({"prompt_ids": memoryview(b"12")}, "prompt_ids is of type memoryview"),
+    ({"prompt_ids": pa.py_buffer(b"12")}, "prompt_ids is of type Buffer"),
+    ({"prompt_ids": {1: 2}}, "prompt_ids is of type dict"),
+    ({"prompt_ids": np.array([1.0])}, "prompt_ids is of float64"),
+    ({"prompt_ids": np.array([True])}, "prompt_ids is of bool"),
+    ({"prompt_ids": np.array([[1]])}, r"prompt_ids has the shape \(1, 1\)"),
+    ({"prompt_ids": np.array([5, -7])}, r"prompt_ids\[1\] is -7"),
+    ({"prompt_ids": np.array([2**31])}, r"prompt_ids\[0\] is 2147483648"),
+    ({"prompt_ids": np.array([2**63], "u8")}, r"prompt_ids\[0\] is 922337203685477"),
+    ({"output_ids": [1, -1, 2]}, r"output_ids\[1\] is -1"),
+    ({"output_logprobs": [-1.0] * 3}, "turn 0: 3 logprobs for 2 output ids"),
+    ({"output_logprobs": [-1.0]}, "turn 0: 1 logprobs for 2 output ids"),
+    ({"output_logprobs": np.zeros(3)}, "3 logprobs for 2 output ids"),
+    ({"output_logprobs": ["x", 0.0]}, r"output_logprobs\[0\] is 'x'"),
+    ({"output_logprobs": [True, 0.0]}, r"output_logprobs\[0\] is True"),
+    ({"output_logprobs": [0.0, 1.1e-4]}, r"output_logprobs\[1\] is 0.00011.*at most 0"),
+    ({"output_logprobs": [float("nan"), 0.0]}, r"\[0\] is nan: it is no number"),
+    ({"output_logprobs": [0.0, float("inf")]}, r"\[1\] is inf: .* at most 0"),
+    ({"output_logprobs": [float("-inf"), 0.0]}, r"\[0\] is -inf: engines write"),
+    ({"output_logprobs": [-9999.0, 0.0]}, r"\[0\] is -9999.0: engines write"),
+    ({"output_logprobs": [1e300, 0.0]}, r"\[0\] is inf"),
+    ({"output_logprobs": [-(10**400), 0.0]}, r"\[0\] is -inf"),
+    ({"output_logprobs": 0.0}, "output_logprobs is of type float"),
+    ({"output_logprobs": np.array(["a", "b"])}, "output_logprobs is of <U1"),
+    ({"finish_reason": 3}, "turn 0: finish_reason is 3"),
+    ({"finish_reason": "\udfff"}, "finish_reason .* is not valid Unicode"),
+    ({"ill_formed": 1}, "turn 0: ill_formed is 1: expected a bool"),
+    ({"use_tool": "no"}, "use_tool is 'no'"),
+    ({"trainable": 0}, "trainable is 0"),
+    ({"prompt_messages": "hello"}, "prompt_messages is of type str"),
+    ({"prompt_messages": [USER, "x"]}, r"prompt_messages\[1\] is of type str"),
+    ({"prompt_messages": [{"content": ""}]}, r"prompt_messages\[0\] has no role"),
+    (
+        {"prompt_messages": [{**USER, "content": [b""]}]},
+        r"session 'a', turn 0: prompt_messages\[0\]\['content'\]\[0\] is of type bytes",
+    ),
+    ({"response_message": []}, "response_message is of type list"),
+    ({"response_message": {}}, "response_message has no role"),
+    ({"response_message": {**REPLY, 1: 2}}, "response_message has the key 1"),
+    ({"weight_versions": "3"}, "weight_versions is '3'"),
+    ({"weight_versions": ["3"]}, r"weight_versions\[0\] is '3'"),
+    ({"weight_versions": [{"version": "3"}]}, r"weight_versions\[0\] is {'version'"),
+    (
+        {"weight_versions": [{"version": 3, "start": 0, "stop": 2}]},
+        r"weight_versions\[0\].version is 3",
+    ),
+    (
+        {"weight_versions": [{"version": "3", "start": 0, "stop": 2.0}]},
+        r"weight_versions\[0\].stop is 2.0",
+    ),
+    (
+        {"weight_versions": [{"version": "3", "start": 0, "stop": 1}]},
+        "weight_versions end at 1 of 2 output ids",
+    ),
+    ({"output_log_probs": []}, "'output_log_probs': spell it 'output_logprobs'"),
+    ({"promptIds": []}, "'promptIds': spell it 'prompt_ids'"),
+    ({"logprobs": [-1.0]}, "'logprobs': spell it 'output_logprobs'"),
+    ({"messages": []}, "'messages', which is a column made from prompt_messages"),
+    ({3: 4}, "record 0 has the key 3"),
+    ({"extra": object()}, "the values of 'extra' make no Arrow column"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        pytest.param(changes, match, id=f"{next(iter(changes))} {k}")
+        for k, (changes, match) in enumerate(REFUSED)
+    ],
+)
+def test_malformed_records_are_refused(changes, match):
+    with pytest.raises(InvalidTurnsError, match=match):
+        tk.from_records([{**CALL, **changes}])
+
+
+def test_the_error_names_session_and_turn():
+    records = [CALL, CALL, {**CALL, "output_logprobs": [0.0] * 12}]
+    with pytest.raises(
+        InvalidTurnsError, match=r"^session 'a', turn 2: 12 logprobs for 2 output ids$"
+    ):
+        tk.from_records(records)
+
+
+def test_a_repeated_turn_index_is_refused():
+    records = [{**CALL, "turn_index": 3}, {**CALL, "turn_index": 3}]
+    with pytest.raises(InvalidTurnsError, match=r"session 'a', turn 3: .* repeated"):
+        tk.from_records(records)
+
+
+def test_a_record_that_is_no_dict_is_refused():
+    with pytest.raises(InvalidTurnsError, match="record 1 is a list: expected a dict"):
+        tk.from_records([CALL, []])
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        pytest.param({}, False, id="no reply"),
+        pytest.param({"response_message": REPLY}, False, id="text"),
+        pytest.param(
+            {"response_message": {**REPLY, "tool_calls": []}}, False, id="empty list"
+        ),
+        pytest.param(
+            {"response_message": {**REPLY, "tool_calls": [{}]}}, True, id="a call"
+        ),
+        pytest.param({"use_tool": True}, True, id="said so"),
+        pytest.param({"use_tool": np.False_}, False, id="said so in numpy"),
+        pytest.param({"use_tool": None}, None, id="unknown"),
+    ],
+)
+def test_use_tool(changes, expected):
+    assert one(**changes)["use_tool"] is expected
+
+
+def test_further_keys_become_columns():
+    table = tk.from_records([CALL, {**CALL, "agent_id": "x", "n": 1}, {**CALL, "n": 2}])
+    assert table.column_names[-2:] == ["agent_id", "n"]
+    assert table["agent_id"].to_pylist() == [None, "x", None]
+    assert table["n"].to_pylist() == [None, 1, 2]
+
+
+def test_an_empty_prompt_and_an_empty_output_are_kept():
+    row = one(prompt_ids=[], output_ids=[], output_logprobs=[])
+    assert row["prompt_ids"] == row["output_ids"] == []
+    assert row["output_logprobs"] is None
+
+
+def test_no_messages_differ_from_an_empty_list():
+    assert one(prompt_messages=[])["messages"] == []
+    assert one(prompt_messages=None)["messages"] is None
+
+
+def test_no_records():
+    assert tk.from_records([]).equals(TURNS.empty_table())
+
+
+def test_a_buffer_may_be_used_again():
+    ids = np.array([1, 2])
+
+    def calls():
+        for start in (0, 10):
+            ids[:] = start, start + 1
+            yield {**CALL, "prompt_ids": ids}
+
+    prompts = tk.from_records(calls())["prompt_ids"].to_pylist()
+    assert prompts == [[0, 1], [10, 11]]
+
+
+def test_long_prompts_fill_many_blocks():
+    lengths = [1, 20_000, 0, 40_000, 5, 100_000]
+    records = [{**CALL, "prompt_ids": range(n)} for n in lengths]
+    prompts = tk.from_records(records)["prompt_ids"]
+    assert prompts.num_chunks > 1
+    assert prompts.to_pylist() == [list(range(n)) for n in lengths]
+
+
+def test_records_become_rows():
+    records = [json.loads(json.dumps({**CALL, "prompt_messages": [USER]}))]
+    rows = tk.linearize(tk.from_records(records), policy="slime")
+    assert rows["input_ids"].to_pylist() == [[1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("values", "bad"),
+    [
+        pytest.param([], 0, id="empty"),
+        pytest.param([0, 2**31 - 1], 2, id="both ends"),
+        pytest.param([1, -1], 1, id="negative"),
+        pytest.param([2**31], 0, id="too large"),
+        pytest.param([2**64], 0, id="beyond 64 bits"),
+        pytest.param([1, True], 1, id="bool"),
+        pytest.param([1, 2.0], 1, id="float"),
+    ],
+)
+def test_unbox_ids_stops_at_the_first_bad_one(values, bad):
+    out = np.empty(len(values), np.int32)
+    assert _core.unbox_ids(values, out) == bad
+    assert out[:bad].tolist() == values[:bad]
+
+
+def test_unboxing_needs_as_many_places_as_values():
+    with pytest.raises(LayoutError, match="2 places for 1 values"):
+        _core.unbox_ids([1], np.empty(2, np.int32))
+    with pytest.raises(LayoutError, match="need 1 places"):
+        _core.unbox_logprobs([0.0], np.empty(1, np.float32), np.empty(2, np.uint8))

@@ -1,0 +1,87 @@
+"""A turns table as a sequence of sessions."""
+
+from importlib import import_module
+from itertools import pairwise
+from unittest import mock
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trajkit as tk
+from tests.strategies import runs
+from tests.tables import turns_table
+from trajkit.turns.table import locate, runs_of
+
+
+@given(st.data(), runs(), st.booleans())
+def test_sessions_are_found_whatever_the_chunks(data, turns, in_delta):
+    table = turns_table(turns)
+    table = tk.compact(table) if in_delta else table
+    cuts = sorted(data.draw(st.lists(st.integers(0, table.num_rows), max_size=3)))
+    ends = [0, *cuts, table.num_rows]
+    parts = [table.slice(lo, hi - lo) for lo, hi in pairwise(ends)]
+    located = locate(pa.concat_tables(parts))
+
+    lines = table.to_pylist()
+    names = list(dict.fromkeys(line["session_id"] for line in lines))
+    own = "suffix_ids" if in_delta else "prompt_ids"
+    brought = {name: 0 for name in names}
+    for line in lines:
+        brought[line["session_id"]] += len(line[own]) + len(line["output_ids"])
+    assert located.is_delta == in_delta
+    assert located.ids.to_pylist() == names
+    assert located.brought.tolist() == [*brought.values()]
+    assert np.diff(located.offsets).tolist() == [
+        sum(line["session_id"] == name for line in lines) for name in names
+    ]
+
+    start = data.draw(st.integers(0, len(names)))
+    stop = data.draw(st.integers(start, len(names)))
+    some = located.sessions(start, stop)
+    assert some.ids.to_pylist() == names[start:stop]
+    assert some.table.to_pylist() == [
+        line for line in lines if line["session_id"] in names[start:stop]
+    ]
+    assert some.offsets[0] == 0
+    assert some.brought.tolist() == [*brought.values()][start:stop]
+
+
+@given(st.lists(st.integers(0, 5)), st.integers(1, 12))
+def test_runs_are_as_long_as_they_may_be(sizes, most):
+    runs = list(runs_of(np.array(sizes, np.int64), most))
+    assert [k for lo, hi in runs for k in range(lo, hi)] == [*range(len(sizes))]
+    for lo, hi in runs:
+        assert hi - lo == 1 or sum(sizes[lo:hi]) <= most
+        assert hi == len(sizes) or sum(sizes[lo : hi + 1]) > most
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_fault_is_told_of_the_turn_that_has_it_whichever_part_it_is_in(threads):
+    table = tk.from_records(
+        {"session_id": name, "prompt_ids": [1, 2, 3], "output_ids": [4, 5]}
+        for name in "abcd"
+        for _ in range(3)
+    )
+    turn_index = pa.array([0, 1, 2, 0, 1, 2, 0, 2, 1, 0, 0, 1], pa.int32())
+    place = table.column_names.index("turn_index")
+    table = table.set_column(place, table.field(place), turn_index)
+    parts = {"_LEAST_PART": 1, "_LARGEST_PART": 1}
+    wrong = r"^session 'c', turn 1: follows turn 2; turn_index must ascend"
+    with (
+        mock.patch.multiple(import_module("trajkit.pipeline.rows"), **parts),
+        pytest.raises(tk.errors.InvalidTurnsError, match=wrong),
+    ):
+        tk.linearize(table, "per_call", threads=threads)
+
+
+def test_that_a_session_comes_back_is_told_before_what_its_turns_lack():
+    table = tk.from_records(
+        {"session_id": name, "prompt_ids": [1], "output_ids": [2]} for name in "ab"
+    )
+    with pytest.raises(
+        tk.errors.InvalidTurnsError, match="'a' comes back in table row 2"
+    ):
+        tk.linearize(pa.concat_tables([table, table]), "per_call")

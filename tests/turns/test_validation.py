@@ -1,0 +1,667 @@
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trajkit as tk
+from tests.strategies import runs
+from trajkit import schema
+from trajkit._arrow.canonical import canonical
+from trajkit.errors import InvalidTurnsError, SchemaError
+from trajkit.turns.messages import message_body, message_key
+from trajkit.turns.validation import reject_sessions, validate
+
+KEY = b"0123456789abcdef"
+USER = {"role": "user", "content": "u"}
+MESSAGE = {"key": message_key(USER), "role": "user", "body": message_body(USER)}
+AGAIN = {**MESSAGE, "body": None}
+
+TURN = {
+    "session_id": "a",
+    "turn_index": 0,
+    "prompt_ids": [1, 2],
+    "output_ids": [3, 4],
+    "output_logprobs": [-0.5, None],
+    "messages": [MESSAGE],
+    "response": None,
+    "weight_versions": [
+        {"version": "1", "start": 0, "stop": 1},
+        {"version": "2", "start": 1, "stop": 2},
+    ],
+}
+DELTA = {
+    "session_id": "a",
+    "turn_index": 0,
+    "base_turn": None,
+    "shared_length": 0,
+    "suffix_ids": [1, 2],
+    "output_ids": [3, 4],
+    "shared_messages": 0,
+    "suffix_messages": [MESSAGE],
+    "response": AGAIN,
+}
+LATER = {
+    **DELTA,
+    "turn_index": 5,
+    "base_turn": 0,
+    "shared_length": 4,
+    "suffix_ids": [],
+    "shared_messages": 2,
+    "suffix_messages": [],
+}
+LINK = {
+    "session_id": "a",
+    "turn_index": 0,
+    "parent": None,
+    "link_reason": "root",
+    "order": 0,
+    "rewritten_by": None,
+}
+CHILD = {**LINK, "turn_index": 2, "parent": 0, "link_reason": "messages", "order": 1}
+DRIFT = {
+    "session_id": "a",
+    "turn_index": 2,
+    "parent": 0,
+    "lcp": 3,
+    "size": 2,
+    "region": "last_reply",
+    "resync_path": None,
+    "resync_prompt": None,
+    "resync_length": None,
+    "tokens_after_drift": 1,
+    "cause": "tail_changed",
+}
+SPAN = {
+    "start": 2,
+    "stop": 4,
+    "turn_index": 0,
+    "output_start": 0,
+    "output_stop": 2,
+    "kind": "trained",
+}
+LOST = {**SPAN, "start": 2, "stop": 2, "kind": "absorbed"}
+ROW = {
+    "session_id": "a",
+    "row_index": 0,
+    "input_ids": [1, 2, 3, 4],
+    "prompt_length": 2,
+    "loss_mask": [False, False, True, True],
+    "logprobs": [None, None, -0.5, None],
+    "spans": [LOST, SPAN],
+    "parent_row": None,
+    "shared_length": 0,
+    "reward": 1.0,
+    "row_weight": 1.0,
+    "rollout_mask_sum": 2,
+}
+SECOND = {**ROW, "row_index": 1, "parent_row": 0, "shared_length": 4}
+SESSION = {"session_id": "a", "reward": None}
+
+GOOD = [
+    pytest.param("turns", [TURN], id="turns"),
+    pytest.param("turns", [TURN, {**TURN, "turn_index": 7}], id="gap in turn_index"),
+    pytest.param("turns", [{**TURN, "messages": None}], id="no messages"),
+    pytest.param("turns", [{**TURN, "messages": []}], id="empty messages"),
+    pytest.param(
+        "turns",
+        [{**TURN, "output_ids": [], "output_logprobs": [], "weight_versions": []}],
+        id="empty output",
+    ),
+    pytest.param("turns", [{**TURN, "weight_versions": None}], id="no versions"),
+    pytest.param(
+        "turns", [{**TURN, "messages": [MESSAGE, AGAIN]}], id="body shown before"
+    ),
+    pytest.param("turns", [DELTA, LATER], id="delta"),
+    pytest.param(
+        "turns",
+        [DELTA, {**LATER, "shared_messages": None, "suffix_messages": None}],
+        id="delta without messages",
+    ),
+    pytest.param("sessions", [SESSION, {**SESSION, "session_id": "b"}], id="sessions"),
+    pytest.param("links", [LINK, CHILD], id="links"),
+    pytest.param("links", [{**LINK, "rewritten_by": 2}, CHILD], id="rewritten"),
+    pytest.param("drift", [DRIFT], id="drift"),
+    pytest.param(
+        "drift",
+        [
+            {
+                **DRIFT,
+                "size": 0,
+                "tokens_after_drift": 0,
+                "region": "none",
+                "cause": "clean",
+            }
+        ],
+        id="clean",
+    ),
+    pytest.param("rows", [ROW, SECOND], id="rows"),
+]
+
+
+def table_of(kind, rows):
+    names = list(rows[0])
+    plans = {"turns": schema.TURNS, "links": schema.LINKS, "drift": schema.DRIFT}
+    plans |= {"rows": schema.ROWS, "sessions": schema.SESSIONS}
+    plan = schema.TURNS_DELTA if "suffix_ids" in names else plans[kind]
+    fields = [plan.field(name).with_nullable(True) for name in names]
+    return pa.Table.from_pylist(rows, schema=pa.schema(fields))
+
+
+@pytest.mark.parametrize(("kind", "rows"), GOOD)
+@pytest.mark.parametrize(
+    "through",
+    [
+        pytest.param(lambda table: table, id="arrow"),
+        pytest.param(pl.DataFrame, id="polars"),
+        pytest.param(
+            lambda table: pa.Table.from_batches(table.to_batches(max_chunksize=1)),
+            id="chunks",
+        ),
+    ],
+)
+def test_what_is_legal_passes(kind, rows, through):
+    table = table_of(kind, rows)
+    out = validate(through(table))
+    assert out.schema.metadata[b"trajkit.table"] == kind.encode()
+    assert out.select(table.column_names).to_pylist() == table.to_pylist()
+    assert validate(out).equals(out)
+    assert validate(pl.DataFrame(out), kind).equals(out)
+
+
+def but(row, **changes):
+    return {**row, **changes}
+
+
+def span(**changes):
+    return but(ROW, spans=[but(SPAN, **changes)])
+
+
+NAN = float("nan")
+BAD = [
+    # turns
+    ("turns", [but(TURN, session_id=None)], "table row 0: session_id is null"),
+    ("turns", [but(TURN, prompt_ids=None)], "'a', turn 0: prompt_ids is null"),
+    ("turns", [but(TURN, output_ids=None)], "output_ids is null"),
+    ("turns", [but(TURN, turn_index=-1)], "turn_index is negative"),
+    ("turns", [TURN, TURN], "turn 0: turn_index is repeated"),
+    (
+        "turns",
+        [but(TURN, turn_index=4), but(TURN, turn_index=2)],
+        "turn 2: turn_index 2 follows 4",
+    ),
+    (
+        "turns",
+        [TURN, but(TURN, session_id="b"), but(TURN, turn_index=1)],
+        "'a', turn 1: the session began in table row 0 and comes back in row 2",
+    ),
+    ("turns", [but(TURN, prompt_ids=[])], "prompt_ids is empty"),
+    ("turns", [but(TURN, prompt_ids=[1, None])], r"prompt_ids\[1\] is null"),
+    ("turns", [but(TURN, prompt_ids=[0, -2])], r"prompt_ids\[1\] is -2"),
+    ("turns", [but(TURN, output_ids=[0, -2])], r"output_ids\[1\] is -2"),
+    ("turns", [but(TURN, output_logprobs=[0.0])], "1 output_logprobs for 2 output_ids"),
+    (
+        "turns",
+        [but(TURN, output_logprobs=[0.0] * 3)],
+        "3 output_logprobs for 2 output_ids",
+    ),
+    ("turns", [but(TURN, output_logprobs=[NAN, 0.0])], r"\[0\] is nan"),
+    ("turns", [but(TURN, output_logprobs=[0.0, 1.0])], r"\[1\] is 1.0: .* at most 0"),
+    ("turns", [but(TURN, output_logprobs=[0.0, -1e5])], r"is -100000.0: engines"),
+    ("turns", [but(TURN, messages=[None])], r"messages\[0\] is null"),
+    ("turns", [but(TURN, messages=[but(MESSAGE, key=None)])], "has no key"),
+    (
+        "turns",
+        [but(TURN, messages=[MESSAGE, but(MESSAGE, role=None)])],
+        r"messages\[1\] has no role",
+    ),
+    ("turns", [but(TURN, response=but(MESSAGE, role=None))], "response has no role"),
+    ("turns", [but(TURN, response=but(MESSAGE, key=None))], "response has no key"),
+    ("turns", [but(TURN, messages=[AGAIN])], f"{message_key(USER).hex()} has no body"),
+    (
+        "turns",
+        [TURN, but(TURN, session_id="b", messages=[AGAIN])],
+        "session 'b', turn 0: the message with the key .* has no body",
+    ),
+    (
+        "turns",
+        [TURN, but(TURN, turn_index=1, response=but(MESSAGE, body='{"role":"user"}'))],
+        f"turn 1: the message with the key {message_key(USER).hex()} has another body",
+    ),
+    (
+        "turns",
+        [but(TURN, messages=[but(MESSAGE, body="{")])],
+        "the message body '{' is no JSON",
+    ),
+    (
+        "turns",
+        [but(TURN, messages=[but(MESSAGE, body="[" * 100_000)])],
+        "the message body .* is no JSON",
+    ),
+    ("turns", [but(TURN, messages=[but(MESSAGE, body="3")])], "'3' is no JSON object"),
+    (
+        "turns",
+        [but(TURN, messages=[but(MESSAGE, role="tool")])],
+        "is not of the role 'tool'",
+    ),
+    *(
+        ("turns", [but(TURN, weight_versions=pieces)], match)
+        for pieces, match in (
+            ([None], r"weight_versions\[0\] has a null"),
+            ([{"version": None, "start": 0, "stop": 2}], "has a null"),
+            ([{"version": "1", "start": 0, "stop": 1}], "end at 1 of 2"),
+            ([{"version": "1", "start": 1, "stop": 2}], "1:2 where a piece from 0"),
+            ([{"version": "1", "start": 0, "stop": 3}], "end at 3 of 2"),
+            ([{"version": "1", "start": 0, "stop": -1}], "0:-1 where a piece"),
+            ([], "end at 0 of 2"),
+            (
+                [
+                    {"version": "1", "start": 0, "stop": 2},
+                    {"version": "2", "start": 1, "stop": 2},
+                ],
+                r"weight_versions\[1\] is 1:2 where a piece from 2 on is due",
+            ),
+        )
+    ),
+    # the delta form
+    ("turns", [DELTA, but(LATER, base_turn=3)], "base_turn 3 is no earlier turn"),
+    ("turns", [DELTA, but(LATER, base_turn=5)], "base_turn 5 is no earlier turn"),
+    ("turns", [but(DELTA, base_turn=5), LATER], "base_turn 5 is no earlier turn"),
+    ("turns", [DELTA, but(LATER, shared_length=5)], "5 where the base turn holds 4"),
+    ("turns", [DELTA, but(LATER, shared_length=-1)], "shared_length is -1"),
+    ("turns", [but(DELTA, shared_length=1)], "1 where the base turn holds 0"),
+    ("turns", [but(DELTA, suffix_ids=[])], "prompt_ids is empty"),
+    ("turns", [but(DELTA, suffix_ids=[-1])], r"suffix_ids\[0\] is -1"),
+    ("turns", [DELTA, but(LATER, shared_messages=3)], "3 where the base turn has 2"),
+    ("turns", [but(DELTA, shared_messages=None)], "are null together"),
+    ("turns", [but(DELTA, suffix_messages=[AGAIN])], "has no body"),
+    # sessions
+    ("sessions", [SESSION, SESSION], "session 'a': the session has a row already"),
+    ("sessions", [but(SESSION, reward=NAN)], "session 'a': reward is nan: null says"),
+    ("sessions", [but(SESSION, reward=float("inf"))], "reward is inf"),
+    # links
+    ("links", [LINK, but(CHILD, parent=1)], "turn 2: parent 1 is no turn"),
+    ("links", [LINK, but(CHILD, parent=2)], "parent 2 is no other turn_index"),
+    ("links", [LINK, but(CHILD, parent=-1)], "parent -1 is no other turn_index"),
+    (
+        "links",
+        [but(LINK, parent=2, order=0), but(CHILD, parent=None)],
+        "order 0 does not come after its parent's, 1",
+    ),
+    ("links", [but(LINK, order=None), CHILD], "after its parent's, null"),
+    ("links", [LINK, but(CHILD, order=0)], "order 0 is repeated"),
+    ("links", [but(LINK, order=-1)], "order is -1"),
+    ("links", [LINK, but(CHILD, rewritten_by=0)], "rewritten_by 0 is no later turn"),
+    ("links", [but(LINK, rewritten_by=1), CHILD], "rewritten_by 1 is no turn"),
+    (
+        "links",
+        [but(LINK, link_reason="because")],
+        "link_reason is 'because': expected one of root",
+    ),
+    ("links", [LINK, LINK], "turn_index is repeated"),
+    # drift
+    ("drift", [but(DRIFT, parent=None)], "parent is null"),
+    ("drift", [but(DRIFT, parent=2)], "parent 2 is no other turn_index"),
+    ("drift", [but(DRIFT, lcp=-1)], "lcp is -1"),
+    (
+        "drift",
+        [but(DRIFT, tokens_after_drift=3)],
+        "tokens_after_drift 3 exceeds the size 2",
+    ),
+    ("drift", [but(DRIFT, cause="magic")], "cause is 'magic'"),
+    ("drift", [but(DRIFT, region="moon")], "region is 'moon'"),
+    ("drift", [but(DRIFT, cause="clean")], "cause is 'clean' at a size of 2"),
+    (
+        "drift",
+        [but(DRIFT, size=0, tokens_after_drift=0)],
+        "'last_reply' at a size of 0",
+    ),
+    ("drift", [but(DRIFT, resync_path=3)], "resync columns are null together"),
+    # rows
+    ("rows", [ROW, ROW], "session 'a', row 0: row_index is repeated"),
+    ("rows", [but(ROW, input_ids=[1, 2, 3, -4])], r"input_ids\[3\] is -4"),
+    ("rows", [but(ROW, loss_mask=[False] * 3)], "3 elements of loss_mask for 4"),
+    ("rows", [but(ROW, logprobs=[None] * 5)], "5 elements of logprobs for 4"),
+    ("rows", [but(ROW, prompt_length=5)], "prompt_length is 5 in a row of 4"),
+    ("rows", [but(ROW, prompt_length=-1)], "prompt_length is -1"),
+    ("rows", [but(ROW, prompt_length=3)], r"loss_mask\[2\] is true within the prompt"),
+    (
+        "rows",
+        [but(ROW, loss_mask=[False, False, None, True])],
+        r"loss_mask\[2\] is null",
+    ),
+    (
+        "rows",
+        [but(ROW, logprobs=[-1.0, None, None, None])],
+        r"logprobs\[0\] is given where loss_mask is false",
+    ),
+    ("rows", [but(ROW, logprobs=[None, None, NAN, None])], r"logprobs\[2\] is nan"),
+    ("rows", [but(ROW, rollout_mask_sum=1)], "is 1 in a row that trains 2"),
+    ("rows", [but(ROW, rollout_mask_sum=-1)], "rollout_mask_sum is -1"),
+    ("rows", [but(ROW, shared_length=1)], "shared_length is 1 without a parent_row"),
+    ("rows", [ROW, but(SECOND, parent_row=1)], "parent_row 1 is no earlier row_index"),
+    ("rows", [ROW, but(SECOND, shared_length=5)], "shared_length is 5 in a row of 4"),
+    (
+        "rows",
+        [
+            ROW,
+            but(
+                SECOND,
+                input_ids=[1, 2, 3, 4, 5],
+                loss_mask=[*ROW["loss_mask"], False],
+                logprobs=[*ROW["logprobs"], None],
+                shared_length=5,
+            ),
+        ],
+        "shared_length is 5 where the parent row has 4",
+    ),
+    ("rows", [but(ROW, reward=NAN)], "reward is nan"),
+    ("rows", [but(ROW, row_weight=1.5)], "row_weight is 1.5"),
+    ("rows", [but(ROW, spans=[None, *ROW["spans"]])], r"spans\[0\] has a null"),
+    ("rows", [span(kind=None)], r"spans\[0\] has a null"),
+    ("rows", [span(kind="odd")], "of kind 'odd': expected one of trained"),
+    ("rows", [span(stop=5, output_stop=3)], "2:5 .* must lie within the row"),
+    ("rows", [span(start=3)], "must be as long as its output range"),
+    ("rows", [span(output_start=-1)], "its output range runs backwards"),
+    ("rows", [span(turn_index=-1)], "its turn_index is negative"),
+    ("rows", [span(start=1, output_stop=3)], "loss_mask is true where a piece is"),
+    ("rows", [span(kind="duplicate")], "loss_mask is true where a piece is trained"),
+    ("rows", [span(kind="cut")], "an absorbed, cut or no_splice_point piece is empty"),
+    ("rows", [but(ROW, spans=[SPAN, SPAN])], "not begin before the piece before"),
+    (
+        "rows",
+        [but(ROW, spans=[])],
+        "loss_mask is true for 2 tokens, of which the trained spans hold 0",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "match"),
+    [
+        pytest.param(kind, rows, match, id=f"{kind} {k}: {match[:40]}")
+        for k, (kind, rows, match) in enumerate(BAD)
+    ],
+)
+def test_what_breaks_a_rule_is_refused_and_rejected(kind, rows, match):
+    table = table_of(kind, rows)
+    for form in (table, pa.Table.from_batches(table.to_batches(max_chunksize=1))):
+        with pytest.raises(InvalidTurnsError, match=match):
+            validate(form, kind)
+    for size in (1, 2):
+        # a stream is refused where a session comes back, before it is looked at
+        with pytest.raises(InvalidTurnsError, match=f"{match}|comes back"):
+            list(validate(table.to_reader(max_chunksize=size), kind))
+    if None in table["session_id"].to_pylist():
+        with pytest.raises(InvalidTurnsError, match=match):
+            reject_sessions(table, kind)
+        return
+    other = [{**row, "session_id": "good"} for row in GOOD_ROWS[kind]]
+    other = [{name: row.get(name) for name in rows[0]} for row in other]
+    if "suffix_ids" in rows[0]:
+        other = [{**DELTA, "session_id": "good"}]
+    good, bad = reject_sessions(pa.concat_tables([table, table_of(kind, other)]), kind)
+    # of two sessions that interleave, the one in one piece stays
+    assert "good" in good["session_id"].to_pylist()
+    assert not set(good["session_id"].to_pylist()) & set(bad["session_id"].to_pylist())
+    assert bad.num_rows == 1
+    with pytest.raises(InvalidTurnsError, match=match):
+        raise InvalidTurnsError(bad["reason"][0].as_py())
+    assert validate(good).equals(good)
+
+
+GOOD_ROWS = {
+    "turns": [TURN],
+    "sessions": [SESSION],
+    "links": [LINK],
+    "drift": [DRIFT],
+    "rows": [ROW],
+}
+
+IDS = {"session_id": ["a"], "turn_index": [0], "prompt_ids": [[1]], "output_ids": [[2]]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        pytest.param(
+            {"prompt_ids": None}, "no column 'prompt_ids' of turns", id="none"
+        ),
+        pytest.param({"session_id": [1]}, "'session_id' is int64", id="numeric id"),
+        pytest.param({"turn_index": ["0"]}, "'turn_index' is string", id="text index"),
+        pytest.param({"prompt_ids": [[1.0]]}, "element is double", id="float ids"),
+        pytest.param({"prompt_ids": [[True]]}, "element is bool", id="bool ids"),
+        pytest.param({"prompt_ids": [3]}, "is int64: expected large_list", id="flat"),
+        pytest.param({"output_logprobs": [["0"]]}, "is string", id="text logprobs"),
+        pytest.param({"trainable": [1]}, "'trainable' is int64", id="int flag"),
+        pytest.param({"messages": [["u"]]}, "element is string", id="text messages"),
+        pytest.param(
+            {"messages": [[{"role": "user"}]]},
+            r"has the fields \['role'\]",
+            id="message without key",
+        ),
+        pytest.param(
+            {"response": [{**MESSAGE, "name": "x"}]}, "has the fields", id="odd field"
+        ),
+    ],
+)
+def test_columns_of_another_type_are_refused(changes, match):
+    columns = {name: c for name, c in {**IDS, **changes}.items() if c is not None}
+    with pytest.raises(SchemaError, match=match):
+        validate(pa.table(columns), "turns")
+    with pytest.raises(SchemaError, match=match):
+        reject_sessions(pa.table(columns), "turns")
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        pytest.param({"prompt_ids": [[2**31]]}, "prompt_ids 2147483648", id="large"),
+        pytest.param(
+            {"prompt_ids": [[-(2**31) - 1]]}, "prompt_ids -21474836", id="low"
+        ),
+        pytest.param({"prompt_ids": [[-1, 2**31]]}, "prompt_ids 2147483648", id="both"),
+        pytest.param({"turn_index": [2**31]}, "turn_index 2147483648", id="index"),
+        pytest.param(
+            {"response": [{**MESSAGE, "key": b"short"}]},
+            "'a', turn 0: response.key b'short' is not 16 bytes long",
+            id="short key",
+        ),
+        pytest.param(
+            {"messages": [[{**MESSAGE, "key": bytes(17)}]]},
+            "is not 16 bytes long",
+            id="long key",
+        ),
+        pytest.param({"turn_index": pa.array([None], pa.int8())}, "is null", id="null"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused_and_rejected(changes, match):
+    table = pa.table({**IDS, **changes})
+    with pytest.raises(InvalidTurnsError, match=match):
+        validate(table)
+    with pytest.raises(InvalidTurnsError, match=match):
+        canonical(table, schema.TURNS)
+    good, bad = reject_sessions(table)
+    assert good.num_rows == 0
+    assert bad["session_id"].to_pylist() == ["a"]
+
+
+def test_unsigned_ids_are_compared_as_such():
+    ids = pa.array([[2**31]], pa.list_(pa.uint32()))
+    with pytest.raises(InvalidTurnsError, match="prompt_ids 2147483648"):
+        validate(pa.table({**IDS, "prompt_ids": ids}))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "match"),
+    [
+        ({"trajkit.table": "rows"}, "a table of rows .*: expected turns"),
+        ({"trajkit.version": "1"}, "schema version 1: this trajkit reads version 2"),
+        ({"trajkit.version": "x"}, "schema version x"),
+    ],
+)
+def test_tables_of_another_kind_or_version_are_refused(metadata, match):
+    table = pa.table(IDS).replace_schema_metadata(metadata)
+    with pytest.raises(SchemaError, match=match):
+        validate(table, "turns")
+
+
+@pytest.mark.parametrize(
+    ("table", "kind", "match"),
+    [
+        (pa.table({"x": [1]}), None, "those of no table"),
+        (pa.table({"x": [1]}), "moves", "no 'moves' tables"),
+        ([1, 2], "turns", "list is not a table"),
+        (pa.table([[1], [2]], names=["reward"] * 2), "sessions", "occurs 2 times"),
+    ],
+)
+def test_what_is_no_table_is_refused(table, kind, match):
+    with pytest.raises(SchemaError, match=match):
+        validate(table, kind)
+
+
+LAYOUTS = [
+    pa.list_,
+    pa.large_list,
+    pa.list_view,
+    pa.large_list_view,
+    lambda inner: pa.list_(inner, 2),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("inner", [pa.int32(), pa.int64(), pa.uint8(), pa.uint64()])
+def test_lists_of_any_layout_are_taken(layout, inner):
+    fixed = pa.types.is_fixed_size_list(layout(inner))
+    prompts = [[9, 9], [1, 2], [3, 4]] if fixed else [[9], [1, 2, 3], [4]]
+    table = pa.table(
+        {
+            "session_id": ["a"] * 3,
+            "turn_index": [0, 1, 2],
+            "prompt_ids": pa.array(prompts, layout(inner)),
+            "output_ids": pa.array([[5, 6]] * 3, layout(inner)),
+        }
+    )
+    for part, expected in ((table, prompts), (table[1:], prompts[1:])):
+        out = validate(part)
+        out.validate(full=True)
+        assert out.schema.equals(schema.TURNS)
+        assert out["prompt_ids"].to_pylist() == expected
+
+
+def test_slices_of_lists_with_nulls_are_taken():
+    logprobs = pa.array([[], [-1.0], None, [-2.0, -3.0]], pa.large_list(pa.float64()))
+    table = pa.table(
+        {
+            "session_id": ["a"] * 4,
+            "turn_index": range(4),
+            "prompt_ids": [[1]] * 4,
+            "output_ids": [[], [5], [5], [5, 6]],
+            "output_logprobs": logprobs,
+        }
+    )
+    for start in range(4):
+        for stop in range(start, 5):
+            out = validate(table[start:stop])
+            out.validate(full=True)
+            assert (
+                out["output_logprobs"].to_pylist() == logprobs[start:stop].to_pylist()
+            )
+
+
+def test_canonical_columns_are_not_copied():
+    table = tk.from_records([{**IDS_RECORD, "extra": "x"}])
+    out = validate(table)
+    for name in table.column_names:
+        before, after = table[name].chunk(0).buffers(), out[name].chunk(0).buffers()
+        assert [b and b.address for b in before] == [b and b.address for b in after]
+
+
+IDS_RECORD = {"session_id": "a", "prompt_ids": [1], "output_ids": [2]}
+
+
+def test_absent_columns_are_null_and_further_ones_stay():
+    table = pa.table({"note": ["x"], **IDS}).replace_schema_metadata({"mine": "kept"})
+    out = validate(table)
+    assert out.column_names == [*schema.TURNS.names, "note"]
+    assert out["messages"].null_count == 1
+    assert out.schema.metadata[b"mine"] == b"kept"
+
+
+def test_null_logprobs_get_zero_bytes_and_nothing_else_moves():
+    mask = pa.array([True, False]).buffers()[1]
+    numbers = pa.py_buffer(np.array([-1.0, NAN], np.float32))
+    values = pa.Array.from_buffers(pa.float32(), 2, [mask, numbers])
+    lists = pa.LargeListArray.from_arrays(pa.array([0, 2]), values)
+    table = pa.table({**IDS, "output_ids": [[1, 2]], "output_logprobs": lists})
+    fresh = validate(table)["output_logprobs"].chunk(0)
+    assert fresh.to_pylist() == [[-1.0, None]]
+    data = np.frombuffer(fresh.values.buffers()[1], np.float32)
+    assert data[:2].tolist() == [-1.0, 0.0]
+
+
+def test_values_without_a_logprob_can_be_made_null():
+    row = but(TURN, output_logprobs=[float("-inf"), -0.5])
+    table = table_of("turns", [row, but(TURN, turn_index=1, output_logprobs=None)])
+    out = validate(table, nonfinite_logprobs="null")
+    assert out["output_logprobs"].to_pylist() == [[None, -0.5], None]
+    good, bad = reject_sessions(table)
+    assert (good.num_rows, bad["session_id"].to_pylist()) == (0, ["a"])
+    good, bad = reject_sessions(table, nonfinite_logprobs="null")
+    assert (good.num_rows, bad.num_rows) == (2, 0)
+    with pytest.raises(ValueError, match="expected 'raise' or 'null'"):
+        validate(table, nonfinite_logprobs="zero")
+
+
+def test_a_filtered_table_passes_without_its_bodies():
+    table = tk.from_records([{**IDS_RECORD, "prompt_messages": [USER]}] * 2)
+    with pytest.raises(InvalidTurnsError, match="rows filtered away"):
+        validate(table[1:])
+    assert validate(table[1:], bodies=False).num_rows == 1
+
+
+def prompts_given(records):
+    return [{**record, "prompt_ids": record["prompt_ids"] or [0]} for record in records]
+
+
+@given(runs())
+def test_every_stage_of_a_run_is_valid(records):
+    turns = tk.from_records(prompts_given(records))
+    assert validate(turns).equals(turns)
+    links = tk.link(turns, parent_by="messages")
+    assert validate(links).num_rows == turns.num_rows
+    validate(tk.classify_drift(turns, links))
+    for policy in ("slime", "strict", "per_call"):
+        rows, report = tk.linearize(turns, policy=policy, reward=1.0, report=True)
+        validate(rows)
+        assert validate(report).equals(report)
+
+
+def test_a_report_that_does_not_add_up_is_refused():
+    turns = tk.from_records([{**IDS_RECORD, "output_ids": [5, 6, 7]}])
+    _, report = tk.linearize(turns, report=True)
+    at = report.column_names.index("lost_cut")
+    report = report.set_column(at, report.field(at), pa.array([1]))
+    with pytest.raises(InvalidTurnsError, match="3 tokens sampled, but trained and l"):
+        validate(report)
+
+
+@given(runs(), st.data())
+def test_sessions_are_set_aside_whole_and_alone(records, data):
+    turns = tk.from_records(prompts_given(records))
+    names = turns["session_id"].to_pylist()
+    bad_rows = data.draw(st.sets(st.sampled_from(range(len(names)))))
+    prompts = [
+        [-1] if row in bad_rows else ids
+        for row, ids in enumerate(turns["prompt_ids"].to_pylist())
+    ]
+    at = turns.column_names.index("prompt_ids")
+    broken = turns.set_column(
+        at, turns.field(at), pa.array(prompts, turns.field(at).type)
+    )
+    good, bad = reject_sessions(broken)
+    bad_names = {names[row] for row in bad_rows}
+    assert set(bad["session_id"].to_pylist()) == bad_names
+    keep = pa.array([name not in bad_names for name in names], pa.bool_())
+    assert good.equals(turns.filter(keep))

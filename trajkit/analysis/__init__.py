@@ -1,0 +1,23 @@
+"""What happened in a run: drift and its causes, branches, policies compared."""
+
+from typing import TYPE_CHECKING
+
+from trajkit._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from trajkit.analysis.branches import label_branches as label_branches
+    from trajkit.analysis.drift import classify_drift as classify_drift
+    from trajkit.analysis.drift_findings import explain_drift as explain_drift
+    from trajkit.analysis.roundtrip import check_roundtrip as check_roundtrip
+    from trajkit.analysis.simulation import simulate as simulate
+else:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "check_roundtrip": "roundtrip",
+            "classify_drift": "drift",
+            "explain_drift": "drift_findings",
+            "label_branches": "branches",
+            "simulate": "simulation",
+        },
+    )

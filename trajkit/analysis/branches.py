@@ -1,0 +1,397 @@
+"""Why a turn does not simply go on where its agent was: the ``branches`` table."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trajkit import _core
+from trajkit._arguments import chosen_int
+from trajkit._arrow.canonical import TableLike
+from trajkit._streams.lockstep import Source, Stream, over_sessions
+from trajkit.observations.attribution import SessionCalls
+from trajkit.pipeline.links import read_links
+from trajkit.schema import BRANCHES, LABELS, LINK_REASONS
+from trajkit.turns.calls import Calls, Ints, Records, read_calls
+from trajkit.turns.prefix_forest import Forest, Paths, grow
+from trajkit.turns.records import as_turns
+
+_REWRITE = LINK_REASONS.index("rewrite")
+
+OPENING_TOKENS = 32
+"""Leading tokens that tell agents apart where neither ids nor messages do."""
+
+
+@overload
+def label_branches(
+    turns: Stream | pa.RecordBatchReader, links: Source, *, opening_tokens: int = ...
+) -> Stream: ...
+@overload
+def label_branches(
+    turns: TableLike, links: TableLike, *, opening_tokens: int = ...
+) -> pa.Table: ...
+def label_branches(
+    turns: Source, links: Source, *, opening_tokens: int = OPENING_TOKENS
+) -> pa.Table | Stream:
+    """The turns that open a branch, each with the reason and what tells it.
+
+    A turn's *state* is its request and its reply: what a next call shows when it simply
+    goes on. Requests are compared by their messages where both turns have them, and by
+    tokens (prompt against prompt and output) elsewhere, where a reply that comes back
+    in other tokens looks like a rewrite. Two turns are of one agent when they name the
+    same ``agent_id``; turns that name none are when their first message is the same, or
+    without messages their first ``opening_tokens`` tokens.
+
+    Every turn but the session's first has the first of these labels that fits, or none:
+
+    sub_agent
+        No earlier turn is of its agent. Held against the turn before it.
+    rewrite
+        ``links`` says that the request took the place of another turn's reply.
+    sibling, retry, rollback
+        An earlier turn of its agent asked the same: with the same prompt ids, or the
+        same messages. If that turn had been continued by then, it is a rollback; if
+        not, and both ran at once (``started_at``, ``ended_at``) or both are continued
+        later, a sibling (best of n); else a retry.
+    rollback
+        The request is the beginning of an earlier state. Or it departs from one where a
+        reply ends, and is shorter than the request there.
+    rewrite
+        It departs from an earlier state and is no shorter than the request there, or
+        has the same message behind the first that differs: a message that was shown
+        before is another.
+    compaction
+        It departs from an earlier state otherwise: history gave way to something
+        shorter.
+
+    The earlier state is the one of its agent that the request begins like for longest,
+    the latest of equals. A turn has no label when its link's turn is of its agent, had
+    not been continued, and its state is shown in full.
+
+    Parameters
+    ----------
+    turns : table, or iterator of record batches
+        `trajkit.schema.TURNS` in full or delta form; the columns ``agent_id`` (string),
+        ``started_at`` and ``ended_at`` (timestamps) are read where they are there. An
+        iterator (or a RecordBatchReader) is read as the result is, and may hold a
+        session in several batches that follow each other.
+    links : table, or iterator of record batches
+        `trajkit.schema.LINKS` of the same turns: who was continued, and by whom. An
+        iterator is read side by side with that of ``turns``.
+    opening_tokens : int
+        See above.
+
+    Returns
+    -------
+    Table
+        `trajkit.schema.BRANCHES`, one row per labelled turn, in the order of ``turns``.
+        For iterators: an iterator of record batches.
+
+    Raises
+    ------
+    SchemaError, InvalidTurnsError
+        As `trajkit.linearize`.
+    PolicyError
+        ``opening_tokens`` is no integer of 1 or more.
+
+    References
+    ----------
+    That a retry is one of identical prompt ids, and not any later sibling: spec, peers
+    miles, verl, AReaL, "design pointers" 4.
+    """
+    opening_tokens = chosen_int("opening_tokens", opening_tokens, 1)
+
+    def one(turns: pa.Table, links: pa.Table) -> pa.Table:
+        return _branches(turns, links, opening_tokens)
+
+    return over_sessions(one, ("turns", turns), ("links", links), table_of=as_turns)
+
+
+def _branches(turns: pa.Table, links: pa.Table, opening_tokens: int) -> pa.Table:
+    calls = read_calls(turns)
+    records = read_links(calls, links)
+    forest = grow(calls)
+    found: list[Branch] = []
+    for s in range(calls.n_sessions):
+        session = _Session(calls, forest, records, s, opening_tokens)
+        found += session.branches()
+    rows = pa.array([one.call for one in found], pa.int64())
+    taken = calls.table.select(["session_id", "turn_index"]).take(rows)
+    other = np.array([one.other for one in found], np.int64)
+    return pa.Table.from_arrays(
+        [
+            taken.column("session_id"),
+            taken.column("turn_index"),
+            pa.DictionaryArray.from_arrays(
+                pa.array([LABELS.index(one.label) for one in found], pa.int8()),
+                pa.array(LABELS),
+            ),
+            pa.array(calls.turn_index[other], pa.int32()),
+            pa.array([one.shared_messages for one in found], pa.int32()),
+            pa.array([one.shared_tokens for one in found], pa.int32()),
+            pa.array(
+                [calls.held[one.other] - one.shared_tokens for one in found], pa.int32()
+            ),
+            pa.array([one.evidence for one in found], pa.string()),
+        ],
+        schema=BRANCHES,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One labelled turn."""
+
+    call: int
+    other: int
+    label: str
+    shared_messages: int | None
+    shared_tokens: int
+    evidence: str
+
+
+@dataclass(slots=True)
+class _Agent:
+    """The turns of one agent so far, and their states as paths of a tree of keys."""
+
+    calls: set[int] = field(default_factory=set)
+    last: int = -1
+    # (node, key of the next message) -> node; node 0: nothing was shown
+    nodes: dict[tuple[int, bytes], int] = field(default_factory=dict)
+    # by node: the latest call whose state has the messages down to it
+    latest: list[int] = field(default_factory=lambda: [-1])
+    # nodes where a reply ends
+    replies: set[int] = field(default_factory=set)
+
+    def walk(self, keys: list[bytes]) -> list[int]:
+        """The nodes down from the first that the messages have in common with states."""
+        path = [0]
+        for key in keys:
+            node = self.nodes.get((path[-1], key))
+            if node is None:
+                break
+            path.append(node)
+        return path
+
+    def add(self, call: int, request: list[bytes], reply: bytes | None) -> None:
+        node = 0
+        self.latest[0] = call
+        for key in [*request, *([reply] if reply else [])]:
+            child = self.nodes.setdefault((node, key), len(self.latest))
+            if child == len(self.latest):
+                self.latest.append(call)
+            self.latest[child] = call
+            node = child
+        if reply:
+            self.replies.add(node)
+
+
+class _Session:
+    """The branches of one session. Calls are numbered as in the whole table."""
+
+    def __init__(
+        self, calls: Calls, forest: Forest, links: Records, s: int, opening: int
+    ) -> None:
+        lo, hi = calls.session_offsets[s : s + 2].tolist()
+        self._calls = calls
+        self._range = range(lo, hi)
+        self._paths = Paths(calls, forest)
+        self._shared_with = forest.shared_with
+        self._parents: Ints = links["parent"]
+        self._why_rewrite: npt.NDArray[np.bool_] = links["link_reason"] == _REWRITE
+        self._demoted = {
+            int(links["rewritten_by"][call]): call
+            for call in self._range
+            if links["rewritten_by"][call] >= 0
+        }
+        self._children: dict[int, list[int]] = {}
+        for call in self._range:
+            self._children.setdefault(int(self._parents[call]), []).append(call)
+        session = SessionCalls(calls.sessions(s, s + 1))
+        self._requests, self._replies = _keys(session)
+        self._ids = _column(session, "agent_id")
+        self._started = _column(session, "started_at")
+        self._ended = _column(session, "ended_at")
+        self._opening = opening
+        self._heads: list[Ints] = []
+
+    def branches(self) -> Iterator[Branch]:
+        """The labelled turns, in order."""
+        agents: dict[tuple[str, object], _Agent] = {}
+        asked: dict[tuple[object, str, bytes], int] = {}
+        for call in self._range:
+            name = self._agent(call)
+            agent = agents.setdefault(name, _Agent())
+            request = self._requests[call - self._range.start]
+            prompt = self._paths.prompt(call)
+            questions = [(name, "prompt_ids", blake2b(prompt.tobytes()).digest())]
+            if request is not None:
+                questions.append((name, "messages", b"".join(request)))
+            same = next((q for q in questions if q in asked), None)
+            if call > self._range.start:
+                label = self._label(call, agent, request)
+                if same and not self._took_a_place(call):
+                    label = self._asked_again(call, asked[same], same[1])
+                if label is not None:
+                    yield self._branch(call, *label)
+            asked |= dict.fromkeys(questions, call)
+            agent.calls.add(call)
+            agent.last = call
+            if request is not None:
+                agent.add(call, request, self._replies[call - self._range.start])
+
+    def _agent(self, call: int) -> tuple[str, object]:
+        at = call - self._range.start
+        agent_id, request = self._ids[at], self._requests[at]
+        if agent_id is not None:
+            return ("agent_id", agent_id)
+        if request:
+            return ("first message", request[0])
+        head = self._paths.prompt(call)[: self._opening]
+        for number, known in enumerate(self._heads):
+            if _core.lcp(head, known) == min(len(head), len(known)):
+                return ("opening", number)
+        self._heads.append(head)
+        return ("opening", len(self._heads) - 1)
+
+    def _took_a_place(self, call: int) -> bool:
+        return bool(self._why_rewrite[call]) and call in self._demoted
+
+    def _label(
+        self, call: int, agent: _Agent, request: list[bytes] | None
+    ) -> tuple[str, int, str] | None:
+        """Label, other call and evidence, of a turn that asks something new."""
+        if not agent.calls:
+            kind, name = self._agent(call)
+            said = f" {name!r}" if kind == "agent_id" else ""
+            return "sub_agent", call - 1, f"no earlier turn has its {kind}{said}"
+        if self._took_a_place(call):
+            other = self._demoted[call]
+            return "rewrite", other, f"links: {self._turn(other)} gave way to it"
+        parent = int(self._parents[call])
+        shown = parent in agent.calls and self._shows_state(call, parent)
+        if shown and self._children[parent][0] == call:
+            return None
+        if request is not None and agent.latest[0] >= 0:
+            return self._by_messages(agent, request)
+        return self._by_tokens(call, agent)
+
+    def _asked_again(self, call: int, other: int, by: str) -> tuple[str, int, str]:
+        same = f"the same {by} as {self._turn(other)}"
+        children = self._children.get(other, [])
+        if children and children[0] < call:
+            went_on = self._turn(children[0])
+            return "rollback", other, f"{same}, which {went_on} had continued"
+        at, before = call - self._range.start, other - self._range.start
+        started, ended = self._started[at], self._ended[before]
+        if started is not None and ended is not None and started < ended:  # type: ignore[operator]
+            return "sibling", other, f"{same}, which was still under way"
+        if children and call in self._children:
+            return "sibling", other, f"{same}, and both are continued"
+        left = (
+            "neither is"
+            if not children and call not in self._children
+            else ("it is not" if children else "that is not")
+        )
+        return "retry", other, f"{same}; {left} continued"
+
+    def _by_messages(
+        self, agent: _Agent, request: list[bytes]
+    ) -> tuple[str, int, str] | None:
+        path = agent.walk(request)
+        k, node = len(path) - 1, path[-1]
+        other = agent.latest[node]
+        before = self._requests[other - self._range.start]
+        reply = self._replies[other - self._range.start]
+        assert before is not None
+        state = [*before, *([reply] if reply else [])]
+        turn = self._turn(other)
+        if k == len(request):
+            return "rollback", other, f"its {k} messages begin those of {turn}"
+        if k == len(state):
+            return None
+        sizes = f"{len(request)} messages after {len(before)} of {turn}"
+        goes_on = request[k + 1 : k + 2] == state[k + 1 : k + 2] != []
+        if goes_on or len(request) >= len(before):
+            return "rewrite", other, f"message {k} is another; {sizes}"
+        if node in agent.replies:
+            return (
+                "rollback",
+                other,
+                f"goes on otherwise after message {k - 1}; {sizes}",
+            )
+        return "compaction", other, f"departs at message {k}; {sizes}"
+
+    def _by_tokens(self, call: int, agent: _Agent) -> tuple[str, int, str] | None:
+        parent = int(self._parents[call])
+        around = {agent.last, int(self._shared_with[call]), parent}
+        around |= set(self._children.get(parent, [])) if parent >= 0 else set()
+        known = agent.calls & around
+        prompt = self._paths.prompt(call)
+        shared = {c: _core.lcp(self._paths.held(c), prompt) for c in known}
+        other = max(known, key=lambda c: (shared[c], c))
+        k, turn = shared[other], self._turn(other)
+        if k == self._calls.held[other]:
+            return None
+        if k == len(prompt):
+            return "rollback", other, f"its {k} tokens begin those of {turn}"
+        n_before = int(self._calls.calls["prompt_len"][other])
+        sizes = f"a prompt of {len(prompt)} tokens after {n_before} of {turn}"
+        if len(prompt) >= n_before:
+            return "rewrite", other, f"token {k} is another; {sizes}"
+        if any(self._calls.held[c] == k == shared[c] for c in known):
+            return "rollback", other, f"goes on otherwise after token {k - 1}; {sizes}"
+        return "compaction", other, f"departs at token {k}; {sizes}"
+
+    def _shows_state(self, call: int, parent: int) -> bool:
+        """Whether the request begins with the state of the parent, in full."""
+        request = self._requests[call - self._range.start]
+        before = self._requests[parent - self._range.start]
+        if request is None or before is None:
+            held = self._paths.held(parent)
+            return _core.lcp(held, self._paths.prompt(call)) == len(held)
+        reply = self._replies[parent - self._range.start]
+        state = [*before, *([reply] if reply else [])]
+        return request[: len(state)] == state
+
+    def _branch(self, call: int, label: str, other: int, evidence: str) -> Branch:
+        at, before = call - self._range.start, other - self._range.start
+        request, state = self._requests[at], self._requests[before]
+        shared = None
+        if request is not None and state is not None:
+            reply = self._replies[before]
+            state = [*state, *([reply] if reply else [])]
+            pairs = zip(request, state, strict=False)
+            shared = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+            shared = min(len(request), len(state)) if shared is None else shared
+        tokens = _core.lcp(self._paths.held(other), self._paths.prompt(call))
+        return Branch(call, other, label, shared, tokens, evidence)
+
+    def _turn(self, call: int) -> str:
+        return f"turn {self._calls.turn_index[call]}"
+
+
+def _keys(
+    session: SessionCalls,
+) -> tuple[list[list[bytes] | None], list[bytes | None]]:
+    """The keys of each call's messages (None: unknown), and of its reply."""
+    requests: list[list[bytes] | None] = []
+    for call in range(len(session)):
+        messages = session.messages(call)
+        keys = None
+        if messages is not None:
+            keys = [messages.key(i) for i in range(len(messages))]
+        requests.append(keys)
+    replies = session.table.column("response").to_pylist()
+    return requests, [reply["key"] if reply else None for reply in replies]
+
+
+def _column(session: SessionCalls, name: str) -> list[object]:
+    if name not in session.table.column_names:
+        return [None] * len(session)
+    values: list[object] = session.table.column(name).to_pylist()
+    return values

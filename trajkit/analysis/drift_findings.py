@@ -1,0 +1,245 @@
+"""Why prompts depart from what was held: the ``findings`` table."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+import pyarrow as pa
+
+from trajkit import _core
+from trajkit._arguments import chosen_int
+from trajkit._arrow.canonical import TableLike
+from trajkit._streams.lockstep import Source, Stream, over_sessions
+from trajkit.analysis.drift_text import Side, Stretch, text_cause
+from trajkit.analysis.tokenizer import Codec, Tokenizer
+from trajkit.observations.attribution import SessionCalls
+from trajkit.pipeline.links import measure, read_links
+from trajkit.schema import FINDINGS, TEXT_CAUSES
+from trajkit.turns.calls import Calls, Records, read_calls
+from trajkit.turns.prefix_forest import Forest, Paths, grow
+from trajkit.turns.records import as_turns
+
+MIN_RUN = 8
+"""Tokens that must agree in a row for held and replay to count as back in step."""
+
+# common runs that a stretch is looked at with once more, and in how many pieces
+_CLOSER_RUNS = (4, 2, 1)
+_MOST_PIECES = 64
+# causes under which another may hide; chance runs in dropped text are none
+_COARSE = {"white_space": _CLOSER_RUNS, "reasoning_dropped": _CLOSER_RUNS[:1]}
+
+
+@overload
+def explain_drift(
+    turns: Stream | pa.RecordBatchReader,
+    links: Source,
+    tokenizer: Tokenizer,
+    *,
+    min_run: int = ...,
+) -> Stream: ...
+@overload
+def explain_drift(
+    turns: TableLike, links: TableLike, tokenizer: Tokenizer, *, min_run: int = ...
+) -> pa.Table: ...
+def explain_drift(
+    turns: Source,
+    links: Source,
+    tokenizer: Tokenizer,
+    *,
+    min_run: int = MIN_RUN,
+) -> pa.Table | Stream:
+    """Every stretch where a prompt departs from what was held, with cause and texts.
+
+    Parameters
+    ----------
+    turns : table, or iterator of record batches
+        `trajkit.schema.TURNS` in full or delta form. An iterator (or a
+        RecordBatchReader) is read as the result is, and may hold a session in several
+        batches that follow each other.
+    links : table, or iterator of record batches
+        `trajkit.schema.LINKS` of the same turns, as `trajkit.link` gives it. An
+        iterator is read side by side with that of ``turns``.
+    tokenizer : Tokenizer
+        The one that the ids are of, as `trajkit.analysis.check_roundtrip` takes it.
+    min_run : int
+        Length, in tokens, of the runs that both sides have between two findings. Inside
+        a stretch that no cause explains, shorter runs are tried, and taken if each
+        piece is then explained.
+
+    Returns
+    -------
+    Table
+        `trajkit.schema.FINDINGS`: for each turn that has a parent and does not begin
+        with all of what that held, one row or more. `trajkit.schema.TEXT_CAUSES` says
+        what the causes mean. What the prompt adds behind the end of held is no finding.
+
+        For iterators: an iterator of record batches.
+
+    Raises
+    ------
+    SchemaError, InvalidTurnsError
+        As `trajkit.linearize`; the tokenizer lacks a method.
+    PolicyError
+        ``min_run`` is no integer of 1 or more.
+
+    Notes
+    -----
+    The two sides are brought together again at the nearest common run, where a special
+    token that one side alone passes over weighs as much as 64 others; the time that
+    takes is linear in their length. JSON is looked for in messages of up to 16,384
+    tokens.
+    """
+    min_run = chosen_int("min_run", min_run, 1)
+    codec = Codec(tokenizer)
+
+    def one(turns: pa.Table, links: pa.Table) -> pa.Table:
+        return _findings(turns, links, codec, min_run)
+
+    return over_sessions(one, ("turns", turns), ("links", links), table_of=as_turns)
+
+
+def _findings(turns: pa.Table, links: pa.Table, codec: Codec, min_run: int) -> pa.Table:
+    calls = read_calls(turns)
+    records = read_links(calls, links)
+    forest = grow(calls)
+    measure(calls, forest, records)
+    found = list(find_causes(calls, forest, records, codec, min_run))
+    rows = pa.array([one.call for one in found], pa.int64())
+    taken = calls.table.select(["session_id", "turn_index"]).take(rows)
+    parents = records["parent"][[one.call for one in found]]
+    return pa.Table.from_arrays(
+        [
+            taken.column("session_id"),
+            taken.column("turn_index"),
+            pa.array(calls.turn_index[parents]),
+            pa.array([one.number for one in found], pa.int32()),
+            pa.DictionaryArray.from_arrays(
+                pa.array([TEXT_CAUSES.index(one.cause) for one in found], pa.int8()),
+                pa.array(TEXT_CAUSES),
+            ),
+            *(
+                pa.array([one.stretch[i] for one in found], pa.int32())
+                for i in range(4)
+            ),
+            pa.array([one.path_text for one in found], pa.string()),
+            pa.array([one.prompt_text for one in found], pa.string()),
+        ],
+        schema=FINDINGS,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One stretch of drift of one call."""
+
+    call: int
+    number: int
+    cause: str
+    stretch: Stretch
+    path_text: str
+    prompt_text: str
+
+
+def find_causes(
+    calls: Calls, forest: Forest, links: Records, codec: Codec, min_run: int
+) -> Iterator[Finding]:
+    """The findings of every call, in order. ``links`` know their ``lcp``."""
+    paths = Paths(calls, forest)
+    for s in range(calls.n_sessions):
+        lo, hi = calls.session_offsets[s : s + 2].tolist()
+        session = SessionCalls(calls.sessions(s, s + 1))
+        for call in range(lo, hi):
+            parent, lcp = links["parent"][call].item(), links["lcp"][call].item()
+            if parent < 0 or lcp == calls.held[parent]:
+                continue
+            held, prompt = (
+                Side(codec, ids) for ids in (paths.held(parent), paths.prompt(call))
+            )
+            other = other_text_cause(session, parent - lo, call - lo)
+            causes = _explained(held, prompt, lcp, min_run, other)
+            for number, (cause, stretch) in enumerate(causes):
+                yield Finding(
+                    call,
+                    number,
+                    cause,
+                    stretch,
+                    held.text(stretch.path_start, stretch.path_stop),
+                    prompt.text(stretch.prompt_start, stretch.prompt_stop),
+                )
+
+
+def other_text_cause(calls: SessionCalls, parent: int, call: int) -> str:
+    """What text that differs for no other reason is due to, by the messages."""
+    before, now = calls.messages(parent), calls.messages(call)
+    if before is None or now is None:
+        return "other_text"
+    reply = calls.table.column("response")[parent].as_py()
+    shown = before.keys + (reply["key"] if reply else b"")
+    if not now.keys.startswith(shown):
+        return "rewritten"
+    # of a reply that is unknown nobody can say that it came back as it was
+    return "template" if reply else "other_text"
+
+
+def _explained(
+    held: Side, prompt: Side, lcp: int, min_run: int, other: str
+) -> Iterator[tuple[str, Stretch]]:
+    n_held, n_prompt = len(held.ids), len(prompt.ids)
+    whole = Stretch(lcp, n_held, lcp, n_prompt)
+    for stretch in _differences(held, prompt, whole, min_run):
+        cause = text_cause(held, prompt, stretch)
+        runs = _CLOSER_RUNS if cause is None else _COARSE.get(cause, ())
+        pieces = _closer(held, prompt, stretch, [run for run in runs if run < min_run])
+        if any(one != cause for one, _ in pieces):
+            yield from pieces
+        else:
+            yield cause or other, stretch
+
+
+def _closer(
+    held: Side, prompt: Side, stretch: Stretch, runs: list[int]
+) -> list[tuple[str, Stretch]]:
+    """The pieces of a stretch, if each has a cause of its own; else none."""
+    if stretch.path_start == stretch.path_stop:
+        return []
+    for run in runs:
+        pieces = _differences(held, prompt, stretch, run)
+        # what the prompt has behind the end of the stretch in held differs as well
+        last = pieces[-1]
+        behind = last.prompt_stop + stretch.path_stop - last.path_stop
+        if behind < stretch.prompt_stop:
+            end = stretch.path_stop
+            pieces.append(Stretch(end, end, behind, stretch.prompt_stop))
+        if not 1 < len(pieces) <= _MOST_PIECES:
+            continue
+        explained = []
+        for piece in pieces:
+            cause = text_cause(held, prompt, piece)
+            if cause is None:
+                break
+            explained.append((cause, piece))
+        else:
+            return explained
+    return []
+
+
+def _differences(held: Side, prompt: Side, stretch: Stretch, run: int) -> list[Stretch]:
+    """Where the two sides differ within a stretch, between common runs."""
+    start, stop, prompt_start, prompt_stop = stretch
+    n = stop - start
+    n_table = 1 << max((2 * n - 1).bit_length(), 1)
+    out = np.empty((n + 1, 4), np.int64)
+    n_found = _core.align(
+        held.ids[start:stop],
+        prompt.ids[prompt_start:prompt_stop],
+        held.borders[start : stop + 1],
+        prompt.borders[prompt_start : prompt_stop + 1],
+        run,
+        np.empty(n_table, np.uint64),
+        np.empty(n_table, np.int32),
+        np.empty(n, np.int32),
+        out,
+    )
+    found = out[:n_found] + np.array([start, start, prompt_start, prompt_start])
+    return [Stretch(*line) for line in found.tolist()]

@@ -1,0 +1,102 @@
+"""Whether the text of a reply gives its token ids back."""
+
+from typing import overload
+
+import numpy as np
+import pyarrow as pa
+
+from trajkit._arrow.canonical import TableLike
+from trajkit._streams.lockstep import Stream, over_sessions
+from trajkit.analysis.tokenizer import Codec, Tokenizer
+from trajkit.schema import ROUNDTRIP
+from trajkit.turns.calls import read_calls
+from trajkit.turns.prefix import lcp
+from trajkit.turns.prefix_forest import Paths, grow
+from trajkit.turns.records import as_turns
+
+
+@overload
+def check_roundtrip(
+    turns: Stream | pa.RecordBatchReader, tokenizer: Tokenizer
+) -> Stream: ...
+@overload
+def check_roundtrip(turns: TableLike, tokenizer: Tokenizer) -> pa.Table: ...
+def check_roundtrip(
+    turns: TableLike | Stream, tokenizer: Tokenizer
+) -> pa.Table | Stream:
+    """Whether encoding the decoded output gives the output ids back, turn by turn.
+
+    Where it does not, the reply cannot come back as it was sampled from a client that
+    keeps text. Nothing is changed: the column ``trainable`` is there for a caller who
+    wants such turns masked, and takes the place of the one of ``turns``, row by row
+    (see the notes).
+
+    Parameters
+    ----------
+    turns : table, or iterator of record batches
+        `trajkit.schema.TURNS` in full or delta form. An iterator (or a
+        RecordBatchReader) is read as the result is, and may hold a session in several
+        batches that follow each other.
+    tokenizer : Tokenizer
+        The one that the engine's ids are of: anything with ``encode(text,
+        add_special_tokens=False)`` and ``decode(ids, skip_special_tokens=False)``, such
+        as those of transformers and ``tokenizers.Tokenizer``.
+
+    Returns
+    -------
+    Table
+        `trajkit.schema.ROUNDTRIP`, one row per turn, in the order of ``turns``. For an
+        iterator: an iterator of record batches.
+
+    Raises
+    ------
+    SchemaError
+        ``tokenizer`` lacks a method; else as `trajkit.linearize`.
+    InvalidTurnsError
+        As `trajkit.linearize`.
+
+    Notes
+    -----
+    To train only what comes back::
+
+        checked = tk.analysis.check_roundtrip(turns, tokenizer)
+        at = turns.schema.get_field_index("trainable")
+        turns = turns.set_column(at, turns.field(at), checked["trainable"])
+
+    References
+    ----------
+    To mask such turns was the rule of slime's first coding agent, in which an empty
+    output passes (spec: segments 6).
+    """
+    codec = Codec(tokenizer)
+    return over_sessions(
+        lambda turns: _checked(turns, codec), ("turns", turns), table_of=as_turns
+    )
+
+
+def _checked(turns: pa.Table, codec: Codec) -> pa.Table:
+    calls = read_calls(turns)
+    paths = Paths(calls, grow(calls))
+    n_calls = len(calls.calls)
+    differs = np.full(n_calls, -1, np.int32)
+    n_encoded = np.empty(n_calls, np.int32)
+    for call in range(n_calls):
+        output = paths.output(call)
+        again = codec.ids(codec.text(output)) if len(output) else output
+        n_encoded[call] = len(again)
+        same = lcp(output, again)
+        if same < max(len(output), len(again)):
+            differs[call] = same
+    exact = differs < 0
+    return pa.Table.from_arrays(
+        [
+            calls.table.column("session_id"),
+            calls.table.column("turn_index"),
+            pa.array(exact),
+            pa.array(differs, mask=exact),
+            pa.array(calls.calls["out_len"].astype(np.int32)),
+            pa.array(n_encoded),
+            pa.array(exact & calls.calls["trainable"].astype(np.bool_)),
+        ],
+        schema=ROUNDTRIP,
+    )

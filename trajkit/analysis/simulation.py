@@ -1,0 +1,265 @@
+"""What each policy would keep, lose and cost on the same recorded calls."""
+
+import copy
+import warnings
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Self
+
+import numpy as np
+import pyarrow as pa
+
+from trajkit._arguments import chosen_int
+from trajkit._arrow.canonical import TableLike
+from trajkit._streams.lockstep import Stream, batches_of, is_stream
+from trajkit._streams.session_batches import whole_sessions
+from trajkit.errors import LeftOutWarning, MissingBodyError
+from trajkit.pipeline.plan import COUNTS
+from trajkit.pipeline.rows import linearize
+from trajkit.policies import PRESETS, Policy
+from trajkit.policies import policy as named_policy
+from trajkit.schema import LOSSES, SIMULATION
+from trajkit.turns.calls import read_calls
+from trajkit.turns.flat_buffers import (
+    Sampled,
+    flat_turns,
+    ids_of,
+    pieces_of,
+    sessions_of,
+)
+from trajkit.turns.records import as_turns
+from trajkit.turns.session_metadata import session_facts
+from trajkit.turns.table import Turns
+
+# Tokens that the calls of one part hold: what the rows of one policy take at a time.
+_PART_TOKENS = 1 << 25
+_TRAINED = "trained"
+# what a caller asked to be left out
+_ASKED = ("untrainable", "aborted", "masked", "no_logprob")
+
+
+def simulate(
+    turns: TableLike | Stream,
+    policies: str | Policy | Iterable[str | Policy] | None = None,
+    *,
+    pad_to: int | None = None,
+    sessions: TableLike | None = None,
+    max_row_tokens: int | None = None,
+    threads: int | None = None,
+) -> pa.Table:
+    """What policies make of recorded calls: kept, lost and cost, a row per policy.
+
+    Every number is counted on the tables that `trajkit.linearize` returns under the
+    same arguments. The rows of one part of the run are held at a time.
+
+    Parameters
+    ----------
+    turns : table, or iterator of record batches
+        As for `trajkit.linearize`.
+    policies : str, Policy, or iterable of them, optional
+        None: every preset. Where the table lacks message bodies (rows were filtered
+        away, say), those that compare messages by their bodies are left out with a
+        `LeftOutWarning`.
+    pad_to : int, optional
+        Rows are padded to the next multiple of this many tokens. None: unknown.
+    sessions : table, optional
+        `trajkit.schema.SESSIONS`; a session with an error trains nothing.
+    max_row_tokens : int, optional
+        As for `trajkit.linearize`.
+    threads : int, optional
+        As for `trajkit.linearize`.
+
+    Returns
+    -------
+    Table
+        `trajkit.schema.SIMULATION`, in the order of ``policies``.
+
+    Raises
+    ------
+    SchemaError, InvalidTurnsError
+        As for `trajkit.linearize`.
+    PolicyError
+        A policy does not exist, or ``pad_to`` is no integer of 1 or more.
+
+    Examples
+    --------
+    >>> import trajkit as tk
+    >>> turns = tk.from_records(
+    ...     [
+    ...         {"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3]},
+    ...         {"session_id": "a", "prompt_ids": [1, 2, 9], "output_ids": [4]},
+    ...     ]
+    ... )
+    >>> tk.simulate(turns, ["faithful", "trl"])["tokens_trained"].to_pylist()
+    [3, 2]
+    """
+    counts = Simulation(
+        policies,
+        pad_to=pad_to,
+        sessions=sessions,
+        max_row_tokens=max_row_tokens,
+        threads=threads,
+    )
+    if is_stream(turns):
+        tables: Iterable[pa.Table] = whole_sessions(batches_of(turns))
+    else:
+        tables = [as_turns(turns)]
+    for table in tables:
+        counts.add(table)
+    return counts.table()
+
+
+class Simulation:
+    """`simulate`, some sessions at a time.
+
+    Parameters
+    ----------
+    policies, pad_to, sessions, max_row_tokens, threads
+        As for `simulate`.
+    """
+
+    def __init__(
+        self,
+        policies: str | Policy | Iterable[str | Policy] | None = None,
+        *,
+        pad_to: int | None = None,
+        sessions: TableLike | None = None,
+        max_row_tokens: int | None = None,
+        threads: int | None = None,
+    ) -> None:
+        if pad_to is not None:
+            pad_to = chosen_int("pad_to", pad_to, 1)
+        if isinstance(policies, (str, Policy)):
+            policies = [policies]
+        chosen = map(named_policy, PRESETS if policies is None else policies)
+        self._totals = [_Totals(one, pad_to) for one in chosen]
+        self._any = policies is None
+        self._facts = session_facts(None, sessions).table
+        self._max_row_tokens, self._threads = max_row_tokens, threads
+
+    def add(self, turns: pa.Table) -> None:
+        """Count whole sessions; where they are refused, nothing of them is counted.
+
+        Raises
+        ------
+        SchemaError, InvalidTurnsError
+            As `simulate`.
+        """
+        totals = [total.copy() for total in self._totals]
+        calls = read_calls(turns)
+        for part in calls.split(_PART_TOKENS):
+            sampled = flat_turns(part)
+            located = Turns(part.table, part.session_offsets, part.session_ids)
+            for total in tuple(totals):
+                try:
+                    rows, report = linearize(
+                        located,
+                        total.policy,
+                        sessions=self._facts,
+                        max_row_tokens=self._max_row_tokens,
+                        report=True,
+                        threads=self._threads,
+                    )
+                except MissingBodyError as error:
+                    if not self._any:
+                        raise
+                    left_out = f"{total.policy.name} is left out: {error}"
+                    warnings.warn(left_out, LeftOutWarning, stacklevel=3)
+                    totals.remove(total)
+                else:
+                    total.add(rows, report, sampled)
+        self._totals = totals
+
+    def table(self) -> pa.Table:
+        """`trajkit.schema.SIMULATION` of what was counted."""
+        return pa.Table.from_pylist([one.line() for one in self._totals], SIMULATION)
+
+
+class _Totals:
+    """The counts of one policy, part by part."""
+
+    def __init__(self, policy: Policy, pad_to: int | None) -> None:
+        self.policy = policy
+        self._pad_to = pad_to
+        self._counts = dict.fromkeys(COUNTS, 0)
+        self._out_of_context = 0
+        self._padding = 0
+        self._longest = 0
+
+    def copy(self) -> Self:
+        """The same counts, to be counted on."""
+        other = copy.copy(self)
+        other._counts = dict(self._counts)
+        return other
+
+    def add(self, rows: pa.Table, report: pa.Table, sampled: Sampled) -> None:
+        """Count the rows that the policy made of the calls ``sampled``."""
+        for name in COUNTS:
+            self._counts[name] += int(report.column(name).to_numpy().sum())
+        ids = ids_of(rows.column("input_ids"))
+        pieces = pieces_of(rows, sampled, sessions_of(rows, sampled.calls))
+        trained = pieces.take(np.flatnonzero(pieces.kind == _TRAINED))
+        in_context = trained.in_context(ids, sampled)
+        self._out_of_context += int((trained.stop - trained.start - in_context).sum())
+        lengths = ids.lengths
+        self._longest = max(self._longest, int(lengths.max(initial=0)))
+        if self._pad_to is not None:
+            self._padding += int((-lengths % self._pad_to).sum())
+
+    def line(self) -> dict[str, object]:
+        """The policy's row of the table."""
+        counts = self._counts
+        return {
+            "policy": label(self.policy),
+            **counts,
+            "tokens_lost": sum(counts[f"lost_{reason}"] for reason in LOSSES),
+            "tokens_out_of_context": self._out_of_context,
+            "tokens_padding": None if self._pad_to is None else self._padding,
+            "longest_row": self._longest,
+        }
+
+
+def label(policy: Policy) -> str:
+    """The policy's name, and the choices that differ from its preset's.
+
+    Examples
+    --------
+    >>> from trajkit.policies import policy
+    >>> label(policy("slime", fork_threshold=0))
+    'slime(fork_threshold=0)'
+    """
+    preset = PRESETS[policy.name]
+    changed = [
+        f"{field.name}={getattr(policy, field.name)}"
+        for field in fields(policy)
+        if getattr(policy, field.name) != getattr(preset, field.name)
+    ]
+    return f"{policy.name}({', '.join(changed)})" if changed else policy.name
+
+
+def cheapest_whole(table: pa.Table) -> str | None:
+    """The policy that keeps everything at least cost.
+
+    Parameters
+    ----------
+    table : Table
+        As `simulate` gives it.
+
+    Returns
+    -------
+    str or None
+        Of the policies that lose nothing but what may not be trained (untrainable,
+        aborted, masked, without a logprob), and train nothing out of its context: the first
+        with the fewest forward tokens, with shared prefixes counted once where these
+        are equal. None: every policy loses.
+    """
+    whole = [
+        line
+        for line in table.to_pylist()
+        if line["tokens_lost"] == sum(line[f"lost_{reason}"] for reason in _ASKED)
+        and not line["tokens_out_of_context"]
+    ]
+    if not whole:
+        return None
+    cost = min(whole, key=lambda x: (x["tokens_forward"], x["tokens_forward_shared"]))
+    return str(cost["policy"])

@@ -1,0 +1,92 @@
+"""``-`` in the place of a file: standard input and output."""
+
+import argparse
+import io
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+
+from trajkit.errors import PolicyError, TrajkitError
+from trajkit.io.formats import format_of
+
+DASH = "-"
+_INPUTS = ("source", "rows", "turns", "sessions")
+_NAMES = {"input": "standard input", "output": "standard output"}
+
+_folder: str | None = None
+
+
+def shown(text: str) -> str:
+    """A message with temporary files called what they stand in for."""
+    if _folder is not None:
+        for path in sorted(Path(_folder).iterdir()):
+            text = text.replace(str(path), _NAMES[path.name.partition(".")[0]])
+    return text
+
+
+@contextmanager
+def standard_files(arguments: argparse.Namespace) -> Iterator[None]:
+    """Put files in the place of each ``-``, and pass on what is written to them.
+
+    Standard input may be of any format, which its first bytes tell. Standard output gets
+    JSON lines, or an Arrow IPC stream from ``compact``; what a command prints for people
+    goes to stderr then.
+
+    Raises
+    ------
+    PolicyError
+        Standard input is asked for twice.
+    """
+    global _folder
+    takes = [name for name in _INPUTS if DASH in _values(arguments, name)]
+    gives = getattr(arguments, "output", None) == DASH
+    if len(takes) > 1:
+        raise PolicyError("standard input is given twice: only one file may be -")
+    if not takes and not gives:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="trajkit-") as _folder:
+        try:
+            for name in takes:
+                path, given = _spooled(Path(_folder)), getattr(arguments, name)
+                if isinstance(given, list):
+                    path = [path if one == DASH else one for one in given]  # type: ignore[assignment]
+                setattr(arguments, name, path)
+            if gives:
+                suffix = "arrows" if arguments.writes_delta else "jsonl"
+                arguments.output = str(Path(_folder, f"output.{suffix}"))
+            with redirect_stdout(io.StringIO()) as said:
+                yield
+            (sys.stderr if gives else sys.stdout).write(shown(said.getvalue()))
+            if gives:
+                sys.stdout.flush()
+                with open(arguments.output, "rb") as file:
+                    shutil.copyfileobj(file, sys.stdout.buffer)
+        except (OSError, TrajkitError) as error:
+            # while the folder tells what its files stand in for
+            error.args = tuple(
+                shown(part) if isinstance(part, str) else part for part in error.args
+            )
+            if isinstance(error, OSError) and error.filename is not None:
+                error.filename = shown(str(error.filename))
+            raise
+        finally:
+            _folder = None
+
+
+def _values(arguments: argparse.Namespace, name: str) -> list[object]:
+    value = getattr(arguments, name, None)
+    return value if isinstance(value, list) else [value]
+
+
+def _spooled(folder: Path) -> str:
+    """Standard input as a file whose suffix says its format."""
+    path = folder / "input"
+    with path.open("wb") as file:
+        shutil.copyfileobj(sys.stdin.buffer, file)
+    with path.open("rb") as file:
+        kind = "jsonl" if not path.stat().st_size else format_of(file)
+    return str(path.rename(folder / f"input.{kind}"))

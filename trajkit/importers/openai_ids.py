@@ -1,0 +1,214 @@
+"""Token ids and logprobs out of what an OpenAI-style server answered.
+
+Where vLLM and SGLang put them, by endpoint (spec: engines-and-clients 1.4, polar 2.1):
+
+==================  ====================================  =============================
+                    prompt                                output, and its logprobs
+==================  ====================================  =============================
+vLLM chat           response.prompt_token_ids             choice.token_ids,
+                                                          choice.logprobs.content
+vLLM completions    choice.prompt_token_ids, or the       choice.token_ids,
+                    request's ``prompt`` of ids           choice.logprobs.token_logprobs
+SGLang chat         choice.prompt_token_ids               choice.response_token_ids,
+                                                          choice.meta_info
+SGLang /generate    the request's ``input_ids``           output_ids, meta_info
+==================  ====================================  =============================
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+import numpy as np
+
+from trajkit.importers.findings import (
+    Found,
+    has_numbers,
+    text_of,
+    unless_empty,
+    versions_of,
+)
+from trajkit.io.json_numbers import EACH, IDS, ITEMS, Shape
+
+REQUEST: Final[Shape] = {"messages": ITEMS, "input_ids": IDS, "prompt": IDS}
+"""Where a request has long arrays."""
+
+RESPONSE: Final[Shape] = {
+    "prompt_token_ids": IDS,
+    "token_ids": IDS,
+    "output_ids": IDS,
+    "choices": {
+        EACH: {
+            "prompt_token_ids": IDS,
+            "input_token_ids": IDS,
+            "token_ids": IDS,
+            "response_token_ids": IDS,
+        }
+    },
+}
+"""Where a response has them."""
+
+_Object = Mapping[str, object]
+_TOKEN_ID = "token_id:"
+_MOST_DIGITS = 10
+
+
+def calls(found: Found, request: _Object, response: _Object) -> Iterator[Found]:
+    """A call per choice of a response, as far as request and response tell.
+
+    Parameters
+    ----------
+    found : Found
+        Place, session and what else is known of the record; copied for each choice.
+    """
+    common = {**found.fields, "model": text_of(response.get("model"))}
+    common["prompt_messages"] = unless_empty(request.get("messages"))
+    choices = response.get("choices")
+    natively = not isinstance(choices, list)
+    listed: list[object] = choices if isinstance(choices, list) else [response]
+    for k, choice in enumerate(listed):
+        place = found.place if natively or k == 0 else f"{found.place}, choice {k}"
+        one = Found(place, found.session, dict(common), remarks=list(found.remarks))
+        if not isinstance(choice, dict):
+            one.problem, one.detail = "unreadable", "a choice is no object"
+        else:
+            _fill(one, request, response, choice)
+        yield one
+    if choices == []:
+        yield Found(found.place, found.session, common)
+
+
+def _fill(found: Found, request: _Object, response: _Object, choice: _Object) -> None:
+    meta = choice.get("meta_info")
+    meta = meta if isinstance(meta, dict) else {}
+    prompts = (
+        choice.get("input_token_ids"),
+        choice.get("prompt_token_ids"),
+        response.get("prompt_token_ids"),
+        request.get("input_ids"),
+        request.get("prompt"),
+    )
+    fields = found.fields
+    fields["prompt_ids"] = next((p for p in prompts if has_numbers(p)), None)
+    output = _first_list(
+        choice.get("token_ids"),
+        choice.get("response_token_ids"),
+        response.get("token_ids"),
+        response.get("output_ids"),
+    )
+    sources = [s for s in (_by_choice(choice), _by_meta(meta)) if s is not None]
+    logprobs: list[object] | None = None
+    if output is None:
+        # a source that names every id is one of ids as well
+        whole = [s for s in sources if s[0] is not None]
+        if whole:
+            output, logprobs = whole[0]
+    else:
+        fitting = [values for ids, values in sources if _fits(ids, len(values), output)]
+        if fitting:
+            logprobs = fitting[0]
+        elif sources:
+            text = f"{len(sources[0][1])} logprobs for {len(output)} output ids"
+            if sources[0][0] is not None and len(sources[0][1]) == len(output):
+                text = "they are of other ids than the output"
+            found.remarks.append(("logprobs_unaligned", text))
+    fields["output_ids"], fields["output_logprobs"] = output, logprobs
+    reason = choice.get("finish_reason", meta.get("finish_reason"))
+    fields["finish_reason"] = text_of(
+        reason.get("type") if isinstance(reason, dict) else reason
+    )
+    message = choice.get("message")
+    fields["response_message"] = message if isinstance(message, dict) else None
+    about = response.get("metadata")
+    _versions(found, meta, about if isinstance(about, dict) else {})
+
+
+def _by_choice(choice: _Object) -> tuple[list[object] | None, list[object]] | None:
+    """Ids (None: not said) and logprobs of ``choice.logprobs``."""
+    logprobs = choice.get("logprobs")
+    if not isinstance(logprobs, dict):
+        return None
+    content = logprobs.get("content")
+    if isinstance(content, list) and content:
+        entries = [entry if isinstance(entry, dict) else {} for entry in content]
+        ids = [
+            entry["token_id"] if "token_id" in entry else _spelled(entry.get("token"))
+            for entry in entries
+        ]
+        return _pair(ids, [entry.get("logprob") for entry in entries])
+    values = logprobs.get("token_logprobs")
+    if isinstance(values, list) and values:
+        tokens = logprobs.get("tokens")
+        texts = (
+            tokens if isinstance(tokens, list) and len(tokens) == len(values) else []
+        )
+        return _pair([_spelled(text) for text in texts] or [None], values)
+    return None
+
+
+def _by_meta(meta: _Object) -> tuple[list[object] | None, list[object]] | None:
+    """Ids and logprobs of SGLang's entries (logprob, id, text), or of objects of both."""
+    entries = meta.get("output_token_logprobs")
+    if not isinstance(entries, list) or not entries:
+        return None
+    pairs = [_of_entry(entry) for entry in entries]
+    return _pair([token for token, _ in pairs], [value for _, value in pairs])
+
+
+def _of_entry(entry: object) -> tuple[object, object]:
+    if isinstance(entry, dict):
+        return entry.get("token_id"), entry.get("logprob")
+    if isinstance(entry, list) and len(entry) > 1:
+        return entry[1], entry[0]
+    return None, None
+
+
+def _pair(
+    ids: list[object], values: list[object]
+) -> tuple[list[object] | None, list[object]]:
+    whole = all(type(token) is int for token in ids)
+    return (ids if whole else None), values
+
+
+def _spelled(token: object) -> int | None:
+    """The id of a token that vLLM spells ``token_id:5`` when asked to."""
+    if isinstance(token, str) and token.startswith(_TOKEN_ID):
+        digits = token.removeprefix(_TOKEN_ID)
+        # of more digits it is no id, and Python may refuse to read it
+        if digits.isascii() and digits.isdecimal() and len(digits) <= _MOST_DIGITS:
+            return int(digits)
+    return None
+
+
+def _fits(ids: list[object] | None, n: int, output: object) -> bool:
+    """Whether logprobs are those of an output: of the same ids, or else as many."""
+    listed = output.tolist() if isinstance(output, np.ndarray) else output
+    if not isinstance(listed, list) or len(listed) != n:
+        return False
+    return ids is None or ids == listed
+
+
+def _first_list(*values: object) -> list[object] | None:
+    return next((v for v in values if isinstance(v, list | np.ndarray)), None)  # type: ignore[return-value]
+
+
+def _versions(found: Found, meta: _Object, about: _Object) -> None:
+    output = found.fields["output_ids"]
+    n = len(output) if isinstance(output, list | np.ndarray) else 0
+    for source in (meta, about):
+        pieces = source.get("weight_versions")
+        if isinstance(pieces, list) and pieces and n:
+            found.fields["weight_versions"] = [
+                {
+                    "version": text_of(piece.get("version")),
+                    "start": piece.get("start"),
+                    "stop": piece.get("end", piece.get("stop")),
+                }
+                for piece in pieces
+                if isinstance(piece, dict)
+            ]
+            return
+    for source in (meta, about):
+        version = versions_of(source.get("weight_version"), n)
+        if version is not None:
+            found.fields["weight_versions"] = version
+            return

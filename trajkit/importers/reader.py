@@ -1,0 +1,343 @@
+"""From files of a foreign format to a table of turns and a report."""
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from os import PathLike
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from trajkit.analysis.tokenizer import Codec, Tokenizer
+from trajkit.errors import FormatError, InvalidTurnsError
+from trajkit.importers import (
+    nemo,
+    openai_log,
+    polar,
+    rllm,
+    slime,
+    transcripts,
+    verifiers,
+)
+from trajkit.importers.findings import Format, Found, Head, Notes, Options, has_items
+from trajkit.importers.json_files import first_object
+from trajkit.io.tables import gather
+from trajkit.schema import TURNS
+from trajkit.turns.records import Record, from_records
+from trajkit.turns.validation import Nonfinite
+
+FORMATS: dict[str, Format] = {
+    module.NAME: module
+    for module in (openai_log, polar, nemo, rllm, verifiers, slime, transcripts)
+}
+"""The formats by name."""
+
+EXTRAS = pa.schema(
+    [
+        # the source's own name of the call
+        ("request_id", pa.string()),
+        ("model", pa.string()),
+        ("agent_id", pa.string()),
+        # "transcript": text that was made ids, and not sampled. null: a call of an engine
+        ("call_kind", pa.string()),
+        ("started_at", pa.timestamp("us", tz="UTC")),
+        ("ended_at", pa.timestamp("us", tz="UTC")),
+        # of the whole rollout, as the source has it
+        ("group_id", pa.string()),
+        ("reward", pa.float64()),
+        # false: no engine sampled the output
+        ("sampled", pa.bool_()),
+    ]
+)
+"""Columns that imported turns have behind those of turns; null where unknown."""
+
+TURNS_IMPORTED = pa.schema([*TURNS, *EXTRAS], metadata=TURNS.metadata)
+"""The schema of imported turns."""
+
+_Taken = tuple[Path, Found, Record]
+
+# of the files in a directory, those that may hold records
+_SUFFIXES = (
+    ".json",
+    ".json.gz",
+    ".json.zst",
+    ".jsonl",
+    ".ndjson",
+    ".jsonl.gz",
+    ".jsonl.zst",
+    ".ndjson.gz",
+    ".ndjson.zst",
+    ".db",
+    ".sqlite",
+    ".sqlite3",
+    ".pt",
+    ".pkl",
+)
+# records that become a table at a time
+_BATCH = 256
+
+
+class ChatTokenizer(Tokenizer, Protocol):
+    """A tokenizer with a chat template, as transformers has them."""
+
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, object]],
+        *,
+        tools: object,
+        add_generation_prompt: bool,
+        tokenize: bool,
+    ) -> object:
+        """The text that the template makes of messages."""
+
+
+def import_turns(
+    source: str | PathLike[str] | Iterable[str | PathLike[str]],
+    format: str = "auto",
+    *,
+    tokenizer: ChatTokenizer | None = None,
+    nonfinite_logprobs: Nonfinite = "raise",
+) -> tuple[pa.Table, pa.Table]:
+    """Turns out of what another system recorded, and what could not be taken.
+
+    Nothing is guessed: a record that does not say its token ids gives no turn, and logprobs
+    that are not those of its output become null. The report names each of them.
+
+    Parameters
+    ----------
+    source : path, or iterable of paths
+        Files, and directories, of which all files are read whose suffix is one of JSON,
+        SQLite, ``.pt`` or ``.pkl``, hidden ones aside.
+    format : str
+        One of `trajkit.importers.FORMATS`: "openai", "polar", "nemo", "rllm", "verifiers",
+        "slime" or "chat". "auto": what the beginning of each file tells; in a directory,
+        files that tell nothing are passed over where others tell something.
+    tokenizer : object, optional
+        For "chat": its ``encode`` and ``apply_chat_template`` make the ids, as those of
+        transformers do.
+    nonfinite_logprobs : {"raise", "null"}
+        What becomes of a record with NaN, an infinity or a value of -9999 and below among
+        its logprobs: it is left out ("invalid"), or these become null.
+
+    Returns
+    -------
+    turns : Table
+        In the schema `trajkit.schema.TURNS`, and behind it the columns of `EXTRAS`.
+        Sessions in order of first appearance; ``turn_index`` counts a session's records,
+        those left out among them.
+    report : Table
+        In the schema `trajkit.schema.IMPORT_REPORT`, in the order of the records.
+
+    Raises
+    ------
+    FormatError
+        A file is of no format known here, or of several; or it can't be read as the format
+        that was given.
+    """
+    pieces, notes = imported(source, format, tokenizer, nonfinite_logprobs)
+    turns = gather(pa.concat_tables(pieces), "turn_index")
+    return turns, notes.table()
+
+
+def imported(
+    source: str | PathLike[str] | Iterable[str | PathLike[str]],
+    format: str,
+    tokenizer: ChatTokenizer | None,
+    nonfinite_logprobs: Nonfinite,
+) -> tuple[Iterator[pa.Table], Notes]:
+    """The turns of some records after those of others; and what is noted meanwhile.
+
+    The first table has no rows. As for `import_turns`, but nothing is gathered.
+    """
+    if format != "auto" and format not in FORMATS:
+        raise FormatError(
+            f"format {format!r} is not known: expected auto, {', '.join(FORMATS)}"
+        )
+    options = Options() if tokenizer is None else _options(tokenizer)
+    notes = Notes()
+    found = _settled(_files(source, format, notes), options, notes)
+
+    def pieces() -> Iterator[pa.Table]:
+        yield TURNS_IMPORTED.empty_table()
+        while batch := list(islice(found, _BATCH)):
+            yield _table(batch, notes, nonfinite_logprobs)
+
+    return pieces(), notes
+
+
+def _settled(
+    files: Iterable[tuple[Path, Format]], options: Options, notes: Notes
+) -> Iterator[_Taken]:
+    """The records that give a turn, numbered; what is missing is noted."""
+    numbers: dict[str, int] = {}
+    for file, module in files:
+        named = True
+        for found in module.read(file, options):
+            if found.session is None and not found.problem:
+                found.session = file.stem
+                if named:
+                    notes.add(file, found, "no_session_id", "", kept=True)
+                named = False
+            # what is left out has its number, and leaves a gap
+            number = 0
+            if found.session is not None:
+                number = numbers.get(found.session, 0)
+                numbers[found.session] = number + 1
+            record = _record(found, number)
+            if record is None:
+                notes.add(file, found, found.problem, found.detail, kept=False)
+            else:
+                for problem, detail in found.remarks:
+                    notes.add(file, found, problem, detail, kept=True)
+                yield file, found, record
+
+
+def _record(found: Found, number: int) -> Record | None:
+    """What `from_records` takes of a record; None and a problem, where it gives no turn."""
+    fields = found.fields
+    if found.problem:
+        return None
+    if not has_items(fields.get("prompt_ids")):
+        found.problem = "no_prompt_ids"
+        return None
+    output, logprobs = fields.get("output_ids"), fields.get("output_logprobs")
+    if not isinstance(output, list | np.ndarray):
+        found.problem = "no_output_ids"
+        return None
+    if not has_items(logprobs):
+        fields["output_logprobs"] = None
+        told = any(problem == "logprobs_unaligned" for problem, _ in found.remarks)
+        if len(output) and not told and fields.get("sampled") is not False:
+            found.remarks.append(("no_logprobs", ""))
+    elif len(logprobs) != len(output):  # type: ignore[arg-type]
+        fields["output_logprobs"] = None
+        text = f"{len(logprobs)} logprobs for {len(output)} output ids"  # type: ignore[arg-type]
+        found.remarks.append(("logprobs_unaligned", text))
+    elif isinstance(logprobs, list) and (n_absent := logprobs.count(None)):
+        text = f"for {n_absent} of {len(output)} output ids"
+        found.remarks.append(("no_logprobs", text))
+    known = {name: value for name, value in fields.items() if value is not None}
+    if "response_message" not in known:
+        known["use_tool"] = None
+    return {"sampled": True, **known, "session_id": found.session, "turn_index": number}
+
+
+def _table(batch: list[_Taken], notes: Notes, nonfinite: Nonfinite) -> pa.Table:
+    """The turns of records; those that break a rule are noted instead."""
+    try:
+        table = from_records(
+            (record for _, _, record in batch), nonfinite_logprobs=nonfinite
+        )
+    except InvalidTurnsError:
+        good = []
+        for file, found, record in batch:
+            try:
+                from_records([record], nonfinite_logprobs=nonfinite)
+            except InvalidTurnsError as error:
+                notes.add(file, found, "invalid", str(error), kept=False)
+            else:
+                good.append(record)
+        table = from_records(good, nonfinite_logprobs=nonfinite)
+    for field in EXTRAS:
+        if field.name not in table.column_names:
+            table = table.append_column(field, pa.nulls(len(table), field.type))
+    return table.select(TURNS_IMPORTED.names).cast(TURNS_IMPORTED)
+
+
+def _files(
+    source: str | PathLike[str] | Iterable[str | PathLike[str]],
+    format: str,
+    notes: Notes,
+) -> Iterator[tuple[Path, Format]]:
+    """The files to read, and the module that reads each."""
+    paths = [source] if isinstance(source, str | PathLike) else list(source)
+    for path in map(Path, paths):
+        if not path.is_dir():
+            yield path, _module(_head(path), format)
+            continue
+        inside = [
+            (head, [FORMATS[format]] if format != "auto" else _fitting(head))
+            for head in map(_head, _in_directory(path))
+        ]
+        fitting = [(h, m) for h, m in inside if any(one.detect(h) for one in m)]
+        names = sorted({one.NAME for _, modules in fitting for one in modules})
+        if not names:
+            said = "a format known here" if format == "auto" else f"the format {format}"
+            raise FormatError(f"{path} holds no file of {said}")
+        if len(names) > 1:
+            raise FormatError(
+                f"{path} holds files of several formats, {', '.join(names)}: say which "
+                "one is meant"
+            )
+        fit = {head.file for head, _ in fitting}
+        for head, _ in inside:
+            if head.file in fit:
+                yield head.file, FORMATS[names[0]]
+            else:
+                other = Found("file")
+                notes.add(head.file, other, "other_file", head.trouble, kept=False)
+
+
+def _module(head: Head, format: str) -> Format:
+    """The module for a file that was named.
+
+    Raises
+    ------
+    FormatError
+        Its beginning tells no format, or several.
+    """
+    if format != "auto":
+        return FORMATS[format]
+    fitting = _fitting(head)
+    if len(fitting) == 1:
+        return fitting[0]
+    if head.trouble:
+        raise FormatError(head.trouble)
+    if fitting:
+        names = ", ".join(module.NAME for module in fitting)
+        raise FormatError(
+            f"{head.file} may be of several formats, {names}: say which one is meant"
+        )
+    if head.has("session_id", "prompt_ids", "output_ids"):
+        raise FormatError(f"{head.file} holds turns as they are: read_turns reads them")
+    raise FormatError(
+        f"{head.file} is of no format known here: expected {', '.join(FORMATS)}"
+    )
+
+
+def _fitting(head: Head) -> list[Format]:
+    return [module for module in FORMATS.values() if module.detect(head)]
+
+
+def _head(file: Path) -> Head:
+    with file.open("rb") as opened:
+        magic = opened.read(16)
+    if magic.startswith((b"SQLite format 3\0", b"PK\3\4", b"\x80")):
+        return Head(file, magic, None)
+    try:
+        return Head(file, magic, first_object(file))
+    except FormatError as error:
+        return Head(file, magic, None, str(error))
+
+
+def _in_directory(path: Path) -> list[Path]:
+    return sorted(
+        file
+        for file in path.rglob("*")
+        if file.name.lower().endswith(_SUFFIXES)
+        and file.is_file()
+        and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    )
+
+
+def _options(tokenizer: ChatTokenizer) -> Options:
+    def render(
+        messages: list[dict[str, object]], tools: object, asks_for_reply: bool
+    ) -> str:
+        text = tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=asks_for_reply, tokenize=False
+        )
+        return str(text)
+
+    return Options(render, Codec(tokenizer).ids)

@@ -1,0 +1,127 @@
+"""Plain chat transcripts: text that nobody sampled, made ids by a tokenizer.
+
+Each reply becomes a call whose prompt is what the chat template makes of the messages
+before it, and whose output is what the template puts behind that for the reply. Such turns
+are marked: ``sampled`` is false, ``call_kind`` is "transcript", and there are no logprobs.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from trajkit.errors import FormatError
+from trajkit.importers.findings import Found, Head, Options, text_of
+from trajkit.importers.json_files import objects
+
+NAME = "chat"
+
+# ShareGPT's names of who speaks
+_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+
+
+def detect(head: Head) -> bool:
+    """A list of messages, and no ids or response."""
+    known = head.has("messages") or head.has("conversations")
+    others = ("prompt_ids", "response", "nodes", "trajectory", "trace_id")
+    return known and not any(head.has(name) for name in others)
+
+
+def read(file: Path, options: Options) -> Iterator[Found]:
+    """A call for each reply of each transcript.
+
+    Raises
+    ------
+    FormatError
+        There is no tokenizer, or none with a chat template.
+    """
+    if options.render is None or options.encode is None:
+        raise FormatError(
+            f"{file}: a transcript has no token ids: give the tokenizer, with its chat "
+            "template, that is to make them"
+        )
+    for text in objects(file):
+        if text.bad is not None:
+            yield text.bad
+            continue
+        value = text.value
+        # a transcript is a session: others may be called the same
+        name = text_of(value.get("session_id")) or text_of(value.get("id"))
+        found = Found(text.place, name or f"{file.name}, {text.place}")
+        messages, found.detail = _messages(value)
+        if found.detail:
+            found.problem = "unreadable"
+            yield found
+            continue
+        replies = list(_replies(found, messages, value.get("tools"), options))
+        yield from replies
+        if not replies:
+            found.problem, found.detail = "no_output_ids", "nobody replies in it"
+            yield found
+
+
+def _replies(
+    about: Found, messages: list[dict[str, object]], tools: object, options: Options
+) -> Iterator[Found]:
+    assert options.render is not None
+    assert options.encode is not None
+    for k, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        found = Found(f"{about.place}, message {k}", about.session)
+        if k == 0:
+            found.problem, found.detail = "no_prompt_ids", "no message comes before it"
+            yield found
+            continue
+        try:
+            prompt = options.render(messages[:k], tools, True)
+            whole = options.render(messages[: k + 1], tools, False)
+        # a template refuses by an error of jinja2's, or by whatever its filters raise
+        except Exception as error:
+            found.problem, found.detail = "refused", str(error)
+            yield found
+            continue
+        if not whole.startswith(prompt):
+            found.problem = "not_a_prefix"
+            found.detail = (
+                "the template renders the reply otherwise than after its prompt"
+            )
+            yield found
+            continue
+        found.fields = {
+            "prompt_ids": options.encode(prompt),
+            "output_ids": options.encode(whole[len(prompt) :]),
+            "prompt_messages": messages[:k],
+            "response_message": message,
+            "call_kind": "transcript",
+            "sampled": False,
+        }
+        found.remarks.append(("not_sampled", ""))
+        yield found
+
+
+def _messages(value: dict[str, object]) -> tuple[list[dict[str, object]], str]:
+    """The messages in OpenAI's form, and what is wrong where one of them is in neither."""
+    listed = value.get("messages", value.get("conversations"))
+    messages: list[dict[str, object]] = []
+    if not isinstance(listed, list):
+        return messages, f"its messages are a {type(listed).__name__}, no list"
+    for k, one in enumerate(listed):
+        if not isinstance(one, dict):
+            return messages, f"message {k} is a {type(one).__name__}, no object"
+        if "from" in one and "role" not in one:
+            role = _ROLES.get(str(one["from"]))
+            if role is None:
+                known = ", ".join(_ROLES)
+                said = f"message {k} is from {one['from']!r}: expected one of {known}"
+                return messages, said
+            one = {"role": role, "content": one.get("value")}
+        if not isinstance(one.get("role"), str):
+            return messages, f"message {k} has no role"
+        messages.append(one)
+    return messages, ""

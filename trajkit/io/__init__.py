@@ -1,0 +1,1 @@
+"""Files of turns, rows and sessions."""

@@ -1,0 +1,287 @@
+"""JSON to Python values, but its long arrays of numbers to numpy arrays.
+
+A `Reader` knows where such arrays stand in a text (its shape), reads them into buffers
+itself, and leaves the rest to `trajkit.turns.deep_json`. What it cannot take for what the
+shape says (an id of 3.0, a null) stays in the rest, so that whoever looks at the value
+sees what ``json.loads`` gives. Logs repeat themselves: a prompt begins like the one of
+the turn before, and what begins with the same bytes is not read again.
+"""
+
+import json
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypeAlias, Union
+
+import numpy as np
+import numpy.typing as npt
+
+from trajkit import _core
+from trajkit.turns.deep_json import parse
+
+Leaf: TypeAlias = Literal["ids", "numbers", "items"]
+Shape: TypeAlias = Mapping[str, Union["Shape", Leaf]]
+"""Keys of an object to what stands there, `EACH` to the elements of an array.
+
+`IDS` is an array of integers in [0, 2**31), which becomes one of int32; `NUMBERS` one of
+numbers, which becomes one of float64; `ITEMS` one of anything, whose elements are the very
+objects of an earlier line, where the text is the same.
+"""
+
+IDS: Final[Leaf] = "ids"
+NUMBERS: Final[Leaf] = "numbers"
+ITEMS: Final[Leaf] = "items"
+EACH: Final = "*"
+
+_Ids: TypeAlias = npt.NDArray[np.int32]
+_Cut: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.float64] | list[object]
+
+# stands for what was cut out, and makes the parser ask for it
+_HOLE = b"NaN"
+
+
+# arrays that are kept for those that begin like them: of sessions that run side by side
+_KEPT = 32
+# bytes of an array for which this is worth it
+_WORTH = 1 << 12
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """An array that was read: where it stood, its brackets aside, and what it held."""
+
+    line: bytes
+    start: int
+    stop: int
+    ids: _Ids
+    items: list[object]
+    # where each item ends, counted from start
+    ends: list[int]
+
+
+_NOTHING = _Seen(b"", 0, 0, np.empty(0, np.int32), [], [])
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A place of the shape, and arrays that stood there, the latest last."""
+
+    leaf: Leaf
+    seen: list[_Seen] = field(default_factory=list)
+
+    def closest(self, line: bytes, start: int) -> tuple[_Seen, int]:
+        """The array that begins like ``line[start:]`` for longest, and for how long."""
+        found, same = _NOTHING, 0
+        for one in reversed(self.seen):
+            n = _core.json_shared(line, start, one.line, one.start, one.stop)
+            if n > same:
+                found, same = one, n
+                if n == one.stop - one.start:
+                    break
+        return found, same
+
+    def keep(self, array: _Seen, before: _Seen, same: int) -> None:
+        """Remember an array for those that begin like it; of two alike, the longer."""
+        size, size_before = array.stop - array.start, before.stop - before.start
+        if size < _WORTH:
+            return
+        if 2 * same > min(size, size_before):
+            array = array if size >= size_before else before
+            self.seen = [one for one in self.seen if one is not before]
+        self.seen.append(array)
+        del self.seen[:-_KEPT]
+
+
+_Places: TypeAlias = Mapping[bytes, Union["_Places", _Slot]]
+
+
+class _OddError(ValueError):
+    """The text is not as expected: Python's parser is to look at it."""
+
+
+class Reader:
+    """Reads texts of one shape, one after another.
+
+    Parameters
+    ----------
+    shape : mapping
+        Where arrays stand that are worth it; see `Shape`.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        self._places = _places(shape)
+        self._decoder = json.JSONDecoder(parse_constant=self._take)
+        self._pieces: list[bytes] = []
+        # the rest of the text begins here
+        self._at = 0
+        self._cut: list[_Cut] = []
+        self._taken = 0
+
+    def read(self, line: bytes) -> object:
+        """The value of a JSON text: that of ``json.loads``, but for the shape's arrays.
+
+        Raises
+        ------
+        ValueError
+            The text is no JSON; see `trajkit.turns.deep_json.parse`.
+        """
+        self._pieces, self._at, self._cut, self._taken = [], 0, [], 0
+        try:
+            self._value(line, _core.json_space_end(line, 0), self._places)
+            if self._cut:
+                rest = b"".join((*self._pieces, line[self._at :])).decode()
+                value: object = self._decoder.decode(rest)
+                return value
+        except (ValueError, RecursionError):
+            # no JSON, a NaN of its own, or nested too deep: the whole text tells
+            pass
+        return parse(line.decode())
+
+    def _take(self, _: str) -> _Cut:
+        self._taken += 1
+        if self._taken > len(self._cut):
+            raise _OddError
+        return self._cut[self._taken - 1]
+
+    def _value(self, line: bytes, at: int, within: _Places | _Slot | None) -> int:
+        """Cut the shape's arrays out of the value at ``at``; returns where it ends."""
+        opening = line[at : at + 1]
+        if isinstance(within, _Slot):
+            if opening == b"[":
+                return self._array(line, at, within)
+        elif within is not None:
+            if opening == b"{":
+                return self._members(line, at + 1, within)
+            if opening == b"[" and _EACH in within:
+                return self._elements(line, at + 1, within[_EACH])
+        return _end(line, at)
+
+    def _members(self, line: bytes, at: int, within: _Places) -> int:
+        at = _core.json_space_end(line, at)
+        more = line[at : at + 1] != b"}"
+        if not more:
+            at += 1
+        while more:
+            key = _core.json_key(line, at)
+            if key is None:
+                raise _OddError
+            name, at = key
+            at, more = _next(line, self._value(line, at, within.get(name)), b"}")
+        return at
+
+    def _elements(self, line: bytes, at: int, within: _Places | _Slot) -> int:
+        at = _core.json_space_end(line, at)
+        more = line[at : at + 1] != b"]"
+        if not more:
+            at += 1
+        while more:
+            at, more = _next(line, self._value(line, at, within), b"]")
+        return at
+
+    def _array(self, line: bytes, at: int, slot: _Slot) -> int:
+        start = at + 1
+        before, same = slot.closest(line, start)
+        cut: _Cut | None
+        if slot.leaf == ITEMS:
+            items, ends, stop = _read_items(line, start, before, same)
+            seen = _Seen(line, start, stop, _NOTHING.ids, items, ends)
+            slot.keep(seen, before, same)
+            cut = items
+        else:
+            stop = _core.json_array_end(line, start + same)
+            if stop < 0:
+                raise _OddError
+            if slot.leaf == NUMBERS:
+                cut = _read_numbers(line, start, stop)
+            else:
+                cut = ids = _read_ids(line, start, stop, before, same)
+                if ids is not None:
+                    seen = _Seen(line, start, stop, ids, [], [])
+                    slot.keep(seen, before, same)
+        if cut is None:
+            return _end(line, at)
+        if len(cut):
+            self._pieces += (line[self._at : at], _HOLE)
+            self._at = stop + 1
+            self._cut.append(cut)
+        return stop + 1
+
+
+def _read_numbers(line: bytes, start: int, stop: int) -> npt.NDArray[np.float64] | None:
+    """The numbers in ``line[start:stop]``; None where something else stands there."""
+    numbers = np.empty(_core.json_commas(line, start, stop) + 1)
+    return numbers if _core.json_numbers(line, start, numbers) else None
+
+
+def _read_ids(
+    line: bytes, start: int, stop: int, before: _Seen, same: int
+) -> _Ids | None:
+    """The ids in ``line[start:stop]``; None where something else stands there."""
+    # what stands before the last comma of what is the same is the same ids
+    known = line.rfind(b",", start, start + same) + 1
+    n_known = 0
+    if known:
+        after = before.start + known - start
+        commas = _core.json_commas(before.line, after, before.stop)
+        n_known = len(before.ids) - commas - 1
+    n_new = _core.json_commas(line, known or start, stop) + 1
+    ids = np.empty(n_known + n_new, np.int32)
+    if not _core.json_ids(line, known or start, ids[n_known:]):
+        return None
+    ids[:n_known] = before.ids[:n_known]
+    return ids
+
+
+def _read_items(
+    line: bytes, start: int, before: _Seen, same: int
+) -> tuple[list[object], list[int], int]:
+    """The items of the array from ``start`` on, where each ends, and where all end."""
+    # one that goes on behind what is the same (12, 123) has no comma there, and is odd
+    n_known = bisect_right(before.ends, same)
+    items, ends = before.items[:n_known], before.ends[:n_known]
+    at = _core.json_space_end(line, start + ends[-1] if ends else start)
+    more = True
+    if ends:
+        at, more = _next(line, at, b"]")
+    elif line[at : at + 1] == b"]":
+        at, more = at + 1, False
+    first = at
+    while more:
+        end = _end(line, at)
+        ends.append(end - start)
+        at, more = _next(line, end, b"]")
+    if len(ends) > n_known:
+        new = json.loads(f"[{line[first:at].decode()}")
+        if len(new) != len(ends) - n_known:
+            raise _OddError
+        items += new
+    return items, ends, at - 1
+
+
+def _end(line: bytes, at: int) -> int:
+    """Where the value at ``at`` ends."""
+    end: int = _core.json_value_end(line, at)
+    if end <= at:
+        raise _OddError
+    return end
+
+
+def _next(line: bytes, at: int, closing: bytes) -> tuple[int, bool]:
+    """The place after the comma or the closing bracket at ``at``; whether more follows."""
+    at = _core.json_space_end(line, at)
+    sign = line[at : at + 1]
+    if sign == b",":
+        return _core.json_space_end(line, at + 1), True
+    if sign != closing:
+        raise _OddError
+    return at + 1, False
+
+
+_EACH = EACH.encode()
+
+
+def _places(shape: Shape) -> _Places:
+    return {
+        name.encode(): _Slot(within) if isinstance(within, str) else _places(within)
+        for name, within in shape.items()
+    }

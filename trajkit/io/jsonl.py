@@ -1,0 +1,336 @@
+"""JSON lines: turns as the records of `trajkit.from_records`, rows as objects."""
+
+import json
+import os
+import warnings
+from base64 import b64decode, b64encode
+from collections.abc import Iterator
+from datetime import date
+from itertools import islice
+from typing import Any, TypeAlias, TypedDict
+
+import pyarrow as pa
+
+from trajkit._arrow.canonical import UNREADABLE, Plan, check_columns, check_kind, place
+from trajkit.errors import (
+    FormatError,
+    InvalidTurnsError,
+    SchemaError,
+    TornLogWarning,
+)
+from trajkit.io.formats import check_text
+from trajkit.io.json_numbers import IDS, ITEMS, NUMBERS, Reader, Shape
+from trajkit.schema import TURNS, TURNS_DELTA
+from trajkit.turns.deep_json import MAX_DEPTH, is_too_deep, parse
+
+Record: TypeAlias = dict[str, object]
+
+# read at a time; a longer line has twice that, and twice that again
+_BLOCK_BYTES = 1 << 22
+MAX_LINE_BYTES = "TRAJKIT_MAX_LINE_BYTES"
+"""Environment variable: the longest line, in bytes, without compression."""
+
+# rows that are Python objects at a time
+_BATCH = 64
+
+# columns of turns that a record spells otherwise, or not at all when null
+_MESSAGES = ("messages", "response")
+_WRITTEN_NULL = ("use_tool",)
+
+# How bytes are written: an object of this key and their base64. Messages have none.
+_BYTES, _BYTES_MARK = "$base64", b'{"$base64":'
+_CHAT = ("prompt_messages", "response_message")
+
+
+# where a call has arrays that are worth a reader of their own
+_CALL: Shape = {
+    "prompt_ids": IDS,
+    "output_ids": IDS,
+    "output_logprobs": NUMBERS,
+    "prompt_messages": ITEMS,
+}
+
+
+def calls(source: pa.NativeFile, name: str) -> Iterator[Record]:
+    """As `lines`, of recorded calls: their ids and logprobs are numpy arrays."""
+    return lines(source, name, _CALL)
+
+
+def planned(objects: Iterator[Record], plan: Plan, name: str) -> Iterator[Record]:
+    """The objects of a file, after a check of the first one's keys.
+
+    Raises
+    ------
+    SchemaError
+        The keys are not those that ``plan`` gives for them; the text has the file's name.
+    """
+    for first in objects:
+        try:
+            schema = plan(list(first))
+            if schema is TURNS:  # a record is not spelled as the table
+                check_kind(list(first), "turns")
+            else:
+                check_columns(pa.schema([(key, pa.null()) for key in first]), schema)
+        except SchemaError as error:
+            raise SchemaError(f"{name}: {error}") from None
+        yield first
+        yield from objects
+
+
+def lines(
+    source: pa.NativeFile, name: str, shape: Shape | None = None
+) -> Iterator[Record]:
+    """The objects of a file of JSON lines; empty lines are passed over.
+
+    Parameters
+    ----------
+    source : NativeFile
+    name : str
+        What errors call it.
+    shape : mapping, optional
+        Where arrays of numbers stand, which become numpy arrays; see
+        `trajkit.io.json_numbers.Reader`.
+
+    Raises
+    ------
+    FormatError
+        A line is no JSON object; the text names file and line.
+
+    Warns
+    -----
+    TornLogWarning
+        The last line has no end and is no JSON.
+    """
+    return (value for _, value in raw_lines(source, name, shape))
+
+
+def raw_lines(
+    source: pa.NativeFile, name: str, shape: Shape | None = None
+) -> Iterator[tuple[bytes, Record]]:
+    """`lines`, each with its text."""
+    read = _plain if shape is None else Reader(shape).read
+    for number, (line, whole) in enumerate(split_lines(source, name), 1):
+        if not line or line.isspace():
+            continue
+        if number == 1:
+            check_text(line, name)
+        try:
+            value = read(line)
+        except ValueError as error:
+            if whole and isinstance(error, json.JSONDecodeError):
+                where = f"{name}, line {number}, column {error.colno}"
+                raise FormatError(f"{where}: {error.msg}") from None
+            if whole:
+                raise FormatError(f"{name}, line {number}: {error}") from None
+            warnings.warn(
+                f"{name} ends within line {number}: its last {len(line)} bytes were "
+                "left out",
+                TornLogWarning,
+                stacklevel=2,
+            )
+            return
+        if not isinstance(value, dict):
+            raise FormatError(f"{name}, line {number} is no JSON object")
+        # one character is found much faster than several, and ids mostly come first
+        dollar = line.find(b"$")
+        has_bytes = dollar > 0 and line.find(_BYTES_MARK, dollar - 2) >= 0
+        yield line, _restored(value) if has_bytes else value
+
+
+def _plain(line: bytes) -> object:
+    return parse(line.decode())
+
+
+def max_line_bytes() -> int:
+    """Bytes that a line may have: those of the environment, or 256 MB.
+
+    Raises
+    ------
+    FormatError
+        The environment has something else than a number of bytes.
+    """
+    text = os.environ.get(MAX_LINE_BYTES, str(1 << 28))
+    if not text.isdecimal() or not 0 < int(text) < 1 << 62:
+        raise FormatError(f"{MAX_LINE_BYTES} is {text!r}: expected a number of bytes")
+    return int(text)
+
+
+def split_lines(source: pa.NativeFile, name: str) -> Iterator[tuple[bytes, bool]]:
+    """Lines without their end, and whether they had one."""
+    # one piece of memory for the whole file, and one copy out of it for each line
+    most = max_line_bytes()
+    room = bytearray(min(_BLOCK_BYTES, most + 1))
+    held, number = 0, 1
+    with source:
+        while True:
+            if held == len(room):
+                if held > most:
+                    raise FormatError(
+                        f"{name}, line {number}: the line is longer than {most} bytes: "
+                        f"set the environment variable {MAX_LINE_BYTES} to allow more"
+                    )
+                room += bytes(min(len(room), most + 1 - len(room)))
+            try:
+                with memoryview(room)[held:] as free:
+                    n_read = source.readinto(free)
+            except UNREADABLE as error:  # of the codec: a broken or cut file
+                raise FormatError(f"{name} cannot be read whole: {error}") from None
+            if not n_read:
+                break
+            stop, searched, at = held + n_read, held, 0
+            while (end := room.find(b"\n", searched, stop)) >= 0:
+                with memoryview(room)[at:end] as line:
+                    yield line.tobytes(), True
+                number += 1
+                searched = at = end + 1
+            room[: stop - at] = room[at:stop]
+            held = stop - at
+    if held:
+        yield bytes(room[:held]), False
+
+
+def by_session(records: Iterator[Record], at_least: int) -> Iterator[list[Record]]:
+    """Runs of records that end where another session begins."""
+    batch: list[Record] = []
+    for record in records:
+        if len(batch) >= at_least and record.get("session_id") != batch[-1].get(
+            "session_id"
+        ):
+            yield batch
+            batch = []
+        batch.append(record)
+    if batch:
+        yield batch
+
+
+def tables(objects: Iterator[Record], file: str) -> Iterator[pa.Table]:
+    """Objects of a file as tables of whatever types they turn out to have."""
+    while batch := list(islice(objects, _BATCH)):
+        names = dict.fromkeys(name for value in batch for name in value)
+        for name in names:
+            if any(is_too_deep(value.get(name)) for value in batch):
+                raise FormatError(
+                    f"{file}: a value of {name!r} is nested deeper than {MAX_DEPTH} "
+                    "levels: leave it out, or store it as text"
+                )
+        try:
+            yield pa.table(
+                {name: [value.get(name) for value in batch] for name in names}
+            )
+        except (pa.ArrowException, UnicodeError, OverflowError) as error:
+            raise FormatError(f"{file}: the lines make no table: {error}") from None
+
+
+def write(pieces: Iterator[pa.Table], schema: pa.Schema, file: pa.NativeFile) -> None:
+    """Write tables in canonical form as JSON lines.
+
+    Raises
+    ------
+    FormatError
+        The table is in delta form, or JSON cannot say a value of a further column.
+    InvalidTurnsError
+        A message's body is not in the table.
+    """
+    told = _Bodies()
+    for piece in pieces:
+        if piece.column_names[: len(TURNS_DELTA)] == TURNS_DELTA.names:
+            raise FormatError("turns in delta form have no form in JSON lines")
+        for start in range(0, len(piece), _BATCH):
+            part = piece.slice(start, _BATCH)
+            for k, row in enumerate(part.to_pylist()):
+                if schema is TURNS:
+                    text = _turn(row, told, part, k)
+                else:
+                    text = _dump(row)
+                file.write(f"{text}\n".encode())
+
+
+class _Message(TypedDict):
+    key: bytes
+    role: str
+    body: str | None
+
+
+def _turn(row: dict[str, Any], told: "_Bodies", part: pa.Table, k: int) -> str:
+    plain = {
+        name: value
+        for name, value in row.items()
+        if name not in _MESSAGES
+        and (value is not None or name in _WRITTEN_NULL or name not in TURNS.names)
+    }
+    text = _dump(plain)
+    told.begin(row["session_id"])
+    messages: list[_Message] | None = row["messages"]
+    response: _Message | None = row["response"]
+    # bodies are JSON already, however deep
+    if messages is not None:
+        bodies = ",".join(told.body(message, part, k) for message in messages)
+        text = f'{text[:-1]},"prompt_messages":[{bodies}]}}'
+    if response is not None:
+        text = f'{text[:-1]},"response_message":{told.body(response, part, k)}}}'
+    return text
+
+
+class _Bodies:
+    """The body that each key of the present session was last shown with."""
+
+    def __init__(self) -> None:
+        self._session: object = None
+        self._by_key: dict[bytes, str] = {}
+
+    def begin(self, session: object) -> None:
+        if session != self._session:
+            self._session, self._by_key = session, {}
+
+    def body(self, message: _Message, part: pa.Table, k: int) -> str:
+        key, body = message["key"], message["body"]
+        if body is not None:
+            self._by_key[key] = body
+            return body
+        known = self._by_key.get(key)
+        if known is None:
+            raise InvalidTurnsError(
+                f"{place(part, k)}: a {message['role']} message has no body, here or "
+                "earlier in the session: JSON lines hold messages in full"
+            )
+        return known
+
+
+def _dump(row: Record) -> str:
+    try:
+        return _text(row)
+    except (TypeError, ValueError):
+        for name, value in row.items():
+            try:
+                _text(value)
+            except (TypeError, ValueError) as error:
+                raise FormatError(
+                    f"column {name!r} has no form in JSON lines: {error}. Write Parquet "
+                    "or Arrow IPC, or leave the column out"
+                ) from None
+        raise
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, default=_say, allow_nan=False)
+
+
+def _say(value: object) -> object:
+    if isinstance(value, date):  # a datetime is one
+        return value.isoformat()
+    if isinstance(value, bytes):
+        return {_BYTES: b64encode(value).decode()}
+    raise TypeError(f"{type(value).__name__} {value!r}")
+
+
+def _restored(value: Any) -> Any:
+    """The value with its bytes as `_say` wrote them."""
+    if isinstance(value, list):
+        return [_restored(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {_BYTES} and isinstance(value[_BYTES], str):
+        return b64decode(value[_BYTES])
+    return {
+        name: one if name in _CHAT else _restored(one) for name, one in value.items()
+    }

@@ -1,0 +1,261 @@
+"""What each prompt token of a session's calls renders, from the optional columns.
+
+`trajkit.schema.ATTRIBUTION` says what the columns mean. A call is read when it is asked
+for; nothing here runs per token in Python.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trajkit._arrow import lazy_compute as pc
+from trajkit._arrow.canonical import canonical
+from trajkit.schema import ATTRIBUTION, KEY_BYTES
+from trajkit.turns.calls import Calls
+
+Ints: TypeAlias = npt.NDArray[np.int32]
+Bools: TypeAlias = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """The chat messages of one request, and the keys of all of them end to end."""
+
+    keys: bytes
+    roles: list[str]
+
+    def __len__(self) -> int:
+        return len(self.roles)
+
+    def key(self, i: int) -> bytes:
+        return self.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES]
+
+    def continues(self, other: "Messages") -> bool:
+        """Whether it begins with all messages of the other request."""
+        return self.keys.startswith(other.keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """What the prompt tokens of one call render."""
+
+    # which message of the request; negative: none
+    message: Ints
+    is_content: Bools
+    # the number of the first message that ``message`` counts from
+    first: int
+    # of the messages from ``first``; None: join them from the bodies
+    names: list[str | None] | None
+
+
+class SessionCalls:
+    """The calls of one session, with their attribution.
+
+    Parameters
+    ----------
+    calls : Calls
+        Of this session alone.
+    """
+
+    def __init__(self, calls: Calls) -> None:
+        self.table = canonical(calls.table, ATTRIBUTION).combine_chunks()
+        self.turn_index = calls.turn_index
+        self.base = calls.calls["base"]
+        self.shared = calls.calls["own_start"]
+        self.is_delta = calls.is_delta
+        self.n_prompt = calls.calls["prompt_len"]
+        self.n_held = calls.held
+        self._prompts: dict[int, Ints] = {}
+        self._messages: dict[int, Messages | None] = {}
+
+    def __len__(self) -> int:
+        return len(self.turn_index)
+
+    def output(self, call: int) -> Ints:
+        return self._ids("output_ids", call)
+
+    def prompt(self, call: int) -> Ints:
+        """What the engine consumed, in full also in delta form."""
+        if not self.is_delta:
+            return self._ids("prompt_ids", call)
+        if call not in self._prompts:
+            suffix = self._ids("suffix_ids", call)
+            n = int(self.shared[call])
+            if n:
+                suffix = np.concatenate([self.held(int(self.base[call]))[:n], suffix])
+            self._prompts[call] = suffix
+        return self._prompts[call]
+
+    def held(self, call: int) -> Ints:
+        """Prompt, then output."""
+        return np.concatenate([self.prompt(call), self.output(call)])
+
+    def messages(self, call: int) -> Messages | None:
+        """The messages of the request; None where they are unknown, or none."""
+        if call not in self._messages:
+            self._messages[call] = self._read_messages(call)
+        return self._messages[call]
+
+    def _read_messages(self, call: int) -> Messages | None:
+        own = self._list("suffix_messages" if self.is_delta else "messages", call)
+        if own is None:
+            return None
+        keys = b"".join(pc.struct_field(own, "key").to_pylist())
+        roles = pc.struct_field(own, "role").to_pylist()
+        n = 0
+        if self.is_delta:
+            n = self.table.column("shared_messages")[call].as_py() or 0
+        if n:
+            # a request without messages is shared by its reply alone
+            base = self.messages(int(self.base[call])) or Messages(b"", [])
+            reply = self.table.column("response")[int(self.base[call])].as_py()
+            keys = (base.keys + (reply["key"] if reply else b""))[
+                : n * KEY_BYTES
+            ] + keys
+            roles = [*base.roles, *([reply["role"]] if reply else [])][:n] + roles
+        return Messages(keys, roles) if roles else None
+
+    @cached_property
+    def replies(self) -> dict[bytes, int]:
+        """The keys of the replies that were recorded, and the first call of each."""
+        keys = pc.struct_field(self._column("response"), "key").to_pylist()
+        found: dict[bytes, int] = {}
+        for call, key in enumerate(keys):
+            if key is not None:
+                found.setdefault(key, call)
+        return found
+
+    @cached_property
+    def bodies(self) -> dict[bytes, str]:
+        """The body of each message of the session, by key."""
+        shown = self._column("suffix_messages" if self.is_delta else "messages")
+        found: dict[bytes, str] = {}
+        for pieces in (shown.flatten(), self._column("response")):
+            there = pc.struct_field(pieces, "body").is_valid()
+            pieces = pieces.filter(there)
+            keys = pc.struct_field(pieces, "key").to_pylist()
+            bodies = pc.struct_field(pieces, "body").to_pylist()
+            for key, body in zip(keys, bodies, strict=True):
+                found.setdefault(key, body)
+        return found
+
+    def rendered(self, call: int) -> Rendered | None:
+        """What the prompt's tokens render, None where no message index is known.
+
+        A flag or a name that is missing is made up for by what selects nothing: `gaps`
+        says what is missing.
+        """
+        n = int(self.n_prompt[call])
+        message = self._list("prompt_message_index", call)
+        if message is None or len(message) != n:
+            return None
+        message = message.fill_null(-1).to_numpy()
+        flags = self._list("prompt_is_content", call)
+        if flags is None or len(flags) != n:
+            is_content = np.zeros(n, np.bool_)
+        else:
+            is_content = np.asarray(flags.fill_null(False))
+        names = self._names(call)
+        first = 0
+        messages = self.messages(call)
+        if names is not None and messages is not None:
+            first = max(len(messages) - len(names), 0)
+        return Rendered(message, is_content, first, names)
+
+    def gaps(self, call: int) -> tuple[str | None, str | None]:
+        """What is missing or short, in words: of indices or names, and of flags."""
+        n = int(self.n_prompt[call])
+        flags = self._length_fault("prompt_is_content", call, n)
+        fault = self._length_fault("prompt_message_index", call, n)
+        if fault is not None:
+            return fault, flags
+        highest = pc.max(self._list("prompt_message_index", call)).as_py()
+        highest = -1 if highest is None else highest
+        names, messages = self._names(call), self.messages(call)
+        if names is None and messages is None:
+            return "message_tool_names is null, and there are no messages", flags
+        n_messages = len(messages or names or [])
+        if names is not None and len(names) > n_messages:
+            return f"{len(names)} message_tool_names for {n_messages} messages", flags
+        n_known = len(names) if names is not None else n_messages
+        if highest >= n_known:
+            what = "messages" if names is None else "message_tool_names"
+            return f"prompt_message_index {highest} of {n_known} {what}", flags
+        return None, flags
+
+    def _length_fault(self, name: str, call: int, n: int) -> str | None:
+        values = self._list(name, call)
+        if values is None:
+            return f"{name} is null"
+        if len(values) != n:
+            return f"{len(values)} values of {name} for {n} prompt ids"
+        return None
+
+    def _names(self, call: int) -> list[str | None] | None:
+        names = self._list("message_tool_names", call)
+        return None if names is None else names.to_pylist()
+
+    def _ids(self, name: str, call: int) -> Ints:
+        ids: Ints = self._list(name, call).to_numpy()
+        return ids
+
+    def _list(self, name: str, call: int) -> pa.Array:
+        """The elements of one list, None where it is null."""
+        return self._column(name)[call].values
+
+    def _column(self, name: str) -> pa.Array:
+        column = self.table.column(name)
+        return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """The tool call that a message answers, as far as it is known."""
+
+    call_id: str | None
+    name: str | None
+
+
+class ToolCalls:
+    """Which tool call a message answers, by its body and those before it."""
+
+    def __init__(self, calls: SessionCalls) -> None:
+        self._calls = calls
+        self._parsed: dict[bytes, dict[str, object]] = {}
+
+    def answered(self, messages: Messages, i: int) -> Called:
+        """Of message i: the name that it states, else that of the nearest call of its
+        id before it."""
+        said = self._body(messages.key(i))
+        call_id, name = said.get("tool_call_id"), said.get("name")
+        known_id = call_id if isinstance(call_id, str) else None
+        if isinstance(name, str) and name:
+            return Called(known_id, name)
+        if known_id is not None:
+            for before in range(i - 1, -1, -1):
+                if messages.roles[before] == "assistant":
+                    found = _called(self._body(messages.key(before)), known_id)
+                    if found is not None:
+                        return Called(known_id, found)
+        return Called(known_id, None)
+
+    def _body(self, key: bytes) -> dict[str, object]:
+        if key not in self._parsed:
+            self._parsed[key] = json.loads(self._calls.bodies.get(key, "{}"))
+        return self._parsed[key]
+
+
+def _called(said: dict[str, object], call_id: str) -> str | None:
+    """The function that an assistant's message calls under this id."""
+    tool_calls = said.get("tool_calls")
+    for tool_call in tool_calls if isinstance(tool_calls, list) else []:
+        if isinstance(tool_call, dict) and tool_call.get("id") == call_id:
+            function = tool_call.get("function")
+            name = function.get("name") if isinstance(function, dict) else None
+            return name if isinstance(name, str) else None
+    return None

@@ -1,0 +1,90 @@
+"""prime-rl's first rule for training on tool outputs, as it is."""
+
+import numpy as np
+
+from trajkit.errors import InvalidTurnsError
+from trajkit.observations.attribution import Bools, SessionCalls
+from trajkit.observations.observed_rows import (
+    Observed,
+    ObservedRow,
+    Selection,
+    Weights,
+    factor,
+)
+
+
+def prime(
+    calls: SessionCalls,
+    rows: list[ObservedRow],
+    selection: Selection,
+    place: str,
+    parents: list[int | None],
+) -> tuple[list[Weights], Observed]:
+    """The weights of each row of a session.
+
+    Along the calls of a row, each call's own attribution speaks of the part of its
+    prompt that lies beyond the prompt and output of the call before.
+
+    Parameters
+    ----------
+    parents : list of int or None
+        The turn_index of the call that each call extends.
+
+    References
+    ----------
+    Spec, prime-rl 2.1 (5, 6) and 3.1.
+    """
+    at = {int(turn): call for call, turn in enumerate(calls.turn_index)}
+    parent = [None if turn is None else at[turn] for turn in parents]
+    count = Observed()
+    for call in range(len(calls)):
+        fault = prime_fault(calls, call)
+        if fault is not None:
+            if selection.missing == "raise":
+                raise InvalidTurnsError(
+                    f"{place}, turn {calls.turn_index[call]}: {fault}"
+                )
+            count.turns_skipped += 1
+    leaves = set(range(len(calls))).difference(p for p in parent if p is not None)
+    weights: list[Weights] = []
+    for row in rows:
+        last = row.last_call(calls, leaves)
+        mask = np.zeros(int(calls.n_held[last]), np.bool_)
+        here: int | None = last
+        while here is not None:
+            before = parent[here]
+            start = 0 if before is None else int(calls.n_held[before])
+            stop = int(calls.n_prompt[here])
+            mask[start:stop] = _own_mask(calls, here, selection)[start:]
+            here = before
+        alpha = selection.roles["tool"] * factor(
+            selection.normalization, len(mask), int(mask.sum()), row.trained
+        )
+        mask = mask[: len(row.ids)]
+        weights.append(np.where(mask, np.float32(alpha), np.float32(0)))
+        count.tokens_observed += int(mask.sum())
+    return weights, count
+
+
+def prime_fault(calls: SessionCalls, call: int) -> str | None:
+    """What a call lacks for this rule, which never asks the messages for a name."""
+    fault, flags = calls.gaps(call)
+    rendered = calls.rendered(call)
+    if rendered is not None and rendered.names is None:
+        return "message_tool_names is null"
+    return fault or flags
+
+
+def _own_mask(calls: SessionCalls, call: int, selection: Selection) -> Bools:
+    """The prompt tokens that the call's attribution selects."""
+    rendered = calls.rendered(call)
+    if rendered is None or not rendered.names:
+        return np.zeros(int(calls.n_prompt[call]), np.bool_)
+    tools = selection.tools
+    taken = np.array(
+        [n is not None and (tools is None or n in tools) for n in rendered.names]
+    )
+    message = rendered.message
+    known = (message >= 0) & (message < len(taken)) & rendered.is_content
+    mask: Bools = known & taken[np.where(known, message, 0)]
+    return mask

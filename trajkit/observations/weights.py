@@ -1,0 +1,291 @@
+"""Training on what the model was shown: a weight per token, beside the loss mask."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Literal, TypeAlias, overload
+
+import numpy as np
+import pyarrow as pa
+
+from trajkit._arguments import check_choice
+from trajkit._arrow.canonical import TableLike, as_table, canonical
+from trajkit._streams.lockstep import (
+    Source,
+    Stream,
+    is_stream,
+    over_sessions,
+    pairs_over_sessions,
+)
+from trajkit.errors import PolicyError
+from trajkit.observations.attribution import SessionCalls
+from trajkit.observations.echo import echo
+from trajkit.observations.observed_rows import (
+    Missing,
+    Normalization,
+    Observed,
+    Selection,
+    observed_rows,
+)
+from trajkit.observations.prime_rl import prime
+from trajkit.pipeline.links import link
+from trajkit.schema import OBSERVATIONS, ROWS
+from trajkit.turns.calls import read_calls
+from trajkit.turns.records import as_turns
+from trajkit.turns.session_metadata import SessionFacts, errored, session_facts
+
+Names: TypeAlias = Collection[str] | Mapping[str, float]
+"""Names, each at the common alpha, or each with its own."""
+
+Rule: TypeAlias = Literal["echo", "prime"]
+
+
+@overload
+def observation_weights(
+    turns: Stream | pa.RecordBatchReader,
+    rows: Source,
+    *,
+    rule: Rule = ...,
+    roles: Names | None = ...,
+    tool_names: Names | None = ...,
+    alpha: float = ...,
+    normalization: Normalization = ...,
+    missing: Missing = ...,
+    sessions: TableLike | None = ...,
+    report: Literal[False] = ...,
+) -> Stream: ...
+@overload
+def observation_weights(
+    turns: Stream | pa.RecordBatchReader,
+    rows: Source,
+    *,
+    rule: Rule = ...,
+    roles: Names | None = ...,
+    tool_names: Names | None = ...,
+    alpha: float = ...,
+    normalization: Normalization = ...,
+    missing: Missing = ...,
+    sessions: TableLike | None = ...,
+    report: Literal[True],
+) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]: ...
+@overload
+def observation_weights(
+    turns: TableLike,
+    rows: TableLike,
+    *,
+    rule: Rule = ...,
+    roles: Names | None = ...,
+    tool_names: Names | None = ...,
+    alpha: float = ...,
+    normalization: Normalization = ...,
+    missing: Missing = ...,
+    sessions: TableLike | None = ...,
+    report: Literal[False] = ...,
+) -> pa.Table: ...
+@overload
+def observation_weights(
+    turns: TableLike,
+    rows: TableLike,
+    *,
+    rule: Rule = ...,
+    roles: Names | None = ...,
+    tool_names: Names | None = ...,
+    alpha: float = ...,
+    normalization: Normalization = ...,
+    missing: Missing = ...,
+    sessions: TableLike | None = ...,
+    report: Literal[True],
+) -> tuple[pa.Table, pa.Table]: ...
+def observation_weights(
+    turns: Source,
+    rows: Source,
+    *,
+    rule: Rule = "echo",
+    roles: Names | None = None,
+    tool_names: Names | None = None,
+    alpha: float = 1.0,
+    normalization: Normalization = "flat",
+    missing: Missing = "raise",
+    sessions: TableLike | None = None,
+    report: bool = False,
+) -> object:
+    """The rows with a weight for every token that was shown and is to be learned.
+
+    The loss mask stays as it is. Under ``rule="echo"`` a token has a weight when it is
+    content of a message of a selected role or tool; an assistant's message stands
+    between that message and the request that its conversation began with (so messages
+    tell it, or, without them, the prompt of that request; drift in the reply does not
+    matter); no model sampled it; and no earlier row of the session weighs it.
+
+    A message that comes back in another row is known by its key, its number among equal
+    messages of the request, and its tool_call_id or, without one, the reply that it
+    follows. Without messages it is known by tool name, content ids and number.
+
+    Parameters
+    ----------
+    turns : table, or iterator of record batches
+        `trajkit.schema.TURNS` in full or delta form, with the columns
+        `trajkit.schema.ATTRIBUTION`. An iterator (or a RecordBatchReader) is read as
+        the result is, and may hold a session in several batches that follow each other.
+    rows : table, or iterator of record batches
+        `trajkit.schema.ROWS`, made of these turns; of a session that is in it, all. An
+        iterator is read side by side with that of ``turns``: sessions in the same
+        order.
+    rule : {"echo", "prime"}
+        "prime" is prime-rl's first rule, quirks included: by tool name alone (an empty
+        list means all; a tool without a name is not weighed), in each row anew, also in
+        the first prompt and in rollouts that failed. It follows the token route, so it
+        is meant for rows of policy ``strict``.
+    roles : names, or mapping of name to alpha, optional
+        Whose messages. None: ``("tool",)``. Without messages in ``turns`` a message is
+        known to be a tool's by its name, and no other role is known. Not with "prime".
+    tool_names : names, or mapping of name to alpha, optional
+        Which tools. None: all, those without a name among them.
+    alpha : float, at least 0
+        The weight where neither ``tool_names`` nor ``roles`` states one, in that order.
+    normalization : {"flat", "all_tokens", "sft_tokens", "ratio"}
+        Multiplies alpha by 1, ``1 / T``, ``1 / S`` or ``R / S``, where T counts the
+        tokens of the rollout (shared prefixes once), S the observed and R the trained
+        ones, all before ``max_row_tokens`` cut the rows. Under "prime" T, S and R are
+        those of the row.
+    missing : {"raise", "skip", "whole"}
+        What a turn does whose attribution is missing or short. "skip": the turn
+        attributes nothing and is counted; what another turn with the same prefix
+        attributes stands. "whole": where only the content flags are missing, whole
+        messages are taken, the scaffold of the template with them; else as "skip".
+        Under "prime", "skip" is the peer's own way.
+    sessions : table, optional
+        `trajkit.schema.SESSIONS`: a rollout with an error is not weighed under "echo".
+    report : bool
+        Return what was weighed, repeated and missed as well.
+
+    Returns
+    -------
+    rows : Table
+        With the column ``observation_weight`` (large_list<float32>), as long as
+        ``input_ids``; 0 where nothing is learned.
+    report : Table, if asked for
+        `trajkit.schema.OBSERVATIONS`, one row per session of ``turns``.
+
+        For iterators: an iterator of record batches of rows, or of pairs of them.
+
+    Raises
+    ------
+    PolicyError
+        A choice does not exist: an empty list of names among them, but for "prime".
+    InvalidTurnsError
+        ``missing="raise"`` and a turn lacks attribution; a row is not of these turns.
+
+    References
+    ----------
+    Spec, prime-rl 3 (selection) and 4 (T, S, R).
+    """
+    selection = _selection(rule, roles, tool_names, alpha, normalization, missing)
+    facts = session_facts(None, sessions)
+
+    def one(turns: pa.Table, rows: pa.Table) -> tuple[pa.Table, pa.Table]:
+        return _observed(turns, rows, rule, selection, facts)
+
+    sources = ("turns", turns), ("rows", rows)
+    if not report:
+        return over_sessions(lambda *tables: one(*tables)[0], *sources)
+    if is_stream(turns) or is_stream(rows):
+        return pairs_over_sessions(one, *sources)
+    return one(as_turns(turns), as_table(rows))
+
+
+def _observed(
+    turns: pa.Table,
+    rows: pa.Table,
+    rule: Rule,
+    selection: Selection,
+    facts: SessionFacts,
+) -> tuple[pa.Table, pa.Table]:
+    """The rows with their weights, and the report of the sessions."""
+    calls = read_calls(turns)
+    failed = errored(facts.of(calls.session_ids))
+    table = canonical(rows, ROWS)
+    by_session, offsets = observed_rows(table, calls.session_ids)
+    weights = np.zeros(int(offsets[-1]), np.float32)
+    parents = None
+    if rule == "prime":
+        parents = link(calls.table, parent_by="tokens").column("parent")
+    counts = []
+    for s in range(calls.n_sessions):
+        ours = by_session.get(s, [])
+        if not ours or (failed[s] and rule == "echo"):
+            counts.append(Observed())
+            continue
+        session = SessionCalls(calls.sessions(s, s + 1))
+        place = f"session {calls.session_ids[s].as_py()!r}"
+        if parents is None:
+            each, count = echo(session, ours, selection, place)
+        else:
+            lo, hi = calls.session_offsets[s : s + 2]
+            mine = parents.slice(lo, hi - lo).to_pylist()
+            each, count = prime(session, ours, selection, place, mine)
+        counts.append(count)
+        for row, values in zip(ours, each, strict=True):
+            weights[offsets[row.number] : offsets[row.number] + len(values)] = values
+    column = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(weights))
+    if "observation_weight" in table.column_names:
+        table = table.drop_columns("observation_weight")
+    table = table.append_column("observation_weight", column)
+    lines = [
+        calls.session_ids,
+        *(
+            pa.array([getattr(count, name) for count in counts], type_)
+            for name, type_ in zip(
+                OBSERVATIONS.names[1:], OBSERVATIONS.types[1:], strict=True
+            )
+        ),
+    ]
+    return table, pa.Table.from_arrays(lines, schema=OBSERVATIONS)
+
+
+def _selection(
+    rule: Rule,
+    roles: Names | None,
+    tool_names: Names | None,
+    alpha: float,
+    normalization: Normalization,
+    missing: Missing,
+) -> Selection:
+    check_choice("rule", rule, Rule)
+    check_choice("normalization", normalization, Normalization)
+    check_choice("missing", missing, Missing)
+    _check_alpha("alpha", alpha)
+    if rule == "prime":
+        if roles is not None:
+            raise PolicyError(f"roles={roles!r}: rule 'prime' goes by tool name alone")
+        if isinstance(tool_names, Mapping):
+            raise PolicyError("tool_names is a mapping: rule 'prime' has one alpha")
+        if missing == "whole":
+            raise PolicyError("missing='whole': rule 'prime' knows raise and skip")
+    by_role = {"tool": alpha} if roles is None else _alphas("roles", roles, alpha)
+    by_tool = None
+    if tool_names is not None and not (rule == "prime" and not tool_names):
+        if "tool" not in by_role:
+            raise PolicyError(
+                f"tool_names={tool_names!r}: roles {sorted(by_role)} select no tool"
+            )
+        by_tool = _alphas("tool_names", tool_names, by_role["tool"])
+    return Selection(by_role, by_tool, normalization, missing)
+
+
+def _alphas(what: str, names: Names, alpha: float) -> dict[str, float]:
+    several = isinstance(names, Iterable) and not isinstance(names, str)
+    if not several or not all(isinstance(name, str) for name in names):
+        raise PolicyError(f"{what}={names!r}: expected several names, or a mapping")
+    if not names:
+        raise PolicyError(f"{what} is empty: it would select nothing")
+    if not isinstance(names, Mapping):
+        return dict.fromkeys(names, alpha)
+    for name, value in names.items():
+        _check_alpha(f"{what}[{name!r}]", value)
+    return dict(names)
+
+
+def _check_alpha(what: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+        raise PolicyError(f"{what}={value!r}: expected a number")
+    if not (np.isfinite(value) and value >= 0):
+        raise PolicyError(f"{what}={value}: expected a finite number, 0 or more")

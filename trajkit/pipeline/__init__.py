@@ -1,0 +1,1 @@
+"""From turns to rows: links, plan, fill."""

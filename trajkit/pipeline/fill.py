@@ -1,0 +1,201 @@
+"""The per-token columns of planned rows, and with them the ``rows`` table."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trajkit import _core
+from trajkit._arrow.buffers import pooled
+from trajkit._arrow.categories import names_of
+from trajkit._arrow.export import Array, Column, record_batch
+from trajkit.pipeline.plan import Plan, Planned
+from trajkit.pipeline.row_scalars import row_facts, turn_lists
+from trajkit.pipeline.weight_versions import row_versions
+from trajkit.policies import Policy
+from trajkit.schema import ROWS, ROWS_SUFFIX, SPAN, SPAN_KINDS
+from trajkit.turns.calls import Calls, Ints, Longs, Records
+from trajkit.turns.prefix_forest import Forest
+
+# Tokens of a batch of several rows. Arrow's pool keeps buffers of up to 16 MB when they are
+# freed, so that the next batch goes to pages that are there; and memory is bounded by this
+# where rows repeat their whole context.
+BATCH_TOKENS = 1 << 22
+
+# A batch of so many tokens is larger than the caches of a core: it is written past them.
+UNCACHED_TOKENS = 1 << 20
+
+
+def row_batches(
+    calls: Calls,
+    forest: Forest,
+    links: Records,
+    policy: Policy,
+    max_tokens: int,
+    plan: Plan,
+    facts: pa.RecordBatch,
+    *,
+    suffix: bool = False,
+) -> Iterator[tuple[Records, pa.RecordBatch]]:
+    """`trajkit.schema.ROWS` of a plan, or ``ROWS_SUFFIX``, each batch when it is asked for.
+
+    With each batch come the rows of the plan that it has. ``facts`` are of the same
+    sessions. ``stored`` of the rows is set at once: where what is written of each starts.
+    """
+    rows = plan.rows
+    rows["stored"] = np.minimum(rows["shared"], rows["stored"]) if suffix else 0
+    sizes = rows["n_tokens"] - rows["stored"]
+    known = row_facts(calls, links, policy, rows, facts)
+
+    def batch(lo: int, hi: int) -> pa.RecordBatch:
+        write = partial(
+            _core.fill_rows,
+            calls.calls,
+            forest.nodes,
+            forest.ends,
+            links,
+            plan.owners,
+            calls.turn_index,
+            np.empty(len(forest.nodes), np.int32),
+            policy.keep_prefix,
+            policy.train_in == "every",
+            policy.missing_logprobs == "untrain",
+            max_tokens,
+            int(sizes[lo:hi].sum()) >= UNCACHED_TOKENS,
+        )
+        lists = _Lists.written(rows[lo:hi], write, policy)
+        columns = known.columns(lo, hi) | lists.of_turns(calls, links, rows[lo:hi])
+        return lists.beside(columns, ROWS_SUFFIX if suffix else ROWS)
+
+    return ((rows[lo:hi], batch(lo, hi)) for lo, hi in _cuts(sizes))
+
+
+def _cuts(sizes: Longs) -> Iterator[tuple[int, int]]:
+    """Runs of rows that hold `BATCH_TOKENS` tokens, or one row; one run at least."""
+    ends, lo = np.append(0, np.cumsum(sizes)), 0
+    while True:
+        hi = int(np.searchsorted(ends, ends[lo] + BATCH_TOKENS, side="right")) - 1
+        hi = min(max(hi, lo + 1), len(sizes))
+        yield lo, hi
+        if hi == len(sizes):
+            return
+        lo = hi
+
+
+def batch_of(
+    calls: Calls,
+    links: Records,
+    policy: Policy,
+    plan: Planned,
+    facts: pa.RecordBatch,
+    write: Callable[..., int],
+    written: Callable[[Longs, Ints], None],
+) -> pa.RecordBatch:
+    """`trajkit.schema.ROWS` of a plan whose rows share what is known once they are written.
+
+    ``write`` takes the rows and their columns as the last nine arguments of
+    ``_core.fill_rows``, fills them, and returns how many logprobs the engine did not
+    give. ``written`` then gets the offsets of the rows and their tokens, and completes
+    ``parent_row`` and ``shared`` of the rows.
+    """
+    rows = plan.rows
+    rows["stored"] = 0
+    lists = _Lists.written(rows, write, policy)
+    written(lists.offsets, lists.input_ids)
+    known = row_facts(calls, links, policy, rows, facts).columns(0, len(rows))
+    return lists.beside(known | lists.of_turns(calls, links, rows), ROWS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lists:
+    """The columns of some rows that hold lists."""
+
+    # shape (n_rows + 1,)
+    offsets: Longs
+    # shape (n_tokens,)
+    input_ids: Ints
+    logprobs: npt.NDArray[np.float32]
+    # bitmaps
+    loss_mask: npt.NDArray[np.uint8]
+    given: npt.NDArray[np.uint8]
+    # shape (n_rows + 1,)
+    span_offsets: Longs
+    # shape (5, n_spans)
+    spans: Ints
+    # shape (n_spans,)
+    kinds: npt.NDArray[np.int8]
+
+    @classmethod
+    def written(cls, rows: Records, write: Callable[..., int], policy: Policy) -> Self:
+        """What ``write``, see `batch_of`, makes of the rows."""
+        offsets = _offsets(rows["n_tokens"] - rows["stored"])
+        span_offsets = _offsets(rows["n_spans"])
+        n_tokens, n_spans = int(offsets[-1]), int(span_offsets[-1])
+        n_bytes = (n_tokens + 7) // 8
+        input_ids, logprobs = pooled(n_tokens, np.int32), pooled(n_tokens, np.float32)
+        loss_mask, valid = pooled(n_bytes, np.uint8), pooled(n_bytes, np.uint8)
+        spans = np.empty((len(SPAN) - 1, n_spans), np.int32)
+        kinds = np.empty(n_spans, np.int8)
+        missing = write(
+            rows,
+            offsets,
+            span_offsets,
+            input_ids,
+            loss_mask,
+            logprobs,
+            valid,
+            spans,
+            kinds,
+        )
+        if missing and policy.missing_logprobs == "null_row":
+            _core.drop_partial_logprobs(offsets, loss_mask, logprobs, valid)
+        # where the engine gave every logprob, what is valid is what is trained
+        given = valid if missing else loss_mask
+        return cls(
+            offsets, input_ids, logprobs, loss_mask, given, span_offsets, spans, kinds
+        )
+
+    def of_turns(
+        self, calls: Calls, links: Records, rows: Records
+    ) -> dict[str, Column | pa.Array]:
+        """What the rows say of their turns, by column."""
+        return {
+            "turns": turn_lists(calls, links, rows),
+            "weight_versions": row_versions(calls, rows, self.span_offsets, self.spans),
+        }
+
+    def beside(
+        self, columns: Mapping[str, Column | pa.Array], schema: pa.Schema
+    ) -> pa.RecordBatch:
+        """One batch with the columns that hold no lists."""
+        n_rows, n_spans = len(self.offsets) - 1, len(self.kinds)
+
+        def per_token(valid: Array | None, values: Array) -> Column:
+            nulls = 0 if valid is None else -1
+            child = Column(len(self.input_ids), (valid, values), nulls)
+            return Column(n_rows, (None, self.offsets), children=(child,))
+
+        kinds = Column(n_spans, (None, self.kinds), dictionary=names_of(SPAN_KINDS))
+        parts = *(Column(n_spans, (None, part)) for part in self.spans), kinds
+        span = Column(n_spans, (None,), children=parts)
+        ids = per_token(None, self.input_ids)
+        masks = per_token(None, self.loss_mask)
+        logprobs = per_token(self.given, self.logprobs)
+        every = {
+            **columns,
+            **dict.fromkeys(("input_ids", "suffix_ids"), ids),
+            **dict.fromkeys(("loss_mask", "suffix_mask"), masks),
+            **dict.fromkeys(("logprobs", "suffix_logprobs"), logprobs),
+            "spans": Column(n_rows, (None, self.span_offsets), children=(span,)),
+        }
+        return record_batch(schema, n_rows, [every[name] for name in schema.names])
+
+
+def _offsets(sizes: Records) -> Longs:
+    offsets = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    return offsets

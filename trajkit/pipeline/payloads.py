@@ -1,0 +1,356 @@
+"""Per-token columns of turns that a caller carries into rows, in lockstep with the ids."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Self
+
+import numpy as np
+import pyarrow as pa
+
+from trajkit._arrow.canonical import is_list, list_parts
+from trajkit._arrow.take import picked_column
+from trajkit.errors import InvalidTurnsError, SchemaError
+from trajkit.pipeline.weight_versions import token_versions
+from trajkit.schema import ROWS, TURNS
+from trajkit.turns.calls import Calls, Longs, Records
+from trajkit.turns.flat_buffers import offsets_of, positions
+from trajkit.turns.prefix_forest import Forest
+from trajkit.turns.trainability import Bools
+
+WEIGHT_VERSION = "weight_version"
+"""A payload that need not be a column of turns: the weights that sampled each token."""
+
+# What follows a payload's name in the column that gives the position of its first element.
+_START = "_start"
+
+
+@dataclass(frozen=True, slots=True)
+class Stretches:
+    """Stretches of rows that are stretches of calls' prompts and outputs; by stretch."""
+
+    row: Longs
+    # where it begins in the row
+    place: Longs
+    call: Longs
+    # where it begins in the call's prompt and output
+    first: Longs
+    length: Longs
+
+
+def payload_names(payloads: object) -> tuple[str, ...]:
+    """The names of columns that a caller wants carried.
+
+    Raises
+    ------
+    SchemaError
+        It is no sequence of names, or a name comes twice or is one of a row's own.
+    """
+    if isinstance(payloads, str) or not isinstance(payloads, Sequence):
+        raise SchemaError(f"payloads={payloads!r}: expected a sequence of column names")
+    for name in payloads:
+        if not isinstance(name, str):
+            raise SchemaError(f"payloads has {name!r}: expected column names")
+        if name in ROWS.names:
+            raise SchemaError(f"payload {name!r} is the name of a column of rows")
+        if list(payloads).count(name) > 1:
+            raise SchemaError(f"payload {name!r} is named twice")
+    return tuple(payloads)
+
+
+def rows_schema(turns: pa.Schema, names: tuple[str, ...]) -> pa.Schema:
+    """`trajkit.schema.ROWS`, and a list per payload after it.
+
+    The list of a column that no turn has is one of nulls.
+
+    Raises
+    ------
+    SchemaError
+        ``turns`` has no such column but one of a similar name, or it is not a list.
+    """
+    schema = ROWS
+    for name in names:
+        schema = schema.append(pa.field(name, pa.large_list(_element(turns, name))))
+    return schema
+
+
+def _element(turns: pa.Schema, name: str) -> pa.DataType:
+    """The type of a payload's elements."""
+    at = turns.get_field_index(name)
+    if at < 0 and name == WEIGHT_VERSION:
+        return pa.string()
+    if at < 0:
+        others = [other for other in turns.names if other not in TURNS.names]
+        close = get_close_matches(name, others, 1)
+        if close:
+            raise SchemaError(
+                f"payload {name!r} is not a column of turns: did you mean {close[0]!r}?"
+            )
+        return pa.null()
+    type_ = turns.field(at).type
+    if isinstance(type_, pa.FixedShapeTensorType):
+        if type_.permutation not in (None, list(range(len(type_.shape)))):
+            raise SchemaError(f"payload {name!r} is {type_}: expected it not permuted")
+        element = type_.value_type
+        for size in reversed(type_.shape[1:]):
+            element = pa.list_(element, size)
+        return element
+    if pa.types.is_null(type_):
+        return type_
+    if not is_list(type_):
+        raise SchemaError(
+            f"payload {name!r} is {type_}: expected a list with an element per token"
+        )
+    return type_.value_type
+
+
+def _column(calls: Calls, name: str) -> list[pa.Array]:
+    """The chunks of a payload, `WEIGHT_VERSION` made of weight_versions."""
+    if name in calls.table.column_names:
+        chunks: list[pa.Array] = calls.table.column(name).chunks
+        return chunks
+    return [token_versions(calls)]
+
+
+def _as_lists(tensors: pa.FixedShapeTensorArray, element: pa.DataType) -> pa.Array:
+    """Tensors as lists of the elements along their first axis."""
+    n = tensors.type.shape[0]
+    flat = tensors.storage.flatten()
+    for size in reversed(tensors.type.shape[1:]):
+        flat = pa.FixedSizeListArray.from_arrays(flat, size)
+    offsets = offsets_of(np.where(np.asarray(tensors.is_valid()), n, 0))
+    mask = tensors.is_null() if tensors.null_count else None
+    return pa.LargeListArray.from_arrays(
+        pa.array(offsets), flat.cast(element), mask=mask
+    )
+
+
+def with_payloads(
+    batch: pa.RecordBatch,
+    calls: Calls,
+    forest: Forest,
+    planned: Records,
+    names: tuple[str, ...],
+    shown: Stretches | None = None,
+) -> pa.RecordBatch:
+    """Rows with the payloads of their tokens.
+
+    Parameters
+    ----------
+    batch : RecordBatch
+        `trajkit.schema.ROWS`.
+    calls : Calls
+        What the rows were made of.
+    forest : Forest
+        Of the calls.
+    planned : ndarray of dtype ROW
+        The rows before they were written.
+    names : tuple of str
+        As `payload_names` gives them.
+    shown : Stretches, optional
+        The prompts of calls that a row contains, in rising precedence. None: a row is
+        its last call's prompt and output.
+
+    Raises
+    ------
+    SchemaError, InvalidTurnsError
+        As `rows_schema`; a list has a length that fits no stretch of its turn.
+    """
+    if not names:
+        return batch
+    schema = rows_schema(calls.table.schema, names)
+    if shown is None:
+        nowhere = np.zeros(len(planned), np.int64)
+        rows, last = np.arange(len(planned)), planned["last"].astype(np.int64)
+        shown = Stretches(rows, nowhere, last, nowhere, planned["n_tokens"])
+    sampled = _sampled(batch, calls, planned)
+    columns = [
+        _Lists.read(calls, name).of_rows(forest, planned, (sampled, shown))
+        for name in names
+    ]
+    return pa.RecordBatch.from_arrays([*batch.columns, *columns], schema=schema)
+
+
+def _sampled(batch: pa.RecordBatch, calls: Calls, planned: Records) -> Stretches:
+    """The stretches that the rows' spans name."""
+    spans = batch.column("spans").flatten()
+    start, stop, turn, first = (
+        spans.field(name).to_numpy().astype(np.int64)
+        for name in ("start", "stop", "turn_index", "output_start")
+    )
+    lengths = np.asarray(batch.column("spans").value_lengths(), np.int64)
+    row = np.repeat(np.arange(len(planned)), lengths)
+    call = calls.named(planned["session"][row], turn)
+    first = calls.calls["prompt_len"][call] + first
+    return Stretches(row, start, call, first, stop - start)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lists:
+    """One payload column: which stretch of each call's prompt and output it tells."""
+
+    name: str
+    # the elements of all lists, end to end
+    values: pa.Array
+    # shape (n_calls,): where a call's elements begin in values
+    start: Longs
+    # shape (n_calls,): the position in its prompt and output of the first of them
+    first: Longs
+    # shape (n_calls,)
+    length: Longs
+    # shape (n_calls,): an earlier call tells what comes before
+    partial: Bools
+
+    @classmethod
+    def read(cls, calls: Calls, name: str) -> Self:
+        """A payload column of the calls.
+
+        Raises
+        ------
+        SchemaError, InvalidTurnsError
+            As `with_payloads`.
+        """
+        element = _element(calls.table.schema, name)
+        n_calls = len(calls.calls)
+        starts, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        values = [pa.array([], element)]
+        known = 0
+        chunks: list[pa.Array] = []
+        if pa.types.is_null(element):
+            starts, lengths = [np.zeros(n_calls, np.int64)], [np.full(n_calls, -1)]
+        else:
+            chunks = _column(calls, name)
+        for chunk in chunks:
+            if isinstance(chunk.type, pa.FixedShapeTensorType):
+                chunk = _as_lists(chunk, element)
+            offsets, flat = list_parts(chunk)
+            ends = offsets.to_numpy()
+            starts.append(known + ends[:-1])
+            lengths.append(np.where(np.asarray(chunk.is_valid()), np.diff(ends), -1))
+            values.append(flat)
+            known += len(flat)
+        length = np.concatenate(lengths)
+        first, partial = _places(calls, name, length)
+        return cls(
+            name,
+            pa.concat_arrays(values),
+            np.concatenate(starts),
+            first,
+            np.maximum(length, 0),
+            partial,
+        )
+
+    def of_rows(
+        self, forest: Forest, planned: Records, known: tuple[Stretches, ...]
+    ) -> pa.LargeListArray:
+        """The payload of every token of every row, null where none is known.
+
+        What comes first in ``known`` counts. The lists of a payload that no turn has are
+        null.
+        """
+        offsets = offsets_of(planned["n_tokens"])
+        at = np.full(int(offsets[-1]), -1)
+        valid = np.asarray(self.values.is_valid())
+        for stretches in known:
+            self._lay(at, offsets, stretches, valid)
+        for stretches in known:
+            before = self._before(stretches, forest)
+            while len(before.row):
+                self._lay(at, offsets, before, valid)
+                before = self._before(before, forest)
+        taken = picked_column(self.values, pa.array(at, mask=at < 0), self.name)
+        absent = np.full(len(planned), pa.types.is_null(self.values.type))
+        return pa.LargeListArray.from_arrays(
+            pa.array(offsets), taken, mask=pa.array(absent)
+        )
+
+    def _lay(self, at: Longs, offsets: Longs, run: Stretches, valid: Bools) -> None:
+        """Note the elements of stretches where there is none yet; the last one counts."""
+        low = np.maximum(run.first, self.first[run.call])
+        stop = self.first + self.length
+        high = np.minimum(run.first + run.length, stop[run.call])
+        lengths = np.maximum(high - low, 0)
+        places = positions(offsets[run.row] + run.place + low - run.first, lengths)
+        sources = positions(self.start[run.call] + low - self.first[run.call], lengths)
+        new = valid[sources] & (at[places] < 0)
+        at[places[new]] = sources[new]
+
+    def _before(self, run: Stretches, forest: Forest) -> Stretches:
+        """What stretches lack because an earlier call was to tell it, of that call."""
+        base = forest.shared_with[run.call].astype(np.int64)
+        end = np.minimum(run.first + run.length, self.first[run.call])
+        length = np.minimum(end, forest.shared[run.call]) - run.first
+        which = self.partial[run.call] & (base >= 0) & (length > 0)
+        return Stretches(
+            run.row[which],
+            run.place[which],
+            base[which],
+            run.first[which],
+            length[which],
+        )
+
+
+def _places(calls: Calls, name: str, length: Longs) -> tuple[Longs, Bools]:
+    """The position of each list's first element, and whether it tells only what is new.
+
+    Where a length can mean several things, the other lists of the session decide.
+    """
+    prompt, held = calls.calls["prompt_len"], calls.held
+    own = calls.calls["own_start"]
+    session = calls.session_of()
+
+    def style(which: Bools) -> Bools:
+        found: Bools = (np.bincount(session, which, calls.n_sessions) > 0)[session]
+        return found
+
+    output, whole = length == calls.calls["out_len"], length == held
+    short = (length == held - 1) & (length >= 0)
+    in_delta = (own > 0) & (length >= 0)
+    new, new_short = (in_delta & (length == n) for n in (held - own, held - own - 1))
+    plain = output | whole | short
+    delta = style((new | new_short) & ~plain)
+    lacks_last = style((short & ~whole & ~output) | (new_short & ~new & ~plain))
+    meanings = [
+        whole,
+        delta & lacks_last & new_short,
+        delta & (new | (new_short & ~output)),
+        lacks_last & short,
+        output,
+        short,
+    ]
+    zero = np.zeros_like(own)
+    first = np.select(meanings, [zero, own, own, zero, prompt, zero], -1)
+    partial = ~whole & delta & (new | new_short) & (first == own)
+    first, partial = _given_starts(calls, name, length, first, partial)
+    bad = np.flatnonzero((length >= 0) & (first < 0))
+    if len(bad):
+        call = int(bad[0])
+        raise InvalidTurnsError(
+            f"{calls.place(call)}: {length[call]} of {name} for "
+            f"{calls.calls['out_len'][call]} output ids, {held[call]} with the "
+            "prompt's: expected as many as either, or one less than the latter; or "
+            f"give the position of the first one in {name}{_START}"
+        )
+    return np.maximum(first, 0), partial & (length >= 0)
+
+
+def _given_starts(
+    calls: Calls, name: str, length: Longs, first: Longs, partial: Bools
+) -> tuple[Longs, Bools]:
+    """As `_places`, where the turns give the start of their lists."""
+    if name + _START not in calls.table.column_names:
+        return first, partial
+    column = calls.table.column(name + _START)
+    if not pa.types.is_integer(column.type) and not pa.types.is_null(column.type):
+        raise SchemaError(f"{name}{_START} is {column.type}: expected integers")
+    given = column.is_valid().to_numpy()
+    starts = column.cast(pa.int64()).fill_null(0).to_numpy()
+    bad = np.flatnonzero(given & ((starts < 0) | (starts + length > calls.held)))
+    if len(bad):
+        call = int(bad[0])
+        raise InvalidTurnsError(
+            f"{calls.place(call)}: {name}{_START} is {starts[call]} and {name} has "
+            f"{max(length[call], 0)} elements: expected a position from which they fit "
+            f"into the {calls.held[call]} ids of prompt and output"
+        )
+    return np.where(given, starts, first), np.where(given, starts > 0, partial)

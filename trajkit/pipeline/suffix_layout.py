@@ -1,0 +1,276 @@
+"""Rows without the tokens that they share, and back."""
+
+from collections.abc import Callable, Iterator
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trajkit import _core
+from trajkit._arrow import lazy_compute as pc
+from trajkit._arrow.canonical import TableLike, canonical_rows, rows_schema
+from trajkit._arrow.reshape import Columns, check_free, laid_out
+from trajkit._streams.lockstep import Stream, one_batch, over_sessions
+from trajkit.schema import ROWS, ROWS_SUFFIX
+from trajkit.turns.calls import Ints, Longs
+from trajkit.turns.flat_buffers import Runs, ids_of, offsets_of, positions
+from trajkit.turns.structs import CALL
+from trajkit.turns.turn_rules import lookup, nulls, run_starts
+from trajkit.turns.validation import check_layout
+
+# Tokens of the whole rows of one part: its columns are one chunk each.
+_PART = 1 << 25
+# Tokens of whole rows that are handed on at a time.
+_PIECE = 1 << 22
+
+
+@overload
+def full_rows(rows: Stream | pa.RecordBatchReader) -> Stream: ...
+@overload
+def full_rows(rows: TableLike) -> pa.Table: ...
+def full_rows(rows: TableLike | Stream) -> pa.Table | Stream:
+    """Rows with all their tokens: the layout "full" of rows in the layout "suffix".
+
+    Parameters
+    ----------
+    rows : table, or iterator of record batches
+        `trajkit.schema.ROWS_SUFFIX`, with all rows of each session that is in it. In
+        the layout "full" already: they come back as they are. An iterator (or a
+        RecordBatchReader) is read as the result is, and may hold a session in several
+        batches that follow each other.
+
+    Returns
+    -------
+    Table
+        `trajkit.schema.ROWS`, as `trajkit.linearize` gives them; further columns behind
+        as they are. For an iterator: an iterator of record batches.
+
+    Raises
+    ------
+    SchemaError
+        A column is absent, has a type that cannot be taken for its own, or a further
+        one has the name of a column of the other layout.
+    InvalidTurnsError
+        A row's parent_row is not there or has fewer tokens than are taken from it; the
+        suffixes of a row differ in length; a session comes in pieces.
+    """
+    return _convert(rows, ROWS, _whole_columns)
+
+
+@overload
+def suffix_rows(rows: Stream | pa.RecordBatchReader) -> Stream: ...
+@overload
+def suffix_rows(rows: TableLike) -> pa.Table: ...
+def suffix_rows(rows: TableLike | Stream) -> pa.Table | Stream:
+    """Rows without the tokens that they share: the layout "suffix" of full rows.
+
+    The inverse of `full_rows`. To make rows, `trajkit.linearize` with
+    ``layout="suffix"`` is the shorter way.
+
+    Parameters
+    ----------
+    rows : table, or iterator of record batches
+        `trajkit.schema.ROWS`, with all rows of each session that is in it; else as for
+        `full_rows`.
+
+    Returns
+    -------
+    Table
+        `trajkit.schema.ROWS_SUFFIX`; further columns behind as they are. For an
+        iterator: an iterator of record batches.
+
+    Raises
+    ------
+    SchemaError, InvalidTurnsError
+        As `full_rows`.
+    """
+    return _convert(rows, ROWS_SUFFIX, _suffix_columns)
+
+
+def suffix_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """One batch of full rows in the layout "suffix"."""
+    return one_batch(suffix_rows(pa.Table.from_batches([batch])))
+
+
+def _convert(
+    rows: TableLike | Stream,
+    schema: pa.Schema,
+    columns: Callable[[pa.Table], Columns],
+) -> pa.Table | Stream:
+    def one(rows: pa.Table) -> pa.Table:
+        table = canonical_rows(rows)
+        layout = rows_schema(table.column_names)
+        if layout is schema:
+            return table
+        check_free(table, layout, schema, "layout of rows")
+        check_layout(table)
+        return laid_out(
+            table, layout, schema, [columns(part) for part in _parts(table)]
+        )
+
+    return over_sessions(one, ("rows", rows))
+
+
+def row_pieces(rows: pa.Table) -> Iterator[pa.Table]:
+    """Rows in tables that hold so many tokens, or one row; one table at least.
+
+    A table that was used is held no longer, if the caller does not hold the rows.
+    """
+    column = "suffix_ids" if "suffix_ids" in rows.column_names else "input_ids"
+    ends = offsets_of(np.asarray(pc.list_value_length(rows.column(column)), np.int64))
+    parts: list[pa.Table] = []
+    lo = 0
+    while lo < rows.num_rows or not parts:
+        hi = int(np.searchsorted(ends, ends[lo] + _PIECE, side="right")) - 1
+        hi = min(max(hi, lo + 1), rows.num_rows)
+        parts.append(rows.slice(lo, hi - lo))
+        lo = hi
+    del rows
+    parts.reverse()
+    while parts:
+        yield parts.pop()
+
+
+def full_pieces(rows: pa.Table) -> Iterator[pa.Table]:
+    """`full_rows` of suffix rows as `trajkit.linearize` gives them, some at a time.
+
+    So the whole rows of a session need not be held, however many and long they are.
+    """
+    suffixes = ids_of(rows.column("suffix_ids"))
+    start = rows.column("suffix_start").to_numpy().astype(np.int64)
+    parents = lookup(rows, "row_index", rows.column("parent_row"))[0]
+    ends = np.cumsum(start + suffixes.lengths)
+    lo = 0
+    while lo < rows.num_rows:
+        before = int(ends[lo - 1]) if lo else 0
+        hi = max(int(np.searchsorted(ends, before + _PIECE, side="right")), lo + 1)
+        part = rows.slice(lo, hi - lo)
+        ids = np.frombuffer(
+            pa.allocate_buffer(4 * int(ends[hi - 1] - before)), np.int32
+        )
+        for row in range(lo, hi):
+            target = ids[(int(ends[row - 1]) if row else 0) - before :]
+            _write_row(target, row, suffixes, start, parents)
+        made = _per_token(part, offsets_of(row_lengths(part)), ids)
+        yield laid_out(part, ROWS_SUFFIX, ROWS, [made])
+        lo = hi
+
+
+def _write_row(
+    target: Ints, row: int, suffixes: Runs, start: Longs, parents: Longs
+) -> None:
+    """The whole row's tokens, each from the last of its ancestors that has it."""
+    stop = int(start[row] + suffixes.lengths[row])
+    while stop:
+        begin, at = int(start[row]), int(suffixes.offsets[row])
+        if begin < stop:
+            target[begin:stop] = suffixes.values[at : at + stop - begin]
+            stop = begin
+        row = int(parents[row])
+
+
+def _parts(table: pa.Table) -> Iterator[pa.Table]:
+    """Whole sessions whose rows have so many tokens, or one session."""
+    starts = np.append(run_starts(table), table.num_rows)
+    ends = offsets_of(row_lengths(table))[starts]
+    s = 0
+    while s < len(starts) - 1:
+        stop = int(np.searchsorted(ends, ends[s] + _PART, side="right")) - 1
+        stop = max(stop, s + 1)
+        yield table.slice(starts[s], starts[stop] - starts[s])
+        s = stop
+
+
+def row_lengths(table: pa.Table) -> Longs:
+    """Tokens of each whole row, in either layout."""
+    suffixes = "suffix_ids" in table.column_names
+    column = table.column("suffix_ids" if suffixes else "input_ids")
+    n: Longs = np.asarray(pc.list_value_length(column), np.int64)
+    return n + table.column("suffix_start").to_numpy() if suffixes else n
+
+
+def _whole_columns(table: pa.Table) -> Columns:
+    """The columns that `ROWS` has and `ROWS_SUFFIX` has not."""
+    suffixes = ids_of(table.column("suffix_ids"))
+    start = table.column("suffix_start").to_numpy().astype(np.int64)
+    paths = np.zeros(table.num_rows, CALL)
+    paths["own"] = suffixes.values.ctypes.data + 4 * suffixes.offsets[:-1]
+    paths["own_start"] = start
+    paths["prompt_len"] = start + suffixes.lengths
+    parents = lookup(table, "row_index", table.column("parent_row"))[0]
+    paths["base"] = np.where(start > 0, parents, -1)
+    offsets = offsets_of(paths["prompt_len"])
+    n_tokens = int(offsets[-1])
+    ids = np.frombuffer(pa.allocate_buffer(4 * n_tokens), np.int32)
+    sessions = np.append(run_starts(table), table.num_rows).astype(np.int64)
+    _core.expand_prompts(paths, sessions, offsets, ids)
+    return _per_token(table, offsets, ids)
+
+
+def _per_token(table: pa.Table, offsets: Longs, ids: Ints) -> Columns:
+    """The per-token columns of `ROWS`, of suffix rows whose whole ids are known."""
+    n_tokens = int(offsets[-1])
+    start = table.column("suffix_start").to_numpy().astype(np.int64)
+    at = positions(offsets[:-1] + start, np.diff(offsets) - start)
+    mask, given = np.zeros((2, n_tokens), np.bool_)
+    logprobs = np.zeros(n_tokens, np.float32)
+    mask[at] = _marks(table.column("suffix_mask"))
+    logprobs[at] = _numbers(table.column("suffix_logprobs"))
+    given[at] = _given(table.column("suffix_logprobs"))
+    return {
+        "input_ids": _lists(offsets, pa.array(ids)),
+        "loss_mask": _lists(offsets, pa.array(mask)),
+        "logprobs": _lists(offsets, _floats(logprobs, given)),
+    }
+
+
+def _suffix_columns(table: pa.Table) -> Columns:
+    """The columns that `ROWS_SUFFIX` has and `ROWS` has not."""
+    ids = ids_of(table.column("input_ids"))
+    mask = _marks(table.column("loss_mask"))
+    # the first trained token of each row, or its end
+    trained = np.append(np.flatnonzero(mask), len(mask))
+    first = trained[np.searchsorted(trained, ids.offsets[:-1])]
+    first = np.minimum(first, ids.offsets[1:]) - ids.offsets[:-1]
+    shared = table.column("shared_length").to_numpy()
+    start = np.where(nulls(table.column("parent_row")), 0, np.minimum(shared, first))
+    n = ids.lengths - start
+    at, offsets = positions(ids.offsets[:-1] + start, n), offsets_of(n)
+    logprobs = _numbers(table.column("logprobs"))[at]
+    given = _given(table.column("logprobs"))[at]
+    return {
+        "suffix_start": pa.array(start.astype(np.int32)),
+        "suffix_ids": _lists(offsets, pa.array(ids.values[at])),
+        "suffix_mask": _lists(offsets, pa.array(mask[at])),
+        "suffix_logprobs": _lists(offsets, _floats(logprobs, given)),
+    }
+
+
+def _lists(offsets: Longs, values: pa.Array) -> pa.LargeListArray:
+    return pa.LargeListArray.from_arrays(pa.array(offsets), values)
+
+
+def _flat(column: pa.ChunkedArray) -> pa.Array:
+    parts = [chunk.flatten() for chunk in column.chunks]
+    return pa.concat_arrays([pa.array([], column.type.value_type), *parts])
+
+
+def _marks(column: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
+    return np.asarray(_flat(column).to_numpy(zero_copy_only=False))
+
+
+def _numbers(column: pa.ChunkedArray) -> npt.NDArray[np.float32]:
+    return np.asarray(_flat(column).fill_null(0.0).to_numpy())
+
+
+def _given(column: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
+    return np.asarray(_flat(column).is_valid().to_numpy(zero_copy_only=False))
+
+
+def _floats(numbers: npt.NDArray[np.float32], given: npt.NDArray[np.bool_]) -> pa.Array:
+    """Floats that are null, with 0.0 in their bytes, where none was given."""
+    valid = pa.array(given).buffers()[1]
+    return pa.Array.from_buffers(
+        pa.float32(), len(numbers), [valid, pa.py_buffer(numbers)]
+    )

@@ -1,0 +1,137 @@
+"""Further columns of turns, taken call by call."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+
+import pyarrow as pa
+
+from trajkit.errors import InvalidTurnsError
+from trajkit.schema import TURNS_DELTA
+from trajkit.turns.records import (
+    cast_values,
+    check_depth,
+    check_extra,
+    common_type,
+    one_value,
+)
+
+
+@dataclass(slots=True)
+class Column:
+    """The values of a column so far."""
+
+    type: pa.DataType = field(default_factory=pa.null)
+    # which calls gave a value, and each as an array of one
+    calls: list[int] = field(default_factory=list)
+    values: list[pa.Array] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Types:
+    """The type of each column, over all sessions of a recorder."""
+
+    known: dict[str, pa.DataType] = field(default_factory=dict)
+    lock: Lock = field(default_factory=Lock)
+
+    def add(self, name: str, type_: pa.DataType) -> None:
+        """Widen a column's type to take values of this one."""
+        if self.known.get(name) != type_:
+            with self.lock:
+                known = self.known.get(name, type_)
+                self.known[name] = common_type((known, type_))
+
+
+@dataclass(slots=True)
+class Further:
+    """Columns whose types are what `trajkit.from_records` would make of their values.
+
+    A session has every column of its recorder, so that all have the same schema.
+    """
+
+    types: Types = field(default_factory=Types)
+    columns: dict[str, Column] = field(default_factory=dict)
+
+    def read(self, given: object, call: int, where: str) -> dict[str, Column]:
+        """Columns with a call's values; nothing counts yet.
+
+        Parameters
+        ----------
+        given : mapping of name to value, or None
+        call : int
+        where : str
+            For the error: ``session 'a', turn 7: ``.
+
+        Raises
+        ------
+        InvalidTurnsError
+            A name is taken, or a value makes no Arrow column with those before it.
+        """
+        if given is None:
+            return {}
+        if not isinstance(given, Mapping):
+            raise InvalidTurnsError(
+                f"{where}payloads is of type {type(given).__name__}: expected a dict of "
+                "column names and values"
+            )
+        return {name: self._read(name, given[name], call, where) for name in given}
+
+    def _read(self, name: object, value: object, call: int, where: str) -> Column:
+        check_extra(name, f"{where}payloads has the key")
+        if not isinstance(name, str) or name in TURNS_DELTA.names:
+            raise InvalidTurnsError(
+                f"{where}payloads has the key {name!r}, which is a column of the delta "
+                "form"
+            )
+        check_depth(name, value, where)
+        known = self.columns.get(name, Column())
+        try:
+            array = one_value(value)
+            wanted = self.types.known.get(name, known.type)
+            if array.type == known.type == wanted:
+                return Column(known.type, [call], [array])
+            type_ = common_type((known.type, wanted, array.type))
+            if type_ == known.type:
+                return Column(type_, [call], [cast_values(array, type_)])
+            # a wider type than the calls before needed
+            values = [
+                *(cast_values(one, type_) for one in known.values),
+                cast_values(array, type_),
+            ]
+            return Column(type_, [*known.calls, call], values)
+        except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+            raise InvalidTurnsError(
+                f"{where}the value of {name!r} makes no Arrow column with those before "
+                f"it: {error}"
+            ) from None
+
+    def add(self, read: dict[str, Column]) -> None:
+        """Let what was read count."""
+        for name, column in read.items():
+            self.types.add(name, column.type)
+            known = self.columns.get(name)
+            if known is None or known.type != column.type:
+                self.columns[name] = column
+            else:
+                known.calls += column.calls
+                known.values += column.values
+
+    def fields(self) -> list[pa.Field]:
+        """The columns' fields, in the order in which the recorder got them."""
+        return [
+            pa.field(name, type_) for name, type_ in self.types.known.copy().items()
+        ]
+
+    def arrays(self, fields: Sequence[pa.Field], n_calls: int) -> list[pa.Array]:
+        """The columns of all calls, null where a call gave no value."""
+        result = []
+        for one in fields:
+            column = self.columns.get(one.name, Column())
+            parts, due = [], 0
+            for call, value in zip(column.calls, column.values, strict=True):
+                value = cast_values(value, one.type)
+                parts += [pa.nulls(call - due, one.type), value]
+                due = call + 1
+            parts.append(pa.nulls(n_calls - due, one.type))
+            result.append(pa.concat_arrays(parts))
+        return result

@@ -1,0 +1,248 @@
+"""One session under way, in compact form: new tokens and new messages only."""
+
+from collections.abc import Mapping, Sequence
+from threading import Lock
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trajkit import _core
+from trajkit.errors import InvalidTurnsError
+from trajkit.recorder.extra_columns import Column, Further, Types
+from trajkit.recorder.message_lists import Talk, read_messages
+from trajkit.schema import TURNS_DELTA
+from trajkit.turns.calls import Ints, Longs, Records
+from trajkit.turns.flat_buffers import offsets_of
+from trajkit.turns.messages import check_text
+from trajkit.turns.python_lists import ID_RULE, fill_logprobs, given_logprobs, read_ids
+from trajkit.turns.records import (
+    message_columns,
+    read_output_mask,
+    read_weight_versions,
+)
+from trajkit.turns.structs import CALL, NODE, longer
+from trajkit.turns.turn_rules import MAX_LOGPROB, NO_LOGPROB
+
+ChatMessage: TypeAlias = dict[str, object] | tuple[bytes, str]
+"""A message as a dict, or as its key (`trajkit.turns.message_key`) and its role."""
+
+Floats: TypeAlias = npt.NDArray[np.float32]
+_LOWEST, _HIGHEST = float(NO_LOGPROB), float(MAX_LOGPROB)
+# Tokens per call: where they bring no more, a copy of the path costs less than the calls'
+# own records, and saves looking at one after another.
+_SHORT = 16
+# what `_core.Intake` keeps of a call as it is given, by column
+_FACTS = (
+    *("finish_reason", "use_tool", "ill_formed", "trainable"),
+    *("weight_versions", "output_mask"),
+)
+
+
+class Recording(_core.Intake):
+    """One session under way. Its user takes the lock around every call of a method."""
+
+    def __init__(self, types: Types) -> None:
+        self.lock = Lock()
+        self.dropped = False
+        # of each call what no earlier one had, in one piece that never moves: ids of its
+        # prompt, its output, and its logprobs, if it has some, of four bytes each
+        self.held: list[bytes] = []
+        # where logprobs are null, by call: 0
+        self.valid: dict[int, npt.NDArray[np.uint8]] = {}
+        # the forest of paths (turns.prefix_forest), grown call by call, and its arrays
+        self.paths = _core.Growth()
+        self.calls: Records = np.empty(0, CALL)
+        self.nodes: Records = np.empty(0, NODE)
+        self.stack: Ints = np.empty(0, np.int32)
+        self.ends: Ints = np.empty(0, np.int32)
+        self.path: Ints = np.empty(0, np.int32)
+        self.talk = Talk()
+        # of each call its values of these columns
+        self.facts: list[tuple[object, ...]] = []
+        self.further = Further(types)
+        self.begin(
+            self.paths, self.talk.lists, self.held, self.facts, _LOWEST, _HIGHEST
+        )
+
+    # What `_core.Intake` hands over
+
+    def read_ids(self, values: object, name: str) -> Ints:
+        return read_ids(values, "", name)
+
+    def read_logprobs(
+        self, values: object, n_output: int
+    ) -> tuple[Floats | None, npt.NDArray[np.uint8] | None]:
+        given = given_logprobs(values, n_output, "")
+        if given is None:
+            return None, None
+        numbers = np.empty(n_output, np.float32)
+        return numbers, fill_logprobs(given, numbers, "")
+
+    def read_flag(self, value: object, name: str) -> bool:
+        if not isinstance(value, (bool, np.bool_)):
+            raise InvalidTurnsError(f"{name} is {value!r}: expected a bool")
+        return bool(value)
+
+    def read_reason(self, value: object) -> str:
+        if not isinstance(value, str):
+            raise InvalidTurnsError(f"finish_reason is {value!r}: expected a string")
+        check_text(value, "finish_reason")
+        return value
+
+    def read_versions(self, value: object, n_output: int) -> object:
+        pieces = read_weight_versions(value, "")
+        if pieces is not None:
+            _check_tiles(pieces, n_output)
+        return pieces
+
+    def read_mask(self, value: object, n_output: int) -> object:
+        return read_output_mask(value, n_output, "")
+
+    def read_payloads(self, given: object) -> dict[str, Column]:
+        return self.further.read(given, self.n_calls, "")
+
+    def add_payloads(self, read: dict[str, Column]) -> None:
+        self.further.add(read)
+
+    def read_messages(self, messages: object) -> list[object]:
+        return read_messages(messages)
+
+    def number(self, message: object, place: int) -> int:
+        return self.talk.number(message, place)
+
+    def mean(self) -> None:
+        self.talk.mean()
+
+    def refusal(self, held: bytes, fault: tuple[int, int, int]) -> InvalidTurnsError:
+        which, at, place = fault
+        if which == 2:
+            number = np.frombuffer(held, np.float32)[place]
+            return InvalidTurnsError(
+                f"output_logprobs[{at}] is {number}: a log-probability is finite, above "
+                "-9999 and at most 0, give or take 1e-4 for rounding"
+            )
+        name = ("prompt_ids", "output_ids")[which]
+        value = np.frombuffer(held, np.int32)[place]
+        return InvalidTurnsError(f"{name}[{at}] is {value}: {ID_RULE}")
+
+    def add_valid(self, valid: npt.NDArray[np.uint8]) -> None:
+        self.valid[self.n_calls] = valid
+
+    def make_room(self, n_tokens: int, n_places: int) -> None:
+        n = self.n_calls
+        if n == len(self.calls):
+            n += n // 8 + 16
+            self.calls = longer(self.calls, n)
+            self.nodes = longer(self.nodes, 2 * n + 1)
+            self.stack = longer(self.stack, 2 * n + 1)
+            self.ends = longer(self.ends, n)
+            self.paths.attach(self.calls, self.nodes, self.stack, self.ends)
+            self._hold_path(max(n_tokens, self.paths.length))
+        elif len(self.path) < n_tokens and len(self.path):
+            self._hold_path(n_tokens)
+        self.talk.make_room(len(self.calls), n_places)
+
+    def _hold_path(self, length: int) -> None:
+        """Keep paths of this length in one piece, if calls bring little."""
+        kept = length <= _SHORT * len(self.calls)
+        self.path = np.empty(length + length // 8 + 16 if kept else 0, np.int32)
+        self.paths.hold_path(self.path)
+
+    def turns(self, name: str) -> pa.Table:
+        """The calls so far: `trajkit.schema.TURNS_DELTA`, and further columns behind.
+
+        Later calls do not change it.
+        """
+        n_calls = self.n_calls
+        calls: Records = self.calls[:n_calls]
+        base = calls["base"].copy()
+        self.talk.write()
+        heard: Records = self.talk.heard[:n_calls]
+        messages, response = message_columns(
+            self.talk.book,
+            self.talk.suffixes(n_calls),
+            heard["reply"],
+            np.zeros(n_calls, np.int32),
+        )
+        shared = pa.array(heard["shared"].copy(), mask=heard["end"] < 0)
+        facts = {
+            name: pa.array([one[k] for one in self.facts], TURNS_DELTA.field(name).type)
+            for k, name in enumerate(_FACTS)
+        }
+        columns = {
+            "session_id": pa.repeat(name, n_calls),
+            "turn_index": pa.array(np.arange(n_calls, dtype=np.int32)),
+            "base_turn": pa.array(base, mask=base < 0),
+            "shared_length": pa.array(calls["own_start"].astype(np.int32)),
+            **self._token_columns(calls),
+            "shared_messages": shared,
+            "suffix_messages": messages,
+            "response": response,
+            **facts,
+        }
+        extra = self.further.fields()
+        return pa.Table.from_arrays(
+            [
+                *(columns[name] for name in TURNS_DELTA.names),
+                *self.further.arrays(extra, n_calls),
+            ],
+            schema=pa.schema([*TURNS_DELTA, *extra], metadata=TURNS_DELTA.metadata),
+        )
+
+    def _token_columns(self, calls: Records) -> dict[str, pa.Array]:
+        """The columns that have a value per token."""
+        n_out = calls["out_len"]
+        own_ends = calls["prompt_len"] - calls["own_start"]
+        ends = own_ends + n_out
+        held = [np.frombuffer(one, np.int32) for one in self.held]
+        sizes = np.array([len(one) for one in held])
+        given = sizes > ends
+        n_given = np.where(given, n_out, 0)
+
+        def runs(starts: Longs, stops: Longs) -> Ints:
+            bounds = zip(held, starts.tolist(), stops.tolist(), strict=True)
+            return np.concatenate([one[start:stop] for one, start, stop in bounds])
+
+        nulls = None
+        if self.valid:
+            nulls = np.zeros(int(n_given.sum()), np.bool_)
+            begins = np.cumsum(n_given) - n_given
+            for call, valid in self.valid.items():
+                begin = int(begins[call])
+                nulls[begin : begin + len(valid)] = valid == 0
+        logprobs = pa.array(runs(ends, sizes).view(np.float32), mask=nulls)
+        return {
+            "suffix_ids": _lists(own_ends, runs(np.zeros_like(ends), own_ends)),
+            "output_ids": _lists(n_out, runs(own_ends, ends)),
+            "output_logprobs": pa.LargeListArray.from_arrays(
+                pa.array(offsets_of(n_given)), logprobs, mask=pa.array(~given)
+            ),
+        }
+
+
+def _lists(lengths: Longs, values: Ints) -> pa.LargeListArray:
+    return pa.LargeListArray.from_arrays(pa.array(offsets_of(lengths)), values)
+
+
+def _check_tiles(pieces: Sequence[Mapping[str, object]], n_output: int) -> None:
+    """Raise unless the pieces of an output follow one another from 0 to its end."""
+    due: object = 0
+    for i, piece in enumerate(pieces):
+        if piece["version"] is None:
+            raise InvalidTurnsError(
+                f"weight_versions[{i}] has a null: version, start and stop are needed"
+            )
+        start, stop = piece["start"], piece["stop"]
+        if start != due or stop < start:  # type: ignore[operator]
+            raise InvalidTurnsError(
+                f"weight_versions[{i}] is {start}:{stop} where a piece from "
+                f"{due} on is due: the pieces tile the output"
+            )
+        due = stop
+    if due != n_output:
+        raise InvalidTurnsError(
+            f"weight_versions end at {due} of {n_output} output ids: the pieces "
+            "tile the output"
+        )

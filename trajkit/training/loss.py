@@ -1,0 +1,186 @@
+"""A policy-gradient loss with an observation term, written to be read.
+
+Trainers have losses of their own. This one says in ten lines what the weights of a rows
+table mean, and is what tests compare a trainer's own with.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trajkit._arguments import check_choice
+from trajkit._arrow import lazy_compute as pc
+from trajkit._arrow.canonical import TableLike, as_table, canonical, place
+from trajkit.errors import InvalidTurnsError
+from trajkit.schema import ROWS
+from trajkit.training._checks import session_codes
+
+Tensor: TypeAlias = Any
+"""A numpy array or a torch tensor; trajkit itself does not know torch."""
+
+Reduce: TypeAlias = Literal["mean", "sum"]
+Per: TypeAlias = Literal["token", "rollout"]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Two sums and what each is divided by. Sums and counts of several ranks add up.
+
+    Attributes
+    ----------
+    rl_sum, observation_sum : scalar array or tensor
+        In nats; differentiable where the logprobs given were.
+    rl_count, observation_count : int
+        Their denominators, which have nothing to do with each other.
+    """
+
+    rl_sum: Tensor
+    rl_count: int
+    observation_sum: Tensor
+    observation_count: int
+
+    @property
+    def total(self) -> Tensor:
+        """The loss; a term of which there is nothing is 0."""
+        rl = self.rl_sum / max(self.rl_count, 1)
+        return rl + self.observation_sum / max(self.observation_count, 1)
+
+
+def reference_loss(
+    rows: TableLike,
+    logprobs: Tensor,
+    *,
+    reduce: Reduce = "mean",
+    observations_per: Per = "token",
+) -> Loss:
+    """The loss of rows under a policy that gives their tokens these logprobs.
+
+    With ``w`` the row_weight, ``A`` the advantage and ``M`` the trained tokens of a
+    row, ``r = exp(logprobs - behaviour logprobs)``, and ``v`` the observation_weight::
+
+        rl_sum          = sum over rows of  w * A * mean(-r over M)     reduce="mean"
+                                            w * A * sum(-r over M)      reduce="sum"
+        observation_sum = sum over tokens of  -v * logprobs
+
+    An observed token has no ratio, no advantage and no clipping: the gradient of
+    ``observation_sum`` in its logprob is ``-v``, and that of ``rl_sum`` is 0.
+
+    Parameters
+    ----------
+    rows : table
+        `trajkit.schema.ROWS`, with a column ``advantage`` (`trajkit.add_advantages`;
+        without one the reward stands for it), and perhaps ``observation_weight``.
+    logprobs : array or torch tensor, floats, shape (n_tokens,)
+        Of every token of every row given those before it in its row, the rows end to
+        end. The first of a row is not read.
+    reduce : {"mean", "sum"}
+        Over the tokens of a row: "mean" goes with row weights by "token" or "row",
+        "sum" with those by "rollout" (see `trajkit.add_weights`).
+    observations_per : {"token", "rollout"}
+        What ``observation_count`` counts: observed tokens, for flat weights; or
+        rollouts with such tokens, for weights that were normalised per rollout, which
+        must not be divided by tokens again.
+
+    Returns
+    -------
+    Loss
+        ``rl_count`` is the number of rollouts with a trained token. Rows with a null
+        advantage are in neither of its sides.
+
+    Raises
+    ------
+    PolicyError
+        ``reduce`` or ``observations_per`` is none of its values.
+    InvalidTurnsError
+        ``logprobs`` or the weights of a row have another length; a token that is
+        trained has no behaviour logprob.
+    """
+    check_choice("reduce", reduce, Reduce)
+    check_choice("observations_per", observations_per, Per)
+    table = canonical(as_table(rows), ROWS)
+    n_ids = pc.list_value_length(table.column("input_ids")).to_numpy()
+    if tuple(logprobs.shape) != (int(n_ids.sum()),):
+        raise InvalidTurnsError(
+            f"logprobs are of shape {tuple(logprobs.shape)}: the rows have "
+            f"{n_ids.sum()} tokens"
+        )
+    row = np.repeat(np.arange(len(table)), n_ids)
+    session, _ = session_codes(table)
+    name = "advantage" if "advantage" in table.column_names else "reward"
+    scored = np.asarray(table.column(name).is_valid())
+    advantage = table.column(name).fill_null(0.0).to_numpy()
+    weight = table.column("row_weight").fill_null(0.0).to_numpy()
+    trained = np.flatnonzero(_flat(table, "loss_mask") & scored[row])
+    of = row[trained]
+    if reduce == "mean":
+        weight = weight / np.maximum(np.bincount(of, minlength=len(table)), 1)
+    behaviour = _behaviour(table, row, trained)
+    factor = weight[of] * advantage[of]
+    ratio = math.e ** (logprobs[trained] - _constant(behaviour, logprobs))
+    rl_sum = -(_constant(factor, logprobs) * ratio).sum()
+
+    observed = np.empty(0, np.int64)
+    value = np.empty(0)
+    if "observation_weight" in table.column_names:
+        values = _observation_weights(table, n_ids)
+        observed = np.flatnonzero(values)
+        value = values[observed].astype(np.float64)
+    observation_sum = -(_constant(value, logprobs) * logprobs[observed]).sum()
+    count = len(observed)
+    if observations_per == "rollout":
+        count = len(np.unique(session[row[observed]]))
+    return Loss(rl_sum, len(np.unique(session[of])), observation_sum, count)
+
+
+def _constant(values: npt.NDArray[np.float64], like: Tensor) -> Tensor:
+    """The values in the library, and on the device, of an array."""
+    if isinstance(like, np.ndarray):
+        return values
+    return like.new_tensor(values)
+
+
+def _observation_weights(
+    table: pa.Table, n_ids: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """The weight of every token; rows without a list (of another run) have none."""
+    column = table.column("observation_weight")
+    given = np.asarray(column.is_valid())
+    n = pc.list_value_length(column).fill_null(0).to_numpy()
+    bad = np.flatnonzero(given & (n != n_ids))
+    if len(bad):
+        row = int(bad[0])
+        raise InvalidTurnsError(
+            f"{place(table, row)}: {n[row]} observation weights for {n_ids[row]} tokens"
+        )
+    weights = np.zeros(int(n_ids.sum()))
+    weights[np.repeat(given, n_ids)] = _flat(table, "observation_weight")
+    return weights
+
+
+def _behaviour(
+    table: pa.Table, row: npt.NDArray[np.int64], trained: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    given = _values(table, "logprobs").take(pa.array(trained))
+    if given.null_count:
+        at = trained[int(np.flatnonzero(np.asarray(given.is_null()))[0])]
+        token = at - np.searchsorted(row, row[at])
+        raise InvalidTurnsError(
+            f"{place(table, int(row[at]))}: token {token} is trained and has no "
+            "logprob: the ratio needs what the engine gave"
+        )
+    return np.asarray(given, np.float64)
+
+
+def _flat(table: pa.Table, name: str) -> npt.NDArray[np.generic]:
+    return np.asarray(_values(table, name))
+
+
+def _values(table: pa.Table, name: str) -> pa.Array:
+    """The elements of a list column, end to end."""
+    column = table.column(name)
+    nothing = pa.array([], column.type.value_type)
+    return pa.concat_arrays([nothing, *(chunk.flatten() for chunk in column.chunks)])

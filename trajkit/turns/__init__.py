@@ -1,0 +1,23 @@
+"""Turns: reading them, checking them, their messages, their paths and their delta form."""
+
+from typing import TYPE_CHECKING
+
+from trajkit._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from trajkit.turns.messages import message_body as message_body
+    from trajkit.turns.messages import message_key as message_key
+    from trajkit.turns.messages import message_record as message_record
+    from trajkit.turns.prefix import lcp as lcp
+    from trajkit.turns.validation import reject_sessions as reject_sessions
+else:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "lcp": "prefix",
+            "message_body": "messages",
+            "message_key": "messages",
+            "message_record": "messages",
+            "reject_sessions": "validation",
+        },
+    )

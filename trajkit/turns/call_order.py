@@ -1,0 +1,66 @@
+"""The calls of each session in another order than the one they were recorded in."""
+
+import numpy as np
+import pyarrow as pa
+
+from trajkit._arrow import lazy_compute as pc
+from trajkit.errors import SchemaError
+from trajkit.turns.calls import Calls, Ints, Longs
+
+
+def by_prompt(calls: Calls) -> Ints:
+    """The calls of each session, shortest prompt first, then by request_id.
+
+    ``request_id`` is an optional column of ``turns``; calls without one follow those
+    that have one, in the order of turns.
+
+    Returns
+    -------
+    ndarray of int32, shape (n_calls,)
+        Calls; those of session s stand at ``session_offsets[s]:session_offsets[s + 1]``.
+
+    Raises
+    ------
+    SchemaError
+        A column is of a type that has no order.
+    """
+    keys = [_ranks(calls, "request_id"), calls.calls["prompt_len"], calls.session_of()]
+    return np.lexsort(keys).astype(np.int32)
+
+
+def by_birth(calls: Calls) -> Ints:
+    """The rank of each call by ``started_at``, then ``request_id``, then turn.
+
+    Both are optional columns of ``turns``. Shape (n_calls,); it counts over all
+    sessions.
+
+    Raises
+    ------
+    SchemaError
+        A column is of a type that has no order.
+    """
+    n = len(calls.calls)
+    keys = [_ranks(calls, "request_id"), _ranks(calls, "started_at")]
+    ranks = np.empty(n, np.int32)
+    ranks[np.lexsort(keys)] = np.arange(n, dtype=np.int32)
+    return ranks
+
+
+def _ranks(calls: Calls, name: str) -> Longs:
+    """How many values of the column are smaller, by row; nulls come last."""
+    if name not in calls.table.column_names:
+        return np.zeros(len(calls.calls), np.int64)
+    column = calls.table.column(name)
+    if pa.types.is_null(column.type):
+        return np.zeros(len(calls.calls), np.int64)
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    if pa.types.is_string_view(column.type):
+        column = column.cast(pa.large_string())
+    try:
+        ranks = pc.rank(column, tiebreaker="min")
+    except pa.ArrowNotImplementedError as error:
+        raise SchemaError(
+            f"column {name!r} is {column.type}: calls can't be put in its order"
+        ) from error
+    return np.asarray(ranks, np.int64)

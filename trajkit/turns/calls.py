@@ -1,0 +1,256 @@
+"""The calls of a ``turns`` table as the records that the kernels read.
+
+Nothing per token is copied: the records hold the addresses of the table's own buffers,
+and `Calls` holds the table, so that the buffers live as long as the records.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trajkit import _core
+from trajkit._arrow.buffers import pooled, pooled_zeros
+from trajkit._arrow.canonical import place
+from trajkit.errors import InvalidTurnsError
+from trajkit.turns.structs import CALL, REQUEST
+from trajkit.turns.table import Turns, locate, runs_of
+
+Records: TypeAlias = npt.NDArray[np.void]
+Longs: TypeAlias = npt.NDArray[np.int64]
+Ints: TypeAlias = npt.NDArray[np.int32]
+
+# The columns that the kernel reads, in its order (arrow/import.pxi), what stands for
+# them in delta form, and what that has beside them.
+_COLUMNS = (
+    "turn_index",
+    "prompt_ids",
+    "output_ids",
+    "output_logprobs",
+    "finish_reason",
+    "messages",
+    "response",
+    "use_tool",
+    "ill_formed",
+    "trainable",
+    "output_mask",
+)
+_DELTA_NAMES = {"prompt_ids": "suffix_ids", "messages": "suffix_messages"}
+_DELTA_COLUMNS = ("base_turn", "shared_length", "shared_messages")
+# what it may find wrong with a turn
+_OWN_NULL, _OUT_NULL, _LOGPROBS, _KEY, _ORDER, _BASE, _SHARED, _MESSAGES = range(1, 9)
+_MASK_LENGTH, _MASK_NULL = 9, 10
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Model calls of whole sessions, in order."""
+
+    table: pa.Table
+    # dtype CALL, shape (n_calls,)
+    calls: Records
+    # dtype REQUEST, shape (n_calls,)
+    requests: Records
+    # shape (n_sessions + 1,): session s is calls[offsets[s]:offsets[s + 1]]
+    session_offsets: Longs
+    # shape (n_sessions,)
+    session_ids: pa.Array
+    # shape (n_calls,)
+    turn_index: Ints
+    # what requests point at where that is not the table (trajkit.turns.message_equality)
+    keys: Longs | None = None
+
+    @property
+    def n_sessions(self) -> int:
+        return len(self.session_offsets) - 1
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether the table says prompts as what they share with an earlier one."""
+        return "suffix_ids" in self.table.column_names
+
+    @property
+    def held(self) -> Longs:
+        """Tokens of each call's prompt and output, shape (n_calls,)."""
+        held: Longs = self.calls["prompt_len"] + self.calls["out_len"]
+        return held
+
+    def session_of(self) -> Ints:
+        """The number of each call's session, shape (n_calls,)."""
+        sizes = np.diff(self.session_offsets)
+        return np.repeat(np.arange(self.n_sessions, dtype=np.int32), sizes)
+
+    def named(self, session: Longs, turn_index: Longs) -> Longs:
+        """The call of each turn_index of a session, which has such a turn."""
+        ranks = (self.session_of().astype(np.int64) << 32) + self.turn_index
+        found = np.searchsorted(ranks, (session.astype(np.int64) << 32) + turn_index)
+        return np.asarray(found, np.int64)
+
+    def turns_of(self, session: int) -> Ints:
+        """The turn_index of each call of a session."""
+        offsets = self.session_offsets
+        return self.turn_index[int(offsets[session]) : int(offsets[session + 1])]
+
+    def place(self, call: int) -> str:
+        """Where a call is, in words: ``session 'a', turn 7``."""
+        session = np.searchsorted(self.session_offsets, call, side="right") - 1
+        session_id = self.session_ids[int(session)].as_py()
+        return f"session {session_id!r}, turn {self.turn_index[call]}"
+
+    def without_training(self, sessions: npt.NDArray[np.bool_]) -> "Calls":
+        """The same calls; those of the marked sessions are context only."""
+        calls = self.calls.copy()
+        calls["trainable"] &= ~sessions[self.session_of()]
+        return replace(self, calls=calls)
+
+    def sessions(self, start: int, stop: int) -> "Calls":
+        """The calls of the sessions ``start:stop``."""
+        offsets = self.session_offsets[start : stop + 1]
+        lo, hi = int(offsets[0]), int(offsets[-1])
+        if (lo, hi) == (0, len(self.calls)):
+            return self
+        calls = self.calls[lo:hi]
+        if lo:
+            calls = pooled(hi - lo, CALL)
+            # as bytes: numpy copies records one by one
+            calls.view(np.uint8)[:] = self.calls[lo:hi].view(np.uint8)
+            base = calls["base"]
+            np.subtract(base, lo, out=base, where=base >= 0)
+        return replace(
+            self,
+            table=self.table.slice(lo, hi - lo),
+            calls=calls,
+            requests=self.requests[lo:hi],
+            session_offsets=offsets - lo,
+            session_ids=self.session_ids[start:stop],
+            turn_index=self.turn_index[lo:hi],
+        )
+
+    def split(self, most: int) -> Iterator["Calls"]:
+        """Runs of sessions that hold at most so many tokens, or of one session."""
+        ends = np.append(0, np.cumsum(self.held))[self.session_offsets]
+        for start, stop in runs_of(np.diff(ends), most):
+            yield self.sessions(start, stop)
+
+
+def read_calls(turns: pa.Table | Turns) -> Calls:
+    """The calls of a ``turns`` table, in full or in delta form.
+
+    Parameters
+    ----------
+    turns : Table or Turns
+        As `canonical` takes it. Values are taken as they are, empty
+        prompts and outputs included: `trajkit.validate` looks at values.
+
+    Returns
+    -------
+    Calls
+
+    Raises
+    ------
+    SchemaError
+        A column is absent or of another type.
+    InvalidTurnsError
+        The table is no sequence of sessions: a session in several pieces, turn_index
+        not ascending, logprobs and outputs of different lengths, a base that is no
+        earlier turn of its session, a null among ids.
+    """
+    located = turns if isinstance(turns, Turns) else locate(turns)
+    table, n_calls = located.table, located.table.num_rows
+    turn_index = np.empty(n_calls, np.int32)
+    calls, requests = (pooled_zeros(n_calls, kind) for kind in (CALL, REQUEST))
+    names: Sequence[str] = _COLUMNS
+    if located.is_delta:
+        names = [_DELTA_NAMES.get(name, name) for name in _COLUMNS]
+        names += _DELTA_COLUMNS
+    columns = table.select(names).__arrow_c_stream__()
+    fault, row, most = _core.read_columns(
+        columns, located.offsets, turn_index, calls, requests
+    )
+    if fault:
+        words = _fault(table, row, fault, most)
+        raise InvalidTurnsError(f"{place(table, row)}: {words}")
+    return Calls(table, calls, requests, located.offsets, located.ids, turn_index)
+
+
+def _fault(table: pa.Table, row: int, fault: int, most: int) -> str:
+    """What the kernel found wrong with a turn, in words."""
+
+    def value(name: str, at: int = row) -> pa.Scalar:
+        return table.column(name)[at]
+
+    if fault == _LOGPROBS:
+        given, wanted = value("output_logprobs"), value("output_ids")
+        return f"{len(given)} logprobs for {len(wanted)} output ids"
+    if fault == _MASK_LENGTH:
+        given, wanted = value("output_mask"), value("output_ids")
+        return f"{len(given)} elements of output_mask for {len(wanted)} output ids"
+    if fault == _MASK_NULL:
+        return "output_mask holds a null; expected true or false for every output id"
+    if fault == _KEY:
+        return "a message has no key; messages route by it"
+    if fault == _ORDER:
+        before = value("turn_index", row - 1)
+        return f"follows turn {before}; turn_index must ascend within a session"
+    if fault == _BASE:
+        return f"base_turn {value('base_turn')} is no earlier turn of the session"
+    if fault == _SHARED:
+        shared = value("shared_length")
+        return f"shared_length {shared} of a base that holds {most} tokens"
+    if fault == _MESSAGES:
+        shared = value("shared_messages")
+        return f"shared_messages {shared} of a base that shows {most} messages"
+    own = "output_ids"
+    if fault == _OWN_NULL:
+        own = "suffix_ids" if "suffix_ids" in table.column_names else "prompt_ids"
+    return f"{own} holds a null; every id is needed"
+
+
+def named_calls(
+    turn_index: Ints, session_offsets: Longs, wanted: pa.ChunkedArray
+) -> tuple[Ints, Longs]:
+    """The call that each turn_index names within the session of its row.
+
+    Returns
+    -------
+    index : ndarray of int32, shape (n_calls,)
+        -1 where ``wanted`` is null or names no turn of the session.
+    absent : ndarray of int64
+        Rows that name no turn of their session.
+    """
+    known = wanted.is_valid().to_numpy()
+    turns = _int32s(wanted).astype(np.int64)
+    # most name the call before, and no search is needed where all do
+    index = np.arange(-1, len(turns) - 1, dtype=np.int32)
+    hit = known & (turns == turn_index[index])
+    hit[session_offsets[:-1]] = False
+    if (hit == known).all():
+        index[~known] = -1
+        return index, np.empty(0, np.int64)
+    span = int(turn_index.max(initial=0)) + 1
+    sizes = np.diff(session_offsets)
+    session = np.repeat(np.arange(len(sizes), dtype=np.int64) * span, sizes)
+    # Ascending within a session and over sessions, so one search finds them all.
+    ranked = session + turn_index
+    found = np.searchsorted(ranked, session + turns)
+    found = np.minimum(found, max(len(ranked) - 1, 0))
+    hit = known & (turns >= 0) & (turns < span)
+    hit &= ranked[found] == session + turns
+    index = np.where(hit, found, -1).astype(np.int32)
+    return index, np.flatnonzero(known & ~hit)
+
+
+def _int32s(column: pa.ChunkedArray) -> Ints:
+    """The values of an int32 column, 0 where one is null."""
+    parts = [np.empty(0, np.int32)]
+    for chunk in column.chunks:
+        data = chunk.buffers()[1] or b""
+        values = np.frombuffer(data, np.int32, len(chunk), 4 * chunk.offset)
+        if chunk.null_count:
+            valid = chunk.is_valid().to_numpy(zero_copy_only=False)
+            values = np.where(valid, values, np.int32(0))
+        parts.append(values)
+    return parts[-1] if len(parts) <= 2 else np.concatenate(parts)

@@ -1,0 +1,262 @@
+"""Turns in delta form, and back in full."""
+
+from collections.abc import Callable
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trajkit import _core
+from trajkit._arrow import lazy_compute as pc
+from trajkit._arrow.canonical import TableLike, canonical, place, turns_schema
+from trajkit._arrow.reshape import Columns, check_free, laid_out
+from trajkit._streams.lockstep import Stream, over_sessions
+from trajkit.errors import InvalidTurnsError
+from trajkit.schema import MESSAGE, TURNS, TURNS_DELTA
+from trajkit.turns.calls import Calls, Ints, Longs, Records, read_calls
+from trajkit.turns.flat_buffers import offsets_of, positions
+from trajkit.turns.prefix_forest import grow
+from trajkit.turns.records import as_turns
+from trajkit.turns.structs import CALL
+
+# Tokens of the prompts and outputs of one part: its columns are one chunk each.
+_PART = 1 << 25
+
+
+@overload
+def compact(turns: Stream | pa.RecordBatchReader) -> Stream: ...
+@overload
+def compact(turns: TableLike) -> pa.Table: ...
+def compact(turns: TableLike | Stream) -> pa.Table | Stream:
+    """The turns in delta form: each prompt as what it adds to an earlier turn.
+
+    The base of a turn is the earlier turn of its session whose prompt and output start
+    like its prompt for longest, of equals the one that goes on like its output for
+    longest, and then the first; a turn that shares no token has none. A message is
+    shared where the base has it too, by key and role, and as long as no body is given
+    again. So `expand` gives back what was there.
+
+    Parameters
+    ----------
+    turns : table, or iterator of record batches
+        `trajkit.schema.TURNS`, each session in one piece; in delta form already: it
+        comes back as it is. An iterator (or a RecordBatchReader) is read as the result
+        is, and may hold a session in several batches that follow each other.
+
+    Returns
+    -------
+    Table
+        `trajkit.schema.TURNS_DELTA`, in the order of ``turns``, further columns behind
+        as they are. For an iterator: an iterator of record batches.
+
+    Raises
+    ------
+    SchemaError
+        A column is absent, has a type that cannot be taken for its own, or a further
+        one has the name of a column of the delta form.
+    InvalidTurnsError
+        A session comes in pieces, its turns out of order, its logprobs in another
+        number than its output ids; a message has no key.
+    """
+    return _convert(turns, TURNS_DELTA, _delta_columns)
+
+
+@overload
+def expand(turns: Stream | pa.RecordBatchReader) -> Stream: ...
+@overload
+def expand(turns: TableLike) -> pa.Table: ...
+def expand(turns: TableLike | Stream) -> pa.Table | Stream:
+    """The turns in full: each with its whole prompt and all of its messages.
+
+    The inverse of `compact`. A shared message has no body, as the session showed that
+    before.
+
+    Parameters
+    ----------
+    turns : table, or iterator of record batches
+        `trajkit.schema.TURNS_DELTA`, each session in one piece; in full already: it
+        comes back as it is. An iterator (or a RecordBatchReader) is read as the result
+        is, and may hold a session in several batches that follow each other.
+
+    Returns
+    -------
+    Table
+        `trajkit.schema.TURNS`, in the order of ``turns``, further columns behind as
+        they are. For an iterator: an iterator of record batches.
+
+    Raises
+    ------
+    SchemaError
+        A column is absent, has a type that cannot be taken for its own, or a further
+        one has the name of a column of the full form.
+    InvalidTurnsError
+        A base is no earlier turn of its session or holds less than is shared with it;
+        shared and own messages are not null together; or as for `compact`.
+    """
+    return _convert(turns, TURNS, _full_columns)
+
+
+def _convert(
+    turns: TableLike | Stream,
+    schema: pa.Schema,
+    columns: Callable[[Calls], Columns],
+) -> pa.Table | Stream:
+    def one(table: pa.Table) -> pa.Table:
+        form = turns_schema(table.column_names)
+        if form is schema:
+            return canonical(table, schema)
+        check_free(table, form, schema, "form of turns")
+        calls = read_calls(table)
+        parts = [columns(part) for part in calls.split(_PART)]
+        return laid_out(calls.table, form, schema, parts)
+
+    return over_sessions(one, ("turns", turns), table_of=as_turns)
+
+
+def _delta_columns(calls: Calls) -> Columns:
+    """The columns that `TURNS_DELTA` has and `TURNS` has not."""
+    forest = grow(calls)
+    n_prompt = calls.calls["prompt_len"]
+    shared = np.minimum(forest.shared, n_prompt)
+    bases = np.where(shared > 0, forest.shared_with, -1).astype(np.int32)
+    offsets = offsets_of(n_prompt - shared)
+    ids = _Values(int(offsets[-1]))
+    _core.copy_suffixes(calls.calls, shared, offsets, ids.numbers)
+
+    lists = _whole(calls.table.column("messages"))
+    silent = lists.is_null().to_numpy(zero_copy_only=False)
+    messages, replies = lists.flatten(), _whole(calls.table.column("response"))
+    n_messages = _lengths(lists)
+    n_shared = _shared_messages(calls, bases, n_messages, messages, replies)
+    n_own = n_messages - n_shared
+    own = positions(np.cumsum(n_messages) - n_own, n_own)
+    return {
+        "base_turn": pa.array(calls.turn_index[bases], mask=bases < 0),
+        "shared_length": pa.array(shared.astype(np.int32)),
+        "suffix_ids": pa.LargeListArray.from_arrays(pa.array(offsets), ids.array()),
+        "shared_messages": pa.array(n_shared.astype(np.int32), mask=silent),
+        "suffix_messages": pa.LargeListArray.from_arrays(
+            pa.array(offsets_of(n_own)),
+            messages.take(pa.array(own)),
+            type=lists.type,
+            mask=pa.array(silent) if silent.any() else None,
+        ),
+    }
+
+
+def _shared_messages(
+    calls: Calls,
+    bases: Ints,
+    n_messages: Longs,
+    messages: pa.StructArray,
+    replies: pa.StructArray,
+) -> Longs:
+    """How many leading messages of each call its base shows, and give no body."""
+    begins = np.cumsum(n_messages) - n_messages
+    with_body = np.flatnonzero(pc.struct_field(messages, "body").is_valid())
+    with_body = np.append(with_body, len(messages))
+    bare = with_body[np.searchsorted(with_body, begins)] - begins
+    limits = np.minimum(bare, n_messages)
+    shared = limits.copy()
+    for name in ("key", "role"):
+        both = [pc.struct_field(array, name) for array in (messages, replies)]
+        codes = pa.concat_arrays(both).dictionary_encode("encode").indices.to_numpy()
+        paths = _paths(calls, n_messages, codes)
+        _core.share_heads(paths, bases, limits, shared)
+    return shared
+
+
+def _full_columns(calls: Calls) -> Columns:
+    """The columns that `TURNS` has and `TURNS_DELTA` has not."""
+    offsets = offsets_of(calls.calls["prompt_len"])
+    ids = _Values(int(offsets[-1]))
+    _core.expand_prompts(calls.calls, calls.session_offsets, offsets, ids.numbers)
+    return {
+        "prompt_ids": pa.LargeListArray.from_arrays(pa.array(offsets), ids.array()),
+        "messages": _all_messages(calls),
+    }
+
+
+def _all_messages(calls: Calls) -> pa.LargeListArray:
+    lists = _whole(calls.table.column("suffix_messages"))
+    silent = lists.is_null().to_numpy(zero_copy_only=False)
+    count = calls.table.column("shared_messages")
+    odd = np.flatnonzero(silent != count.is_null().to_numpy())
+    if len(odd):
+        raise InvalidTurnsError(
+            f"{place(calls.table, int(odd[0]))}: shared_messages and suffix_messages are "
+            "null together"
+        )
+    messages, replies = lists.flatten(), _whole(calls.table.column("response"))
+    n_own = _lengths(lists)
+    shared = calls.requests["shared"].astype(np.int64)
+    # A message's number is its place among the turns' own, and then their replies.
+    numbers = np.arange(len(messages) + len(replies), dtype=np.int32)
+    paths = _paths(calls, n_own, numbers)
+    paths["base"] = calls.calls["base"]
+    paths["own_start"] = shared
+    paths["prompt_len"] += shared
+    offsets = offsets_of(paths["prompt_len"])
+    places = np.empty(int(offsets[-1]), np.int32)
+    _core.expand_prompts(paths, calls.session_offsets, offsets, places)
+    given = np.zeros(len(places), np.bool_)
+    given[positions(offsets[:-1] + shared, n_own)] = True
+    take = pa.array(places)
+    fields = [
+        pa.concat_arrays(
+            [pc.struct_field(array, name) for array in (messages, replies)]
+        ).take(take)
+        for name in ("key", "role")
+    ]
+    bodies = pc.struct_field(messages, "body")
+    fields.append(bodies.take(pa.array(places, mask=~given)))
+    return pa.LargeListArray.from_arrays(
+        pa.array(offsets),
+        pa.StructArray.from_arrays(fields, fields=list(MESSAGE)),
+        type=lists.type,
+        mask=pa.array(silent) if silent.any() else None,
+    )
+
+
+def _paths(calls: Calls, n_own: Longs, numbers: Ints) -> Records:
+    """Each call's own messages and its reply as a path of numbers.
+
+    A call without a list of messages shows none, not even its reply.
+    ``numbers`` has one for each call's own messages, end to end, and then one for each
+    call's reply. It must outlive the records.
+    """
+    n_calls = len(n_own)
+    paths = np.zeros(n_calls, CALL)
+    at = numbers.ctypes.data
+    paths["own"] = at + 4 * (np.cumsum(n_own) - n_own)
+    paths["prompt_len"] = n_own
+    paths["out"] = at + 4 * (int(n_own.sum()) + np.arange(n_calls))
+    heard = (calls.requests["n_keys"] >= 0) & (calls.requests["reply_key"] != 0)
+    paths["out_len"] = heard
+    paths["base"] = -1
+    return paths
+
+
+class _Values:
+    """Token ids to be filled in, in Arrow's memory pool."""
+
+    def __init__(self, n: int) -> None:
+        self._buffer = pa.allocate_buffer(4 * n)
+        self.numbers: npt.NDArray[np.int32] = np.frombuffer(self._buffer, np.int32)
+
+    def array(self) -> pa.Array:
+        return pa.Array.from_buffers(
+            pa.int32(), len(self.numbers), [None, self._buffer]
+        )
+
+
+def _whole(column: pa.ChunkedArray) -> pa.Array:
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    return pa.concat_arrays([pa.array([], column.type), *column.chunks])
+
+
+def _lengths(lists: pa.LargeListArray) -> Longs:
+    n = pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False)
+    return np.asarray(n, np.int64)

@@ -1,0 +1,85 @@
+"""The token paths of calls as a forest (kernels: _native/forest/forest.pxi)."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from trajkit import _core
+from trajkit._arrow.buffers import pooled
+from trajkit.turns.calls import Calls, Ints, Longs, Records
+from trajkit.turns.structs import NODE
+
+
+@dataclass(frozen=True, slots=True)
+class Forest:
+    """A radix tree over each session's paths (prompt ++ output)."""
+
+    # dtype NODE, shape (n_nodes,)
+    nodes: Records
+    # shape (n_calls,): the node at whose stop the call's path ends
+    ends: Ints
+    # shape (n_calls,): leading tokens that an earlier path of the session had
+    shared: Longs
+    # shape (n_calls,): a call that had them, or -1
+    shared_with: Ints
+
+
+def grow(calls: Calls) -> Forest:
+    """The forest of all calls, each session by itself."""
+    return grow_paths(calls.calls, calls.session_offsets)
+
+
+def grow_paths(paths: Records, session_offsets: Longs) -> Forest:
+    """The forest of records of dtype CALL.
+
+    ``session_offsets`` has shape (n_sessions + 1,).
+    """
+    n_calls = len(paths)
+    sizes = np.diff(session_offsets)
+    room = 0
+    # calls that say what they share are not compared with the path of the call before
+    if not (paths["base"] >= 0).any():
+        room = int((paths["prompt_len"] + paths["out_len"]).max(initial=0))
+    nodes = pooled(2 * n_calls + len(sizes), NODE)
+    ends = np.empty(n_calls, np.int32)
+    shared = np.empty(n_calls, np.int64)
+    shared_with = np.empty(n_calls, np.int32)
+    n_nodes = _core.grow_forest(
+        paths,
+        session_offsets,
+        np.empty(room, np.int32),
+        np.empty(2 * int(sizes.max(initial=0)) + 1, np.int32),
+        nodes,
+        ends,
+        shared,
+        shared_with,
+    )
+    return Forest(nodes[:n_nodes], ends, shared, shared_with)
+
+
+class Paths:
+    """Prompt and output of each call, copied when they are asked for."""
+
+    def __init__(self, calls: Calls, forest: Forest) -> None:
+        self._calls = calls
+        self._forest = forest
+
+    def held(self, call: int) -> Ints:
+        """Prompt, then output."""
+        return self._ids(call, 0, int(self._calls.held[call]))
+
+    def prompt(self, call: int) -> Ints:
+        """What the engine consumed."""
+        return self._ids(call, 0, int(self._calls.calls["prompt_len"][call]))
+
+    def output(self, call: int) -> Ints:
+        """What it sampled."""
+        start = int(self._calls.calls["prompt_len"][call])
+        return self._ids(call, start, int(self._calls.held[call]))
+
+    def _ids(self, call: int, start: int, stop: int) -> Ints:
+        ids = np.empty(stop - start, np.int32)
+        _core.copy_path(
+            self._calls.calls, self._forest.nodes, self._forest.ends, call, start, ids
+        )
+        return ids

@@ -1,0 +1,315 @@
+"""Token ids and logprobs out of whatever Python holds them in, into flat blocks."""
+
+from collections.abc import Mapping
+from operator import index
+from typing import Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trajkit import _core
+from trajkit._arguments import plain_array
+from trajkit.errors import InvalidTurnsError
+
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
+ID_RULE = "token ids are integers in [0, 2**31)"
+
+
+_Number = TypeVar("_Number", bound=np.generic)
+
+
+class Arena(Generic[_Number]):
+    """Runs of numbers, one after another in blocks that never move.
+
+    Parameters
+    ----------
+    dtype : type
+        ``np.int32`` or ``np.float32``.
+    """
+
+    # elements of the first block; each further one is four times as large, up to 64 MiB.
+    # Pages that are not written cost nothing, and a reader pays for every block.
+    _FIRST, _LARGEST = 1 << 16, 1 << 24
+
+    def __init__(self, dtype: type[_Number]) -> None:
+        self._dtype = dtype
+        self._blocks: list[_Block[_Number]] = []
+
+    def run(self, length: int) -> npt.NDArray[_Number]:
+        """A new run, its values undefined."""
+        if not self._blocks or self._blocks[-1].room < length:
+            size = min(self._FIRST << 2 * len(self._blocks), self._LARGEST)
+            self._blocks.append(_Block(np.empty(max(size, length), self._dtype)))
+        return self._blocks[-1].run(length)
+
+    def no_run(self) -> None:
+        """A null in the place of a run."""
+        self.run(0)
+        self._blocks[-1].null_runs.append(len(self._blocks[-1].lengths) - 1)
+
+    def null_values(self, valid: npt.NDArray[np.uint8]) -> None:
+        """Make values of the last run null: those where `valid` is 0."""
+        block = self._blocks[-1]
+        block.null_values.append(block.used - len(valid) + np.flatnonzero(valid == 0))
+
+    def last(self) -> npt.NDArray[_Number]:
+        """The values of the run added last."""
+        block = self._blocks[-1]
+        return block.values[block.used - block.lengths[-1] : block.used]
+
+    def lists(self) -> pa.ChunkedArray:
+        """The runs as ``large_list``, without a copy of the values."""
+        type_ = pa.large_list(pa.from_numpy_dtype(self._dtype))
+        return pa.chunked_array([block.lists(type_) for block in self._blocks], type_)
+
+
+class _Block(Generic[_Number]):
+    def __init__(self, values: npt.NDArray[_Number]) -> None:
+        self.values = values
+        self.used = 0
+        self.lengths: list[int] = []
+        self.null_runs: list[int] = []
+        self.null_values: list[npt.NDArray[np.int64]] = []
+
+    @property
+    def room(self) -> int:
+        return len(self.values) - self.used
+
+    def run(self, length: int) -> npt.NDArray[_Number]:
+        start = self.used
+        self.used += length
+        self.lengths.append(length)
+        return self.values[start : self.used]
+
+    def lists(self, type_: pa.DataType) -> pa.LargeListArray:
+        offsets = np.zeros(len(self.lengths) + 1, np.int64)
+        np.cumsum(self.lengths, out=offsets[1:])
+        mask = None
+        if self.null_runs:
+            mask = np.zeros(len(self.lengths), np.bool_)
+            mask[self.null_runs] = True
+        nulls = None
+        if self.null_values:
+            nulls = np.zeros(self.used, np.bool_)
+            nulls[np.concatenate(self.null_values)] = True
+        return pa.LargeListArray.from_arrays(
+            pa.array(offsets),
+            pa.array(self.values[: self.used], mask=nulls),
+            type=type_,
+            mask=None if mask is None else pa.array(mask),
+        )
+
+
+def write_ids(arena: Arena[np.int32], values: object, where: str, name: str) -> int:
+    """Append token ids to the arena; returns how many.
+
+    Parameters
+    ----------
+    values : list, tuple, range, or array or buffer of integers
+    where, name : str
+        For the error: ``session 'a', turn 7: `` and the field.
+
+    Raises
+    ------
+    InvalidTurnsError
+        Something in `values` is no token id.
+    """
+    array = _as_array(values, f"{where}{name}", "integers")
+    _fill_ids(array, arena.run(len(array)), f"{where}{name}")
+    return len(array)
+
+
+def read_ids(values: object, where: str, name: str) -> npt.NDArray[np.int32]:
+    """Token ids as one contiguous array; one of int32 is taken as it is, unchecked.
+
+    Parameters and errors as for `write_ids`.
+    """
+    if type(values) is np.ndarray and values.dtype is _INT32 and values.ndim == 1:
+        return np.ascontiguousarray(values)  # at once: most are
+    if isinstance(values, np.ndarray) and values.dtype == np.int32 and values.ndim == 1:
+        return np.ascontiguousarray(values)
+    array = _as_array(values, f"{where}{name}", "integers")
+    ids = np.empty(len(array), np.int32)
+    _fill_ids(array, ids, f"{where}{name}")
+    return ids
+
+
+def _fill_ids(
+    values: list[object] | npt.NDArray[np.generic],
+    out: npt.NDArray[np.int32],
+    what: str,
+) -> None:
+    if isinstance(values, list):
+        _fill_id_list(values, out, what)
+        return
+    if values.dtype.kind not in "iu":
+        raise InvalidTurnsError(f"{what} is of {values.dtype}: {ID_RULE}")
+    numbers: npt.NDArray[np.integer] = values  # type: ignore[assignment]
+    if numbers.dtype == np.int32 and numbers.min(initial=0) >= 0:
+        out[:] = numbers  # in range without asking twice for each
+        return
+    bad = (numbers < 0) | (numbers > 0x7FFFFFFF)
+    if bad.any():
+        at = int(bad.argmax())
+        raise InvalidTurnsError(f"{what}[{at}] is {numbers[at]}: {ID_RULE}")
+    out[:] = numbers
+
+
+def _fill_id_list(values: list[object], out: npt.NDArray[np.int32], what: str) -> None:
+    at = _core.unbox_ids(values, out)
+    # the kernel stops at what is no plain int; a numpy integer is one, slowly
+    for k in range(at, len(values)):
+        value = values[k]
+        try:
+            plain = -1 if isinstance(value, (bool, np.bool_)) else index(value)  # type: ignore[arg-type]
+        except TypeError:
+            plain = -1
+        if not 0 <= plain <= 0x7FFFFFFF:
+            raise InvalidTurnsError(f"{what}[{k}] is {value!r}: {ID_RULE}")
+        out[k] = plain
+
+
+def write_logprobs(
+    arena: Arena[np.float32], values: object, n_outputs: int, where: str
+) -> None:
+    """Append the logprobs of a call to the arena; None and an empty list are a null.
+
+    Raises
+    ------
+    InvalidTurnsError
+        They are no numbers, or not one per output id.
+    """
+    array = given_logprobs(values, n_outputs, where)
+    if array is None:
+        arena.no_run()
+        return
+    valid = fill_logprobs(array, arena.run(n_outputs), where)
+    if valid is not None:
+        arena.null_values(valid)
+
+
+def given_logprobs(
+    values: object, n_outputs: int, where: str
+) -> list[object] | npt.NDArray[np.generic] | None:
+    """The logprobs of a call, one per output id; None for None and for an empty list.
+
+    Errors as for `write_logprobs`.
+    """
+    if values is None:
+        return None
+    array = _as_array(values, f"{where}output_logprobs", "numbers")
+    if len(array) == 0:
+        return None
+    if len(array) != n_outputs:
+        raise InvalidTurnsError(
+            f"{where}{len(array)} logprobs for {n_outputs} output ids"
+        )
+    return array
+
+
+def fill_logprobs(
+    values: list[object] | npt.NDArray[np.generic],
+    out: npt.NDArray[np.float32],
+    where: str,
+) -> npt.NDArray[np.uint8] | None:
+    """Copy given logprobs to ``out``; returns where there is one (None: everywhere).
+
+    Errors as for `write_logprobs`.
+    """
+    if isinstance(values, list):
+        valid = np.empty(len(values), np.uint8)
+        at = _core.unbox_logprobs(values, out, valid)
+        for k in range(at, len(values)):
+            out[k], valid[k] = _logprob(values[k], f"{where}output_logprobs[{k}]")
+        return None if valid.all() else valid
+    if values.dtype == np.float32:
+        out[:] = values
+    elif values.dtype.kind in "fiu":
+        with np.errstate(over="ignore"):  # infinite afterwards, and refused as such
+            out[:] = values
+    else:
+        raise InvalidTurnsError(
+            f"{where}output_logprobs is of {values.dtype}: logprobs are numbers"
+        )
+    return None
+
+
+def _logprob(value: object, what: str) -> tuple[float, bool]:
+    """A logprob of any numeric type, and whether there is one."""
+    if value is None:
+        return 0.0, False
+    if isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(
+        value, bool
+    ):
+        with np.errstate(over="ignore"):
+            try:
+                return float(np.float32(value)), True
+            except OverflowError:  # an int beyond every float
+                return float("inf") if value > 0 else float("-inf"), True
+    raise InvalidTurnsError(
+        f"{what} is {value!r}: logprobs are numbers{_unpack(value)}"
+    )
+
+
+def _unpack(value: object) -> str:
+    """How to get numbers out of the logprobs that an engine gives, if these are such."""
+    how = None
+    if isinstance(value, Mapping) and "content" in value:
+        how = "OpenAI's shape: [one['logprob'] for one in logprobs['content']]"
+    elif isinstance(value, Mapping) and "logprob" in value:
+        how = "OpenAI's shape: [one['logprob'] for one in content]"
+    elif isinstance(value, Mapping):
+        how = "vLLM's shape: [one[i].logprob for one, i in zip(logprobs, output_ids)]"
+    elif isinstance(value, list | tuple):
+        how = "SGLang's shape: [one[0] for one in output_token_logprobs]"
+    return "" if how is None else f". This may be {how}"
+
+
+def _as_array(
+    values: object, what: str, expected: str
+) -> list[object] | npt.NDArray[np.generic]:
+    if isinstance(values, list):
+        return values
+    if type(values) is np.ndarray and values.ndim == 1:  # none of its subclasses
+        return values
+    if isinstance(values, (tuple, range)):
+        return list(values)
+    if isinstance(values, pa.Array | pa.ChunkedArray):
+        return values.to_numpy() if values.null_count == 0 else values.to_pylist()  # type: ignore[no-any-return]
+    try:
+        values = plain_array(values)
+    except Exception as error:  # of the tensor's library, whichever it is
+        raise InvalidTurnsError(
+            f"{what} is a {type(values).__name__} that cannot be copied: {error}"
+        ) from None
+    if isinstance(values, list):
+        return values
+    if isinstance(values, (str, bytes, bytearray)):
+        array = None
+    elif isinstance(values, np.ma.MaskedArray):
+        return list(values.tolist())  # None where masked
+    elif isinstance(values, np.ndarray):
+        array = values
+    else:
+        array = _from_buffer(values)
+    if array is None:
+        raise InvalidTurnsError(
+            f"{what} is of type {type(values).__name__}: expected a list or an "
+            f"array of {expected}{_unpack(values) if expected == 'numbers' else ''}"
+        )
+    if array.ndim != 1:
+        raise InvalidTurnsError(
+            f"{what} has the shape {array.shape}: expected one dimension"
+        )
+    return array
+
+
+def _from_buffer(values: object) -> npt.NDArray[np.generic] | None:
+    try:
+        view = memoryview(values)  # type: ignore[arg-type]
+    except TypeError:
+        # tensors and the like, which know how to become an array
+        return np.asarray(values) if hasattr(values, "__array__") else None
+    # bytes are as likely wider integers that lost their type
+    return None if view.itemsize == 1 else np.asarray(view)

@@ -1,0 +1,472 @@
+"""Recorded calls as Python dicts to a table of turns."""
+
+import reprlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from operator import index
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trajkit._arguments import near_miss, whole_number
+from trajkit._arrow.canonical import TableLike, as_table
+from trajkit.errors import InvalidTurnsError
+from trajkit.schema import TURNS, WEIGHT_VERSION
+from trajkit.turns.deep_json import MAX_DEPTH, is_too_deep
+from trajkit.turns.messages import NO_IDS, Ids, MessageBook, check_text
+from trajkit.turns.python_lists import Arena, write_ids, write_logprobs
+from trajkit.turns.validation import check_values
+
+Record: TypeAlias = Mapping[str, object]
+
+FIELDS = (
+    "session_id",
+    "turn_index",
+    "prompt_ids",
+    "output_ids",
+    "output_logprobs",
+    "finish_reason",
+    "ill_formed",
+    "prompt_messages",
+    "response_message",
+    "use_tool",
+    "trainable",
+    "output_mask",
+    "weight_versions",
+)
+_SPELLED = {name.replace("_", ""): name for name in FIELDS}
+# a column of its own would leave the turns without any, and say nothing
+_SPELLED["logprobs"] = "output_logprobs"
+
+
+def from_records(
+    records: Iterable[Record],
+    *,
+    nonfinite_logprobs: Literal["raise", "null"] = "raise",
+) -> pa.Table:
+    """The turns of recorded calls, one dict per call.
+
+    Sessions may interleave: their rows are gathered, sessions in order of first
+    appearance, turns in order of turn_index.
+
+    Parameters
+    ----------
+    records : iterable of dict
+        Each with the keys
+
+        session_id : str
+        prompt_ids, output_ids : ints in [0, 2**31)
+            A list, tuple, range, or one-dimensional array or buffer of integers. A bool
+            is no id.
+        output_logprobs : floats, one per output id
+            Absent, None or empty: the engine gave none. An element None: none for that
+            token. Kept as they are up to 1e-4 above 0 (rounding); no clipping.
+        finish_reason : str or None
+        ill_formed : bool or None
+        prompt_messages : list of dict
+            The request's chat messages. Absent or None: the turn is routed by tokens.
+        response_message : dict or None
+            The reply as the next request is expected to echo it.
+
+        of which all but the first three may be absent, and optionally
+
+        turn_index : int
+            Absent or None: one more than that of the session's call before, from 0.
+        use_tool : bool
+            Absent: whether response_message has ``tool_calls``. None: unknown.
+        trainable : bool
+        output_mask : bools (or 0 and 1), one per output id
+            False: the token is context only. Absent or None: all may be trained.
+        weight_versions : list of dict
+            With ``version`` (str), ``start`` and ``stop``.
+
+        Other keys become columns of their own, in which an array of several dimensions
+        is a nested list. Messages must not change once their
+        record has been handed over.
+    nonfinite_logprobs : {"raise", "null"}
+        What becomes of NaN, the infinities, and values of -9999 and below, which
+        engines give where they have no logprob.
+
+    Returns
+    -------
+    Table
+        In the schema `trajkit.schema.TURNS`.
+
+    Raises
+    ------
+    InvalidTurnsError
+        A value breaks a rule of the schema; the text names session, turn, field, value
+        and rule.
+    """
+    batch = _Batch()
+    for number, record in enumerate(records):
+        try:
+            batch.add(record, number)
+        except RecursionError:
+            raise InvalidTurnsError(
+                f"record {number}, session {reprlib.repr(record.get('session_id'))}: a "
+                "value is nested too deep to be looked at"
+            ) from None
+    return check_values(batch.table(), nonfinite_logprobs)
+
+
+def as_turns(turns: TableLike | list[Record]) -> pa.Table:
+    """Turns as a table: records of calls as `from_records` makes them one."""
+    if isinstance(turns, list) and turns and isinstance(turns[0], Mapping):
+        if not {"messages", "suffix_ids"} & {*turns[0]}:
+            return from_records(turns)
+    return as_table(turns)
+
+
+@dataclass(slots=True)
+class _Session:
+    number: int
+    # the call before: what it was given and the ids of its messages
+    turn_index: int = -1
+    messages: tuple[object, ...] = ()
+    message_ids: Ids = field(default_factory=lambda: NO_IDS)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The calls so far, column by column in order of arrival."""
+
+    sessions: dict[str, _Session] = field(default_factory=dict)
+    book: MessageBook = field(default_factory=MessageBook)
+    session_numbers: list[int] = field(default_factory=list)
+    turn_indices: list[int] = field(default_factory=list)
+    prompts: Arena[np.int32] = field(default_factory=lambda: Arena(np.int32))
+    outputs: Arena[np.int32] = field(default_factory=lambda: Arena(np.int32))
+    logprobs: Arena[np.float32] = field(default_factory=lambda: Arena(np.float32))
+    finish_reasons: list[str | None] = field(default_factory=list)
+    messages: list[Ids | None] = field(default_factory=list)
+    # -1: no response
+    responses: list[int] = field(default_factory=list)
+    flags: dict[str, list[bool | None]] = field(
+        default_factory=lambda: {"use_tool": [], "ill_formed": [], "trainable": []}
+    )
+    output_masks: list[object] = field(default_factory=list)
+    weight_versions: list[object] = field(default_factory=list)
+    extras: dict[str, list[object]] = field(default_factory=dict)
+
+    def add(self, record: Record, number: int) -> None:
+        if not isinstance(record, Mapping):
+            raise InvalidTurnsError(
+                f"record {number} is a {type(record).__name__}: expected a dict with the "
+                "keys session_id, prompt_ids and output_ids, one dict per model call"
+            )
+        for name in record:
+            if name not in FIELDS:
+                check_extra(name, f"record {number} has the key", record)
+        session_id = record.get("session_id")
+        if not isinstance(session_id, str):
+            found = f"session_id is {session_id!r}"
+            if "session_id" not in record:
+                found = f"no session_id, only {', '.join(map(str, record))}"
+            raise InvalidTurnsError(f"record {number}: {found}: expected a string")
+        session = self.sessions.get(session_id)
+        if session is None:
+            check_text(session_id, f"record {number}: session_id")
+            session = self.sessions[session_id] = _Session(len(self.sessions))
+        turn_index = _turn_index(record, session, f"session {session_id!r}")
+        where = f"session {session_id!r}, turn {turn_index}: "
+
+        write_ids(
+            self.prompts, _required(record, "prompt_ids", where), where, "prompt_ids"
+        )
+        outputs = _required(record, "output_ids", where)
+        n_outputs = write_ids(self.outputs, outputs, where, "output_ids")
+        write_logprobs(self.logprobs, record.get("output_logprobs"), n_outputs, where)
+        self._add_messages(record, session, where)
+        self.finish_reasons.append(_string(record, "finish_reason", where))
+        for name, values in self.flags.items():
+            values.append(_flag(record, name, where))
+        self.output_masks.append(
+            read_output_mask(record.get("output_mask"), n_outputs, where)
+        )
+        self.weight_versions.append(
+            read_weight_versions(record.get("weight_versions"), where)
+        )
+        for name, value in record.items():
+            if name not in FIELDS:
+                check_depth(name, value, where)
+                column = self.extras.setdefault(name, [])
+                column.extend([None] * (len(self.turn_indices) - len(column)))
+                column.append(value)
+        self.session_numbers.append(session.number)
+        self.turn_indices.append(turn_index)
+        session.turn_index = turn_index
+
+    def _add_messages(self, record: Record, session: _Session, where: str) -> None:
+        messages = record.get("prompt_messages")
+        if messages is None:
+            self.messages.append(None)
+        elif not isinstance(messages, (list, tuple)):
+            raise InvalidTurnsError(
+                f"{where}prompt_messages is of type {type(messages).__name__}: "
+                "expected a list of dicts"
+            )
+        else:
+            ids = self.book.add_all(
+                messages,
+                session.messages,
+                session.message_ids,
+                f"{where}prompt_messages",
+            )
+            session.messages, session.message_ids = tuple(messages), ids
+            self.messages.append(ids)
+        response = record.get("response_message")
+        self.responses.append(
+            -1
+            if response is None
+            else self.book.add(response, f"{where}response_message")
+        )
+
+    def table(self) -> pa.Table:
+        numbers = np.array(self.session_numbers, np.int32)
+        names = pa.array(list(self.sessions), pa.string())
+        columns = {
+            "session_id": names.take(pa.array(numbers)),
+            "turn_index": pa.array(self.turn_indices, pa.int32()),
+            "prompt_ids": self.prompts.lists(),
+            "output_ids": self.outputs.lists(),
+            "output_logprobs": self.logprobs.lists(),
+            "finish_reason": pa.array(self.finish_reasons, pa.string()),
+            **{name: pa.array(flags, pa.bool_()) for name, flags in self.flags.items()},
+            "output_mask": pa.array(self.output_masks, pa.large_list(pa.bool_())),
+            "weight_versions": pa.array(
+                self.weight_versions, pa.large_list(WEIGHT_VERSION)
+            ),
+            **{name: self._extra(name) for name in self.extras},
+        }
+        order = np.lexsort((np.array(self.turn_indices, np.int64), numbers))
+        table = pa.table(columns)
+        messages, responses = self.messages, np.array(self.responses, np.int32)
+        if (np.diff(order) < 0).any():
+            table = table.take(pa.array(order))
+            messages = [messages[k] for k in order]
+            responses = responses[order]
+            numbers = numbers[order]
+        columns = dict(zip(table.column_names, table.columns, strict=True))
+        columns["messages"], columns["response"] = message_columns(
+            self.book, messages, responses, numbers
+        )
+        fields = [*TURNS, *(table.schema.field(name) for name in self.extras)]
+        return pa.Table.from_arrays(
+            [columns[field.name] for field in fields],
+            schema=pa.schema(fields, metadata=TURNS.metadata),
+        )
+
+    def _extra(self, name: str) -> pa.Array:
+        values = self.extras[name]
+        values.extend([None] * (len(self.turn_indices) - len(values)))
+        try:
+            if not any(map(_is_nested, values)):
+                return pa.array(values)
+            arrays = [one_value(value) for value in values]
+            type_ = common_type(array.type for array in arrays)
+            return pa.concat_arrays([cast_values(array, type_) for array in arrays])
+        except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+            raise InvalidTurnsError(
+                f"the values of {name!r} make no Arrow column: {error}"
+            ) from None
+
+
+def message_columns(
+    book: MessageBook, messages: list[Ids | None], responses: Ids, sessions: Ids
+) -> tuple[pa.Array, pa.Array]:
+    """The columns messages and response of turns that lie session by session."""
+    n_turns = len(messages)
+    lengths = np.array([0 if ids is None else len(ids) for ids in messages], np.int64)
+    # one run of places per turn: its prompt's messages, then its response's, if any
+    ends = np.cumsum(lengths + 1)
+    places = np.empty(int(ends[-1]) if n_turns else 0, np.int32)
+    for ids, end, length in zip(messages, ends, lengths, strict=True):
+        if ids is not None:
+            places[end - 1 - length : end - 1] = ids
+    is_response = np.zeros(len(places), np.bool_)
+    is_response[ends - 1] = True
+    places[ends - 1] = responses
+    owners = np.repeat(sessions, lengths + 1)
+    there = places >= 0
+    shown = np.zeros(len(places), np.bool_)
+    shown[there] = book.shown(places[there], owners[there])
+
+    offsets = np.zeros(n_turns + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    null = np.array([ids is None for ids in messages], np.bool_)
+    prompt = pa.LargeListArray.from_arrays(
+        pa.array(offsets),
+        book.array(places[~is_response], shown[~is_response]),
+        type=TURNS.field("messages").type,
+        mask=pa.array(null) if null.any() else None,
+    )
+    absent = responses < 0
+    response = book.array(responses, shown[is_response], mask=absent)
+    return prompt, response
+
+
+def _is_nested(value: object) -> bool:
+    """Whether it is an array (numpy's, or a tensor) of two or more dimensions."""
+    ndim = getattr(value, "ndim", 0)
+    return isinstance(ndim, int) and ndim > 1
+
+
+def one_value(value: object) -> pa.Array:
+    """An Arrow array of this one value; axes of an array become nested lists."""
+    if not _is_nested(value):
+        return pa.array([value])
+    numbers = np.asarray(value)
+    nested = pa.array(numbers.reshape(-1))
+    for axis in range(numbers.ndim - 1, -1, -1):
+        n = int(np.prod(numbers.shape[:axis]))
+        ends = np.arange(n + 1) * numbers.shape[axis]
+        nested = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), nested)
+    return nested
+
+
+def common_type(types: Iterable[pa.DataType]) -> pa.DataType:
+    """The type that takes the values of all."""
+    schemas = [pa.schema([pa.field("value", one)]) for one in types]
+    return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+
+
+def cast_values(array: pa.Array, type_: pa.DataType) -> pa.Array:
+    """The values in a type that takes them."""
+    # Arrow casts a list of nulls to its own type as one that cannot be read
+    return array if array.type == type_ else array.cast(type_)
+
+
+def check_extra(name: object, what: str, record: Record | None = None) -> None:
+    """Raise unless an extra column of turns may have this name.
+
+    Parameters
+    ----------
+    name : object
+    what : str
+        Begins the text: ``record 3 has the key``.
+    record : mapping, optional
+        What has the key: a name like that of a field that it lacks is an error.
+    """
+    if not isinstance(name, str):
+        raise InvalidTurnsError(f"{what} {name!r}: expected a name")
+    if name in TURNS.names:
+        raise InvalidTurnsError(
+            f"{what} {name!r}, which is a column made from prompt_messages and "
+            "response_message"
+        )
+    meant = _SPELLED.get(name.replace("_", "").lower())
+    if meant is not None:
+        raise InvalidTurnsError(f"{what} {name!r}: spell it {meant!r}")
+    near = None if record is None else near_miss(name, FIELDS)
+    if near is not None and near not in (record or ()):
+        raise InvalidTurnsError(
+            f"{what} {name!r} and no {near!r}: did you mean {near!r}? An extra column "
+            "needs another name"
+        )
+
+
+def check_depth(name: str, value: object, where: str) -> None:
+    """Raise InvalidTurnsError if the value of a further column is nested too deep."""
+    if is_too_deep(value):
+        raise InvalidTurnsError(
+            f"{where}the value of {name!r} is nested deeper than {MAX_DEPTH} levels: "
+            "leave it out, or store it as text"
+        )
+
+
+def _turn_index(record: Record, session: _Session, where: str) -> int:
+    given = whole_number(record.get("turn_index"))
+    if given is None:
+        return session.turn_index + 1
+    try:
+        turn_index = -1 if isinstance(given, (bool, np.bool_)) else index(given)  # type: ignore[arg-type]
+    except TypeError:
+        turn_index = -1
+    if not 0 <= turn_index < 2**31:
+        raise InvalidTurnsError(
+            f"{where}: turn_index is {given!r}: expected an integer in [0, 2**31)"
+        )
+    return turn_index
+
+
+def _required(record: Record, name: str, where: str) -> object:
+    value = record.get(name)
+    if value is not None:
+        return value
+    found = f"the record has the keys {', '.join(map(str, record))}"
+    if name in record:
+        found = f"{name} is None"
+    raise InvalidTurnsError(f"{where}{found}: expected {name}, a list of token ids")
+
+
+def _string(record: Record, name: str, where: str) -> str | None:
+    value = record.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise InvalidTurnsError(f"{where}{name} is {value!r}: expected a string")
+    check_text(value, f"{where}{name}")
+    return value
+
+
+def _flag(record: Record, name: str, where: str) -> bool | None:
+    value = record.get(name)
+    if value is None:
+        if name != "use_tool" or name in record:
+            return None
+        response = record.get("response_message")
+        return isinstance(response, dict) and bool(response.get("tool_calls"))
+    if not isinstance(value, (bool, np.bool_)):
+        raise InvalidTurnsError(f"{where}{name} is {value!r}: expected a bool")
+    return bool(value)
+
+
+def read_output_mask(
+    value: object, n_outputs: int, where: str
+) -> npt.NDArray[np.bool_] | None:
+    """Whether each output token of a call may be trained; None: all."""
+    if value is None:
+        return None
+    mask = np.asarray(value)
+    if mask.ndim != 1 or (mask.dtype.kind not in "biu" and len(mask)):
+        raise InvalidTurnsError(
+            f"{where}output_mask is {value!r}: expected a list of bools"
+        )
+    odd = np.flatnonzero((mask != 0) & (mask != 1))
+    if len(odd):
+        at = int(odd[0])
+        raise InvalidTurnsError(
+            f"{where}output_mask[{at}] is {mask[at]}: expected a bool, or 0 or 1"
+        )
+    if len(mask) != n_outputs:
+        raise InvalidTurnsError(
+            f"{where}{len(mask)} elements of output_mask for {n_outputs} output_ids"
+        )
+    return mask.astype(np.bool_)
+
+
+def read_weight_versions(value: object, where: str) -> list[Record] | None:
+    """A call's pieces of output, each a dict of version, start and stop."""
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple)):
+        raise InvalidTurnsError(
+            f"{where}weight_versions is {value!r}: expected a list of dicts"
+        )
+    for i, piece in enumerate(value):
+        if not isinstance(piece, Mapping) or set(piece) != {"version", "start", "stop"}:
+            raise InvalidTurnsError(
+                f"{where}weight_versions[{i}] is {piece!r}: expected a dict of "
+                "version, start and stop"
+            )
+        _string(piece, "version", f"{where}weight_versions[{i}].")
+        for name in ("start", "stop"):
+            if type(piece[name]) is not int or not 0 <= piece[name] < 2**31:
+                raise InvalidTurnsError(
+                    f"{where}weight_versions[{i}].{name} is {piece[name]!r}: expected "
+                    "an integer in [0, 2**31)"
+                )
+    return list(value)

@@ -1,0 +1,244 @@
+"""What the caller knows of each session: reward, group, error."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trajkit._arguments import arrow_source
+from trajkit._arrow import lazy_compute as pc
+from trajkit._arrow.canonical import TableLike, as_table, canonical
+from trajkit._arrow.take import picked
+from trajkit.errors import InvalidTurnsError, SchemaError
+from trajkit.schema import SESSIONS
+from trajkit.turns.calls import Calls
+
+Reward: TypeAlias = float | Mapping[str, float | None] | TableLike | None
+"""One reward for all sessions, one by session_id, or a ``sessions`` table."""
+
+# what turns may say of their session themselves
+_OF_TURNS = ("reward", "group_id")
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFacts:
+    """Reward, group and error by session, or one reward for all."""
+
+    # the same for every session; read where there is no table
+    reward: float | None
+    # SESSIONS, or None
+    table: pa.Table | None
+    # which of reward and group_id the caller states
+    stated: tuple[str, ...] = ()
+
+    def of_calls(self, calls: Calls) -> pa.RecordBatch:
+        """SESSIONS of the calls, with reward and group_id of the turns themselves.
+
+        Raises
+        ------
+        SchemaError
+            The turns have a reward that is not a number, or a group_id that is not text.
+        InvalidTurnsError
+            As `of`; the turns of a session contradict each other or the facts.
+        """
+        facts = self.of(calls.session_ids)
+        for name in _OF_TURNS:
+            if name not in calls.table.column_names:
+                continue
+            own = _of_turns(calls, name)
+            if name in self.stated:
+                given = facts.column(name)
+                same = pc.equal(own, given).fill_null(False)
+                bad = np.flatnonzero(pc.and_not(own.is_valid(), same))
+                if len(bad):
+                    at = int(bad[0])
+                    raise InvalidTurnsError(
+                        f"session {calls.session_ids[at].as_py()!r}: {name} "
+                        f"{_null(given[at])} was given, and its turns have {name} "
+                        f"{_null(own[at])}: leave one of them out"
+                    )
+                own = given
+            facts = facts.set_column(
+                SESSIONS.names.index(name), SESSIONS.field(name), own
+            )
+        return facts
+
+    def of(self, session_ids: pa.Array) -> pa.RecordBatch:
+        """SESSIONS for these sessions, in this order.
+
+        Raises
+        ------
+        InvalidTurnsError
+            The facts have no line for one of them.
+        """
+        n = len(session_ids)
+        if self.table is None:
+            return pa.RecordBatch.from_arrays(
+                [
+                    session_ids,
+                    pa.repeat(pa.scalar(self.reward, pa.float64()), n),
+                    pa.nulls(n, pa.string()),
+                    pa.nulls(n, pa.string()),
+                ],
+                schema=SESSIONS,
+            )
+        found = pc.index_in(session_ids, self.table.column("session_id"))
+        if found.null_count:
+            missing = session_ids.filter(found.is_null())[0]
+            raise InvalidTurnsError(
+                f"session {missing.as_py()!r} has turns, but no line in sessions (or "
+                "no reward): a session that can't be scored has a null reward"
+            )
+        return self.table.take(found).combine_chunks().to_batches()[0]
+
+
+def session_facts(reward: Reward, sessions: TableLike | None) -> SessionFacts:
+    """The facts that ``reward`` and ``sessions`` state.
+
+    Raises
+    ------
+    SchemaError
+        Both state them, or neither way that `Reward` names.
+    InvalidTurnsError
+        A session has two lines, or a reward that is not finite.
+    """
+    if not isinstance(reward, Mapping) and arrow_source(reward) is not None:
+        if sessions is not None:
+            raise SchemaError("reward is a table and sessions is given: expected one")
+        reward, sessions = None, reward
+    if sessions is not None:
+        if reward is not None:
+            raise SchemaError(
+                "reward and sessions are both given: put the rewards into sessions"
+            )
+        given = as_table(sessions)
+        if "output_ids" in given.column_names:
+            raise SchemaError(
+                "sessions is a table of turns (it has output_ids): expected a line per "
+                "session. The columns reward and group_id of turns count without it"
+            )
+        # what else the caller knows is in no report
+        table = _checked(canonical(given, SESSIONS).select(SESSIONS.names))
+        stated = [n for n in _OF_TURNS if table.column(n).null_count < len(table)]
+        return SessionFacts(None, table, tuple(stated))
+    if isinstance(reward, Mapping):
+        n = len(reward)
+        for name in reward:
+            if not isinstance(name, str):
+                raise SchemaError(f"reward has the key {name!r}: expected session ids")
+        rewards = [_number(r, f"session {name!r}: ") for name, r in reward.items()]
+        table = pa.Table.from_arrays(
+            [
+                pa.array(list(reward), pa.string()),
+                pa.array(rewards, pa.float64()),
+                pa.nulls(n, pa.string()),
+                pa.nulls(n, pa.string()),
+            ],
+            schema=SESSIONS,
+        )
+        return SessionFacts(None, _checked(table), ("reward",))
+    number = _number(reward, "")
+    return SessionFacts(number, None, () if number is None else ("reward",))
+
+
+def _of_turns(calls: Calls, name: str) -> pa.Array:
+    """What the turns of each session say in a column; null where none says anything."""
+    column = calls.table.column(name)
+    type_, wanted = column.type, SESSIONS.field(name).type
+    if pa.types.is_integer(type_) and name == "group_id":  # an index of the group
+        column = column.cast(wanted)
+    lines = canonical(
+        pa.table({"session_id": calls.table.column("session_id"), name: column}),
+        pa.schema(
+            [SESSIONS.field("session_id"), SESSIONS.field(name)], SESSIONS.metadata
+        ),
+    ).column(name)
+    values = lines.combine_chunks()
+    if name == "reward":
+        bad = np.flatnonzero(pc.invert(pc.is_finite(values)).fill_null(False))
+        if len(bad):
+            at = int(bad[0])
+            raise InvalidTurnsError(
+                f"{calls.place(at)}: reward is {values[at]}: expected a finite number or "
+                "null"
+            )
+    said = np.flatnonzero(values.is_valid())
+    session = calls.session_of()[said]
+    found, first = np.unique(session, return_index=True)
+    source = np.full(calls.n_sessions, -1)
+    source[found] = said[first]
+    own = values.take(pa.array(source, mask=source < 0))
+    due = own.take(pa.array(session))
+    bad = np.flatnonzero(pc.not_equal(values.take(pa.array(said)), due))
+    if len(bad):
+        one, other = int(source[session[bad[0]]]), int(said[bad[0]])
+        raise InvalidTurnsError(
+            f"{calls.place(other)}: {name} is {values[other]}, and {values[one]} in turn "
+            f"{calls.turn_index[one]}: a session has one {name} (for a reward per turn, "
+            "rename the column and use spread_rewards)"
+        )
+    return own
+
+
+def _null(value: pa.Scalar) -> object:
+    return value.as_py() if value.is_valid else "null"
+
+
+def _number(reward: object, where: str) -> float | None:
+    """A finite reward, or None."""
+    if reward is None:
+        return None
+    if isinstance(reward, bool) or not isinstance(reward, (int, float, np.number)):
+        raise SchemaError(
+            f"{where}reward is of type {type(reward).__name__}: expected a number"
+            + ("" if where else ", a mapping by session_id, or a table")
+        )
+    try:
+        number = float(reward)
+    except OverflowError:  # an int beyond every float
+        number = float("inf")
+    if not np.isfinite(number):
+        raise InvalidTurnsError(
+            f"{where}reward {number}: expected a finite number or None"
+        )
+    return number
+
+
+def last_lines(table: pa.Table) -> pa.Table:
+    """The last line of each session, in order of the sessions' first lines."""
+    if not len(table):
+        return table
+    ids = table.column("session_id").combine_chunks().dictionary_encode().indices
+    codes = ids.to_numpy()
+    last = len(codes) - 1 - np.unique(codes[::-1], return_index=True)[1]
+    return picked(table, pa.array(last))
+
+
+def errored(facts: pa.RecordBatch) -> npt.NDArray[np.bool_]:
+    """Which sessions ended in an error."""
+    result: npt.NDArray[np.bool_] = (
+        facts.column("error").is_valid().to_numpy(zero_copy_only=False)
+    )
+    return result
+
+
+def _checked(table: pa.Table) -> pa.Table:
+    ids = table.column("session_id")
+    counts = pc.value_counts(ids)
+    again = counts.filter(pc.greater(counts.field("counts"), 1))
+    if len(again):
+        raise InvalidTurnsError(
+            f"session {again[0]['values'].as_py()!r} has {again[0]['counts']} lines in "
+            "sessions: expected one"
+        )
+    rewards = table.column("reward")
+    bad = table.filter(pc.invert(pc.is_finite(rewards)).fill_null(False))
+    if bad.num_rows:
+        raise InvalidTurnsError(
+            f"session {bad.column('session_id')[0].as_py()!r}: reward "
+            f"{bad.column('reward')[0]}: expected a finite number or null"
+        )
+    return table

@@ -1,0 +1,123 @@
+"""A ``turns`` table as a sequence of sessions, before its turns are looked at."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trajkit import _core
+from trajkit._arrow.canonical import canonical, turns_schema
+from trajkit.errors import InvalidTurnsError
+
+_Longs = npt.NDArray[np.int64]
+
+# Reading a chunk costs some 0.1 ms whatever it holds; copying a smaller one costs less.
+_MANY_CHUNKS, _CHUNK_BYTES = 16, 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """A table in canonical form, and where its sessions are."""
+
+    table: pa.Table
+    # shape (n_sessions + 1,): session s is rows offsets[s]:offsets[s + 1]
+    offsets: _Longs
+    # shape (n_sessions,)
+    ids: pa.Array
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether the table says prompts as what they share with an earlier one."""
+        return "suffix_ids" in self.table.column_names
+
+    @property
+    def brought(self) -> _Longs:
+        """Tokens that the turns of each session bring themselves: in full form all."""
+        own = "suffix_ids" if self.is_delta else "prompt_ids"
+        own_sizes, output_sizes = (
+            _elements(self.table[name], self.offsets) for name in (own, "output_ids")
+        )
+        return own_sizes + output_sizes
+
+    def sessions(self, start: int, stop: int) -> "Turns":
+        """The sessions ``start:stop``."""
+        offsets = self.offsets[start : stop + 1]
+        first, last = int(offsets[0]), int(offsets[-1])
+        return Turns(
+            self.table.slice(first, last - first),
+            offsets - first,
+            self.ids[start:stop],
+        )
+
+
+def locate(turns: pa.Table) -> Turns:
+    """The sessions of a ``turns`` table, in full or in delta form.
+
+    Parameters
+    ----------
+    turns : Table
+        As `trajkit._arrow.canonical.canonical` takes it.
+
+    Raises
+    ------
+    SchemaError
+        A column is absent or of another type.
+    InvalidTurnsError
+        A session comes in several pieces.
+    """
+    table = canonical(turns, turns_schema(turns.column_names))
+    chunks = table.column("output_ids").num_chunks
+    if chunks > _MANY_CHUNKS and table.nbytes < chunks * _CHUNK_BYTES:
+        table = table.combine_chunks()  # a log has a chunk a turn
+    starts = np.empty(table.num_rows, np.uint8)
+    _core.find_sessions(table.select(["session_id"]).__arrow_c_stream__(), starts)
+    first = np.flatnonzero(starts)
+    offsets = np.append(first, table.num_rows).astype(np.int64, copy=False)
+    return Turns(table, offsets, _session_ids(table.column("session_id"), first))
+
+
+def runs_of(sizes: _Longs, most: int) -> Iterator[tuple[int, int]]:
+    """Runs of sessions of at most so much together, or of one session: start, stop."""
+    ends = np.append(0, np.cumsum(sizes))
+    start = 0
+    while start < len(sizes):
+        stop = int(np.searchsorted(ends, ends[start] + most, side="right")) - 1
+        stop = max(stop, start + 1)
+        yield start, stop
+        start = stop
+
+
+def _elements(lists: pa.ChunkedArray, offsets: _Longs) -> _Longs:
+    """How many elements the large lists of each session have together."""
+    stops = np.zeros(len(offsets), np.int64)
+    known = 0
+    for chunk in lists.chunks:
+        if len(chunk):
+            ends = chunk.offsets.to_numpy()
+            stops += ends[np.clip(offsets - known, 0, len(chunk))]
+            known += len(chunk)
+    return np.diff(stops)
+
+
+def _session_ids(column: pa.ChunkedArray, starts: _Longs) -> pa.Array:
+    """The id of each session, of the rows that they start at."""
+    one = column.chunk(0) if column.num_chunks == 1 else column
+    ids = one.take(pa.array(starts))
+    if isinstance(ids, pa.ChunkedArray):
+        ids = ids.combine_chunks()
+    if isinstance(ids, pa.ChunkedArray):  # as older versions of Arrow give it
+        ids = pa.concat_arrays(ids.chunks) if ids.num_chunks else pa.array([], ids.type)
+    if len(ids.unique()) < len(ids):
+        first = np.unique(
+            ids.dictionary_encode().indices.to_numpy(), return_index=True
+        )[1]
+        again = int(np.setdiff1d(np.arange(len(starts)), first)[0])
+        raise InvalidTurnsError(
+            f"session {ids[again].as_py()!r} comes back in table row {starts[again]} "
+            "after another session began: a session must be in one piece. Gather them "
+            "first: turns.sort_by([('session_id', 'ascending'), ('turn_index', "
+            "'ascending')])"
+        )
+    return ids

@@ -1,0 +1,67 @@
+"""Which sampled tokens a policy may train, before it looks at rows."""
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from trajkit._arrow import lazy_compute as pc
+from trajkit.errors import InvalidTurnsError
+from trajkit.policies import Policy
+from trajkit.turns.calls import Calls, Longs
+from trajkit.turns.flat_buffers import lacking_logprobs
+
+Bools = npt.NDArray[np.bool_]
+
+ABORT = "abort"
+"""The finish_reason of an output that the engine was told to end."""
+
+
+def aborted_calls(calls: Calls) -> Bools:
+    """Calls whose finish_reason is `ABORT`, shape (n_calls,)."""
+    same = pc.equal(calls.table.column("finish_reason"), ABORT).fill_null(False)
+    return np.asarray(same, np.bool_)
+
+
+def without_aborted(calls: Calls, policy: Policy) -> tuple[Calls, Longs]:
+    """The calls with those that were aborted as context only, if the policy says so.
+
+    Returns
+    -------
+    calls : Calls
+    n_tokens : ndarray of int64, shape (n_sessions,)
+        Tokens of each session that might be trained but for that.
+    """
+    n_tokens = np.zeros(calls.n_sessions, np.int64)
+    if policy.train_aborted:
+        return calls, n_tokens
+    now = aborted_calls(calls) & (calls.calls["trainable"] != 0)
+    if not now.any():
+        return calls, n_tokens
+    np.add.at(n_tokens, calls.session_of()[now], calls.calls["out_len"][now])
+    records = calls.calls.copy()
+    records["trainable"][now] = False
+    return replace(calls, calls=records), n_tokens
+
+
+def check_logprobs(calls: Calls, policy: Policy) -> None:
+    """Raise if a token that may be trained has no logprob and the policy needs it.
+
+    Raises
+    ------
+    InvalidTurnsError
+        Names session, turn and how many.
+    """
+    if policy.missing_logprobs != "raise":
+        return
+    missing = lacking_logprobs(calls)
+    missing[calls.calls["trainable"] == 0] = 0
+    bad = np.flatnonzero(missing)
+    if len(bad):
+        call = int(bad[0])
+        more = f" (and {len(bad) - 1} more turns)" if len(bad) > 1 else ""
+        raise InvalidTurnsError(
+            f"{calls.place(call)}: {missing[call]} of {calls.calls['out_len'][call]} "
+            f"sampled tokens have no logprob{more}, which missing_logprobs='raise' "
+            "refuses"
+        )

@@ -1,0 +1,393 @@
+"""The rules of a turns table, each as a generator of the rows that break it.
+
+A check takes a table in canonical form that has passed the checks before it in its
+list, and looks at whole columns. What it yields names column, value and rule; the
+driver in `trajkit.validate` puts session and turn before it.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trajkit._arrow import lazy_compute as pc
+from trajkit._arrow.canonical import Rows, Violation, violation
+from trajkit.turns.deep_json import parse
+
+Check: TypeAlias = Callable[[pa.Table], Iterator[Violation]]
+Bools: TypeAlias = npt.NDArray[np.bool_]
+
+MAX_LOGPROB = np.float32(1e-4)
+"""Rounding may take a logprob this far above 0."""
+NO_LOGPROB = np.float32(-9999.0)
+"""vLLM writes this for a token without a logprob; nothing sampled comes near it."""
+
+
+_NO_NUMBER = "it is no number (nonfinite_logprobs='null' makes it null)"
+_NO_LOGPROB = (
+    "engines write this where they have no logprob for a token "
+    "(nonfinite_logprobs='null' makes it null)"
+)
+_POSITIVE = "a log-probability is at most 0, give or take 1e-4 for rounding"
+
+
+def sessions_in_one_piece(table: pa.Table) -> Iterator[Violation]:
+    """Each session's rows follow one another."""
+    names = table.column("session_id").combine_chunks()
+    starts = run_starts(table)
+    codes = names.take(pa.array(starts)).dictionary_encode().indices.to_numpy()
+    # codes count up in order of first appearance
+    first = np.unique(codes, return_index=True)[1]
+    again = np.flatnonzero(first[codes] != np.arange(len(codes)))
+    yield violation(
+        starts[again],
+        "the session began in table row {} and comes back in row {} after another: "
+        "gather it first, for instance by sorting the table by session_id",
+        starts[first[codes[again]]],
+        starts[again],
+    )
+
+
+def ascending(index: str) -> Check:
+    """The check that `index` ascends within each session, from 0 or above."""
+
+    def check(table: pa.Table) -> Iterator[Violation]:
+        values = table.column(index).to_numpy()
+        negative = np.flatnonzero(values < 0)
+        yield violation(negative, f"{index} is negative: it counts from 0")
+        before = np.concatenate([[-1], values[:-1]])
+        opens = np.zeros(len(values), np.bool_)
+        opens[run_starts(table)] = True
+        rows = np.flatnonzero(~opens & (values == before))
+        yield violation(rows, f"{index} is repeated within the session")
+        rows = np.flatnonzero(~opens & (values < before))
+        yield violation(
+            rows,
+            f"{index} {{}} follows {{}}: it must ascend within a session",
+            values[rows],
+            before[rows],
+        )
+
+    return check
+
+
+def token_ids(name: str) -> Check:
+    """The check that a column of ids has no null and no negative element."""
+
+    def check(table: pa.Table) -> Iterator[Violation]:
+        for start, ends, values in flat_chunks(table.column(name)):
+            if values.null_count:
+                rows, at = owners(_true(values.is_null()), ends)
+                yield violation(start + rows, f"{name}[{{}}] is null", at)
+                continue
+            ids = values.to_numpy()
+            if len(ids) and ids.min() < 0:
+                bad = np.flatnonzero(ids < 0)
+                rows, at = owners(bad, ends)
+                yield violation(
+                    start + rows,
+                    f"{name}[{{}}] is {{}}: token ids are not negative",
+                    at,
+                    ids[bad],
+                )
+
+    return check
+
+
+def prompts_not_empty(table: pa.Table) -> Iterator[Violation]:
+    """Every prompt has a token."""
+    if "prompt_ids" in table.column_names:
+        n_prompt = lengths(table.column("prompt_ids"))
+    else:
+        n_prompt = lengths(table.column("suffix_ids"))
+        n_prompt = n_prompt + table.column("shared_length").to_numpy()
+    yield violation(
+        np.flatnonzero(n_prompt == 0),
+        "prompt_ids is empty: an engine samples after some token",
+    )
+
+
+def logprobs(name: str, ids: str) -> Check:
+    """The check that a column has one log-probability per id, or none at all."""
+
+    def check(table: pa.Table) -> Iterator[Violation]:
+        column = table.column(name)
+        n_logprobs, n_ids = lengths(column), lengths(table.column(ids))
+        odd = np.flatnonzero((n_logprobs != n_ids) & ~nulls(column))
+        yield violation(odd, f"{{}} {name} for {{}} {ids}", n_logprobs[odd], n_ids[odd])
+        for start, ends, values in flat_chunks(column):
+            numbers = raw_floats(values)
+            given = np.ones(len(numbers), np.bool_)
+            if values.null_count:
+                given = np.asarray(values.is_valid())
+            for wrong, rule in (
+                (np.isnan(numbers), _NO_NUMBER),
+                (numbers <= NO_LOGPROB, _NO_LOGPROB),
+                (numbers > MAX_LOGPROB, _POSITIVE),
+            ):
+                bad = np.flatnonzero(wrong & given)
+                rows, at = owners(bad, ends)
+                yield violation(
+                    start + rows, f"{name}[{{}}] is {{}}: {rule}", at, numbers[bad]
+                )
+
+    return check
+
+
+def output_mask(table: pa.Table) -> Iterator[Violation]:
+    """One bool per output id, or none at all."""
+    column = table.column("output_mask")
+    n_mask, n_ids = lengths(column), lengths(table.column("output_ids"))
+    odd = np.flatnonzero((n_mask != n_ids) & ~nulls(column))
+    yield violation(
+        odd, "{} elements of output_mask for {} output_ids", n_mask[odd], n_ids[odd]
+    )
+    for start, ends, values in flat_chunks(column):
+        if values.null_count:
+            rows, at = owners(_true(values.is_null()), ends)
+            yield violation(start + rows, "output_mask[{}] is null", at)
+
+
+def not_logprobs(numbers: npt.NDArray[np.float32]) -> Bools:
+    """Where an engine had no logprob to give: NaN, an infinity, -9999 and below."""
+    return ~np.isfinite(numbers) | (numbers <= NO_LOGPROB)
+
+
+def weight_versions(table: pa.Table) -> Iterator[Violation]:
+    """Pieces without nulls that tile the output, in order."""
+    column = table.column("weight_versions")
+    n_output, given = lengths(table.column("output_ids")), ~nulls(column)
+    for start, ends, pieces in flat_chunks(column):
+        broken = np.asarray(pieces.is_null())
+        for name in ("version", "start", "stop"):
+            broken = broken | np.asarray(pc.struct_field(pieces, name).is_null())
+        rows, at = owners(np.flatnonzero(broken), ends)
+        yield violation(
+            start + rows,
+            "weight_versions[{}] has a null: version, start and stop are needed",
+            at,
+        )
+        if broken.any():
+            continue
+        lows = np.asarray(pc.struct_field(pieces, "start"))
+        highs = np.asarray(pc.struct_field(pieces, "stop"))
+        begins = np.concatenate([[0], ends[:-1]])
+        filled = np.flatnonzero(ends > begins)
+        due = np.concatenate([[0], highs[:-1]])[: len(lows)]
+        due[begins[filled]] = 0
+        bad = np.flatnonzero((lows != due) | (highs < lows))
+        rows, at = owners(bad, ends)
+        yield violation(
+            start + rows,
+            "weight_versions[{}] is {}:{} where a piece from {} on is due: the pieces "
+            "tile the output",
+            at,
+            lows[bad],
+            highs[bad],
+            due[bad],
+        )
+        last = np.zeros(len(ends), np.int64)
+        last[filled] = highs[ends[filled] - 1]
+        here = slice(start, start + len(ends))
+        rows = np.flatnonzero(given[here] & (last != n_output[here]))
+        yield violation(
+            start + rows,
+            "weight_versions end at {} of {} output ids: the pieces tile the output",
+            last[rows],
+            n_output[here][rows],
+        )
+
+
+def messages(name: str) -> Check:
+    """The check that every message of a column has a key and a role."""
+
+    def check(table: pa.Table) -> Iterator[Violation]:
+        for start, ends, values in flat_chunks(table.column(name)):
+            rows, at = owners(_true(values.is_null()), ends)
+            yield violation(start + rows, f"{name}[{{}}] is null", at)
+            for field in ("key", "role"):
+                lacks = _true(pc.struct_field(values, field).is_null())
+                rows, at = owners(lacks, ends)
+                yield violation(start + rows, f"{name}[{{}}] has no {field}", at)
+
+    return check
+
+
+def response(table: pa.Table) -> Iterator[Violation]:
+    """Every reply that is there has a key and a role."""
+    column = table.column("response").combine_chunks()
+    for field in ("key", "role"):
+        lacks = pc.and_(column.is_valid(), pc.struct_field(column, field).is_null())
+        yield violation(_true(lacks), f"response has no {field}")
+
+
+def bodies(name: str) -> Check:
+    """The check that each key of a session has one body, given first, and of JSON."""
+
+    def check(table: pa.Table) -> Iterator[Violation]:
+        places, rows = message_places(table, name)
+        keys, roles, texts = (
+            pc.struct_field(places, field) for field in ("key", "role", "body")
+        )
+        sessions = np.searchsorted(run_starts(table), rows, side="right")
+        codes = keys.dictionary_encode().indices.to_numpy().astype(np.int64)
+        names = sessions * (len(codes) + 1) + codes
+        first = np.unique(names, return_index=True)[1]
+        absent = np.asarray(texts.is_null())
+        missing = np.sort(first[absent[first]])
+        yield violation(
+            rows[missing],
+            "the message with the key {} has no body, and none came before it in the "
+            "session (rows filtered away? then validate with bodies=False)",
+            [keys[int(at)].as_py().hex() for at in missing],
+        )
+        given = np.flatnonzero(~absent)
+        said = texts.dictionary_encode().indices.fill_null(0).to_numpy()[given]
+        _, before, group = np.unique(
+            names[given], return_index=True, return_inverse=True
+        )
+        other = given[said != said[before[group]]]
+        yield violation(
+            rows[other],
+            "the message with the key {} has another body earlier in the session: "
+            "compute its key with trajkit.turns.message_key",
+            [keys[int(at)].as_py().hex() for at in other],
+        )
+        faults = {
+            int(at): fault
+            for at in given
+            if (fault := _body_fault(texts[at].as_py(), roles[at].as_py())) is not None
+        }
+        yield violation(rows[list(faults)], "{}", list(faults.values()))
+
+    return check
+
+
+def _body_fault(body: str, role: str) -> str | None:
+    shown = body if len(body) <= 60 else f"{body[:57]}..."
+    try:
+        message = parse(body)
+    except ValueError as error:
+        return f"the message body {shown!r} is no JSON: {error}"
+    if not isinstance(message, dict):
+        return f"the message body {shown!r} is no JSON object"
+    if message.get("role") != role:
+        return f"the message body {shown!r} is not of the role {role!r} beside it"
+    return None
+
+
+def message_places(table: pa.Table, name: str) -> tuple[pa.StructArray, Rows]:
+    """Every message of a table in session order, prompt before reply, and its row."""
+    listed = table.column(name)
+    replies = table.column("response").combine_chunks()
+    flat = pa.chunked_array([chunk.flatten() for chunk in listed.chunks], replies.type)
+    there = np.flatnonzero(replies.is_valid().to_numpy(zero_copy_only=False))
+    rows = np.repeat(np.arange(len(listed)), lengths(listed))
+    places = pa.concat_arrays([*flat.chunks, replies.take(pa.array(there))])
+    both = np.concatenate([rows, there])
+    order = np.argsort(both, kind="stable")
+    return places.take(pa.array(order)), both[order]
+
+
+def delta(table: pa.Table) -> Iterator[Violation]:
+    """The references of the delta form: an earlier turn, and no more than it holds."""
+    bases = table.column("base_turn")
+    none = nulls(bases)
+    base_row, found = lookup(table, "turn_index", bases)
+    given = bases.fill_null(-1).to_numpy()
+    late = given >= table.column("turn_index").to_numpy()
+    rows = np.flatnonzero(~none & (~found | late))
+    yield violation(rows, "base_turn {} is no earlier turn of the session", given[rows])
+    if len(rows):
+        return
+
+    shared = table.column("shared_length").to_numpy()
+    full = shared + lengths(table.column("suffix_ids"))
+    held = np.where(none, 0, (full + lengths(table.column("output_ids")))[base_row])
+    rows = np.flatnonzero((shared < 0) | (shared > held))
+    yield violation(
+        rows,
+        "shared_length is {} where the base turn holds {} tokens",
+        shared[rows],
+        held[rows],
+    )
+    listed, shares = table.column("suffix_messages"), table.column("shared_messages")
+    rows = np.flatnonzero(
+        nulls(listed) & ~nulls(shares) | ~nulls(listed) & nulls(shares)
+    )
+    yield violation(rows, "shared_messages and suffix_messages are null together")
+    n_shared = shares.fill_null(0).to_numpy()
+    total = n_shared + lengths(listed) + ~nulls(table.column("response"))
+    there = np.where(none | nulls(listed)[base_row], 0, total[base_row])
+    rows = np.flatnonzero((n_shared < 0) | (n_shared > there))
+    yield violation(
+        rows,
+        "shared_messages is {} where the base turn has {} messages",
+        n_shared[rows],
+        there[rows],
+    )
+
+
+def lookup(table: pa.Table, index: str, wanted: pa.ChunkedArray) -> tuple[Rows, Bools]:
+    """The row of each wanted index in its own session, and whether there is one.
+
+    Sessions lie in one piece and `index` ascends in each. A null finds nothing.
+    """
+    starts = run_starts(table)
+    session: Rows = np.searchsorted(starts, np.arange(len(table)), side="right") << 32
+    have = session + table.column(index).to_numpy()
+    seek = session + wanted.fill_null(-1).to_numpy()
+    row = np.minimum(np.searchsorted(have, seek), max(len(table) - 1, 0))
+    found = (have[row] == seek) & ~nulls(wanted)
+    return np.where(found, row, 0), found
+
+
+def run_starts(table: pa.Table) -> Rows:
+    """The rows at which another session begins than the row before."""
+    names = table.column("session_id").combine_chunks()
+    if len(names) == 0:
+        return np.empty(0, np.int64)
+    changes = pc.not_equal(names[1:], names[:-1]).to_numpy(zero_copy_only=False)
+    return np.concatenate([[0], 1 + np.flatnonzero(changes)])
+
+
+def lengths(column: pa.ChunkedArray) -> Rows:
+    """Elements of each list, 0 for a null list."""
+    n = pc.list_value_length(column).fill_null(0).to_numpy()
+    return np.asarray(n, np.int64)
+
+
+def nulls(column: pa.ChunkedArray) -> Bools:
+    """Where the column is null."""
+    return np.asarray(column.is_null().to_numpy())
+
+
+def _true(marks: pa.BooleanArray) -> Rows:
+    return np.flatnonzero(np.asarray(marks))
+
+
+def flat_chunks(column: pa.ChunkedArray) -> Iterator[tuple[int, Rows, pa.Array]]:
+    """Of each chunk of lists: its first row, the ends of its lists, and its values."""
+    start = 0
+    for chunk in column.chunks:
+        n = pc.list_value_length(chunk).fill_null(0).to_numpy(zero_copy_only=False)
+        yield start, np.cumsum(n, dtype=np.int64), chunk.flatten()
+        start += len(chunk)
+
+
+def owners(at: Rows, ends: Rows) -> tuple[Rows, Rows]:
+    """Which list each value position belongs to, and its index there."""
+    rows: Rows = np.searchsorted(ends, at, side="right")
+    begins = np.concatenate([[0], ends])
+    return rows, at - begins[rows]
+
+
+def raw_floats(values: pa.FloatArray) -> npt.NDArray[np.float32]:
+    """The numbers of an array, whatever stands under its nulls included."""
+    data = values.buffers()[1]
+    if data is None:
+        return np.empty(0, np.float32)
+    # a buffer may be longer than its values, by any number of bytes
+    return np.frombuffer(data, np.float32, len(values), 4 * values.offset)

@@ -1,0 +1,377 @@
+"""Whether a table keeps the rules of its schema, named to the row when it does not."""
+
+from collections.abc import Iterator
+from typing import Literal, TypeAlias, overload
+
+import numpy as np
+import pyarrow as pa
+
+from trajkit import schema
+from trajkit._arrow import lazy_compute as pc
+from trajkit._arrow.canonical import (
+    TableLike,
+    Violation,
+    as_table,
+    cast,
+    check_columns,
+    misfits,
+    place,
+    rows_schema,
+    turns_schema,
+)
+from trajkit._arrow.take import picked
+from trajkit._streams.lockstep import (
+    Stream,
+    is_stream,
+    over_sessions,
+    pairs_over_sessions,
+)
+from trajkit.errors import InvalidTurnsError, SchemaError
+from trajkit.turns import table_rules, turn_rules
+from trajkit.turns.turn_rules import Check
+
+Kind: TypeAlias = Literal["turns", "sessions", "links", "drift", "rows", "report"]
+Nonfinite: TypeAlias = Literal["raise", "null"]
+
+REJECTED = pa.schema(
+    [
+        pa.field("session_id", pa.string(), nullable=False),
+        # the first rule that it was seen to break, with its place and value
+        pa.field("reason", pa.string(), nullable=False),
+    ]
+)
+"""What `rejected` returns beside the good sessions: one row per session left out."""
+
+# values that a writer of turns can get wrong; from_records has looked at the rest
+_VALUES: tuple[Check, ...] = (
+    turn_rules.ascending("turn_index"),
+    turn_rules.logprobs("output_logprobs", "output_ids"),
+    turn_rules.output_mask,
+    turn_rules.weight_versions,
+)
+_IN_ORDER: tuple[Check, ...] = (
+    turn_rules.sessions_in_one_piece,
+    turn_rules.ascending("turn_index"),
+)
+_ROWS_IN_ORDER: tuple[Check, ...] = (
+    turn_rules.sessions_in_one_piece,
+    turn_rules.ascending("row_index"),
+)
+_DERIVED: dict[str, tuple[pa.Schema, tuple[Check, ...]]] = {
+    "sessions": (schema.SESSIONS, table_rules.SESSIONS),
+    "links": (schema.LINKS, (*_IN_ORDER, *table_rules.LINKS)),
+    "drift": (schema.DRIFT, (*_IN_ORDER, *table_rules.DRIFT)),
+    "report": (schema.REPORT, table_rules.REPORT),
+    "rows": (schema.ROWS, (*_ROWS_IN_ORDER, *table_rules.ROWS)),
+}
+_ROWS_SUFFIX = (schema.ROWS_SUFFIX, (*_ROWS_IN_ORDER, *table_rules.ROWS_SUFFIX))
+
+
+@overload
+def validate(
+    table: Stream | pa.RecordBatchReader,
+    kind: Kind | None = ...,
+    *,
+    nonfinite_logprobs: Nonfinite = ...,
+    bodies: bool = ...,
+) -> Stream: ...
+@overload
+def validate(
+    table: TableLike,
+    kind: Kind | None = ...,
+    *,
+    nonfinite_logprobs: Nonfinite = ...,
+    bodies: bool = ...,
+) -> pa.Table: ...
+def validate(
+    table: TableLike | Stream,
+    kind: Kind | None = None,
+    *,
+    nonfinite_logprobs: Nonfinite = "raise",
+    bodies: bool = True,
+) -> pa.Table | Stream:
+    """The table in its schema's canonical form, if every rule of the schema holds.
+
+    Parameters
+    ----------
+    table : Table, RecordBatch, any Arrow stream, or iterator of record batches
+        Turns (plain or in delta form), sessions, links, drift or rows, in any layout
+        that polars, parquet or pyarrow give them. An iterator (or a RecordBatchReader)
+        is read as the result is, and may hold a session in several batches that follow
+        each other.
+    kind : {"turns", "sessions", "links", "drift", "rows"}, optional
+        None: what the table's metadata says, or its columns where they lost it.
+    nonfinite_logprobs : {"raise", "null"}
+        What becomes of NaN, the infinities, and values of -9999 and below in the
+        logprobs of turns, which engines give where they have no logprob.
+    bodies : bool
+        Whether to look into the message bodies of turns. False lets a table pass that
+        lost, by a filter, the row in which a message was first seen.
+
+    Returns
+    -------
+    Table
+        Columns that were in canonical form are not copied. For an iterator: an iterator
+        of record batches.
+
+    Raises
+    ------
+    SchemaError
+        A column is absent or of a type that cannot be taken for its own, or the table
+        is of another kind or a newer schema version.
+    LayoutError
+        The buffers of the table do not fit together.
+    InvalidTurnsError
+        A value breaks a rule; the text names session, turn, column, value and rule.
+    """
+
+    def one(source: pa.Table) -> pa.Table:
+        plan, table_checks = _plan(source, kind, bodies)
+        check_columns(source, plan)
+        _raise_first(source, misfits(source, plan))
+        out = _settle(cast(source, plan), nonfinite_logprobs)
+        for check in table_checks:
+            _raise_first(out, check(out))
+        return out
+
+    return over_sessions(one, (kind or "tables", table))
+
+
+@overload
+def reject_sessions(
+    table: Stream | pa.RecordBatchReader,
+    kind: Kind | None = ...,
+    *,
+    nonfinite_logprobs: Nonfinite = ...,
+    bodies: bool = ...,
+) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]: ...
+@overload
+def reject_sessions(
+    table: TableLike,
+    kind: Kind | None = ...,
+    *,
+    nonfinite_logprobs: Nonfinite = ...,
+    bodies: bool = ...,
+) -> tuple[pa.Table, pa.Table]: ...
+def reject_sessions(
+    table: TableLike | Stream,
+    kind: Kind | None = None,
+    *,
+    nonfinite_logprobs: Nonfinite = "raise",
+    bodies: bool = True,
+) -> object:
+    """The sessions that keep every rule, and those that do not, with the reason.
+
+    Parameters
+    ----------
+    table, kind, nonfinite_logprobs, bodies
+        As for `validate`.
+
+    Returns
+    -------
+    good : Table
+        In canonical form; whole sessions only.
+    bad : Table
+        Columns session_id and reason, in order of discovery.
+
+        For an iterator: an iterator of pairs of record batches.
+
+    Raises
+    ------
+    SchemaError
+        As for `validate`: a fault of the whole table.
+    InvalidTurnsError
+        A session_id is null, so that there is no session to set aside. Of an iterator:
+        a session comes back after another began.
+    """
+
+    def one(source: pa.Table) -> tuple[pa.Table, pa.Table]:
+        return _aside(source, *_plan(source, kind, bodies), nonfinite_logprobs)
+
+    if is_stream(table):
+        return pairs_over_sessions(one, (kind or "tables", table))
+    return one(as_table(table))
+
+
+def _aside(
+    source: pa.Table,
+    plan: pa.Schema,
+    table_checks: tuple[Check, ...],
+    nonfinite_logprobs: Nonfinite,
+) -> tuple[pa.Table, pa.Table]:
+    check_columns(source, plan)
+    reasons: dict[str, str] = {}
+    source = _without(source, misfits(source, plan), reasons)
+    out = _settle(cast(source, plan), nonfinite_logprobs)
+    for check in table_checks:
+        out = _without(out, check(out), reasons)
+    bad = pa.table([list(reasons), list(reasons.values())], schema=REJECTED)
+    return out, bad
+
+
+def check_values(turns: pa.Table, nonfinite_logprobs: Nonfinite) -> pa.Table:
+    """As `validate`, for turns whose ids and messages were looked at one by one."""
+    turns = _settle(turns, nonfinite_logprobs)
+    for check in _VALUES:
+        _raise_first(turns, check(turns))
+    return turns
+
+
+def check_turns(turns: pa.Table, nonfinite_logprobs: Nonfinite) -> pa.Table:
+    """As `validate`, for turns in canonical form, but for bodies and empty prompts."""
+    turns = _settle(turns, nonfinite_logprobs)
+    for check in _turn_checks(turns_schema(turns.column_names), bodies=False):
+        if check is not turn_rules.prompts_not_empty:
+            _raise_first(turns, check(turns))
+    return turns
+
+
+def aside_turns(turns: pa.Table, nonfinite: Nonfinite) -> tuple[pa.Table, pa.Table]:
+    """As `rejected`, by the rules of `check_turns`."""
+    plan = turns_schema(turns.column_names)
+    rules = _turn_checks(plan, bodies=False)
+    rules = tuple(rule for rule in rules if rule is not turn_rules.prompts_not_empty)
+    return _aside(turns, plan, rules, nonfinite)
+
+
+def check_rows(rows: pa.Table) -> pa.Table:
+    """As `validate`, for rows of either layout in canonical form."""
+    for check in _plan(rows, "rows", bodies=False)[1]:
+        _raise_first(rows, check(rows))
+    return rows
+
+
+def check_layout(rows: pa.Table) -> None:
+    """Raise unless rows of either layout, in canonical form, can be laid out anew."""
+    ids = "suffix_ids" if "suffix_ids" in rows.column_names else "input_ids"
+    for check in (
+        *_ROWS_IN_ORDER,
+        turn_rules.token_ids(ids),
+        *table_rules.LAYOUT,
+    ):
+        _raise_first(rows, check(rows))
+
+
+def _plan(
+    table: pa.Table, kind: Kind | None, bodies: bool
+) -> tuple[pa.Schema, tuple[Check, ...]]:
+    name = kind or _kind_of(table)
+    if name == "turns":
+        plan = turns_schema(table.column_names)
+        return plan, _turn_checks(plan, bodies)
+    if name not in _DERIVED:
+        raise SchemaError(
+            f"there are no {name!r} tables: expected one of "
+            f"{', '.join(['turns', *_DERIVED])}"
+        )
+    if name == "rows" and rows_schema(table.column_names) is schema.ROWS_SUFFIX:
+        return _ROWS_SUFFIX
+    return _DERIVED[name]
+
+
+def _kind_of(table: pa.Table) -> str:
+    said = (table.schema.metadata or {}).get(b"trajkit.table")
+    if said is not None:
+        return str(said.decode(errors="replace"))
+    names = set(table.column_names)
+    for name, telling in (
+        ("rows", {"input_ids", "loss_mask"}),
+        ("rows", {"suffix_ids", "suffix_mask"}),
+        ("turns", {"output_ids"}),
+        ("drift", {"lcp"}),
+        ("links", {"parent", "turn_index"}),
+        ("report", {"tokens_sampled"}),
+        ("sessions", {"session_id"}),
+    ):
+        if telling <= names:
+            return name
+    raise SchemaError(
+        f"columns {sorted(names)} are those of no table: session_id at least is needed"
+    )
+
+
+def _turn_checks(plan: pa.Schema, bodies: bool) -> tuple[Check, ...]:
+    is_delta = plan is schema.TURNS_DELTA
+    ids, messages = (
+        ("suffix_ids", "suffix_messages") if is_delta else ("prompt_ids", "messages")
+    )
+    return (
+        *_IN_ORDER,
+        turn_rules.token_ids(ids),
+        turn_rules.token_ids("output_ids"),
+        *((turn_rules.delta,) if is_delta else ()),
+        turn_rules.prompts_not_empty,
+        *_VALUES[1:],
+        turn_rules.messages(messages),
+        turn_rules.response,
+        *((turn_rules.bodies(messages),) if bodies else ()),
+    )
+
+
+def _raise_first(table: pa.Table, violations: Iterator[Violation]) -> None:
+    for rows, explain in violations:
+        if len(rows):
+            raise InvalidTurnsError(f"{place(table, int(rows[0]))}: {explain(0)}")
+
+
+def _without(
+    table: pa.Table, violations: Iterator[Violation], reasons: dict[str, str]
+) -> pa.Table:
+    """The table without the sessions that a check names; their reasons are noted."""
+    before = len(reasons)
+    names = table.column("session_id")
+    for rows, explain in violations:
+        for row, k in zip(*np.unique(rows, return_index=True), strict=True):
+            name = names[int(row)].as_py()
+            if name is None:
+                raise InvalidTurnsError(f"{place(table, int(row))}: session_id is null")
+            if name not in reasons:
+                reasons[name] = f"{place(table, int(row))}: {explain(int(k))}"
+    if len(reasons) == before:
+        return table
+    bad = pa.array(list(reasons)[before:], pa.string())
+    good = pc.invert(pc.is_in(names.cast(pa.string()), value_set=bad))
+    return picked(table, pa.array(np.flatnonzero(good.to_numpy())))
+
+
+def _settle(table: pa.Table, nonfinite: Nonfinite) -> pa.Table:
+    """Turns with 0.0 under every null logprob, and nulls made of what has no value."""
+    if "output_logprobs" not in table.column_names:
+        return table
+    if nonfinite not in ("raise", "null"):
+        raise ValueError(
+            f"nonfinite_logprobs={nonfinite!r}: expected 'raise' or 'null'"
+        )
+    at = table.column_names.index("output_logprobs")
+    column = table.column(at)
+    chunks = [_settle_chunk(chunk, nonfinite == "null") for chunk in column.chunks]
+    if all(new is old for new, old in zip(chunks, column.chunks, strict=True)):
+        return table
+    return table.set_column(at, table.field(at), pa.chunked_array(chunks, column.type))
+
+
+def _settle_chunk(chunk: pa.LargeListArray, make_null: bool) -> pa.LargeListArray:
+    values = chunk.flatten()
+    numbers = turn_rules.raw_floats(values)
+    absent = values.is_null().to_numpy(zero_copy_only=False)
+    if make_null:
+        absent = absent | turn_rules.not_logprobs(numbers)
+    elif not values.null_count:
+        return chunk
+    # -0.0 and NaN are not the zero that a reader of the bytes is promised
+    if not (make_null and absent.any()) and not numbers[absent].tobytes().strip(b"\0"):
+        return chunk
+    numbers = np.where(absent, np.float32(0), numbers)
+    validity = pa.array(~absent).buffers()[1]
+    fresh = pa.Array.from_buffers(
+        values.type, len(numbers), [validity, pa.py_buffer(numbers)]
+    )
+    ends = np.zeros(len(chunk) + 1, np.int64)
+    n = pc.list_value_length(chunk).fill_null(0).to_numpy(zero_copy_only=False)
+    np.cumsum(n, out=ends[1:])
+    return pa.LargeListArray.from_arrays(
+        pa.array(ends),
+        fresh,
+        type=chunk.type,
+        mask=chunk.is_null() if chunk.null_count else None,
+    )

@@ -1,0 +1,1 @@
+"""Checks of rows against the turns they came from."""

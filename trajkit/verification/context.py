@@ -1,0 +1,172 @@
+"""Rows beside the turns that they were made of, and what is found wrong with them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+
+from trajkit._arrow.canonical import Rows
+from trajkit.policies import Policy
+from trajkit.schema import RULES, VIOLATIONS
+from trajkit.turns.calls import Longs
+from trajkit.turns.flat_buffers import FlatRows, Index, Sampled
+from trajkit.turns.session_metadata import errored
+from trajkit.turns.trainability import aborted_calls
+from trajkit.turns.turn_rules import Bools
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A row of `trajkit.schema.VIOLATIONS`."""
+
+    session_id: str | None
+    row_index: int | None
+    turn_index: int | None
+    token: int | None
+    rule: str
+    detail: str
+
+
+def violations_table(
+    found: list[Violation], session_ids: Iterable[str | None] = ()
+) -> pa.Table:
+    """The violations as a table: by session and row, those of no row behind.
+
+    Sessions come in the order of ``session_ids``, and then in that of ``found``; what
+    is of no session is first.
+    """
+    sessions = {name: k for k, name in enumerate((None, *session_ids))}
+    for one in found:
+        sessions.setdefault(one.session_id, len(sessions))
+    last = np.iinfo(np.int64).max
+
+    def place(one: Violation) -> tuple[int, ...]:
+        row = last if one.row_index is None else one.row_index
+        turn = -1 if one.turn_index is None else one.turn_index
+        token = -1 if one.token is None else one.token
+        if one.row_index is None:
+            return sessions[one.session_id], row, turn, token, RULES.index(one.rule)
+        return sessions[one.session_id], row, token, RULES.index(one.rule), turn
+
+    ordered = sorted(found, key=place)
+    columns = {
+        name: [getattr(one, name) for one in ordered] for name in VIOLATIONS.names
+    }
+    rules = pa.array(columns.pop("rule"), pa.string()).dictionary_encode()
+    arrays = [
+        rules.cast(one.type)
+        if one.name == "rule"
+        else pa.array(columns[one.name], one.type)
+        for one in VIOLATIONS
+    ]
+    return pa.Table.from_arrays(arrays, schema=VIOLATIONS)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Whole sessions: their rows, their turns, and what holds between the two."""
+
+    rows: FlatRows
+    turns: Sampled
+    # the session of each row in ``turns.calls``, shape (n_rows,)
+    session: Rows
+    # None: unknown
+    policy: Policy | None
+    # max_row_tokens. None: no row is cut
+    cap: int | None
+    # SESSIONS of the sessions
+    facts: pa.Table
+    found: list[Violation] = field(default_factory=list)
+
+    def say(
+        self,
+        rule: str,
+        detail: str,
+        *,
+        row: Index | None = None,
+        call: Index | None = None,
+        token: Index | None = None,
+    ) -> None:
+        """Note a violation; ``row`` and ``call`` count those of the case."""
+        session: object = None
+        row_index = turn_index = None
+        if row is not None:
+            session = self.rows.text("session_id", row)
+            row_index = self.rows.number("row_index", row)
+        if call is not None:
+            calls = self.turns.calls
+            turn_index = int(calls.turn_index[call])
+            if session is None:
+                at = np.searchsorted(calls.session_offsets, call, side="right") - 1
+                session = calls.session_ids[int(at)].as_py()
+        self.found.append(
+            Violation(
+                None if session is None else str(session),
+                row_index,
+                turn_index,
+                None if token is None else int(token),
+                rule,
+                detail,
+            )
+        )
+
+    @property
+    def trainable(self) -> Bools:
+        """Calls that may be trained, shape (n_calls,)."""
+        calls = self.turns.calls
+        failed = errored(self.facts)
+        flags: Bools = calls.calls["trainable"].astype(np.bool_)
+        if self.policy is None or not self.policy.train_aborted:
+            flags &= ~aborted_calls(calls)
+        return flags & ~failed[calls.session_of()]
+
+    @property
+    def splices(self) -> bool:
+        """Whether rows put raw outputs between stretches of later prompts."""
+        return self.policy is not None and self.policy.on_drift == "splice"
+
+    @property
+    def may_train(self) -> Bools:
+        """Sampled tokens that may be trained, flat as the outputs are."""
+        tokens = self.trainable[self.turns.outputs.owner] & self.turns.unmasked
+        if self.policy is not None and self.policy.missing_logprobs == "untrain":
+            tokens &= self.turns.given
+        return tokens
+
+    @property
+    def owed(self) -> Bools:
+        """Sampled tokens that some row must train, flat as the outputs are.
+
+        None is where the policy absorbs, demotes, sets aside or leaves rows out: it
+        promises no more than to train nothing twice, or once in each row that holds it.
+        Nor where it splices (see `trajkit.verification.splice_rules.told`).
+        """
+        calls, outputs = self.turns.calls, self.turns.outputs
+        policy = self.policy
+        if policy is not None and not policy.keeps_all:
+            return np.zeros(len(outputs.values), np.bool_)
+        due = np.ones(len(calls.calls), np.bool_)
+        routed = policy is None or policy.parent_by == "messages"
+        if routed and (policy is None or policy.tie_break != "tokens"):
+            requests = calls.requests
+            due &= (requests["n_keys"] != 0) | (requests["shared"] != 0)
+        owner = outputs.owner
+        tokens = due[owner] & self.may_train
+        if self.cap is not None:
+            at = np.arange(len(owner)) - outputs.offsets[owner]
+            tokens &= calls.calls["prompt_len"][owner] + at < self.cap
+        return tokens
+
+
+def stretches(at: Rows, group: Longs) -> tuple[Rows, Rows]:
+    """Runs of consecutive positions of one group: where each begins in ``at``, length.
+
+    Examples
+    --------
+    >>> stretches(np.array([3, 4, 5, 9]), np.array([0, 0, 1, 1]))
+    (array([0, 2, 3]), array([2, 1, 1]))
+    """
+    breaks = (np.diff(at) != 1) | (np.diff(group) != 0)
+    first = np.flatnonzero(np.concatenate([[len(at) > 0], breaks]))
+    return first, np.diff(np.append(first, len(at)))

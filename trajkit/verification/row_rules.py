@@ -1,0 +1,443 @@
+"""The rules of rows as wholes: their tokens, their order, what they share, their sums.
+
+A check takes a `Case` and says what it finds (see `trajkit.verification.span_rules`).
+"""
+
+import math
+from collections.abc import Iterator
+from itertools import groupby, pairwise
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from trajkit import _core
+from trajkit._arrow.canonical import Rows
+from trajkit.turns.calls import Ints, Longs
+from trajkit.turns.flat_buffers import Index, Pieces, Runs
+from trajkit.turns.turn_rules import Bools
+from trajkit.verification.context import Case
+
+WeighBy: TypeAlias = Literal["token", "row", "rollout"]
+
+_ROUNDING = 1e-9  # row_weight is one division away from the counts
+
+
+def by_session(session: Rows) -> Iterator[Rows]:
+    """The rows of each session, in order."""
+    order = np.argsort(session, kind="stable")
+    edges = np.flatnonzero(np.diff(session[order])) + 1
+    return iter(np.split(order, edges) if len(order) else [])
+
+
+def row_index(case: Case) -> None:
+    """It counts a session's rows from 0."""
+    given = case.rows.table.column("row_index").to_numpy()
+    for rows in by_session(case.session):
+        for rank in np.flatnonzero(given[rows] != np.arange(len(rows))):
+            row = int(rows[rank])
+            case.say("row_index", f"{given[row]} is row {rank} of the session", row=row)
+
+
+def lengths(case: Case) -> None:
+    """Mask and logprobs are as long as the row, and the row is no longer than allowed.
+
+    Nulls of ids and mask are named here too.
+    """
+    rows, ids = case.rows, case.rows.ids
+    for name, n in (("loss_mask", rows.n_mask), ("logprobs", rows.n_logprobs)):
+        for row in np.flatnonzero(n != ids.lengths):
+            case.say(
+                "length",
+                f"{n[row]} of {name} for {ids.lengths[row]} ids",
+                row=int(row),
+                token=int(min(n[row], ids.lengths[row])),
+            )
+    if case.cap is not None:
+        for row in np.flatnonzero(ids.lengths > case.cap):
+            case.say(
+                "length",
+                f"{ids.lengths[row]} tokens, at most {case.cap} were allowed",
+                row=int(row),
+                token=case.cap,
+            )
+    whole = np.repeat(rows.n_mask == ids.lengths, ids.lengths)
+    for detail, null in (
+        ("input_ids is null or negative", ids.values < 0),
+        ("loss_mask is null", whole & ~rows.has_mask),
+    ):
+        at = np.flatnonzero(null)
+        owners = np.searchsorted(ids.offsets, at, side="right") - 1
+        for k, row in zip(at, owners, strict=True):
+            case.say(
+                "null",
+                detail,
+                row=row,
+                token=k - ids.offsets[row],
+            )
+
+
+def tokens(case: Case, pieces: Pieces) -> None:
+    """A row is the prompt and the output of a turn, cut or trimmed as the policy says.
+
+    The finish_reason is that turn's.
+    """
+    reasons = case.turns.calls.table.column("finish_reason").to_pylist()
+    names = case.turns.calls.turn_index
+    last = _last_calls(case, pieces)
+    for row, said in enumerate(case.rows.table.column("finish_reason").to_pylist()):
+        own = int(last[row])
+        named = case.rows.number("last_turn", row)
+        by_name = named is None or (own >= 0 and names[own] == named)
+        if own >= 0 and by_name and _is_path(case, row, own) and reasons[own] == said:
+            continue
+        equal = [
+            call
+            for call in case.turns.calls_of(int(case.session[row]))
+            if _is_path(case, row, call)
+        ]
+        if not equal:
+            case.say(
+                "row_tokens",
+                "the row is no turn's prompt and output",
+                row=row,
+                call=own if own >= 0 else None,
+                token=_departs(case, row, own),
+            )
+        elif said not in [reasons[call] for call in equal]:
+            case.say(
+                "finish_reason",
+                f"{said!r}, the last turn's is {reasons[equal[0]]!r}",
+                row=row,
+                call=equal[0],
+            )
+        elif named is not None and named not in names[equal]:
+            case.say(
+                "row_tokens",
+                f"last_turn is {named}, turn {names[equal[0]]} held the row's tokens",
+                row=row,
+                call=equal[0],
+            )
+
+
+def _last_calls(case: Case, pieces: Pieces) -> Longs:
+    """The call of each row's last piece, or -1."""
+    last = np.full(len(case.rows.ids), -1)
+    last[pieces.row] = pieces.call  # ascending, so the last piece of a row stays
+    return last
+
+
+def _is_path(case: Case, row: Index, call: int) -> bool:
+    ids = case.rows.ids[row]
+    if case.turns.shared(ids, call) != len(ids):
+        return False
+    held = case.turns.held(call)
+    return min(held, case.cap or held) == len(ids) or _is_trimmed(case, call, len(ids))
+
+
+def _is_trimmed(case: Case, call: int, n: int) -> bool:
+    """Whether a row may end after n tokens, within the output of its last call.
+
+    A call that the row has no room for may have replaced the rest of that output.
+    """
+    policy, prompts = case.policy, case.turns.prompts
+    trims = policy is not None and policy.truncate_at == "calls" and policy.keep_prefix
+    if not trims or case.cap is None or not len(prompts[call]) <= n:
+        return False
+    path = np.concatenate([prompts[call], case.turns.outputs[call]])
+    return any(
+        len(prompts[other]) >= case.cap and _core.lcp(path, prompts[other]) == n
+        for other in case.turns.calls_of(int(case.turns.calls.session_of()[call]))
+    )
+
+
+def _departs(case: Case, row: Index, own: int) -> int:
+    """Where a row departs from its own last turn, or from all turns of its session."""
+    ids = case.rows.ids[row]
+    if own >= 0:
+        n = case.turns.shared(ids, own)
+        if n < min(len(ids), case.turns.held(own)):
+            return n
+    calls = case.turns.calls_of(int(case.session[row]))
+    return max((case.turns.shared(ids, call) for call in calls), default=0)
+
+
+def prompt_length(case: Case, pieces: Pieces) -> None:
+    """It is the prompt of the call that opened the row.
+
+    That is the call of the first piece, or one before it that has left no piece: it
+    sampled nothing, or its reply was absorbed.
+    """
+    given = case.rows.table.column("prompt_length").to_numpy()
+    calls = case.turns.calls.calls
+    due = np.full(len(given), np.iinfo(np.int64).min)  # what no row can say
+    due[pieces.row[::-1]] = calls["prompt_len"][pieces.call[::-1]]
+    absorbs = case.policy is None or case.policy.absorbs
+    for row in np.flatnonzero(given != due):
+        n = int(given[row])
+        ids = case.rows.ids[row]
+        opened = False
+        if n <= len(ids) and (due[row] < 0 or n < due[row]):
+            opened = any(
+                calls["prompt_len"][call] == n
+                and (absorbs or calls["out_len"][call] == 0)
+                and _core.lcp(ids, case.turns.prompts[call]) == n
+                for call in case.turns.calls_of(int(case.session[row]))
+            )
+        if not opened:
+            found = f"{due[row]} is" if due[row] >= 0 else "no turn's prompt is so"
+            case.say("prompt_length", f"{n}, {found}", row=int(row), token=n)
+
+
+def shared_prefixes(case: Case) -> None:
+    """parent_row and shared_length name the longest shared prefix, the first of equals."""
+    table = case.rows.table
+    names = table.column("row_index").to_numpy()
+    parents = table.column("parent_row").to_pylist()
+    lengths = table.column("shared_length").to_numpy()
+    for rows in by_session(case.session):
+        first, shared = longest_shared(case.rows.ids, rows)
+        for k, row in enumerate(rows):
+            due = names[rows[first[k]]] if shared[k] else None
+            if lengths[row] != shared[k]:
+                case.say(
+                    "shared_length",
+                    f"{lengths[row]}, an earlier row shares {shared[k]}",
+                    row=int(row),
+                    token=int(min(lengths[row], shared[k])),
+                )
+            if parents[row] != due:
+                case.say(
+                    "parent_row",
+                    f"{_null(parents[row])}, the first that shares most is "
+                    f"{_null(due)}",
+                    row=int(row),
+                )
+
+
+def longest_shared(ids: Runs, rows: Rows) -> tuple[Longs, Longs]:
+    """Of each of ``rows``, the earlier one that starts like it for longest, and the length.
+
+    Returns
+    -------
+    first : ndarray of int64, shape (n_rows,)
+        Index into ``rows``, the first of equals; 0 where nothing is shared.
+    shared : ndarray of int64, shape (n_rows,)
+        Tokens.
+    """
+    n = len(rows)
+    runs: list[Ints] = [ids[row] for row in rows]
+    # In sorted order two rows share what the neighbours between them share.
+    order = np.array(sorted(range(n), key=lambda k: runs[k].tobytes()), np.int64)
+    place = np.empty(n, np.int64)
+    place[order] = np.arange(n)
+    steps = [_core.lcp(runs[a], runs[b]) for a, b in pairwise(order)]
+    between = np.array(steps, np.int64)
+    first, shared = np.zeros(n, np.int64), np.zeros(n, np.int64)
+    for k in range(1, n):
+        at = place[k]
+        sharing = np.concatenate(
+            [
+                np.minimum.accumulate(between[:at][::-1])[::-1],
+                [0],
+                np.minimum.accumulate(between[at:]),
+            ]
+        )
+        earlier = sharing[place[:k]]
+        first[k] = np.argmax(earlier)
+        shared[k] = earlier[first[k]]
+    return np.where(shared > 0, first, 0), shared
+
+
+def sums(case: Case, trained: Pieces, weigh_by: WeighBy) -> None:
+    """rollout_mask_sum and row_weight count what the session's rows train."""
+    table = case.rows.table
+    mine = np.bincount(
+        trained.row, trained.stop - trained.start, len(case.rows.ids)
+    ).astype(np.int64)
+    whole = np.bincount(case.session, mine).astype(np.int64)[case.session]
+    given = table.column("rollout_mask_sum").to_numpy()
+    for row in np.flatnonzero(given != whole):
+        case.say(
+            "rollout_mask_sum",
+            f"{given[row]}, the session's rows train {whole[row]}",
+            row=int(row),
+        )
+    share, total = mine, whole
+    if weigh_by != "token":
+        share = (mine > 0).astype(np.int64)
+    if weigh_by == "row":
+        total = np.bincount(case.session, share).astype(np.int64)[case.session]
+    for k, weight in enumerate(table.column("row_weight").to_pylist()):
+        due = share[k] / total[k] if whole[k] else None
+        if weight is None or due is None:
+            wrong = weight is not due
+        else:
+            wrong = not math.isclose(weight, due, rel_tol=0, abs_tol=_ROUNDING)
+        if wrong:
+            case.say(
+                "row_weight",
+                f"{_null(weight)}: expected {_null(due)} ({share[k]} of {total[k]})",
+                row=k,
+            )
+
+
+def facts(case: Case, *, known: tuple[str, ...]) -> None:
+    """reward and group_id are the session's where known, else all alike.
+
+    They are known where they are among ``known``, or not null.
+
+    A reward that the policy spreads over the rows is a row's share of it.
+    """
+    spreads = case.policy is not None and case.policy.rewards != "copy"
+    for name in ("reward", "group_id"):
+        given = case.rows.table.column(name).to_pylist()
+        due = case.facts.column(name).to_pylist()
+        for rows in by_session(case.session):
+            whole = due[case.session[rows[0]]]
+            stated = name in known or whole is not None
+            if name == "reward" and spreads:
+                _shares(case, rows, given, stated, whole)
+                continue
+            of_session = whole if stated else given[rows[0]]
+            for row in rows:
+                if given[row] != of_session:
+                    case.say(
+                        name,
+                        f"{_null(given[row])}, the session's is {_null(of_session)}",
+                        row=int(row),
+                    )
+
+
+def _shares(
+    case: Case,
+    rows: Rows,
+    given: list[float | None],
+    known: bool,
+    whole: float | None,
+) -> None:
+    """The rows of a session have their shares of its reward, if that is known.
+
+    Else they have shares of one and the same.
+    """
+    if case.policy is not None and case.policy.rewards == "final_only":
+        kinds = [case.rows.text("segment_kind", row) for row in rows]
+        if any(kinds):
+            shares = [float(kind == "final") for kind in kinds]
+        else:
+            shares = [float(row == rows[-1]) for row in rows]
+    else:
+        shares = [1 / len(rows)] * len(rows)
+    if not known:
+        at = int(np.argmax(shares))
+        first = given[rows[at]]
+        # without a share above 0, nothing but null or not is to be seen
+        whole = first if first is None or not shares[at] else first / shares[at]
+    for row, share in zip(rows, shares, strict=True):
+        due = None if whole is None else whole * share
+        here = given[row]
+        if here is None or due is None:
+            wrong = here is not due
+        else:
+            wrong = not math.isclose(here, due, rel_tol=_ROUNDING, abs_tol=_ROUNDING)
+        if wrong:
+            case.say(
+                "reward",
+                f"{_null(here)}: expected {_null(due)}, the row's share of the session's "
+                f"{_null(whole)}",
+                row=int(row),
+            )
+
+
+def turns(case: Case, pieces: Pieces) -> None:
+    """A row's turns end with last_turn, and hold those of its pieces in their order."""
+    starts = np.searchsorted(pieces.row, np.arange(len(case.rows.ids) + 1))
+    for row, listed in enumerate(case.rows.table.column("turns").to_pylist()):
+        if listed is None:
+            continue
+        last = case.rows.number("last_turn", row)
+        if last is not None and listed[-1:] != [last]:
+            case.say("turns", f"{listed} do not end with last_turn {last}", row=row)
+        here = slice(starts[row], starts[row + 1])
+        named = pieces.turn_index[here][pieces.kind[here] != "no_splice_point"]
+        left = iter(listed)
+        for turn, _ in groupby(named.tolist()):
+            if not any(one == turn for one in left):
+                case.say("turns", f"{listed} lack {turn}, or in order", row=row)
+                break
+        known = case.turns.calls.turns_of(int(case.session[row]))
+        odd = sorted(set(listed) - set(known.tolist()))
+        if odd:
+            case.say("turns", f"{odd} are not turns of the session", row=row)
+
+
+def weight_versions(case: Case, pieces: Pieces) -> None:
+    """Of the first and the last sampled token of a row whose weights are known."""
+    column = case.rows.table.column("weight_versions")
+    if column.null_count == len(column):  # rows need not tell
+        return
+    of_turns = case.turns.calls.table.column("weight_versions")
+    due: dict[int, dict[str, str]] = {}
+    for k in np.flatnonzero(pieces.stop > pieces.start):
+        row = int(pieces.row[k])
+        for one in of_turns[int(pieces.call[k])].as_py() or ():
+            if max(one["start"], pieces.out_start[k]) < min(
+                one["stop"], pieces.out_stop[k]
+            ):
+                due.setdefault(row, {"first": one["version"]})["last"] = one["version"]
+    for row, given in enumerate(column.to_pylist()):
+        if given != due.get(row):
+            case.say("weight_versions", f"{given}, {due.get(row)} is due", row=row)
+
+
+def flags(case: Case, pieces: Pieces) -> None:
+    """truncated, use_tool and ill_formed are those of the row's calls."""
+    table, calls = case.rows.table, case.turns.calls.calls
+    truncated = table.column("truncated").to_pylist()
+    reasons = table.column("finish_reason").to_pylist()
+    for row, (said, reason) in enumerate(zip(truncated, reasons, strict=True)):
+        if said is not (reason == "length"):
+            case.say(
+                "flags",
+                f"truncated is {_null(said)} where finish_reason is {reason!r}",
+                row=row,
+            )
+    starts, may_train = case.turns.outputs.offsets, case.may_train
+    silent = np.diff(np.append(0, np.cumsum(may_train))[starts]) == 0
+    for name in ("use_tool", "ill_formed"):
+        due = np.zeros(len(truncated), np.bool_)
+        due[pieces.row[calls[name][pieces.call] == 1]] = True
+        for row, said in enumerate(table.column(name).to_pylist()):
+            if said is bool(due[row]) or (said and _unseen(case, row, name, silent)):
+                continue
+            case.say("flags", f"{name} is {_null(said)}", row=row)
+
+
+def _unseen(case: Case, row: Index, name: str, silent: Bools) -> bool:
+    """Whether a call that may have left no piece in the row has the flag.
+
+    ``silent`` are the calls of whose outputs nothing may be trained.
+    """
+    calls, ids = case.turns.calls.calls, case.rows.ids[row]
+    policy = case.policy
+    absorbs = policy is not None and policy.on_drift != "fork"
+    # Where drift is taken in anywhere, a call of the row shares its opening prompt alone.
+    opened = case.rows.number("prompt_length", row) or 0
+    least = (
+        opened if policy is not None and policy.on_drift == "absorb_any" else len(ids)
+    )
+    return any(
+        calls[name][call]
+        and (
+            calls["out_len"][call] == 0
+            or case.cap is not None
+            or (absorbs and silent[call])
+        )
+        and _core.lcp(ids, case.turns.prompts[call])
+        >= min(len(ids), least, calls["prompt_len"][call])
+        and calls["prompt_len"][call] >= min(opened, len(ids))
+        for call in case.turns.calls_of(int(case.session[row]))
+    )
+
+
+def _null(value: object) -> object:
+    return "null" if value is None else value
