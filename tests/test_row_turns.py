@@ -94,15 +94,19 @@ def test_the_weights_of_each_token_are_a_payload():
 @pytest.mark.parametrize(
     ("name", "values", "said"),
     [
-        ("turns", [[0, 1], [0, 1, 3]], "[0, 1] do not end with last_turn 2"),
-        ("turns", [[1, 2], [0, 1, 3]], "[1, 2] lack 0, or in order"),
-        ("turns", [[0, 7, 2], [0, 1, 3]], "[7] are not turns of the session"),
+        ("turns", [[0, 1], [0, 1, 3]], "turns [0, 1] do not end with last_turn 2"),
+        ("turns", [[1, 2], [0, 1, 3]], "turns [1, 2] lack 0 or its order"),
+        ("turns", [[0, 7, 2], [0, 1, 3]], "turns [7] are not in the session"),
         (
             "weight_versions",
             [{"first": "a", "last": "b"}, {"first": "a", "last": "b"}],
-            "{'first': 'a', 'last': 'b'}, {'first': 'a', 'last': 'c'} is due",
+            "weight_versions is {'first': 'a', 'last': 'b'}, expected {'first': 'a'",
         ),
-        ("weight_versions", [None, {"first": "a", "last": "b"}], "None, {'first'"),
+        (
+            "weight_versions",
+            [None, {"first": "a", "last": "b"}],
+            "weight_versions is None, expected {'first'",
+        ),
     ],
 )
 def test_verify_sees_other_turns_and_weights(name, values, said):

@@ -1,4 +1,4 @@
-"""Rows beside the turns that they were made of, and what is found wrong with them."""
+"""Rows together with the turns they came from, and the violations found in them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -31,10 +31,10 @@ class Violation:
 def violations_table(
     found: list[Violation], session_ids: Iterable[str | None] = ()
 ) -> pa.Table:
-    """The violations as a table: by session and row, those of no row behind.
+    """The violations as a table, sorted by session and row.
 
-    Sessions come in the order of ``session_ids``, and then in that of ``found``; what
-    is of no session is first.
+    Violations without a session come first, those without a row come last in their
+    session. Sessions follow ``session_ids``, then the order in which they were found.
     """
     sessions = {name: k for k, name in enumerate((None, *session_ids))}
     for one in found:
@@ -65,7 +65,7 @@ def violations_table(
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Whole sessions: their rows, their turns, and what holds between the two."""
+    """Complete sessions: their rows, their turns, and the options of the check."""
 
     rows: FlatRows
     turns: Sampled
@@ -79,7 +79,7 @@ class Case:
     facts: pa.Table
     found: list[Violation] = field(default_factory=list)
 
-    def say(
+    def report(
         self,
         rule: str,
         detail: str,
@@ -88,7 +88,7 @@ class Case:
         call: Index | None = None,
         token: Index | None = None,
     ) -> None:
-        """Note a violation; ``row`` and ``call`` count those of the case."""
+        """Add a violation. ``row`` and ``call`` are indices into the case's."""
         session: object = None
         row_index = turn_index = None
         if row is not None:
@@ -123,24 +123,24 @@ class Case:
 
     @property
     def splices(self) -> bool:
-        """Whether rows put raw outputs between stretches of later prompts."""
+        """Whether rows join raw outputs by text of later prompts."""
         return self.policy is not None and self.policy.on_drift == "splice"
 
     @property
     def may_train(self) -> Bools:
-        """Sampled tokens that may be trained, flat as the outputs are."""
+        """Sampled tokens that may be trained, shape (n_sampled,)."""
         tokens = self.trainable[self.turns.outputs.owner] & self.turns.unmasked
         if self.policy is not None and self.policy.missing_logprobs == "untrain":
             tokens &= self.turns.given
         return tokens
 
     @property
-    def owed(self) -> Bools:
-        """Sampled tokens that some row must train, flat as the outputs are.
+    def must_train(self) -> Bools:
+        """Sampled tokens that some row must train, shape (n_sampled,).
 
-        None is where the policy absorbs, demotes, sets aside or leaves rows out: it
-        promises no more than to train nothing twice, or once in each row that holds it.
-        Nor where it splices (see `trajkit.verification.splice_rules.told`).
+        All are False if the policy may lose tokens: it absorbs, rewrites, quarantines
+        or omits rows. Such a policy only promises how often a token trains. Splicing
+        policies are checked by `trajkit.verification.splice_rules.accounted_for`.
         """
         calls, outputs = self.turns.calls, self.turns.outputs
         policy = self.policy
@@ -159,12 +159,12 @@ class Case:
         return tokens
 
 
-def stretches(at: Rows, group: Longs) -> tuple[Rows, Rows]:
-    """Runs of consecutive positions of one group: where each begins in ``at``, length.
+def consecutive(at: Rows, group: Longs) -> tuple[Rows, Rows]:
+    """Ranges of consecutive positions within one group: first index in ``at``, length.
 
     Examples
     --------
-    >>> stretches(np.array([3, 4, 5, 9]), np.array([0, 0, 1, 1]))
+    >>> consecutive(np.array([3, 4, 5, 9]), np.array([0, 0, 1, 1]))
     (array([0, 2, 3]), array([2, 1, 1]))
     """
     breaks = (np.diff(at) != 1) | (np.diff(group) != 0)

@@ -1,8 +1,7 @@
-"""Where turns stand in rows that do not say it: rows of other systems.
+"""Locate turns in rows of other systems, which have no spans.
 
-A turn stands in a row where its prompt's end and its output do. In the first place that
-is where it was sampled: after its whole prompt. What the mask trains elsewhere is looked
-for anywhere, after the last tokens of the prompt.
+First, each turn is searched after its complete prompt. Trained tokens that this does not
+explain are then searched anywhere in the row, after the last tokens of a prompt.
 """
 
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from trajkit.errors import SchemaError
 from trajkit.turns.calls import Longs
 from trajkit.turns.turn_rules import Bools
 from trajkit.verification import span_rules
-from trajkit.verification.context import Case, stretches
+from trajkit.verification.context import Case, consecutive
 
 FOREIGN = pa.schema(
     [
@@ -29,27 +28,26 @@ FOREIGN = pa.schema(
     ],
     metadata={"trajkit.table": "rows"},
 )
-"""What is read of rows without spans."""
+"""Columns read from rows without spans."""
 
 PROMPT_END = 16
-"""Tokens of a prompt's end that must precede an output which stands elsewhere."""
+"""Tokens of the prompt that must precede an output found out of context."""
 
 _ID_BYTES = 4
 
 
 def foreign_rows(table: pa.Table, first: int = 0) -> pa.Table:
-    """Rows of another system in the types of `FOREIGN`.
+    """Rows of another system, cast to `FOREIGN`.
 
-    A mask may be of numbers: what is not 0 is trained. Rows are counted, from ``first``
-    on, where they have no row_index.
+    Integer masks are converted: a value other than 0 is trained. Rows without a
+    row_index are numbered from ``first``.
 
     Raises
     ------
     SchemaError
-        A column is absent, or of a type that cannot be taken for its own; some rows
-        have a row_index and some have not.
+        A column is missing or cannot be cast; row_index is null in some rows only.
     InvalidTurnsError
-        A list is null, or an id out of range.
+        A list is null, or an id is out of range.
     """
     place = table.schema.get_field_index("loss_mask")
     if place >= 0:
@@ -70,7 +68,7 @@ def foreign_rows(table: pa.Table, first: int = 0) -> pa.Table:
 
 
 def verify_located(case: Case) -> None:
-    """The rules of rows that have no pieces: what stands where the mask is true."""
+    """Check rows without spans: every masked token must belong to a turn's output."""
     rows, ids = case.rows, case.rows.ids
     _lengths(case)
     found = _Located(case)
@@ -81,7 +79,7 @@ def verify_located(case: Case) -> None:
         found.rank(row, places)
         left = found.take(row, bits.copy(), places)
         if left.any():
-            known = {one.call for one in places if one.whole}
+            known = {one.call for one in places if one.complete}
             moved = [
                 one
                 for call in calls
@@ -90,10 +88,10 @@ def verify_located(case: Case) -> None:
             ]
             left = found.take(row, left, moved)
         at = np.flatnonzero(left)
-        for first, n in zip(*stretches(at, np.zeros(len(at), np.int64)), strict=True):
-            case.say(
+        for first, n in zip(*consecutive(at, np.zeros(len(at), np.int64)), strict=True):
+            case.report(
                 "mask",
-                f"loss_mask is true for {n} tokens where no turn's output stands",
+                f"loss_mask is true for {n} tokens that are no turn's output",
                 row=row,
                 token=int(at[first]),
             )
@@ -103,25 +101,25 @@ def verify_located(case: Case) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a turn's output stands in a row."""
+    """A range of a row that equals a turn's output."""
 
     call: int
     start: int
     stop: int
-    # to its end, or to the row's
-    whole: bool
-    # after the whole prompt
+    # it ends with the output, or with the row
+    complete: bool
+    # it follows the complete prompt
     in_context: bool
 
 
 class _Located:
-    """What rows train of which outputs, as it is found."""
+    """Outputs and output tokens that were located in rows so far."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
         # shape (n_sampled,): tokens of outputs that a row trains
         self.trained = np.zeros(len(case.turns.outputs.values), np.bool_)
-        # calls whose output stands in some row
+        # calls whose output was found in some row
         self.seen: set[int] = set()
         # shape (n_calls,): calls that may be trained
         self._may = case.trainable
@@ -129,10 +127,10 @@ class _Located:
         self._may_train = case.may_train
 
     def rank(self, row: int, places: list[_Place]) -> None:
-        """Put the turns first that a row's trained tokens are likelier to be of.
+        """Sort places by how likely the row's trained tokens come from them.
 
-        Of equal replies that is the one with the row's logprobs, that stands whole,
-        that may be trained, that is longer.
+        Among equal replies, prefer matching logprobs, then a complete output, then a
+        trainable turn, then a longer range.
         """
 
         def unlikely(place: _Place) -> tuple[int, bool, bool, int]:
@@ -140,16 +138,16 @@ class _Located:
             at = at[self._case.rows.mask[self._case.rows.ids.offsets[row] + at]]
             wrong = self._wrong_logprobs(row, place.call, place.start, at)
             may = bool(self._may[place.call])
-            return len(wrong), not place.whole, not may, place.start - place.stop
+            return len(wrong), not place.complete, not may, place.start - place.stop
 
         if len(places) > 1:
             places.sort(key=unlikely)
 
     def take(self, row: int, left: Bools, places: list[_Place]) -> Bools:
-        """Give trained tokens to the turns that stand there; the tokens without one.
+        """Assign trained tokens to the turns at their positions; return the rest.
 
-        Of several turns that stand at a token, the first that no row trains there gets
-        it.
+        If several turns match at a token, the first whose token is not trained yet
+        takes it.
         """
         case, outputs = self._case, self._case.turns.outputs
         twice = np.full(len(left), -1)
@@ -159,7 +157,7 @@ class _Located:
             wanted = left[start:stop]
             twice[start:stop][wanted & here] = call
             fresh = wanted & ~here
-            if place.whole or fresh.any():
+            if place.complete or fresh.any():
                 self.seen.add(call)
             if not fresh.any():
                 continue
@@ -170,16 +168,17 @@ class _Located:
             self._compare(row, call, start, at)
             if not place.in_context and not case.splices:
                 n_prompt = len(case.turns.prompts[call])
-                case.say(
+                case.report(
                     "context",
-                    f"trained at {start}, sampled at {n_prompt} or after other tokens",
+                    f"trained at token {start}, sampled at token {n_prompt} or after other "
+                    "tokens",
                     row=row,
                     call=call,
                     token=int(at[0]),
                 )
         again = np.flatnonzero(twice >= 0)
-        for first, n in zip(*stretches(again, twice[again]), strict=True):
-            case.say(
+        for first, n in zip(*consecutive(again, twice[again]), strict=True):
+            case.report(
                 "trained_twice",
                 f"{n} tokens that an earlier row trains",
                 row=row,
@@ -190,12 +189,12 @@ class _Located:
         return left
 
     def _compare(self, row: int, call: int, start: int, at: Longs) -> None:
-        """Logprobs of trained tokens, and whether the turn may be trained."""
+        """Check the logprobs of trained tokens, and that they may be trained."""
         case, rows = self._case, self._case.rows
         source = case.turns.outputs.offsets[call] + at - start
         barred = at[~self._may_train[source]]
         if len(barred):
-            case.say(
+            case.report(
                 "untrainable",
                 f"{len(barred)} tokens that may not be trained",
                 row=row,
@@ -203,21 +202,23 @@ class _Located:
                 token=int(barred[0]),
             )
         bad = self._wrong_logprobs(row, call, start, at)
-        for first, n in zip(*stretches(at[bad], np.zeros(len(bad), int)), strict=True):
+        for first, n in zip(
+            *consecutive(at[bad], np.zeros(len(bad), int)), strict=True
+        ):
             k = bad[first]
             here = rows.logprobs[rows.ids.offsets[row] + at[k]]
             due = case.turns.outputs.offsets[call] + at[k] - start
-            said = case.turns.logprobs[due] if case.turns.given[due] else "none"
-            case.say(
+            given = case.turns.logprobs[due] if case.turns.given[due] else "null"
+            case.report(
                 "logprob",
-                f"{n} tokens, the first {here}: the engine gave {said}",
+                f"{n} tokens: the first has {here}, expected {given}, the engine's",
                 row=row,
                 call=call,
                 token=int(at[k]),
             )
 
     def _wrong_logprobs(self, row: int, call: int, start: int, at: Longs) -> Longs:
-        """Which of the row's positions ``at`` have another logprob than the turn."""
+        """Indices into ``at`` of the positions whose logprob is not the turn's."""
         rows, turns = self._case.rows, self._case.turns
         if not rows.n_logprobs[row]:
             return at[:0]
@@ -228,47 +229,48 @@ class _Located:
             turns.logprobs[source],
             turns.given[source],
         )
-        # other systems write 0.0 or NaN where there is none
+        # Other systems write 0.0 or NaN for a missing logprob.
         nothing = ~rows.given[flat] | (here == 0) | np.isnan(here)
         return np.flatnonzero(np.where(given, here != due, ~nothing))
 
 
 def _calls_of(case: Case, session: int) -> range:
-    """The calls that may stand in a row: of its session, or all."""
+    """The calls that may occur in a row: its session's, or all if it has no session."""
     return (
         range(len(case.turns.outputs)) if session < 0 else case.turns.calls_of(session)
     )
 
 
 def _in_context(case: Case, row: int, call: int) -> _Place | None:
-    """Where the row goes on from the turn's whole prompt as its output does."""
+    """The output's place after the turn's complete prompt, if the row has both."""
     ids = case.rows.ids[row]
     n_prompt = len(case.turns.prompts[call])
     stop = case.turns.shared(ids, call)
     if stop <= n_prompt:
         return None
-    whole = stop == min(case.turns.held(call), len(ids))
-    return _Place(call, n_prompt, stop, whole, in_context=True)
+    complete = stop == min(case.turns.held(call), len(ids))
+    return _Place(call, n_prompt, stop, complete, in_context=True)
 
 
 def _elsewhere(case: Case, row: int, call: int) -> Iterator[_Place]:
-    """Where the end of a turn's prompt and its output stand in a row."""
+    """Places in a row of the end of a turn's prompt followed by its output."""
     prompt, output = case.turns.prompts[call], case.turns.outputs[call]
     if len(output) == 0:
         return
     before = prompt[-PROMPT_END:]
     wanted = np.concatenate([before, output]).tobytes()
-    held = case.rows.ids[row].tobytes()
-    at = held.find(wanted)
+    row_bytes = case.rows.ids[row].tobytes()
+    at = row_bytes.find(wanted)
     while at >= 0:
         if at % _ID_BYTES == 0:
             start = at // _ID_BYTES + len(before)
-            yield _Place(call, start, start + len(output), whole=True, in_context=False)
-        at = held.find(wanted, at + 1)
+            stop = start + len(output)
+            yield _Place(call, start, stop, complete=True, in_context=False)
+        at = row_bytes.find(wanted, at + 1)
 
 
 def _look_everywhere(case: Case, found: _Located) -> None:
-    """Turns that stand in no row that was looked at, searched for in every row."""
+    """Search every row for turns that were not located yet."""
     for row in range(len(case.rows.ids)):
         for call in _calls_of(case, int(case.session[row])):
             if call not in found.seen and next(_elsewhere(case, row, call), None):
@@ -276,7 +278,7 @@ def _look_everywhere(case: Case, found: _Located) -> None:
 
 
 def _not_located(case: Case, found: _Located) -> None:
-    """Turns with an output that no row holds, and tokens that no row trains."""
+    """Report outputs that no row contains, and tokens that no row trains."""
     outputs = case.turns.outputs
     hidden = [
         call
@@ -284,10 +286,10 @@ def _not_located(case: Case, found: _Located) -> None:
         if call not in found.seen
     ]
     for call in hidden:
-        case.say(
+        case.report(
             "not_located",
-            f"{outputs.lengths[call]} sampled tokens stand after the prompt's end in no "
-            "row",
+            f"no row contains the prompt's end followed by the {outputs.lengths[call]} "
+            "sampled tokens",
             call=int(call),
             token=0,
         )
@@ -296,25 +298,25 @@ def _not_located(case: Case, found: _Located) -> None:
 
 
 def _lengths(case: Case) -> None:
-    """A mask is of the whole row or of its response, logprobs are as long as it."""
+    """A mask covers the row or its response, and logprobs have the mask's length."""
     rows, ids = case.rows, case.rows.ids
     prompts = rows.table.column("prompt_length").to_pylist()
     for row in range(len(ids)):
         n, n_mask = int(ids.lengths[row]), int(rows.n_mask[row])
         response = None if prompts[row] is None else n - prompts[row]
         if n_mask > n or (response is not None and n_mask not in (n, response)):
-            case.say(
+            case.report(
                 "length",
-                f"{n_mask} of loss_mask for {n} ids"
-                + ("" if response is None else f", {response} of them response"),
+                f"loss_mask has {n_mask} values, input_ids has {n}"
+                + ("" if response is None else f" ({response} of the response)"),
                 row=row,
                 token=min(n, n_mask),
             )
         if rows.n_logprobs[row] not in (0, n, n_mask):
-            case.say(
+            case.report(
                 "length",
-                f"{rows.n_logprobs[row]} of logprobs for {n} ids and {n_mask} of "
-                "loss_mask",
+                f"logprobs has {rows.n_logprobs[row]} values, input_ids has {n} and "
+                f"loss_mask {n_mask}",
                 row=row,
                 token=min(n, int(rows.n_logprobs[row])),
             )

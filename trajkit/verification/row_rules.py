@@ -1,6 +1,6 @@
-"""The rules of rows as wholes: their tokens, their order, what they share, their sums.
+"""Rules for rows: their tokens, order, shared prefixes, sums and metadata.
 
-A check takes a `Case` and says what it finds (see `trajkit.verification.span_rules`).
+Each check takes a `Case` and reports violations to it.
 """
 
 import math
@@ -30,45 +30,47 @@ def by_session(session: Rows) -> Iterator[Rows]:
 
 
 def row_index(case: Case) -> None:
-    """It counts a session's rows from 0."""
+    """row_index counts the rows of a session from 0."""
     given = case.rows.table.column("row_index").to_numpy()
     for rows in by_session(case.session):
         for rank in np.flatnonzero(given[rows] != np.arange(len(rows))):
             row = int(rows[rank])
-            case.say("row_index", f"{given[row]} is row {rank} of the session", row=row)
+            case.report(
+                "row_index", f"{given[row]} is row {rank} of the session", row=row
+            )
 
 
 def lengths(case: Case) -> None:
-    """Mask and logprobs are as long as the row, and the row is no longer than allowed.
+    """Mask and logprobs have the row's length, and no row exceeds ``max_row_tokens``.
 
-    Nulls of ids and mask are named here too.
+    Also reports null ids and null mask values.
     """
     rows, ids = case.rows, case.rows.ids
     for name, n in (("loss_mask", rows.n_mask), ("logprobs", rows.n_logprobs)):
         for row in np.flatnonzero(n != ids.lengths):
-            case.say(
+            case.report(
                 "length",
-                f"{n[row]} of {name} for {ids.lengths[row]} ids",
+                f"{name} has {n[row]} values, input_ids has {ids.lengths[row]}",
                 row=int(row),
                 token=int(min(n[row], ids.lengths[row])),
             )
     if case.cap is not None:
         for row in np.flatnonzero(ids.lengths > case.cap):
-            case.say(
+            case.report(
                 "length",
-                f"{ids.lengths[row]} tokens, at most {case.cap} were allowed",
+                f"the row has {ids.lengths[row]} tokens, max_row_tokens is {case.cap}",
                 row=int(row),
                 token=case.cap,
             )
-    whole = np.repeat(rows.n_mask == ids.lengths, ids.lengths)
+    complete = np.repeat(rows.n_mask == ids.lengths, ids.lengths)
     for detail, null in (
         ("input_ids is null or negative", ids.values < 0),
-        ("loss_mask is null", whole & ~rows.has_mask),
+        ("loss_mask is null", complete & ~rows.has_mask),
     ):
         at = np.flatnonzero(null)
         owners = np.searchsorted(ids.offsets, at, side="right") - 1
         for k, row in zip(at, owners, strict=True):
-            case.say(
+            case.report(
                 "null",
                 detail,
                 row=row,
@@ -77,18 +79,18 @@ def lengths(case: Case) -> None:
 
 
 def tokens(case: Case, pieces: Pieces) -> None:
-    """A row is the prompt and the output of a turn, cut or trimmed as the policy says.
+    """A row is the path of one turn, truncated or trimmed as the policy defines.
 
-    The finish_reason is that turn's.
+    Its finish_reason is that turn's.
     """
     reasons = case.turns.calls.table.column("finish_reason").to_pylist()
     names = case.turns.calls.turn_index
     last = _last_calls(case, pieces)
-    for row, said in enumerate(case.rows.table.column("finish_reason").to_pylist()):
+    for row, reason in enumerate(case.rows.table.column("finish_reason").to_pylist()):
         own = int(last[row])
         named = case.rows.number("last_turn", row)
         by_name = named is None or (own >= 0 and names[own] == named)
-        if own >= 0 and by_name and _is_path(case, row, own) and reasons[own] == said:
+        if own >= 0 and by_name and _is_path(case, row, own) and reasons[own] == reason:
             continue
         equal = [
             call
@@ -96,33 +98,33 @@ def tokens(case: Case, pieces: Pieces) -> None:
             if _is_path(case, row, call)
         ]
         if not equal:
-            case.say(
+            case.report(
                 "row_tokens",
-                "the row is no turn's prompt and output",
+                "the row is not the prompt and output of any turn",
                 row=row,
                 call=own if own >= 0 else None,
                 token=_departs(case, row, own),
             )
-        elif said not in [reasons[call] for call in equal]:
-            case.say(
+        elif reason not in [reasons[call] for call in equal]:
+            case.report(
                 "finish_reason",
-                f"{said!r}, the last turn's is {reasons[equal[0]]!r}",
+                f"finish_reason is {reason!r}, the last turn has {reasons[equal[0]]!r}",
                 row=row,
                 call=equal[0],
             )
         elif named is not None and named not in names[equal]:
-            case.say(
+            case.report(
                 "row_tokens",
-                f"last_turn is {named}, turn {names[equal[0]]} held the row's tokens",
+                f"last_turn is {named}, but turn {names[equal[0]]} has the row's tokens",
                 row=row,
                 call=equal[0],
             )
 
 
 def _last_calls(case: Case, pieces: Pieces) -> Longs:
-    """The call of each row's last piece, or -1."""
+    """The call of each row's last span, or -1."""
     last = np.full(len(case.rows.ids), -1)
-    last[pieces.row] = pieces.call  # ascending, so the last piece of a row stays
+    last[pieces.row] = pieces.call  # in ascending order: the last assignment wins
     return last
 
 
@@ -130,14 +132,14 @@ def _is_path(case: Case, row: Index, call: int) -> bool:
     ids = case.rows.ids[row]
     if case.turns.shared(ids, call) != len(ids):
         return False
-    held = case.turns.held(call)
-    return min(held, case.cap or held) == len(ids) or _is_trimmed(case, call, len(ids))
+    n = case.turns.held(call)
+    return min(n, case.cap or n) == len(ids) or _is_trimmed(case, call, len(ids))
 
 
 def _is_trimmed(case: Case, call: int, n: int) -> bool:
-    """Whether a row may end after n tokens, within the output of its last call.
+    """Whether a row may end after n tokens, inside the output of its last call.
 
-    A call that the row has no room for may have replaced the rest of that output.
+    A later call that did not fit into the row may have replaced the rest.
     """
     policy, prompts = case.policy, case.turns.prompts
     trims = policy is not None and policy.truncate_at == "calls" and policy.keep_prefix
@@ -151,7 +153,7 @@ def _is_trimmed(case: Case, call: int, n: int) -> bool:
 
 
 def _departs(case: Case, row: Index, own: int) -> int:
-    """Where a row departs from its own last turn, or from all turns of its session."""
+    """The first token where a row differs from its last turn, or from every turn."""
     ids = case.rows.ids[row]
     if own >= 0:
         n = case.turns.shared(ids, own)
@@ -162,14 +164,14 @@ def _departs(case: Case, row: Index, own: int) -> int:
 
 
 def prompt_length(case: Case, pieces: Pieces) -> None:
-    """It is the prompt of the call that opened the row.
+    """prompt_length is the prompt length of the row's first call.
 
-    That is the call of the first piece, or one before it that has left no piece: it
-    sampled nothing, or its reply was absorbed.
+    That is the call of the first span, or an earlier call without a span: its output
+    was empty or absorbed.
     """
     given = case.rows.table.column("prompt_length").to_numpy()
     calls = case.turns.calls.calls
-    due = np.full(len(given), np.iinfo(np.int64).min)  # what no row can say
+    due = np.full(len(given), np.iinfo(np.int64).min)  # matches no row
     due[pieces.row[::-1]] = calls["prompt_len"][pieces.call[::-1]]
     absorbs = case.policy is None or case.policy.absorbs
     for row in np.flatnonzero(given != due):
@@ -184,12 +186,16 @@ def prompt_length(case: Case, pieces: Pieces) -> None:
                 for call in case.turns.calls_of(int(case.session[row]))
             )
         if not opened:
-            found = f"{due[row]} is" if due[row] >= 0 else "no turn's prompt is so"
-            case.say("prompt_length", f"{n}, {found}", row=int(row), token=n)
+            found = "no turn's prompt fits"
+            if due[row] >= 0:
+                found = f"the row's first turn has {due[row]}"
+            case.report(
+                "prompt_length", f"prompt_length is {n}, {found}", row=int(row), token=n
+            )
 
 
 def shared_prefixes(case: Case) -> None:
-    """parent_row and shared_length name the longest shared prefix, the first of equals."""
+    """parent_row and shared_length give the longest shared prefix, the first on ties."""
     table = case.rows.table
     names = table.column("row_index").to_numpy()
     parents = table.column("parent_row").to_pylist()
@@ -199,34 +205,34 @@ def shared_prefixes(case: Case) -> None:
         for k, row in enumerate(rows):
             due = names[rows[first[k]]] if shared[k] else None
             if lengths[row] != shared[k]:
-                case.say(
+                case.report(
                     "shared_length",
-                    f"{lengths[row]}, an earlier row shares {shared[k]}",
+                    f"shared_length is {lengths[row]}, an earlier row shares {shared[k]}",
                     row=int(row),
                     token=int(min(lengths[row], shared[k])),
                 )
             if parents[row] != due:
-                case.say(
+                case.report(
                     "parent_row",
-                    f"{_null(parents[row])}, the first that shares most is "
-                    f"{_null(due)}",
+                    f"parent_row is {_null(parents[row])}, the first row that shares "
+                    f"most is {_null(due)}",
                     row=int(row),
                 )
 
 
 def longest_shared(ids: Runs, rows: Rows) -> tuple[Longs, Longs]:
-    """Of each of ``rows``, the earlier one that starts like it for longest, and the length.
+    """For each of ``rows``, the earlier row with the longest shared prefix.
 
     Returns
     -------
     first : ndarray of int64, shape (n_rows,)
-        Index into ``rows``, the first of equals; 0 where nothing is shared.
+        Index into ``rows``, the first on ties; 0 if nothing is shared.
     shared : ndarray of int64, shape (n_rows,)
         Tokens.
     """
     n = len(rows)
     runs: list[Ints] = [ids[row] for row in rows]
-    # In sorted order two rows share what the neighbours between them share.
+    # In sorted order, two rows share the minimum over the neighbours between them.
     order = np.array(sorted(range(n), key=lambda k: runs[k].tobytes()), np.int64)
     place = np.empty(n, np.int64)
     place[order] = np.arange(n)
@@ -249,61 +255,64 @@ def longest_shared(ids: Runs, rows: Rows) -> tuple[Longs, Longs]:
 
 
 def sums(case: Case, trained: Pieces, weigh_by: WeighBy) -> None:
-    """rollout_mask_sum and row_weight count what the session's rows train."""
+    """rollout_mask_sum and row_weight count the tokens that the session's rows train."""
     table = case.rows.table
     mine = np.bincount(
         trained.row, trained.stop - trained.start, len(case.rows.ids)
     ).astype(np.int64)
-    whole = np.bincount(case.session, mine).astype(np.int64)[case.session]
+    of_session = np.bincount(case.session, mine).astype(np.int64)[case.session]
     given = table.column("rollout_mask_sum").to_numpy()
-    for row in np.flatnonzero(given != whole):
-        case.say(
+    for row in np.flatnonzero(given != of_session):
+        case.report(
             "rollout_mask_sum",
-            f"{given[row]}, the session's rows train {whole[row]}",
+            f"rollout_mask_sum is {given[row]}, the session's rows train "
+            f"{of_session[row]} tokens",
             row=int(row),
         )
-    share, total = mine, whole
+    share, total = mine, of_session
     if weigh_by != "token":
         share = (mine > 0).astype(np.int64)
     if weigh_by == "row":
         total = np.bincount(case.session, share).astype(np.int64)[case.session]
     for k, weight in enumerate(table.column("row_weight").to_pylist()):
-        due = share[k] / total[k] if whole[k] else None
+        due = share[k] / total[k] if of_session[k] else None
         if weight is None or due is None:
             wrong = weight is not due
         else:
             wrong = not math.isclose(weight, due, rel_tol=0, abs_tol=_ROUNDING)
         if wrong:
-            case.say(
+            case.report(
                 "row_weight",
-                f"{_null(weight)}: expected {_null(due)} ({share[k]} of {total[k]})",
+                f"row_weight is {_null(weight)}, expected {_null(due)} ({share[k]} of "
+                f"{total[k]})",
                 row=k,
             )
 
 
 def facts(case: Case, *, known: tuple[str, ...]) -> None:
-    """reward and group_id are the session's where known, else all alike.
+    """reward and group_id are the session's if known, else equal in all its rows.
 
-    They are known where they are among ``known``, or not null.
-
-    A reward that the policy spreads over the rows is a row's share of it.
+    A value is known if its name is in ``known`` or if it is not null. If the policy
+    spreads the reward over the rows, each row has its share.
     """
     spreads = case.policy is not None and case.policy.rewards != "copy"
     for name in ("reward", "group_id"):
         given = case.rows.table.column(name).to_pylist()
         due = case.facts.column(name).to_pylist()
         for rows in by_session(case.session):
-            whole = due[case.session[rows[0]]]
-            stated = name in known or whole is not None
+            of_session = due[case.session[rows[0]]]
+            is_known = name in known or of_session is not None
             if name == "reward" and spreads:
-                _shares(case, rows, given, stated, whole)
+                _shares(case, rows, given, is_known, of_session)
                 continue
-            of_session = whole if stated else given[rows[0]]
+            if not is_known:
+                of_session = given[rows[0]]
             for row in rows:
                 if given[row] != of_session:
-                    case.say(
+                    case.report(
                         name,
-                        f"{_null(given[row])}, the session's is {_null(of_session)}",
+                        f"{name} is {_null(given[row])}, the session's is "
+                        f"{_null(of_session)}",
                         row=int(row),
                     )
 
@@ -313,11 +322,11 @@ def _shares(
     rows: Rows,
     given: list[float | None],
     known: bool,
-    whole: float | None,
+    reward: float | None,
 ) -> None:
-    """The rows of a session have their shares of its reward, if that is known.
+    """Check that rows have their shares of the session's reward.
 
-    Else they have shares of one and the same.
+    If the reward is not known, they must be shares of the same reward.
     """
     if case.policy is not None and case.policy.rewards == "final_only":
         kinds = [case.rows.text("segment_kind", row) for row in rows]
@@ -330,50 +339,54 @@ def _shares(
     if not known:
         at = int(np.argmax(shares))
         first = given[rows[at]]
-        # without a share above 0, nothing but null or not is to be seen
-        whole = first if first is None or not shares[at] else first / shares[at]
+        # If every share is 0, only null can be told from a number.
+        reward = first if first is None or not shares[at] else first / shares[at]
     for row, share in zip(rows, shares, strict=True):
-        due = None if whole is None else whole * share
+        due = None if reward is None else reward * share
         here = given[row]
         if here is None or due is None:
             wrong = here is not due
         else:
             wrong = not math.isclose(here, due, rel_tol=_ROUNDING, abs_tol=_ROUNDING)
         if wrong:
-            case.say(
+            case.report(
                 "reward",
-                f"{_null(here)}: expected {_null(due)}, the row's share of the session's "
-                f"{_null(whole)}",
+                f"reward is {_null(here)}, expected {_null(due)}: the row's share of the "
+                f"session's {_null(reward)}",
                 row=int(row),
             )
 
 
 def turns(case: Case, pieces: Pieces) -> None:
-    """A row's turns end with last_turn, and hold those of its pieces in their order."""
+    """A row's turns end with last_turn and contain the turns of its spans, in order."""
     starts = np.searchsorted(pieces.row, np.arange(len(case.rows.ids) + 1))
     for row, listed in enumerate(case.rows.table.column("turns").to_pylist()):
         if listed is None:
             continue
         last = case.rows.number("last_turn", row)
         if last is not None and listed[-1:] != [last]:
-            case.say("turns", f"{listed} do not end with last_turn {last}", row=row)
+            case.report(
+                "turns", f"turns {listed} do not end with last_turn {last}", row=row
+            )
         here = slice(starts[row], starts[row + 1])
         named = pieces.turn_index[here][pieces.kind[here] != "no_splice_point"]
         left = iter(listed)
         for turn, _ in groupby(named.tolist()):
             if not any(one == turn for one in left):
-                case.say("turns", f"{listed} lack {turn}, or in order", row=row)
+                case.report(
+                    "turns", f"turns {listed} lack {turn} or its order", row=row
+                )
                 break
         known = case.turns.calls.turns_of(int(case.session[row]))
         odd = sorted(set(listed) - set(known.tolist()))
         if odd:
-            case.say("turns", f"{odd} are not turns of the session", row=row)
+            case.report("turns", f"turns {odd} are not in the session", row=row)
 
 
 def weight_versions(case: Case, pieces: Pieces) -> None:
-    """Of the first and the last sampled token of a row whose weights are known."""
+    """weight_versions are those of the row's first and last token with known weights."""
     column = case.rows.table.column("weight_versions")
-    if column.null_count == len(column):  # rows need not tell
+    if column.null_count == len(column):  # the column is optional
         return
     of_turns = case.turns.calls.table.column("weight_versions")
     due: dict[int, dict[str, str]] = {}
@@ -386,19 +399,23 @@ def weight_versions(case: Case, pieces: Pieces) -> None:
                 due.setdefault(row, {"first": one["version"]})["last"] = one["version"]
     for row, given in enumerate(column.to_pylist()):
         if given != due.get(row):
-            case.say("weight_versions", f"{given}, {due.get(row)} is due", row=row)
+            case.report(
+                "weight_versions",
+                f"weight_versions is {given}, expected {due.get(row)}",
+                row=row,
+            )
 
 
 def flags(case: Case, pieces: Pieces) -> None:
-    """truncated, use_tool and ill_formed are those of the row's calls."""
+    """truncated, use_tool and ill_formed follow from the row's calls."""
     table, calls = case.rows.table, case.turns.calls.calls
     truncated = table.column("truncated").to_pylist()
     reasons = table.column("finish_reason").to_pylist()
-    for row, (said, reason) in enumerate(zip(truncated, reasons, strict=True)):
-        if said is not (reason == "length"):
-            case.say(
+    for row, (flag, reason) in enumerate(zip(truncated, reasons, strict=True)):
+        if flag is not (reason == "length"):
+            case.report(
                 "flags",
-                f"truncated is {_null(said)} where finish_reason is {reason!r}",
+                f"truncated is {_null(flag)}, finish_reason is {reason!r}",
                 row=row,
             )
     starts, may_train = case.turns.outputs.offsets, case.may_train
@@ -406,21 +423,25 @@ def flags(case: Case, pieces: Pieces) -> None:
     for name in ("use_tool", "ill_formed"):
         due = np.zeros(len(truncated), np.bool_)
         due[pieces.row[calls[name][pieces.call] == 1]] = True
-        for row, said in enumerate(table.column(name).to_pylist()):
-            if said is bool(due[row]) or (said and _unseen(case, row, name, silent)):
+        for row, flag in enumerate(table.column(name).to_pylist()):
+            if flag is bool(due[row]) or (flag and _unseen(case, row, name, silent)):
                 continue
-            case.say("flags", f"{name} is {_null(said)}", row=row)
+            case.report(
+                "flags",
+                f"{name} is {_null(flag)}, the row's turns give {bool(due[row])}",
+                row=row,
+            )
 
 
 def _unseen(case: Case, row: Index, name: str, silent: Bools) -> bool:
-    """Whether a call that may have left no piece in the row has the flag.
+    """Whether a call that may have no span in the row has the flag.
 
-    ``silent`` are the calls of whose outputs nothing may be trained.
+    ``silent`` marks calls without an output token that may train.
     """
     calls, ids = case.turns.calls.calls, case.rows.ids[row]
     policy = case.policy
     absorbs = policy is not None and policy.on_drift != "fork"
-    # Where drift is taken in anywhere, a call of the row shares its opening prompt alone.
+    # Under absorb_any, a call of the row may share only the row's first prompt.
     opened = case.rows.number("prompt_length", row) or 0
     least = (
         opened if policy is not None and policy.on_drift == "absorb_any" else len(ids)

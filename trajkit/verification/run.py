@@ -1,4 +1,4 @@
-"""Whether rows keep every promise: violations as a table, all of them."""
+"""`verify`: compare rows with the turns they came from and list every violation."""
 
 from collections.abc import Container, Generator, Iterable, Iterator
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ from trajkit.verification.context import Case, Violation, violations_table
 from trajkit.verification.foreign_rows import foreign_rows, verify_located
 from trajkit.verification.row_rules import WeighBy
 
-# Tokens that the calls of one part hold: bounds what is held per token beside the rows.
+# Tokens of the calls in one part: bounds the memory for per-token arrays.
 _PART_TOKENS = 1 << 24
 
 
@@ -82,65 +82,59 @@ def verify(
     max_row_tokens: int | None = None,
     weigh_by: WeighBy = "token",
 ) -> pa.Table | Stream:
-    """Every violation of what rows promise about the turns that they were made of.
+    """Compare rows with their turns and return every violation.
 
-    Nothing that `trajkit.linearize` computed is used: rows are compared with the turns
-    token by token.
+    The comparison is token by token and uses nothing that `trajkit.linearize` computed.
 
     Parameters
     ----------
     rows : table, or iterator of record batches
-        `trajkit.schema.ROWS`, or ``ROWS_SUFFIX``, which is laid out in full part by
-        part. Or rows of another system, without ``spans``: input_ids,
-        loss_mask (as long as the row, or of its response alone: then it stands at the
-        row's end) and, where there are any, logprobs (as the mask), session_id,
-        row_index and prompt_length. A turn is located in such a row where its prompt's
-        end and its output stand.
+        `trajkit.schema.ROWS` or ``ROWS_SUFFIX``, or rows of another system without
+        ``spans``. The latter need ``input_ids`` and ``loss_mask``, which covers the row
+        or only its response; ``logprobs`` (as long as the mask), ``session_id``,
+        ``row_index`` and ``prompt_length`` are optional. Turns are then located by
+        their prompts and outputs.
     turns : table, or iterator of record batches
-        `trajkit.schema.TURNS`, in full or delta form, of all sessions of the rows. An
-        iterator (or a RecordBatchReader) is read as the result is, side by side with
-        that of ``rows``: each session in one piece, perhaps in several batches, and the
-        sessions of the rows in the order of the turns. Rows then need a session_id.
+        `trajkit.schema.TURNS` of all sessions of the rows, in full or delta form. An
+        iterator (or a RecordBatchReader) is read lazily, in step with ``rows``: the
+        batches of a session are contiguous, and rows have their sessions in the order
+        of the turns. Rows then need a ``session_id``.
     policy : str or Policy, optional
-        Whose promise is to hold. A policy that neither absorbs nor demotes, sets aside
-        or leaves rows out trains every token that may be trained exactly once;
-        ``slime``, ``trl``, ``segments`` and ``miles`` train no token twice, ``nemo``
-        each token of a row's turns once in that row, and no more is asked of them;
-        ``polar`` puts raw outputs between stretches of later prompts, whatever they
-        were sampled after, and trains each once or says in a row that it cut or dropped
-        it. None: exactly once, as ``faithful`` does.
+        The policy that made the rows. It decides how often a token may train:
+        ``slime``, ``trl``, ``segments`` and ``miles`` train no token twice; ``nemo``
+        trains each token of a row's turns once in that row; ``polar`` trains each token
+        once or reports it as cut or dropped. Other policies, and None, train every
+        token that may be trained exactly once.
     reward, sessions : optional
-        As given to `trajkit.linearize`. Where neither they nor the turns tell, the
-        rewards of a session's rows
-        need only be alike, or shares of one as the policy spreads it: other rewards that
-        differ from row to row are spread after this.
+        As given to `trajkit.linearize`. Without them and without rewards in the turns,
+        the rewards of a session's rows must be equal, or the policy's shares of one
+        reward.
     max_row_tokens : int, optional
-        As given to `trajkit.linearize`; what lies beyond need not be trained. None: no
-        row was cut.
+        As given to `trajkit.linearize`: tokens beyond it need not be trained. None
+        means that no row was truncated.
     weigh_by : {"token", "row", "rollout"}
-        What ``row_weight`` is: the row's trained tokens over the rollout's N, as
-        `trajkit.linearize` gives it; 1 over the rollout's rows that train something; or
-        1 / N. A row that trains nothing weighs 0.
+        The meaning of ``row_weight``, for a rollout that trains N tokens: the row's
+        trained tokens divided by N (as `trajkit.linearize` writes it); 1 divided by the
+        rollout's number of rows that train; or 1 / N. Rows that train nothing have 0.
 
     Returns
     -------
     Table
-        `trajkit.schema.VIOLATIONS`, by session and row; empty where all is well. Its
-        rules are those of `trajkit.schema.RULES`. Sessions come in the order of
-        ``turns``, those without turns behind. For iterators: an iterator of record
-        batches, of which there is none where all is well.
+        `trajkit.schema.VIOLATIONS`, sorted by session and row; empty if the rows are
+        correct. Sessions come in the order of ``turns``, sessions without turns last.
+        If ``rows`` or ``turns`` is an iterator: an iterator of record batches, empty if
+        the rows are correct.
 
     Raises
     ------
     SchemaError
-        A table lacks a column, or a column has a type that cannot be taken for its own.
+        A column is missing or cannot be cast to its type.
     InvalidTurnsError
-        The turns are no sequence of sessions, or ``reward`` or ``sessions`` lack one.
-        Of iterators: a session comes back, or the rows have theirs in another order
-        than the turns.
+        The turns of a session are not contiguous, or ``reward`` or ``sessions`` lacks a
+        session. For iterators also: the sessions of the rows are in another order than
+        those of the turns.
     PolicyError
-        The policy does not exist, ``max_row_tokens`` is no integer of 1 or more, or
-        ``weigh_by`` is none of the three.
+        The policy does not exist, or ``max_row_tokens`` or ``weigh_by`` is not allowed.
 
     Examples
     --------
@@ -168,7 +162,7 @@ def judge_of(
     max_row_tokens: int | None,
     weigh_by: WeighBy,
 ) -> "Judge":
-    """What the options of `verify` ask."""
+    """Check the options of `verify`."""
     if max_row_tokens is not None:
         max_row_tokens = chosen_int("max_row_tokens", max_row_tokens, 1)
     check_choice("weigh_by", weigh_by, WeighBy)
@@ -189,7 +183,7 @@ def _streamed(rows: Source, turns: Source, judge: "Judge") -> Iterator[pa.Table]
 
 
 def any_rows(table: pa.Table, first: int = 0) -> pa.Table:
-    """Rows of any system in the types in which they are looked at.
+    """Rows of any system, cast to the types that the checks expect.
 
     Raises
     ------
@@ -204,25 +198,24 @@ def any_rows(table: pa.Table, first: int = 0) -> pa.Table:
 def numbered(
     batches: Iterable[pa.RecordBatch],
 ) -> Generator[pa.RecordBatch, None, None]:
-    """Batches of rows of any system as `any_rows` of all of them gives them.
+    """Cast batches of rows with `any_rows`, and number rows without a row_index.
 
     Raises
     ------
     SchemaError
-        A row has no session_id, so that it may be of any turn; or some rows have a
-        row_index and some have not.
+        A row has no session_id, or row_index is null in some rows only.
     """
     first, counted = 0, None
     for batch in batches:
         if not isinstance(batch, pa.RecordBatch):
-            yield batch  # which is refused where sessions are looked for
+            yield batch  # `Beside` refuses it
             continue
         table = pa.Table.from_batches([batch])
         names = table.column_names
         if "session_id" not in names or table.column("session_id").null_count:
             raise SchemaError(
-                "session_id is absent or null in some rows: whose rows they are must be "
-                "known of a stream; of a table, all turns are looked through"
+                "session_id is absent or null in some rows: a stream of rows needs it. "
+                "Pass a table to search all turns"
             )
         none = "row_index" not in names or table.column("row_index").null_count > 0
         if counted not in (none, None) and table.num_rows:
@@ -235,7 +228,7 @@ def numbered(
 def session_faults(
     rows: Iterable[pa.RecordBatch], known: Container[str | None]
 ) -> Iterator[Violation]:
-    """Rows of sessions that are not ``known``, and sessions that do not follow one another.
+    """Report rows whose session is not ``known``, and sessions that are not contiguous.
 
     Parameters
     ----------
@@ -259,7 +252,7 @@ def session_faults(
                     name, numbers[row].as_py(), None, None, "session", detail
                 )
             if name != current and name in began:
-                detail = "the session comes back after another began"
+                detail = "the session continues after another session began"
                 yield Violation(
                     name, numbers[start].as_py(), None, None, "session", detail
                 )
@@ -269,17 +262,17 @@ def session_faults(
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """What is asked of rows; see `verify`."""
+    """The checked options of `verify`."""
 
     policy: Policy | None
     cap: int | None
     facts: SessionFacts
-    # what of the facts was given
+    # names of the metadata that the caller gave
     known: tuple[str, ...]
     weigh_by: WeighBy
 
     def found(self, rows: pa.Table, turns: pa.Table) -> pa.Table:
-        """The violations in rows as `any_rows` gives them, of these turns."""
+        """Violations in rows that `any_rows` has cast, compared with these turns."""
         own = "spans" in rows.column_names
         calls = read_calls(turns)
         found: list[Violation] = []
@@ -315,7 +308,7 @@ class Judge:
 
 
 def _parts(calls: Calls, session: Rows) -> Iterator[tuple[Calls, Rows]]:
-    """The calls in parts of whole sessions, and the rows of each."""
+    """Split the calls into parts of complete sessions, with the rows of each part."""
     order = np.argsort(session, kind="stable")
     start = 0
     for part in calls.split(_PART_TOKENS):
@@ -326,9 +319,9 @@ def _parts(calls: Calls, session: Rows) -> Iterator[tuple[Calls, Rows]]:
 
 
 def _verify_own(case: Case, known: tuple[str, ...], weigh_by: WeighBy) -> None:
-    """The rules of rows whose pieces say what they train."""
+    """Check rows that have spans."""
     pieces = pieces_of(case.rows.table, case.turns, case.session)
-    pieces = span_rules.sound(case, pieces)
+    pieces = span_rules.well_formed(case, pieces)
     trained = pieces.take(np.flatnonzero(pieces.kind == "trained"))
     row_rules.row_index(case)
     row_rules.lengths(case)
@@ -336,10 +329,10 @@ def _verify_own(case: Case, known: tuple[str, ...], weigh_by: WeighBy) -> None:
     span_rules.untrainable(case, pieces)
     span_rules.masks(case, trained)
     span_rules.logprobs(case, trained)
-    span_rules.claims(case, pieces)
+    span_rules.each_once(case, pieces)
     if case.splices:
         splice_rules.rows(case, pieces)
-        splice_rules.told(case, pieces)
+        splice_rules.accounted_for(case, pieces)
     else:
         span_rules.context(case, trained)
         row_rules.tokens(case, pieces)

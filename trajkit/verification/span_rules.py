@@ -1,7 +1,7 @@
-"""The rules of claims: what rows train of what was sampled, where and how often.
+"""Rules for spans: which sampled tokens rows train, where, and how often.
 
-A check takes a `Case` and says what it finds. It looks at whole columns; what it does
-one by one is per piece or per violation, never per token.
+Each check takes a `Case` and reports violations to it. Checks are vectorised: Python
+loops run over spans or violations, never over tokens.
 """
 
 import numpy as np
@@ -10,13 +10,13 @@ from trajkit.schema import EMPTY_KINDS, SPAN_KINDS
 from trajkit.turns.calls import Longs
 from trajkit.turns.flat_buffers import Index, Pieces
 from trajkit.turns.turn_rules import Bools
-from trajkit.verification.context import Case, stretches
+from trajkit.verification.context import Case, consecutive
 
 
-def sound(case: Case, pieces: Pieces) -> Pieces:
-    """The pieces that name a stretch of the row and of an output; says what others do.
+def well_formed(case: Case, pieces: Pieces) -> Pieces:
+    """The spans that name a range of their row and a range of an output.
 
-    Each other piece is named once, by the first rule that it breaks.
+    Reports every other span once, under the first rule that it breaks.
     """
     calls = case.turns.calls.calls
     n_ids = case.rows.ids.lengths[pieces.row]
@@ -29,62 +29,66 @@ def sound(case: Case, pieces: Pieces) -> Pieces:
     size = pieces.stop - pieces.start
     out_size = pieces.out_stop - pieces.out_start
     due = np.minimum(prompt_len + _loss_start(case, pieces), n_ids)
-    # parts of one loss all stand where its first would have stood
+    # All parts of one loss have the position of its first token.
     again = np.zeros(len(pieces), np.bool_)
     again[1:] = empty[1:] & empty[:-1] & (pieces.index[1:] > 0)
     again[1:] &= (pieces.call[1:] == pieces.call[:-1]) & (
         pieces.kind[1:] == pieces.kind[:-1]
     )
     due = due[np.maximum.accumulate(np.where(again, 0, np.arange(len(pieces))))]
-    # What drift before it took out of the row stands where that drift began.
+    # Under absorb_any, earlier drift may have removed the position.
     earlier = (pieces.kind == "absorbed") & (
         policy is not None and policy.on_drift == "absorb_any"
     )
     if case.splices:
-        due = n_ids  # an output may stand before where it was sampled
+        due = n_ids  # a spliced output may precede its sampled position
     rules: list[tuple[Bools, str, str]] = [
         (pieces.broken, "null", "has a null"),
-        (pieces.call < 0, "span_turn", "names no turn of the session"),
+        (pieces.call < 0, "span_turn", "names a turn that is not in the session"),
         (
             ~np.isin(pieces.kind, SPAN_KINDS),
             "span_kind",
-            f"is of a kind that is none of {', '.join(SPAN_KINDS)}",
+            f"has an unknown kind: expected one of {', '.join(SPAN_KINDS)}",
         ),
         (
             (pieces.start < 0) | (size < 0) | (pieces.stop > n_ids),
             "span_place",
-            "does not lie within the row",
+            "reaches outside its row",
         ),
-        (pieces.start < before, "span_place", "begins before the one before it ends"),
+        (pieces.start < before, "span_place", "overlaps the previous span"),
         (
             (pieces.out_start < 0) | (out_size <= 0) | (pieces.out_stop > out_len),
             "span_range",
-            "is of a range that the output does not have",
+            "names a range outside its output",
         ),
-        (empty & (size != 0), "span_range", "is not empty"),
-        (~empty & (size != out_size), "span_range", "is not as long as its range"),
+        (empty & (size != 0), "span_range", "must be empty: its kind has no tokens"),
+        (
+            ~empty & (size != out_size),
+            "span_range",
+            "and its output range differ in length",
+        ),
         (
             empty & (pieces.start != due) & ~(earlier & (pieces.start < due)),
             "span_place",
-            "does not stand where it would have stood",
+            "is not at the position of the tokens that were lost",
         ),
     ]
     if policy is not None and not policy.absorbs:
         absorbed = pieces.kind == "absorbed"
-        rules.append((absorbed, "span_kind", "is lost, where nothing is absorbed"))
+        rules.append((absorbed, "span_kind", "is lost, but the policy never absorbs"))
     if policy is not None and not case.splices:
         dropped = pieces.kind == "no_splice_point"
-        rules.append((dropped, "span_kind", "is lost, where nothing is spliced"))
+        rules.append((dropped, "span_kind", "is lost, but the policy never splices"))
     if policy is not None and policy.train_in == "every":
         again = pieces.kind == "duplicate"
-        rules.append((again, "span_kind", "is context, where every row trains it"))
+        rules.append((again, "span_kind", "is context, but every row must train it"))
     if case.cap is None:
         cut = pieces.kind == "cut"
-        rules.append((cut, "span_kind", "is lost, where no row is cut"))
+        rules.append((cut, "span_kind", "is lost, but no row is truncated"))
     good = np.ones(len(pieces), np.bool_)
     for bad, rule, words in rules:
         for k in np.flatnonzero(bad & good):
-            case.say(
+            case.report(
                 rule,
                 f"{_words(pieces, k)} {words}",
                 row=int(pieces.row[k]),
@@ -96,10 +100,10 @@ def sound(case: Case, pieces: Pieces) -> Pieces:
 
 
 def _loss_start(case: Case, pieces: Pieces) -> Longs:
-    """Where in the output each piece begins, or the loss that it is the rest of.
+    """Where each span begins in its output, or where the loss began that it continues.
 
-    No piece names a lost token that may not train, so the row may have been replaced at
-    such tokens before an absorbed piece.
+    Lost tokens that may not train have no span, so an absorbed span may start later
+    than the loss.
     """
     outputs = case.turns.outputs
     call = np.maximum(pieces.call, 0)
@@ -124,18 +128,19 @@ def _words(pieces: Pieces, k: Index) -> str:
 
 
 def span_tokens(case: Case, pieces: Pieces) -> None:
-    """Pieces hold the tokens that they say."""
+    """The tokens of a span are those of its output range."""
     pieces = pieces.take(np.flatnonzero(~np.isin(pieces.kind, EMPTY_KINDS)))
     at, source = pieces.tokens(case.rows.ids), pieces.sampled(case.turns)
-    here, said = case.rows.ids.values[at], case.turns.outputs.values[source]
+    here, sampled = case.rows.ids.values[at], case.turns.outputs.values[source]
     owner = np.repeat(np.arange(len(pieces)), pieces.stop - pieces.start)
-    bad = np.flatnonzero(here != said)
-    for first, n in zip(*stretches(bad, owner[bad]), strict=True):
+    bad = np.flatnonzero(here != sampled)
+    for first, n in zip(*consecutive(bad, owner[bad]), strict=True):
         k = bad[first]
         piece = owner[k]
-        case.say(
+        case.report(
             "span_tokens",
-            f"{_count(n)} not as sampled: the first is {here[k]}, the turn has {said[k]}",
+            f"{_count(n)} differ from the output: the first is {here[k]}, the turn "
+            f"sampled {sampled[k]}",
             row=int(pieces.row[piece]),
             call=int(pieces.call[piece]),
             token=int(at[k] - case.rows.ids.offsets[pieces.row[piece]]),
@@ -143,7 +148,7 @@ def span_tokens(case: Case, pieces: Pieces) -> None:
 
 
 def untrainable(case: Case, pieces: Pieces) -> None:
-    """What may not be trained is called untrainable, and nothing else is."""
+    """A span is untrainable exactly if none of its tokens may be trained."""
     may = np.concatenate([[0], np.cumsum(case.may_train)])
     start = case.turns.outputs.offsets[pieces.call]
     n_may = may[start + pieces.out_stop] - may[start + pieces.out_start]
@@ -155,9 +160,9 @@ def untrainable(case: Case, pieces: Pieces) -> None:
         if not called[k]:
             n, words = size[k] - n, "may not be trained"
         what = "a turn" if n == out_len[pieces.call[k]] else _count(n)
-        case.say(
+        case.report(
             "untrainable",
-            f"{_words(pieces, k)} is of {what} that {words}",
+            f"{_words(pieces, k)} covers {what} that {words}",
             row=int(pieces.row[k]),
             call=int(pieces.call[k]),
             token=int(pieces.start[k]),
@@ -165,7 +170,7 @@ def untrainable(case: Case, pieces: Pieces) -> None:
 
 
 def masks(case: Case, trained: Pieces) -> None:
-    """The mask is true where a piece is trained, and only there."""
+    """The mask is true exactly for the tokens of trained spans."""
     ids = case.rows.ids
     at = trained.tokens(ids)
     expected = np.zeros(len(ids.values), np.bool_)
@@ -176,13 +181,13 @@ def masks(case: Case, trained: Pieces) -> None:
     row = ids.owner[bad]
     # one group per row, sign and turn
     group = (row * 2 + expected[bad]) * (len(case.turns.outputs) + 1) + owner[bad]
-    for first, n in zip(*stretches(bad, group), strict=True):
+    for first, n in zip(*consecutive(bad, group), strict=True):
         k, r = bad[first], int(row[first])
         if expected[k]:
-            detail = f"loss_mask is false for {_count(n)} that a piece trains"
+            detail = f"loss_mask is false for {_count(n)} of a trained span"
         else:
-            detail = f"loss_mask is true for {_count(n)} that no piece trains"
-        case.say(
+            detail = f"loss_mask is true for {_count(n)} outside trained spans"
+        case.report(
             "mask",
             detail,
             row=r,
@@ -192,7 +197,7 @@ def masks(case: Case, trained: Pieces) -> None:
 
 
 def logprobs(case: Case, trained: Pieces) -> None:
-    """Logprobs are the engine's own where a piece is trained, null elsewhere."""
+    """Logprobs are the engine's for trained tokens and null for all others."""
     rows, ids = case.rows, case.rows.ids
     at, source = trained.tokens(ids), trained.sampled(case.turns)
     expected = np.zeros(len(ids.values), np.float32)
@@ -203,19 +208,25 @@ def logprobs(case: Case, trained: Pieces) -> None:
         given &= ~np.isin(ids.owner, partial)
     owner = np.full(len(ids.values), -1)
     owner[at] = np.repeat(trained.call, trained.stop - trained.start)
-    # a list of another length is named as such
-    whole = np.repeat(rows.n_logprobs == ids.lengths, ids.lengths)
+    # `row_rules.lengths` reports lists of another length.
+    complete = np.repeat(rows.n_logprobs == ids.lengths, ids.lengths)
     differ = (rows.given != given) | (given & (rows.logprobs != expected))
-    bad = np.flatnonzero(whole & differ)
+    bad = np.flatnonzero(complete & differ)
     row = ids.owner[bad]
     group = row * (len(case.turns.outputs) + 1) + owner[bad]
-    for first, n in zip(*stretches(bad, group), strict=True):
+    for first, n in zip(*consecutive(bad, group), strict=True):
         k, r = bad[first], int(row[first])
         here = rows.logprobs[k] if rows.given[k] else "null"
-        due = f"the engine gave {expected[k] if given[k] else 'none'}"
-        case.say(
+        due = "null, since the token is not trained"
+        if owner[k] >= 0:
+            due = (
+                f"{expected[k]}, the engine's"
+                if given[k]
+                else "null, as the engine gave"
+            )
+        case.report(
             "logprob",
-            f"{_count(n)} {here}, {due if owner[k] >= 0 else 'nothing is trained'}",
+            f"{_count(n)}: the first has {here}, expected {due}",
             row=r,
             call=int(owner[k]) if owner[k] >= 0 else None,
             token=int(k - ids.offsets[r]),
@@ -223,7 +234,7 @@ def logprobs(case: Case, trained: Pieces) -> None:
 
 
 def context(case: Case, trained: Pieces) -> None:
-    """What precedes a trained token is what it was sampled after."""
+    """The tokens before a trained token are those it was sampled after."""
     n_prompt = case.turns.calls.calls["prompt_len"][trained.call]
     in_context = trained.in_context(case.rows.ids, case.turns)
     size = trained.stop - trained.start
@@ -235,36 +246,36 @@ def context(case: Case, trained: Pieces) -> None:
             detail = f"trained at {trained.start[k]}, sampled at {place}"
         else:
             departs = case.turns.shared(case.rows.ids[row], call)
-            # the token where it departs is none that was sampled: span_tokens says so
+            # `span_tokens` reports the differing token itself.
             first += departs >= trained.start[k]
-            detail = f"the row departs from the turn's own at token {departs}"
+            detail = f"the row differs from the turn's path from token {departs} on"
         if first < trained.stop[k]:
-            case.say("context", detail, row=row, call=call, token=first)
+            case.report("context", detail, row=row, call=call, token=first)
 
 
-def claims(case: Case, pieces: Pieces) -> None:
-    """Every sampled token is claimed once at most, and trained where that is promised.
+def each_once(case: Case, pieces: Pieces) -> None:
+    """Every sampled token is in at most one trained or lost span.
 
-    Under ``train_in="every"``, once in each row. A row also claims what it lost (absorbed
-    or cut spans).
+    Under ``train_in="every"`` the limit is one per row. Tokens that the policy promises
+    to train are in a trained span.
     """
     kinds = np.isin(pieces.kind, ("trained", *EMPTY_KINDS))
     pieces = pieces.take(np.flatnonzero(kinds))
     source = pieces.sampled(case.turns)
     owner = np.repeat(np.arange(len(pieces)), pieces.out_stop - pieces.out_start)
-    claimed = source
+    counted = source
     if case.policy is not None and case.policy.train_in == "every":
-        claimed = source + pieces.row[owner] * len(case.turns.outputs.values)
-    order = np.argsort(claimed, kind="stable")
-    again = np.sort(order[1:][np.diff(claimed[order]) == 0])
-    for first, n in zip(*stretches(again, owner[again]), strict=True):
+        counted = source + pieces.row[owner] * len(case.turns.outputs.values)
+    order = np.argsort(counted, kind="stable")
+    again = np.sort(order[1:][np.diff(counted[order]) == 0])
+    for first, n in zip(*consecutive(again, owner[again]), strict=True):
         piece = owner[again[first]]
         into = source[again[first]] - case.turns.outputs.offsets[pieces.call[piece]]
         into -= pieces.out_start[piece]
         lost = pieces.kind[piece] != "trained"
-        case.say(
+        case.report(
             "trained_twice",
-            f"{_count(n)} that an earlier piece has claimed",
+            f"{_count(n)} that an earlier span trains or reports as lost",
             row=int(pieces.row[piece]),
             call=int(pieces.call[piece]),
             token=int(pieces.start[piece] + (0 if lost else into)),
@@ -274,21 +285,21 @@ def claims(case: Case, pieces: Pieces) -> None:
 
 
 def not_trained(case: Case, source: Longs) -> None:
-    """Every token that is owed is among ``source``, flat positions in the outputs."""
-    spared = np.flatnonzero(~case.owed)
+    """Report tokens that must train and are not in ``source``, positions in outputs."""
+    spared = np.flatnonzero(~case.must_train)
     not_among(case, np.concatenate([source, spared]), "that no row trains")
 
 
 def not_among(case: Case, source: Longs, words: str) -> None:
-    """Every sampled token is among ``source``, flat positions in the outputs."""
+    """Report sampled tokens that are not in ``source``, positions in outputs."""
     outputs = case.turns.outputs
     absent = np.ones(len(outputs.values), np.bool_)
     absent[source] = False
     bad = np.flatnonzero(absent)
     call = outputs.owner[bad]
-    for first, n in zip(*stretches(bad, call), strict=True):
+    for first, n in zip(*consecutive(bad, call), strict=True):
         c = int(call[first])
-        case.say(
+        case.report(
             "not_trained",
             f"{_count(n)} of {outputs.lengths[c]} sampled {words}",
             call=c,

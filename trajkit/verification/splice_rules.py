@@ -1,9 +1,8 @@
-"""The rules of rows that are spliced: raw outputs between stretches of later prompts.
+"""Rules for spliced rows: raw outputs joined by text of later prompts.
 
-Their promise is another than that of rows that are one turn's prompt and output: a
-trained token stands after raw outputs and the canonical text between them, which may be
-no context that it was sampled in (`trajkit.simulate` counts such tokens). What a row
-dropped stands in it as empty pieces.
+A spliced row is not the path of one turn. Its trained tokens may follow other tokens
+than those they were sampled after (`trajkit.simulate` counts them). Dropped turns leave
+empty spans in the row.
 """
 
 from collections.abc import Iterator
@@ -21,13 +20,13 @@ from trajkit.turns.turn_rules import Bools
 from trajkit.verification import span_rules
 from trajkit.verification.context import Case
 
-_TOLD = ("trained", "cut", "no_splice_point")
+_ACCOUNTED = ("trained", "cut", "no_splice_point")
 
 
 def rows(case: Case, pieces: Pieces) -> None:
-    """A row is what its turns make of it, and dropped turns had no end of turn.
+    """A row is the splice of its turns, and it could not continue with dropped turns.
 
-    Its finish_reason is its last turn's, its flags are those of its turns.
+    Its finish_reason is its last turn's. Its flags follow from its turns.
     """
     outputs = case.turns.outputs
     has_ended = ended(case.turns.calls).astype(np.bool_)
@@ -40,11 +39,11 @@ def rows(case: Case, pieces: Pieces) -> None:
         _check(_Reading(case, row, mine, has_ended, speaks))
 
 
-def told(case: Case, pieces: Pieces) -> None:
-    """Every token that may be trained is trained, or some row says that it lost it.
+def accounted_for(case: Case, pieces: Pieces) -> None:
+    """Every token that may be trained is trained, or lost in a span of some row.
 
-    Not asked of a policy that demotes turns, sets them aside or leaves rows out; nor of
-    turns of which ``max_row_tokens`` may have left no row.
+    Skipped for policies that rewrite or quarantine turns or omit rows, and for turns
+    that ``max_row_tokens`` may have left without a row.
     """
     policy, calls = case.policy, case.turns.calls
     if policy is None or not policy.places_all or policy.max_rows is not None:
@@ -57,10 +56,12 @@ def told(case: Case, pieces: Pieces) -> None:
         due &= (requests["n_keys"] != 0) | (requests["shared"] != 0)
     if case.cap is not None:
         due &= calls.calls["prompt_len"] < case.cap
-    said = pieces.take(np.flatnonzero(np.isin(pieces.kind, _TOLD)))
-    silent = np.flatnonzero(~(due[case.turns.outputs.owner] & case.may_train))
+    named = pieces.take(np.flatnonzero(np.isin(pieces.kind, _ACCOUNTED)))
+    spared = np.flatnonzero(~(due[case.turns.outputs.owner] & case.may_train))
     span_rules.not_among(
-        case, np.concatenate([said.sampled(case.turns), silent]), "that no row tells of"
+        case,
+        np.concatenate([named.sampled(case.turns), spared]),
+        "that no row trains or reports as lost",
     )
 
 
@@ -69,38 +70,38 @@ class _State:
     """A row read up to ``position``."""
 
     position: int
-    # the call that was read last, -1: none
+    # the call that was read last, or -1
     call: int
-    # calls of pieces that were read
-    n_said: int
+    # number of calls with spans that were read
+    n_named: int
     use_tool: bool
     ill_formed: bool
 
 
 class _Reading:
-    """One row, read as the calls that make it."""
+    """One row, parsed into the calls that make it up."""
 
     def __init__(
         self, case: Case, row: int, pieces: Pieces, has_ended: Bools, speaks: Bools
     ) -> None:
         self.case, self.row = case, row
         self._ended = has_ended
-        # calls with a token that may be trained: they leave a piece wherever they are
+        # calls with a token that may be trained: they always leave a span
         self._speaks = speaks
         self.ids: Ints = case.rows.ids[row]
         lost = pieces.kind == "no_splice_point"
         self.dropped = list(dict.fromkeys(int(call) for call in pieces.call[lost]))
-        # where the output of each call stands; the row's end where nothing is left of it
+        # the position of each call's output; the row's end if none of it is left
         self.places: dict[int, int] = {}
         for call, start in zip(pieces.call[~lost], pieces.start[~lost], strict=True):
             self.places.setdefault(int(call), int(start))
-        self.said = list(self.places)
-        # where the row is no splice, for all that was tried
+        self.named = list(self.places)
+        # the furthest position that any attempt could explain
         self.departs = 0
 
     @cached_property
     def hidden(self) -> list[int]:
-        """Calls of the session that may stand in the row without a piece."""
+        """Calls of the session that may be in the row without a span."""
         calls = self.case.turns.calls.calls
         return [
             call
@@ -110,14 +111,14 @@ class _Reading:
         ]
 
     def ends_of_turn(self) -> list[int | None]:
-        """What the row's end of turn may be; None: it has none."""
+        """Candidates for the row's end-of-turn token; None if it has none."""
         policy, outputs = self.case.policy, self.case.turns.outputs
         if policy is not None and policy.end_of_turn_token_id is not None:
             return [policy.end_of_turn_token_id]
         for call, place in self.places.items():
             if self._ended[call] and place < len(self.ids):
                 return [int(outputs[call][-1])]
-        # that of a turn that was cut or dropped, perhaps without a piece
+        # The end of turn of a truncated or dropped turn, which may have no span.
         session = self.case.turns.calls_of(int(self.case.session[self.row]))
         found = {
             int(outputs[call][-1]): None
@@ -127,32 +128,32 @@ class _Reading:
         return [*found, None]
 
     def readings(self, token: int | None) -> Iterator[_State]:
-        """Ways to read the whole row with this end of turn."""
+        """All ways to parse the complete row with this end-of-turn token."""
         waiting = [_State(0, -1, 0, use_tool=False, ill_formed=False)]
         seen = set(waiting)
         while waiting:
             state = waiting.pop()
-            if self._is_whole(state):
+            if self._is_complete(state):
                 yield state
-            for call in [*self.said[state.n_said : state.n_said + 1], *self.hidden]:
+            for call in [*self.named[state.n_named : state.n_named + 1], *self.hidden]:
                 after = self._step(state, call, token)
                 if after is not None and after not in seen:
                     seen.add(after)
                     waiting.append(after)
 
-    def _is_whole(self, state: _State) -> bool:
-        if state.call < 0 or state.n_said < len(self.said):
+    def _is_complete(self, state: _State) -> bool:
+        if state.call < 0 or state.n_named < len(self.named):
             return False
         n = len(self.ids)
         return state.position == n or (state.position > n and n == self.case.cap)
 
     def _step(self, state: _State, call: int, token: int | None) -> _State | None:
-        """The state after one call more; None: the row does not go on with it."""
+        """The state after one more call; None if the row does not continue with it."""
         if call <= state.call:
             return None
         case = self.case
         prompt, output = case.turns.prompts[call], case.turns.outputs[call]
-        start = 0 if state.call < 0 else self.stretch(state.call, call, token)
+        start = 0 if state.call < 0 else self.splice_start(state.call, call, token)
         if start is None:
             return None
         position = state.position
@@ -165,27 +166,27 @@ class _Reading:
             position += len(run)
         place = position - len(output)
         place = min(place, len(self.ids))
-        n_said = state.n_said
-        if n_said < len(self.said) and call == self.said[n_said]:
+        n_named = state.n_named
+        if n_named < len(self.named) and call == self.named[n_named]:
             if self.places[call] != place:
                 return None
-            n_said += 1
+            n_named += 1
         elif len(output) and place < len(self.ids):
-            return None  # it would have a piece
+            return None  # it would have a span
         flags = case.turns.calls.calls[call]
         return _State(
             position,
             call,
-            n_said,
+            n_named,
             use_tool=state.use_tool or bool(flags["use_tool"]),
             ill_formed=state.ill_formed or bool(flags["ill_formed"]),
         )
 
-    def stretch(self, before: int, call: int, token: int | None) -> int | None:
-        """Where in the call's prompt the row goes on after ``before``; None: it ends."""
+    def splice_start(self, before: int, call: int, token: int | None) -> int | None:
+        """Where the row continues in the call's prompt; None if the row ends."""
         turns = self.case.turns
         known, prompt = turns.prompts[before], turns.prompts[call]
-        if token is None or not self.goes_on(before, call):
+        if token is None or not self.extends(before, call):
             return None
         found = np.flatnonzero(prompt[len(known) :] == token)
         if not len(found):
@@ -194,27 +195,27 @@ class _Reading:
         closed = len(output) > 0 and output[-1] == token
         return int(len(known) + found[0] + closed)
 
-    def goes_on(self, before: int, call: int) -> bool:
-        """Whether a prompt begins with all of another."""
+    def extends(self, before: int, call: int) -> bool:
+        """Whether the prompt of ``call`` begins with the complete prompt of ``before``."""
         prompts = self.case.turns.prompts
         known = prompts[before]
         return before < call and _core.lcp(known, prompts[call]) == len(known)
 
     def ends_before(self, state: _State, call: int, token: int | None) -> bool:
-        """Whether a row that was read so ends before a call that goes on from it."""
-        if not self.goes_on(state.call, call):
+        """Whether a row in this state had to end before a call that extends it."""
+        if not self.extends(state.call, call):
             return False
-        # the first that was dropped may have left no piece
+        # The first dropped call may have no span.
         return any(
-            self.goes_on(state.call, first)
-            and self.stretch(state.call, first, token) is None
-            and (first == call or self.goes_on(first, call))
+            self.extends(state.call, first)
+            and self.splice_start(state.call, first, token) is None
+            and (first == call or self.extends(first, call))
             for first in [call, *self._silent]
         )
 
     @cached_property
     def _silent(self) -> list[int]:
-        """Calls of the session that leave no piece where they are dropped."""
+        """Calls of the session that leave no span when they are dropped."""
         session = self.case.turns.calls_of(int(self.case.session[self.row]))
         return [one for one in session if not self._speaks[one]]
 
@@ -227,12 +228,16 @@ def _check(reading: _Reading) -> None:
         for state in reading.readings(token)
     ]
     if not ways:
-        case.say(
+        case.report(
             "row_tokens",
-            "the row is not its turns' outputs with the stretches between them",
+            "the row is not a splice of its turns' outputs",
             row=row,
             call=next(
-                (one for one in reading.said if reading.places[one] >= reading.departs),
+                (
+                    one
+                    for one in reading.named
+                    if reading.places[one] >= reading.departs
+                ),
                 None,
             ),
             token=reading.departs,
@@ -243,16 +248,18 @@ def _check(reading: _Reading) -> None:
     turns = {int(case.turns.calls.turn_index[state.call]) for state, _ in ways}
     if named is not None and named not in turns:
         shown = ", ".join(map(str, sorted(turns)))
-        case.say(
-            "row_tokens", f"last_turn is {named}, the row ends at {shown}", row=row
+        case.report(
+            "row_tokens",
+            f"last_turn is {named}, the row ends with turn {shown}",
+            row=row,
         )
     reasons = case.turns.calls.table.column("finish_reason")
-    said = case.rows.text("finish_reason", row)
+    reason = case.rows.text("finish_reason", row)
     last = [reasons[state.call].as_py() for state, _ in ways]
-    if said not in last:
-        case.say(
+    if reason not in last:
+        case.report(
             "finish_reason",
-            f"{said!r}, the last turn's is {last[0]!r}",
+            f"finish_reason is {reason!r}, the last turn has {last[0]!r}",
             row=row,
             call=ways[0][0].call,
         )
@@ -261,23 +268,23 @@ def _check(reading: _Reading) -> None:
 
 
 def _check_dropped(reading: _Reading, ways: list[tuple[_State, int | None]]) -> None:
-    """Turns that the row dropped go on from it, from where it had to end."""
+    """Check that dropped turns extend the row and that it had to end before them."""
     case, dropped = reading.case, reading.dropped
     if dropped and not any(
         reading.ends_before(state, dropped[0], token) for state, token in ways
     ):
-        case.say(
+        case.report(
             "span_kind",
-            "the turn is dropped, though the row could go on with it",
+            "the turn is dropped, but the row could continue with it",
             row=reading.row,
             call=dropped[0],
             token=len(reading.ids),
         )
     for before, call in pairwise(dropped):
-        if not reading.goes_on(before, call):
-            case.say(
+        if not reading.extends(before, call):
+            case.report(
                 "span_kind",
-                "the turn is dropped, but does not go on from the one before it",
+                "the turn is dropped, but does not continue the previous dropped turn",
                 row=reading.row,
                 call=call,
                 token=len(reading.ids),
@@ -293,7 +300,10 @@ def _check_flags(reading: _Reading, states: list[_State]) -> None:
         "ill_formed": {state.ill_formed for state in states},
     }
     for name, values in due.items():
-        said = case.rows.table.column(name)[row].as_py()
-        if said not in values:
-            shown = "null" if said is None else said
-            case.say("flags", f"{name} is {shown}, its turns say otherwise", row=row)
+        flag = case.rows.table.column(name)[row].as_py()
+        if flag not in values:
+            shown = "null" if flag is None else flag
+            due_flag = " or ".join(map(str, sorted(values)))
+            case.report(
+                "flags", f"{name} is {shown}, the row's turns give {due_flag}", row=row
+            )
