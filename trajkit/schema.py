@@ -5,14 +5,14 @@ Token ids are int32. Positions and lengths count tokens. Unknown is null, never 
 finite number. Lists are ``large_list``; small sets of names are dictionary-encoded.
 
 The schema version travels in the table metadata under ``trajkit.version``; a table that
-lost its metadata is taken to be of the present version.
+lost its metadata is read as the current version.
 """
 
 import pyarrow as pa
 
 SCHEMA_VERSION = 2
 KEY_BYTES = 16
-# of a key: the digest of what the message says, whatever the types of its numbers
+# The first bytes of a key: a digest of the message that ignores the types of numbers.
 VALUE_BYTES = 12
 
 _names = pa.dictionary(pa.int8(), pa.string())
@@ -34,11 +34,11 @@ MESSAGE = pa.struct(
         # digest of the body: each key has one body (trajkit.turns.messages)
         pa.field("key", pa.binary(KEY_BYTES)),
         pa.field("role", pa.string()),
-        # canonical JSON; null where the session showed this very body before
+        # canonical JSON; null if an earlier message of the session has the same key
         pa.field("body", pa.string()),
     ]
 )
-"""One chat message. ``body`` is null where the session showed the same body before."""
+"""One chat message. A repeated message has its key and a null ``body``."""
 
 WEIGHT_VERSION = pa.struct(
     [
@@ -57,21 +57,21 @@ SPAN_KINDS = (
     "untrainable",
     "no_splice_point",
 )
-"""What a row does with a stretch of a turn's output.
+"""What a row does with a range of a turn's output.
 
 trained
     The row trains it.
 duplicate
-    It stands in the row as context; another row claims it.
+    The row contains it as context; another row trains it.
 absorbed
-    The row claimed it and lost it to drift; the piece is empty.
+    The row lost it to drift; the span is empty.
 cut
-    The row claimed it and it lies beyond ``max_row_tokens``; the piece is empty.
+    It is beyond ``max_row_tokens``; the span is empty.
 untrainable
-    It stands in the row as context; it may not be trained (`LOSSES`: untrainable,
+    The row contains it as context, since it may not be trained (`LOSSES`: untrainable,
     aborted, masked, no_logprob).
 no_splice_point
-    The row would have gone on with it, but ended before; the piece is empty.
+    The row ended before it could continue with it; the span is empty.
 """
 
 SPAN = pa.struct(
@@ -86,14 +86,14 @@ SPAN = pa.struct(
 )
 """Row tokens ``start:stop`` are ``output_start:output_stop`` of the turn's output.
 
-``trained``, ``duplicate`` and ``untrainable`` pieces have ``stop - start == output_stop
-- output_start``. ``absorbed``, ``cut`` and ``no_splice_point`` pieces are empty (``start ==
-stop``): the output range is what was lost, ``start`` the place where it would have
-stood, or where the row was replaced or ended if that is before it.
+``trained``, ``duplicate`` and ``untrainable`` spans have ``stop - start == output_stop
+- output_start``. ``absorbed``, ``cut`` and ``no_splice_point`` spans are empty (``start ==
+stop``): the output range was lost. Their ``start`` is its position in the row, or the
+position where the row was replaced or ended if that is smaller.
 """
 
 EMPTY_KINDS = ("absorbed", "cut", "no_splice_point")
-"""Pieces that say what a row lost."""
+"""Kinds of spans whose tokens the row lost."""
 
 TURNS = _schema(
     "turns",
@@ -101,18 +101,17 @@ TURNS = _schema(
     _required("session_id", pa.string()),
     # commit order within the session; ascending, gaps allowed
     _required("turn_index", pa.int32()),
-    # exactly what the engine consumed
+    # the ids that the engine consumed, unchanged
     _required("prompt_ids", pa.large_list(pa.int32())),
-    # exactly what it sampled
+    # the ids that the engine sampled, unchanged
     _required("output_ids", pa.large_list(pa.int32())),
-    # one per output id. null list: the engine gave none; null element: none for that
-    # token
+    # one per output id. null: the engine returned none, for the output or for the token
     pa.field("output_logprobs", pa.large_list(pa.float32())),
-    # the engine's own word: stop, length, abort, ...
+    # as the engine names it: stop, length, abort, ...
     pa.field("finish_reason", pa.string()),
     # the request's chat messages in order. null list: route by tokens
     pa.field("messages", pa.large_list(MESSAGE)),
-    # the reply as the next request is expected to echo it. null: none
+    # the reply as the next request is expected to repeat it. null: unknown
     pa.field("response", MESSAGE),
     # the reply calls a tool; null: unknown, taken as false
     pa.field("use_tool", pa.bool_()),
@@ -122,14 +121,14 @@ TURNS = _schema(
     pa.field("trainable", pa.bool_()),
     # one per output id; false: the token is context only. null: all true
     pa.field("output_mask", pa.large_list(pa.bool_())),
-    # which weights sampled which output tokens
+    # the weights that sampled each range of output tokens
     pa.field("weight_versions", pa.large_list(WEIGHT_VERSION)),
 )
 """One row per model call. Only the not-null columns are required; others may be absent,
 and unknown extra columns pass through."""
 
 DELTA_FIELDS = (
-    # the earlier turn of the session that this prompt starts like. null: none
+    # the earlier turn of the session that shares a prefix with this prompt. null: none
     pa.field("base_turn", pa.int32()),
     # prompt[:shared_length] == (base prompt ++ base output)[:shared_length]
     _required("shared_length", pa.int32()),
@@ -140,8 +139,8 @@ DELTA_FIELDS = (
     # messages[shared_messages:]. null list: the turn has no messages
     pa.field("suffix_messages", pa.large_list(MESSAGE)),
 )
-"""The delta form of ``turns``: the first three stand for ``prompt_ids``, the last two,
-against the same base, for ``messages``."""
+"""Columns of the delta form. The first three replace ``prompt_ids``, the last two
+replace ``messages``; all use the same base turn."""
 
 TURNS_DELTA = _schema(
     "turns",
@@ -161,7 +160,7 @@ TURNS_DELTA = _schema(
         )
     ),
 )
-"""``turns`` in delta form: linear in the context instead of quadratic."""
+"""``turns`` in delta form: its size is linear in the context, not quadratic."""
 
 SESSIONS = _schema(
     "sessions",
@@ -173,15 +172,15 @@ SESSIONS = _schema(
     # null: the rollout ended without an error
     pa.field("error", pa.string()),
 )
-"""What the caller knows of each session, one row per session."""
+"""Metadata of sessions that the caller knows, one row per session."""
 
 AMENDMENT_REASONS = ("undelivered", "delivered", "dropped")
-"""What became known of a turn after it was recorded.
+"""Reasons to amend a recorded turn.
 
 undelivered
     Its answer reached no client: it is context only.
 delivered
-    Its answer reached a client after all, which asked again: it is what it says itself.
+    A client asked again and received the answer: the turn's own ``trainable`` counts.
 dropped
     Its session was dropped: it is context only.
 """
@@ -192,11 +191,11 @@ AMENDMENTS = _schema(
     _required("turn_index", pa.int32()),
     # one of AMENDMENT_REASONS
     _required("reason", pa.string()),
-    # false: the turn is context only. null: as the turn itself says
+    # false: the turn is context only. null: the turn's own value counts
     pa.field("trainable", pa.bool_()),
 )
-"""What became known of turns after they were recorded; of several lines of one turn the
-last one counts. It lies beside the turns, and `trajkit.read_turns` folds it in."""
+"""Facts about turns that became known after they were recorded. The last line of a turn
+counts. The file is in the folder of the turns, and `trajkit.read_turns` applies it."""
 
 TURN_REWARDS = _schema(
     "turn_rewards",
@@ -211,20 +210,20 @@ ATTRIBUTION = _schema(
     "turns",
     _required("session_id", pa.string()),
     _required("turn_index", pa.int32()),
-    # one per prompt token: the message that it renders, counted from the first of the
-    # request (or of the tail, see message_tool_names). negative: structure, such as the
-    # generation prompt, or rendered for an earlier call. null list: unknown
+    # one per prompt token: index of the message that it renders, in the request (or in
+    # its last messages, see message_tool_names). negative: structure, such as the
+    # generation prompt, or a token of an earlier call. null list: unknown
     pa.field("prompt_message_index", pa.large_list(pa.int32())),
-    # one per prompt token: it is the message's text, not the template's scaffold around
-    # it. null list: unknown
+    # one per prompt token: true for the message's text, false for the template's tokens
+    # around it. null list: unknown
     pa.field("prompt_is_content", pa.large_list(pa.bool_())),
-    # one per message: the tool whose output it is; null element: none, or unknown. Where
-    # the list is shorter than the request's messages, prompt_message_index counts the
-    # last messages only. null list: joined by tool_call_id from the message bodies
+    # one per message: the tool whose output it is; null element: no tool, or unknown. A
+    # list shorter than the request's messages covers the last ones, and so does
+    # prompt_message_index. null list: joined by tool_call_id from the message bodies
     pa.field("message_tool_names", pa.large_list(pa.string())),
 )
-"""Optional columns of ``turns``, in either form, that say what each prompt token
-renders. `trajkit.observations.observation_weights` reads them."""
+"""Optional columns of ``turns`` that attribute prompt tokens to messages. They are read
+by `trajkit.observations.observation_weights`."""
 
 LOSSES = (
     "absorbed",
@@ -243,44 +242,45 @@ LOSSES = (
     "refused",
     "retried",
 )
-"""Why a sampled token is in no row's loss.
+"""Reasons why no row trains a sampled token.
 
 absorbed
-    The row that claimed it replaced it by what the next prompt had in its place.
+    Its row continued after drift with the next prompt's ids in its place.
 rewritten
     A later request showed another message in its place, and the turn left the tree.
 cut
-    It lies beyond ``max_row_tokens`` of the row that claimed it.
+    It is beyond ``max_row_tokens`` of its row.
 untrainable
-    The turn says ``trainable = false``, or its session ended in an error.
+    The turn has ``trainable = false``, or its session ended in an error.
 unrouted
-    The turn had a list of messages with nothing in it, which message routing passes
-    over (unless tokens decide among equals, as they do for ``faithful``).
+    The turn has an empty list of messages, which message routing skips (unless
+    ``tie_break="tokens"``, as in ``faithful``).
 restarted
-    A later prompt of the row departs inside the prompt that opened it: the row begins
-    anew there, without what it had.
+    A later prompt of the row departs inside the prompt that opened the row. The row
+    restarts there and loses what it had.
 over_max_rows
-    Its row is one that ``max_rows`` of the policy leaves out.
+    Its row exceeds the policy's ``max_rows``.
 aborted
-    The turn's finish_reason is ``abort``, and the policy takes such turns for context.
+    The turn's finish_reason is ``abort``, and the policy does not train such turns.
 masked
-    The turn's ``output_mask`` says so.
+    The turn's ``output_mask`` is false for it.
 no_logprob
-    The engine gave no logprob for it, and the policy trains no token without.
+    It has no logprob, and the policy trains no token without one.
 no_splice_point
-    Its prompt, or that of a turn before it in its chain, had no end of turn at which a
-    row of raw replies could go on; the row ended there.
+    The prompt of its turn, or of an earlier turn in the chain, has no end of turn at
+    which a spliced row could continue; the row ended there.
 quarantined
-    Every chain that the turn stands in holds one that was set aside (see `LINK_REASONS`).
+    Every chain with its turn contains a quarantined turn (see `LINK_REASONS`).
 not_selected
-    It is in chains that the policy's ``row_selection`` leaves out.
+    It is only in chains that the policy's ``row_selection`` omits.
 refused
-    Its tokens do not go on from what its messages go on from (see `LINK_REASONS`).
+    Its messages continue a turn whose tokens its prompt does not continue (see
+    `LINK_REASONS`).
 retried
-    A later call went on from the same call, and none from this one.
+    Nothing continues its turn, and a later turn has the same parent.
 
-What may not be trained at all is counted as that, whatever else befell it: untrainable
-before aborted before masked before no_logprob, and these before all others.
+A token that may not be trained at all counts as untrainable, aborted, masked or
+no_logprob, in this order, before any other reason.
 """
 
 REPORT = _schema(
@@ -288,54 +288,53 @@ REPORT = _schema(
     *SESSIONS,
     _required("turns", pa.int32()),
     _required("rows", pa.int32()),
-    # rows left out because nothing in them was trained, or they had no response
+    # rows omitted because nothing in them was trained, or they had no response
     _required("rows_untrained", pa.int32()),
-    # rows left out because max_row_tokens left no response token
+    # rows omitted because max_row_tokens left no response token
     _required("rows_cut", pa.int32()),
-    # rows left out because the policy's max_rows leaves no room for them
+    # rows omitted because the policy's max_rows was reached
     _required("rows_over_max_rows", pa.int32()),
     # tokens that the model sampled; equals trained plus all lost_*
     _required("tokens_sampled", pa.int64()),
-    # sampled tokens that are under the loss mask of some row, each counted once
+    # sampled tokens under the loss mask of some row, each counted once
     _required("tokens_trained", pa.int64()),
-    # sampled tokens that stand in further rows, as context or trained again
+    # occurrences of sampled tokens in additional rows, as context or trained again
     _required("tokens_duplicated", pa.int64()),
-    # tokens of all rows: what a forward pass computes
+    # tokens of all rows, which a forward pass computes
     _required("tokens_forward", pa.int64()),
     # the same with each shared prefix counted once
     _required("tokens_forward_shared", pa.int64()),
     *(_required(f"lost_{reason}", pa.int64()) for reason in LOSSES),
-    # rows that ended before their chain of turns did (see LOSSES), left out or not
+    # rows that ended before their chain did (see LOSSES), omitted rows included
     _required("rows_no_splice_point", pa.int32()),
-    # turns that are in no row for this, also those with nothing to train
+    # turns that are in no row for that reason, also those with nothing to train
     _required("turns_no_splice_point", pa.int32()),
-    # turns without messages, which a policy that routes by messages routed by tokens
+    # turns without messages, linked by tokens although the policy links by messages
     _required("turns_by_tokens", pa.int32()),
-    # turns without a parent, except those that the links leave out (LINK_REASONS:
-    # unrouted, empty)
+    # turns without a parent, except unrouted and empty ones (LINK_REASONS)
     _required("roots", pa.int32()),
-    # turns that the route "prefix" set aside (see LINK_REASONS)
+    # turns that parent_by="prefix" quarantined (see LINK_REASONS)
     _required("turns_quarantined", pa.int32()),
-    # retries of a prompt of which none was continued, the one that is kept included
+    # retries of prompts for which no retry was continued, including the kept one
     _required("turns_unresolved", pa.int32()),
 )
-"""What became of each session, one row per session, also where no row came out."""
+"""Counts per session, one row per session, also for sessions without rows."""
 
 OBSERVATIONS = _schema(
     "observations",
     _required("session_id", pa.string()),
     # tokens with a weight, over all rows
     _required("tokens_observed", pa.int64()),
-    # tokens that would have one, had an earlier row not
+    # tokens without a weight because an earlier row has it
     _required("tokens_repeated", pa.int64()),
-    # tool messages passed over because no name is known and tool_names asks for one
+    # tool messages skipped because tool_names requires a name and none is known
     _required("messages_unnamed", pa.int32()),
-    # turns without attribution that can be used
+    # turns without usable attribution
     _required("turns_skipped", pa.int32()),
-    # turns of which whole messages were taken
+    # turns whose messages were taken in full
     _required("turns_whole", pa.int32()),
 )
-"""What `observations.observation_weights` did with each session, one row per session."""
+"""Counts of `observations.observation_weights`, one row per session."""
 
 LINK_REASONS = (
     "root",
@@ -357,88 +356,86 @@ LINK_REASONS = (
     "refused_truncated",
     "retried",
 )
-"""How a turn was given its parent (or none), and why it is in no row.
+"""How the parent of a turn was found, or why the turn is in no row.
 
 root
-    Nothing that the policy compares with comes before it.
+    No parent: no earlier turn matches.
 messages
     The generated message nearest above it in the message tree.
 rewrite
-    As ``messages``, and its prompt took the place of a short reply, which was rewritten.
+    As ``messages``. Its prompt also replaced a short reply, which is now rewritten.
 tokens
-    The longest row end (of any turn, under the route ``"prefix"``) that is a prefix of
-    its prompt. Of a turn without messages, under a route by messages: the turn whose
-    prompt its own longer prompt begins with, and whose prompt and output it repeats for
+    The longest path at the end of a row (of any turn under ``parent_by="prefix"``) that
+    is a prefix of its prompt. For turns without messages under a route by messages:
+    the turn whose prompt is a proper prefix of its prompt and whose path it repeats for
     longest.
 previous
     The previous call of the session.
 unrouted
-    It has a list of messages with nothing in it: not placed, in no row.
+    It has an empty list of messages: no parent, in no row.
 history_replaced
-    None, though its agent spoke before: it does not go on where that agent stood.
+    No parent: the same agent spoke earlier, but this request does not extend its
+    history.
 prompts
     The chain whose last prompt is the longest prefix of its prompt.
 
-Under the route ``"prefix"``, of turns set aside or not (the parent is as for
-``tokens``):
+Only under ``parent_by="prefix"``, with the parent as for ``tokens``:
 
 ambiguous
-    Set aside: several turns are that prefix with the same tokens. The parent is the
-    first of them.
+    Quarantined: several turns match with the same tokens. The parent is the first.
 superseded
-    Set aside: a retry that was not gone on from, beside one that was.
+    Quarantined: a retry that nothing continues; another retry was continued.
 unresolved_kept, unresolved
-    A retry; no turn with its prompt was gone on from. The first of them is kept, the
-    others are set aside.
+    A retry; no turn with its prompt was continued. The first is kept, the others are
+    quarantined.
 unresolved_ambiguous
-    Set aside as ``ambiguous``, and such a retry as well.
+    Quarantined as ``ambiguous``, and also an unresolved retry.
 chain_quarantined
-    Not set aside, but every chain that it stands in holds a turn that is.
+    Not quarantined itself, but every chain with it contains a quarantined turn.
 empty
-    It sampled nothing: no turn continues it, and it is in no row.
+    It sampled nothing: nothing continues it, and it is in no row.
 
-Under the route ``"generations"`` (``messages`` is then the last turn whose messages and
-reply are the first messages of the request, for as many as can be):
+Only under ``parent_by="generations"``, where ``messages`` names the last turn whose
+messages and reply are the longest such beginning of the request:
 
 refused_tokens
-    Its prompt does not begin with what that turn held, the parent: in no row.
+    Its prompt does not begin with its parent's path: in no row.
 refused_truncated
-    That turn, the parent, stopped for its length: in no row.
+    Its parent stopped for its length: in no row.
 retried
-    No turn goes on from it, and a later one goes on from the same parent: in no row.
+    Nothing continues it, and a later turn has the same parent: in no row.
 """
 
 SEGMENT_KINDS = ("history_replaced", "subagent", "final")
-"""How an agent's run of calls ended.
+"""How a segment ended.
 
 history_replaced
-    The agent went on with other messages than those that it had been shown.
+    The agent's next request does not extend its history.
 subagent
-    It was sent out by a tool call, and that call was answered or the session ended.
+    A sub-agent's segment: its tool call was answered, or the session ended.
 final
-    It is the main agent's last run.
+    The main agent's last segment.
 """
 
 LINKS = _schema(
     "links",
     _required("session_id", pa.string()),
     _required("turn_index", pa.int32()),
-    # the turn_index of the turn that this one is compared with. null: none
+    # turn_index of the parent. null: none
     pa.field("parent", pa.int32()),
     pa.field("link_reason", _names),
-    # rank in the policy's own traversal of the session, from 0
+    # rank in the policy's traversal of the session, from 0
     pa.field("order", pa.int32()),
-    # the turn whose rewrite took this one out of training. null: none
+    # the turn that replaced this one's reply, so that it does not train. null: none
     pa.field("rewritten_by", pa.int32()),
-    # how the run of calls that it is in ended (SEGMENT_KINDS). null: the route knows no
-    # agents
+    # how its segment ended (SEGMENT_KINDS). null: the route has no segments
     pa.field("segment_kind", _names),
 )
-"""One row per turn: which turn it continues."""
+"""One row per turn: the turn that it continues."""
 
 REGIONS = ("none", "last_reply", "earlier_reply", "prompt")
-"""Where drift starts in what was held: nowhere, in the parent's output, in an output
-before it, or elsewhere."""
+"""Where drift starts in the parent's path: nowhere, in the parent's output, in an
+earlier output, or in other tokens."""
 
 CAUSES = (
     "clean",
@@ -448,7 +445,7 @@ CAUSES = (
     "tail_changed",
     "diverged",
 )
-"""What drift looks like from the token ids alone (see `trajkit.classify_drift`)."""
+"""Causes of drift that token ids show (see `trajkit.classify_drift`)."""
 
 TEXT_CAUSES = (
     "truncated",
@@ -462,32 +459,32 @@ TEXT_CAUSES = (
     "rewritten",
     "other_text",
 )
-"""What a stretch of drift is once both sides are decoded; the first that holds.
+"""Causes of a finding, from the text of both sides; the first that applies.
 
 truncated
-    The prompt ends here; or, of what no other name fits, its message does, while the
-    one of held goes on.
+    The prompt ends here. If no other cause applies: its message ends here, while the
+    path's continues.
 same_text
-    The text is the same, in other tokens.
+    The text is equal, the tokens differ.
 special_tokens
-    The same but for special tokens (there, or spelled out in ordinary ones) and white
-    space around them.
+    Equal except for special tokens (or their text in ordinary tokens) and white space
+    around them.
 boolean
-    The same once ``True``, ``False`` and ``None`` are ``true``, ``false`` and ``null``.
+    Equal once ``True``, ``False`` and ``None`` are ``true``, ``false`` and ``null``.
 tool_arguments
-    Part of a JSON object that is the same value, written otherwise.
+    Part of a JSON object with the same value in another notation.
 white_space
-    The same but for white space.
+    Equal except for white space.
 reasoning_dropped
-    The same once the reasoning of held is left out; the prompt has none.
+    Equal without the path's reasoning; the prompt has none.
 template
-    Other text, though the request shows every message that was shown before, the reply
-    included, as it was: so what renders it made the difference. Also an empty frame for
-    reasoning that one side has.
+    Different text, but the request repeats every earlier message and the reply
+    unchanged, so the chat template made the difference. Also an empty frame for
+    reasoning on one side.
 rewritten
-    Other text, and the request leaves out or changes a message that was shown before.
+    Different text, and the request drops or changes an earlier message.
 other_text
-    Other text, and no messages to tell who changed it.
+    Different text, and no messages that show who changed it.
 """
 
 DRIFT = _schema(
@@ -495,21 +492,21 @@ DRIFT = _schema(
     _required("session_id", pa.string()),
     _required("turn_index", pa.int32()),
     _required("parent", pa.int32()),
-    # tokens that held (parent prompt ++ parent output) and this prompt share
+    # tokens shared by the parent's path and this prompt, from the start
     _required("lcp", pa.int32()),
-    # held tokens beyond lcp; 0: clean
+    # tokens of the path beyond lcp; 0: clean
     _required("size", pa.int32()),
     pa.field("region", _names),
-    # where replay and held are in step again: held[resync_path:][:resync_length] ==
+    # where path and prompt agree again: path[resync_path:][:resync_length] ==
     # prompt[resync_prompt:][:resync_length]. null: nowhere
     pa.field("resync_path", pa.int32()),
     pa.field("resync_prompt", pa.int32()),
     pa.field("resync_length", pa.int32()),
-    # sampled tokens of held that lie at or beyond lcp
+    # sampled tokens of the path at or beyond lcp
     _required("tokens_after_drift", pa.int32()),
     pa.field("cause", _names),
 )
-"""One row per turn with a parent: how its prompt departs from what was held."""
+"""One row per turn with a parent: how its prompt departs from the parent's path."""
 
 FINDINGS = _schema(
     "findings",
@@ -519,18 +516,18 @@ FINDINGS = _schema(
     # counts the findings of the turn from 0, in the order of the prompt
     _required("finding", pa.int32()),
     _required("cause", _names),
-    # tokens of held (parent prompt ++ parent output) ...
+    # tokens of the parent's path ...
     _required("path_start", pa.int32()),
     _required("path_stop", pa.int32()),
-    # ... that stand in the prompt as these. Between one finding and the next, and from
-    # the last one to the end of held, both have the same tokens
+    # ... and the prompt's tokens in their place. Between findings, and from the last
+    # finding to the end of the path, both have the same tokens
     _required("prompt_start", pa.int32()),
     _required("prompt_stop", pa.int32()),
-    # decoded, special tokens spelled out
+    # decoded text, with special tokens
     _required("path_text", pa.string()),
     _required("prompt_text", pa.string()),
 )
-"""Each stretch where a prompt departs from what was held, with its cause."""
+"""Each span where a prompt departs from the parent's path, with its cause."""
 
 ROUNDTRIP = _schema(
     "roundtrip",
@@ -538,39 +535,37 @@ ROUNDTRIP = _schema(
     _required("turn_index", pa.int32()),
     # encode(decode(output_ids)) gives output_ids
     _required("exact", pa.bool_()),
-    # the first position in the output where it does not. null: exact
+    # the first position in the output that differs. null: exact
     pa.field("first_difference", pa.int32()),
-    # output ids, and ids that encoding gives
+    # number of output ids, and of ids that encoding gives
     _required("n_output", pa.int32()),
     _required("n_encoded", pa.int32()),
-    # the turn's own, and false where the text does not give the ids back
+    # the turn's own value, and false if the text does not give the ids back
     _required("trainable", pa.bool_()),
 )
-"""Whether the text of each output gives its ids back, one row per turn."""
+"""Whether each output survives the round trip through its text, one row per turn."""
 
 LABELS = ("sub_agent", "retry", "sibling", "rollback", "compaction", "rewrite")
-"""Why a turn does not simply go on where its agent was (see `analysis.label_branches`).
-"""
+"""Kinds of branches (see `analysis.label_branches`)."""
 
 BRANCHES = _schema(
     "branches",
     _required("session_id", pa.string()),
     _required("turn_index", pa.int32()),
     _required("label", _names),
-    # the earlier turn that it is held against
+    # the earlier turn that it is compared with
     _required("other", pa.int32()),
-    # messages that this request and the other turn (its request and its reply) share at
-    # their start. null: unknown, tokens tell
+    # first messages shared by this request and the other turn's request and reply.
+    # null: unknown, tokens were compared
     pa.field("shared_messages", pa.int32()),
-    # the same of tokens: of this prompt and the other's prompt and output
+    # first tokens shared by this prompt and the other turn's path
     _required("shared_tokens", pa.int32()),
-    # tokens of the other's prompt and output that this prompt does not show as they
-    # were
+    # tokens of the other turn's path that this prompt does not repeat
     _required("dropped_tokens", pa.int32()),
-    # what tells it, in words
+    # the reason for the label, in words
     _required("evidence", pa.string()),
 )
-"""The turns that open a branch, one row each."""
+"""One row per turn that opens a branch."""
 
 ROW_VERSIONS = pa.struct(
     [pa.field("first", pa.string()), pa.field("last", pa.string())]
@@ -588,19 +583,18 @@ ROWS = _schema(
     _required("prompt_length", pa.int32()),
     # true where this row trains the token
     _required("loss_mask", pa.large_list(pa.bool_())),
-    # null off the mask and where the engine gave none
+    # null outside the mask, and for tokens without a logprob
     _required("logprobs", pa.large_list(pa.float32())),
     # ascending, never overlapping
     _required("spans", pa.large_list(SPAN)),
-    # the row_index of the earlier row of the session that starts like this one for
-    # longest, the first of equals. null: none shares a token
+    # row_index of the earlier row of the session with the longest shared prefix, the
+    # first on ties. null: none shares a token
     pa.field("parent_row", pa.int32()),
     # tokens shared with it; 0 without one
     _required("shared_length", pa.int32()),
-    # as given for the session. null: unscorable
+    # the session's reward. null: unscorable
     pa.field("reward", pa.float64()),
-    # this row's share of the rollout's trained tokens; null where the rollout trains
-    # none
+    # this row's share of the rollout's trained tokens; null if the rollout trains none
     pa.field("row_weight", pa.float64()),
     # trained tokens of all rows of the session
     _required("rollout_mask_sum", pa.int64()),
@@ -610,31 +604,29 @@ ROWS = _schema(
     pa.field("ill_formed", pa.bool_()),
     # of its turns, as in LINKS
     pa.field("segment_kind", _names),
-    # the turn whose prompt and output the row is, or ends with. null: unknown
+    # the turn whose path the row is, or whose output ends the row. null: unknown
     pa.field("last_turn", pa.int32()),
-    # the turns in the row, in order, up to last_turn: those with an empty output, and
-    # those that the row lost to drift or a cut, included. null: unknown
+    # the turns in the row, in order, up to last_turn, including turns with an empty
+    # output and turns lost to drift or truncation. null: unknown
     pa.field("turns", pa.large_list(pa.int32())),
-    # the weights that sampled the first and the last sampled token of the row, of those
-    # whose weights are known. null: of none
+    # the weights of the first and the last sampled token with known weights. null: none
     pa.field("weight_versions", ROW_VERSIONS),
-    # of the last turn, if turns have a column of this name: the training step that the
-    # run belongs to. null: unknown
+    # the training step of the last turn, if turns have this column. null: unknown
     pa.field("step", pa.int64()),
 )
 """One row per training sequence."""
 
 _SUFFIX_FIELDS = {
     "input_ids": (
-        # where the suffixes begin: shared_length, or the first token that the row
-        # trains, where that comes before. 0 without a parent_row
+        # first token of the suffixes: shared_length, or the row's first trained token
+        # if that is earlier. 0 without a parent_row
         _required("suffix_start", pa.int32()),
         # input_ids[suffix_start:]
         _required("suffix_ids", pa.large_list(pa.int32())),
     ),
-    # loss_mask[suffix_start:]; what comes before is false
+    # loss_mask[suffix_start:]; the tokens before are false
     "loss_mask": (_required("suffix_mask", pa.large_list(pa.bool_())),),
-    # logprobs[suffix_start:]; what comes before is null
+    # logprobs[suffix_start:]; the tokens before are null
     "logprobs": (_required("suffix_logprobs", pa.large_list(pa.float32())),),
 }
 
@@ -642,13 +634,13 @@ ROWS_SUFFIX = _schema(
     "rows",
     *(new for field in ROWS for new in _SUFFIX_FIELDS.get(field.name, (field,))),
 )
-"""``rows`` in the layout "suffix": what a row shares with its parent_row, and does not
-train, stands there only. Positions (``spans``, ``prompt_length``) are still those of the
-whole row."""
+"""``rows`` in the suffix layout: only the parent_row stores the prefix that a row shares
+with it and does not train. Positions (``spans``, ``prompt_length``) count from the start
+of the full row."""
 
 SIMULATION = _schema(
     "simulation",
-    # its name, and the choices that differ from the preset of that name
+    # the preset's name, and the choices that differ from it
     _required("policy", pa.string()),
     _required("turns", pa.int64()),
     _required("rows", pa.int64()),
@@ -666,16 +658,16 @@ SIMULATION = _schema(
     _required("tokens_lost", pa.int64()),
     *(_required(f"lost_{reason}", pa.int64()) for reason in LOSSES),
     _required("tokens_duplicated", pa.int64()),
-    # trained where the row up to the token is not what it was sampled after
+    # trained tokens whose row, up to them, differs from the path they were sampled after
     _required("tokens_out_of_context", pa.int64()),
     _required("tokens_forward", pa.int64()),
     _required("tokens_forward_shared", pa.int64()),
-    # what brings each row to a multiple of the given length. null: none was given
+    # padding of each row to a multiple of the given length. null: no length was given
     pa.field("tokens_padding", pa.int64()),
     # tokens of the longest row; 0 without rows
     _required("longest_row", pa.int64()),
 )
-"""What policies make of the same turns, one row per policy."""
+"""Results of several policies on the same turns, one row per policy."""
 
 RULES = (
     "session",
@@ -707,83 +699,81 @@ RULES = (
     "weight_versions",
     "flags",
 )
-"""What `trajkit.verify` looks at.
+"""The rules that `trajkit.verify` checks.
 
 session
-    The row's session has turns, and its rows follow one another.
+    The row's session has turns, and its rows are contiguous.
 row_index
-    It counts the session's rows from 0.
+    It counts the rows of the session from 0.
 length
-    Mask and logprobs are as long as the row, and no row is longer than it may be.
+    Mask and logprobs have the row's length, and no row exceeds ``max_row_tokens``.
 null
-    Ids, mask and pieces have no null.
+    Ids, mask and spans have no null.
 span_turn, span_kind, span_place, span_range
-    A piece names a turn of the session and a kind that the policy makes, ascends within
-    the row without overlap, and is as long as its range of the turn's output.
+    A span names a turn of the session and a kind that the policy produces, follows the
+    previous span without overlap, and is as long as its range of the turn's output.
 span_tokens
-    A piece holds the tokens that it says.
+    A span has the tokens of its output range.
 untrainable
-    What may not be trained is not claimed, and only that is called so.
+    Tokens that may not be trained are in untrainable spans, and no others are.
 mask
-    It is true where a piece is trained (in rows without pieces: where a located turn's
-    output stands), and only there.
+    It is true exactly for trained spans. In rows without spans: for outputs that were
+    located in the row.
 logprob
-    The engine's own on the mask; null off it.
+    The engine's value under the mask, null elsewhere.
 context
-    What precedes a trained token is what it was sampled after. Not asked of a policy
-    that splices.
+    The tokens before a trained token are those it was sampled after. Not checked for
+    spliced rows.
 trained_twice
-    No sampled token is claimed by two rows or pieces.
+    No sampled token is trained or lost in two spans.
 not_trained
     Every token that the policy promises to train is trained.
 not_located
-    In rows without pieces: the turn's prompt's end and its output stand in some row.
+    In rows without spans: some row contains the end of the turn's prompt and its output.
 row_tokens
-    A row is the prompt and the output of a turn (``last_turn``, where it is given), cut
-    where rows are cut; of a policy that splices, its turns' outputs with the stretches
-    between them.
+    A row is the path of a turn (of ``last_turn``, if given), truncated at
+    ``max_row_tokens``; a spliced row is its turns' outputs joined by prompt text.
 prompt_length
-    The prompt of the call that opened the row.
+    The prompt length of the row's first call.
 parent_row, shared_length
-    The first of the earlier rows that start like this one for longest, and for how many
-    tokens.
+    The first earlier row with the longest shared prefix, and the prefix's length.
 rollout_mask_sum, row_weight, reward, group_id
-    Of the whole rollout.
+    They follow from the complete rollout.
 finish_reason, flags
-    Of the row's calls.
+    They follow from the row's calls.
 turns
-    They end with ``last_turn``, and have the turns of the row's pieces in this order.
+    They end with ``last_turn`` and contain the turns of the row's spans in order.
 weight_versions
-    Of the row's first and last sampled token whose weights are known.
+    Those of the row's first and last sampled token with known weights.
 """
 
 VIOLATIONS = _schema(
     "violations",
     pa.field("session_id", pa.string()),
-    # null: the violation is of no one row
+    # null: the violation concerns no single row
     pa.field("row_index", pa.int32()),
-    # null: of no one turn
+    # null: it concerns no single turn
     pa.field("turn_index", pa.int32()),
-    # the first token that is wrong: its position in the row or, without row_index, in
-    # the turn's output. null: of the whole row
+    # position of the first wrong token in the row or, without row_index, in the turn's
+    # output. null: the violation concerns the row as such
     pa.field("token", pa.int32()),
     _required("rule", _names),
-    # the values, and for how many tokens
+    # the values found and expected, and the number of tokens
     _required("detail", pa.string()),
 )
-"""What breaks a rule in rows, one row per violation and run of tokens."""
+"""One row per violation and contiguous range of tokens."""
 
 IMPORT_REPORT = _schema(
     "import_report",
     _required("file", pa.string()),
-    # where in the file: "line 3", "sample 0"
+    # position in the file: "line 3", "sample 0"
     _required("place", pa.string()),
-    # null: the record does not say
+    # null: not in the record
     pa.field("session_id", pa.string()),
-    # one of trajkit.importers.findings's LEFT_OUT and KEPT
+    # one of LEFT_OUT and KEPT in trajkit.importers.findings
     _required("problem", _names),
-    # whether the record still gave a turn
+    # true if the record still became a turn
     _required("kept", pa.bool_()),
     _required("detail", pa.string()),
 )
-"""What an import could not take, or not whole: one row per record and problem."""
+"""Records that an import dropped or changed, one row per record and problem."""
