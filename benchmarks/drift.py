@@ -13,7 +13,7 @@ import pyarrow as pa
 
 import trajkit as tk
 from benchmarks.data import quoted, rollout
-from trajkit.analysis.simulation import cheapest_whole
+from trajkit.analysis.simulation import cheapest_lossless
 from trajkit.cli.simulate import describe
 
 
@@ -35,7 +35,7 @@ def main() -> None:
     for shape in ("tail_changed", "head_dropped"):
         context, table = simulated(shape, choices.turns, choices.context, choices.reply)
         print(f"{shape}: {context:,} tokens of context at the last call")
-        print(describe(table, cheapest_whole(table)))
+        print(describe(table, cheapest_lossless(table)))
         for line in table.to_pylist():
             print(
                 f"{line['policy']:<10} forward {line['tokens_forward'] / context:8.3f}"

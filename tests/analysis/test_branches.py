@@ -216,12 +216,12 @@ def test_calls_that_ran_at_once_are_siblings(start, label):
     assert told([first, second]) == [(1, label, 0)]
 
 
-def test_a_reply_that_gave_way_is_rewritten():
+def test_a_replaced_reply_is_rewritten():
     """Under slime's merge, the request that shows another reply takes its place."""
     turns = [LINE[0], call([*TALK[:2], said("assistant", "x"), TALK[3]], "b")]
     (found,) = labels(turns)
     assert (found["label"], found["other"]) == ("rewrite", 0)
-    assert "gave way" in found["evidence"]
+    assert "replaces the reply" in found["evidence"]
 
 
 def test_the_same_messages_in_other_tokens_are_asked_again():

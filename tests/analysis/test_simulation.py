@@ -11,7 +11,7 @@ from tests.generated import generated_runs
 from tests.reference import held
 from tests.strategies import row_limits, runs
 from tests.tables import by_session, turns_table
-from trajkit.analysis.simulation import cheapest_whole, label
+from trajkit.analysis.simulation import cheapest_lossless, label
 from trajkit.errors import PolicyError
 from trajkit.policies import PRESETS
 from trajkit.schema import LOSSES, SIMULATION
@@ -90,7 +90,7 @@ def test_a_stream_gives_what_its_table_gives(seed):
 def test_what_keeps_everything_at_least_cost(seed):
     turns = turns_table(generated_runs(4, seed, max_turns=5))
     found = tk.simulate(turns, ["slime", "per_call", "skyrl", "strict"])
-    best = cheapest_whole(found)
+    best = cheapest_lossless(found)
     lines = {line["policy"]: line for line in found.to_pylist()}
     for name in ("per_call", "skyrl", "strict"):
         assert lines[best]["tokens_forward"] <= lines[name]["tokens_forward"]
@@ -106,8 +106,8 @@ def test_policies_that_all_lose():
         ]
     )
     found = tk.simulate(turns, ["trl"])
-    assert cheapest_whole(found) is None
-    assert cheapest_whole(tk.simulate(turns, [])) is None
+    assert cheapest_lossless(found) is None
+    assert cheapest_lossless(tk.simulate(turns, [])) is None
 
 
 def test_a_changed_policy_is_named_by_its_changes():

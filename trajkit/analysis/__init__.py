@@ -1,4 +1,4 @@
-"""What happened in a run: drift and its causes, branches, policies compared."""
+"""Analyse recorded runs: drift and its causes, branches, comparison of policies."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Why a turn does not simply go on where its agent was: the ``branches`` table."""
+"""Label the turns that open a branch: the ``branches`` table."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from trajkit.turns.records import as_turns
 _REWRITE = LINK_REASONS.index("rewrite")
 
 OPENING_TOKENS = 32
-"""Leading tokens that tell agents apart where neither ids nor messages do."""
+"""Leading prompt tokens that identify an agent without an ``agent_id`` or messages."""
 
 
 @overload
@@ -37,53 +37,50 @@ def label_branches(
 def label_branches(
     turns: Source, links: Source, *, opening_tokens: int = OPENING_TOKENS
 ) -> pa.Table | Stream:
-    """The turns that open a branch, each with the reason and what tells it.
+    """Label the turns that open a branch, with the evidence for each label.
 
-    A turn's *state* is its request and its reply: what a next call shows when it simply
-    goes on. Requests are compared by their messages where both turns have them, and by
-    tokens (prompt against prompt and output) elsewhere, where a reply that comes back
-    in other tokens looks like a rewrite. Two turns are of one agent when they name the
-    same ``agent_id``; turns that name none are when their first message is the same, or
-    without messages their first ``opening_tokens`` tokens.
+    A turn's *state* is its request followed by its reply; a call that continues the
+    turn repeats it. Requests are compared by messages if both turns have them, else by
+    tokens. By tokens, a reply that comes back in other tokens looks like a rewrite. Two
+    turns belong to one agent if they have the same ``agent_id``. Without an
+    ``agent_id``, the first message decides, and without messages the first
+    ``opening_tokens`` tokens.
 
-    Every turn but the session's first has the first of these labels that fits, or none:
+    Every turn but the session's first gets the first label that applies, or none:
 
     sub_agent
-        No earlier turn is of its agent. Held against the turn before it.
+        No earlier turn belongs to its agent. Compared with the previous turn.
     rewrite
-        ``links`` says that the request took the place of another turn's reply.
+        In ``links``, the request replaced another turn's reply.
     sibling, retry, rollback
-        An earlier turn of its agent asked the same: with the same prompt ids, or the
-        same messages. If that turn had been continued by then, it is a rollback; if
-        not, and both ran at once (``started_at``, ``ended_at``) or both are continued
-        later, a sibling (best of n); else a retry.
+        An earlier turn of its agent has the same prompt ids or the same messages. It is
+        a rollback if that turn was already continued. Otherwise it is a sibling (best
+        of n) if both ran at the same time (``started_at``, ``ended_at``) or if both are
+        continued later, else a retry.
     rollback
-        The request is the beginning of an earlier state. Or it departs from one where a
-        reply ends, and is shorter than the request there.
+        The request is the beginning of an earlier state. Or it departs from one at the
+        end of a reply, and is shorter than that state's request.
     rewrite
-        It departs from an earlier state and is no shorter than the request there, or
-        has the same message behind the first that differs: a message that was shown
-        before is another.
+        It departs from an earlier state, and it is at least as long as that state's
+        request or has the same message after the first that differs.
     compaction
-        It departs from an earlier state otherwise: history gave way to something
-        shorter.
+        It departs from an earlier state otherwise: the history became shorter.
 
-    The earlier state is the one of its agent that the request begins like for longest,
-    the latest of equals. A turn has no label when its link's turn is of its agent, had
-    not been continued, and its state is shown in full.
+    The earlier state is the agent's state with the longest common beginning, the latest
+    on ties. A turn has no label if it repeats the complete state of its parent, a turn
+    of its agent that was not continued yet.
 
     Parameters
     ----------
     turns : table, or iterator of record batches
-        `trajkit.schema.TURNS` in full or delta form; the columns ``agent_id`` (string),
-        ``started_at`` and ``ended_at`` (timestamps) are read where they are there. An
-        iterator (or a RecordBatchReader) is read as the result is, and may hold a
-        session in several batches that follow each other.
+        `trajkit.schema.TURNS` in full or delta form. The columns ``agent_id`` (string),
+        ``started_at`` and ``ended_at`` (timestamps) are optional. An iterator (or a
+        RecordBatchReader) is read lazily; a session may span consecutive batches.
     links : table, or iterator of record batches
-        `trajkit.schema.LINKS` of the same turns: who was continued, and by whom. An
-        iterator is read side by side with that of ``turns``.
+        `trajkit.schema.LINKS` of the same turns. An iterator is read in step with
+        ``turns``.
     opening_tokens : int
-        See above.
+        Prompt tokens that identify an agent without an ``agent_id`` and messages.
 
     Returns
     -------
@@ -100,8 +97,8 @@ def label_branches(
 
     References
     ----------
-    That a retry is one of identical prompt ids, and not any later sibling: spec, peers
-    miles, verl, AReaL, "design pointers" 4.
+    A retry has identical prompt ids; a later sibling is none: spec, peers miles, verl,
+    AReaL, "design pointers" 4.
     """
     opening_tokens = chosen_int("opening_tokens", opening_tokens, 1)
 
@@ -156,19 +153,19 @@ class Branch:
 
 @dataclass(slots=True)
 class _Agent:
-    """The turns of one agent so far, and their states as paths of a tree of keys."""
+    """The turns of one agent so far, with their states as a tree of message keys."""
 
     calls: set[int] = field(default_factory=set)
     last: int = -1
-    # (node, key of the next message) -> node; node 0: nothing was shown
+    # (node, key of the next message) -> node; node 0 is the empty state
     nodes: dict[tuple[int, bytes], int] = field(default_factory=dict)
-    # by node: the latest call whose state has the messages down to it
+    # per node: the latest call whose state contains it
     latest: list[int] = field(default_factory=lambda: [-1])
-    # nodes where a reply ends
+    # nodes at the end of a reply
     replies: set[int] = field(default_factory=set)
 
     def walk(self, keys: list[bytes]) -> list[int]:
-        """The nodes down from the first that the messages have in common with states."""
+        """The nodes, from the root, that these messages share with known states."""
         path = [0]
         for key in keys:
             node = self.nodes.get((path[-1], key))
@@ -191,7 +188,7 @@ class _Agent:
 
 
 class _Session:
-    """The branches of one session. Calls are numbered as in the whole table."""
+    """The branches of one session. Call numbers are indices into the table."""
 
     def __init__(
         self, calls: Calls, forest: Forest, links: Records, s: int, opening: int
@@ -202,8 +199,8 @@ class _Session:
         self._paths = Paths(calls, forest)
         self._shared_with = forest.shared_with
         self._parents: Ints = links["parent"]
-        self._why_rewrite: npt.NDArray[np.bool_] = links["link_reason"] == _REWRITE
-        self._demoted = {
+        self._is_rewrite: npt.NDArray[np.bool_] = links["link_reason"] == _REWRITE
+        self._rewritten = {
             int(links["rewritten_by"][call]): call
             for call in self._range
             if links["rewritten_by"][call] >= 0
@@ -234,7 +231,7 @@ class _Session:
             same = next((q for q in questions if q in asked), None)
             if call > self._range.start:
                 label = self._label(call, agent, request)
-                if same and not self._took_a_place(call):
+                if same and not self._replaces_a_reply(call):
                     label = self._asked_again(call, asked[same], same[1])
                 if label is not None:
                     yield self._branch(call, *label)
@@ -258,20 +255,24 @@ class _Session:
         self._heads.append(head)
         return ("opening", len(self._heads) - 1)
 
-    def _took_a_place(self, call: int) -> bool:
-        return bool(self._why_rewrite[call]) and call in self._demoted
+    def _replaces_a_reply(self, call: int) -> bool:
+        return bool(self._is_rewrite[call]) and call in self._rewritten
 
     def _label(
         self, call: int, agent: _Agent, request: list[bytes] | None
     ) -> tuple[str, int, str] | None:
-        """Label, other call and evidence, of a turn that asks something new."""
+        """Label, other call and evidence of a turn with a new request."""
         if not agent.calls:
             kind, name = self._agent(call)
-            said = f" {name!r}" if kind == "agent_id" else ""
-            return "sub_agent", call - 1, f"no earlier turn has its {kind}{said}"
-        if self._took_a_place(call):
-            other = self._demoted[call]
-            return "rewrite", other, f"links: {self._turn(other)} gave way to it"
+            which = f" {name!r}" if kind == "agent_id" else ""
+            return "sub_agent", call - 1, f"no earlier turn has its {kind}{which}"
+        if self._replaces_a_reply(call):
+            other = self._rewritten[call]
+            return (
+                "rewrite",
+                other,
+                f"links: it replaces the reply of {self._turn(other)}",
+            )
         parent = int(self._parents[call])
         shown = parent in agent.calls and self._shows_state(call, parent)
         if shown and self._children[parent][0] == call:
@@ -284,20 +285,19 @@ class _Session:
         same = f"the same {by} as {self._turn(other)}"
         children = self._children.get(other, [])
         if children and children[0] < call:
-            went_on = self._turn(children[0])
-            return "rollback", other, f"{same}, which {went_on} had continued"
+            next_turn = self._turn(children[0])
+            return "rollback", other, f"{same}, which {next_turn} had continued"
         at, before = call - self._range.start, other - self._range.start
         started, ended = self._started[at], self._ended[before]
         if started is not None and ended is not None and started < ended:  # type: ignore[operator]
-            return "sibling", other, f"{same}, which was still under way"
+            return "sibling", other, f"{same}, which was still running"
         if children and call in self._children:
             return "sibling", other, f"{same}, and both are continued"
-        left = (
-            "neither is"
-            if not children and call not in self._children
-            else ("it is not" if children else "that is not")
-        )
-        return "retry", other, f"{same}; {left} continued"
+        if children:
+            continued = f"only {self._turn(other)} is"
+        else:
+            continued = "only this turn is" if call in self._children else "neither is"
+        return "retry", other, f"{same}; {continued} continued"
 
     def _by_messages(
         self, agent: _Agent, request: list[bytes]
@@ -311,19 +311,15 @@ class _Session:
         state = [*before, *([reply] if reply else [])]
         turn = self._turn(other)
         if k == len(request):
-            return "rollback", other, f"its {k} messages begin those of {turn}"
+            return "rollback", other, f"its {k} messages are the first ones of {turn}"
         if k == len(state):
             return None
-        sizes = f"{len(request)} messages after {len(before)} of {turn}"
-        goes_on = request[k + 1 : k + 2] == state[k + 1 : k + 2] != []
-        if goes_on or len(request) >= len(before):
-            return "rewrite", other, f"message {k} is another; {sizes}"
+        sizes = f"{len(request)} messages, {turn} has {len(before)}"
+        agrees_again = request[k + 1 : k + 2] == state[k + 1 : k + 2] != []
+        if agrees_again or len(request) >= len(before):
+            return "rewrite", other, f"message {k} differs; {sizes}"
         if node in agent.replies:
-            return (
-                "rollback",
-                other,
-                f"goes on otherwise after message {k - 1}; {sizes}",
-            )
+            return "rollback", other, f"departs after message {k - 1}; {sizes}"
         return "compaction", other, f"departs at message {k}; {sizes}"
 
     def _by_tokens(self, call: int, agent: _Agent) -> tuple[str, int, str] | None:
@@ -338,22 +334,22 @@ class _Session:
         if k == self._calls.held[other]:
             return None
         if k == len(prompt):
-            return "rollback", other, f"its {k} tokens begin those of {turn}"
+            return "rollback", other, f"its {k} tokens are the first ones of {turn}"
         n_before = int(self._calls.calls["prompt_len"][other])
-        sizes = f"a prompt of {len(prompt)} tokens after {n_before} of {turn}"
+        sizes = f"a prompt of {len(prompt)} tokens, {turn} has {n_before}"
         if len(prompt) >= n_before:
-            return "rewrite", other, f"token {k} is another; {sizes}"
+            return "rewrite", other, f"token {k} differs; {sizes}"
         if any(self._calls.held[c] == k == shared[c] for c in known):
-            return "rollback", other, f"goes on otherwise after token {k - 1}; {sizes}"
+            return "rollback", other, f"departs after token {k - 1}; {sizes}"
         return "compaction", other, f"departs at token {k}; {sizes}"
 
     def _shows_state(self, call: int, parent: int) -> bool:
-        """Whether the request begins with the state of the parent, in full."""
+        """Whether the request begins with the complete state of the parent."""
         request = self._requests[call - self._range.start]
         before = self._requests[parent - self._range.start]
         if request is None or before is None:
-            held = self._paths.held(parent)
-            return _core.lcp(held, self._paths.prompt(call)) == len(held)
+            path = self._paths.held(parent)
+            return _core.lcp(path, self._paths.prompt(call)) == len(path)
         reply = self._replies[parent - self._range.start]
         state = [*before, *([reply] if reply else [])]
         return request[: len(state)] == state

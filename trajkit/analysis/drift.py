@@ -1,4 +1,4 @@
-"""How each prompt departs from what was held: the ``drift`` table."""
+"""Classify how each prompt departs from its parent's path: the ``drift`` table."""
 
 from typing import overload
 
@@ -41,58 +41,55 @@ def classify_drift(
     min_run: int = MIN_RUN,
     tokenizer: Tokenizer | None = None,
 ) -> pa.Table | Stream:
-    """How the prompt of each linked turn departs from its parent's prompt and output.
+    """Classify how the prompt of each linked turn departs from its parent's path.
 
     Parameters
     ----------
     turns : table, or iterator of record batches
         `trajkit.schema.TURNS` in full or delta form. An iterator (or a
-        RecordBatchReader) is read as the result is, and may hold a session in several
-        batches that follow each other.
+        RecordBatchReader) is read lazily; a session may span consecutive batches.
     links : table, or iterator of record batches
-        `trajkit.schema.LINKS` of the same turns, as `trajkit.link` gives it. An
-        iterator is read side by side with that of ``turns``.
+        `trajkit.schema.LINKS` of the same turns, from `trajkit.link`. An iterator is
+        read in step with ``turns``.
     min_run : int
-        Length, in tokens, from which a common run counts as back in step.
+        Tokens that prompt and path must have in common to agree again after drift.
     tokenizer : Tokenizer, optional
-        The one that the ids are of, as `analysis.check_roundtrip` takes it: ``cause`` is
-        then that of the first finding of `trajkit.analysis.explain_drift`
+        The engine's tokenizer, as `analysis.check_roundtrip` takes it. ``cause`` is
+        then the cause of the first finding of `trajkit.analysis.explain_drift`
         (`trajkit.schema.TEXT_CAUSES`), or ``clean``.
 
     Returns
     -------
     Table
-        `trajkit.schema.DRIFT`, one row per turn that has a parent; for iterators, an
-        iterator of record batches. With held = parent prompt ++ parent output:
+        `trajkit.schema.DRIFT`, one row per turn with a parent; for iterators, an
+        iterator of record batches. *Path* is the path of the parent.
 
         lcp, size
-            Tokens that held and the prompt share at their start, and held tokens
-            beyond.
+            Length of the longest common prefix of path and prompt, and the number of
+            tokens that follow in the path.
         region
-            ``none`` (size 0), ``last_reply`` (lcp lies in the parent's output),
-            ``earlier_reply`` (in an output before it that stands unchanged in held),
-            ``prompt`` (elsewhere).
+            ``none`` (size 0), ``last_reply`` (lcp is in the parent's output),
+            ``earlier_reply`` (in an earlier output that the path has unchanged),
+            ``prompt`` (in other tokens).
         resync_path, resync_prompt, resync_length
-            The longest run of ``min_run`` tokens or more that both have beyond lcp, the
-            first in the prompt, or failing that the longest (shorter) run that ends
-            where the message in which drift starts ends in held. Null where there is
-            none.
+            The longest common run of ``min_run`` tokens or more after lcp, the first in
+            the prompt. Without one: the longest shorter run that ends at the end of the
+            message in which drift starts. Null if there is none.
         tokens_after_drift
-            Sampled tokens, of the parent and of replies before it, that stand in held
-            at or beyond lcp.
+            Sampled tokens of the path, of any reply, at or after lcp.
         cause
-            ``clean``; ``truncated`` (the prompt ends at lcp); ``head_dropped`` (what
-            follows in the prompt at lcp is found further on in held, min_run tokens or
-            more); ``middle_edited`` (they are back in step further on in the prompt);
-            ``tail_changed`` (the last reply came back changed and not in step again);
-            ``diverged`` (any other).
+            ``clean``; ``truncated`` (the prompt ends at lcp); ``head_dropped`` (at
+            least min_run tokens at lcp in the prompt are found later in the path);
+            ``middle_edited`` (they agree again later in the prompt); ``tail_changed``
+            (the last reply changed and they do not agree again); ``diverged`` (any
+            other).
 
     Raises
     ------
     SchemaError, InvalidTurnsError
         As `trajkit.linearize`; the tokenizer lacks a method.
     PolicyError
-        ``min_run`` is no integer of 1 or more.
+        ``min_run`` is not an integer of 1 or more.
     """
     min_run = chosen_int("min_run", min_run, 1)
     codec = None if tokenizer is None else Codec(tokenizer)
@@ -118,7 +115,7 @@ def _with_text_causes(
     codec: Codec,
     min_run: int,
 ) -> pa.Table:
-    """The ``drift`` table with the causes that the texts tell."""
+    """The ``drift`` table with causes from the texts."""
     names = ("clean", *TEXT_CAUSES)
     codes = np.zeros(len(calls.calls), np.int8)
     for one in find_causes(calls, forest, records, codec, min_run):

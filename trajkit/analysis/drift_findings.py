@@ -1,4 +1,4 @@
-"""Why prompts depart from what was held: the ``findings`` table."""
+"""Explain drift by the texts of both sides: the ``findings`` table."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ from trajkit.turns.prefix_forest import Forest, Paths, grow
 from trajkit.turns.records import as_turns
 
 MIN_RUN = 8
-"""Tokens that must agree in a row for held and replay to count as back in step."""
+"""Contiguous tokens that path and prompt must have in common to agree again."""
 
-# common runs that a stretch is looked at with once more, and in how many pieces
+# Shorter common runs that may split an unexplained span, and the most parts it may have.
 _CLOSER_RUNS = (4, 2, 1)
 _MOST_PIECES = 64
-# causes under which another may hide; chance runs in dropped text are none
+# Causes that may hide others. Dropped text is not split at short runs, which are chance.
 _COARSE = {"white_space": _CLOSER_RUNS, "reasoning_dropped": _CLOSER_RUNS[:1]}
 
 
@@ -49,46 +49,42 @@ def explain_drift(
     *,
     min_run: int = MIN_RUN,
 ) -> pa.Table | Stream:
-    """Every stretch where a prompt departs from what was held, with cause and texts.
+    """Explain every span where a prompt departs from its parent's path.
 
     Parameters
     ----------
     turns : table, or iterator of record batches
         `trajkit.schema.TURNS` in full or delta form. An iterator (or a
-        RecordBatchReader) is read as the result is, and may hold a session in several
-        batches that follow each other.
+        RecordBatchReader) is read lazily; a session may span consecutive batches.
     links : table, or iterator of record batches
-        `trajkit.schema.LINKS` of the same turns, as `trajkit.link` gives it. An
-        iterator is read side by side with that of ``turns``.
+        `trajkit.schema.LINKS` of the same turns, from `trajkit.link`. An iterator is
+        read in step with ``turns``.
     tokenizer : Tokenizer
-        The one that the ids are of, as `trajkit.analysis.check_roundtrip` takes it.
+        The engine's tokenizer, as `trajkit.analysis.check_roundtrip` takes it.
     min_run : int
-        Length, in tokens, of the runs that both sides have between two findings. Inside
-        a stretch that no cause explains, shorter runs are tried, and taken if each
-        piece is then explained.
+        Tokens that both sides have in common between two findings. A span that no cause
+        explains is split at shorter common runs if that explains every part.
 
     Returns
     -------
     Table
-        `trajkit.schema.FINDINGS`: for each turn that has a parent and does not begin
-        with all of what that held, one row or more. `trajkit.schema.TEXT_CAUSES` says
-        what the causes mean. What the prompt adds behind the end of held is no finding.
-
-        For iterators: an iterator of record batches.
+        `trajkit.schema.FINDINGS`: one or more rows per turn whose prompt does not begin
+        with its parent's path. `trajkit.schema.TEXT_CAUSES` defines the causes. Tokens
+        that the prompt adds after the path are not findings. For iterators: an iterator
+        of record batches.
 
     Raises
     ------
     SchemaError, InvalidTurnsError
         As `trajkit.linearize`; the tokenizer lacks a method.
     PolicyError
-        ``min_run`` is no integer of 1 or more.
+        ``min_run`` is not an integer of 1 or more.
 
     Notes
     -----
-    The two sides are brought together again at the nearest common run, where a special
-    token that one side alone passes over weighs as much as 64 others; the time that
-    takes is linear in their length. JSON is looked for in messages of up to 16,384
-    tokens.
+    After drift, the sides are aligned at the nearest common run, in linear time. A
+    special token that only one side skips counts as 64 tokens of distance. JSON is
+    searched in messages of up to 16,384 tokens.
     """
     min_run = chosen_int("min_run", min_run, 1)
     codec = Codec(tokenizer)
@@ -131,7 +127,7 @@ def _findings(turns: pa.Table, links: pa.Table, codec: Codec, min_run: int) -> p
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One stretch of drift of one call."""
+    """One span of drift of one call."""
 
     call: int
     number: int
@@ -144,7 +140,7 @@ class Finding:
 def find_causes(
     calls: Calls, forest: Forest, links: Records, codec: Codec, min_run: int
 ) -> Iterator[Finding]:
-    """The findings of every call, in order. ``links`` know their ``lcp``."""
+    """The findings of every call, in order. ``links`` must have their ``lcp``."""
     paths = Paths(calls, forest)
     for s in range(calls.n_sessions):
         lo, hi = calls.session_offsets[s : s + 2].tolist()
@@ -170,7 +166,7 @@ def find_causes(
 
 
 def other_text_cause(calls: SessionCalls, parent: int, call: int) -> str:
-    """What text that differs for no other reason is due to, by the messages."""
+    """The cause of different text that nothing else explains, from the messages."""
     before, now = calls.messages(parent), calls.messages(call)
     if before is None or now is None:
         return "other_text"
@@ -178,7 +174,7 @@ def other_text_cause(calls: SessionCalls, parent: int, call: int) -> str:
     shown = before.keys + (reply["key"] if reply else b"")
     if not now.keys.startswith(shown):
         return "rewritten"
-    # of a reply that is unknown nobody can say that it came back as it was
+    # Without a recorded reply, nothing shows whether it came back unchanged.
     return "template" if reply else "other_text"
 
 
@@ -186,8 +182,8 @@ def _explained(
     held: Side, prompt: Side, lcp: int, min_run: int, other: str
 ) -> Iterator[tuple[str, Stretch]]:
     n_held, n_prompt = len(held.ids), len(prompt.ids)
-    whole = Stretch(lcp, n_held, lcp, n_prompt)
-    for stretch in _differences(held, prompt, whole, min_run):
+    after_lcp = Stretch(lcp, n_held, lcp, n_prompt)
+    for stretch in _differences(held, prompt, after_lcp, min_run):
         cause = text_cause(held, prompt, stretch)
         runs = _CLOSER_RUNS if cause is None else _COARSE.get(cause, ())
         pieces = _closer(held, prompt, stretch, [run for run in runs if run < min_run])
@@ -200,17 +196,17 @@ def _explained(
 def _closer(
     held: Side, prompt: Side, stretch: Stretch, runs: list[int]
 ) -> list[tuple[str, Stretch]]:
-    """The pieces of a stretch, if each has a cause of its own; else none."""
+    """The parts of a span if each has its own cause, else an empty list."""
     if stretch.path_start == stretch.path_stop:
         return []
     for run in runs:
         pieces = _differences(held, prompt, stretch, run)
-        # what the prompt has behind the end of the stretch in held differs as well
+        # Tokens that the prompt has after the end of the path's span differ as well.
         last = pieces[-1]
-        behind = last.prompt_stop + stretch.path_stop - last.path_stop
-        if behind < stretch.prompt_stop:
+        after = last.prompt_stop + stretch.path_stop - last.path_stop
+        if after < stretch.prompt_stop:
             end = stretch.path_stop
-            pieces.append(Stretch(end, end, behind, stretch.prompt_stop))
+            pieces.append(Stretch(end, end, after, stretch.prompt_stop))
         if not 1 < len(pieces) <= _MOST_PIECES:
             continue
         explained = []
@@ -225,7 +221,7 @@ def _closer(
 
 
 def _differences(held: Side, prompt: Side, stretch: Stretch, run: int) -> list[Stretch]:
-    """Where the two sides differ within a stretch, between common runs."""
+    """The spans between common runs where the two sides differ."""
     start, stop, prompt_start, prompt_stop = stretch
     n = stop - start
     n_table = 1 << max((2 * n - 1).bit_length(), 1)

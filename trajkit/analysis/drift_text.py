@@ -1,4 +1,4 @@
-"""What made two stretches of tokens differ, by their texts and what stands around them."""
+"""Find the cause of a difference between two token spans from their texts."""
 
 import json
 import re
@@ -11,11 +11,11 @@ import numpy.typing as npt
 from trajkit.analysis.tokenizer import Codec, Ids
 
 REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("◁think▷", "◁/think▷"))
-"""How templates open and close reasoning."""
+"""Marks with which chat templates open and close reasoning."""
 
-# tokens of a message beyond which no JSON is looked for in it
+# JSON is not searched in messages with more tokens.
 _LONG_MESSAGE = 1 << 14
-# of what stands before and behind a stretch: enough for a character or a word
+# Tokens read before and after a span: enough for a split character or word.
 _NEIGHBOURS = 4
 _TAIL_CHARS = 64
 
@@ -31,7 +31,7 @@ _DECODER = json.JSONDecoder()
 
 
 class Stretch(NamedTuple):
-    """Tokens of held, and the tokens that stand in the prompt instead."""
+    """A token range of the path, and the range of the prompt in its place."""
 
     path_start: int
     path_stop: int
@@ -40,7 +40,7 @@ class Stretch(NamedTuple):
 
 
 class Side:
-    """The tokens of one side, held or prompt, as text.
+    """The tokens of one side, path or prompt, as text.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ class Side:
     def __init__(self, codec: Codec, ids: Ids) -> None:
         self.ids = ids
         self.special = codec.special(ids)
-        # special tokens before each place, shape (n_ids + 1,)
+        # number of special tokens before each position, shape (n_ids + 1,)
         self.borders = np.zeros(len(ids) + 1, np.int32)
         np.cumsum(self.special, out=self.borders[1:])
         self._places: npt.NDArray[np.int64] = np.flatnonzero(self.special)
@@ -60,17 +60,17 @@ class Side:
         self._message: tuple[int, list[tuple[int, int, str]]] = (-1, [])
 
     def text(self, start: int, stop: int) -> str:
-        """The text that these tokens add to what stands before them."""
+        """The text that these tokens add to the tokens before them."""
         lead = self.ids[max(start - _NEIGHBOURS, 0) : start]
         head = self._codec.text(lead)
-        whole = self._codec.text(np.concatenate([lead, self.ids[start:stop]]))
-        # a character may be cut in two
-        if whole.startswith(head):
-            return whole[len(head) :]
+        with_lead = self._codec.text(np.concatenate([lead, self.ids[start:stop]]))
+        # A character may be split between lead and span.
+        if with_lead.startswith(head):
+            return with_lead[len(head) :]
         return self._codec.text(self.ids[start:stop])
 
     def wide_text(self, start: int, stop: int) -> str:
-        """The text with the neighbours that may hold the rest of a cut character."""
+        """The text including neighbours, which may complete a split character."""
         return self._codec.text(
             self.ids[max(start - _NEIGHBOURS, 0) : stop + _NEIGHBOURS]
         )
@@ -86,18 +86,18 @@ class Side:
         return found
 
     def ends_message(self, place: int) -> bool:
-        """Whether a message ends before the token at the place."""
+        """Whether a message ends before the token at this position."""
         return place == len(self.ids) or bool(self.special[place])
 
     def word_after(self, place: int) -> str:
-        """The rest of a word that goes on at the place."""
+        """The rest of a word that continues at this position."""
         match = _WORD_START.match(self.text(place, place + _NEIGHBOURS))
         return match[0] if match else ""
 
     def read_to(self, place: int) -> "_Reader":
-        """What the message of the token at the place says before it.
+        """Read the message of the token at this position, up to the token.
 
-        Asked for in ascending order, a message is decoded once.
+        Each message is decoded once if positions ascend.
         """
         start = self._message_start(place)
         reader = self._reader
@@ -107,9 +107,9 @@ class Side:
         return reader
 
     def objects(self, place: int) -> list[tuple[int, int, str]]:
-        """The JSON objects of the message of the token at the place.
+        """The JSON objects in the message of the token at this position.
 
-        Each as where its text starts and stops, and its value in canonical form.
+        Each has the start and stop of its text, and its value in canonical form.
         """
         start = self._message_start(place)
         if self._message[0] != start:
@@ -129,13 +129,13 @@ class Side:
 
 
 class _Reader(NamedTuple):
-    """How far a message was read, and what was seen."""
+    """The state after reading a message up to ``place``."""
 
     start: int
     place: int
     n_chars: int
     tail: str
-    # a frame of reasoning is open
+    # a reasoning block is open
     reasons: bool
 
     def go_on(self, text: str, place: int) -> "_Reader":
@@ -147,19 +147,19 @@ class _Reader(NamedTuple):
 
 
 def text_cause(held: Side, prompt: Side, stretch: Stretch) -> str | None:
-    """The cause (`trajkit.schema.TEXT_CAUSES`) of a stretch; None: it is other text."""
+    """The cause (`trajkit.schema.TEXT_CAUSES`) of a span, or None for other text."""
     start, stop, prompt_start, prompt_stop = stretch
     if prompt_start == len(prompt.ids):
         return "truncated"
     was, now = held.text(start, stop), prompt.text(prompt_start, prompt_stop)
     specials = held.specials(start, stop)
     other_specials = specials != prompt.specials(prompt_start, prompt_stop)
-    whole = not specials and not other_specials
+    ordinary = not specials and not other_specials
     if "\ufffd" in was + now:
-        # the rest of a character that was cut in two stands beside the stretch
+        # The neighbours have the rest of a split character.
         was = held.wide_text(start, stop)
         now = prompt.wide_text(prompt_start, prompt_stop)
-        whole = False
+        ordinary = False
     if was == now:
         return "special_tokens" if other_specials else "same_text"
     if other_specials and (
@@ -176,7 +176,7 @@ def text_cause(held: Side, prompt: Side, stretch: Stretch) -> str | None:
     same_space = _squeezed(was) == _squeezed(now)
     if not same_space and words[0] == words[1]:
         return "boolean"
-    if whole and _same_object(held, prompt, stretch, was, now):
+    if ordinary and _same_object(held, prompt, stretch, was, now):
         return "tool_arguments"
     if same_space:
         return "white_space"
@@ -184,10 +184,10 @@ def text_cause(held: Side, prompt: Side, stretch: Stretch) -> str | None:
     other_answer, still = _without_reasoning(now, now_before.reasons)
     if not still and _squeezed(answer) == _squeezed(other_answer):
         return "reasoning_dropped" if reasoned else "template"
-    if whole and was.startswith(now) and held.ends_message(stop):
+    if ordinary and was.startswith(now) and held.ends_message(stop):
         end = prompt.text(prompt_stop, prompt_stop + 1)
         if prompt.ends_message(prompt_stop):
-            # what was sampled as text may have been taken for the end of the message
+            # Sampled text may have been read as the end of the message.
             return "special_tokens" if end and end in was else "truncated"
     return None
 
@@ -195,7 +195,7 @@ def text_cause(held: Side, prompt: Side, stretch: Stretch) -> str | None:
 def _same_object(
     held: Side, prompt: Side, stretch: Stretch, was: str, now: str
 ) -> bool:
-    """Whether the texts are part of JSON objects of one value, at the same place."""
+    """Whether the texts are part of equal JSON objects, with the same index."""
     head = _in_common(was, now)
     rest = _in_common(was[head:][::-1], now[head:][::-1])
     numbers = []
@@ -215,8 +215,7 @@ def _same_object(
 def json_objects(text: str) -> list[tuple[int, int, str]]:
     """The outermost JSON objects in a text: start, stop, value in canonical form.
 
-    Python's literals are taken for JSON's, and an object that is written as the string
-    of ``arguments`` for itself.
+    Python literals count as JSON's. ``arguments`` in a string counts as the object.
     """
     text = _in_json(text)
     found = []
@@ -234,7 +233,7 @@ def json_objects(text: str) -> list[tuple[int, int, str]]:
 
 
 def _unwrapped(value: object) -> object:
-    """A value in which equal numbers are one, and arguments no string."""
+    """The value with whole floats as integers and parsed arguments."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
@@ -252,12 +251,12 @@ def _unwrapped(value: object) -> object:
 
 
 def _in_json(text: str) -> str:
-    """The text with Python's literals as JSON's, which are as long."""
+    """The text with Python literals replaced by JSON's."""
     return _LITERAL.sub(lambda match: _LITERALS[match[0]], text)
 
 
 def _in_common(a: str, b: str) -> int:
-    """Characters that two texts share at their start."""
+    """The length of the common prefix of two texts."""
     return sum(
         1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
     )
@@ -273,7 +272,7 @@ def _word_end(text: str) -> str:
 
 
 def _without_reasoning(text: str, inside: bool) -> tuple[str, bool]:
-    """The text outside of frames of reasoning, and whether any says something."""
+    """The text outside reasoning blocks, and whether a block has any text."""
     kept, reasoned = [], False
     for piece in _MARKS.split(text):
         if _MARKS.fullmatch(piece):

@@ -1,4 +1,4 @@
-"""Whether the text of a reply gives its token ids back."""
+"""Check whether the text of a reply gives its token ids back."""
 
 from typing import overload
 
@@ -24,21 +24,19 @@ def check_roundtrip(turns: TableLike, tokenizer: Tokenizer) -> pa.Table: ...
 def check_roundtrip(
     turns: TableLike | Stream, tokenizer: Tokenizer
 ) -> pa.Table | Stream:
-    """Whether encoding the decoded output gives the output ids back, turn by turn.
+    """Check for each turn whether encoding its decoded output gives the same ids.
 
-    Where it does not, the reply cannot come back as it was sampled from a client that
-    keeps text. Nothing is changed: the column ``trainable`` is there for a caller who
-    wants such turns masked, and takes the place of the one of ``turns``, row by row
-    (see the notes).
+    If it does not, a client that keeps text cannot return the reply as it was sampled.
+    The turns stay unchanged. To mask such turns, replace their ``trainable`` column by
+    the result's (see the notes).
 
     Parameters
     ----------
     turns : table, or iterator of record batches
         `trajkit.schema.TURNS` in full or delta form. An iterator (or a
-        RecordBatchReader) is read as the result is, and may hold a session in several
-        batches that follow each other.
+        RecordBatchReader) is read lazily; a session may span consecutive batches.
     tokenizer : Tokenizer
-        The one that the engine's ids are of: anything with ``encode(text,
+        The engine's tokenizer: any object with ``encode(text,
         add_special_tokens=False)`` and ``decode(ids, skip_special_tokens=False)``, such
         as those of transformers and ``tokenizers.Tokenizer``.
 
@@ -57,7 +55,7 @@ def check_roundtrip(
 
     Notes
     -----
-    To train only what comes back::
+    To train only outputs with an exact round trip::
 
         checked = tk.analysis.check_roundtrip(turns, tokenizer)
         at = turns.schema.get_field_index("trainable")
@@ -65,8 +63,8 @@ def check_roundtrip(
 
     References
     ----------
-    To mask such turns was the rule of slime's first coding agent, in which an empty
-    output passes (spec: segments 6).
+    slime's first coding agent masked such turns; an empty output passes (spec: segments
+    6).
     """
     codec = Codec(tokenizer)
     return over_sessions(

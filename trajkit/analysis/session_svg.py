@@ -1,4 +1,4 @@
-"""One session as an SVG picture: its calls, their drift, and what each policy trains."""
+"""Draw a session as SVG: its calls, their drift, and the tokens each policy trains."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -44,9 +44,9 @@ class _Call(NamedTuple):
 
     turn_index: int
     label: str
-    # lane of the call that it continues; -1: none
+    # lane of its parent, or -1
     parent: int
-    # where it leaves its parent's prompt and output, and how many of those tokens follow
+    # where it leaves its parent's path, and the number of the path's tokens after that
     lcp: int
     n_drifted: int
     n_prompt: int
@@ -61,15 +61,15 @@ def draw_session(
 ) -> str:
     """Draw a session as an SVG document; the same turns give the same text.
 
-    Each call is a bar that starts where it leaves the call it continues. Drift is red,
-    tokens that the first policy trains are blue. Each policy has a column to the right.
+    Each call is a bar that starts at the token where it leaves its parent. Drift is red,
+    tokens that the first policy trains are blue. Each policy has a column on the right.
 
     Parameters
     ----------
     turns : table
         `trajkit.schema.TURNS` in full or delta form.
     session_id : str, optional
-        None: the session with the most turns, the first of several.
+        Default: the session with the most turns, the first on ties.
     policies : iterable of str
         Policies to show, one column each.
 
@@ -158,7 +158,7 @@ def _document(
 
 def _lanes(calls: list[_Call], trained: list[Mask]) -> Iterator[str]:
     """The calls as bars, and the lines from each to the call that it continues."""
-    # the first prompt is long and all alike: cut it off on the left
+    # The first prompt is long and uniform: cut most of it off on the left.
     low = min(call.n_prompt for call in calls if call.parent < 0) * 9 // 10
     high = max(call.n_prompt + call.n_output for call in calls)
 

@@ -1,4 +1,4 @@
-"""What each policy would keep, lose and cost on the same recorded calls."""
+"""`simulate`: compare what policies keep, lose and cost on the same recorded calls."""
 
 import copy
 import warnings
@@ -31,10 +31,10 @@ from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import session_facts
 from trajkit.turns.table import Turns
 
-# Tokens that the calls of one part hold: what the rows of one policy take at a time.
+# Tokens of the calls in one part: bounds the memory for the rows of one policy.
 _PART_TOKENS = 1 << 25
 _TRAINED = "trained"
-# what a caller asked to be left out
+# losses that the caller asked for
 _ASKED = ("untrainable", "aborted", "masked", "no_logprob")
 
 
@@ -47,21 +47,21 @@ def simulate(
     max_row_tokens: int | None = None,
     threads: int | None = None,
 ) -> pa.Table:
-    """What policies make of recorded calls: kept, lost and cost, a row per policy.
+    """Count what policies keep, lose and cost on recorded calls, one row per policy.
 
-    Every number is counted on the tables that `trajkit.linearize` returns under the
-    same arguments. The rows of one part of the run are held at a time.
+    All counts come from the tables that `trajkit.linearize` returns for the same
+    arguments. Only one part of a run's rows is in memory at a time.
 
     Parameters
     ----------
     turns : table, or iterator of record batches
         As for `trajkit.linearize`.
     policies : str, Policy, or iterable of them, optional
-        None: every preset. Where the table lacks message bodies (rows were filtered
-        away, say), those that compare messages by their bodies are left out with a
+        Default: every preset. If the table lacks message bodies (because rows were
+        filtered, for instance), presets that compare bodies are omitted with a
         `LeftOutWarning`.
     pad_to : int, optional
-        Rows are padded to the next multiple of this many tokens. None: unknown.
+        Count the padding of rows to a multiple of this many tokens.
     sessions : table, optional
         `trajkit.schema.SESSIONS`; a session with an error trains nothing.
     max_row_tokens : int, optional
@@ -79,7 +79,7 @@ def simulate(
     SchemaError, InvalidTurnsError
         As for `trajkit.linearize`.
     PolicyError
-        A policy does not exist, or ``pad_to`` is no integer of 1 or more.
+        A policy does not exist, or ``pad_to`` is not an integer of 1 or more.
 
     Examples
     --------
@@ -110,7 +110,7 @@ def simulate(
 
 
 class Simulation:
-    """`simulate`, some sessions at a time.
+    """Incremental `simulate`: add sessions part by part.
 
     Parameters
     ----------
@@ -138,7 +138,7 @@ class Simulation:
         self._max_row_tokens, self._threads = max_row_tokens, threads
 
     def add(self, turns: pa.Table) -> None:
-        """Count whole sessions; where they are refused, nothing of them is counted.
+        """Count complete sessions. If they are rejected, the counts stay unchanged.
 
         Raises
         ------
@@ -171,7 +171,7 @@ class Simulation:
         self._totals = totals
 
     def table(self) -> pa.Table:
-        """`trajkit.schema.SIMULATION` of what was counted."""
+        """The counts so far as `trajkit.schema.SIMULATION`."""
         return pa.Table.from_pylist([one.line() for one in self._totals], SIMULATION)
 
 
@@ -187,13 +187,13 @@ class _Totals:
         self._longest = 0
 
     def copy(self) -> Self:
-        """The same counts, to be counted on."""
+        """An independent copy of the counts."""
         other = copy.copy(self)
         other._counts = dict(self._counts)
         return other
 
     def add(self, rows: pa.Table, report: pa.Table, sampled: Sampled) -> None:
-        """Count the rows that the policy made of the calls ``sampled``."""
+        """Add the rows that the policy made from the calls ``sampled``."""
         for name in COUNTS:
             self._counts[name] += int(report.column(name).to_numpy().sum())
         ids = ids_of(rows.column("input_ids"))
@@ -237,29 +237,30 @@ def label(policy: Policy) -> str:
     return f"{policy.name}({', '.join(changed)})" if changed else policy.name
 
 
-def cheapest_whole(table: pa.Table) -> str | None:
-    """The policy that keeps everything at least cost.
+def cheapest_lossless(table: pa.Table) -> str | None:
+    """The lossless policy with the least cost.
 
     Parameters
     ----------
     table : Table
-        As `simulate` gives it.
+        The result of `simulate`.
 
     Returns
     -------
     str or None
-        Of the policies that lose nothing but what may not be trained (untrainable,
-        aborted, masked, without a logprob), and train nothing out of its context: the first
-        with the fewest forward tokens, with shared prefixes counted once where these
-        are equal. None: every policy loses.
+        The policy with the fewest forward tokens (on ties, with shared prefixes counted
+        once), among those that lose no token that may be trained and train none out of
+        context. None if there is no such policy.
     """
-    whole = [
+    lossless = [
         line
         for line in table.to_pylist()
         if line["tokens_lost"] == sum(line[f"lost_{reason}"] for reason in _ASKED)
         and not line["tokens_out_of_context"]
     ]
-    if not whole:
+    if not lossless:
         return None
-    cost = min(whole, key=lambda x: (x["tokens_forward"], x["tokens_forward_shared"]))
+    cost = min(
+        lossless, key=lambda x: (x["tokens_forward"], x["tokens_forward_shared"])
+    )
     return str(cost["policy"])

@@ -1,4 +1,4 @@
-"""What trajkit asks of a tokenizer: ids to text and back, by nobody's class."""
+"""The tokenizer interface: ids to text and back, for tokenizers of any library."""
 
 from typing import Protocol, runtime_checkable
 
@@ -10,31 +10,31 @@ from trajkit.errors import SchemaError
 Ids = npt.NDArray[np.int32]
 
 _UNKNOWN, _ORDINARY, _SPECIAL = 0, 1, 2
-# ids that no vocabulary has are asked about one by one
+# larger ids are in no vocabulary and not cached
 _MOST_IDS = 1 << 22
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """A tokenizer of transformers, fast or slow, a ``tokenizers.Tokenizer``, or alike.
+    """A tokenizer of transformers, a ``tokenizers.Tokenizer``, or a similar object.
 
-    ``encode`` gives ids, or an object that has them as ``ids``.
+    ``encode`` returns ids, or an object with an attribute ``ids``.
     """
 
     def encode(self, text: str, /, *, add_special_tokens: bool) -> object:
-        """The ids of a text, in which a special token may be spelled out."""
+        """The ids of a text, which may contain special tokens."""
 
     def decode(self, ids: list[int], /, *, skip_special_tokens: bool) -> str:
-        """The text of ids, special tokens spelled out or left out."""
+        """The text of ids, with or without special tokens."""
 
 
 class Codec:
-    """A tokenizer's two directions, and which of its tokens are special.
+    """Encodes and decodes with a tokenizer, and knows which tokens are special.
 
     Raises
     ------
     SchemaError
-        It has no ``encode`` or no ``decode``.
+        The tokenizer has no ``encode`` or no ``decode``.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -45,14 +45,14 @@ class Codec:
                     f"method {name}"
                 )
         self._tokenizer = tokenizer
-        # transformers may tidy up white space before punctuation, which no id says
+        # transformers may remove white space before punctuation
         tidies = hasattr(tokenizer, "clean_up_tokenization_spaces")
         self._options = {"clean_up_tokenization_spaces": False} if tidies else {}
         # by id
         self._kinds = np.zeros(0, np.int8)
 
     def text(self, ids: Ids | list[int]) -> str:
-        """The text of ids, special tokens spelled out."""
+        """The text of ids, with special tokens."""
         return self._decode(ids, skip_special_tokens=False)
 
     def plain(self, ids: Ids | list[int]) -> str:
@@ -66,7 +66,7 @@ class Codec:
         return np.array(ids, np.int32)
 
     def special(self, ids: Ids) -> npt.NDArray[np.bool_]:
-        """Which ids are those of special tokens: decoding leaves them out if asked."""
+        """Which ids are special tokens: those that decoding can skip."""
         low, high = ids.min(initial=0), ids.max(initial=0)
         if low < 0 or high >= _MOST_IDS:
             distinct, place = np.unique(ids, return_inverse=True)

@@ -6,7 +6,7 @@ import sys
 
 import pyarrow as pa
 
-from trajkit.analysis.simulation import Simulation, cheapest_whole
+from trajkit.analysis.simulation import Simulation, cheapest_lossless
 from trajkit.cli.file_options import (
     add_through,
     aside_count,
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     with Progress("simulate", "turns") as bar:
         totals = look_through(arguments, stage, {}, bar)
     table = counts.table()
-    cheapest = cheapest_whole(table)
+    cheapest = cheapest_lossless(table)
     if arguments.json:
         said = {"cheapest": cheapest, "policies": table.to_pylist()}
         text = json.dumps(said | aside_count(totals))
