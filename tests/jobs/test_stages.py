@@ -850,7 +850,7 @@ def test_rows_elsewhere_than_their_turns_are_gathered_or_refused(
     assert "do not lie where its turns do: all rows are gathered" in err
     assert code == (cli.BAD_DATA if swap else cli.DONE)
     if swap:
-        assert "comes back after another began" in out
+        assert "continues after another session began" in out
     assert cli.main([*argv, "--gather", "no"]) == cli.BAD_DATA
     assert "must be in the order of the turns" in capsys.readouterr().err
 

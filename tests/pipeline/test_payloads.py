@@ -258,7 +258,7 @@ def test_polars_and_files_take_them_along(tmp_path):
             ["x"],
             pa.array([[1, 2], [3, 4]]),
             InvalidTurnsError,
-            "session 's', turn 1: 2 of x for 1 output ids, 6 with the prompt's",
+            "session 's', turn 1: payload 'x' has 2 elements: expected 1",
             id="length",
         ),
         pytest.param("x", pa.array([1, 2]), SchemaError, "payloads='x'", id="a string"),
@@ -365,7 +365,7 @@ def test_tensors_that_are_permuted_are_refused():
     kind = pa.fixed_shape_tensor(pa.int16(), (2, 2), permutation=[1, 0])
     storage = pa.array([[1, 2, 3, 4]] * 2, pa.list_(pa.int16(), 4))
     tensors = pa.ExtensionArray.from_storage(kind, storage)
-    with pytest.raises(SchemaError, match="expected it not permuted"):
+    with pytest.raises(SchemaError, match="tensors must not be permuted"):
         tk.linearize(two_turns(x=tensors), payloads=["x"])
 
 

@@ -341,5 +341,5 @@ def test_suffix_rows_that_break_a_rule_are_named(rows, said):
 
 def test_payloads_go_with_whole_rows():
     turns = DRIFTING.append_column("scores", DRIFTING["output_logprobs"])
-    with pytest.raises(PolicyError, match="payloads go with whole rows: layout is 'su"):
+    with pytest.raises(PolicyError, match="payloads need layout='full': layout is 'su"):
         tk.linearize(turns, payloads=["scores"], layout="suffix")

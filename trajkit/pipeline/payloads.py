@@ -1,4 +1,4 @@
-"""Per-token columns of turns that a caller carries into rows, in lockstep with the ids."""
+"""Payloads: per-token columns of turns that are carried into rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,32 +19,32 @@ from trajkit.turns.prefix_forest import Forest
 from trajkit.turns.trainability import Bools
 
 WEIGHT_VERSION = "weight_version"
-"""A payload that need not be a column of turns: the weights that sampled each token."""
+"""The payload with the weights that sampled each token; it does not need a column."""
 
-# What follows a payload's name in the column that gives the position of its first element.
+# Suffix of the column with the position of a payload's first element.
 _START = "_start"
 
 
 @dataclass(frozen=True, slots=True)
-class Stretches:
-    """Stretches of rows that are stretches of calls' prompts and outputs; by stretch."""
+class PathRanges:
+    """Ranges of rows that equal ranges of calls' paths; shape (n_ranges,)."""
 
     row: Longs
-    # where it begins in the row
+    # start in the row
     place: Longs
     call: Longs
-    # where it begins in the call's prompt and output
+    # start in the call's path
     first: Longs
     length: Longs
 
 
 def payload_names(payloads: object) -> tuple[str, ...]:
-    """The names of columns that a caller wants carried.
+    """Check the payload names that the caller gave.
 
     Raises
     ------
     SchemaError
-        It is no sequence of names, or a name comes twice or is one of a row's own.
+        They are not a sequence of distinct names, or a name is a column of rows.
     """
     if isinstance(payloads, str) or not isinstance(payloads, Sequence):
         raise SchemaError(f"payloads={payloads!r}: expected a sequence of column names")
@@ -59,14 +59,12 @@ def payload_names(payloads: object) -> tuple[str, ...]:
 
 
 def rows_schema(turns: pa.Schema, names: tuple[str, ...]) -> pa.Schema:
-    """`trajkit.schema.ROWS`, and a list per payload after it.
-
-    The list of a column that no turn has is one of nulls.
+    """`trajkit.schema.ROWS` followed by one list column per payload.
 
     Raises
     ------
     SchemaError
-        ``turns`` has no such column but one of a similar name, or it is not a list.
+        A payload is not a list, or it is missing and a column has a similar name.
     """
     schema = ROWS
     for name in names:
@@ -90,7 +88,9 @@ def _element(turns: pa.Schema, name: str) -> pa.DataType:
     type_ = turns.field(at).type
     if isinstance(type_, pa.FixedShapeTensorType):
         if type_.permutation not in (None, list(range(len(type_.shape)))):
-            raise SchemaError(f"payload {name!r} is {type_}: expected it not permuted")
+            raise SchemaError(
+                f"payload {name!r} is {type_}: tensors must not be permuted"
+            )
         element = type_.value_type
         for size in reversed(type_.shape[1:]):
             element = pa.list_(element, size)
@@ -105,7 +105,7 @@ def _element(turns: pa.Schema, name: str) -> pa.DataType:
 
 
 def _column(calls: Calls, name: str) -> list[pa.Array]:
-    """The chunks of a payload, `WEIGHT_VERSION` made of weight_versions."""
+    """The chunks of a payload; `WEIGHT_VERSION` is made from weight_versions."""
     if name in calls.table.column_names:
         chunks: list[pa.Array] = calls.table.column(name).chunks
         return chunks
@@ -113,7 +113,7 @@ def _column(calls: Calls, name: str) -> list[pa.Array]:
 
 
 def _as_lists(tensors: pa.FixedShapeTensorArray, element: pa.DataType) -> pa.Array:
-    """Tensors as lists of the elements along their first axis."""
+    """Tensors as lists along their first axis."""
     n = tensors.type.shape[0]
     flat = tensors.storage.flatten()
     for size in reversed(tensors.type.shape[1:]):
@@ -131,30 +131,30 @@ def with_payloads(
     forest: Forest,
     planned: Records,
     names: tuple[str, ...],
-    shown: Stretches | None = None,
+    shown: PathRanges | None = None,
 ) -> pa.RecordBatch:
-    """Rows with the payloads of their tokens.
+    """Add payload columns to rows.
 
     Parameters
     ----------
     batch : RecordBatch
         `trajkit.schema.ROWS`.
     calls : Calls
-        What the rows were made of.
+        The calls of the rows.
     forest : Forest
-        Of the calls.
+        The forest of the calls.
     planned : ndarray of dtype ROW
-        The rows before they were written.
+        The plan of the rows.
     names : tuple of str
-        As `payload_names` gives them.
-    shown : Stretches, optional
-        The prompts of calls that a row contains, in rising precedence. None: a row is
-        its last call's prompt and output.
+        The result of `payload_names`.
+    shown : PathRanges, optional
+        Ranges of prompts that the rows contain, later ones taking precedence. Default:
+        a row is its last call's path.
 
     Raises
     ------
     SchemaError, InvalidTurnsError
-        As `rows_schema`; a list has a length that fits no stretch of its turn.
+        As `rows_schema`; the length of a list fits no range of its turn.
     """
     if not names:
         return batch
@@ -162,7 +162,7 @@ def with_payloads(
     if shown is None:
         nowhere = np.zeros(len(planned), np.int64)
         rows, last = np.arange(len(planned)), planned["last"].astype(np.int64)
-        shown = Stretches(rows, nowhere, last, nowhere, planned["n_tokens"])
+        shown = PathRanges(rows, nowhere, last, nowhere, planned["n_tokens"])
     sampled = _sampled(batch, calls, planned)
     columns = [
         _Lists.read(calls, name).of_rows(forest, planned, (sampled, shown))
@@ -171,8 +171,8 @@ def with_payloads(
     return pa.RecordBatch.from_arrays([*batch.columns, *columns], schema=schema)
 
 
-def _sampled(batch: pa.RecordBatch, calls: Calls, planned: Records) -> Stretches:
-    """The stretches that the rows' spans name."""
+def _sampled(batch: pa.RecordBatch, calls: Calls, planned: Records) -> PathRanges:
+    """The ranges that the rows' spans name."""
     spans = batch.column("spans").flatten()
     start, stop, turn, first = (
         spans.field(name).to_numpy().astype(np.int64)
@@ -182,28 +182,28 @@ def _sampled(batch: pa.RecordBatch, calls: Calls, planned: Records) -> Stretches
     row = np.repeat(np.arange(len(planned)), lengths)
     call = calls.named(planned["session"][row], turn)
     first = calls.calls["prompt_len"][call] + first
-    return Stretches(row, start, call, first, stop - start)
+    return PathRanges(row, start, call, first, stop - start)
 
 
 @dataclass(frozen=True, slots=True)
 class _Lists:
-    """One payload column: which stretch of each call's prompt and output it tells."""
+    """One payload column, and the range of each call's path that it covers."""
 
     name: str
-    # the elements of all lists, end to end
+    # the elements of all lists, concatenated
     values: pa.Array
-    # shape (n_calls,): where a call's elements begin in values
+    # shape (n_calls,): start of a call's elements in values
     start: Longs
-    # shape (n_calls,): the position in its prompt and output of the first of them
+    # shape (n_calls,): position of the first of them in the call's path
     first: Longs
     # shape (n_calls,)
     length: Longs
-    # shape (n_calls,): an earlier call tells what comes before
+    # shape (n_calls,): an earlier call has the elements before
     partial: Bools
 
     @classmethod
     def read(cls, calls: Calls, name: str) -> Self:
-        """A payload column of the calls.
+        """Read a payload column of the calls.
 
         Raises
         ------
@@ -241,20 +241,20 @@ class _Lists:
         )
 
     def of_rows(
-        self, forest: Forest, planned: Records, known: tuple[Stretches, ...]
+        self, forest: Forest, planned: Records, known: tuple[PathRanges, ...]
     ) -> pa.LargeListArray:
-        """The payload of every token of every row, null where none is known.
+        """The payload of every token of every row, null if unknown.
 
-        What comes first in ``known`` counts. The lists of a payload that no turn has are
-        null.
+        Earlier ranges in ``known`` take precedence. If no turn has the payload, every
+        list is null.
         """
         offsets = offsets_of(planned["n_tokens"])
         at = np.full(int(offsets[-1]), -1)
         valid = np.asarray(self.values.is_valid())
-        for stretches in known:
-            self._lay(at, offsets, stretches, valid)
-        for stretches in known:
-            before = self._before(stretches, forest)
+        for ranges in known:
+            self._lay(at, offsets, ranges, valid)
+        for ranges in known:
+            before = self._before(ranges, forest)
             while len(before.row):
                 self._lay(at, offsets, before, valid)
                 before = self._before(before, forest)
@@ -264,8 +264,8 @@ class _Lists:
             pa.array(offsets), taken, mask=pa.array(absent)
         )
 
-    def _lay(self, at: Longs, offsets: Longs, run: Stretches, valid: Bools) -> None:
-        """Note the elements of stretches where there is none yet; the last one counts."""
+    def _lay(self, at: Longs, offsets: Longs, run: PathRanges, valid: Bools) -> None:
+        """Assign elements to tokens that have none; the last of several ranges counts."""
         low = np.maximum(run.first, self.first[run.call])
         stop = self.first + self.length
         high = np.minimum(run.first + run.length, stop[run.call])
@@ -275,13 +275,13 @@ class _Lists:
         new = valid[sources] & (at[places] < 0)
         at[places[new]] = sources[new]
 
-    def _before(self, run: Stretches, forest: Forest) -> Stretches:
-        """What stretches lack because an earlier call was to tell it, of that call."""
+    def _before(self, run: PathRanges, forest: Forest) -> PathRanges:
+        """The parts of ranges that a payload leaves to an earlier call, in that call."""
         base = forest.shared_with[run.call].astype(np.int64)
         end = np.minimum(run.first + run.length, self.first[run.call])
         length = np.minimum(end, forest.shared[run.call]) - run.first
         which = self.partial[run.call] & (base >= 0) & (length > 0)
-        return Stretches(
+        return PathRanges(
             run.row[which],
             run.place[which],
             base[which],
@@ -291,9 +291,9 @@ class _Lists:
 
 
 def _places(calls: Calls, name: str, length: Longs) -> tuple[Longs, Bools]:
-    """The position of each list's first element, and whether it tells only what is new.
+    """The position of each list's first element, and whether the list is partial.
 
-    Where a length can mean several things, the other lists of the session decide.
+    If a length is ambiguous, the other lists of the session decide.
     """
     prompt, held = calls.calls["prompt_len"], calls.held
     own = calls.calls["own_start"]
@@ -326,10 +326,10 @@ def _places(calls: Calls, name: str, length: Longs) -> tuple[Longs, Bools]:
     if len(bad):
         call = int(bad[0])
         raise InvalidTurnsError(
-            f"{calls.place(call)}: {length[call]} of {name} for "
-            f"{calls.calls['out_len'][call]} output ids, {held[call]} with the "
-            "prompt's: expected as many as either, or one less than the latter; or "
-            f"give the position of the first one in {name}{_START}"
+            f"{calls.place(call)}: payload {name!r} has {length[call]} elements: "
+            f"expected {calls.calls['out_len'][call]} (output ids), {held[call]} "
+            f"(prompt and output ids), or {held[call] - 1}. For another range, give the "
+            f"position of its first element in the column {name}{_START}"
         )
     return np.maximum(first, 0), partial & (length >= 0)
 
@@ -337,7 +337,7 @@ def _places(calls: Calls, name: str, length: Longs) -> tuple[Longs, Bools]:
 def _given_starts(
     calls: Calls, name: str, length: Longs, first: Longs, partial: Bools
 ) -> tuple[Longs, Bools]:
-    """As `_places`, where the turns give the start of their lists."""
+    """The result of `_places`, with the starts that the turns give."""
     if name + _START not in calls.table.column_names:
         return first, partial
     column = calls.table.column(name + _START)
@@ -350,7 +350,7 @@ def _given_starts(
         call = int(bad[0])
         raise InvalidTurnsError(
             f"{calls.place(call)}: {name}{_START} is {starts[call]} and {name} has "
-            f"{max(length[call], 0)} elements: expected a position from which they fit "
-            f"into the {calls.held[call]} ids of prompt and output"
+            f"{max(length[call], 0)} elements: they must fit into the "
+            f"{calls.held[call]} ids of prompt and output"
         )
     return np.where(given, starts, first), np.where(given, starts > 0, partial)

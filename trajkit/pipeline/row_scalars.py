@@ -1,4 +1,4 @@
-"""The columns of planned rows that have one value a row."""
+"""The columns of planned rows with one value per row."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from trajkit.schema import ROWS, SEGMENT_KINDS
 from trajkit.training.rewards import final_rows, spread
 from trajkit.turns.calls import Calls, Ints, Longs, Records
 
-# what the kernel fills, in its order (_native/fill/row_scalars.pxi)
+# columns in the order in which the kernel fills them (_native/fill/row_scalars.pxi)
 _INTS = (
     "row_index",
     "suffix_start",
@@ -30,7 +30,7 @@ _NULLABLE = ("parent_row", "row_weight", "segment_kind")
 
 @dataclass(frozen=True, slots=True)
 class RowFacts:
-    """The columns of `trajkit.schema.ROWS_SUFFIX` that hold no lists."""
+    """The columns of `trajkit.schema.ROWS_SUFFIX` that are not lists."""
 
     # session_id, group_id, reward, finish_reason, step
     known: dict[str, pa.Array]
@@ -40,7 +40,7 @@ class RowFacts:
     mask_sums: Longs
     weights: npt.NDArray[np.float64]
     segments: npt.NDArray[np.int8]
-    # bitmaps: of what may be null, by its name, whether it is not; then the flags
+    # validity bitmaps of nullable columns, and bitmaps of the flags
     valid: dict[str, npt.NDArray[np.uint8] | None]
     flags: npt.NDArray[np.uint8]
 
@@ -82,10 +82,7 @@ def row_facts(
     rows: Records,
     facts: pa.RecordBatch,
 ) -> RowFacts:
-    """What the rows say of themselves.
-
-    ``rows`` are all rows of the sessions that ``facts`` and ``calls`` are of.
-    """
+    """Compute the scalar columns. ``rows`` are all rows of the sessions of ``calls``."""
     n_rows = len(rows)
     ints = np.empty((len(_INTS), n_rows), np.int32)
     mask_sums, weights = np.empty(n_rows, np.int64), np.empty(n_rows, np.float64)
@@ -119,9 +116,9 @@ def row_facts(
 
 
 def _of_rows(facts: pa.RecordBatch, rows: Records) -> pa.RecordBatch:
-    """What is known of each row's session."""
+    """The metadata of each row's session."""
     sessions = rows["session"]
-    if len(sessions) and (np.diff(sessions) == 1).all():  # a row each
+    if len(sessions) and (np.diff(sessions) == 1).all():  # one row per session
         return facts.slice(int(sessions[0]), len(sessions))
     return facts.take(pa.array(sessions))
 
@@ -129,7 +126,7 @@ def _of_rows(facts: pa.RecordBatch, rows: Records) -> pa.RecordBatch:
 def _rewards(
     given: pa.Array, policy: Policy, rows: Records, links: Records
 ) -> pa.Array:
-    """The rollout's reward in each row, spread as the policy says."""
+    """Each row's reward: the session's, spread by the policy's ``rewards``."""
     if policy.rewards == "copy" or not len(rows):
         return given
     segments = links["segment"][rows["last"]]

@@ -1,4 +1,4 @@
-"""Calls to training rows, under a policy."""
+"""`linearize`: turn recorded calls into training rows under a policy."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +25,7 @@ from trajkit.pipeline.links import (
 )
 from trajkit.pipeline.payloads import payload_names, rows_schema, with_payloads
 from trajkit.pipeline.plan import Planned, plan_rows, report_batch
-from trajkit.pipeline.splice import plan_splices, splice_batch, splice_stretches
+from trajkit.pipeline.splice import plan_splices, splice_batch, splice_ranges
 from trajkit.pipeline.suffix_layout import suffix_batch
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
@@ -38,17 +38,17 @@ from trajkit.turns.table import Turns, locate, runs_of
 from trajkit.turns.trainability import check_logprobs, without_aborted
 
 Batches: TypeAlias = tuple[Iterable[pa.RecordBatch], pa.RecordBatch | None]
-"""Rows of some sessions, and their report if it was asked for."""
+"""Rows of some sessions, and their report or None."""
 
 Layout: TypeAlias = Literal["full", "suffix"]
 
-# Tokens that the calls of one part of a table may bring. The fixed cost of a part (about
-# 0.7 ms, which threads take one after another) is not to show, so a thread gets one, unless
-# the table is large. In delta form a token is more work: it is new, so it goes into a row.
+# Bounds on the new tokens of one part of a table. A part has a fixed cost of about 0.7 ms,
+# which threads cannot share, so each thread gets one part unless the table is large. In
+# delta form every token is new and costs more, so parts are smaller.
 _LEAST_PART, _LARGEST_PART = 1 << 22, 1 << 25
-_DELTA_PART = 4  # times as small
+_DELTA_PART = 4  # divides the bounds above
 _PARTS_PER_THREAD = 1
-# Rows of a part that hold more tokens are written when they are asked for, batch by batch.
+# The rows of a part with more tokens are written lazily, batch by batch.
 _AT_ONCE = 1 << 25
 _NO_CAP = np.iinfo(np.int64).max
 
@@ -127,69 +127,67 @@ def linearize(
     threads: int | None = None,
     layout: Layout = "full",
 ) -> object:
-    """The training rows that a policy makes of recorded calls.
+    """Turn recorded calls into training rows.
 
     Parameters
     ----------
     turns : table, or iterator of record batches
-        `trajkit.schema.TURNS` in full or delta form, each session in one piece. An
-        iterator (or a RecordBatchReader) is read as the result is, and may hold a
-        session in several batches that follow each other.
+        `trajkit.schema.TURNS` in full or delta form. The turns of a session are
+        contiguous. An iterator (or a RecordBatchReader) is read lazily; a session may
+        span consecutive batches.
     policy : str or Policy
-        A name (see `trajkit.policy`) or a policy.
+        The name of a preset (see `trajkit.policy`), or a policy.
     reward : float, mapping of session_id to float or None, or table, optional
-        One reward for all, or one per session; None is unscorable. A table is taken for
-        ``sessions``.
+        One reward for all sessions, or one per session; None means unscorable. A table
+        is read as ``sessions``.
     sessions : table, optional
-        `trajkit.schema.SESSIONS`: reward, group_id and error of each session.
-
-        Where ``turns`` have columns ``reward`` and ``group_id``, as imports give them,
-        these are the session's: one value in all of its turns, or null. What is given
-        here must not differ. A column of ``sessions`` that is null throughout states
-        nothing.
+        `trajkit.schema.SESSIONS`: reward, group_id and error of each session. If
+        ``turns`` has columns ``reward`` and ``group_id``, their one value per session
+        must not differ from the value given here. Columns of nulls are ignored.
     max_row_tokens : int, optional
-        Rows are cut to this many tokens. A row that has no response token left is left
-        out. None: no cap.
+        Truncate rows to this many tokens. Rows without a response token after that are
+        omitted.
     links, drift : table, optional
-        Of the same turns, as `trajkit.link` and `trajkit.classify_drift` give them (or
-        changed: an lcp may be made smaller, never larger than what the two turns
-        share); computed when not given. Not with an iterator.
+        Results of `trajkit.link` and `trajkit.classify_drift` for the same turns.
+        Computed by default. An ``lcp`` may be lowered, but not raised above the prefix
+        that the two turns share. Not allowed with an iterator.
     report : bool
-        Return what became of each session as well.
+        Also return the report.
     payloads : sequence of str
-        Extra columns of ``turns`` to carry into the rows (routed experts, rewards per
-        token). A turn's list, of elements of any type, is null (none is known) or has
+        Extra columns of ``turns`` to carry into the rows, such as routed experts or
+        rewards per token. Each turn has null or a list, whose elements have any type
+        and belong to
 
-        - one element per output id,
-        - one per prompt and output id, or all of these but the last, as engines give
-          routed experts,
-        - in delta form: one per suffix and output id, or all of these but the last,
-        - any number of them, if the integer column ``<name>_start`` gives the position
-          of the first in prompt and output.
+        - the output ids,
+        - the prompt and output ids, or all of them but the last (engines return routed
+          experts so),
+        - in delta form: the suffix and output ids, or all of them but the last,
+        - any range of the prompt and output ids, if the integer column ``<name>_start``
+          gives the position of the first.
 
-        In the last two cases, the earlier turn that shares most of the prompt has the
-        elements that come before. A `pyarrow.FixedShapeTensorType` column is a list
-        along its first axis. ``weight_version`` need not be a column: then it is the
-        name of the weights that sampled each token, from ``weight_versions``.
+        In the last two cases, earlier elements come from the earlier turn that shares
+        the longest prefix. A `pyarrow.FixedShapeTensorType` column is a list along its
+        first axis. ``weight_version`` does not need a column: by default it names the
+        weights that sampled each token, from ``weight_versions``.
 
-        The rows have a list of the same name, as long as the ids. A sampled token has
-        the element of its own turn, or, where that is null, of the row's last turn. Any
-        other token has the element of the row's last turn, else null. The list of a payload
-        that no turn has is null.
+        The rows have a list of the same name with one element per id. Sampled tokens
+        take the element of the turn that sampled them. Other tokens, and sampled tokens
+        whose element is null, take it from the row's last turn, or are null if that
+        turn has none. If no turn has a payload, its list is null.
     threads : int, optional
-        Sessions are spread over this many threads, with the GIL released. None: one per
-        core. The rows are the same for any number.
+        Number of threads, which release the GIL. Default: one per core. The rows do not
+        depend on it.
     layout : {"full", "suffix"}
-        "suffix": per token, a row holds only what lies beyond the tokens that it shares
-        with its parent_row, from its first trained token on at the latest. So tokens
-        that many rows share are written once; `trajkit.full_rows` is the inverse.
+        "suffix" stores, per row, only the tokens after the prefix that it shares with
+        its parent_row (or from its first trained token, if that is earlier), so shared
+        tokens are written once. `trajkit.full_rows` is the inverse.
 
     Returns
     -------
     rows : Table
-        `trajkit.schema.ROWS`, or ``ROWS_SUFFIX`` in layout "suffix"; sessions in the
-        order of ``turns``, the rows of a session in the policy's order.
-    report : Table, if asked for
+        `trajkit.schema.ROWS`, or ``ROWS_SUFFIX`` with ``layout="suffix"``. Sessions come
+        in the order of ``turns``, the rows of a session in the policy's order.
+    report : Table, only with ``report=True``
         `trajkit.schema.REPORT`, one row per session.
 
         For an iterator: an iterator of record batches of rows, or of pairs of them.
@@ -197,28 +195,27 @@ def linearize(
     Raises
     ------
     SchemaError
-        A table lacks a column, or a column has a type that cannot be taken for its own.
+        A column is missing or cannot be cast to its type.
     LayoutError
-        The buffers of a table do not fit together.
+        Offsets, lengths or other buffers of a table do not fit together.
     InvalidTurnsError
-        A session comes in pieces, its turns out of order, its logprobs in another
-        number than its output ids; ``links``, ``drift`` or ``sessions`` do not fit
-        ``turns``; the turns of a session differ in reward or group_id, or ``reward`` or
-        ``sessions`` differ from them; a token has no logprob, and the policy's
-        ``missing_logprobs`` is ``"raise"``.
+        The turns of a session are not contiguous or not in order, or a turn has another
+        number of logprobs than output ids; ``links``, ``drift`` or ``sessions`` do not
+        fit ``turns``; turns, ``reward`` and ``sessions`` contradict each other; a token
+        has no logprob, and the policy's ``missing_logprobs`` is ``"raise"``.
     PolicyError
-        The policy does not exist, or a choice or the layout is none; ``payloads`` in
-        layout "suffix".
+        The policy, one of its choices or the layout does not exist; ``payloads`` with
+        ``layout="suffix"``.
 
     Notes
     -----
-    Token ids and logprobs are taken as they are; `trajkit.validate` looks at them. The
+    Token ids and logprobs are copied unchecked; `trajkit.validate` checks them. The
     buffers of ``turns`` are read without the GIL: do not write to them during the call.
 
     References
     ----------
-    slime's rule: spec, slime 2 and 3. strict: prime-rl's interleave_rollout. Splices:
-    spec, Polar 2.3.
+    slime: spec, slime 2 and 3. strict: prime-rl's interleave_rollout. Splices: spec,
+    Polar 2.3.
     """
     chosen = named_policy(policy)
     check_choice("layout", layout, Layout)
@@ -235,13 +232,13 @@ def linearize(
         layout == "suffix",
     )
     if work.payloads and work.suffix:
-        raise PolicyError("payloads go with whole rows: layout is 'suffix'")
+        raise PolicyError("payloads need layout='full': layout is 'suffix'")
     n_threads = threads or os.cpu_count() or 1
 
     if is_stream(turns):
         if links is not None or drift is not None:
             raise PolicyError(
-                "links and drift belong to a table of turns, not to a stream"
+                "links and drift were given for a stream of turns: pass a table"
             )
         made = _stream(turns, work, n_threads)
         if report:
@@ -264,7 +261,7 @@ def linearize(
 def _pairs(
     batches: Iterable[pa.RecordBatch], report: pa.RecordBatch | None
 ) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:
-    """Each batch with a report: the last of them with that of all."""
+    """Pair each batch with a report: empty, but for the last batch."""
     assert report is not None
     before: pa.RecordBatch | None = None
     for batch in batches:
@@ -285,7 +282,7 @@ def _stream(turns: Stream, work: "_Work", n_threads: int) -> Iterator[Batches]:
 def _given_links(
     calls: Calls, policy: Policy, links: TableLike | None, drift: TableLike | None
 ) -> Records:
-    """Links that the caller gave, completed by what was not given."""
+    """The caller's links and drift, with the missing part computed."""
     forest = grow(calls)
     if links is None:
         records = policy_links(calls, forest, policy)
@@ -300,7 +297,7 @@ def _given_links(
 def _spread(
     work: "_Work", turns: Turns, links: Records | None, n_threads: int
 ) -> list[Batches]:
-    """What ``work`` makes of the turns, part by part, on so many threads."""
+    """Apply ``work`` to the turns, part by part, on ``n_threads`` threads."""
     brought, finer = turns.brought, _DELTA_PART if turns.is_delta else 1
     largest = _LARGEST_PART // finer
     if n_threads > 1:
@@ -321,7 +318,7 @@ def _spread(
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Everything that is the same for every part."""
+    """The options that all parts share."""
 
     policy: Policy
     facts: SessionFacts
@@ -331,11 +328,11 @@ class _Work:
     suffix: bool
 
     def schema(self, turns: pa.Schema) -> pa.Schema:
-        """Of the rows of such turns."""
+        """The schema of rows from turns with this schema."""
         return ROWS_SUFFIX if self.suffix else rows_schema(turns, self.payloads)
 
     def __call__(self, calls: Calls, links: Records | None) -> Batches:
-        """Rows and, if asked for, report of the calls of whole sessions."""
+        """The rows of complete sessions, and their report if requested."""
         facts = self.facts.of_calls(calls)
         if facts.column("error").null_count < calls.n_sessions:
             calls = calls.without_training(errored(facts))
@@ -352,10 +349,10 @@ class _Work:
             rows = splice_batch(
                 calls, forest, links, self.policy, self.cap, splice, facts
             )
-            if self.suffix:  # what spliced rows share is known once they are written
+            if self.suffix:  # shared prefixes of spliced rows follow from the rows
                 rows = suffix_batch(rows)
             if self.payloads:
-                shown = splice_stretches(calls, links, splice)
+                shown = splice_ranges(calls, links, splice)
             written = iter([(plan.rows, rows)])
         else:
             plan = runs = plan_rows(calls, forest, links, self.policy, self.cap)

@@ -10,7 +10,7 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit._arrow import lazy_compute as pc
 from trajkit.pipeline.fill import batch_of
-from trajkit.pipeline.payloads import Stretches
+from trajkit.pipeline.payloads import PathRanges
 from trajkit.pipeline.plan import COUNTS, NO_LIMIT, Planned
 from trajkit.policies import Policy
 from trajkit.turns.calls import Calls, Ints, Longs, Records
@@ -134,7 +134,7 @@ def _find_shared(plan: SplicePlan, token_offsets: Longs, input_ids: Ints) -> Non
     plan.counted("tokens_forward_shared")[:] = new.astype(np.int64)
 
 
-def splice_stretches(calls: Calls, links: Records, plan: SplicePlan) -> Stretches:
+def splice_ranges(calls: Calls, links: Records, plan: SplicePlan) -> PathRanges:
     """The stretches of each row that are stretches of its calls' prompts.
 
     Those of prompts that the row starts with come before the parts that were spliced in.
@@ -155,4 +155,4 @@ def splice_stretches(calls: Calls, links: Records, plan: SplicePlan) -> Stretche
                 if same:
                     heads.append((row, 0, call, 0, min(place, n_tokens)))
             before, call = call, int(plan.next_calls[call])
-    return Stretches(*np.array(heads + found, np.int64).reshape(-1, 5).T)
+    return PathRanges(*np.array(heads + found, np.int64).reshape(-1, 5).T)

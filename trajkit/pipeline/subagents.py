@@ -1,4 +1,4 @@
-"""Tool calls that send out sub-agents, and the messages that answer them."""
+"""Tool calls that start sub-agents, and the messages that answer them."""
 
 import re
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from trajkit.turns.deep_json import parse
 from trajkit.turns.message_equality import Classes
 from trajkit.turns.messages import message_body
 
-# Where JSON may say which tool call a message answers, and the id in quotes.
+# The JSON key that names the answered tool call, and the id in quotes.
 _ANSWERS = re.compile(r'"tool_(?:call|use)_id":\s*("(?:[^"\\]|\\.)*")')
 
 
 @dataclass(frozen=True, slots=True)
 class Dispatches:
-    """Which tool calls send out sub-agents; a number stands for an id."""
+    """Tool calls that start sub-agents, numbered by their ids."""
 
-    # shape (n_calls,): the one that the reply of each call ends with; -1: none
+    # shape (n_calls,): the last such tool call in each call's reply, or -1
     calls: Ints
     # shape (n_classes + 1,): class c answers ``answers[offsets[c]:offsets[c + 1]]``
     offsets: Longs
@@ -27,13 +27,13 @@ class Dispatches:
 
 
 def find_dispatches(classes: Classes, tools: tuple[str, ...]) -> Dispatches:
-    """The tool calls to ``tools`` in the replies, and what answers them.
+    """The tool calls to ``tools`` in the replies, and the messages that answer them.
 
-    Of several in one reply, the last counts. A call without an id is answered by nothing
+    The last of several in a reply counts. Nothing answers a tool call without an id
     (spec: segments 3).
     """
     numbers: dict[str | None, int] = {}
-    of_class = np.full(len(classes.bodies) + 1, -1, np.int32)  # the last: of no reply
+    of_class = np.full(len(classes.bodies) + 1, -1, np.int32)  # [-1]: no reply
     replies = np.unique(classes.replies[classes.replies >= 0])
     if tools:
         bodies = classes.bodies.take(replies)
@@ -61,7 +61,7 @@ def find_dispatches(classes: Classes, tools: tuple[str, ...]) -> Dispatches:
 
 
 def _quoted(text: str) -> str:
-    """A string as the bodies of messages write it."""
+    """A string as message bodies contain it."""
     return message_body({"": text})[len('{"":') : -1]
 
 
@@ -79,10 +79,7 @@ def _tool_calls(message: object) -> list[tuple[object, str | None]]:
 
 
 def _answered(message: object) -> list[str]:
-    """Ids of the tool calls that a message answers.
-
-    It states ``tool_call_id``, or has blocks ``tool_result``.
-    """
+    """Ids of the answered tool calls, from ``tool_call_id`` or ``tool_result`` blocks."""
     ids = [message.get("tool_call_id")] if isinstance(message, dict) else []
     for block in _objects(message, "content"):
         if block.get("type") == "tool_result":
@@ -91,7 +88,7 @@ def _answered(message: object) -> list[str]:
 
 
 def _objects(message: object, name: str) -> list[dict[str, object]]:
-    """The objects in a list that a message may have under a name."""
+    """The objects in the list under a key of the message, if there is one."""
     values = message.get(name) if isinstance(message, dict) else None
     if not isinstance(values, list):
         return []

@@ -1,4 +1,4 @@
-"""Rows without the tokens that they share, and back."""
+"""Convert rows between the full and the suffix layout."""
 
 from collections.abc import Callable, Iterator
 from typing import overload
@@ -19,9 +19,9 @@ from trajkit.turns.structs import CALL
 from trajkit.turns.turn_rules import lookup, nulls, run_starts
 from trajkit.turns.validation import check_layout
 
-# Tokens of the whole rows of one part: its columns are one chunk each.
+# Tokens of the full rows in one part: its columns are one chunk each.
 _PART = 1 << 25
-# Tokens of whole rows that are handed on at a time.
+# Tokens of the full rows in one yielded table.
 _PIECE = 1 << 22
 
 
@@ -30,32 +30,31 @@ def full_rows(rows: Stream | pa.RecordBatchReader) -> Stream: ...
 @overload
 def full_rows(rows: TableLike) -> pa.Table: ...
 def full_rows(rows: TableLike | Stream) -> pa.Table | Stream:
-    """Rows with all their tokens: the layout "full" of rows in the layout "suffix".
+    """Convert rows from the suffix layout to the full layout.
 
     Parameters
     ----------
     rows : table, or iterator of record batches
-        `trajkit.schema.ROWS_SUFFIX`, with all rows of each session that is in it. In
-        the layout "full" already: they come back as they are. An iterator (or a
-        RecordBatchReader) is read as the result is, and may hold a session in several
-        batches that follow each other.
+        `trajkit.schema.ROWS_SUFFIX` with all rows of each session. Full rows are
+        returned unchanged. An iterator (or a RecordBatchReader) is read lazily; a
+        session may span consecutive batches.
 
     Returns
     -------
     Table
-        `trajkit.schema.ROWS`, as `trajkit.linearize` gives them; further columns behind
-        as they are. For an iterator: an iterator of record batches.
+        `trajkit.schema.ROWS`, followed by the extra columns, unchanged. For an
+        iterator: an iterator of record batches.
 
     Raises
     ------
     SchemaError
-        A column is absent, has a type that cannot be taken for its own, or a further
-        one has the name of a column of the other layout.
+        A column is missing or cannot be cast to its type, or an extra column has the
+        name of a column of the other layout.
     InvalidTurnsError
-        A row's parent_row is not there or has fewer tokens than are taken from it; the
-        suffixes of a row differ in length; a session comes in pieces.
+        A row's parent_row does not exist or is too short; the suffixes of a row differ
+        in length; the rows of a session are not contiguous.
     """
-    return _convert(rows, ROWS, _whole_columns)
+    return _convert(rows, ROWS, _full_columns)
 
 
 @overload
@@ -63,21 +62,21 @@ def suffix_rows(rows: Stream | pa.RecordBatchReader) -> Stream: ...
 @overload
 def suffix_rows(rows: TableLike) -> pa.Table: ...
 def suffix_rows(rows: TableLike | Stream) -> pa.Table | Stream:
-    """Rows without the tokens that they share: the layout "suffix" of full rows.
+    """Convert rows from the full layout to the suffix layout.
 
-    The inverse of `full_rows`. To make rows, `trajkit.linearize` with
-    ``layout="suffix"`` is the shorter way.
+    The inverse of `full_rows`. `trajkit.linearize` with ``layout="suffix"`` makes such
+    rows directly.
 
     Parameters
     ----------
     rows : table, or iterator of record batches
-        `trajkit.schema.ROWS`, with all rows of each session that is in it; else as for
+        `trajkit.schema.ROWS` with all rows of each session; iterators as for
         `full_rows`.
 
     Returns
     -------
     Table
-        `trajkit.schema.ROWS_SUFFIX`; further columns behind as they are. For an
+        `trajkit.schema.ROWS_SUFFIX`, followed by the extra columns, unchanged. For an
         iterator: an iterator of record batches.
 
     Raises
@@ -89,7 +88,7 @@ def suffix_rows(rows: TableLike | Stream) -> pa.Table | Stream:
 
 
 def suffix_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """One batch of full rows in the layout "suffix"."""
+    """One batch of full rows in the suffix layout."""
     return one_batch(suffix_rows(pa.Table.from_batches([batch])))
 
 
@@ -113,9 +112,10 @@ def _convert(
 
 
 def row_pieces(rows: pa.Table) -> Iterator[pa.Table]:
-    """Rows in tables that hold so many tokens, or one row; one table at least.
+    """Split rows into tables of at most ``_PIECE`` tokens, or of one row.
 
-    A table that was used is held no longer, if the caller does not hold the rows.
+    Yields at least one table. Each is released after use if the caller keeps no
+    reference to ``rows``.
     """
     column = "suffix_ids" if "suffix_ids" in rows.column_names else "input_ids"
     ends = offsets_of(np.asarray(pc.list_value_length(rows.column(column)), np.int64))
@@ -133,9 +133,9 @@ def row_pieces(rows: pa.Table) -> Iterator[pa.Table]:
 
 
 def full_pieces(rows: pa.Table) -> Iterator[pa.Table]:
-    """`full_rows` of suffix rows as `trajkit.linearize` gives them, some at a time.
+    """Like `full_rows` for rows from `trajkit.linearize`, table by table.
 
-    So the whole rows of a session need not be held, however many and long they are.
+    Memory stays bounded however many and long the rows of a session are.
     """
     suffixes = ids_of(rows.column("suffix_ids"))
     start = rows.column("suffix_start").to_numpy().astype(np.int64)
@@ -160,7 +160,7 @@ def full_pieces(rows: pa.Table) -> Iterator[pa.Table]:
 def _write_row(
     target: Ints, row: int, suffixes: Runs, start: Longs, parents: Longs
 ) -> None:
-    """The whole row's tokens, each from the last of its ancestors that has it."""
+    """Write the tokens of a full row, each from its nearest ancestor that stores it."""
     stop = int(start[row] + suffixes.lengths[row])
     while stop:
         begin, at = int(start[row]), int(suffixes.offsets[row])
@@ -171,7 +171,7 @@ def _write_row(
 
 
 def _parts(table: pa.Table) -> Iterator[pa.Table]:
-    """Whole sessions whose rows have so many tokens, or one session."""
+    """Split at sessions into parts of at most ``_PART`` tokens, or of one session."""
     starts = np.append(run_starts(table), table.num_rows)
     ends = offsets_of(row_lengths(table))[starts]
     s = 0
@@ -183,15 +183,15 @@ def _parts(table: pa.Table) -> Iterator[pa.Table]:
 
 
 def row_lengths(table: pa.Table) -> Longs:
-    """Tokens of each whole row, in either layout."""
+    """Tokens of each full row, in either layout."""
     suffixes = "suffix_ids" in table.column_names
     column = table.column("suffix_ids" if suffixes else "input_ids")
     n: Longs = np.asarray(pc.list_value_length(column), np.int64)
     return n + table.column("suffix_start").to_numpy() if suffixes else n
 
 
-def _whole_columns(table: pa.Table) -> Columns:
-    """The columns that `ROWS` has and `ROWS_SUFFIX` has not."""
+def _full_columns(table: pa.Table) -> Columns:
+    """The columns that only `ROWS` has."""
     suffixes = ids_of(table.column("suffix_ids"))
     start = table.column("suffix_start").to_numpy().astype(np.int64)
     paths = np.zeros(table.num_rows, CALL)
@@ -209,7 +209,7 @@ def _whole_columns(table: pa.Table) -> Columns:
 
 
 def _per_token(table: pa.Table, offsets: Longs, ids: Ints) -> Columns:
-    """The per-token columns of `ROWS`, of suffix rows whose whole ids are known."""
+    """The per-token columns of `ROWS`, for suffix rows with known full ids."""
     n_tokens = int(offsets[-1])
     start = table.column("suffix_start").to_numpy().astype(np.int64)
     at = positions(offsets[:-1] + start, np.diff(offsets) - start)
@@ -226,10 +226,10 @@ def _per_token(table: pa.Table, offsets: Longs, ids: Ints) -> Columns:
 
 
 def _suffix_columns(table: pa.Table) -> Columns:
-    """The columns that `ROWS_SUFFIX` has and `ROWS` has not."""
+    """The columns that only `ROWS_SUFFIX` has."""
     ids = ids_of(table.column("input_ids"))
     mask = _marks(table.column("loss_mask"))
-    # the first trained token of each row, or its end
+    # position of each row's first trained token, or its end
     trained = np.append(np.flatnonzero(mask), len(mask))
     first = trained[np.searchsorted(trained, ids.offsets[:-1])]
     first = np.minimum(first, ids.offsets[1:]) - ids.offsets[:-1]
@@ -269,7 +269,7 @@ def _given(column: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
 
 
 def _floats(numbers: npt.NDArray[np.float32], given: npt.NDArray[np.bool_]) -> pa.Array:
-    """Floats that are null, with 0.0 in their bytes, where none was given."""
+    """Floats with a validity bitmap; the bytes of nulls are 0.0."""
     valid = pa.array(given).buffers()[1]
     return pa.Array.from_buffers(
         pa.float32(), len(numbers), [valid, pa.py_buffer(numbers)]

@@ -1,4 +1,4 @@
-"""Which weights sampled which tokens: of turns, and of rows."""
+"""The weights that sampled each token, for turns and rows."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from trajkit.turns.flat_buffers import offsets_of, positions
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """The pieces of weight_versions of all calls, end to end."""
+    """The entries of weight_versions of all calls, concatenated."""
 
     names: pa.Array
     # shape (n_pieces,): call << 32 | start, ascending
@@ -23,7 +23,7 @@ class Versions:
 
     @classmethod
     def of(cls, calls: Calls) -> "Versions | None":
-        """Those of the calls; None where no call has any."""
+        """The entries of the calls; None if no call has any."""
         column = calls.table.column("weight_versions")
         if column.null_count == len(column):
             return None
@@ -37,7 +37,7 @@ class Versions:
         return cls(pc.struct_field(pieces, "version"), (call << 32) + start, stop)
 
     def piece_of(self, call: Longs, token: Longs) -> Longs:
-        """The piece that has each token of a call's output; -1: none."""
+        """The entry that covers each token of a call's output, or -1."""
         found = np.searchsorted(self.starts, (call << 32) + token, side="right") - 1
         at = np.maximum(found, 0)
         if not len(self.starts):
@@ -56,9 +56,9 @@ def row_versions(
     calls : Calls
     rows : ndarray of dtype ROW
     offsets : ndarray of int64, shape (n_rows + 1,)
-        Where the spans of each row start and stop.
+        Offsets of each row's spans.
     spans : ndarray of int32, shape (5, n_spans)
-        As the fields of `trajkit.schema.SPAN`.
+        The fields of `trajkit.schema.SPAN` without ``kind``.
     """
     n_rows, versions = len(rows), Versions.of(calls)
     if versions is None:
@@ -81,7 +81,7 @@ def row_versions(
 
 
 def token_versions(calls: Calls) -> pa.LargeListArray:
-    """The weights that sampled each output token of each call, null where unknown."""
+    """The weights that sampled each output token of each call, null if unknown."""
     n_calls, out_len = len(calls.calls), calls.calls["out_len"]
     offsets, versions = offsets_of(out_len), Versions.of(calls)
     if versions is None:
