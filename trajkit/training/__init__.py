@@ -1,4 +1,4 @@
-"""What a trainer adds to rows: weights, advantages, rewards per turn, a reference loss."""
+"""Additions for training: weights, advantages, rewards per turn, a reference loss."""
 
 from typing import TYPE_CHECKING
 

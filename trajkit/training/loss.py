@@ -1,7 +1,7 @@
 """A policy-gradient loss with an observation term, written to be read.
 
-Trainers have losses of their own. This one says in ten lines what the weights of a rows
-table mean, and is what tests compare a trainer's own with.
+It defines in ten lines the meaning of the weights in a rows table. Tests compare the
+losses of trainers with it.
 """
 
 import math
@@ -20,7 +20,7 @@ from trajkit.schema import ROWS
 from trajkit.training._checks import session_codes
 
 Tensor: TypeAlias = Any
-"""A numpy array or a torch tensor; trajkit itself does not know torch."""
+"""A numpy array or a torch tensor; trajkit does not import torch."""
 
 Reduce: TypeAlias = Literal["mean", "sum"]
 Per: TypeAlias = Literal["token", "rollout"]
@@ -28,14 +28,14 @@ Per: TypeAlias = Literal["token", "rollout"]
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Two sums and what each is divided by. Sums and counts of several ranks add up.
+    """Two sums and their denominators, which add up over ranks.
 
     Attributes
     ----------
     rl_sum, observation_sum : scalar array or tensor
-        In nats; differentiable where the logprobs given were.
+        In nats; differentiable if the logprobs are.
     rl_count, observation_count : int
-        Their denominators, which have nothing to do with each other.
+        Their denominators, which are independent.
     """
 
     rl_sum: Tensor
@@ -45,7 +45,7 @@ class Loss:
 
     @property
     def total(self) -> Tensor:
-        """The loss; a term of which there is nothing is 0."""
+        """The loss; a term without tokens is 0."""
         rl = self.rl_sum / max(self.rl_count, 1)
         return rl + self.observation_sum / max(self.observation_count, 1)
 
@@ -57,47 +57,47 @@ def reference_loss(
     reduce: Reduce = "mean",
     observations_per: Per = "token",
 ) -> Loss:
-    """The loss of rows under a policy that gives their tokens these logprobs.
+    """The loss of rows whose tokens have these logprobs under the trained model.
 
-    With ``w`` the row_weight, ``A`` the advantage and ``M`` the trained tokens of a
-    row, ``r = exp(logprobs - behaviour logprobs)``, and ``v`` the observation_weight::
+    ``w`` is the row_weight, ``A`` the advantage and ``M`` the trained tokens of a row,
+    ``r = exp(logprobs - behaviour logprobs)``, and ``v`` the observation_weight::
 
         rl_sum          = sum over rows of  w * A * mean(-r over M)     reduce="mean"
                                             w * A * sum(-r over M)      reduce="sum"
         observation_sum = sum over tokens of  -v * logprobs
 
-    An observed token has no ratio, no advantage and no clipping: the gradient of
-    ``observation_sum`` in its logprob is ``-v``, and that of ``rl_sum`` is 0.
+    Observed tokens have no ratio, advantage or clipping: the derivative of
+    ``observation_sum`` by their logprob is ``-v``, that of ``rl_sum`` is 0.
 
     Parameters
     ----------
     rows : table
-        `trajkit.schema.ROWS`, with a column ``advantage`` (`trajkit.add_advantages`;
-        without one the reward stands for it), and perhaps ``observation_weight``.
+        `trajkit.schema.ROWS` with a column ``advantage`` (from
+        `trajkit.add_advantages`; default: the reward) and, optionally,
+        ``observation_weight``.
     logprobs : array or torch tensor, floats, shape (n_tokens,)
-        Of every token of every row given those before it in its row, the rows end to
-        end. The first of a row is not read.
+        Log-probability of every token of every row given the tokens before it in its
+        row, rows concatenated. The first of each row is not read.
     reduce : {"mean", "sum"}
-        Over the tokens of a row: "mean" goes with row weights by "token" or "row",
-        "sum" with those by "rollout" (see `trajkit.add_weights`).
+        Reduction over the tokens of a row: "mean" for row weights by "token" or "row",
+        "sum" for those by "rollout" (see `trajkit.add_weights`).
     observations_per : {"token", "rollout"}
-        What ``observation_count`` counts: observed tokens, for flat weights; or
-        rollouts with such tokens, for weights that were normalised per rollout, which
-        must not be divided by tokens again.
+        ``observation_count`` counts observed tokens, or rollouts with such tokens. Use
+        "rollout" for weights that were normalised per rollout.
 
     Returns
     -------
     Loss
         ``rl_count`` is the number of rollouts with a trained token. Rows with a null
-        advantage are in neither of its sides.
+        advantage count neither in ``rl_sum`` nor in ``rl_count``.
 
     Raises
     ------
     PolicyError
-        ``reduce`` or ``observations_per`` is none of its values.
+        ``reduce`` or ``observations_per`` has an unknown value.
     InvalidTurnsError
-        ``logprobs`` or the weights of a row have another length; a token that is
-        trained has no behaviour logprob.
+        ``logprobs`` or the weights of a row have the wrong length; a trained token has
+        no behaviour logprob.
     """
     check_choice("reduce", reduce, Reduce)
     check_choice("observations_per", observations_per, Per)
@@ -105,7 +105,7 @@ def reference_loss(
     n_ids = pc.list_value_length(table.column("input_ids")).to_numpy()
     if tuple(logprobs.shape) != (int(n_ids.sum()),):
         raise InvalidTurnsError(
-            f"logprobs are of shape {tuple(logprobs.shape)}: the rows have "
+            f"logprobs has shape {tuple(logprobs.shape)}: the rows have "
             f"{n_ids.sum()} tokens"
         )
     row = np.repeat(np.arange(len(table)), n_ids)
@@ -137,7 +137,7 @@ def reference_loss(
 
 
 def _constant(values: npt.NDArray[np.float64], like: Tensor) -> Tensor:
-    """The values in the library, and on the device, of an array."""
+    """The values as an array of the library and device of ``like``."""
     if isinstance(like, np.ndarray):
         return values
     return like.new_tensor(values)
@@ -146,7 +146,7 @@ def _constant(values: npt.NDArray[np.float64], like: Tensor) -> Tensor:
 def _observation_weights(
     table: pa.Table, n_ids: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """The weight of every token; rows without a list (of another run) have none."""
+    """The weight of every token; 0 in rows without a list."""
     column = table.column("observation_weight")
     given = np.asarray(column.is_valid())
     n = pc.list_value_length(column).fill_null(0).to_numpy()
@@ -170,7 +170,7 @@ def _behaviour(
         token = at - np.searchsorted(row, row[at])
         raise InvalidTurnsError(
             f"{place(table, int(row[at]))}: token {token} is trained and has no "
-            "logprob: the ratio needs what the engine gave"
+            "logprob: the ratio needs the engine's"
         )
     return np.asarray(given, np.float64)
 
@@ -180,7 +180,7 @@ def _flat(table: pa.Table, name: str) -> npt.NDArray[np.generic]:
 
 
 def _values(table: pa.Table, name: str) -> pa.Array:
-    """The elements of a list column, end to end."""
+    """The elements of a list column, concatenated."""
     column = table.column(name)
     nothing = pa.array([], column.type.value_type)
     return pa.concat_arrays([nothing, *(chunk.flatten() for chunk in column.chunks)])

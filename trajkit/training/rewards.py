@@ -1,4 +1,4 @@
-"""The reward of a rollout, spread over its rows."""
+"""Spread the reward of a rollout over its rows."""
 
 from typing import Literal, TypeAlias, overload
 
@@ -49,52 +49,47 @@ def spread_rewards(
     *,
     turn_rewards: TableLike | None = None,
 ) -> pa.Table | Stream:
-    """The rows with the reward of each rollout spread over its rows.
+    """Spread the reward of each rollout over its rows.
 
     Parameters
     ----------
     rows : table, or iterator of record batches
-        `trajkit.schema.ROWS`, or ``ROWS_SUFFIX``, with all rows of each session in it,
-        and in each the reward of its whole rollout, as `trajkit.linearize` gives it. An
-        iterator (or a RecordBatchReader) is read as the result is, and may hold a
-        session in several batches that follow each other.
+        `trajkit.schema.ROWS` or ``ROWS_SUFFIX`` with all rows of each session. Each row
+        has the reward of its rollout, as `trajkit.linearize` writes it. An iterator (or
+        a RecordBatchReader) is read lazily; a session may span consecutive batches.
     mode : {"copy", "uniform", "final_only", "per_turn", "last_turn"}
         copy
             Every row has the reward of the rollout.
         uniform
-            Every row has the reward divided by the rollout's number of rows, those
-            without a trained token among them.
+            Every row has the reward divided by the rollout's number of rows, including
+            rows without a trained token.
         final_only
-            The final row has the reward, every other row 0. Where rows have a
-            ``segment_kind``, the final ones of the rollout are those of kind ``final``,
-            and a rollout without one has 0 throughout; else it is the last row of the
-            session.
+            Final rows have the reward, all others 0. Rows of ``segment_kind`` ``final``
+            are final; in a rollout without kinds it is the last row. A rollout with
+            kinds but no final row has 0 everywhere.
         per_turn
-            A row has the sum of the rewards of the turns that it trains. A turn
-            that several rows train in pieces is shared out by trained tokens.
+            A row has the sum of the rewards of the turns that it trains. If several
+            rows train parts of a turn, each has a share by trained tokens.
         last_turn
-            A row has the reward of its last turn; those of the turns before it in the
-            row count for nothing.
+            A row has the reward of its last turn. Rewards of its earlier turns do not
+            count.
     turn_rewards : table, for per_turn and last_turn
         `trajkit.schema.TURN_REWARDS`, at most one line per turn.
 
     Returns
     -------
     Table
-        The rows with ``reward`` made anew. A null reward stays null in all rows of its
-        rollout; in mode per_turn, in the rows that train such a turn; in mode
-        last_turn, in those that end with it. For an iterator: an iterator of record
-        batches.
+        The rows with new rewards. A null reward gives null in all rows of the rollout;
+        with per_turn in the rows that train the turn; with last_turn in the rows that
+        end with it. For an iterator: an iterator of record batches.
 
     Raises
     ------
     PolicyError
-        The mode is none of the five, or ``turn_rewards`` is given with another one or
-        missing.
+        The mode does not exist, or it does not go with ``turn_rewards``.
     InvalidTurnsError
-        A turn has two rewards, or one that is not finite; a turn that is trained, or in
-        mode last_turn is a row's last, has no line; in mode per_turn a turn has a
-        reward other than 0, and no row trains it.
+        A turn has two rewards or one that is not finite; a turn that the mode needs has
+        no line; with per_turn, no row trains a turn whose reward is not 0.
 
     References
     ----------
@@ -104,8 +99,8 @@ def spread_rewards(
     check_choice("mode", mode, Spread)
     if (turn_rewards is not None) != (mode in ("per_turn", "last_turn")):
         raise PolicyError(
-            "turn_rewards goes with mode='per_turn' and mode='last_turn', and those "
-            f"with turn_rewards: mode is {mode!r}, turn_rewards is "
+            "mode='per_turn' and mode='last_turn' need turn_rewards, other modes do not "
+            f"take it: mode is {mode!r}, turn_rewards is "
             f"{'not given' if turn_rewards is None else 'given'}"
         )
     given = None
@@ -123,15 +118,15 @@ def _spread_over(rows: pa.Table, mode: Spread, given: pa.Table | None) -> pa.Tab
         of_turn = _per_turn if mode == "per_turn" else _last_turn
         return with_column(table, "reward", of_turn(table, given))
     known = np.asarray(table.column("reward").is_valid())
-    whole = table.column("reward").fill_null(0.0).to_numpy()
+    reward = table.column("reward").fill_null(0.0).to_numpy()
     if len(table):
         session, _ = session_codes(table)
-        whole = spread(whole, mode, session, _final(table, session))
-    return with_column(table, "reward", pa.array(whole, mask=~known))
+        reward = spread(reward, mode, session, _final(table, session))
+    return with_column(table, "reward", pa.array(reward, mask=~known))
 
 
 def spread(
-    whole: Floats,
+    reward: Floats,
     mode: Spread,
     session: Ints,
     final: Bools,
@@ -140,31 +135,31 @@ def spread(
 
     Parameters
     ----------
-    whole : ndarray of float64, shape (n_rows,)
-        The reward of the rollout, in each of its rows.
+    reward : ndarray of float64, shape (n_rows,)
+        The reward of each row's rollout.
     mode : {"copy", "uniform", "final_only"}
         As for `spread_rewards`.
     session : ndarray of int, shape (n_rows,)
         The number of each row's rollout.
     final : ndarray of bool, shape (n_rows,)
-        As `final_rows` gives it.
+        The result of `final_rows`.
     """
     if mode == "uniform":
-        return whole / np.bincount(session)[session]
+        return reward / np.bincount(session)[session]
     if mode == "final_only":
-        return np.where(final, whole, 0.0)
-    return whole
+        return np.where(final, reward, 0.0)
+    return reward
 
 
 def final_rows(session: Ints, index: Ints, of_kind: Bools, final: Bools) -> Bools:
-    """The rows of kind final; in a rollout whose rows have no kind, the last.
+    """Mark final rows: those of kind final, or a rollout's last row if it has no kinds.
 
     Parameters
     ----------
-    session, index : ndarray of int, shape (n_rows,)
-        The number of each row's rollout, and its place in that.
+    session, index : ndarray of int, shape (n_rows,), n_rows >= 1
+        The number of each row's rollout, and the row's index in it.
     of_kind, final : ndarray of bool, shape (n_rows,)
-        Rows that have a kind, and that have the kind final. At least one row.
+        Whether rows have a kind, and whether it is final.
     """
     kinds = np.bincount(session, of_kind)[session] > 0
     last = np.full(int(session.max()) + 1, -1, np.int64)
@@ -247,7 +242,7 @@ def _last_turn(table: pa.Table, given: pa.Table) -> pa.Array:
 
 
 def _ranks(session: Longs, turn: Longs) -> Longs:
-    """One number for a turn of a session."""
+    """One number per turn of a session."""
     return session.astype(np.int64) << 32 | turn.astype(np.int64)
 
 

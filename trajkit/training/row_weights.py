@@ -1,7 +1,7 @@
-"""Row weights and advantages, so that the number of rows is neutral.
+"""Row weights and advantages that do not depend on the number of rows.
 
-A rollout is one session, however many rows a policy makes of it. What is shared out
-here is shared out per rollout, and what is averaged over is rollouts.
+A rollout is one session, however many rows it has. Weights are shares of a rollout, and
+averages run over rollouts.
 """
 
 from typing import Literal, TypeAlias, overload
@@ -27,7 +27,7 @@ from trajkit.training._checks import (
 By: TypeAlias = Literal["token", "row", "rollout"]
 Baseline: TypeAlias = Literal["none", "group_mean", "leave_one_out"]
 
-# what is read of the sessions' advantages
+# the columns read from a table of advantages
 _ADVANTAGES = pa.schema(
     [
         pa.field("session_id", pa.string(), nullable=False),
@@ -42,37 +42,37 @@ def add_weights(rows: Stream | pa.RecordBatchReader, by: By = ...) -> Stream: ..
 @overload
 def add_weights(rows: TableLike, by: By = ...) -> pa.Table: ...
 def add_weights(rows: TableLike | Stream, by: By = "token") -> pa.Table | Stream:
-    """The rows with ``row_weight`` shared out so that a rollout weighs one.
+    """Set ``row_weight`` so that every rollout has a total weight of one.
 
-    With ``n`` the trained tokens of a row, ``N`` those of all rows of its rollout, and
-    ``K`` the rows of the rollout that train something:
+    ``n`` is the number of trained tokens of a row, ``N`` that of all rows of its
+    rollout, and ``K`` the number of the rollout's rows that train:
 
     ========= ============== ====================================== ===================
-    by        row_weight     what sums to one over a rollout        for a trainer that
+    by        row_weight     sums to one over a rollout             for a trainer that
     ========= ============== ====================================== ===================
     token     ``n / N``      the weights of its rows                averages in a row
     row       ``1 / K``      the weights of its rows                averages in a row
     rollout   ``1 / N``      the weights of its trained tokens      sums in a row
     ========= ============== ====================================== ===================
 
-    ``token`` and ``rollout`` give one loss: every trained token of a rollout counts the
-    same, whichever row it is in, so the loss is that of the rollout as it was sampled.
-    ``row`` gives the mean of the rows' means, which depends on where rows begin.
+    ``token`` and ``rollout`` give the same loss: every trained token of a rollout has
+    the same weight in any row. ``row`` gives the mean of the rows' means, which depends
+    on how the rollout was cut into rows.
 
     Parameters
     ----------
     rows : table, or iterator of record batches
-        `trajkit.schema.ROWS`, or ``ROWS_SUFFIX``, with all rows of each session in it.
-        An iterator (or a RecordBatchReader) is read as the result is, and may hold a
-        session in several batches that follow each other.
+        `trajkit.schema.ROWS` or ``ROWS_SUFFIX`` with all rows of each session. An
+        iterator (or a RecordBatchReader) is read lazily; a session may span consecutive
+        batches.
     by : {"token", "row", "rollout"}
-        What each weight is a share of.
+        The definition of the weight; see the table.
 
     Returns
     -------
     Table
-        The rows with ``row_weight`` and ``rollout_mask_sum`` (``N``) made anew. A row
-        that trains nothing weighs 0; where ``N`` is 0, the weights are null. For an
+        The rows with new ``row_weight`` and ``rollout_mask_sum`` (``N``). A row that
+        trains nothing has weight 0; if ``N`` is 0, the weights are null. For an
         iterator: an iterator of record batches.
 
     Raises
@@ -103,14 +103,14 @@ def _weighed(rows: pa.Table, by: By) -> pa.Table:
     mask_sum = np.bincount(session, n_trained, n_sessions)[session].astype(np.int64)
     if by == "token":
         share = n_trained.astype(np.float64)
-        whole = mask_sum
+        total = mask_sum
     elif by == "row":
         share = (n_trained > 0).astype(np.float64)
-        whole = np.bincount(session, share, n_sessions)[session].astype(np.int64)
+        total = np.bincount(session, share, n_sessions)[session].astype(np.int64)
     else:
         share = (n_trained > 0).astype(np.float64)
-        whole = mask_sum
-    weights = pa.array(share / np.maximum(whole, 1), mask=mask_sum == 0)
+        total = mask_sum
+    weights = pa.array(share / np.maximum(total, 1), mask=mask_sum == 0)
     table = with_column(table, "row_weight", weights)
     return with_column(table, "rollout_mask_sum", pa.array(mask_sum))
 
@@ -199,27 +199,27 @@ def add_advantages(
 @overload
 def add_advantages(rows: TableLike, sessions: TableLike) -> pa.Table: ...
 def add_advantages(rows: TableLike | Stream, sessions: TableLike) -> pa.Table | Stream:
-    """The rows with a column ``advantage`` (float64): that of their session.
+    """Add the column ``advantage`` (float64): the advantage of each row's session.
 
     Parameters
     ----------
     rows : table, or iterator of record batches
-        `trajkit.schema.ROWS`, or ``ROWS_SUFFIX``. An iterator (or a RecordBatchReader)
-        is read as the result is, and may hold a session in several batches that follow
-        each other.
+        `trajkit.schema.ROWS` or ``ROWS_SUFFIX``. An iterator (or a RecordBatchReader)
+        is read lazily.
     sessions : table
-        With ``session_id`` and ``advantage``, as `trajkit.training.advantages` gives it.
+        A table with ``session_id`` and ``advantage``, from
+        `trajkit.training.advantages`.
 
     Returns
     -------
     Table
-        Null where the session's advantage is. For an iterator: an iterator of record
-        batches.
+        The rows; the advantage is null if the session's is. For an iterator: an
+        iterator of record batches.
 
     Raises
     ------
     SchemaError
-        A column of ``sessions`` is absent, or is no text or no number.
+        A column of ``sessions`` is missing or has the wrong type.
     InvalidTurnsError
         A session of the rows has no line in ``sessions``, or two; an advantage is NaN
         or infinite.
