@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from trajkit.policies import Policy as Policy
     from trajkit.policies import policy as policy
     from trajkit.recorder.recorder import Recorder as Recorder
-    from trajkit.training.row_weights import add_advantages as add_advantages
+    from trajkit.training.baselines import add_advantages as add_advantages
     from trajkit.training.row_weights import add_weights as add_weights
     from trajkit.turns.delta import compact as compact
     from trajkit.turns.delta import expand as expand
@@ -48,7 +48,7 @@ else:
             "Policy": "policies",
             "Recorder": "recorder.recorder",
             "TrajkitError": "errors",
-            "add_advantages": "training.row_weights",
+            "add_advantages": "training.baselines",
             "add_weights": "training.row_weights",
             "classify_drift": "analysis.drift",
             "compact": "turns.delta",

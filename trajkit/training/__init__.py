@@ -5,20 +5,20 @@ from typing import TYPE_CHECKING
 from trajkit._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from trajkit.training.baselines import add_advantages as add_advantages
+    from trajkit.training.baselines import advantages as advantages
     from trajkit.training.loss import Loss as Loss
     from trajkit.training.loss import reference_loss as reference_loss
     from trajkit.training.rewards import spread_rewards as spread_rewards
-    from trajkit.training.row_weights import add_advantages as add_advantages
     from trajkit.training.row_weights import add_weights as add_weights
-    from trajkit.training.row_weights import advantages as advantages
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
             "Loss": "loss",
-            "add_advantages": "row_weights",
+            "add_advantages": "baselines",
             "add_weights": "row_weights",
-            "advantages": "row_weights",
+            "advantages": "baselines",
             "reference_loss": "loss",
             "spread_rewards": "rewards",
         },
