@@ -195,6 +195,20 @@ cdef class Growth:
             return 2, self.faulty[2], self.n_new + self.out_len + self.faulty[2]
         return None
 
+    def match(self, const token_t[::1] prompt not None):
+        """Find where a prompt departs from the paths, and change nothing.
+
+        Returns
+        -------
+        base : int
+            The first call that has the prompt's first ``shared`` tokens; -1: none.
+        shared : int
+            How many tokens of the prompt some path begins with.
+        """
+        cdef pos_t n = prompt.shape[0]
+        cdef pos_t shared = self._find(&prompt[0] if n else NULL, n)
+        return self.base, shared
+
     cdef bint any_fault(self) noexcept:
         return self.faulty[0] >= 0 or self.faulty[1] >= 0 or self.faulty[2] >= 0
 

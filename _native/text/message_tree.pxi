@@ -94,6 +94,59 @@ cdef class Lists:
         """
         return self._read(messages, reply, other)
 
+    def match(self, list messages not None, int32_t base, object other not None):
+        """Find the call whose messages a list begins with for longest, and add nothing.
+
+        Parameters
+        ----------
+        messages : list of dict and pairs of key and role
+        base : int
+            Compare with this call alone; -1: compare with every call, the first of
+            equals counts.
+        other : object
+            Its method ``find`` returns the number of a message that is no dict with a form,
+            given it and its index, or -1; or it raises.
+
+        Returns
+        -------
+        call : int
+            ``base``, or -1 where no call shares a message.
+        shared : int
+            Messages at the start of the list that the call's messages and reply begin with.
+        """
+        cdef Py_ssize_t i
+        cdef int32_t number, child, call, node, meet
+        self.reached = 0
+        if self.n_calls == 0:
+            return -1, 0
+        i = self._follow(messages, 0)
+        while i < len(messages):
+            number = self._find(messages[i], i, other)
+            child = self._child(self.reached, number) if number >= 0 else -1
+            if child < 0:
+                break
+            self.reached = child
+            i = self._follow(messages, i + 1)
+        if base >= 0:
+            if base >= self.n_calls:
+                raise LayoutError(f"there are {self.n_calls} calls, and no call {base}")
+            return base, self.places[self._meet(self.reached, self.heard[base].shown)].depth
+        for call in range(self.n_calls if self.reached else 0):
+            if self._meet(self.reached, self.heard[call].shown) == self.reached:
+                return call, self.places[self.reached].depth
+        return -1, 0
+
+    cdef int32_t _meet(self, int32_t node, int32_t other) noexcept nogil:
+        """The last node that two paths have in common; no list at all has the root."""
+        if other < 0:
+            return 0
+        while node != other:
+            if self.places[node].depth >= self.places[other].depth:
+                node = self.places[node].parent
+            else:
+                other = self.places[other].parent
+        return node
+
     cdef bint lacks_room(self, int64_t n_places) noexcept:
         """Whether one call more has no room, or so many places."""
         return self.n_calls >= self.heard.shape[0] or n_places > self.places.shape[0]
@@ -184,17 +237,24 @@ cdef class Lists:
         """The number of a message, which is new or known elsewhere."""
         cdef list form = []
         cdef uint64_t digest = 0
-        cdef object role
         cdef int32_t number
-        if isinstance(message, dict):
-            role = message.get("role")
-            if isinstance(role, str) and str.isascii(role) and _lay_out(message, form, 0, &digest):
-                return self._number_of(tuple(form), digest)
+        if _has_form(message, form, &digest):
+            return self._number_of(tuple(form), digest)
         self.has_pairs |= isinstance(message, tuple)
         number = other.number(message, place)
         if not 0 <= number < len(self.said):
             raise LayoutError(f"message {number} is none of {len(self.said)}")
         return number
+
+    cdef int32_t _find(self, object message, Py_ssize_t place, object other) except -2:
+        """The number of a message, or -1 for one that is new."""
+        cdef list form = []
+        cdef uint64_t digest = 0
+        cdef object known
+        if _has_form(message, form, &digest):
+            known = self.by_hash.get(digest)
+            return -1 if known is None else self._one_of(known, tuple(form))
+        return other.find(message, place)
 
     cdef int32_t _number_of(self, tuple form, uint64_t digest) except -1:
         """The number of the message that has a form."""
@@ -251,7 +311,7 @@ cdef class Lists:
         base : int
             An earlier call; -1: none.
         """
-        cdef int32_t end = self.reached, meet, node
+        cdef int32_t end = self.reached
         cdef object number
         cdef Heard* call
         if not -1 <= base < self.n_calls:
@@ -263,15 +323,8 @@ cdef class Lists:
         if not self.silent:
             for number in self.new:
                 end = self._step(end, number)
-            if base >= 0 and self.heard[base].shown >= 0:
-                # up both lists, to where they are one
-                node, meet = end, self.heard[base].shown
-                while node != meet:
-                    if self.places[node].depth >= self.places[meet].depth:
-                        node = self.places[node].parent
-                    else:
-                        meet = self.places[meet].parent
-                call.shared = self.places[meet].depth
+            if base >= 0:
+                call.shared = self.places[self._meet(end, self.heard[base].shown)].depth
             call.end = end
             call.shown = end if self.reply < 0 else self._step(end, self.reply)
         for number in self.new:
@@ -317,6 +370,15 @@ cdef class Lists:
                 end -= 1
                 numbers[end] = self.places[node].message
                 node = self.places[node].parent
+
+
+cdef bint _has_form(object message, list form, uint64_t* digest) except -1:
+    """Whether a message is a dict that has a form: `_lay_out` fills it, and its hash."""
+    cdef object role
+    if not isinstance(message, dict):
+        return False
+    role = message.get("role")
+    return isinstance(role, str) and str.isascii(role) and _lay_out(message, form, 0, digest)
 
 
 cdef bint _same_pair(tuple a, tuple b):

@@ -60,8 +60,7 @@ cdef class Intake:
 
     def add(
         self, prompt_ids, output_ids, output_logprobs, finish_reason, ill_formed, use_tool,
-        trainable, prompt_messages, response_message, weight_versions, payloads,
-        output_mask,
+        trainable, prompt_messages, response_message, weight_versions, output_mask, payloads,
     ):
         """Take a call in. All arguments are those of `trajkit.Recorder.record`.
 

@@ -598,7 +598,7 @@ def test_a_call_that_was_waiting_when_its_session_was_dropped(monkeypatch):
     recorder.drop("a")
     monkeypatch.setattr(recorder, "_session", lambda name: found)
     monkeypatch.setattr(recorder, "_known", lambda name: found)
-    with pytest.raises(UnknownSessionError, match="dropped while a call was under way"):
+    with pytest.raises(UnknownSessionError, match="dropped during this call"):
         recorder.record("a", **call([1], [2]))
     for ask in asks(recorder, "a"):
         with pytest.raises(UnknownSessionError, match="'a'"):

@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from threading import Lock
 
+import numpy as np
 import pyarrow as pa
 
 from trajkit.errors import InvalidTurnsError
@@ -15,6 +17,57 @@ from trajkit.turns.records import (
     common_type,
     one_value,
 )
+
+_TIME = pa.timestamp("us", tz="UTC")
+METADATA = {
+    "request_id": pa.string(),
+    "model": pa.string(),
+    "agent_id": pa.string(),
+    "call_kind": pa.string(),
+    "started_at": _TIME,
+    "ended_at": _TIME,
+    "step": pa.int64(),
+}
+"""Columns that `Recorder.record` has an argument for, with their types."""
+
+
+def with_metadata(payloads: object, values: tuple[object, ...]) -> object:
+    """The payloads of a call and, in their types, the values of `METADATA` that are given.
+
+    Raises
+    ------
+    InvalidTurnsError
+        A value is not of its column's type, or is in the payloads as well.
+    """
+    if not any(value is not None for value in values):
+        return payloads
+    if payloads is not None and not isinstance(payloads, Mapping):
+        return payloads  # refused as such
+    result = dict(payloads or {})
+    for (name, type_), value in zip(METADATA.items(), values, strict=True):
+        if value is None:
+            continue
+        if name in result:
+            raise InvalidTurnsError(f"{name} is also a key of payloads: give it once")
+        result[name] = _scalar(name, value, type_)
+    return result
+
+
+def _scalar(name: str, value: object, type_: pa.DataType) -> pa.Scalar:
+    if type_ == _TIME:
+        expected = "a datetime with a time zone"
+        fits = isinstance(value, datetime) and value.tzinfo is not None
+    elif type_ == pa.string():
+        expected, fits = "a string", isinstance(value, str)
+    else:
+        expected = "an integer of 64 bits"
+        fits = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if fits:
+        try:
+            return pa.scalar(value, type_)
+        except (pa.ArrowException, OverflowError, UnicodeEncodeError):
+            pass
+    raise InvalidTurnsError(f"{name} is {value!r}: expected {expected}")
 
 
 @dataclass(slots=True)

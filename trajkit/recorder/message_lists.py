@@ -82,6 +82,16 @@ class Talk:
             self.said.append(said)
         return number
 
+    def find(self, message: object, place: int) -> int:
+        """As `number`, but a message that is new gets no number: -1."""
+        where = f"prompt_messages[{place}]"
+        if isinstance(message, tuple):
+            name = _pair(message, where)
+            self.mean()
+            return self.by_key.get(name, -1)
+        self.write()
+        return self.book.find(message, where)
+
     def write(self) -> None:
         """Write the messages into the book that are not there yet."""
         for number in range(len(self.book.bodies), len(self.said)):

@@ -1,48 +1,139 @@
 """Calls as they come: the online form of a ``turns`` table."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from threading import Lock
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias, TypedDict, Unpack, cast
 
 import pyarrow as pa
 
+from trajkit._arguments import check_choice
+from trajkit._arrow.canonical import TableLike
 from trajkit.errors import InvalidTurnsError, UnknownSessionError
 from trajkit.pipeline.rows import Layout, linearize
 from trajkit.policies import Policy
-from trajkit.recorder.extra_columns import Types
+from trajkit.recorder.extra_columns import METADATA, Types, with_metadata
+from trajkit.recorder.rejected import RejectedCall, copied, rejected_table
 from trajkit.recorder.session import ChatMessage, Recording
 from trajkit.turns.messages import check_text
+from trajkit.turns.session_metadata import Reward, one_session
 from trajkit.turns.table import locate
+
+OnInvalid: TypeAlias = Literal["raise", "reject"]
+
+# the arguments of `Recorder.record` that `Recording.add` takes, in its order
+_ARGUMENTS = (
+    *("prompt_ids", "output_ids", "output_logprobs", "finish_reason", "ill_formed"),
+    *("use_tool", "trainable", "prompt_messages", "response_message"),
+    *("weight_versions", "output_mask", "payloads"),
+)
 
 
 class Recorded(NamedTuple):
-    """What `Recorder.record` found of a call.
+    """Where `Recorder.record` put a call.
 
     Attributes
     ----------
     turn_index : int
-        Commit order within the session, from 0.
+        Commit order within the session, from 0. Of a rejected call: the index that the
+        session's next call gets.
     base_turn : int or None
-        An earlier turn whose prompt and output start like this prompt for longest.
-        None: no turn shares a token with it.
+        The earlier turn whose prompt and output share the longest prefix with this
+        prompt. None: no turn shares a token with it.
     shared_length : int
-        Tokens that they share at their start.
+        Length of that prefix in tokens.
     clean : bool
-        The prompt begins with all of the base's prompt and output, or there is no base.
+        The prompt begins with the complete prompt and output of the base, or there is no
+        base. False for a rejected call.
+    rejected : str or None
+        Why the call was rejected. None: it was recorded.
     """
 
     turn_index: int
     base_turn: int | None
     shared_length: int
     clean: bool
+    rejected: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Where a request would attach to a session.
+
+    Attributes
+    ----------
+    turn_index : int or None
+        The recorded turn that shares the longest prefix with the request, the first of
+        equals. None: no turn shares a token or, without ``prompt_ids``, a message.
+    shared_length : int or None
+        Tokens at the start of the prompt that the turn's prompt and output begin with.
+        None: no ``prompt_ids`` were given.
+    shared_messages : int or None
+        Messages at the start of the request that the turn's messages and response begin
+        with. None: no ``prompt_messages`` were given.
+    """
+
+    turn_index: int | None
+    shared_length: int | None
+    shared_messages: int | None
+
+
+class SessionRows(NamedTuple):
+    """Rows of a session and their report.
+
+    Attributes
+    ----------
+    rows : Table
+        `trajkit.schema.ROWS`, or ``ROWS_SUFFIX`` in layout "suffix".
+    report : Table
+        `trajkit.schema.REPORT`, one row.
+    """
+
+    rows: pa.Table
+    report: pa.Table
+
+
+class LinearizeOptions(TypedDict, total=False):
+    """Keyword arguments of `Recorder.rows` that `trajkit.linearize` describes."""
+
+    reward: Reward
+    sessions: TableLike | None
+    max_row_tokens: int | None
+    layout: Layout
+    payloads: Sequence[str]
+
+
+class RowOptions(LinearizeOptions, total=False):
+    """Keyword arguments of `Recorder.rows`.
+
+    Attributes
+    ----------
+    reward, sessions, max_row_tokens, layout, payloads
+        As for `trajkit.linearize`.
+    group_id : str or None
+        The task that several rollouts share. Not with ``sessions``.
+    error : str or None
+        Why the rollout failed. Not with ``sessions``.
+    """
+
+    group_id: str | None
+    error: str | None
 
 
 class Recorder:
-    """Sessions under way, each held in compact form: new tokens and new messages only.
+    """Sessions in progress, each stored in compact form: new tokens and messages only.
 
-    Every method may be called from several threads. Calls of one session are taken one
-    after another; `rows` and `turns` see the calls whose `record` had returned when
-    they began, and no part of one that is under way.
+    Every method may be called from several threads. Calls of one session are recorded one
+    at a time. `rows` and `turns` contain the calls whose `record` had returned before, and
+    never part of a call.
+
+    Parameters
+    ----------
+    on_invalid : {"raise", "reject"}
+        What `record` does with a call that breaks a rule of the schema: raise
+        InvalidTurnsError, or keep a copy of it in `rejected` and return the reason. The
+        session stays as it was in both cases.
 
     Examples
     --------
@@ -51,12 +142,17 @@ class Recorder:
     0
     >>> recorder.record("a", prompt_ids=[1, 2, 3, 4], output_ids=[5]).shared_length
     3
-    >>> recorder.rows("a", "strict")["input_ids"].to_pylist()
+    >>> recorder.match("a", prompt_ids=[1, 2, 3, 9])
+    Match(turn_index=0, shared_length=3, shared_messages=None)
+    >>> recorder.pop("a", "strict").rows["input_ids"].to_pylist()
     [[1, 2, 3, 4, 5]]
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_invalid: OnInvalid = "raise") -> None:
+        check_choice("on_invalid", on_invalid, OnInvalid)
+        self._raises = on_invalid == "raise"
         self._sessions: dict[str, Recording] = {}
+        self._rejected: list[RejectedCall] = []
         self._lock = Lock()
         self._types = Types()
 
@@ -76,32 +172,39 @@ class Recorder:
         weight_versions: Sequence[Mapping[str, object]] | None = None,
         payloads: Mapping[str, object] | None = None,
         output_mask: object = None,
+        request_id: str | None = None,
+        model: str | None = None,
+        agent_id: str | None = None,
+        call_kind: str | None = None,
+        started_at: datetime | None = None,
+        ended_at: datetime | None = None,
+        step: int | None = None,
     ) -> Recorded:
-        """Take one call into its session; a session begins with its first call.
+        """Record one call; a session begins with its first call.
 
         Parameters
         ----------
         session_id : str
         prompt_ids, output_ids : ints in [0, 2**31)
             A list, or a one-dimensional array or buffer of integers. An int32 array is
-            compared where it lies; only what is new of it is copied.
+            compared in place; only its new part is copied.
         output_logprobs : floats, one per output id, optional
             None or empty: the engine gave none. An element None: none for that token.
         finish_reason : str, optional
-            The engine's own word.
+            As the engine reports it.
         ill_formed, trainable : bool, optional
         use_tool : bool, optional
-            None: whether ``response_message`` is a dict that has ``tool_calls``.
+            None: true if ``response_message`` is a dict with ``tool_calls``.
         prompt_messages : sequence of dict, or of pairs (key, role), optional
             The request's chat messages. None: the call is routed by tokens. A message
-            that an earlier call showed is compared with it, not read anew.
+            that an earlier call contained is compared with it, not encoded again.
 
-            A pair stands for a message by its key (`turns.message_key`) and role. Its
-            body is not known then, unless the session has it from a dict: policies that
-            compare bodies (`trajkit.link`'s ``equality``) refuse such turns, and
-            `trajkit.validate` takes them with ``bodies=False``.
+            A pair represents a message by its key (`turns.message_key`) and role. The
+            session has no body for it, unless a call gives the message as a dict.
+            Policies that compare bodies (`trajkit.link`'s ``message_equality``) refuse
+            such turns, and `trajkit.validate` accepts them with ``bodies=False``.
         response_message : dict, or pair (key, role), optional
-            The reply as the next request is expected to echo it.
+            The reply as the next request is expected to contain it.
         weight_versions : sequence of dict, optional
             With ``version`` (str), ``start`` and ``stop``: which weights sampled which
             output ids, all of them in order.
@@ -109,10 +212,15 @@ class Recorder:
             Extra columns of the turn, by name: lists with an element per token, which
             `rows` carries along (see `trajkit.linearize`), or any other value that Arrow
             takes. An array of several dimensions becomes a nested list. Copied. A call
-            that does not give one has a null in it; the values of a column, over all
+            without a value has a null in the column. The values of a column, over all
             sessions, have one type, or types that Arrow widens to one.
         output_mask : bools, one per output id, optional
             False: the token is context only. None: all may be trained.
+        request_id, model, agent_id, call_kind : str, optional
+            Columns of `turns` under these names, as are the next three.
+        started_at, ended_at : datetime with a time zone, optional
+        step : int, optional
+            The training step that the run belongs to.
 
         Returns
         -------
@@ -121,111 +229,198 @@ class Recorder:
         Raises
         ------
         InvalidTurnsError
-            A value breaks a rule of the schema; the session is as it was before.
+            A value breaks a rule of the schema, and ``on_invalid`` is ``"raise"``.
         UnknownSessionError
-            The session was dropped while this call was under way.
+            The session was dropped during this call.
         """
-        session = self._sessions.get(session_id) if type(session_id) is str else None
-        if session is None:
-            session = self._session(session_id)
-        with session.lock:
-            if session.dropped:
-                raise UnknownSessionError(
-                    f"session {session_id!r} was dropped while a call was under way"
-                )
-            index = session.n_calls
-            try:
-                base, shared, clean = session.add(
-                    prompt_ids,
-                    output_ids,
-                    output_logprobs,
-                    finish_reason,
-                    ill_formed,
-                    use_tool,
-                    trainable,
-                    prompt_messages,
-                    response_message,
-                    weight_versions,
-                    payloads,
-                    output_mask,
-                )
-            except InvalidTurnsError as error:
-                where = f"session {session_id!r}, turn {index}: "
-                raise InvalidTurnsError(f"{where}{error}") from None
-        # as Recorded(...) does, without a call of Python's between
-        found = (index, None if base < 0 else base, shared, clean)
+        given = (
+            *(prompt_ids, output_ids, output_logprobs, finish_reason, ill_formed),
+            *(use_tool, trainable, prompt_messages, response_message),
+            *(weight_versions, output_mask),
+        )
+        metadata = (request_id, model, agent_id, call_kind, started_at, ended_at, step)
+        index = 0
+        try:
+            session = (
+                self._sessions.get(session_id) if type(session_id) is str else None
+            )
+            if session is None:
+                session = self._session(session_id)
+            with session.lock:
+                if session.dropped:
+                    raise UnknownSessionError(
+                        f"session {session_id!r} was dropped during this call"
+                    )
+                index = session.n_calls
+                try:
+                    columns = with_metadata(payloads, metadata)
+                    base, shared, clean = session.add(*given, columns)
+                except (InvalidTurnsError, RecursionError) as error:
+                    reason = f"session {session_id!r}, turn {index}: {error}"
+                    if isinstance(error, RecursionError):
+                        reason += ": a value is nested too deep"
+                    raise InvalidTurnsError(reason) from None
+        except InvalidTurnsError as error:
+            if self._raises:
+                raise
+            names = (*_ARGUMENTS, *METADATA)
+            values = zip(names, (*given, payloads, *metadata), strict=True)
+            call = {name: copied(one) for name, one in values if one is not None}
+            with self._lock:
+                self._rejected.append(RejectedCall(session_id, index, str(error), call))
+            return Recorded(index, None, 0, False, str(error))
+        # as Recorded(...) does, without a Python call
+        found = (index, None if base < 0 else base, shared, clean, None)
         return tuple.__new__(Recorded, found)
+
+    def match(
+        self,
+        session_id: str,
+        *,
+        prompt_ids: object = None,
+        prompt_messages: Sequence[ChatMessage] | None = None,
+    ) -> Match:
+        """Find where a request would attach, without recording it.
+
+        With ``prompt_ids``, the turn is the one that `record` would return as
+        ``base_turn``. Only where earlier turns contain the complete prompt may `record`
+        choose another of them, because it also compares the output. With
+        ``prompt_messages`` alone, the turn is the first one that shares the most messages.
+
+        Parameters
+        ----------
+        session_id : str
+            A session without a call matches nothing.
+        prompt_ids, prompt_messages : optional
+            As for `record`; at least one of them. Messages after the first one that is
+            not shared are not looked at.
+
+        Raises
+        ------
+        InvalidTurnsError
+            A value breaks a rule of the schema.
+        """
+        if prompt_ids is None and prompt_messages is None:
+            raise TypeError("match needs prompt_ids or prompt_messages: both are None")
+        with self._lock:
+            session = self._sessions.get(session_id) or Recording(self._types)
+        with session.lock:
+            try:
+                turn, length, n_messages = session.match(prompt_ids, prompt_messages)
+            except InvalidTurnsError as error:
+                raise InvalidTurnsError(f"session {session_id!r}: {error}") from None
+        return Match(None if turn < 0 else turn, length, n_messages)
+
+    def has_session(self, session_id: str) -> bool:
+        """Whether the session has a recorded call."""
+        return self.n_turns(session_id) > 0
+
+    def n_turns(self, session_id: str) -> int:
+        """Number of recorded calls of the session; 0 if it is unknown or was dropped."""
+        with self._lock:
+            session = self._sessions.get(session_id)
+        return 0 if session is None or session.dropped else session.n_calls
 
     def turns(self, session_id: str) -> pa.Table:
         """The session's calls so far, as `trajkit.schema.TURNS_DELTA`.
 
-        Columns that ``payloads`` of `record` named in any session come last, in order of
-        appearance.
+        Columns that ``payloads`` or metadata of `record` named in any session come last,
+        in order of appearance.
 
         Raises
         ------
         UnknownSessionError
-            Nothing was recorded under that id, or it was dropped.
+            The session has no recorded call, or it was dropped.
         """
         session = self._known(session_id)
         with session.lock:
-            if session.dropped:
-                raise _unknown(session_id)
+            _check_known(session, session_id)
             return session.turns(session_id)
 
     def rows(
-        self,
-        session_id: str,
-        policy: str | Policy,
-        *,
-        reward: float | None = None,
-        max_row_tokens: int | None = None,
-        layout: Layout = "full",
-        payloads: Sequence[str] = (),
+        self, session_id: str, policy: str | Policy, **options: Unpack[RowOptions]
     ) -> pa.Table:
         """The session's training rows so far: `trajkit.linearize` of its `turns`.
 
         Parameters
         ----------
         session_id : str
-        policy, reward, max_row_tokens, layout, payloads
-            As for `trajkit.linearize`.
+        policy : str or Policy
+        **options
+            See `RowOptions`.
+
+        Returns
+        -------
+        Table
+            `trajkit.schema.ROWS`, or ``ROWS_SUFFIX`` in layout "suffix".
 
         Raises
         ------
         UnknownSessionError
-            Nothing was recorded under that id, or it was dropped.
+            The session has no recorded call, or it was dropped.
+        SchemaError, InvalidTurnsError, PolicyError
+            As `trajkit.linearize`; or ``sessions`` is given together with ``group_id`` or
+            ``error``.
         """
-        return linearize(
-            locate(self.turns(session_id)),
-            policy,
-            reward=reward,
-            max_row_tokens=max_row_tokens,
-            layout=layout,
-            payloads=payloads,
-        )
+        turns = locate(self.turns(session_id))
+        return linearize(turns, policy, **_options(session_id, **options))
 
-    def drop(self, session_id: str) -> None:
-        """Forget a session. What `turns` gave of it stays valid.
+    def rows_and_report(
+        self, session_id: str, policy: str | Policy, **options: Unpack[RowOptions]
+    ) -> SessionRows:
+        """As `rows`, with the report that `trajkit.linearize` makes of the same turns."""
+        return _rows_and_report(self.turns(session_id), session_id, policy, **options)
 
-        Raises
-        ------
-        UnknownSessionError
-            Nothing was recorded under that id, or it was dropped.
+    def pop(
+        self, session_id: str, policy: str | Policy, **options: Unpack[RowOptions]
+    ) -> SessionRows:
+        """As `rows_and_report`, and forget the session.
+
+        No call can be recorded between the two. If no rows can be made, the error is
+        raised and the session stays.
         """
         session = self._known(session_id)
         with session.lock:
-            if session.dropped:
-                raise _unknown(session_id)
-            session.dropped = True
-            with self._lock:
-                del self._sessions[session_id]
+            _check_known(session, session_id)
+            turns = session.turns(session_id)
+            result = _rows_and_report(turns, session_id, policy, **options)
+            self._forget(session, session_id)
+        return result
+
+    def drop(self, session_id: str) -> None:
+        """Forget a session. Tables that `turns` returned stay valid.
+
+        Raises
+        ------
+        UnknownSessionError
+            The session has no recorded call, or it was dropped.
+        """
+        session = self._known(session_id)
+        with session.lock:
+            _check_known(session, session_id)
+            self._forget(session, session_id)
 
     @property
     def sessions(self) -> list[str]:
         """Ids of the sessions that have a call, in order of their first."""
         with self._lock:
             return [name for name, one in self._sessions.items() if one.n_calls]
+
+    @property
+    def rejected(self) -> list[RejectedCall]:
+        """The rejected calls of all sessions, in order; see ``on_invalid``.
+
+        They stay here, also when their session is dropped, until `pop_rejected`.
+        """
+        with self._lock:
+            return self._rejected.copy()
+
+    def pop_rejected(self) -> pa.Table:
+        """The rejected calls as a table of the schema `REJECTED_CALLS`, and forget them."""
+        with self._lock:
+            table = rejected_table(self._rejected)
+            self._rejected.clear()
+        return table
 
     def _session(self, session_id: str) -> Recording:
         if not isinstance(session_id, str):
@@ -244,6 +439,41 @@ class Recorder:
             raise _unknown(session_id)
         return session
 
+    def _forget(self, session: Recording, session_id: str) -> None:
+        """Remove a session whose lock the caller has."""
+        session.dropped = True
+        with self._lock:
+            del self._sessions[session_id]
+
+
+def _options(session_id: str, **options: Unpack[RowOptions]) -> LinearizeOptions:
+    """The arguments of `trajkit.linearize` that the options stand for."""
+    group_id, error = options.pop("group_id", None), options.pop("error", None)
+    result = cast(LinearizeOptions, options)
+    if group_id is not None or error is not None:
+        reward, sessions = result.pop("reward", None), result.pop("sessions", None)
+        result["sessions"] = one_session(session_id, reward, sessions, group_id, error)
+    return result
+
+
+def _rows_and_report(
+    turns: pa.Table,
+    session_id: str,
+    policy: str | Policy,
+    **options: Unpack[RowOptions],
+) -> SessionRows:
+    made = linearize(
+        locate(turns), policy, report=True, **_options(session_id, **options)
+    )
+    return SessionRows(*made)
+
+
+def _check_known(session: Recording, session_id: str) -> None:
+    if session.dropped:
+        raise _unknown(session_id)
+
 
 def _unknown(session_id: str) -> UnknownSessionError:
-    return UnknownSessionError(f"session {session_id!r}: nothing is recorded of it")
+    return UnknownSessionError(
+        f"session {session_id!r} has no recorded call, or was dropped"
+    )

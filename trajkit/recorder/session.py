@@ -112,6 +112,9 @@ class Recording(_core.Intake):
     def number(self, message: object, place: int) -> int:
         return self.talk.number(message, place)
 
+    def find(self, message: object, place: int) -> int:
+        return self.talk.find(message, place)
+
     def mean(self) -> None:
         self.talk.mean()
 
@@ -149,6 +152,24 @@ class Recording(_core.Intake):
         kept = length <= _SHORT * len(self.calls)
         self.path = np.empty(length + length // 8 + 16 if kept else 0, np.int32)
         self.paths.hold_path(self.path)
+
+    def match(
+        self, prompt_ids: object, messages: object
+    ) -> tuple[int, int | None, int | None]:
+        """Turn (-1: none), tokens and messages: see `trajkit.recorder.Match`."""
+        turn, n_tokens, n_messages = -1, None, None
+        if prompt_ids is not None:
+            ids = self.read_ids(prompt_ids, "prompt_ids")
+            wrong = np.flatnonzero(ids < 0)
+            if len(wrong):
+                raise self.refusal(ids.tobytes(), (0, int(wrong[0]), int(wrong[0])))
+            turn, n_tokens = self.paths.match(ids)
+        if messages is not None:
+            listed = read_messages(messages)
+            n_messages = 0
+            if turn >= 0 or prompt_ids is None:
+                turn, n_messages = self.talk.lists.match(listed, turn, self)
+        return turn, n_tokens, n_messages
 
     def turns(self, name: str) -> pa.Table:
         """The calls so far: `trajkit.schema.TURNS_DELTA`, and further columns behind.

@@ -130,19 +130,7 @@ class MessageBook:
         InvalidTurnsError
             It is no dict, has no role, or holds what JSON does not know.
         """
-        if not isinstance(message, dict):
-            raise InvalidTurnsError(
-                f"{where} is of type {type(message).__name__}: expected a dict"
-            )
-        role = message.get("role")
-        if not isinstance(role, str):
-            said = f"the role {role!r}" if "role" in message else "no role"
-            raise InvalidTurnsError(f"{where} has {said}: expected a string")
-        try:
-            body, value_text = _core.encode_message(message)
-        except InvalidTurnsError as error:
-            gap = "" if str(error).startswith("[") else " "
-            raise InvalidTurnsError(f"{where}{gap}{error}") from None
+        role, body, value_text = _encoded(message, where)
         known = self._by_body.get(body)
         if known is not None:
             return known
@@ -150,6 +138,10 @@ class MessageBook:
         number = self._by_body[body] = len(self.bodies)
         self._append(_key(body, value_text), role, body)
         return number
+
+    def find(self, message: object, where: str) -> int:
+        """The id of a message, or -1 if it is new; raises as `add` does."""
+        return self._by_body.get(_encoded(message, where)[1], -1)
 
     def add_key(self, key: bytes, role: str) -> int:
         """The id of a message of which key and role are known, and no body."""
@@ -239,6 +231,24 @@ class MessageBook:
             fields=list(MESSAGE),
             mask=None if mask is None else pa.array(mask),
         )
+
+
+def _encoded(message: object, where: str) -> tuple[str, str, str]:
+    """A message's role, its body, and the text of its values."""
+    if not isinstance(message, dict):
+        raise InvalidTurnsError(
+            f"{where} is of type {type(message).__name__}: expected a dict"
+        )
+    role = message.get("role")
+    if not isinstance(role, str):
+        said = f"the role {role!r}" if "role" in message else "no role"
+        raise InvalidTurnsError(f"{where} has {said}: expected a string")
+    try:
+        body, value_text = _core.encode_message(message)
+    except InvalidTurnsError as error:
+        gap = "" if str(error).startswith("[") else " "
+        raise InvalidTurnsError(f"{where}{gap}{error}") from None
+    return role, body, value_text
 
 
 def check_text(text: str, where: str) -> None:

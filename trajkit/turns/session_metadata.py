@@ -144,6 +144,42 @@ def session_facts(reward: Reward, sessions: TableLike | None) -> SessionFacts:
     return SessionFacts(number, None, () if number is None else ("reward",))
 
 
+def one_session(
+    session_id: str,
+    reward: Reward,
+    sessions: TableLike | None,
+    group_id: str | None,
+    error: str | None,
+) -> pa.Table:
+    """SESSIONS of one session.
+
+    Raises
+    ------
+    SchemaError
+        As `session_facts`; ``group_id`` or ``error`` is not a string, or is given with a
+        table.
+    InvalidTurnsError
+        As `session_facts` and `SessionFacts.of`.
+    """
+    for name, value in (("group_id", group_id), ("error", error)):
+        if value is not None and not isinstance(value, str):
+            raise SchemaError(f"{name} is {value!r}: expected a string")
+    is_table = not isinstance(reward, Mapping) and arrow_source(reward) is not None
+    if sessions is not None or is_table:
+        raise SchemaError(
+            "group_id or error is given with a table of sessions: put them into the table"
+        )
+    line = session_facts(reward, None).of(pa.array([session_id]))
+    columns = [*line.columns[:2], [group_id], [error]]
+    return pa.Table.from_arrays(
+        [
+            pa.array(column, type_)
+            for column, type_ in zip(columns, SESSIONS.types, strict=True)
+        ],
+        schema=SESSIONS,
+    )
+
+
 def _of_turns(calls: Calls, name: str) -> pa.Array:
     """What the turns of each session say in a column; null where none says anything."""
     column = calls.table.column(name)

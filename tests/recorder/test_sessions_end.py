@@ -1,0 +1,185 @@
+"""Rows, reports and metadata of recorded sessions, and sessions that end."""
+
+from datetime import UTC, datetime, timedelta, timezone
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trajkit as tk
+from tests.recorder.test_recorder import call, record, recordable
+from tests.strategies import chosen_policies, sessions
+from tests.tables import turns_table
+from trajkit.errors import (
+    InvalidTurnsError,
+    PolicyError,
+    SchemaError,
+    UnknownSessionError,
+)
+from trajkit.importers.reader import EXTRAS
+from trajkit.schema import ROWS
+
+NOON = datetime(2026, 1, 2, 12, tzinfo=UTC)
+
+
+def recorded(turns):
+    recorder = tk.Recorder()
+    for turn in turns:
+        record(recorder, turn)
+    return recorder
+
+
+@given(
+    sessions(),
+    chosen_policies(),
+    st.none() | st.floats(-1, 1),
+    st.sampled_from([None, "g"]),
+    st.sampled_from([None, "timeout"]),
+)
+def test_pop_returns_rows_and_report_of_the_table(
+    turns, policy, reward, group_id, error
+):
+    turns, policy = recordable(turns), tk.policy(policy[0], **policy[1])
+    recorder = recorded(turns)
+    facts = pa.Table.from_pylist(
+        [{"session_id": "s", "reward": reward, "group_id": group_id, "error": error}],
+        tk.schema.SESSIONS,
+    )
+    rows, report = tk.linearize(turns_table(turns), policy, sessions=facts, report=True)
+    options = {"reward": reward, "group_id": group_id, "error": error}
+    assert recorder.n_turns("s") == len(turns)
+    assert recorder.rows("s", policy, **options) == rows
+    assert recorder.rows("s", policy, sessions=facts) == rows
+    assert recorder.rows_and_report("s", policy, **options) == (rows, report)
+    assert recorder.has_session("s")
+    assert recorder.pop("s", policy, **options) == (rows, report)
+    assert not recorder.has_session("s")
+    assert recorder.n_turns("s") == 0
+    with pytest.raises(UnknownSessionError, match="'s'"):
+        recorder.pop("s", policy)
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "error"),
+    [
+        ("no such", {}, PolicyError),
+        ("strict", {"reward": float("nan")}, InvalidTurnsError),
+        ("strict", {"reward": {"b": 1.0}}, InvalidTurnsError),
+        ("strict", {"group_id": 3}, SchemaError),
+        ("strict", {"error": "x", "sessions": [{"session_id": "a"}]}, SchemaError),
+        ("strict", {"group_id": "x", "reward": pa.table({"a": [1]})}, SchemaError),
+        ("strict", {"unknown": 1}, TypeError),
+    ],
+)
+def test_a_pop_without_rows_keeps_the_session(policy, options, error):
+    recorder = tk.Recorder()
+    recorder.record("a", **call([1], [2]))
+    with pytest.raises(error):
+        recorder.pop("a", policy, **options)
+    assert recorder.n_turns("a") == 1
+    assert recorder.pop("a", "strict").rows["input_ids"].to_pylist() == [[1, 2]]
+
+
+def test_pop_makes_its_rows_under_the_lock(monkeypatch):
+    recorder = tk.Recorder()
+    recorder.record("a", **call([1], [2]))
+    session = recorder._known("a")
+    seen = []
+    turns = session.turns
+
+    def turns_of(self, name):
+        seen.append(session.lock.locked())
+        return turns(name)
+
+    monkeypatch.setattr(type(session), "turns", turns_of)
+    forget = recorder._forget
+
+    def forgotten(*arguments):
+        seen.append(session.lock.locked())
+        forget(*arguments)
+
+    monkeypatch.setattr(recorder, "_forget", forgotten)
+    recorder.pop("a", "strict")
+    assert seen == [True, True]
+
+
+def test_a_session_has_a_call_that_counts():
+    recorder = tk.Recorder()
+    assert not recorder.has_session("a")
+    with pytest.raises(InvalidTurnsError):
+        recorder.record("a", **call([-1], [2]))
+    assert not recorder.has_session("a")
+    assert recorder.n_turns("a") == 0
+    recorder.record("a", **call([1], [2]))
+    assert recorder.has_session("a")
+
+
+METADATA = {
+    "request_id": "r",
+    "model": "m",
+    "agent_id": "main",
+    "call_kind": "title",
+    "started_at": NOON,
+    "ended_at": NOON.astimezone(timezone(timedelta(hours=2))),
+    "step": np.int64(7),
+}
+
+
+def test_metadata_become_columns():
+    recorder = tk.Recorder()
+    recorder.record("a", **call([1], [2]))
+    recorder.record("a", **call([1, 2, 3], [4], payloads={"x": [1]}, **METADATA))
+    table = recorder.turns("a")
+    for name, value in METADATA.items():
+        assert table[name].to_pylist() == [None, value]
+    assert table.schema.field("step").type == ROWS.field("step").type
+    for name in METADATA.keys() - {"step"}:  # as imported turns have them
+        assert table.schema.field(name).type == EXTRAS.field(name).type
+    assert table["x"].to_pylist() == [None, [1]]
+    assert recorder.rows("a", "strict")["step"].to_pylist() == [7]
+    tk.validate(table)
+
+
+def test_metadata_decide_as_columns_of_a_table_do():
+    """Policies read ``started_at``: the call that started first trains what both hold."""
+    recorder = tk.Recorder()
+    for second in (5, 1):
+        recorder.record(
+            "a", **call([1, 2], [3]), started_at=NOON + timedelta(seconds=second)
+        )
+    rows = recorder.rows("a", tk.policy("per_call", train_in="earliest"))
+    assert rows == tk.linearize(
+        recorder.turns("a"), tk.policy("per_call", train_in="earliest")
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("request_id", 3, "a string"),
+        ("request_id", "\ud800", "a string"),
+        ("model", b"m", "a string"),
+        ("started_at", NOON.replace(tzinfo=None), "a datetime with a time zone"),
+        ("ended_at", 1.5, "a datetime with a time zone"),
+        ("step", True, "an integer of 64 bits"),
+        ("step", 2**63, "an integer of 64 bits"),
+        ("step", 1.0, "an integer of 64 bits"),
+    ],
+)
+def test_metadata_of_another_type_are_refused(name, value, expected):
+    recorder = tk.Recorder()
+    with pytest.raises(InvalidTurnsError) as refused:
+        recorder.record("a", **call([1], [2]), **{name: value})
+    assert str(refused.value) == (
+        f"session 'a', turn 0: {name} is {value!r}: expected {expected}"
+    )
+
+
+def test_metadata_are_given_once():
+    recorder = tk.Recorder()
+    with pytest.raises(InvalidTurnsError, match="step is also a key of payloads"):
+        recorder.record("a", **call([1], [2], payloads={"step": 1}, step=1))
+    with pytest.raises(InvalidTurnsError, match="payloads is of type list"):
+        recorder.record("a", **call([1], [2], payloads=["step"], step=1))
