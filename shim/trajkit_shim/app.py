@@ -45,7 +45,8 @@ from trajkit_shim.prompting.prompts import Mode, Prompts
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.prompting.token_cache import CacheBudget
 from trajkit_shim.protocols import PROTOCOLS
-from trajkit_shim.protocols.base import Events, Verb, WireProtocol
+from trajkit_shim.protocols.base import Verb, WireProtocol
+from trajkit_shim.protocols.blocks import Events
 from trajkit_shim.protocols.openai_chat import OPENAI_CHAT
 from trajkit_shim.protocols.sse import encode
 from trajkit_shim.replies.external_parsers import ReplyParser

@@ -8,20 +8,23 @@ of its tokens were sampled with which weights.
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from trajkit_shim import json_input
 from trajkit_shim.engines.base import Engine, UpdatableEngine
 from trajkit_shim.errors import EngineError, GatewayError
+from trajkit_shim.json_input import Fields, as_number, parse_object
 from trajkit_shim.responses import cancel_on_disconnect
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 # how long an engine may take to pause or resume
 _AT_ONCE_S = 60.0
+# duration of a pause: at most a day
+_SECONDS = partial(as_number, minimum=0.0, maximum=86_400.0)
 
 
 class Weights:
@@ -128,22 +131,17 @@ class Weights:
         """Yield path, method and endpoint of the trainer's routes."""
 
         async def pause(request: Request) -> Response:
-            body = json_input.parse_object(await read_body(request) or b"{}")
-            json_input.only(body, {"timeout_s"}, "")
-            seconds = 600.0 if (given := body.get("timeout_s")) is None else given
-            lease = json_input.as_number(
-                seconds, "timeout_s", minimum=0.0, maximum=86_400.0
-            )
-            await cancel_on_disconnect(request, self.pause(lease))
+            body = Fields(parse_object(await read_body(request) or b"{}"))
+            body.only({"timeout_s"})
+            seconds = body.get("timeout_s", _SECONDS)
+            lease = self.pause(600.0 if seconds is None else seconds)
+            await cancel_on_disconnect(request, lease)
             return JSONResponse(self.describe())
 
         async def update(request: Request) -> Response:
-            body = json_input.parse_object(await read_body(request))
-            json_input.only(body, {"model_path", "weight_version"}, "")
-            await self.update(
-                json_input.as_name(body.get("model_path"), "model_path"),
-                json_input.as_name(body.get("weight_version"), "weight_version"),
-            )
+            body = Fields(parse_object(await read_body(request)))
+            body.only({"model_path", "weight_version"})
+            await self.update(body.name("model_path"), body.name("weight_version"))
             return JSONResponse(self.describe())
 
         async def resume(_: Request) -> Response:
