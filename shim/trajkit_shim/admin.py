@@ -52,15 +52,8 @@ ReadBody: TypeAlias = Callable[[Request], Awaitable[bytes]]
 class Admin:
     """The routes of the trainer.
 
-    Parameters
-    ----------
-    sessions : SessionStore
-    gate : Gate
-    timings : Timings
-    read_body : callable
-        Returns a request's body; rejects one that is too long.
-    token : str, optional
-        Required in every request. Default: none.
+    ``read_body``: returns a request's body; rejects one that is too long. ``token``:
+    required in every request. Default: none.
     """
 
     def __init__(

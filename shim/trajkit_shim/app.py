@@ -424,10 +424,7 @@ class _Gateway:
     ) -> SharedCall:
         """Start a call.
 
-        Raises
-        ------
-        GatewayError
-            The session has no call left.
+        Raises `GatewayError`: the session has no call left.
         """
         partial = PartialReply()
         context = CallContext(
@@ -469,12 +466,8 @@ class _Gateway:
     def _record(self, session: Session, call: PreparedCall) -> Answered:
         """Write and count the turn. Does not await, so no other call interferes.
 
-        Raises
-        ------
-        EngineError
-            The engine aborted the call.
-        GatewayError
-            The turn could not be written.
+        Raises `EngineError`: the engine aborted the call. `GatewayError`: the turn
+        could not be written.
         """
         counts, turn = session.counts, call.turn
         turn_index = counts.recorded

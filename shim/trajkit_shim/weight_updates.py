@@ -48,12 +48,8 @@ class Weights:
     async def pause(self, seconds: float) -> None:
         """Pause the engine for at most ``seconds``; repeated, restart that duration.
 
-        Raises
-        ------
-        EngineError
-            The engine failed to pause, and was asked to resume.
-        GatewayError
-            501: this engine cannot be paused.
+        Raises `EngineError`: the engine failed to pause, and was asked to resume.
+        `GatewayError`: 501: this engine cannot be paused.
         """
         engine = self._updatable()
         async with self._turn:
@@ -75,12 +71,8 @@ class Weights:
     async def update(self, path: str, version: str) -> None:
         """Load weights while the engine is paused.
 
-        Raises
-        ------
-        GatewayError
-            409: it is not paused. 501: this engine cannot be updated.
-        EngineError
-            The engine failed to load them; it is still paused.
+        Raises `GatewayError`: 409: it is not paused. 501: this engine cannot be
+        updated. `EngineError`: the engine failed to load them; it is still paused.
         """
         engine = self._updatable()
         async with self._turn:
@@ -97,12 +89,8 @@ class Weights:
     async def resume(self) -> None:
         """Resume the engine if it is paused.
 
-        Raises
-        ------
-        EngineError
-            It failed. It is asked again when the pause expires.
-        GatewayError
-            501: this engine cannot be paused.
+        Raises `EngineError`: it failed. It is asked again when the pause expires.
+        `GatewayError`: 501: this engine cannot be paused.
         """
         engine = self._updatable()
         async with self._turn:

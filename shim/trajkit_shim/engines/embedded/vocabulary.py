@@ -17,16 +17,9 @@ END = "<|im_end|>"
 class Vocabulary:
     """The bytes of every token of a byte-level BPE model in which each byte is a token.
 
-    Attributes
-    ----------
-    size : int
-        Ids are in ``[0, size)``.
-    spelling : list of bytes
-        The bytes of each id.
-    added : dict of str to int
-        The added tokens by their text.
-    by_bytes : dict of bytes to int
-        The ordinary tokens, of at most ``longest`` bytes.
+    ``size``: ids are in ``[0, size)``. ``spelling``: the bytes of each id. ``added``:
+    the added tokens by their text. ``by_bytes``: the ordinary tokens, of at most
+    ``longest`` bytes.
     """
 
     def __init__(self, tokenizer_json: str) -> None:
