@@ -6,7 +6,7 @@ a session's key is not enough.
 
 import hmac
 import math
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Set
 from functools import partial
 from typing import TypeAlias
 
@@ -14,9 +14,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from trajkit_shim import json_input
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.json_input import Json, optional
+from trajkit_shim.json_input import (
+    Fields,
+    Json,
+    as_integer,
+    as_number,
+    as_object,
+    as_text,
+    parse_object,
+)
 from trajkit_shim.pause import Gate
 from trajkit_shim.responses import cancel_on_disconnect
 from trajkit_shim.sessions.quotas import Limits
@@ -35,8 +42,8 @@ END_FIELDS = frozenset({"reward", "error", "metadata", "wait_seconds"})
 PAUSE_FIELDS = frozenset({"wait_seconds", "abort", "max_seconds"})
 
 # a duration; no request may make the gateway wait for more than a day
-_SECONDS = partial(json_input.as_number, minimum=0.0, maximum=24 * 3600.0)
-_POSITIVE = partial(json_input.as_integer, minimum=1)
+_SECONDS = partial(as_number, minimum=0.0, maximum=24 * 3600.0)
+_POSITIVE = partial(as_integer, minimum=1)
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 ReadBody: TypeAlias = Callable[[Request], Awaitable[bytes]]
@@ -45,15 +52,8 @@ ReadBody: TypeAlias = Callable[[Request], Awaitable[bytes]]
 class Admin:
     """The routes of the trainer.
 
-    Parameters
-    ----------
-    sessions : SessionStore
-    gate : Gate
-    timings : Timings
-    read_body : callable
-        Returns a request's body; rejects one that is too long.
-    token : str, optional
-        Required in every request. Default: none.
+    ``read_body``: returns a request's body; rejects one that is too long. ``token``:
+    required in every request. Default: none.
     """
 
     def __init__(
@@ -101,74 +101,73 @@ class Admin:
         return guarded
 
     async def open(self, request: Request) -> Response:
-        body = await self._object(request, SESSION_FIELDS)
-        limits = {name: optional(body, name, _POSITIVE) for name in _LIMITS}
+        body = await self._fields(request, SESSION_FIELDS)
         terms = Terms(
-            pins=parse_pins(body.get("sampling")),
-            client_sampling=parse_client_sampling(body.get("client_sampling")),
-            limits=Limits(**limits),
-            ttl_seconds=optional(body, "ttl_seconds", _SECONDS),
-            replay=bool(optional(body, "replay", json_input.as_flag)),
-            group_id=optional(body, "group_id", json_input.as_text),
+            pins=parse_pins(body.json.get("sampling")),
+            client_sampling=parse_client_sampling(body.json.get("client_sampling")),
+            limits=Limits(**{name: body.get(name, _POSITIVE) for name in _LIMITS}),
+            ttl_seconds=body.get("ttl_seconds", _SECONDS),
+            replay=body.flag("replay"),
+            group_id=body.get("group_id", as_text),
         )
         outcome = Outcome()
         outcome.update(_outcome_fields(body))
-        session_id = optional(body, "session_id", json_input.as_text)
-        session = self._sessions.open(session_id, terms, outcome)
-        return JSONResponse(
-            {"session_id": session.session_id, "api_key": session.session_id}
-        )
+        session_id = body.get("session_id", as_text)
+        name = self._sessions.open(session_id, terms, outcome).session_id
+        return JSONResponse({"session_id": name, "api_key": name})
 
     async def show(self, request: Request) -> Response:
-        return JSONResponse(self._sessions.describe(_session_id(request)))
+        return JSONResponse(self._sessions.describe(request.path_params["session_id"]))
 
     def _ending(self, how: EndedBy) -> Endpoint:
         async def end(request: Request) -> Response:
-            body = await self._object(request, END_FIELDS)
+            body = await self._fields(request, END_FIELDS)
+            name = request.path_params["session_id"]
+            wait, outcome = _wait(body), _outcome_fields(body)
             summary = await self._sessions.finish(
-                _session_id(request),
-                how,
-                wait_seconds=_wait(body),
-                fields=_outcome_fields(body),
+                name, how, wait_seconds=wait, fields=outcome
             )
             return JSONResponse(summary)
 
         return end
 
     async def drop(self, request: Request) -> Response:
-        await self._object(request, frozenset())
-        return JSONResponse(await self._sessions.drop(_session_id(request)))
+        await self._fields(request)
+        return JSONResponse(
+            await self._sessions.drop(request.path_params["session_id"])
+        )
 
     async def reopen(self, request: Request) -> Response:
-        await self._object(request, frozenset())
-        return JSONResponse(self._sessions.reopen(_session_id(request)).describe())
+        await self._fields(request)
+        session = self._sessions.reopen(request.path_params["session_id"])
+        return JSONResponse(session.describe())
 
     async def pause(self, request: Request) -> Response:
-        body = await self._object(request, PAUSE_FIELDS)
+        body = await self._fields(request, PAUSE_FIELDS)
         pause = self._gate.pause(
             wait_seconds=_wait(body, default=60.0),
-            abort=bool(optional(body, "abort", json_input.as_flag)),
-            max_seconds=optional(body, "max_seconds", _SECONDS),
+            abort=body.flag("abort"),
+            max_seconds=body.get("max_seconds", _SECONDS),
         )
         await cancel_on_disconnect(request, pause)
         return JSONResponse({"paused": True})
 
     async def resume(self, request: Request) -> Response:
-        await self._object(request, frozenset())
+        await self._fields(request)
         self._gate.resume()
         return JSONResponse({"paused": False})
 
     async def drain(self, request: Request) -> Response:
-        body = await self._object(request, frozenset({"wait_seconds"}))
+        body = await self._fields(request, {"wait_seconds"})
         await self._sessions.drain(_wait(body, default=60.0))
         return JSONResponse(self._sessions.counts())
 
     async def timings(self, _: Request) -> Response:
         return JSONResponse(self._timings.describe())
 
-    async def _object(self, request: Request, fields: frozenset[str]) -> Json:
-        body = json_input.parse_object(await self._read_body(request) or b"{}")
-        json_input.only(body, fields, "")
+    async def _fields(self, request: Request, known: Set[str] = frozenset()) -> Fields:
+        body = Fields(parse_object(await self._read_body(request) or b"{}"))
+        body.only(known)
         return body
 
 
@@ -187,24 +186,19 @@ def check_token(request: Request, token: str) -> None:
         )
 
 
-def _session_id(request: Request) -> str:
-    session_id: str = request.path_params["session_id"]
-    return session_id
-
-
-def _wait(body: Json, default: float = 0.0) -> float:
-    seconds = optional(body, "wait_seconds", _SECONDS)
+def _wait(body: Fields, default: float = 0.0) -> float:
+    seconds = body.get("wait_seconds", _SECONDS)
     return default if seconds is None else seconds
 
 
-def _outcome_fields(body: Json) -> Json:
+def _outcome_fields(body: Fields) -> Json:
     """The fields that update a session's outcome (`sessions.sessions.Outcome.update`)."""
     fields: Json = {}
-    if "reward" in body:
-        any_number = partial(json_input.as_number, minimum=-math.inf, maximum=math.inf)
-        fields["reward"] = optional(body, "reward", any_number)
-    if "error" in body:
-        fields["error"] = optional(body, "error", json_input.as_text)
-    if body.get("metadata") is not None:
-        fields["metadata"] = json_input.as_object(body["metadata"], "metadata")
+    if "reward" in body.json:
+        any_number = partial(as_number, minimum=-math.inf, maximum=math.inf)
+        fields["reward"] = body.get("reward", any_number)
+    if "error" in body.json:
+        fields["error"] = body.get("error", as_text)
+    if body.json.get("metadata") is not None:
+        fields["metadata"] = body.need("metadata", as_object)
     return fields

@@ -45,7 +45,8 @@ from trajkit_shim.prompting.prompts import Mode, Prompts
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.prompting.token_cache import CacheBudget
 from trajkit_shim.protocols import PROTOCOLS
-from trajkit_shim.protocols.base import Events, Verb, WireProtocol
+from trajkit_shim.protocols.base import Verb, WireProtocol
+from trajkit_shim.protocols.blocks import Events
 from trajkit_shim.protocols.openai_chat import OPENAI_CHAT
 from trajkit_shim.protocols.sse import encode
 from trajkit_shim.replies.external_parsers import ReplyParser
@@ -423,10 +424,7 @@ class _Gateway:
     ) -> SharedCall:
         """Start a call.
 
-        Raises
-        ------
-        GatewayError
-            The session has no call left.
+        Raises `GatewayError`: the session has no call left.
         """
         partial = PartialReply()
         context = CallContext(
@@ -468,12 +466,8 @@ class _Gateway:
     def _record(self, session: Session, call: PreparedCall) -> Answered:
         """Write and count the turn. Does not await, so no other call interferes.
 
-        Raises
-        ------
-        EngineError
-            The engine aborted the call.
-        GatewayError
-            The turn could not be written.
+        Raises `EngineError`: the engine aborted the call. `GatewayError`: the turn
+        could not be written.
         """
         counts, turn = session.counts, call.turn
         turn_index = counts.recorded

@@ -95,13 +95,9 @@ class PreparedCall:
 async def prepare_call(context: CallContext) -> PreparedCall:
     """Render, sample and parse one call.
 
-    Raises
-    ------
-    GatewayError
-        The messages cannot be rendered, the session has no tokens left for them, or the
-        reply does not start with what was streamed of it.
-    EngineError
-        The prompt is invalid, or the engine failed.
+    Raises `GatewayError`: the messages cannot be rendered, the session has no tokens
+    left for them, or the reply does not start with what was streamed of it.
+    `EngineError`: the prompt is invalid, or the engine failed.
     """
     info = context.reservation.narrow(await context.settings.engine.info())
     call = _Call(context, info)
@@ -116,10 +112,7 @@ async def prepare_call(context: CallContext) -> PreparedCall:
 async def count_tokens(request: ChatRequest, session: Session, prompts: Prompts) -> int:
     """Return the length of a call's prompt. Nothing is sampled or recorded.
 
-    Raises
-    ------
-    GatewayError
-        The messages cannot be rendered.
+    Raises `GatewayError`: the messages cannot be rendered.
     """
     _, prompt = await asyncio.to_thread(
         _build_prompt, request, session, prompts, attributed=False

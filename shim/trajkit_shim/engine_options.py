@@ -73,12 +73,8 @@ def built_engine(
 
     ``policy`` and ``seed`` are for the embedded engine.
 
-    Raises
-    ------
-    SystemExit
-        Options are missing, or do not apply to that engine.
-    FormatError
-        The model cannot be read.
+    Raises `SystemExit`: options are missing, or do not apply to that engine.
+    `FormatError`: the model cannot be read.
     """
     from trajkit_shim.replies.parsers import FORMS
 
@@ -108,12 +104,8 @@ def built_parser(
 ) -> "ReplyParser | None":
     """Return the external parser of replies that ``--tool-form`` names, if any.
 
-    Raises
-    ------
-    FormatError
-        The tokenizer has no response template.
-    ConnectionError
-        The server has no parsers.
+    Raises `FormatError`: the tokenizer has no response template. `ConnectionError`: the
+    server has no parsers.
     """
     from trajkit_shim.errors import EngineError
     from trajkit_shim.replies.external_parsers import SchemaParser, SGLangParser

@@ -4,13 +4,8 @@
 class EngineError(Exception):
     """The engine rejected or failed a call.
 
-    Parameters
-    ----------
-    message : str
-        What went wrong, in the engine's words if it gave any.
-    status : int
-        HTTP status for the client: 4xx if the request is wrong, 5xx if the engine
-        failed.
+    ``message``: what went wrong, in the engine's words if it gave any. ``status``: HTTP
+    status for the client: 4xx if the request is wrong, 5xx if the engine failed.
     """
 
     # machine-readable
@@ -32,20 +27,11 @@ class EngineError(Exception):
 class GatewayError(Exception):
     """A call that ends with an error answer. It is not recorded.
 
-    Parameters
-    ----------
-    message : str
-        What is wrong, where, the value, and the rule.
-    status : int
-        HTTP status of the answer.
-    code : str, optional
-        Machine-readable code.
-    param : str, optional
-        Path of the invalid request parameter: ``messages[3].content``.
-    overflow : tuple of int, optional
-        Length in tokens of a prompt that is too long, and of the context.
-    retry_after : int, optional
-        Seconds after which a retry may succeed.
+    ``message``: what is wrong, where, the value, and the rule. ``status``: HTTP status
+    of the answer. ``code``: machine-readable code. ``param``: path of the invalid
+    request parameter: ``messages[3].content``. ``overflow``: length in tokens of a
+    prompt that is too long, and of the context. ``retry_after``: seconds after which a
+    retry may succeed.
     """
 
     def __init__(

@@ -37,11 +37,8 @@ async def read_body(chunks: AsyncIterator[bytes], max_bytes: int) -> bytes:
 def parse_object(body: bytes) -> Json:
     """Return the JSON object in a request body.
 
-    Raises
-    ------
-    GatewayError
-        The body is not UTF-8, not JSON, not an object, nested too deep, or contains NaN,
-        an infinity or half of a surrogate pair.
+    Raises `GatewayError` if the body is not UTF-8, not JSON, not an object, nested too
+    deep, or contains NaN, an infinity or half of a surrogate pair.
     """
     try:
         value = json.loads(
@@ -65,8 +62,7 @@ def parse_object(body: bytes) -> Json:
 
 
 def _check_depth(value: Json) -> None:
-    level: list[dict[str, object] | list[object]]
-    level = [value]
+    level: list[dict[str, object] | list[object]] = [value]
     for _ in range(MAX_DEPTH):
         level = [
             item
@@ -136,19 +132,17 @@ def as_flag(value: object, where: str) -> bool:
 def as_integer(
     value: object, where: str, *, minimum: int, maximum: int = 2**31 - 1
 ) -> int:
-    """Return ``value`` if it is an integer in ``[least, most]``."""
+    """Return ``value`` if it is an integer in ``[minimum, maximum]``."""
     if isinstance(value, bool) or not isinstance(value, int):
-        refuse(
-            where,
-            f"{value if isinstance(value, float) else _kind(value)}, not an integer",
-        )
+        kind = value if isinstance(value, float) else _kind(value)
+        refuse(where, f"{kind}, not an integer")
     if not minimum <= value <= maximum:
         refuse(where, f"{value} is not in [{minimum}, {maximum}]")
     return value
 
 
 def as_number(value: object, where: str, *, minimum: float, maximum: float) -> float:
-    """Return ``value`` if it is a finite number in ``[least, most]``."""
+    """Return ``value`` if it is a finite number in ``[minimum, maximum]``."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         refuse(where, f"{_kind(value)}, not a number")
     try:
@@ -161,47 +155,75 @@ def as_number(value: object, where: str, *, minimum: float, maximum: float) -> f
     return number
 
 
-def only(fields: Json, known: Collection[str], where: str) -> None:
-    """Reject a field that is neither null nor one of ``known``.
+class Fields:
+    """The fields of a JSON object, and its path in errors (empty for the body)."""
 
-    ``where`` is the path of ``fields``, empty at the top level.
-    """
-    for name, value in fields.items():
-        if value is not None and name not in known:
-            refuse(
-                f"{where}.{name}" if where else name,
-                "not supported by this gateway",
-                code="unsupported_parameter",
-            )
+    __slots__ = ("json", "path")
+
+    def __init__(self, json: Json, path: str = "") -> None:
+        self.json = json
+        self.path = path
+
+    def at(self, name: str) -> str:
+        """Return the path of a field."""
+        return f"{self.path}.{name}" if self.path else name
+
+    def refuse(self, name: str, rule: str, code: str | None = None) -> NoReturn:
+        """Raise a 400 for a field."""
+        refuse(self.at(name), rule, code=code)
+
+    def only(self, known: Collection[str]) -> None:
+        """Reject a field that is neither null nor one of ``known``."""
+        for name, value in self.json.items():
+            if value is not None and name not in known:
+                self.refuse(
+                    name, "not supported by this gateway", "unsupported_parameter"
+                )
+
+    def only_neutral(self, neutral: Mapping[str, object]) -> None:
+        """Reject fields whose value has an effect: other than null and the given one."""
+        for name, value in neutral.items():
+            given = self.json.get(name)
+            # 0 and false are equal in Python but not in JSON
+            same = given == value and isinstance(given, bool) is isinstance(value, bool)
+            if given is not None and not same:
+                self.refuse(name, f"{given!r} is not supported", "unsupported_value")
+
+    def need(self, name: str, read: Callable[[object, str], T]) -> T:
+        """Return a required field, read with one of the functions above."""
+        return read(self.json.get(name), self.at(name))
+
+    def get(self, name: str, read: Callable[[object, str], T]) -> T | None:
+        """Return a field as `need` does, or None if it is missing or null."""
+        return None if self.json.get(name) is None else self.need(name, read)
+
+    def text(self, name: str) -> str:
+        """Return a required string."""
+        return self.need(name, as_text)
+
+    def name(self, name: str) -> str:
+        """Return a required non-empty string."""
+        return self.need(name, as_name)
+
+    def flag(self, name: str) -> bool:
+        """Return a boolean, by default false."""
+        return bool(self.get(name, as_flag))
+
+    def object(self, name: str) -> "Fields":
+        """Return the fields of a required object."""
+        return Fields(self.need(name, as_object), self.at(name))
+
+    def section(self, name: str) -> "Fields":
+        """Return the fields of an object, by default an empty one."""
+        return Fields(self.get(name, as_object) or {}, self.at(name))
+
+    def objects(self, name: str) -> "Iterator[Fields]":
+        """Yield the objects of a list, by default an empty one."""
+        value = self.json.get(name)
+        return objects([] if value is None else value, self.at(name))
 
 
-def field(fields: Json, name: str, read: Callable[[object, str], T], where: str) -> T:
-    """Return a required field, read with one of the functions above."""
-    return read(fields.get(name), f"{where}.{name}" if where else name)
-
-
-def optional(
-    fields: Json, name: str, read: Callable[[object, str], T], where: str = ""
-) -> T | None:
-    """Return a field as `field` does, or None if it is missing or null."""
-    return None if fields.get(name) is None else field(fields, name, read, where)
-
-
-def objects(value: object, where: str) -> Iterator[tuple[Json, str]]:
-    """Yield the objects of a list, each with its path; a null is an empty list."""
-    for i, item in enumerate(as_list([] if value is None else value, where)):
-        yield as_object(item, f"{where}[{i}]"), f"{where}[{i}]"
-
-
-def only_neutral(fields: Json, neutral: Mapping[str, object], where: str = "") -> None:
-    """Reject fields whose value has an effect: other than null and the neutral one."""
-    for name, value in neutral.items():
-        given = fields.get(name)
-        # 0 and false are equal in Python but not in JSON
-        same = given == value and isinstance(given, bool) is isinstance(value, bool)
-        if given is not None and not same:
-            refuse(
-                f"{where}.{name}" if where else name,
-                f"{given!r} is not supported",
-                code="unsupported_value",
-            )
+def objects(value: object, where: str) -> Iterator[Fields]:
+    """Yield the objects of a list."""
+    for i, item in enumerate(as_list(value, where)):
+        yield Fields(as_object(item, f"{where}[{i}]"), f"{where}[{i}]")

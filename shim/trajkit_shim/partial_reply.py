@@ -8,10 +8,7 @@ from trajkit_shim.chat.reply import Reply
 class PartialReply:
     """The known part of a reply.
 
-    Attributes
-    ----------
-    reply : Reply or None
-        A prefix of every later value.
+    ``reply``: a prefix of every later value.
     """
 
     def __init__(self) -> None:

@@ -36,12 +36,8 @@ class _Calls:
 class Gate:
     """Lets calls through to the engine, except during a pause.
 
-    Parameters
-    ----------
-    wait_seconds : float
-        How long a call waits for the end of a pause.
-    clock : Clock, optional
-        Times pauses that end automatically. Default: the event loop.
+    ``wait_seconds``: how long a call waits for the end of a pause. ``clock``: times
+    pauses that end automatically. Default: the event loop.
     """
 
     def __init__(self, *, wait_seconds: float, clock: Clock | None = None) -> None:
@@ -65,19 +61,11 @@ class Gate:
     ) -> Sample:
         """Make an engine call outside of pauses, and return its result.
 
-        Parameters
-        ----------
-        start : callable
-            Starts the call; called again if a pause cut it off.
-        again : callable
-            Whether it may start again. It may not once its client has seen output.
+        ``start``: starts the call; called again if a pause cut it off. ``again``:
+        whether it may start again. It may not once its client has seen output.
 
-        Raises
-        ------
-        PausedError
-            The pause took too long, or cut off a call that cannot start again.
-        EngineError
-            From the engine.
+        Raises `PausedError`: the pause took too long, or cut off a call that cannot
+        start again. `EngineError`: from the engine.
         """
         while True:
             await self._wait()
@@ -101,19 +89,13 @@ class Gate:
     ) -> None:
         """Hold back calls; return once none is at the engine.
 
-        Parameters
-        ----------
-        wait_seconds : float
-            How long running calls may take. If one takes longer, the pause is undone.
-        abort : bool
-            Cut off running calls, which are sampled again after the pause.
-        max_seconds : float, optional
-            Duration after which the pause ends automatically. Default: unlimited.
+        ``wait_seconds``: how long running calls may take. If one takes longer, the
+        pause is undone. ``abort``: cut off running calls, which are sampled again after
+        the pause. ``max_seconds``: duration after which the pause ends automatically.
+        Default: unlimited.
 
-        Raises
-        ------
-        GatewayError
-            504: a call took longer. 409: the pause was ended meanwhile.
+        Raises `GatewayError`: 504: a call took longer. 409: the pause was ended
+        meanwhile.
         """
         self._running.clear()
         self._stop_timer()

@@ -17,7 +17,7 @@ from trajkit_shim import timing
 from trajkit_shim.chat.reply import Reply
 from trajkit_shim.delivery import Delivery
 from trajkit_shim.errors import EngineError, GatewayError, as_gateway_error
-from trajkit_shim.protocols.base import Events
+from trajkit_shim.protocols.blocks import Events
 from trajkit_shim.retries import SharedCall
 
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

@@ -38,17 +38,10 @@ def request_digest(endpoint: str, body: bytes) -> bytes:
 class SharedCall:
     """One model call, and the connections that wait for it.
 
-    Parameters
-    ----------
-    work : task
-        Prepares the call. Cancelled when the last connection leaves.
-    record : callable
-        Records the finished call and returns its reply, or raises.
-    over : callable
-        Called, possibly more than once, when the call was recorded, failed, or lost its
-        last connection.
-    partial : PartialReply
-        What is known of the reply before that.
+    ``work``: prepares the call. Cancelled when the last connection leaves. ``record``:
+    records the finished call and returns its reply, or raises. ``over``: called,
+    possibly more than once, when the call was recorded, failed, or lost its last
+    connection. ``partial``: what is known of the reply before that.
     """
 
     def __init__(
@@ -68,10 +61,7 @@ class SharedCall:
     def finish(self) -> Answered:
         """Return the reply of the call, whose work is done; record it the first time.
 
-        Raises
-        ------
-        GatewayError, EngineError
-            The call failed, or could not be recorded.
+        Raises `GatewayError`, `EngineError`: the call failed, or could not be recorded.
         """
         if self._outcome is None:
             try:

@@ -8,20 +8,23 @@ of its tokens were sampled with which weights.
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from trajkit_shim import json_input
 from trajkit_shim.engines.base import Engine, UpdatableEngine
 from trajkit_shim.errors import EngineError, GatewayError
+from trajkit_shim.json_input import Fields, as_number, parse_object
 from trajkit_shim.responses import cancel_on_disconnect
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 # how long an engine may take to pause or resume
 _AT_ONCE_S = 60.0
+# duration of a pause: at most a day
+_SECONDS = partial(as_number, minimum=0.0, maximum=86_400.0)
 
 
 class Weights:
@@ -45,12 +48,8 @@ class Weights:
     async def pause(self, seconds: float) -> None:
         """Pause the engine for at most ``seconds``; repeated, restart that duration.
 
-        Raises
-        ------
-        EngineError
-            The engine failed to pause, and was asked to resume.
-        GatewayError
-            501: this engine cannot be paused.
+        Raises `EngineError`: the engine failed to pause, and was asked to resume.
+        `GatewayError`: 501: this engine cannot be paused.
         """
         engine = self._updatable()
         async with self._turn:
@@ -72,12 +71,8 @@ class Weights:
     async def update(self, path: str, version: str) -> None:
         """Load weights while the engine is paused.
 
-        Raises
-        ------
-        GatewayError
-            409: it is not paused. 501: this engine cannot be updated.
-        EngineError
-            The engine failed to load them; it is still paused.
+        Raises `GatewayError`: 409: it is not paused. 501: this engine cannot be
+        updated. `EngineError`: the engine failed to load them; it is still paused.
         """
         engine = self._updatable()
         async with self._turn:
@@ -94,12 +89,8 @@ class Weights:
     async def resume(self) -> None:
         """Resume the engine if it is paused.
 
-        Raises
-        ------
-        EngineError
-            It failed. It is asked again when the pause expires.
-        GatewayError
-            501: this engine cannot be paused.
+        Raises `EngineError`: it failed. It is asked again when the pause expires.
+        `GatewayError`: 501: this engine cannot be paused.
         """
         engine = self._updatable()
         async with self._turn:
@@ -128,22 +119,17 @@ class Weights:
         """Yield path, method and endpoint of the trainer's routes."""
 
         async def pause(request: Request) -> Response:
-            body = json_input.parse_object(await read_body(request) or b"{}")
-            json_input.only(body, {"timeout_s"}, "")
-            seconds = 600.0 if (given := body.get("timeout_s")) is None else given
-            lease = json_input.as_number(
-                seconds, "timeout_s", minimum=0.0, maximum=86_400.0
-            )
-            await cancel_on_disconnect(request, self.pause(lease))
+            body = Fields(parse_object(await read_body(request) or b"{}"))
+            body.only({"timeout_s"})
+            seconds = body.get("timeout_s", _SECONDS)
+            lease = self.pause(600.0 if seconds is None else seconds)
+            await cancel_on_disconnect(request, lease)
             return JSONResponse(self.describe())
 
         async def update(request: Request) -> Response:
-            body = json_input.parse_object(await read_body(request))
-            json_input.only(body, {"model_path", "weight_version"}, "")
-            await self.update(
-                json_input.as_name(body.get("model_path"), "model_path"),
-                json_input.as_name(body.get("weight_version"), "weight_version"),
-            )
+            body = Fields(parse_object(await read_body(request)))
+            body.only({"model_path", "weight_version"})
+            await self.update(body.name("model_path"), body.name("weight_version"))
             return JSONResponse(self.describe())
 
         async def resume(_: Request) -> Response:

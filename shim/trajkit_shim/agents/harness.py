@@ -25,50 +25,32 @@ class HarnessError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A task for a harness, with paths and URLs as seen in its sandbox.
+    """A task for a harness, with paths and URLs as seen in its sandbox."""
 
-    Parameters
-    ----------
-    base_url : str
-        The gateway, without a path.
-    api_key : str
-        The session's key.
-    model : str
-        The gateway's name of its model.
-    prompt : str
-        The task.
-    home, workspace : str
-        Home and working directory.
-    arguments : tuple of str
-        Extra arguments for the harness's command.
-    """
-
+    # the gateway, without a path
     base_url: str
+    # the session's key
     api_key: str
+    # the gateway's name of its model
     model: str
+    # the task
     prompt: str
+    # home and working directory
     home: str
     workspace: str
+    # extra arguments for the harness's command
     arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How to start a harness on a job.
+    """How to start a harness on a job."""
 
-    Parameters
-    ----------
-    command : tuple of str
-        The program and its arguments.
-    env : mapping of str to str
-        Added to the sandbox's own variables.
-    files : mapping of str to str
-        Content of configuration files, by path below the home directory.
-    stdin : str
-    """
-
+    # the program and its arguments
     command: tuple[str, ...]
+    # added to the sandbox's own variables
     env: Mapping[str, str] = field(default_factory=dict)
+    # content of configuration files, by path below the home directory
     files: Mapping[str, str] = field(default_factory=dict)
     stdin: str = ""
 
@@ -80,43 +62,28 @@ def failed_by_code(done: CommandResult) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Harness:
-    """One coding agent.
+    """One coding agent."""
 
-    Parameters
-    ----------
-    name : str
-        Its name on the command line.
-    protocol : str
-        The protocol it uses (`trajkit_shim.protocols`).
-    version : str
-        The version that the record was written for; empty: any.
-    check : tuple of str
-        A command that exits with 0 if it is installed.
-    install : str
-        A shell command that installs it, if there is one.
-    tried : Tried
-    launch : callable
-        How to start it on a `Job`.
-    failed : callable
-        Returns the error from its `CommandResult`, or None.
-    """
-
+    # its name on the command line
     name: str
+    # the protocol it uses (`trajkit_shim.protocols`)
     protocol: str
+    # the version that the record was written for; empty: any
     version: str
+    # a command that exits with 0 if it is installed
     check: tuple[str, ...]
+    # a shell command that installs it, if there is one
     install: str
     tried: Tried
+    # how to start it on a `Job`
     launch: Callable[[Job], Launch]
+    # returns the error from its `CommandResult`, or None
     failed: Callable[[CommandResult], str | None] = failed_by_code
 
     def ready(self, sandbox: Sandbox, *, install: bool) -> None:
         """Check that it is installed, or install it.
 
-        Raises
-        ------
-        HarnessError
-            It is not installed, and ``install`` is false or failed.
+        Raises `HarnessError`: it is not installed, and ``install`` is false or failed.
         """
         if self._installed(sandbox):
             return

@@ -17,14 +17,9 @@ def names_in(package: str) -> list[str]:
 def load(name: str, package: str, attribute: str, kind: type[Kind]) -> Kind:
     """Return the object with a name.
 
-    Parameters
-    ----------
-    name : str
-        A module of the package (``-`` for ``_``) whose ``attribute`` is the object, or
-        an import path, ``package.module:attribute``.
-    package, attribute : str
-    kind : type
-        Required type of the object.
+    ``name``: a module of the package (``-`` for ``_``) whose ``attribute`` is the
+    object, or an import path, ``package.module:attribute``. ``kind``: required type of
+    the object.
 
     Raises
     ------

@@ -25,10 +25,7 @@ class Processes:
         ``env`` is its complete environment. After `end` nothing is run and the exit code
         is -9.
 
-        Raises
-        ------
-        OSError
-            The program cannot be started.
+        Raises `OSError`: the program cannot be started.
         """
         with ExitStack() as stack:
             given = stack.enter_context(tempfile.TemporaryFile())

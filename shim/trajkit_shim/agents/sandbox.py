@@ -57,31 +57,20 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """A sandbox to create.
+    """A sandbox to create."""
 
-    Parameters
-    ----------
-    name : str
-        Unique among all running ones: letters, digits, ``.``, ``_`` and ``-``.
-    scratch : Path
-        Directory of this machine for the sandbox's files.
-    image : str, optional
-        For kinds that need one.
-    limits : Limits
-    path : tuple of str
-        Directories to put first on ``PATH``, as paths in the sandbox.
-    gateway : str, optional
-        URL of the gateway as seen from the sandbox. Default: the sandbox derives it.
-    options : mapping of str to str
-        Options of one kind of sandbox.
-    """
-
+    # unique among all running ones: letters, digits, ``.``, ``_`` and ``-``
     name: str
+    # directory of this machine for the sandbox's files
     scratch: Path
+    # for kinds that need one
     image: str | None = None
     limits: Limits = field(default_factory=Limits)
+    # directories to put first on ``PATH``, as paths in the sandbox
     path: tuple[str, ...] = ()
+    # URL of the gateway as seen from the sandbox. Default: the sandbox derives it.
     gateway: str | None = None
+    # options of one kind of sandbox
     options: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -99,18 +88,12 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """How a command ended.
+    """How a command ended."""
 
-    Parameters
-    ----------
-    code : int or None
-        Exit code, negative for a signal; None: it was killed at its timeout.
-    stdout, stderr : bytes
-        Complete output. For a command with a log, ``stdout`` is the last `TAIL_BYTES`
-        of both streams and ``stderr`` is empty.
-    """
-
+    # exit code, negative for a signal; None: it was killed at its timeout
     code: int | None
+    # Complete output. For a command with a log, ``stdout`` is the last `TAIL_BYTES` of
+    # both streams and ``stderr`` is empty.
     stdout: bytes = b""
     stderr: bytes = b""
 
@@ -134,10 +117,6 @@ class Sandbox(ABC):
 
     As a context manager it starts and stops. `stop` may be called on another thread than
     `exec`; it ends the running command.
-
-    Parameters
-    ----------
-    spec : Spec
 
     Raises
     ------
@@ -195,10 +174,8 @@ class Sandbox(ABC):
         log : Path, optional
             File of this machine that receives standard output and error.
 
-        Raises
-        ------
-        SandboxError
-            The sandbox could not run it. A missing program is exit code 127 instead.
+        Raises `SandboxError`: the sandbox could not run it. A missing program is exit
+        code 127 instead.
         """
         return self.run(
             Command(

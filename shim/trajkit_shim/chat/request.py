@@ -13,8 +13,9 @@ recorded one.
 - Fields without meaning to the model (cache hints, annotations, ...) are dropped.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Literal, TypeAlias
 
 from trajkit_shim.chat.sampling_params import SamplingParams
@@ -66,6 +67,28 @@ def assistant_message(
     if calls:
         message["tool_calls"] = [*calls]
     return message
+
+
+def tool_message(call_id: str, content: str, *, failed: bool = False) -> Json:
+    """Return a canonical tool message."""
+    message: Json = {"role": "tool", "content": content, "tool_call_id": call_id}
+    return {**message, "is_error": True} if failed else message
+
+
+def user_messages(parts: Iterable[str | Json]) -> list[Json]:
+    """Return a user's turn: its tool messages, and a message per group of texts.
+
+    A group has the texts between two tool messages, without empty ones.
+    """
+    messages: list[Json] = []
+    for texts, group in groupby(
+        filter(None, parts), lambda part: isinstance(part, str)
+    ):
+        if texts:
+            messages.append({"role": "user", "content": "\n".join(map(str, group))})
+        else:
+            messages += (part for part in group if isinstance(part, dict))
+    return messages or [{"role": "user", "content": ""}]
 
 
 def tool_call(call_id: str, name: str, arguments: str) -> Json:

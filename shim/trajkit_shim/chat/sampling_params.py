@@ -7,12 +7,12 @@ from functools import partial
 from typing import TypeVar
 
 from trajkit_shim.json_input import (
+    Fields,
     Json,
     as_integer,
     as_list,
     as_name,
     as_number,
-    optional,
     refuse,
 )
 
@@ -43,35 +43,24 @@ SHAPING = ("temperature", "top_p", "top_k")
 
 
 def parse_sampling(
-    body: Json, where: str = "", names: Mapping[str, str | None] = NO_NAMES
+    fields: Fields, names: Mapping[str, str | None] = NO_NAMES
 ) -> SamplingParams:
-    """Read the sampling parameters from the fields of ``body``, ignoring other fields.
+    """Read the sampling parameters of a chat request or a session, and nothing else.
 
-    Parameters
-    ----------
-    body : dict
-        A chat request, or the ``sampling`` object of a session.
-    where : str
-        Path of ``body`` in error messages; empty at the top level.
-    names : mapping of str to str or None, optional
-        Field names that differ from the parameter names; None: there is no such field.
-
-    Raises
-    ------
-    GatewayError
-        A parameter has the wrong type, is out of range, or contradicts another.
+    ``names`` has the fields that are not named as the parameter; None: there is none.
+    Raises `GatewayError` if a parameter has the wrong type, is out of range, or
+    contradicts another.
     """
 
     def read(name: str, reader: Callable[[object, str], T]) -> T | None:
         field = names.get(name, name)
-        return None if field is None else optional(body, field, reader, where)
+        return None if field is None else fields.get(field, reader)
 
     max_tokens = read("max_tokens", _positive)
-    longer = optional(body, "max_completion_tokens", _positive, where)
+    longer = fields.get("max_completion_tokens", _positive)
     if longer is not None and max_tokens not in (None, longer):
-        refuse(
-            f"{where}.max_completion_tokens" if where else "max_completion_tokens",
-            f"{longer} contradicts max_tokens = {max_tokens}",
+        fields.refuse(
+            "max_completion_tokens", f"{longer} contradicts max_tokens = {max_tokens}"
         )
     return SamplingParams(
         max_tokens=longer if max_tokens is None else max_tokens,

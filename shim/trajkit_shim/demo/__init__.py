@@ -7,13 +7,15 @@ retry), start a second agent (a sub-agent), and their client and the chat templa
 every reply slightly changed (drift).
 """
 
+import json as json_text
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from trajkit_shim.demo.run import chosen_tasks, record
-from trajkit_shim.demo.summary import summarise
+from trajkit_shim.demo.agents import record
+from trajkit_shim.demo.summary import describe, summarise
+from trajkit_shim.demo.tasks import TASKS
 
 __all__ = ["run_demo"]
 
@@ -60,7 +62,17 @@ def run_demo(
         git could not create a scratch repository.
     """
     started = time.monotonic()
-    run = record(Path(out), chosen_tasks(tasks, sessions), seed)
-    summary = summarise(Path(out), run, started)
-    sys.stdout.write((summary.as_json() if json else summary.describe()) + "\n")
-    return 0 if all(end.error is None and end.solved for end in run.ends) else 1
+    if sessions < 1:
+        raise ValueError(f"sessions = {sessions}: at least 1 is needed")
+    known = {task.name: task for task in TASKS}
+    for name in tasks or ():
+        if name not in known:
+            raise ValueError(f"task {name!r} is not one of {', '.join(known)}")
+    chosen = [known[name] for name in tasks or known]
+    turns_path, ends = record(
+        Path(out), [chosen[i % len(chosen)] for i in range(sessions)], seed
+    )
+    summary = summarise(Path(out), turns_path, ends, started)
+    shown = json_text.dumps(summary, ensure_ascii=False) if json else describe(summary)
+    sys.stdout.write(shown + "\n")
+    return 0 if all(end.error is None and end.solved for end in ends) else 1

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
@@ -22,29 +23,18 @@ class LossyProxy:
         self._seen: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "")
-        if scope["type"] != "http" or not path.endswith("/chat/completions"):
-            await self._app(scope, receive, send)
-            return
-        headers = dict(scope["headers"])
-        headers.pop(b"x-stainless-retry-count", None)
-        scope = {**scope, "headers": list(headers.items())}
-        key = headers.get(b"authorization", b"").decode().removeprefix("Bearer ")
-        number = self._seen[key]
-        self._seen[key] += 1
-        if number not in self._lost.get(key, ()):
-            await self._app(scope, receive, send)
-            return
-        await self._app(scope, receive, _swallow)
-        body = b'{"error": {"message": "the upstream timed out"}}'
-        await send(
-            {
-                "type": "http.response.start",
-                "status": 504,
-                "headers": [(b"content-type", b"application/json")],
-            }
-        )
-        await send({"type": "http.response.body", "body": body})
+        loses = False
+        if scope.get("path", "").endswith("/chat/completions"):
+            headers = dict(scope["headers"])
+            headers.pop(b"x-stainless-retry-count", None)
+            scope = {**scope, "headers": list(headers.items())}
+            key = headers.get(b"authorization", b"").decode().removeprefix("Bearer ")
+            loses = self._seen[key] in self._lost.get(key, ())
+            self._seen[key] += 1
+        await self._app(scope, receive, _swallow if loses else send)
+        if loses:
+            error = {"error": {"message": "the upstream timed out"}}
+            await JSONResponse(error, 504)(scope, receive, send)
 
 
 async def _swallow(message: Message) -> None:

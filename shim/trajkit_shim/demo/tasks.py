@@ -5,36 +5,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One task, and how the scripted model handles it.
-
-    Parameters
-    ----------
-    name : str
-    module, source : str
-        The faulty file and its content.
-    test : str
-        Content of ``test_<module>``, which fails until the bug is fixed.
-    issue : str
-        The bug in a user's words.
-    wrong, right : str
-        The text in ``source`` to replace, and its replacement.
-    slips : bool
-        The model's first attempt to run the test is not a valid tool call.
-    reviews : bool
-        The model has a second agent review the change.
-    loses : tuple of int
-        Indices of the session's replies that never reach the agent.
-    """
+    """One task, and how the scripted model handles it."""
 
     name: str
+    # the faulty file
     module: str
     source: str
+    # ``test_<module>``, which fails until the bug is fixed
     test: str
+    # the bug in a user's words
     issue: str
+    # the text in ``source`` to replace, and its replacement
     wrong: str
     right: str
+    # the model's first attempt to run the test is not a valid tool call
     slips: bool = False
+    # the model has a second agent review the change
     reviews: bool = False
+    # indices of the session's replies that never reach the agent
     loses: tuple[int, ...] = ()
 
     @property

@@ -84,12 +84,8 @@ class Engine(Protocol):
     ) -> Sample:
         """Draw one sample for one prompt.
 
-        Cancelling the awaiting task aborts the call at the engine.
-
-        Raises
-        ------
-        EngineError
-            400: the prompt or a parameter is invalid. 5xx: the engine failed.
+        Cancelling the awaiting task aborts the call at the engine. Raises `EngineError`:
+        400 if the prompt or a parameter is invalid, 5xx if the engine failed.
         """
         ...
 
@@ -151,23 +147,14 @@ class GenerateBySample(ABC):
         *,
         request_id: str,
         session_id: str,
+        on_tokens: OnTokens | None = None,
     ) -> Sample:
         """See `Engine`."""
-        return await self._sample(prompt_ids, sampling, request_id, session_id, None)
-
-    async def stream(
-        self,
-        prompt_ids: npt.NDArray[np.int32],
-        sampling: Sampling,
-        *,
-        request_id: str,
-        session_id: str,
-        on_tokens: OnTokens,
-    ) -> Sample:
-        """See `StreamingEngine`."""
         return await self._sample(
             prompt_ids, sampling, request_id, session_id, on_tokens
         )
+
+    stream = generate
 
     @abstractmethod
     async def _sample(

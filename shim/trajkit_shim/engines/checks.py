@@ -21,25 +21,24 @@ class PromptError(EngineError):
         self.overflow = overflow
 
 
+def _first(wrong: npt.NDArray[np.bool_]) -> int | None:
+    """The index of the first true value."""
+    return int(np.argmax(wrong)) if wrong.any() else None
+
+
 def check_prompt(prompt_ids: npt.NDArray[np.int32], info: EngineInfo) -> None:
     """Reject a prompt that the engine cannot take.
 
     Some engines do not check ids: an id outside the vocabulary makes them read past
-    their embedding table and crash, with every other call.
-
-    Raises
-    ------
-    PromptError
-        The prompt is empty, contains an id outside the vocabulary, or leaves no room in
-        the context for a reply.
+    their embedding table and crash, with every other call. Raises `PromptError` if the
+    prompt is empty, contains such an id, or leaves no room in the context for a reply.
     """
     if not len(prompt_ids):
         raise PromptError("the prompt has no tokens", "empty_prompt")
-    wrong = np.flatnonzero((prompt_ids < 0) | (prompt_ids >= info.vocab_size))
-    if len(wrong):
-        index = int(wrong[0])
+    wrong = _first((prompt_ids < 0) | (prompt_ids >= info.vocab_size))
+    if wrong is not None:
         raise PromptError(
-            f"prompt_ids[{index}] = {prompt_ids[index]} is outside the vocabulary of "
+            f"prompt_ids[{wrong}] = {prompt_ids[wrong]} is outside the vocabulary of "
             f"{info.model!r}, [0, {info.vocab_size})",
             "token_out_of_vocabulary",
         )
@@ -55,51 +54,44 @@ def check_prompt(prompt_ids: npt.NDArray[np.int32], info: EngineInfo) -> None:
 
 def check_consumed(prompt_ids: npt.NDArray[np.int32], sample: Sample) -> None:
     """Raise `EngineError` if the engine reports a prompt other than the one sent."""
-    consumed = (
-        sample.prompt_tokens if sample.prompt_ids is None else len(sample.prompt_ids)
-    )
-    if consumed is not None and consumed != len(prompt_ids):
+    ids = sample.prompt_ids
+    n_consumed = sample.prompt_tokens if ids is None else len(ids)
+    if n_consumed not in (None, len(prompt_ids)):
         raise EngineError(
-            f"the engine consumed {consumed} prompt tokens but was given {len(prompt_ids)}"
+            f"the engine consumed {n_consumed} prompt tokens but was given "
+            f"{len(prompt_ids)}"
         )
-    if sample.prompt_ids is None:
-        return
-    wrong = np.flatnonzero(sample.prompt_ids != prompt_ids)
-    if len(wrong):
-        index = int(wrong[0])
+    wrong = None if ids is None else _first(ids != prompt_ids)
+    if ids is not None and wrong is not None:
         raise EngineError(
-            f"the engine consumed {sample.prompt_ids[index]} as token {index} of the "
-            f"prompt but was given {prompt_ids[index]}"
+            f"the engine consumed {ids[wrong]} as token {wrong} of the "
+            f"prompt but was given {prompt_ids[wrong]}"
         )
 
 
 def check_streamed(ids: Sequence[int], info: EngineInfo) -> None:
     """Raise `EngineError` for a streamed id outside the vocabulary."""
-    if ids and not 0 <= min(ids) <= max(ids) < info.vocab_size:
-        wrong = next(token for token in ids if not 0 <= token < info.vocab_size)
-        raise EngineError(
-            f"the engine's streamed id {wrong} is outside its vocabulary, "
-            f"[0, {info.vocab_size})"
-        )
+    for token in ids:
+        if not 0 <= token < info.vocab_size:
+            raise EngineError(
+                f"the engine's streamed id {token} is outside its vocabulary, "
+                f"[0, {info.vocab_size})"
+            )
 
 
 def check_sample(sample: Sample, info: EngineInfo) -> None:
-    """Reject a sample that cannot be correct.
+    """Raise `EngineError` for a sample that cannot be correct.
 
-    Raises
-    ------
-    EngineError
-        An id is outside the vocabulary; the number of logprobs differs from that of ids;
-        a logprob is not finite, is above 0 by more than rounding, or is the -9999 that
-        some engines write for a missing one; or the weight versions do not exactly cover
-        the output.
+    An id is outside the vocabulary; the number of logprobs differs from that of ids; a
+    logprob is not finite, is above 0 by more than rounding, or is the -9999 that some
+    engines write for a missing one; or the weight versions do not exactly cover the
+    output.
     """
     ids, logprobs = sample.output_ids, sample.output_logprobs
-    wrong = np.flatnonzero((ids < 0) | (ids >= info.vocab_size))
-    if len(wrong):
-        index = int(wrong[0])
+    wrong = _first((ids < 0) | (ids >= info.vocab_size))
+    if wrong is not None:
         raise EngineError(
-            f"the engine's output_ids[{index}] = {ids[index]} is outside its vocabulary, "
+            f"the engine's output_ids[{wrong}] = {ids[wrong]} is outside its vocabulary, "
             f"[0, {info.vocab_size})"
         )
     if logprobs is not None:
@@ -107,11 +99,10 @@ def check_sample(sample: Sample, info: EngineInfo) -> None:
             raise EngineError(
                 f"the engine gave {len(logprobs)} logprobs for {len(ids)} output ids"
             )
-        wrong = np.flatnonzero(not_logprobs(logprobs) | (logprobs > MAX_LOGPROB))
-        if len(wrong):
-            index = int(wrong[0])
+        wrong = _first(not_logprobs(logprobs) | (logprobs > MAX_LOGPROB))
+        if wrong is not None:
             raise EngineError(
-                f"the engine's output_logprobs[{index}] = {logprobs[index]} is not a "
+                f"the engine's output_logprobs[{wrong}] = {logprobs[wrong]} is not a "
                 "log-probability"
             )
     covered = 0

@@ -3,13 +3,12 @@
 import asyncio
 import contextlib
 import json
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping
+from abc import ABC
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Protocol, cast
 
 import httpx
 import numpy as np
-import numpy.typing as npt
 
 from trajkit_shim.engines.base import (
     EngineInfo,
@@ -26,21 +25,15 @@ from trajkit_shim.json_input import Json
 _TIMEOUT = httpx.Timeout(None, connect=10.0)
 _NO_HEADERS: Mapping[str, str] = {}
 
-UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""Raised while reading a reply with missing, mistyped or too large fields."""
+# raised by a reply with missing, mistyped or too large fields
+_UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 class EngineServer:
-    """One server or router.
+    """One server or router; ``name`` is its name in error messages.
 
-    Parameters
-    ----------
-    name : str
-        Its name in error messages.
-    base_url : str
-        For example ``http://127.0.0.1:30000``.
-    client : httpx.AsyncClient, optional
-        Used instead of a new client; closed with this object.
+    All methods raise `EngineError`: 400 if the server rejects the request, 5xx if it
+    fails, cannot be reached, or does not return what is expected.
     """
 
     def __init__(
@@ -54,20 +47,13 @@ class EngineServer:
         )
 
     async def get(self, path: str) -> Json:
-        """Return the JSON object at a path.
-
-        Raises
-        ------
-        EngineError
-            400: the server rejects the request. 5xx: it fails, cannot be reached, or
-            does not return an object.
-        """
-        return await self._request("GET", path, None, _NO_HEADERS)
+        """Return the JSON object at a path."""
+        return await self._request("GET", path)
 
     async def post(
         self, path: str, body: Json, headers: Mapping[str, str] = _NO_HEADERS
     ) -> Json:
-        """Send a request and return the JSON object of its answer; raises as `get`."""
+        """Send a request and return the JSON object of its answer."""
         return await self._request("POST", path, body, headers)
 
     async def events(
@@ -75,12 +61,8 @@ class EngineServer:
     ) -> AsyncIterator[Json]:
         """Yield the objects of a server-sent event stream, up to ``[DONE]``.
 
-        Raises
-        ------
-        EngineError
-            As `get`; or an event reports an error, or the stream ends early.
+        Also raises if an event reports an error, or the stream ends early.
         """
-        ended = False
         try:
             async with self.client.stream(
                 "POST", self._base_url + path, json=body, headers=headers
@@ -93,13 +75,14 @@ class EngineServer:
                         continue
                     data = line.removeprefix("data:").strip()
                     if data == "[DONE]":
-                        ended = True
-                        break
-                    yield self._event(path, data)
+                        return
+                    value = self._object(path, data)
+                    if value.get("error") is not None:
+                        raise self._error(502, _error_message(value) or data[:400])
+                    yield value
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
-        if not ended:
-            raise EngineError(f"{path} of the {self.name} server broke off its stream")
+        raise EngineError(f"{path} of the {self.name} server broke off its stream")
 
     async def notify(self, path: str, body: Json) -> None:
         """Send a request whose answer does not matter; ignore connection failures."""
@@ -111,11 +94,16 @@ class EngineServer:
         await self.client.aclose()
 
     async def _request(
-        self, method: str, path: str, body: Json | None, headers: Mapping[str, str]
+        self,
+        method: str,
+        path: str,
+        body: Json | None = None,
+        headers: Mapping[str, str] = _NO_HEADERS,
     ) -> Json:
+        url = self._base_url + path
         try:
             response = await self.client.request(
-                method, self._base_url + path, json=body, headers=headers
+                method, url, json=body, headers=headers
             )
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
@@ -123,21 +111,14 @@ class EngineServer:
             raise self._refusal(response)
         return self._object(path, response.text)
 
-    def _event(self, path: str, data: str) -> Json:
-        value = self._object(path, data)
-        if value.get("error") is not None:
-            raise self._error(502, _error_message(value) or data[:400])
-        return value
-
     def _object(self, path: str, text: str) -> Json:
+        where = f"{path} of the {self.name} server"
         try:
             value = json.loads(text)
         except ValueError as error:
-            raise EngineError(f"{path} of the {self.name} server: {error}") from error
+            raise EngineError(f"{where}: {error}") from error
         if not isinstance(value, dict):
-            raise EngineError(
-                f"{path} of the {self.name} server gave no object: {value!r}"
-            )
+            raise EngineError(f"{where} gave no object: {value!r}")
         return value
 
     def _unreachable(self, error: httpx.HTTPError) -> EngineError:
@@ -211,28 +192,31 @@ class HttpEngine(GenerateBySample, ABC):
     async def info(self) -> EngineInfo:
         """Model name, vocabulary size and context length; requested once."""
         if self._info is None:
-            self._info = await self._read_info()
+            name = await self._model_name()
+            context = self._max_context_tokens
+            if context is None or name is None:
+                served = await self._server.get("/v1/models")
+                try:
+                    model = cast(Any, served)["data"][0]
+                    context = context or int(model["max_model_len"])
+                    name = name or str(model["id"])
+                except (LookupError, TypeError, ValueError) as error:
+                    raise EngineError(
+                        f"/v1/models of the {self.server_name} server has no "
+                        f"max_model_len: {served!r}"
+                    ) from error
+            self._info = EngineInfo(
+                model=name, vocab_size=self._vocab_size, max_context_tokens=context
+            )
         return self._info
 
     async def close(self) -> None:
         """Close the connections."""
         await self._server.close()
 
-    @abstractmethod
-    async def _read_info(self) -> EngineInfo: ...
-
-    async def _served_model(self) -> tuple[str, int]:
-        """Name and context length of the model in ``/v1/models``."""
-        served = await self._server.get("/v1/models")
-        try:
-            model = cast(Any, served)["data"][0]
-            context = self._max_context_tokens or int(model["max_model_len"])
-            return str(model["id"]), context
-        except (LookupError, TypeError, ValueError) as error:
-            raise EngineError(
-                f"/v1/models of the {self.server_name} server has no max_model_len: "
-                f"{served!r}"
-            ) from error
+    async def _model_name(self) -> str | None:
+        """The model's name, if it is not the one in ``/v1/models``."""
+        return None
 
     async def _exchange(
         self,
@@ -260,11 +244,21 @@ class HttpEngine(GenerateBySample, ABC):
             raise
 
 
-def unreadable(server: str, what: str, error: Exception) -> EngineError:
-    """Return the error for a reply, or part of one, that raised `UNREADABLE`."""
-    return EngineError(
-        f"the {server} server's {what} cannot be read: {type(error).__name__}: {error}"
-    )
+@contextlib.contextmanager
+def reading(server: str, what: str) -> Iterator[None]:
+    """Turn what an invalid reply raises in this context into an `EngineError`."""
+    try:
+        yield
+    except _UNREADABLE as error:
+        raise EngineError(
+            f"the {server} server's {what} cannot be read: {type(error).__name__}: {error}"
+        ) from error
+
+
+def token_ids(values: Iterable[Any]) -> list[int]:
+    """Return the ids of a reply; `OverflowError` if one is not an int32."""
+    ids: list[int] = np.array([int(token) for token in values], np.int32).tolist()
+    return ids
 
 
 def sampling_fields(sampling: Sampling, names: Mapping[str, str]) -> Json:
@@ -295,14 +289,11 @@ def make_sample(
     aligned: bool,
     cached_tokens: object,
     prompt_tokens: object,
-    prompt_ids: npt.NDArray[np.int32] | None = None,
+    prompt_ids: list[int] | None = None,
 ) -> Sample:
     """Build a sample from the fields of a reply.
 
-    Raises
-    ------
-    EngineError
-        The logprobs are not those of the output ids (``aligned`` is false).
+    Raises `EngineError` unless the logprobs are those of the output ids (``aligned``).
     """
     if not aligned:
         raise EngineError(
@@ -316,5 +307,5 @@ def make_sample(
         weight_versions=weight_versions,
         cached_tokens=cached_tokens if isinstance(cached_tokens, int) else None,
         prompt_tokens=prompt_tokens if isinstance(prompt_tokens, int) else None,
-        prompt_ids=prompt_ids,
+        prompt_ids=None if prompt_ids is None else np.array(prompt_ids, np.int32),
     )

@@ -12,12 +12,7 @@ def vocab_size(model_dir: str | Path) -> int:
 def config_number(model_dir: str | Path, name: str) -> int:
     """Return an integer of the configuration, or of its language model section.
 
-    Raises
-    ------
-    ValueError
-        The file does not have it.
-    OSError
-        There is no such file.
+    Raises `ValueError` if the file does not have it, `OSError` if there is no file.
     """
     config = json.loads((Path(model_dir) / "config.json").read_text("utf-8"))
     # multimodal models keep the language model's settings in a section of their own

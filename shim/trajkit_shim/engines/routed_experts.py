@@ -5,13 +5,13 @@ token of a call was sampled but not processed, so the log has null for it.
 """
 
 import base64
-import binascii
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from trajkit_shim.engines.http import reading
 from trajkit_shim.engines.model_config import config_number
 from trajkit_shim.errors import EngineError
 
@@ -25,36 +25,17 @@ was not processed. A payload for `trajkit.linearize`."""
 def read_experts(packed: object, n_tokens: int, per_token: int) -> Experts:
     """Decode SGLang's ``meta_info.routed_experts`` (0.5.23).
 
-    Parameters
-    ----------
-    packed : object
-        Base64 of little-endian int32, of shape (n_tokens - 1, n_layers, per_token).
-    n_tokens : int
-        Of prompt and output.
-    per_token : int
-        Experts per token and layer.
-
-    Returns
-    -------
-    ndarray of int16, shape (n_tokens - 1, n_layers, per_token)
-
-    Raises
-    ------
-    EngineError
-        It is missing, has another length, or contains a number outside int16.
+    It is base64 of little-endian int32, of shape (n_tokens - 1, n_layers, per_token) for
+    ``n_tokens`` of prompt and output. The result has that shape, as int16. Raises
+    `EngineError` if it is missing, has another length, or a number outside int16.
     """
     if not isinstance(packed, str):
         raise EngineError(
-            "the SGLang server gave no routed_experts: it needs a mixture-of-experts model "
-            "and "
-            "--enable-return-routed-experts"
+            "the SGLang server gave no routed_experts: it needs a mixture-of-experts "
+            "model and --enable-return-routed-experts"
         )
-    try:
+    with reading("SGLang", "routed_experts"):
         flat = np.frombuffer(base64.b64decode(packed, validate=True), "<i4")
-    except (binascii.Error, ValueError) as error:
-        raise EngineError(
-            f"the SGLang server's routed_experts cannot be read: {error}"
-        ) from error
     rows = n_tokens - 1
     if not rows or not len(flat) or len(flat) % (rows * per_token):
         raise EngineError(
@@ -91,12 +72,7 @@ def experts_cell(experts: Experts | None) -> pa.Array:
 def experts_per_token(model_dir: str | Path) -> int:
     """Return the experts per token and layer, from a model's ``config.json``.
 
-    Raises
-    ------
-    ValueError
-        The file has no such number.
-    OSError
-        There is no such file.
+    Raises `ValueError` if the file has no such number, `OSError` if there is no file.
     """
     number = config_number(model_dir, "num_experts_per_tok")
     if number < 1:

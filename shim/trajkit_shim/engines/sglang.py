@@ -8,18 +8,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-import httpx
 import numpy as np
 import numpy.typing as npt
 
-from trajkit_shim.engines.base import EngineInfo, OnTokens, Sample, Sampling, WeightSpan
+from trajkit_shim.engines.base import OnTokens, Sample, Sampling, WeightSpan
 from trajkit_shim.engines.checks import check_prompt
 from trajkit_shim.engines.http import (
-    UNREADABLE,
     HttpEngine,
     make_sample,
+    reading,
     sampling_fields,
-    unreadable,
+    token_ids,
 )
 from trajkit_shim.engines.routed_experts import read_experts
 from trajkit_shim.errors import EngineError
@@ -45,7 +44,7 @@ class SGLangEngine(HttpEngine):
 
     Parameters
     ----------
-    base_url, vocab_size, max_context_tokens, client
+    base_url, **options
         See `HttpEngine`.
     check_prompts : bool
         Have the server return each prompt, and compare it with what was sent. The
@@ -62,18 +61,11 @@ class SGLangEngine(HttpEngine):
         self,
         base_url: str,
         *,
-        vocab_size: int,
-        max_context_tokens: int | None = None,
         check_prompts: bool = False,
         experts_per_token: int | None = None,
-        client: httpx.AsyncClient | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            base_url,
-            vocab_size=vocab_size,
-            max_context_tokens=max_context_tokens,
-            client=client,
-        )
+        super().__init__(base_url, **options)
         self._check_prompts = check_prompts
         self._experts_per_token = experts_per_token
         self._preferred: Json = {}
@@ -99,18 +91,11 @@ class SGLangEngine(HttpEngine):
         """Continue sampling."""
         await self._server.post("/continue_generation", {})
 
-    async def _read_info(self) -> EngineInfo:
+    async def _model_name(self) -> str:
         model = await self._server.get("/model_info")
         preferred = model.get("preferred_sampling_params")
         self._preferred = preferred if isinstance(preferred, dict) else {}
-        context = self._max_context_tokens
-        if context is None:
-            _, context = await self._served_model()
-        return EngineInfo(
-            model=str(model.get("served_model_name") or model.get("model_path")),
-            vocab_size=self._vocab_size,
-            max_context_tokens=context,
-        )
+        return str(model.get("served_model_name") or model.get("model_path"))
 
     async def _sample(
         self,
@@ -120,9 +105,9 @@ class SGLangEngine(HttpEngine):
         session_id: str,
         on_tokens: OnTokens | None,
     ) -> Sample:
-        info = await self.info()
-        check_prompt(prompt_ids, info)
-        params = _sampling_params(sampling)
+        check_prompt(prompt_ids, await self.info())
+        named = sampling_fields(sampling, {"seed": "sampling_seed"})
+        params = {**sampling.extra, **named, **_AS_SAMPLED}
         cut = _cuts_the_tail({**self._preferred, **params})
         request: Json = {
             "rid": request_id,
@@ -130,12 +115,13 @@ class SGLangEngine(HttpEngine):
             "sampling_params": params,
             "return_logprob": True,
         }
-        if cut:
-            request["return_sampling_mask"] = True
-        if self._check_prompts:
-            request["return_prompt_token_ids"] = True
-        if self._experts_per_token is not None:
-            request["return_routed_experts"] = True
+        per_token = self._experts_per_token
+        wanted = {
+            "return_sampling_mask": cut,
+            "return_prompt_token_ids": self._check_prompts,
+            "return_routed_experts": per_token is not None,
+        }
+        request |= {name: True for name, want in wanted.items() if want}
         if on_tokens is not None:
             interval = await self._stream_interval(sampling.max_new_tokens)
             params.setdefault("stream_interval", interval)
@@ -148,14 +134,12 @@ class SGLangEngine(HttpEngine):
             ("/abort_request", {"rid": request_id}),
         )
         sample = read_sample(reply, sampling_logprobs=cut)
-        if self._experts_per_token is None:
+        if per_token is None:
             return sample
         packed = cast("Mapping[str, object]", reply["meta_info"]).get("routed_experts")
         n_tokens = len(prompt_ids) + len(sample.output_ids)
         # about ten million numbers for a long call
-        experts = await asyncio.to_thread(
-            read_experts, packed, n_tokens, self._experts_per_token
-        )
+        experts = await asyncio.to_thread(read_experts, packed, n_tokens, per_token)
         return replace(sample, routed_experts=experts)
 
     async def _stream_interval(self, max_tokens: int) -> int:
@@ -190,7 +174,7 @@ class StreamedReply:
 
     def add(self, event: Mapping[str, Any]) -> list[int]:
         """Add an event and return its new output ids."""
-        try:
+        with reading("SGLang", "stream of /generate"):
             meta = dict(event["meta_info"])
             ids = [int(token) for token in event["output_ids"]]
             total = int(meta["completion_tokens"])
@@ -202,8 +186,6 @@ class StreamedReply:
                 if name in meta:
                     before = [] if repeats else self._per_token.get(name, [])
                     self._per_token[name] = meta[name] = before + list(meta[name])
-        except UNREADABLE as error:
-            raise unreadable("SGLang", "stream of /generate", error) from error
         if repeats and ids[:known] != self._ids:
             raise EngineError("the SGLang server's stream changed ids it already sent")
         self._ids = ids if repeats else self._ids + ids
@@ -214,29 +196,17 @@ class StreamedReply:
 def read_sample(reply: Mapping[str, Any], *, sampling_logprobs: bool) -> Sample:
     """Read the sample from a reply of ``/generate``.
 
-    Parameters
-    ----------
-    reply : dict
-        The reply's JSON.
-    sampling_logprobs : bool
-        Take the logprobs after the distribution's tail was cut off, which a request
-        with ``return_sampling_mask`` returns.
-
-    Raises
-    ------
-    EngineError
-        A field is missing or has the wrong type, or ids and logprobs do not agree.
+    ``sampling_logprobs``: take the logprobs after the distribution's tail was cut off,
+    which a request with ``return_sampling_mask`` returns. Raises `EngineError` if a
+    field is missing or has the wrong type, or ids and logprobs do not agree.
     """
-    try:
+    with reading("SGLang", "reply to /generate"):
         meta = reply["meta_info"]
-        ids = np.array([int(token) for token in reply["output_ids"]], np.int32).tolist()
-        scored = [
-            (float(pair[0]), int(pair[1])) for pair in meta["output_token_logprobs"]
-        ]
+        ids = token_ids(reply["output_ids"])
+        scored = [(float(one[0]), int(one[1])) for one in meta["output_token_logprobs"]]
+        logprobs = [logprob for logprob, _ in scored]
         if sampling_logprobs:
             logprobs = [float(x) for x in meta["output_token_sampling_logprobs"]]
-        else:
-            logprobs = [logprob for logprob, _ in scored]
         finish = str(meta["finish_reason"]["type"])
         spans = tuple(
             WeightSpan(str(span["version"]), int(span["start"]), int(span["end"]))
@@ -244,10 +214,7 @@ def read_sample(reply: Mapping[str, Any], *, sampling_logprobs: bool) -> Sample:
         )
         cached, prompt_tokens = meta.get("cached_tokens"), meta.get("prompt_tokens")
         consumed = reply.get("prompt_token_ids")
-        if consumed is not None:
-            consumed = np.array([int(token) for token in consumed], np.int32)
-    except UNREADABLE as error:
-        raise unreadable("SGLang", "reply to /generate", error) from error
+        prompt_ids = None if consumed is None else token_ids(consumed)
     return make_sample(
         "SGLang",
         ids,
@@ -257,13 +224,8 @@ def read_sample(reply: Mapping[str, Any], *, sampling_logprobs: bool) -> Sample:
         aligned=[token for _, token in scored] == ids,
         cached_tokens=cached,
         prompt_tokens=prompt_tokens,
-        prompt_ids=consumed,
+        prompt_ids=prompt_ids,
     )
-
-
-def _sampling_params(sampling: Sampling) -> Json:
-    named = sampling_fields(sampling, {"seed": "sampling_seed"})
-    return {**sampling.extra, **named, **_AS_SAMPLED}
 
 
 def _cuts_the_tail(params: Json) -> bool:

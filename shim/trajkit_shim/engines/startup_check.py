@@ -12,10 +12,8 @@ from trajkit_shim.errors import EngineError
 async def check_engine(engine: Engine) -> None:
     """Sample two tokens, and close the engine.
 
-    Raises
-    ------
-    ConnectionError
-        The engine cannot be reached, samples nothing, or returns no logprobs.
+    Raises `ConnectionError` if it cannot be reached, samples nothing, or returns no
+    logprobs.
     """
     try:
         info = await engine.info()

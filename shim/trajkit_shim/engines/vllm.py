@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajkit_shim.engines.base import EngineInfo, OnTokens, Sample, Sampling, WeightSpan
+from trajkit_shim.engines.base import OnTokens, Sample, Sampling, WeightSpan
 from trajkit_shim.engines.checks import check_prompt
 from trajkit_shim.engines.http import (
-    UNREADABLE,
     HttpEngine,
     make_sample,
+    reading,
     sampling_fields,
-    unreadable,
+    token_ids,
 )
 from trajkit_shim.errors import EngineError
 from trajkit_shim.json_input import Json
@@ -64,12 +64,6 @@ class VLLMEngine(HttpEngine):
     generate_path = _GENERATE
     _processed: bool | None = None
 
-    async def _read_info(self) -> EngineInfo:
-        name, context = await self._served_model()
-        return EngineInfo(
-            model=name, vocab_size=self._vocab_size, max_context_tokens=context
-        )
-
     async def _sample(
         self,
         prompt_ids: npt.NDArray[np.int32],
@@ -78,8 +72,7 @@ class VLLMEngine(HttpEngine):
         session_id: str,
         on_tokens: OnTokens | None,
     ) -> Sample:
-        info = await self.info()
-        check_prompt(prompt_ids, info)
+        check_prompt(prompt_ids, await self.info())
         params = _sampling_params(sampling)
         shapes = _shapes(params)
         if shapes and not await self._gives_processed(prompt_ids, session_id):
@@ -137,7 +130,7 @@ class VLLMEngine(HttpEngine):
 def _only_one(reply: Mapping[str, Any]) -> bool:
     """Whether only the sampled one of the two best tokens has a logprob."""
     sample = read_sample(reply)
-    try:
+    with reading("vLLM", f"two best tokens of {_GENERATE}"):
         (token,) = sample.output_ids.tolist()
         (scored,) = reply["choices"][0]["logprobs"]["content"]
         others = [
@@ -145,22 +138,18 @@ def _only_one(reply: Mapping[str, Any]) -> bool:
             for best in scored["top_logprobs"]
             if best["token"] != f"token_id:{token}"
         ]
-    except UNREADABLE as error:
-        raise unreadable("vLLM", f"two best tokens of {_GENERATE}", error) from error
     return bool(others) and all(logprob <= _NO_LOGPROB for logprob in others)
 
 
 def read_sample(reply: Mapping[str, Any]) -> Sample:
     """Read the sample from a reply of ``/inference/v1/generate``.
 
-    Raises
-    ------
-    EngineError
-        A field is missing or has the wrong type, or ids and logprobs do not agree.
+    Raises `EngineError` if a field is missing or has the wrong type, or ids and logprobs
+    do not agree.
     """
-    try:
+    with reading("vLLM", f"reply to {_GENERATE}"):
         (choice,) = reply["choices"]
-        ids = np.array([int(t) for t in choice["token_ids"]], np.int32).tolist()
+        ids = token_ids(choice["token_ids"])
         scored = choice["logprobs"]["content"]
         logprobs = [float(item["logprob"]) for item in scored]
         labels = [str(item["token"]) for item in scored]
@@ -172,8 +161,6 @@ def read_sample(reply: Mapping[str, Any]) -> Sample:
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         prompt_tokens = usage.get("prompt_tokens")
         version = reply.get("weight_version")
-    except UNREADABLE as error:
-        raise unreadable("vLLM", f"reply to {_GENERATE}", error) from error
     spans = () if version is None else (WeightSpan(str(version), 0, len(ids)),)
     return make_sample(
         "vLLM",
@@ -199,14 +186,12 @@ class StreamedReply:
     def add(self, event: Mapping[str, Any]) -> list[int]:
         """Add an event and return its new output ids."""
         new: list[int] = []
-        try:
+        with reading("vLLM", f"stream of {_GENERATE}"):
             for choice in event["choices"]:
                 new += [int(token) for token in choice["token_ids"] or ()]
                 self._scored += (choice.get("logprobs") or {}).get("content") or ()
                 if choice.get("finish_reason") is not None:
                     self._choice["finish_reason"] = choice["finish_reason"]
-        except UNREADABLE as error:
-            raise unreadable("vLLM", f"stream of {_GENERATE}", error) from error
         self._ids += new
         self._choice |= {"token_ids": self._ids, "logprobs": {"content": self._scored}}
         self.reply |= {

@@ -58,18 +58,10 @@ def attribute(
 ) -> Attribution | None:
     """Return the attribution of a prompt, or None if it cannot be determined exactly.
 
-    Parameters
-    ----------
-    messages : list of dict
-        Canonical chat messages.
-    prompt_ids : ndarray of int32, shape (n_prompt,)
-        The ids that the engine consumed for them.
-    text_of : callable
-        Renders messages as text.
-    encode : callable
-        Tokenizes such a text.
-    special : list of int
-        The ids of special tokens.
+    ``messages``: canonical chat messages. ``prompt_ids`` (ndarray of int32, shape
+    (n_prompt,)): the ids that the engine consumed for them. ``text_of``: renders
+    messages as text. ``encode``: tokenizes such a text. ``special``: the ids of special
+    tokens.
     """
     for text, spans in locate_contents(messages, text_of):
         encoded = encode(text)

@@ -168,20 +168,11 @@ class Prompts:
     ) -> Prompt:
         """Return the prompt for a request.
 
-        Parameters
-        ----------
-        restored : RestoredRequest
-            The request's messages, with the session's replies restored.
-        tools : list of dict or None
-        replies, cache : ReplyIndex, TokenCache
-            The session's.
-        attributed : bool
-            Also determine which message each appended token belongs to.
+        ``restored``: the request's messages, with the session's replies restored.
+        ``replies``, ``cache``: the session's. ``attributed``: also determine which
+        message each appended token belongs to.
 
-        Raises
-        ------
-        TemplateError, GatewayError
-            As `ChatRenderer.render`.
+        Raises `TemplateError`, `GatewayError`: as `ChatRenderer.render`.
         """
         text = self.renderer.text(restored.messages, tools)
         if self.mode == "render":
@@ -256,16 +247,9 @@ class Prompts:
     ) -> CachedPath | None:
         """Return prompt and output for later prompts to extend, or None if they cannot.
 
-        Parameters
-        ----------
-        prompt : Prompt
-        shown : Attribution or None
-            Of the prompt, if known.
-        output_ids : ndarray of int32, shape (n_output,)
-        position : bytes
-            The position after the reply.
-        message : int
-            Index of the reply among the messages of later requests.
+        ``shown``: of the prompt, if known. ``output_ids`` (ndarray of int32, shape
+        (n_output,)). ``position``: the position after the reply. ``message``: index of
+        the reply among the messages of later requests.
         """
         if prompt.rendered is None:
             return None

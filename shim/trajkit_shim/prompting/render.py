@@ -138,12 +138,8 @@ class ChatRenderer:
         -------
         ndarray of int32, shape (n_prompt,)
 
-        Raises
-        ------
-        TemplateError
-            The template rejects the messages.
-        GatewayError
-            A text spells out a special token that this tokenizer cannot encode as text.
+        Raises `TemplateError`: the template rejects the messages. `GatewayError`: a
+        text spells out a special token that this tokenizer cannot encode as text.
         """
         return self.ids_of(self.text(messages, tools))
 
@@ -470,12 +466,8 @@ def _one_system(messages: list[Json]) -> list[Json]:
 def load_renderer(path: str | Path, chat_template: str | None = None) -> ChatRenderer:
     """Return the renderer for a model directory's tokenizer. Downloads nothing.
 
-    Raises
-    ------
-    FileNotFoundError
-        There is no such directory.
-    ValueError
-        It has no fast tokenizer, no chat template, or no end-of-message token.
+    Raises `FileNotFoundError`: there is no such directory. `ValueError`: it has no fast
+    tokenizer, no chat template, or no end-of-message token.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

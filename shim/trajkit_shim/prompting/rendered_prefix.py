@@ -61,17 +61,9 @@ def end_of_reply(
 ) -> int | Departure:
     """Return where in a later prompt's text the reply to an earlier prompt ends.
 
-    Parameters
-    ----------
-    renderer : ChatRenderer
-    rendered : RenderedPrefix
-        Of the earlier prompt.
-    text : str
-        Of the later prompt (`ChatRenderer.text`).
-    reply : dict
-        The canonical reply to the earlier prompt.
-    new : list of dict
-        The messages after it.
+    ``rendered``: of the earlier prompt. ``text``: of the later prompt
+    (`ChatRenderer.text`). ``reply``: the canonical reply to the earlier prompt.
+    ``new``: the messages after it.
     """
     if not rendered.begins(text):
         return "rewritten"

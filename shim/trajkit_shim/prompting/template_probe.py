@@ -44,37 +44,25 @@ _TOOL: Json = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateProbe:
-    """What one template does, with or without tools.
+    """What one template does, with or without tools."""
 
-    Attributes
-    ----------
-    safe : bool
-        Prompts may be extended.
-    why : str or None
-        Why not.
-    close : str
-        White space after the token that ends a reply.
-    generation_prompt : str
-        The text that asks for a reply.
-    leaves : str
-        End of the generation prompt that disappears once the reply is rendered. An
-        extended prompt keeps it.
-    drops_reasoning : tuple of "user" and "tool"
-        A message of this role makes the template drop the reasoning of the reply before
-        it. Such a prompt is rendered.
-    trims : bool
-        The template changes white space around replies; rendered prompts drift there.
-    trims_new : bool
-        It changes white space around messages of users and tools.
-    """
-
+    # prompts may be extended
     safe: bool
+    # why not
     why: str | None = None
+    # white space after the token that ends a reply
     close: str = ""
+    # the text that asks for a reply
     generation_prompt: str = ""
+    # End of the generation prompt that disappears once the reply is rendered. An
+    # extended prompt keeps it.
     leaves: str = ""
+    # A message of this role makes the template drop the reasoning of the reply before
+    # it. Such a prompt is rendered.
     drops_reasoning: tuple[Role, ...] = ()
+    # the template changes white space around replies; rendered prompts drift there
     trims: bool = False
+    # it changes white space around messages of users and tools
     trims_new: bool = False
 
     def describe(self) -> Json:

@@ -5,11 +5,9 @@ whether the model reasons), ``context_management`` (the gateway edits nothing),
 ``cache_control`` everywhere, ``metadata`` and fields about billing.
 """
 
-import base64
 import json
 from collections.abc import Iterator
 
-from trajkit_shim import json_input
 from trajkit_shim.chat.reply import Call, Reply, Usage
 from trajkit_shim.chat.request import (
     OMITTED_IMAGE,
@@ -18,12 +16,22 @@ from trajkit_shim.chat.request import (
     assistant_message,
     function_tool,
     tool_call,
+    tool_message,
+    user_messages,
 )
 from trajkit_shim.chat.sampling_params import parse_sampling
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.json_input import Json, refuse
+from trajkit_shim.json_input import (
+    Fields,
+    Json,
+    as_list,
+    as_object,
+    as_text,
+    objects,
+    refuse,
+)
 from trajkit_shim.protocols.base import WireProtocol
-from trajkit_shim.protocols.blocks import Block, BlockStream, Thought, blocks
+from trajkit_shim.protocols.blocks import Block, Events, Thought, blocks, signature
 from trajkit_shim.protocols.sse import RawJson, event
 
 KNOWN = frozenset(
@@ -58,13 +66,7 @@ _BILLING = "x-anthropic-billing-header:"
 
 
 def read(body: Json, reading: ReadOptions) -> ChatRequest:
-    """Read the body of ``POST /v1/messages``.
-
-    Raises
-    ------
-    GatewayError
-        A field is missing, invalid, or not supported.
-    """
+    """Read the body of ``POST /v1/messages``; raises `GatewayError`."""
     if body.get("max_tokens") is None:
         refuse("max_tokens", "missing")
     return read_for_count(body, reading)
@@ -72,194 +74,130 @@ def read(body: Json, reading: ReadOptions) -> ChatRequest:
 
 def read_for_count(body: Json, reading: ReadOptions) -> ChatRequest:
     """Read the body of ``POST /v1/messages/count_tokens``, which has no token limit."""
-    json_input.only(body, KNOWN, "")
-    json_input.optional(body, "model", json_input.as_text)
+    fields = Fields(body)
+    fields.only(KNOWN)
+    fields.get("model", as_text)
     for name in ("thinking", "metadata", "context_management"):
-        json_input.optional(body, name, json_input.as_object)
-    config = json_input.optional(body, "output_config", json_input.as_object)
-    json_input.only(config or {}, {"effort", "task_budget"}, "output_config")
-    messages = _messages(body, reading)
+        fields.get(name, as_object)
+    fields.section("output_config").only({"effort", "task_budget"})
+    messages = _messages(fields, reading)
     if messages[-1]["role"] == "assistant":
         refuse("messages", "the last one is the assistant's: no reply is continued")
     return ChatRequest(
         messages=messages,
-        tools=_tools(body),
-        sampling=parse_sampling(body, names={"stop": "stop_sequences", "seed": None}),
-        stream=bool(json_input.optional(body, "stream", json_input.as_flag)),
+        tools=_tools(fields),
+        sampling=parse_sampling(fields, {"stop": "stop_sequences", "seed": None}),
+        stream=fields.flag("stream"),
     )
 
 
-def _messages(body: Json, reading: ReadOptions) -> list[Json]:
+def _messages(fields: Fields, reading: ReadOptions) -> list[Json]:
     messages: list[Json] = []
-    if body.get("system") is not None:
-        system = "\n".join(_texts(body["system"], "system"))
-        if system:
-            messages.append({"role": "system", "content": system})
-    items = json_input.as_list(body.get("messages"), "messages")
-    if not items:
+    if fields.json.get("system") is not None:
+        system = _system(fields.json["system"], "system")
+        messages += [{"role": "system", "content": system}] if system else []
+    if not fields.need("messages", as_list):
         refuse("messages", "an empty list")
-    for message, where in json_input.objects(items, "messages"):
-        json_input.only(message, {"role", "content"}, where)
-        role = json_input.field(message, "role", json_input.as_name, where)
+    for message in fields.objects("messages"):
+        message.only({"role", "content"})
+        role = message.name("role")
         if role not in _ROLES:
-            refuse(f"{where}.role", f"{role!r} is not one of {', '.join(_ROLES)}")
-        content, where = message.get("content"), f"{where}.content"
+            message.refuse("role", f"{role!r} is not one of {', '.join(_ROLES)}")
+        content, where = message.json.get("content"), message.at("content")
         if role == "system":
-            text = "\n".join(_texts(content, where))
-            messages.append({"role": "system", "content": text})
+            messages.append({"role": "system", "content": _system(content, where)})
         elif role == "user":
-            messages += _user(_blocks(content, where, _ROLES[role]), reading)
+            found = _blocks(content, where, _ROLES[role])
+            messages += user_messages(_user_part(block, reading) for block in found)
         else:
             messages.append(_assistant(_blocks(content, where, _ROLES[role])))
     return messages
 
 
-def _texts(value: object, where: str) -> Iterator[str]:
-    """The texts of a system prompt, without empty ones and billing lines."""
-    for block, path in _blocks(value, where, _ROLES["system"]):
-        text = json_input.field(block, "text", json_input.as_text, path)
-        if text.startswith(_BILLING):
-            _, _, text = text.partition("\n")
-        if text:
-            yield text
+def _system(value: object, where: str) -> str:
+    """The text of a system prompt, without billing lines."""
+    texts = (block.text("text") for block in _blocks(value, where, _ROLES["system"]))
+    kept = (t.partition("\n")[2] if t.startswith(_BILLING) else t for t in texts)
+    return "\n".join(filter(None, kept))
 
 
-def _blocks(value: object, where: str, kinds: frozenset[str]) -> list[tuple[Json, str]]:
-    """The blocks of a message's content, each with its path; a string is one block."""
+def _blocks(value: object, where: str, kinds: frozenset[str]) -> list[Fields]:
+    """The blocks of a message's content; a string is one block."""
     if isinstance(value, str):
-        return [({"type": "text", "text": value}, where)]
-    blocks = []
-    for block, path in json_input.objects(json_input.as_list(value, where), where):
-        kind = json_input.field(block, "type", json_input.as_name, path)
+        return [Fields({"type": "text", "text": value}, where)]
+    found = list(objects(value, where))
+    for block in found:
+        kind = block.name("type")
         if kind not in kinds:
-            refuse(
-                f"{path}.type",
-                f"{kind!r} is not supported here: {', '.join(sorted(kinds))}",
-                code="unsupported_content",
-            )
-        json_input.only(block, _BLOCKS[kind] | _SILENT, path)
-        blocks.append((block, path))
-    return blocks
+            rule = f"{kind!r} is not supported here: {', '.join(sorted(kinds))}"
+            block.refuse("type", rule, "unsupported_content")
+        block.only(_BLOCKS[kind] | _SILENT)
+    return found
 
 
-def _user(blocks: list[tuple[Json, str]], reading: ReadOptions) -> list[Json]:
-    """A message per tool result, and one per group of texts between them."""
-    messages: list[Json] = []
-    texts: list[str] = []
-
-    def flush() -> None:
-        if texts:
-            messages.append({"role": "user", "content": "\n".join(texts)})
-            texts.clear()
-
-    for block, path in blocks:
-        if block["type"] != "tool_result":
-            texts += filter(None, [_readable(block, path, reading)])
-            continue
-        flush()
-        result: Json = {
-            "role": "tool",
-            "content": _result(block.get("content"), f"{path}.content", reading),
-            "tool_call_id": json_input.field(
-                block, "tool_use_id", json_input.as_text, path
-            ),
-        }
-        if json_input.optional(block, "is_error", json_input.as_flag, path):
-            result["is_error"] = True
-        messages.append(result)
-    flush()
-    return messages or [{"role": "user", "content": ""}]
-
-
-def _result(value: object, where: str, reading: ReadOptions) -> str:
-    if value is None:
-        return ""
-    return "\n".join(
-        _readable(block, path, reading)
-        for block, path in _blocks(value, where, _IN_RESULT)
+def _user_part(block: Fields, reading: ReadOptions) -> str | Json:
+    if block.json["type"] != "tool_result":
+        return _readable(block, reading)
+    content, where = block.json.get("content"), block.at("content")
+    found = [] if content is None else _blocks(content, where, _IN_RESULT)
+    return tool_message(
+        block.text("tool_use_id"),
+        "\n".join(_readable(part, reading) for part in found),
+        failed=block.flag("is_error"),
     )
 
 
-def _readable(block: Json, path: str, reading: ReadOptions) -> str:
+def _readable(block: Fields, reading: ReadOptions) -> str:
     """The text of a block of a user or of a tool."""
-    if block["type"] == "text":
-        return json_input.field(block, "text", json_input.as_text, path)
-    if block["type"] == "image":
+    if block.json["type"] == "text":
+        return block.text("text")
+    if block.json["type"] == "image":
         if reading.images == "omit":
             return OMITTED_IMAGE
-        refuse(
-            f"{path}.type",
-            "'image' is not supported: messages are text",
-            code="unsupported_content",
-        )
-    source = json_input.field(block, "source", json_input.as_object, path)
-    path += ".source"
-    if source.get("type") != "text":
-        refuse(
-            f"{path}.type",
-            f"{source.get('type')!r} is not 'text': documents are text",
-            code="unsupported_content",
-        )
-    return json_input.field(source, "data", json_input.as_text, path)
+        rule = "'image' is not supported: messages are text"
+        block.refuse("type", rule, "unsupported_content")
+    source = block.object("source")
+    kind = source.json.get("type")
+    if kind != "text":
+        rule = f"{kind!r} is not 'text': documents are text"
+        source.refuse("type", rule, "unsupported_content")
+    return source.text("data")
 
 
-def _assistant(blocks: list[tuple[Json, str]]) -> Json:
+def _assistant(found: list[Fields]) -> Json:
     texts, thoughts, calls = [], [], []
-    for block, path in blocks:
-        if block["type"] == "tool_use":
-            arguments = json_input.field(block, "input", json_input.as_object, path)
-            calls.append(
-                tool_call(
-                    json_input.field(block, "id", json_input.as_text, path),
-                    json_input.field(block, "name", json_input.as_name, path),
-                    json.dumps(arguments, ensure_ascii=False),
-                )
-            )
-        elif block["type"] == "text":
-            texts.append(json_input.field(block, "text", json_input.as_text, path))
+    for block in found:
+        if block.json["type"] == "tool_use":
+            given = json.dumps(block.need("input", as_object), ensure_ascii=False)
+            calls.append(tool_call(block.text("id"), block.name("name"), given))
+        elif block.json["type"] == "text":
+            texts.append(block.text("text"))
         else:
-            thoughts.append(
-                json_input.field(block, "thinking", json_input.as_text, path)
-            )
+            thoughts.append(block.text("thinking"))
     return assistant_message("".join(texts), "".join(thoughts), calls)
 
 
-def _tools(body: Json) -> list[Json] | None:
-    where = "tool_choice"
-    choice = json_input.optional(body, where, json_input.as_object)
+def _tools(fields: Fields) -> list[Json] | None:
     chosen = "auto"
-    if choice is not None:
-        json_input.only(choice, {"type", "disable_parallel_tool_use"}, where)
-        chosen = json_input.field(choice, "type", json_input.as_name, where)
+    if fields.json.get("tool_choice") is not None:
+        choice = fields.object("tool_choice")
+        choice.only({"type", "disable_parallel_tool_use"})
+        chosen = choice.name("type")
         if chosen not in ("auto", "none"):
-            refuse(
-                f"{where}.type",
-                f"{chosen!r} is not supported",
-                code="unsupported_value",
-            )
-        if choice.get("disable_parallel_tool_use"):
-            refuse(
-                f"{where}.disable_parallel_tool_use",
-                "replies are not constrained to one call",
-                code="unsupported_value",
-            )
+            choice.refuse("type", f"{chosen!r} is not supported", "unsupported_value")
+        if choice.json.get("disable_parallel_tool_use"):
+            rule = "replies are not constrained to one call"
+            choice.refuse("disable_parallel_tool_use", rule, "unsupported_value")
     tools: list[Json] = []
-    for tool, path in json_input.objects(body.get("tools"), "tools"):
-        if tool.get("type") not in (None, "custom"):
-            refuse(
-                f"{path}.type",
-                f"{tool['type']!r} is not 'custom': the provider's own tools are not "
-                "available here",
-                code="unsupported_tool",
-            )
-        json_input.only(tool, _TOOL | _SILENT, path)
-        tools.append(
-            function_tool(
-                json_input.field(tool, "name", json_input.as_name, path),
-                json_input.optional(tool, "description", json_input.as_text, path),
-                json_input.field(tool, "input_schema", json_input.as_object, path),
-            )
-        )
+    for tool in fields.objects("tools"):
+        kind = tool.json.get("type")
+        if kind not in (None, "custom"):
+            rule = f"{kind!r} is not 'custom': the provider's own tools are not "
+            tool.refuse("type", f"{rule}available here", "unsupported_tool")
+        tool.only(_TOOL | _SILENT)
+        schema = tool.need("input_schema", as_object)
+        text = tool.get("description", as_text)
+        tools.append(function_tool(tool.name("name"), text, schema))
     return tools if tools and chosen != "none" else None
 
 
@@ -292,11 +230,7 @@ def _block(block: Block, reply: Reply) -> Json:
             "name": block.name,
             "input": RawJson(block.arguments),
         }
-    return {"type": "thinking", "thinking": block.text, "signature": _signature(reply)}
-
-
-def _signature(reply: Reply) -> str:
-    return base64.b64encode(f"trajkit:{reply.reply_id}".encode()).decode()
+    return {"type": "thinking", "thinking": block.text, "signature": signature(reply)}
 
 
 def _ending(reply: Reply) -> Json:
@@ -320,7 +254,7 @@ def _usage(usage: Usage) -> Json:
     }
 
 
-class Stream(BlockStream):
+class Stream(Events):
     """The events of a streamed reply.
 
     ``message_start``; for each block its start, its deltas (for reasoning also one with
@@ -331,23 +265,15 @@ class Stream(BlockStream):
     _begun = False
 
     def ping(self) -> bytes:
-        """Return the protocol's own."""
         return _event({"type": "ping"})
 
     def reply(self, reply: Reply) -> Iterator[bytes]:
-        """Yield all events of the reply that were not sent."""
         yield from self._new(reply, done=True)
-        yield _event(
-            {
-                "type": "message_delta",
-                "delta": _ending(reply),
-                "usage": _usage(reply.usage),
-            }
-        )
+        end: Json = {"delta": _ending(reply), "usage": _usage(reply.usage)}
+        yield _event({"type": "message_delta", **end})
         yield _event({"type": "message_stop"})
 
     def error(self, error: GatewayError) -> bytes:
-        """Return the error as an event."""
         return _event(error_body(error))
 
     def _new(self, reply: Reply, *, done: bool) -> Iterator[bytes]:
@@ -357,18 +283,17 @@ class Stream(BlockStream):
                 yield self._start(reply)
             index: Json = {"index": step.index}
             if step.what == "begin":
-                empty = _EMPTY[type(step.block)]
-                block = {**_block(step.block, reply), **empty}
-                yield _event(
-                    {"type": "content_block_start", **index, "content_block": block}
-                )
+                block = {**_block(step.block, reply), **_EMPTY[type(step.block)]}
+                start: Json = {"type": "content_block_start", **index}
+                yield _event({**start, "content_block": block})
             elif step.what == "text":
                 kind, field = _DELTAS[type(step.block)]
                 yield _delta(index, kind, field, step.text)
             else:
                 if isinstance(step.block, Thought):
-                    signature = _signature(reply)
-                    yield _delta(index, "signature_delta", "signature", signature)
+                    yield _delta(
+                        index, "signature_delta", "signature", signature(reply)
+                    )
                 yield _event({"type": "content_block_stop", **index})
 
     def _start(self, reply: Reply) -> bytes:
@@ -424,10 +349,8 @@ def error_body(error: GatewayError) -> Json:
     message = error.message
     if error.overflow is not None:
         message = "prompt is too long: {} tokens > {} maximum".format(*error.overflow)
-    return {
-        "type": "error",
-        "error": {"type": _ERROR_TYPES.get(error.status, fallback), "message": message},
-    }
+    kind = _ERROR_TYPES.get(error.status, fallback)
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 ANTHROPIC = WireProtocol(

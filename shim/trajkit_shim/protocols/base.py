@@ -1,44 +1,18 @@
 """What the gateway needs from a protocol: requests in, replies, events and errors out."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 from trajkit_shim.chat.reply import Reply
 from trajkit_shim.chat.request import ChatRequest, ReadOptions
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import Json
+from trajkit_shim.protocols.blocks import Events
 
 Verb: TypeAlias = Literal["reply", "stream", "count"]
 """What a path returns: a reply (streamed if the body asks for it), a streamed reply, or
 the number of tokens of the prompt."""
-
-
-class Events(Protocol):
-    """The events of one streamed reply as bytes, in order."""
-
-    def opening(self) -> bytes:
-        """Return what is sent before the reply is known; may be empty."""
-        ...
-
-    def ping(self) -> bytes:
-        """Return a keep-alive event. Clients accept any number between other events."""
-        ...
-
-    def partial(self, reply: Reply) -> bytes:
-        """Return what is new in an incomplete reply; may be empty.
-
-        Each such reply is a prefix of the next one, and of the complete one.
-        """
-        ...
-
-    def reply(self, reply: Reply) -> Iterator[bytes]:
-        """Yield the rest of the complete reply, to the end of the stream."""
-        ...
-
-    def error(self, error: GatewayError) -> bytes:
-        """Return the end of a stream that failed."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

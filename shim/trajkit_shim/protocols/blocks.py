@@ -1,11 +1,13 @@
 """The blocks of a reply, and which part of a growing reply was streamed."""
 
+import base64
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from trajkit_shim.chat.reply import Call, Reply
+from trajkit_shim.errors import GatewayError
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,11 @@ def blocks(reply: Reply, *, done: bool) -> list[Block]:
         found.append(Thought(reply.reasoning))
     found += [part for part in reply.parts if isinstance(part, Call) or part.strip()]
     return found or ([reply.text] if done else [])
+
+
+def signature(reply: Reply) -> str:
+    """Return what protocols with signed reasoning get as signature."""
+    return base64.b64encode(f"trajkit:{reply.reply_id}".encode()).decode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,23 +75,37 @@ class Progress:
                 yield Step("end", index, block)
 
 
-class BlockStream(ABC):
-    """What the event streams of the protocols have in common (`protocols.base.Events`)."""
+class Events(ABC):
+    """The events of one streamed reply as bytes, in order."""
 
     def __init__(self) -> None:
         self._progress = Progress()
 
     def opening(self) -> bytes:
-        """Return nothing: the first event needs the reply."""
+        """Return what is sent before the reply is known; may be empty."""
         return b""
 
+    @abstractmethod
+    def ping(self) -> bytes:
+        """Return a keep-alive event. Clients accept any number between other events."""
+
     def partial(self, reply: Reply) -> bytes:
-        """Return the events of what is new."""
+        """Return what is new in an incomplete reply; may be empty.
+
+        Each such reply is a prefix of the next one, and of the complete one.
+        """
         return b"".join(self._new(reply, done=False))
 
     @abstractmethod
-    def _new(self, reply: Reply, *, done: bool) -> Iterator[bytes]:
-        """Yield the events of what is new."""
+    def reply(self, reply: Reply) -> Iterator[bytes]:
+        """Yield the rest of the complete reply, to the end of the stream."""
+
+    @abstractmethod
+    def error(self, error: GatewayError) -> bytes:
+        """Return the end of a stream that failed."""
+
+    @abstractmethod
+    def _new(self, reply: Reply, *, done: bool) -> Iterator[bytes]: ...
 
 
 def _text(block: Block) -> str:

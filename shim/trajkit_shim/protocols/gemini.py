@@ -5,11 +5,9 @@ is ignored, as are ``safetySettings``, ``thinkingConfig`` and labels. Tools that
 provider can run are dropped and counted.
 """
 
-import base64
 import json
 from collections.abc import Iterator
 
-from trajkit_shim import json_input
 from trajkit_shim.chat.reply import Call, Reply, Usage
 from trajkit_shim.chat.request import (
     OMITTED_IMAGE,
@@ -18,12 +16,22 @@ from trajkit_shim.chat.request import (
     assistant_message,
     function_tool,
     tool_call,
+    tool_message,
+    user_messages,
 )
 from trajkit_shim.chat.sampling_params import SamplingParams, parse_sampling
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.json_input import Json, refuse
+from trajkit_shim.json_input import (
+    Fields,
+    Json,
+    as_list,
+    as_object,
+    as_text,
+    objects,
+    refuse,
+)
 from trajkit_shim.protocols.base import Verb, WireProtocol
-from trajkit_shim.protocols.blocks import Block, BlockStream, blocks
+from trajkit_shim.protocols.blocks import Block, Events, blocks, signature
 from trajkit_shim.protocols.sse import RawJson, event
 
 KNOWN = frozenset(
@@ -55,28 +63,20 @@ _ROLES = {"user": "user", "function": "user", "model": "assistant"}
 
 
 def read(body: Json, reading: ReadOptions) -> ChatRequest:
-    """Read the body of a generateContent call.
-
-    Raises
-    ------
-    GatewayError
-        A field is missing, invalid, or not supported.
-    """
-    json_input.only(body, KNOWN, "")
-    messages: list[Json] = []
-    system = json_input.optional(body, "systemInstruction", json_input.as_object)
-    if system is not None:
-        parts = _parts(system, "systemInstruction")
-        text = "\n".join(filter(None, (_text(part, path) for part, path in parts)))
-        if text:
-            messages.append({"role": "system", "content": text})
-    messages += _Conversation(reading).read(body.get("contents"))
-    tools, left_out = _tools(body.get("tools"))
-    offered = _may_call(body.get("toolConfig")) and bool(tools)
+    """Read the body of a generateContent call; raises `GatewayError`."""
+    fields = Fields(body)
+    fields.only(KNOWN)
+    system = "\n".join(
+        filter(None, map(_text, _parts(fields.section("systemInstruction"))))
+    )
+    messages: list[Json] = [{"role": "system", "content": system}] if system else []
+    messages += _Conversation(reading).read(fields)
+    tools, left_out = _tools(fields)
+    offered = _may_call(fields) and bool(tools)
     return ChatRequest(
         messages=messages,
         tools=tools if offered else None,
-        sampling=_sampling(body.get("generationConfig")),
+        sampling=_sampling(fields.section("generationConfig")),
         stream=False,
         left_out=left_out,
     )
@@ -84,7 +84,7 @@ def read(body: Json, reading: ReadOptions) -> ChatRequest:
 
 def read_for_count(body: Json, reading: ReadOptions) -> ChatRequest:
     """Read the body of a countTokens call, plain or as ``generateContentRequest``."""
-    inner = json_input.optional(body, "generateContentRequest", json_input.as_object)
+    inner = Fields(body).get("generateContentRequest", as_object)
     return read(body if inner is None else inner, reading)
 
 
@@ -93,93 +93,68 @@ class _Conversation:
 
     def __init__(self, reading: ReadOptions) -> None:
         self._reading = reading
-        self._messages: list[Json] = []
         # id and name of each call
         self._open: list[tuple[str, str]] = []
         self._unnamed = 0
 
-    def read(self, value: object) -> list[Json]:
-        if not json_input.as_list(value, "contents"):
+    def read(self, fields: Fields) -> list[Json]:
+        if not fields.need("contents", as_list):
             refuse("contents", "an empty list")
-        for content, where in json_input.objects(value, "contents"):
-            json_input.only(content, {"role", "parts"}, where)
-            role = content.get("role", "user")
+        messages: list[Json] = []
+        for content in fields.objects("contents"):
+            content.only({"role", "parts"})
+            role = content.json.get("role", "user")
             if not isinstance(role, str) or role not in _ROLES:
-                refuse(f"{where}.role", f"{role!r} is not one of {', '.join(_ROLES)}")
-            parts = _parts(content, where)
+                content.refuse("role", f"{role!r} is not one of {', '.join(_ROLES)}")
+            parts = _parts(content)
             if _ROLES[role] == "user":
-                self._add_user(parts)
+                messages += user_messages(map(self._user_part, parts))
             else:
-                self._add_model(parts)
-        return self._messages
+                messages.append(self._reply(parts))
+        return messages
 
-    def _add_user(self, parts: list[tuple[Json, str]]) -> None:
-        before = len(self._messages)
-        texts: list[str] = []
+    def _user_part(self, part: Fields) -> str | Json:
+        if "functionResponse" in part.json:
+            return self._result(part.object("functionResponse"))
+        for name in ("inlineData", "fileData"):
+            if name in part.json:
+                return _image(part, name, self._reading)
+        return _text(part)
 
-        def flush() -> None:
-            if texts:
-                self._messages.append({"role": "user", "content": "\n".join(texts)})
-                texts.clear()
-
-        for part, path in parts:
-            if "functionResponse" in part:
-                flush()
-                self._messages.append(self._result(part, path))
-            elif "inlineData" in part or "fileData" in part:
-                texts.append(_image(part, path, self._reading))
-            else:
-                texts += filter(None, [_text(part, path)])
-        flush()
-        if len(self._messages) == before:
-            self._messages.append({"role": "user", "content": ""})
-
-    def _add_model(self, parts: list[tuple[Json, str]]) -> None:
+    def _reply(self, parts: list[Fields]) -> Json:
         texts, thoughts, calls = [], [], []
         self._open = []
-        for part, path in parts:
-            if "functionCall" in part:
-                calls.append(self._call(part, path))
-            elif part.get("thought"):
-                thoughts.append(_text(part, path))
+        for part in parts:
+            if "functionCall" in part.json:
+                calls.append(self._call(part.object("functionCall")))
+            elif part.json.get("thought"):
+                thoughts.append(_text(part))
             else:
-                texts.append(_text(part, path))
-        message = assistant_message("".join(texts), "".join(thoughts), calls)
-        self._messages.append(message)
+                texts.append(_text(part))
+        return assistant_message("".join(texts), "".join(thoughts), calls)
 
-    def _call(self, part: Json, path: str) -> Json:
-        call = json_input.field(part, "functionCall", json_input.as_object, path)
-        path += ".functionCall"
-        json_input.only(call, {"id", "name", "args"}, path)
-        name = json_input.field(call, "name", json_input.as_name, path)
-        call_id = json_input.optional(call, "id", json_input.as_text, path)
+    def _call(self, call: Fields) -> Json:
+        call.only({"id", "name", "args"})
+        name, call_id = call.name("name"), call.get("id", as_text)
         if call_id is None:
             # clients may omit ids; the number in the conversation is stable
             self._unnamed += 1
             call_id = f"{name}-{self._unnamed}"
         self._open.append((call_id, name))
-        given = json_input.optional(call, "args", json_input.as_object, path) or {}
-        return tool_call(call_id, name, json.dumps(given, ensure_ascii=False))
+        given = json.dumps(call.section("args").json, ensure_ascii=False)
+        return tool_call(call_id, name, given)
 
-    def _result(self, part: Json, path: str) -> Json:
-        result = json_input.field(part, "functionResponse", json_input.as_object, path)
-        path += ".functionResponse"
-        json_input.only(result, {"id", "name", "response"}, path)
-        name = json_input.field(result, "name", json_input.as_name, path)
-        call_id = json_input.optional(result, "id", json_input.as_text, path)
+    def _result(self, result: Fields) -> Json:
+        result.only({"id", "name", "response"})
+        name, call_id = result.name("name"), result.get("id", as_text)
         if call_id is None:
-            waiting = [call for call in self._open if call[1] == name]
-            if not waiting:
-                refuse(path, f"there is no call of {name!r} without a result")
-            self._open.remove(waiting[0])
-            call_id = waiting[0][0]
-        given = json_input.field(result, "response", json_input.as_object, path)
-        return {
-            "role": "tool",
-            "content": _result_text(given),
-            "tool_call_id": call_id,
-            **({"is_error": True} if "error" in given else {}),
-        }
+            waiting = next((call for call in self._open if call[1] == name), None)
+            if waiting is None:
+                refuse(result.path, f"there is no call of {name!r} without a result")
+            self._open.remove(waiting)
+            call_id = waiting[0]
+        given = result.need("response", as_object)
+        return tool_message(call_id, _result_text(given), failed="error" in given)
 
 
 def _result_text(given: Json) -> str:
@@ -191,67 +166,50 @@ def _result_text(given: Json) -> str:
     return json.dumps(given, ensure_ascii=False)
 
 
-def _parts(content: Json, where: str) -> list[tuple[Json, str]]:
-    """The parts of a content, each with its path, without null fields."""
+def _parts(content: Fields) -> list[Fields]:
+    """The parts of a content, without null fields."""
     return [
-        ({k: v for k, v in part.items() if v is not None}, path)
-        for part, path in json_input.objects(content.get("parts"), f"{where}.parts")
+        Fields({k: v for k, v in part.json.items() if v is not None}, part.path)
+        for part in content.objects("parts")
     ]
 
 
-def _text(part: Json, path: str) -> str:
-    for name in part:
+def _text(part: Fields) -> str:
+    for name in part.json:
         if name not in ("text", "thought", "thoughtSignature"):
-            refuse(
-                f"{path}.{name}",
-                "not supported: messages are text",
-                code="unsupported_content",
-            )
+            part.refuse(name, "not supported: messages are text", "unsupported_content")
     # a part may be only a signature
-    return json_input.as_text(part.get("text", ""), f"{path}.text")
+    return part.get("text", as_text) or ""
 
 
-def _image(part: Json, path: str, reading: ReadOptions) -> str:
-    name = "inlineData" if "inlineData" in part else "fileData"
-    kind = json_input.as_object(part[name], f"{path}.{name}").get("mimeType")
+def _image(part: Fields, name: str, reading: ReadOptions) -> str:
+    kind = part.object(name).json.get("mimeType")
     if reading.images != "omit" or not str(kind).startswith("image/"):
-        refuse(
-            f"{path}.{name}",
-            f"{kind!r} is not supported: messages are text",
-            code="unsupported_content",
-        )
+        rule = f"{kind!r} is not supported: messages are text"
+        part.refuse(name, rule, "unsupported_content")
     return OMITTED_IMAGE
 
 
-def _tools(value: object) -> tuple[list[Json], tuple[str, ...]]:
+def _tools(fields: Fields) -> tuple[list[Json], tuple[str, ...]]:
     functions: list[Json] = []
     left_out: list[str] = []
-    for tool, path in json_input.objects(value, "tools"):
-        for kind, given in tool.items():
-            if given is None:
-                continue
-            where = f"{path}.{kind}"
-            if kind == "functionDeclarations":
-                declared = json_input.objects(given, where)
-                functions += [_function(*declaration) for declaration in declared]
-            elif kind in HOSTED:
+    for tool in fields.objects("tools"):
+        for kind, given in tool.json.items():
+            if kind == "functionDeclarations" and given is not None:
+                functions += map(_function, objects(given, tool.at(kind)))
+            elif kind in HOSTED and given is not None:
                 left_out.append(kind)
-            else:
-                refuse(where, "not supported", code="unsupported_tool")
+            elif given is not None:
+                tool.refuse(kind, "not supported", "unsupported_tool")
     return functions, tuple(left_out)
 
 
-def _function(declared: Json, path: str) -> Json:
-    schemas = (
-        json_input.optional(declared, name, json_input.as_object, path)
-        for name in ("parametersJsonSchema", "parameters")
-    )
-    schema = next((schema for schema in schemas if schema is not None), None)
-    return function_tool(
-        json_input.field(declared, "name", json_input.as_name, path),
-        json_input.optional(declared, "description", json_input.as_text, path),
-        None if schema is None else _json_schema(schema),
-    )
+def _function(declared: Fields) -> Json:
+    given = declared.get("parametersJsonSchema", as_object)
+    schema = declared.get("parameters", as_object) if given is None else given
+    shown = None if schema is None else _json_schema(schema)
+    text = declared.get("description", as_text)
+    return function_tool(declared.name("name"), text, shown)
 
 
 def _json_schema(value: object) -> object:
@@ -268,52 +226,39 @@ def _json_schema(value: object) -> object:
     }
 
 
-def _may_call(value: object) -> bool:
-    if value is None:
-        return True
-    config = json_input.as_object(value, "toolConfig")
-    where = "toolConfig.functionCallingConfig"
-    calling = json_input.as_object(config.get("functionCallingConfig") or {}, where)
-    json_input.only(calling, {"mode"}, where)
-    mode = calling.get("mode")
+def _may_call(fields: Fields) -> bool:
+    calling = fields.section("toolConfig").section("functionCallingConfig")
+    calling.only({"mode"})
+    mode = calling.json.get("mode")
     if mode not in (None, "AUTO", "NONE", "MODE_UNSPECIFIED"):
-        refuse(f"{where}.mode", f"{mode!r} is not supported", code="unsupported_value")
+        calling.refuse("mode", f"{mode!r} is not supported", "unsupported_value")
     return mode != "NONE"
 
 
-def _sampling(value: object) -> SamplingParams:
-    where = "generationConfig"
-    config = json_input.as_object({} if value is None else value, where)
-    json_input.only(config, _CONFIG, where)
-    json_input.only_neutral(config, NEUTRAL, where)
-    top_k = config.get("topK")
+def _sampling(config: Fields) -> SamplingParams:
+    config.only(_CONFIG)
+    config.only_neutral(NEUTRAL)
+    top_k = config.json.get("topK")
     if isinstance(top_k, float) and top_k.is_integer():
         # the official client sends 40.0
-        config = {**config, "topK": int(top_k)}
-    return parse_sampling(config, where, _LIMITS)
+        config = Fields({**config.json, "topK": int(top_k)}, config.path)
+    return parse_sampling(config, _LIMITS)
 
 
 def write(reply: Reply, _: ChatRequest) -> Json:
     """Return the body of a reply that is not streamed."""
-    return _chunk(reply, _reply_parts(reply), last=True)
-
-
-def _reply_parts(reply: Reply) -> list[Json]:
-    return [_part(block, reply) for block in blocks(reply, done=True)]
+    parts = [_part(block, reply) for block in blocks(reply, done=True)]
+    return _chunk(reply, parts, last=True)
 
 
 def _part(block: Block, reply: Reply) -> Json:
     if isinstance(block, Call):
-        call: Json = {
-            "id": block.call_id,
-            "name": block.name,
-            "args": RawJson(block.arguments),
-        }
-        return {"functionCall": call}
+        args = RawJson(block.arguments)
+        return {"functionCall": {"id": block.call_id, "name": block.name, "args": args}}
     if isinstance(block, str):
         return {"text": block}
-    signature = base64.b64encode(f"trajkit:{reply.reply_id}".encode()).decode()
-    return {"text": block.text, "thought": True, "thoughtSignature": signature}
+    signed = signature(reply)
+    return {"text": block.text, "thought": True, "thoughtSignature": signed}
 
 
 def _chunk(reply: Reply, parts: list[Json], *, last: bool) -> Json:
@@ -341,15 +286,14 @@ def _usage(usage: Usage) -> Json:
     return counts
 
 
-class Chunks(BlockStream):
+class Chunks(Events):
     """The chunks of a streamed reply, each with a part or a piece of one."""
 
     def ping(self) -> bytes:
-        """Return an empty line, because the official client parses comments as JSON."""
+        # the official client parses comments as JSON
         return b"\n"
 
     def reply(self, reply: Reply) -> Iterator[bytes]:
-        """Yield all chunks of the reply that were not sent."""
         *before, last = [*self._parts(reply, done=True)] or [{"text": ""}]
         for part in before:
             yield event(_chunk(reply, [part], last=False))
@@ -366,7 +310,6 @@ class Chunks(BlockStream):
                 yield {**part, "text": step.text} if "text" in part else part
 
     def error(self, error: GatewayError) -> bytes:
-        """Return the error instead of a chunk."""
         return event(error_body(error))
 
 
@@ -387,17 +330,10 @@ def error_body(error: GatewayError) -> Json:
     fallback = "INTERNAL" if error.status >= 500 else "INVALID_ARGUMENT"
     message = error.message
     if error.overflow is not None:
-        message = (
-            "The input token count ({}) exceeds the maximum number of tokens allowed "
-            "({}).".format(*error.overflow)
-        )
-    return {
-        "error": {
-            "code": error.status,
-            "message": message,
-            "status": _STATUSES.get(error.status, fallback),
-        }
-    }
+        message = "The input token count ({}) exceeds the maximum number of tokens "
+        message = (message + "allowed ({}).").format(*error.overflow)
+    status = _STATUSES.get(error.status, fallback)
+    return {"error": {"code": error.status, "message": message, "status": status}}
 
 
 _VERBS: dict[str, Verb] = {

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from trajkit_shim import json_input
 from trajkit_shim.chat.reply import Call, Reply, Usage
 from trajkit_shim.chat.request import (
     DEFAULT_OPTIONS,
@@ -13,9 +12,17 @@ from trajkit_shim.chat.request import (
 )
 from trajkit_shim.chat.sampling_params import PARAM_NAMES, parse_sampling
 from trajkit_shim.errors import GatewayError, error_body
-from trajkit_shim.json_input import Json, refuse
+from trajkit_shim.json_input import (
+    Fields,
+    Json,
+    as_list,
+    as_object,
+    as_text,
+    objects,
+    refuse,
+)
 from trajkit_shim.protocols.base import WireProtocol
-from trajkit_shim.protocols.blocks import Block, BlockStream, Thought
+from trajkit_shim.protocols.blocks import Block, Events, Thought
 from trajkit_shim.protocols.sse import event
 
 DONE = b"data: [DONE]\n\n"
@@ -52,36 +59,22 @@ _FIELDS = {
 
 
 def read(body: Json, reading: ReadOptions) -> ChatRequest:
-    """Read the body of ``POST /v1/chat/completions``.
-
-    Raises
-    ------
-    GatewayError
-        A field is missing, invalid, or not supported.
-    """
-    json_input.only(body, KNOWN, "")
-    json_input.only_neutral(body, NEUTRAL)
-    json_input.optional(body, "model", json_input.as_text)
-    stream = bool(json_input.optional(body, "stream", json_input.as_flag))
+    """Read the body of ``POST /v1/chat/completions``; raises `GatewayError`."""
+    fields = Fields(body)
+    fields.only(KNOWN)
+    fields.only_neutral(NEUTRAL)
+    fields.get("model", as_text)
+    stream = fields.flag("stream")
+    if not stream and fields.get("stream_options", as_object) is not None:
+        refuse("stream_options", "only allowed in a streaming request")
+    options = fields.section("stream_options")
+    options.only({"include_usage", "include_obfuscation"})
     return ChatRequest(
         messages=_messages(body.get("messages"), reading),
-        tools=_tools(body),
-        sampling=parse_sampling(body),
+        tools=_tools(fields),
+        sampling=parse_sampling(fields),
         stream=stream,
-        include_usage=_include_usage(body, stream=stream),
-    )
-
-
-def _include_usage(body: Json, *, stream: bool) -> bool:
-    options = json_input.optional(body, "stream_options", json_input.as_object)
-    if options is None:
-        return False
-    where = "stream_options"
-    if not stream:
-        refuse(where, "only allowed in a streaming request")
-    json_input.only(options, {"include_usage", "include_obfuscation"}, where)
-    return bool(
-        json_input.optional(options, "include_usage", json_input.as_flag, where)
+        include_usage=options.flag("include_usage"),
     )
 
 
@@ -92,27 +85,23 @@ def tools_allowed(choice: object) -> bool:
     return choice != "none"
 
 
-def _tools(body: Json) -> list[Json] | None:
-    allowed = tools_allowed(body.get("tool_choice"))
+def _tools(fields: Fields) -> list[Json] | None:
+    allowed = tools_allowed(fields.json.get("tool_choice"))
     tools = []
-    for tool, where in json_input.objects(body.get("tools"), "tools"):
-        if tool.get("type") != "function":
-            refuse(
-                f"{where}.type",
-                f"{tool.get('type')!r} is not 'function'",
-                code="unsupported_tool",
-            )
-        function = json_input.field(tool, "function", json_input.as_object, where)
-        where += ".function"
-        json_input.field(function, "name", json_input.as_name, where)
-        if function.get("strict"):
-            refuse(f"{where}.strict", "replies are not constrained to a schema")
-        tools.append(tool)
+    for tool in fields.objects("tools"):
+        kind = tool.json.get("type")
+        if kind != "function":
+            tool.refuse("type", f"{kind!r} is not 'function'", "unsupported_tool")
+        function = tool.object("function")
+        function.name("name")
+        if function.json.get("strict"):
+            function.refuse("strict", "replies are not constrained to a schema")
+        tools.append(tool.json)
     return tools if tools and allowed else None
 
 
 def _messages(value: object, reading: ReadOptions) -> list[Json]:
-    items = json_input.as_list(value, "messages")
+    items = as_list(value, "messages")
     if not items:
         refuse("messages", "an empty list")
     return [
@@ -127,47 +116,30 @@ def canonical_message(
     """Return a chat message in canonical form (`trajkit_shim.chat.request`).
 
     The role ``developer`` becomes ``system``, null or missing content ``""``, and text
-    parts are joined by newlines.
-
-    Parameters
-    ----------
-    value : dict
-        A message of a client, or of the gateway's reply.
-    where : str
-        Its path in error messages.
-    reading : ReadOptions
-
-    Raises
-    ------
-    GatewayError
-        The role is unknown, content is not text, or a field is missing or unknown.
+    parts are joined by newlines. ``where`` is the message's path in error messages.
+    Raises `GatewayError` if the role is unknown, content is not text, or a field is
+    missing or unknown.
     """
-    message = json_input.as_object(value, where)
-    role = json_input.field(message, "role", json_input.as_name, where)
+    message = Fields(as_object(value, where), where)
+    role = message.name("role")
     role = "system" if role == "developer" else role
     if role not in _FIELDS:
-        refuse(f"{where}.role", f"{role!r} is not one of {', '.join(sorted(_FIELDS))}")
-    json_input.only(message, _FIELDS[role] | _SILENT, where)
-    content = message.get("content")
+        known = ", ".join(sorted(_FIELDS))
+        message.refuse("role", f"{role!r} is not one of {known}")
+    message.only(_FIELDS[role] | _SILENT)
+    content = message.json.get("content")
     if content is None and role != "assistant":
-        refuse(f"{where}.content", f"missing in a {role} message")
-    canonical: Json = {
-        "role": role,
-        "content": _text(content, f"{where}.content", reading),
-    }
+        message.refuse("content", f"missing in a {role} message")
+    text = _text(content, message.at("content"), reading)
+    canonical: Json = {"role": role, "content": text}
     for name in ("name", "reasoning_content"):
-        if message.get(name) is not None:
-            canonical[name] = json_input.as_text(message[name], f"{where}.{name}")
+        if message.json.get(name) is not None:
+            canonical[name] = message.text(name)
     if role == "tool":
-        canonical["tool_call_id"] = json_input.field(
-            message, "tool_call_id", json_input.as_text, where
-        )
-    calls = message.get("tool_calls")
+        canonical["tool_call_id"] = message.text("tool_call_id")
+    calls = [_tool_call(call) for call in message.objects("tool_calls")]
     if calls:
-        canonical["tool_calls"] = [
-            _tool_call(call, path)
-            for call, path in json_input.objects(calls, f"{where}.tool_calls")
-        ]
+        canonical["tool_calls"] = calls
     return canonical
 
 
@@ -175,51 +147,39 @@ def _text(content: object, where: str, reading: ReadOptions) -> str:
     if isinstance(content, str):
         return content
     parts = []
-    for part, path in json_input.objects(content, where):
-        if part.get("type") == "image_url" and reading.images == "omit":
+    for part in objects([] if content is None else content, where):
+        kind = part.json.get("type")
+        if kind == "image_url" and reading.images == "omit":
             parts.append(OMITTED_IMAGE)
             continue
-        if part.get("type") != "text":
-            refuse(
-                f"{path}.type",
-                f"{part.get('type')!r} is not supported: messages are text",
-                code="unsupported_content",
-            )
-        json_input.only(part, {"type", "text", *_SILENT}, path)
-        parts.append(json_input.field(part, "text", json_input.as_text, path))
+        if kind != "text":
+            rule = f"{kind!r} is not supported: messages are text"
+            part.refuse("type", rule, "unsupported_content")
+        part.only({"type", "text", *_SILENT})
+        parts.append(part.text("text"))
     return "\n".join(parts)
 
 
-def _tool_call(call: Json, where: str) -> Json:
-    json_input.only(call, {"id", "type", "function", "index", *_SILENT}, where)
-    if call.get("type") not in (None, "function"):
-        refuse(f"{where}.type", f"{call['type']!r} is not 'function'")
-    call_id = json_input.field(call, "id", json_input.as_text, where)
-    function = json_input.field(call, "function", json_input.as_object, where)
-    where += ".function"
-    json_input.only(function, {"name", "arguments", *_SILENT}, where)
-    name = json_input.field(function, "name", json_input.as_name, where)
-    arguments = json_input.optional(function, "arguments", json_input.as_text, where)
-    return tool_call(call_id, name, arguments or "")
+def _tool_call(call: Fields) -> Json:
+    call.only({"id", "type", "function", "index", *_SILENT})
+    if call.json.get("type") not in (None, "function"):
+        call.refuse("type", f"{call.json['type']!r} is not 'function'")
+    call_id, function = call.text("id"), call.object("function")
+    function.only({"name", "arguments", *_SILENT})
+    arguments = function.get("arguments", as_text) or ""
+    return tool_call(call_id, function.name("name"), arguments)
 
 
 def write(reply: Reply, _: ChatRequest) -> Json:
     """Return the body of a reply that is not streamed."""
-    return {
-        "id": f"chatcmpl-{reply.reply_id}",
-        "object": "chat.completion",
-        "created": reply.created,
-        "model": reply.model,
-        "choices": [
-            {
-                "index": 0,
-                "message": {**_message(reply), "refusal": None},
-                "logprobs": None,
-                "finish_reason": _finish_reason(reply),
-            }
-        ],
-        "usage": _usage(reply.usage),
+    choice = {
+        "index": 0,
+        "message": {**_message(reply), "refusal": None},
+        "logprobs": None,
+        "finish_reason": _finish_reason(reply),
     }
+    head = _head(reply, "chat.completion")
+    return {**head, "choices": [choice], "usage": _usage(reply.usage)}
 
 
 def _message(reply: Reply) -> Json:
@@ -243,7 +203,7 @@ def _finish_reason(reply: Reply) -> str:
     return "tool_calls" if reply.calls else "stop"
 
 
-class Chunks(BlockStream):
+class Chunks(Events):
     """The chunks of a streamed reply, including ``[DONE]``.
 
     Role; reasoning, content and tool calls in sampled order; the finish reason; then the
@@ -257,11 +217,9 @@ class Chunks(BlockStream):
         self._calls = 0
 
     def ping(self) -> bytes:
-        """Return a comment."""
         return b": waiting for the engine\n\n"
 
     def reply(self, reply: Reply) -> Iterator[bytes]:
-        """Yield all chunks of the reply that were not sent."""
         yield from self._new(reply, done=True)
         yield self._chunk(reply, {}, finish=_finish_reason(reply))
         if self._include_usage:
@@ -269,7 +227,6 @@ class Chunks(BlockStream):
         yield DONE
 
     def error(self, error: GatewayError) -> bytes:
-        """Return the error instead of a chunk."""
         return event(error_body(error)) + DONE
 
     def _new(self, reply: Reply, *, done: bool) -> Iterator[bytes]:
@@ -299,10 +256,10 @@ class Chunks(BlockStream):
         return event({**_head(reply), "choices": [choice], **usage})
 
 
-def _head(reply: Reply) -> Json:
+def _head(reply: Reply, kind: str = "chat.completion.chunk") -> Json:
     return {
         "id": f"chatcmpl-{reply.reply_id}",
-        "object": "chat.completion.chunk",
+        "object": kind,
         "created": reply.created,
         "model": reply.model,
     }
@@ -317,9 +274,8 @@ def _usage(usage: Usage) -> Json:
     if usage.cached_tokens is not None:
         counts["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
     if usage.reasoning_tokens:
-        counts["completion_tokens_details"] = {
-            "reasoning_tokens": usage.reasoning_tokens
-        }
+        reasoning = {"reasoning_tokens": usage.reasoning_tokens}
+        counts["completion_tokens_details"] = reasoning
     return counts
 
 

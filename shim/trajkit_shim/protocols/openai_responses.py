@@ -18,7 +18,6 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from trajkit_shim import json_input
 from trajkit_shim.chat.reply import Call, Reply, Usage
 from trajkit_shim.chat.request import (
     OMITTED_IMAGE,
@@ -27,12 +26,22 @@ from trajkit_shim.chat.request import (
     assistant_message,
     function_tool,
     tool_call,
+    tool_message,
 )
 from trajkit_shim.chat.sampling_params import parse_sampling
 from trajkit_shim.errors import GatewayError, error_body
-from trajkit_shim.json_input import Json, refuse
+from trajkit_shim.json_input import (
+    Fields,
+    Json,
+    as_list,
+    as_name,
+    as_object,
+    as_text,
+    objects,
+    refuse,
+)
 from trajkit_shim.protocols.base import WireProtocol
-from trajkit_shim.protocols.blocks import Block, BlockStream, Step, Thought, blocks
+from trajkit_shim.protocols.blocks import Block, Events, Step, Thought, blocks
 from trajkit_shim.protocols.openai_chat import tools_allowed
 from trajkit_shim.protocols.sse import event
 
@@ -62,10 +71,8 @@ HOSTED = frozenset(
 _NAMES = {"max_tokens": "max_output_tokens", "stop": None, "seed": None, "top_k": None}
 _TEXTS = frozenset({"input_text", "output_text", "text"})
 _ROLES = {
-    "assistant": "assistant",
+    **{role: role for role in ("assistant", "system", "user")},
     "developer": "system",
-    "system": "system",
-    "user": "user",
 }
 _ITEM_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})(?:_\d+)?")
 # prefix of encoded reasoning, which is not secret
@@ -73,52 +80,38 @@ _PACKED = "trajkit1."
 
 
 def read(body: Json, reading: ReadOptions) -> ChatRequest:
-    """Read the body of ``POST /v1/responses``.
-
-    Raises
-    ------
-    GatewayError
-        A field is missing, invalid, or not supported.
-    """
+    """Read the body of ``POST /v1/responses``; raises `GatewayError`."""
+    fields = Fields(body)
     if body.get("previous_response_id") is not None:
-        refuse(
-            "previous_response_id",
-            "nothing is stored here: send the entire conversation as input",
-            code="unsupported_parameter",
-        )
-    json_input.only(body, KNOWN, "")
-    json_input.only_neutral(body, NEUTRAL)
-    json_input.optional(body, "model", json_input.as_text)
-    _check_format(body)
-    messages: list[Json] = []
-    text = json_input.optional(body, "instructions", json_input.as_text)
-    if text:
-        messages.append({"role": "system", "content": text})
-    messages += _messages(body.get("input"), reading)
+        rule = "nothing is stored here: send the entire conversation as input"
+        fields.refuse("previous_response_id", rule, "unsupported_parameter")
+    fields.only(KNOWN)
+    fields.only_neutral(NEUTRAL)
+    fields.get("model", as_text)
+    _check_format(fields)
+    text = fields.get("instructions", as_text)
+    messages: list[Json] = [{"role": "system", "content": text}] if text else []
+    messages += _messages(fields, reading)
     tools = _Tools()
-    tools.add_all(body.get("tools"), "tools")
+    tools.add_all(fields)
     offered = tools_allowed(body.get("tool_choice")) and tools.functions
     return ChatRequest(
         messages=messages,
         tools=tools.functions if offered else None,
-        sampling=parse_sampling(body, names=_NAMES),
-        stream=bool(json_input.optional(body, "stream", json_input.as_flag)),
+        sampling=parse_sampling(fields, _NAMES),
+        stream=fields.flag("stream"),
         left_out=tuple(tools.left_out),
         namespaces=tools.namespaces,
     )
 
 
-def _check_format(body: Json) -> None:
-    text = json_input.optional(body, "text", json_input.as_object) or {}
-    json_input.only(text, {"format", "verbosity"}, "text")
-    if text.get("format") not in (None, {"type": "text"}):
-        refuse(
-            "text.format",
-            "replies are not constrained to a format",
-            code="unsupported_value",
-        )
-    include = json_input.optional(body, "include", json_input.as_list) or []
-    for i, name in enumerate(include):
+def _check_format(fields: Fields) -> None:
+    text = fields.section("text")
+    text.only({"format", "verbosity"})
+    if text.json.get("format") not in (None, {"type": "text"}):
+        rule = "replies are not constrained to a format"
+        text.refuse("format", rule, "unsupported_value")
+    for i, name in enumerate(fields.get("include", as_list) or []):
         if name == "message.output_text.logprobs":
             refuse(f"include[{i}]", "not supported by this gateway")
 
@@ -131,40 +124,33 @@ class _Tools:
     left_out: list[str] = field(default_factory=list)
     namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)
 
-    def add_all(self, value: object, where: str, namespace: str | None = None) -> None:
+    def add_all(self, fields: Fields, namespace: str | None = None) -> None:
         """Add a list of tools; names in a namespace get its name as prefix."""
-        for tool, path in json_input.objects(value, where):
-            kind = json_input.field(tool, "type", json_input.as_name, path)
+        for tool in fields.objects("tools"):
+            kind = tool.name("type")
             if kind == "function":
-                self._add_function(tool, path, namespace)
+                self._add_function(tool, namespace)
             elif kind == "namespace" and namespace is None:
-                name = json_input.field(tool, "name", json_input.as_name, path)
-                self.add_all(tool.get("tools"), f"{path}.tools", name)
+                self.add_all(tool, tool.name("name"))
             elif kind in HOSTED:
                 self.left_out.append(kind)
             else:
-                refuse(
-                    f"{path}.type",
-                    f"{kind!r} is not supported: a tool is a function with JSON "
-                    "arguments",
-                    code="unsupported_tool",
-                )
+                rule = f"{kind!r} is not supported: a tool is a function with JSON "
+                tool.refuse("type", f"{rule}arguments", "unsupported_tool")
 
-    def _add_function(self, tool: Json, path: str, namespace: str | None) -> None:
-        name = json_input.field(tool, "name", json_input.as_name, path)
-        if tool.get("strict"):
-            refuse(f"{path}.strict", "replies are not constrained to a schema")
+    def _add_function(self, tool: Fields, namespace: str | None) -> None:
+        name = tool.name("name")
+        if tool.json.get("strict"):
+            tool.refuse("strict", "replies are not constrained to a schema")
         if namespace is not None:
             known_as = f"{namespace}__{name}"
             self.namespaces[known_as] = (namespace, name)
             name = known_as
-        self.functions.append(
-            function_tool(
-                name,
-                json_input.optional(tool, "description", json_input.as_text, path),
-                json_input.optional(tool, "parameters", json_input.as_object, path),
-            )
+        text, schema = (
+            tool.get("description", as_text),
+            tool.get("parameters", as_object),
         )
+        self.functions.append(function_tool(name, text, schema))
 
 
 @dataclass(slots=True)
@@ -183,133 +169,97 @@ class _Turn:
             return reply_id != self.reply_id
         return kind == "reasoning" and bool(self.texts or self.calls)
 
+    def add(self, kind: str, item: Fields, reading: ReadOptions) -> None:
+        if kind == "message":
+            self.texts += _texts(item, "content", reading)
+        elif kind == "function_call":
+            self.calls.append(_function_call(item))
+        elif kind == "reasoning":
+            self.reasoning.append(_reasoning(item))
+        else:
+            rule = (
+                f"{kind!r} is not supported: messages, reasoning, functions and their "
+            )
+            item.refuse("type", f"{rule}results", "unsupported_content")
+
     def message(self) -> Json:
-        return assistant_message(
-            "".join(self.texts), "".join(self.reasoning), self.calls
-        )
+        texts, reasoning = "".join(self.texts), "".join(self.reasoning)
+        return assistant_message(texts, reasoning, self.calls)
 
 
-def _messages(value: object, reading: ReadOptions) -> list[Json]:
+def _messages(fields: Fields, reading: ReadOptions) -> list[Json]:
+    value = fields.json.get("input")
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
-    if not json_input.as_list(value, "input"):
+    if not as_list(value, "input"):
         refuse("input", "an empty list")
-    messages: list[Json] = []
-    turn: _Turn | None = None
-    for item, path in json_input.objects(value, "input"):
-        kind = json_input.as_name(item.get("type", "message"), f"{path}.type")
+    # a turn becomes a message once it is complete
+    found: list[Json | _Turn] = []
+    for item in fields.objects("input"):
+        kind = as_name(item.json.get("type", "message"), item.at("type"))
         if kind == "message":
-            role = json_input.field(item, "role", json_input.as_name, path)
+            role = item.name("role")
             if role not in _ROLES:
-                refuse(f"{path}.role", f"{role!r} is not one of {', '.join(_ROLES)}")
-        else:
-            role = "tool" if kind == "function_call_output" else "assistant"
-        if role != "assistant":
-            if turn is not None:
-                messages.append(turn.message())
-                turn = None
-            if kind == "message":
-                text = "\n".join(
-                    _texts(item.get("content"), f"{path}.content", reading)
-                )
-                messages.append({"role": _ROLES[role], "content": text})
-            else:
-                messages.append(_result(item, path, reading))
+                item.refuse("role", f"{role!r} is not one of {', '.join(_ROLES)}")
+            if role != "assistant":
+                text = "\n".join(_texts(item, "content", reading))
+                found.append({"role": _ROLES[role], "content": text})
+                continue
+        elif kind == "function_call_output":
+            text = "\n".join(_texts(item, "output", reading))
+            found.append(tool_message(item.text("call_id"), text))
             continue
-        item_id = item.get("id")
+        item_id = item.json.get("id")
         named = _ITEM_ID.fullmatch(item_id) if isinstance(item_id, str) else None
         reply_id = None if named is None else named[1]
-        if turn is None or turn.is_over(kind, reply_id):
-            if turn is not None:
-                messages.append(turn.message())
+        turn = found[-1] if found else None
+        if not isinstance(turn, _Turn) or turn.is_over(kind, reply_id):
             turn = _Turn(reply_id)
-        _add_item(turn, kind, item, path, reading)
-    if turn is not None:
-        messages.append(turn.message())
-    return messages
+            found.append(turn)
+        turn.add(kind, item, reading)
+    return [each.message() if isinstance(each, _Turn) else each for each in found]
 
 
-def _add_item(
-    turn: _Turn, kind: str, item: Json, path: str, reading: ReadOptions
-) -> None:
-    if kind == "message":
-        turn.texts += _texts(item.get("content"), f"{path}.content", reading)
-    elif kind == "function_call":
-        turn.calls.append(_function_call(item, path))
-    elif kind == "reasoning":
-        turn.reasoning.append(_reasoning(item, path))
-    else:
-        refuse(
-            f"{path}.type",
-            f"{kind!r} is not supported: messages, reasoning, functions and their "
-            "results",
-            code="unsupported_content",
-        )
-
-
-def _texts(value: object, where: str, reading: ReadOptions) -> list[str]:
+def _texts(item: Fields, name: str, reading: ReadOptions) -> list[str]:
+    value = item.json.get(name)
     if isinstance(value, str):
         return [value]
     texts = []
-    for part, path in json_input.objects(json_input.as_list(value, where), where):
-        kind = part.get("type")
+    for part in objects(value, item.at(name)):
+        kind = part.json.get("type")
         if kind == "input_image" and reading.images == "omit":
             texts.append(OMITTED_IMAGE)
         elif isinstance(kind, str) and kind in _TEXTS:
-            texts.append(json_input.field(part, "text", json_input.as_text, path))
+            texts.append(part.text("text"))
         else:
-            refuse(
-                f"{path}.type",
-                f"{kind!r} is not supported: messages are text",
-                code="unsupported_content",
-            )
+            rule = f"{kind!r} is not supported: messages are text"
+            part.refuse("type", rule, "unsupported_content")
     return texts
 
 
-def _result(item: Json, path: str, reading: ReadOptions) -> Json:
-    return {
-        "role": "tool",
-        "content": "\n".join(_texts(item.get("output"), f"{path}.output", reading)),
-        "tool_call_id": json_input.field(item, "call_id", json_input.as_text, path),
-    }
+def _function_call(item: Fields) -> Json:
+    name, namespace = item.name("name"), item.get("namespace", as_name)
+    name = name if namespace is None else f"{namespace}__{name}"
+    return tool_call(item.text("call_id"), name, item.text("arguments"))
 
 
-def _function_call(item: Json, path: str) -> Json:
-    name = json_input.field(item, "name", json_input.as_name, path)
-    namespace = json_input.optional(item, "namespace", json_input.as_name, path)
-    return tool_call(
-        json_input.field(item, "call_id", json_input.as_text, path),
-        name if namespace is None else f"{namespace}__{name}",
-        json_input.field(item, "arguments", json_input.as_text, path),
-    )
-
-
-def _reasoning(item: Json, path: str) -> str:
+def _reasoning(item: Fields) -> str:
     """The text of a reasoning item: its content, the encoded text, or a summary."""
-    if item.get("content"):
-        return "".join(_part_texts(item["content"], f"{path}.content"))
-    packed = json_input.optional(item, "encrypted_content", json_input.as_text, path)
-    if packed is not None:
-        return _unpacked(packed, path)
-    return "\n".join(_part_texts(item.get("summary"), f"{path}.summary"))
-
-
-def _part_texts(parts: object, where: str) -> Iterator[str]:
-    for part, path in json_input.objects(parts, where):
-        yield json_input.field(part, "text", json_input.as_text, path)
-
-
-def _packed(reasoning: str) -> str:
-    return _PACKED + base64.urlsafe_b64encode(reasoning.encode()).decode()
-
-
-def _unpacked(packed: str, path: str) -> str:
+    if item.json.get("content"):
+        return "".join(part.text("text") for part in item.objects("content"))
+    packed = item.get("encrypted_content", as_text)
+    if packed is None:
+        return "\n".join(part.text("text") for part in item.objects("summary"))
     try:
         if not packed.startswith(_PACKED):
             raise ValueError("not encoded by this gateway")
         return base64.urlsafe_b64decode(packed.removeprefix(_PACKED)).decode()
     except (ValueError, binascii.Error):
-        refuse(f"{path}.encrypted_content", "was not written by this gateway")
+        item.refuse("encrypted_content", "was not written by this gateway")
+
+
+def _packed(reasoning: str) -> str:
+    return _PACKED + base64.urlsafe_b64encode(reasoning.encode()).decode()
 
 
 def write(reply: Reply, request: ChatRequest) -> Json:
@@ -353,12 +303,10 @@ def _outcome(reply: Reply, request: ChatRequest) -> Json:
 
 
 def _usage(usage: Usage) -> Json:
+    cached = usage.cached_tokens or 0
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {
-            "cached_tokens": usage.cached_tokens or 0,
-            "cache_write_tokens": 0,
-        },
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": usage.output_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.output_tokens,
@@ -378,52 +326,40 @@ def _items(reply: Reply, request: ChatRequest, found: list[Block]) -> list[Json]
     items: list[Json] = []
     number = 0
     for block in found:
+        item: Json
         if isinstance(block, Thought):
-            items.append(
-                {
-                    "type": "reasoning",
-                    "id": f"rs_{reply.reply_id}",
-                    "summary": [],
-                    "content": [{"type": "reasoning_text", "text": block.text}],
-                    "encrypted_content": _packed(block.text),
-                    "status": "completed",
-                }
-            )
-            continue
-        if isinstance(block, Call):
-            items.append(_call_item(block, f"fc_{reply.reply_id}_{number}", request))
+            item = {
+                "type": "reasoning",
+                "id": f"rs_{reply.reply_id}",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": block.text}],
+                "encrypted_content": _packed(block.text),
+            }
+        elif isinstance(block, Call):
+            item = {
+                "type": "function_call",
+                "id": f"fc_{reply.reply_id}_{number}",
+                "call_id": block.call_id,
+                "name": block.name,
+                "arguments": block.arguments,
+            }
+            if block.name in request.namespaces:
+                item["namespace"], item["name"] = request.namespaces[block.name]
         else:
-            part = {"type": "output_text", "text": block, "annotations": []}
-            items.append(
-                {
-                    "type": "message",
-                    "id": f"msg_{reply.reply_id}_{number}",
-                    "role": "assistant",
-                    "content": [part],
-                    "status": "completed",
-                }
-            )
-        number += 1
+            item = {
+                "type": "message",
+                "id": f"msg_{reply.reply_id}_{number}",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": block, "annotations": []}],
+            }
+        items.append({**item, "status": "completed"})
+        number += not isinstance(block, Thought)
     if reply.cut:
         items[-1]["status"] = "incomplete"
     return items
 
 
-def _call_item(call: Call, item_id: str, request: ChatRequest) -> Json:
-    item: Json = {
-        "type": "function_call",
-        "id": item_id,
-        "call_id": call.call_id,
-        "name": call.name,
-        "arguments": call.arguments,
-        "status": "completed",
-    }
-    if call.name in request.namespaces:
-        item["namespace"], item["name"] = request.namespaces[call.name]
-    return item
-
-
-class Stream(BlockStream):
+class Stream(Events):
     """The events of a streamed reply, numbered.
 
     ``response.created`` and ``response.in_progress``; for each item the events that add
@@ -438,21 +374,17 @@ class Stream(BlockStream):
         self._response = _response(f"resp_{uuid.uuid4().hex}", int(time.time()), "")
 
     def opening(self) -> bytes:
-        """Return the start of the response."""
         return self._status("response.created") + self._status("response.in_progress")
 
     def ping(self) -> bytes:
-        """Return an event that resets a client's timeout."""
         return self._status("response.in_progress")
 
     def reply(self, reply: Reply) -> Iterator[bytes]:
-        """Yield all events of the reply that were not sent."""
         yield from self._new(reply, done=True)
         self._response |= _outcome(reply, self._request)
         yield self._status("response.incomplete" if reply.cut else "response.completed")
 
     def error(self, error: GatewayError) -> bytes:
-        """Return the event of a failed response."""
         self._response["status"] = "failed"
         self._response["error"] = {"code": _failure(error), "message": error.message}
         return self._status("response.failed")
@@ -484,10 +416,8 @@ class Stream(BlockStream):
                 kind = "response.function_call_arguments.done"
                 yield self._event(kind, {**location, **complete})
             if step.what == "end":
-                yield self._event(
-                    "response.output_item.done",
-                    {"output_index": step.index, "item": item},
-                )
+                done_item: Json = {"output_index": step.index, "item": item}
+                yield self._event("response.output_item.done", done_item)
 
     def _begun(self, item: Json, index: int) -> bytes:
         calls = item["type"] == "function_call"
@@ -495,9 +425,8 @@ class Stream(BlockStream):
         if item["type"] == "reasoning":
             empty["encrypted_content"] = None
         begun = {**item, **empty, "status": "in_progress"}
-        return self._event(
-            "response.output_item.added", {"output_index": index, "item": begun}
-        )
+        added: Json = {"output_index": index, "item": begun}
+        return self._event("response.output_item.added", added)
 
     def _text(self, item: Json, step: Step, location: Json) -> Iterator[bytes]:
         content = item["content"]
@@ -507,14 +436,11 @@ class Stream(BlockStream):
         # clients expect logprobs only of a message's text; none are returned
         logprobs: Json = {"logprobs": []} if item["type"] == "message" else {}
         if step.what == "begin":
-            yield self._event(
-                "response.content_part.added",
-                {**location, "part": {**part, "text": ""}},
-            )
+            added = {**location, "part": {**part, "text": ""}}
+            yield self._event("response.content_part.added", added)
         elif step.what == "text":
-            yield self._event(
-                f"{kind}.delta", {**location, "delta": step.text, **logprobs}
-            )
+            delta = {**location, "delta": step.text, **logprobs}
+            yield self._event(f"{kind}.delta", delta)
         else:
             text = part["text"]
             yield self._event(f"{kind}.done", {**location, "text": text, **logprobs})

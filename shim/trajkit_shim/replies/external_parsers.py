@@ -41,10 +41,7 @@ class ReplyParser(Protocol):
         opened : bool
             The prompt ends within the reasoning.
 
-        Raises
-        ------
-        EngineError
-            The parser cannot be reached.
+        Raises `EngineError`: the parser cannot be reached.
         """
         ...
 
@@ -67,10 +64,7 @@ class SGLangParser:
     async def names(self) -> tuple[str | None, str | None]:
         """Return the names of the parsers of calls and of reasoning.
 
-        Raises
-        ------
-        EngineError
-            The server cannot be reached, or has neither.
+        Raises `EngineError`: the server cannot be reached, or has neither.
         """
         if self._names is None:
             answer = await self._server.get("/server_info")
@@ -133,10 +127,7 @@ class SGLangParser:
 class SchemaParser:
     """The response template of a tokenizer (``parse_response`` of transformers 5).
 
-    Raises
-    ------
-    ValueError
-        The tokenizer has no response template, or an invalid one.
+    Raises `ValueError`: the tokenizer has no response template, or an invalid one.
     """
 
     def __init__(self, renderer: "ChatRenderer") -> None:

@@ -56,13 +56,8 @@ class Decoder:
 class IncrementalParser:
     """Parses a reply while its ids come.
 
-    Parameters
-    ----------
-    renderer : ChatRenderer
-    parser : Parser
-        For this reply only.
-    stop : sequence of str
-        The client's stop strings, which it must not see.
+    ``parser``: for this reply only. ``stop``: the client's stop strings, which it must
+    not see.
     """
 
     def __init__(

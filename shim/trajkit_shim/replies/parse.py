@@ -43,14 +43,8 @@ class Parsed:
 class Parser:
     """Parses a reply while it comes.
 
-    Parameters
-    ----------
-    tools : sequence of dict or None
-        The offered tools. None: calls are not parsed.
-    opened : bool
-        The prompt ends within the reasoning.
-    form : ToolForm
-        The model's format of calls.
+    ``tools``: the offered tools. None: calls are not parsed. ``opened``: the prompt
+    ends within the reasoning. ``form``: the model's format of calls.
     """
 
     def __init__(

@@ -37,15 +37,8 @@ def make_reply(
 ) -> Reply:
     """Build the reply to a client.
 
-    Parameters
-    ----------
-    parsed : Parsed
-    finish : str
-        The engine's finish reason.
-    identity : Identity, optional
-        Default: a new one.
-    stop_sequence : str, optional
-        The client's stop string that ended the text.
+    ``finish``: the engine's finish reason. ``identity``: by default a new one.
+    ``stop_sequence``: the client's stop string that ended the text.
     """
     known = identity or Identity()
     numbers = itertools.count()

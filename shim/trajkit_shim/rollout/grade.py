@@ -33,20 +33,13 @@ LOGS_PLACE = "/logs/verifier"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What is graded.
+    """What is graded."""
 
-    Parameters
-    ----------
-    workspace : Workspace
-        The fresh copy with the agent's changes, without the task's tests.
-    patch : bytes
-        The agent's changes.
-    finished : bool
-        The agent ended by itself.
-    """
-
+    # the fresh copy with the agent's changes, without the task's tests
     workspace: Workspace
+    # the agent's changes
     patch: bytes
+    # the agent ended by itself
     finished: bool
 
 

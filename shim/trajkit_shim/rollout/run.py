@@ -27,42 +27,28 @@ from trajkit_shim.rollout.workspace import AGENT_ENV, StageError, Workspace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Settings of a run.
-
-    Parameters
-    ----------
-    harness : Harness
-    arguments : tuple of str
-        Extra arguments of its command.
-    install : bool
-        Install it in each sandbox if it is missing.
-    sandbox : SandboxKind
-    sandbox_name : str
-        The name of that kind.
-    options, path, gateway, image
-        See `agents.sandbox.Spec`. A task's own image has precedence.
-    repeat : int
-        Rollouts per task, which form a group.
-    parallel : int
-        Concurrent rollouts.
-    retry_failed : bool
-        Repeat rollouts of an earlier run that ended with an error.
-    timeout_s : float, optional
-        Time limit of every agent in seconds, overriding its task.
-    """
+    """Settings of a run."""
 
     harness: Harness
+    # extra arguments of its command
     arguments: tuple[str, ...] = ()
+    # install it in each sandbox if it is missing
     install: bool = False
     sandbox: SandboxKind
+    # the name of that kind
     sandbox_name: str
+    # See `agents.sandbox.Spec`. A task's own image has precedence.
     options: dict[str, str] = field(default_factory=dict)
     path: tuple[str, ...] = ()
     gateway: str | None = None
     image: str | None = None
+    # rollouts per task, which form a group
     repeat: int = 1
+    # concurrent rollouts
     parallel: int = 1
+    # repeat rollouts of an earlier run that ended with an error
     retry_failed: bool = False
+    # time limit of every agent in seconds, overriding its task
     timeout_s: float | None = None
 
 
@@ -87,15 +73,9 @@ class _Stopped(Exception):
 class Rollouts:
     """The rollouts of one run; a context manager that locks the run's directory.
 
-    Parameters
-    ----------
-    tasks : sequence of Task
-    settings : Settings
-    out : Path
-        The run's directory, created if missing. A run of the same harness and sandbox
-        is continued.
-    on_end : callable, optional
-        Called with each finished `Rollout`, on its thread.
+    ``out``: the run's directory, created if missing. A run of the same harness and
+    sandbox is continued. ``on_end``: called with each finished `Rollout`, on its
+    thread.
 
     Raises
     ------

@@ -4,15 +4,13 @@ It looks at the files, writes the solution or not, looks again, and ends. It rec
 its task by the task's text, and its progress by the tool responses.
 """
 
-import itertools
-import json
 import shlex
 import tarfile
 from collections.abc import Sequence
 from io import BytesIO
 
-from trajkit_shim.engines.embedded import Policy, Reply, Special, tool_call
-from trajkit_shim.engines.embedded.script import messages
+from trajkit_shim.engines.embedded import Policy, Reply
+from trajkit_shim.engines.embedded.script import acts, messages, n_responses
 from trajkit_shim.rollout.tasks import Task
 
 # tools that run a shell command, with the name of the argument
@@ -42,7 +40,7 @@ def solve(tasks: Sequence[Task], odds: float = 0.75) -> Policy:
         edit = next((edit for text, edit in known if text in user_text), None)
         if shell is None or edit is None:
             return [Reply(("Fine.",))]
-        done = sum(m.text.startswith("<tool_response>") for m in read)
+        done = n_responses(read)
         submits = any(_SUBMIT in m.text for m in read)
         steps = _steps(shell, edit, odds, submits)
         return steps[min(done, len(steps) - 1)]
@@ -54,36 +52,23 @@ def _steps(
     shell: tuple[str, str], edit: str | None, odds: float, submits: bool
 ) -> list[list[Reply]]:
     """The possible replies after 0, 1, 2, ... tool responses."""
-
-    def acts(thoughts: Sequence[str], commands: Sequence[str]) -> list[Reply]:
-        each = itertools.product(thoughts, commands)
-        return [Reply((thought, *_call(shell, command))) for thought, command in each]
-
     look = acts(
         ["Let me see what is there.\n", "First, the files.\n\n"],
         ["ls && cat *.py", "cat *.py"],
+        shell,
     )
-    leave = acts(["I find nothing wrong with it.\n"], ["git status --short"])
-    write = [] if edit is None else acts(["This should mend it.\n"], [edit])
-    change = [
-        Reply(reply.parts, weight / len(replies))
-        for replies, weight in (
-            (write, odds),
-            (leave, 1.0 if edit is None else 1 - odds),
-        )
-        for reply in replies
-        if weight > 0
-    ]
-    again = acts(["What did I change?\n", " Let me look once more.\n"], ["git diff"])
+    (leave,) = acts(["I find nothing wrong with it.\n"], ["git status --short"], shell)
+    change = [leave]
+    if edit is not None:
+        (write,) = acts(["This should mend it.\n"], [edit], shell)
+        weighted = write._replace(weight=odds), leave._replace(weight=1 - odds)
+        change = [reply for reply in weighted if reply.weight > 0]
+    thoughts = ["What did I change?\n", " Let me look once more.\n"]
+    again = acts(thoughts, ["git diff"], shell)
     end = [Reply(("That is all.",)), Reply((" I am done.",))]
     if submits:
-        end = acts(["Done.\n\n"], [f"echo {_SUBMIT}"])
+        end = acts(["Done.\n\n"], [f"echo {_SUBMIT}"], shell)
     return [look, change, again, end]
-
-
-def _call(shell: tuple[str, str], command: str) -> tuple[str | Special, ...]:
-    name, argument = shell
-    return tool_call(name, json.dumps({argument: command}))
 
 
 def _edit(task: Task) -> str | None:

@@ -24,11 +24,9 @@ _SCRIPT_PLACE = "/trajkit"
 def resolved(work: "Work", rules: Grade) -> bool:
     """Return whether some work resolves an instance.
 
-    Raises
-    ------
-    StageError
-        The package is not installed, the instance is incomplete, the sandbox has no
-        image, the time limit is exceeded, or the package reports a broken environment.
+    Raises `StageError`: the package is not installed, the instance is incomplete, the
+    sandbox has no image, the time limit is exceeded, or the package reports a broken
+    environment.
     """
     if find_spec("swebench") is None:
         raise StageError("grade", "swebench is not installed: pip install swebench")

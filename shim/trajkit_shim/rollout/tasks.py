@@ -35,10 +35,7 @@ class Files(Protocol):
     def archive(self) -> bytes:
         """Return them as a tar archive, always with the same bytes.
 
-        Raises
-        ------
-        FormatError
-            They cannot be read.
+        Raises `FormatError`: they cannot be read.
         """
         ...
 
@@ -114,76 +111,51 @@ class Checkout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grade:
-    """How a task is graded.
-
-    Parameters
-    ----------
-    kind : Kind
-    command : str
-        For ``command``, ``tests`` and ``reward_file``: a shell command, run in the
-        workspace. ``{tests}`` and ``{logs}`` are replaced by the sandbox's paths of
-        ``/tests`` and ``/logs/verifier``.
-    timeout_s : float
-        Time limit in seconds.
-    fail_to_pass, pass_to_pass : tuple of str
-        For ``tests``: the tests that must pass.
-    partial : bool
-        For ``tests``: the reward is the share that passes, not all or nothing.
-    script : str
-        For ``script``: a Python program among the task's ``tests``, run in the
-        workspace, whose last line is the reward.
-    instance : mapping
-        For ``swebench``: the instance as in its data set.
-    """
+    """How a task is graded."""
 
     kind: Kind
+    # For ``command``, ``tests`` and ``reward_file``: a shell command, run in the
+    # workspace. ``{tests}`` and ``{logs}`` are replaced by the sandbox's paths of
+    # ``/tests`` and ``/logs/verifier``.
     command: str = ""
+    # time limit in seconds
     timeout_s: float = 300.0
+    # for ``tests``: the tests that must pass
     fail_to_pass: tuple[str, ...] = ()
     pass_to_pass: tuple[str, ...] = ()
+    # for ``tests``: the reward is the share that passes, not all or nothing
     partial: bool = False
+    # for ``script``: a Python program among the task's ``tests``, run in the workspace,
+    # whose last line is the reward
     script: str = ""
+    # for ``swebench``: the instance as in its data set
     instance: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One task.
+    """One task."""
 
-    Parameters
-    ----------
-    task_id : str
-        Unique in its run; the ``group_id`` of its rollouts.
-    prompt : str
-        The agent's instructions.
-    workspace, tests, solution : Files or None
-        The initial files; those added before grading; and those that solve the task, for
-        trying it out.
-    workdir : str
-        Absolute path of the workspace. Other paths than ``/work`` may come from an image.
-    image : str, optional
-        For sandboxes that need one.
-    setup : str
-        Shell command, run in the workspace before the agent starts and in the copy that
-        is graded.
-    setup_timeout_s, agent_timeout_s : float
-        Time limits in seconds.
-    max_turns : int, optional
-        Of the session.
-    grade : Grade
-    limits : Limits
-    """
-
+    # unique in its run; the ``group_id`` of its rollouts
     task_id: str
+    # the agent's instructions
     prompt: str
+    # the initial files; those added before grading; and those that solve the task, for
+    # trying it out
     workspace: Files | None = None
     tests: Files | None = None
     solution: Files | None = None
+    # Absolute path of the workspace. Other paths than ``/work`` may come from an image.
     workdir: str = "/work"
+    # for sandboxes that need one
     image: str | None = None
+    # shell command, run in the workspace before the agent starts and in the copy that
+    # is graded
     setup: str = ""
+    # time limits in seconds
     setup_timeout_s: float = 300.0
     agent_timeout_s: float = 1800.0
+    # of the session
     max_turns: int | None = None
     grade: Grade
     limits: Limits = field(default_factory=Limits)

@@ -20,23 +20,12 @@ class AppendLog:
 
     The first file is created by `start`, or with the first batch.
 
-    Parameters
-    ----------
-    directory : Path
-        Created if missing.
-    stem : str
-        Start of the file names.
-    schema : Schema
-        Of every batch.
-    fsync : bool
-        Also write each batch to disk, so that it survives a crash of the machine.
-    max_file_bytes, max_file_rows : int, optional
-        Maximum size of a file. A larger batch gets a file of its own.
+    ``directory``: created if missing. ``stem``: start of the file names. ``schema``: of
+    every batch. ``fsync``: also write each batch to disk, so that it survives a crash
+    of the machine. ``max_file_bytes``, ``max_file_rows``: maximum size of a file. A
+    larger batch gets a file of its own.
 
-    Raises
-    ------
-    FileExistsError
-        The directory contains a file of the series.
+    Raises `FileExistsError`: the directory contains a file of the series.
     """
 
     def __init__(
@@ -92,10 +81,7 @@ class AppendLog:
     def append(self, batch: pa.RecordBatch) -> None:
         """Write one batch; on return the operating system has it.
 
-        Raises
-        ------
-        OSError
-            It could not be written. The files are unchanged.
+        Raises `OSError`: it could not be written. The files are unchanged.
         """
         self.append_buffer(batch.serialize(), batch.num_rows)
 

@@ -52,15 +52,8 @@ class DeltaEncoder:
     ) -> Delta:
         """Add a turn, and return what it shares with an earlier one.
 
-        Parameters
-        ----------
-        turn_index : int
-        prompt_ids, output_ids : ndarray of int32
-        messages : sequence of (key, role)
-        response : (key, role) or None
-        n_bare : int
-            Number of leading messages written without their bodies. Only these can be
-            shared.
+        ``n_bare``: number of leading messages written without their bodies. Only these
+        can be shared.
         """
         recorded = self._recorder.record(
             "", prompt_ids=prompt_ids, output_ids=output_ids

@@ -38,10 +38,7 @@ class Budget:
     def admit(self) -> "Reservation":
         """Admit one more call, which counts as a turn until it is released.
 
-        Raises
-        ------
-        GatewayError
-            403: no turns or no tokens are left.
+        Raises `GatewayError`: 403: no turns or no tokens are left.
         """
         _check(self.turns + len(self._reserved), self.limits.max_turns, "max_turns")
         _check(self.prompt_tokens, self.limits.max_prompt_tokens, "max_prompt_tokens")
@@ -73,10 +70,8 @@ class Reservation:
     def max_new_tokens(self, prompt_tokens: int, max_tokens: int) -> int:
         """Return how many tokens may be sampled, at most ``max_tokens``.
 
-        Raises
-        ------
-        GatewayError
-            403: the prompt exceeds the quota, or no output tokens are left.
+        Raises `GatewayError`: 403: the prompt exceeds the quota, or no output tokens
+        are left.
         """
         budget, limits = self._budget, self._budget.limits
         others = [used for call, used in budget._reserved.items() if call is not self]

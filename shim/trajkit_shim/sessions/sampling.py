@@ -10,7 +10,6 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import TypeVar
 
-from trajkit_shim import json_input
 from trajkit_shim.chat.sampling_params import (
     PIN_NAMES,
     SHAPING,
@@ -18,6 +17,7 @@ from trajkit_shim.chat.sampling_params import (
     parse_sampling,
 )
 from trajkit_shim.engines.base import Sampling
+from trajkit_shim.json_input import Fields, as_list, as_object, refuse
 
 T = TypeVar("T")
 
@@ -30,25 +30,20 @@ def parse_pins(value: object) -> SamplingParams:
     """
     if value is None:
         return SamplingParams()
-    body = json_input.as_object(value, "sampling")
-    json_input.only(body, PIN_NAMES, "sampling")
-    pins = parse_sampling(body, "sampling")
-    extra = body.get("extra")
-    if extra is None:
-        return pins
-    return replace(pins, extra=json_input.as_object(extra, "sampling.extra"))
+    fields = Fields(as_object(value, "sampling"), "sampling")
+    fields.only(PIN_NAMES)
+    return replace(parse_sampling(fields), extra=fields.section("extra").json)
 
 
 def parse_client_sampling(value: object) -> frozenset[str]:
     """Read the ``client_sampling`` of a session being opened: names of `SHAPING`."""
     if value is None:
         return frozenset()
-    names = json_input.as_list(value, "client_sampling")
+    names = as_list(value, "client_sampling")
     for i, name in enumerate(names):
         if name not in SHAPING:
-            json_input.refuse(
-                f"client_sampling[{i}]", f"{name!r} is not one of {', '.join(SHAPING)}"
-            )
+            known = ", ".join(SHAPING)
+            refuse(f"client_sampling[{i}]", f"{name!r} is not one of {known}")
     return frozenset(map(str, names))
 
 
@@ -63,18 +58,9 @@ def resolve(
 ) -> Sampling:
     """Return the parameters of one engine call.
 
-    Parameters
-    ----------
-    requested, pins : SamplingParams
-        The client's and the session's. The smallest token limit applies.
-    max_tokens : int
-        The gateway's limit on new tokens.
-    room : int
-        Tokens left in the context after the prompt.
-    end_ids : tuple of int
-        Token ids that end an assistant message.
-    client : collection of str
-        Names in `SHAPING` that the client may set.
+    The limit on new tokens is the smallest of the client's (``requested``), the
+    session's (``pins``), the gateway's (``max_tokens``) and the ``room`` left in the
+    context. ``client`` has the names in `SHAPING` that the client may set.
     """
     shaping = {name: getattr(pins, name) for name in SHAPING}
     for name in client:

@@ -205,10 +205,8 @@ class Session:
     def admit(self) -> Reservation:
         """Return what one more call may use; running calls count as turns.
 
-        Raises
-        ------
-        GatewayError
-            410: the session accepts no calls. 403: no turns or tokens are left.
+        Raises `GatewayError`: 410: the session accepts no calls. 403: no turns or
+        tokens are left.
         """
         self.check_open()
         return self.budget.admit()
@@ -245,17 +243,10 @@ class Session:
 class SessionStore:
     """All sessions of one gateway, by id.
 
-    Parameters
-    ----------
-    write : callable
-        Writes a line of `sessions.turn_log.SESSION_LINES` whenever a session is opened,
-        ends, or is updated after that.
-    amend : callable
-        Takes a session's id and the indices of its dropped turns.
-    clock : Clock, optional
-        Default: the event loop.
-    max_ended : int
-        Ended sessions to remember, so that their calls get a specific error.
+    ``write``: writes a line of `sessions.turn_log.SESSION_LINES` whenever a session is
+    opened, ends, or is updated after that. ``amend``: takes a session's id and the
+    indices of its dropped turns. ``clock``: by default the event loop. ``max_ended``:
+    ended sessions to remember, so that their calls get a specific error.
     """
 
     def __init__(
@@ -286,11 +277,8 @@ class SessionStore:
     ) -> Session:
         """Open a session under the given or a generated id.
 
-        Raises
-        ------
-        GatewayError
-            The id was used before or has invalid characters, the gateway is shutting
-            down, or the session's line could not be written.
+        Raises `GatewayError`: the id was used before or has invalid characters, the
+        gateway is shutting down, or the session's line could not be written.
         """
         if self.draining:
             raise _draining()
@@ -330,10 +318,7 @@ class SessionStore:
 
         Replies from before are not recognized.
 
-        Raises
-        ------
-        GatewayError
-            404: there is no such session. 409: it is open.
+        Raises `GatewayError`: 404: there is no such session. 409: it is open.
         """
         if self.draining:
             raise _draining()
@@ -411,16 +396,10 @@ class SessionStore:
     def authorise(self, claims: Iterable[str]) -> Session:
         """Return the open session that a call names.
 
-        Parameters
-        ----------
-        claims : iterable of str
-            Candidates for the session's id; the first that exists is used.
+        ``claims``: candidates for the session's id; the first that exists is used.
 
-        Raises
-        ------
-        GatewayError
-            401: there is no such session. 410: it is closed. 503: the gateway is
-            shutting down.
+        Raises `GatewayError`: 401: there is no such session. 410: it is closed. 503:
+        the gateway is shutting down.
         """
         for claim in claims:
             session = self._open.get(claim)
@@ -443,10 +422,8 @@ class SessionStore:
 
         Running calls are cancelled, and their clients get an error.
 
-        Raises
-        ------
-        GatewayError
-            500: its line could not be written. The session has ended anyway.
+        Raises `GatewayError`: 500: its line could not be written. The session has ended
+        anyway.
         """
         if session.closed:
             return
@@ -482,26 +459,16 @@ class SessionStore:
     ) -> dict[str, object]:
         """End a session once its calls are over, and write its outcome.
 
-        Parameters
-        ----------
-        session_id : str
-        how : str
-            Ignored if the session has ended before.
-        wait_seconds : float
-            How long running calls may take before they are cancelled. New ones are
-            rejected meanwhile.
-        said : mapping, optional
-            For `Outcome.update`.
+        ``how``: ignored if the session has ended before. ``wait_seconds``: how long
+        running calls may take before they are cancelled. New ones are rejected
+        meanwhile. ``fields``: for `Outcome.update`.
 
         Returns
         -------
         dict
             As `describe`.
 
-        Raises
-        ------
-        GatewayError
-            404: there is no such session.
+        Raises `GatewayError`: 404: there is no such session.
         """
         record = self.record(session_id)
         session = self._open.get(session_id)

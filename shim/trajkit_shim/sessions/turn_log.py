@@ -225,28 +225,17 @@ class TurnLog:
     ) -> set[bytes]:
         """Write one turn; on return the operating system has it.
 
-        Parameters
-        ----------
-        turn : LoggedTurn
-        turn_index : int
-            Its index in the session.
-        shown : set of bytes
-            The keys of the messages whose body is in the session's log: they are not
-            written again.
-        deltas : DeltaEncoder, optional
-            The session's recorded turns, for the delta form.
+        ``turn_index``: its index in the session. ``shown``: the keys of the messages
+        whose body is in the session's log: they are not written again. ``deltas``: the
+        session's recorded turns, for the delta form.
 
         Returns
         -------
         set of bytes
             What this turn adds to ``shown``.
 
-        Raises
-        ------
-        LogFullError
-            The log would exceed ``max_total_bytes``.
-        OSError
-            The turn could not be written. The log is unchanged.
+        Raises `LogFullError`: the log would exceed ``max_total_bytes``. `OSError`: the
+        turn could not be written. The log is unchanged.
         """
         added: set[bytes] = set()
 

@@ -22,8 +22,7 @@ from trajkit_shim.engines.embedded import (
     load_tokenizer,
     tool_call,
 )
-from trajkit_shim.engines.embedded.lattice import Lattice
-from trajkit_shim.engines.embedded.next_token_distribution import shaped, start
+from trajkit_shim.engines.embedded.distribution import Lattice, shaped, start
 from trajkit_shim.engines.embedded.train_tokenizer import (
     CONTROL,
     MARKUP,

@@ -19,7 +19,7 @@ from tests.shim.fakes import (
     byte_tokenizer,
 )
 from tests.strategies import plain_texts, spoken_texts
-from trajkit_shim.engines.embedded.tokenizer import load_tokenizer
+from trajkit_shim.engines.embedded import load_tokenizer
 from trajkit_shim.prompting.attribution import tool_names
 from trajkit_shim.prompting.render import ChatRenderer
 

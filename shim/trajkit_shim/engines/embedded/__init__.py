@@ -1,14 +1,19 @@
 """An inference engine without a model: a scripted policy with exact probabilities.
 
-It samples from a known distribution (`next_token_distribution`), so every logprob can be
-checked. Its ids are drawn from all spellings of the reply, so they drift as a real
+It samples from a known distribution (`engines.embedded.distribution`), so every logprob
+can be checked. Its ids are drawn from all spellings of the reply, so they drift as a real
 model's do. It needs numpy and tokenizers, but no torch and no download.
 """
 
 from trajkit_shim.engines.embedded.engine import EmbeddedEngine
-from trajkit_shim.engines.embedded.policy import converse
-from trajkit_shim.engines.embedded.script import Policy, Reply, Special, tool_call
-from trajkit_shim.engines.embedded.tokenizer import load_tokenizer
+from trajkit_shim.engines.embedded.script import (
+    Policy,
+    Reply,
+    Special,
+    converse,
+    tool_call,
+)
+from trajkit_shim.engines.embedded.vocabulary import load_tokenizer
 
 __all__ = [
     "EmbeddedEngine",

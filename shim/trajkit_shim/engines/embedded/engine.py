@@ -16,26 +16,23 @@ from trajkit_shim.engines.base import (
     Sampling,
     WeightSpan,
 )
-from trajkit_shim.engines.embedded.lattice import Lattice
-from trajkit_shim.engines.embedded.next_token_distribution import State, shaped, start
-from trajkit_shim.engines.embedded.policy import converse
-from trajkit_shim.engines.embedded.script import Policy, Special
+from trajkit_shim.engines.embedded.distribution import Lattice, State, shaped, start
+from trajkit_shim.engines.embedded.script import Policy, Special, converse
 from trajkit_shim.engines.embedded.vocabulary import END, shipped
 from trajkit_shim.errors import EngineError
 
-# after this many tokens other calls may run, and a cancelled call ends
-_TOKENS_PER_SLICE = 64
-# tokens per stream event
-_TOKENS_PER_PIECE = 8
+# After this many tokens a stream gets an event. Other calls may run, and a cancelled
+# call ends.
+_TOKENS_PER_EVENT = 8
 
 
 class EmbeddedEngine(GenerateBySample):
     """An `Engine` without a model, which samples from an exactly known distribution.
 
     The policy reads the prompt's text and returns the possible replies. The engine draws
-    a reply, and a way to spell it in tokens (`engines.embedded.lattice`). Every logprob
-    is that of the token given the prompt and the tokens before it, under the call's
-    temperature, ``top_k`` and ``top_p``; with temperature 0 it is 0.0.
+    a reply, and a way to spell it in tokens (`engines.embedded.distribution`). Every
+    logprob is that of the token given the prompt and the tokens before it, under the
+    call's temperature, ``top_k`` and ``top_p``; with temperature 0 it is 0.0.
 
     An output ends with ``<|im_end|>`` unless it is cut short. ``stop`` strings and
     ``stop_token_ids`` end it too and stay in the output.
@@ -49,10 +46,6 @@ class EmbeddedEngine(GenerateBySample):
         of all replies of 170 tokens are not canonical.
     seed : int, optional
         For calls without a seed of their own. Default: random.
-    model : str
-        Name reported by `info`.
-    weight_version : str
-        Reported with each sample.
     max_context_tokens : int
         Prompt and output together.
     """
@@ -63,8 +56,6 @@ class EmbeddedEngine(GenerateBySample):
         *,
         drift: float = 0.05,
         seed: int | None = None,
-        model: str = "trajkit-embedded",
-        weight_version: str = "scripted",
         max_context_tokens: int = 65_536,
     ) -> None:
         if not 0 < drift <= 1:
@@ -72,9 +63,8 @@ class EmbeddedEngine(GenerateBySample):
         self.vocabulary = shipped()
         self._policy = policy
         self._random = random.Random(seed)
-        self._weight_version = weight_version
         self._info = EngineInfo(
-            model=model,
+            model="trajkit-embedded",
             vocab_size=self.vocabulary.size,
             max_context_tokens=max_context_tokens,
         )
@@ -118,16 +108,15 @@ class EmbeddedEngine(GenerateBySample):
                 finish_reason = "stop"
                 break
             state = state.after(token)
-            if on_tokens is not None and len(ids) % _TOKENS_PER_PIECE == 0:
-                on_tokens(ids[-_TOKENS_PER_PIECE:])
-                await asyncio.sleep(0)
-            elif len(ids) % _TOKENS_PER_SLICE == 0:
+            if len(ids) % _TOKENS_PER_EVENT == 0:
+                if on_tokens is not None:
+                    on_tokens(ids[-_TOKENS_PER_EVENT:])
                 await asyncio.sleep(0)
         return Sample(
             output_ids=np.array(ids, np.int32),
             output_logprobs=np.array(logprobs, np.float32),
             finish_reason=finish_reason,
-            weight_versions=(WeightSpan(self._weight_version, 0, len(ids)),),
+            weight_versions=(WeightSpan("scripted", 0, len(ids)),),
         )
 
     def score(
@@ -136,21 +125,10 @@ class EmbeddedEngine(GenerateBySample):
         output_ids: npt.NDArray[np.int32],
         sampling: Sampling | None = None,
     ) -> npt.NDArray[np.float32]:
-        """Return the log-probability of each output id given the ids before it.
+        """Return the logprobs that `generate` returns with an output or a prefix of one.
 
-        Parameters
-        ----------
-        prompt_ids : ndarray of int32, shape (n_prompt,)
-        output_ids : ndarray of int32, shape (n_output,)
-            An output or a prefix of one.
-        sampling : Sampling, optional
-            Whose temperature, ``top_k`` and ``top_p`` apply. Default: none.
-
-        Returns
-        -------
-        ndarray of float32, shape (n_output,)
-            The logprobs that `generate` returns with that output; -inf from the first id
-            on that cannot be drawn.
+        They are float32, and -inf from the first id on that cannot be drawn.
+        ``sampling``: its temperature, ``top_k`` and ``top_p`` apply.
         """
         if sampling is not None:
             self._check_sampling(sampling)

@@ -17,20 +17,16 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 VOCABULARY = 3000
 # their ids start at VOCABULARY, in this order
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-MARKUP = (
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
-    "<think>",
-    "</think>",
+MARKUP = tuple(
+    f"<{slash}{name}>"
+    for name in ("tool_call", "tool_response", "think")
+    for slash in ("", "/")
 )
 
 
 def corpus() -> Iterator[str]:
     """Yield every top-level module of the standard library, in order of their names."""
-    folder = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(folder.glob("*.py")):
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         yield path.read_text(encoding="utf-8")
 
 
@@ -55,12 +51,7 @@ def train(texts: Iterator[str]) -> Tokenizer:
     return tokenizer
 
 
-def main() -> None:
-    """Write the tokenizer to the given path, by default next to this file."""
+if __name__ == "__main__":
     default = Path(__file__).with_name("tokenizer.json")
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else default
     out.write_text(train(corpus()).to_str(pretty=False) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

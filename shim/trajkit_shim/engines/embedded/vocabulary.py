@@ -1,43 +1,25 @@
-"""The tokenizer as the engine needs it: the bytes of each token."""
+"""The shipped tokenizer: as the engine needs it, and as a transformers tokenizer."""
 
 import json
+import os
 from functools import cache
 from importlib.resources import files
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 END = "<|im_end|>"
 
 
-class Node:
-    """A byte sequence that some token starts with."""
-
-    __slots__ = ("below", "token")
-
-    def __init__(self) -> None:
-        self.below: dict[int, Node] = {}
-        # the token with exactly these bytes, if any
-        self.token: int | None = None
-
-
 class Vocabulary:
-    """The bytes of every token, and the tokens by their bytes.
+    """The bytes of every token of a byte-level BPE model in which each byte is a token.
 
-    Parameters
-    ----------
-    tokenizer_json : str
-        A ``tokenizer.json`` with a byte-level BPE model in which each byte is a token.
-
-    Attributes
-    ----------
-    size : int
-        Ids are in ``[0, size)``.
-    spelling : list of bytes
-        The bytes of each id.
-    added : dict of str to int
-        The added tokens by their text.
-    trie : Node
-        The ordinary tokens by their bytes.
+    ``size``: ids are in ``[0, size)``. ``spelling``: the bytes of each id. ``added``:
+    the added tokens by their text. ``by_bytes``: the ordinary tokens, of at most
+    ``longest`` bytes.
     """
 
     def __init__(self, tokenizer_json: str) -> None:
@@ -50,47 +32,53 @@ class Vocabulary:
             token["content"]: token["id"] for token in content["added_tokens"]
         }
         byte_of = _byte_of_character()
+        self.by_bytes: dict[bytes, int] = {
+            bytes(map(byte_of.__getitem__, characters)): token
+            for characters, token in content["model"]["vocab"].items()
+        }
+        self.longest = max(map(len, self.by_bytes))
         self.spelling = [b""] * self.size
-        self.trie = Node()
-        for characters, token in content["model"]["vocab"].items():
-            spelled = bytes(byte_of[character] for character in characters)
+        for spelled, token in self.by_bytes.items():
             self.spelling[token] = spelled
-            node = self.trie
-            for byte in spelled:
-                node = node.below.setdefault(byte, Node())
-            node.token = token
         for text, token in self.added.items():
             self.spelling[token] = text.encode()
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of some ids, including control tokens."""
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
-        return text
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def encode(self, text: str) -> list[int]:
         """Return the canonical ids of a text, with added tokens recognized."""
-        ids: list[int] = self._tokenizer.encode(text).ids
-        return ids
+        return list(self._tokenizer.encode(text).ids)
 
     def encode_plain(self, text: str) -> list[int]:
         """Return the canonical ids of a text, without recognizing added tokens."""
-        ids: list[int] = self._plain.encode(text).ids
-        return ids
+        return list(self._plain.encode(text).ids)
 
 
-def tokenizer_json() -> str:
-    """Return the content of the shipped ``tokenizer.json``."""
-    return (
-        files("trajkit_shim.engines.embedded")
-        .joinpath("tokenizer.json")
-        .read_text("utf-8")
-    )
+def _shipped_file(name: str) -> str:
+    return files("trajkit_shim.engines.embedded").joinpath(name).read_text("utf-8")
 
 
 @cache
 def shipped() -> Vocabulary:
     """Return the vocabulary of the shipped tokenizer."""
-    return Vocabulary(tokenizer_json())
+    return Vocabulary(_shipped_file("tokenizer.json"))
+
+
+def load_tokenizer() -> "PreTrainedTokenizerFast":
+    """The embedded engine's tokenizer, with its chat template. Imports transformers."""
+    # otherwise transformers warns about missing PyTorch, which is not needed
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=Tokenizer.from_str(_shipped_file("tokenizer.json")),
+        chat_template=_shipped_file("chat_template.jinja"),
+        eos_token=END,
+        pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def _byte_of_character() -> dict[str, int]:

@@ -25,30 +25,20 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolForm:
-    """How a family of models writes tool calls.
+    """How a family of models writes tool calls."""
 
-    Parameters
-    ----------
-    name : str
-        Value of the command-line option.
-    opens : str
-        Start of every call.
-    lead : str
-        What must follow after white space; may be empty.
-    closes : str
-        End of every call, except for white space.
-    read : callable
-        Returns the call at an offset of a text and its end, or None. A result must not
-        change when the text grows.
-    known_by : tuple of str
-        A chat template that contains all of them uses this format.
-    """
-
+    # value of the command-line option
     name: str
+    # start of every call
     opens: str
+    # end of every call, except for white space
     closes: str
+    # Returns the call at an offset of a text and its end, or None. A result must not
+    # change when the text grows.
     read: Callable[[str, int, Tools], tuple[ToolCall, int] | None]
+    # what must follow after white space; may be empty
     lead: str = ""
+    # a chat template that contains all of them uses this format
     known_by: tuple[str, ...] = ()
 
     def hopeless(self, text: str, offset: int) -> bool:

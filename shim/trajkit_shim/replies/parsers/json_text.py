@@ -15,12 +15,8 @@ decoder = json.JSONDecoder(parse_constant=_refuse_constant)
 def fields_at(text: str, offset: int) -> tuple[dict[str, str], int]:
     """Return the source text of each value of the object at ``offset``, and its end.
 
-    Raises
-    ------
-    ValueError
-        There is no object, or two fields have the same name.
-    RecursionError
-        It is nested too deep.
+    Raises `ValueError`: there is no object, or two fields have the same name.
+    `RecursionError`: it is nested too deep.
     """
     fields: dict[str, str] = {}
     offset = _expect(text, skip(text, offset), "{")

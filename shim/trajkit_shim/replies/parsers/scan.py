@@ -11,12 +11,7 @@ class Scan:
     text, and the text is ill-formed. Parts that later text could change are not final,
     so the result does not depend on the pieces.
 
-    Parameters
-    ----------
-    form : ToolForm or None
-        None: everything is text.
-    tools : sequence of dict
-        The offered tools.
+    ``form``: None if everything is text. ``tools``: the offered tools.
 
     Attributes
     ----------
