@@ -7,6 +7,7 @@ from trajkit._lazy import lazy_names
 if TYPE_CHECKING:
     from trajkit import analysis as analysis
     from trajkit import errors as errors
+    from trajkit import export as export
     from trajkit import importers as importers
     from trajkit import jobs as jobs
     from trajkit import observations as observations
@@ -77,6 +78,7 @@ else:
         (
             "analysis",
             "errors",
+            "export",
             "importers",
             "jobs",
             "observations",

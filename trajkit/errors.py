@@ -34,6 +34,10 @@ class FormatError(TrajkitError, ValueError):
     """A file's name or its content is of no format that can be read or written here."""
 
 
+class ExportError(TrajkitError, ValueError):
+    """Rows that a trainer's format cannot express, or would train wrongly."""
+
+
 class UnknownSessionError(TrajkitError, KeyError):
     """A session id that was never recorded, or was dropped."""
 

@@ -1,7 +1,7 @@
 """The ``trajkit`` command: parser, exit codes, one line per error.
 
-``import``, ``linearize``, ``drift``, ``simulate``, ``verify``, ``draw``, ``policies``,
-``compact`` and ``expand`` are in this package. More commands come from the
+``import``, ``linearize``, ``drift``, ``simulate``, ``verify``, ``draw``, ``export``,
+``policies``, ``compact`` and ``expand`` are in this package. More commands come from the
 entry-point group ``trajkit.commands``: an entry is a function that takes what
 ``ArgumentParser.add_subparsers`` returned, adds a parser to it, and sets ``run`` on it, a
 function from the parsed arguments to an exit code.
@@ -23,6 +23,7 @@ from trajkit._arguments import did_you_mean
 from trajkit.cli.compact import add_compact, add_expand
 from trajkit.cli.draw import add_draw
 from trajkit.cli.drift import add_drift
+from trajkit.cli.export import add_export
 from trajkit.cli.imports import add_import
 from trajkit.cli.linearize import add_linearize
 from trajkit.cli.options import Commands
@@ -154,6 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     add_simulate(commands)
     add_verify(commands)
     add_draw(commands)
+    add_export(commands)
     add_policies(commands)
     add_compact(commands)
     add_expand(commands)

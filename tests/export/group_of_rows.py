@@ -1,0 +1,68 @@
+"""One group of two rollouts, and what the code of trainers made of its rows.
+
+``samples.json`` has the results of the trainers' own code, with the versions that ran.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+import trajkit as tk
+from trajkit.schema import ROWS
+
+SAMPLES = json.loads((Path(__file__).parent / "samples.json").read_text())
+TARGETS = SAMPLES["targets"]
+
+
+def spans_of(mask: list[int]) -> list[dict[str, object]]:
+    """One trained span, of a turn of its own, per range of trained tokens."""
+    edges = np.flatnonzero(np.diff(mask, prepend=0, append=0)).reshape(-1, 2).tolist()
+    return [
+        {
+            "start": start,
+            "stop": stop,
+            "turn_index": turn,
+            "output_start": 0,
+            "output_stop": stop - start,
+            "kind": "trained",
+        }
+        for turn, (start, stop) in enumerate(edges)
+    ]
+
+
+def sample_rows() -> pa.Table:
+    """The three rows of ``samples.json`` with the advantages of its exporter."""
+    rows = [
+        {
+            **row,
+            "loss_mask": [bool(bit) for bit in row["loss_mask"]],
+            "spans": spans_of(row["loss_mask"]),
+            "truncated": row["finish_reason"] == "length",
+            "use_tool": False,
+            "ill_formed": False,
+        }
+        for row in SAMPLES["rows"]
+    ]
+    table = pa.Table.from_pylist(rows, ROWS)
+    gains = {"s0": 0.5, "s1": -0.5}
+    sessions = {"session_id": list(gains), "advantage": list(gains.values())}
+    return tk.add_advantages(table, pa.table(sessions))
+
+
+def one_row_each(rows: pa.Table) -> pa.Table:
+    """The rows without the second one of the first rollout."""
+    kept = [line for line in range(rows.num_rows) if line != 1]
+    return rows.take(kept)
+
+
+def plain(value):
+    """Arrays as lists, all the way down."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return value

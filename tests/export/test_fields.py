@@ -1,0 +1,446 @@
+"""The fields of every format are those that the trainers' own code made or took."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import trajkit as tk
+from tests.export.group_of_rows import TARGETS, one_row_each, plain, sample_rows
+from trajkit.cli import main
+from trajkit.errors import ExportError
+from trajkit.export import (
+    FILE_FORMATS,
+    areal,
+    nemo_rl,
+    openrlhf,
+    prime_rl,
+    sft,
+    skyrl,
+    slime,
+    tinker,
+    trl,
+    verl,
+)
+from trajkit.export.files import TARGETS as TARGETS_OF_FILES
+
+
+def subset(found, due):
+    """The fields of ``found`` that ``due`` has."""
+    return {name: plain(found[name]) for name in due}
+
+
+def test_slime_samples_are_those_of_its_trainer():
+    due = TARGETS["slime"]["samples"]
+    found = slime.sample_fields(sample_rows())
+    assert [subset(one, two) for one, two in zip(found, due, strict=True)] == due
+    assert found[2]["metadata"]["truncated"] is True
+
+
+def test_slime_numbers_rollouts_and_groups_from_the_given_ones():
+    found = slime.sample_fields(sample_rows(), first_index=8, first_group_index=3)
+    assert [one["rollout_id"] for one in found] == [8, 8, 9]
+    assert {one["group_index"] for one in found} == {3}
+
+
+def slime_args(**changed):
+    given = {
+        "advantage_estimator": "grpo",
+        "rewards_normalization": True,
+        "grpo_std_normalization": False,
+    }
+    return SimpleNamespace(**given | changed)
+
+
+def slime_samples():
+    return [
+        SimpleNamespace(**one, get_reward_value=lambda args, one=one: one["reward"])
+        for one in slime.sample_fields(sample_rows())
+    ]
+
+
+def test_slime_baselines_count_each_rollout_once():
+    """slime's own code gives 1/3, 1/3, -2/3 for these rows (samples.json)."""
+    raw, rewards = slime.reward_post_process(slime_args(), slime_samples())
+    assert raw == [1.0, 1.0, 0.0]
+    assert rewards == [0.5, 0.5, -0.5]
+    assert TARGETS["slime"]["train_data"]["rewards"] != rewards
+
+
+def test_slime_baselines_take_the_estimator_and_the_deviation():
+    samples = slime_samples()
+    scaled = slime.reward_post_process(
+        slime_args(grpo_std_normalization=True), samples
+    )[1]
+    std = np.std([1.0, 0.0], ddof=1) + 1e-6
+    assert scaled == pytest.approx([0.5 / std, 0.5 / std, -0.5 / std])
+    for args in (
+        slime_args(advantage_estimator="ppo"),
+        slime_args(rewards_normalization=False),
+    ):
+        assert slime.reward_post_process(args, samples)[1] == [1.0, 1.0, 0.0]
+
+
+def test_slime_baselines_refuse_rollouts_with_two_rewards():
+    samples = slime_samples()
+    samples[1].get_reward_value = lambda args: 0.5
+    with pytest.raises(ExportError, match=r"rollout 0: .* 1\.0 and 0\.5"):
+        slime.reward_post_process(slime_args(), samples)
+
+
+def test_verl_outputs_are_those_of_its_agent_loop():
+    due = TARGETS["verl"]["as_dict"]
+    found = [
+        one for rollout in verl.agent_loop_fields(sample_rows()) for one in rollout
+    ]
+    names = {
+        "prompts": "prompt_ids",
+        "responses": "response_ids",
+        "response_mask": "response_mask",
+        "rollout_log_probs": "response_logprobs",
+    }
+    for one, two in zip(found, due, strict=True):
+        assert {name: one[ours] for name, ours in names.items()} == {
+            name: two[name] for name in names
+        }
+        assert one["reward_score"] == two["rm_scores"][-1]
+    assert [one["num_turns"] for one in found] == [3, 2, 2]
+
+
+def test_verl_batches_are_padded_as_its_own():
+    due = TARGETS["verl"]["padded"]
+    found = verl.padded_fields(sample_rows(), 6, 8, pad_token_id=0)
+    for name in due.keys() - {"token_level_rewards", "position_ids"}:
+        assert plain(found[name]) == due[name], name
+    seen = found["attention_mask"] == 1
+    assert (
+        found["position_ids"][seen].tolist()
+        == np.array(due["position_ids"])[seen].tolist()
+    )
+    assert plain(found["uid"]) == TARGETS["verl"]["uid"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"), [((4, 8), "the prompt has 5"), ((6, 5), "the response has 6")]
+)
+def test_verl_batches_truncate_nothing(sizes, said):
+    with pytest.raises(ExportError, match=said):
+        verl.padded_fields(sample_rows(), *sizes, pad_token_id=0)
+
+
+def test_trl_async_samples_are_those_of_its_worker():
+    due = TARGETS["trl_async_grpo"]["samples"]
+    found = trl.rollout_sample_fields(sample_rows())
+    assert [subset(one, two) for one, two in zip(found, due, strict=True)] == due
+    assert found[0]["input_ids"].dtype == found[0]["completion_mask"].dtype == np.int64
+    assert found[0]["old_log_probs"].dtype == np.float32
+
+
+def test_trl_rollouts_are_what_its_trainer_takes():
+    due = dict(TARGETS["trl_grpo"]["rollout_func_returns"])
+    rewards = due.pop("rwd")
+    found = trl.rollout_func_fields(one_row_each(sample_rows()))
+    assert found == due | {"reward": rewards}
+
+
+def test_trl_and_openrlhf_take_one_row_per_rollout():
+    for export in (trl.rollout_func_fields, openrlhf.execution_fields):
+        with pytest.raises(ExportError, match="session 's0' has several rows"):
+            export(sample_rows())
+
+
+def test_prime_rl_samples_are_those_of_its_wire_format():
+    due = TARGETS["prime_rl"]["samples"]
+    found = prime_rl.sample_fields(sample_rows(), env_name="demo")
+    assert [list(one) for one in found] == [list(two) for two in due]
+    assert found == due
+
+
+def test_prime_rl_gives_every_token_the_temperature_of_its_rollout():
+    """prime-rl divides the logits of a token by the temperature of the one before."""
+    found = prime_rl.sample_fields(sample_rows(), env_name="demo", temperature=0.7)
+    assert found[0]["temperatures"] == [0.7] * 9
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"env_name": "all"}, "reserves"),
+        ({"env_name": "demo", "seq_len": 8}, "9 tokens, seq_len is 8"),
+    ],
+)
+def test_prime_rl_refuses_what_it_would_take_silently(options, said):
+    with pytest.raises(ExportError, match=said):
+        prime_rl.sample_fields(sample_rows(), **options)
+
+
+def test_skyrl_fields_are_those_of_its_generator():
+    found = skyrl.generator_fields(sample_rows())
+    assert found == TARGETS["skyrl"]["generator_output"]
+    assert [type(flag) for flag in found["is_last_step"]] == [bool] * 3
+    assert skyrl.uids(sample_rows()) == TARGETS["skyrl"]["uids"]
+
+
+def test_nemo_rl_logs_are_those_of_its_data():
+    found = plain(nemo_rl.message_log_fields(sample_rows()))
+    due = TARGETS["nemo_rl"]["message_log"]
+    assert [
+        [subset(a, b) for a, b in zip(x, y, strict=True)]
+        for x, y in zip(found, due, strict=True)
+    ] == due
+    for log in nemo_rl.message_log_fields(sample_rows()):
+        for message in log:
+            assert message["token_ids"].dtype == np.int64
+            assert len(message["generation_logprobs"]) == len(message["token_ids"])
+
+
+def test_tinker_data_are_those_of_the_cookbook():
+    due = TARGETS["tinker"]["data"]
+    found = tinker.datum_fields(sample_rows(), weighted=False)
+    for one, two in zip(found, due, strict=True):
+        assert one["model_input"] == two["model_input"]
+        for name in ("target_tokens", "logprobs", "advantages", "mask"):
+            assert plain(one[name]) == two[name]["data"]
+            assert str(one[name].dtype) == two[name]["dtype"]
+
+
+def test_areal_trajectories_are_those_of_its_workflows():
+    due = TARGETS["areal"]["padded"]
+    found = areal.trajectory_fields(sample_rows(), version=7, weighted=True)
+    for line, one in enumerate(found):
+        n = one["input_ids"].shape[1]
+        for name in (
+            "input_ids",
+            "loss_mask",
+            "logprobs",
+            "versions",
+            "attention_mask",
+        ):
+            assert plain(one[name][0]) == due[name][line][:n], name
+        assert one["rewards"].shape == (1,)
+
+
+def test_areal_rows_end_with_their_last_trained_token():
+    """AReaL puts the reward at the end of the row and loses it if that is context."""
+    case = TARGETS["areal"]["row_that_ends_in_context"]
+    row = one_row_each(sample_rows()).slice(0, 1)
+    columns = {
+        "input_ids": [case["input_ids"]],
+        "loss_mask": [[bool(bit) for bit in case["loss_mask"]]],
+        "logprobs": [[-1.0 if bit else None for bit in case["loss_mask"]]],
+    }
+    for name, values in columns.items():
+        at = row.column_names.index(name)
+        field = row.schema.field(name)
+        row = row.set_column(at, field, pa.array(values, field.type))
+    (found,) = areal.trajectory_fields(row)
+    assert plain(found["input_ids"]) == [case["input_ids"][:9]]
+    assert plain(found["rewards"]) == [1.0]
+
+
+def test_areal_refuses_rewards_of_rollouts_with_several_rows():
+    with pytest.raises(ExportError, match="weighted=True"):
+        areal.trajectory_fields(sample_rows())
+
+
+def test_areal_versions_are_integers():
+    rows = one_row_each(sample_rows())
+    names = [
+        ["3" if bit else None for bit in mask] for mask in rows["loss_mask"].to_pylist()
+    ]
+    (first, _) = areal.trajectory_fields(
+        rows.append_column("weight_version", pa.array(names))
+    )
+    assert plain(first["versions"][0]) == [-1, -1, -1, 3, 3, -1, 3, 3, 3]
+    names[0][3] = "step-1"
+    with pytest.raises(ExportError, match="'step-1' of token 3 is not an integer"):
+        areal.trajectory_fields(rows.append_column("weight_version", pa.array(names)))
+
+
+def test_openrlhf_executions_are_those_of_its_samples():
+    due = TARGETS["openrlhf"]["experiences"]
+    found = openrlhf.execution_fields(one_row_each(sample_rows()))
+    for one, two in zip(found, [due[0], due[2]], strict=True):
+        assert [one["observation_tokens"]] == two["sequences"]
+        mask = np.zeros(len(one["observation_tokens"]), int)
+        for start, stop in one["action_ranges"]:
+            mask[start:stop] = 1
+        assert [mask[1:].tolist()] == two["action_mask"]
+        assert [one["rollout_log_probs"][1:]] == two["rollout_log_probs"]
+        assert [one["reward"]] == two["rewards"]
+        assert [one["truncated"]] == two["truncated"]
+
+
+def test_sft_labels_are_those_of_its_trainer():
+    table = sft.labels_table(sample_rows())
+    assert (
+        table["labels"].to_pylist()
+        == TARGETS["hf_sft"]["labels_that_SFTTrainer_makes"]["labels"]
+    )
+    assert {str(field.type) for field in table.schema} == {"list<element: int32>"} or {
+        str(field.type) for field in table.schema
+    } == {"list<item: int32>"}
+    padded = sft.padded_labels(sample_rows(), pad_token_id=0)
+    assert plain(padded) == TARGETS["hf_sft"]["padded"]
+    masks = sft.mask_table(sample_rows())
+    assert masks["loss_mask"].to_pylist() == [row["loss_mask"] for row in TARGETS_ROWS]
+
+
+TARGETS_ROWS = [
+    {"loss_mask": [int(bit) for bit in mask]}
+    for mask in sample_rows()["loss_mask"].to_pylist()
+]
+
+
+# --- checks that all formats share
+
+EVERY = {
+    "areal": lambda rows: areal.trajectory_fields(rows, weighted=True),
+    "nemo_rl": nemo_rl.message_log_fields,
+    "openrlhf": openrlhf.execution_fields,
+    "prime_rl": lambda rows: prime_rl.sample_fields(rows, env_name="demo"),
+    "sft": sft.labels_table,
+    "skyrl": skyrl.generator_fields,
+    "slime": slime.sample_fields,
+    "tinker": tinker.datum_fields,
+    "trl": trl.rollout_func_fields,
+    "trl_async": trl.rollout_sample_fields,
+    "verl": verl.agent_loop_fields,
+}
+
+
+def changed(name, values):
+    rows = one_row_each(sample_rows())
+    field = rows.schema.field(name)
+    at = rows.column_names.index(name)
+    return rows.set_column(at, field, pa.array(values, field.type))
+
+
+MASKS = one_row_each(sample_rows())["loss_mask"].to_pylist()
+LOGPROBS = one_row_each(sample_rows())["logprobs"].to_pylist()
+
+
+@pytest.mark.parametrize("target", EVERY)
+def test_a_trained_first_token_is_refused(target):
+    mask = [True, *MASKS[1][1:]]
+    with pytest.raises(ExportError, match="session 's1', row 0: token 0 is trained"):
+        EVERY[target](changed("loss_mask", [MASKS[0], mask]))
+
+
+@pytest.mark.parametrize("target", EVERY)
+def test_a_row_that_trains_nothing_is_refused(target):
+    with pytest.raises(ExportError, match="session 's1', row 0: no token is trained"):
+        EVERY[target](changed("loss_mask", [MASKS[0], [False] * 5]))
+
+
+@pytest.mark.parametrize("target", EVERY)
+def test_lists_of_other_lengths_are_refused(target):
+    with pytest.raises(ExportError, match=r"row 0: .* have lengths \[5, 4, 5\]"):
+        EVERY[target](changed("loss_mask", [MASKS[0], MASKS[1][:4]]))
+
+
+@pytest.mark.parametrize("target", EVERY.keys() - {"sft"})
+@pytest.mark.parametrize("value", [None, float("nan"), float("-inf")])
+def test_a_trained_token_without_a_finite_logprob_is_refused(target, value):
+    logprobs = [LOGPROBS[0], [*LOGPROBS[1][:4], value]]
+    with pytest.raises(ExportError, match="token 4 is trained and has no finite"):
+        EVERY[target](changed("logprobs", logprobs))
+
+
+@pytest.mark.parametrize("target", ["skyrl", "slime", "trl", "verl"])
+def test_a_trained_prompt_token_is_refused_by_formats_with_a_response(target):
+    with pytest.raises(ExportError, match=r"token 3 is trained, .* which is 4"):
+        EVERY[target](changed("prompt_length", [3, 4]))
+
+
+@pytest.mark.parametrize("target", ["openrlhf", "skyrl", "slime", "verl"])
+def test_a_null_reward_is_refused_where_it_would_become_0(target):
+    with pytest.raises(ExportError, match="session 's1', row 0: reward is null"):
+        EVERY[target](changed("reward", [1.0, None]))
+
+
+def test_a_null_reward_stays_none_for_trl():
+    assert trl.rollout_func_fields(changed("reward", [1.0, None]))["reward"] == [
+        1.0,
+        None,
+    ]
+
+
+@pytest.mark.parametrize("target", ["areal", "prime_rl", "tinker", "trl_async"])
+def test_a_null_or_absent_advantage_is_refused(target):
+    for rows in (
+        changed("advantage", [1.0, None]),
+        one_row_each(sample_rows()).drop_columns(["advantage"]),
+    ):
+        with pytest.raises(ExportError, match="advantage is null or absent"):
+            EVERY[target](rows)
+
+
+@pytest.mark.parametrize("target", ["skyrl", "slime", "verl", "prime_rl"])
+def test_rows_of_a_session_in_pieces_are_refused(target):
+    with pytest.raises(ExportError, match=r"session .s0., row 1: .* not contiguous"):
+        EVERY[target](sample_rows().take([0, 2, 1]))
+
+
+# --- the trainer's loss over exported rows is the reference loss
+
+
+def weighted_rows():
+    return sample_rows(), np.linspace(-2.0, -0.1, 21)
+
+
+def test_weighted_advantages_give_the_reference_loss():
+    rows, now = weighted_rows()
+    due = float(tk.training.reference_loss(rows, now).total)
+    ends = np.cumsum([0, *map(len, rows["input_ids"].to_pylist())])
+    total = 0.0
+    for k, datum in enumerate(tinker.datum_fields(rows)):
+        ratio = np.exp(now[ends[k] + 1 : ends[k + 1]] - datum["logprobs"])
+        total -= float((datum["advantages"] * ratio).sum())
+    assert total == pytest.approx(due, rel=1e-6)
+    total = n = 0
+    for k, sample in enumerate(trl.rollout_sample_fields(rows, weighted=True)):
+        mask = sample["completion_mask"] == 1
+        ratio = np.exp(now[ends[k] : ends[k + 1]] - sample["old_log_probs"])
+        total -= sample["advantage"] * ratio[mask].sum()
+        n += mask.sum()
+    assert total / n == pytest.approx(due, rel=1e-6)
+    total = n = 0
+    for k, sample in enumerate(
+        prime_rl.sample_fields(rows, env_name="e", weighted=True)
+    ):
+        mask = np.array(sample["mask"])
+        ratio = np.exp(now[ends[k] : ends[k + 1]] - np.array(sample["logprobs"]))
+        terms = np.array(sample["rl_weights"]) * np.array(sample["advantages"]) * ratio
+        total -= terms[mask].sum()
+        n += mask.sum()
+    assert total / n == pytest.approx(due, rel=1e-6)
+
+
+def test_rows_in_the_suffix_layout_are_exported_alike():
+    rows = sample_rows()
+    assert slime.sample_fields(tk.suffix_rows(rows)) == slime.sample_fields(rows)
+
+
+def test_every_file_format_is_written(tmp_path, capsys):
+    pytest.importorskip("pyarrow.parquet")
+    rows = tmp_path / "rows.arrows"
+    tk.write_rows(one_row_each(sample_rows()).drop_columns(["advantage"]), rows)
+    sessions = tmp_path / "sessions.jsonl"
+    lines = [
+        {"session_id": name, "reward": reward, "group_id": "g0"}
+        for name, reward in (("s0", 1.0), ("s1", 0.0))
+    ]
+    sessions.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert sorted(TARGETS_OF_FILES) == list(FILE_FORMATS)
+    for name in {*FILE_FORMATS} - {"slime"}:  # which needs torch
+        out = tmp_path / name
+        command = ["export", str(rows), "--to", name, "-o", str(out)]
+        assert main([*command, "--sessions", str(sessions)]) == 0
+        (file,) = out.iterdir()
+        assert f"{file}: 2 rows for {name}" in capsys.readouterr().out
+    samples = (tmp_path / "tinker" / "fields.jsonl").read_text().splitlines()
+    gains = [max(json.loads(line)["advantages"], key=abs) for line in samples]
+    assert np.sign(gains).tolist() == [1.0, -1.0]

@@ -1,0 +1,189 @@
+"""Exported rows through the trainers' own classes, where these are installed.
+
+``.ci/run trainers`` installs those that are on PyPI. ``TRAJKIT_SLIME`` names a checkout of
+slime: its tests of the trajectory manager then run on the drop-in.
+"""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trajkit as tk
+from tests.export.group_of_rows import TARGETS, one_row_each, plain, sample_rows
+from trajkit import export
+from trajkit.export import nemo_rl, sft, tinker, trl, verl
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SLIME = os.environ.get("TRAJKIT_SLIME")
+
+
+def missing(*names):
+    """Skip the test unless the modules can be imported."""
+    for name in names:
+        pytest.importorskip(name, exc_type=ImportError)
+
+
+def test_trl_packs_exported_samples_as_a_tree():
+    missing("torch", "trl.experimental.async_grpo.packing")
+    from trl.experimental.async_grpo.packing import TreeRow
+
+    row = TreeRow()
+    for sample in trl.rollout_samples(sample_rows()):
+        row.add(dataclasses.asdict(sample))
+    packed = row.pack()
+    due = TARGETS["trl_async_grpo"]["batch"]
+    for name in ("input_ids", "shift_labels", "old_log_probs", "advantages"):
+        assert plain(packed[name]) == due[name][0], name
+
+
+def test_trl_packs_the_labels_of_exported_rows():
+    missing("trl", "datasets")
+    from trl.data_utils import pack_dataset
+
+    packed = pack_dataset(sft.dataset(sample_rows()), 16, "bfd")
+    due = TARGETS["hf_sft"]["packed"]
+    assert {name: packed[name][:] for name in due} == due
+
+
+def test_datasets_take_splits_of_rows():
+    missing("datasets")
+    rows = sample_rows()
+    splits = sft.dataset_dict(train=rows, test=one_row_each(rows))
+    assert {name: len(split) for name, split in splits.items()} == {
+        "train": 3,
+        "test": 2,
+    }
+    assert splits["train"][0]["labels"] == [-100, -100, -100, 21, 22, -100, 23, 24, 25]
+
+
+def test_transformers_flatten_the_labels_of_exported_rows():
+    missing("torch", "transformers")
+    from transformers import DataCollatorWithFlattening
+
+    batch = DataCollatorWithFlattening(return_tensors="pt")(
+        sft.labels_table(sample_rows()).to_pylist()
+    )
+    due = TARGETS["hf_sft"]["flattening"]
+    for name in ("input_ids", "labels", "position_ids"):
+        assert plain(batch[name]) == due[name], name
+
+
+def test_verl_makes_the_same_tensors_of_exported_outputs():
+    missing("verl.experimental.agent_loop.agent_loop")
+    found = [one for each in verl.agent_loop_outputs(sample_rows()) for one in each]
+    for one, due in zip(found, TARGETS["verl"]["as_dict"], strict=True):
+        made = one.as_dict()
+        assert {name: plain(made[name]) for name in due} == due
+
+
+def test_verl_gives_every_row_the_advantage_of_its_rollout():
+    missing("verl", "verl.trainer.ppo.v1.utils")
+    from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
+
+    data = verl.data_proto(sample_rows(), 6, 8, 0)
+    data.check_consistency()
+    assert plain(data.batch["responses"]) == TARGETS["verl"]["padded"]["responses"]
+    assert callable(compute_advantage_for_multi_trajectories)
+    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+
+    gains, _ = compute_grpo_outcome_advantage(
+        data.batch["rm_scores"],
+        data.batch["response_mask"],
+        index=data.non_tensor_batch["uid"],
+        norm_adv_by_std_in_grpo=False,
+    )
+    due = TARGETS["verl"]["advantages_by_row_of_compute_grpo_outcome_advantage"]
+    np.testing.assert_allclose(plain(gains), due, atol=1e-6)
+
+
+def test_tinker_takes_exported_data_and_the_cookbook_makes_the_same():
+    missing("tinker")
+    made = tinker.datums(sample_rows(), weighted=False)
+    for one, due in zip(made, TARGETS["tinker"]["data"], strict=True):
+        assert one.model_input.to_ints() == due["model_input"]
+        for name in ("target_tokens", "logprobs", "advantages", "mask"):
+            field = one.loss_fn_inputs[name]
+            assert field.dtype == due[name]["dtype"]
+            assert list(field.data) == due[name]["data"]
+
+
+def test_nemo_rl_logs_are_tensors_of_one_type():
+    missing("torch")
+    for log in nemo_rl.message_logs(sample_rows()):
+        assert {str(message["token_ids"].dtype) for message in log} == {"torch.int64"}
+
+
+def test_areal_trajectories_are_tensors():
+    missing("torch")
+    for one in export.areal.trajectories(sample_rows(), weighted=True):
+        assert one["input_ids"].ndim == 2
+        assert str(one["rewards"].dtype) == "torch.float32"
+
+
+def test_slime_reads_the_debug_file(tmp_path):
+    missing("torch")
+    import torch
+
+    path = tmp_path / "rollout_0.pt"
+    export.slime.write_debug_rollout(sample_rows(), path)
+    stored = torch.load(path, weights_only=False)
+    assert stored == {
+        "rollout_id": 0,
+        "samples": export.slime.sample_fields(sample_rows()),
+    }
+
+
+@pytest.mark.skipif(SLIME is None, reason="TRAJKIT_SLIME names no checkout of slime")
+def test_slime_s_own_tests_pass_on_the_drop_in(tmp_path):
+    """All but those that look into the tree of slime's own manager."""
+    missing("torch")
+    plugin = tmp_path / "drop_in.py"
+    # Another package named tests may be installed: slime's come first.
+    plugin.write_text(
+        "import sys, types\n"
+        "tests = sys.modules['tests'] = types.ModuleType('tests')\n"
+        f"tests.__path__ = [{str(Path(SLIME, 'tests'))!r}]\n"
+        "import tests.test_agent._dump_helpers as dump\n"
+        "dump.dump_tree_txt = lambda *args, **options: ''\n"  # prints the tree
+        "import slime.agent.trajectory as trajectory\n"
+        "from trajkit.export.slime import TrajectoryManager\n"
+        "trajectory.TrajectoryManager = TrajectoryManager\n"
+    )
+    result = subprocess.run(
+        [
+            *(
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-rf",
+                "--tb=line",
+                "-p",
+                "drop_in",
+            ),
+            "tests/test_agent/test_trajectory_manager_branching.py",
+        ],
+        cwd=SLIME,
+        env={
+            **os.environ,
+            "COLUMNS": "200",
+            "PYTHONPATH": f"{tmp_path}:{SLIME}:{Path(tk.__file__).parents[1]}",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    others = [
+        line
+        for line in re.findall(r"^FAILED .*$", result.stdout, re.MULTILINE)
+        if "no attribute '_trees'" not in line
+    ]
+    assert others == []
+    assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 15

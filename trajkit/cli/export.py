@@ -1,0 +1,61 @@
+"""``trajkit export``: rows in the format of a trainer."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import trajkit as tk
+from trajkit.cli.options import Commands
+from trajkit.export import FILE_FORMATS
+
+
+def add_export(commands: Commands) -> None:
+    """Add ``export`` to the command line."""
+    parser = commands.add_parser(
+        "export",
+        help="write rows in the format of a trainer",
+        description="Check rows and write them in the format of a trainer: slime's debug "
+        "rollout file, Parquet for supervised training, or JSON Lines with the fields of "
+        "the trainer's classes. docs/export.md lists the formats.",
+    )
+    parser.add_argument(
+        "source",
+        metavar="ROWS",
+        help="rows: Parquet, Arrow IPC or JSONL by suffix, or a directory of them",
+    )
+    parser.add_argument("--to", required=True, choices=FILE_FORMATS, help="trainer")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="DIR",
+        type=Path,
+        required=True,
+        help="a directory for the file; it is made if it does not exist",
+    )
+    parser.add_argument(
+        "--sessions",
+        metavar="FILE",
+        help="sessions with rewards and groups: adds advantages to the rows",
+    )
+    parser.add_argument(
+        "--baseline",
+        choices=("none", "group_mean", "leave_one_out"),
+        default="group_mean",
+        help="baseline of the advantages (default: group_mean)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the file; the exit code is 0."""
+    from trajkit.export.files import TARGETS
+
+    rows = tk.read_rows(arguments.source)
+    if arguments.sessions is not None:
+        sessions = tk.read_sessions(arguments.sessions)
+        gains = tk.training.advantages(sessions, arguments.baseline)
+        rows = tk.add_advantages(rows, gains)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    path = TARGETS[arguments.to](rows, arguments.output)
+    sys.stdout.write(f"{path}: {rows.num_rows} rows for {arguments.to}\n")
+    return 0

@@ -1,0 +1,39 @@
+"""Rows in the formats of trainers, one module per trainer.
+
+Each module checks the rows first (see `trajkit.errors.ExportError`). Functions named
+``*_fields`` return plain Python objects with the trainer's field names. The others return
+objects of the trainer's own classes, which they import when they are called.
+"""
+
+from trajkit._lazy import lazy_names
+
+MODULES = (
+    "areal",
+    "nemo_rl",
+    "openrlhf",
+    "prime_rl",
+    "sft",
+    "skyrl",
+    "slime",
+    "tinker",
+    "trl",
+    "verl",
+)
+
+FILE_FORMATS = (
+    "areal",
+    "nemo-rl",
+    "openrlhf",
+    "prime-rl",
+    "sft",
+    "skyrl",
+    "skyrl-sft",
+    "slime",
+    "tinker",
+    "trl",
+    "trl-async",
+    "verl",
+)
+"""The formats of ``trajkit export``; `trajkit.export.files` writes them."""
+
+__getattr__, __dir__ = lazy_names(__name__, {}, MODULES)

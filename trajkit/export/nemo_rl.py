@@ -1,0 +1,82 @@
+"""Rows as NeMo-RL message logs.
+
+Source: NeMo-RL at 7ea279a (``algorithms/grpo.py``, ``data/llm_message_utils.py``); spec,
+training formats 7.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from trajkit._arrow.canonical import TableLike
+from trajkit.export._rows import checked_rows
+
+
+def message_log_fields(rows: TableLike) -> list[list[dict[str, Any]]]:
+    """Rows as message logs: one message per range of tokens with the same mask.
+
+    NeMo-RL trains every token of a message with role ``assistant``. All messages have
+    ``generation_logprobs``, since NeMo-RL concatenates them without a check of lengths, and
+    all arrays have the same type per field.
+
+    Parameters
+    ----------
+    rows : table
+        `trajkit.schema.ROWS` or ``ROWS_SUFFIX``.
+
+    Returns
+    -------
+    list of list of dict
+        One list per row. Messages have ``role`` (``user`` first, ``assistant`` if trained,
+        else ``tool``), ``content`` (empty), ``token_ids`` and
+        ``token_loss_mask`` (int64) and ``generation_logprobs`` (float32).
+
+        NeMo-RL groups rows by the ids of their first prompt. Rows that a fork opened have
+        other prompts, so compute advantages with `trajkit.training.advantages`.
+
+    Raises
+    ------
+    ExportError
+        See `trajkit.export`.
+    """
+    logs = []
+    for row in checked_rows(rows):
+        edges = [0, *(1 + np.flatnonzero(np.diff(row.loss_mask))), len(row.input_ids)]
+        logs.append(
+            [
+                {
+                    "role": _role(bool(row.loss_mask[start]), start == 0),
+                    "content": "",
+                    "token_ids": row.input_ids[start:stop].astype(np.int64),
+                    "token_loss_mask": row.loss_mask[start:stop].astype(np.int64),
+                    "generation_logprobs": row.logprobs[start:stop],
+                }
+                for start, stop in pairwise(edges)
+            ]
+        )
+    return logs
+
+
+def _role(trained: bool, first: bool) -> str:
+    if trained:
+        return "assistant"
+    return "user" if first else "tool"
+
+
+def message_logs(rows: TableLike) -> list[list[dict[str, Any]]]:
+    """`message_log_fields` with torch tensors, as NeMo-RL takes them."""
+    import torch
+
+    return [
+        [
+            {
+                name: torch.from_numpy(value.copy())
+                if isinstance(value, np.ndarray)
+                else value
+                for name, value in message.items()
+            }
+            for message in log
+        ]
+        for log in message_log_fields(rows)
+    ]

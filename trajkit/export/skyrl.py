@@ -1,0 +1,75 @@
+"""Rows as SkyRL's ``GeneratorOutput``.
+
+Source: SkyRL at a956457 (``skyrl/train/generators/base.py``,
+``skyrl/train/utils/trainer_utils.py``); spec, training formats 6. For supervised training
+see `trajkit.export.sft.mask_table`.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from trajkit._arrow.canonical import TableLike
+from trajkit.export._rows import ExportRow, checked_rows, rewards_of
+
+
+def generator_fields(rows: TableLike) -> dict[str, Any]:
+    """Rows as the fields of ``GeneratorOutput``, for ``step_wise_trajectories=true``.
+
+    Parameters
+    ----------
+    rows : table
+        `trajkit.schema.ROWS` or ``ROWS_SUFFIX``.
+
+    Returns
+    -------
+    dict
+        Lists with one element per row. ``trajectory_ids`` are strings
+        ``{group}_{repetition}``; `generator_output` makes ``TrajectoryID`` objects.
+        ``is_last_step`` has Python bools, which SkyRL's validator requires. SkyRL computes
+        the advantage of a rollout from its last row.
+
+    Raises
+    ------
+    ExportError
+        See `trajkit.export`; or a reward is null.
+    """
+    checked = checked_rows(rows, response=True)
+    return {
+        "prompt_token_ids": [
+            row.input_ids[: row.prompt_length].tolist() for row in checked
+        ],
+        "response_ids": [row.response(row.input_ids) for row in checked],
+        "rewards": rewards_of(checked),
+        "loss_masks": [row.response(row.loss_mask.astype(np.int64)) for row in checked],
+        "stop_reasons": [row.finish_reason for row in checked],
+        "rollout_metrics": None,
+        "rollout_logprobs": [row.response(row.logprobs) for row in checked],
+        "trajectory_ids": [f"{_instance(row)}_{row.repetition}" for row in checked],
+        "rollout_expert_indices": None,
+        "is_last_step": [bool(row.is_last) for row in checked],
+        "pixel_values": None,
+        "image_grid_thw": None,
+    }
+
+
+def uids(rows: TableLike) -> list[str]:
+    """The group of each row: its ``group_id``, or its session without one."""
+    return [_instance(row) for row in checked_rows(rows, response=True)]
+
+
+def generator_output(rows: TableLike) -> dict[str, Any]:
+    """`generator_fields` with SkyRL's ``TrajectoryID`` objects."""
+    from skyrl.train.generators.base import TrajectoryID
+
+    fields = generator_fields(rows)
+    checked = checked_rows(rows, response=True)
+    fields["trajectory_ids"] = [
+        TrajectoryID(instance_id=_instance(row), repetition_id=row.repetition)
+        for row in checked
+    ]
+    return fields
+
+
+def _instance(row: ExportRow) -> str:
+    return row.session_id if row.group_id is None else row.group_id
