@@ -17,7 +17,6 @@ from starlette.routing import Route
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import (
     Fields,
-    Json,
     as_integer,
     as_number,
     as_object,
@@ -28,7 +27,13 @@ from trajkit_shim.pause import Gate
 from trajkit_shim.responses import cancel_on_disconnect
 from trajkit_shim.sessions.quotas import Limits
 from trajkit_shim.sessions.sampling import parse_client_sampling, parse_pins
-from trajkit_shim.sessions.sessions import EndedBy, Outcome, SessionStore, Terms
+from trajkit_shim.sessions.sessions import (
+    EndedBy,
+    Outcome,
+    OutcomeFields,
+    SessionStore,
+    Terms,
+)
 from trajkit_shim.timing import Timings
 
 TOKEN_HEADER = "x-admin-token"
@@ -191,9 +196,8 @@ def _wait(body: Fields, default: float = 0.0) -> float:
     return default if seconds is None else seconds
 
 
-def _outcome_fields(body: Fields) -> Json:
-    """The fields that update a session's outcome (`sessions.sessions.Outcome.update`)."""
-    fields: Json = {}
+def _outcome_fields(body: Fields) -> OutcomeFields:
+    fields: OutcomeFields = {}
     if "reward" in body.json:
         any_number = partial(as_number, minimum=-math.inf, maximum=math.inf)
         fields["reward"] = body.get("reward", any_number)

@@ -61,7 +61,7 @@ from trajkit_shim.responses import (
 )
 from trajkit_shim.retries import SharedCall, is_retry, request_digest
 from trajkit_shim.sessions.client_identity import identify
-from trajkit_shim.sessions.sessions import Session, SessionStore
+from trajkit_shim.sessions.sessions import Session, SessionStore, closed_error
 from trajkit_shim.sessions.turn_log import LogFullError, TurnLog
 from trajkit_shim.timing import Timings
 from trajkit_shim.weight_updates import Weights
@@ -441,7 +441,8 @@ class _Gateway:
         @timing.step()
         def record() -> Answered:
             # closing the session cancelled the work
-            session.check_recording()
+            if session.closed:
+                raise closed_error(session.session_id)
             prepared = work.result()
             earlier = session.retries.earlier(digest)
             turn = replace(prepared.turn, resend_of=earlier)
