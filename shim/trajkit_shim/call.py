@@ -14,13 +14,8 @@ from trajkit_shim import timing
 from trajkit_shim.chat.logged_message import logged_message
 from trajkit_shim.chat.reply import Reply, Usage
 from trajkit_shim.chat.request import ChatRequest
+from trajkit_shim.engines import checks
 from trajkit_shim.engines.base import Engine, EngineInfo, Sample, StreamingEngine
-from trajkit_shim.engines.checks import (
-    check_consumed,
-    check_prompt,
-    check_sample,
-    check_streamed,
-)
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.json_input import Json
 from trajkit_shim.pause import Gate
@@ -160,7 +155,7 @@ class _Call:
             self._settings.prompts,
             attributed=self._settings.attributed,
         )
-        check_prompt(self.prompt.ids, self._info)
+        checks.check_prompt(self.prompt.ids, self._info)
 
     def resolve_sampling(self) -> None:
         """Decide the parameters, and reserve their tokens in the session's quota."""
@@ -183,8 +178,8 @@ class _Call:
         self.result = await self._settings.gate.sample(
             self._sample_once, again=lambda: self._streamed is None
         )
-        check_sample(self.result, self._info)
-        check_consumed(self.prompt.ids, self.result)
+        checks.check_sample(self.result, self._info)
+        checks.check_consumed(self.prompt.ids, self.result)
 
     async def _sample_once(self) -> Sample:
         engine, prompt_ids = self._settings.engine, self.prompt.ids
@@ -203,7 +198,7 @@ class _Call:
         partial = IncrementalParser(self._renderer, self._parser(), self._sampling.stop)
 
         def on_tokens(new_ids: Sequence[int]) -> None:
-            check_streamed(new_ids, self._info)
+            checks.check_streamed(new_ids, self._info)
             known = partial.feed(new_ids)
             if known is not None:
                 usage = self._usage(len(partial.ids))

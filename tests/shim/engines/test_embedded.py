@@ -13,6 +13,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.shim.faulty_engine import Fault, FaultyEngine
+from tests.shim.train_tokenizer import (
+    CONTROL,
+    MARKUP,
+    VOCABULARY,
+    train,
+)
 from trajkit_shim.engines.base import Sampling
 from trajkit_shim.engines.embedded import (
     EmbeddedEngine,
@@ -23,12 +29,6 @@ from trajkit_shim.engines.embedded import (
     tool_call,
 )
 from trajkit_shim.engines.embedded.distribution import Lattice, shaped, start
-from trajkit_shim.engines.embedded.train_tokenizer import (
-    CONTROL,
-    MARKUP,
-    VOCABULARY,
-    train,
-)
 from trajkit_shim.engines.embedded.vocabulary import END, shipped
 from trajkit_shim.errors import EngineError
 

@@ -3,17 +3,9 @@
 import secrets
 import shutil
 
+from trajkit_shim.agents import sandbox
 from trajkit_shim.agents.container import ContainerSandbox
 from trajkit_shim.agents.processes import Processes
-from trajkit_shim.agents.sandbox import (
-    COMMAND_MARK,
-    MARK,
-    Command,
-    CommandResult,
-    SandboxKind,
-    Spec,
-    kill_script,
-)
 
 
 class ApptainerSandbox(ContainerSandbox):
@@ -26,15 +18,15 @@ class ApptainerSandbox(ContainerSandbox):
     kind = "apptainer"
     refusals = ("FATAL:",)
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: sandbox.Spec) -> None:
         super().__init__(spec)
         spec.limits.reject("apptainer", "file_mb")
         self._overlay = spec.scratch.resolve() / f"{spec.name}.overlay"
 
-    def run(self, command: Command) -> CommandResult:
+    def run(self, command: sandbox.Command) -> sandbox.CommandResult:
         """Run one command in the instance; see `Sandbox.exec`."""
         token = secrets.token_hex(8)
-        env = {**command.env, MARK: self.spec.name, COMMAND_MARK: token}
+        env = {**command.env, sandbox.MARK: self.spec.name, sandbox.COMMAND_MARK: token}
         # Apptainer sets HOME itself and does not accept another one from outside
         script = 'PATH="$1$PATH" HOME=/home TMPDIR=/tmp; export PATH HOME TMPDIR; '
         script += 'shift; exec "$@"'
@@ -48,7 +40,7 @@ class ApptainerSandbox(ContainerSandbox):
         )
         if done.code is None:
             # killing the client did not kill the command
-            kill = kill_script(COMMAND_MARK, token)
+            kill = sandbox.kill_script(sandbox.COMMAND_MARK, token)
             self._client("exec", f"instance://{self.spec.name}", "sh", "-c", kill)
         return self._checked(done)
 
@@ -66,4 +58,4 @@ class ApptainerSandbox(ContainerSandbox):
         shutil.rmtree(self._overlay, ignore_errors=True)
 
 
-SANDBOX = SandboxKind(ApptainerSandbox, frozenset({"binary"}))
+SANDBOX = sandbox.SandboxKind(ApptainerSandbox, frozenset({"binary"}))
