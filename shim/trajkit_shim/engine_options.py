@@ -26,34 +26,33 @@ _OUTSIDE = ("sglang", "schema")
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose an engine; `built_engine` reads them."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--engine",
         choices=["embedded", "sglang", "vllm"],
         default="embedded",
         help="embedded: a small scripted engine, for trying things out (the default)",
     )
-    parser.add_argument(
-        "--engine-url", metavar="URL", help="of the server (not for embedded)"
-    )
-    parser.add_argument(
+    add("--engine-url", metavar="URL", help="of the server (not for embedded)")
+    add(
         "--check-prompts",
         action="store_true",
         help="have the SGLang server return each prompt, and fail a call whose prompt "
-        "another",
+        "differs",
     )
-    parser.add_argument(
+    add(
         "--routed-experts",
         action="store_true",
         help="log which experts each token was routed to; needs an SGLang server with "
         "--enable-return-routed-experts",
     )
-    parser.add_argument(
+    add(
         "--model",
         metavar="DIR",
         type=Path,
         help="the model's config, tokenizer and chat template (not for embedded)",
     )
-    parser.add_argument(
+    add(
         "--tool-form",
         metavar="NAME",
         help="how the model writes tool calls: hermes, qwen3-coder, glm or plain-json "
