@@ -39,9 +39,8 @@ class E2BSandbox(sandbox.Sandbox):
             raise sandbox.SandboxError("e2b is not installed: pip install e2b")
         lifetime = spec.options.get("lifetime", str(_LIFETIME))
         if not lifetime.isdecimal() or int(lifetime) < 1:
-            raise sandbox.SandboxError(
-                f"lifetime = {lifetime!r} is not a number of seconds"
-            )
+            rule = "is not a number of seconds"
+            raise sandbox.SandboxError(f"lifetime = {lifetime!r} {rule}")
         self._lifetime = int(lifetime)
         # an optional package whose types are not available to type checkers
         self._e2b: Any = importlib.import_module("e2b")

@@ -140,14 +140,10 @@ class LocalSandbox(sandbox.Sandbox):
         return f'{" && ".join(steps)} || exit {_FAILED}; shift 3; exec "$@"'
 
     def _environment(self, more: Mapping[str, str]) -> dict[str, str]:
-        path = (
-            *self.spec.path,
-            str(Path(sys.executable).parent),
-            os.environ.get("PATH", os.defpath),
-        )
+        own = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
         return {
             **{name: os.environ[name] for name in _KEPT if name in os.environ},
-            "PATH": os.pathsep.join(path),
+            "PATH": os.pathsep.join([*self.spec.path, *own]),
             "HOME": self.map_path("/home"),
             "TMPDIR": self.map_path("/tmp"),
             "LANG": "C.UTF-8",
@@ -195,9 +191,8 @@ def _find_mount_point() -> str | None:
         with suppress(OSError):
             if not os.listdir(mount_point):
                 mount = ("sh", "-c", 'mount --bind /tmp "$1"', "sh", mount_point)
-                return (
-                    mount_point if _works((*_LEASHED, *_NAMESPACES, *mount)) else None
-                )
+                works = _works((*_LEASHED, *_NAMESPACES, *mount))
+                return mount_point if works else None
     return None
 
 
