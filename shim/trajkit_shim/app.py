@@ -39,7 +39,6 @@ from trajkit_shim.errors import (
     retry_header,
 )
 from trajkit_shim.json_input import Json
-from trajkit_shim.partial_reply import PartialReply
 from trajkit_shim.pause import Gate
 from trajkit_shim.prompting.prompts import Mode, Prompts
 from trajkit_shim.prompting.render import ChatRenderer
@@ -59,7 +58,7 @@ from trajkit_shim.responses import (
     StreamingResponse,
     WatchedCall,
 )
-from trajkit_shim.retries import SharedCall, is_retry, request_digest
+from trajkit_shim.retries import PartialReply, SharedCall, is_retry, request_digest
 from trajkit_shim.sessions.client_identity import identify
 from trajkit_shim.sessions.sessions import Session, SessionStore, closed_error
 from trajkit_shim.sessions.turn_log import LogFullError, TurnLog

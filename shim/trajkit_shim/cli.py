@@ -13,12 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from trajkit.cli.options import Commands, count
-from trajkit_shim.engine_options import (
-    add_engine,
-    built_engine,
-    built_parser,
-    needs_extra,
-)
+from trajkit_shim import engine_options as options
 
 ADMIN_TOKEN = "TRAJKIT_ADMIN_TOKEN"
 """Environment variable of the admin token."""
@@ -34,7 +29,7 @@ def add_serve(commands: Commands) -> None:
         "engine in token ids, and writes every call to the run's turn log before it is "
         "answered. POST /sessions opens a session; its id is the API key.",
     )
-    add_engine(parser)
+    options.add_engine(parser)
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="default: %(default)s")
     add("--port", type=int, default=8765, help="0: any free one (default: %(default)s)")
@@ -137,7 +132,7 @@ def add_demo(commands: Commands) -> None:
 
 
 def _demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    with needs_extra(parser, "demo"):
+    with options.needs_extra(parser, "demo"):
         # the agents are separate processes, which would report it late
         if find_spec("minisweagent") is None:
             raise ModuleNotFoundError(name="minisweagent")
@@ -155,7 +150,7 @@ def _free(path: Path) -> Path:
 
 
 def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    with needs_extra(parser, "shim"):
+    with options.needs_extra(parser, "shim"):
         from trajkit_shim.app import create_app
         from trajkit_shim.prompting.prompts import Prompts
         from trajkit_shim.replies.parsers import FORMS
@@ -167,8 +162,8 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
                 f"--host {arguments.host} can be reached from other machines: give "
                 "--admin-token"
             )
-        engine, renderer = built_engine(parser, arguments)
-        reply_parser = built_parser(arguments, renderer)
+        engine, renderer = options.built_engine(parser, arguments)
+        reply_parser = options.built_parser(arguments, renderer)
     log = TurnLog(
         arguments.out,
         form=arguments.log,
@@ -205,8 +200,8 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
         prompts=arguments.prompts,
         admin_token=arguments.admin_token or None,
     )
-    options = {"on_listening": say_where, "drain_seconds": arguments.drain_seconds}
+    drain = {"on_listening": say_where, "drain_seconds": arguments.drain_seconds}
     # Ctrl-C stops the server, which has answered all running calls by then
     with suppress(KeyboardInterrupt):
-        serve(app, arguments.host, arguments.port, **options)
+        serve(app, arguments.host, arguments.port, **drain)
     return 0

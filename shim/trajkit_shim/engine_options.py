@@ -89,12 +89,13 @@ def built_engine(
         parser.error(
             f"--tool-form {arguments.tool_form} is not one of {', '.join(forms)}"
         )
-    if arguments.tool_form == "sglang" and arguments.engine != "sglang":
-        parser.error("--tool-form sglang needs --engine sglang")
-    if arguments.check_prompts and arguments.engine != "sglang":
-        parser.error("--check-prompts needs --engine sglang")
-    if arguments.routed_experts and arguments.engine != "sglang":
-        parser.error("--routed-experts needs --engine sglang")
+    for option, given in (
+        ("--tool-form sglang", arguments.tool_form == "sglang"),
+        ("--check-prompts", arguments.check_prompts),
+        ("--routed-experts", arguments.routed_experts),
+    ):
+        if given and arguments.engine != "sglang":
+            parser.error(f"{option} needs --engine sglang")
     return _served(arguments) if served else _embedded(policy, seed)
 
 
@@ -143,10 +144,10 @@ def _embedded(
 
 def _served(arguments: argparse.Namespace) -> "tuple[Engine, ChatRenderer]":
     """The engine of a server that returns everything that is recorded."""
+    from trajkit_shim.engines.checks import check_engine
     from trajkit_shim.engines.model_config import vocab_size
     from trajkit_shim.engines.routed_experts import experts_per_token
     from trajkit_shim.engines.sglang import SGLangEngine
-    from trajkit_shim.engines.startup_check import check_engine
     from trajkit_shim.engines.vllm import VLLMEngine
     from trajkit_shim.prompting.render import load_renderer
 

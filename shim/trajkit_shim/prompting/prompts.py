@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from threading import Lock
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -49,8 +49,6 @@ Reason: TypeAlias = (
     | Departure
 )
 """Why a prompt was rendered (docs/serving.md has a table)."""
-
-MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

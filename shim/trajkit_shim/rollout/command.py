@@ -17,12 +17,7 @@ from trajkit.cli import BAD_DATA, BAD_FILE, DONE
 from trajkit.cli.options import Commands, count
 from trajkit.cli.progress import Progress
 from trajkit.cli.text import text_table
-from trajkit_shim.engine_options import (
-    add_engine,
-    built_engine,
-    built_parser,
-    needs_extra,
-)
+from trajkit_shim import engine_options as options
 
 if TYPE_CHECKING:
     from trajkit_shim.rollout.run import Settings, Summary
@@ -126,7 +121,7 @@ def add_rollout(commands: Commands) -> None:
         help="URL that receives each finished rollout as a JSON object",
     )
     add("--host", default="127.0.0.1", help="of the gateway (default: %(default)s)")
-    add_engine(parser)
+    options.add_engine(parser)
     add("--seed", metavar="N", type=int, help="of the embedded engine")
     add("--json", action="store_true", help="print only one JSON object")
     add(
@@ -141,7 +136,7 @@ def add_rollout(commands: Commands) -> None:
 
 
 def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    with needs_extra(parser, "shim"):
+    with options.needs_extra(parser, "shim"):
         from trajkit_shim.agents.harness import HarnessError
         from trajkit_shim.agents.sandbox import SandboxError
         from trajkit_shim.app import create_app
@@ -167,7 +162,7 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
             except (HarnessError, SandboxError) as error:
                 sys.stderr.write(f"trajkit: {error}\n")
                 return BAD_FILE
-            engine, renderer = built_engine(
+            engine, renderer = options.built_engine(
                 parser, arguments, policy=solve(tasks), seed=arguments.seed
             )
             app = create_app(
@@ -175,7 +170,7 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
                 renderer,
                 TurnLog(rollouts.next_log(), routed_experts=arguments.routed_experts),
                 tool_form=FORMS.get(arguments.tool_form),
-                reply_parser=built_parser(arguments, renderer),
+                reply_parser=options.built_parser(arguments, renderer),
             )
             with (
                 _terminated(),

@@ -21,8 +21,6 @@ from trajkit.errors import FormatError
 from trajkit.schema import SESSIONS
 
 _UNITS = "us"
-# a process that a killed run was just starting keeps the lock until it has started
-_LOCK_WAITS_SECONDS = (0.1, 0.4, 1.0, 0.0)
 
 ROLLOUTS = pa.schema(
     [

@@ -19,7 +19,7 @@ from trajkit_shim.errors import EngineError
 _TOKENS_PER_EVENT = 8
 
 
-class EmbeddedEngine(base.GenerateBySample):
+class EmbeddedEngine:
     """An `Engine` without a model, which samples from an exactly known distribution.
 
     The policy reads the prompt's text and returns the possible replies. The engine draws
@@ -72,14 +72,16 @@ class EmbeddedEngine(base.GenerateBySample):
         """Model name, vocabulary size and context length."""
         return self._info
 
-    async def _sample(
+    async def generate(
         self,
         prompt_ids: npt.NDArray[np.int32],
         sampling: base.Sampling,
+        *,
         request_id: str,
         session_id: str,
-        on_tokens: base.OnTokens | None,
+        on_tokens: base.OnTokens | None = None,
     ) -> base.Sample:
+        """See `StreamingEngine`."""
         self._check_sampling(sampling)
         room = self._info.max_context_tokens - sampling.max_new_tokens
         state = self._start(prompt_ids, room)
@@ -112,28 +114,7 @@ class EmbeddedEngine(base.GenerateBySample):
             weight_versions=(base.WeightSpan("scripted", 0, len(ids)),),
         )
 
-    def score(
-        self,
-        prompt_ids: npt.NDArray[np.int32],
-        output_ids: npt.NDArray[np.int32],
-        sampling: base.Sampling | None = None,
-    ) -> npt.NDArray[np.float32]:
-        """Return the logprobs that `generate` returns with an output or a prefix of one.
-
-        They are float32, and -inf from the first id on that cannot be drawn.
-        ``sampling``: its temperature, ``top_k`` and ``top_p`` apply.
-        """
-        if sampling is not None:
-            self._check_sampling(sampling)
-        state = self._start(prompt_ids, self._info.max_context_tokens)
-        logprobs = np.full(len(output_ids), -np.inf, np.float32)
-        for i, token in enumerate(output_ids.tolist()):
-            chances = state.next() if sampling is None else _shaped(state, sampling)
-            if token not in chances:
-                break
-            logprobs[i] = _log(chances[token])
-            state = state.after(token)
-        return logprobs
+    stream = generate
 
     async def close(self) -> None:
         """Nothing to release."""
