@@ -7,6 +7,7 @@ a session's key is not enough.
 import hmac
 import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Set
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -17,7 +18,6 @@ from starlette.routing import Route
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import (
     Fields,
-    Json,
     as_integer,
     as_number,
     as_object,
@@ -28,7 +28,13 @@ from trajkit_shim.pause import Gate
 from trajkit_shim.responses import cancel_on_disconnect
 from trajkit_shim.sessions.quotas import Limits
 from trajkit_shim.sessions.sampling import parse_client_sampling, parse_pins
-from trajkit_shim.sessions.sessions import EndedBy, Outcome, SessionStore, Terms
+from trajkit_shim.sessions.sessions import (
+    EndedBy,
+    Outcome,
+    OutcomeFields,
+    SessionStore,
+    Terms,
+)
 from trajkit_shim.timing import Timings
 
 TOKEN_HEADER = "x-admin-token"
@@ -49,32 +55,20 @@ Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 ReadBody: TypeAlias = Callable[[Request], Awaitable[bytes]]
 
 
+@dataclass(frozen=True, slots=True)
 class Admin:
-    """The routes of the trainer.
+    """The routes of the trainer."""
 
-    ``read_body``: returns a request's body; rejects one that is too long. ``token``:
-    required in every request. Default: none.
-    """
-
-    def __init__(
-        self,
-        sessions: SessionStore,
-        gate: Gate,
-        timings: Timings,
-        read_body: ReadBody,
-        token: str | None,
-    ) -> None:
-        self._sessions = sessions
-        self._gate = gate
-        self._timings = timings
-        self._read_body = read_body
-        self._token = token
+    sessions: SessionStore
+    gate: Gate
+    timings: Timings
+    # returns a request's body; rejects one that is too long
+    read_body: ReadBody
+    # required in every request
+    token: str | None
 
     def routes(self, more: Iterable[tuple[str, str, Endpoint]] = ()) -> Iterator[Route]:
-        """Yield all routes.
-
-        ``more`` are further ones for the trainer: (path, method, endpoint).
-        """
+        """Yield all routes; ``more`` are other (path, method, endpoint) for the trainer."""
         session = "/sessions/{session_id}"
         for path, method, endpoint in (
             ("/sessions", "POST", self.open),
@@ -87,15 +81,15 @@ class Admin:
             ("/admin/pause", "POST", self.pause),
             ("/admin/resume", "POST", self.resume),
             ("/admin/drain", "POST", self.drain),
-            ("/admin/timings", "GET", self.timings),
+            ("/admin/timings", "GET", self.show_timings),
             *more,
         ):
             yield Route(path, self._guarded(endpoint), methods=[method])
 
     def _guarded(self, endpoint: Endpoint) -> Endpoint:
         async def guarded(request: Request) -> Response:
-            if self._token is not None:
-                check_token(request, self._token)
+            if self.token is not None:
+                check_token(request, self.token)
             return await endpoint(request)
 
         return guarded
@@ -113,18 +107,18 @@ class Admin:
         outcome = Outcome()
         outcome.update(_outcome_fields(body))
         session_id = body.get("session_id", as_text)
-        name = self._sessions.open(session_id, terms, outcome).session_id
+        name = self.sessions.open(session_id, terms, outcome).session_id
         return JSONResponse({"session_id": name, "api_key": name})
 
     async def show(self, request: Request) -> Response:
-        return JSONResponse(self._sessions.describe(request.path_params["session_id"]))
+        return JSONResponse(self.sessions.describe(request.path_params["session_id"]))
 
     def _ending(self, how: EndedBy) -> Endpoint:
         async def end(request: Request) -> Response:
             body = await self._fields(request, END_FIELDS)
             name = request.path_params["session_id"]
             wait, outcome = _wait(body), _outcome_fields(body)
-            summary = await self._sessions.finish(
+            summary = await self.sessions.finish(
                 name, how, wait_seconds=wait, fields=outcome
             )
             return JSONResponse(summary)
@@ -133,18 +127,16 @@ class Admin:
 
     async def drop(self, request: Request) -> Response:
         await self._fields(request)
-        return JSONResponse(
-            await self._sessions.drop(request.path_params["session_id"])
-        )
+        return JSONResponse(await self.sessions.drop(request.path_params["session_id"]))
 
     async def reopen(self, request: Request) -> Response:
         await self._fields(request)
-        session = self._sessions.reopen(request.path_params["session_id"])
+        session = self.sessions.reopen(request.path_params["session_id"])
         return JSONResponse(session.describe())
 
     async def pause(self, request: Request) -> Response:
         body = await self._fields(request, PAUSE_FIELDS)
-        pause = self._gate.pause(
+        pause = self.gate.pause(
             wait_seconds=_wait(body, default=60.0),
             abort=body.flag("abort"),
             max_seconds=body.get("max_seconds", _SECONDS),
@@ -154,19 +146,19 @@ class Admin:
 
     async def resume(self, request: Request) -> Response:
         await self._fields(request)
-        self._gate.resume()
+        self.gate.resume()
         return JSONResponse({"paused": False})
 
     async def drain(self, request: Request) -> Response:
         body = await self._fields(request, {"wait_seconds"})
-        await self._sessions.drain(_wait(body, default=60.0))
-        return JSONResponse(self._sessions.counts())
+        await self.sessions.drain(_wait(body, default=60.0))
+        return JSONResponse(self.sessions.counts())
 
-    async def timings(self, _: Request) -> Response:
-        return JSONResponse(self._timings.describe())
+    async def show_timings(self, _: Request) -> Response:
+        return JSONResponse(self.timings.describe())
 
     async def _fields(self, request: Request, known: Set[str] = frozenset()) -> Fields:
-        body = Fields(parse_object(await self._read_body(request) or b"{}"))
+        body = Fields(parse_object(await self.read_body(request) or b"{}"))
         body.only(known)
         return body
 
@@ -191,9 +183,8 @@ def _wait(body: Fields, default: float = 0.0) -> float:
     return default if seconds is None else seconds
 
 
-def _outcome_fields(body: Fields) -> Json:
-    """The fields that update a session's outcome (`sessions.sessions.Outcome.update`)."""
-    fields: Json = {}
+def _outcome_fields(body: Fields) -> OutcomeFields:
+    fields: OutcomeFields = {}
     if "reward" in body.json:
         any_number = partial(as_number, minimum=-math.inf, maximum=math.inf)
         fields["reward"] = body.get("reward", any_number)

@@ -9,7 +9,7 @@ and its turn is context only, as is a turn whose answer is lost on its way.
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TypeAlias
 
 from starlette.applications import Starlette
@@ -39,7 +39,6 @@ from trajkit_shim.errors import (
     retry_header,
 )
 from trajkit_shim.json_input import Json
-from trajkit_shim.partial_reply import PartialReply
 from trajkit_shim.pause import Gate
 from trajkit_shim.prompting.prompts import Mode, Prompts
 from trajkit_shim.prompting.render import ChatRenderer
@@ -59,9 +58,9 @@ from trajkit_shim.responses import (
     StreamingResponse,
     WatchedCall,
 )
-from trajkit_shim.retries import SharedCall, is_retry, request_digest
+from trajkit_shim.retries import PartialReply, SharedCall, is_retry, request_digest
 from trajkit_shim.sessions.client_identity import identify
-from trajkit_shim.sessions.sessions import Session, SessionStore
+from trajkit_shim.sessions.sessions import Session, SessionStore, closed_error
 from trajkit_shim.sessions.turn_log import LogFullError, TurnLog
 from trajkit_shim.timing import Timings
 from trajkit_shim.weight_updates import Weights
@@ -145,9 +144,6 @@ def create_app(
     clock : Clock, optional
         Measures idle sessions and pauses. Default: the event loop.
 
-    Returns
-    -------
-    Starlette
     """
     gate = Gate(wait_seconds=pause_wait_seconds, clock=clock)
     sessions = SessionStore(
@@ -169,10 +165,12 @@ def create_app(
         settings,
         log,
         sessions,
-        RequestLimits(max_body_bytes, max_header_bytes, max_messages),
         ReadOptions(images=images),
-        ping_seconds,
         CacheBudget(cache_bytes),
+        ping_seconds=ping_seconds,
+        max_body_bytes=max_body_bytes,
+        max_header_bytes=max_header_bytes,
+        max_messages=max_messages,
     )
     admin = Admin(sessions, gate, gateway.timings, gateway.read_body, admin_token)
 
@@ -249,36 +247,52 @@ def _json(
 
 
 @dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """Maximum sizes of a request."""
+class _Asked:
+    """A request for a reply."""
 
-    body_bytes: int
-    header_bytes: int
-    messages: int
+    http: Request
+    protocol: WireProtocol
+    session: Session
+    chat: ChatRequest
+    digest: bytes
+    # of a streaming client
+    events: Events | None
+
+    def answer(
+        self,
+        answered: Answered,
+        connection: Connection,
+        end: Callable[[], Awaitable[None]],
+    ) -> ASGIApp:
+        """Return the answer of a recorded turn; ``end`` is called when it was sent."""
+
+        def make() -> Response:
+            if self.events is None:
+                return _json(self.protocol.write(answered.reply, self.chat))
+            events = self.events.opening(), *self.events.reply(answered.reply)
+            return _stream(b"".join(events))
+
+        return BufferedResponse(make, answered.delivery, connection, end)
 
 
+@dataclass
 class _Gateway:
     """The routes, and their shared state."""
 
-    def __init__(
-        self,
-        settings: CallSettings,
-        log: TurnLog,
-        sessions: SessionStore,
-        limits: RequestLimits,
-        read_options: ReadOptions,
-        ping_seconds: float,
-        cache_budget: CacheBudget,
-    ) -> None:
-        self._settings = settings
-        self._log = log
-        self._sessions = sessions
-        self._limits = limits
-        self._read_options = read_options
-        self._ping_seconds = ping_seconds
-        self._cache_budget = cache_budget
-        self.weights = Weights(settings.engine)
-        self.timings = Timings()
+    settings: CallSettings
+    log: TurnLog
+    sessions: SessionStore
+    read_options: ReadOptions
+    cache_budget: CacheBudget
+    _: KW_ONLY
+    ping_seconds: float
+    max_body_bytes: int
+    max_header_bytes: int
+    max_messages: int
+    timings: Timings = field(default_factory=Timings)
+
+    def __post_init__(self) -> None:
+        self.weights = Weights(self.settings.engine)
 
     def client_routes(self) -> Iterator[tuple[str, str, Endpoint]]:
         """Yield path, method and endpoint of the routes for clients."""
@@ -288,17 +302,17 @@ class _Gateway:
                 yield path, "POST", self._endpoint(protocol, verb)
 
     async def health(self, _: Request) -> Response:
-        state = "draining" if self._sessions.draining else "ok"
-        if self._settings.gate.paused:
+        state = "draining" if self.sessions.draining else "ok"
+        if self.settings.gate.paused:
             state = "paused"
-        return JSONResponse({"status": state, "sessions": self._sessions.counts()})
+        return JSONResponse({"status": state, "sessions": self.sessions.counts()})
 
     async def prompts(self, _: Request) -> Response:
-        described = await asyncio.to_thread(self._settings.prompts.describe)
-        return JSONResponse({**described, "cache_bytes": self._cache_budget.n_bytes})
+        described = await asyncio.to_thread(self.settings.prompts.describe)
+        return JSONResponse({**described, "cache_bytes": self.cache_budget.n_bytes})
 
     async def models(self, _: Request) -> Response:
-        info = await self._settings.engine.info()
+        info = await self.settings.engine.info()
         model = {
             "id": info.model,
             "object": "model",
@@ -311,19 +325,16 @@ class _Gateway:
     async def read_body(self, request: Request) -> bytes:
         """Return a request's body; reject too long headers or a too long body."""
         size = sum(len(name) + len(value) for name, value in request.headers.raw)
-        if size > self._limits.header_bytes:
-            raise GatewayError(
-                f"the headers are longer than {self._limits.header_bytes} bytes",
-                431,
-                code="headers_too_long",
-            )
-        return await json_input.read_body(request.stream(), self._limits.body_bytes)
+        if size > self.max_header_bytes:
+            message = f"the headers are longer than {self.max_header_bytes} bytes"
+            raise GatewayError(message, 431, code="headers_too_long")
+        return await json_input.read_body(request.stream(), self.max_body_bytes)
 
     def _endpoint(self, protocol: WireProtocol, verb: Verb) -> Endpoint:
         async def endpoint(request: Request) -> ASGIApp:
             # for the format of errors
             request.state.protocol = protocol
-            session = self._sessions.authorise(_session_claims(request))
+            session = self.sessions.authorise(_session_claims(request))
             timed = timing.begin()
             with session.request() as answered:
                 app = await self._serve(protocol, verb, session, request)
@@ -346,57 +357,48 @@ class _Gateway:
 
         @timing.step()
         def parse() -> ChatRequest:
-            chat = read(json_input.parse_object(body), self._read_options)
+            chat = read(json_input.parse_object(body), self.read_options)
             return replace(chat, stream=True) if verb == "stream" else chat
 
         # A long body would delay every other call; a short one takes less time than
         # a thread switch.
         short = len(body) <= _SHORT_BODY
         chat = parse() if short else await asyncio.to_thread(parse)
-        if len(chat.messages) > self._limits.messages:
-            raise GatewayError(
-                f"{len(chat.messages)} messages; the limit is {self._limits.messages}",
-                413,
-                code="too_many_messages",
-            )
+        if len(chat.messages) > self.max_messages:
+            message = f"{len(chat.messages)} messages; the limit is {self.max_messages}"
+            raise GatewayError(message, 413, code="too_many_messages")
         if verb == "count":
-            tokens = await count_tokens(chat, session, self._settings.prompts)
+            tokens = await count_tokens(chat, session, self.settings.prompts)
             return _json(protocol.count(tokens))
         digest = request_digest(f"{protocol.name} {verb}", body)
-        return await self._call(protocol, session, chat, digest, request)
-
-    async def _call(
-        self,
-        protocol: WireProtocol,
-        session: Session,
-        chat: ChatRequest,
-        digest: bytes,
-        request: Request,
-    ) -> ASGIApp:
         events = protocol.events(chat) if chat.stream else None
-        retries, call = session.retries, None
-        if session.terms.replay or is_retry(request.headers):
+        return await self._reply(
+            _Asked(request, protocol, session, chat, digest, events)
+        )
+
+    async def _reply(self, asked: _Asked) -> ASGIApp:
+        session, events, retries = asked.session, asked.events, asked.session.retries
+        call = None
+        if session.terms.replay or is_retry(asked.http.headers):
             session.check_open()
-            known = retries.reply(digest)
-            call = retries.running.get(digest)
+            known = retries.reply(asked.digest)
+            call = retries.running.get(asked.digest)
             retries.replayed += known is not None or call is not None
             if known is not None:
-                connection = Connection(request.receive)
-                return _answer(
-                    protocol, chat, events, known, connection, connection.end
-                )
+                connection = Connection(asked.http.receive)
+                return asked.answer(known, connection, connection.end)
         if call is None:
-            if self._log.full:
+            if self.log.full:
                 raise _log_full("it has reached its maximum size")
-            call = self._begin(protocol, session, chat, digest, request)
-        watched = WatchedCall(call, Connection(request.receive))
+            call = self._begin(asked)
+        watched = WatchedCall(call, Connection(asked.http.receive))
         # whoever answers ends it; until then this function must
         must_end = True
         try:
-            ready = await watched.wait(None if events is None else self._ping_seconds)
+            ready = await watched.wait(None if events is None else self.ping_seconds)
             if events is not None and not ready:
                 must_end = False
-                return StreamingResponse(watched, events, self._ping_seconds)
+                return StreamingResponse(watched, events, self.ping_seconds)
             if watched.connection.gone:
                 # nobody will read it
                 return Response(status_code=499)
@@ -404,49 +406,38 @@ class _Gateway:
             must_end = False
         except (GatewayError, EngineError) as error:
             shown = as_gateway_error(error)
-            if events is None or shown.code not in protocol.streamed_errors:
+            if events is None or shown.code not in asked.protocol.streamed_errors:
                 raise
             return _stream(events.opening() + events.error(shown))
         finally:
             if must_end:
                 await watched.end()
-        return _answer(
-            protocol, chat, events, answered, watched.connection, watched.end
-        )
+        return asked.answer(answered, watched.connection, watched.end)
 
-    def _begin(
-        self,
-        protocol: WireProtocol,
-        session: Session,
-        chat: ChatRequest,
-        digest: bytes,
-        request: Request,
-    ) -> SharedCall:
-        """Start a call.
-
-        Raises `GatewayError`: the session has no call left.
-        """
-        partial = PartialReply()
+    def _begin(self, asked: _Asked) -> SharedCall:
+        """Start a call; raises `GatewayError` if the session has none left."""
+        session, digest, partial = asked.session, asked.digest, PartialReply()
         context = CallContext(
-            settings=self._settings,
+            settings=self.settings,
             session=session,
-            protocol=protocol,
-            caller=identify(request.headers, chat),
-            request=chat,
+            protocol=asked.protocol,
+            caller=identify(asked.http.headers, asked.chat),
+            request=asked.chat,
             reservation=session.admit(),
-            on_partial=partial.update if chat.stream else None,
+            on_partial=None if asked.events is None else partial.update,
         )
         work = asyncio.create_task(prepare_call(context))
 
         @timing.step()
         def record() -> Answered:
             # closing the session cancelled the work
-            session.check_recording()
+            if session.closed:
+                raise closed_error(session.session_id)
             prepared = work.result()
             earlier = session.retries.earlier(digest)
             turn = replace(prepared.turn, resend_of=earlier)
             answered = self._record(session, replace(prepared, turn=turn))
-            session.counts.left_out.update(chat.left_out)
+            session.counts.left_out.update(asked.chat.left_out)
             session.counts.ignored_params.update(prepared.ignored_params)
             session.retries.remember(digest, turn.request_id, answered)
             return answered
@@ -464,46 +455,38 @@ class _Gateway:
         return call
 
     def _record(self, session: Session, call: PreparedCall) -> Answered:
-        """Write and count the turn. Does not await, so no other call interferes.
-
-        Raises `EngineError`: the engine aborted the call. `GatewayError`: the turn
-        could not be written.
-        """
+        """Write and count the turn. Does not await, so no other call interferes."""
         counts, turn = session.counts, call.turn
         turn_index = counts.recorded
         try:
-            added = self._log.append(
-                turn, turn_index, session.logged_keys, session.encoder
-            )
+            keys, encoder = session.logged_keys, session.encoder
+            added = self.log.append(turn, turn_index, keys, encoder)
         except LogFullError as error:
             raise _log_full(str(error)) from error
         except OSError as error:
             raise GatewayError(
                 f"the turn could not be written: {error}", 500, code="log_failed"
             ) from error
-        answered = call.reply is not None
+        answered, n_output = call.reply is not None, len(turn.output_ids)
         counts.prompts[turn.render_reason or "append"] += 1
         counts.recorded += 1
         counts.answered += answered
-        session.budget.spend(
-            len(turn.prompt_ids), len(turn.output_ids), answered=answered
-        )
-        if self._settings.attributed:
+        session.budget.spend(len(turn.prompt_ids), n_output, answered=answered)
+        if self.settings.attributed:
             counts.unattributed += turn.prompt_message_index is None
         session.logged_keys |= added
         session.replies.count(call.restored)
         if call.reply is None:
-            raise EngineError(
-                f"the engine aborted the call after {len(turn.output_ids)} tokens", 503
-            )
+            message = f"the engine aborted the call after {n_output} tokens"
+            raise EngineError(message, 503)
         session.replies.remember(call.restored.position, call.message)
         if call.path is not None:
-            session.paths.remember(call.path, self._cache_budget)
+            session.paths.remember(call.path, self.cache_budget)
 
         def amend(reason: str, trainable: bool | None) -> None:
             # a dropped turn stays dropped
             if turn_index >= counts.dropped:
-                self._log.amend(session.session_id, [turn_index], reason, trainable)
+                self.log.amend(session.session_id, [turn_index], reason, trainable)
             counts.undelivered += 1 if reason == "undelivered" else -1
 
         return Answered(call.reply, Delivery(amend))
@@ -525,24 +508,6 @@ class _WithCallback:
 
 def _log_full(why: str) -> GatewayError:
     return GatewayError(f"the log is full: {why}", 507, code="log_full")
-
-
-def _answer(
-    protocol: WireProtocol,
-    chat: ChatRequest,
-    events: Events | None,
-    answered: Answered,
-    connection: Connection,
-    end: Callable[[], Awaitable[None]],
-) -> ASGIApp:
-    """Return the answer of a recorded turn; ``end`` is called when it was sent."""
-
-    def make() -> Response:
-        if events is None:
-            return _json(protocol.write(answered.reply, chat))
-        return _stream(events.opening() + b"".join(events.reply(answered.reply)))
-
-    return BufferedResponse(make, answered.delivery, connection, end)
 
 
 def _stream(events: bytes) -> Response:

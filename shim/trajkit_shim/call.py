@@ -14,13 +14,8 @@ from trajkit_shim import timing
 from trajkit_shim.chat.logged_message import logged_message
 from trajkit_shim.chat.reply import Reply, Usage
 from trajkit_shim.chat.request import ChatRequest
+from trajkit_shim.engines import checks
 from trajkit_shim.engines.base import Engine, EngineInfo, Sample, StreamingEngine
-from trajkit_shim.engines.checks import (
-    check_consumed,
-    check_prompt,
-    check_sample,
-    check_streamed,
-)
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.json_input import Json
 from trajkit_shim.pause import Gate
@@ -110,10 +105,7 @@ async def prepare_call(context: CallContext) -> PreparedCall:
 
 
 async def count_tokens(request: ChatRequest, session: Session, prompts: Prompts) -> int:
-    """Return the length of a call's prompt. Nothing is sampled or recorded.
-
-    Raises `GatewayError`: the messages cannot be rendered.
-    """
+    """Return the length of a call's prompt. Nothing is sampled or recorded."""
     _, prompt = await asyncio.to_thread(
         _build_prompt, request, session, prompts, attributed=False
     )
@@ -140,6 +132,7 @@ class _Call:
 
     def __init__(self, context: CallContext, info: EngineInfo) -> None:
         self._context = context
+        self._session = context.session
         self._settings = context.settings
         self._request = context.request
         self._renderer = context.settings.prompts.renderer
@@ -156,22 +149,21 @@ class _Call:
         """Render the request, or extend the prompt of an earlier turn."""
         self.restored, self.prompt = _build_prompt(
             self._request,
-            self._context.session,
+            self._session,
             self._settings.prompts,
             attributed=self._settings.attributed,
         )
-        check_prompt(self.prompt.ids, self._info)
+        checks.check_prompt(self.prompt.ids, self._info)
 
     def resolve_sampling(self) -> None:
         """Decide the parameters, and reserve their tokens in the session's quota."""
         n_prompt = len(self.prompt.ids)
-        reservation, terms = self._context.reservation, self._context.session.terms
+        reservation, terms = self._context.reservation, self._session.terms
+        limit = self._settings.max_new_tokens
         self._sampling = resolve(
             self._request.sampling,
             terms.pins,
-            max_tokens=reservation.max_new_tokens(
-                n_prompt, self._settings.max_new_tokens
-            ),
+            max_tokens=reservation.max_new_tokens(n_prompt, limit),
             room=self._info.max_context_tokens - n_prompt,
             end_ids=self._renderer.end_ids,
             client=terms.client_sampling,
@@ -183,14 +175,14 @@ class _Call:
         self.result = await self._settings.gate.sample(
             self._sample_once, again=lambda: self._streamed is None
         )
-        check_sample(self.result, self._info)
-        check_consumed(self.prompt.ids, self.result)
+        checks.check_sample(self.result, self._info)
+        checks.check_consumed(self.prompt.ids, self.result)
 
     async def _sample_once(self) -> Sample:
         engine, prompt_ids = self._settings.engine, self.prompt.ids
         ids = {
             "request_id": self._request_id,
-            "session_id": self._context.session.session_id,
+            "session_id": self._session.session_id,
         }
         on_partial = self._context.on_partial
         # an external parser needs the complete reply
@@ -203,11 +195,10 @@ class _Call:
         partial = IncrementalParser(self._renderer, self._parser(), self._sampling.stop)
 
         def on_tokens(new_ids: Sequence[int]) -> None:
-            check_streamed(new_ids, self._info)
+            checks.check_streamed(new_ids, self._info)
             known = partial.feed(new_ids)
             if known is not None:
-                usage = self._usage(len(partial.ids))
-                self._streamed = self._reply(known, "", usage)
+                self._streamed = self._reply(known, "", self._usage(len(partial.ids)))
                 on_partial(self._streamed)
 
         sample = await engine.stream(
@@ -241,17 +232,15 @@ class _Call:
         )
         reply = self._reply(parsed, sample.finish_reason, usage, stop_sequence)
         if not aborted and self._streamed and not extends(reply, self._streamed):
-            raise GatewayError(
-                "the reply does not start with what was streamed of it", 500
-            )
+            wrong = "the reply does not start with what was streamed of it"
+            raise GatewayError(wrong, 500)
         message = canonical_reply(reply)
         response = logged_message(message)
         messages = self.restored.messages
         attribution = path = None
         if settings.attributed:
-            attribution = settings.prompts.attribution(
-                prompt, messages, self._request.tools
-            )
+            tools = self._request.tools
+            attribution = settings.prompts.attribution(prompt, messages, tools)
         if not aborted:
             path = settings.prompts.cacheable_path(
                 prompt,
@@ -260,9 +249,8 @@ class _Call:
                 position=next_position(self.restored.position, response.key),
                 message=len(messages),
             )
-        caller = self._context.caller
         turn = LoggedTurn(
-            session_id=self._context.session.session_id,
+            session_id=self._session.session_id,
             request_id=self._request_id,
             model=self._info.model,
             prompt_ids=prompt.ids,
@@ -281,14 +269,9 @@ class _Call:
             started_at=self._started_at,
             ended_at=self._ended_at,
             protocol=self._context.protocol.name,
-            harness=caller.harness,
-            agent_id=caller.agent_id,
-            parent_agent_id=caller.parent_agent_id,
-            call_kind=caller.call_kind,
-            prompt_message_index=None
-            if attribution is None
-            else attribution.message_index,
-            prompt_is_content=None if attribution is None else attribution.is_content,
+            **asdict(self._context.caller),
+            prompt_message_index=getattr(attribution, "message_index", None),
+            prompt_is_content=getattr(attribution, "is_content", None),
             message_tool_names=tool_names(messages) if settings.attributed else None,
             prompt_built=prompt.built,
             render_reason=prompt.reason,

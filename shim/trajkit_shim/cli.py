@@ -13,12 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from trajkit.cli.options import Commands, count
-from trajkit_shim.engine_options import (
-    add_engine,
-    built_engine,
-    built_parser,
-    needs_extra,
-)
+from trajkit_shim import engine_options as options
 
 ADMIN_TOKEN = "TRAJKIT_ADMIN_TOKEN"
 """Environment variable of the admin token."""
@@ -34,44 +29,43 @@ def add_serve(commands: Commands) -> None:
         "engine in token ids, and writes every call to the run's turn log before it is "
         "answered. POST /sessions opens a session; its id is the API key.",
     )
-    add_engine(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
-    parser.add_argument(
-        "--port", type=int, default=8765, help="0: any free one (default: %(default)s)"
-    )
-    parser.add_argument(
+    options.add_engine(parser)
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="default: %(default)s")
+    add("--port", type=int, default=8765, help="0: any free one (default: %(default)s)")
+    add(
         "--out",
         metavar="RUN",
         type=Path,
         required=True,
         help="directory of the turn log; made if missing",
     )
-    parser.add_argument(
+    add(
         "--log",
         choices=["full", "delta"],
         default="full",
         help="delta: store only what each prompt adds to an earlier turn, compressed "
         "(default: %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--images",
         choices=["refuse", "omit"],
         default="refuse",
         help="reject requests with images (the default), or replace images by a text",
     )
-    parser.add_argument(
+    add(
         "--prompts",
         choices=["append", "render"],
         default="append",
         help="append: extend the token ids of an earlier turn if the chat template "
         "permits (the default); render: render every prompt from its messages",
     )
-    parser.add_argument(
+    add(
         "--no-attribution",
         action="store_true",
         help="do not record which message each prompt token belongs to; halves the log",
     )
-    parser.add_argument(
+    add(
         "--admin-token",
         metavar="TOKEN",
         default=os.environ.get(ADMIN_TOKEN),
@@ -79,33 +73,31 @@ def add_serve(commands: Commands) -> None:
         f"reached from other machines. Prefer the environment variable {ADMIN_TOKEN}, "
         "which other users of this machine cannot see",
     )
-    parser.add_argument(
+    add(
         "--fsync",
         action="store_true",
         help="write each turn to disk (fsync) before it is answered",
     )
-    parser.add_argument(
+    add(
         "--file-bytes",
         metavar="N",
         type=count,
         default=1 << 30,
         help="maximum size of one file of the log (default: %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--log-bytes",
         metavar="N",
         type=count,
         help="maximum size of all turns; calls beyond it are rejected",
     )
-    parser.add_argument(
+    add(
         "--drain-seconds",
         metavar="N",
         type=count,
         help="how long running calls may take after a stop signal (default: no limit)",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print the addresses as a JSON object"
-    )
+    add("--json", action="store_true", help="print the addresses as a JSON object")
     parser.set_defaults(run=lambda arguments: _serve(parser, arguments))
 
 
@@ -119,31 +111,28 @@ def add_demo(commands: Commands) -> None:
         "policy, and print what drifted and what each policy trains, loses and costs. "
         "The exit code is 1 if an agent failed.",
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--out",
         metavar="RUN",
         type=Path,
         help="directory of the run (default: the first free one of runs/demo, "
         "runs/demo-2, ...)",
     )
-    parser.add_argument(
+    add(
         "--sessions",
         metavar="N",
         type=count,
         default=4,
         help="number of concurrent agents (default: %(default)s)",
     )
-    parser.add_argument(
-        "--seed", metavar="N", type=int, help="of the engine; random by default"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print only one JSON object"
-    )
+    add("--seed", metavar="N", type=int, help="of the engine; random by default")
+    add("--json", action="store_true", help="print only one JSON object")
     parser.set_defaults(run=lambda arguments: _demo(parser, arguments))
 
 
 def _demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    with needs_extra(parser, "demo"):
+    with options.needs_extra(parser, "demo"):
         # the agents are separate processes, which would report it late
         if find_spec("minisweagent") is None:
             raise ModuleNotFoundError(name="minisweagent")
@@ -161,7 +150,7 @@ def _free(path: Path) -> Path:
 
 
 def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    with needs_extra(parser, "shim"):
+    with options.needs_extra(parser, "shim"):
         from trajkit_shim.app import create_app
         from trajkit_shim.prompting.prompts import Prompts
         from trajkit_shim.replies.parsers import FORMS
@@ -173,8 +162,8 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
                 f"--host {arguments.host} can be reached from other machines: give "
                 "--admin-token"
             )
-        engine, renderer = built_engine(parser, arguments)
-        reply_parser = built_parser(arguments, renderer)
+        engine, renderer = options.built_engine(parser, arguments)
+        reply_parser = options.built_parser(arguments, renderer)
     log = TurnLog(
         arguments.out,
         form=arguments.log,
@@ -211,13 +200,8 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
         prompts=arguments.prompts,
         admin_token=arguments.admin_token or None,
     )
+    drain = {"on_listening": say_where, "drain_seconds": arguments.drain_seconds}
     # Ctrl-C stops the server, which has answered all running calls by then
     with suppress(KeyboardInterrupt):
-        serve(
-            app,
-            arguments.host,
-            arguments.port,
-            on_listening=say_where,
-            drain_seconds=arguments.drain_seconds,
-        )
+        serve(app, arguments.host, arguments.port, **drain)
     return 0

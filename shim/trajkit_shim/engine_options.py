@@ -26,34 +26,33 @@ _OUTSIDE = ("sglang", "schema")
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose an engine; `built_engine` reads them."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--engine",
         choices=["embedded", "sglang", "vllm"],
         default="embedded",
         help="embedded: a small scripted engine, for trying things out (the default)",
     )
-    parser.add_argument(
-        "--engine-url", metavar="URL", help="of the server (not for embedded)"
-    )
-    parser.add_argument(
+    add("--engine-url", metavar="URL", help="of the server (not for embedded)")
+    add(
         "--check-prompts",
         action="store_true",
         help="have the SGLang server return each prompt, and fail a call whose prompt "
-        "another",
+        "differs",
     )
-    parser.add_argument(
+    add(
         "--routed-experts",
         action="store_true",
         help="log which experts each token was routed to; needs an SGLang server with "
         "--enable-return-routed-experts",
     )
-    parser.add_argument(
+    add(
         "--model",
         metavar="DIR",
         type=Path,
         help="the model's config, tokenizer and chat template (not for embedded)",
     )
-    parser.add_argument(
+    add(
         "--tool-form",
         metavar="NAME",
         help="how the model writes tool calls: hermes, qwen3-coder, glm or plain-json "
@@ -90,12 +89,13 @@ def built_engine(
         parser.error(
             f"--tool-form {arguments.tool_form} is not one of {', '.join(forms)}"
         )
-    if arguments.tool_form == "sglang" and arguments.engine != "sglang":
-        parser.error("--tool-form sglang needs --engine sglang")
-    if arguments.check_prompts and arguments.engine != "sglang":
-        parser.error("--check-prompts needs --engine sglang")
-    if arguments.routed_experts and arguments.engine != "sglang":
-        parser.error("--routed-experts needs --engine sglang")
+    for option, given in (
+        ("--tool-form sglang", arguments.tool_form == "sglang"),
+        ("--check-prompts", arguments.check_prompts),
+        ("--routed-experts", arguments.routed_experts),
+    ):
+        if given and arguments.engine != "sglang":
+            parser.error(f"{option} needs --engine sglang")
     return _served(arguments) if served else _embedded(policy, seed)
 
 
@@ -144,10 +144,10 @@ def _embedded(
 
 def _served(arguments: argparse.Namespace) -> "tuple[Engine, ChatRenderer]":
     """The engine of a server that returns everything that is recorded."""
+    from trajkit_shim.engines.checks import check_engine
     from trajkit_shim.engines.model_config import vocab_size
     from trajkit_shim.engines.routed_experts import experts_per_token
     from trajkit_shim.engines.sglang import SGLangEngine
-    from trajkit_shim.engines.startup_check import check_engine
     from trajkit_shim.engines.vllm import VLLMEngine
     from trajkit_shim.prompting.render import load_renderer
 

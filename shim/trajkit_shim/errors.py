@@ -27,11 +27,9 @@ class EngineError(Exception):
 class GatewayError(Exception):
     """A call that ends with an error answer. It is not recorded.
 
-    ``message``: what is wrong, where, the value, and the rule. ``status``: HTTP status
-    of the answer. ``code``: machine-readable code. ``param``: path of the invalid
-    request parameter: ``messages[3].content``. ``overflow``: length in tokens of a
-    prompt that is too long, and of the context. ``retry_after``: seconds after which a
-    retry may succeed.
+    The message says what is wrong, where, the value, and the rule. ``param`` is the path
+    of the invalid request parameter, such as ``messages[3].content``; ``code`` is
+    machine-readable; for ``overflow`` and ``retry_after`` see `EngineError`.
     """
 
     def __init__(

@@ -205,6 +205,14 @@ class Fields:
         """Return a required non-empty string."""
         return self.need(name, as_name)
 
+    def get_text(self, name: str) -> str | None:
+        """Return a string, if there is one."""
+        return self.get(name, as_text)
+
+    def get_object(self, name: str) -> Json | None:
+        """Return an object, if there is one."""
+        return self.get(name, as_object)
+
     def flag(self, name: str) -> bool:
         """Return a boolean, by default false."""
         return bool(self.get(name, as_flag))
@@ -221,6 +229,12 @@ class Fields:
         """Yield the objects of a list, by default an empty one."""
         value = self.json.get(name)
         return objects([] if value is None else value, self.at(name))
+
+    def filled(self, name: str) -> "list[Fields]":
+        """Return the objects of a required list that is not empty."""
+        if not self.need(name, as_list):
+            self.refuse(name, "an empty list")
+        return list(self.objects(name))
 
 
 def objects(value: object, where: str) -> Iterator[Fields]:

@@ -7,7 +7,6 @@ after the pause, so no turn is recorded incompletely.
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from trajkit_shim import timing
@@ -25,14 +24,6 @@ class PausedError(EngineError):
     retry_after = _RETRY_AFTER
 
 
-@dataclass(slots=True)
-class _Calls:
-    """Calls at the engine, and those that were cut off."""
-
-    calls: set[asyncio.Future[Any]] = field(default_factory=set)
-    cut: set[asyncio.Future[Any]] = field(default_factory=set)
-
-
 class Gate:
     """Lets calls through to the engine, except during a pause.
 
@@ -43,7 +34,9 @@ class Gate:
     def __init__(self, *, wait_seconds: float, clock: Clock | None = None) -> None:
         self._wait_seconds = wait_seconds
         self._clock = clock
-        self._calls = _Calls()
+        # calls at the engine, and those of them that were cut off
+        self._calls: set[asyncio.Future[Any]] = set()
+        self._cut: set[asyncio.Future[Any]] = set()
         # set unless paused
         self._running = asyncio.Event()
         self._running.set()
@@ -70,17 +63,17 @@ class Gate:
         while True:
             await self._wait()
             call = asyncio.ensure_future(start())
-            self._calls.calls.add(call)
+            self._calls.add(call)
             try:
                 with timing.engine():
                     return await call
             except asyncio.CancelledError:
                 task = asyncio.current_task()
-                if call not in self._calls.cut or (task and task.cancelling()):
+                if call not in self._cut or (task and task.cancelling()):
                     raise
             finally:
-                self._calls.calls.discard(call)
-                self._calls.cut.discard(call)
+                self._calls.discard(call)
+                self._cut.discard(call)
             if not again():
                 raise PausedError("a pause of the engine cut off the call", 503)
 
@@ -100,10 +93,10 @@ class Gate:
         self._running.clear()
         self._stop_timer()
         if abort:
-            for call in self._calls.calls:
-                self._calls.cut.add(call)
+            for call in self._calls:
+                self._cut.add(call)
                 call.cancel()
-        waiting = list(self._calls.calls)
+        waiting = list(self._calls)
         if waiting:
             try:
                 await asyncio.wait(waiting, timeout=wait_seconds)

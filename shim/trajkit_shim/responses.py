@@ -8,6 +8,7 @@ keep-alive events, until the reply is complete and recorded. Later errors are ev
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -103,6 +104,7 @@ class WatchedCall:
             await self.call.leave()
 
 
+@dataclass(frozen=True, slots=True)
 class BufferedResponse:
     """The complete response of a recorded turn, as an ASGI app.
 
@@ -110,52 +112,45 @@ class BufferedResponse:
     afterwards.
     """
 
-    def __init__(
-        self,
-        make: Callable[[], Response],
-        delivery: Delivery,
-        connection: Connection,
-        end: Callable[[], Awaitable[None]],
-    ) -> None:
-        self._make = make
-        self._delivery = delivery
-        self._connection = connection
-        self._end = end
+    make: Callable[[], Response]
+    delivery: Delivery
+    connection: Connection
+    end: Callable[[], Awaitable[None]]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response. The client may disconnect at any time."""
         try:
             # no await between the record and here: a disconnect during it would be
             # missed
-            with self._delivery.attempt() as attempt:
+            with self.delivery.attempt() as attempt:
                 with timing.step():
-                    answer = self._make()
+                    answer = self.make()
                 head: Message = {
                     "type": "http.response.start",
                     "status": answer.status_code,
                     "headers": answer.raw_headers,
                 }
-                writer = _Writer(send, self._connection)
+                writer = _Writer(send, self.connection)
                 await send(head)
                 await writer.look()
                 attempt.reached = await writer.write(bytes(answer.body), more=False)
         finally:
-            await self._end()
+            await self.end()
 
 
+@dataclass(frozen=True, slots=True)
 class _Writer:
     """Sends a body while the client is connected."""
 
-    def __init__(self, send: Send, connection: Connection) -> None:
-        self._send = send
-        self._connection = connection
+    send: Send
+    connection: Connection
 
     async def write(self, data: bytes, *, more: bool = True) -> bool:
         """Send data; return whether the client was connected until the last byte."""
         view = memoryview(data)
         while True:
             piece, view = view[:_PIECE_BYTES], view[_PIECE_BYTES:]
-            if self._connection.gone:
+            if self.connection.gone:
                 return False
             body: Message = {
                 "type": "http.response.body",
@@ -163,7 +158,7 @@ class _Writer:
                 "more_body": more or bool(view),
             }
             try:
-                await self._send(body)
+                await self.send(body)
             except OSError:
                 # how some servers report a disconnect
                 return False
@@ -181,46 +176,43 @@ class _Writer:
             await asyncio.sleep(0)
 
 
+@dataclass(frozen=True, slots=True)
 class StreamingResponse:
     """A stream for a client whose reply is not ready yet, as an ASGI app."""
 
-    def __init__(
-        self, watched: WatchedCall, events: Events, ping_seconds: float
-    ) -> None:
-        self._watched = watched
-        self._events = events
-        self._ping_seconds = ping_seconds
+    watched: WatchedCall
+    events: Events
+    ping_seconds: float
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream. The client may disconnect at any time."""
         try:
             await self._stream(scope, receive, send)
         finally:
-            await self._watched.end()
+            await self.watched.end()
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         head = Response(media_type=STREAM_TYPE, headers=STREAM_HEADERS)
         headers = [pair for pair in head.raw_headers if pair[0] != b"content-length"]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
-        writer = _Writer(send, self._watched.connection)
+        writer = _Writer(send, self.watched.connection)
         write = writer.write
-        await write(self._events.opening() + self._more())
-        while not await self._watched.wait(self._ping_seconds):
+        await write(self.events.opening() + self._more())
+        while not await self.watched.wait(self.ping_seconds):
             await write(self._more())
-        if self._watched.connection.gone:
+        if self.watched.connection.gone:
             return
         try:
-            answered = self._watched.call.finish()
-        except (GatewayError, EngineError) as error:
-            await write(self._events.error(as_gateway_error(error)), more=False)
-            return
-        # the server logs it with its traceback
+            answered = self.watched.call.finish()
         except Exception as error:
-            await write(self._events.error(as_gateway_error(error)), more=False)
+            await write(self.events.error(as_gateway_error(error)), more=False)
+            if isinstance(error, (GatewayError, EngineError)):
+                return
+            # the server logs it with its traceback
             raise
         with answered.delivery.attempt() as attempt:
-            *events, last = self._events.reply(answered.reply)
+            *events, last = self.events.reply(answered.reply)
             for data in events:
                 await write(data)
             await writer.look()
@@ -229,8 +221,8 @@ class StreamingResponse:
 
     def _more(self) -> bytes:
         """The new part of the reply, or a keep-alive event."""
-        more = self._watched.more()
-        return self._events.ping() if more is None else self._events.partial(more)
+        more = self.watched.more()
+        return self.events.ping() if more is None else self.events.partial(more)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
+from trajkit_shim.chat.reply import Reply
 from trajkit_shim.delivery import Answered
 from trajkit_shim.errors import EngineError, GatewayError
-from trajkit_shim.partial_reply import PartialReply
 
 KEPT = 8
 """Number of a session's latest replies that can be sent again."""
@@ -33,6 +33,26 @@ def is_retry(headers: Mapping[str, str]) -> bool:
 def request_digest(endpoint: str, body: bytes) -> bytes:
     """Return a 16-byte digest of a request."""
     return blake2b(endpoint.encode() + b"\0" + body, digest_size=16).digest()
+
+
+class PartialReply:
+    """The known part of a reply that is being sampled."""
+
+    def __init__(self) -> None:
+        # a prefix of every later value
+        self.reply: Reply | None = None
+        self._changed = asyncio.Event()
+
+    def update(self, reply: Reply) -> None:
+        """Set a longer reply and wake those who wait."""
+        self.reply = reply
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def wait_beyond(self, seen: Reply | None) -> None:
+        """Return once there is more than ``seen``."""
+        if self.reply is seen:
+            await self._changed.wait()
 
 
 class SharedCall:

@@ -7,10 +7,11 @@ waiting for other calls does not increase.
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -49,27 +50,21 @@ def sampled() -> None:
 
 
 @contextmanager
-def step() -> Iterator[None]:
-    """Time a step of the gateway that does not await."""
+def _timed(clock: Callable[[], float], name: str) -> Iterator[None]:
     timing = _current.get()
-    start = time.thread_time()
+    start = clock()
     try:
         yield
     finally:
         if timing is not None:
-            timing.busy += time.thread_time() - start
+            setattr(timing, name, getattr(timing, name) + clock() - start)
 
 
-@contextmanager
-def engine() -> Iterator[None]:
-    """Time the engine's work on the call."""
-    timing = _current.get()
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        if timing is not None:
-            timing.engine += time.perf_counter() - start
+step = partial(_timed, time.thread_time, "busy")
+"""Time a step of the gateway that does not await, as context manager or decorator."""
+
+engine = partial(_timed, time.perf_counter, "engine")
+"""Time the engine's work on the call."""
 
 
 class Timings:

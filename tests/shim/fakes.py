@@ -12,6 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from trajkit_shim.engines.base import EngineInfo, Sample, Sampling, WeightSpan
 from trajkit_shim.prompting.render import ChatRenderer, Ids
+from trajkit_shim.replies.parse import Parsed
+from trajkit_shim.replies.parsers.hermes import HERMES
+from trajkit_shim.replies.parsers.scan import Scan
 
 TEMPLATE = """\
 {%- if tools -%}
@@ -40,6 +43,16 @@ TOOL = {
     "type": "function",
     "function": {"name": "bash", "parameters": {"type": "object"}},
 }
+
+
+def parse_reply(text, tools=(), form=HERMES):
+    """Calls and text of a reply without reasoning."""
+    scan = Scan(form, tools)
+    scan.feed(text)
+    scan.end()
+    return Parsed(
+        parts=tuple(scan.parts), sampled=scan.text, ill_formed=scan.ill_formed
+    )
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

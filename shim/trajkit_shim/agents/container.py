@@ -1,26 +1,28 @@
 """What the sandboxes of container clients (Docker, Apptainer) have in common."""
 
 import os
+import secrets
 import shutil
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar
 
+from trajkit_shim.agents import sandbox
 from trajkit_shim.agents.processes import Processes
-from trajkit_shim.agents.sandbox import (
-    Command,
-    CommandResult,
-    Sandbox,
-    SandboxError,
-    Spec,
-)
+from trajkit_shim.agents.sandbox import Command, CommandResult, SandboxError
 
 # an image may have to be fetched, and converted
-_START_SECONDS = 1800.0
+_START = Command(arguments=(), timeout_s=1800.0)
 _STOP_SECONDS = 60.0
 
+# some clients set HOME themselves and do not accept another one from outside
+_SCRIPT = (
+    'PATH="$1$PATH" HOME=/home TMPDIR=/tmp; export PATH HOME TMPDIR; shift; exec "$@"'
+)
 
-class ContainerSandbox(Sandbox):
+
+class ContainerSandbox(sandbox.Sandbox):
     """A sandbox that a command-line client starts, enters and removes.
 
     ``options["binary"]`` names the client.
@@ -29,8 +31,10 @@ class ContainerSandbox(Sandbox):
     kind: ClassVar[str]
     # how the client's last line starts if it did not run the command
     refusals: ClassVar[tuple[str, ...]]
+    # what the client puts before the names of variables that it passes on
+    env_prefix: ClassVar[str] = ""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: sandbox.Spec) -> None:
         super().__init__(spec)
         if spec.image is None:
             raise SandboxError(f"a sandbox of kind {self.kind} needs an image")
@@ -52,6 +56,27 @@ class ContainerSandbox(Sandbox):
             raise SandboxError(f"{self._image}: cannot be started: {done.summary}")
         self._shell("mkdir -p /home /tmp /work", cwd="/")
 
+    def run(self, command: Command) -> CommandResult:
+        """Run one command in the container; see `Sandbox.exec`."""
+        token = secrets.token_hex(8)
+        marks = {sandbox.MARK: self.spec.name, sandbox.COMMAND_MARK: token}
+        env = {**command.env, **marks}
+        first = "".join(f"{folder}:" for folder in self.spec.path)
+        done = self._client(
+            *self._enter(command.cwd or "/work", env),
+            *("sh", "-c", _SCRIPT, "sh", first, *command.arguments),
+            command=command,
+            # the client reads the values from its environment: no process list shows them
+            env={self.env_prefix + name: value for name, value in env.items()},
+        )
+        if done.code is None:
+            # killing the client did not kill the command
+            kill = sandbox.kill_script(sandbox.COMMAND_MARK, token)
+            self._client(*self._enter("/", {}), "sh", "-c", kill)
+        if done.code and done.last_line.startswith(self.refusals):
+            raise SandboxError(f"{self.spec.name}: {done.last_line}")
+        return done
+
     def stop(self) -> None:
         """Remove the container."""
         self._processes.end()
@@ -63,16 +88,15 @@ class ContainerSandbox(Sandbox):
     def _start_arguments(self) -> list[str]: ...
 
     @abstractmethod
+    def _enter(self, cwd: str, env: Mapping[str, str]) -> list[str]:
+        """The client's arguments before those of a command."""
+
+    @abstractmethod
     def _remove_arguments(self) -> list[str]: ...
 
     def _remove(self, processes: Processes) -> None:
-        processes.run(
-            Command(
-                arguments=(self._binary, *self._remove_arguments()),
-                timeout_s=_STOP_SECONDS,
-            ),
-            os.environ,
-        )
+        arguments = (self._binary, *self._remove_arguments())
+        processes.run(Command(arguments=arguments, timeout_s=_STOP_SECONDS), os.environ)
 
     def _limit_options(self, unit: str) -> list[str]:
         limits = self.spec.limits
@@ -81,28 +105,15 @@ class ContainerSandbox(Sandbox):
             "--cpus": limits.cpus and f"{limits.cpus:g}",
             "--pids-limit": limits.processes and str(limits.processes),
         }
-        return [
-            part for name, value in options.items() if value for part in (name, value)
-        ]
+        given = ((name, value) for name, value in options.items() if value)
+        return [part for pair in given for part in pair]
 
     def _client(
         self,
         *arguments: str,
-        command: Command | None = None,
-        env: Mapping[str, str] | None = None,
+        command: Command = _START,
+        env: Mapping[str, str] = _START.env,
     ) -> CommandResult:
         """Run the client, with the timeout and the streams of ``command``."""
-        return self._processes.run(
-            Command(
-                arguments=(self._binary, *arguments),
-                timeout_s=_START_SECONDS if command is None else command.timeout_s,
-                stdin=b"" if command is None else command.stdin,
-                log=None if command is None else command.log,
-            ),
-            {**os.environ, **(env or {})},
-        )
-
-    def _checked(self, done: CommandResult) -> CommandResult:
-        if done.code and done.last_line.startswith(self.refusals):
-            raise SandboxError(f"{self.spec.name}: {done.last_line}")
-        return done
+        command = replace(command, arguments=(self._binary, *arguments))
+        return self._processes.run(command, {**os.environ, **env})

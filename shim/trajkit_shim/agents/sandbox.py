@@ -160,22 +160,11 @@ class Sandbox(ABC):
     ) -> CommandResult:
         """Run one command to its end.
 
-        Parameters
-        ----------
-        arguments : sequence of str
-            The program and its arguments.
-        timeout_s : float
-            Seconds after which it is killed, with every process it started.
-        cwd : str, optional
-            Directory in the sandbox. Default: the task's ``/work``.
-        env : mapping of str to str, optional
-            Added to the sandbox's own variables.
-        stdin : bytes
-        log : Path, optional
-            File of this machine that receives standard output and error.
-
-        Raises `SandboxError`: the sandbox could not run it. A missing program is exit
-        code 127 instead.
+        After ``timeout_s`` seconds it is killed, with every process it started. ``cwd``
+        is a directory in the sandbox, by default the task's ``/work``; ``env`` is added
+        to the sandbox's own variables; ``log`` is a file of this machine that receives
+        standard output and error. A missing program is exit code 127. Raises
+        `SandboxError` if the sandbox could not run it.
         """
         return self.run(
             Command(

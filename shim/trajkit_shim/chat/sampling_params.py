@@ -6,15 +6,7 @@ from dataclasses import fields as fields_of
 from functools import partial
 from typing import TypeVar
 
-from trajkit_shim.json_input import (
-    Fields,
-    Json,
-    as_integer,
-    as_list,
-    as_name,
-    as_number,
-    refuse,
-)
+from trajkit_shim import json_input
 
 T = TypeVar("T")
 
@@ -32,7 +24,7 @@ class SamplingParams:
     stop: tuple[str, ...] | None = None
     seed: int | None = None
     # engine-specific parameters; only in a session's pins
-    extra: Json = field(default_factory=dict)
+    extra: json_input.Json = field(default_factory=dict)
 
 
 PIN_NAMES = tuple(f.name for f in fields_of(SamplingParams))
@@ -43,7 +35,7 @@ SHAPING = ("temperature", "top_p", "top_k")
 
 
 def parse_sampling(
-    fields: Fields, names: Mapping[str, str | None] = NO_NAMES
+    fields: json_input.Fields, names: Mapping[str, str | None] = NO_NAMES
 ) -> SamplingParams:
     """Read the sampling parameters of a chat request or a session, and nothing else.
 
@@ -64,34 +56,41 @@ def parse_sampling(
         )
     return SamplingParams(
         max_tokens=longer if max_tokens is None else max_tokens,
-        temperature=read("temperature", partial(as_number, minimum=0.0, maximum=2.0)),
+        temperature=read(
+            "temperature", partial(json_input.as_number, minimum=0.0, maximum=2.0)
+        ),
         top_p=read("top_p", _top_p),
         top_k=read("top_k", _top_k),
         stop=read("stop", _stop),
-        seed=read("seed", partial(as_integer, minimum=-(2**63), maximum=2**63 - 1)),
+        seed=read(
+            "seed", partial(json_input.as_integer, minimum=-(2**63), maximum=2**63 - 1)
+        ),
     )
 
 
-_positive = partial(as_integer, minimum=1)
+_positive = partial(json_input.as_integer, minimum=1)
 
 
 def _top_p(value: object, where: str) -> float:
-    number = as_number(value, where, minimum=0.0, maximum=1.0)
+    number = json_input.as_number(value, where, minimum=0.0, maximum=1.0)
     if number == 0:
-        refuse(where, "0 is not above 0")
+        json_input.refuse(where, "0 is not above 0")
     return number
 
 
 def _top_k(value: object, where: str) -> int:
-    number = as_integer(value, where, minimum=-1)
+    number = json_input.as_integer(value, where, minimum=-1)
     if number == 0:
-        refuse(where, "0 leaves nothing to sample from; -1 removes the limit")
+        json_input.refuse(
+            where, "0 leaves nothing to sample from; -1 removes the limit"
+        )
     return number
 
 
 def _stop(value: object, where: str) -> tuple[str, ...]:
     if isinstance(value, str):
-        return (as_name(value, where),)
+        return (json_input.as_name(value, where),)
     return tuple(
-        as_name(item, f"{where}[{i}]") for i, item in enumerate(as_list(value, where))
+        json_input.as_name(item, f"{where}[{i}]")
+        for i, item in enumerate(json_input.as_list(value, where))
     )

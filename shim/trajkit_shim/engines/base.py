@@ -4,7 +4,6 @@ An engine sees ids and sampling parameters, but no text and no messages. The gat
 tokenizes and detokenizes.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -135,33 +134,3 @@ class UpdatableEngine(Engine, Protocol):
     async def resume(self) -> None:
         """Continue sampling. Idempotent."""
         ...
-
-
-class GenerateBySample(ABC):
-    """Both `Engine.generate` and `StreamingEngine.stream` by one method."""
-
-    async def generate(
-        self,
-        prompt_ids: npt.NDArray[np.int32],
-        sampling: Sampling,
-        *,
-        request_id: str,
-        session_id: str,
-        on_tokens: OnTokens | None = None,
-    ) -> Sample:
-        """See `Engine`."""
-        return await self._sample(
-            prompt_ids, sampling, request_id, session_id, on_tokens
-        )
-
-    stream = generate
-
-    @abstractmethod
-    async def _sample(
-        self,
-        prompt_ids: npt.NDArray[np.int32],
-        sampling: Sampling,
-        request_id: str,
-        session_id: str,
-        on_tokens: OnTokens | None,
-    ) -> Sample: ...

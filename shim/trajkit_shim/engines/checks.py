@@ -1,12 +1,13 @@
-"""Validates the prompts sent to an engine, and its samples."""
+"""Validates the prompts sent to an engine, its samples, and at startup itself."""
 
+import uuid
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from trajkit.turns.turn_rules import MAX_LOGPROB, not_logprobs
-from trajkit_shim.engines.base import EngineInfo, Sample
+from trajkit_shim.engines.base import Engine, EngineInfo, Sample, Sampling
 from trajkit_shim.errors import EngineError
 
 
@@ -115,4 +116,31 @@ def check_sample(sample: Sample, info: EngineInfo) -> None:
         raise EngineError(
             f"the engine's weight versions cover {spans} of {len(ids)} output ids: "
             "they must cover each id once"
+        )
+
+
+async def check_engine(engine: Engine) -> None:
+    """Sample two tokens, and close the engine.
+
+    Raises `ConnectionError` if it cannot be reached, samples nothing, or returns no
+    logprobs.
+    """
+    try:
+        info = await engine.info()
+        sample = await engine.generate(
+            np.zeros(1, np.int32),
+            Sampling(max_new_tokens=2, temperature=1.0),
+            request_id=uuid.uuid4().hex,
+            session_id="probe",
+        )
+        check_sample(sample, info)
+    except EngineError as error:
+        raise ConnectionError(f"the engine does not work: {error}") from error
+    finally:
+        await engine.close()
+    if not len(sample.output_ids) or sample.output_logprobs is None:
+        raise ConnectionError(
+            f"the engine returned {len(sample.output_ids)} output ids and "
+            f"{'no ' if sample.output_logprobs is None else ''}logprobs for a prompt of "
+            "one token: its samples could not be trained"
         )

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-from abc import ABC
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Protocol, cast
 
@@ -12,7 +11,6 @@ import numpy as np
 
 from trajkit_shim.engines.base import (
     EngineInfo,
-    GenerateBySample,
     OnTokens,
     Sample,
     Sampling,
@@ -157,7 +155,7 @@ class StreamedReply(Protocol):
         ...
 
 
-class HttpEngine(GenerateBySample, ABC):
+class HttpEngine:
     """What the engines on an HTTP server have in common.
 
     Parameters

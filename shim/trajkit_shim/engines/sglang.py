@@ -97,14 +97,16 @@ class SGLangEngine(HttpEngine):
         self._preferred = preferred if isinstance(preferred, dict) else {}
         return str(model.get("served_model_name") or model.get("model_path"))
 
-    async def _sample(
+    async def generate(
         self,
         prompt_ids: npt.NDArray[np.int32],
         sampling: Sampling,
+        *,
         request_id: str,
         session_id: str,
-        on_tokens: OnTokens | None,
+        on_tokens: OnTokens | None = None,
     ) -> Sample:
+        """See `StreamingEngine`."""
         check_prompt(prompt_ids, await self.info())
         named = sampling_fields(sampling, {"seed": "sampling_seed"})
         params = {**sampling.extra, **named, **_AS_SAMPLED}
@@ -141,6 +143,8 @@ class SGLangEngine(HttpEngine):
         # about ten million numbers for a long call
         experts = await asyncio.to_thread(read_experts, packed, n_tokens, per_token)
         return replace(sample, routed_experts=experts)
+
+    stream = generate
 
     async def _stream_interval(self, max_tokens: int) -> int:
         """Tokens per event of a reply of up to ``max_tokens``."""

@@ -64,14 +64,16 @@ class VLLMEngine(HttpEngine):
     generate_path = _GENERATE
     _processed: bool | None = None
 
-    async def _sample(
+    async def generate(
         self,
         prompt_ids: npt.NDArray[np.int32],
         sampling: Sampling,
+        *,
         request_id: str,
         session_id: str,
-        on_tokens: OnTokens | None,
+        on_tokens: OnTokens | None = None,
     ) -> Sample:
+        """See `StreamingEngine`."""
         check_prompt(prompt_ids, await self.info())
         params = _sampling_params(sampling)
         shapes = _shapes(params)
@@ -85,6 +87,8 @@ class VLLMEngine(HttpEngine):
         return read_sample(
             await self._call(prompt_ids, params, request_id, session_id, on_tokens)
         )
+
+    stream = generate
 
     async def _gives_processed(
         self, prompt_ids: npt.NDArray[np.int32], session_id: str

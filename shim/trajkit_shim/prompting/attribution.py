@@ -8,7 +8,7 @@ inspect what it renders) the prompt gets no attribution.
 
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -46,6 +46,20 @@ class Encoded:
     # shape (n_ids,): characters starts[i]:stops[i]
     starts: npt.NDArray[np.int64]
     stops: npt.NDArray[np.int64]
+
+
+def joined(parts: Sequence[Attribution]) -> Attribution:
+    """Return the attribution of consecutive parts of a prompt."""
+    return Attribution(
+        np.concatenate([part.message_index for part in parts]),
+        np.concatenate([part.is_content for part in parts]),
+    )
+
+
+def attribution_of(encoded: Encoded, spans: Spans) -> Attribution:
+    """Return the attribution of a text with the given contents."""
+    index = message_index(encoded, spans)
+    return Attribution(index, index >= 0)
 
 
 def attribute(

@@ -11,10 +11,11 @@ itself, and the template's text for the request starts with its text for that tu
 """
 
 import json
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from threading import Lock
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -22,12 +23,12 @@ from trajkit_shim.errors import TemplateError
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.attribution import (
     Attribution,
-    Encoded,
     Ids,
     Spans,
+    attribution_of,
     find_verbatim,
+    joined,
     locate_contents,
-    message_index,
 )
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.prompting.rendered_prefix import (
@@ -43,47 +44,11 @@ Mode: TypeAlias = Literal["append", "render"]
 """How prompts are built where possible."""
 
 Reason: TypeAlias = (
-    Literal[
-        "chosen",
-        "opening",
-        "unknown_reply",
-        "moved",
-        "released",
-        "tools",
-        "unclosed",
-        "template",
-    ]
+    Literal["chosen", "opening", "unknown_reply", "moved", "released", "tools"]
+    | Literal["unclosed", "template"]
     | Departure
 )
-"""Why a prompt was rendered.
-
-chosen
-    The mode is ``render``.
-opening
-    The request contains no reply to continue from.
-unknown_reply
-    Its last assistant message was not sampled in this session.
-moved
-    It was, but after other messages: an edited history, or another agent's.
-released
-    Its ids are no longer cached.
-tools
-    The request offers other tools.
-unclosed
-    The reply did not end by itself: a limit or a stop string cut it.
-template
-    The template is not safe to append to (`TemplateProbe.why`).
-rewritten
-    The template renders earlier messages differently than before.
-reasoning
-    The template drops the reasoning of the last reply or an earlier one.
-unended
-    The template's text has no token that ends the reply.
-hidden
-    It has one, but a new message's content is missing after it.
-"""
-
-MODES: tuple[Mode, ...] = get_args(Mode)
+"""Why a prompt was rendered (docs/serving.md has a table)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,11 +133,9 @@ class Prompts:
     ) -> Prompt:
         """Return the prompt for a request.
 
-        ``restored``: the request's messages, with the session's replies restored.
-        ``replies``, ``cache``: the session's. ``attributed``: also determine which
-        message each appended token belongs to.
-
-        Raises `TemplateError`, `GatewayError`: as `ChatRenderer.render`.
+        ``restored`` has the session's replies in the request's messages; ``replies`` and
+        ``cache`` are the session's. ``attributed``: also determine which message each
+        appended token belongs to. Raises as `ChatRenderer.render`.
         """
         text = self.renderer.text(restored.messages, tools)
         if self.mode == "render":
@@ -191,18 +154,18 @@ class Prompts:
                 restored.messages[last + 1 :],
             )
             if isinstance(end, int):
-                tail, shown = self._tail(
-                    restored.messages,
-                    tools,
-                    last,
-                    text,
-                    end,
-                    attributed,
-                    literal=not probe.trims_new,
-                )
+                tail = self.renderer.encode(text[end:])
+                shown = None
+                if attributed:
+                    # a template that trims changes what it renders
+                    new = None if probe.trims_new else restored.messages[last + 1 :]
+                    spans = self._find_new(
+                        restored.messages, tools, last, text, end, new
+                    )
+                    shown = None if spans is None else attribution_of(tail, spans)
                 before = base.ids()
                 return Prompt(
-                    ids=np.concatenate([before, tail]),
+                    ids=np.concatenate([before, tail.ids]),
                     reason=None,
                     base=base,
                     n_base=len(before),
@@ -211,8 +174,10 @@ class Prompts:
                     tools=offered,
                 )
             reason = end
-            if end == "rewritten" and probe.drops_reasoning and _thinks(restored, last):
-                reason = "reasoning"
+            if end == "rewritten" and probe.drops_reasoning:
+                earlier = restored.messages[: last + 1]
+                thinks = any(message.get("reasoning_content") for message in earlier)
+                reason = "reasoning" if thinks else end
         return Prompt(
             ids=self.renderer.ids_of(text),
             reason=reason,
@@ -228,13 +193,7 @@ class Prompts:
             return self.renderer.attribute(messages, tools, prompt.ids)
         if prompt.tail_attribution is None:
             return None
-        before = prompt.base.attribution()
-        return Attribution(
-            np.concatenate(
-                [before.message_index, prompt.tail_attribution.message_index]
-            ),
-            np.concatenate([before.is_content, prompt.tail_attribution.is_content]),
-        )
+        return joined([prompt.base.attribution(), prompt.tail_attribution])
 
     def cacheable_path(
         self,
@@ -253,92 +212,72 @@ class Prompts:
         """
         if prompt.rendered is None:
             return None
-        closed = bool(len(output_ids)) and int(output_ids[-1]) in self.renderer.end_ids
-        if not closed:
+        path = CachedPath(
+            position=position,
+            base=None,
+            own_ids=output_ids[:0],
+            own_attribution=None,
+            closed=False,
+            rendered=prompt.rendered,
+            tools=prompt.tools,
+        )
+        if not len(output_ids) or int(output_ids[-1]) not in self.renderer.end_ids:
             # recognized later, but not extended
-            return CachedPath(
-                position=position,
-                base=None,
-                own_ids=output_ids[:0],
-                own_attribution=None,
-                closed=False,
-                rendered=prompt.rendered,
-                tools=prompt.tools,
-            )
+            return path
         own_attribution = None
         if shown is not None:
             content = np.ones(len(output_ids), np.bool_)
             # the end-of-message token is not content
             content[-1] = False
             index = np.full(len(output_ids), message, np.int32)
-            own_attribution = Attribution(
-                np.concatenate([shown.message_index[prompt.n_base :], index]),
-                np.concatenate([shown.is_content[prompt.n_base :], content]),
-            )
-        return CachedPath(
-            position=position,
+            new = slice(prompt.n_base, None)
+            prompt_part = Attribution(shown.message_index[new], shown.is_content[new])
+            own_attribution = joined([prompt_part, Attribution(index, content)])
+        return replace(
+            path,
             base=prompt.base,
             own_ids=np.concatenate([prompt.ids[prompt.n_base :], output_ids]),
             own_attribution=own_attribution,
             closed=True,
-            rendered=prompt.rendered,
-            tools=prompt.tools,
         )
 
-    def _tail(
+    def _find_new(
         self,
         messages: list[Json],
         tools: list[Json] | None,
         last: int,
         text: str,
         end: int,
-        attributed: bool,
-        *,
-        literal: bool,
-    ) -> tuple[Ids, Attribution | None]:
-        """The ids and attribution of a text after message ``last``.
+        verbatim: list[Json] | None,
+    ) -> Spans | None:
+        """The contents of the messages after ``last`` in a text after its ``end``.
 
-        If the template keeps white space (``literal``), a content that occurs exactly
-        once is located without rendering again.
+        Contents that the template writes as they are (``verbatim``), and that occur
+        exactly once, are located without rendering again.
         """
-        if not attributed:
-            return self.renderer.ids_of(text[end:]), None
-        encoded = self.renderer.encode(text[end:])
         # text that spells a special token contains a mark, so it does not match
-        if literal and not self.renderer.spells_special(messages[last + 1 :]):
+        if verbatim is not None and not self.renderer.spells_special(verbatim):
             spans = find_verbatim(messages, last + 1, text[end:])
             if spans is not None:
-                return encoded.ids, _attribution(encoded, spans)
-        try:
+                return spans
+        # the template may reject the marks
+        with suppress(TemplateError):
             for rendered, spans in locate_contents(
                 messages, lambda marked: self.renderer.text(marked, tools), last + 1
             ):
                 if rendered == text:
-                    shifted = [(i, start - end, stop - end) for i, start, stop in spans]
-                    return encoded.ids, _attribution(encoded, shifted)
-        except TemplateError:
-            # the template rejects the marks
-            pass
-        return encoded.ids, None
-
-
-def _attribution(encoded: Encoded, spans: Spans) -> Attribution:
-    index = message_index(encoded, spans)
-    return Attribution(index, index >= 0)
+                    return [(i, start - end, stop - end) for i, start, stop in spans]
+        return None
 
 
 def _find_base(
     restored: RestoredRequest, offered: bytes, replies: ReplyIndex, cache: TokenCache
 ) -> tuple[int, CachedPath | None, Reason]:
     """The index of a request's last reply, and its path or why there is none."""
-    assistant = (
-        i
-        for i in range(len(restored.messages) - 1, -1, -1)
-        if restored.messages[i]["role"] == "assistant"
-    )
-    last = next(assistant, None)
-    if last is None:
+    roles = [message["role"] for message in restored.messages]
+    if "assistant" not in roles:
         return -1, None, "opening"
+    last = len(roles) - 1 - roles[::-1].index("assistant")
     path = cache.get(restored.positions[last])
     if path is None:
         _, taken_for = restored.known[-1]
@@ -352,12 +291,6 @@ def _find_base(
     if path.tools != offered:
         return last, None, "tools"
     return last, path, "chosen"
-
-
-def _thinks(restored: RestoredRequest, last: int) -> bool:
-    return any(
-        message.get("reasoning_content") for message in restored.messages[: last + 1]
-    )
 
 
 def _tools_digest(tools: list[Json] | None) -> bytes:

@@ -14,6 +14,7 @@ import re
 import secrets
 from collections.abc import Iterator
 from itertools import takewhile
+from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -26,6 +27,7 @@ from trajkit_shim.prompting.attribution import Attribution, Encoded, attribute
 from trajkit_shim.prompting.tokenize_cache import TokenizeCache
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
 Ids: TypeAlias = npt.NDArray[np.int32]
@@ -35,10 +37,9 @@ _PROBE_TEXT = "lead"
 _PROBE_ARGUMENTS = '{"probe":  1}'
 # possible starts of a piece: some tokenizers treat the start of a text differently
 _PROBE_PIECES = ("", " a\n", "a", "\n", "\u00e9 ", "  a", ".a")
-
-
 # spelling of a token for one byte
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
+_TEMPLATE_FAILURES = (TypeError, ValueError, LookupError, RecursionError)
 
 
 class ChatRenderer:
@@ -68,75 +69,50 @@ class ChatRenderer:
     ) -> None:
         from tokenizers import Tokenizer
 
-        self._template = chat_template or tokenizer.chat_template
-        if not isinstance(self._template, str):
+        template = chat_template or tokenizer.chat_template
+        if not isinstance(template, str):
             raise ValueError("the tokenizer has no chat template: give one")
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no eos_token to end a message with")
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
+        self.chat_template = template
+        self.end_ids: tuple[int, ...] = (int(tokenizer.eos_token_id),)
         self._backend = tokenizer.backend_tokenizer
-        self._plain = Tokenizer.from_str(self._backend.to_str())
-        self._plain.encode_special_tokens = True
+        plain = Tokenizer.from_str(self._backend.to_str())
+        plain.encode_special_tokens = True
+        self._piece = TokenizeCache(plain, cache_bytes)
         self._special = {
             token.content: token_id
             for token_id, token in tokenizer.added_tokens_decoder.items()
             if token.special
         }
-        self._spelling = {
-            token_id: content for content, token_id in self._special.items()
-        }
         longest_first = sorted(self._special, key=len, reverse=True)
         # the empty alternation would match everywhere
-        spelled = "|".join(map(re.escape, longest_first)) or "(?!)"
-        self._spelled = re.compile(spelled)
+        self._spelled = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         # common prefix of all special tokens, quicker to search for than any of them
-        self._lead = _lead_of(longest_first)
+        self._lead = commonprefix(longest_first)  # noqa: RUF071
         # breaks up special tokens within text; unpredictable for clients
         self._mark = f"x{secrets.token_hex(12)}x"
-        self._piece = TokenizeCache(self._plain, cache_bytes)
-        self.keeps_apart = self._split_agrees()
-        self._takes_string, self._call_separator = self._probe_template()
-        self._keeps_markup = self._probe_markup()
-        self._takes_late_system = self._probe_late_system()
+        # whether the pieces between special tokens have the ids that the whole text has
+        self.keeps_apart = self._split_agrees(plain)
+        self._probe_template()
         self._end_of_reasoning: int | None = self._backend.token_to_id("</think>")
-        self.end_ids: tuple[int, ...] = (int(tokenizer.eos_token_id),)
         # Ids for single bytes. A run of them can only be decoded at its end, because one
         # byte that is not UTF-8 makes the entire run unreadable.
         self.byte_ids: frozenset[int] = frozenset()
         if '"ByteFallback"' in self._backend.to_str():
-            vocabulary = self._backend.get_vocab(with_added_tokens=False)
-            self.byte_ids = frozenset(
-                id for word, id in vocabulary.items() if _BYTE.fullmatch(word)
-            )
+            words = self._backend.get_vocab(with_added_tokens=False).items()
+            self.byte_ids = frozenset(id for word, id in words if _BYTE.fullmatch(word))
 
     @property
     def n_tokens(self) -> int:
         """The tokenizer's largest id plus one."""
         return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
 
-    @property
-    def tokenizer(self) -> "PreTrainedTokenizerFast":
-        """The tokenizer."""
-        return self._tokenizer
-
-    @property
-    def chat_template(self) -> str:
-        """The text of the template."""
-        return self._template
-
     def render(self, messages: list[Json], tools: list[Json] | None) -> Ids:
         """Return the ids of the prompt for the next assistant message.
 
-        Parameters
-        ----------
-        messages : list of dict
-            Canonical chat messages (`trajkit_shim.chat.request`).
-        tools : list of dict or None
-            Tool definitions in OpenAI's format.
-
-        Returns
-        -------
-        ndarray of int32, shape (n_prompt,)
+        Messages are canonical (`trajkit_shim.chat.request`), tools in OpenAI's format.
 
         Raises `TemplateError`: the template rejects the messages. `GatewayError`: a
         text spells out a special token that this tokenizer cannot encode as text.
@@ -176,7 +152,7 @@ class ChatRenderer:
         if not self._takes_late_system:
             messages = _one_system(messages)
         shaped = [self._for_template(message) for message in messages]
-        context = {"messages": shaped, "tools": tools}
+        context: dict[str, Any] = {"messages": shaped, "tools": tools}
         if self.spells_special(context):
             if not self.keeps_apart:
                 raise GatewayError(
@@ -184,10 +160,8 @@ class ChatRenderer:
                     "tokenizer cannot encode as text",
                     code="special_token_in_text",
                 )
-            broken = self._break(context)
-            assert isinstance(broken, dict)
-            shaped, tools = broken["messages"], broken["tools"]
-        return self._apply(shaped, tools, generation_prompt)
+            context = cast("dict[str, Any]", self._break(context))
+        return self._apply(context["messages"], context["tools"], generation_prompt)
 
     def without_mark(self, text: str) -> str:
         """Return a part of `text` with the marks removed."""
@@ -203,8 +177,7 @@ class ChatRenderer:
     def decode(self, output_ids: Ids, *, ended: bool) -> str:
         """Return the text of sampled ids, special tokens spelled out.
 
-        With ``ended`` the model ended the message, and a final end-of-message id is
-        dropped.
+        A final end-of-message id is dropped if the model ``ended`` the message.
         """
         ids = output_ids.tolist()
         if ended and ids and ids[-1] in self.end_ids:
@@ -214,18 +187,10 @@ class ChatRenderer:
     def opens_reasoning(self, prompt_ids: Ids) -> bool:
         """Return whether a prompt ends within the reply's reasoning."""
         # "<think>\n" in single bytes, and a few more
-        tail = self._backend.decode(
-            prompt_ids[-16:].tolist(), skip_special_tokens=False
-        )
-        return str(tail).rstrip().endswith("<think>")
+        return self.decode(prompt_ids[-16:], ended=False).rstrip().endswith("<think>")
 
     def end_of_reasoning(self, output_ids: Ids) -> int | None:
-        """Return how many sampled ids the reasoning has, including its end token.
-
-        None: there is no end token.
-        """
-        if self._end_of_reasoning is None:
-            return None
+        """Return how many sampled ids the reasoning has with its end token, if any."""
         ends = np.flatnonzero(output_ids == self._end_of_reasoning)
         return int(ends[0]) + 1 if len(ends) else None
 
@@ -239,22 +204,16 @@ class ChatRenderer:
 
         try:
             return str(
-                self._tokenizer.apply_chat_template(
+                self.tokenizer.apply_chat_template(
                     cast("list[dict[str, str]]", messages),
                     tools=cast("list[Any] | None", tools),
-                    chat_template=self._template,
+                    chat_template=self.chat_template,
                     add_generation_prompt=generation_prompt,
                     tokenize=False,
                 )
             )
         # a template is a program that runs on untrusted values; these are its failures
-        except (
-            JinjaError,
-            TypeError,
-            ValueError,
-            LookupError,
-            RecursionError,
-        ) as error:
+        except (JinjaError, *_TEMPLATE_FAILURES) as error:
             raise TemplateError(
                 f"the chat template rejects the messages: {error}", code="chat_template"
             ) from error
@@ -264,7 +223,7 @@ class ChatRenderer:
         if not self.keeps_apart:
             return self._encode_whole(text)
         runs = []
-        for start, stop, token_id in self._cut(text):
+        for start, stop, _, token_id in self._cut(text):
             runs.append(self._piece(self.without_mark(text[start:stop])).ids)
             if token_id is not None:
                 runs.append(np.array([token_id], np.int32))
@@ -274,13 +233,11 @@ class ChatRenderer:
         """Tokenize a `text`, with the characters that each id covers."""
         if not self.keeps_apart:
             encoded = self._backend.encode(text, add_special_tokens=False)
-            offsets = np.array(encoded.offsets, np.int64).reshape(-1, 2)
-            return Encoded(
-                np.array(encoded.ids, np.int32), offsets[:, 0], offsets[:, 1]
-            )
+            ids, offsets = np.array(encoded.ids, np.int32), np.array(encoded.offsets)
+            return Encoded(ids, *offsets.astype(np.int64).reshape(-1, 2).T)
         runs, starts, stops = [], [_NOWHERE], [_NOWHERE]
         marked = self._mark in text
-        for start, stop, token_id in self._cut(text):
+        for start, stop, end, token_id in self._cut(text):
             part = text[start:stop]
             piece = self._piece(self.without_mark(part))
             runs.append(piece.ids)
@@ -295,21 +252,19 @@ class ChatRenderer:
                     offset += passed * len(self._mark)
                 part_of.append(offset)
             if token_id is not None:
-                end = stop + len(self._spelling[token_id])
                 runs.append(np.array([token_id], np.int32))
                 starts.append(np.array([stop], np.int64))
                 stops.append(np.array([end], np.int64))
-        return Encoded(
-            np.concatenate(runs), np.concatenate(starts), np.concatenate(stops)
-        )
+        ids = np.concatenate(runs)
+        return Encoded(ids, np.concatenate(starts), np.concatenate(stops))
 
-    def _cut(self, text: str) -> Iterator[tuple[int, int, int | None]]:
-        """Yield the pieces of a text, each with the special token that ends it."""
+    def _cut(self, text: str) -> Iterator[tuple[int, int, int, int | None]]:
+        """Yield start and stop of each piece, and end and id of the token after it."""
         offset = 0
         for match in self._spelled.finditer(text):
-            yield offset, match.start(), self._special[match.group()]
+            yield offset, *match.span(), self._special[match.group()]
             offset = match.end()
-        yield offset, len(text), None
+        yield offset, len(text), len(text), None
 
     def spells_special(self, value: object) -> bool:
         """Return whether a string or key in a JSON value spells out a special token."""
@@ -346,16 +301,14 @@ class ChatRenderer:
             return [self._break(item) for item in value]
         return value
 
-    def _split_agrees(self) -> bool:
-        """Whether tokenizing the pieces between special tokens gives the same ids."""
+    def _split_agrees(self, plain: "Tokenizer") -> bool:
         if any(len(token) < 2 for token in self._special):
             return False
-        pieces = TokenizeCache(self._plain, 0)
         for begins in _PROBE_PIECES:
             text = begins.join(["", *self._special, ""])
             ids: list[int] = []
-            for start, stop, token_id in self._cut(text):
-                ids += pieces(text[start:stop]).ids.tolist()
+            for start, stop, _, token_id in self._cut(text):
+                ids += plain.encode(text[start:stop], add_special_tokens=False).ids
                 ids += [] if token_id is None else [token_id]
             if self._encode_whole(text).tolist() != ids:
                 return False
@@ -376,16 +329,11 @@ class ChatRenderer:
         if separator and content.endswith(separator) and content != separator:
             # the template adds the separator itself
             content = content.removesuffix(separator)
-        shaped = [
-            {
-                **call,
-                "function": {
-                    **call["function"],
-                    "arguments": self._arguments(call["function"]["arguments"]),
-                },
-            }
-            for call in calls
-        ]
+        shaped = []
+        for call in calls:
+            function = call["function"]
+            arguments = self._arguments(function["arguments"])
+            shaped.append({**call, "function": {**function, "arguments": arguments}})
         return {**message, "content": content, "tool_calls": shaped}
 
     def _arguments(self, text: str) -> object:
@@ -396,49 +344,36 @@ class ChatRenderer:
         except (ValueError, RecursionError):
             return text
 
-    def _probe_template(self) -> tuple[bool, str]:
-        """Whether arguments may be strings, and the white space before a call."""
+    def _probe_template(self) -> None:
+        """Find out what the template does with calls and late system messages."""
+
+        def shown(*messages: Json) -> str:
+            try:
+                return self._apply(
+                    [{"role": "user", "content": "user"}, *messages], None
+                )
+            except TemplateError:
+                return ""
+
         function = {"name": "probe", "arguments": _PROBE_ARGUMENTS}
         call = {"id": "call_0", "type": "function", "function": function}
-        probe: list[Json] = [
-            {"role": "user", "content": "user"},
-            {"role": "assistant", "content": _PROBE_TEXT, "tool_calls": [call]},
-        ]
-        try:
-            text = self._apply(probe, None)
-        except TemplateError:
-            return False, ""
-        before, _, _ = text.partition("<tool_call>")
-        _, _, separator = before.rpartition(_PROBE_TEXT)
-        spaced = separator if separator and separator.isspace() else ""
-        return _PROBE_ARGUMENTS in text, spaced
-
-    def _probe_markup(self) -> bool:
-        """Whether a call in an assistant message's text is rendered unchanged."""
-        text = (
-            f"{_PROBE_TEXT}<tool_call>\n{_PROBE_ARGUMENTS}\n</tool_call> {_PROBE_TEXT}"
-        )
-        probe: list[Json] = [
-            {"role": "user", "content": "user"},
-            {"role": "assistant", "content": text},
-            {"role": "tool", "content": "tool", "tool_call_id": "call_0"},
-        ]
-        try:
-            return text in self._apply(probe, None)
-        except TemplateError:
-            return False
-
-    def _probe_late_system(self) -> bool:
-        """Whether a system message is allowed after other messages."""
-        roles = ("user", "assistant", "system", "user")
-        probe: list[Json] = [
-            {"role": role, "content": f"{_PROBE_TEXT}{k}"}
-            for k, role in enumerate(roles)
-        ]
-        try:
-            return f"{_PROBE_TEXT}2" in self._apply(probe, None)
-        except TemplateError:
-            return False
+        reply: Json = {"role": "assistant", "content": _PROBE_TEXT}
+        text = shown({**reply, "tool_calls": [call]})
+        # arguments may be strings
+        self._takes_string = _PROBE_ARGUMENTS in text
+        # the white space before a call
+        between = text.partition("<tool_call>")[0].rpartition(_PROBE_TEXT)[2]
+        self._call_separator = between if between.isspace() else ""
+        # a call in an assistant message's text is rendered unchanged
+        markup = f"<tool_call>\n{_PROBE_ARGUMENTS}\n</tool_call>"
+        markup = f"{_PROBE_TEXT}{markup} {_PROBE_TEXT}"
+        result: Json = {"role": "tool", "content": "tool", "tool_call_id": "call_0"}
+        self._keeps_markup = markup in shown({**reply, "content": markup}, result)
+        # a system message is allowed after other messages
+        late = f"{_PROBE_TEXT}2"
+        user: Json = {"role": "user", "content": "user"}
+        system: Json = {"role": "system", "content": late}
+        self._takes_late_system = late in shown(reply, system, user)
 
 
 def _one_system(messages: list[Json]) -> list[Json]:
@@ -446,21 +381,17 @@ def _one_system(messages: list[Json]) -> list[Json]:
 
     Leading system messages are joined; later ones become reminders by the user.
     """
-    first = next(
-        (k for k, message in enumerate(messages) if message["role"] != "system"),
-        len(messages),
-    )
-    system = "\n\n".join(str(message["content"]) for message in messages[:first])
-    merged: list[Json] = [{"role": "system", "content": system}] if first else []
-    return merged + [
-        {
-            "role": "user",
-            "content": f"<system-reminder>\n{message['content']}\n</system-reminder>",
-        }
-        if message["role"] == "system"
-        else message
-        for message in messages[first:]
-    ]
+    leading = list(takewhile(lambda message: message["role"] == "system", messages))
+    adapted: list[Json] = []
+    if leading:
+        text = "\n\n".join(str(message["content"]) for message in leading)
+        adapted.append({"role": "system", "content": text})
+    for message in messages[len(leading) :]:
+        if message["role"] == "system":
+            text = f"<system-reminder>\n{message['content']}\n</system-reminder>"
+            message = {"role": "user", "content": text}
+        adapted.append(message)
+    return adapted
 
 
 def load_renderer(path: str | Path, chat_template: str | None = None) -> ChatRenderer:
@@ -477,11 +408,3 @@ def load_renderer(path: str | Path, chat_template: str | None = None) -> ChatRen
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(f"the tokenizer of {str(path)!r} is not a fast one")
     return ChatRenderer(tokenizer, chat_template)
-
-
-def _lead_of(words: list[str]) -> str:
-    """The common prefix of all words."""
-    if not words:
-        return ""
-    ends = zip(min(words), max(words), strict=False)
-    return "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], ends))

@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 from trajkit_shim.chat.logged_message import LoggedMessage, logged_message
+from trajkit_shim.chat.request import assistant_message
 from trajkit_shim.json_input import Json
 
 Known: TypeAlias = Literal["as_sent", "restored", "new"]
@@ -118,10 +119,8 @@ class ReplyIndex:
 
     def clear(self) -> None:
         """Forget everything except the counts."""
-        self._by_position.clear()
-        self._by_call.clear()
-        self._by_text.clear()
-        self._records.clear()
+        for kept in (self._by_position, self._by_call, self._by_text, self._records):
+            cast("dict[object, object]", kept).clear()
         self._counted.clear()
 
     def _known(
@@ -142,11 +141,9 @@ class ReplyIndex:
 
     def _reply_at(self, sent: Json, position: bytes) -> Json | None:
         replies = self._by_position.get(position, [])
-        for same in (dict.__eq__, self._same):
-            for reply in replies:
-                if same(sent, reply):
-                    return reply
-        return None
+        equal = (reply for reply in replies if reply == sent)
+        alike = (reply for reply in replies if self._same(sent, reply))
+        return next(equal, None) or next(alike, None)
 
     def _elsewhere(self, sent: Json) -> Json | None:
         """The matching reply if earlier messages changed and the match is unique."""
@@ -181,12 +178,9 @@ class ReplyIndex:
     def _same_call(self, sent: Json, call: Json) -> bool:
         if sent["id"] != call["id"] and str(sent["id"]) in self._by_call:
             return False
-        one, other = sent["function"], call["function"]
-        assert isinstance(one, dict)
-        assert isinstance(other, dict)
-        return one["name"] == other["name"] and _same_json(
-            one["arguments"], other["arguments"]
-        )
+        one, other = cast("Json", sent["function"]), cast("Json", call["function"])
+        same = _same_json(one["arguments"], other["arguments"])
+        return same and one["name"] == other["name"]
 
 
 def _logged(message: Json) -> LoggedMessage:
@@ -225,17 +219,12 @@ def _joined(messages: list[Json]) -> Json:
     """Join assistant messages into one."""
     if len(messages) == 1:
         return messages[0]
-    joined: Json = {
-        "role": "assistant",
-        "content": "".join(str(message["content"]) for message in messages),
-    }
-    thoughts = [str(message.get("reasoning_content") or "") for message in messages]
-    if any(thoughts):
-        joined["reasoning_content"] = "".join(thoughts)
-    calls = [call for message in messages for call in _calls(message)]
-    if calls:
-        joined["tool_calls"] = calls
-    return joined
+    thoughts = (str(message.get("reasoning_content") or "") for message in messages)
+    return assistant_message(
+        "".join(str(message["content"]) for message in messages),
+        "".join(thoughts),
+        [call for message in messages for call in _calls(message)],
+    )
 
 
 def _renamed(sent: list[Json], message: Json) -> dict[str, str]:
@@ -265,10 +254,8 @@ def _same_json(one: object, other: object) -> bool:
     if one == other:
         return True
     try:
-        return bool(
-            json.loads(str(one), parse_int=float)
-            == json.loads(str(other), parse_int=float)
-        )
+        values = (json.loads(str(text), parse_int=float) for text in (one, other))
+        return bool(next(values) == next(values))
     # a client's text may be invalid JSON, or too deep to compare
     except (ValueError, RecursionError):
         return False

@@ -9,8 +9,10 @@ short conversations that grow message by message.
 import json
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from trajkit_shim.chat.request import function_tool, tool_call
 from trajkit_shim.errors import TemplateError
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.rendered_prefix import (
@@ -32,14 +34,7 @@ _TROUBLE: dict[Departure, str] = {
     "unended": "no token ends a reply",
     "hidden": "the content of a new message is missing after the reply",
 }
-_TOOL: Json = {
-    "type": "function",
-    "function": {
-        "name": "probe",
-        "description": "probe",
-        "parameters": {"type": "object", "properties": {}},
-    },
-}
+_TOOL = function_tool("probe", "probe", {"type": "object", "properties": {}})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,14 +72,11 @@ class _UnsafeError(Exception):
 def probe_template(renderer: "ChatRenderer", *, tools: bool) -> TemplateProbe:
     """Find out what the renderer's template does, with or without tools."""
     if not renderer.keeps_apart:
-        return TemplateProbe(
-            safe=False, why="the tokenizer does not encode a text piece by piece"
-        )
+        why = "the tokenizer does not encode a text piece by piece"
+        return TemplateProbe(safe=False, why=why)
     try:
         return _Probe(renderer, [_TOOL] if tools else None).result()
-    except TemplateError as error:
-        return TemplateProbe(safe=False, why=str(error))
-    except _UnsafeError as error:
+    except (TemplateError, _UnsafeError) as error:
         return TemplateProbe(safe=False, why=str(error))
 
 
@@ -100,7 +92,8 @@ class _Probe:
         before = self._renderer.text(opening, self._tools, generation_prompt=False)
         opening_text = self._text(opening)
         later = self._text([*opening, _reply(_WORDS[0]), _user()])
-        leaves = opening_text[_n_common(opening_text, later) :]
+        stays = commonprefix([opening_text, later])  # noqa: RUF071
+        leaves = opening_text.removeprefix(stays)
         prompt = opening_text.removeprefix(before)
         if not opening_text.startswith(before) or not prompt.endswith(leaves):
             raise _UnsafeError("a later message changes the text before it")
@@ -131,26 +124,13 @@ class _Probe:
 
     def _trims_new(self, opening: list[Json], spaced: str) -> bool:
         """Whether the template changes what the user or one of two tools says."""
-        new: list[list[Json]] = [
-            [_reply(_WORDS[1]), {**_user(), "content": spaced}],
-            [
-                _calling("", 2),
-                {**_result(0), "content": spaced},
-                {**_result(1), "content": spaced},
-            ],
-        ]
-        for step in new:
-            with suppress(TemplateError):
-                # a template that trims may add white space of its own
-                for wanted in (spaced, f"{spaced}\n", f"\n{spaced}"):
-                    spoken = [
-                        {**message, "content": wanted}
-                        if message["content"] == spaced
-                        else message
-                        for message in step
-                    ]
-                    shown = self._text([*opening, *spoken])
-                    if shown.count(wanted) != len(step) - 1:
+        # a template that trims may add white space of its own
+        for content in (spaced, f"{spaced}\n", f"\n{spaced}"):
+            user = {**_user(), "content": content}
+            tools = [{**_result(call), "content": content} for call in (0, 1)]
+            for step in ([_reply(_WORDS[1]), user], [_calling("", 2), *tools]):
+                with suppress(TemplateError):
+                    if self._text([*opening, *step]).count(content) != len(step) - 1:
                         return True
         return False
 
@@ -187,13 +167,6 @@ Step: TypeAlias = tuple[Json, list[Json]]
 """A reply, and the messages after it."""
 
 
-def _n_common(one: str, other: str) -> int:
-    """The length of the common prefix of two texts."""
-    pairs = enumerate(zip(one, other, strict=False))
-    shorter = min(len(one), len(other))
-    return next((n for n, (a, b) in pairs if a != b), shorter)
-
-
 def _user() -> Json:
     return {"role": "user", "content": "question"}
 
@@ -209,15 +182,8 @@ def _reply(content: str, *, thought: bool = False) -> Json:
 
 def _calling(content: str, n_calls: int = 1, *, thought: bool = False) -> Json:
     calls = [
-        {
-            "id": f"call_{call}",
-            "type": "function",
-            "function": {
-                "name": "probe",
-                "arguments": json.dumps({"argument": _WORDS[1 + call]}),
-            },
-        }
-        for call in range(n_calls)
+        tool_call(f"call_{i}", "probe", json.dumps({"argument": _WORDS[1 + i]}))
+        for i in range(n_calls)
     ]
     return {**_reply(content, thought=thought), "tool_calls": calls}
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trajkit_shim.prompting.attribution import Attribution, Ids
+from trajkit_shim.prompting.attribution import Attribution, Ids, joined
 from trajkit_shim.prompting.rendered_prefix import RenderedPrefix
 
 # bytes of a path besides its tokens: the object, its position and its arrays
@@ -44,11 +44,7 @@ class CachedPath:
 
     def attribution(self) -> Attribution:
         """Return the attribution of `ids`; unknown tokens count as structure."""
-        parts = [path._own_attribution() for path in self._from_start()]
-        return Attribution(
-            np.concatenate([part.message_index for part in parts]),
-            np.concatenate([part.is_content for part in parts]),
-        )
+        return joined([path._own_attribution() for path in self._from_start()])
 
     def bases(self) -> "Iterator[CachedPath]":
         """Yield the path, the one that it extends, and so on to the first."""

@@ -8,25 +8,14 @@ whether the model reasons), ``context_management`` (the gateway edits nothing),
 import json
 from collections.abc import Iterator
 
+from trajkit_shim.chat import request as chat
 from trajkit_shim.chat.reply import Call, Reply, Usage
-from trajkit_shim.chat.request import (
-    OMITTED_IMAGE,
-    ChatRequest,
-    ReadOptions,
-    assistant_message,
-    function_tool,
-    tool_call,
-    tool_message,
-    user_messages,
-)
 from trajkit_shim.chat.sampling_params import parse_sampling
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import (
     Fields,
     Json,
-    as_list,
     as_object,
-    as_text,
     objects,
     refuse,
 )
@@ -65,25 +54,25 @@ _TOOL = frozenset(
 _BILLING = "x-anthropic-billing-header:"
 
 
-def read(body: Json, reading: ReadOptions) -> ChatRequest:
+def read(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
     """Read the body of ``POST /v1/messages``; raises `GatewayError`."""
     if body.get("max_tokens") is None:
         refuse("max_tokens", "missing")
     return read_for_count(body, reading)
 
 
-def read_for_count(body: Json, reading: ReadOptions) -> ChatRequest:
+def read_for_count(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
     """Read the body of ``POST /v1/messages/count_tokens``, which has no token limit."""
     fields = Fields(body)
     fields.only(KNOWN)
-    fields.get("model", as_text)
+    fields.get_text("model")
     for name in ("thinking", "metadata", "context_management"):
-        fields.get(name, as_object)
+        fields.get_object(name)
     fields.section("output_config").only({"effort", "task_budget"})
     messages = _messages(fields, reading)
     if messages[-1]["role"] == "assistant":
         refuse("messages", "the last one is the assistant's: no reply is continued")
-    return ChatRequest(
+    return chat.ChatRequest(
         messages=messages,
         tools=_tools(fields),
         sampling=parse_sampling(fields, {"stop": "stop_sequences", "seed": None}),
@@ -91,14 +80,12 @@ def read_for_count(body: Json, reading: ReadOptions) -> ChatRequest:
     )
 
 
-def _messages(fields: Fields, reading: ReadOptions) -> list[Json]:
+def _messages(fields: Fields, reading: chat.ReadOptions) -> list[Json]:
     messages: list[Json] = []
     if fields.json.get("system") is not None:
         system = _system(fields.json["system"], "system")
         messages += [{"role": "system", "content": system}] if system else []
-    if not fields.need("messages", as_list):
-        refuse("messages", "an empty list")
-    for message in fields.objects("messages"):
+    for message in fields.filled("messages"):
         message.only({"role", "content"})
         role = message.name("role")
         if role not in _ROLES:
@@ -108,7 +95,9 @@ def _messages(fields: Fields, reading: ReadOptions) -> list[Json]:
             messages.append({"role": "system", "content": _system(content, where)})
         elif role == "user":
             found = _blocks(content, where, _ROLES[role])
-            messages += user_messages(_user_part(block, reading) for block in found)
+            messages += chat.user_messages(
+                _user_part(block, reading) for block in found
+            )
         else:
             messages.append(_assistant(_blocks(content, where, _ROLES[role])))
     return messages
@@ -135,25 +124,25 @@ def _blocks(value: object, where: str, kinds: frozenset[str]) -> list[Fields]:
     return found
 
 
-def _user_part(block: Fields, reading: ReadOptions) -> str | Json:
+def _user_part(block: Fields, reading: chat.ReadOptions) -> str | Json:
     if block.json["type"] != "tool_result":
         return _readable(block, reading)
     content, where = block.json.get("content"), block.at("content")
     found = [] if content is None else _blocks(content, where, _IN_RESULT)
-    return tool_message(
+    return chat.tool_message(
         block.text("tool_use_id"),
         "\n".join(_readable(part, reading) for part in found),
         failed=block.flag("is_error"),
     )
 
 
-def _readable(block: Fields, reading: ReadOptions) -> str:
+def _readable(block: Fields, reading: chat.ReadOptions) -> str:
     """The text of a block of a user or of a tool."""
     if block.json["type"] == "text":
         return block.text("text")
     if block.json["type"] == "image":
         if reading.images == "omit":
-            return OMITTED_IMAGE
+            return chat.OMITTED_IMAGE
         rule = "'image' is not supported: messages are text"
         block.refuse("type", rule, "unsupported_content")
     source = block.object("source")
@@ -169,12 +158,12 @@ def _assistant(found: list[Fields]) -> Json:
     for block in found:
         if block.json["type"] == "tool_use":
             given = json.dumps(block.need("input", as_object), ensure_ascii=False)
-            calls.append(tool_call(block.text("id"), block.name("name"), given))
+            calls.append(chat.tool_call(block.text("id"), block.name("name"), given))
         elif block.json["type"] == "text":
             texts.append(block.text("text"))
         else:
             thoughts.append(block.text("thinking"))
-    return assistant_message("".join(texts), "".join(thoughts), calls)
+    return chat.assistant_message("".join(texts), "".join(thoughts), calls)
 
 
 def _tools(fields: Fields) -> list[Json] | None:
@@ -196,12 +185,12 @@ def _tools(fields: Fields) -> list[Json] | None:
             tool.refuse("type", f"{rule}available here", "unsupported_tool")
         tool.only(_TOOL | _SILENT)
         schema = tool.need("input_schema", as_object)
-        text = tool.get("description", as_text)
-        tools.append(function_tool(tool.name("name"), text, schema))
+        text = tool.get_text("description")
+        tools.append(chat.function_tool(tool.name("name"), text, schema))
     return tools if tools and chosen != "none" else None
 
 
-def write(reply: Reply, _: ChatRequest) -> Json:
+def write(reply: Reply, _: chat.ChatRequest) -> Json:
     """Return the body of a reply that is not streamed."""
     return {
         **_head(reply),

@@ -8,25 +8,14 @@ provider can run are dropped and counted.
 import json
 from collections.abc import Iterator
 
+from trajkit_shim.chat import request as chat
 from trajkit_shim.chat.reply import Call, Reply, Usage
-from trajkit_shim.chat.request import (
-    OMITTED_IMAGE,
-    ChatRequest,
-    ReadOptions,
-    assistant_message,
-    function_tool,
-    tool_call,
-    tool_message,
-    user_messages,
-)
 from trajkit_shim.chat.sampling_params import SamplingParams, parse_sampling
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import (
     Fields,
     Json,
-    as_list,
     as_object,
-    as_text,
     objects,
     refuse,
 )
@@ -62,7 +51,7 @@ _TYPES = frozenset("ARRAY BOOLEAN INTEGER NULL NUMBER OBJECT STRING".split())
 _ROLES = {"user": "user", "function": "user", "model": "assistant"}
 
 
-def read(body: Json, reading: ReadOptions) -> ChatRequest:
+def read(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
     """Read the body of a generateContent call; raises `GatewayError`."""
     fields = Fields(body)
     fields.only(KNOWN)
@@ -73,7 +62,7 @@ def read(body: Json, reading: ReadOptions) -> ChatRequest:
     messages += _Conversation(reading).read(fields)
     tools, left_out = _tools(fields)
     offered = _may_call(fields) and bool(tools)
-    return ChatRequest(
+    return chat.ChatRequest(
         messages=messages,
         tools=tools if offered else None,
         sampling=_sampling(fields.section("generationConfig")),
@@ -82,33 +71,31 @@ def read(body: Json, reading: ReadOptions) -> ChatRequest:
     )
 
 
-def read_for_count(body: Json, reading: ReadOptions) -> ChatRequest:
+def read_for_count(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
     """Read the body of a countTokens call, plain or as ``generateContentRequest``."""
-    inner = Fields(body).get("generateContentRequest", as_object)
+    inner = Fields(body).get_object("generateContentRequest")
     return read(body if inner is None else inner, reading)
 
 
 class _Conversation:
     """Converts contents to messages; knows the calls that wait for a result."""
 
-    def __init__(self, reading: ReadOptions) -> None:
+    def __init__(self, reading: chat.ReadOptions) -> None:
         self._reading = reading
         # id and name of each call
         self._open: list[tuple[str, str]] = []
         self._unnamed = 0
 
     def read(self, fields: Fields) -> list[Json]:
-        if not fields.need("contents", as_list):
-            refuse("contents", "an empty list")
         messages: list[Json] = []
-        for content in fields.objects("contents"):
+        for content in fields.filled("contents"):
             content.only({"role", "parts"})
             role = content.json.get("role", "user")
             if not isinstance(role, str) or role not in _ROLES:
                 content.refuse("role", f"{role!r} is not one of {', '.join(_ROLES)}")
             parts = _parts(content)
             if _ROLES[role] == "user":
-                messages += user_messages(map(self._user_part, parts))
+                messages += chat.user_messages(map(self._user_part, parts))
             else:
                 messages.append(self._reply(parts))
         return messages
@@ -131,22 +118,22 @@ class _Conversation:
                 thoughts.append(_text(part))
             else:
                 texts.append(_text(part))
-        return assistant_message("".join(texts), "".join(thoughts), calls)
+        return chat.assistant_message("".join(texts), "".join(thoughts), calls)
 
     def _call(self, call: Fields) -> Json:
         call.only({"id", "name", "args"})
-        name, call_id = call.name("name"), call.get("id", as_text)
+        name, call_id = call.name("name"), call.get_text("id")
         if call_id is None:
             # clients may omit ids; the number in the conversation is stable
             self._unnamed += 1
             call_id = f"{name}-{self._unnamed}"
         self._open.append((call_id, name))
         given = json.dumps(call.section("args").json, ensure_ascii=False)
-        return tool_call(call_id, name, given)
+        return chat.tool_call(call_id, name, given)
 
     def _result(self, result: Fields) -> Json:
         result.only({"id", "name", "response"})
-        name, call_id = result.name("name"), result.get("id", as_text)
+        name, call_id = result.name("name"), result.get_text("id")
         if call_id is None:
             waiting = next((call for call in self._open if call[1] == name), None)
             if waiting is None:
@@ -154,7 +141,7 @@ class _Conversation:
             self._open.remove(waiting)
             call_id = waiting[0]
         given = result.need("response", as_object)
-        return tool_message(call_id, _result_text(given), failed="error" in given)
+        return chat.tool_message(call_id, _result_text(given), failed="error" in given)
 
 
 def _result_text(given: Json) -> str:
@@ -179,15 +166,15 @@ def _text(part: Fields) -> str:
         if name not in ("text", "thought", "thoughtSignature"):
             part.refuse(name, "not supported: messages are text", "unsupported_content")
     # a part may be only a signature
-    return part.get("text", as_text) or ""
+    return part.get_text("text") or ""
 
 
-def _image(part: Fields, name: str, reading: ReadOptions) -> str:
+def _image(part: Fields, name: str, reading: chat.ReadOptions) -> str:
     kind = part.object(name).json.get("mimeType")
     if reading.images != "omit" or not str(kind).startswith("image/"):
         rule = f"{kind!r} is not supported: messages are text"
         part.refuse(name, rule, "unsupported_content")
-    return OMITTED_IMAGE
+    return chat.OMITTED_IMAGE
 
 
 def _tools(fields: Fields) -> tuple[list[Json], tuple[str, ...]]:
@@ -205,11 +192,11 @@ def _tools(fields: Fields) -> tuple[list[Json], tuple[str, ...]]:
 
 
 def _function(declared: Fields) -> Json:
-    given = declared.get("parametersJsonSchema", as_object)
-    schema = declared.get("parameters", as_object) if given is None else given
+    given = declared.get_object("parametersJsonSchema")
+    schema = declared.get_object("parameters") if given is None else given
     shown = None if schema is None else _json_schema(schema)
-    text = declared.get("description", as_text)
-    return function_tool(declared.name("name"), text, shown)
+    text = declared.get_text("description")
+    return chat.function_tool(declared.name("name"), text, shown)
 
 
 def _json_schema(value: object) -> object:
@@ -245,7 +232,7 @@ def _sampling(config: Fields) -> SamplingParams:
     return parse_sampling(config, _LIMITS)
 
 
-def write(reply: Reply, _: ChatRequest) -> Json:
+def write(reply: Reply, _: chat.ChatRequest) -> Json:
     """Return the body of a reply that is not streamed."""
     parts = [_part(block, reply) for block in blocks(reply, done=True)]
     return _chunk(reply, parts, last=True)

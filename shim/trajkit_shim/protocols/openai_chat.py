@@ -2,22 +2,14 @@
 
 from collections.abc import Iterator
 
+from trajkit_shim.chat import request as chat
 from trajkit_shim.chat.reply import Call, Reply, Usage
-from trajkit_shim.chat.request import (
-    DEFAULT_OPTIONS,
-    OMITTED_IMAGE,
-    ChatRequest,
-    ReadOptions,
-    tool_call,
-)
 from trajkit_shim.chat.sampling_params import PARAM_NAMES, parse_sampling
 from trajkit_shim.errors import GatewayError, error_body
 from trajkit_shim.json_input import (
     Fields,
     Json,
-    as_list,
     as_object,
-    as_text,
     objects,
     refuse,
 )
@@ -58,19 +50,22 @@ _FIELDS = {
 }
 
 
-def read(body: Json, reading: ReadOptions) -> ChatRequest:
+def read(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
     """Read the body of ``POST /v1/chat/completions``; raises `GatewayError`."""
     fields = Fields(body)
     fields.only(KNOWN)
     fields.only_neutral(NEUTRAL)
-    fields.get("model", as_text)
+    fields.get_text("model")
     stream = fields.flag("stream")
-    if not stream and fields.get("stream_options", as_object) is not None:
+    if not stream and fields.get_object("stream_options") is not None:
         refuse("stream_options", "only allowed in a streaming request")
     options = fields.section("stream_options")
     options.only({"include_usage", "include_obfuscation"})
-    return ChatRequest(
-        messages=_messages(body.get("messages"), reading),
+    return chat.ChatRequest(
+        messages=[
+            canonical_message(message.json, message.path, reading)
+            for message in fields.filled("messages")
+        ],
         tools=_tools(fields),
         sampling=parse_sampling(fields),
         stream=stream,
@@ -100,18 +95,8 @@ def _tools(fields: Fields) -> list[Json] | None:
     return tools if tools and allowed else None
 
 
-def _messages(value: object, reading: ReadOptions) -> list[Json]:
-    items = as_list(value, "messages")
-    if not items:
-        refuse("messages", "an empty list")
-    return [
-        canonical_message(item, f"messages[{i}]", reading)
-        for i, item in enumerate(items)
-    ]
-
-
 def canonical_message(
-    value: object, where: str, reading: ReadOptions = DEFAULT_OPTIONS
+    value: object, where: str, reading: chat.ReadOptions = chat.DEFAULT_OPTIONS
 ) -> Json:
     """Return a chat message in canonical form (`trajkit_shim.chat.request`).
 
@@ -143,14 +128,14 @@ def canonical_message(
     return canonical
 
 
-def _text(content: object, where: str, reading: ReadOptions) -> str:
+def _text(content: object, where: str, reading: chat.ReadOptions) -> str:
     if isinstance(content, str):
         return content
     parts = []
     for part in objects([] if content is None else content, where):
         kind = part.json.get("type")
         if kind == "image_url" and reading.images == "omit":
-            parts.append(OMITTED_IMAGE)
+            parts.append(chat.OMITTED_IMAGE)
             continue
         if kind != "text":
             rule = f"{kind!r} is not supported: messages are text"
@@ -166,11 +151,11 @@ def _tool_call(call: Fields) -> Json:
         call.refuse("type", f"{call.json['type']!r} is not 'function'")
     call_id, function = call.text("id"), call.object("function")
     function.only({"name", "arguments", *_SILENT})
-    arguments = function.get("arguments", as_text) or ""
-    return tool_call(call_id, function.name("name"), arguments)
+    arguments = function.get_text("arguments") or ""
+    return chat.tool_call(call_id, function.name("name"), arguments)
 
 
-def write(reply: Reply, _: ChatRequest) -> Json:
+def write(reply: Reply, _: chat.ChatRequest) -> Json:
     """Return the body of a reply that is not streamed."""
     choice = {
         "index": 0,
@@ -193,7 +178,7 @@ def _message(reply: Reply) -> Json:
 
 
 def _tool_call_of(call: Call) -> Json:
-    return tool_call(call.call_id, call.name, call.arguments)
+    return chat.tool_call(call.call_id, call.name, call.arguments)
 
 
 def _finish_reason(reply: Reply) -> str:

@@ -18,16 +18,8 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from trajkit_shim.chat import request as chat
 from trajkit_shim.chat.reply import Call, Reply, Usage
-from trajkit_shim.chat.request import (
-    OMITTED_IMAGE,
-    ChatRequest,
-    ReadOptions,
-    assistant_message,
-    function_tool,
-    tool_call,
-    tool_message,
-)
 from trajkit_shim.chat.sampling_params import parse_sampling
 from trajkit_shim.errors import GatewayError, error_body
 from trajkit_shim.json_input import (
@@ -35,8 +27,6 @@ from trajkit_shim.json_input import (
     Json,
     as_list,
     as_name,
-    as_object,
-    as_text,
     objects,
     refuse,
 )
@@ -79,7 +69,7 @@ _ITEM_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})(?:_\d+)?")
 _PACKED = "trajkit1."
 
 
-def read(body: Json, reading: ReadOptions) -> ChatRequest:
+def read(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
     """Read the body of ``POST /v1/responses``; raises `GatewayError`."""
     fields = Fields(body)
     if body.get("previous_response_id") is not None:
@@ -87,15 +77,15 @@ def read(body: Json, reading: ReadOptions) -> ChatRequest:
         fields.refuse("previous_response_id", rule, "unsupported_parameter")
     fields.only(KNOWN)
     fields.only_neutral(NEUTRAL)
-    fields.get("model", as_text)
+    fields.get_text("model")
     _check_format(fields)
-    text = fields.get("instructions", as_text)
+    text = fields.get_text("instructions")
     messages: list[Json] = [{"role": "system", "content": text}] if text else []
     messages += _messages(fields, reading)
     tools = _Tools()
     tools.add_all(fields)
     offered = tools_allowed(body.get("tool_choice")) and tools.functions
-    return ChatRequest(
+    return chat.ChatRequest(
         messages=messages,
         tools=tools.functions if offered else None,
         sampling=parse_sampling(fields, _NAMES),
@@ -147,10 +137,10 @@ class _Tools:
             self.namespaces[known_as] = (namespace, name)
             name = known_as
         text, schema = (
-            tool.get("description", as_text),
-            tool.get("parameters", as_object),
+            tool.get_text("description"),
+            tool.get_object("parameters"),
         )
-        self.functions.append(function_tool(name, text, schema))
+        self.functions.append(chat.function_tool(name, text, schema))
 
 
 @dataclass(slots=True)
@@ -169,7 +159,7 @@ class _Turn:
             return reply_id != self.reply_id
         return kind == "reasoning" and bool(self.texts or self.calls)
 
-    def add(self, kind: str, item: Fields, reading: ReadOptions) -> None:
+    def add(self, kind: str, item: Fields, reading: chat.ReadOptions) -> None:
         if kind == "message":
             self.texts += _texts(item, "content", reading)
         elif kind == "function_call":
@@ -184,18 +174,16 @@ class _Turn:
 
     def message(self) -> Json:
         texts, reasoning = "".join(self.texts), "".join(self.reasoning)
-        return assistant_message(texts, reasoning, self.calls)
+        return chat.assistant_message(texts, reasoning, self.calls)
 
 
-def _messages(fields: Fields, reading: ReadOptions) -> list[Json]:
+def _messages(fields: Fields, reading: chat.ReadOptions) -> list[Json]:
     value = fields.json.get("input")
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
-    if not as_list(value, "input"):
-        refuse("input", "an empty list")
     # a turn becomes a message once it is complete
     found: list[Json | _Turn] = []
-    for item in fields.objects("input"):
+    for item in fields.filled("input"):
         kind = as_name(item.json.get("type", "message"), item.at("type"))
         if kind == "message":
             role = item.name("role")
@@ -207,7 +195,7 @@ def _messages(fields: Fields, reading: ReadOptions) -> list[Json]:
                 continue
         elif kind == "function_call_output":
             text = "\n".join(_texts(item, "output", reading))
-            found.append(tool_message(item.text("call_id"), text))
+            found.append(chat.tool_message(item.text("call_id"), text))
             continue
         item_id = item.json.get("id")
         named = _ITEM_ID.fullmatch(item_id) if isinstance(item_id, str) else None
@@ -220,7 +208,7 @@ def _messages(fields: Fields, reading: ReadOptions) -> list[Json]:
     return [each.message() if isinstance(each, _Turn) else each for each in found]
 
 
-def _texts(item: Fields, name: str, reading: ReadOptions) -> list[str]:
+def _texts(item: Fields, name: str, reading: chat.ReadOptions) -> list[str]:
     value = item.json.get(name)
     if isinstance(value, str):
         return [value]
@@ -228,7 +216,7 @@ def _texts(item: Fields, name: str, reading: ReadOptions) -> list[str]:
     for part in objects(value, item.at(name)):
         kind = part.json.get("type")
         if kind == "input_image" and reading.images == "omit":
-            texts.append(OMITTED_IMAGE)
+            texts.append(chat.OMITTED_IMAGE)
         elif isinstance(kind, str) and kind in _TEXTS:
             texts.append(part.text("text"))
         else:
@@ -240,14 +228,14 @@ def _texts(item: Fields, name: str, reading: ReadOptions) -> list[str]:
 def _function_call(item: Fields) -> Json:
     name, namespace = item.name("name"), item.get("namespace", as_name)
     name = name if namespace is None else f"{namespace}__{name}"
-    return tool_call(item.text("call_id"), name, item.text("arguments"))
+    return chat.tool_call(item.text("call_id"), name, item.text("arguments"))
 
 
 def _reasoning(item: Fields) -> str:
     """The text of a reasoning item: its content, the encoded text, or a summary."""
     if item.json.get("content"):
         return "".join(part.text("text") for part in item.objects("content"))
-    packed = item.get("encrypted_content", as_text)
+    packed = item.get_text("encrypted_content")
     if packed is None:
         return "\n".join(part.text("text") for part in item.objects("summary"))
     try:
@@ -262,7 +250,7 @@ def _packed(reasoning: str) -> str:
     return _PACKED + base64.urlsafe_b64encode(reasoning.encode()).decode()
 
 
-def write(reply: Reply, request: ChatRequest) -> Json:
+def write(reply: Reply, request: chat.ChatRequest) -> Json:
     """Return the body of a reply that is not streamed."""
     response = _response(f"resp_{reply.reply_id}", reply.created, reply.model)
     return {**response, **_outcome(reply, request)}
@@ -292,7 +280,7 @@ def _response(response_id: str, created: int, model: str) -> Json:
     }
 
 
-def _outcome(reply: Reply, request: ChatRequest) -> Json:
+def _outcome(reply: Reply, request: chat.ChatRequest) -> Json:
     return {
         "model": reply.model,
         "status": "incomplete" if reply.cut else "completed",
@@ -321,7 +309,7 @@ def _blocks(reply: Reply, *, done: bool) -> list[Block]:
     return found
 
 
-def _items(reply: Reply, request: ChatRequest, found: list[Block]) -> list[Json]:
+def _items(reply: Reply, request: chat.ChatRequest, found: list[Block]) -> list[Json]:
     """The output items of the blocks, in order."""
     items: list[Json] = []
     number = 0
@@ -367,7 +355,7 @@ class Stream(Events):
     ``response.incomplete`` if a token limit truncated the reply.
     """
 
-    def __init__(self, request: ChatRequest) -> None:
+    def __init__(self, request: chat.ChatRequest) -> None:
         super().__init__()
         self._request = request
         self._number = 0

@@ -15,6 +15,7 @@ import httpx
 
 from trajkit_shim.engines.http import EngineServer
 from trajkit_shim.errors import EngineError
+from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.attribution import Ids
 from trajkit_shim.replies.parse import THINK, Parsed, parse
 from trajkit_shim.replies.parsers import ToolCall, Tools
@@ -31,17 +32,8 @@ class ReplyParser(Protocol):
     ) -> Parsed:
         """Return a reply's reasoning, text and calls.
 
-        Parameters
-        ----------
-        text : str
-            As sampled, without the end-of-message token.
-        tools : sequence of dict or None
-            The offered tools.
-        prompt_ids : ndarray of int32, shape (n_prompt,)
-        opened : bool
-            The prompt ends within the reasoning.
-
-        Raises `EngineError`: the parser cannot be reached.
+        The text is as sampled, without the end-of-message token. ``opened``: the prompt
+        ends within the reasoning. Raises `EngineError` if the parser cannot be reached.
         """
         ...
 
@@ -88,24 +80,15 @@ class SGLangParser:
         reasoning, rest, calls = "", text, []
         try:
             if reasoning_parser is not None:
-                answer = await self._server.post(
-                    "/separate_reasoning",
-                    {
-                        "text": f"{THINK}{text}" if opened else text,
-                        "reasoning_parser": reasoning_parser,
-                    },
-                )
+                body: Json = {"text": f"{THINK}{text}" if opened else text}
+                body["reasoning_parser"] = reasoning_parser
+                answer = await self._server.post("/separate_reasoning", body)
                 reasoning = str(answer.get("reasoning_text") or "")
                 rest = str(answer.get("text") or "")
             if calls_parser is not None and tools:
-                answer = await self._server.post(
-                    "/parse_function_call",
-                    {
-                        "text": rest,
-                        "tools": list(tools),
-                        "tool_call_parser": calls_parser,
-                    },
-                )
+                body = {"text": rest, "tools": list(tools)}
+                body["tool_call_parser"] = calls_parser
+                answer = await self._server.post("/parse_function_call", body)
                 rest = str(answer.get("normal_text") or "")
                 found: Any = answer.get("calls") or []
                 calls = [(str(call["name"]), str(call["parameters"])) for call in found]
@@ -114,9 +97,8 @@ class SGLangParser:
                 raise
             return _unread(text)
         except (LookupError, TypeError) as error:
-            raise EngineError(
-                f"the SGLang server's calls cannot be read: {error}"
-            ) from error
+            message = f"the SGLang server's calls cannot be read: {error}"
+            raise EngineError(message) from error
         return await asyncio.to_thread(_parsed, text, reasoning, rest, calls)
 
     async def close(self) -> None:
@@ -147,14 +129,12 @@ class SchemaParser:
         self, text: str, tools: Tools | None, prompt_ids: Ids, opened: bool
     ) -> Parsed:
         try:
+            offered: Any = None if tools is None else list(tools)
             message: Any = self._tokenizer.parse_response(
-                text,
-                prefix=prompt_ids.tolist(),
-                tools=None if tools is None else list(tools),
+                text, prefix=prompt_ids.tolist(), tools=offered
             )
-            reasoning = (
-                message.get("reasoning_content") or message.get("thinking") or ""
-            )
+            thoughts = message.get("reasoning_content"), message.get("thinking")
+            reasoning = thoughts[0] or thoughts[1] or ""
             found = [call["function"] for call in message.get("tool_calls") or ()]
             calls = [(str(call["name"]), _as_text(call["arguments"])) for call in found]
             rest = str(message.get("content") or "")
@@ -194,10 +174,7 @@ def _parsed(
 def as_sampled(arguments: str, text: str, start: int) -> tuple[str, int]:
     """Return the JSON in a text, from ``start`` on, with the value of ``arguments``.
 
-    Returns
-    -------
-    tuple of str and int
-        The JSON and its end; ``arguments`` and ``start`` if there is none.
+    It is returned with its end; ``arguments`` and ``start`` if there is none.
     """
     decoder = json.JSONDecoder()
     try:

@@ -69,7 +69,7 @@ class IncrementalParser:
         # decoded but not yet parsed
         self._pending = ""
         self._stopped = False
-        self._last: Parsed | None = None
+        self._last: tuple[object, object] = ((), None)
         self.ids: list[int] = []
 
     def feed(self, ids: Sequence[int]) -> Parsed | None:
@@ -82,11 +82,10 @@ class IncrementalParser:
         self._parser.feed(self._pending[:certain])
         self._pending = self._pending[certain:]
         known = self._parser.so_far()
-        if known.parts == (self._last.parts if self._last else ()) and (
-            known.reasoning == (self._last.reasoning if self._last else None)
-        ):
+        shown = known.parts, known.reasoning
+        if shown == self._last:
             return None
-        self._last = known
+        self._last = shown
         return known
 
     def _certain(self) -> int:

@@ -113,13 +113,3 @@ def parse(
     parser = Parser(tools=tools, opened=opened, form=form)
     parser.feed(text)
     return parser.end()
-
-
-def parse_reply(text: str, tools: Tools = (), form: ToolForm = HERMES) -> Parsed:
-    """Return calls and text of a reply without reasoning."""
-    scan = Scan(form, tools)
-    scan.feed(text)
-    scan.end()
-    return Parsed(
-        parts=tuple(scan.parts), sampled=scan.text, ill_formed=scan.ill_formed
-    )

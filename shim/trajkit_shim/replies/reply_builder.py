@@ -6,6 +6,7 @@ import uuid
 from itertools import pairwise
 
 from trajkit_shim.chat.reply import Call, Reply, Usage
+from trajkit_shim.chat.request import assistant_message, tool_call
 from trajkit_shim.json_input import Json
 from trajkit_shim.replies.parse import Parsed
 
@@ -76,18 +77,11 @@ def extends(reply: Reply, earlier: Reply) -> bool:
 
 def canonical_reply(reply: Reply) -> Json:
     """Return the reply as the canonical message that the next request should contain."""
-    message: Json = {"role": "assistant", "content": reply.text}
+    calls = [tool_call(call.call_id, call.name, call.arguments) for call in reply.calls]
+    message = assistant_message(reply.text, calls=calls)
     if reply.reasoning is not None:
         message["reasoning_content"] = reply.reasoning
-    if reply.calls:
-        message["tool_calls"] = [
-            {
-                "id": call.call_id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in reply.calls
-        ]
+    if calls:
         if any(
             isinstance(before, Call) and isinstance(part, str)
             for before, part in pairwise(reply.parts)

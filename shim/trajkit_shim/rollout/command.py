@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -16,12 +17,7 @@ from trajkit.cli import BAD_DATA, BAD_FILE, DONE
 from trajkit.cli.options import Commands, count
 from trajkit.cli.progress import Progress
 from trajkit.cli.text import text_table
-from trajkit_shim.engine_options import (
-    add_engine,
-    built_engine,
-    built_parser,
-    needs_extra,
-)
+from trajkit_shim import engine_options as options
 
 if TYPE_CHECKING:
     from trajkit_shim.rollout.run import Settings, Summary
@@ -38,13 +34,14 @@ def add_rollout(commands: Commands) -> None:
         "a sessions table with reward, group and error. Run the same command again to "
         "continue a stopped run. The exit code is 1 if a rollout failed.",
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "tasks",
         metavar="TASKS",
         type=Path,
         help="a JSONL file, a directory with a task.toml, or a directory of those",
     )
-    parser.add_argument(
+    add(
         "--harness",
         "--agent",
         metavar="NAME",
@@ -52,7 +49,7 @@ def add_rollout(commands: Commands) -> None:
         help="the agent, by name or import path (package.module:record); see "
         "docs/serving.md",
     )
-    parser.add_argument(
+    add(
         "-o",
         "--out",
         metavar="RUN",
@@ -60,40 +57,38 @@ def add_rollout(commands: Commands) -> None:
         required=True,
         help="directory of the run; created if missing, continued otherwise",
     )
-    parser.add_argument(
+    add(
         "--sandbox",
         metavar="KIND",
         default="local",
         help="local, docker, apptainer, e2b, or an import path (default: %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--sandbox-option",
         metavar="NAME=VALUE",
         action="append",
         default=[],
         help="option of that kind of sandbox; may be repeated",
     )
-    parser.add_argument(
-        "--image", help="for sandboxes that need one, unless the task names one"
-    )
-    parser.add_argument(
+    add("--image", help="for sandboxes that need one, unless the task names one")
+    add(
         "--path",
         metavar="DIR",
         action="append",
         default=[],
         help="directory to put first on the sandbox's PATH; may be repeated",
     )
-    parser.add_argument(
+    add(
         "--gateway-url",
         metavar="URL",
         help="URL of the gateway as seen from the sandboxes, if it differs",
     )
-    parser.add_argument(
+    add(
         "--install",
         action="store_true",
         help="install the agent in each sandbox if it is missing",
     )
-    parser.add_argument(
+    add(
         "--repeat",
         "--samples",
         metavar="N",
@@ -101,7 +96,7 @@ def add_rollout(commands: Commands) -> None:
         default=1,
         help="rollouts of each task, which share its group (default: %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--parallel",
         "--concurrency",
         metavar="N",
@@ -109,31 +104,27 @@ def add_rollout(commands: Commands) -> None:
         default=4,
         help="concurrent rollouts (default: %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--timeout",
         metavar="SECONDS",
         type=float,
         help="time limit of each agent, overriding its task",
     )
-    parser.add_argument(
+    add(
         "--retry-failed",
         action="store_true",
         help="when continuing a run, also repeat rollouts that failed",
     )
-    parser.add_argument(
+    add(
         "--callback",
         metavar="URL",
         help="URL that receives each finished rollout as a JSON object",
     )
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="of the gateway (default: %(default)s)"
-    )
-    add_engine(parser)
-    parser.add_argument("--seed", metavar="N", type=int, help="of the embedded engine")
-    parser.add_argument(
-        "--json", action="store_true", help="print only one JSON object"
-    )
-    parser.add_argument(
+    add("--host", default="127.0.0.1", help="of the gateway (default: %(default)s)")
+    options.add_engine(parser)
+    add("--seed", metavar="N", type=int, help="of the embedded engine")
+    add("--json", action="store_true", help="print only one JSON object")
+    add(
         "--argument",
         metavar="TEXT",
         action="append",
@@ -145,7 +136,7 @@ def add_rollout(commands: Commands) -> None:
 
 
 def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    with needs_extra(parser, "shim"):
+    with options.needs_extra(parser, "shim"):
         from trajkit_shim.agents.harness import HarnessError
         from trajkit_shim.agents.sandbox import SandboxError
         from trajkit_shim.app import create_app
@@ -171,7 +162,7 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
             except (HarnessError, SandboxError) as error:
                 sys.stderr.write(f"trajkit: {error}\n")
                 return BAD_FILE
-            engine, renderer = built_engine(
+            engine, renderer = options.built_engine(
                 parser, arguments, policy=solve(tasks), seed=arguments.seed
             )
             app = create_app(
@@ -179,7 +170,7 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
                 renderer,
                 TurnLog(rollouts.next_log(), routed_experts=arguments.routed_experts),
                 tool_form=FORMS.get(arguments.tool_form),
-                reply_parser=built_parser(arguments, renderer),
+                reply_parser=options.built_parser(arguments, renderer),
             )
             with (
                 _terminated(),
@@ -212,12 +203,9 @@ def _settings(
     if arguments.timeout is not None and not 0 < arguments.timeout < float("inf"):
         parser.error(f"--timeout {arguments.timeout:g} is not above 0")
     try:
-        harness = load(
-            arguments.harness, "trajkit_shim.agents.harnesses", "HARNESS", Harness
-        )
-        kind = load(
-            arguments.sandbox, "trajkit_shim.agents.sandboxes", "SANDBOX", SandboxKind
-        )
+        agents = "trajkit_shim.agents"
+        harness = load(arguments.harness, f"{agents}.harnesses", "HARNESS", Harness)
+        kind = load(arguments.sandbox, f"{agents}.sandboxes", "SANDBOX", SandboxKind)
     except ValueError as error:
         parser.error(str(error))
     return Settings(
@@ -252,10 +240,8 @@ def _terminated() -> Iterator[None]:
 
 
 def _groups(rollouts: Sequence["Rollout"]) -> Mapping[str, list["Rollout"]]:
-    groups: dict[str, list[Rollout]] = {}
-    for rollout in sorted(rollouts, key=lambda r: (r.group_id, r.sample)):
-        groups.setdefault(rollout.group_id, []).append(rollout)
-    return groups
+    ordered = sorted(rollouts, key=lambda r: r.group_id)
+    return {name: list(of) for name, of in groupby(ordered, key=lambda r: r.group_id)}
 
 
 def _mean(rewards: Sequence[float]) -> float | None:
@@ -292,15 +278,9 @@ def _described(summary: "Summary", out: Path, missed: int | None) -> str:
         for name, group in _groups(summary.rollouts).items():
             graded = [r.reward for r in group if r.reward is not None]
             mean = _mean(graded)
-            lines.append(
-                (
-                    name,
-                    len(group),
-                    len(graded),
-                    "" if mean is None else f"{mean:.2f}",
-                    sum(r.turns or 0 for r in group),
-                )
-            )
+            shown = "" if mean is None else f"{mean:.2f}"
+            turns = sum(r.turns or 0 for r in group)
+            lines.append((name, len(group), len(graded), shown, turns))
         head = ("task", "rollouts", "graded", "mean reward", "turns")
         parts.append(text_table(head, lines))
     failures = summary.failures().most_common()
@@ -308,9 +288,8 @@ def _described(summary: "Summary", out: Path, missed: int | None) -> str:
         parts.append(text_table(("failure", "rollouts"), failures))
     if missed:
         parts.append(f"failed callbacks: {missed}")
-    turns, sessions = (
-        shlex.quote(f"{out}/turns"),
-        shlex.quote(f"{out}/sessions.parquet"),
-    )
-    parts.append(f"turns     {turns}\nsessions  {sessions}")
+    places = []
+    for name, path in (("turns", "turns"), ("sessions", "sessions.parquet")):
+        places.append(f"{name:<10}{shlex.quote(f'{out}/{path}')}")
+    parts.append("\n".join(places))
     return "\n\n".join(parts)

@@ -112,23 +112,14 @@ def _by_reward_file(work: Work, rules: Grade) -> float:
     raise StageError("grade", f"the verifier wrote no reward: {done.summary}")
 
 
-def _by_completed(work: Work, _: Grade) -> float:
-    """1 if the agent ended by itself."""
-    return float(work.finished)
-
-
-def _by_swebench(work: Work, rules: Grade) -> float:
-    """1 if SWE-bench's own harness reports the instance as resolved."""
-    return float(resolved(work, rules))
-
-
 GRADERS: Mapping[str, Callable[[Work, Grade], float]] = {
     "command": _by_command,
     "tests": _by_tests,
     "script": _by_script,
     "reward_file": _by_reward_file,
-    "completed": _by_completed,
-    "swebench": _by_swebench,
+    "completed": lambda work, _: float(work.finished),
+    # 1 if SWE-bench's own harness reports the instance as resolved
+    "swebench": lambda work, rules: float(resolved(work, rules)),
 }
 """The graders by `trajkit_shim.rollout.tasks.Kind`."""
 

@@ -6,10 +6,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import httpx
 
@@ -92,6 +92,7 @@ class Rollouts:
     ) -> None:
         self._settings = settings
         self._out = out
+        self._scratch = out / "sandboxes"
         self._on_end = on_end
         self._digests = {task.task_id: task.digest() for task in tasks}
         out.mkdir(parents=True, exist_ok=True)
@@ -112,9 +113,7 @@ class Rollouts:
         self._todo = [
             (task, sample)
             for task, sample in wanted
-            if not self._journal.done(
-                task.task_id, sample, failed_again=settings.retry_failed
-            )
+            if not self._journal.done(task.task_id, sample, settings.retry_failed)
         ]
         # finished in earlier calls
         self.before = len(wanted) - len(self._todo)
@@ -133,15 +132,6 @@ class Rollouts:
         folder = self._out / "turns"
         folder.mkdir(exist_ok=True)
         return folder / f"{len(list(folder.iterdir())):03d}"
-
-    @property
-    def sessions_path(self) -> Path:
-        """Path of the run's ``sessions`` table."""
-        return self._out / "sessions.parquet"
-
-    @property
-    def _scratch(self) -> Path:
-        return self._out / "sandboxes"
 
     def try_out(self) -> None:
         """Check that a sandbox can be created and has the harness."""
@@ -174,14 +164,10 @@ class Rollouts:
             for sandbox in live:
                 sandbox.stop()
             pool.shutdown(cancel_futures=True)
-            self.write_sessions()
+            write_table(self._journal.table(), self._out / "sessions.parquet")
         return Summary(
             before=self.before, rollouts=ended, seconds=time.monotonic() - started
         )
-
-    def write_sessions(self) -> None:
-        """Write all sessions of the run as `run_log.ROLLOUTS`."""
-        write_table(self._journal.table(), self.sessions_path)
 
     def __enter__(self) -> Self:
         return self
@@ -206,43 +192,50 @@ class Rollouts:
             ),
             self._digests[task.task_id],
         )
-        progress = _Progress(began)
+        known: dict[str, Any] = {}
         clock = time.monotonic()
         try:
-            self._work(gateway, model, task, progress)
+            self._work(gateway, model, task, began, known)
         except StageError as error:
-            progress.note(error=str(error), reward=None)
+            known |= {"error": str(error), "reward": None}
         except SandboxError as error:
-            progress.note(error=f"sandbox: {error}", reward=None)
+            known |= {"error": f"sandbox: {error}", "reward": None}
         except httpx.HTTPError as error:
-            progress.note(error=f"gateway: {error}", reward=None)
-        progress.note(seconds=time.monotonic() - clock)
+            known |= {"error": f"gateway: {error}", "reward": None}
         if self._stopping.is_set():
             # its processes were killed, so its result is not valid
             raise _Stopped
-        self._journal.end(progress.rollout)
+        rollout = replace(began, **known, seconds=time.monotonic() - clock)
+        self._journal.end(rollout)
         if self._on_end is not None:
-            self._on_end(progress.rollout)
-        return progress.rollout
+            self._on_end(rollout)
+        return rollout
 
     def _work(
-        self, gateway: Gateway, model: str, task: Task, progress: "_Progress"
+        self,
+        gateway: Gateway,
+        model: str,
+        task: Task,
+        rollout: Rollout,
+        known: dict[str, Any],
     ) -> None:
-        name = progress.rollout.session_id
+        """Run the agent and grade its work; ``known`` gets fields of the rollout."""
+        name = rollout.session_id
         folder = self._out / "sessions" / name
         folder.mkdir(parents=True)
         with self._sandbox(task, f"{name}-agent") as sandbox:
             workspace = Workspace(task, sandbox)
             workspace.prepare()
             with self._warm(task, f"{name}-grade") as fresh:
-                patch = self._agent(gateway, model, workspace, folder, progress)
+                self._agent(gateway, model, workspace, folder, rollout, known)
+                patch = workspace.diff()
                 (folder / "patch.diff").write_bytes(patch)
-                progress.note(patch_bytes=len(patch))
+                known["patch_bytes"] = len(patch)
                 copy = fresh()
                 copy.apply(patch)
-                finished = progress.rollout.agent_end == "finished"
+                finished = known["agent_end"] == "finished"
                 work = Work(workspace=copy, patch=patch, finished=finished)
-                progress.note(reward=grade(work))
+                known["reward"] = grade(work)
 
     def _agent(
         self,
@@ -250,16 +243,16 @@ class Rollouts:
         model: str,
         workspace: Workspace,
         folder: Path,
-        progress: "_Progress",
-    ) -> bytes:
-        """Have the agent work and return its patch; `StageError` if it failed."""
+        rollout: Rollout,
+        known: dict[str, Any],
+    ) -> None:
+        """Have the agent work; `StageError` if it failed."""
         task, sandbox = workspace.task, workspace.sandbox
         harness, limit = self._settings.harness, self._settings.timeout_s
         try:
             harness.ready(sandbox, install=self._settings.install)
         except HarnessError as error:
             raise StageError("harness", str(error)) from error
-        rollout = progress.rollout
         metadata = {"task": task.task_id, "sample": rollout.sample}
         key = gateway.open(rollout.session_id, task.max_turns, metadata)
         clock = time.monotonic()
@@ -282,9 +275,8 @@ class Rollouts:
         except HarnessError as error:
             raise StageError("harness", str(error)) from error
         finally:
-            progress.note(agent_seconds=time.monotonic() - clock)
-            turns = gateway.close(rollout.session_id)
-            progress.note(turns=turns)
+            known["agent_seconds"] = time.monotonic() - clock
+            known["turns"] = turns = gateway.close(rollout.session_id)
         wrong = None if done.code is None else harness.failed(done)
         if done.code is None:
             end = "timed_out"
@@ -295,12 +287,11 @@ class Rollouts:
             end = "turn_limit"
         else:
             end = "failed"
-        progress.note(agent_end=end, exit_code=done.code)
+        known |= {"agent_end": end, "exit_code": done.code}
         if end == "failed":
             raise StageError("harness", str(wrong))
         if turns == 0:
             raise StageError("harness", "it ended without an answered model call")
-        return workspace.diff()
 
     @contextmanager
     def _warm(self, task: Task, name: str) -> Iterator[Callable[[], Workspace]]:
@@ -308,33 +299,18 @@ class Rollouts:
 
         Yields a function that waits for the copy, or raises its error.
         """
-        with ThreadPoolExecutor(1, "rollout-copy") as thread:
-            going = thread.submit(self._copied, task, name)
-            try:
-                yield lambda: going.result()[1]
-            finally:
-                with suppress(StageError, SandboxError, _Stopped):
-                    self._end(going.result()[0])
 
-    def _copied(self, task: Task, name: str) -> tuple[Sandbox, Workspace]:
-        sandbox = self._begin(task, name)
-        try:
-            workspace = Workspace(task, sandbox)
+        def prepared() -> Workspace:
+            workspace = Workspace(task, stack.enter_context(self._sandbox(task, name)))
             workspace.prepare()
-        except BaseException:
-            self._end(sandbox)
-            raise
-        return sandbox, workspace
+            return workspace
+
+        with ExitStack() as stack, ThreadPoolExecutor(1, "rollout-copy") as thread:
+            going = thread.submit(prepared)
+            yield going.result
 
     @contextmanager
     def _sandbox(self, task: Task, name: str) -> Iterator[Sandbox]:
-        sandbox = self._begin(task, name)
-        try:
-            yield sandbox
-        finally:
-            self._end(sandbox)
-
-    def _begin(self, task: Task, name: str) -> Sandbox:
         settings = self._settings
         sandbox = settings.sandbox(
             Spec(
@@ -354,23 +330,8 @@ class Rollouts:
             self._live.add(sandbox)
         try:
             sandbox.start()
-        except BaseException:
-            self._end(sandbox)
-            raise
-        return sandbox
-
-    def _end(self, sandbox: Sandbox) -> None:
-        with self._lock:
-            self._live.discard(sandbox)
-        sandbox.stop()
-
-
-class _Progress:
-    """The known fields of a running rollout."""
-
-    def __init__(self, rollout: Rollout) -> None:
-        self.rollout = rollout
-
-    def note(self, **known: object) -> None:
-        """Set fields."""
-        self.rollout = replace(self.rollout, **known)  # type: ignore[arg-type]
+            yield sandbox
+        finally:
+            with self._lock:
+                self._live.discard(sandbox)
+            sandbox.stop()

@@ -21,8 +21,6 @@ from trajkit.errors import FormatError
 from trajkit.schema import SESSIONS
 
 _UNITS = "us"
-# a process that a killed run was just starting keeps the lock until it has started
-_LOCK_WAITS_SECONDS = (0.1, 0.4, 1.0, 0.0)
 
 ROLLOUTS = pa.schema(
     [
@@ -106,9 +104,8 @@ class RunLog:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise FormatError(
-                f"{self.path}: another process works on this run"
-            ) from error
+            message = f"{self.path}: another process works on this run"
+            raise FormatError(message) from error
 
     def _whole_lines(self) -> Iterator[dict[str, object]]:
         """Yield all lines; remove a torn last line of an interrupted write."""
@@ -148,18 +145,13 @@ class RunLog:
     def check(self, task_id: str, digest: str) -> None:
         """Raise `FormatError` if a task has changed since the run started."""
         if self._digests.get(task_id, digest) != digest:
-            raise FormatError(
-                f"{self.path}: task {task_id!r} has changed since the run started"
-            )
+            rule = "has changed since the run started"
+            raise FormatError(f"{self.path}: task {task_id!r} {rule}")
 
-    def done(self, task_id: str, sample: int, *, failed_again: bool) -> bool:
+    def done(self, task_id: str, sample: int, failed_again: bool) -> bool:
         """Return whether a rollout has ended (with ``failed_again``, without error)."""
-        ended = [
-            self._ended[name]
-            for name in self._attempts.get((task_id, sample), ())
-            if name in self._ended
-        ]
-        return any(not failed_again or one.error is None for one in ended)
+        attempts = map(self._ended.get, self._attempts.get((task_id, sample), ()))
+        return any(one and not (failed_again and one.error) for one in attempts)
 
     def begin(self, rollout: Rollout, digest: str) -> Rollout:
         """Log the start of a rollout; return it with its attempt and session id."""
@@ -178,18 +170,12 @@ class RunLog:
         with self._lock:
             self._ended[rollout.session_id] = rollout
 
-    def rollouts(self) -> list[Rollout]:
-        """Return all rollouts; one that never ended has an error."""
-        return [
-            self._ended.get(name)
-            or replace(began, error="interrupted: the run was stopped before it ended")
-            for name, began in self._began.items()
-        ]
-
     def table(self) -> pa.Table:
-        """Return all rollouts as `ROLLOUTS`; repeated ones count as errors."""
+        """Return all rollouts as `ROLLOUTS`; repeated and unended ones count as errors."""
+        stopped = "interrupted: the run was stopped before it ended"
         records = []
-        for rollout in self.rollouts():
+        for name, began in self._began.items():
+            rollout = self._ended.get(name) or replace(began, error=stopped)
             record = asdict(rollout)
             record["started_at"] = int(rollout.started_at * 1e6)
             last = self._attempts[rollout.group_id, rollout.sample][-1]

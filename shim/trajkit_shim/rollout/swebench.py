@@ -35,10 +35,8 @@ def resolved(work: "Work", rules: Grade) -> bool:
     grading: Any = importlib.import_module("swebench.harness.grading")
     workspace, sandbox = work.workspace, work.workspace.sandbox
     if workspace.path != _TESTBED:
-        folder_path = (
-            f"the workspace is {workspace.path}, and must be {_TESTBED} of an image"
-        )
-        raise StageError("grade", folder_path)
+        rule = f"must be {_TESTBED} of an image"
+        raise StageError("grade", f"the workspace is {workspace.path}, and {rule}")
     try:
         spec = specs.make_test_spec(dict(rules.instance))
     except (KeyError, ValueError) as error:

@@ -13,7 +13,8 @@ import subprocess
 import tarfile
 import tempfile
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, get_args
@@ -35,7 +36,7 @@ class Files(Protocol):
     def archive(self) -> bytes:
         """Return them as a tar archive, always with the same bytes.
 
-        Raises `FormatError`: they cannot be read.
+        Raises `FormatError` if they cannot be read.
         """
         ...
 
@@ -47,7 +48,6 @@ class Texts:
     texts: Mapping[str, str]
 
     def archive(self) -> bytes:
-        """See `Files`."""
         return pack({name: text.encode() for name, text in self.texts.items()})
 
 
@@ -58,8 +58,6 @@ class Folder:
     path: Path
 
     def archive(self) -> bytes:
-        """See `Files`."""
-
         def nobody(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
             if "__pycache__" in Path(entry.name).parts:
                 return None
@@ -82,12 +80,11 @@ class Checkout:
     revision: str
 
     def archive(self) -> bytes:
-        """See `Files`."""
-        repository = ("-C", str(self.repository))
-        revision = self._git(*repository, "rev-parse", "--verify", self.revision)
-        form = self._git(*repository, "rev-parse", "--show-object-format")
-        location = ("rev-parse", "--path-format=absolute", "--git-path", "objects")
-        objects = self._git(*repository, *location)
+        asked = ("-C", str(self.repository), "rev-parse")
+        revision = self._git(*asked, "--verify", self.revision)
+        form = self._git(*asked, "--show-object-format")
+        path = ("--path-format=absolute", "--git-path", "objects")
+        objects = self._git(*asked, *path)
         # A repository's attributes may exclude or change files of an archive. Only those
         # in a repository's own directory override them.
         with tempfile.TemporaryDirectory() as bare:
@@ -181,24 +178,25 @@ def read_tasks(path: Path) -> list[Task]:
     OSError
         A file cannot be read.
     """
+    tasks = []
     if path.is_file():
-        try:
+        with _located(path):
             # a string may contain what Python, but not JSON, treats as the end of a line
             lines = path.read_text(encoding="utf-8").split("\n")
-        except ValueError as error:
-            raise FormatError(f"{path}: {error}") from error
-        tasks = [
-            _task(_parsed(line, f"{path}:{number}"), f"{path}:{number}", path.parent)
-            for number, line in enumerate(lines, 1)
-            if line.strip()
-        ]
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                location = f"{path}:{number}"
+                with _located(location):
+                    record = json.loads(line)
+                tasks.append(_task(record, location, path.parent))
     else:
         folders = [path] if (path / "task.toml").exists() else sorted(path.iterdir())
-        tasks = [
-            _from_folder(folder)
-            for folder in folders
-            if (folder / "task.toml").is_file()
-        ]
+        for file in (folder / "task.toml" for folder in folders):
+            if file.is_file():
+                with _located(file):
+                    record = tomllib.loads(file.read_text(encoding="utf-8"))
+                record = {"id": file.parent.name, **record}
+                tasks.append(_task(record, str(file), file.parent))
     if not tasks:
         raise FormatError(f"{path} has no task: no line, or no folder with task.toml")
     seen: set[str] = set()
@@ -209,35 +207,24 @@ def read_tasks(path: Path) -> list[Task]:
     return tasks
 
 
-def _parsed(line: str, location: str) -> object:
+@contextmanager
+def _located(place: Path | str) -> Iterator[None]:
+    """Turn an invalid file or line into a `FormatError` that names it."""
     try:
-        return json.loads(line)
+        yield
     except ValueError as error:
-        raise FormatError(f"{location}: {error}") from error
-
-
-def _from_folder(folder: Path) -> Task:
-    location = f"{folder}/task.toml"
-    try:
-        record = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise FormatError(f"{location}: {error}") from error
-    return _task({"id": folder.name, **record}, location, folder)
+        raise FormatError(f"{place}: {error}") from error
 
 
 def _task(record: object, location: str, base: Path) -> Task:
     fields = Fields(record, location)
     task_id = fields.text("id")
     if not _ID.fullmatch(task_id):
-        raise FormatError(
-            f"{location}: id = {task_id!r}: 1 to 100 letters, digits, _ and -"
-        )
+        raise fields.error(f"id = {task_id!r}: 1 to 100 letters, digits, _ and -")
     setup, agent = fields.section("setup"), fields.section("agent")
     workdir = fields.text("workdir", "/work")
     if not workdir.startswith("/") or workdir == "/":
-        raise FormatError(
-            f"{location}: workdir = {workdir!r} is not an absolute path below /"
-        )
+        raise fields.error(f"workdir = {workdir!r} is not an absolute path below /")
     task = Task(
         task_id=task_id,
         prompt=fields.text("prompt"),
@@ -256,7 +243,7 @@ def _task(record: object, location: str, base: Path) -> Task:
     for section in (fields, setup, agent):
         section.end()
     if task.grade.kind == "script" and task.tests is None:
-        raise FormatError(f"{location}: grade.script needs the task's tests")
+        raise fields.error("grade.script needs the task's tests")
     return task
 
 
@@ -264,7 +251,7 @@ def _checkout(fields: Fields, base: Path) -> Checkout | None:
     repository = fields.text("repository", "")
     revision = fields.text("revision", "HEAD" if repository else "")
     if revision and not repository:
-        raise FormatError(f"{fields.location}: revision without a repository")
+        raise fields.error("revision without a repository")
     return Checkout(base / repository, revision) if repository else None
 
 
@@ -291,9 +278,9 @@ def _grade(fields: Fields) -> Grade:
         timeout_s=fields.number("timeout_s", 300.0),
         fail_to_pass=fields.names("fail_to_pass"),
         pass_to_pass=fields.names("pass_to_pass"),
-        partial=fields.flag("partial"),
+        partial=fields.take("partial", bool, False),
         script=fields.text("script", ""),
-        instance=fields.mapping("instance"),
+        instance=fields.take("instance", dict, {}),
     )
     fields.end()
     needed = {
@@ -305,7 +292,7 @@ def _grade(fields: Fields) -> Grade:
         "swebench": grade.instance,
     }
     if not needed[kind]:
-        raise FormatError(f"{fields.location}: kind {kind!r} lacks keys that it needs")
+        raise fields.error(f"kind {kind!r} lacks keys that it needs")
     return grade
 
 

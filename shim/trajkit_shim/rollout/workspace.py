@@ -6,6 +6,8 @@ form one patch. Files in the workspace's own ``.gitignore`` and compiled Python 
 excluded.
 """
 
+from collections.abc import Mapping
+
 from trajkit_shim.agents.sandbox import CommandResult, Sandbox, pack
 from trajkit_shim.rollout.tasks import Task
 
@@ -79,11 +81,8 @@ class Workspace:
         # an empty archive creates the directory
         self.sandbox.put(pack({}) if files is None else files.archive(), self.path)
         if self.task.setup:
-            done = self.sandbox.exec(
-                ["sh", "-c", self.task.setup],
-                timeout_s=self.task.setup_timeout_s,
-                cwd=self.path,
-            )
+            command, limit = ["sh", "-c", self.task.setup], self.task.setup_timeout_s
+            done = self.sandbox.exec(command, timeout_s=limit, cwd=self.path)
             if done.code != 0:
                 raise StageError("setup", done.summary)
         # agents expect a repository
@@ -129,15 +128,12 @@ class Workspace:
         self,
         stage: str,
         command: list[str],
-        env: dict[str, str] | None = None,
+        env: Mapping[str, str] = _SETTINGS,
         stdin: bytes = b"",
     ) -> CommandResult:
+        env = {**_SETTINGS, **env}
         done = self.sandbox.exec(
-            command,
-            timeout_s=_GIT_SECONDS,
-            cwd=self.path,
-            env={**_SETTINGS, **(env or {})},
-            stdin=stdin,
+            command, timeout_s=_GIT_SECONDS, cwd=self.path, env=env, stdin=stdin
         )
         if done.code != 0:
             raise StageError(stage, f"{command[0]}: {done.summary}")

@@ -5,6 +5,7 @@ killed process loses none. A kill can leave a torn last batch, which readers ign
 """
 
 import errno
+import math
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -42,8 +43,8 @@ class AppendLog:
         self._stem = stem
         self._schema = schema
         self._fsync = fsync
-        self._max_file_bytes = max_file_bytes
-        self._max_file_rows = max_file_rows
+        self._max_file_bytes = math.inf if max_file_bytes is None else max_file_bytes
+        self._max_file_rows = math.inf if max_file_rows is None else max_file_rows
         self._file: int | None = None
         self._rows = 0
         self._end = 0
@@ -74,10 +75,6 @@ class AppendLog:
             size += 0 if self._file is None else len(END_OF_STREAM)
         return size
 
-    def start(self) -> None:
-        """Create the first file now."""
-        self._begin()
-
     def append(self, batch: pa.RecordBatch) -> None:
         """Write one batch; on return the operating system has it.
 
@@ -90,7 +87,7 @@ class AppendLog:
         if self._closed:
             raise OSError(errno.EBADF, f"the {self._stem} are closed")
         if self._file is None or self._overflows(len(memoryview(data)), n_rows):
-            self._begin()
+            self.start()
         self._write(data)
         self._rows += n_rows
 
@@ -105,14 +102,13 @@ class AppendLog:
             self._file = None
 
     def _overflows(self, n_bytes: int, n_rows: int) -> bool:
-        most_bytes, most_rows = self._max_file_bytes, self._max_file_rows
         return self._rows > 0 and (
-            (most_bytes is not None and self._end + n_bytes > most_bytes)
-            or (most_rows is not None and self._rows + n_rows > most_rows)
+            self._end + n_bytes > self._max_file_bytes
+            or self._rows + n_rows > self._max_file_rows
         )
 
-    def _begin(self) -> None:
-        """Create the next file, then end the full one."""
+    def start(self) -> None:
+        """Create the next file, then end the full one; done by `append` if needed."""
         path = self.path_of(self._files)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         old, old_end = self._file, self._end

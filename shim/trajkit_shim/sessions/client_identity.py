@@ -93,17 +93,11 @@ def identify(headers: Mapping[str, str], request: ChatRequest) -> Caller:
     for harness in HARNESSES:
         value = headers.get(harness.header)
         if value is not None and value.startswith(harness.starts):
+            kinds = (s.kind for s in harness.side_calls if s.describes(request))
             return Caller(
                 harness=harness.name,
                 agent_id=headers.get(harness.agent),
                 parent_agent_id=headers.get(harness.parent),
-                call_kind=next(
-                    (
-                        side.kind
-                        for side in harness.side_calls
-                        if side.describes(request)
-                    ),
-                    AGENT,
-                ),
+                call_kind=next(kinds, AGENT),
             )
     return Caller()

@@ -67,9 +67,8 @@ class DeltaEncoder:
             shared = min(self._common(path, self._shown[base]), n_bare)
             delta = Delta(self._turns[base], recorded.shared_length, shared)
         self._turns.append(turn_index)
-        self._shown.append(
-            path[-1] if response is None else self._node(path[-1], *response)
-        )
+        replied = path[-1] if response is None else self._node(path[-1], *response)
+        self._shown.append(replied)
         return delta
 
     def _node(self, parent: int, key: bytes, role: str) -> int:

@@ -78,11 +78,11 @@ class Reservation:
         if limits.max_prompt_tokens is not None:
             used = budget.prompt_tokens + sum(prompt for prompt, _ in others)
             if used + prompt_tokens > limits.max_prompt_tokens:
-                raise _exceeded(
-                    f"the prompt has {prompt_tokens} tokens, but {used} of the "
-                    f"session's {limits.max_prompt_tokens} are used or reserved",
-                    "max_prompt_tokens",
+                limit = f"{used} of the session's {limits.max_prompt_tokens} are used"
+                message = (
+                    f"the prompt has {prompt_tokens} tokens, but {limit} or reserved"
                 )
+                raise _exceeded(message, "max_prompt_tokens")
         if limits.max_output_tokens is None:
             return max_tokens
         used = budget.output_tokens + sum(output for _, output in others)

@@ -11,9 +11,10 @@ import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal, TypeAlias, get_args
+from functools import partial
+from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
 from trajkit_shim.chat.sampling_params import SamplingParams
 from trajkit_shim.clock import Clock, Handle
@@ -52,6 +53,14 @@ class Terms:
     group_id: str | None = None
 
 
+class OutcomeFields(TypedDict, total=False):
+    """The fields of an outcome that a request sets."""
+
+    reward: float | None
+    error: str | None
+    metadata: dict[str, object]
+
+
 @dataclass(slots=True, kw_only=True)
 class Outcome:
     """What the trainer reports about a session."""
@@ -60,20 +69,11 @@ class Outcome:
     error: str | None = None
     metadata: dict[str, object] = field(default_factory=dict)
 
-    def update(self, fields: Mapping[str, object]) -> None:
+    def update(self, fields: OutcomeFields) -> None:
         """Set the given fields; metadata is merged."""
-        if "reward" in fields:
-            reward = fields["reward"]
-            assert reward is None or isinstance(reward, float)
-            self.reward = reward
-        if "error" in fields:
-            error = fields["error"]
-            assert error is None or isinstance(error, str)
-            self.error = error
-        metadata = fields.get("metadata")
-        if metadata is not None:
-            assert isinstance(metadata, dict)
-            self.metadata = {**self.metadata, **metadata}
+        self.reward = fields.get("reward", self.reward)
+        self.error = fields.get("error", self.error)
+        self.metadata = {**self.metadata, **fields.get("metadata", {})}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,9 +105,9 @@ class Record:
     session_id: str
     terms: Terms
     outcome: Outcome
-    counts: Counts
     budget: Budget
-    reply_counts: Counter[Known]
+    counts: Counts = field(default_factory=Counts)
+    reply_counts: Counter[Known] = field(default_factory=Counter)
     replayed: int = 0
     ended_by: EndedBy | None = None
     # the latest line in the log is up to date
@@ -115,33 +115,28 @@ class Record:
 
     def describe(self, in_flight: int = 0) -> dict[str, object]:
         """Return the session for ``GET /sessions/{id}``."""
-        limits = self.terms.limits
+        counts = self.counts
         return {
             "session_id": self.session_id,
             "status": "open" if self.ended_by is None else "closed",
             "ended_by": self.ended_by,
-            "turns": self.counts.recorded,
-            "answered": self.counts.answered,
-            "undelivered": self.counts.undelivered,
-            "dropped": self.counts.dropped,
-            "unattributed": self.counts.unattributed,
+            "turns": counts.recorded,
+            "answered": counts.answered,
+            "undelivered": counts.undelivered,
+            "dropped": counts.dropped,
+            "unattributed": counts.unattributed,
             "in_flight": in_flight,
             "prompt_tokens": self.budget.prompt_tokens,
             "output_tokens": self.budget.output_tokens,
-            "max_turns": limits.max_turns,
-            "max_prompt_tokens": limits.max_prompt_tokens,
-            "max_output_tokens": limits.max_output_tokens,
-            "max_context_tokens": limits.max_context_tokens,
+            **asdict(self.terms.limits),
             "ttl_seconds": self.terms.ttl_seconds,
             "echo": {kind: self.reply_counts[kind] for kind in get_args(Known)},
-            "prompts": dict(self.counts.prompts),
+            "prompts": dict(counts.prompts),
             "replayed": self.replayed,
-            "tools_left_out": dict(self.counts.left_out),
-            "sampling_overruled": dict(self.counts.ignored_params),
+            "tools_left_out": dict(counts.left_out),
+            "sampling_overruled": dict(counts.ignored_params),
             "group_id": self.terms.group_id,
-            "reward": self.outcome.reward,
-            "error": self.outcome.error,
-            "metadata": self.outcome.metadata,
+            **asdict(self.outcome),
         }
 
     def line(self) -> dict[str, object]:
@@ -195,12 +190,7 @@ class Session:
     def check_open(self) -> None:
         """Raise if the session accepts no calls."""
         if self.closing or self.closed:
-            raise _closed(self.session_id)
-
-    def check_recording(self) -> None:
-        """Raise if the session has ended meanwhile."""
-        if self.closed:
-            raise _closed(self.session_id)
+            raise closed_error(self.session_id)
 
     def admit(self) -> Reservation:
         """Return what one more call may use; running calls count as turns.
@@ -290,11 +280,7 @@ class SessionStore:
                 ". or ..)",
                 param="session_id",
             )
-        if (
-            session_id in self._open
-            or session_id in self._ended
-            or session_id in self._used
-        ):
+        if any(session_id in ids for ids in (self._open, self._ended, self._used)):
             raise GatewayError(
                 f"session {session_id!r} was opened before",
                 409,
@@ -307,9 +293,7 @@ class SessionStore:
                 session_id=session_id,
                 terms=terms,
                 outcome=outcome or Outcome(),
-                counts=Counts(),
                 budget=Budget(terms.limits),
-                reply_counts=Counter(),
             )
         )
 
@@ -327,8 +311,7 @@ class SessionStore:
             raise GatewayError(
                 f"session {session_id!r} is open", 409, code="session_open"
             )
-        before = record.ended_by
-        record.ended_by = None
+        before, record.ended_by = record.ended_by, None
         try:
             session = self._begin(record)
         except GatewayError:
@@ -340,29 +323,28 @@ class SessionStore:
         return session
 
     def _begin(self, record: Record) -> Session:
-        self._say(record)
+        self._write_line(record)
         clock = self._clock or asyncio.get_running_loop()
         session = Session(record, clock)
         self._open[record.session_id] = session
-        if record.terms.ttl_seconds is not None:
-            self._watch(session, clock, record.terms.ttl_seconds)
+        ttl = record.terms.ttl_seconds
+        if ttl is not None:
+            again = partial(self._look, session, clock, ttl)
+            session.timer = clock.call_later(ttl, again)
         return session
 
-    def _watch(self, session: Session, clock: Clock, ttl: float) -> None:
-        """Close the session when it has been idle for ``ttl`` seconds."""
+    def _look(self, session: Session, clock: Clock, ttl: float) -> None:
+        """Close a session that has been idle for ``ttl`` seconds, or look again."""
+        left = session.active_at + ttl - clock.time()
+        if session.requests or session.closing:
+            left = ttl
+        if left > 0:
+            again = partial(self._look, session, clock, ttl)
+            session.timer = clock.call_later(left, again)
+        else:
+            self.end(session, "idle")
 
-        def look() -> None:
-            left = session.active_at + ttl - clock.time()
-            if session.requests or session.closing:
-                left = ttl
-            if left > 0:
-                session.timer = clock.call_later(left, look)
-            else:
-                self.end(session, "idle")
-
-        session.timer = clock.call_later(ttl, look)
-
-    def _say(self, record: Record) -> None:
+    def _write_line(self, record: Record) -> None:
         record.written = False
         try:
             self._write(record.line())
@@ -379,9 +361,7 @@ class SessionStore:
     def record(self, session_id: str) -> Record:
         """Return the record of a session, open or ended, or raise a 404."""
         session = self._open.get(session_id)
-        if session is not None:
-            return session.record
-        record = self._ended.get(session_id)
+        record = self._ended.get(session_id) if session is None else session.record
         if record is None:
             raise GatewayError(
                 f"no session {session_id!r}", 404, code="session_not_found"
@@ -409,7 +389,7 @@ class SessionStore:
                     raise _draining()
                 return session
             if claim in self._ended:
-                raise _closed(claim)
+                raise closed_error(claim)
         raise GatewayError(
             "no such session: its id is the API key, the header x-session-id, or the "
             "path prefix /s/{id}; open one with POST /sessions",
@@ -433,11 +413,14 @@ class SessionStore:
         record = session.record
         record.ended_by = how
         record.replayed = session.retries.replayed
+        for memory in (
+            session.encoder,
+            session.replies,
+            session.paths,
+            session.retries,
+        ):
+            memory.clear()
         session.logged_keys.clear()
-        session.encoder.clear()
-        session.replies.clear()
-        session.paths.clear()
-        session.retries.clear()
         for call in session.calls:
             call.cancel()
         del self._open[session.session_id]
@@ -447,7 +430,7 @@ class SessionStore:
             name, _ = self._ended.popitem(last=False)
             self._used.add(name)
             self._forgotten += 1
-        self._say(record)
+        self._write_line(record)
 
     async def finish(
         self,
@@ -455,18 +438,13 @@ class SessionStore:
         how: EndedBy,
         *,
         wait_seconds: float = 0.0,
-        fields: Mapping[str, object] | None = None,
+        fields: OutcomeFields | None = None,
     ) -> dict[str, object]:
         """End a session once its calls are over, and write its outcome.
 
         ``how``: ignored if the session has ended before. ``wait_seconds``: how long
         running calls may take before they are cancelled. New ones are rejected
         meanwhile. ``fields``: for `Outcome.update`.
-
-        Returns
-        -------
-        dict
-            As `describe`.
 
         Raises `GatewayError`: 404: there is no such session.
         """
@@ -482,7 +460,7 @@ class SessionStore:
             self.end(session, how)
             await stop(session)
         if (outcome_written and fields) or not record.written:
-            self._say(record)
+            self._write_line(record)
         return record.describe()
 
     async def drop(self, session_id: str) -> dict[str, object]:
@@ -503,7 +481,7 @@ class SessionStore:
             record.counts.dropped = turns.stop
         if record.ended_by != "drop" or not record.written:
             record.ended_by = "drop"
-            self._say(record)
+            self._write_line(record)
         return record.describe()
 
     async def drain(self, wait_seconds: float, how: EndedBy = "shutdown") -> None:
@@ -513,8 +491,7 @@ class SessionStore:
         """
         self.draining = True
         sessions = list(self._open.values())
-        waiting = [each for session in sessions for each in session.requests]
-        await _over(waiting, wait_seconds)
+        await _over([each for one in sessions for each in one.requests], wait_seconds)
         unwritten: list[GatewayError] = []
         for session in sessions:
             try:
@@ -534,8 +511,7 @@ class SessionStore:
             "closed": len(self._ended) + self._forgotten,
             "forgotten": self._forgotten,
             "in_flight": sum(len(session.calls) for session in sessions),
-            "turns": self._past_turns
-            + sum(session.counts.recorded for session in sessions),
+            "turns": sum((s.counts.recorded for s in sessions), self._past_turns),
         }
 
 
@@ -558,7 +534,8 @@ async def _over(waiting: Iterable[asyncio.Future[None]], seconds: float) -> None
         await asyncio.wait(waiting, timeout=seconds)
 
 
-def _closed(session_id: str) -> GatewayError:
+def closed_error(session_id: str) -> GatewayError:
+    """Return the error of a call to a session that has ended."""
     return GatewayError(f"session {session_id!r} is closed", 410, code="session_closed")
 
 

@@ -9,6 +9,7 @@ import errno
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -178,43 +179,28 @@ class TurnLog:
     ) -> None:
         self.directory = Path(directory)
         self._form = form
-        self._schema = LOG_SCHEMA if form == "full" else DELTA_LOG_SCHEMA
-        if not attributed:
-            left = [field for field in self._schema if field not in _SHOWN]
-            self._schema = pa.schema(left, self._schema.metadata)
+        columns = LOG_SCHEMA if form == "full" else DELTA_LOG_SCHEMA
+        kept = [field for field in columns if attributed or field not in _SHOWN]
+        kept += [COLUMN] if routed_experts else []
+        self._schema = pa.schema(kept, columns.metadata)
         self._attributed = attributed
         self._with_experts = routed_experts
-        if routed_experts:
-            self._schema = self._schema.append(COLUMN)
         self._squeeze = Squeezer(self._schema)
         self._max_total_bytes = max_total_bytes
-        self._turns = AppendLog(
-            self.directory,
-            "turns",
-            self._schema,
-            fsync=fsync,
-            max_file_bytes=max_file_bytes,
-            max_file_rows=max_file_turns,
+        opened = partial(
+            AppendLog, self.directory, fsync=fsync, max_file_bytes=max_file_bytes
         )
-        self._amendments, self._sessions = (
-            AppendLog(
-                self.directory, stem, lines, fsync=fsync, max_file_bytes=max_file_bytes
-            )
-            for stem, lines in (
-                ("amendments", schema.AMENDMENTS),
-                ("sessions", SESSION_LINES),
-            )
-        )
+        self._turns = opened("turns", self._schema, max_file_rows=max_file_turns)
+        self._amendments = opened("amendments", schema.AMENDMENTS)
+        self._sessions = opened("sessions", SESSION_LINES)
         self._turns.start()
         self.path = self._turns.path_of(0)
 
     @property
     def full(self) -> bool:
         """Whether no further turn can be written."""
-        return (
-            self._max_total_bytes is not None
-            and self._turns.total_bytes >= self._max_total_bytes
-        )
+        limit = self._max_total_bytes
+        return limit is not None and self._turns.total_bytes >= limit
 
     def append(
         self,
@@ -242,18 +228,14 @@ class TurnLog:
         def fields(message: LoggedMessage) -> dict[str, object]:
             known = message.key in shown or message.key in added
             added.add(message.key)
-            return {
-                "key": message.key,
-                "role": message.role,
-                "body": None if known else message.body,
-            }
+            body = None if known else message.body
+            return {"key": message.key, "role": message.role, "body": body}
 
-        messages = [fields(message) for message in turn.messages]
-        response = None if turn.response is None else fields(turn.response)
+        messages = list(map(fields, turn.messages))
         made: dict[str, object] = {
             "turn_index": turn_index,
             "messages": messages,
-            "response": response,
+            "response": None if turn.response is None else fields(turn.response),
             "output_mask": None,
             "weight_versions": [asdict(span) for span in turn.weight_versions] or None,
         }
@@ -261,9 +243,8 @@ class TurnLog:
             made[COLUMN.name] = experts_cell(turn.routed_experts)
         elif turn.routed_experts is not None:
             raise ValueError("the log was opened without routed_experts=True")
-        if not self._attributed and any(
-            getattr(turn, field.name) is not None for field in _SHOWN
-        ):
+        shows = any(getattr(turn, field.name) is not None for field in _SHOWN)
+        if shows and not self._attributed:
             raise ValueError("the log was opened with attributed=False")
         if self._form == "full":
             self._write(_batch(turn, made, self._schema).serialize())
@@ -292,21 +273,16 @@ class TurnLog:
         self, session_id: str, turns: Sequence[int], reason: str, trainable: bool | None
     ) -> None:
         """Write what became known of turns: `trajkit.schema.AMENDMENTS`."""
-        n = len(turns)
-        columns = [
-            pa.array([session_id] * n, pa.string()),
-            pa.array(turns, pa.int32()),
-            pa.array([reason] * n, pa.string()),
-            pa.array([trainable] * n, pa.bool_()),
+        lines = [
+            dict(zip(schema.AMENDMENTS.names, line, strict=True))
+            for line in ((session_id, turn, reason, trainable) for turn in turns)
         ]
-        self._amendments.append(
-            pa.RecordBatch.from_arrays(columns, schema=schema.AMENDMENTS)
-        )
+        batch = pa.RecordBatch.from_pylist(lines, schema.AMENDMENTS)
+        self._amendments.append(batch)
 
     def write_session(self, line: Mapping[str, object]) -> None:
         """Write the state of a session, the columns of `SESSION_LINES`."""
-        columns = [pa.array([line[field.name]], field.type) for field in SESSION_LINES]
-        self._sessions.append(pa.RecordBatch.from_arrays(columns, schema=SESSION_LINES))
+        self._sessions.append(pa.RecordBatch.from_pylist([line], SESSION_LINES))
 
     def close(self) -> None:
         """End the streams and close the files."""

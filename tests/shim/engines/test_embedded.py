@@ -13,6 +13,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.shim.faulty_engine import Fault, FaultyEngine
+from tests.shim.train_tokenizer import (
+    CONTROL,
+    MARKUP,
+    VOCABULARY,
+    train,
+)
 from trajkit_shim.engines.base import Sampling
 from trajkit_shim.engines.embedded import (
     EmbeddedEngine,
@@ -23,12 +29,7 @@ from trajkit_shim.engines.embedded import (
     tool_call,
 )
 from trajkit_shim.engines.embedded.distribution import Lattice, shaped, start
-from trajkit_shim.engines.embedded.train_tokenizer import (
-    CONTROL,
-    MARKUP,
-    VOCABULARY,
-    train,
-)
+from trajkit_shim.engines.embedded.engine import _log, _shaped
 from trajkit_shim.engines.embedded.vocabulary import END, shipped
 from trajkit_shim.errors import EngineError
 
@@ -61,6 +62,23 @@ def drawn(engine, n, prompt=PROMPT, **choices):
         ]
 
     return asyncio.run(draw())
+
+
+def score(engine, prompt_ids, output_ids, sampling=None):
+    """The logprobs that `generate` returns with an output or a prefix of one.
+
+    -inf from the first id on that cannot be drawn. ``sampling``: its temperature,
+    ``top_k`` and ``top_p`` apply.
+    """
+    state = engine._start(prompt_ids, 65_536)
+    logprobs = np.full(len(output_ids), -np.inf, np.float32)
+    for i, token in enumerate(output_ids.tolist()):
+        chances = state.next() if sampling is None else _shaped(state, sampling)
+        if token not in chances:
+            break
+        logprobs[i] = _log(chances[token])
+        state = state.after(token)
+    return logprobs
 
 
 def sampled(engine, prompt=PROMPT, **choices):
@@ -124,7 +142,7 @@ def test_score_is_the_probability_counted_over_all_spellings(said, drift):
     law = spellings(said, drift)
     assert math.isclose(sum(law.values()), 1)
     for ids, probability in law.most_common(20):
-        logprobs = engine.score(PROMPT, np.array(ids, np.int32))
+        logprobs = score(engine, PROMPT, np.array(ids, np.int32))
         assert (logprobs <= 0).all()
         assert math.isclose(math.exp(logprobs.sum()), probability, rel_tol=1e-4)
 
@@ -159,7 +177,7 @@ def test_score_gives_the_logprobs_that_sampling_gave(choices):
     for _ in range(20):
         sample = sampled(engine, **choices)
         sampling = Sampling(max_new_tokens=1, **choices)
-        scored = engine.score(PROMPT, sample.output_ids, sampling)
+        scored = score(engine, PROMPT, sample.output_ids, sampling)
         assert scored.dtype == sample.output_logprobs.dtype == np.float32
         np.testing.assert_array_equal(scored, sample.output_logprobs)
 
@@ -178,7 +196,7 @@ def test_frequencies_agree_with_the_scores(choices):
     seen = Counter(tuple(s.output_ids.tolist()) for s in drawn(engine, n, **choices))
     sampling = Sampling(max_new_tokens=1, **choices)
     expected = {
-        ids: n * math.exp(engine.score(PROMPT, np.array(ids), sampling).sum())
+        ids: n * math.exp(score(engine, PROMPT, np.array(ids), sampling).sum())
         for ids in spellings(said, 0.4)
     }
     assert math.isclose(sum(expected.values()), n, rel_tol=1e-4)
@@ -267,10 +285,10 @@ def test_what_cannot_be_drawn_scores_minus_infinity():
     engine = EmbeddedEngine(lambda prompt: TALK, seed=1)
     ids = sampled(engine).output_ids
     wrong = np.concatenate([ids[:3], [0], ids[4:]])
-    scored = engine.score(PROMPT, wrong)
+    scored = score(engine, PROMPT, wrong)
     assert np.isfinite(scored[:3]).all()
     assert (scored[3:] == -np.inf).all()
-    past_the_end = engine.score(PROMPT, np.append(ids, ids[-1]))
+    past_the_end = score(engine, PROMPT, np.append(ids, ids[-1]))
     assert past_the_end[-1] == -np.inf
 
 

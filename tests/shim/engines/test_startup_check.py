@@ -3,7 +3,7 @@
 import pytest
 
 from tests.shim.fakes import ScriptedEngine, sampled
-from trajkit_shim.engines.startup_check import check_engine
+from trajkit_shim.engines.checks import check_engine
 from trajkit_shim.errors import EngineError
 
 pytestmark = pytest.mark.anyio

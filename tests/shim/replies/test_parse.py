@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.shim.fakes import parse_reply
 from tests.strategies import good_calls, plain_texts
-from trajkit_shim.replies.parse import ToolCall, parse, parse_reply
+from trajkit_shim.replies.parse import ToolCall, parse
 
 
 def taken(text: str) -> tuple[str, tuple[ToolCall, ...], bool]:

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from jinja2 import Environment
 
 from tests.shim.clients import in_process
-from tests.shim.fakes import ScriptedEngine, byte_renderer
+from tests.shim.fakes import ScriptedEngine, byte_renderer, parse_reply
 from tests.strategies import call_shards, typed_calls
-from trajkit_shim.replies.parse import Parser, ToolCall, parse, parse_reply
+from trajkit_shim.replies.parse import Parser, ToolCall, parse
 from trajkit_shim.replies.parsers import FORMS, form_of
 
 # How the chat templates of each family write the calls of a message. `tojson` is that of

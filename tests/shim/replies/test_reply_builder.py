@@ -6,6 +6,7 @@ import pytest
 from hypothesis import example, given
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from tests.shim.fakes import parse_reply
 from tests.strategies import reply_texts
 from trajkit_shim.chat.reply import Usage
 from trajkit_shim.protocols.openai_chat import (
@@ -14,7 +15,6 @@ from trajkit_shim.protocols.openai_chat import (
     canonical_message,
     write,
 )
-from trajkit_shim.replies.parse import parse_reply
 from trajkit_shim.replies.reply_builder import canonical_reply, make_reply
 
 USAGE = Usage(prompt_tokens=5, output_tokens=3, cached_tokens=None)

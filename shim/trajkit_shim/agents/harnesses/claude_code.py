@@ -6,6 +6,10 @@ from trajkit_shim.agents.harness import Harness, Job, Launch, failed_by_code
 from trajkit_shim.agents.sandbox import CommandResult
 
 _VERSION = "2.1.197"
+_MODELS = (
+    *("ANTHROPIC_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL"),
+    *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU")),
+)
 
 
 def _launch(job: Job) -> Launch:
@@ -19,11 +23,7 @@ def _launch(job: Job) -> Launch:
             "ANTHROPIC_BASE_URL": job.base_url,
             "ANTHROPIC_AUTH_TOKEN": job.api_key,
             # every model that it would choose by itself
-            "ANTHROPIC_MODEL": job.model,
-            "ANTHROPIC_DEFAULT_OPUS_MODEL": job.model,
-            "ANTHROPIC_DEFAULT_SONNET_MODEL": job.model,
-            "ANTHROPIC_DEFAULT_HAIKU_MODEL": job.model,
-            "CLAUDE_CODE_SUBAGENT_MODEL": job.model,
+            **dict.fromkeys(_MODELS, job.model),
             # as root it runs without confirmation only in a sandbox
             "IS_SANDBOX": "1",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",

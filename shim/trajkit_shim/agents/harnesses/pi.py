@@ -5,6 +5,7 @@ import json
 from trajkit_shim.agents.harness import Harness, Job, Launch
 
 _VERSION = "0.73.1"
+_COSTS = ("input", "output", "cacheRead", "cacheWrite")
 
 
 def _launch(job: Job) -> Launch:
@@ -22,12 +23,7 @@ def _launch(job: Job) -> Launch:
                         "input": ["text"],
                         "contextWindow": 32768,
                         "maxTokens": 4096,
-                        "cost": {
-                            "input": 0,
-                            "output": 0,
-                            "cacheRead": 0,
-                            "cacheWrite": 0,
-                        },
+                        "cost": dict.fromkeys(_COSTS, 0),
                     }
                 ],
             }

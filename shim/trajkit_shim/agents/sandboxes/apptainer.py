@@ -1,19 +1,11 @@
 """A sandbox in an instance of Apptainer, which clusters have instead of Docker."""
 
-import secrets
 import shutil
+from collections.abc import Mapping
 
+from trajkit_shim.agents import sandbox
 from trajkit_shim.agents.container import ContainerSandbox
 from trajkit_shim.agents.processes import Processes
-from trajkit_shim.agents.sandbox import (
-    COMMAND_MARK,
-    MARK,
-    Command,
-    CommandResult,
-    SandboxKind,
-    Spec,
-    kill_script,
-)
 
 
 class ApptainerSandbox(ContainerSandbox):
@@ -25,38 +17,21 @@ class ApptainerSandbox(ContainerSandbox):
 
     kind = "apptainer"
     refusals = ("FATAL:",)
+    env_prefix = "APPTAINERENV_"
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: sandbox.Spec) -> None:
         super().__init__(spec)
         spec.limits.reject("apptainer", "file_mb")
         self._overlay = spec.scratch.resolve() / f"{spec.name}.overlay"
-
-    def run(self, command: Command) -> CommandResult:
-        """Run one command in the instance; see `Sandbox.exec`."""
-        token = secrets.token_hex(8)
-        env = {**command.env, MARK: self.spec.name, COMMAND_MARK: token}
-        # Apptainer sets HOME itself and does not accept another one from outside
-        script = 'PATH="$1$PATH" HOME=/home TMPDIR=/tmp; export PATH HOME TMPDIR; '
-        script += 'shift; exec "$@"'
-        first = "".join(f"{folder}:" for folder in self.spec.path)
-        done = self._client(
-            *("exec", "--cleanenv", "--pwd", command.cwd or "/work"),
-            *(f"instance://{self.spec.name}", "sh", "-c", script, "sh", first),
-            *command.arguments,
-            command=command,
-            env={f"APPTAINERENV_{name}": value for name, value in env.items()},
-        )
-        if done.code is None:
-            # killing the client did not kill the command
-            kill = kill_script(COMMAND_MARK, token)
-            self._client("exec", f"instance://{self.spec.name}", "sh", "-c", kill)
-        return self._checked(done)
 
     def _start_arguments(self) -> list[str]:
         self._overlay.mkdir(parents=True)
         options = ["--containall", "--cleanenv", "--overlay", str(self._overlay)]
         options += self._limit_options("M")
         return ["instance", "start", *options, self._image, self.spec.name]
+
+    def _enter(self, cwd: str, env: Mapping[str, str]) -> list[str]:
+        return ["exec", "--cleanenv", "--pwd", cwd, f"instance://{self.spec.name}"]
 
     def _remove_arguments(self) -> list[str]:
         return ["instance", "stop", "--force", self.spec.name]
@@ -66,4 +41,4 @@ class ApptainerSandbox(ContainerSandbox):
         shutil.rmtree(self._overlay, ignore_errors=True)
 
 
-SANDBOX = SandboxKind(ApptainerSandbox, frozenset({"binary"}))
+SANDBOX = sandbox.SandboxKind(ApptainerSandbox, frozenset({"binary"}))

@@ -1,7 +1,9 @@
 """A sandbox in a container of Docker, or of a client with the same commands."""
 
+from collections.abc import Mapping
+
 from trajkit_shim.agents.container import ContainerSandbox
-from trajkit_shim.agents.sandbox import MARK, Command, CommandResult, SandboxKind, Spec
+from trajkit_shim.agents.sandbox import MARK, SandboxKind, Spec
 
 # name of the host machine inside a container that does not use the host's network
 _HOST = "host.docker.internal"
@@ -23,23 +25,6 @@ class DockerSandbox(ContainerSandbox):
         super().__init__(spec)
         self._network = spec.options.get("network", "host")
 
-    def run(self, command: Command) -> CommandResult:
-        """Run one command in the container; see `Sandbox.exec`."""
-        # the client reads the values from its environment: no process list shows them
-        named = [part for name in command.env for part in ("--env", name)]
-        done = self._client(
-            *("exec", "--interactive", "--env", "HOME=/home", "--env", "TMPDIR=/tmp"),
-            *(*named, "--workdir", command.cwd or "/work", self.spec.name),
-            *self._with_path(command.arguments),
-            command=command,
-            env=command.env,
-        )
-        if done.code is None:
-            # Killing the client did not kill the command. In the container's process
-            # namespace, -1 is every process but the first and the caller.
-            self._client("exec", self.spec.name, "sh", "-c", "kill -9 -1")
-        return self._checked(done)
-
     def map_url(self, url: str) -> str:
         """Return the URL with the name of the host, unless the network is the host's."""
         if self.spec.gateway is not None or self._network == "host":
@@ -58,15 +43,12 @@ class DockerSandbox(ContainerSandbox):
         options += ["--entrypoint", "sleep", self._image, "infinity"]
         return ["run", "--detach", *options]
 
+    def _enter(self, cwd: str, env: Mapping[str, str]) -> list[str]:
+        named = [part for name in env for part in ("--env", name)]
+        return ["exec", "--interactive", *named, "--workdir", cwd, self.spec.name]
+
     def _remove_arguments(self) -> list[str]:
         return ["rm", "--force", "--volumes", self.spec.name]
-
-    def _with_path(self, arguments: tuple[str, ...]) -> tuple[str, ...]:
-        """The command, with the spec's directories first on the image's own PATH."""
-        if not self.spec.path:
-            return arguments
-        script = 'PATH="$1:$PATH"; export PATH; shift; exec "$@"'
-        return ("sh", "-c", script, "sh", ":".join(self.spec.path), *arguments)
 
 
 SANDBOX = SandboxKind(DockerSandbox, frozenset({"binary", "network"}))

@@ -12,25 +12,14 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from trajkit_shim.agents.sandbox import (
-    COMMAND_MARK,
-    MARK,
-    TAIL_BYTES,
-    Command,
-    CommandResult,
-    Sandbox,
-    SandboxError,
-    SandboxKind,
-    Spec,
-    kill_script,
-)
+from trajkit_shim.agents import sandbox
 
 # seconds after which E2B ends a sandbox that was not stopped
 _LIFETIME = 7200
 _SHORT_SECONDS = 60.0
 
 
-class E2BSandbox(Sandbox):
+class E2BSandbox(sandbox.Sandbox):
     """See the module.
 
     The image is an E2B template; None: E2B's base. ``options["lifetime"]`` is the number
@@ -38,19 +27,20 @@ class E2BSandbox(Sandbox):
     reads its key from ``E2B_API_KEY``.
     """
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: sandbox.Spec) -> None:
         super().__init__(spec)
         spec.limits.reject("E2B", "memory_mb", "cpus", "processes", "file_mb")
         if spec.gateway is None:
-            raise SandboxError(
+            raise sandbox.SandboxError(
                 "an E2B sandbox cannot reach this machine: give the URL by which it "
                 "reaches the gateway"
             )
         if find_spec("e2b") is None:
-            raise SandboxError("e2b is not installed: pip install e2b")
+            raise sandbox.SandboxError("e2b is not installed: pip install e2b")
         lifetime = spec.options.get("lifetime", str(_LIFETIME))
         if not lifetime.isdecimal() or int(lifetime) < 1:
-            raise SandboxError(f"lifetime = {lifetime!r} is not a number of seconds")
+            rule = "is not a number of seconds"
+            raise sandbox.SandboxError(f"lifetime = {lifetime!r} {rule}")
         self._lifetime = int(lifetime)
         # an optional package whose types are not available to type checkers
         self._e2b: Any = importlib.import_module("e2b")
@@ -62,18 +52,18 @@ class E2BSandbox(Sandbox):
             self._box = self._e2b.Sandbox.create(
                 template=self.spec.image,
                 timeout=self._lifetime,
-                metadata={MARK: self.spec.name},
-                envs={MARK: self.spec.name, "HOME": "/home", "TMPDIR": "/tmp"},
+                metadata={sandbox.MARK: self.spec.name},
+                envs={sandbox.MARK: self.spec.name, "HOME": "/home", "TMPDIR": "/tmp"},
             )
             self._bash("mkdir -p /home /tmp /work", _SHORT_SECONDS)
         except self._e2b.SandboxException as error:
-            raise SandboxError(f"e2b: {error}") from error
+            raise sandbox.SandboxError(f"e2b: {error}") from error
 
-    def run(self, command: Command) -> CommandResult:
+    def run(self, command: sandbox.Command) -> sandbox.CommandResult:
         """Run one command in the sandbox; see `Sandbox.exec`."""
         box = self._box
         if box is None:
-            raise SandboxError("the sandbox was stopped")
+            raise sandbox.SandboxError("the sandbox was stopped")
         token = secrets.token_hex(8)
         given, out, err = (f"/tmp/.{token}.{name}" for name in ("in", "out", "err"))
         first = "".join(f"{folder}:" for folder in self.spec.path)
@@ -84,21 +74,23 @@ class E2BSandbox(Sandbox):
         )
         try:
             box.files.write(given, command.stdin, user="root")
-            env = {**command.env, COMMAND_MARK: token}
+            env = {**command.env, sandbox.COMMAND_MARK: token}
             code = self._bash(script, command.timeout_s, env)
             if code is None:
-                self._bash(kill_script(COMMAND_MARK, token), _SHORT_SECONDS)
+                self._bash(
+                    sandbox.kill_script(sandbox.COMMAND_MARK, token), _SHORT_SECONDS
+                )
             output = bytes(box.files.read(out, format="bytes", user="root"))
             if command.log is None:
                 errors = bytes(box.files.read(err, format="bytes", user="root"))
-                return CommandResult(code, output, errors)
+                return sandbox.CommandResult(code, output, errors)
         except self._e2b.SandboxException as error:
-            raise SandboxError(f"e2b: {error}") from error
+            raise sandbox.SandboxError(f"e2b: {error}") from error
         finally:
             if self._box is not None:
                 self._bash(f"rm -f {given} {out} {err}", _SHORT_SECONDS)
         command.log.write_bytes(output)
-        return CommandResult(code, output[-TAIL_BYTES:])
+        return sandbox.CommandResult(code, output[-sandbox.TAIL_BYTES :])
 
     def stop(self) -> None:
         """Give it back."""
@@ -126,4 +118,4 @@ class E2BSandbox(Sandbox):
         return code
 
 
-SANDBOX = SandboxKind(E2BSandbox, frozenset({"lifetime"}))
+SANDBOX = sandbox.SandboxKind(E2BSandbox, frozenset({"lifetime"}))

@@ -22,17 +22,8 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from trajkit_shim.agents import sandbox
 from trajkit_shim.agents.processes import Processes
-from trajkit_shim.agents.sandbox import (
-    COMMAND_MARK,
-    MARK,
-    Command,
-    CommandResult,
-    Sandbox,
-    SandboxError,
-    SandboxKind,
-    Spec,
-)
 
 # identifies the sandbox's processes: another run may have a sandbox of the same name
 _OWNER = "TRAJKIT_OWNER"
@@ -58,7 +49,7 @@ _DYING_SECONDS = 5.0
 _FAILED = 125
 
 
-class LocalSandbox(Sandbox):
+class LocalSandbox(sandbox.Sandbox):
     """See the module.
 
     ``options["namespaces"]`` is ``auto`` (used if available), ``no`` or ``yes``
@@ -66,17 +57,21 @@ class LocalSandbox(Sandbox):
     address space.
     """
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: sandbox.Spec) -> None:
         super().__init__(spec)
         spec.limits.reject("local", "cpus", "processes")
         if spec.image is not None:
-            raise SandboxError(f"image = {spec.image!r}: a local sandbox has no image")
+            raise sandbox.SandboxError(
+                f"image = {spec.image!r}: a local sandbox has no image"
+            )
         wanted = spec.options.get("namespaces", "auto")
         if wanted not in ("auto", "yes", "no"):
-            raise SandboxError(f"namespaces = {wanted!r} is not auto, yes or no")
+            raise sandbox.SandboxError(
+                f"namespaces = {wanted!r} is not auto, yes or no"
+            )
         mount_point = None if wanted == "no" else _find_mount_point()
         if wanted == "yes" and mount_point is None:
-            raise SandboxError(
+            raise sandbox.SandboxError(
                 "namespaces = 'yes': the kernel (or a missing unshare or setpriv) "
                 f"rejects them, or none of {', '.join(_MOUNT_POINTS)} is an empty directory"
             )
@@ -92,9 +87,9 @@ class LocalSandbox(Sandbox):
             for name in ("home", "tmp", "work"):
                 (self._root / name).mkdir(parents=True)
         except OSError as error:
-            raise SandboxError(f"{self._root}: {error.strerror}") from error
+            raise sandbox.SandboxError(f"{self._root}: {error.strerror}") from error
 
-    def run(self, command: Command) -> CommandResult:
+    def run(self, command: sandbox.Command) -> sandbox.CommandResult:
         """Run one command in namespaces of its own; see `Sandbox.exec`."""
         leash = _LEASHED if _works(_LEASHED) else ()
         namespaces = () if self._mounted is None else _NAMESPACES
@@ -104,16 +99,16 @@ class LocalSandbox(Sandbox):
             *(str(self._root), self._mounted or "", cwd, *command.arguments),
         )
         token = secrets.token_hex(8)
-        env = self._environment({**command.env, COMMAND_MARK: token})
+        env = self._environment({**command.env, sandbox.COMMAND_MARK: token})
         try:
             done = self._processes.run(replace(command, arguments=arguments), env)
         except OSError as error:
-            raise SandboxError(f"{error.filename}: {error.strerror}") from error
+            raise sandbox.SandboxError(f"{error.filename}: {error.strerror}") from error
         # a namespace ends with its first process, but killing takes a moment
         if self._mounted is None or done.code is None:
-            _kill_marked(COMMAND_MARK, token)
+            _kill_marked(sandbox.COMMAND_MARK, token)
         if done.code == _FAILED:
-            raise SandboxError(f"the local sandbox failed: {done.last_line}")
+            raise sandbox.SandboxError(f"the local sandbox failed: {done.last_line}")
         return done
 
     def stop(self) -> None:
@@ -145,20 +140,16 @@ class LocalSandbox(Sandbox):
         return f'{" && ".join(steps)} || exit {_FAILED}; shift 3; exec "$@"'
 
     def _environment(self, more: Mapping[str, str]) -> dict[str, str]:
-        path = (
-            *self.spec.path,
-            str(Path(sys.executable).parent),
-            os.environ.get("PATH", os.defpath),
-        )
+        own = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
         return {
             **{name: os.environ[name] for name in _KEPT if name in os.environ},
-            "PATH": os.pathsep.join(path),
+            "PATH": os.pathsep.join([*self.spec.path, *own]),
             "HOME": self.map_path("/home"),
             "TMPDIR": self.map_path("/tmp"),
             "LANG": "C.UTF-8",
             "TERM": "dumb",
             "NO_PROXY": "127.0.0.1,localhost",
-            MARK: self.spec.name,
+            sandbox.MARK: self.spec.name,
             _OWNER: self._owner,
             **more,
         }
@@ -200,9 +191,8 @@ def _find_mount_point() -> str | None:
         with suppress(OSError):
             if not os.listdir(mount_point):
                 mount = ("sh", "-c", 'mount --bind /tmp "$1"', "sh", mount_point)
-                return (
-                    mount_point if _works((*_LEASHED, *_NAMESPACES, *mount)) else None
-                )
+                works = _works((*_LEASHED, *_NAMESPACES, *mount))
+                return mount_point if works else None
     return None
 
 
@@ -218,4 +208,4 @@ def _works(command: tuple[str, ...]) -> bool:
     return done.returncode == 0
 
 
-SANDBOX = SandboxKind(LocalSandbox, frozenset({"namespaces"}))
+SANDBOX = sandbox.SandboxKind(LocalSandbox, frozenset({"namespaces"}))

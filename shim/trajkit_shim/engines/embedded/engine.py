@@ -8,14 +8,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from trajkit_shim.engines.base import (
-    EngineInfo,
-    GenerateBySample,
-    OnTokens,
-    Sample,
-    Sampling,
-    WeightSpan,
-)
+from trajkit_shim.engines import base
 from trajkit_shim.engines.embedded.distribution import Lattice, State, shaped, start
 from trajkit_shim.engines.embedded.script import Policy, Special, converse
 from trajkit_shim.engines.embedded.vocabulary import END, shipped
@@ -26,7 +19,7 @@ from trajkit_shim.errors import EngineError
 _TOKENS_PER_EVENT = 8
 
 
-class EmbeddedEngine(GenerateBySample):
+class EmbeddedEngine:
     """An `Engine` without a model, which samples from an exactly known distribution.
 
     The policy reads the prompt's text and returns the possible replies. The engine draws
@@ -63,7 +56,7 @@ class EmbeddedEngine(GenerateBySample):
         self.vocabulary = shipped()
         self._policy = policy
         self._random = random.Random(seed)
-        self._info = EngineInfo(
+        self._info = base.EngineInfo(
             model="trajkit-embedded",
             vocab_size=self.vocabulary.size,
             max_context_tokens=max_context_tokens,
@@ -75,18 +68,20 @@ class EmbeddedEngine(GenerateBySample):
 
         self._lattice = lattice
 
-    async def info(self) -> EngineInfo:
+    async def info(self) -> base.EngineInfo:
         """Model name, vocabulary size and context length."""
         return self._info
 
-    async def _sample(
+    async def generate(
         self,
         prompt_ids: npt.NDArray[np.int32],
-        sampling: Sampling,
+        sampling: base.Sampling,
+        *,
         request_id: str,
         session_id: str,
-        on_tokens: OnTokens | None,
-    ) -> Sample:
+        on_tokens: base.OnTokens | None = None,
+    ) -> base.Sample:
+        """See `StreamingEngine`."""
         self._check_sampling(sampling)
         room = self._info.max_context_tokens - sampling.max_new_tokens
         state = self._start(prompt_ids, room)
@@ -112,35 +107,14 @@ class EmbeddedEngine(GenerateBySample):
                 if on_tokens is not None:
                     on_tokens(ids[-_TOKENS_PER_EVENT:])
                 await asyncio.sleep(0)
-        return Sample(
+        return base.Sample(
             output_ids=np.array(ids, np.int32),
             output_logprobs=np.array(logprobs, np.float32),
             finish_reason=finish_reason,
-            weight_versions=(WeightSpan("scripted", 0, len(ids)),),
+            weight_versions=(base.WeightSpan("scripted", 0, len(ids)),),
         )
 
-    def score(
-        self,
-        prompt_ids: npt.NDArray[np.int32],
-        output_ids: npt.NDArray[np.int32],
-        sampling: Sampling | None = None,
-    ) -> npt.NDArray[np.float32]:
-        """Return the logprobs that `generate` returns with an output or a prefix of one.
-
-        They are float32, and -inf from the first id on that cannot be drawn.
-        ``sampling``: its temperature, ``top_k`` and ``top_p`` apply.
-        """
-        if sampling is not None:
-            self._check_sampling(sampling)
-        state = self._start(prompt_ids, self._info.max_context_tokens)
-        logprobs = np.full(len(output_ids), -np.inf, np.float32)
-        for i, token in enumerate(output_ids.tolist()):
-            chances = state.next() if sampling is None else _shaped(state, sampling)
-            if token not in chances:
-                break
-            logprobs[i] = _log(chances[token])
-            state = state.after(token)
-        return logprobs
+    stream = generate
 
     async def close(self) -> None:
         """Nothing to release."""
@@ -167,7 +141,7 @@ class EmbeddedEngine(GenerateBySample):
         replies = self._policy(self.vocabulary.decode(ids.tolist()))
         return start([(reply.weight, self._lattice(reply.parts)) for reply in replies])
 
-    def _check_sampling(self, sampling: Sampling) -> None:
+    def _check_sampling(self, sampling: base.Sampling) -> None:
         """Reject invalid parameters."""
         length, top_k = sampling.max_new_tokens, sampling.top_k
         temperature, top_p = sampling.temperature, sampling.top_p
@@ -185,7 +159,7 @@ class EmbeddedEngine(GenerateBySample):
             raise EngineError(f"the embedded engine has no parameter {name!r}", 400)
 
 
-def _shaped(state: State, sampling: Sampling) -> dict[int, float]:
+def _shaped(state: State, sampling: base.Sampling) -> dict[int, float]:
     return shaped(
         state.next(),
         1.0 if sampling.temperature is None else sampling.temperature,

@@ -7,6 +7,8 @@ from trajkit_shim.replies.parsers.json_text import decoder
 
 # some templates write values as Python does
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
+_KINDS = {bool: "boolean", int: "integer", float: "number"}
+_KINDS |= {str: "string", dict: "object", list: "array", type(None): "null"}
 _NUMBERS = frozenset({"integer", "number"})
 # accepted without a schema, because text rarely looks like them by chance
 _UNSAID = frozenset({"object", "array"})
@@ -69,17 +71,7 @@ def json_text(written: str, kinds: frozenset[str] | None) -> str:
 
 
 def _kind_of(value: object) -> str:
-    if value is None:
-        return "null"
-    kinds = {
-        bool: "boolean",
-        int: "integer",
-        float: "number",
-        str: "string",
-        dict: "object",
-        list: "array",
-    }
-    return kinds[type(value)]
+    return _KINDS[type(value)]
 
 
 def json_object(fields: dict[str, str]) -> str:

@@ -1,10 +1,10 @@
-"""Trains ``tokenizer.json``; run this file to write it again.
+"""Trains the embedded engine's ``tokenizer.json``; run this file to write it again.
 
 It is a byte-level BPE tokenizer trained on the source text of Python's standard library.
 The file holds only the resulting merges. The same Python version gives an identical
 file; the shipped one was written with CPython 3.11.7 and tokenizers 0.23.3.
 
-    python -m trajkit_shim.engines.embedded.train_tokenizer [OUT]
+    python tests/shim/train_tokenizer.py OUT
 """
 
 import sys
@@ -52,6 +52,5 @@ def train(texts: Iterator[str]) -> Tokenizer:
 
 
 if __name__ == "__main__":
-    default = Path(__file__).with_name("tokenizer.json")
-    out = Path(sys.argv[1]) if len(sys.argv) > 1 else default
-    out.write_text(train(corpus()).to_str(pretty=False) + "\n", encoding="utf-8")
+    text = train(corpus()).to_str(pretty=False) + "\n"
+    Path(sys.argv[1]).write_text(text, encoding="utf-8")
