@@ -118,7 +118,7 @@ def n_distinct(rows, groups=False):
     """Tokens of rows, each prefix of a session (or of a group) counted once."""
     found = set()
     for row in rows:
-        name = groups and row["group_id"] or row["session_id"]
+        name = (groups and row["group_id"]) or row["session_id"]
         for at in range(len(row["input_ids"])):
             found.add((name, *row["input_ids"][: at + 1]))
     return len(found)
@@ -160,7 +160,9 @@ def random_rows(random, n_sessions=1, max_rows=7, max_tokens=12, group=None):
                     "prompt_length": 0,
                     "loss_mask": mask,
                     "logprobs": [
-                        -random.randrange(64) / 16 if trained and random.random() < 0.9 else None
+                        -random.randrange(64) / 16
+                        if trained and random.random() < 0.9
+                        else None
                         for trained in mask
                     ],
                     "spans": [],
