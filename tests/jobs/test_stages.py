@@ -391,6 +391,24 @@ def test_a_directory_of_another_job_is_refused(tmp_path, small):
         linearize_file(log, f"{tmp_path}/fresh/", report=tmp_path / "report.parquet")
 
 
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"max_row_tokens": 9},
+        {"layout": "suffix"},
+        {"weigh_by": "row"},
+        {"nonfinite_logprobs": "null"},
+    ],
+    ids=lambda choice: next(iter(choice)),
+)
+def test_a_directory_of_parts_belongs_to_one_choice(tmp_path, choice):
+    log, rows = tmp_path / "log.parquet", f"{tmp_path}/rows/"
+    write_log(some_sessions(), log)
+    linearize_file(log, rows)
+    with pytest.raises(FormatError, match="parts of another job"):
+        linearize_file(log, rows, **choice)
+
+
 BAD = {
     "output_logprobs": ([-0.5, float("nan")], "no number"),
     "prompt_ids": ([3, -4], "-4"),

@@ -179,6 +179,50 @@ def test_a_tie_between_rows_goes_to_the_earlier_chain():
     assert trained_turns(rows) == [[2], [0, 3], [1], [4]]
 
 
+@pytest.mark.parametrize(
+    ("limit", "mask"),
+    [(8, None), (None, [False] * 4)],
+    ids=["beyond the cap", "masked"],
+)
+def test_a_row_gets_no_output_for_tokens_that_it_cannot_train(limit, mask):
+    """The row of turn 2 samples more than the row of turn 1, and may train less."""
+    longer = {
+        **SHARED[2],
+        "output_ids": [7] * 4,
+        "output_logprobs": [-1.0] * 4,
+        "output_mask": mask,
+    }
+    table = turns_table([SHARED[0], SHARED[1], longer])
+    policy = tk.policy("faithful", train_in="most_trained", keep_untrained=True)
+    rows = tk.linearize(table, policy, max_row_tokens=limit)
+    assert trained_turns(rows)[0] == [0, 1]
+
+
+def test_a_row_gets_no_output_for_a_reply_that_it_absorbed():
+    """The row of turn 1 absorbs its reply: it trains three tokens, that of turn 2 four."""
+    asked = [said("user", "u"), said("assistant", "a"), said("user", "v")]
+    absorbing = {
+        "prompt_messages": [*asked, said("assistant", "b"), said("user", "w")],
+        "response_message": said("assistant", "c"),
+        "prompt_ids": [1, 2, 3, 4, 5, 5, 9],
+        "output_ids": [6],
+        "output_logprobs": [-1.0],
+        "finish_reason": "stop",
+    }
+    kept = {**SHARED[2], "output_ids": [7, 7], "output_logprobs": [-1.0, -1.0]}
+    policy = tk.policy("trl", **BY_COMMIT)
+    rows = tk.linearize(turns_table([*SHARED[:2], absorbing, kept]), policy)
+    assert trained_turns(rows) == [[2], [0, 3]]
+
+
+@pytest.mark.parametrize(("threshold", "n_rows"), [(1, 2), (2, 1)])
+def test_drift_is_absorbed_below_the_threshold_and_not_at_it(threshold, n_rows):
+    drifted = {**SHARED[3], "prompt_ids": [1, 2, 9, 4]}
+    policy = tk.policy("trl", fork_threshold=threshold)
+    rows = tk.linearize(turns_table([SHARED[0], drifted]), policy)
+    assert rows.num_rows == n_rows
+
+
 @given(sessions() | masked(sessions()), chosen_policies(), row_limits)
 @example(TIED, ("trl", BY_COMMIT), None)
 @example(ABSORBED, TRL_FOREST, None)

@@ -28,6 +28,9 @@ from trajkit.schema import ROWS
 
 any_session = growing_prompts() | sessions()
 
+# what ends a turn (spec: Polar 2.3)
+ENDS_A_TURN = ("stop", "tool_calls", "stop_sequence")
+
 
 def turn(prompt, output, **said):
     return {"prompt_ids": prompt, "output_ids": output, "finish_reason": "stop", **said}
@@ -225,6 +228,23 @@ def test_a_long_tail_is_searched_to_its_end():
             policy = tk.policy("polar", end_of_turn_token_id=END)
             rows = tk.linearize(table, policy)["input_ids"].to_pylist()
             assert rows == [[1, 4, *tail[at:], 5]]
+
+
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [
+        *((reason, [[1, 4, END, 3, 5]]) for reason in ENDS_A_TURN),
+        *((reason, [[1, 4, END]]) for reason in ("length", "abort", None)),
+    ],
+)
+def test_an_output_ends_its_turn_for_these_reasons(reason, expected):
+    """Its last token is then where the next prompt goes on."""
+    turns = [
+        turn([1], [4, END], finish_reason=reason),
+        turn([1, 8, END, 3], [5], finish_reason="length"),
+    ]
+    rows = tk.linearize(turns_table(turns), tk.policy("polar", train_aborted=True))
+    assert rows["input_ids"].to_pylist() == expected
 
 
 # --- choices that are made for all policies

@@ -155,6 +155,11 @@ def with_kinds(rows, kinds):
     return rows.set_column(place, "segment_kind", kinds)
 
 
+def test_the_final_row_has_the_greatest_row_index_wherever_it_is():
+    rows = tk.linearize(forks(), "per_call", reward=3.0)
+    assert rewards_of("final_only", rows.take([2, 0, 1])) == [3.0, 0.0, 0.0]
+
+
 def test_final_only_goes_by_the_kind_of_a_segment_where_rows_have_one():
     rows = tk.linearize(forks(), reward=3.0)
     kinds = pa.array(["history_replaced", "final", "subagent"]).dictionary_encode()

@@ -147,6 +147,12 @@ def test_contradictions_are_refused(columns, given, error, said):
         tk.linearize(turns_with(**columns), **given)
 
 
+def test_a_session_with_two_lines_is_refused():
+    given = {"session_id": ["a", "b", "a"], "reward": [0.0, 1.0, 2.0]}
+    with pytest.raises(InvalidTurnsError, match="session 'a' has 2 lines in sessions"):
+        tk.linearize(turns_with(), "per_call", sessions=pa.table(given))
+
+
 @pytest.mark.parametrize("argument", ["sessions", "reward"])
 def test_turns_given_as_sessions_are_refused(argument):
     turns = turns_with(**STATED)

@@ -291,6 +291,21 @@ def test_the_scan_refuses_offsets_beyond_the_text():
             _core.find_plain(*bodies, *counts, never, plain)
 
 
+def called(call_id, **more):
+    function = {"name": "f", "arguments": "{}"}
+    return {
+        "role": "assistant",
+        "tool_calls": [{"id": call_id, "function": function, **more}],
+    }
+
+
+def test_the_index_of_a_tool_call_does_not_count():
+    messages = [called("a", index=0), called("a", index=1), called("b", index=0)]
+    bodies = pa.array([_core.encode_message(message)[0] for message in messages])
+    first, again, other = identity_of("strict")(bodies).to_pylist()
+    assert first == again != other
+
+
 @given(st.lists(chat_messages, min_size=1, max_size=6), st.sampled_from([None, 1]))
 @example(
     [{"role": "user", "content": "a"}, {"role": "user", "tool_call_id": "a"}], None
@@ -298,6 +313,8 @@ def test_the_scan_refuses_offsets_beyond_the_text():
 @example([{"role": "tool", "tool_call_id": x} for x in ("a", "b")], None)
 @example([{"role": "assistant", "reasoning_content": x} for x in ("a", "b")], None)
 @example([{"role": "user", "content": "aaaaaaaa" + x} for x in "ab"], None)
+@example([called("a"), called("b")], None)
+@example([called("a", index=0), called("a", index=1)], None)
 def test_the_same_is_said_where_the_graph_says_so(messages, indent):
     texts = {_core.encode_message(m)[0] for m in messages} if indent is None else None
     texts = sorted(texts or {json.dumps(m, indent=indent) for m in messages})
