@@ -170,8 +170,8 @@ def message_tree(turns, merge_threshold, equals="first"):
 def nearest_by_tokens(turns, node, prompt):
     """Of the nearest turn at a node or above and its equals, the one to continue.
 
-    That is the one whose held tokens share the longest prefix with the prompt, the first
-    of equals; None where there is no turn.
+    That is the one whose path the prompt repeats for longest; of equals, the one with the
+    shortest path, then the first. None where there is no turn.
     """
     while node.parent is not None:
         equal = [
@@ -181,7 +181,10 @@ def nearest_by_tokens(turns, node, prompt):
             and (one is node or (one.role, one.message) == (node.role, node.message))
         ]
         if equal:
-            return max(equal, key=lambda i: lcp(held(turns[i]), prompt))
+            return min(
+                equal,
+                key=lambda i: (-lcp(held(turns[i]), prompt), len(held(turns[i])), i),
+            )
         node = node.parent
     return None
 

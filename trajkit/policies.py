@@ -144,9 +144,10 @@ class Policy:
         as equal.
     tie_break : {"first", "tokens", "full_path"}
         Which of several equal replies a request continues: the first; the one whose
-        path its prompt repeats for longest (an empty list of messages is then routed by
-        tokens too); or the nearest message above whose path its prompt repeats
-        entirely, the last of equals, so that no row drifts.
+        path its prompt repeats for longest, of equals the one with the shortest path,
+        then the first (an empty list of messages is then routed by tokens too); or the
+        nearest message above whose path its prompt repeats entirely, the last of
+        equals, so that no row drifts.
     chain_order : {"tree", "recorded"}
         The order of chains, and so of rows: as the traversal of the links reaches their
         last turns, or as these were recorded. ``"prefix"`` has the first only.

@@ -221,22 +221,28 @@ cdef int32_t _nearest_by_tokens(
     const Tree* tree, const Call* calls, const Node* nodes, const int32_t* ends, int32_t node,
     int32_t index,
 ) noexcept nogil:
-    """Of the calls nearest above, equal siblings all, the one that the prompt goes on from.
+    """Of the nearest call above and its equal siblings, the one that the prompt continues.
 
-    That is the one with the longest common prefix, the first of equals; -1: none above.
+    That is the one whose path the prompt repeats for longest; of equals, the one with the
+    shortest path (so one that it repeats entirely), then the first. -1: there is none above.
     """
-    cdef int32_t other, best
-    cdef pos_t shared, most
+    cdef int32_t other, call, best
+    cdef pos_t shared, most, size, least = 0
     while node > 0:
         best = -1
         most = -1
         other = node
         while other >= 0:
-            if tree.nodes[other].call >= 0:
-                shared = _shared_by(calls, nodes, ends, tree.nodes[other].call, index)
-                if shared > most:
+            call = tree.nodes[other].call
+            if call >= 0:
+                shared = _shared_by(calls, nodes, ends, call, index)
+                size = _held_len(&calls[call])
+                if shared > most or shared == most and (
+                    size < least or size == least and call < best
+                ):
                     most = shared
-                    best = tree.nodes[other].call
+                    least = size
+                    best = call
             other = tree.nodes[other].equal
         if best >= 0:
             return best
@@ -468,7 +474,7 @@ def route_messages(
 
     Message routing as slime has it; tokens tell which call a call without a list of messages
     continues, see `_nearest_of_tokens`. With EQUALS_TOKENS, of equal replies to
-    the same messages the one with the longest common prefix is the parent, not the first;
+    the same messages the parent is that of `_nearest_by_tokens`, not the first;
     with EQUALS_WHOLE the parent is the nearest whose whole path the prompt repeats.
     ``tree_nodes`` and ``table`` are of `tree_size`, ``up`` and ``ended`` have an entry a node
     of the forest, ``replies`` two, the rest one a call.

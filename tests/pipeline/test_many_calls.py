@@ -108,9 +108,7 @@ def test_rows_are_the_twins(turns, choice, limit):
 
 
 @few
-# Which of equal replies a call continues, if its prompt repeats the same number of tokens
-# of each, is not stated for tie_break="tokens", which is faithful's.
-@given(many_calls, chosen_policies().filter(lambda one: one[0] != "faithful"), limits)
+@given(many_calls, chosen_policies(), limits)
 def test_rows_by_any_choices_are_the_twins(turns, chosen, limit):
     holds(test_policies.test_rows_and_report_are_the_twin_s, turns, chosen, limit)
 

@@ -117,10 +117,10 @@ def link(
         that a later request shows in its place. None: 1024; 0 and below: never.
     tie_break : {"first", "tokens", "full_path"}
         Under ``"messages"``, of equal replies to the same messages: a request that
-        shows one of them continues the first, or the one whose prompt and output its
-        own prompt repeats for longest. ``"full_path"``: it continues the nearest message
-        above whose prompt and output its own prompt repeats to the end, the last of
-        equals.
+        shows one of them continues the first, or the one whose path its prompt repeats
+        for longest, of equals the one with the shortest path, then the first.
+        ``"full_path"``: it continues the nearest message above whose path its prompt
+        repeats to the end, the last of equals.
     chain_order : {"tree", "recorded"}
         The rank in the traversal of the message tree (of the rows, of the agents), or
         among the turns as they came.
