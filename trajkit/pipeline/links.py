@@ -28,7 +28,7 @@ from trajkit.policies import (
     Policy,
     RowOrder,
     TieBreak,
-    check_order,
+    check_route,
 )
 from trajkit.schema import DRIFT, LINK_REASONS, LINKS, SEGMENT_KINDS
 from trajkit.turns.call_order import by_prompt
@@ -146,8 +146,8 @@ def link(
     SchemaError, InvalidTurnsError
         As `trajkit.linearize`.
     PolicyError
-        ``parent_by`` is none of the eight, or another choice is none, or ``parent_by`` and
-        ``chain_order`` exclude each other.
+        ``parent_by`` is none of the eight, or another choice is none, or ``parent_by``
+        excludes ``chain_order`` or ``message_equality``.
 
     References
     ----------
@@ -163,11 +163,11 @@ def link(
         message_equality = _EQUALITY_OF_ROUTE.get(parent_by, "values")
     check_choice("message_equality", message_equality, MESSAGE_EQUALITIES)
     check_choice("chain_order", chain_order, CHAIN_ORDERS)
-    check_order(parent_by, chain_order)
     check_choice("row_order", row_order, ROW_ORDERS)
     tools = tool_names("dispatch_tools", dispatch_tools)
     fork_threshold = chosen_int("fork_threshold", fork_threshold)
     check_choice("parent_by", parent_by, PARENT_BY)
+    check_route(parent_by, chain_order, message_equality)
 
     def one(turns: pa.Table) -> pa.Table:
         calls = read_calls(turns)
