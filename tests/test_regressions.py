@@ -5,6 +5,8 @@ import pytest
 from benchmarks.fuzz import REGRESSIONS, Case, difference
 
 
-@pytest.mark.parametrize("path", sorted(REGRESSIONS.iterdir()), ids=lambda one: one.stem)
+@pytest.mark.parametrize(
+    "path", sorted(REGRESSIONS.iterdir()), ids=lambda one: one.stem
+)
 def test_nothing_differs(path):
     assert difference(Case.read(path)) is None

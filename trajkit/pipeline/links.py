@@ -220,7 +220,7 @@ def find_links(
             np.empty(n_calls, np.int32),
             np.empty(len(forest.nodes), np.int32),
             np.empty(len(forest.nodes), np.int32),
-            np.empty((2, len(forest.nodes)), np.int32),
+            np.empty((3, len(forest.nodes)), np.int32),
             np.empty(n_calls, np.int32),
             links,
         )
@@ -269,7 +269,7 @@ def find_links(
             fork_threshold,
             pooled(n_nodes, MESSAGE),
             np.empty(n_table, np.int32),
-            np.empty((4, len(forest.nodes)), np.int32),
+            np.empty((5, len(forest.nodes)), np.int32),
             np.empty((7, n_calls), np.int32),
             links,
         )
