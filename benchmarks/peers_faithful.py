@@ -23,6 +23,11 @@ class Call:
     after: "list[Call]" = field(default_factory=list)
     trained: bool = False
 
+    @property
+    def size(self) -> int:
+        """Tokens of this call's path."""
+        return len(self.turn["prompt_ids"]) + len(self.turn["output_ids"])
+
     def shows(self, turn: Turn) -> int:
         """Tokens of this call's prompt and output that the turn's prompt repeats."""
         prompt, shown = self.turn["prompt_ids"], turn["prompt_ids"]
@@ -75,7 +80,10 @@ def _record(root: MessageNode, calls: dict[MessageNode, Call], turn: Turn) -> No
 def _nearest(
     node: MessageNode | None, calls: dict[MessageNode, Call], turn: Turn
 ) -> Call | None:
-    """The reply nearest above; of equal ones the one that the prompt repeats most."""
+    """The reply nearest above; of equal ones the one that the prompt repeats most.
+
+    Of these the one with the shortest path, then the first.
+    """
     while node is not None and node.parent is not None:
         equal = [
             calls[other]
@@ -84,7 +92,7 @@ def _nearest(
             and (other is node or (other.message and other.message == node.message))
         ]
         if equal:
-            return max(equal, key=lambda call: call.shows(turn))
+            return max(equal, key=lambda call: (call.shows(turn), -call.size))
         node = node.parent
     return None
 

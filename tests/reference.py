@@ -15,10 +15,10 @@ DEFAULT_THRESHOLD = 1024
 
 def lcp(a, b):
     """Tokens that a and b share at their start."""
-    n = 0
-    while n < min(len(a), len(b)) and a[n] == b[n]:
-        n += 1
-    return n
+    n = min(len(a), len(b))
+    if a[:n] == b[:n]:
+        return n
+    return next(k for k in range(n) if a[k] != b[k])
 
 
 def held(turn):
@@ -84,6 +84,7 @@ class Link:
     why: str = "root"
     order: int | None = None
     rewritten_by: int | None = None
+    segment: str | None = None
 
 
 def longest_prefix(turns, candidates, prompt):
@@ -124,6 +125,7 @@ def message_tree(turns, merge_threshold, equals="first"):
 
     With ``equals="tokens"``, a request that shows one of several equal replies continues
     the one that it shares most tokens with; an empty list of messages routes by tokens.
+    With "full_path" it continues the nearest turn above that it repeats entirely.
 
     Returns the root (of no message) and one `Link` per turn.
     """
@@ -155,6 +157,8 @@ def message_tree(turns, merge_threshold, equals="first"):
             mount = mount.add(message.get("role"), message)
         if equals == "tokens":
             links[i].parent = nearest_by_tokens(turns, mount, turn["prompt_ids"])
+        elif equals == "full_path":
+            links[i].parent = nearest_whole(turns, mount, turn["prompt_ids"])
         else:
             links[i].parent = mount.generated_ancestor()
         if short is not None:
@@ -170,20 +174,42 @@ def message_tree(turns, merge_threshold, equals="first"):
 def nearest_by_tokens(turns, node, prompt):
     """Of the nearest turn at a node or above and its equals, the one to continue.
 
-    That is the one whose held tokens share the longest prefix with the prompt, the first
-    of equals; None where there is no turn.
+    That is the one whose path the prompt repeats for longest; of equals, the one with the
+    shortest path, then the first. None where there is no turn.
     """
     while node.parent is not None:
-        equal = [
-            one.turn
-            for one in node.parent.children
-            if one.turn is not None
-            and (one is node or (one.role, one.message) == (node.role, node.message))
-        ]
+        equal = equal_turns(node)
         if equal:
-            return max(equal, key=lambda i: lcp(held(turns[i]), prompt))
+            return min(
+                equal,
+                key=lambda i: (-lcp(held(turns[i]), prompt), len(held(turns[i])), i),
+            )
         node = node.parent
     return None
+
+
+def nearest_whole(turns, node, prompt):
+    """The nearest turn at a node or above that a prompt repeats entirely, or None.
+
+    The last of those with equal messages.
+    """
+    while node.parent is not None:
+        paths = {i: held(turns[i]) for i in equal_turns(node)}
+        repeated = [i for i, path in paths.items() if prompt[: len(path)] == path]
+        if repeated:
+            return max(repeated)
+        node = node.parent
+    return None
+
+
+def equal_turns(node):
+    """The turns that generated the message of a node below its parent."""
+    return [
+        one.turn
+        for one in node.parent.children
+        if one.turn is not None
+        and (one is node or (one.role, one.message) == (node.role, node.message))
+    ]
 
 
 def mount_point(root, messages):

@@ -5,14 +5,9 @@ Turns are as in `tests.reference`; ``request_id`` and ``started_at`` may be ther
 
 from tests.reference import (
     Link,
-    Segment,
-    flags,
     held,
-    is_trainable,
     lcp,
     most_repeated,
-    row_of,
-    turn_indices,
 )
 
 
@@ -24,12 +19,6 @@ def by_prompt(turns):
         return len(turns[i]["prompt_ids"]), name is None, name or "", i
 
     return sorted(range(len(turns)), key=key)
-
-
-def born(turns, i):
-    """A key that sorts turns by when they were created."""
-    start, name = turns[i].get("started_at"), turns[i].get("request_id")
-    return start is None, start or 0, name is None, name or "", i
 
 
 def prefix_links(turns):
@@ -88,120 +77,6 @@ def prefix_links(turns):
     return links
 
 
-def forest_chains(links):
-    """The turns from each root to each leaf, leaves in the order of the links."""
-    placed = [i for i, one in enumerate(links) if one.order is not None]
-    continued = {links[i].parent for i in placed}
-    for leaf in sorted(placed, key=lambda i: links[i].order):
-        if leaf not in continued:
-            path = [leaf]
-            while links[path[0]].parent is not None:
-                path.insert(0, links[path[0]].parent)
-            yield path
-
-
-def nemo(turns, emit="all", max_row_tokens=None):
-    """The rows of one session and its line of the report (see `reference.linearize`)."""
-    links = prefix_links(turns)
-    chains = list(forest_chains(links))
-    if emit == "main":
-        chains = sorted(chains, key=lambda chain: born(turns, chain[0]))[:1]
-    limit = float("inf") if max_row_tokens is None else max_row_tokens
-    rows = []
-    cut = 0
-    for chain in chains:
-        length = len(held(turns[chain[-1]]))
-        if limit < length and limit <= len(turns[chain[0]]["prompt_ids"]):
-            cut += 1
-            continue
-        segment = Segment(chain, set(chain), set(), **flags(turns, chain))
-        rows.append(row_of(turns, segment, limit))
-    delivered = {i for chain in chains for i in chain}
-
-    def why_lost(i):
-        if not is_trainable(turns[i]):
-            return "untrainable"
-        if links[i].order is None:
-            return "quarantined"
-        return "cut" if i in delivered else "not_selected"
-
-    named = [one.why for one in links]
-    return summed(
-        turns,
-        rows,
-        why_lost,
-        rows_cut=cut,
-        roots=sum(one.parent is None and one.why != "empty" for one in links),
-        turns_quarantined=sum(
-            why in ("ambiguous", "superseded", "unresolved", "unresolved_ambiguous")
-            for why in named
-        ),
-        turns_unresolved=sum(why.startswith("unresolved") for why in named),
-        turns_by_tokens=0,
-    )
-
-
-def summed(turns, rows, why_lost, **counts):
-    """The rows, completed, and the session's line of the report."""
-    mask_sum = sum(sum(row["loss_mask"]) for row in rows)
-    for k, row in enumerate(rows):
-        row["row_index"] = k
-        row["rollout_mask_sum"] = mask_sum
-        row["row_weight"] = sum(row["loss_mask"]) / mask_sum if mask_sum else None
-        shared = [lcp(before["input_ids"], row["input_ids"]) for before in rows[:k]]
-        row["shared_length"] = max(shared, default=0)
-        row["parent_row"] = (
-            shared.index(row["shared_length"]) if row["shared_length"] else None
-        )
-    kinds = {"trained": set(), "context": []}
-    for row in rows:
-        for span in row["spans"]:
-            place = [
-                (span["turn_index"], k)
-                for k in range(span["output_start"], span["output_stop"])
-            ]
-            if span["kind"] == "trained":
-                kinds["context"] += [p for p in place if p in kinds["trained"]]
-                kinds["trained"] |= set(place)
-            elif span["kind"] == "duplicate":
-                kinds["context"] += place
-    report = {
-        "turns": len(turns),
-        "rows": len(rows),
-        "tokens_sampled": sum(len(turn["output_ids"]) for turn in turns),
-        "tokens_trained": len(kinds["trained"]),
-        "tokens_duplicated": len(kinds["context"]),
-        "tokens_forward": sum(len(row["input_ids"]) for row in rows),
-        "tokens_forward_shared": sum(
-            len(row["input_ids"]) - row["shared_length"] for row in rows
-        ),
-        **{
-            f"lost_{reason}": 0
-            for reason in (
-                "absorbed",
-                "untrainable",
-                "unrouted",
-                "cut",
-                "quarantined",
-                "not_selected",
-                "refused",
-                "retried",
-            )
-        },
-        **counts,
-    }
-    absorbed = dict.fromkeys(turn_indices(turns), 0)
-    for span in (s for row in rows for s in row["spans"] if s["kind"] == "absorbed"):
-        absorbed[span["turn_index"]] += span["output_stop"] - span["output_start"]
-    report["lost_absorbed"] = sum(absorbed.values())
-    for i, name in enumerate(turn_indices(turns)):
-        trained = sum(turn == name for turn, _ in kinds["trained"])
-        lost = len(turns[i]["output_ids"]) - trained - absorbed[name]
-        if lost:
-            report[f"lost_{why_lost(i)}"] += lost
-    return rows, report
-
-
 # --- miles
 
 
@@ -225,8 +100,16 @@ def fields_of(message, equality):
     return said
 
 
-def generation_links(turns, equality="strict", threshold=1):
-    """miles' tree of generations: one `Link` per turn."""
+def strict(message):
+    """What counts of a message for miles, if not told otherwise."""
+    return fields_of(message, "strict")
+
+
+def generation_links(turns, identity=strict, threshold=1):
+    """miles' tree of generations: one `Link` per turn.
+
+    ``identity`` gives what counts of a message.
+    """
     links = []
     paths = {}  # generation -> its messages and its reply
     for i, turn in enumerate(turns):
@@ -239,10 +122,10 @@ def generation_links(turns, equality="strict", threshold=1):
             parent = most_repeated(turns, list(paths), prompt)
             path = [object()]
         else:
-            sent = [fields_of(message, equality) for message in sent]
+            sent = [identity(message) for message in sent]
             parents = [j for j, path in paths.items() if sent[: len(path)] == path]
             parent = max(parents, key=lambda j: (len(paths[j]), j), default=None)
-            path = [*sent, object() if reply is None else fields_of(reply, equality)]
+            path = [*sent, object() if reply is None else identity(reply)]
         if parent is None:
             links.append(Link())
         else:
@@ -278,77 +161,3 @@ def generation_links(turns, equality="strict", threshold=1):
             links[i].order = rank
             rank += 1
     return links
-
-
-def miles(turns, equality="strict", threshold=1, max_row_tokens=None):
-    """The rows of one session and its line of the report (see `reference.linearize`)."""
-    links = generation_links(turns, equality, threshold)
-    limit = float("inf") if max_row_tokens is None else max_row_tokens
-    chains = list(forest_chains(links))
-    owners = {}
-    for chain in sorted(chains, key=lambda chain: chain[-1]):
-        for i in chain:
-            owners.setdefault(i, chain[-1])
-    rows = []
-    cut = 0
-    for chain in chains:
-        leaf, end = chain[-1], float("inf")
-        while chain and not (
-            len(turns[chain[-1]]["prompt_ids"]) < limit
-            or min(len(held(turns[chain[-1]])), end) <= limit
-        ):
-            dropped, chain = turns[chain[-1]], chain[:-1]
-            if chain:  # its reply was trimmed before calls were left out
-                end = lcp(held(turns[chain[-1]]), dropped["prompt_ids"])
-        if not chain:
-            cut += 1
-            continue
-        owned = {i for i in chain if owners[i] == leaf}
-        segment = Segment(chain, owned, set(), **flags(turns, chain))
-        spans = trimmed_spans(turns, chain, owned, limit, end)
-        rows.append(row_of(turns, segment, min(limit, end), spans))
-
-    def why_lost(i):
-        if not is_trainable(turns[i]):
-            return "untrainable"
-        if links[i].order is not None:
-            return "cut"
-        return links[i].why.split("_")[0]
-
-    return summed(turns, rows, why_lost, rows_cut=cut)
-
-
-def trimmed_spans(turns, chain, owned, limit, end):
-    """The pieces of a row whose replies may have lost their last tokens.
-
-    The last of them ends at ``end`` at the latest.
-    """
-    names = turn_indices(turns)
-    spans = []
-    for i, below in zip(chain, [*chain[1:], None], strict=True):
-        n, place = len(turns[i]["output_ids"]), len(turns[i]["prompt_ids"])
-        stop = end
-        if below is not None:
-            stop = lcp(held(turns[i]), turns[below]["prompt_ids"])
-        kept = min(n, stop - place)
-        inside = max(0, min(kept, limit - place))
-        kind = "trained" if i in owned else "duplicate"
-        kind = kind if is_trainable(turns[i]) else "untrainable"
-        pieces = [(place, place + inside, 0, inside, kind)]
-        if kind == "trained":
-            at = min(place + kept, limit)
-            pieces.append((limit, limit, inside, kept, "cut"))
-            pieces.append((at, at, kept, n, "absorbed"))
-        spans += [
-            {
-                "start": start,
-                "stop": stop,
-                "turn_index": names[i],
-                "output_start": output_start,
-                "output_stop": output_stop,
-                "kind": kind,
-            }
-            for start, stop, output_start, output_stop, kind in pieces
-            if output_stop > output_start
-        ]
-    return spans

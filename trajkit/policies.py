@@ -79,12 +79,24 @@ DISPATCH_TOOLS = ("Task", "Agent")
 """Of Claude Code (spec: segments 3)."""
 
 
-def check_order(route: ParentBy, order: ChainOrder) -> None:
-    """Raise `PolicyError` if such links have no such order."""
-    if route == "prefix" and order == "recorded":
+# equalities under which equal messages call and answer the same tools
+_TELLS_TOOLS = ("values", "text")
+
+
+def check_route(
+    parent_by: ParentBy, order: ChainOrder, equality: MessageEquality
+) -> None:
+    """Raise `PolicyError` if such links have no such order, or no such equality."""
+    if parent_by == "prefix" and order == "recorded":
         raise PolicyError(
             "chain_order='recorded' does not go with parent_by='prefix', under which a "
             "turn may be recorded before the one that it continues: expected 'tree'"
+        )
+    if parent_by == "agents" and equality not in _TELLS_TOOLS:
+        raise PolicyError(
+            f"message_equality={equality!r} does not go with parent_by='agents', under "
+            "which equal messages must call and answer the same tools: expected one of "
+            f"{', '.join(_TELLS_TOOLS)}"
         )
 
 
@@ -141,12 +153,13 @@ class Policy:
         content, reasoning, tool calls and tool_call_id, null content being empty text;
         ``"strict"``, the role, content, reasoning_content and tool_calls;
         ``"role_content_only"``, the role and content. The last two take None, "" and []
-        as equal.
+        as equal. ``"agents"`` takes the first two only.
     tie_break : {"first", "tokens", "full_path"}
         Which of several equal replies a request continues: the first; the one whose
-        path its prompt repeats for longest (an empty list of messages is then routed by
-        tokens too); or the nearest message above whose path its prompt repeats
-        entirely, the last of equals, so that no row drifts.
+        path its prompt repeats for longest, of equals the one with the shortest path,
+        then the first (an empty list of messages is then routed by tokens too); or the
+        nearest message above whose path its prompt repeats entirely, the last of
+        equals, so that no row drifts.
     chain_order : {"tree", "recorded"}
         The order of chains, and so of rows: as the traversal of the links reaches their
         last turns, or as these were recorded. ``"prefix"`` has the first only.
@@ -262,7 +275,7 @@ class Policy:
                 raise PolicyError(
                     f"{name}={value!r} does not go with on_drift='splice'"
                 )
-        check_order(self.parent_by, self.chain_order)
+        check_route(self.parent_by, self.chain_order, self.message_equality)
 
     @property
     def absorbs(self) -> bool:

@@ -115,7 +115,7 @@ def route_generations(
     A call is refused where ``threshold`` tokens or more of what was held are not in its
     prompt. Tokens tell which generation a call without a list of messages continues, see
     `_nearest_of_tokens`. ``tree_nodes`` and ``table`` are of `tree_size`, ``of_nodes``
-    is 4 by the nodes of the forest, ``of_calls`` 7 by n_calls. Calls in no chain have no
+    is 5 by the nodes of the forest, ``of_calls`` 7 by n_calls. Calls in no chain have no
     order.
     """
     cdef:
@@ -126,6 +126,7 @@ def route_generations(
         int32_t* ended
         int32_t* replies
         int32_t* reply_up
+        int32_t* last
         int32_t* next_ended
         int32_t* depths
         int32_t* accepted
@@ -138,7 +139,7 @@ def route_generations(
     ):
         _check_length(name, n, n_calls)
     _check_length("of_calls", of_calls.shape[0], 7)
-    _check_length("of_nodes", of_nodes.shape[0], 4)
+    _check_length("of_nodes", of_nodes.shape[0], 5)
     _check_length("of_nodes", of_nodes.shape[1], nodes.shape[0])
     most, wanted = tree_size(requests, session_offsets)
     _check_length("tree_nodes", tree_nodes.shape[0], most)
@@ -163,11 +164,12 @@ def route_generations(
     ended = &of_nodes[1, 0]
     replies = &of_nodes[2, 0]
     reply_up = &of_nodes[3, 0]
+    last = &of_nodes[4, 0]
     with nogil:
         for i in range(nodes.shape[0]):
             ended[i] = -1
             up[i] = nodes[i].parent
-        _expect_replies(calls, nodes, ends, replies, reply_up)
+        _expect_replies(calls, nodes, ends, replies, reply_up, last)
         for i in range(n_calls):
             links[i].order = links[i].rewritten_by = links[i].parent = -1
             tree.places[i] = accepted[i] = -1
@@ -188,7 +190,8 @@ def route_generations(
                 if requests[i].n_keys < 0:
                     parent = _nearest_of_tokens(
                         &calls[0], &nodes[0], &ends[0], up, ended, next_ended, replies,
-                        reply_up, &links[0], accepted, <int32_t>session_offsets[s], call,
+                        reply_up, last, &links[0], accepted, <int32_t>session_offsets[s],
+                        call,
                     )
                     why = WHY_TOKENS
                     node = tree.places[parent] if parent >= 0 else 0

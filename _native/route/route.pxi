@@ -221,22 +221,28 @@ cdef int32_t _nearest_by_tokens(
     const Tree* tree, const Call* calls, const Node* nodes, const int32_t* ends, int32_t node,
     int32_t index,
 ) noexcept nogil:
-    """Of the calls nearest above, equal siblings all, the one that the prompt goes on from.
+    """Of the nearest call above and its equal siblings, the one that the prompt continues.
 
-    That is the one with the longest common prefix, the first of equals; -1: none above.
+    That is the one whose path the prompt repeats for longest; of equals, the one with the
+    shortest path (so one that it repeats entirely), then the first. -1: there is none above.
     """
-    cdef int32_t other, best
-    cdef pos_t shared, most
+    cdef int32_t other, call, best
+    cdef pos_t shared, most, size, least = 0
     while node > 0:
         best = -1
         most = -1
         other = node
         while other >= 0:
-            if tree.nodes[other].call >= 0:
-                shared = _shared_by(calls, nodes, ends, tree.nodes[other].call, index)
-                if shared > most:
+            call = tree.nodes[other].call
+            if call >= 0:
+                shared = _shared_by(calls, nodes, ends, call, index)
+                size = _held_len(&calls[call])
+                if shared > most or shared == most and (
+                    size < least or size == least and call < best
+                ):
                     most = shared
-                    best = tree.nodes[other].call
+                    least = size
+                    best = call
             other = tree.nodes[other].equal
         if best >= 0:
             return best
@@ -282,24 +288,33 @@ cdef int32_t _next_alive(int32_t* up, const int32_t* alive, int32_t node) noexce
 
 cdef int32_t _longest_held(
     const Call* calls, const Node* nodes, const int32_t* ends, int32_t* up,
-    const int32_t* ended, const int32_t* next_ended, const Link* links,
+    int32_t* ended, const int32_t* next_ended, const Link* links,
     const int32_t* places, int32_t index,
 ) noexcept nogil:
-    """The earlier placed call whose path is the longest prefix of the prompt, or -1."""
+    """The earlier placed call whose path is the longest prefix of the prompt, or -1.
+
+    A node whose calls have all come and are not placed is not visited again.
+    """
     cdef int32_t node = ends[index], call, oldest
+    cdef bint more
     while nodes[node].stop > calls[index].prompt_len:
         node = nodes[node].parent
     node = _next_alive(up, ended, node)
     while node >= 0:
         oldest = -1
+        more = False
         call = ended[node]
         while call >= 0:
-            if call < index and places[call] >= 0 and links[call].rewritten_by < 0:
+            if call >= index:
+                more = True
+            elif places[call] >= 0 and links[call].rewritten_by < 0:
                 if oldest < 0 or call < oldest:
                     oldest = call
             call = next_ended[call]
         if oldest >= 0:
             return oldest
+        if not more:
+            ended[node] = -1
         node = _next_alive(up, ended, up[node])
     return -1
 
@@ -324,21 +339,29 @@ cdef void _open_reply(
 
 cdef void _expect_replies(
     const Call[::1] calls, const Node[::1] nodes, const int32_t[::1] ends, int32_t* replies,
-    int32_t* up,
+    int32_t* up, int32_t* last,
 ) noexcept nogil:
-    """Prepare what `_open_reply` fills: NOT_YET where it will note a call, else -1.
+    """Prepare what `_open_reply` fills: NOT_YET where it may note a call, else -1.
 
-    ``up`` becomes the parents.
+    ``last`` becomes the last call that it may note there, ``up`` the parents. From the last
+    call on: what it has is the last call's, and is passed over by the calls before.
     """
     cdef int64_t i
+    cdef int32_t node
     for i in range(nodes.shape[0]):
-        replies[i] = -1
+        replies[i] = 0
         up[i] = nodes[i].parent
-    for i in range(calls.shape[0]):
-        _open_reply(&calls[0], &nodes[0], &ends[0], replies, <int32_t>i)
+    for i in range(calls.shape[0] - 1, -1, -1):
+        if calls[i].prompt_len == 0:
+            continue
+        node = _next_alive(up, replies, ends[i])
+        while nodes[node].parent >= 0 and nodes[node].stop >= calls[i].prompt_len:
+            replies[node] = -1
+            last[node] = <int32_t>i
+            node = _next_alive(up, replies, node)
     for i in range(nodes.shape[0]):
-        if replies[i] >= 0:
-            replies[i] = NOT_YET
+        replies[i] = NOT_YET if replies[i] < 0 else -1
+        up[i] = nodes[i].parent
 
 
 cdef int32_t _longest_repeated(
@@ -364,8 +387,8 @@ cdef int32_t _longest_repeated(
 
 cdef int32_t _nearest_of_tokens(
     const Call* calls, const Node* nodes, const int32_t* ends, int32_t* up,
-    const int32_t* ended, const int32_t* next_ended, const int32_t* replies,
-    int32_t* reply_up, const Link* links, const int32_t* places, int32_t first,
+    int32_t* ended, const int32_t* next_ended, int32_t* replies, int32_t* reply_up,
+    const int32_t* last, const Link* links, const int32_t* places, int32_t first,
     int32_t index,
 ) noexcept nogil:
     """The earlier placed call that a call without messages continues, or -1.
@@ -373,7 +396,8 @@ cdef int32_t _nearest_of_tokens(
     Its prompt begins with that call's prompt and is longer, or with its whole path. Of
     several, it repeats that call's path for longest; of equals, it repeats a whole path, or
     else that call has the shortest prompt and is the first. ``first`` is the session's
-    first call, ``replies`` is of `_open_reply`, and ``reply_up`` of `_expect_replies`.
+    first call, ``replies`` is of `_open_reply`, ``reply_up`` and ``last`` of
+    `_expect_replies`.
     """
     cdef int32_t node = ends[index], call
     cdef int32_t whole = _longest_held(
@@ -392,6 +416,8 @@ cdef int32_t _nearest_of_tokens(
             if call >= 0 and _shared_by(calls, nodes, ends, call, index) > least:
                 return call
             return whole
+        if call == NOT_YET and last[node] < index:
+            replies[node] = -1
         node = _next_alive(reply_up, replies, reply_up[node])
     return whole
 
@@ -468,10 +494,10 @@ def route_messages(
 
     Message routing as slime has it; tokens tell which call a call without a list of messages
     continues, see `_nearest_of_tokens`. With EQUALS_TOKENS, of equal replies to
-    the same messages the one with the longest common prefix is the parent, not the first;
+    the same messages the parent is that of `_nearest_by_tokens`, not the first;
     with EQUALS_WHOLE the parent is the nearest whose whole path the prompt repeats.
     ``tree_nodes`` and ``table`` are of `tree_size`, ``up`` and ``ended`` have an entry a node
-    of the forest, ``replies`` two, the rest one a call.
+    of the forest, ``replies`` three, the rest one a call.
     """
     cdef:
         int64_t n_calls = calls.shape[0], n_sessions = session_offsets.shape[0] - 1
@@ -488,7 +514,7 @@ def route_messages(
         _check_length(name, n, n_calls)
     _check_length("up", up.shape[0], nodes.shape[0])
     _check_length("ended", ended.shape[0], nodes.shape[0])
-    _check_length("replies", replies.shape[0], 2)
+    _check_length("replies", replies.shape[0], 3)
     _check_length("replies", replies.shape[1], nodes.shape[0])
     most, wanted = tree_size(requests, session_offsets)
     _check_length("tree_nodes", tree_nodes.shape[0], most)
@@ -510,7 +536,7 @@ def route_messages(
         for i in range(nodes.shape[0]):
             ended[i] = -1
             up[i] = nodes[i].parent
-        _expect_replies(calls, nodes, ends, &replies[0, 0], &replies[1, 0])
+        _expect_replies(calls, nodes, ends, &replies[0, 0], &replies[1, 0], &replies[2, 0])
         for i in range(n_calls):
             links[i].order = links[i].rewritten_by = links[i].parent = places[i] = -1
             next_ended[i] = ended[ends[i]]
@@ -531,8 +557,8 @@ def route_messages(
                 if requests[i].n_keys < 0 or (empty and equals == EQUALS_TOKENS):
                     links[i].parent = _nearest_of_tokens(
                         &calls[0], &nodes[0], &ends[0], &up[0], &ended[0], &next_ended[0],
-                        &replies[0, 0], &replies[1, 0], &links[0], tree.places,
-                        <int32_t>session_offsets[s], call,
+                        &replies[0, 0], &replies[1, 0], &replies[2, 0], &links[0],
+                        tree.places, <int32_t>session_offsets[s], call,
                     )
                     links[i].why = WHY_TOKENS if links[i].parent >= 0 else WHY_ROOT
                     node = tree.places[links[i].parent] if links[i].parent >= 0 else 0

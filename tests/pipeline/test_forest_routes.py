@@ -9,9 +9,17 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests import reference, reference_forests
+from tests.against_twins import difference
 from tests.golden_sessions import golden, golden_name
-from tests.strategies import forest_policies, message_pairs, named_sessions, row_limits
-from tests.tables import dicts, in_delta_form, turns_table
+from tests.strategies import (
+    forest_policies,
+    masked,
+    message_pairs,
+    named_sessions,
+    row_limits,
+    versioned,
+)
+from tests.tables import in_delta_form, turns_table
 from trajkit import _core
 from trajkit.errors import InvalidTurnsError, LayoutError, PolicyError, SchemaError
 from trajkit.turns.calls import read_calls
@@ -166,20 +174,10 @@ def test_prefix_links_are_the_twins(turns):
     ]
 
 
-@given(named_sessions(), emits, row_limits)
+@given(versioned(masked(named_sessions())), emits, row_limits)
 def test_nemo_rows_and_report_are_the_twins(turns, emit, limit):
-    rows, report = tk.linearize(
-        turns_table(turns),
-        tk.policy("nemo", row_selection=emit),
-        max_row_tokens=limit,
-        report=True,
-    )
-    expected, expected_report = reference_forests.nemo(turns, emit, limit)
-    assert dicts(rows, expected) == expected
-    assert rows.num_rows == len(expected)
-    assert dicts(report, [expected_report]) == [expected_report]
-    losses = sum(n for name, n in report.to_pylist()[0].items() if "lost_" in name)
-    assert losses == sum(n for name, n in expected_report.items() if "lost_" in name)
+    policy = tk.policy("nemo", row_selection=emit)
+    assert difference(turns, policy, limit) is None
 
 
 @given(st.data(), named_sessions(unique=True), emits)
@@ -523,7 +521,9 @@ def test_generation_links_are_the_twins(turns, equality, trim):
         fork_threshold=trim,
     ).to_pylist()
     names = reference.turn_indices(turns)
-    twins = reference_forests.generation_links(turns, equality, trim)
+    twins = reference_forests.generation_links(
+        turns, lambda one: reference_forests.fields_of(one, equality), trim
+    )
     assert [
         (link["parent"], link["link_reason"], link["order"], link["rewritten_by"])
         for link in found
@@ -549,23 +549,11 @@ SHORTER = [
 ]
 
 
-@given(named_sessions(), equalities, trims, row_limits)
+@given(versioned(masked(named_sessions())), equalities, trims, row_limits)
 @example(SHORTER, "strict", 3, None)
 def test_miles_rows_and_report_are_the_twins(turns, equality, trim, limit):
-    rows, report = tk.linearize(
-        turns_table(turns),
-        tk.policy("miles", message_equality=equality, fork_threshold=trim),
-        max_row_tokens=limit,
-        report=True,
-    )
-    expected, expected_report = reference_forests.miles(turns, equality, trim, limit)
-    assert dicts(rows, expected) == expected
-    assert rows.num_rows == len(expected)
-    assert dicts(report, [expected_report]) == [expected_report]
-    lost = {n: v for n, v in report.to_pylist()[0].items() if n.startswith("lost_")}
-    assert sum(lost.values()) == sum(
-        expected_report[name] for name in lost if lost[name]
-    )
+    policy = tk.policy("miles", message_equality=equality, fork_threshold=trim)
+    assert difference(turns, policy, limit) is None
 
 
 @given(st.data(), named_sessions(), equalities, trims, row_limits)

@@ -147,6 +147,27 @@ def test_parents_by_hand(turns, expected):
     assert parents(turns) == expected
 
 
+@pytest.mark.parametrize(
+    ("outputs", "shown", "parent"),
+    [
+        ([(4, 5), (6, 7), (6, 8), (6, 9)], (6, 8, 1), 2),
+        # the same number of tokens of each: the shortest path, repeated entirely or not
+        ([(6, 7, 8), (6, 7), (6, 7)], (6, 7, 9), 1),
+        ([(6, 7, 8), (6, 7), (6, 8)], (6, 9), 1),
+        # equal paths: the first
+        ([(4, 5), (6, 7), (6, 7), (6, 7)], (6, 7, 9), 1),
+        ([(6, 7), (6, 7), (6, 7)], (3,), 0),
+    ],
+)
+def test_tokens_choose_among_equal_replies(outputs, shown, parent):
+    turns = [call([USER], said("x"), output) for output in outputs]
+    turns.append(call([USER, said("x"), USER], said("y"), prompt=(1, *shown)))
+    links = tk.link(turns_table(turns), "messages", tie_break="tokens")
+    assert links["parent"].to_pylist()[-1] == parent
+    expected = reference.link(turns, "messages", 0, "tokens")
+    assert expected[-1]["parent"] == parent
+
+
 def test_rewrite_names_the_turn_that_it_demotes():
     turns = [
         call([USER], said("a"), turn_index=3),

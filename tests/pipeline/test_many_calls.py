@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
+from tests.against_twins import difference
 from tests.pipeline import (
     test_forest_routes,
-    test_graph,
     test_links,
     test_policies,
     test_rows,
@@ -108,9 +108,7 @@ def test_rows_are_the_twins(turns, choice, limit):
 
 
 @few
-# Which of equal replies a call continues, if its prompt repeats the same number of tokens
-# of each, is not stated for tie_break="tokens", which is faithful's.
-@given(many_calls, chosen_policies().filter(lambda one: one[0] != "faithful"), limits)
+@given(many_calls, chosen_policies(), limits)
 def test_rows_by_any_choices_are_the_twins(turns, chosen, limit):
     holds(test_policies.test_rows_and_report_are_the_twin_s, turns, chosen, limit)
 
@@ -118,22 +116,12 @@ def test_rows_by_any_choices_are_the_twins(turns, chosen, limit):
 @few
 @given(many_calls, limits, st.sampled_from([None, 1, 3]), ends_of_turn)
 def test_rows_of_other_policies_are_the_twins(turns, limit, most, token):
-    holds(test_graph.test_rows_and_report_are_the_twin_s, turns, limit)
-    holds(
-        test_segments.test_rows_and_report_are_the_twins, turns, most, "uniform", limit
-    )
-    holds(test_splice.test_rows_and_report_are_the_twin_s, turns, token, limit)
-    named = [{**turn, "request_id": None, "started_at": None} for turn in turns]
-    holds(
-        test_forest_routes.test_nemo_rows_and_report_are_the_twins, named, "all", limit
-    )
-    holds(
-        test_forest_routes.test_miles_rows_and_report_are_the_twins,
-        named,
-        "strict",
-        1,
-        limit,
-    )
+    for policy in (
+        *("graph", "nemo", "miles"),
+        tk.policy("segments", max_rows=most),
+        tk.policy("polar", end_of_turn_token_id=token),
+    ):
+        assert difference(turns, tk.policy(policy), limit) is None
 
 
 @few

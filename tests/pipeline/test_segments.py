@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests import reference_segments as twin
+from tests.against_twins import difference
 from tests.golden_sessions import (
     SEGMENT_KINDS,
     comparable,
@@ -20,8 +21,15 @@ from tests.golden_sessions import (
     with_call_ids,
 )
 from tests.pipeline.test_golden_api import as_float32
-from tests.strategies import delegating_sessions, row_limits, sessions
-from tests.tables import dicts, in_delta_form, turns_table
+from tests.reference_policies import twins_of
+from tests.strategies import (
+    delegating_sessions,
+    masked,
+    row_limits,
+    sessions,
+    versioned,
+)
+from tests.tables import in_delta_form, turns_table
 from trajkit import _core
 from trajkit.errors import LayoutError
 from trajkit.turns.calls import read_calls
@@ -56,20 +64,14 @@ SHORTER = growing(([1], [2, 3]), ([1, 2, 3, 4, 5], [6]), ([1, 9], [7]))
 EDGES = growing(([1, 2], [3]), ([1, 2], [4]), ([1], [5]), ([2, 2], []))
 
 
-@given(any_session, row_counts, reward_modes, row_limits)
+@given(
+    any_session | versioned(masked(any_session)), row_counts, reward_modes, row_limits
+)
 @example(SHORTER, None, "uniform", None)
 @example(EDGES, None, "uniform", None)
 def test_rows_and_report_are_the_twins(turns, max_rows, mode, limit):
     policy = tk.policy("segments", max_rows=max_rows, rewards=mode)
-    rows, report = tk.linearize(
-        turns_table(turns), policy, reward=1.0, max_row_tokens=limit, report=True
-    )
-    expected, counts = twin.linearize(
-        turns, max_rows=max_rows, mode=mode, max_row_tokens=limit
-    )
-    assert dicts(rows, expected) == expected
-    assert rows.num_rows == len(expected)
-    assert dicts(report, [counts]) == [counts]
+    assert difference(turns, policy, limit) is None
 
 
 @given(any_session, row_counts, reward_modes, row_limits)
@@ -183,7 +185,8 @@ def test_golden_segments(session):
 def test_golden_twin(session):
     turns = with_call_ids(session["turns"])
     reward = session["knobs"]["reward"]
-    rows, _ = twin.linearize(turns, tools_of(session), reward=reward)
+    policy = tk.policy("segments", dispatch_tools=tools_of(session))
+    rows = twins_of(turns, policy, reward=reward)["rows"]
     expected = expected_segments(session)
     assert comparable(rows, expected) == expected
     assert (

@@ -12,14 +12,17 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests import reference
 from tests import reference_splice as twin
+from tests.against_twins import difference
 from tests.golden_sessions import delivered, golden, golden_name
 from tests.strategies import (
     END,
     ends_of_turn,
     growing_prompts,
+    masked,
     row_limits,
     runs,
     sessions,
+    versioned,
 )
 from tests.tables import by_session, dicts, in_delta_form, turns_table
 from trajkit.cli import main
@@ -94,51 +97,24 @@ def test_no_two_chains_end_in_the_same_prompt(turns):
 # --- rows
 
 
-@given(any_session, ends_of_turn, row_limits)
-@example(SAME_PROMPT_TWICE, END, None)
-@example(NO_END_OF_TURN, None, None)
-def test_rows_and_report_are_the_twin_s(turns, token, limit):
-    rows, report = tk.linearize(
-        turns_table(turns),
-        tk.policy("polar", end_of_turn_token_id=token),
-        max_row_tokens=limit,
-        report=True,
-    )
-    expected, line = twin.linearize(turns, twin.prompt_links(turns), token, limit)
-    assert dicts(rows, expected) == expected
-    assert rows.num_rows == len(expected)
-    assert dicts(report, [line]) == [line]
+spliced_routes = st.sampled_from(["prompts", "messages", "tokens", "previous", "none"])
+"""A prompt that does not begin with its parent's opens a row, as does a sibling."""
 
 
 @given(
-    any_session,
-    st.sampled_from(["messages", "tokens", "previous", "none"]),
+    any_session | versioned(masked(any_session)),
+    spliced_routes,
     ends_of_turn,
     row_limits,
     st.booleans(),
 )
-def test_other_routes_may_be_spliced(turns, route, token, limit, keep):
-    """A prompt that does not begin with its parent's opens a row, as does a sibling."""
+@example(SAME_PROMPT_TWICE, "prompts", END, None, True)
+@example(NO_END_OF_TURN, "prompts", None, None, True)
+def test_rows_and_report_are_the_twin_s(turns, route, token, limit, keep):
     policy = tk.policy(
         "polar", parent_by=route, end_of_turn_token_id=token, keep_untrained=keep
     )
-    rows, report = tk.linearize(
-        turns_table(turns), policy, max_row_tokens=limit, report=True
-    )
-    position = {name: i for i, name in enumerate(reference.turn_indices(turns))}
-    links = [
-        reference.Link(
-            position.get(one["parent"]),
-            one["link_reason"],
-            one["order"],
-            position.get(one["rewritten_by"]),
-        )
-        for one in reference.link(turns, route, 0)
-    ]
-    expected, line = twin.linearize(turns, links, token, limit, keep)
-    assert dicts(rows, expected) == expected
-    assert rows.num_rows == len(expected)
-    assert dicts(report, [line]) == [line]
+    assert difference(turns, policy, limit) is None
 
 
 @given(any_session, ends_of_turn)

@@ -1152,6 +1152,7 @@ POLICIES = [
         tk.policy("faithful", parent_by=route, message_equality=equality)
         for route in ("messages", "agents", "generations")
         for equality in MESSAGE_EQUALITIES
+        if route != "agents" or equality in ("values", "text")
     ),
 ]
 

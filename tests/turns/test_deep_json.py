@@ -58,6 +58,16 @@ def test_every_turn_of_it_is_linked_to_the_one_before(line):
     assert set(drift["size"].to_pylist()) == {0}
 
 
+def test_a_line_of_refused_turns(line):
+    """Each prompt repeats all that came before, of which the first call alone counts."""
+    turns = line.turns("s")
+    at = turns.column_names.index("finish_reason")
+    turns = turns.set_column(at, turns.field(at), pa.repeat("length", N).cast("string"))
+    links = tk.link(turns, "generations")
+    assert set(links["parent"].slice(1).to_pylist()) == {0}
+    assert set(links["link_reason"].slice(1).to_pylist()) == {"refused_truncated"}
+
+
 def test_per_call_rows_share_their_prefixes():
     n = 300  # rows are as long as their prompts: this is quadratic by its nature
     rows = recorded_line(n).rows("s", "per_call")

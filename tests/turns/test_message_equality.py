@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import trajkit as tk
+from tests import reference_segments
 from tests.reference_graph import identity
-from tests.reference_segments import same
 from tests.strategies import (
     body_texts,
     chat_messages,
@@ -32,7 +32,10 @@ from trajkit.turns.message_equality import (
     text_of_fields,
 )
 
-EQUAL = {"values": lambda a, b: a == b, "text": same}
+EQUAL = {
+    "values": lambda a, b: a == b,
+    "text": lambda a, b: reference_segments.text(a) == reference_segments.text(b),
+}
 
 
 def shown(turns):
@@ -189,6 +192,16 @@ def test_an_equality_that_does_not_exist_is_refused():
         tk.link(two_turns(), message_equality="hash")
     with pytest.raises(PolicyError, match="equality='hash'"):
         tk.policy("segments", message_equality="hash")
+
+
+@pytest.mark.parametrize("equality", ["content", "strict", "role_content_only"])
+def test_agents_need_an_equality_that_tells_tool_calls_apart(equality):
+    """Else which of two equal replies sends out a sub-agent is that of another one."""
+    said = f"message_equality='{equality}' does not go with parent_by='agents'"
+    with pytest.raises(PolicyError, match=said):
+        tk.link(two_turns(), "agents", message_equality=equality)
+    with pytest.raises(PolicyError, match=said):
+        tk.policy("segments", message_equality=equality)
 
 
 def test_the_kernel_refuses_arrays_of_other_lengths():

@@ -28,7 +28,7 @@ from trajkit.policies import (
     Policy,
     RowOrder,
     TieBreak,
-    check_order,
+    check_route,
 )
 from trajkit.schema import DRIFT, LINK_REASONS, LINKS, SEGMENT_KINDS
 from trajkit.turns.call_order import by_prompt
@@ -117,10 +117,10 @@ def link(
         that a later request shows in its place. None: 1024; 0 and below: never.
     tie_break : {"first", "tokens", "full_path"}
         Under ``"messages"``, of equal replies to the same messages: a request that
-        shows one of them continues the first, or the one whose prompt and output its
-        own prompt repeats for longest. ``"full_path"``: it continues the nearest message
-        above whose prompt and output its own prompt repeats to the end, the last of
-        equals.
+        shows one of them continues the first, or the one whose path its prompt repeats
+        for longest, of equals the one with the shortest path, then the first.
+        ``"full_path"``: it continues the nearest message above whose path its prompt
+        repeats to the end, the last of equals.
     chain_order : {"tree", "recorded"}
         The rank in the traversal of the message tree (of the rows, of the agents), or
         among the turns as they came.
@@ -146,8 +146,8 @@ def link(
     SchemaError, InvalidTurnsError
         As `trajkit.linearize`.
     PolicyError
-        ``parent_by`` is none of the eight, or another choice is none, or ``parent_by`` and
-        ``chain_order`` exclude each other.
+        ``parent_by`` is none of the eight, or another choice is none, or ``parent_by``
+        excludes ``chain_order`` or ``message_equality``.
 
     References
     ----------
@@ -163,11 +163,11 @@ def link(
         message_equality = _EQUALITY_OF_ROUTE.get(parent_by, "values")
     check_choice("message_equality", message_equality, MESSAGE_EQUALITIES)
     check_choice("chain_order", chain_order, CHAIN_ORDERS)
-    check_order(parent_by, chain_order)
     check_choice("row_order", row_order, ROW_ORDERS)
     tools = tool_names("dispatch_tools", dispatch_tools)
     fork_threshold = chosen_int("fork_threshold", fork_threshold)
     check_choice("parent_by", parent_by, PARENT_BY)
+    check_route(parent_by, chain_order, message_equality)
 
     def one(turns: pa.Table) -> pa.Table:
         calls = read_calls(turns)
@@ -220,7 +220,7 @@ def find_links(
             np.empty(n_calls, np.int32),
             np.empty(len(forest.nodes), np.int32),
             np.empty(len(forest.nodes), np.int32),
-            np.empty((2, len(forest.nodes)), np.int32),
+            np.empty((3, len(forest.nodes)), np.int32),
             np.empty(n_calls, np.int32),
             links,
         )
@@ -269,7 +269,7 @@ def find_links(
             fork_threshold,
             pooled(n_nodes, MESSAGE),
             np.empty(n_table, np.int32),
-            np.empty((4, len(forest.nodes)), np.int32),
+            np.empty((5, len(forest.nodes)), np.int32),
             np.empty((7, n_calls), np.int32),
             links,
         )

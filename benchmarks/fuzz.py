@@ -1,0 +1,382 @@
+"""Random sessions under random policies: every way to rows gives the same rows.
+
+``python -m benchmarks.fuzz MODE`` draws sessions of 1 to 300 calls and a policy, a preset
+or any valid choices, compares, and goes on with others. MODE is
+
+twins
+    links, rows and report against the slow implementations in ``tests``;
+forms
+    the table against its delta forms, the recorder, streams, threads and layouts, and
+    `trajkit.verify` finds nothing;
+files
+    damaged files of every format (`benchmarks.fuzz_files`).
+
+A case that fails is made smaller (sessions and calls left out, ids and messages cut), and
+stored in ``tests/regressions``, which ``tests/test_regressions.py`` runs again. The exit
+code is 1 where a case failed.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random, SystemRandom
+from typing import Any
+from unittest import mock
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+import trajkit as tk
+from benchmarks.fuzz_sessions import Turn, n_calls, random_policy, session
+from tests import against_twins
+from tests.tables import by_session, in_delta_form, turns_table
+from trajkit.pipeline import rows as pipeline
+
+REGRESSIONS = Path(__file__).parents[1] / "tests" / "regressions"
+_AT_ONCE = {"twins": 40, "forms": 400}
+_LONGEST = {"twins": 300, "forms": 300}
+_FORMS_AT_ONCE = 3
+_SMALL = 60
+"""Of the forms a case compares so many, or all if it has no more calls than this."""
+_FIELDS = ("step", "request_id", "started_at")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Sessions, and what is done with them."""
+
+    mode: str
+    policy: str
+    choices: dict[str, Any]
+    max_row_tokens: int | None
+    seed: int
+    turns: list[Turn]
+
+    @classmethod
+    def read(cls, path: Path) -> "Case":
+        """A stored case."""
+        return cls(**json.loads(path.read_text("utf-8")))
+
+    def write(self, folder: Path) -> Path:
+        """Store the case under a name of its own."""
+        path = folder / f"{self.mode}-{self.policy}-{self.seed}.json"
+        text = json.dumps(vars_of(self), indent=1, ensure_ascii=False)
+        path.write_text(text + "\n", "utf-8")
+        return path
+
+
+def vars_of(case: Case) -> dict[str, Any]:
+    """The fields of a case."""
+    return {name: getattr(case, name) for name in Case.__dataclass_fields__}
+
+
+def drawn_case(mode: str, seed: int) -> Case:
+    """Sessions and a policy from a seed."""
+    draw = Random(seed)
+    sizes = [n_calls(draw, _LONGEST[mode]) for _ in range(_AT_ONCE[mode])]
+    name, choices = random_policy(draw)
+    gaps = draw.random() < 0.2
+    turns = []
+    for k, size in enumerate(sizes):
+        index = draw.choice([0, 3]) if gaps else 0
+        for one in session(draw, size):
+            turns.append({"session_id": f"s{k}", "turn_index": index, **one})
+            index += draw.choice([1, 1, 4]) if gaps else 1
+    limit = draw.choice([None, None, draw.randint(1, 12), draw.randint(12, 120)])
+    return Case(mode, name, choices, limit, seed, turns)
+
+
+def difference(case: Case) -> str | None:
+    """What differs in a case, or None."""
+    try:
+        return (_from_twins if case.mode == "twins" else _between_forms)(case)
+    except (tk.TrajkitError, AssertionError, IndexError, KeyError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _policy(case: Case) -> tk.Policy:
+    choices = dict(case.choices)
+    if "dispatch_tools" in choices:  # JSON knows no tuples
+        choices["dispatch_tools"] = tuple(choices["dispatch_tools"])
+    return tk.policy(case.policy, **choices)
+
+
+def _from_twins(case: Case) -> str | None:
+    found: str | None = against_twins.difference(
+        case.turns, _policy(case), case.max_row_tokens
+    )
+    return found
+
+
+def _between_forms(case: Case) -> str | None:
+    policy = _policy(case)
+    draw = Random(case.seed)
+    table = turns_table(case.turns)
+    options: dict[str, Any] = {
+        "max_row_tokens": case.max_row_tokens,
+        "reward": 1.0,
+        "report": True,
+    }
+    rows, report = tk.linearize(table, policy, threads=1, **options)
+    rows.validate(full=True)
+
+    def same(form: str, found: tuple[pa.Table, pa.Table] | str | None) -> str | None:
+        if isinstance(found, str) or found is None:
+            return found
+        for name, one, other in zip(
+            ("rows", "report"), (rows, report), found, strict=True
+        ):
+            if not one.equals(other):
+                return f"{form}: other {name}"
+        return None
+
+    checks: list[Callable[[], str | None]] = [
+        lambda: same("delta", tk.linearize(tk.compact(table), policy, **options)),
+        lambda: same("threads", _on_threads(table, policy, draw, options)),
+        lambda: same("stream", _streamed(table, policy, draw, options)),
+        lambda: _other_layout(table, policy, rows, options),
+        lambda: same("recorder", _recorded(case, policy, rows, draw, options)),
+        lambda: _verified(case, table, rows),
+        lambda: _by_chance(case, policy, draw, options),
+    ]
+    small = len(case.turns) <= _SMALL
+    for check in checks if small else draw.sample(checks, _FORMS_AT_ONCE):
+        said = check()
+        if said is not None:
+            return said
+    return None
+
+
+def _on_threads(
+    table: pa.Table, policy: tk.Policy, draw: Random, options: dict[str, Any]
+) -> tuple[pa.Table, pa.Table]:
+    least = draw.choice([1, 10, 200])
+    with mock.patch.multiple(pipeline, _LEAST_PART=least, _LARGEST_PART=8 * least):
+        turns = draw.choice([table, tk.compact(table)])
+        made: tuple[pa.Table, pa.Table] = tk.linearize(
+            turns, policy, threads=draw.randint(1, 4), **options
+        )
+    return made
+
+
+def _streamed(
+    table: pa.Table, policy: tk.Policy, draw: Random, options: dict[str, Any]
+) -> tuple[pa.Table, pa.Table]:
+    table = draw.choice([table, tk.compact(table)])
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        at = 0
+        most = draw.choice([5, 40, 400])
+        while at < table.num_rows:
+            size = draw.randint(1, most)
+            yield from table.slice(at, size).combine_chunks().to_batches()
+            at += size
+
+    pairs = list(tk.linearize(batches(), policy, threads=draw.randint(1, 2), **options))
+    return tuple(pa.Table.from_batches(parts) for parts in zip(*pairs, strict=True))
+
+
+def _other_layout(
+    table: pa.Table, policy: tk.Policy, rows: pa.Table, options: dict[str, Any]
+) -> str | None:
+    suffix, _ = tk.linearize(table, policy, layout="suffix", **options)
+    if not tk.full_rows(suffix).equals(rows):
+        return "suffix: its full rows are others"
+    if not tk.suffix_rows(rows).equals(suffix):
+        return "suffix: the suffixes of the full rows are others"
+    return None
+
+
+def _recorded(
+    case: Case,
+    policy: tk.Policy,
+    rows: pa.Table,
+    draw: Random,
+    options: dict[str, Any],
+) -> tuple[pa.Table, pa.Table] | str | None:
+    """From the turns of a recorder that took the sessions' calls in turns.
+
+    What differs instead, if its own rows of some session do. None: it counts turns
+    itself, and theirs have gaps.
+    """
+    recorder = tk.Recorder()
+    waiting = by_session(case.turns)
+    if any(
+        turn["turn_index"] != k
+        for turns in waiting.values()
+        for k, turn in enumerate(turns)
+    ):
+        return None
+    calls = {name: iter(turns) for name, turns in waiting.items()}
+    order = [name for name, turns in waiting.items() for _ in turns]
+    draw.shuffle(order)
+    for name in order:
+        turn = dict(next(calls[name]))
+        for field in ("session_id", "turn_index"):
+            del turn[field]
+        payloads = {field: turn.pop(field) for field in _FIELDS if field in turn}
+        recorder.record(name, payloads=payloads, **turn)
+    ids = rows["session_id"].to_pylist()
+    some = set(draw.sample(list(waiting), -(-len(waiting) // 10)))
+    for name in some:
+        made = recorder.rows(
+            name, policy, max_row_tokens=case.max_row_tokens, reward=1.0
+        )
+        at = ids.index(name) if name in ids else 0
+        if not made.equals(rows.slice(at, ids.count(name))):
+            return f"recorder: other rows of {name}"
+    turns = pa.concat_tables(
+        [recorder.turns(name) for name in waiting], promote_options="permissive"
+    )
+    made: tuple[pa.Table, pa.Table] = tk.linearize(turns, policy, **options)
+    return made
+
+
+def _verified(case: Case, table: pa.Table, rows: pa.Table) -> str | None:
+    limit, policy = case.max_row_tokens, _policy(case)
+    if policy.on_drift == "splice":  # which has many readings of long sessions
+        names = [
+            name for name, turns in by_session(case.turns).items() if len(turns) < 5
+        ]
+        table, rows = (
+            one.filter(pc.is_in(one["session_id"], value_set=pa.array(names)))
+            for one in (table, rows)
+        )
+    found = tk.verify(rows, table, policy, max_row_tokens=limit, reward=1.0)
+    return f"verify: {found.to_pylist()[:3]}" if found.num_rows else None
+
+
+def _by_chance(
+    case: Case, policy: tk.Policy, draw: Random, options: dict[str, Any]
+) -> str | None:
+    """A delta form with bases at random, of some of the short sessions."""
+    turns = [
+        turn
+        for some in by_session(case.turns).values()
+        if len(some) <= 12 and draw.random() < 0.1
+        for turn in some
+    ]
+    if not turns:
+        return None
+    table = turns_table(turns)
+    delta = in_delta_form(table, draw.choice)
+    for field in _FIELDS:
+        delta = delta.append_column(field, table[field])
+    made = tk.linearize(delta, policy, **options)
+    whole = tk.linearize(table, policy, **options)
+    return None if made == whole else "delta by chance: other rows or another report"
+
+
+def reduced(case: Case, seconds: float = 60) -> Case:
+    """The case with as much left out as lets it differ, in so many seconds."""
+    end = time.monotonic() + seconds
+
+    def tried(**fields: object) -> bool:
+        nonlocal case
+        smaller = replace(case, **fields)
+        if time.monotonic() > end or not smaller.turns or difference(smaller) is None:
+            return False
+        case = smaller
+        return True
+
+    def leave_out(groups: list[list[Turn]]) -> None:
+        """Runs of groups, halves first."""
+        size = -(-len(groups) // 2)
+        while size:
+            at = 0
+            while at < len(groups):
+                left = groups[:at] + groups[at + size :]
+                if tried(turns=_renumbered([turn for some in left for turn in some])):
+                    groups = left
+                else:
+                    at += size
+            size //= 2
+
+    leave_out(list(by_session(case.turns).values()))
+    leave_out([[turn] for turn in case.turns])
+    for choice in list(case.choices):
+        tried(choices={k: v for k, v in case.choices.items() if k != choice})
+    tried(max_row_tokens=None)
+    for k in range(len(case.turns)):
+        for fields in _SIMPLER:
+            simpler = {**case.turns[k], **fields}
+            tried(turns=[*case.turns[:k], simpler, *case.turns[k + 1 :]])
+    for token in sorted({one for turn in case.turns for one in turn["prompt_ids"]}):
+        tried(
+            turns=[
+                {
+                    **turn,
+                    "prompt_ids": [one for one in turn["prompt_ids"] if one != token],
+                }
+                for turn in case.turns
+            ]
+        )
+    return case
+
+
+_SIMPLER: list[Turn] = [
+    *({field: None} for field in (*_FIELDS, "output_mask", "weight_versions")),
+    {"output_logprobs": None},
+    {"trainable": None, "ill_formed": False, "finish_reason": "stop"},
+    {"prompt_messages": None, "response_message": None},
+    {"output_ids": [], "output_logprobs": None, "output_mask": None},
+    {"output_ids": [1], "output_logprobs": None, "output_mask": None},
+]
+
+
+def _renumbered(turns: list[Turn]) -> list[Turn]:
+    counts: dict[str, int] = {}
+    found = []
+    for turn in turns:
+        index = counts[turn["session_id"]] = counts.get(turn["session_id"], -1) + 1
+        found.append({**turn, "turn_index": index})
+    return found
+
+
+def run(mode: str, seed: int, n_sessions: int, seconds: float) -> int:
+    """Cases from a seed on, until there were so many sessions or seconds.
+
+    Returns the number of cases that failed.
+    """
+    start = time.monotonic()
+    done = calls = failed = longest = 0
+    first = seed
+    while done < n_sessions and time.monotonic() - start < seconds and failed < 5:
+        case = drawn_case(mode, seed)
+        said = difference(case)
+        if said is not None:
+            failed += 1
+            print(f"{mode} seed {seed}: {said}", flush=True)
+            small = reduced(case)
+            print(f"  {difference(small)}: {small.write(REGRESSIONS)}", flush=True)
+        sizes = [len(turns) for turns in by_session(case.turns).values()]
+        done += len(sizes)
+        calls += len(case.turns)
+        longest = max(longest, *sizes)
+        seed += 1
+    print(
+        f"{mode}: seeds {first} to {seed - 1}: {done} sessions of 1 to {longest} calls, "
+        f"{calls} calls, {failed} failed, {time.monotonic() - start:.0f} s",
+        flush=True,
+    )
+    return failed
+
+
+def main() -> int:
+    """Run cases of a mode; the exit code is 1 where one failed."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("mode", choices=["twins", "forms", "files"])
+    parser.add_argument("--sessions", type=int, default=1_000_000_000)
+    parser.add_argument("--seed", type=int, help="of the first case")
+    parser.add_argument("--seconds", type=float, default=60)
+    given = parser.parse_args()
+    seed = SystemRandom().randrange(1 << 30) if given.seed is None else given.seed
+    return 1 if run(given.mode, seed, given.sessions, given.seconds) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
