@@ -9,6 +9,7 @@ README.md lists the files. Each folder is one idea:
     drift/   how a prompt departs from its parent's path
     plan/    which rows a policy makes, and which row trains an output
     fill/    the columns of planned rows
+    pack/    rows as trees of tokens, cut and written into packs
 
 Kernels never allocate: the caller passes every output buffer. The exception is what goes to
 Arrow, which Arrow frees (arrow/export.pxi).
@@ -32,7 +33,7 @@ from libc.stdint cimport (
 from libc.string cimport memchr, memcmp, memcpy, memset
 
 from structs cimport (
-    Call, Heard, Link, Message, Node, Place, Request, Row, pos_t, token_t
+    Call, Heard, Link, Message, Node, PackRow, Place, Request, Row, pos_t, token_t
 )
 
 import re
@@ -77,5 +78,7 @@ include "fill/row_scalars.pxi"
 include "fill/logprobs.pxi"
 include "plan/splice.pxi"
 include "forest/delta.pxi"
+include "pack/row_forest.pxi"
+include "pack/fill_packs.pxi"
 include "arrow/import.pxi"
 include "arrow/export.pxi"

@@ -104,3 +104,23 @@ cdef struct Row:              # one training sequence, before its columns are wr
     uint8_t ill_formed
     uint8_t reserved
     int32_t index             # counts the session's rows
+
+
+cdef struct PackRow:          # a row on its way into a pack; addresses are of Python's buffers
+    int64_t ids               # the ids that the row stores
+    pos_t stored              # the position in the row of the first of them
+    pos_t length              # tokens of the row
+    int64_t mask              # bitmap of the row's edges, from position stored on
+    int64_t mask_bit
+    int64_t logprobs          # one float32 per stored id
+    int64_t valid             # validity bitmap of those, or 0: all valid
+    int64_t valid_bit
+    int64_t line              # the row's line in its table
+    pos_t shared              # tokens that the parent supplies
+    pos_t start               # where the row's own tokens begin in the packs
+    pos_t base                # where its pack begins
+    pos_t open                # of its own tokens, those from here on know where their subtree ends
+    int32_t parent            # the row that supplies the tokens before its own, or -1
+    int32_t origin            # the row that has the tokens before stored, or -1
+    int32_t child             # the first child in the order of the packs, or -1
+    int32_t sibling           # the next child of the same parent, or -1

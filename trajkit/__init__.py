@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from trajkit.io.tables import write_sessions as write_sessions
     from trajkit.io.tables import write_turns as write_turns
     from trajkit.jobs.group_sessions import scan_turns as scan_turns
+    from trajkit.packs.packing import pack as pack
     from trajkit.pipeline.links import link as link
     from trajkit.pipeline.rows import linearize as linearize
     from trajkit.pipeline.suffix_layout import full_rows as full_rows
@@ -58,6 +59,7 @@ else:
             "import_turns": "importers.reader",
             "linearize": "pipeline.rows",
             "link": "pipeline.links",
+            "pack": "packs.packing",
             "policy": "policies",
             "read_rows": "io.tables",
             "read_sessions": "io.tables",

@@ -677,6 +677,69 @@ SIMULATION = _schema(
 )
 """What policies make of the same turns, one row per policy."""
 
+PACKS = _schema(
+    "packs",
+    # a tree of tokens in pre-order, tree after tree; padding at the end
+    _required("input_ids", pa.large_list(pa.int32())),
+    # tokens before it on its path from the root; 0 for padding
+    _required("position_ids", pa.large_list(pa.int32())),
+    # where the tokens below it end: token q attends token k if k <= q < subtree_end[k].
+    # A token of padding attends itself
+    _required("subtree_end", pa.large_list(pa.int32())),
+    # tokens without the padding
+    _required("n_tokens", pa.int32()),
+    # where each segment starts: the longest runs of tokens without a branch inside
+    _required("segment_start", pa.large_list(pa.int32())),
+    # the segment of the pack whose last token the segment follows; -1: none. In a pack
+    # with a prefix such a segment follows the prefix, unless its position_ids start at 0
+    _required("segment_parent", pa.large_list(pa.int32())),
+    # where each tree starts
+    _required("tree_start", pa.large_list(pa.int32())),
+    # the session of each tree; a null element: it joins sessions of a group
+    _required("tree_session", pa.large_list(pa.string())),
+    # the sessions of all rows in the pack
+    _required("sessions", pa.large_list(pa.string())),
+    # tree_start, and n_tokens (and the end of the padding), as attention kernels for
+    # packed sequences take it. null: the pack has a branch or a prefix
+    pa.field("cu_seqlens", pa.large_list(pa.int32())),
+    # an edge is a token that a row trains. The token of the pack that predicts it
+    _required("edge_source", pa.large_list(pa.int32())),
+    # its id
+    _required("edge_target", pa.large_list(pa.int32())),
+    # the line of its row in the table of rows
+    _required("edge_row", pa.large_list(pa.int64())),
+    # its position in the row
+    _required("edge_position", pa.large_list(pa.int32())),
+    # its share of the loss, without the advantage
+    _required("edge_weight", pa.large_list(pa.float64())),
+    # as recorded. null: the engine gave none
+    _required("edge_logprob", pa.large_list(pa.float32())),
+    # of a part of a tree: the line of the pack that has the part before it. null: the
+    # pack has no prefix
+    pa.field("prefix_pack", pa.int64()),
+    # the prefix: the path to the pack's first token, by position. Where each token is
+    # in that pack, counted from the first token of the prefix that it has itself
+    _required("prefix_source", pa.large_list(pa.int32())),
+    # as subtree_end, of the tokens of the prefix: q attends it if q < prefix_end
+    _required("prefix_end", pa.large_list(pa.int32())),
+)
+"""Rows that share prefixes as trees of tokens, one line per micro-batch. ``columns`` of
+`trajkit.pack` add a list ``edge_<name>`` each."""
+
+ASSIGNMENT = _schema(
+    "assignment",
+    # counts the optimizer steps from 0
+    _required("step", pa.int32()),
+    _required("rank", pa.int32()),
+    # counts the packs of the rank in the step from 0
+    _required("slot", pa.int32()),
+    # the line of the pack in its table. null: an empty pack, so that ranks have as many
+    pa.field("pack", pa.int64()),
+    # in the unit of the costs given to `trajkit.balance`; 0 for an empty pack
+    _required("cost", pa.float64()),
+)
+"""Which rank computes which pack, one line per pack."""
+
 RULES = (
     "session",
     "row_index",

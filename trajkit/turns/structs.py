@@ -124,6 +124,29 @@ ROW = np.dtype(
     align=True,
 )
 
+PACK_ROW = np.dtype(
+    [
+        ("ids", _i8),
+        ("stored", _i8),
+        ("length", _i8),
+        ("mask", _i8),
+        ("mask_bit", _i8),
+        ("logprobs", _i8),
+        ("valid", _i8),
+        ("valid_bit", _i8),
+        ("line", _i8),
+        ("shared", _i8),
+        ("start", _i8),
+        ("base", _i8),
+        ("open", _i8),
+        ("parent", _i4),
+        ("origin", _i4),
+        ("child", _i4),
+        ("sibling", _i4),
+    ],
+    align=True,
+)
+
 
 def longer(array: npt.NDArray[_Item], size: int) -> npt.NDArray[_Item]:
     """A copy with room for more: it begins as the array does, and the rest is undefined."""

@@ -1,0 +1,266 @@
+"""The tokens and the edges of packs, of rows that have their places."""
+
+cdef extern from *:
+    """
+    #include <stdint.h>
+    #include <string.h>
+
+    /* The number of ones in bits[start:stop], least significant bit first. */
+    static int64_t trajkit_ones(const uint8_t *bits, int64_t start, int64_t stop) {
+        int64_t n = 0;
+        uint64_t word;
+        for (; start < stop && (start & 7); start++)
+            n += bits[start >> 3] >> (start & 7) & 1;
+        for (; stop - start >= 64; start += 64) {
+            memcpy(&word, bits + (start >> 3), 8);
+            n += __builtin_popcountll(word);
+        }
+        for (; start < stop; start++)
+            n += bits[start >> 3] >> (start & 7) & 1;
+        return n;
+    }
+    """
+    int64_t _ones "trajkit_ones" (const uint8_t* bits, int64_t start, int64_t stop) noexcept nogil
+
+
+cdef void _copy_ids(
+    const PackRow* rows, int64_t r, pos_t start, pos_t stop, token_t* out
+) noexcept nogil:
+    """Copy tokens start:stop of a row, each from the last of its origins that stores it."""
+    cdef pos_t first
+    while stop > start:
+        first = max(rows[r].stored, start)
+        if first < stop:
+            memcpy(
+                out + (first - start),
+                <const token_t*><intptr_t>rows[r].ids + (first - rows[r].stored),
+                (stop - first) * sizeof(token_t),
+            )
+            stop = first
+        r = rows[r].origin
+
+
+cdef void _close(PackRow* row, pos_t depth, pos_t end, int32_t* ends) noexcept nogil:
+    """The subtrees of a row's own tokens from a depth on, if still open, end at ``end``."""
+    cdef pos_t i
+    cdef int32_t value = <int32_t>(end - row.base)
+    depth = max(depth, row.shared)
+    for i in range(row.start + depth - row.shared, row.start + row.open - row.shared):
+        ends[i] = value
+    row.open = min(row.open, depth)
+
+
+cdef void _fill_tokens(
+    PackRow* rows, int64_t n, token_t* ids, int32_t* positions, int32_t* ends, pos_t n_tokens
+) noexcept nogil:
+    cdef int64_t r, k, p
+    cdef pos_t i, stop, start
+    for r in range(n):
+        start = rows[r].start
+        stop = start + rows[r].length - rows[r].shared
+        check_write("packs", start, stop - start, n_tokens)
+        _copy_ids(rows, r, rows[r].shared, rows[r].length, ids + start)
+        for i in range(start, stop):
+            positions[i] = <int32_t>(rows[r].shared + i - start)
+        rows[r].open = rows[r].length
+        # the rows from the one before up to the parent have no further branch below this one
+        k = r - 1
+        p = rows[r].parent
+        while k > p and k >= 0:
+            _close(&rows[k], rows[k].shared, start, ends)
+            k = rows[k].parent
+        if p >= 0:
+            _close(&rows[p], rows[r].shared, start, ends)
+        if r + 1 == n or rows[r + 1].parent < 0:
+            k = r
+            while k >= 0:
+                _close(&rows[k], rows[k].shared, stop, ends)
+                k = rows[k].parent
+
+
+cdef int64_t _first_misplaced(const PackRow* rows, int64_t n, pos_t n_tokens) noexcept nogil:
+    """The first row that is not where a tree in pre-order has it, or -1.
+
+    Such a row's tokens, and those of the rows that supply the rest, lie in the buffers.
+    """
+    cdef int64_t r
+    cdef int32_t p, o
+    cdef pos_t stop
+    for r in range(n):
+        p, o = rows[r].parent, rows[r].origin
+        stop = rows[r].start + rows[r].length - rows[r].shared
+        if not 0 <= rows[r].shared <= rows[r].length or rows[r].base < 0:
+            return r
+        if not rows[r].base <= rows[r].start <= stop <= n_tokens:
+            return r
+        if not 0 <= rows[r].stored <= rows[r].length:
+            return r
+        if rows[r].length > INT32_MAX or stop - rows[r].base > INT32_MAX:
+            return r
+        if not -1 <= p < r or (p < 0 and rows[r].shared != 0):
+            return r
+        if p >= 0 and not rows[p].shared < rows[r].shared <= rows[p].length:
+            return r
+        if p >= 0 and rows[r - 1].start + rows[r - 1].length - rows[r - 1].shared != rows[r].start:
+            return r
+        if rows[r].stored > 0:
+            # an origin is an earlier line of the table, so their chain ends
+            if not 0 <= o < n or rows[o].line >= rows[r].line:
+                return r
+            if rows[o].length < rows[r].stored:
+                return r
+    return -1
+
+
+cdef pos_t _fill_edges(
+    const PackRow* rows, int64_t r, const token_t* ids, int64_t stop,
+    int32_t* source, token_t* target, int32_t* position, float* logprob, uint8_t* given,
+) noexcept nogil:
+    """Write the edges of a row from the last one, which comes at stop - 1, to the first.
+
+    So the rows that have the tokens are passed once. Return where the first edge is.
+    """
+    cdef const uint8_t* mask = <const uint8_t*><intptr_t>rows[r].mask
+    cdef const uint8_t* valid = <const uint8_t*><intptr_t>rows[r].valid
+    cdef const float* logprobs = <const float*><intptr_t>rows[r].logprobs
+    cdef pos_t stored = rows[r].length - rows[r].stored, i, j
+    cdef int64_t bit, k = r
+    i = stored
+    while i > 0:
+        i -= 1
+        bit = rows[r].mask_bit + i
+        if mask[bit >> 3] == 0:
+            # no edge in this byte
+            i -= min(bit & 7, i)
+            continue
+        if not mask[bit >> 3] >> (bit & 7) & 1:
+            continue
+        stop -= 1
+        j = rows[r].stored + i
+        while j < rows[k].shared:
+            k = rows[k].parent
+        target[stop] = ids[rows[k].start + j - rows[k].shared]
+        position[stop] = <int32_t>j
+        logprob[stop] = logprobs[i]
+        bit = rows[r].valid_bit + i
+        given[stop] = 1 if valid == NULL else valid[bit >> 3] >> (bit & 7) & 1
+        # the source may be in a row further up, the next edge is at j - 1 or before
+        while j - 1 < rows[k].shared:
+            k = rows[k].parent
+        source[stop] = <int32_t>(rows[k].start + j - 1 - rows[k].shared - rows[k].base)
+    return stop
+
+
+def fill_packs(
+    PackRow[::1] rows not None,
+    token_t[::1] input_ids not None,
+    int32_t[::1] position_ids not None,
+    int32_t[::1] subtree_end not None,
+):
+    """Write the tokens of rows that have their places.
+
+    Parameters
+    ----------
+    rows : records of dtype PACK_ROW
+        In pre-order, tree after tree; ``shared`` and ``parent`` are those within the tree.
+    input_ids, position_ids, subtree_end : int32, shape (n_tokens,)
+        Tokens that belong to no row (padding) are left as they are. Ends count from the first
+        token of the pack.
+
+    Raises
+    ------
+    LayoutError
+        A row is not where a tree in pre-order has it.
+    """
+    cdef int64_t n = rows.shape[0], bad
+    cdef pos_t n_tokens = input_ids.shape[0]
+    _check_length("position_ids", position_ids.shape[0], n_tokens)
+    _check_length("subtree_end", subtree_end.shape[0], n_tokens)
+    if n == 0 or n_tokens == 0:
+        return
+    with nogil:
+        bad = _first_misplaced(&rows[0], n, n_tokens)
+        if bad < 0:
+            _fill_tokens(
+                &rows[0], n, &input_ids[0], &position_ids[0], &subtree_end[0], n_tokens
+            )
+    if bad >= 0:
+        raise LayoutError(f"rows[{bad}] is not where a tree in pre-order has it")
+
+
+def count_edges(const PackRow[::1] rows not None, int64_t[::1] counts not None):
+    """Write how many edges each row has, and return the first that has one at position 0, or -1.
+
+    That token is predicted from nothing.
+    """
+    cdef int64_t n = rows.shape[0], r, bad = -1
+    cdef const uint8_t* mask
+    _check_length("counts", counts.shape[0], n)
+    with nogil:
+        for r in range(n):
+            mask = <const uint8_t*><intptr_t>rows[r].mask
+            counts[r] = _ones(
+                mask, rows[r].mask_bit, rows[r].mask_bit + rows[r].length - rows[r].stored
+            )
+            if bad < 0 and counts[r] and rows[r].stored == 0:
+                if mask[rows[r].mask_bit >> 3] >> (rows[r].mask_bit & 7) & 1:
+                    bad = r
+    return bad
+
+
+def fill_edges(
+    const PackRow[::1] rows not None,
+    const token_t[::1] input_ids not None,
+    const int64_t[::1] offsets not None,
+    int32_t[::1] source not None,
+    token_t[::1] target not None,
+    int32_t[::1] position not None,
+    float[::1] logprob not None,
+    uint8_t[::1] given not None,
+):
+    """Write the edges of rows whose tokens `fill_packs` wrote.
+
+    Parameters
+    ----------
+    rows : records of dtype PACK_ROW
+        None has an edge at position 0 (`count_edges`).
+    input_ids : int32, shape (n_tokens,)
+    offsets : int64, shape (n_rows + 1,)
+        Edges ``offsets[r]:offsets[r + 1]`` are those of row r, by position.
+    source, target, position, logprob, given
+        Shape (n_edges,). The token of the pack, the id that follows it in the row, its position
+        there, its logprob (what is under a null, too), and whether it has one.
+    """
+    cdef int64_t n = rows.shape[0], r, bad = -1
+    cdef int64_t n_edges = source.shape[0]
+    for name, size in (
+        ("target", target.shape[0]), ("position", position.shape[0]),
+        ("logprob", logprob.shape[0]), ("given", given.shape[0]),
+    ):
+        _check_length(name, size, n_edges)
+    _check_length("offsets", offsets.shape[0], n + 1)
+    if n == 0 or n_edges == 0:
+        return
+    with nogil:
+        bad = _first_misplaced(&rows[0], n, input_ids.shape[0])
+        if bad < 0:
+            for r in range(n):
+                if (
+                    not 0 <= offsets[r] <= offsets[r + 1] <= n_edges
+                    or _ones(
+                        <const uint8_t*><intptr_t>rows[r].mask, rows[r].mask_bit,
+                        rows[r].mask_bit + rows[r].length - rows[r].stored,
+                    ) != offsets[r + 1] - offsets[r]
+                    or (rows[r].stored == 0 and rows[r].length and (
+                        (<const uint8_t*><intptr_t>rows[r].mask)[rows[r].mask_bit >> 3]
+                        >> (rows[r].mask_bit & 7) & 1
+                    ))
+                ):
+                    bad = r
+                    break
+                _fill_edges(
+                    &rows[0], r, &input_ids[0], offsets[r + 1],
+                    &source[0], &target[0], &position[0], &logprob[0], &given[0],
+                )
+    if bad >= 0:
+        raise LayoutError(f"rows[{bad}] has other edges than the offsets, or one at position 0")
