@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from trajkit.torch.attention import TreeAttention as TreeAttention
     from trajkit.torch.attention import UnsupportedModelError as UnsupportedModelError
     from trajkit.torch.datasets import PackDataset as PackDataset
+    from trajkit.torch.datasets import RowDataset as RowDataset
+    from trajkit.torch.datasets import pad_rows as pad_rows
     from trajkit.torch.logprobs import gather_logprobs as gather_logprobs
     from trajkit.torch.losses import nll_loss as nll_loss
     from trajkit.torch.losses import observation_loss as observation_loss
@@ -31,6 +33,7 @@ else:
         {
             "Pack": "packs",
             "PackDataset": "datasets",
+            "RowDataset": "datasets",
             "TreeAttention": "attention",
             "UnsupportedModelError": "attention",
             "check_model": "models",
@@ -44,6 +47,7 @@ else:
             "model_inputs": "models",
             "nll_loss": "losses",
             "observation_loss": "losses",
+            "pad_rows": "datasets",
             "policy_loss": "losses",
         },
     )

@@ -29,13 +29,8 @@ from trajkit.torch.packs import Pack
 ATTENTION = "trajkit"
 """The name to pass as ``attn_implementation``."""
 
-Kernel: TypeAlias = Literal["auto", "masked", "trunk"]
+Kernel: TypeAlias = Literal["masked", "trunk"]
 Mask: TypeAlias = Tensor | BlockMask
-
-_TRUNK_SHARE = 0.25
-"""Least share of the attended pairs within trunks for which "auto" separates them."""
-_MAX_TRUNKS = 8
-"""Most trees whose trunks are separated: each is a kernel call."""
 
 
 class UnsupportedModelError(TrajkitError, ValueError):
@@ -54,16 +49,10 @@ class TreeAttention:
     pack : Pack
     device : torch device
         Where the model's attention runs.
-    kernel : {"auto", "masked", "trunk"}
-        ========  ====================================================================
-        masked    attention under the complete mask
-        trunk     each tree's deepest path by causal `scaled_dot_product_attention`,
-                  which needs no mask; the other tokens under a mask
-        auto      trunk where a quarter of the attended pairs or more lies within at
-                  most 8 trunks, else masked
-        ========  ====================================================================
-
-        Layers with a sliding window are always masked.
+    kernel : {"masked", "trunk"}
+        "masked": attention under the complete mask. "trunk": the deepest path of each
+        tree by causal `scaled_dot_product_attention`, which needs no mask, and the
+        other tokens under a mask. Layers with a sliding window are always masked.
     kernel_options : dict, optional
         For FlexAttention, such as block sizes.
     """
@@ -72,7 +61,7 @@ class TreeAttention:
         self,
         pack: Pack,
         device: torch.device | str,
-        kernel: Kernel = "auto",
+        kernel: Kernel = "masked",
         kernel_options: dict[str, Any] | None = None,
     ) -> None:
         check_choice("kernel", kernel, Kernel)
@@ -81,12 +70,7 @@ class TreeAttention:
         self.n_tokens = len(pack.subtree_end)
         self._tokens = token_ranges(pack.subtree_end, pack.position_ids)
         self._masks: dict[int | None, Mask] = {}
-        self._trunks: Trunks | None = None
-        if kernel != "masked" and self.n_tokens:
-            trunks = Trunks(self._tokens)
-            if kernel == "trunk" or trunks.worthwhile:
-                trunks.build(self.device)
-                self._trunks = trunks
+        self._trunks = Trunks(self._tokens, self.device) if kernel == "trunk" else None
 
     def mask(self, window: int | None) -> Mask:
         """The mask of a layer with this sliding window."""
@@ -120,46 +104,31 @@ class Trunks:
         The mask of the tokens on no trunk against all, in that order.
     """
 
-    order: Tensor
-    inverse: Tensor
-    branches: Mask | None
-
-    def __init__(self, tokens: TokenRanges) -> None:
-        self._tokens = tokens
-        end, position = tokens.end, tokens.position
+    def __init__(self, tokens: TokenRanges, device: torch.device) -> None:
+        enter, end, position = tokens.enter, tokens.end, tokens.position
         roots = _roots(end)
         # A token is on the trunk of its tree if the tree's first deepest token is below.
-        tree = np.searchsorted(roots, tokens.enter, side="right") - 1
+        tree = np.searchsorted(roots, enter, side="right") - 1
         deepest = np.array(
             [
                 a + int(position[a:b].argmax())
                 for a, b in itertools.pairwise([*roots, len(end)])
-            ]
+            ],
+            np.int64,
         )
         leaf = deepest[tree]
-        self._on_trunk = (tokens.enter <= leaf) & (leaf < end)
-        lengths = np.bincount(tree[self._on_trunk], minlength=len(roots))
+        on_trunk = (enter <= leaf) & (leaf < end)
+        lengths = np.bincount(tree[on_trunk], minlength=len(roots))
         self.bounds: list[int] = [0, *np.cumsum(lengths).tolist()]
-
-    @property
-    def worthwhile(self) -> bool:
-        """Whether enough of the attended pairs lies within few enough trunks."""
-        n = np.diff(self.bounds).astype(np.float64)
-        attended = (self._tokens.end - self._tokens.enter).sum(dtype=np.float64)
-        inside = (n * (n + 1) / 2).sum()
-        return len(n) <= _MAX_TRUNKS and bool(inside >= _TRUNK_SHARE * attended)
-
-    def build(self, device: torch.device) -> None:
-        """Sets the order and the mask of the branches, on a device."""
-        on = self._on_trunk
-        order = np.concatenate([np.flatnonzero(on), np.flatnonzero(~on)])
+        order = np.concatenate([np.flatnonzero(on_trunk), np.flatnonzero(~on_trunk)])
         inverse = np.empty_like(order)
         inverse[order] = np.arange(len(order))
         self.order = torch.from_numpy(order).to(device)
         self.inverse = torch.from_numpy(inverse).to(device)
-        key = self._tokens.select(order)
-        query = self._tokens.select(order[self.bounds[-1] :])
-        self.branches = _mask(query, key, device, None) if len(query.enter) else None
+        query = tokens.select(order[self.bounds[-1] :])
+        self.branches: Mask | None = None
+        if len(query.enter):
+            self.branches = _mask(query, tokens.select(order), device, None)
 
 
 def _roots(end: Ints) -> list[int]:

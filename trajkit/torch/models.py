@@ -134,7 +134,7 @@ def model_inputs(
     model: PreTrainedModel,
     pack: Pack,
     *,
-    kernel: Kernel = "auto",
+    kernel: Kernel = "masked",
     kernel_options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Keyword arguments with which a model runs on a pack.
@@ -177,7 +177,7 @@ def edge_logprobs(
     *,
     temperature: float = 1.0,
     chunk_size: int = 2048,
-    kernel: Kernel = "auto",
+    kernel: Kernel = "masked",
     kernel_options: dict[str, Any] | None = None,
 ) -> Tensor:
     """The logprob that a model gives the target of each edge of a pack.
