@@ -1,11 +1,9 @@
 """A model gives trees, cut or not, the logprobs and gradients that it gives their rows."""
 
-import pytest
-
-torch = pytest.importorskip("torch", reason="needs torch: pip install trajkit[torch]")
-pytest.importorskip("transformers", reason="needs transformers")
-
 import numpy as np
+import pyarrow as pa
+import pytest
+import torch
 
 import trajkit as tk
 from tests.torch.cases import SESSIONS, packs_of, rows_of
@@ -58,7 +56,9 @@ def differences(model, rows, packs, **options):
     expected, loss, grad = by_rows(model, rows)
     found, total, found_grad = by_packs(model, packs, **options)
     assert found.keys() == expected.keys()
-    a, b = (torch.stack([known[key] for key in expected]) for known in (found, expected))
+    a, b = (
+        torch.stack([known[key] for key in expected]) for known in (found, expected)
+    )
     return largest(a, b), float(abs(loss - total)), relative(found_grad, grad)
 
 
@@ -110,8 +110,6 @@ def test_packs_by_a_trie_train_alike(case):
 
 def twin(table, schema):
     """A packs table of these columns, the others empty."""
-    import pyarrow as pa
-
     columns = []
     for field in schema:
         if field.name in table.column_names:
@@ -125,8 +123,6 @@ def twin(table, schema):
 
 
 def test_sessions_of_a_group_share_their_prompt():
-    import pyarrow as pa
-
     rows = tk.linearize(
         tk.from_records(
             {

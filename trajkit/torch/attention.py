@@ -13,7 +13,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 from transformers.integrations.flex_attention import (
@@ -140,7 +139,7 @@ def _roots(end: Ints) -> list[int]:
     return roots
 
 
-class _Reorder(torch.autograd.Function):
+class _Reorder(torch.autograd.Function):  # type: ignore[misc]
     """``x[:, :, order]``, whose gradient is gathered rather than scattered."""
 
     @staticmethod
@@ -149,13 +148,12 @@ class _Reorder(torch.autograd.Function):
         return x.index_select(2, order)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.index_select(2, ctx.inverse), None, None
 
 
 def _reorder(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    result: Tensor = _Reorder.apply(x, order, inverse)  # type: ignore[no-untyped-call]
+    result: Tensor = _Reorder.apply(x, order, inverse)
     return result
 
 

@@ -6,7 +6,6 @@ from typing import Any
 import pyarrow as pa
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from trajkit._arguments import chosen_int
 from trajkit._arrow.canonical import (
@@ -26,8 +25,8 @@ _FLOAT64 = ("edge_weight", "edge_logprob")
 _PADDING = {"input_ids": 0, "loss_mask": False, "logprobs": float("nan")}
 
 
-class PackDataset(Dataset[Pack]):
-    """The packs of a table, one `Pack` an item.
+class PackDataset:
+    """The packs of a table, one `Pack` an item: a map-style dataset.
 
     A pack is a micro-batch, so a DataLoader needs ``batch_size=None``. Tokens, and
     columns that torch takes as they are, stay in Arrow's memory until they are pinned
@@ -77,7 +76,7 @@ class PackDataset(Dataset[Pack]):
         return Pack(**values, columns=columns)
 
 
-class RowDataset(Dataset[dict[str, Any]]):
+class RowDataset:
     """Rows one by one, for trainers that pad them (`pad_rows`).
 
     Each item maps ``input_ids``, ``loss_mask``, ``logprobs`` (NaN where there is none)

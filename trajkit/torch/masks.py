@@ -330,7 +330,5 @@ def magi_slices(subtree_end: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q_ranges = np.concatenate([own, below[filled]])
     k_ranges = np.concatenate([own, own[filled]])
     types = np.repeat([1, 0], [len(own), int(filled.sum())])
-    return tuple(  # type: ignore[return-value]
-        torch.from_numpy(np.ascontiguousarray(x, np.int32)).to(subtree_end.device)
-        for x in (q_ranges, k_ranges, types)
-    )
+    device = subtree_end.device
+    return _int32(q_ranges, device), _int32(k_ranges, device), _int32(types, device)

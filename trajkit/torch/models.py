@@ -20,9 +20,8 @@ from trajkit.torch.packs import Pack
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Layers that carry a state, or gather neighbours, along the layout of the pack.
 _RECURRENT = re.compile(
-    "mamba|ssm|delta_?net|linear_?attention|lightning_?attention|recurrent|rg_?lru|rwkv"
-    "|retention|short_?conv|hyena|indexer",
-    re.IGNORECASE,
+    "Mamba|SSM|DeltaNet|LinearAttention|LightningAttention|Recurrent|RgLru|Rwkv"
+    "|Retention|ShortConv|Indexer"
 )
 _MULTI_TOKEN = re.compile(r"(^|[._])(mtp|nextn)([._]|$)|multi_?token", re.IGNORECASE)
 _ROPE_OF_LENGTH = ("dynamic", "longrope")
@@ -59,7 +58,7 @@ def check_model(model: PreTrainedModel) -> None:
     name = type(model).__name__
     for config in _configs(model.config):
         _check_config(name, config)
-    if not model.is_backend_compatible():
+    if not model._supports_attention_backend:
         raise UnsupportedModelError(
             f"{name} does not hand keyword arguments to its attention layers "
             "(_supports_attention_backend is false): the tree would not reach them"
@@ -215,5 +214,6 @@ def _output_head(model: PreTrainedModel) -> torch.nn.Module:
                 f"{type(model).__name__} applies {key} to its logits: call "
                 "gather_logprobs with a function that does so too"
             )
-    head: torch.nn.Module = model.get_output_embeddings()
+    # transformers does not annotate it
+    head: torch.nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     return head
