@@ -4,6 +4,10 @@ Nothing here knows how packs are made: a token's path is read off the mask, and 
 with the rows token by token.
 """
 
+import pyarrow as pa
+
+from trajkit.schema import ROWS
+
 
 def paths_of(packs):
     """The tokens that each token of each pack attends, as ids with itself at the end.
@@ -34,7 +38,7 @@ def paths_of(packs):
     return known
 
 
-def edges_of(rows, layout="full"):
+def edges_of(rows):
     """Every trained token of every row: (row, position), its prefix, id and logprob."""
     found = {}
     for line, row in enumerate(rows):
@@ -110,11 +114,148 @@ def check_segments(pack, known):
     assert pack["cu_seqlens"] == (None if branches else [*trees, *sorted(stops)])
 
 
-def n_distinct(rows, group=False):
+def n_distinct(rows, groups=False):
     """Tokens of rows, each prefix of a session (or of a group) counted once."""
     found = set()
     for row in rows:
-        name = row["session_id"]
+        name = (groups and row["group_id"]) or row["session_id"]
         for at in range(len(row["input_ids"])):
             found.add((name, *row["input_ids"][: at + 1]))
     return len(found)
+
+
+def lcp(a, b):
+    n = 0
+    while n < min(len(a), len(b)) and a[n] == b[n]:
+        n += 1
+    return n
+
+
+def random_rows(random, n_sessions=1, max_rows=7, max_tokens=12, group=None):
+    """Rows of sessions, as dicts, of few different ids, so that they share and repeat.
+
+    A row begins with a part of an earlier one of its session, or is equal to it.
+    """
+    rows = []
+    for session in range(n_sessions):
+        own = []
+        joins = random.choice([group, None])
+        for index in range(random.randint(1, max_rows)):
+            begin = []
+            if own and random.random() < 0.85:
+                begin = random.choice(own)["input_ids"]
+                if random.random() < 0.8:
+                    begin = begin[: random.randint(0, len(begin))]
+            n = random.randint(0 if begin else 1, max_tokens - len(begin))
+            ids = begin + [random.randint(1, 3) for _ in range(n)]
+            shares = [lcp(ids, other["input_ids"]) for other in own]
+            longest = max(shares, default=0)
+            mask = [at > 0 and random.random() < 0.6 for at in range(len(ids))]
+            own.append(
+                {
+                    "session_id": f"s{session}",
+                    "row_index": index,
+                    "group_id": joins,
+                    "input_ids": ids,
+                    "prompt_length": 0,
+                    "loss_mask": mask,
+                    "logprobs": [
+                        -random.randrange(64) / 16
+                        if trained and random.random() < 0.9
+                        else None
+                        for trained in mask
+                    ],
+                    "spans": [],
+                    "parent_row": shares.index(longest) if longest else None,
+                    "shared_length": longest,
+                    "row_weight": random.random(),
+                    "advantage": random.choice([None, random.uniform(-1, 1)]),
+                    "mark": [random.randint(0, 9) for _ in ids],
+                }
+            )
+        total = sum(sum(row["loss_mask"]) for row in own)
+        rows += [{**row, "rollout_mask_sum": total} for row in own]
+    return rows
+
+
+def in_order(rows):
+    """The rows of a session as a pack has them: own tokens first, then branches.
+
+    The deepest branch comes first. Of branches at one token, the one that an earlier row
+    opened.
+    """
+    if not rows:
+        return []
+    trunk, *others = rows
+    depths = {id(row): lcp(row["input_ids"], trunk["input_ids"]) for row in others}
+    order = [trunk]
+    for depth in sorted(set(depths.values()), reverse=True):
+        branches = {}
+        for row in others:
+            if depths[id(row)] != depth:
+                continue
+            further = row["input_ids"][depth : depth + 1]
+            # a row that ends here opens no branch
+            branches.setdefault(tuple(further) or id(row), []).append(row)
+        for branch in branches.values():
+            order += in_order(branch)
+    return order
+
+
+def fewest_tokens(rows, limit):
+    """Tokens of the best parts of at most ``limit`` tokens that a session is cut into."""
+    order = in_order(rows)
+    best = [0]
+    for stop in range(1, len(order) + 1):
+        best.append(
+            min(
+                best[start] + n
+                for start in range(stop)
+                for n in [n_distinct(order[start:stop])]
+                if n <= limit
+            )
+        )
+    return best[-1]
+
+
+def rows_table(rows):
+    """Rows as `random_rows` draws them as a table."""
+    schema = ROWS.append(pa.field("advantage", pa.float64()))
+    schema = schema.append(pa.field("mark", pa.list_(pa.int8())))
+    return pa.Table.from_pylist(rows, schema)
+
+
+def random_choices(random, rows):
+    """Arguments of `trajkit.pack` that these rows can be packed with."""
+    oversize = random.choice(["repeat", "carry"])
+    longest = max(len(row["input_ids"]) for row in rows)
+    limit = random.randint(0, 12) + (longest if oversize == "repeat" else 1)
+    align = random.choice([1, 1, 4])
+    return {
+        "max_tokens": limit + -limit % align,
+        "layout": random.choice(["tree", "tree", "tree", "rows"]),
+        "share": random.choice(["session", "group"]),
+        "oversize": oversize,
+        "align": align,
+    }
+
+
+def check_packed(packs, rows, choices):
+    """Assert that packs are those of `random_rows` under `random_choices`."""
+    packs = packs.to_pylist()
+    check_packs(packs, rows, choices["max_tokens"])
+    sessions = {}
+    for row in rows:
+        sessions.setdefault(row["session_id"], []).append(row)
+    n_tokens = sum(pack["n_tokens"] for pack in packs)
+    if choices["layout"] == "rows":
+        assert n_tokens == sum(len(row["input_ids"]) for row in rows)
+    elif choices["share"] == "group":
+        assert n_tokens >= n_distinct(rows, groups=True)
+        if choices["oversize"] == "carry":
+            assert n_tokens <= n_distinct(rows)
+    elif choices["oversize"] == "carry":
+        assert n_tokens == n_distinct(rows)
+    else:
+        best = [fewest_tokens(s, choices["max_tokens"]) for s in sessions.values()]
+        assert n_tokens == sum(best)

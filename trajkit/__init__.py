@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from trajkit.io.tables import write_sessions as write_sessions
     from trajkit.io.tables import write_turns as write_turns
     from trajkit.jobs.group_sessions import scan_turns as scan_turns
+    from trajkit.packs.balancing import balance as balance
     from trajkit.packs.packing import pack as pack
+    from trajkit.packs.unpacking import unpack as unpack
+    from trajkit.packs.verification import verify_packs as verify_packs
     from trajkit.pipeline.links import link as link
     from trajkit.pipeline.rows import linearize as linearize
     from trajkit.pipeline.suffix_layout import full_rows as full_rows
@@ -51,6 +54,7 @@ else:
             "TrajkitError": "errors",
             "add_advantages": "training.row_weights",
             "add_weights": "training.row_weights",
+            "balance": "packs.balancing",
             "classify_drift": "analysis.drift",
             "compact": "turns.delta",
             "expand": "turns.delta",
@@ -68,8 +72,10 @@ else:
             "scan_turns": "jobs.group_sessions",
             "simulate": "analysis.simulation",
             "suffix_rows": "pipeline.suffix_layout",
+            "unpack": "packs.unpacking",
             "validate": "turns.validation",
             "verify": "verification.run",
+            "verify_packs": "packs.verification",
             "write_rows": "io.tables",
             "write_sessions": "io.tables",
             "write_turns": "io.tables",

@@ -726,6 +726,76 @@ PACKS = _schema(
 """Rows that share prefixes as trees of tokens, one line per micro-batch. ``columns`` of
 `trajkit.pack` add a list ``edge_<name>`` each."""
 
+PACK_RULES = (
+    "length",
+    "range",
+    "max_tokens",
+    "subtree_end",
+    "position",
+    "padding",
+    "prefix",
+    "segment",
+    "tree",
+    "sessions",
+    "cu_seqlens",
+    "not_trained",
+    "context",
+    "target",
+    "weight",
+    "logprob",
+    "column",
+    "packed_twice",
+    "not_packed",
+)
+"""What `trajkit.verify_packs` looks at.
+
+length
+    The lists of a pack's tokens, segments, trees and edges are as long as one another.
+range
+    Tokens, rows and positions that a pack names exist, and no id is null or negative.
+max_tokens
+    No pack is longer than asked.
+subtree_end
+    The tokens that it spans are nested: each subtree lies in that of the token above.
+position
+    It counts the tokens that the token attends, without itself.
+padding
+    A token of padding attends itself, and no token below it; no edge is there.
+prefix
+    It is the path to the pack's first token, in the pack that it names.
+segment, tree, cu_seqlens
+    They agree with subtree_end.
+sessions
+    The sessions of a pack and of a tree are those of its rows.
+not_trained
+    Every edge is a token that its row trains, or observes.
+context
+    The tokens that an edge's source attends are those before the edge in its row.
+target
+    An edge's target is its token in the row.
+weight, logprob, column
+    They are those of the row.
+packed_twice, not_packed
+    Every token that a row trains has one edge.
+"""
+
+PACK_VIOLATIONS = _schema(
+    "pack_violations",
+    # the line of the pack. null: the violation is of no one pack
+    pa.field("pack", pa.int64()),
+    # the first token of the pack that is wrong. null: of no one token
+    pa.field("token", pa.int32()),
+    # the row that it is about. null: of no one row
+    pa.field("session_id", pa.string()),
+    pa.field("row_index", pa.int32()),
+    # the position in the row. null: of no one position
+    pa.field("row_token", pa.int32()),
+    _required("rule", _names),
+    # the values, and how many more there are in the pack
+    _required("detail", pa.string()),
+)
+"""What breaks a rule in packs, one line per pack, row and rule."""
+
 ASSIGNMENT = _schema(
     "assignment",
     # counts the optimizer steps from 0

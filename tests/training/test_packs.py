@@ -1,15 +1,27 @@
 """Packs have every trained token once, in the context of its row."""
 
+import numpy as np
+import pyarrow as pa
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.reference_packs import check_packs, n_distinct
+from tests.libraries import LIBRARIES, tensor
+from tests.reference_packs import (
+    check_packed,
+    check_packs,
+    n_distinct,
+    random_choices,
+    random_rows,
+    rows_table,
+)
 from tests.strategies import runs
 from tests.tables import turns_table
+from trajkit.errors import InvalidTurnsError, PolicyError, SchemaError
+from trajkit.schema import PACKS
 
 POLICIES = ["faithful", "nemo", "per_call", "slime", "trl", "miles"]
-OVERSIZE = ["repeat", "carry"]
 
 
 def rows_of(turns, policy):
@@ -18,24 +30,41 @@ def rows_of(turns, policy):
     return tk.linearize(turns_table(turns), policy)
 
 
+def rows(*lists, **columns):
+    """Rows of one session, of which every token but the first is trained."""
+    turns = [
+        {"session_id": "a", "prompt_ids": ids[:1], "output_ids": ids[1:]}
+        for ids in lists
+    ]
+    table = tk.linearize(tk.from_records(turns), "per_call")
+    for name, values in columns.items():
+        table = table.append_column(name, values)
+    return table
+
+
+def fork():
+    """A prompt of two tokens with two replies."""
+    return rows([1, 2, 3, 4], [1, 2, 5, 6, 7])
+
+
 @given(
     runs(),
     st.sampled_from(POLICIES),
-    st.sampled_from(OVERSIZE),
+    st.sampled_from(["repeat", "carry"]),
     st.sampled_from(["tree", "rows"]),
     st.booleans(),
     st.sampled_from([1, 4]),
     st.integers(0, 20),
 )
-def test_packs_have_every_trained_token_in_its_context(
+def test_packs_of_policies_have_every_trained_token_in_its_context(
     turns, policy, oversize, layout, suffix, align, more
 ):
-    rows = rows_of(turns, policy)
-    lines = rows.to_pylist()
+    table = rows_of(turns, policy)
+    lines = table.to_pylist()
     longest = max((len(row["input_ids"]) for row in lines), default=1)
     limit = longest + more if oversize == "repeat" else 1 + more
     limit += -limit % align
-    given = tk.suffix_rows(rows) if suffix else rows
+    given = tk.suffix_rows(table) if suffix else table
     packs = tk.pack(given, limit, layout=layout, oversize=oversize, align=align)
     check_packs(packs.to_pylist(), lines, limit)
     n = sum(packs["n_tokens"].to_pylist())
@@ -43,3 +72,293 @@ def test_packs_have_every_trained_token_in_its_context(
         assert n == sum(len(row["input_ids"]) for row in lines)
     elif oversize == "carry":
         assert n == n_distinct(lines)
+
+
+@given(st.randoms(use_true_random=False), st.integers(1, 4), st.booleans())
+def test_packs_of_random_forests_are_those_of_brute_force(random, n, suffix):
+    lines = random_rows(random, n, group=random.choice([None, "g"]))
+    choices = random_choices(random, lines)
+    table = rows_table(lines)
+    packs = tk.pack(
+        tk.suffix_rows(table) if suffix else table,
+        columns=["advantage", "mark"],
+        **choices,
+    )
+    check_packed(packs, lines, choices)
+    for pack in packs.to_pylist():
+        for row, at, advantage, mark in zip(
+            pack["edge_row"],
+            pack["edge_position"],
+            pack["edge_advantage"],
+            pack["edge_mark"],
+            strict=True,
+        ):
+            assert advantage == lines[row]["advantage"]
+            assert mark == lines[row]["mark"][at]
+    found = tk.verify_packs(packs, table, max_tokens=choices["max_tokens"])
+    assert found.to_pylist() == []
+
+
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+@pytest.mark.parametrize("library", LIBRARIES)
+@given(random=st.randoms(use_true_random=False))
+def test_the_loss_over_edges_is_the_reference_loss(library, reduce, random):
+    lines = random_rows(random, 3)
+    for line in lines:
+        line["logprobs"] = [-0.5 if trained else None for trained in line["loss_mask"]]
+        line["advantage"] = line["advantage"] or 0.0
+    weights = [
+        [float(k > 0 and random.randint(0, 1)) for k in range(len(line["input_ids"]))]
+        for line in lines
+    ]
+    table = rows_table(lines).append_column("observation_weight", pa.array(weights))
+    ends = np.cumsum([0] + [len(line["input_ids"]) for line in lines])
+    now = tensor([-random.random() for _ in range(ends[-1])], library)
+    expected = tk.training.reference_loss(table, now, reduce=reduce)
+
+    packs = tk.pack(
+        tk.suffix_rows(table),
+        20,
+        oversize="carry",
+        columns=["advantage", "observation_weight"],
+        reduce=reduce,
+    )
+    assert tk.verify_packs(packs, table, reduce=reduce).num_rows == 0
+    rl_sum = observation_sum = 0.0
+    for pack in packs.to_pylist():
+        for k, (row, at) in enumerate(
+            zip(pack["edge_row"], pack["edge_position"], strict=True)
+        ):
+            new = now[ends[row] + at]
+            if pack["edge_weight"][k]:
+                ratio = np.e ** (new - pack["edge_logprob"][k])
+                rl_sum -= pack["edge_weight"][k] * pack["edge_advantage"][k] * ratio
+            observation_sum -= pack["edge_observation_weight"][k] * new
+    assert float(rl_sum) == pytest.approx(float(expected.rl_sum), rel=1e-6, abs=1e-6)
+    assert float(observation_sum) == pytest.approx(
+        float(expected.observation_sum), rel=1e-6, abs=1e-6
+    )
+
+
+@given(st.randoms(use_true_random=False), st.integers(1, 4))
+def test_values_of_edges_come_back_to_their_tokens(random, n):
+    lines = random_rows(random, n)
+    table = rows_table(lines)
+    packs = tk.pack(table, 12)
+    values = [
+        [100.0 * row + at for row, at in zip(*pack, strict=True)]
+        for pack in zip(
+            packs["edge_row"].to_pylist(),
+            packs["edge_position"].to_pylist(),
+            strict=True,
+        )
+    ]
+    expected = [
+        [
+            100.0 * row + at if trained else None
+            for at, trained in enumerate(line["loss_mask"])
+        ]
+        for row, line in enumerate(lines)
+    ]
+    assert tk.unpack(packs, values, table).to_pylist() == expected
+    flat = np.concatenate([np.array(one) for one in values])
+    assert tk.unpack(packs, flat, tk.suffix_rows(table)).to_pylist() == expected
+
+
+def test_values_that_fit_no_edge_are_refused():
+    table = fork()
+    packs = tk.pack(table, 8)
+    with pytest.raises(
+        InvalidTurnsError, match=r"shape \(2,\): the packs have 7 edges"
+    ):
+        tk.unpack(packs, [0.5, 0.5], table)
+    with pytest.raises(InvalidTurnsError, match="of row 1, which the rows do not have"):
+        tk.unpack(packs, [0.5] * 7, table.slice(0, 1))
+    twice = pa.concat_tables([packs, packs])
+    with pytest.raises(InvalidTurnsError, match="row 0: token 1 has two edges"):
+        tk.unpack(twice, [0.5] * 14, table)
+
+
+def in_batches(table, size):
+    return iter(table.to_batches(max_chunksize=size))
+
+
+@given(st.randoms(use_true_random=False), st.sampled_from(["session", "group"]))
+def test_a_stream_of_rows_gives_the_packs_of_the_table(random, share):
+    lines = random_rows(random, 5, group="g")
+    lines.sort(key=lambda line: line["group_id"] or "")
+    table = rows_table(lines)
+    choices = {"share": share, "oversize": "carry"}
+    batches = list(tk.pack(in_batches(table, 2), 8, **choices))
+    streamed = pa.Table.from_batches(batches)
+    assert streamed.equals(tk.pack(table, 8, **choices))
+
+
+def test_lines_count_through_a_stream_that_is_packed_in_parts():
+    turns = [
+        {"session_id": f"{k:03}", "prompt_ids": [1, 2], "output_ids": [3, 4]}
+        for k in range(200)
+    ]
+    table = tk.linearize(tk.from_records(turns))
+    batches = list(tk.pack(in_batches(table, 7), 3, oversize="carry"))
+    assert len(batches) > 1
+    packs = pa.Table.from_batches(batches)
+    assert tk.verify_packs(packs, table, max_tokens=3).num_rows == 0
+    assert packs["prefix_pack"].drop_null().to_pylist() == [*range(0, 400, 2)]
+
+
+def test_a_group_that_comes_back_in_a_stream_is_refused():
+    turns = [
+        {"session_id": s, "prompt_ids": [1], "output_ids": [2], "group_id": g}
+        for s, g in (("a", "x"), ("b", "y"), ("c", "x"))
+    ]
+    sessions = [
+        {"session_id": t["session_id"], "group_id": t["group_id"]} for t in turns
+    ]
+    table = tk.linearize(
+        tk.from_records(turns),
+        sessions=[{**session, "reward": 1.0} for session in sessions],
+    )
+    tk.pack(table, 4, share="group")
+    with pytest.raises(InvalidTurnsError, match="group 'x' comes back after another"):
+        list(tk.pack(in_batches(table, 1), 4, share="group"))
+
+
+def grouped(prompts, groups):
+    turns = [
+        {"session_id": f"s{k}", "prompt_ids": prompt, "output_ids": [90 + k]}
+        for k, prompt in enumerate(prompts)
+    ]
+    sessions = [
+        {"session_id": f"s{k}", "reward": 1.0, "group_id": group}
+        for k, group in enumerate(groups)
+    ]
+    return tk.linearize(tk.from_records(turns), sessions=sessions)
+
+
+def test_sessions_of_a_group_share_what_their_first_rows_begin_with():
+    prompts = [[1, 2, 3], [1, 2, 4], [7], [1, 2, 3], [1, 2, 3], [1, 2, 3]]
+    table = grouped(prompts, ["g", "g", "g", "g", "h", None])
+    packs = tk.pack(table, 100, share="group")
+    # 1 2 (3 (90, 93), 4 91), 7 92; 1 2 3 94; 1 2 3 95
+    assert packs["n_tokens"].to_pylist() == [7 + 2 + 4 + 4]
+    assert sorted(packs["tree_session"].to_pylist()[0], key=str) == [
+        None,
+        "s2",
+        "s4",
+        "s5",
+    ]
+    assert packs["sessions"].to_pylist() == [[f"s{k}" for k in range(6)]]
+    assert tk.verify_packs(packs, table).num_rows == 0
+    assert tk.pack(table, 100)["n_tokens"].to_pylist() == [22]
+
+
+def test_rows_share_tokens_only_where_the_same_columns_agree():
+    table = rows([1, 2, 3, 4], [1, 2, 3, 9], [1, 2, 3, 4, 8])
+    assert tk.pack(table, 99)["n_tokens"].to_pylist() == [6]
+    experts = [
+        [[[0, 1]], [[2, 3]], [[4, 5]], [[6, 7]]],
+        [[[0, 1]], [[2, 9]], [[4, 5]], [[6, 7]]],
+        [[[0, 1]], [[2, 3]], [[4, 5]], [[6, 7]], [[8, 9]]],
+    ]
+    kind = pa.list_(pa.list_(pa.list_(pa.int16(), 2), 1))
+    table = table.append_column("experts", pa.array(experts, kind))
+    table = table.append_column("image", pa.array(["x", "x", "y"]))
+    packs = tk.pack(table, 99, same=["experts"])
+    assert packs["n_tokens"].to_pylist() == [4 + 3 + 1]
+    assert tk.verify_packs(packs, table).num_rows == 0
+    packs = tk.pack(tk.suffix_rows(table), 99, same=["experts", "image"])
+    assert packs["n_tokens"].to_pylist() == [4 + 3 + 5]
+    assert tk.verify_packs(packs, table).num_rows == 0
+
+
+def test_sessions_of_a_group_share_only_where_the_same_columns_agree():
+    table = grouped([[1, 2], [1, 2], [1, 2]], ["g"] * 3)
+    table = table.append_column("image", pa.array([None, "x", None]))
+    packs = tk.pack(table, 99, share="group", same=["image"])
+    assert packs["n_tokens"].to_pylist() == [4 + 3]
+    assert tk.verify_packs(packs, table).num_rows == 0
+
+
+def test_a_tree_that_is_too_large_is_refused_by_choice():
+    with pytest.raises(
+        InvalidTurnsError,
+        match="session 'a', row 0: its tree, with 1 more rows, has 7 tokens, and "
+        "max_tokens is 6",
+    ):
+        tk.pack(fork(), 6, oversize="error")
+    assert tk.pack(fork(), 7, oversize="error").num_rows == 1
+
+
+def test_a_row_that_is_longer_than_a_pack_is_refused():
+    with pytest.raises(
+        InvalidTurnsError, match="session 'a', row 1: 5 tokens, and max_tokens is 4"
+    ):
+        tk.pack(fork(), 4)
+    with pytest.raises(InvalidTurnsError, match="session 'a', row 1: 5 tokens"):
+        tk.pack(fork(), 4, layout="rows")
+
+
+def test_a_token_that_nothing_predicts_is_refused():
+    table = tk.linearize(turns_table([{"prompt_ids": [1], "output_ids": [2]}]))
+    place = table.column_names.index("loss_mask")
+    mask = pa.array([[True, True]], table.schema.field(place).type)
+    table = table.set_column(place, table.schema.field(place), mask)
+    with pytest.raises(InvalidTurnsError, match="row 0: its first token is trained"):
+        tk.pack(table, 9)
+
+
+def test_a_row_that_trains_needs_a_weight():
+    table = fork().drop_columns("row_weight")
+    with pytest.raises(InvalidTurnsError, match="row 0: row_weight is null"):
+        tk.pack(table, 9)
+
+
+def test_rows_without_their_parent_are_refused():
+    with pytest.raises(InvalidTurnsError, match="row 1: its parent_row 0 is not in"):
+        tk.pack(fork().slice(1), 9)
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "choices"),
+    [
+        (PolicyError, "align=3 does not divide max_tokens=8", {"align": 3}),
+        (PolicyError, "layout='trees': did you mean 'tree'", {"layout": "trees"}),
+        (PolicyError, "share='all'", {"share": "all"}),
+        (PolicyError, "oversize='cut'", {"oversize": "cut"}),
+        (PolicyError, "reduce='max'", {"reduce": "max"}),
+        (PolicyError, "max_tokens=0", {"max_tokens": 0}),
+        (PolicyError, "positions are of 32 bits", {"max_tokens": 2**31}),
+        (SchemaError, "columns has 'weight', but packs have", {"columns": ["weight"]}),
+        (SchemaError, "columns='reward': expected a seq", {"columns": "reward"}),
+        (SchemaError, "same has 'rewards': rows have no", {"same": ["rewards"]}),
+        (SchemaError, "columns has 'x': rows have no", {"columns": ["x"]}),
+    ],
+)
+def test_choices_that_are_wrong_are_refused(error, words, choices):
+    with pytest.raises(error, match=words):
+        tk.pack(fork(), **{"max_tokens": 8, **choices})
+
+
+def test_a_column_with_another_number_of_values_is_refused():
+    table = rows([1, 2], [1, 3], marks=pa.array([[1, 2], [3]]))
+    with pytest.raises(InvalidTurnsError, match="row 1: marks has 1 values for 2"):
+        tk.pack(table, 8, columns=["marks"])
+
+
+def test_no_rows_give_no_packs():
+    packs = tk.pack(fork().slice(0, 0), 8)
+    assert packs.num_rows == 0
+    assert packs.schema.equals(PACKS, check_metadata=True)
+    assert tk.verify_packs(packs, fork().slice(0, 0)).num_rows == 0
+    assert tk.balance(packs, 2).num_rows == 0
+
+
+def test_parts_go_to_the_fullest_pack_that_has_room():
+    turns = [
+        {"session_id": f"s{k}", "prompt_ids": [1], "output_ids": [2] * (n - 1)}
+        for k, n in enumerate([3, 6, 4, 7, 2, 4, 6])
+    ]
+    packs = tk.pack(tk.linearize(tk.from_records(turns)), 10)
+    # 7 + 3, 6 + 4, 6 + 4, 2
+    assert packs["n_tokens"].to_pylist() == [10, 10, 10, 2]

@@ -96,7 +96,7 @@ def _agree(
     return agree
 
 
-def join_groups(table: pa.Table, records: Records) -> Records:
+def join_groups(table: pa.Table, records: Records, same: Sequence[str]) -> Records:
     """Let the first rows of a group's sessions share what they begin with.
 
     Parameters
@@ -104,6 +104,9 @@ def join_groups(table: pa.Table, records: Records) -> Records:
     table : Table
     records : ndarray of dtype PACK_ROW
         In the order of the table.
+    same : sequence of str
+        As for `limit_shared`. First rows are joined among those that agree on the
+        values of the row.
 
     Returns
     -------
@@ -116,7 +119,13 @@ def join_groups(table: pa.Table, records: Records) -> Records:
     need be compared with the one before it only.
     """
     root = np.flatnonzero(records["parent"] < 0)
-    groups = table.column("group_id").take(pa.array(root)).to_pylist()
+    kinds = [
+        _codes(column_of(table, name, "same"), name)[root].tolist()
+        for name in same
+        if not per_token(table, name, records["length"])
+    ]
+    names = table.column("group_id").take(pa.array(root)).to_pylist()
+    groups = list(zip(names, *kinds, strict=True))
     name = "suffix_ids" if "suffix_ids" in table.column_names else "input_ids"
     values = flat_values(table.column(name)).to_numpy()
     ends = offsets_of(records["length"] - records["stored"])
@@ -124,7 +133,7 @@ def join_groups(table: pa.Table, records: Records) -> Records:
     ranked = sorted(
         (group, ids[int(row)].tobytes(), int(row))
         for group, row in zip(groups, root, strict=True)
-        if group is not None
+        if group[0] is not None
     )
     for (group, _, before), (other, _, row) in itertools.pairwise(ranked):
         shared = _core.lcp(ids[before], ids[row]) if group == other else 0

@@ -312,7 +312,7 @@ def _forest(table: pa.Table, records: Records, options: _Options) -> Records:
     if options.layout == "rows":
         forest.share_nothing(records)
     elif options.share == "group":
-        records = forest.join_groups(table, records)
+        records = forest.join_groups(table, records, options.same)
     forest.limit_shared(table, records, options.same)
     records = forest.taken(records, np.flatnonzero(records["length"]))
     return forest.in_pre_order(records)

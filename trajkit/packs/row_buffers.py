@@ -39,7 +39,7 @@ def row_records(table: pa.Table) -> tuple[Records, list[Any]]:
     Raises
     ------
     InvalidTurnsError
-        The parent of a row is not in the table, or has fewer tokens than the row shares.
+        The parent of a row is not in the table.
     """
     suffix = "suffix_ids" in table.column_names
     prefix = "suffix_" if suffix else ""
@@ -66,13 +66,6 @@ def row_records(table: pa.Table) -> tuple[Records, list[Any]]:
             f"{place(table, row)}: its parent_row {table.column('parent_row')[row]} is "
             "not in the table. Pass all rows of a session; to leave some out of the "
             "loss, clear their loss_mask"
-        )
-    short = np.flatnonzero(found & (shared > records["length"][parent]))
-    if len(short):
-        row = int(short[0])
-        raise InvalidTurnsError(
-            f"{place(table, row)}: shared_length is {shared[row]}, but its parent_row "
-            f"has {records['length'][parent[row]]} tokens"
         )
     shares = found & (shared > 0)
     records["parent"] = records["origin"] = np.where(shares, parent, -1)

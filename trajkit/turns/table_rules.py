@@ -270,8 +270,9 @@ def mask_not_null(table: pa.Table) -> Iterator[Violation]:
     """Each element of the mask is true or false."""
     name = _per_token(table)[1]
     for start, ends, values in flat_chunks(table.column(name)):
-        rows, at = owners(np.flatnonzero(np.asarray(values.is_null())), ends)
-        yield violation(start + rows, f"{name}[{{}}] is null", at)
+        if values.null_count:
+            rows, at = owners(np.flatnonzero(np.asarray(values.is_null())), ends)
+            yield violation(start + rows, f"{name}[{{}}] is null", at)
 
 
 def masks(table: pa.Table) -> Iterator[Violation]:

@@ -1,0 +1,269 @@
+"""`verify_packs` finds what is planted, and nothing in packs that are right."""
+
+import copy
+
+import pyarrow as pa
+import pytest
+
+import trajkit as tk
+from trajkit.errors import SchemaError
+from trajkit.schema import PACK_VIOLATIONS, PACKS
+
+
+def recorded():
+    """Rows of two sessions that fork, with an advantage."""
+    replies = {
+        "a": [([1, 2, 3], [4, 5]), ([1, 2, 3, 4, 9], [6, 7]), ([1, 2], [8, 8])],
+        "b": [([1, 2, 3], [4, 5]), ([1, 2, 3], [4, 6])],
+    }
+    turns = [
+        {
+            "session_id": session,
+            "prompt_ids": prompt,
+            "output_ids": output,
+            "output_logprobs": [-0.5, -0.25],
+        }
+        for session, calls in replies.items()
+        for prompt, output in calls
+    ]
+    rows = tk.linearize(tk.from_records(turns), "per_call", reward={"a": 1.0, "b": 0.5})
+    return rows.append_column("advantage", rows["reward"])
+
+
+ROWS = recorded()
+# a: 1 2 3 4 5 / 9 6 7 / 8 8, b: 1 2 3 4 5 / 6, padded to 12
+PACKED = tk.pack(ROWS, 12, align=4, columns=["advantage"]).to_pylist()
+CARRIED = tk.pack(ROWS, 4, oversize="carry").to_pylist()
+PLAIN = tk.pack(ROWS, 12, layout="rows", align=4).to_pylist()
+
+
+def rules_of(packs, **options):
+    found = tk.verify_packs(packs, ROWS, **options)
+    assert found.schema.equals(PACK_VIOLATIONS, check_metadata=True)
+    return set(found["rule"].to_pylist())
+
+
+def faulty(packs, line, name, at, value):
+    """The packs with one value replaced; ``at`` None: all of the list or column."""
+    packs = copy.deepcopy(packs)
+    if at is None:
+        packs[line][name] = value
+    else:
+        packs[line][name][at] = value
+    return packs
+
+
+def without_edge(packs, line, at):
+    packs = copy.deepcopy(packs)
+    for name in packs[line]:
+        if name.startswith("edge_"):
+            del packs[line][name][at]
+    return packs
+
+
+def edge_twice(packs, line, at):
+    packs = copy.deepcopy(packs)
+    for name in packs[line]:
+        if name.startswith("edge_"):
+            packs[line][name].append(packs[line][name][at])
+    return packs
+
+
+def test_packs_that_are_right_have_no_violation():
+    assert [pack["n_tokens"] for pack in PACKED] == [10, 6]
+    assert [len(pack["input_ids"]) for pack in PACKED] == [12, 8]
+    assert [pack["prefix_pack"] for pack in CARRIED] == [None, 0, 1, None, 3]
+    for packs in (PACKED, CARRIED, PLAIN):
+        assert rules_of(packs) == set()
+        assert tk.verify_packs(packs, tk.suffix_rows(ROWS)).num_rows == 0
+    assert rules_of(PACKED, max_tokens=12) == set()
+
+
+FAULTS = {
+    "a subtree ends too late": (
+        faulty(PACKED, 0, "subtree_end", 4, 8),
+        {"context", "position", "segment"},
+    ),
+    "a subtree ends too soon": (
+        faulty(PACKED, 0, "subtree_end", 3, 5),
+        {"context", "position", "segment"},
+    ),
+    "a subtree is not nested": (
+        faulty(PACKED, 0, "subtree_end", 7, 10),
+        {"subtree_end"},
+    ),
+    "a subtree ends before it begins": (
+        faulty(PACKED, 0, "subtree_end", 5, 5),
+        {"subtree_end"},
+    ),
+    "a subtree spans the padding": (
+        faulty(PACKED, 0, "subtree_end", 0, 12),
+        {"padding"},
+    ),
+    "padding attends more than itself": (
+        faulty(PACKED, 0, "subtree_end", 10, 12),
+        {"padding"},
+    ),
+    "no mask but the causal one": (
+        faulty(PACKED, 0, "subtree_end", None, [10] * 10 + [11, 12]),
+        {"context", "position", "segment"},
+    ),
+    "positions go on at a branch": (
+        faulty(PACKED, 0, "position_ids", 5, 5),
+        {"position"},
+    ),
+    "a segment starts a token late": (
+        faulty(PACKED, 0, "segment_start", 1, 3),
+        {"segment"},
+    ),
+    "a segment hangs on another one": (
+        faulty(PACKED, 0, "segment_parent", 2, 0),
+        {"segment"},
+    ),
+    "a tree starts elsewhere": (
+        faulty(PACKED, 0, "tree_start", 0, 1),
+        {"tree"},
+    ),
+    "a tree is another session's": (
+        faulty(PACKED, 0, "tree_session", 0, "b"),
+        {"sessions"},
+    ),
+    "a session is not named": (faulty(PACKED, 1, "sessions", 0, "a"), {"sessions"}),
+    "a token is another one": (
+        faulty(PACKED, 0, "input_ids", 1, 7),
+        {"context"},
+    ),
+    "labels are shifted by one": (
+        faulty(PACKED, 0, "edge_source", 2, 4),
+        {"context"},
+    ),
+    "a target is another token": (faulty(PACKED, 0, "edge_target", 0, 9), {"target"}),
+    "an edge is of another row": (
+        faulty(PACKED, 0, "edge_row", 0, 3),
+        {"column", "not_packed", "packed_twice", "sessions", "weight"},
+    ),
+    "an edge is of a row that is not there": (
+        faulty(PACKED, 0, "edge_row", 0, 5),
+        {"range", "not_packed"},
+    ),
+    "an edge is of a token that is not trained": (
+        faulty(PACKED, 0, "edge_position", 0, 2),
+        {"context", "logprob", "not_packed", "not_trained", "target", "weight"},
+    ),
+    "an edge is missing": (without_edge(PACKED, 1, 0), {"not_packed"}),
+    "an edge is there twice": (edge_twice(PACKED, 1, 0), {"packed_twice"}),
+    "a weight counts the row again": (
+        faulty(PACKED, 0, "edge_weight", 1, 1.0),
+        {"weight"},
+    ),
+    "a logprob is another one": (
+        faulty(PACKED, 0, "edge_logprob", 1, -0.75),
+        {"logprob"},
+    ),
+    "a logprob is lost": (faulty(PACKED, 0, "edge_logprob", 1, None), {"logprob"}),
+    "an advantage is another row's": (
+        faulty(PACKED, 0, "edge_advantage", 1, 0.5),
+        {"column"},
+    ),
+    "a list is too short": (
+        faulty(PACKED, 0, "edge_position", None, []),
+        {"length", "not_packed"},
+    ),
+    "positions are too few": (faulty(PACKED, 0, "position_ids", None, [0]), {"length"}),
+    "an edge is in the padding": (
+        faulty(PACKED, 0, "edge_source", 0, 10),
+        {"range", "not_packed"},
+    ),
+    "sequences are divided elsewhere": (
+        faulty(PLAIN, 0, "cu_seqlens", 1, 6),
+        {"cu_seqlens"},
+    ),
+    "a pack with a branch has sequences": (
+        faulty(PACKED, 0, "cu_seqlens", None, [0, 10, 12]),
+        {"cu_seqlens"},
+    ),
+    "a prefix lacks a token": (
+        faulty(CARRIED, 1, "prefix_source", None, CARRIED[1]["prefix_source"][:-1]),
+        {"length", "prefix"},
+    ),
+    "a prefix is another path": (
+        faulty(CARRIED, 1, "prefix_source", 0, 1),
+        {"prefix"},
+    ),
+    "a prefix ends too soon": (
+        faulty(CARRIED, 1, "prefix_end", -1, 1),
+        {"context", "position"},
+    ),
+    "a prefix is of a later pack": (
+        faulty(CARRIED, 1, "prefix_pack", None, 2),
+        {"prefix"},
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_planted_is_found(fault):
+    packs, rules = FAULTS[fault]
+    found = rules_of(packs)
+    assert found == rules
+
+
+def test_a_pack_that_is_too_large_is_found():
+    found = tk.verify_packs(PACKED, ROWS, max_tokens=8).to_pylist()
+    assert [(one["pack"], one["rule"]) for one in found] == [(0, "max_tokens")]
+
+
+def test_a_violation_names_pack_row_and_values():
+    packs = faulty(PACKED, 0, "edge_target", 1, 9)
+    assert tk.verify_packs(packs, ROWS).to_pylist() == [
+        {
+            "pack": 0,
+            "token": 3,
+            "session_id": "a",
+            "row_index": 0,
+            "row_token": 4,
+            "rule": "target",
+            "detail": "edge_target is 9: the row has 5",
+        }
+    ]
+    packs = without_edge(without_edge(PACKED, 1, 1), 1, 0)
+    assert tk.verify_packs(packs, ROWS).to_pylist() == [
+        {
+            "pack": None,
+            "token": None,
+            "session_id": "b",
+            "row_index": 0,
+            "row_token": 3,
+            "rule": "not_packed",
+            "detail": "the row trains it, and no pack has its edge, and 1 more",
+        }
+    ]
+
+
+def test_packs_of_another_system_need_five_columns():
+    names = ["input_ids", "subtree_end", "edge_source", "edge_row", "edge_position"]
+    packs = pa.Table.from_pylist(PACKED, PACKS).select(names)
+    assert tk.verify_packs(packs, ROWS).num_rows == 0
+    # the padding is not known to be padding: it is a tree without edges
+    packs = faulty(packs.to_pylist(), 0, "edge_source", 2, 4)
+    assert rules_of(packs) == {"context"}
+    with pytest.raises(SchemaError, match="no column 'subtree_end'"):
+        tk.verify_packs(pa.Table.from_pylist(packs).drop_columns("subtree_end"), ROWS)
+
+
+def test_a_row_may_be_in_a_pack_twice_if_its_edges_are_not():
+    """Another system may repeat a prefix where trajkit shares it."""
+    pack = {
+        "input_ids": [1, 2, 3, 1, 2, 3, 4],
+        "subtree_end": [3, 3, 3, 7, 7, 7, 7],
+        "edge_source": [1, 2, 5],
+        "edge_row": [0, 0, 0],
+        "edge_position": [2, 3, 3],
+    }
+    turns = [{"session_id": "a", "prompt_ids": [1, 2], "output_ids": [3, 4]}]
+    rows = tk.linearize(tk.from_records(turns))
+    found = tk.verify_packs([pack], rows)["rule"].to_pylist()
+    assert found == ["packed_twice"]
+    for name in ("edge_source", "edge_row", "edge_position"):
+        del pack[name][1]
+    assert tk.verify_packs([pack], rows).num_rows == 0
