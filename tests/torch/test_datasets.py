@@ -1,0 +1,137 @@
+"""Datasets give what is in the tables, and padded rows say where they are padded."""
+
+import pyarrow as pa
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import trajkit as tk
+from tests.torch.cases import packs_of, rows_of
+from trajkit.errors import SchemaError
+from trajkit.torch.datasets import PackDataset, RowDataset, pad_rows
+from trajkit.torch.packs import Pack
+
+FIELDS = [name for name in Pack.__slots__ if name != "columns"]
+
+
+def test_packs_are_the_lines_of_the_table():
+    packs = packs_of(rows_of("several_sessions"), cut=True)
+    assert len(packs) > 1
+    dataset = PackDataset(packs)
+    assert len(dataset) == len(packs)
+    for line, pack in zip(packs.to_pylist(), dataset, strict=True):
+        for name in FIELDS:
+            assert getattr(pack, name).tolist() == line[name]
+        assert pack.column("advantage").tolist() == line["edge_advantage"]
+    assert dataset[-1].input_ids.tolist() == packs.to_pylist()[-1]["input_ids"]
+    with pytest.raises(IndexError):
+        dataset[len(packs)]
+
+
+def test_tokens_stay_in_the_memory_of_the_table():
+    packs = packs_of(rows_of("tail_changed"), cut=True)
+    dataset = PackDataset(packs)
+    last = packs["input_ids"].chunk(0).flatten()
+    first = last.buffers()[1].address
+    for line, pack in enumerate(dataset):
+        before = sum(len(ids) for ids in packs["input_ids"][:line])
+        assert pack.input_ids.data_ptr() == first + 4 * before
+
+
+def test_a_missing_logprob_is_nan():
+    rows = tk.linearize(
+        tk.from_records(
+            [{"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3]}],
+        )
+    )
+    pack = PackDataset(tk.pack(rows, 8))[0]
+    assert torch.isnan(pack.edge_logprob).tolist() == [True, True]
+
+
+def test_columns_that_tensors_cannot_hold_are_refused():
+    packs = packs_of(rows_of("clean"))
+    n = len(packs["edge_source"][0])
+    for values, pattern in [
+        ([None] + [1] * (n - 1), r"pack 0: edge_version has 1 nulls of type int64"),
+        (["x"] * n, "pack 0: edge_version has 0 nulls of type string"),
+    ]:
+        table = packs.append_column("edge_version", pa.array([values]))
+        with pytest.raises(SchemaError, match=pattern):
+            PackDataset(table)[0]
+
+
+def test_a_column_that_packs_lack_is_named():
+    pack = PackDataset(packs_of(rows_of("clean")))[0]
+    with pytest.raises(SchemaError, match=r"no column edge_reward: .*\['advantage'\]"):
+        pack.column("reward")
+
+
+def test_a_table_of_something_else_is_refused():
+    with pytest.raises(SchemaError):
+        PackDataset(rows_of("clean"))
+
+
+def test_packs_move_with_all_tensors():
+    pack = PackDataset(packs_of(rows_of("clean")))[0].to("meta")
+    tensors = [getattr(pack, name) for name in FIELDS] + [*pack.columns.values()]
+    assert {x.device.type for x in tensors} == {"meta"}
+
+
+def test_loaders_hand_out_packs():
+    packs = packs_of(rows_of("clean"), cut=True)
+    found = [
+        p.input_ids.tolist() for p in DataLoader(PackDataset(packs), batch_size=None)
+    ]
+    assert found == packs["input_ids"].to_pylist()
+
+
+@pytest.mark.parametrize("layout", [tk.full_rows, tk.suffix_rows])
+def test_rows_are_padded_on_the_right(layout):
+    rows = rows_of("head_dropped")
+    dataset = RowDataset(layout(rows), ["advantage"])
+    loader = DataLoader(
+        dataset,
+        batch_size=2,
+        collate_fn=lambda items: pad_rows(items, pad_id=99, multiple_of=16),
+    )
+    listed = rows.to_pylist()
+    seen = 0
+    for batch in loader:
+        n_rows, length = batch["input_ids"].shape
+        assert length % 16 == 0
+        for k, row in enumerate(listed[seen : seen + n_rows]):
+            n = len(row["input_ids"])
+            assert batch["input_ids"][k].tolist() == row["input_ids"] + [99] * (
+                length - n
+            )
+            assert batch["attention_mask"][k].tolist() == [True] * n + [False] * (
+                length - n
+            )
+            assert batch["loss_mask"][k, :n].tolist() == row["loss_mask"]
+            assert not batch["loss_mask"][k, n:].any()
+            assert batch["position_ids"][k].tolist() == [*range(length)]
+            known = [None if x != x else x for x in batch["logprobs"][k].tolist()]
+            assert known == row["logprobs"] + [None] * (length - n)
+            assert float(batch["advantage"][k]) == row["advantage"]
+            assert float(batch["row_weight"][k]) == row["row_weight"]
+        assert (
+            length - max(len(r["input_ids"]) for r in listed[seen : seen + n_rows]) < 16
+        )
+        seen += n_rows
+    assert seen == len(rows)
+
+
+def test_values_per_token_are_padded_with_zeros():
+    rows = rows_of("per_call")
+    lists = [[k] * len(ids) for k, ids in enumerate(rows["input_ids"].to_pylist())]
+    rows = rows.append_column("note", pa.array(lists))
+    batch = pad_rows([*RowDataset(rows, ["note"])])
+    for k, ids in enumerate(rows["input_ids"].to_pylist()):
+        assert batch["note"][k].tolist() == lists[k] + [0] * (
+            batch["note"].shape[1] - len(ids)
+        )
+
+
+def test_a_column_that_rows_lack_is_named():
+    with pytest.raises(SchemaError, match=r"the rows have no columns \['x'\]"):
+        RowDataset(rows_of("clean"), ["x"])

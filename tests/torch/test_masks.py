@@ -1,0 +1,224 @@
+"""Every form of the mask lets the same pairs attend: tokens and their ancestors."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import trajkit as tk
+from tests.torch.cases import rows_of
+from trajkit.errors import LayoutError
+from trajkit.torch.attention import Trunks
+from trajkit.torch.masks import (
+    block_mask,
+    cu_seqlens,
+    dense_mask,
+    flashmask_columns,
+    flex_block_mask,
+    magi_slices,
+    token_ranges,
+)
+
+
+@st.composite
+def forests(draw):
+    """The parent of each token, in pre-order; -1 for roots and padding."""
+    random = draw(st.randoms(use_true_random=False))
+    n = draw(st.integers(1, 150))
+    branching = draw(st.sampled_from([0.0, 0.05, 0.3]))
+    parents, path = [], []
+    for token in range(n):
+        if path and random.random() < branching:
+            del path[random.randrange(len(path)) :]
+        parents.append(path[-1] if path else -1)
+        path.append(token)
+    return parents
+
+
+def tree(parents):
+    """subtree_end and position_ids, and the ancestors of each token as a matrix."""
+    n = len(parents)
+    seen = np.eye(n, dtype=bool)
+    for token, parent in enumerate(parents):
+        if parent >= 0:
+            seen[token] |= seen[parent]
+    end = [int(np.flatnonzero(seen[:, token]).max()) + 1 for token in range(n)]
+    position = seen.sum(1) - 1
+    as_tensor = [torch.tensor(x, dtype=torch.int32) for x in (end, position)]
+    return *as_tensor, torch.from_numpy(seen)
+
+
+def near(seen, position, window):
+    """The pairs that are fewer than ``window`` tokens of the row apart."""
+    if window is None:
+        return seen
+    return seen & (position[:, None] - position[None, :] < window)
+
+
+WINDOWS = st.sampled_from([None, 1, 7, 40])
+
+
+@given(forests(), WINDOWS)
+def test_dense_masks_are_the_ancestors(parents, window):
+    end, position, seen = tree(parents)
+    mask = dense_mask(end, position, window)
+    assert torch.equal(mask[0, 0], near(seen, position, window))
+
+
+def pairs_of(mask, by_query):
+    """The pairs that a kernel lets attend which walks the lists of a BlockMask."""
+    n_q, n_kv = mask.seq_lengths
+    size = mask.BLOCK_SIZE[0]
+    q, kv = torch.arange(n_q)[:, None], torch.arange(n_kv)[None, :]
+    allowed = mask.mask_mod(q, q, q, kv)
+    pairs = torch.zeros(n_q, n_kv, dtype=torch.bool)
+    times = torch.zeros(n_q, n_kv, dtype=torch.int32)
+    side = "kv" if by_query else "q"
+    for kind, inside in (("", allowed), ("full_", torch.ones_like(allowed))):
+        counts = getattr(mask, f"{kind}{side}_num_blocks")[0, 0]
+        indices = getattr(mask, f"{kind}{side}_indices")[0, 0]
+        for line, count in enumerate(counts.tolist()):
+            for other in indices[line, :count].tolist():
+                a, b = (line, other) if by_query else (other, line)
+                where = np.s_[a * size : (a + 1) * size, b * size : (b + 1) * size]
+                pairs[where] = inside[where]
+                times[where] += 1
+    assert int(times.max()) <= 1
+    return pairs
+
+
+@given(forests(), WINDOWS, st.sampled_from([4, 16, 128]))
+def test_block_masks_are_the_ancestors(parents, window, size):
+    end, position, seen = tree(parents)
+    mask = flex_block_mask(end, position, window, block_size=size)
+    for by_query in (True, False):
+        assert torch.equal(pairs_of(mask, by_query), near(seen, position, window))
+
+
+@given(forests(), st.sampled_from([4, 16]))
+def test_block_masks_list_no_block_in_vain(parents, size):
+    end, _, seen = tree(parents)
+    mask = flex_block_mask(end, block_size=size)
+    n = len(end)
+    expected = create_block_mask(
+        lambda b, h, q, kv: seen[q, kv], 1, 1, n, n, "cpu", BLOCK_SIZE=size
+    )
+    # torch never calls the last block full if it is cut by the end of the sequence
+    blocks = n // size
+    for name in ("kv_num_blocks", "full_kv_num_blocks"):
+        found, wanted = (getattr(x, name)[0, 0, :blocks] for x in (mask, expected))
+        assert torch.equal(found, wanted), name
+
+
+# compiling it would take longer than all other tests
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_attention_takes_the_block_mask():
+    end, position, seen = tree([-1, 0, 1, 2, 1, 4, 0, 6])
+    q, k, v = torch.randn(3, 1, 2, 8, 16, generator=torch.Generator().manual_seed(0))
+    for window in (None, 2):
+        mask = flex_block_mask(end, position, window)
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, near(seen, position, window)
+        )
+        found = flex_attention(q, k, v, block_mask=mask)
+        torch.testing.assert_close(found, expected)
+
+
+@given(forests(), st.sampled_from([4, 16]))
+def test_trunks_come_first_and_branches_see_their_ancestors(parents, size):
+    end, position, seen = tree(parents)
+    tokens = token_ranges(end, position)
+    trunks = Trunks(tokens, torch.device("cpu"))
+    order = trunks.order
+    assert torch.equal(order[trunks.inverse], torch.arange(len(end)))
+    for a, b in zip(trunks.bounds, trunks.bounds[1:], strict=False):
+        trunk = order[a:b]
+        assert torch.equal(
+            seen[trunk][:, trunk], torch.ones(b - a, b - a).tril().bool()
+        )
+        deepest = position[trunk[0] : end[trunk[0]]].max()
+        assert position[trunk[-1]] == deepest
+    assert len(trunks.bounds) - 1 == parents.count(-1)
+    rest = order[trunks.bounds[-1] :]
+    if trunks.branches is None:
+        assert len(rest) == 0
+        return
+    expected = seen[rest][:, order]
+    assert torch.equal(trunks.branches[0, 0], expected)
+    blocks = block_mask(
+        tokens.select(rest.numpy()),
+        tokens.select(order.numpy()),
+        torch.device("cpu"),
+        block_size=size,
+    )
+    for by_query in (True, False):
+        assert torch.equal(pairs_of(blocks, by_query), expected)
+
+
+@given(forests())
+def test_flashmask_columns_are_the_ancestors(parents):
+    end, _, seen = tree(parents)
+    columns = flashmask_columns(end)
+    assert columns.shape == (1, 1, len(end), 1)
+    assert columns.dtype == torch.int32
+    n = len(end)
+    causal = torch.ones(n, n, dtype=torch.bool).tril()
+    assert torch.equal(causal & (torch.arange(n)[:, None] < columns[0, 0, :, 0]), seen)
+
+
+@given(forests())
+def test_magi_slices_are_the_ancestors(parents):
+    end, _, seen = tree(parents)
+    n = len(end)
+    times = torch.zeros(n, n, dtype=torch.int32)
+    queries, keys, types = magi_slices(end)
+    for (a, b), (c, d), kind in zip(
+        queries.tolist(), keys.tolist(), types.tolist(), strict=True
+    ):
+        block = torch.ones(b - a, d - c, dtype=torch.int32)
+        # causal slices are aligned at their ends
+        times[a:b, c:d] += block.tril(d - c - (b - a)) if kind else block
+    assert torch.equal(times, seen.int())
+    children = [parents.count(token) for token in range(n)]
+    roots = parents.count(-1)
+    n_segments = roots + sum(k for k in children if k > 1)
+    assert int(types.sum()) == n_segments
+
+
+def test_cu_seqlens_are_those_of_packed_rows():
+    rows = rows_of("per_call")
+    packs = tk.pack(rows, 6_400, layout="rows", align=64)
+    end = torch.tensor(packs["subtree_end"][0].as_py(), dtype=torch.int32)
+    bounds = cu_seqlens(end)
+    assert bounds.dtype == torch.int32
+    n = packs["n_tokens"][0].as_py()
+    lengths = [len(ids) for ids in rows["input_ids"].to_pylist()]
+    rows_first = bounds[: len(lengths) + 1]
+    assert sorted(rows_first.diff().tolist()) == sorted(lengths)
+    assert rows_first[-1] == n
+    assert bounds[len(lengths) :].tolist() == [*range(n, len(end) + 1)]
+
+
+@given(forests())
+def test_cu_seqlens_refuse_branches(parents):
+    end, _, _ = tree(parents)
+    children = [parents.count(token) for token in range(len(parents))]
+    if max(children) > 1:
+        with pytest.raises(LayoutError, match=r"branches after it .*flex_block_mask"):
+            cu_seqlens(end)
+    else:
+        roots = [token for token, parent in enumerate(parents) if parent < 0]
+        assert cu_seqlens(end).tolist() == [*roots, len(parents)]
+
+
+@pytest.mark.parametrize("form", [dense_mask, flex_block_mask])
+def test_a_window_needs_positions(form):
+    end = torch.tensor([2, 2], dtype=torch.int32)
+    with pytest.raises(
+        LayoutError, match=r"a window needs position_ids of shape \(2,\)"
+    ):
+        form(end, window=3)
+    with pytest.raises(LayoutError, match="a window needs position_ids"):
+        form(end, torch.tensor([0]), window=3)

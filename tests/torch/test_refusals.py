@@ -1,0 +1,197 @@
+"""Models that cannot train correctly on trees are refused, with what to do."""
+
+import re
+
+import pytest
+import torch
+import transformers
+
+import trajkit as tk
+from tests.torch.cases import packs_of, rows_of
+from tests.torch.tiny_models import SIZES, make
+from trajkit.errors import InvalidTurnsError, LayoutError
+from trajkit.torch.attention import TreeAttention, UnsupportedModelError, tree_attention
+from trajkit.torch.datasets import PackDataset
+from trajkit.torch.models import check_model, edge_logprobs, model_inputs
+
+
+def pack_of(case="siblings"):
+    return PackDataset(packs_of(rows_of(case)))[0]
+
+
+def on_meta(config, **changes):
+    """A model without weights."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            getattr(transformers, config)(**SIZES | changes)
+        )
+    model.config._attn_implementation = "trajkit"
+    return model
+
+
+def refused(model, pattern):
+    with pytest.raises(UnsupportedModelError, match=pattern):
+        check_model(model)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["flash_attention_2", "flash_attention_3", "sdpa", "eager", "flex_attention", None],
+)
+def test_other_attention_is_refused(name):
+    model = make("llama")
+    model.config._attn_implementation = name
+    refused(model, rf"runs attention {name!r}, .* model.set_attn_implementation\(")
+    with pytest.raises(UnsupportedModelError):
+        model_inputs(model, pack_of())
+
+
+HYBRID = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
+}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1}
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "layers"),
+    [
+        ("Qwen3NextConfig", HYBRID, "linear_attention"),
+        ("MambaConfig", {}, "linear_attention"),
+        ("Mamba2Config", {"num_heads": 4, "head_dim": 16}, "linear_attention"),
+        ("BambaConfig", MAMBA | {"attn_layer_indices": [1]}, "linear_attention"),
+        ("FalconH1Config", MAMBA | {"mamba_d_ssm": 64}, "hybrid"),
+        ("RecurrentGemmaConfig", {"lru_width": 32}, "linear_attention"),
+        ("MiniMaxConfig", {"num_local_experts": 2}, "linear_attention"),
+        ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}, "conv"),
+        ("Llama4TextConfig", {"num_local_experts": 2}, "chunked_attention"),
+        ("DeepseekV32Config", {}, "indexed_attention"),
+    ],
+)
+def test_layers_that_mix_tokens_along_the_pack_are_refused(config, changes, layers):
+    model = on_meta(config, **changes)
+    refused(model, rf"has layers of \[.*{layers}.*along the pack and not along a row")
+
+
+@pytest.mark.parametrize("kind", ["Mamba2Mixer", "GatedDeltaNet", "SSM", "RgLru"])
+def test_modules_that_mix_tokens_along_the_pack_are_refused(kind):
+    model = make("llama")
+    model.model.layers[1].mixer = type(kind, (torch.nn.Identity,), {})()
+    refused(model, rf"model.layers.1.mixer \({kind}\) mixes tokens along the pack")
+
+
+def test_convolutions_are_refused():
+    model = make("llama")
+    model.model.conv = torch.nn.Conv1d(2, 2, 3)
+    refused(model, r"model.conv \(Conv1d\) mixes tokens along the pack")
+
+
+def test_models_that_do_not_hand_down_the_tree_are_refused():
+    config = transformers.BloomConfig(
+        vocab_size=61, hidden_size=32, n_layer=1, n_head=4
+    )
+    with torch.device("meta"):
+        model = transformers.BloomForCausalLM(config)
+    model.config._attn_implementation = "trajkit"
+    refused(model, "does not hand keyword arguments to its attention layers")
+
+
+def test_encoders_are_refused():
+    model = make("llama")
+    model.config.is_encoder_decoder = True
+    refused(model, "has an encoder")
+
+
+@pytest.mark.parametrize("name", ["mtp", "nextn", "mtp_layers"])
+def test_heads_that_predict_several_tokens_are_refused(name):
+    model = make("llama")
+    model.model.add_module(name, torch.nn.Linear(2, 2))
+    refused(model, rf"model.{name} \(Linear\) predicts several tokens ahead")
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rope_of_the_longest_position_is_refused(kind):
+    model = make("llama")
+    model.config.rope_parameters = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    refused(model, rf"uses {kind} RoPE, .*fixed factor \(yarn, linear")
+    nested = {"full_attention": model.config.rope_parameters}
+    model.config.rope_parameters = nested
+    refused(model, rf"uses {kind} RoPE")
+
+
+def test_dropout_is_refused_in_training_only():
+    model = make("llama", attention_dropout=0.1)
+    with pytest.raises(
+        UnsupportedModelError, match=r"attention_dropout=0.1 in training"
+    ):
+        model_inputs(model, pack_of())
+    model.eval()
+    assert model_inputs(model, pack_of())["use_cache"] is False
+
+
+@pytest.mark.parametrize(
+    ("options", "pattern"),
+    [
+        ({"dropout": 0.1}, "drops attention weights with probability 0.1"),
+        ({"softcap": 30.0}, "uses softcap or attention sinks, which only run on CUDA"),
+        ({"s_aux": 1}, "uses softcap or attention sinks"),
+        ({"position_bias": 1}, "adds a bias that depends on places in the pack"),
+    ],
+)
+@pytest.mark.parametrize("kernel", ["masked", "trunk"])
+def test_what_attention_cannot_do_is_refused(options, pattern, kernel):
+    pack = pack_of()
+    tree = TreeAttention(pack, "cpu", kernel)
+    x = torch.zeros(1, 2, len(pack.input_ids), 8)
+    with pytest.raises(UnsupportedModelError, match=pattern):
+        tree_attention(torch.nn.Identity(), x, x, x, None, tree=tree, **options)
+
+
+def test_attention_in_both_directions_is_refused():
+    pack = pack_of()
+    x = torch.zeros(1, 2, len(pack.input_ids), 8)
+    module = torch.nn.Identity()
+    module.is_causal = False
+    with pytest.raises(UnsupportedModelError, match="attends in both directions"):
+        tree_attention(module, x, x, x, None, tree=TreeAttention(pack, "cpu"))
+
+
+def test_a_tree_fits_one_pack_only():
+    pack, other = pack_of(), pack_of("nemo")
+    tree = TreeAttention(other, "cpu")
+    n = len(pack.input_ids)
+    x = torch.zeros(1, 2, n, 8)
+    with pytest.raises(
+        LayoutError, match=f"for a pack of {len(other.input_ids)} tokens"
+    ):
+        tree_attention(torch.nn.Identity(), x, x, x, None, tree=tree)
+    mine = TreeAttention(pack, "cpu")
+    two = torch.zeros(2, 2, n, 8)
+    with pytest.raises(LayoutError, match="pass one pack a call"):
+        tree_attention(torch.nn.Identity(), two, two, two, None, tree=mine)
+    with pytest.raises(LayoutError, match="an attention_mask and a tree"):
+        tree_attention(torch.nn.Identity(), x, x, x, x, tree=mine)
+
+
+@pytest.mark.parametrize("key", ["final_logit_softcapping", "logit_scale"])
+def test_logits_that_are_no_plain_projection_are_refused(key):
+    model = make("llama")
+    setattr(model.config, key, 0.5)
+    with pytest.raises(UnsupportedModelError, match=rf"applies {key} to its logits"):
+        edge_logprobs(model, pack_of())
+
+
+def test_a_carried_tree_is_refused():
+    rows = rows_of("clean")
+    packs = packs_of(rows)
+    n = len(packs["input_ids"][0])
+    parts = tk.pack(rows, n - 5, oversize="carry", columns=["advantage"])
+    with pytest.raises(
+        InvalidTurnsError,
+        match=re.escape("pack 1 continues a tree of pack 0, whose keys and values it"),
+    ):
+        PackDataset(parts)

@@ -1,0 +1,53 @@
+"""Tree packs in torch: datasets, masks, attention for transformers, logprobs, losses.
+
+Needs torch and transformers (``pip install trajkit[torch]``); nothing else of trajkit
+imports them.
+"""
+
+from typing import TYPE_CHECKING
+
+from trajkit._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from trajkit.torch.attention import TreeAttention as TreeAttention
+    from trajkit.torch.attention import UnsupportedModelError as UnsupportedModelError
+    from trajkit.torch.datasets import PackDataset as PackDataset
+    from trajkit.torch.datasets import RowDataset as RowDataset
+    from trajkit.torch.datasets import pad_rows as pad_rows
+    from trajkit.torch.logprobs import gather_logprobs as gather_logprobs
+    from trajkit.torch.losses import nll_loss as nll_loss
+    from trajkit.torch.losses import observation_loss as observation_loss
+    from trajkit.torch.losses import policy_loss as policy_loss
+    from trajkit.torch.masks import cu_seqlens as cu_seqlens
+    from trajkit.torch.masks import dense_mask as dense_mask
+    from trajkit.torch.masks import flashmask_columns as flashmask_columns
+    from trajkit.torch.masks import flex_block_mask as flex_block_mask
+    from trajkit.torch.masks import magi_slices as magi_slices
+    from trajkit.torch.models import check_model as check_model
+    from trajkit.torch.models import edge_logprobs as edge_logprobs
+    from trajkit.torch.models import model_inputs as model_inputs
+    from trajkit.torch.packs import Pack as Pack
+else:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "Pack": "packs",
+            "PackDataset": "datasets",
+            "RowDataset": "datasets",
+            "TreeAttention": "attention",
+            "UnsupportedModelError": "attention",
+            "check_model": "models",
+            "cu_seqlens": "masks",
+            "dense_mask": "masks",
+            "edge_logprobs": "models",
+            "flashmask_columns": "masks",
+            "flex_block_mask": "masks",
+            "gather_logprobs": "logprobs",
+            "magi_slices": "masks",
+            "model_inputs": "models",
+            "nll_loss": "losses",
+            "observation_loss": "losses",
+            "pad_rows": "datasets",
+            "policy_loss": "losses",
+        },
+    )

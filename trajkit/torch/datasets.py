@@ -1,0 +1,185 @@
+"""Tables of packs and of rows as torch datasets."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from trajkit._arguments import chosen_int
+from trajkit._arrow.canonical import (
+    TableLike,
+    as_table,
+    canonical,
+    canonical_rows,
+    place,
+)
+from trajkit.errors import InvalidTurnsError, SchemaError
+from trajkit.pipeline.suffix_layout import full_rows
+from trajkit.schema import PACKS
+from trajkit.torch.packs import Pack
+
+_INT64 = ("edge_source", "edge_target", "edge_row", "edge_position")
+_FLOAT64 = ("edge_weight", "edge_logprob")
+_PADDING = {"input_ids": 0, "loss_mask": False, "logprobs": float("nan")}
+
+
+class PackDataset:
+    """The packs of a table, one `Pack` an item: a map-style dataset.
+
+    A pack is a micro-batch, so a DataLoader needs ``batch_size=None``. Tokens, and
+    columns that torch takes as they are, stay in Arrow's memory until they are pinned
+    or moved.
+
+    Parameters
+    ----------
+    packs : table
+        `trajkit.schema.PACKS` and further ``edge_`` columns, from `trajkit.pack`.
+
+    Raises
+    ------
+    SchemaError
+        A column is absent or of another type.
+    InvalidTurnsError
+        A pack continues a tree of the pack before it (``oversize="carry"``).
+    """
+
+    def __init__(self, packs: TableLike) -> None:
+        self._table = canonical(as_table(packs), PACKS)
+        for line, before in enumerate(self._table.column("prefix_pack").to_pylist()):
+            if before is not None:
+                raise InvalidTurnsError(
+                    f"pack {line} continues a tree of pack {before}, whose keys and values "
+                    "it needs: pack with oversize='repeat'"
+                )
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: int) -> Pack:
+        line = self._table.slice(range(len(self))[index], 1)
+        values = {
+            name: _tensor(_element(line, name), f"pack {index}: {name}")
+            for name in line.column_names
+            if name.startswith("edge_")
+            or name in ("input_ids", "position_ids", "subtree_end")
+        }
+        # torch indexes with int64, and losses are summed in the widest type
+        values |= {name: values[name].long() for name in _INT64}
+        values |= {name: values[name].double() for name in _FLOAT64}
+        columns = {
+            name.removeprefix("edge_"): values.pop(name)
+            for name in [*values]
+            if name not in Pack.__slots__
+        }
+        return Pack(**values, columns=columns)
+
+
+class RowDataset:
+    """Rows one by one, for trainers that pad them (`pad_rows`).
+
+    Each item maps ``input_ids``, ``loss_mask``, ``logprobs`` (NaN where there is none)
+    and ``row_weight`` to tensors, and each of ``columns``.
+
+    Parameters
+    ----------
+    rows : table
+        `trajkit.schema.ROWS`, or ``ROWS_SUFFIX``.
+    columns : sequence of str
+        Further columns, a number per row or per token, such as ``advantage``.
+
+    Raises
+    ------
+    SchemaError
+        A column is absent.
+    """
+
+    def __init__(self, rows: TableLike, columns: Sequence[str] = ()) -> None:
+        self._table = full_rows(canonical_rows(as_table(rows)))
+        self._names = [*_PADDING, "row_weight", *columns]
+        missing = [n for n in columns if n not in self._table.column_names]
+        if missing:
+            raise SchemaError(f"the rows have no columns {missing}")
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        line = self._table.slice(range(len(self))[index], 1)
+        item: dict[str, Any] = {}
+        for name in self._names:
+            column = line.column(name)
+            where = f"{place(line, 0)}: {name}"
+            if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+                item[name] = _tensor(_element(line, name), where)
+            else:
+                item[name] = _tensor(column.chunk(0), where)[0]
+        return item
+
+
+def pad_rows(
+    rows: Sequence[dict[str, Any]], *, pad_id: int = 0, multiple_of: int = 1
+) -> dict[str, Tensor]:
+    """A batch of rows, padded on the right: the ``collate_fn`` of a `RowDataset`.
+
+    Parameters
+    ----------
+    rows : sequence of dict
+        Items of a `RowDataset`.
+    pad_id : int
+        The id of padding tokens.
+    multiple_of : int
+        The length of the batch is a multiple of it.
+
+    Returns
+    -------
+    dict of str to tensor
+        Values per token have shape (n_rows, length); beyond a row ``loss_mask`` is
+        False, ``logprobs`` NaN and other columns 0. Values per row have shape (n_rows,).
+        ``attention_mask`` (bool) and ``position_ids`` (int64) are added.
+    """
+    multiple_of = chosen_int("multiple_of", multiple_of, 1)
+    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+    length = -(-int(lengths.max()) // multiple_of) * multiple_of
+    index = torch.arange(length)
+    batch = {
+        "attention_mask": index < lengths[:, None],
+        "position_ids": index.expand(len(rows), length),
+    }
+    padding = _PADDING | {"input_ids": pad_id}
+    for name in rows[0]:
+        values = [row[name] for row in rows]
+        if values[0].ndim == 0:
+            batch[name] = torch.stack(values)
+            continue
+        batch[name] = values[0].new_full((len(rows), length), padding.get(name, 0))
+        for line, value in zip(batch[name], values, strict=True):
+            line[: len(value)] = value
+    return batch
+
+
+def _element(line: pa.Table, name: str) -> pa.Array:
+    """The list in a column of a table of one line."""
+    return line.column(name).chunk(0).flatten()
+
+
+def _tensor(values: pa.Array, where: str) -> Tensor:
+    """An Arrow array as a tensor, in its own memory if it has neither nulls nor bits.
+
+    Raises
+    ------
+    SchemaError
+        It has nulls and is not of floats, or is not of numbers.
+    """
+    if pa.types.is_boolean(values.type):
+        return _tensor(values.cast(pa.uint8()), where).bool()
+    if pa.types.is_floating(values.type):
+        values = values.fill_null(float("nan"))
+    elif values.null_count or not pa.types.is_integer(values.type):
+        raise SchemaError(
+            f"{where} has {values.null_count} nulls of type {values.type}: tensors hold "
+            "numbers, and a null only as a float's NaN"
+        )
+    tensor: Tensor = torch.from_dlpack(values)
+    return tensor

@@ -1,0 +1,149 @@
+"""Losses as sums over the edges of a pack.
+
+Each function returns one sum. Sums over the packs of a step add up; divide by what the
+loss is a mean of, such as the number of rollouts in the step. What
+`trajkit.training.reference_loss` gives for the rows is what these give for their packs.
+"""
+
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from trajkit._arguments import check_choice
+from trajkit.errors import InvalidTurnsError, LayoutError
+from trajkit.torch.packs import Pack
+
+Ratio: TypeAlias = Literal["token", "sequence"]
+
+
+def policy_loss(
+    logprobs: Tensor,
+    pack: Pack,
+    *,
+    clip: tuple[float, float] | None = None,
+    ratio: Ratio = "token",
+    advantage: str = "advantage",
+    old_logprobs: Tensor | None = None,
+) -> Tensor:
+    """The policy-gradient loss with importance ratios, summed over edges.
+
+    With ``w`` the edge's weight, ``A`` its advantage and ``r`` its ratio::
+
+        sum over edges of  -w * min(r * A, clamp(r, 1 - low, 1 + high) * A)
+
+    Parameters
+    ----------
+    logprobs : float tensor, shape (n_edges,)
+        As `gather_logprobs` gives them.
+    pack : Pack
+        With the column ``advantage``.
+    clip : (low, high), optional
+        Distances from 1 at which ratios are clipped (PPO's clipped objective; unequal
+        ones are DAPO's). Default: no clipping, as in `reference_loss`.
+    ratio : {"token", "sequence"}
+        "token": each edge's own, ``exp(logprob - old)``. "sequence": the geometric mean
+        over the edges of its row that have a weight, for all of them (GSPO, equation 7);
+        the pack must hold all edges of its rows.
+    advantage : str
+        The column that holds it.
+    old_logprobs : float tensor, shape (n_edges,), optional
+        Logprobs of the behaviour policy, as computed over the same packs. Default:
+        those recorded by the engine.
+
+    Returns
+    -------
+    scalar tensor
+
+    Raises
+    ------
+    InvalidTurnsError
+        An edge with a weight has no recorded logprob, and ``old_logprobs`` is missing.
+    LayoutError
+        ``logprobs`` is not one value for each edge.
+    """
+    check_choice("ratio", ratio, Ratio)
+    _check_length(logprobs, pack)
+    if old_logprobs is None:
+        _check_recorded(pack)
+        old_logprobs = pack.edge_logprob
+    old, weight, value = (
+        x.to(logprobs) for x in (old_logprobs, pack.edge_weight, pack.column(advantage))
+    )
+    used = weight != 0
+    # An edge without a weight has no part in the loss, whatever its logprob.
+    difference = torch.where(used, logprobs - old.nan_to_num(), 0.0)
+    if ratio == "sequence":
+        difference = _row_means(difference, used, pack.edge_row.to(logprobs.device))
+    ratios = difference.exp()
+    gain = ratios * value
+    if clip is not None:
+        low, high = clip
+        gain = torch.minimum(gain, ratios.clamp(1 - low, 1 + high) * value)
+    return -(weight * torch.where(used, gain, 0.0)).sum()
+
+
+def _check_recorded(pack: Pack) -> None:
+    missing = torch.isnan(pack.edge_logprob) & (pack.edge_weight != 0)
+    if bool(missing.any()):
+        edge = int(missing.nonzero()[0])
+        raise InvalidTurnsError(
+            f"edge {edge} (row {int(pack.edge_row[edge])}, position "
+            f"{int(pack.edge_position[edge])}) is trained and has no logprob: the ratio "
+            "needs what the engine gave"
+        )
+
+
+def _row_means(values: Tensor, used: Tensor, row: Tensor) -> Tensor:
+    """For each edge, the mean over the used edges of its row."""
+    _, code = torch.unique(row, return_inverse=True)
+    zeros = values.new_zeros(len(row))
+    total = zeros.index_add(0, code, values)
+    count = zeros.index_add(0, code, used.to(values)).clamp(min=1)
+    return (total / count)[code]
+
+
+def nll_loss(logprobs: Tensor, pack: Pack) -> Tensor:
+    """The negative log-likelihood, weighed: ``sum over edges of -w * logprob``.
+
+    Parameters
+    ----------
+    logprobs : float tensor, shape (n_edges,)
+        As `gather_logprobs` gives them.
+    pack : Pack
+
+    Returns
+    -------
+    scalar tensor
+    """
+    _check_length(logprobs, pack)
+    return -(pack.edge_weight.to(logprobs) * logprobs).sum()
+
+
+def observation_loss(
+    logprobs: Tensor, pack: Pack, *, weight: str = "observation_weight"
+) -> Tensor:
+    """The loss of observed tokens: ``sum over edges of -v * logprob``.
+
+    Parameters
+    ----------
+    logprobs : float tensor, shape (n_edges,)
+        As `gather_logprobs` gives them.
+    pack : Pack
+        With a column of observation weights, ``v``.
+    weight : str
+        The column that holds them.
+
+    Returns
+    -------
+    scalar tensor
+    """
+    _check_length(logprobs, pack)
+    return -(pack.column(weight).to(logprobs) * logprobs).sum()
+
+
+def _check_length(logprobs: Tensor, pack: Pack) -> None:
+    if logprobs.shape != pack.edge_source.shape:
+        raise LayoutError(
+            f"logprobs of shape {tuple(logprobs.shape)} for {len(pack.edge_source)} edges"
+        )
