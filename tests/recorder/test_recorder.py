@@ -818,13 +818,13 @@ class Reads:
         self.recorder = tk.Recorder()
 
     def record(self, *args, **fields):
-        talk = self.recorder._session("a").talk
-        before = list(talk.said)
+        talk = self.recorder._session("a").message_log
+        before = list(talk.forms)
         self.recorder.record("a", *args, **fields)
-        before += [None] * (len(talk.said) - len(before))
+        before += [None] * (len(talk.forms) - len(before))
         return [
             _core.message_of(form)
-            for form, known in zip(talk.said, before, strict=True)
+            for form, known in zip(talk.forms, before, strict=True)
             if form is not known
         ]
 

@@ -42,7 +42,7 @@ from trajkit.turns.prefix_forest import Forest, grow
 from trajkit.turns.records import as_turns
 from trajkit.turns.structs import LINK, MESSAGE
 
-_BY_MESSAGES: tuple[ParentBy, ...] = ("messages", "agents", "generations")
+BY_MESSAGES: tuple[ParentBy, ...] = ("messages", "agents", "generations")
 _EQUALITY_OF_ROUTE: dict[ParentBy, MessageEquality] = {
     "agents": "text",
     "generations": "strict",
@@ -342,11 +342,13 @@ def policy_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
 
 def n_by_tokens(calls: Calls, policy: Policy) -> Longs:
     """Turns without messages that a route by messages routes by tokens, by session."""
-    if policy.parent_by not in _BY_MESSAGES:
+    if policy.parent_by not in BY_MESSAGES:
         return np.zeros(calls.n_sessions, np.int64)
     which = calls.requests["n_keys"] < 0
     if policy.parent_by == "messages" and policy.tie_break == "tokens":
         which |= calls.requests["n_keys"] + calls.requests["shared"] == 0
+    if not which.any():
+        return np.zeros(calls.n_sessions, np.int64)
     return np.bincount(calls.session_of(), which, calls.n_sessions).astype(np.int64)
 
 

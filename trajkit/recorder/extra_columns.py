@@ -96,7 +96,7 @@ class Types:
 
 
 @dataclass(slots=True)
-class Further:
+class ExtraColumns:
     """Columns whose types are what `trajkit.from_records` would make of their values.
 
     A session has every column of its recorder, so that all have the same schema.

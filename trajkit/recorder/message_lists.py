@@ -8,13 +8,13 @@ import numpy as np
 from trajkit import _core
 from trajkit.errors import InvalidTurnsError
 from trajkit.schema import KEY_BYTES
-from trajkit.turns.calls import Records
+from trajkit.turns.calls import Longs, Records
 from trajkit.turns.messages import Ids, MessageBook, check_text
 from trajkit.turns.structs import HEARD, PLACE, longer
 
 
 @dataclass(slots=True)
-class Talk:
+class MessageLog:
     """What a session's calls say, call by call.
 
     A message that a call shows again is compared with what is held of it, as Python
@@ -24,12 +24,12 @@ class Talk:
     """
 
     # see `_core.Lists`
-    said: list[tuple[object, ...]] = field(default_factory=list)
+    forms: list[tuple[object, ...]] = field(default_factory=list)
     by_hash: dict[int, int | list[int]] = field(default_factory=dict)
     counted: list[int] = field(default_factory=list)
     lists: _core.Lists = field(init=False)
     places: Records = field(init=False)
-    heard: Records = field(default_factory=lambda: np.empty(0, HEARD))
+    calls: Records = field(default_factory=lambda: np.empty(0, HEARD))
     # the messages written so far, by their numbers
     book: MessageBook = field(default_factory=MessageBook)
     # which message a key alone means, of those that count: the first n_known of `counted`
@@ -37,33 +37,34 @@ class Talk:
     n_known: int = 0
 
     def __post_init__(self) -> None:
-        self.lists = _core.Lists(self.said, self.by_hash, self.counted)
+        self.lists = _core.Lists(self.forms, self.by_hash, self.counted)
         self.places = np.empty(1, PLACE)
-        self.lists.attach(self.places, self.heard)
+        self.lists.attach(self.places, self.calls)
 
     def make_room(self, n_calls: int, n_places: int) -> None:
         """Room for this many calls, and lists of messages."""
         if n_places > len(self.places):
             self.places = longer(self.places, n_places + n_places // 8 + 16)
-        if n_calls > len(self.heard):
-            self.heard = longer(self.heard, n_calls)
-        self.lists.attach(self.places, self.heard)
+        if n_calls > len(self.calls):
+            self.calls = longer(self.calls, n_calls)
+        self.lists.attach(self.places, self.calls)
 
-    def suffixes(self, n_calls: int) -> list[Ids | None]:
-        """Of each call the numbers of its messages that the base does not supply.
+    def suffixes(self, n_calls: int) -> tuple[Ids, Longs]:
+        """The messages of each call that its base does not supply.
 
-        None: it has no list of messages.
+        Returns
+        -------
+        numbers : ndarray of int32
+            Of all calls, end to end.
+        lengths : ndarray of int64, shape (n_calls,)
+            Messages of each call; -1: it has no list of messages.
         """
-        heard: Records = self.heard[:n_calls]
-        spoken = heard["end"] >= 0
-        sizes = np.where(
-            spoken, self.places["depth"][heard["end"]] - heard["shared"], 0
-        )
-        stops = np.cumsum(sizes)
-        numbers = np.empty(int(sizes.sum()), np.int32)
+        calls: Records = self.calls[:n_calls]
+        end, shared = calls["end"], calls["shared"]
+        sizes = np.where(end < 0, -1, self.places["depth"][end] - shared)
+        numbers = np.empty(int(sizes[end >= 0].sum()), np.int32)
         self.lists.fill_suffixes(numbers)
-        runs = zip(spoken, stops - sizes, stops, strict=True)
-        return [numbers[start:stop] if has else None for has, start, stop in runs]
+        return numbers, sizes.astype(np.int64)
 
     def number(self, message: object, place: int) -> int:
         """The number of a message that is no dict as most are: see `_core.Lists.read`."""
@@ -71,15 +72,15 @@ class Talk:
         said: tuple[object, ...] = ()  # found equal to nothing
         if isinstance(message, tuple):
             key, role = _pair(message, where)
-            self.mean()
+            self.index_keys()
             known = self.by_key.get((key, role))
             number = self.book.add_key(key, role) if known is None else known
             said = message if type(message) is tuple else (key, role)
         else:
             self.write()
             number = self.book.add(message, where)
-        if number == len(self.said):
-            self.said.append(said)
+        if number == len(self.forms):
+            self.forms.append(said)
         return number
 
     def find(self, message: object, place: int) -> int:
@@ -87,17 +88,17 @@ class Talk:
         where = f"prompt_messages[{place}]"
         if isinstance(message, tuple):
             name = _pair(message, where)
-            self.mean()
+            self.index_keys()
             return self.by_key.get(name, -1)
         self.write()
         return self.book.find(message, where)
 
     def write(self) -> None:
         """Write the messages into the book that are not there yet."""
-        for number in range(len(self.book.bodies), len(self.said)):
-            self.book.add(_core.message_of(self.said[number]), "")
+        for number in range(len(self.book.bodies), len(self.forms)):
+            self.book.add(_core.message_of(self.forms[number]), "")
 
-    def mean(self) -> None:
+    def index_keys(self) -> None:
         """Let the keys of messages stand for them, those with a body first."""
         self.write()
         keys, roles, bodies = self.book.keys, self.book.roles, self.book.bodies
@@ -106,7 +107,7 @@ class Talk:
             known = self.by_key.setdefault(name, number)
             if bodies[known] is None and known != number:
                 self.by_key[name] = number
-                self.said[known] = ()  # its key is found as the other's from now on
+                self.forms[known] = ()  # its key is found as the other's from now on
         self.n_known = len(self.counted)
 
 

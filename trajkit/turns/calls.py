@@ -60,8 +60,10 @@ class Calls:
     session_ids: pa.Array
     # shape (n_calls,)
     turn_index: Ints
-    # what requests point at where that is not the table (trajkit.turns.message_equality)
+    # what requests point at where that is not the table: keys that are equal where the
+    # messages are (trajkit.turns.message_equality), and names of roles
     keys: Longs | None = None
+    roles: pa.Array | None = None
 
     @property
     def n_sessions(self) -> int:
@@ -70,7 +72,7 @@ class Calls:
     @property
     def is_delta(self) -> bool:
         """Whether the table says prompts as what they share with an earlier one."""
-        return "suffix_ids" in self.table.column_names
+        return bool(self.table.schema.get_field_index("suffix_ids") >= 0)
 
     @property
     def held(self) -> Longs:

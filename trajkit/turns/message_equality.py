@@ -48,6 +48,8 @@ def rekeyed(calls: Calls, equality: MessageEquality) -> Calls:
 
 def _by_value(calls: Calls) -> Calls:
     """The calls, with keys that are equal where Python calls the messages equal."""
+    if calls.keys is not None:
+        return calls
     lists = calls.table.column("suffix_messages" if calls.is_delta else "messages")
     chunks = [chunk.flatten() for chunk in lists.chunks]
     words = [

@@ -204,32 +204,30 @@ class MessageBook:
         )
         return new
 
-    def array(
-        self,
-        ids: Ids,
-        shown: npt.NDArray[np.bool_],
-        mask: npt.NDArray[np.bool_] | None = None,
-    ) -> pa.StructArray:
-        """The messages at each place as the schema's struct.
+    def array(self, ids: Ids, shown: npt.NDArray[np.bool_]) -> pa.StructArray:
+        """The messages as the schema's struct.
 
         Parameters
         ----------
         ids : ndarray of int32, shape (n_messages,)
+            -1: null.
         shown : ndarray of bool, shape (n_messages,)
             Where the body is stored; it is null elsewhere.
-        mask : ndarray of bool, shape (n_messages,), optional
-            Where there is no message at all; the id there is not looked at.
         """
-        empty = ~shown if mask is None else ~shown | mask
-        take = pa.array(ids, mask=mask)
+        # an id of -1 takes the last key
+        keys = np.frombuffer(b"".join(self.keys) + bytes(KEY_BYTES), f"V{KEY_BYTES}")
+        absent = ids < 0
+        mask = pa.array(absent) if absent.any() else None
         return pa.StructArray.from_arrays(
             [
-                pa.array(self.keys, pa.binary(KEY_BYTES)).take(take),
-                pa.array(self.roles, pa.string()).take(take),
-                pa.array(self.bodies, pa.string()).take(pa.array(ids, mask=empty)),
+                pa.Array.from_buffers(
+                    pa.binary(KEY_BYTES), len(ids), [None, pa.py_buffer(keys[ids])]
+                ),
+                pa.array(self.roles, pa.string()).take(pa.array(ids, mask=absent)),
+                pa.array(self.bodies, pa.string()).take(pa.array(ids, mask=~shown)),
             ],
             fields=list(MESSAGE),
-            mask=None if mask is None else pa.array(mask),
+            mask=mask,
         )
 
 

@@ -14,7 +14,9 @@ from trajkit._arguments import near_miss, whole_number
 from trajkit._arrow.canonical import TableLike, as_table
 from trajkit.errors import InvalidTurnsError
 from trajkit.schema import TURNS, WEIGHT_VERSION
+from trajkit.turns.calls import Longs
 from trajkit.turns.deep_json import MAX_DEPTH, is_too_deep
+from trajkit.turns.flat_buffers import offsets_of
 from trajkit.turns.messages import NO_IDS, Ids, MessageBook, check_text
 from trajkit.turns.python_lists import Arena, write_ids, write_logprobs
 from trajkit.turns.validation import check_values
@@ -251,7 +253,11 @@ class _Batch:
             numbers = numbers[order]
         columns = dict(zip(table.column_names, table.columns, strict=True))
         columns["messages"], columns["response"] = message_columns(
-            self.book, messages, responses, numbers
+            self.book,
+            np.concatenate([NO_IDS, *(ids for ids in messages if ids is not None)]),
+            np.array([-1 if ids is None else len(ids) for ids in messages], np.int64),
+            responses,
+            numbers,
         )
         fields = [*TURNS, *(table.schema.field(name) for name in self.extras)]
         return pa.Table.from_arrays(
@@ -275,37 +281,45 @@ class _Batch:
 
 
 def message_columns(
-    book: MessageBook, messages: list[Ids | None], responses: Ids, sessions: Ids
+    book: MessageBook, ids: Ids, lengths: Longs, responses: Ids, sessions: Ids
 ) -> tuple[pa.Array, pa.Array]:
-    """The columns messages and response of turns that lie session by session."""
-    n_turns = len(messages)
-    lengths = np.array([0 if ids is None else len(ids) for ids in messages], np.int64)
-    # one run of places per turn: its prompt's messages, then its response's, if any
-    ends = np.cumsum(lengths + 1)
-    places = np.empty(int(ends[-1]) if n_turns else 0, np.int32)
-    for ids, end, length in zip(messages, ends, lengths, strict=True):
-        if ids is not None:
-            places[end - 1 - length : end - 1] = ids
-    is_response = np.zeros(len(places), np.bool_)
-    is_response[ends - 1] = True
-    places[ends - 1] = responses
-    owners = np.repeat(sessions, lengths + 1)
-    there = places >= 0
-    shown = np.zeros(len(places), np.bool_)
-    shown[there] = book.shown(places[there], owners[there])
+    """The columns messages and response of turns that are sorted by session.
 
-    offsets = np.zeros(n_turns + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    null = np.array([ids is None for ids in messages], np.bool_)
+    Parameters
+    ----------
+    book : MessageBook
+    ids : ndarray of int32, shape (n_messages,)
+        The messages of all turns, end to end.
+    lengths : ndarray of int64, shape (n_turns,)
+        Messages of each turn; -1: it has no list of messages.
+    responses : ndarray of int32, shape (n_turns,)
+        -1: no response.
+    sessions : ndarray of int32, shape (n_turns,)
+        The number of each turn's session.
+    """
+    null = lengths < 0
+    offsets = offsets_of(np.where(null, 0, lengths))
+    n_turns, n = len(lengths), len(ids)
+    # in order of time: the messages of a turn, then its response
+    stops = offsets[1:] + np.arange(n_turns)
+    at = np.ones(n + n_turns, np.bool_)
+    at[stops] = False
+    in_time = np.empty(n + n_turns, np.int32)
+    in_time[at], in_time[stops] = ids, responses
+    owners = np.repeat(sessions, np.diff(stops, prepend=-1))
+    known = in_time >= 0
+    first = np.zeros(n + n_turns, np.bool_)
+    first[known] = book.shown(in_time[known], owners[known])
+    structs = book.array(
+        np.concatenate([ids, responses]), np.concatenate([first[at], first[stops]])
+    )
     prompt = pa.LargeListArray.from_arrays(
         pa.array(offsets),
-        book.array(places[~is_response], shown[~is_response]),
+        structs[:n],
         type=TURNS.field("messages").type,
         mask=pa.array(null) if null.any() else None,
     )
-    absent = responses < 0
-    response = book.array(responses, shown[is_response], mask=absent)
-    return prompt, response
+    return prompt, structs[n:]
 
 
 def _is_nested(value: object) -> bool:

@@ -46,7 +46,7 @@ class SessionFacts:
         """
         facts = self.of(calls.session_ids)
         for name in _OF_TURNS:
-            if name not in calls.table.column_names:
+            if calls.table.schema.get_field_index(name) < 0:
                 continue
             own = _of_turns(calls, name)
             if name in self.stated:

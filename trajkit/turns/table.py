@@ -30,7 +30,7 @@ class Turns:
     @property
     def is_delta(self) -> bool:
         """Whether the table says prompts as what they share with an earlier one."""
-        return "suffix_ids" in self.table.column_names
+        return bool(self.table.schema.get_field_index("suffix_ids") >= 0)
 
     @property
     def brought(self) -> _Longs:
