@@ -237,8 +237,9 @@ def linearize(
     )
     if work.payloads and work.suffix:
         raise PolicyError("payloads go with whole rows: layout is 'suffix'")
+    if isinstance(turns, Calls):
+        return _tables([work(turns, None)], work.schema(turns.table.schema), report)
     n_threads = threads or os.cpu_count() or 1
-
     if is_stream(turns):
         if links is not None or drift is not None:
             raise PolicyError(
@@ -249,9 +250,6 @@ def linearize(
             return (pair for rows, counts in parts for pair in _pairs(rows, counts))
         return (batch for rows, _ in parts for batch in rows)
 
-    if isinstance(turns, Calls):
-        made = [work(turns, None)]
-        return _tables(made, work.schema(turns.table.schema), report)
     located = turns if isinstance(turns, Turns) else locate(as_turns(turns))
     given = None
     if links is not None or drift is not None:

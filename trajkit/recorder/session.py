@@ -31,7 +31,8 @@ ChatMessage: TypeAlias = dict[str, object] | tuple[bytes, str]
 """A message as a dict, or as its key (`trajkit.turns.message_key`) and its role."""
 
 Floats: TypeAlias = npt.NDArray[np.float32]
-_VERSIONS = TURNS_DELTA.field("weight_versions").type
+# the columns that `Recording.as_calls` has
+_READ = pa.schema([TURNS_DELTA.field(n) for n in ("finish_reason", "weight_versions")])
 _LOWEST, _HIGHEST = float(NO_LOGPROB), float(MAX_LOGPROB)
 # Tokens per call: where they bring no more, a copy of the path costs less than the calls'
 # own records, and saves looking at one after another.
@@ -212,11 +213,12 @@ class Recording(_core.Intake):
         said = np.array([*(role == "assistant" for role in book.roles), False])
         requests["reply_is_assistant"] = said[replies]
         return Calls(
-            pa.table(
-                {
-                    "finish_reason": pa.array(reasons, pa.string()),
-                    "weight_versions": pa.array(versions, _VERSIONS),
-                }
+            pa.Table.from_arrays(
+                [
+                    pa.array(column, field.type)
+                    for column, field in zip((reasons, versions), _READ, strict=True)
+                ],
+                schema=_READ,
             ),
             self.calls[:n_calls],
             requests,
