@@ -713,7 +713,7 @@ FURTHER = call([1], [2, 3])
         ),
         pytest.param(
             {"weight_versions": [{"version": "v", "start": 1, "stop": 2}]},
-            "weight_versions[0] is 1:2 where a piece from 0 on is due",
+            "weight_versions[0] is 1:2, expected a start of 0",
             id="gap",
         ),
         pytest.param(
@@ -723,7 +723,7 @@ FURTHER = call([1], [2, 3])
         ),
         pytest.param(
             {"prompt_messages": [(b"short", "user")]},
-            "prompt_messages[0] is (b'short', 'user'): a message that is no dict is",
+            "prompt_messages[0] is (b'short', 'user'): expected a dict, or a pair",
             id="key",
         ),
         pytest.param(

@@ -36,7 +36,7 @@ from trajkit.turns.calls import Calls, Ints, Longs, Records, named_calls, read_c
 from trajkit.turns.message_equality import (
     classify,
     identity_of,
-    rekeyed,
+    with_equality,
 )
 from trajkit.turns.prefix_forest import Forest, grow
 from trajkit.turns.records import as_turns
@@ -205,7 +205,7 @@ def find_links(
     n_calls = len(calls.calls)
     links = np.zeros(n_calls, LINK)
     if parent_by == "messages":
-        calls = rekeyed(calls, message_equality)
+        calls = with_equality(calls, message_equality)
         n_nodes, n_table = _core.tree_size(calls.requests, calls.session_offsets)
         _core.route_messages(
             calls.calls,
@@ -258,7 +258,7 @@ def find_links(
             links,
         )
     elif parent_by == "generations":
-        calls = rekeyed(calls, message_equality)
+        calls = with_equality(calls, message_equality)
         n_nodes, n_table = _core.tree_size(calls.requests, calls.session_offsets)
         _core.route_generations(
             calls.calls,

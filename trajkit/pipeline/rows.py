@@ -354,7 +354,7 @@ class _Work:
         """Rows and, if asked for, report of the calls of whole sessions."""
         facts = self.facts.of_calls(calls)
         if facts.column("error").null_count < calls.n_sessions:
-            calls = calls.without_training(errored(facts))
+            calls = calls.mask_sessions(errored(facts))
         calls, aborted = without_aborted(calls, self.policy)
         check_logprobs(calls, self.policy)
         forest = grow(calls)

@@ -1,4 +1,4 @@
-"""The message lists of a session: each message read once, each common head held once."""
+"""The message lists of a session: each message and each common prefix stored once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,24 +15,24 @@ from trajkit.turns.structs import HEARD, PLACE, longer
 
 @dataclass(slots=True)
 class MessageLog:
-    """What a session's calls say, call by call.
+    """The messages of a session's calls.
 
-    A message that a call shows again is compared with what is held of it, as Python
-    compares dicts, and not read anew. What is held is no object of the caller's that can
-    change: dicts and lists are laid out flat, their strings are shared. Bodies and keys
-    are written when they are first asked for (`write`).
+    A message that occurred before is compared with its stored form, as Python compares
+    dicts, and not encoded again. Stored forms do not change with the caller's objects:
+    dicts and lists are flattened, and strings are shared. Bodies and keys are computed
+    when they are first needed (`write`).
     """
 
-    # see `_core.Lists`
+    # the arguments of `_core.Lists`
     forms: list[tuple[object, ...]] = field(default_factory=list)
     by_hash: dict[int, int | list[int]] = field(default_factory=dict)
     counted: list[int] = field(default_factory=list)
     lists: _core.Lists = field(init=False)
     places: Records = field(init=False)
     calls: Records = field(default_factory=lambda: np.empty(0, HEARD))
-    # the messages written so far, by their numbers
+    # bodies and keys of messages, by number; some may be missing (`write`)
     book: MessageBook = field(default_factory=MessageBook)
-    # which message a key alone means, of those that count: the first n_known of `counted`
+    # the message that a key and a role stand for, among the first n_known of `counted`
     by_key: dict[tuple[bytes, str], int] = field(default_factory=dict)
     n_known: int = 0
 
@@ -42,7 +42,7 @@ class MessageLog:
         self.lists.attach(self.places, self.calls)
 
     def make_room(self, n_calls: int, n_places: int) -> None:
-        """Room for this many calls, and lists of messages."""
+        """Grow the arrays to this many calls and lists of messages."""
         if n_places > len(self.places):
             self.places = longer(self.places, n_places + n_places // 8 + 16)
         if n_calls > len(self.calls):
@@ -67,9 +67,9 @@ class MessageLog:
         return numbers, sizes.astype(np.int64)
 
     def number(self, message: object, place: int) -> int:
-        """The number of a message that is no dict as most are: see `_core.Lists.read`."""
+        """The number of a message for which the kernel has no form: see `_core.Lists`."""
         where = "response_message" if place < 0 else f"prompt_messages[{place}]"
-        said: tuple[object, ...] = ()  # found equal to nothing
+        said: tuple[object, ...] = ()  # equal to no message
         if isinstance(message, tuple):
             key, role = _pair(message, where)
             self.index_keys()
@@ -94,12 +94,12 @@ class MessageLog:
         return self.book.find(message, where)
 
     def write(self) -> None:
-        """Write the messages into the book that are not there yet."""
+        """Compute the bodies and keys of messages that have none yet."""
         for number in range(len(self.book.bodies), len(self.forms)):
             self.book.add(_core.message_of(self.forms[number]), "")
 
     def index_keys(self) -> None:
-        """Let the keys of messages stand for them, those with a body first."""
+        """Index the counted messages by key and role; those with a body have priority."""
         self.write()
         keys, roles, bodies = self.book.keys, self.book.roles, self.book.bodies
         for number in self.counted[self.n_known :]:
@@ -107,7 +107,7 @@ class MessageLog:
             known = self.by_key.setdefault(name, number)
             if bodies[known] is None and known != number:
                 self.by_key[name] = number
-                self.forms[known] = ()  # its key is found as the other's from now on
+                self.forms[known] = ()  # from now on its key finds the other message
         self.n_known = len(self.counted)
 
 
@@ -117,7 +117,7 @@ def read_messages(messages: object) -> list[object]:
     Raises
     ------
     InvalidTurnsError
-        They are no sequence of messages.
+        They are not a sequence of messages.
     """
     if isinstance(messages, Sequence) and not isinstance(messages, (str, bytes)):
         return list(messages)
@@ -127,13 +127,13 @@ def read_messages(messages: object) -> list[object]:
 
 
 def _pair(pair: tuple[object, ...], where: str) -> tuple[bytes, str]:
-    """A message given by its key: the key and the role."""
+    """Key and role of a message that is given as such a pair."""
     if len(pair) == 2:
         key, role = pair
         if isinstance(key, bytes) and len(key) == KEY_BYTES and isinstance(role, str):
             check_text(role, f"{where} role")
             return key, role
     raise InvalidTurnsError(
-        f"{where} is {pair!r}: a message that is no dict is a pair of its "
+        f"{where} is {pair!r}: expected a dict, or a pair of its "
         f"{KEY_BYTES}-byte key and its role"
     )

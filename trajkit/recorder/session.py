@@ -1,4 +1,4 @@
-"""One session under way, in compact form: new tokens and new messages only."""
+"""One session in progress, in compact form: new tokens and new messages only."""
 
 from collections.abc import Mapping, Sequence
 from threading import Lock
@@ -34,10 +34,10 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 # the columns that `Recording.as_calls` has
 _READ = pa.schema([TURNS_DELTA.field(n) for n in ("finish_reason", "weight_versions")])
 _LOWEST, _HIGHEST = float(NO_LOGPROB), float(MAX_LOGPROB)
-# Tokens per call: where they bring no more, a copy of the path costs less than the calls'
-# own records, and saves looking at one after another.
+# If calls add at most this many tokens each, a contiguous copy of the path costs less
+# memory than the records of the calls, and saves comparing them one by one.
 _SHORT = 16
-# what `_core.Intake` keeps of a call as it is given, by column
+# columns whose values `_core.Intake` keeps as they are given
 _METADATA = (
     *("finish_reason", "use_tool", "ill_formed", "trainable"),
     *("weight_versions", "output_mask"),
@@ -45,15 +45,15 @@ _METADATA = (
 
 
 class Recording(_core.Intake):
-    """One session under way. Its user takes the lock around every call of a method."""
+    """One session in progress. The caller acquires the lock before it calls a method."""
 
     def __init__(self, types: Types) -> None:
         self.lock = Lock()
         self.dropped = False
-        # of each call what no earlier one had, in one piece that never moves: ids of its
-        # prompt, its output, and its logprobs, if it has some, of four bytes each
-        self.held: list[bytes] = []
-        # where logprobs are null, by call: 0
+        # by call: the new ids of its prompt, its output and its logprobs, if any, as one
+        # block of four-byte values whose address never changes
+        self.new_values: list[bytes] = []
+        # by call, if it has a null logprob: 0 where the logprob is null
         self.valid: dict[int, npt.NDArray[np.uint8]] = {}
         # the forest of paths (turns.prefix_forest), grown call by call, and its arrays
         self.paths = _core.Growth()
@@ -63,19 +63,19 @@ class Recording(_core.Intake):
         self.ends: Ints = np.empty(0, np.int32)
         self.path: Ints = np.empty(0, np.int32)
         self.message_log = MessageLog()
-        # of each call its values of these columns
+        # by call: its values of the columns `_METADATA`
         self.metadata: list[tuple[object, ...]] = []
         self.extra = ExtraColumns(types)
         self.begin(
             self.paths,
             self.message_log.lists,
-            self.held,
+            self.new_values,
             self.metadata,
             _LOWEST,
             _HIGHEST,
         )
 
-    # What `_core.Intake` hands over
+    # methods that `_core.Intake` calls for values that it does not read itself
 
     def read_ids(self, values: object, name: str) -> Ints:
         return read_ids(values, "", name)
@@ -101,10 +101,10 @@ class Recording(_core.Intake):
         return value
 
     def read_versions(self, value: object, n_output: int) -> object:
-        pieces = read_weight_versions(value, "")
-        if pieces is not None:
-            _check_tiles(pieces, n_output)
-        return pieces
+        spans = read_weight_versions(value, "")
+        if spans is not None:
+            _check_tiles(spans, n_output)
+        return spans
 
     def read_mask(self, value: object, n_output: int) -> object:
         return read_output_mask(value, n_output, "")
@@ -127,16 +127,16 @@ class Recording(_core.Intake):
     def mean(self) -> None:
         self.message_log.index_keys()
 
-    def refusal(self, held: bytes, fault: tuple[int, int, int]) -> InvalidTurnsError:
+    def refusal(self, values: bytes, fault: tuple[int, int, int]) -> InvalidTurnsError:
         which, at, place = fault
         if which == 2:
-            number = np.frombuffer(held, np.float32)[place]
+            number = np.frombuffer(values, np.float32)[place]
             return InvalidTurnsError(
                 f"output_logprobs[{at}] is {number}: a log-probability is finite, above "
-                "-9999 and at most 0, give or take 1e-4 for rounding"
+                "-9999 and at most 0 (1e-4 is tolerated for rounding)"
             )
         name = ("prompt_ids", "output_ids")[which]
-        value = np.frombuffer(held, np.int32)[place]
+        value = np.frombuffer(values, np.int32)[place]
         return InvalidTurnsError(f"{name}[{at}] is {value}: {ID_RULE}")
 
     def add_valid(self, valid: npt.NDArray[np.uint8]) -> None:
@@ -157,7 +157,7 @@ class Recording(_core.Intake):
         self.message_log.make_room(len(self.calls), n_places)
 
     def _hold_path(self, length: int) -> None:
-        """Keep paths of this length in one piece, if calls bring little."""
+        """Store the current path contiguously if calls add few tokens."""
         kept = length <= _SHORT * len(self.calls)
         self.path = np.empty(length + length // 8 + 16 if kept else 0, np.int32)
         self.paths.hold_path(self.path)
@@ -272,17 +272,17 @@ class Recording(_core.Intake):
         )
 
     def _token_columns(self, calls: Records) -> dict[str, Column]:
-        """The columns that have a value per token."""
+        """The columns with one value per token."""
         n_out = calls["out_len"]
         own_ends = calls["prompt_len"] - calls["own_start"]
         ends = own_ends + n_out
-        held = [np.frombuffer(one, np.int32) for one in self.held]
-        sizes = np.array([len(one) for one in held])
+        new_values = [np.frombuffer(one, np.int32) for one in self.new_values]
+        sizes = np.array([len(one) for one in new_values])
         given = sizes > ends
         n_given = np.where(given, n_out, 0)
 
-        def spans(starts: Longs, stops: Longs) -> Ints:
-            bounds = zip(held, starts.tolist(), stops.tolist(), strict=True)
+        def values_of(starts: Longs, stops: Longs) -> Ints:
+            bounds = zip(new_values, starts.tolist(), stops.tolist(), strict=True)
             return np.concatenate([one[start:stop] for one, start, stop in bounds])
 
         valid = None
@@ -293,21 +293,21 @@ class Recording(_core.Intake):
                 begin = int(begins[call])
                 valid[begin : begin + len(those)] = those != 0
         return {
-            "suffix_ids": _lists(own_ends, spans(np.zeros_like(ends), own_ends)),
-            "output_ids": _lists(n_out, spans(own_ends, ends)),
-            "output_logprobs": _lists(n_given, spans(ends, sizes), valid, given),
+            "suffix_ids": _lists(own_ends, values_of(np.zeros_like(ends), own_ends)),
+            "output_ids": _lists(n_out, values_of(own_ends, ends)),
+            "output_logprobs": _lists(n_given, values_of(ends, sizes), valid, given),
         }
 
 
 def _nullable(values: Ints, valid: Bools) -> Column:
-    """A column of a field of records, null where it is not valid."""
+    """A column of integers, null where it is not valid."""
     return Column(len(values), (_bits(valid), np.ascontiguousarray(values)), -1)
 
 
 def _lists(
     lengths: Longs, values: Ints, valid: Bools | None = None, given: Bools | None = None
 ) -> Column:
-    """A column of lists, end to end; ``given``: those that are not null."""
+    """A column of lists; ``given`` marks the lists that are not null."""
     child = Column(len(values), (_bits(valid), values), -1)
     buffers = (_bits(given), offsets_of(lengths))
     return Column(len(lengths), buffers, -1, children=(child,))
@@ -317,23 +317,23 @@ def _bits(valid: Bools | None) -> npt.NDArray[np.uint8] | None:
     return None if valid is None else np.packbits(valid, bitorder="little")
 
 
-def _check_tiles(pieces: Sequence[Mapping[str, object]], n_output: int) -> None:
-    """Raise unless the pieces of an output follow one another from 0 to its end."""
+def _check_tiles(spans: Sequence[Mapping[str, object]], n_output: int) -> None:
+    """Raise unless the spans are contiguous from 0 to the end of the output."""
     due: object = 0
-    for i, piece in enumerate(pieces):
-        if piece["version"] is None:
+    for i, span in enumerate(spans):
+        if span["version"] is None:
             raise InvalidTurnsError(
                 f"weight_versions[{i}] has a null: version, start and stop are needed"
             )
-        start, stop = piece["start"], piece["stop"]
+        start, stop = span["start"], span["stop"]
         if start != due or stop < start:  # type: ignore[operator]
             raise InvalidTurnsError(
-                f"weight_versions[{i}] is {start}:{stop} where a piece from "
-                f"{due} on is due: the pieces tile the output"
+                f"weight_versions[{i}] is {start}:{stop}, expected a start of {due}: "
+                "the spans tile the output"
             )
         due = stop
     if due != n_output:
         raise InvalidTurnsError(
-            f"weight_versions end at {due} of {n_output} output ids: the pieces "
+            f"weight_versions end at {due} of {n_output} output ids: the spans "
             "tile the output"
         )
