@@ -1,14 +1,14 @@
-"""What the recorder takes, beside what it cannot do without.
+"""Time and memory of the Recorder, next to the work that it cannot avoid.
 
     python -m benchmarks.recorder
 
-records a session of 200 turns up to a million tokens, each prompt in a buffer of its own,
-and prints the time of a call beside `turns.lcp` of its prompt and what was held before;
-with message dicts beside Python's ``==`` of the request's messages and those of the request
-before; and the memory of the session beside the bytes of its new ids and logprobs. The
-ratio is of recording to the compares that it cannot do without. Bodies and keys of new
-messages are written when a table is first asked for, which is timed by itself. What the
-recorder holds is checked first.
+records a session of 200 turns with up to a million tokens, each prompt in a buffer of its
+own. It prints the time of a call next to `turns.lcp` of its prompt and the previous path
+and, with message dicts, Python's ``==`` of the request's messages and those of the previous
+request; the time of rows of short sessions; and the session's memory next to the bytes of
+its new ids and logprobs. The ratio is of recording to these comparisons. Bodies and keys of
+new messages are written when a table is first requested, which is timed separately. The
+answers are checked first.
 """
 
 import argparse
@@ -38,6 +38,8 @@ Message = dict[str, Any]
 Work = Callable[[Record], None]
 
 SYSTEM, REPLY = 25_000, 300
+# turns of the sessions whose rows are timed
+SHORT = (1, 10, 40)
 # sessions of which the memory of a process is taken
 SESSIONS = 16
 
@@ -145,7 +147,8 @@ INPUTS: dict[str, Callable[[Record, Keys], Record]] = {
 
 def compare(calls: list[Record], context: Tokens, dicts: bool) -> None:
     """What each call has in common with the one before it, and nothing else."""
-    held, before = 0, []
+    held = 0
+    before: list[Message] = []
     for call in calls:
         prompt = call["prompt_ids"]
         tk.turns.lcp(prompt, context[:held])
@@ -204,6 +207,52 @@ def print_times(size: Size, repeats: int) -> None:
             if name in ("record", "again"):
                 line += f"{each / taken['compares']:10.2f}"
         print(line)
+
+
+def short_session(n_turns: int) -> list[Record]:
+    """Calls of a few tokens each, with messages."""
+    calls: list[Record] = []
+    prompt = [1, 2, 3]
+    messages: list[Message] = [{"role": "user", "content": "task"}]
+    for turn in range(n_turns):
+        reply = {"role": "assistant", "content": f"reply {turn}"}
+        output = [10 + turn, 11 + turn]
+        calls.append(
+            {
+                "prompt_ids": np.array(prompt, np.int32),
+                "output_ids": np.array(output, np.int32),
+                "output_logprobs": np.full(2, -0.5, np.float32),
+                "finish_reason": "stop",
+                "prompt_messages": list(messages),
+                "response_message": reply,
+            }
+        )
+        prompt = [*prompt, *output, 7]
+        messages += [reply, {"role": "user", "content": f"result {turn}"}]
+    return calls
+
+
+def print_short(repeats: int) -> None:
+    """The fixed cost of rows: sessions so short that their tokens cost nothing."""
+    print("\nrows of a short session in milliseconds, fastest and median:")
+    for name in ("faithful", "strict"):
+        for n_turns in SHORT:
+            calls = short_session(n_turns)
+            recorder = tk.Recorder()
+            record_all(recorder, calls)
+            table = tk.from_records({"session_id": "s", **call} for call in calls)
+            check(
+                recorder.rows("s", name, reward=1.0)
+                == tk.linearize(table, name, reward=1.0),
+                f"{name}, {n_turns} turns: rows are those of the table",
+            )
+            taken = []
+            for _ in range(100 * repeats):
+                start = time.perf_counter()
+                recorder.rows("s", name, reward=1.0)
+                taken.append(1e3 * (time.perf_counter() - start))
+            label = f"  {name}, turns: {n_turns}"
+            print(f"{label:<36}{min(taken):10.3f}{np.median(taken):10.3f}")
 
 
 def bytes_held(value: object, seen: set[int]) -> int:
@@ -316,6 +365,7 @@ def main(words: list[str] | None = None) -> None:
     print("times    processor time of a session, the fastest of the repeats\n")
     check_answers(size_of(choices.turns, choices.context // 8))
     print_times(size, choices.repeats)
+    print_short(choices.repeats)
     print_memory(size)
 
 

@@ -451,6 +451,8 @@ def policy(name: str | Policy, **choices: object) -> Policy:
                 f"{did_you_mean(name, [*PRESETS, *ALIASES])}: expected one of {known}"
             )
         chosen = preset
+    if not choices:
+        return chosen
     choices = _in_our_words(chosen.name, choices)
     known_choices = {field.name for field in fields(Policy)} - {"name"}
     for choice in choices:

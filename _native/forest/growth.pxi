@@ -23,7 +23,7 @@ cdef class Growth:
     cdef Cursor cursor
     # the call that was taken and not inserted, if there is one
     cdef bytes taken
-    cdef pos_t found, prompt_len, n_new, out_len
+    cdef pos_t found, prompt_len, n_new, out_len, n_logprobs
     cdef int32_t base
     cdef int64_t[3] faulty
 
@@ -148,7 +148,7 @@ cdef class Growth:
             const float* numbers = &logprobs[0] if n_logprobs else NULL
             token_t* copy
             bytes taken
-        self.taken = None
+        self.taken, self.n_logprobs = None, n_logprobs
         self.prompt_len, self.out_len = prompt.shape[0], output.shape[0]
         if self.prompt_len + self.out_len > INT32_MAX:  # positions of rows are int32
             raise InvalidTurnsError(
@@ -334,6 +334,8 @@ cdef class Growth:
         call.prompt_len = self.prompt_len
         call.out = call.own + self.n_new * <int64_t>sizeof(token_t)
         call.out_len = self.out_len
+        if self.n_logprobs:
+            call.logprobs = call.out + self.out_len * <int64_t>sizeof(token_t)
         call.base = self.base
         with nogil:
             if index == 0:

@@ -78,6 +78,7 @@ cdef class Intake:
             const float[::1] logprobs = None
             object valid = None, read = None
             int64_t n_places
+            Call* call
             bytes held
             tuple facts, found
         if output_logprobs is not None:
@@ -118,6 +119,11 @@ cdef class Intake:
 
         self.held.append(held)
         found = self.paths.insert()
+        call = &self.paths.calls[self.n_calls]
+        call.trainable = trainable is not False
+        call.use_tool = use_tool is True
+        call.ill_formed = ill_formed is True
+        call.length_stop = finish_reason == "length"
         self.lists.add(self.paths.base)
         if self.lists.mixed:
             self.lists.mixed = False

@@ -247,27 +247,27 @@ def changed(name, values):
     [
         pytest.param(
             changed("suffix_start", [0, 4, 4]),
-            "session 'a', row 1: suffix_start is 4 where 3 tokens are shared",
+            "session 'a', row 1: suffix_start is 4: expected 0 to 3, the shared_length",
             id="more than is shared",
         ),
         pytest.param(
             changed("suffix_start", [0, -1, 4]),
-            "session 'a', row 1: suffix_start is -1 where 3 tokens are shared",
+            "session 'a', row 1: suffix_start is -1: expected 0 to 3, the shared_length",
             id="below the first token",
         ),
         pytest.param(
             changed("suffix_start", [0, 3, 4]).slice(1),
-            "session 'a', row 1: parent_row 0 is not there: the first 3 tokens stand in it",
+            "session 'a', row 1: parent_row 0 is missing, which stores the first 3 tokens",
             id="the parent row is filtered away",
         ),
         pytest.param(
             changed("parent_row", [None, 1, 1]),
-            "session 'a', row 1: parent_row 1 is no earlier row_index of the session",
+            "session 'a', row 1: parent_row 1 is not an earlier row_index of the session",
             id="a row that is its own parent",
         ),
         pytest.param(
             changed("shared_length", [0, 5, 4]),
-            "session 'a', row 1: shared_length is 5 where the parent row has 4 tokens",
+            "session 'a', row 1: shared_length is 5, but the parent row has 4 tokens",
             id="more than the parent has",
         ),
         pytest.param(
@@ -321,7 +321,7 @@ def test_rows_that_cannot_be_laid_out_are_refused(rows, said):
             changed(
                 "suffix_mask", [[False, False, True, True], [False] * 2, [False, True]]
             ),
-            "session 'a', row 1: suffix_logprobs[1] is given where suffix_mask is false",
+            "session 'a', row 1: suffix_logprobs[1] is not null, but suffix_mask is false",
             id="a logprob off the mask",
         ),
         pytest.param(

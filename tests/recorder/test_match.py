@@ -85,15 +85,15 @@ def test_matches_in_between_change_nothing(turns, random):
 def test_a_match_keeps_nothing_of_its_messages():
     recorder = tk.Recorder()
     recorder.record("a", **call([1], [2], prompt_messages=[USER]))
-    log = recorder._sessions["a"].talk
+    log = recorder._sessions["a"].message_log
     log.write()
-    before = copy.deepcopy((log.said, log.by_hash, log.book))
+    before = copy.deepcopy((log.forms, log.by_hash, log.book))
     new = {"role": "user", "content": "é"}
     deep = {"role": "tool", "content": {"a": [[[{"b": 2**70}]]]}}
     for messages in ([USER, new], [deep], [USER, deep], [(b"k" * 16, "user")]):
         recorder.match("a", prompt_messages=messages)
     log.write()
-    assert (log.said, log.by_hash, log.book) == before
+    assert (log.forms, log.by_hash, log.book) == before
 
 
 def test_match_of_a_session_without_calls():

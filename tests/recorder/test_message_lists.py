@@ -14,8 +14,16 @@ from tests.reference_talk import Numbers
 from tests.strategies import NAN, heard_calls, json_messages
 from trajkit import _core
 from trajkit.errors import LayoutError
-from trajkit.recorder.message_lists import Talk
+from trajkit.recorder.message_lists import MessageLog
 from trajkit.turns.messages import message_body, message_key
+
+
+def suffixes_of(log, n_calls):
+    """The messages of each call that its base does not supply; None: no list of them."""
+    numbers, lengths = log.suffixes(n_calls)
+    stops = np.cumsum(np.maximum(lengths, 0))
+    ends = zip(lengths, stops, strict=True)
+    return [None if n < 0 else numbers[stop - n : stop] for n, stop in ends]
 
 
 def heard(talk, messages, reply, base, counts, n_calls):
@@ -38,7 +46,7 @@ def said(*values):
 @example([(said([1], []), None, -1, True), (said([[1]]), None, 0, True)], 9)
 @example([(said("a", {"a": 1}), None, -1, False), (said("a"), None, -1, True)], 0)
 def test_messages_are_numbered_and_shared_as_the_twin_does(calls, written):
-    talk, twin, bases = Talk(), Numbers(), []
+    talk, twin, bases = MessageLog(), Numbers(), []
     for k, (messages, reply, base, counts) in enumerate(calls):
         numbers = twin.read(messages, reply)
         now = copy.deepcopy((messages, reply))
@@ -51,12 +59,12 @@ def test_messages_are_numbered_and_shared_as_the_twin_does(calls, written):
         if k == written:
             talk.write()
     n_calls = len(bases)
-    call = talk.heard[:n_calls]
+    call = talk.calls[:n_calls]
     replies = [None if reply < 0 else reply for reply in call["reply"].tolist()]
     assert replies == twin.replies
     shared = [twin.shared(k, base) for k, base in enumerate(bases)]
     assert call["shared"].tolist() == shared
-    for k, suffix in enumerate(talk.suffixes(n_calls)):
+    for k, suffix in enumerate(suffixes_of(talk, n_calls)):
         whole = twin.lists[k]
         assert (suffix is None) == (whole is None)
         assert suffix is None or suffix.tolist() == whole[shared[k] :]
@@ -76,12 +84,12 @@ def kinds(value):
 @given(json_messages)
 @example({"role": "user", "content": 2**63})
 def test_a_form_says_what_the_message_does(message):
-    talk = Talk()
+    talk = MessageLog()
     heard(talk, [message], None, -1, True, 0)
-    if talk.said == [()]:  # none: an integer beyond 64 bits
+    if talk.forms == [()]:  # none: an integer beyond 64 bits
         assert talk.book.bodies == [message_body(message)]
         return
-    back = _core.message_of(talk.said[0])
+    back = _core.message_of(talk.forms[0])
     assert kinds(back) == kinds(message)
     assert message_body(back) == message_body(message)
 
@@ -113,7 +121,7 @@ def test_types_that_only_extend_json_s_are_taken_for_them(message):
 
 def test_messages_with_one_hash_are_told_apart():
     """What the table of hashes names is compared: here "b" has the hash of "a"."""
-    talk = Talk()
+    talk = MessageLog()
     heard(talk, None, said("a")[0], -1, True, 0)
     heard(talk, None, said("b")[0], -1, True, 1)
     digest = list(talk.by_hash)[1]
@@ -122,7 +130,7 @@ def test_messages_with_one_hash_are_told_apart():
         n_calls = len(talk.counted) + 2
         heard(talk, None, said(value)[0], -1, True, n_calls)
     assert talk.by_hash[digest] == [0, 2]
-    assert talk.heard["reply"][:5].tolist() == [0, 1, 2, 2, 0]
+    assert talk.calls["reply"][:5].tolist() == [0, 1, 2, 2, 0]
 
 
 def test_a_key_is_looked_up_among_dicts_that_were_not_written():
@@ -140,10 +148,10 @@ def test_a_key_is_looked_up_among_dicts_that_were_not_written():
 
 @pytest.mark.parametrize("cells", [0, 1, 2, 3])
 def test_a_form_that_ends_too_early_is_refused(cells):
-    talk = Talk()
+    talk = MessageLog()
     heard(talk, said("a"), None, -1, True, 0)
     with pytest.raises(LayoutError, match=f"a form of {cells} cells ends"):
-        _core.message_of(talk.said[0][:cells])
+        _core.message_of(talk.forms[0][:cells])
 
 
 # long texts are compared as pages of 4096 bytes: sizes in bytes
@@ -154,10 +162,10 @@ LETTERS = ["a", "é", "語", "\U0001d11e"]
 
 def numbers(messages, others):
     """The numbers of the messages of two calls, the second of which begins anew."""
-    talk = Talk()
+    talk = MessageLog()
     for k, said_now in enumerate((messages, others)):
         heard(talk, copy.deepcopy(said_now), None, -1, True, k)
-    return [suffix.tolist() for suffix in talk.suffixes(2)]
+    return [suffix.tolist() for suffix in suffixes_of(talk, 2)]
 
 
 def fresh(text):

@@ -713,7 +713,7 @@ FURTHER = call([1], [2, 3])
         ),
         pytest.param(
             {"weight_versions": [{"version": "v", "start": 1, "stop": 2}]},
-            "weight_versions[0] is 1:2 where a piece from 0 on is due",
+            "weight_versions[0] is 1:2, expected a start of 0",
             id="gap",
         ),
         pytest.param(
@@ -723,7 +723,7 @@ FURTHER = call([1], [2, 3])
         ),
         pytest.param(
             {"prompt_messages": [(b"short", "user")]},
-            "prompt_messages[0] is (b'short', 'user'): a message that is no dict is",
+            "prompt_messages[0] is (b'short', 'user'): expected a dict, or a pair",
             id="key",
         ),
         pytest.param(
@@ -818,13 +818,13 @@ class Reads:
         self.recorder = tk.Recorder()
 
     def record(self, *args, **fields):
-        talk = self.recorder._session("a").talk
-        before = list(talk.said)
+        talk = self.recorder._session("a").message_log
+        before = list(talk.forms)
         self.recorder.record("a", *args, **fields)
-        before += [None] * (len(talk.said) - len(before))
+        before += [None] * (len(talk.forms) - len(before))
         return [
             _core.message_of(form)
-            for form, known in zip(talk.said, before, strict=True)
+            for form, known in zip(talk.forms, before, strict=True)
             if form is not known
         ]
 

@@ -224,47 +224,51 @@ SILENT = turn(0, None, 0, [1, 2], response=REPLY)
     [
         pytest.param(
             [FIRST, turn(2, 1, 0, [1])],
-            "session 'a', turn 2: base_turn 1 is no earlier turn of the session",
+            "session 'a', turn 2: base_turn 1 is not an earlier turn of the session",
             id="a base that is not there",
         ),
         pytest.param(
             [FIRST, turn(2, -1, 0, [1])],
-            "session 'a', turn 2: base_turn -1 is no earlier turn of the session",
+            "session 'a', turn 2: base_turn -1 is not an earlier turn of the session",
             id="a negative base",
         ),
         pytest.param(
             [FIRST, turn(2, 2, 0, [1])],
-            "session 'a', turn 2: base_turn 2 is no earlier turn of the session",
+            "session 'a', turn 2: base_turn 2 is not an earlier turn of the session",
             id="a turn that is its own base",
         ),
         pytest.param(
             [FIRST, turn(2, 5, 0, [1]), turn(5, None, 0, [1])],
-            "session 'a', turn 2: base_turn 5 is no earlier turn of the session",
+            "session 'a', turn 2: base_turn 5 is not an earlier turn of the session",
             id="a later base",
         ),
         pytest.param(
             [FIRST, {**turn(1, 0, 0, [1]), "session_id": "b"}],
-            "session 'b', turn 1: base_turn 0 is no earlier turn of the session",
+            "session 'b', turn 1: base_turn 0 is not an earlier turn of the session",
             id="a base of another session",
         ),
         pytest.param(
             [FIRST, turn(1, 0, 4, [1])],
-            "session 'a', turn 1: shared_length 4 of a base that holds 3 tokens",
+            "session 'a', turn 1: shared_length is 4: expected 0 to 3, "
+            "tokens of the base",
             id="more tokens than the base holds",
         ),
         pytest.param(
             [FIRST, turn(1, None, 1, [1])],
-            "session 'a', turn 1: shared_length 1 of a base that holds 0 tokens",
+            "session 'a', turn 1: shared_length is 1: expected 0 to 0, "
+            "tokens of the base",
             id="tokens of no base",
         ),
         pytest.param(
             [FIRST, turn(1, 0, -1, [1])],
-            "session 'a', turn 1: shared_length -1 of a base that holds 3 tokens",
+            "session 'a', turn 1: shared_length is -1: expected 0 to 3, "
+            "tokens of the base",
             id="fewer tokens than none",
         ),
         pytest.param(
             [FIRST, turn(1, 0, 0, [1], **talk(3, [], None))],
-            "session 'a', turn 1: shared_messages 3 of a base that shows 2 messages",
+            "session 'a', turn 1: shared_messages is 3: expected 0 to 2, "
+            "messages of the base",
             id="more messages than the base shows",
         ),
         pytest.param(
@@ -272,32 +276,36 @@ SILENT = turn(0, None, 0, [1, 2], response=REPLY)
                 turn(0, None, 0, [1, 2], **talk(0, [message("u")], None)),
                 turn(1, 0, 0, [1], **talk(2, [], None)),
             ],
-            "session 'a', turn 1: shared_messages 2 of a base that shows 1 messages",
+            "session 'a', turn 1: shared_messages is 2: expected 0 to 1, "
+            "messages of the base",
             id="the reply of a base that has none",
         ),
         pytest.param(
             [SILENT, turn(1, 0, 0, [1], **talk(1, [], None))],
-            "session 'a', turn 1: shared_messages 1 of a base that shows 0 messages",
+            "session 'a', turn 1: shared_messages is 1: expected 0 to 0, "
+            "messages of the base",
             id="messages of a base without a list of them",
         ),
         pytest.param(
             [FIRST, turn(1, None, 0, [1], **talk(1, [], None))],
-            "session 'a', turn 1: shared_messages 1 of a base that shows 0 messages",
+            "session 'a', turn 1: shared_messages is 1: expected 0 to 0, "
+            "messages of the base",
             id="messages of no base",
         ),
         pytest.param(
             [FIRST, turn(1, 0, 0, [1], **talk(-1, [], None))],
-            "session 'a', turn 1: shared_messages -1 of a base that shows 2 messages",
+            "session 'a', turn 1: shared_messages is -1: expected 0 to 2, "
+            "messages of the base",
             id="fewer messages than none",
         ),
         pytest.param(
             [FIRST, turn(1, 0, 0, [1, None, 2])],
-            "session 'a', turn 1: suffix_ids holds a null; every id is needed",
+            "session 'a', turn 1: suffix_ids contains a null; every id is needed",
             id="a null among the ids",
         ),
         pytest.param(
             [FIRST, turn(1, 0, 0, [1], output_ids=[None])],
-            "session 'a', turn 1: output_ids holds a null; every id is needed",
+            "session 'a', turn 1: output_ids contains a null; every id is needed",
             id="a null among the output ids",
         ),
         pytest.param(
@@ -321,7 +329,7 @@ SILENT = turn(0, None, 0, [1, 2], response=REPLY)
                     **talk(0, [message("u"), {**message("v"), "key": None}], None),
                 ),
             ],
-            "session 'a', turn 1: a message has no key; messages route by it",
+            "session 'a', turn 1: a message has no key, which is needed to find parents",
             id="a message without a key",
         ),
         pytest.param(
@@ -387,12 +395,12 @@ FULL = {
     [
         pytest.param(
             {"prompt_ids": [1, None]},
-            "session 'a', turn 1: prompt_ids holds a null; every id is needed",
+            "session 'a', turn 1: prompt_ids contains a null; every id is needed",
             id="a null among the ids",
         ),
         pytest.param(
             {"output_ids": [None, 8]},
-            "session 'a', turn 1: output_ids holds a null; every id is needed",
+            "session 'a', turn 1: output_ids contains a null; every id is needed",
             id="a null among the output ids",
         ),
         pytest.param(
@@ -402,12 +410,12 @@ FULL = {
         ),
         pytest.param(
             {"messages": [{**message("v"), "key": None}]},
-            "session 'a', turn 1: a message has no key; messages route by it",
+            "session 'a', turn 1: a message has no key, which is needed to find parents",
             id="a message without a key",
         ),
         pytest.param(
             {"messages": [None]},
-            "session 'a', turn 1: a message has no key; messages route by it",
+            "session 'a', turn 1: a message has no key, which is needed to find parents",
             id="no message",
         ),
         pytest.param(

@@ -28,8 +28,8 @@ from trajkit.turns.message_equality import (
     classify,
     find_plain_bodies,
     identity_of,
-    rekeyed,
     text_of_fields,
+    with_equality,
 )
 
 EQUAL = {
@@ -105,7 +105,7 @@ def test_routing_by_new_keys_is_the_same_in_delta_form(data, turns, equality):
         tk.link(delta, "agents", message_equality=equality)
     )
     calls = read_calls(delta)
-    keyed = rekeyed(calls, equality)
+    keyed = with_equality(calls, equality)
     assert keyed.requests["n_keys"].tolist() == calls.requests["n_keys"].tolist()
 
 
@@ -122,7 +122,7 @@ def test_stored_keys_are_used_where_no_number_has_a_simpler_type():
     ]
     for n, expected in ((1, True), (2, False)):
         read = read_calls(tk.from_records(calls[:n]))
-        assert (rekeyed(read, "values").keys is None) == expected
+        assert (with_equality(read, "values").keys is None) == expected
 
 
 def test_cache_control_is_left_out_at_any_depth():
@@ -381,7 +381,9 @@ def test_a_body_that_is_no_message_is_named(body, policy):
     at = turns.column_names.index("messages")
     (messages,) = turns["messages"].to_pylist()
     odd = pa.array([[{**messages[0], "body": body}]], turns.schema.field(at).type)
-    said = r"session 'a', turn 0: messages\[0\] has the body .* which is no JSON object"
+    said = (
+        r"session 'a', turn 0: messages\[0\] has the body .* which is not a JSON object"
+    )
     with pytest.raises(InvalidTurnsError, match=said):
         tk.linearize(turns.set_column(at, turns.schema.field(at), odd), policy)
 

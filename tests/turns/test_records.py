@@ -219,7 +219,7 @@ REFUSED = [
     ({"output_logprobs": ["x", 0.0]}, r"output_logprobs\[0\] is 'x'"),
     ({"output_logprobs": [True, 0.0]}, r"output_logprobs\[0\] is True"),
     ({"output_logprobs": [0.0, 1.1e-4]}, r"output_logprobs\[1\] is 0.00011.*at most 0"),
-    ({"output_logprobs": [float("nan"), 0.0]}, r"\[0\] is nan: it is no number"),
+    ({"output_logprobs": [float("nan"), 0.0]}, r"\[0\] is nan: it is not a number"),
     ({"output_logprobs": [0.0, float("inf")]}, r"\[1\] is inf: .* at most 0"),
     ({"output_logprobs": [float("-inf"), 0.0]}, r"\[0\] is -inf: engines write"),
     ({"output_logprobs": [-9999.0, 0.0]}, r"\[0\] is -9999.0: engines write"),
@@ -262,7 +262,7 @@ REFUSED = [
     ({"logprobs": [-1.0]}, "'logprobs': spell it 'output_logprobs'"),
     ({"messages": []}, "'messages', which is a column made from prompt_messages"),
     ({3: 4}, "record 0 has the key 3"),
-    ({"extra": object()}, "the values of 'extra' make no Arrow column"),
+    ({"extra": object()}, "Arrow cannot store the values of 'extra'"),
 ]
 
 

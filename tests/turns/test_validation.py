@@ -232,18 +232,22 @@ BAD = [
     (
         "turns",
         [but(TURN, messages=[but(MESSAGE, body="{")])],
-        "the message body '{' is no JSON",
+        "the message body '{' is not JSON",
     ),
     (
         "turns",
         [but(TURN, messages=[but(MESSAGE, body="[" * 100_000)])],
-        "the message body .* is no JSON",
+        "the message body .* is not JSON",
     ),
-    ("turns", [but(TURN, messages=[but(MESSAGE, body="3")])], "'3' is no JSON object"),
+    (
+        "turns",
+        [but(TURN, messages=[but(MESSAGE, body="3")])],
+        "'3' is not a JSON object",
+    ),
     (
         "turns",
         [but(TURN, messages=[but(MESSAGE, role="tool")])],
-        "is not of the role 'tool'",
+        "states another role than 'tool'",
     ),
     *(
         ("turns", [but(TURN, weight_versions=pieces)], match)
@@ -251,39 +255,43 @@ BAD = [
             ([None], r"weight_versions\[0\] has a null"),
             ([{"version": None, "start": 0, "stop": 2}], "has a null"),
             ([{"version": "1", "start": 0, "stop": 1}], "end at 1 of 2"),
-            ([{"version": "1", "start": 1, "stop": 2}], "1:2 where a piece from 0"),
+            ([{"version": "1", "start": 1, "stop": 2}], "1:2, expected a start of 0"),
             ([{"version": "1", "start": 0, "stop": 3}], "end at 3 of 2"),
-            ([{"version": "1", "start": 0, "stop": -1}], "0:-1 where a piece"),
+            ([{"version": "1", "start": 0, "stop": -1}], "0:-1, expected a start of 0"),
             ([], "end at 0 of 2"),
             (
                 [
                     {"version": "1", "start": 0, "stop": 2},
                     {"version": "2", "start": 1, "stop": 2},
                 ],
-                r"weight_versions\[1\] is 1:2 where a piece from 2 on is due",
+                r"weight_versions\[1\] is 1:2, expected a start of 2",
             ),
         )
     ),
     # the delta form
-    ("turns", [DELTA, but(LATER, base_turn=3)], "base_turn 3 is no earlier turn"),
-    ("turns", [DELTA, but(LATER, base_turn=5)], "base_turn 5 is no earlier turn"),
-    ("turns", [but(DELTA, base_turn=5), LATER], "base_turn 5 is no earlier turn"),
-    ("turns", [DELTA, but(LATER, shared_length=5)], "5 where the base turn holds 4"),
+    ("turns", [DELTA, but(LATER, base_turn=3)], "base_turn 3 is not an earlier turn"),
+    ("turns", [DELTA, but(LATER, base_turn=5)], "base_turn 5 is not an earlier turn"),
+    ("turns", [but(DELTA, base_turn=5), LATER], "base_turn 5 is not an earlier turn"),
+    ("turns", [DELTA, but(LATER, shared_length=5)], "5: expected 0 to 4"),
     ("turns", [DELTA, but(LATER, shared_length=-1)], "shared_length is -1"),
-    ("turns", [but(DELTA, shared_length=1)], "1 where the base turn holds 0"),
+    ("turns", [but(DELTA, shared_length=1)], "1: expected 0 to 0"),
     ("turns", [but(DELTA, suffix_ids=[])], "prompt_ids is empty"),
     ("turns", [but(DELTA, suffix_ids=[-1])], r"suffix_ids\[0\] is -1"),
-    ("turns", [DELTA, but(LATER, shared_messages=3)], "3 where the base turn has 2"),
+    ("turns", [DELTA, but(LATER, shared_messages=3)], "3: expected 0 to 2"),
     ("turns", [but(DELTA, shared_messages=None)], "are null together"),
     ("turns", [but(DELTA, suffix_messages=[AGAIN])], "has no body"),
     # sessions
     ("sessions", [SESSION, SESSION], "session 'a': the session has a row already"),
-    ("sessions", [but(SESSION, reward=NAN)], "session 'a': reward is nan: null says"),
+    (
+        "sessions",
+        [but(SESSION, reward=NAN)],
+        "session 'a': reward is nan: expected a finite",
+    ),
     ("sessions", [but(SESSION, reward=float("inf"))], "reward is inf"),
     # links
-    ("links", [LINK, but(CHILD, parent=1)], "turn 2: parent 1 is no turn"),
-    ("links", [LINK, but(CHILD, parent=2)], "parent 2 is no other turn_index"),
-    ("links", [LINK, but(CHILD, parent=-1)], "parent -1 is no other turn_index"),
+    ("links", [LINK, but(CHILD, parent=1)], "turn 2: parent 1 is not a turn"),
+    ("links", [LINK, but(CHILD, parent=2)], "parent 2 is not another turn_index"),
+    ("links", [LINK, but(CHILD, parent=-1)], "parent -1 is not another turn_index"),
     (
         "links",
         [but(LINK, parent=2, order=0), but(CHILD, parent=None)],
@@ -292,8 +300,8 @@ BAD = [
     ("links", [but(LINK, order=None), CHILD], "after its parent's, null"),
     ("links", [LINK, but(CHILD, order=0)], "order 0 is repeated"),
     ("links", [but(LINK, order=-1)], "order is -1"),
-    ("links", [LINK, but(CHILD, rewritten_by=0)], "rewritten_by 0 is no later turn"),
-    ("links", [but(LINK, rewritten_by=1), CHILD], "rewritten_by 1 is no turn"),
+    ("links", [LINK, but(CHILD, rewritten_by=0)], "rewritten_by 0 is not a later turn"),
+    ("links", [but(LINK, rewritten_by=1), CHILD], "rewritten_by 1 is not a turn"),
     (
         "links",
         [but(LINK, link_reason="because")],
@@ -302,7 +310,7 @@ BAD = [
     ("links", [LINK, LINK], "turn_index is repeated"),
     # drift
     ("drift", [but(DRIFT, parent=None)], "parent is null"),
-    ("drift", [but(DRIFT, parent=2)], "parent 2 is no other turn_index"),
+    ("drift", [but(DRIFT, parent=2)], "parent 2 is not another turn_index"),
     ("drift", [but(DRIFT, lcp=-1)], "lcp is -1"),
     (
         "drift",
@@ -311,11 +319,11 @@ BAD = [
     ),
     ("drift", [but(DRIFT, cause="magic")], "cause is 'magic'"),
     ("drift", [but(DRIFT, region="moon")], "region is 'moon'"),
-    ("drift", [but(DRIFT, cause="clean")], "cause is 'clean' at a size of 2"),
+    ("drift", [but(DRIFT, cause="clean")], "cause is 'clean' with a size of 2"),
     (
         "drift",
         [but(DRIFT, size=0, tokens_after_drift=0)],
-        "'last_reply' at a size of 0",
+        "'last_reply' with a size of 0",
     ),
     ("drift", [but(DRIFT, resync_path=3)], "resync columns are null together"),
     # rows
@@ -334,13 +342,17 @@ BAD = [
     (
         "rows",
         [but(ROW, logprobs=[-1.0, None, None, None])],
-        r"logprobs\[0\] is given where loss_mask is false",
+        r"logprobs\[0\] is not null, but loss_mask is false",
     ),
     ("rows", [but(ROW, logprobs=[None, None, NAN, None])], r"logprobs\[2\] is nan"),
     ("rows", [but(ROW, rollout_mask_sum=1)], "is 1 in a row that trains 2"),
     ("rows", [but(ROW, rollout_mask_sum=-1)], "rollout_mask_sum is -1"),
     ("rows", [but(ROW, shared_length=1)], "shared_length is 1 without a parent_row"),
-    ("rows", [ROW, but(SECOND, parent_row=1)], "parent_row 1 is no earlier row_index"),
+    (
+        "rows",
+        [ROW, but(SECOND, parent_row=1)],
+        "parent_row 1 is not an earlier row_index",
+    ),
     ("rows", [ROW, but(SECOND, shared_length=5)], "shared_length is 5 in a row of 4"),
     (
         "rows",
@@ -354,7 +366,7 @@ BAD = [
                 shared_length=5,
             ),
         ],
-        "shared_length is 5 where the parent row has 4",
+        "shared_length is 5, but the parent row has 4",
     ),
     ("rows", [but(ROW, reward=NAN)], "reward is nan"),
     ("rows", [but(ROW, row_weight=1.5)], "row_weight is 1.5"),
@@ -365,14 +377,14 @@ BAD = [
     ("rows", [span(start=3)], "must be as long as its output range"),
     ("rows", [span(output_start=-1)], "its output range runs backwards"),
     ("rows", [span(turn_index=-1)], "its turn_index is negative"),
-    ("rows", [span(start=1, output_stop=3)], "loss_mask is true where a piece is"),
-    ("rows", [span(kind="duplicate")], "loss_mask is true where a piece is trained"),
-    ("rows", [span(kind="cut")], "an absorbed, cut or no_splice_point piece is empty"),
-    ("rows", [but(ROW, spans=[SPAN, SPAN])], "not begin before the piece before"),
+    ("rows", [span(start=1, output_stop=3)], "loss_mask is true in trained spans"),
+    ("rows", [span(kind="duplicate")], "loss_mask is true in trained spans"),
+    ("rows", [span(kind="cut")], "an absorbed, cut or no_splice_point span is empty"),
+    ("rows", [but(ROW, spans=[SPAN, SPAN])], "not overlap the previous span"),
     (
         "rows",
         [but(ROW, spans=[])],
-        "loss_mask is true for 2 tokens, of which the trained spans hold 0",
+        "loss_mask is true for 2 tokens, but the trained spans have 0",
     ),
 ]
 
@@ -510,8 +522,8 @@ def test_tables_of_another_kind_or_version_are_refused(metadata, match):
 @pytest.mark.parametrize(
     ("table", "kind", "match"),
     [
-        (pa.table({"x": [1]}), None, "those of no table"),
-        (pa.table({"x": [1]}), "moves", "no 'moves' tables"),
+        (pa.table({"x": [1]}), None, "fit no table"),
+        (pa.table({"x": [1]}), "moves", "kind 'moves' does not exist"),
         ([1, 2], "turns", "list is not a table"),
         (pa.table([[1], [2]], names=["reward"] * 2), "sessions", "occurs 2 times"),
     ],
@@ -616,7 +628,7 @@ def test_values_without_a_logprob_can_be_made_null():
 
 def test_a_filtered_table_passes_without_its_bodies():
     table = tk.from_records([{**IDS_RECORD, "prompt_messages": [USER]}] * 2)
-    with pytest.raises(InvalidTurnsError, match="rows filtered away"):
+    with pytest.raises(InvalidTurnsError, match="rows filtered out"):
         validate(table[1:])
     assert validate(table[1:], bodies=False).num_rows == 1
 
@@ -643,7 +655,7 @@ def test_a_report_that_does_not_add_up_is_refused():
     _, report = tk.linearize(turns, report=True)
     at = report.column_names.index("lost_cut")
     report = report.set_column(at, report.field(at), pa.array([1]))
-    with pytest.raises(InvalidTurnsError, match="3 tokens sampled, but trained and l"):
+    with pytest.raises(InvalidTurnsError, match="3 tokens sampled, but 4 trained or l"):
         validate(report)
 
 

@@ -33,7 +33,7 @@ from trajkit.jobs.session_index import Census, session_in, take_census, turn_num
 from trajkit.schema import TURNS
 from trajkit.turns.amendments import Amendments
 from trajkit.turns.records import from_records
-from trajkit.turns.validation import REJECTED, Nonfinite, aside_turns, check_turns
+from trajkit.turns.validation import REJECTED, Nonfinite, check_turns, reject_turns
 
 GATHERS = ".trajkit-gather-"
 """What the names of directories begin with in which sessions are gathered."""
@@ -121,7 +121,7 @@ class Log:
             turns = check_turns(table, self.nonfinite_logprobs)
             return Piece(turns, n_turns, REJECTED.empty_table())
         table, misread = _split_misread(table)
-        good, bad = aside_turns(table, self.nonfinite_logprobs)
+        good, bad = reject_turns(table, self.nonfinite_logprobs)
         return Piece(good, n_turns, pa.concat_tables([misread, bad]))
 
     def _batches(self, rows: int | None, skip: int = 0) -> Iterator[pa.RecordBatch]:

@@ -1,7 +1,7 @@
-"""What each prompt token of a session's calls renders, from the optional columns.
+"""The message that each prompt token renders, from the optional columns of turns.
 
-`trajkit.schema.ATTRIBUTION` says what the columns mean. A call is read when it is asked
-for; nothing here runs per token in Python.
+`trajkit.schema.ATTRIBUTION` defines the columns. Calls are read on request, without
+Python code per token.
 """
 
 import json
@@ -24,7 +24,7 @@ Bools: TypeAlias = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """The chat messages of one request, and the keys of all of them end to end."""
+    """The roles of a request's chat messages, and their concatenated keys."""
 
     keys: bytes
     roles: list[str]
@@ -36,20 +36,20 @@ class Messages:
         return self.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES]
 
     def continues(self, other: "Messages") -> bool:
-        """Whether it begins with all messages of the other request."""
+        """Whether the request begins with all messages of the other request."""
         return self.keys.startswith(other.keys)
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """What the prompt tokens of one call render."""
+    """The messages that the prompt tokens of one call render."""
 
-    # which message of the request; negative: none
+    # index of the message in the request; negative: none
     message: Ints
     is_content: Bools
-    # the number of the first message that ``message`` counts from
+    # the message of the request that index 0 of ``message`` is
     first: int
-    # of the messages from ``first``; None: join them from the bodies
+    # tool names of the messages from ``first``; None: take them from the bodies
     names: list[str | None] | None
 
 
@@ -59,7 +59,7 @@ class SessionCalls:
     Parameters
     ----------
     calls : Calls
-        Of this session alone.
+        The calls of one session.
     """
 
     def __init__(self, calls: Calls) -> None:
@@ -69,7 +69,7 @@ class SessionCalls:
         self.shared = calls.calls["own_start"]
         self.is_delta = calls.is_delta
         self.n_prompt = calls.calls["prompt_len"]
-        self.n_held = calls.held
+        self.path_len = calls.held
         self._prompts: dict[int, Ints] = {}
         self._messages: dict[int, Messages | None] = {}
 
@@ -80,23 +80,23 @@ class SessionCalls:
         return self._ids("output_ids", call)
 
     def prompt(self, call: int) -> Ints:
-        """What the engine consumed, in full also in delta form."""
+        """The complete prompt ids, in delta form as well."""
         if not self.is_delta:
             return self._ids("prompt_ids", call)
         if call not in self._prompts:
             suffix = self._ids("suffix_ids", call)
             n = int(self.shared[call])
             if n:
-                suffix = np.concatenate([self.held(int(self.base[call]))[:n], suffix])
+                suffix = np.concatenate([self.path(int(self.base[call]))[:n], suffix])
             self._prompts[call] = suffix
         return self._prompts[call]
 
-    def held(self, call: int) -> Ints:
+    def path(self, call: int) -> Ints:
         """Prompt, then output."""
         return np.concatenate([self.prompt(call), self.output(call)])
 
     def messages(self, call: int) -> Messages | None:
-        """The messages of the request; None where they are unknown, or none."""
+        """The messages of the request; None if they are unknown or there are none."""
         if call not in self._messages:
             self._messages[call] = self._read_messages(call)
         return self._messages[call]
@@ -111,7 +111,7 @@ class SessionCalls:
         if self.is_delta:
             n = self.table.column("shared_messages")[call].as_py() or 0
         if n:
-            # a request without messages is shared by its reply alone
+            # a base without messages shares only its reply
             base = self.messages(int(self.base[call])) or Messages(b"", [])
             reply = self.table.column("response")[int(self.base[call])].as_py()
             keys = (base.keys + (reply["key"] if reply else b""))[
@@ -122,7 +122,7 @@ class SessionCalls:
 
     @cached_property
     def replies(self) -> dict[bytes, int]:
-        """The keys of the replies that were recorded, and the first call of each."""
+        """The first call with each recorded reply, by key."""
         keys = pc.struct_field(self._column("response"), "key").to_pylist()
         found: dict[bytes, int] = {}
         for call, key in enumerate(keys):
@@ -135,20 +135,20 @@ class SessionCalls:
         """The body of each message of the session, by key."""
         shown = self._column("suffix_messages" if self.is_delta else "messages")
         found: dict[bytes, str] = {}
-        for pieces in (shown.flatten(), self._column("response")):
-            there = pc.struct_field(pieces, "body").is_valid()
-            pieces = pieces.filter(there)
-            keys = pc.struct_field(pieces, "key").to_pylist()
-            bodies = pc.struct_field(pieces, "body").to_pylist()
+        for messages in (shown.flatten(), self._column("response")):
+            there = pc.struct_field(messages, "body").is_valid()
+            messages = messages.filter(there)
+            keys = pc.struct_field(messages, "key").to_pylist()
+            bodies = pc.struct_field(messages, "body").to_pylist()
             for key, body in zip(keys, bodies, strict=True):
                 found.setdefault(key, body)
         return found
 
     def rendered(self, call: int) -> Rendered | None:
-        """What the prompt's tokens render, None where no message index is known.
+        """What the prompt tokens render; None if no message index is known.
 
-        A flag or a name that is missing is made up for by what selects nothing: `gaps`
-        says what is missing.
+        Missing flags and names are replaced by values that select nothing; `gaps`
+        describes them.
         """
         n = int(self.n_prompt[call])
         message = self._list("prompt_message_index", call)
@@ -168,7 +168,7 @@ class SessionCalls:
         return Rendered(message, is_content, first, names)
 
     def gaps(self, call: int) -> tuple[str | None, str | None]:
-        """What is missing or short, in words: of indices or names, and of flags."""
+        """Error texts for missing or short indices or names, and for flags."""
         n = int(self.n_prompt[call])
         flags = self._length_fault("prompt_is_content", call, n)
         fault = self._length_fault("prompt_message_index", call, n)
@@ -205,7 +205,7 @@ class SessionCalls:
         return ids
 
     def _list(self, name: str, call: int) -> pa.Array:
-        """The elements of one list, None where it is null."""
+        """The elements of one list; None for null."""
         return self._column(name)[call].values
 
     def _column(self, name: str) -> pa.Array:
@@ -215,24 +215,26 @@ class SessionCalls:
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """The tool call that a message answers, as far as it is known."""
+    """The tool call that a message answers; None for what is unknown."""
 
     call_id: str | None
     name: str | None
 
 
 class ToolCalls:
-    """Which tool call a message answers, by its body and those before it."""
+    """Finds the tool call that a message answers, in its body and earlier ones."""
 
     def __init__(self, calls: SessionCalls) -> None:
         self._calls = calls
         self._parsed: dict[bytes, dict[str, object]] = {}
 
     def answered(self, messages: Messages, i: int) -> Called:
-        """Of message i: the name that it states, else that of the nearest call of its
-        id before it."""
-        said = self._body(messages.key(i))
-        call_id, name = said.get("tool_call_id"), said.get("name")
+        """The tool call of message i.
+
+        Its name is the message's own, else that of the nearest earlier call with its id.
+        """
+        body = self._body(messages.key(i))
+        call_id, name = body.get("tool_call_id"), body.get("name")
         known_id = call_id if isinstance(call_id, str) else None
         if isinstance(name, str) and name:
             return Called(known_id, name)
@@ -250,9 +252,9 @@ class ToolCalls:
         return self._parsed[key]
 
 
-def _called(said: dict[str, object], call_id: str) -> str | None:
-    """The function that an assistant's message calls under this id."""
-    tool_calls = said.get("tool_calls")
+def _called(body: dict[str, object], call_id: str) -> str | None:
+    """The function that an assistant message calls with this id."""
+    tool_calls = body.get("tool_calls")
     for tool_call in tool_calls if isinstance(tool_calls, list) else []:
         if isinstance(tool_call, dict) and tool_call.get("id") == call_id:
             function = tool_call.get("function")

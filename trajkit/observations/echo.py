@@ -1,4 +1,4 @@
-"""Which shown tokens are learned, each once in a rollout."""
+"""Weights of observed tokens, each learned once per rollout."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ from trajkit.observations.observed_rows import (
 )
 from trajkit.turns.prefix import lcp
 
-_WHOLE = np.iinfo(np.int64).max
+_ALL = np.iinfo(np.int64).max
 
 
 def echo(
@@ -36,12 +36,13 @@ def echo(
     Raises
     ------
     InvalidTurnsError
-        A turn lacks attribution and that is to raise, or a row is none of these calls.
+        A turn lacks attribution and ``missing`` is ``"raise"``, or a row does not belong
+        to these calls.
     """
     labels = _Labels(calls, selection, place)
     weights = []
-    # of each label: its tokens in the first row that has it, and how many of them (from
-    # the first on) stand in a row already
+    # by label: its number of tokens in the first row that has it, and how many leading
+    # tokens of them an earlier row contains
     sizes, covered = np.zeros(0, np.int64), np.zeros(0, np.int64)
     count = labels.count
     all_tokens = 0
@@ -57,10 +58,10 @@ def echo(
         n_labels = len(labels.alphas)
         sizes = _grown(sizes, n_labels)
         covered = _grown(covered, n_labels)
-        here = np.bincount(label, minlength=n_labels)
+        in_path = np.bincount(label, minlength=n_labels)
         seen = np.bincount(label[tokens < n], minlength=n_labels)
-        sizes = np.where(sizes == 0, here, sizes)
-        fresh = _ranks(label, here) >= covered[label]
+        sizes = np.where(sizes == 0, in_path, sizes)
+        fresh = _ranks(label, in_path) >= covered[label]
         inside = tokens < n
         values = np.zeros(n, np.float32)
         taken = fresh & inside
@@ -68,15 +69,15 @@ def echo(
         weights.append(values)
         count.tokens_observed += int(taken.sum())
         count.tokens_repeated += int((inside & ~fresh).sum())
-        whole = (here > 0) & (seen == here)
-        covered = np.where(whole, _WHOLE, np.maximum(covered, seen))
+        complete = (in_path > 0) & (seen == in_path)
+        covered = np.where(complete, _ALL, np.maximum(covered, seen))
 
-        held = calls.held(last)
+        path = calls.path(last)
         shared = row.shared
-        if n < len(held):  # cut: it may share more of what it was
-            shared = max((lcp(held, end) for end in ends), default=0)
-        ends.append(held)
-        all_tokens += len(held) - shared
+        if n < len(path):  # cut: the complete row may share more
+            shared = max((lcp(path, end) for end in ends), default=0)
+        ends.append(path)
+        all_tokens += len(path) - shared
     scale = np.float32(
         factor(
             selection.normalization,
@@ -93,7 +94,7 @@ def _grown(values: Longs, n: int) -> Longs:
 
 
 def _ranks(label: Ints, sizes: Longs) -> Longs:
-    """How many tokens of the same label come before each."""
+    """Number of earlier tokens with the same label, by token."""
     order = np.argsort(label, kind="stable")
     ranks = np.empty(len(label), np.int64)
     starts = np.cumsum(sizes) - sizes
@@ -103,20 +104,20 @@ def _ranks(label: Ints, sizes: Longs) -> Longs:
 
 @dataclass(slots=True)
 class _Labelled:
-    """The label of each prompt token of a call, -1 where it is not weighed."""
+    """The label of each prompt token of a call; -1: no weight."""
 
     labels: Ints
-    # how often each text was shown, where there are no messages to tell
+    # occurrences of each text, if there are no messages
     texts: Counter[bytes]
 
 
 @dataclass
 class _Labels:
-    """The observations of one session, numbered as they come up.
+    """The observations of one session, numbered in order of first use.
 
-    A call's own attribution speaks from the first token that it gives a message; what
-    lies before (the tail of a conversation may be all that was rendered) is attributed
-    by the calls whose prompts its prompt begins with.
+    A call's attribution applies from the first token that it assigns to a message. Earlier
+    tokens (a call may render only the tail of a conversation) are attributed by calls
+    whose prompts are a prefix of its prompt.
     """
 
     calls: SessionCalls
@@ -148,7 +149,7 @@ class _Labels:
         return self._by_call[call].labels
 
     def _usable(self, call: int) -> Rendered | None:
-        """What a call's attribution says, after the choice for what it lacks."""
+        """A call's attribution, after applying ``missing`` to what it lacks."""
         fault, flags = self.calls.gaps(call)
         if fault is None and flags is None:
             return self.calls.rendered(call)
@@ -161,18 +162,18 @@ class _Labels:
             self.count.turns_skipped += 1
             return None
         self.count.turns_whole += 1
-        whole = rendered.message >= 0
-        return Rendered(rendered.message, whole, rendered.first, rendered.names)
+        is_content = rendered.message >= 0
+        return Rendered(rendered.message, is_content, rendered.first, rendered.names)
 
     def _gap(self, call: int) -> int:
-        """The first token that the call's own attribution gives a message."""
+        """The first token that the call's attribution assigns to a message."""
         rendered = self._rendered[call]
         if rendered is None or not (rendered.message >= 0).any():
             return int(self.calls.n_prompt[call])
         return int(np.argmax(rendered.message >= 0))
 
     def _longest_before(self, call: int, most: int) -> int | None:
-        """The earlier call with the longest prompt, of ``most`` at most, in common."""
+        """The earlier call with the longest prompt that is a prefix, up to ``most`` tokens."""
         if most == 0:
             return None
         sizes = self.calls.n_prompt[:call]
@@ -263,14 +264,14 @@ class _Labels:
             b"",
         )
         if reply not in self.calls.replies and (key, number) in self._first:
-            # the reply before it was rewritten: it is what was shown before
+            # the reply before it was rewritten, so this is the earlier observation
             return self._first[key, number]
         label = self._number((key, number, reply), alpha)
         self._first.setdefault((key, number), label)
         return label
 
     def _text(self, text: bytes, number: int, name: str | None) -> int:
-        """The label of a text that is known by its ids alone."""
+        """The label of a text that only its ids identify."""
         if name is None or "tool" not in self.selection.roles:
             return -1
         alpha = self._tool_alpha(name)
@@ -289,10 +290,10 @@ class _Labels:
         return label
 
     def _model_turn(self, call: int, messages: Messages) -> int:
-        """The first message of a request that is a model's, or takes its place.
+        """The first message of a request that a model wrote, or that replaces one.
 
-        That is an assistant's message beyond the request that the conversation began
-        with; or in that request (after a compaction) one that an earlier call gave.
+        It is an assistant message after the request that began the conversation or,
+        within that request (after a compaction), one that an earlier call sampled.
         """
         base, start = call, messages
         for earlier in range(call):
@@ -308,7 +309,7 @@ class _Labels:
         return len(messages)
 
     def _first_prompt(self, call: int) -> int:
-        """Prompt tokens that came before any reply, where there are no messages."""
+        """Prompt tokens before any reply, if there are no messages."""
         prompt = self.calls.prompt(call)
         for earlier in range(call):
             asked = self.calls.prompt(earlier)
@@ -318,7 +319,7 @@ class _Labels:
 
 
 def name_digest(name: str | None, ids: Ints) -> bytes:
-    """16 bytes that two equal texts of one tool have in common."""
+    """16 bytes that identify a text of a tool."""
     digest = blake2b(ids.tobytes(), digest_size=16)
     digest.update(b"\0" + (name or "").encode())
     return digest.digest()

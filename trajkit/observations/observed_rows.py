@@ -1,4 +1,4 @@
-"""The choice, the rows and the counts that all observation rules share."""
+"""Selection, rows and counts, shared by all observation rules."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ Normalization: TypeAlias = Literal["flat", "all_tokens", "sft_tokens", "ratio"]
 Longs: TypeAlias = npt.NDArray[np.int64]
 Weights: TypeAlias = npt.NDArray[np.float32]
 
-# tokens compared before the rest of two runs is looked at
+# tokens at the end of a prefix that are compared first
 _PROBE = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which messages are weighed, and by how much.
+    """The messages that get a weight, and their weights.
 
     Attributes
     ----------
@@ -42,7 +42,7 @@ class Selection:
 
 @dataclass(slots=True)
 class Observed:
-    """What became of one session, as `trajkit.schema.OBSERVATIONS` counts it."""
+    """The counts of one session, as in `trajkit.schema.OBSERVATIONS`."""
 
     tokens_observed: int = 0
     tokens_repeated: int = 0
@@ -59,14 +59,14 @@ class ObservedRow:
     number: int
     ids: Ints
     shared: int
-    # of its spans: start, stop, turn_index, output_start, output_stop
+    # start, stop, turn_index, output_start and output_stop of its spans
     spans: tuple[Ints, Ints, Ints, Ints, Ints]
-    # what the row trains, and what it would train were it not cut
+    # tokens that the row trains, or would train if it were not cut
     trained: int
     where: str
 
     def last_call(self, calls: SessionCalls, among: Collection[int]) -> int:
-        """The call whose prompt and output the row holds, or begins with.
+        """The call whose path is the row, or begins with it.
 
         Raises
         ------
@@ -79,13 +79,13 @@ class ObservedRow:
             if call in among and self._begins(calls, call):
                 return call
         raise InvalidTurnsError(
-            f"{self.where}: its {len(self.ids)} tokens are those of no call of the "
-            "session, so what they render is not known"
+            f"{self.where}: no call of the session has its {len(self.ids)} tokens, so what "
+            "they render is unknown"
         )
 
     def _begins(self, calls: SessionCalls, call: int) -> bool:
         n = len(self.ids)
-        if n > calls.n_held[call]:
+        if n > calls.path_len[call]:
             return False
         prompt = calls.prompt(call)
         k = min(n, len(prompt))
@@ -108,7 +108,7 @@ def begins(ids: Ints, prefix: Ints) -> bool:
 def observed_rows(
     table: pa.Table, session_ids: pa.Array
 ) -> tuple[dict[int, list[ObservedRow]], Longs]:
-    """The rows of each session, by its number, and where each row's tokens begin.
+    """The rows of each session, by session number, and the offsets of the rows' tokens.
 
     Raises
     ------
@@ -129,14 +129,14 @@ def observed_rows(
             for name in ("start", "stop", "turn_index", "output_start", "output_stop")
         )
         kinds = pc.struct_field(spans, "kind").cast(pa.string())
-        claimed = np.asarray(pc.is_in(kinds, pa.array(["trained", "cut"])))
+        trained = np.asarray(pc.is_in(kinds, pa.array(["trained", "cut"])))
         by_session.setdefault(int(session), []).append(
             ObservedRow(
                 number,
                 ids,
                 table.column("shared_length")[number].as_py(),
                 (start, stop, turn, out_start, out_stop),
-                int((out_stop - out_start)[claimed].sum()),
+                int((out_stop - out_start)[trained].sum()),
                 place(table, number),
             )
         )
@@ -147,7 +147,7 @@ def observed_rows(
 def factor(
     normalization: Normalization, all_tokens: int, observed: int, trained: int
 ) -> float:
-    """What alpha is multiplied by: with T, S and R tokens.
+    """The factor of alpha, for T, S and R tokens.
 
     References
     ----------

@@ -1,4 +1,4 @@
-"""prime-rl's first rule for training on tool outputs, as it is."""
+"""prime-rl's first rule for training on tool outputs, unchanged."""
 
 import numpy as np
 
@@ -22,13 +22,12 @@ def prime(
 ) -> tuple[list[Weights], Observed]:
     """The weights of each row of a session.
 
-    Along the calls of a row, each call's own attribution speaks of the part of its
-    prompt that lies beyond the prompt and output of the call before.
+    Each call of a row attributes the part of its prompt after the previous call's path.
 
     Parameters
     ----------
     parents : list of int or None
-        The turn_index of the call that each call extends.
+        The turn_index of the parent of each call.
 
     References
     ----------
@@ -49,11 +48,11 @@ def prime(
     weights: list[Weights] = []
     for row in rows:
         last = row.last_call(calls, leaves)
-        mask = np.zeros(int(calls.n_held[last]), np.bool_)
+        mask = np.zeros(int(calls.path_len[last]), np.bool_)
         here: int | None = last
         while here is not None:
             before = parent[here]
-            start = 0 if before is None else int(calls.n_held[before])
+            start = 0 if before is None else int(calls.path_len[before])
             stop = int(calls.n_prompt[here])
             mask[start:stop] = _own_mask(calls, here, selection)[start:]
             here = before
@@ -67,7 +66,7 @@ def prime(
 
 
 def prime_fault(calls: SessionCalls, call: int) -> str | None:
-    """What a call lacks for this rule, which never asks the messages for a name."""
+    """What a call lacks for this rule, which takes no names from messages."""
     fault, flags = calls.gaps(call)
     rendered = calls.rendered(call)
     if rendered is not None and rendered.names is None:

@@ -1,4 +1,4 @@
-"""Training on what the model was shown: a weight per token, beside the loss mask."""
+"""Training on observations: a weight per token in addition to the loss mask."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Literal, TypeAlias, overload
@@ -33,7 +33,7 @@ from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import SessionFacts, errored, session_facts
 
 Names: TypeAlias = Collection[str] | Mapping[str, float]
-"""Names, each at the common alpha, or each with its own."""
+"""Names with a common alpha, or a mapping with an alpha for each."""
 
 Rule: TypeAlias = Literal["echo", "prime"]
 
@@ -107,62 +107,63 @@ def observation_weights(
     sessions: TableLike | None = None,
     report: bool = False,
 ) -> object:
-    """The rows with a weight for every token that was shown and is to be learned.
+    """Add a weight for every observed token that is learned.
 
-    The loss mask stays as it is. Under ``rule="echo"`` a token has a weight when it is
-    content of a message of a selected role or tool; an assistant's message stands
-    between that message and the request that its conversation began with (so messages
-    tell it, or, without them, the prompt of that request; drift in the reply does not
-    matter); no model sampled it; and no earlier row of the session weighs it.
+    The loss mask does not change. Under ``rule="echo"`` a token has a weight if
 
-    A message that comes back in another row is known by its key, its number among equal
-    messages of the request, and its tool_call_id or, without one, the reply that it
-    follows. Without messages it is known by tool name, content ids and number.
+    - it is content of a message of a selected role or tool,
+    - an assistant message precedes it, after the request that began its conversation
+      (decided by messages or, without messages, by the prompt of that request; drift in
+      the reply does not matter),
+    - no model sampled it, and
+    - no earlier row of the session gives it a weight.
+
+    A message is recognized in other rows by its key, its number among equal messages of
+    the request, and its tool_call_id or, without one, the reply that it follows. Without
+    messages, it is recognized by tool name, content ids and number.
 
     Parameters
     ----------
     turns : table, or iterator of record batches
         `trajkit.schema.TURNS` in full or delta form, with the columns
-        `trajkit.schema.ATTRIBUTION`. An iterator (or a RecordBatchReader) is read as
-        the result is, and may hold a session in several batches that follow each other.
+        `trajkit.schema.ATTRIBUTION`. An iterator (or a RecordBatchReader) is read lazily;
+        a session may extend over several consecutive batches.
     rows : table, or iterator of record batches
-        `trajkit.schema.ROWS`, made of these turns; of a session that is in it, all. An
-        iterator is read side by side with that of ``turns``: sessions in the same
-        order.
+        `trajkit.schema.ROWS`, made of these turns, with all rows of each session that
+        occurs. An iterator has the sessions in the order of ``turns``.
     rule : {"echo", "prime"}
-        "prime" is prime-rl's first rule, quirks included: by tool name alone (an empty
-        list means all; a tool without a name is not weighed), in each row anew, also in
-        the first prompt and in rollouts that failed. It follows the token route, so it
+        "prime" is prime-rl's first rule, including its quirks: only tool names select (an
+        empty list means all; a tool without a name has no weight), in every row again,
+        also in the first prompt and in failed rollouts. It finds parents by tokens, so it
         is meant for rows of policy ``strict``.
     roles : names, or mapping of name to alpha, optional
-        Whose messages. None: ``("tool",)``. Without messages in ``turns`` a message is
-        known to be a tool's by its name, and no other role is known. Not with "prime".
+        Roles whose messages get a weight. None: ``("tool",)``. Without messages in
+        ``turns``, only tools are known, by their names. Not with "prime".
     tool_names : names, or mapping of name to alpha, optional
-        Which tools. None: all, those without a name among them.
+        Tools whose messages get a weight. None: all, including those without a name.
     alpha : float, at least 0
-        The weight where neither ``tool_names`` nor ``roles`` states one, in that order.
+        The weight of names without their own in ``tool_names`` or, next, ``roles``.
     normalization : {"flat", "all_tokens", "sft_tokens", "ratio"}
-        Multiplies alpha by 1, ``1 / T``, ``1 / S`` or ``R / S``, where T counts the
-        tokens of the rollout (shared prefixes once), S the observed and R the trained
-        ones, all before ``max_row_tokens`` cut the rows. Under "prime" T, S and R are
-        those of the row.
+        Multiplies alpha by 1, ``1 / T``, ``1 / S`` or ``R / S``: T is the number of tokens
+        of the rollout (shared prefixes counted once), S that of observed and R that of
+        trained tokens, all before ``max_row_tokens`` cut the rows. Under "prime", T, S and
+        R are those of the row.
     missing : {"raise", "skip", "whole"}
-        What a turn does whose attribution is missing or short. "skip": the turn
-        attributes nothing and is counted; what another turn with the same prefix
-        attributes stands. "whole": where only the content flags are missing, whole
-        messages are taken, the scaffold of the template with them; else as "skip".
-        Under "prime", "skip" is the peer's own way.
+        How to treat turns whose attribution columns are missing or incomplete. "skip":
+        the turn attributes nothing and is counted; other turns may attribute its prefix.
+        "whole": if only the content flags are missing, a message's template scaffold gets
+        a weight as well; otherwise as "skip". Under "prime", "skip" is what prime-rl does.
     sessions : table, optional
-        `trajkit.schema.SESSIONS`: a rollout with an error is not weighed under "echo".
+        `trajkit.schema.SESSIONS`: under "echo", a rollout with an error gets no weights.
     report : bool
-        Return what was weighed, repeated and missed as well.
+        Return counts of observed, repeated and missing tokens as well.
 
     Returns
     -------
     rows : Table
         With the column ``observation_weight`` (large_list<float32>), as long as
-        ``input_ids``; 0 where nothing is learned.
-    report : Table, if asked for
+        ``input_ids``; 0 for tokens that are not learned.
+    report : Table, if requested
         `trajkit.schema.OBSERVATIONS`, one row per session of ``turns``.
 
         For iterators: an iterator of record batches of rows, or of pairs of them.
@@ -170,9 +171,10 @@ def observation_weights(
     Raises
     ------
     PolicyError
-        A choice does not exist: an empty list of names among them, but for "prime".
+        A choice does not exist, or a list of names is empty (except under "prime").
     InvalidTurnsError
-        ``missing="raise"`` and a turn lacks attribution; a row is not of these turns.
+        ``missing="raise"`` and a turn lacks attribution; or a row does not belong to
+        these turns.
 
     References
     ----------
@@ -199,7 +201,7 @@ def _observed(
     selection: Selection,
     facts: SessionFacts,
 ) -> tuple[pa.Table, pa.Table]:
-    """The rows with their weights, and the report of the sessions."""
+    """The rows with their weights, and the report."""
     calls = read_calls(turns)
     failed = errored(facts.of(calls.session_ids))
     table = canonical(rows, ROWS)
@@ -210,20 +212,20 @@ def _observed(
         parents = link(calls.table, parent_by="tokens").column("parent")
     counts = []
     for s in range(calls.n_sessions):
-        ours = by_session.get(s, [])
-        if not ours or (failed[s] and rule == "echo"):
+        session_rows = by_session.get(s, [])
+        if not session_rows or (failed[s] and rule == "echo"):
             counts.append(Observed())
             continue
         session = SessionCalls(calls.sessions(s, s + 1))
         place = f"session {calls.session_ids[s].as_py()!r}"
         if parents is None:
-            each, count = echo(session, ours, selection, place)
+            each, count = echo(session, session_rows, selection, place)
         else:
             lo, hi = calls.session_offsets[s : s + 2]
-            mine = parents.slice(lo, hi - lo).to_pylist()
-            each, count = prime(session, ours, selection, place, mine)
+            own_parents = parents.slice(lo, hi - lo).to_pylist()
+            each, count = prime(session, session_rows, selection, place, own_parents)
         counts.append(count)
-        for row, values in zip(ours, each, strict=True):
+        for row, values in zip(session_rows, each, strict=True):
             weights[offsets[row.number] : offsets[row.number] + len(values)] = values
     column = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(weights))
     if "observation_weight" in table.column_names:

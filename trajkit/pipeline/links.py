@@ -36,13 +36,13 @@ from trajkit.turns.calls import Calls, Ints, Longs, Records, named_calls, read_c
 from trajkit.turns.message_equality import (
     classify,
     identity_of,
-    rekeyed,
+    with_equality,
 )
 from trajkit.turns.prefix_forest import Forest, grow
 from trajkit.turns.records import as_turns
 from trajkit.turns.structs import LINK, MESSAGE
 
-_BY_MESSAGES: tuple[ParentBy, ...] = ("messages", "agents", "generations")
+BY_MESSAGES: tuple[ParentBy, ...] = ("messages", "agents", "generations")
 _EQUALITY_OF_ROUTE: dict[ParentBy, MessageEquality] = {
     "agents": "text",
     "generations": "strict",
@@ -205,7 +205,7 @@ def find_links(
     n_calls = len(calls.calls)
     links = np.zeros(n_calls, LINK)
     if parent_by == "messages":
-        calls = rekeyed(calls, message_equality)
+        calls = with_equality(calls, message_equality)
         n_nodes, n_table = _core.tree_size(calls.requests, calls.session_offsets)
         _core.route_messages(
             calls.calls,
@@ -258,7 +258,7 @@ def find_links(
             links,
         )
     elif parent_by == "generations":
-        calls = rekeyed(calls, message_equality)
+        calls = with_equality(calls, message_equality)
         n_nodes, n_table = _core.tree_size(calls.requests, calls.session_offsets)
         _core.route_generations(
             calls.calls,
@@ -342,11 +342,13 @@ def policy_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
 
 def n_by_tokens(calls: Calls, policy: Policy) -> Longs:
     """Turns without messages that a route by messages routes by tokens, by session."""
-    if policy.parent_by not in _BY_MESSAGES:
+    if policy.parent_by not in BY_MESSAGES:
         return np.zeros(calls.n_sessions, np.int64)
     which = calls.requests["n_keys"] < 0
     if policy.parent_by == "messages" and policy.tie_break == "tokens":
         which |= calls.requests["n_keys"] + calls.requests["shared"] == 0
+    if not which.any():
+        return np.zeros(calls.n_sessions, np.int64)
     return np.bincount(calls.session_of(), which, calls.n_sessions).astype(np.int64)
 
 

@@ -10,7 +10,7 @@ from trajkit import _core
 from trajkit._arrow.buffers import pooled
 from trajkit.policies import ON_DRIFT, TRAIN_IN, Policy
 from trajkit.schema import REPORT
-from trajkit.turns.call_order import by_birth
+from trajkit.turns.call_order import by_creation
 from trajkit.turns.calls import Calls, Ints, Longs, Records
 from trajkit.turns.prefix_forest import Forest
 from trajkit.turns.structs import ROW
@@ -74,7 +74,7 @@ def plan_rows(
         policy.flag_scope == "chain",
         policy.row_selection == "main",
         policy.truncate_at == "calls",
-        by_birth(calls) if policy.row_selection == "main" else np.empty(0, np.int32),
+        by_creation(calls) if policy.row_selection == "main" else np.empty(0, np.int32),
         max_tokens,
         NO_LIMIT if policy.max_rows is None else policy.max_rows,
         TRAIN_IN.index(policy.train_in),

@@ -150,7 +150,7 @@ def _finish_reasons(calls: Calls, last: Records) -> pa.Array:
 def _steps(calls: Calls, last: Records) -> pa.Array:
     """The training step of each row's last turn."""
     type_ = ROWS.field("step").type
-    if "step" not in calls.table.column_names:
+    if calls.table.schema.get_field_index("step") < 0:
         return pa.nulls(len(last), type_)
     column = calls.table.column("step")
     if not pa.types.is_integer(column.type) and not pa.types.is_null(column.type):

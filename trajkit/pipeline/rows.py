@@ -17,6 +17,7 @@ from trajkit._streams.thread_pool import spread
 from trajkit.errors import PolicyError
 from trajkit.pipeline.fill import row_batches
 from trajkit.pipeline.links import (
+    BY_MESSAGES,
     measure,
     n_by_tokens,
     policy_links,
@@ -233,29 +234,44 @@ def linearize(
     )
     if work.payloads and work.suffix:
         raise PolicyError("payloads need layout='full': layout is 'suffix'")
+    if isinstance(turns, Calls):
+        return _tables([work(turns, None)], work.schema(turns.table.schema), report)
     n_threads = threads or os.cpu_count() or 1
-
     if is_stream(turns):
         if links is not None or drift is not None:
             raise PolicyError(
                 "links and drift were given for a stream of turns: pass a table"
             )
-        made = _stream(turns, work, n_threads)
+        parts = _stream(turns, work, n_threads)
         if report:
-            return (pair for rows, counts in made for pair in _pairs(rows, counts))
-        return (batch for rows, _ in made for batch in rows)
+            return (pair for rows, counts in parts for pair in _pairs(rows, counts))
+        return (batch for rows, _ in parts for batch in rows)
 
     located = turns if isinstance(turns, Turns) else locate(as_turns(turns))
     given = None
     if links is not None or drift is not None:
         given = _given_links(read_calls(located), chosen, links, drift)
-    batches: list[pa.RecordBatch] = []
-    reports: list[pa.RecordBatch | None] = []
-    for rows, counts in _spread(work, located, given, n_threads):
-        batches.extend(rows)
-        reports.append(counts)
-    table = pa.Table.from_batches(batches, work.schema(located.table.schema))
-    return (table, pa.Table.from_batches(reports, REPORT)) if report else table
+    made = _spread(work, located, given, n_threads)
+    return _tables(made, work.schema(located.table.schema), report)
+
+
+def reads_turns(policy: Policy) -> bool:
+    """Whether a policy reads the bodies of messages, or which tokens have a logprob.
+
+    If not, rows depend on the records of calls and the keys of messages alone.
+    """
+    if policy.on_drift == "splice" or policy.missing_logprobs == "raise":
+        return True
+    by_body = policy.message_equality != "values" or policy.parent_by == "agents"
+    return by_body and policy.parent_by in BY_MESSAGES
+
+
+def _tables(made: list[Batches], schema: pa.Schema, report: bool) -> object:
+    batches = [batch for rows, _ in made for batch in rows]
+    table = pa.Table.from_batches(batches, schema)
+    if not report:
+        return table
+    return table, pa.Table.from_batches([counts for _, counts in made], REPORT)
 
 
 def _pairs(
@@ -335,7 +351,7 @@ class _Work:
         """The rows of complete sessions, and their report if requested."""
         facts = self.facts.of_calls(calls)
         if facts.column("error").null_count < calls.n_sessions:
-            calls = calls.without_training(errored(facts))
+            calls = calls.mask_sessions(errored(facts))
         calls, aborted = without_aborted(calls, self.policy)
         check_logprobs(calls, self.policy)
         forest = grow(calls)

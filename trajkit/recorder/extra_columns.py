@@ -1,4 +1,4 @@
-"""Further columns of turns, taken call by call."""
+"""Extra columns of turns, recorded call by call."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -75,20 +75,20 @@ class Column:
     """The values of a column so far."""
 
     type: pa.DataType = field(default_factory=pa.null)
-    # which calls gave a value, and each as an array of one
+    # the calls that gave a value, and each value as an array of length 1
     calls: list[int] = field(default_factory=list)
     values: list[pa.Array] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Types:
-    """The type of each column, over all sessions of a recorder."""
+    """The type of each column in all sessions of a recorder."""
 
     known: dict[str, pa.DataType] = field(default_factory=dict)
     lock: Lock = field(default_factory=Lock)
 
     def add(self, name: str, type_: pa.DataType) -> None:
-        """Widen a column's type to take values of this one."""
+        """Widen a column's type so that it can store values of this type."""
         if self.known.get(name) != type_:
             with self.lock:
                 known = self.known.get(name, type_)
@@ -96,17 +96,17 @@ class Types:
 
 
 @dataclass(slots=True)
-class Further:
-    """Columns whose types are what `trajkit.from_records` would make of their values.
+class ExtraColumns:
+    """The extra columns of a session, with the types that `trajkit.from_records` infers.
 
-    A session has every column of its recorder, so that all have the same schema.
+    Every session has all columns of its recorder, so that all have the same schema.
     """
 
     types: Types = field(default_factory=Types)
     columns: dict[str, Column] = field(default_factory=dict)
 
     def read(self, given: object, call: int, where: str) -> dict[str, Column]:
-        """Columns with a call's values; nothing counts yet.
+        """The values of a call as columns, which `add` makes part of the session.
 
         Parameters
         ----------
@@ -118,7 +118,7 @@ class Further:
         Raises
         ------
         InvalidTurnsError
-            A name is taken, or a value makes no Arrow column with those before it.
+            A name is taken, or Arrow cannot store a value with the earlier ones.
         """
         if given is None:
             return {}
@@ -146,7 +146,7 @@ class Further:
             type_ = common_type((known.type, wanted, array.type))
             if type_ == known.type:
                 return Column(type_, [call], [cast_values(array, type_)])
-            # a wider type than the calls before needed
+            # the earlier values need a cast to the wider type
             values = [
                 *(cast_values(one, type_) for one in known.values),
                 cast_values(array, type_),
@@ -154,12 +154,12 @@ class Further:
             return Column(type_, [*known.calls, call], values)
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
             raise InvalidTurnsError(
-                f"{where}the value of {name!r} makes no Arrow column with those before "
-                f"it: {error}"
+                f"{where}the value of {name!r} makes no Arrow column with the earlier "
+                f"values: {error}"
             ) from None
 
     def add(self, read: dict[str, Column]) -> None:
-        """Let what was read count."""
+        """Add the values that `read` returned."""
         for name, column in read.items():
             self.types.add(name, column.type)
             known = self.columns.get(name)
@@ -170,13 +170,13 @@ class Further:
                 known.values += column.values
 
     def fields(self) -> list[pa.Field]:
-        """The columns' fields, in the order in which the recorder got them."""
+        """The fields of the columns, in the order in which the recorder received them."""
         return [
             pa.field(name, type_) for name, type_ in self.types.known.copy().items()
         ]
 
     def arrays(self, fields: Sequence[pa.Field], n_calls: int) -> list[pa.Array]:
-        """The columns of all calls, null where a call gave no value."""
+        """The columns of all calls, null if a call gave no value."""
         result = []
         for one in fields:
             column = self.columns.get(one.name, Column())

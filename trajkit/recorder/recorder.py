@@ -4,21 +4,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from threading import Lock
-from typing import Literal, NamedTuple, TypeAlias, TypedDict, Unpack, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, Unpack, cast
 
+import numpy as np
 import pyarrow as pa
 
 from trajkit._arguments import check_choice
 from trajkit._arrow.canonical import TableLike
 from trajkit.errors import InvalidTurnsError, UnknownSessionError
-from trajkit.pipeline.rows import Layout, linearize
+from trajkit.pipeline.rows import Layout, linearize, reads_turns
 from trajkit.policies import Policy
+from trajkit.policies import policy as named_policy
 from trajkit.recorder.extra_columns import METADATA, Types, with_metadata
 from trajkit.recorder.rejected import RejectedCall, copied, rejected_table
 from trajkit.recorder.session import ChatMessage, Recording
 from trajkit.turns.messages import check_text
 from trajkit.turns.session_metadata import Reward, one_session
-from trajkit.turns.table import locate
+from trajkit.turns.table import Turns
 
 OnInvalid: TypeAlias = Literal["raise", "reject"]
 
@@ -362,14 +364,15 @@ class Recorder:
             As `trajkit.linearize`; or ``sessions`` is given together with ``group_id`` or
             ``error``.
         """
-        turns = locate(self.turns(session_id))
-        return linearize(turns, policy, **_options(session_id, **options))
+        return self._linearized(session_id, policy, False, False, **options)
 
     def rows_and_report(
         self, session_id: str, policy: str | Policy, **options: Unpack[RowOptions]
     ) -> SessionRows:
         """As `rows`, with the report that `trajkit.linearize` makes of the same turns."""
-        return _rows_and_report(self.turns(session_id), session_id, policy, **options)
+        return SessionRows(
+            *self._linearized(session_id, policy, True, False, **options)
+        )
 
     def pop(
         self, session_id: str, policy: str | Policy, **options: Unpack[RowOptions]
@@ -379,13 +382,7 @@ class Recorder:
         No call can be recorded between the two. If no rows can be made, the error is
         raised and the session stays.
         """
-        session = self._known(session_id)
-        with session.lock:
-            _check_known(session, session_id)
-            turns = session.turns(session_id)
-            result = _rows_and_report(turns, session_id, policy, **options)
-            self._forget(session, session_id)
-        return result
+        return SessionRows(*self._linearized(session_id, policy, True, True, **options))
 
     def drop(self, session_id: str) -> None:
         """Forget a session. Tables that `turns` returned stay valid.
@@ -439,6 +436,31 @@ class Recorder:
             raise _unknown(session_id)
         return session
 
+    def _linearized(
+        self,
+        session_id: str,
+        policy: str | Policy,
+        report: bool,
+        forget: bool,
+        **options: Unpack[RowOptions],
+    ) -> Any:
+        """What `trajkit.linearize` makes of a session, which is forgotten then if asked."""
+        arguments: Any = {**_options(session_id, **options), "report": report}
+        chosen = named_policy(policy)
+        session = self._known(session_id)
+        with session.lock:
+            _check_known(session, session_id)
+            source: Any = None
+            if not (reads_turns(chosen) or arguments.get("payloads")):
+                source = session.as_calls(session_id)
+            if source is None:
+                turns, ids = session.turns(session_id), pa.array([session_id])
+                source = Turns(turns, np.array([0, len(turns)]), ids)
+            result = linearize(source, chosen, **arguments)
+            if forget:
+                self._forget(session, session_id)
+        return result
+
     def _forget(self, session: Recording, session_id: str) -> None:
         """Remove a session whose lock the caller has."""
         session.dropped = True
@@ -454,18 +476,6 @@ def _options(session_id: str, **options: Unpack[RowOptions]) -> LinearizeOptions
         reward, sessions = result.pop("reward", None), result.pop("sessions", None)
         result["sessions"] = one_session(session_id, reward, sessions, group_id, error)
     return result
-
-
-def _rows_and_report(
-    turns: pa.Table,
-    session_id: str,
-    policy: str | Policy,
-    **options: Unpack[RowOptions],
-) -> SessionRows:
-    made = linearize(
-        locate(turns), policy, report=True, **_options(session_id, **options)
-    )
-    return SessionRows(*made)
 
 
 def _check_known(session: Recording, session_id: str) -> None:

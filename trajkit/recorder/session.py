@@ -1,4 +1,4 @@
-"""One session under way, in compact form: new tokens and new messages only."""
+"""One session in progress, in compact form: new tokens and new messages only."""
 
 from collections.abc import Mapping, Sequence
 from threading import Lock
@@ -9,11 +9,13 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
+from trajkit._arrow.export import Column, record_batch
 from trajkit.errors import InvalidTurnsError
-from trajkit.recorder.extra_columns import Column, Further, Types
-from trajkit.recorder.message_lists import Talk, read_messages
-from trajkit.schema import TURNS_DELTA
-from trajkit.turns.calls import Ints, Longs, Records
+from trajkit.recorder.extra_columns import Column as ExtraColumn
+from trajkit.recorder.extra_columns import ExtraColumns, Types
+from trajkit.recorder.message_lists import MessageLog, read_messages
+from trajkit.schema import KEY_BYTES, TURNS_DELTA, VALUE_BYTES
+from trajkit.turns.calls import Calls, Ints, Longs, Records
 from trajkit.turns.flat_buffers import offsets_of
 from trajkit.turns.messages import check_text
 from trajkit.turns.python_lists import ID_RULE, fill_logprobs, given_logprobs, read_ids
@@ -22,34 +24,36 @@ from trajkit.turns.records import (
     read_output_mask,
     read_weight_versions,
 )
-from trajkit.turns.structs import CALL, NODE, longer
-from trajkit.turns.turn_rules import MAX_LOGPROB, NO_LOGPROB
+from trajkit.turns.structs import CALL, NODE, REQUEST, longer
+from trajkit.turns.turn_rules import MAX_LOGPROB, NO_LOGPROB, Bools
 
 ChatMessage: TypeAlias = dict[str, object] | tuple[bytes, str]
 """A message as a dict, or as its key (`trajkit.turns.message_key`) and its role."""
 
 Floats: TypeAlias = npt.NDArray[np.float32]
+# the columns that `Recording.as_calls` has
+_READ = pa.schema([TURNS_DELTA.field(n) for n in ("finish_reason", "weight_versions")])
 _LOWEST, _HIGHEST = float(NO_LOGPROB), float(MAX_LOGPROB)
-# Tokens per call: where they bring no more, a copy of the path costs less than the calls'
-# own records, and saves looking at one after another.
+# If calls add at most this many tokens each, a contiguous copy of the path costs less
+# memory than the records of the calls, and saves comparing them one by one.
 _SHORT = 16
-# what `_core.Intake` keeps of a call as it is given, by column
-_FACTS = (
+# columns whose values `_core.Intake` keeps as they are given
+_METADATA = (
     *("finish_reason", "use_tool", "ill_formed", "trainable"),
     *("weight_versions", "output_mask"),
 )
 
 
 class Recording(_core.Intake):
-    """One session under way. Its user takes the lock around every call of a method."""
+    """One session in progress. The caller acquires the lock before it calls a method."""
 
     def __init__(self, types: Types) -> None:
         self.lock = Lock()
         self.dropped = False
-        # of each call what no earlier one had, in one piece that never moves: ids of its
-        # prompt, its output, and its logprobs, if it has some, of four bytes each
-        self.held: list[bytes] = []
-        # where logprobs are null, by call: 0
+        # by call: the new ids of its prompt, its output and its logprobs, if any, as one
+        # block of four-byte values whose address never changes
+        self.new_values: list[bytes] = []
+        # by call, if it has a null logprob: 0 where the logprob is null
         self.valid: dict[int, npt.NDArray[np.uint8]] = {}
         # the forest of paths (turns.prefix_forest), grown call by call, and its arrays
         self.paths = _core.Growth()
@@ -58,15 +62,20 @@ class Recording(_core.Intake):
         self.stack: Ints = np.empty(0, np.int32)
         self.ends: Ints = np.empty(0, np.int32)
         self.path: Ints = np.empty(0, np.int32)
-        self.talk = Talk()
-        # of each call its values of these columns
-        self.facts: list[tuple[object, ...]] = []
-        self.further = Further(types)
+        self.message_log = MessageLog()
+        # by call: its values of the columns `_METADATA`
+        self.metadata: list[tuple[object, ...]] = []
+        self.extra = ExtraColumns(types)
         self.begin(
-            self.paths, self.talk.lists, self.held, self.facts, _LOWEST, _HIGHEST
+            self.paths,
+            self.message_log.lists,
+            self.new_values,
+            self.metadata,
+            _LOWEST,
+            _HIGHEST,
         )
 
-    # What `_core.Intake` hands over
+    # methods that `_core.Intake` calls for values that it does not read itself
 
     def read_ids(self, values: object, name: str) -> Ints:
         return read_ids(values, "", name)
@@ -92,42 +101,42 @@ class Recording(_core.Intake):
         return value
 
     def read_versions(self, value: object, n_output: int) -> object:
-        pieces = read_weight_versions(value, "")
-        if pieces is not None:
-            _check_tiles(pieces, n_output)
-        return pieces
+        spans = read_weight_versions(value, "")
+        if spans is not None:
+            _check_tiles(spans, n_output)
+        return spans
 
     def read_mask(self, value: object, n_output: int) -> object:
         return read_output_mask(value, n_output, "")
 
-    def read_payloads(self, given: object) -> dict[str, Column]:
-        return self.further.read(given, self.n_calls, "")
+    def read_payloads(self, given: object) -> dict[str, ExtraColumn]:
+        return self.extra.read(given, self.n_calls, "")
 
-    def add_payloads(self, read: dict[str, Column]) -> None:
-        self.further.add(read)
+    def add_payloads(self, read: dict[str, ExtraColumn]) -> None:
+        self.extra.add(read)
 
     def read_messages(self, messages: object) -> list[object]:
         return read_messages(messages)
 
     def number(self, message: object, place: int) -> int:
-        return self.talk.number(message, place)
+        return self.message_log.number(message, place)
 
     def find(self, message: object, place: int) -> int:
-        return self.talk.find(message, place)
+        return self.message_log.find(message, place)
 
     def mean(self) -> None:
-        self.talk.mean()
+        self.message_log.index_keys()
 
-    def refusal(self, held: bytes, fault: tuple[int, int, int]) -> InvalidTurnsError:
+    def refusal(self, values: bytes, fault: tuple[int, int, int]) -> InvalidTurnsError:
         which, at, place = fault
         if which == 2:
-            number = np.frombuffer(held, np.float32)[place]
+            number = np.frombuffer(values, np.float32)[place]
             return InvalidTurnsError(
                 f"output_logprobs[{at}] is {number}: a log-probability is finite, above "
-                "-9999 and at most 0, give or take 1e-4 for rounding"
+                "-9999 and at most 0 (1e-4 is tolerated for rounding)"
             )
         name = ("prompt_ids", "output_ids")[which]
-        value = np.frombuffer(held, np.int32)[place]
+        value = np.frombuffer(values, np.int32)[place]
         return InvalidTurnsError(f"{name}[{at}] is {value}: {ID_RULE}")
 
     def add_valid(self, valid: npt.NDArray[np.uint8]) -> None:
@@ -145,10 +154,10 @@ class Recording(_core.Intake):
             self._hold_path(max(n_tokens, self.paths.length))
         elif len(self.path) < n_tokens and len(self.path):
             self._hold_path(n_tokens)
-        self.talk.make_room(len(self.calls), n_places)
+        self.message_log.make_room(len(self.calls), n_places)
 
     def _hold_path(self, length: int) -> None:
-        """Keep paths of this length in one piece, if calls bring little."""
+        """Store the current path contiguously if calls add few tokens."""
         kept = length <= _SHORT * len(self.calls)
         self.path = np.empty(length + length // 8 + 16 if kept else 0, np.int32)
         self.paths.hold_path(self.path)
@@ -168,102 +177,163 @@ class Recording(_core.Intake):
             listed = read_messages(messages)
             n_messages = 0
             if turn >= 0 or prompt_ids is None:
-                turn, n_messages = self.talk.lists.match(listed, turn, self)
+                turn, n_messages = self.message_log.lists.match(listed, turn, self)
         return turn, n_tokens, n_messages
 
+    def as_calls(self, name: str) -> Calls | None:
+        """The calls as a policy reads them that compares messages by their values.
+
+        It costs a fraction of making `turns` and reading them. Returns None where that
+        is needed: for extra columns, masks of outputs, and lists with a null logprob. No
+        call may be recorded as long as the result is used.
+        """
+        reasons, *_, versions, masks = zip(*self.metadata, strict=True)
+        if self.extra.fields() or self.valid or any(one is not None for one in masks):
+            return None
+        n_calls = self.n_calls
+        self.message_log.write()
+        book, log = self.message_log.book, self.message_log.calls[:n_calls]
+        numbers, lengths = self.message_log.suffixes(n_calls)
+        replies = log["reply"]
+        # the last key is for a reply that is not there
+        keys = np.frombuffer(b"".join(book.keys) + bytes(KEY_BYTES), np.int32)
+        keys = keys.reshape(-1, 4)[np.concatenate([numbers, replies])]
+        keys[:, VALUE_BYTES // 4 :] = 0
+        roles = pa.array(book.roles, pa.string()).take(pa.array(numbers))
+        first = np.cumsum(np.maximum(lengths, 0)) - np.maximum(lengths, 0)
+        requests = np.zeros(n_calls, REQUEST)
+        requests["keys"] = keys.ctypes.data + KEY_BYTES * first
+        requests["n_keys"] = lengths
+        _, offsets, data = roles.buffers()
+        requests["role_offsets"] = offsets.address + 4 * (first + roles.offset)
+        requests["role_bytes"] = 0 if data is None else data.address
+        own = keys.ctypes.data + KEY_BYTES * (len(numbers) + np.arange(n_calls))
+        requests["reply_key"] = np.where(replies < 0, 0, own)
+        requests["shared"] = log["shared"]
+        said = np.array([*(role == "assistant" for role in book.roles), False])
+        requests["reply_is_assistant"] = said[replies]
+        return Calls(
+            pa.Table.from_arrays(
+                [
+                    pa.array(column, field.type)
+                    for column, field in zip((reasons, versions), _READ, strict=True)
+                ],
+                schema=_READ,
+            ),
+            self.calls[:n_calls],
+            requests,
+            np.array([0, n_calls]),
+            pa.array([name]),
+            np.arange(n_calls, dtype=np.int32),
+            keys.view(np.int64),
+            roles,
+        )
+
     def turns(self, name: str) -> pa.Table:
-        """The calls so far: `trajkit.schema.TURNS_DELTA`, and further columns behind.
+        """The calls so far: `trajkit.schema.TURNS_DELTA`, then the extra columns.
 
         Later calls do not change it.
         """
         n_calls = self.n_calls
         calls: Records = self.calls[:n_calls]
-        base = calls["base"].copy()
-        self.talk.write()
-        heard: Records = self.talk.heard[:n_calls]
+        self.message_log.write()
+        log: Records = self.message_log.calls[:n_calls]
         messages, response = message_columns(
-            self.talk.book,
-            self.talk.suffixes(n_calls),
-            heard["reply"],
+            self.message_log.book,
+            *self.message_log.suffixes(n_calls),
+            log["reply"],
             np.zeros(n_calls, np.int32),
         )
-        shared = pa.array(heard["shared"].copy(), mask=heard["end"] < 0)
-        facts = {
-            name: pa.array([one[k] for one in self.facts], TURNS_DELTA.field(name).type)
-            for k, name in enumerate(_FACTS)
-        }
         columns = {
             "session_id": pa.repeat(name, n_calls),
-            "turn_index": pa.array(np.arange(n_calls, dtype=np.int32)),
-            "base_turn": pa.array(base, mask=base < 0),
-            "shared_length": pa.array(calls["own_start"].astype(np.int32)),
+            "turn_index": Column(n_calls, (None, np.arange(n_calls, dtype=np.int32))),
+            "base_turn": _nullable(calls["base"], calls["base"] >= 0),
+            "shared_length": Column(
+                n_calls, (None, calls["own_start"].astype(np.int32))
+            ),
             **self._token_columns(calls),
-            "shared_messages": shared,
+            "shared_messages": _nullable(log["shared"], log["end"] >= 0),
             "suffix_messages": messages,
             "response": response,
-            **facts,
         }
-        extra = self.further.fields()
+        for column, values in zip(
+            _METADATA, zip(*self.metadata, strict=True), strict=True
+        ):
+            columns[column] = pa.array(values, TURNS_DELTA.field(column).type)
+        batch = record_batch(
+            TURNS_DELTA, n_calls, [columns[name] for name in TURNS_DELTA.names]
+        )
+        extra = self.extra.fields()
+        if not extra:
+            return pa.Table.from_batches([batch])
         return pa.Table.from_arrays(
-            [
-                *(columns[name] for name in TURNS_DELTA.names),
-                *self.further.arrays(extra, n_calls),
-            ],
+            [*batch.columns, *self.extra.arrays(extra, n_calls)],
             schema=pa.schema([*TURNS_DELTA, *extra], metadata=TURNS_DELTA.metadata),
         )
 
-    def _token_columns(self, calls: Records) -> dict[str, pa.Array]:
-        """The columns that have a value per token."""
+    def _token_columns(self, calls: Records) -> dict[str, Column]:
+        """The columns with one value per token."""
         n_out = calls["out_len"]
         own_ends = calls["prompt_len"] - calls["own_start"]
         ends = own_ends + n_out
-        held = [np.frombuffer(one, np.int32) for one in self.held]
-        sizes = np.array([len(one) for one in held])
+        new_values = [np.frombuffer(one, np.int32) for one in self.new_values]
+        sizes = np.array([len(one) for one in new_values])
         given = sizes > ends
         n_given = np.where(given, n_out, 0)
 
-        def runs(starts: Longs, stops: Longs) -> Ints:
-            bounds = zip(held, starts.tolist(), stops.tolist(), strict=True)
+        def values_of(starts: Longs, stops: Longs) -> Ints:
+            bounds = zip(new_values, starts.tolist(), stops.tolist(), strict=True)
             return np.concatenate([one[start:stop] for one, start, stop in bounds])
 
-        nulls = None
+        valid = None
         if self.valid:
-            nulls = np.zeros(int(n_given.sum()), np.bool_)
+            valid = np.ones(int(n_given.sum()), np.bool_)
             begins = np.cumsum(n_given) - n_given
-            for call, valid in self.valid.items():
+            for call, those in self.valid.items():
                 begin = int(begins[call])
-                nulls[begin : begin + len(valid)] = valid == 0
-        logprobs = pa.array(runs(ends, sizes).view(np.float32), mask=nulls)
+                valid[begin : begin + len(those)] = those != 0
         return {
-            "suffix_ids": _lists(own_ends, runs(np.zeros_like(ends), own_ends)),
-            "output_ids": _lists(n_out, runs(own_ends, ends)),
-            "output_logprobs": pa.LargeListArray.from_arrays(
-                pa.array(offsets_of(n_given)), logprobs, mask=pa.array(~given)
-            ),
+            "suffix_ids": _lists(own_ends, values_of(np.zeros_like(ends), own_ends)),
+            "output_ids": _lists(n_out, values_of(own_ends, ends)),
+            "output_logprobs": _lists(n_given, values_of(ends, sizes), valid, given),
         }
 
 
-def _lists(lengths: Longs, values: Ints) -> pa.LargeListArray:
-    return pa.LargeListArray.from_arrays(pa.array(offsets_of(lengths)), values)
+def _nullable(values: Ints, valid: Bools) -> Column:
+    """A column of integers, null where it is not valid."""
+    return Column(len(values), (_bits(valid), np.ascontiguousarray(values)), -1)
 
 
-def _check_tiles(pieces: Sequence[Mapping[str, object]], n_output: int) -> None:
-    """Raise unless the pieces of an output follow one another from 0 to its end."""
+def _lists(
+    lengths: Longs, values: Ints, valid: Bools | None = None, given: Bools | None = None
+) -> Column:
+    """A column of lists; ``given`` marks the lists that are not null."""
+    child = Column(len(values), (_bits(valid), values), -1)
+    buffers = (_bits(given), offsets_of(lengths))
+    return Column(len(lengths), buffers, -1, children=(child,))
+
+
+def _bits(valid: Bools | None) -> npt.NDArray[np.uint8] | None:
+    return None if valid is None else np.packbits(valid, bitorder="little")
+
+
+def _check_tiles(spans: Sequence[Mapping[str, object]], n_output: int) -> None:
+    """Raise unless the spans are contiguous from 0 to the end of the output."""
     due: object = 0
-    for i, piece in enumerate(pieces):
-        if piece["version"] is None:
+    for i, span in enumerate(spans):
+        if span["version"] is None:
             raise InvalidTurnsError(
                 f"weight_versions[{i}] has a null: version, start and stop are needed"
             )
-        start, stop = piece["start"], piece["stop"]
+        start, stop = span["start"], span["stop"]
         if start != due or stop < start:  # type: ignore[operator]
             raise InvalidTurnsError(
-                f"weight_versions[{i}] is {start}:{stop} where a piece from "
-                f"{due} on is due: the pieces tile the output"
+                f"weight_versions[{i}] is {start}:{stop}, expected a start of {due}: "
+                "the spans tile the output"
             )
         due = stop
     if due != n_output:
         raise InvalidTurnsError(
-            f"weight_versions end at {due} of {n_output} output ids: the pieces "
+            f"weight_versions end at {due} of {n_output} output ids: the spans "
             "tile the output"
         )

@@ -1,4 +1,4 @@
-"""What became known of turns after they were recorded, folded into them."""
+"""Apply amendments (facts that became known later) to turns."""
 
 import numpy as np
 import numpy.typing as npt
@@ -16,14 +16,14 @@ class Amendments:
     Parameters
     ----------
     table : Table
-        `trajkit.schema.AMENDMENTS`; of several lines of one turn the last one counts.
+        `trajkit.schema.AMENDMENTS`; the last amendment of a turn counts.
     """
 
     def __init__(self, table: pa.Table) -> None:
         table = canonical(table, AMENDMENTS)
         self._sessions = pc.unique(table.column("session_id"))
         keys = self._keys(table)
-        # of equal keys the first one in the order turned round
+        # unique() returns the first of equal keys, so look at them in reverse
         self._keys_known, back = np.unique(keys[::-1], return_index=True)
         last = table.take(pa.array(len(table) - 1 - back))
         self._reason = last.column("reason").combine_chunks()
@@ -35,8 +35,8 @@ class Amendments:
         Parameters
         ----------
         turns : Table
-            `TURNS` or `TURNS_DELTA`. A turn that its own record calls context only stays
-            so. Amendments of turns that are not here do nothing.
+            `TURNS` or `TURNS_DELTA`. A turn with ``trainable=False`` keeps it. Amendments
+            of other turns are ignored.
         """
         keys = self._keys(turns)
         at = np.searchsorted(self._keys_known, keys)
@@ -55,11 +55,11 @@ class Amendments:
         )
 
     def _keys(self, table: pa.Table) -> npt.NDArray[np.int64]:
-        """One number per turn; the least: of a session that has no amendment."""
+        """One number per turn; the minimum of int64 if its session has no amendment."""
         codes = pc.index_in(table.column("session_id"), self._sessions).fill_null(-1)
         code = np.asarray(codes).astype(np.int64)
         index = np.asarray(table.column("turn_index")).astype(np.int64)
-        # an index is of 32 bits, and nothing says here that it is not negative
+        # turn_index has 32 bits and may be negative here
         none = np.iinfo(np.int64).min
         keys: npt.NDArray[np.int64] = np.where(code < 0, none, (code << 32) + index)
         return keys

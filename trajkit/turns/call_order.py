@@ -1,4 +1,4 @@
-"""The calls of each session in another order than the one they were recorded in."""
+"""Orders of a session's calls other than the order of recording."""
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +17,7 @@ def by_prompt(calls: Calls) -> Ints:
     Returns
     -------
     ndarray of int32, shape (n_calls,)
-        Calls; those of session s stand at ``session_offsets[s]:session_offsets[s + 1]``.
+        Calls; session s has ``session_offsets[s]:session_offsets[s + 1]``.
 
     Raises
     ------
@@ -28,10 +28,10 @@ def by_prompt(calls: Calls) -> Ints:
     return np.lexsort(keys).astype(np.int32)
 
 
-def by_birth(calls: Calls) -> Ints:
+def by_creation(calls: Calls) -> Ints:
     """The rank of each call by ``started_at``, then ``request_id``, then turn.
 
-    Both are optional columns of ``turns``. Shape (n_calls,); it counts over all
+    Both are optional columns of ``turns``. Shape (n_calls,); ranks are over all
     sessions.
 
     Raises
@@ -47,7 +47,7 @@ def by_birth(calls: Calls) -> Ints:
 
 
 def _ranks(calls: Calls, name: str) -> Longs:
-    """How many values of the column are smaller, by row; nulls come last."""
+    """Number of smaller values in the column, by row; nulls come last."""
     if name not in calls.table.column_names:
         return np.zeros(len(calls.calls), np.int64)
     column = calls.table.column(name)
@@ -61,6 +61,6 @@ def _ranks(calls: Calls, name: str) -> Longs:
         ranks = pc.rank(column, tiebreaker="min")
     except pa.ArrowNotImplementedError as error:
         raise SchemaError(
-            f"column {name!r} is {column.type}: calls can't be put in its order"
+            f"column {name!r} is {column.type}, which has no order: cast it"
         ) from error
     return np.asarray(ranks, np.int64)

@@ -1,7 +1,7 @@
 """The calls of a ``turns`` table as the records that the kernels read.
 
-Nothing per token is copied: the records hold the addresses of the table's own buffers,
-and `Calls` holds the table, so that the buffers live as long as the records.
+Nothing per token is copied: the records contain addresses in the table's buffers, and
+`Calls` keeps the table alive.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,8 +23,8 @@ Records: TypeAlias = npt.NDArray[np.void]
 Longs: TypeAlias = npt.NDArray[np.int64]
 Ints: TypeAlias = npt.NDArray[np.int32]
 
-# The columns that the kernel reads, in its order (arrow/import.pxi), what stands for
-# them in delta form, and what that has beside them.
+# The columns that the kernel reads, in its order (arrow/import.pxi); their names in delta
+# form, where they differ; and the columns that only the delta form has.
 _COLUMNS = (
     "turn_index",
     "prompt_ids",
@@ -40,14 +40,14 @@ _COLUMNS = (
 )
 _DELTA_NAMES = {"prompt_ids": "suffix_ids", "messages": "suffix_messages"}
 _DELTA_COLUMNS = ("base_turn", "shared_length", "shared_messages")
-# what it may find wrong with a turn
+# faults of a turn that the kernel reports
 _OWN_NULL, _OUT_NULL, _LOGPROBS, _KEY, _ORDER, _BASE, _SHARED, _MESSAGES = range(1, 9)
 _MASK_LENGTH, _MASK_NULL = 9, 10
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Model calls of whole sessions, in order."""
+    """Model calls of complete sessions, in order."""
 
     table: pa.Table
     # dtype CALL, shape (n_calls,)
@@ -60,8 +60,10 @@ class Calls:
     session_ids: pa.Array
     # shape (n_calls,)
     turn_index: Ints
-    # what requests point at where that is not the table (trajkit.turns.message_equality)
+    # buffers of requests outside the table: keys that are equal if the messages are
+    # (trajkit.turns.message_equality), and roles
     keys: Longs | None = None
+    roles: pa.Array | None = None
 
     @property
     def n_sessions(self) -> int:
@@ -69,12 +71,17 @@ class Calls:
 
     @property
     def is_delta(self) -> bool:
-        """Whether the table says prompts as what they share with an earlier one."""
-        return "suffix_ids" in self.table.column_names
+        """Whether the table is in delta form."""
+        return bool(self.table.schema.get_field_index("suffix_ids") >= 0)
+
+    @property
+    def stored_messages(self) -> pa.ChunkedArray:
+        """The column of messages that each turn stores."""
+        return self.table.column("suffix_messages" if self.is_delta else "messages")
 
     @property
     def held(self) -> Longs:
-        """Tokens of each call's prompt and output, shape (n_calls,)."""
+        """Length of each call's path, shape (n_calls,)."""
         held: Longs = self.calls["prompt_len"] + self.calls["out_len"]
         return held
 
@@ -84,7 +91,7 @@ class Calls:
         return np.repeat(np.arange(self.n_sessions, dtype=np.int32), sizes)
 
     def named(self, session: Longs, turn_index: Longs) -> Longs:
-        """The call of each turn_index of a session, which has such a turn."""
+        """The call with each turn_index of a session; the turn must exist."""
         ranks = (self.session_of().astype(np.int64) << 32) + self.turn_index
         found = np.searchsorted(ranks, (session.astype(np.int64) << 32) + turn_index)
         return np.asarray(found, np.int64)
@@ -95,13 +102,13 @@ class Calls:
         return self.turn_index[int(offsets[session]) : int(offsets[session + 1])]
 
     def place(self, call: int) -> str:
-        """Where a call is, in words: ``session 'a', turn 7``."""
+        """The position of a call for error texts: ``session 'a', turn 7``."""
         session = np.searchsorted(self.session_offsets, call, side="right") - 1
         session_id = self.session_ids[int(session)].as_py()
         return f"session {session_id!r}, turn {self.turn_index[call]}"
 
-    def without_training(self, sessions: npt.NDArray[np.bool_]) -> "Calls":
-        """The same calls; those of the marked sessions are context only."""
+    def mask_sessions(self, sessions: npt.NDArray[np.bool_]) -> "Calls":
+        """The same calls, of which the marked sessions are context only."""
         calls = self.calls.copy()
         calls["trainable"] &= ~sessions[self.session_of()]
         return replace(self, calls=calls)
@@ -115,7 +122,7 @@ class Calls:
         calls = self.calls[lo:hi]
         if lo:
             calls = pooled(hi - lo, CALL)
-            # as bytes: numpy copies records one by one
+            # as bytes, because numpy copies records one by one
             calls.view(np.uint8)[:] = self.calls[lo:hi].view(np.uint8)
             base = calls["base"]
             np.subtract(base, lo, out=base, where=base >= 0)
@@ -130,7 +137,7 @@ class Calls:
         )
 
     def split(self, most: int) -> Iterator["Calls"]:
-        """Runs of sessions that hold at most so many tokens, or of one session."""
+        """Groups of sessions whose paths have at most this many tokens, or one session."""
         ends = np.append(0, np.cumsum(self.held))[self.session_offsets]
         for start, stop in runs_of(np.diff(ends), most):
             yield self.sessions(start, stop)
@@ -142,8 +149,8 @@ def read_calls(turns: pa.Table | Turns) -> Calls:
     Parameters
     ----------
     turns : Table or Turns
-        As `canonical` takes it. Values are taken as they are, empty
-        prompts and outputs included: `trajkit.validate` looks at values.
+        As `canonical` takes it. Values are not checked (`trajkit.validate` does);
+        prompts and outputs may be empty.
 
     Returns
     -------
@@ -154,9 +161,9 @@ def read_calls(turns: pa.Table | Turns) -> Calls:
     SchemaError
         A column is absent or of another type.
     InvalidTurnsError
-        The table is no sequence of sessions: a session in several pieces, turn_index
-        not ascending, logprobs and outputs of different lengths, a base that is no
-        earlier turn of its session, a null among ids.
+        The rows of a session are not contiguous, turn_index does not ascend, logprobs
+        and outputs have different lengths, a base is not an earlier turn of its session,
+        or an id is null.
     """
     located = turns if isinstance(turns, Turns) else locate(turns)
     table, n_calls = located.table, located.table.num_rows
@@ -177,7 +184,7 @@ def read_calls(turns: pa.Table | Turns) -> Calls:
 
 
 def _fault(table: pa.Table, row: int, fault: int, most: int) -> str:
-    """What the kernel found wrong with a turn, in words."""
+    """The error text of a fault that the kernel found."""
 
     def value(name: str, at: int = row) -> pa.Scalar:
         return table.column(name)[at]
@@ -189,41 +196,43 @@ def _fault(table: pa.Table, row: int, fault: int, most: int) -> str:
         given, wanted = value("output_mask"), value("output_ids")
         return f"{len(given)} elements of output_mask for {len(wanted)} output ids"
     if fault == _MASK_NULL:
-        return "output_mask holds a null; expected true or false for every output id"
+        return "output_mask contains a null; expected true or false for every output id"
     if fault == _KEY:
-        return "a message has no key; messages route by it"
+        return "a message has no key, which is needed to find parents"
     if fault == _ORDER:
         before = value("turn_index", row - 1)
         return f"follows turn {before}; turn_index must ascend within a session"
     if fault == _BASE:
-        return f"base_turn {value('base_turn')} is no earlier turn of the session"
+        return f"base_turn {value('base_turn')} is not an earlier turn of the session"
     if fault == _SHARED:
         shared = value("shared_length")
-        return f"shared_length {shared} of a base that holds {most} tokens"
+        return f"shared_length is {shared}: expected 0 to {most}, tokens of the base"
     if fault == _MESSAGES:
         shared = value("shared_messages")
-        return f"shared_messages {shared} of a base that shows {most} messages"
+        return (
+            f"shared_messages is {shared}: expected 0 to {most}, messages of the base"
+        )
     own = "output_ids"
     if fault == _OWN_NULL:
         own = "suffix_ids" if "suffix_ids" in table.column_names else "prompt_ids"
-    return f"{own} holds a null; every id is needed"
+    return f"{own} contains a null; every id is needed"
 
 
 def named_calls(
     turn_index: Ints, session_offsets: Longs, wanted: pa.ChunkedArray
 ) -> tuple[Ints, Longs]:
-    """The call that each turn_index names within the session of its row.
+    """Find the call with each turn_index in the session of its row.
 
     Returns
     -------
     index : ndarray of int32, shape (n_calls,)
-        -1 where ``wanted`` is null or names no turn of the session.
+        -1 if ``wanted`` is null or the session has no such turn.
     absent : ndarray of int64
-        Rows that name no turn of their session.
+        Rows whose turn does not exist in their session.
     """
     known = wanted.is_valid().to_numpy()
     turns = _int32s(wanted).astype(np.int64)
-    # most name the call before, and no search is needed where all do
+    # usually all name the previous call, and no search is needed
     index = np.arange(-1, len(turns) - 1, dtype=np.int32)
     hit = known & (turns == turn_index[index])
     hit[session_offsets[:-1]] = False
@@ -233,7 +242,7 @@ def named_calls(
     span = int(turn_index.max(initial=0)) + 1
     sizes = np.diff(session_offsets)
     session = np.repeat(np.arange(len(sizes), dtype=np.int64) * span, sizes)
-    # Ascending within a session and over sessions, so one search finds them all.
+    # ascending within and over sessions, so one search finds all
     ranked = session + turn_index
     found = np.searchsorted(ranked, session + turns)
     found = np.minimum(found, max(len(ranked) - 1, 0))
@@ -244,7 +253,7 @@ def named_calls(
 
 
 def _int32s(column: pa.ChunkedArray) -> Ints:
-    """The values of an int32 column, 0 where one is null."""
+    """The values of an int32 column, 0 for null."""
     parts = [np.empty(0, np.int32)]
     for chunk in column.chunks:
         data = chunk.buffers()[1] or b""

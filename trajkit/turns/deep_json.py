@@ -1,4 +1,4 @@
-"""JSON to Python values, however deep it is nested."""
+"""Parse JSON of any nesting depth."""
 
 import json
 import re
@@ -20,14 +20,14 @@ _OPEN: dict[str, type[dict[str, object]] | type[list[object]]] = {"{": dict, "["
 
 
 MAX_DEPTH = 32
-"""Levels of lists and dicts that a value may have of which a column is made."""
+"""Maximum nesting depth of a value in an extra column."""
 
 
 def is_too_deep(value: object) -> bool:
     """Whether lists and dicts are nested deeper than `MAX_DEPTH` levels.
 
-    Arrow makes a type of such a value by recursion without a limit, which overflows the
-    stack. It writes 63 levels at most to files, and reads fewer from Parquet.
+    Arrow infers types by recursion without a limit, which overflows the stack. It writes
+    at most 63 levels to files, and reads fewer from Parquet.
     """
     level = [value]
     for _ in range(MAX_DEPTH):
@@ -36,24 +36,24 @@ def is_too_deep(value: object) -> bool:
 
 
 def _children(value: object) -> Iterable[object]:
-    """What is in a list or dict that has lists or dicts in it."""
+    """The values of a list or dict that contains lists or dicts."""
     values: Iterable[object] = ()
     if isinstance(value, Mapping):
         values = value.values()
     elif isinstance(value, (list, tuple)):
         values = value
-    # most lists hold numbers alone, and their types are found quickly
+    # most lists contain only numbers, which the set of types shows quickly
     nested = any(issubclass(t, (list, tuple, Mapping)) for t in set(map(type, values)))
     return values if nested else ()
 
 
 def parse(text: str) -> object:
-    """As ``json.loads``, which gives up some thousand levels down.
+    """As ``json.loads``, which fails at a depth of some thousand levels.
 
     Raises
     ------
     ValueError
-        The text is no JSON; NaN and the infinities are let through as ``json`` does.
+        The text is not JSON. NaN and the infinities are accepted, as ``json`` does.
     """
     try:
         return json.loads(text)
@@ -62,7 +62,7 @@ def parse(text: str) -> object:
 
 
 def _parse_deep(text: str) -> object:
-    # containers still open, the innermost last, and the key that waits for its value
+    # open containers, innermost last, and the keys that wait for their values
     stack: list[object] = []
     keys: list[str] = []
     at = _skip(text, 0)
@@ -79,7 +79,7 @@ def _parse_deep(text: str) -> object:
             at += 1
         else:
             value, at = _leaf(text, at)
-        # put the value where it belongs, and close what ends behind it
+        # add the value to its container, then close every container that ends here
         while True:
             at = _skip(text, at)
             if not stack:

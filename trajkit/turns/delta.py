@@ -1,4 +1,4 @@
-"""Turns in delta form, and back in full."""
+"""Convert turns between full and delta form."""
 
 from collections.abc import Callable
 from typing import overload
@@ -20,7 +20,7 @@ from trajkit.turns.prefix_forest import grow
 from trajkit.turns.records import as_turns
 from trajkit.turns.structs import CALL
 
-# Tokens of the prompts and outputs of one part: its columns are one chunk each.
+# Tokens of the paths in one part, whose columns are one chunk each.
 _PART = 1 << 25
 
 
@@ -29,35 +29,35 @@ def compact(turns: Stream | pa.RecordBatchReader) -> Stream: ...
 @overload
 def compact(turns: TableLike) -> pa.Table: ...
 def compact(turns: TableLike | Stream) -> pa.Table | Stream:
-    """The turns in delta form: each prompt as what it adds to an earlier turn.
+    """Convert turns to delta form: each prompt is stored as its difference to a base.
 
-    The base of a turn is the earlier turn of its session whose prompt and output start
-    like its prompt for longest, of equals the one that goes on like its output for
-    longest, and then the first; a turn that shares no token has none. A message is
-    shared where the base has it too, by key and role, and as long as no body is given
-    again. So `expand` gives back what was there.
+    The base of a turn is the earlier turn of its session whose path shares the longest
+    prefix with its prompt. Between equals, the longest prefix of its output decides, and
+    then the first turn. A turn that shares no token has no base. A leading message is
+    shared if the base has the same key and role there and no body is given again, so
+    that `expand` restores the original table.
 
     Parameters
     ----------
     turns : table, or iterator of record batches
-        `trajkit.schema.TURNS`, each session in one piece; in delta form already: it
-        comes back as it is. An iterator (or a RecordBatchReader) is read as the result
-        is, and may hold a session in several batches that follow each other.
+        `trajkit.schema.TURNS`, the rows of each session contiguous. Turns in delta form
+        are returned unchanged. An iterator (or a RecordBatchReader) is read lazily; a
+        session may extend over several consecutive batches.
 
     Returns
     -------
     Table
-        `trajkit.schema.TURNS_DELTA`, in the order of ``turns``, further columns behind
-        as they are. For an iterator: an iterator of record batches.
+        `trajkit.schema.TURNS_DELTA`, in the order of ``turns``, then the extra columns
+        unchanged. For an iterator: an iterator of record batches.
 
     Raises
     ------
     SchemaError
-        A column is absent, has a type that cannot be taken for its own, or a further
-        one has the name of a column of the delta form.
+        A column is missing or has an unsuitable type, or an extra column has the name of
+        a column of the delta form.
     InvalidTurnsError
-        A session comes in pieces, its turns out of order, its logprobs in another
-        number than its output ids; a message has no key.
+        The rows of a session are not contiguous or not in order, the numbers of logprobs
+        and output ids differ, or a message has no key.
     """
     return _convert(turns, TURNS_DELTA, _delta_columns)
 
@@ -67,32 +67,32 @@ def expand(turns: Stream | pa.RecordBatchReader) -> Stream: ...
 @overload
 def expand(turns: TableLike) -> pa.Table: ...
 def expand(turns: TableLike | Stream) -> pa.Table | Stream:
-    """The turns in full: each with its whole prompt and all of its messages.
+    """Convert turns to full form: each has its complete prompt and all messages.
 
-    The inverse of `compact`. A shared message has no body, as the session showed that
-    before.
+    The inverse of `compact`. A shared message has no body, because an earlier turn of the
+    session has it.
 
     Parameters
     ----------
     turns : table, or iterator of record batches
-        `trajkit.schema.TURNS_DELTA`, each session in one piece; in full already: it
-        comes back as it is. An iterator (or a RecordBatchReader) is read as the result
-        is, and may hold a session in several batches that follow each other.
+        `trajkit.schema.TURNS_DELTA`, the rows of each session contiguous. Turns in full
+        form are returned unchanged. An iterator (or a RecordBatchReader) is read lazily;
+        a session may extend over several consecutive batches.
 
     Returns
     -------
     Table
-        `trajkit.schema.TURNS`, in the order of ``turns``, further columns behind as
-        they are. For an iterator: an iterator of record batches.
+        `trajkit.schema.TURNS`, in the order of ``turns``, then the extra columns
+        unchanged. For an iterator: an iterator of record batches.
 
     Raises
     ------
     SchemaError
-        A column is absent, has a type that cannot be taken for its own, or a further
-        one has the name of a column of the full form.
+        A column is missing or has an unsuitable type, or an extra column has the name of
+        a column of the full form.
     InvalidTurnsError
-        A base is no earlier turn of its session or holds less than is shared with it;
-        shared and own messages are not null together; or as for `compact`.
+        A base is not an earlier turn of its session, or is shorter than what is shared
+        with it; shared and own messages are not null together; or as for `compact`.
     """
     return _convert(turns, TURNS, _full_columns)
 
@@ -115,7 +115,7 @@ def _convert(
 
 
 def _delta_columns(calls: Calls) -> Columns:
-    """The columns that `TURNS_DELTA` has and `TURNS` has not."""
+    """The columns of `TURNS_DELTA` that `TURNS` lacks."""
     forest = grow(calls)
     n_prompt = calls.calls["prompt_len"]
     shared = np.minimum(forest.shared, n_prompt)
@@ -124,9 +124,9 @@ def _delta_columns(calls: Calls) -> Columns:
     ids = _Values(int(offsets[-1]))
     _core.copy_suffixes(calls.calls, shared, offsets, ids.numbers)
 
-    lists = _whole(calls.table.column("messages"))
-    silent = lists.is_null().to_numpy(zero_copy_only=False)
-    messages, replies = lists.flatten(), _whole(calls.table.column("response"))
+    lists = _combined(calls.table.column("messages"))
+    absent = lists.is_null().to_numpy(zero_copy_only=False)
+    messages, replies = lists.flatten(), _combined(calls.table.column("response"))
     n_messages = _lengths(lists)
     n_shared = _shared_messages(calls, bases, n_messages, messages, replies)
     n_own = n_messages - n_shared
@@ -135,12 +135,12 @@ def _delta_columns(calls: Calls) -> Columns:
         "base_turn": pa.array(calls.turn_index[bases], mask=bases < 0),
         "shared_length": pa.array(shared.astype(np.int32)),
         "suffix_ids": pa.LargeListArray.from_arrays(pa.array(offsets), ids.array()),
-        "shared_messages": pa.array(n_shared.astype(np.int32), mask=silent),
+        "shared_messages": pa.array(n_shared.astype(np.int32), mask=absent),
         "suffix_messages": pa.LargeListArray.from_arrays(
             pa.array(offsets_of(n_own)),
             messages.take(pa.array(own)),
             type=lists.type,
-            mask=pa.array(silent) if silent.any() else None,
+            mask=pa.array(absent) if absent.any() else None,
         ),
     }
 
@@ -152,7 +152,7 @@ def _shared_messages(
     messages: pa.StructArray,
     replies: pa.StructArray,
 ) -> Longs:
-    """How many leading messages of each call its base shows, and give no body."""
+    """Number of leading messages that each call shares with its base; none has a body."""
     begins = np.cumsum(n_messages) - n_messages
     with_body = np.flatnonzero(pc.struct_field(messages, "body").is_valid())
     with_body = np.append(with_body, len(messages))
@@ -168,7 +168,7 @@ def _shared_messages(
 
 
 def _full_columns(calls: Calls) -> Columns:
-    """The columns that `TURNS` has and `TURNS_DELTA` has not."""
+    """The columns of `TURNS` that `TURNS_DELTA` lacks."""
     offsets = offsets_of(calls.calls["prompt_len"])
     ids = _Values(int(offsets[-1]))
     _core.expand_prompts(calls.calls, calls.session_offsets, offsets, ids.numbers)
@@ -179,19 +179,19 @@ def _full_columns(calls: Calls) -> Columns:
 
 
 def _all_messages(calls: Calls) -> pa.LargeListArray:
-    lists = _whole(calls.table.column("suffix_messages"))
-    silent = lists.is_null().to_numpy(zero_copy_only=False)
+    lists = _combined(calls.table.column("suffix_messages"))
+    absent = lists.is_null().to_numpy(zero_copy_only=False)
     count = calls.table.column("shared_messages")
-    odd = np.flatnonzero(silent != count.is_null().to_numpy())
+    odd = np.flatnonzero(absent != count.is_null().to_numpy())
     if len(odd):
         raise InvalidTurnsError(
             f"{place(calls.table, int(odd[0]))}: shared_messages and suffix_messages are "
             "null together"
         )
-    messages, replies = lists.flatten(), _whole(calls.table.column("response"))
+    messages, replies = lists.flatten(), _combined(calls.table.column("response"))
     n_own = _lengths(lists)
     shared = calls.requests["shared"].astype(np.int64)
-    # A message's number is its place among the turns' own, and then their replies.
+    # messages are numbered: first those that the turns store, then the replies
     numbers = np.arange(len(messages) + len(replies), dtype=np.int32)
     paths = _paths(calls, n_own, numbers)
     paths["base"] = calls.calls["base"]
@@ -215,16 +215,16 @@ def _all_messages(calls: Calls) -> pa.LargeListArray:
         pa.array(offsets),
         pa.StructArray.from_arrays(fields, fields=list(MESSAGE)),
         type=lists.type,
-        mask=pa.array(silent) if silent.any() else None,
+        mask=pa.array(absent) if absent.any() else None,
     )
 
 
 def _paths(calls: Calls, n_own: Longs, numbers: Ints) -> Records:
-    """Each call's own messages and its reply as a path of numbers.
+    """The messages and reply of each call as a path of numbers.
 
-    A call without a list of messages shows none, not even its reply.
-    ``numbers`` has one for each call's own messages, end to end, and then one for each
-    call's reply. It must outlive the records.
+    A call without a list of messages has an empty path, without its reply. ``numbers``
+    has one number for each message that a call stores, then one for each call's reply.
+    It must outlive the records.
     """
     n_calls = len(n_own)
     paths = np.zeros(n_calls, CALL)
@@ -232,14 +232,14 @@ def _paths(calls: Calls, n_own: Longs, numbers: Ints) -> Records:
     paths["own"] = at + 4 * (np.cumsum(n_own) - n_own)
     paths["prompt_len"] = n_own
     paths["out"] = at + 4 * (int(n_own.sum()) + np.arange(n_calls))
-    heard = (calls.requests["n_keys"] >= 0) & (calls.requests["reply_key"] != 0)
-    paths["out_len"] = heard
+    replied = (calls.requests["n_keys"] >= 0) & (calls.requests["reply_key"] != 0)
+    paths["out_len"] = replied
     paths["base"] = -1
     return paths
 
 
 class _Values:
-    """Token ids to be filled in, in Arrow's memory pool."""
+    """An uninitialized buffer of token ids in Arrow's memory pool."""
 
     def __init__(self, n: int) -> None:
         self._buffer = pa.allocate_buffer(4 * n)
@@ -251,7 +251,7 @@ class _Values:
         )
 
 
-def _whole(column: pa.ChunkedArray) -> pa.Array:
+def _combined(column: pa.ChunkedArray) -> pa.Array:
     if column.num_chunks == 1:
         return column.chunk(0)
     return pa.concat_arrays([pa.array([], column.type), *column.chunks])

@@ -1,4 +1,4 @@
-"""Turns and rows as flat buffers, for stages that compare one with the other."""
+"""Turns and rows as flat buffers, for stages that compare the two."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -21,11 +21,11 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Lists of numbers, end to end."""
+    """Lists of numbers, concatenated."""
 
     # shape (n_values,)
     values: Array
-    # shape (n_runs + 1,): run k is values[offsets[k]:offsets[k + 1]]
+    # shape (n_lists + 1,): list k is values[offsets[k]:offsets[k + 1]]
     offsets: Longs
 
     def __len__(self) -> int:
@@ -36,24 +36,24 @@ class Runs:
 
     @property
     def lengths(self) -> Longs:
-        """Shape (n_runs,)."""
+        """Shape (n_lists,)."""
         return np.diff(self.offsets)
 
     @property
     def owner(self) -> Longs:
-        """The run of each value, shape (n_values,)."""
+        """The list of each value, shape (n_values,)."""
         return np.repeat(np.arange(len(self)), self.lengths)
 
 
 def offsets_of(lengths: Longs) -> Longs:
-    """Where runs of these lengths start and stop, shape (n_runs + 1,)."""
+    """The offsets of lists of these lengths, shape (n_lists + 1,)."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
 
 
 def positions(starts: Longs, lengths: Longs) -> Longs:
-    """``start, start + 1, ...`` of every run, end to end.
+    """``start, start + 1, ...`` of every span, concatenated.
 
     Examples
     --------
@@ -66,21 +66,21 @@ def positions(starts: Longs, lengths: Longs) -> Longs:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What the calls consumed and sampled."""
+    """Prompts and outputs of calls."""
 
     calls: Calls
-    # of each call, int32
+    # by call
     prompts: Sequence[Ints]
     outputs: Runs
-    # one per sampled token, 0.0 where the engine gave none
+    # one per sampled token, 0.0 if the engine gave none
     logprobs: Floats
-    # where it gave one
+    # whether it gave one
     given: Bools
-    # false where output_mask is
+    # false if output_mask is
     unmasked: Bools
 
     def shared(self, ids: Ints, call: int) -> int:
-        """Tokens that ``ids`` share at their start with a call's prompt and output."""
+        """Length of the common prefix of ``ids`` and a call's path."""
         prompt = self.prompts[call]
         n = _core.lcp(ids, prompt)
         if n < len(prompt):
@@ -88,7 +88,7 @@ class Sampled:
         return n + _core.lcp(ids[n:], self.outputs[call])
 
     def held(self, call: Index) -> int:
-        """Tokens of a call's prompt and output."""
+        """Length of a call's path."""
         record = self.calls.calls[call]
         return int(record["prompt_len"]) + int(record["out_len"])
 
@@ -99,13 +99,13 @@ class Sampled:
 
 
 def sessions_of(rows: pa.Table, calls: Calls) -> Rows:
-    """The session of each row, -1 where it has no turns; shape (n_rows,)."""
+    """The session of each row, -1 if it has no turns; shape (n_rows,)."""
     found = pc.index_in(rows.column("session_id"), calls.session_ids)
     return np.asarray(found.fill_null(-1), np.int64)
 
 
 def flat_turns(calls: Calls) -> Sampled:
-    """The calls' ids and logprobs; only prompts in delta form are copied."""
+    """Ids and logprobs of calls; only prompts in delta form are copied."""
     table = calls.table
     outputs = ids_of(table.column("output_ids"))
     logprobs, given = _logprobs(calls, outputs)
@@ -115,14 +115,14 @@ def flat_turns(calls: Calls) -> Sampled:
 
 
 def lacking_logprobs(calls: Calls) -> Longs:
-    """Tokens of each call that ``output_mask`` lets train and that have no logprob."""
+    """Tokens of each call without a logprob that ``output_mask`` does not exclude."""
     outputs = ids_of(calls.table.column("output_ids"))
     lacking = _unmasked(calls, outputs) & ~_logprobs(calls, outputs)[1]
     return np.diff(np.append(0, np.cumsum(lacking))[outputs.offsets])
 
 
 def _logprobs(calls: Calls, outputs: Runs) -> tuple[Floats, Bools]:
-    """The logprob of each sampled token, 0.0 where there is none, and where there is."""
+    """The logprob of each sampled token (0.0 if missing), and whether it is given."""
     logprobs = np.zeros(len(outputs.values), np.float32)
     given = np.zeros(len(outputs.values), np.bool_)
     first = 0
@@ -137,7 +137,7 @@ def _logprobs(calls: Calls, outputs: Runs) -> tuple[Floats, Bools]:
 
 
 def _unmasked(calls: Calls, outputs: Runs) -> Bools:
-    """Sampled tokens that ``output_mask`` lets train, flat as the outputs are."""
+    """Whether ``output_mask`` allows training, one per sampled token."""
     may = np.ones(len(outputs.values), np.bool_)
     first = 0
     for chunk in calls.table.column("output_mask").chunks:
@@ -172,28 +172,28 @@ def _views(column: pa.ChunkedArray) -> Sequence[Ints]:
 
 @dataclass(frozen=True, slots=True)
 class FlatRows:
-    """Rows end to end. What is per token is as long as the ids, whatever was given."""
+    """Concatenated rows. Every per-token array has the length of the ids."""
 
     table: pa.Table
     ids: Runs
-    # false where the mask is null or too short
+    # false if the mask is null or too short
     mask: Bools
-    # where it is neither
+    # true unless the mask is null or too short
     has_mask: Bools
-    # 0.0 where null or too short
+    # 0.0 if null or too short
     logprobs: Floats
     given: Bools
-    # elements of each row's lists, as they are
+    # original lengths of each row's lists
     n_mask: Longs
     n_logprobs: Longs
 
     def text(self, name: str, row: Index) -> str | None:
-        """A value of a column of strings; None where there is no column."""
+        """A value of a column of strings; None without the column."""
         value = self._value(name, row)
         return None if value is None else str(value)
 
     def number(self, name: str, row: Index) -> int | None:
-        """A value of a column of integers; None where there is no column."""
+        """A value of a column of integers; None without the column."""
         value = self._value(name, row)
         return value if isinstance(value, int) else None
 
@@ -210,9 +210,9 @@ def flat_rows(table: pa.Table, *, align_right: bool = False) -> FlatRows:
     Parameters
     ----------
     table : Table
-        With input_ids and loss_mask, and logprobs where there are any.
+        With input_ids and loss_mask, and optionally logprobs.
     align_right : bool
-        Lists that are shorter than the row stand at its end, not at its start.
+        Align lists that are shorter than the row with its end, not its start.
     """
     ids = ids_of(table.column("input_ids"))
     bits, valid_bits, n_mask = _per_token(table, "loss_mask", ids, align_right)
@@ -233,7 +233,7 @@ _EMPTY = np.empty(0, np.int64)
 
 
 def ids_of(column: pa.ChunkedArray) -> Runs:
-    """A column of ids; nulls stand as -1."""
+    """A column of ids; -1 for null."""
     lengths, parts = [_EMPTY], []
     for chunk in column.chunks:
         lengths.append(np.asarray(pc.list_value_length(chunk).fill_null(0), np.int64))
@@ -246,7 +246,7 @@ def ids_of(column: pa.ChunkedArray) -> Runs:
 def _per_token(
     table: pa.Table, name: str, ids: Runs, align_right: bool
 ) -> tuple[Array, Bools, Longs]:
-    """Values, validity and lengths of a column, laid out as the ids are."""
+    """Values, validity and lengths of a column, one value per id."""
     n_tokens = ids.lengths
     if name not in table.column_names:
         nothing = np.zeros(len(ids.values), np.float32)
@@ -271,32 +271,32 @@ def _per_token(
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Stretches of rows that say which turn's output they are; shape (n_pieces,)."""
+    """The spans of rows as arrays of shape (n_spans,)."""
 
     row: Longs
     start: Longs
     stop: Longs
-    # the call whose output it is, -1 where there is none
+    # the call whose output it is, or -1
     call: Longs
     out_start: Longs
     out_stop: Longs
     kind: npt.NDArray[np.object_]
-    # which piece of its row
+    # its index in the row
     index: Longs
     # as given
     turn_index: Longs
-    # one of the fields is null
+    # whether one of the fields is null
     broken: Bools
 
     def __len__(self) -> int:
         return len(self.row)
 
     def take(self, which: Rows) -> Self:
-        """The pieces at these positions."""
+        """The spans at these positions."""
         return type(self)(*(getattr(self, field.name)[which] for field in fields(self)))
 
     def tokens(self, ids: Runs) -> Longs:
-        """Positions in ``ids.values`` of all tokens of all pieces."""
+        """Positions in ``ids.values`` of all tokens of all spans."""
         return positions(ids.offsets[self.row] + self.start, self.stop - self.start)
 
     def sampled(self, turns: Sampled) -> Longs:
@@ -305,10 +305,9 @@ class Pieces:
         return positions(starts, self.out_stop - self.out_start)
 
     def in_context(self, ids: Runs, turns: Sampled) -> Longs:
-        """Leading tokens of each piece that stand after what they were sampled after.
+        """Number of leading tokens of each span that have the context they were sampled in.
 
-        A token counts if the row up to and with it is the turn's prompt and output up
-        to and with it.
+        A token has it if the row up to this token is a prefix of the turn's path.
         """
         n_prompt = turns.calls.calls["prompt_len"][self.call]
         n = np.zeros(len(self), np.int64)
@@ -319,7 +318,7 @@ class Pieces:
 
 
 def pieces_of(table: pa.Table, turns: Sampled, sessions: Rows) -> Pieces:
-    """The spans of rows, whose sessions are given as `sessions_of` gives them."""
+    """The spans of rows; ``sessions`` as `sessions_of` returns them."""
     flat = [(_EMPTY, pa.array([], table.schema.field("spans").type.value_type))]
     for first, ends, values in flat_chunks(table.column("spans")):
         n = np.diff(ends, prepend=0)
@@ -354,7 +353,7 @@ def pieces_of(table: pa.Table, turns: Sampled, sessions: Rows) -> Pieces:
 
 
 def _named(calls: Calls, session: Longs, turn_index: Longs) -> Longs:
-    """The call of each turn_index in each session, -1 where there is none."""
+    """The call of each turn_index in each session, or -1."""
     have = (calls.session_of().astype(np.int64) << 32) + calls.turn_index
     seek = (session << 32) + turn_index
     at = np.minimum(np.searchsorted(have, seek), max(len(have) - 1, 0))

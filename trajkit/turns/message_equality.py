@@ -1,9 +1,8 @@
-"""Which messages a policy calls equal, where that is not the same JSON.
+"""Message equalities of policies other than equal JSON.
 
-The keys that a table stores are equal where the messages are the same JSON. Python's
-``==`` compares their first bytes alone (see `trajkit.turns.messages`). Under another
-equality new keys are made from the bodies, once per distinct body. Whatever routes by
-keys then works the same.
+The keys in a table are equal if the messages are the same JSON. Python's ``==`` compares
+only their first bytes (see `trajkit.turns.messages`). Other equalities compute new keys
+from the bodies, once per distinct body, and the kernels compare these.
 """
 
 from collections.abc import Callable
@@ -23,23 +22,23 @@ from trajkit.turns.calls import Calls, Ints, Longs
 from trajkit.turns.deep_json import parse
 
 Identity: TypeAlias = Callable[[pa.Array], pa.Array]
-"""Of distinct bodies (strings), texts that are equal where the messages are to be."""
+"""Maps distinct bodies (strings) to texts that are equal if the messages are."""
 
 _KEY_WORDS = KEY_BYTES // 8
 _CACHE_CONTROL = "cache_control"
-# characters of a body that an error shows
+# characters of a body in an error text
 _SHOWN = 80
 
 
-def rekeyed(calls: Calls, equality: MessageEquality) -> Calls:
-    """The same calls, their requests with the keys of an equality.
+def with_equality(calls: Calls, equality: MessageEquality) -> Calls:
+    """Replace the keys of requests so that equal messages have equal keys.
 
     Raises
     ------
     MissingBodyError
-        A message's body is nowhere in its session, and the equality asks for it.
+        The equality compares bodies, and a message has none in its session.
     InvalidTurnsError
-        A body that the equality looks into is no JSON object.
+        The equality parses bodies, and one is not a JSON object.
     """
     if equality == "values":
         return _by_value(calls)
@@ -47,8 +46,10 @@ def rekeyed(calls: Calls, equality: MessageEquality) -> Calls:
 
 
 def _by_value(calls: Calls) -> Calls:
-    """The calls, with keys that are equal where Python calls the messages equal."""
-    lists = calls.table.column("suffix_messages" if calls.is_delta else "messages")
+    """The calls with keys that are equal if Python's ``==`` is true of the messages."""
+    if calls.keys is not None:
+        return calls
+    lists = calls.stored_messages
     chunks = [chunk.flatten() for chunk in lists.chunks]
     words = [
         np.frombuffer(keys.buffers()[1] or b"", np.int64)[
@@ -57,7 +58,7 @@ def _by_value(calls: Calls) -> Calls:
         for chunk in [*chunks, *calls.table.column("response").chunks]
         for keys in [chunk.field("key")]
     ]
-    # most messages have no number that could be written in a simpler type
+    # usually no message has a number that could have a simpler type
     if not any(part.view(np.int32)[3::4].any() for part in words):
         return calls
     keys = np.concatenate(words).reshape(-1, _KEY_WORDS)
@@ -66,9 +67,10 @@ def _by_value(calls: Calls) -> Calls:
 
 
 def _with_keys(calls: Calls, keys: Longs, replied: npt.NDArray[np.bool_]) -> Calls:
-    """The calls with other keys: of the messages that they bring, then of the replies.
+    """The calls with other keys.
 
-    ``keys`` has shape (n_places + n_calls, 2).
+    ``keys`` has shape (n_messages + n_calls, 2): the messages that requests store, then
+    the replies.
     """
     requests = calls.requests.copy()
     address = keys.ctypes.data
@@ -82,23 +84,23 @@ def _with_keys(calls: Calls, keys: Longs, replied: npt.NDArray[np.bool_]) -> Cal
 
 
 def identity_of(equality: MessageEquality) -> Identity:
-    """What tells messages apart under an equality."""
+    """The function that implements an equality."""
     return _IDENTITIES[equality]
 
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """The messages of calls, sorted into classes of equal ones."""
+    """The messages of calls, grouped into classes of equal messages."""
 
     # shape (n_classes,): a body of each class
     bodies: pa.Array
-    # shape (n_places,): the class of each message that the requests bring themselves
+    # shape (n_places,): the class of each message that a request stores
     places: Longs
-    # shape (n_calls,): the class of each reply; -1: there is none
+    # shape (n_calls,): the class of each reply, or -1
     replies: Longs
 
     def keyed(self, calls: Calls) -> Calls:
-        """The calls, with keys that say the class: in their first 8 bytes, native order."""
+        """The calls with the class as the first 8 bytes of each key, in native order."""
         n_places, n_calls = len(self.places), len(self.replies)
         keys = np.zeros((n_places + n_calls, _KEY_WORDS), np.int64)
         keys[:n_places, 0] = self.places
@@ -107,20 +109,20 @@ class Classes:
 
 
 def classify(calls: Calls, identity: Identity) -> Classes:
-    """Sort the messages of calls into classes; ``identity`` sees each body once.
+    """Group the messages of calls into classes; ``identity`` gets each body once.
 
     Raises
     ------
     MissingBodyError
-        A message's body is nowhere in its session up to its place.
+        A message has no body, here or earlier in its session.
     InvalidTurnsError
-        A body that ``identity`` looks into is no JSON object.
+        ``identity`` parses a body that is not a JSON object.
     """
     requests = calls.requests
-    column = calls.table.column("suffix_messages" if calls.is_delta else "messages")
+    column = calls.stored_messages
     shown = [chunk.flatten() for chunk in column.chunks]
     said = calls.table.column("response").chunks
-    # unlike field(), this is null under a reply that is null
+    # unlike field(), this gives null for a null reply
     shown, said = (
         [pc.struct_field(chunk, "body") for chunk in chunks] for chunks in (shown, said)
     )
@@ -162,13 +164,13 @@ def classify(calls: Calls, identity: Identity) -> Classes:
 
 
 def _numbers(indices: pa.Array) -> Ints:
-    """The numbers of a dictionary array; any number stands where there is none."""
+    """The indices of a dictionary array; arbitrary for null."""
     data = indices.buffers()[1] or b""
     return np.frombuffer(data, np.int32, len(indices), 4 * indices.offset)
 
 
 def _valid(chunks: list[pa.Array]) -> npt.NDArray[np.uint8]:
-    """1 where the values of chunks are not null."""
+    """1 for each value that is not null."""
     parts = [np.zeros(0, np.uint8)]
     for chunk in chunks:
         valid = chunk.is_valid().to_numpy(zero_copy_only=False)
@@ -177,11 +179,11 @@ def _valid(chunks: list[pa.Array]) -> npt.NDArray[np.uint8]:
 
 
 class _NoMessageError(ValueError):
-    """A body is no JSON object."""
+    """A body is not a JSON object."""
 
     def __init__(self, body: str) -> None:
         shown = body if len(body) <= _SHOWN else f"{body[:_SHOWN]}..."
-        super().__init__(f"has the body {shown!r}, which is no JSON object")
+        super().__init__(f"has the body {shown!r}, which is not a JSON object")
         self.body = body
 
 
@@ -196,7 +198,7 @@ def _message(body: str) -> dict[str, object]:
 
 
 def _place_of(calls: Calls, number: int) -> tuple[int, str]:
-    """The call of a message, and what it is there: own messages first, then replies."""
+    """The call of a message and its name there; numbers count messages, then replies."""
     sizes = np.maximum(calls.requests["n_keys"], 0)
     stops = np.cumsum(sizes)
     n_places = int(sizes.sum())
@@ -212,10 +214,10 @@ def _check_shown(calls: Calls, places: Longs, replies: Longs) -> None:
     if len(bodiless):
         call, what = _place_of(calls, int(bodiless[0]))
     else:
-        silent = (replies < 0) & (calls.requests["reply_key"] != 0)
-        if not silent.any():
+        missing = (replies < 0) & (calls.requests["reply_key"] != 0)
+        if not missing.any():
             return
-        call, what = int(silent.argmax()), "response"
+        call, what = int(missing.argmax()), "response"
     raise MissingBodyError(
         f"{calls.place(call)}: {what} has no body, here or earlier in the session "
         "(rows filtered away?): the policy compares messages by their bodies"
@@ -223,8 +225,8 @@ def _check_shown(calls: Calls, places: Longs, replies: Longs) -> None:
 
 
 def _text(bodies: pa.Array) -> pa.Array:
-    """The bodies without any ``cache_control``."""
-    # some thirty times faster than Arrow's search for plain text
+    """The bodies without ``cache_control`` at any depth."""
+    # about thirty times faster than Arrow's search for plain text
     marked = pc.match_substring_regex(bodies, f'"{_CACHE_CONTROL}"')
     if not pc.any(marked).as_py():
         return bodies
@@ -236,7 +238,7 @@ def _text(bodies: pa.Array) -> pa.Array:
 
 
 def _without_cache_control(body: str) -> str:
-    """Canonical JSON without the keys ``cache_control``, at any depth."""
+    """Canonical JSON of a body without ``cache_control`` at any depth."""
     message = _message(body)
     within: list[object] = [message]
     while within:
@@ -251,13 +253,13 @@ def _without_cache_control(body: str) -> str:
 
 
 def _values(bodies: pa.Array) -> pa.Array:
-    """Of each body, the text that the first bytes of its key are the digest of."""
+    """For each body, the text that is hashed into the first bytes of its key."""
     texts = [_core.encode_message(_message(body))[1] for body in bodies.to_pylist()]
     return pa.array(texts, bodies.type)
 
 
 def _content(bodies: pa.Array) -> pa.Array:
-    """Of each body, what a message says, calls and answers, as one JSON text."""
+    """For each body, its text, tool calls and tool_call_id as one JSON text."""
     plain = find_plain_bodies(bodies, tuple(_SAID), tuple(_SAID.values()))
     return _rewritten(
         bodies, plain, lambda body: _core.encode_message(_said(_message(body)))[0]
@@ -267,7 +269,7 @@ def _content(bodies: pa.Array) -> pa.Array:
 def _rewritten(
     bodies: pa.Array, plain: npt.NDArray[np.bool_], text_of: Callable[[str], str]
 ) -> pa.Array:
-    """The bodies, those that are not plain as the texts that stand for them."""
+    """The bodies, with those that are not plain replaced by their texts."""
     if plain.all():
         return bodies
     others = pa.array(~plain)
@@ -282,7 +284,9 @@ _SAID = {
     "provider_state": "assistant",
     "tool_call_id": "tool",
 }
-"""What `_content` takes of a message as it is, and of which role's; calls come beside."""
+"""The fields that `_content` compares, and the role that has them; "" is every role.
+
+Tool calls are compared as well."""
 
 
 def _said(message: dict[str, object]) -> dict[str, object]:
@@ -290,9 +294,9 @@ def _said(message: dict[str, object]) -> dict[str, object]:
     said: dict[str, object] = {}
     for name, its_role in _SAID.items():
         value = message.get(name)
-        # nothing said is "" or null, or no field at all
-        silent = value is None or (name == "content" and value == "")
-        if not silent and its_role in ("", role):
+        # "", null and a missing field are the same
+        missing = value is None or (name == "content" and value == "")
+        if not missing and its_role in ("", role):
             said[name] = value
     if role == "assistant":
         calls = message.get("tool_calls")
@@ -302,7 +306,7 @@ def _said(message: dict[str, object]) -> dict[str, object]:
 
 
 def _called(call: object) -> object:
-    """A tool call's id, name and arguments; arguments that are JSON text, parsed."""
+    """A tool call's id, name and arguments, parsed if they are JSON text."""
     if not isinstance(call, dict):
         return call
     function = call.get("function")
@@ -319,9 +323,9 @@ def _called(call: object) -> object:
 
 
 def _of_fields(*names: str) -> Identity:
-    """The named fields alone; None, "" and [] are one, like a field that is absent.
+    """Compare only these fields; None, "" and [] are the same as a missing field.
 
-    The ``index`` of a tool call does not count.
+    The ``index`` of a tool call is ignored.
     """
 
     def identity(bodies: pa.Array) -> pa.Array:
@@ -334,11 +338,11 @@ def _of_fields(*names: str) -> Identity:
 def find_plain_bodies(
     bodies: pa.Array, names: tuple[str, ...], roles: tuple[str, ...] = ()
 ) -> npt.NDArray[np.bool_]:
-    """Which bodies hold nothing but named fields, as far as a glance tells.
+    """Whether a quick look shows that bodies contain only the named fields.
 
-    Shape (n_bodies,). Of ``roles``, one per name, "" is any role; no roles are any. Such
-    bodies are what `text_of_fields` makes of them; most are: a model's messages hold few
-    numbers.
+    Shape (n_bodies,). ``roles`` has one role per name, "" for every role; empty: every
+    role for all names. Such a body equals its `text_of_fields`. Most bodies are plain,
+    because the messages of models contain few numbers.
     """
     _, offsets, data = bodies.buffers()
     plain = np.empty(len(bodies), np.uint8)
@@ -354,12 +358,12 @@ def find_plain_bodies(
 
 
 def _ended(*names: str) -> npt.NDArray[np.uint8]:
-    """Names as bytes, each with a zero behind it."""
+    """Names as bytes, each followed by a zero."""
     return np.frombuffer("".join(f"{name}\0" for name in names).encode(), np.uint8)
 
 
 def text_of_fields(body: str, names: tuple[str, ...]) -> str:
-    """The named fields that a body has and that are not empty, as canonical JSON."""
+    """The named fields of a body that are not empty, as canonical JSON."""
     message = _message(body)
     said: dict[str, object] = {}
     for name in names:
@@ -385,20 +389,20 @@ _IDENTITIES: dict[MessageEquality, Identity] = {
     "strict": _of_fields("role", "content", "reasoning_content", "tool_calls"),
     "role_content_only": _of_fields("role", "content"),
 }
-"""What each name stands for.
+"""The equalities by name.
 
 values
     Python's ``==``: key order does not matter, 1 == 1.0 == True.
 text
-    The same JSON text with keys sorted and every ``cache_control`` left out, at any
-    depth; 1 and 1.0 differ (spec: segments 1).
+    The same JSON text with sorted keys and without ``cache_control`` at any depth; 1 and
+    1.0 differ (spec: segments 1).
 content
     The same role, content (null is the empty text), reasoning, provider state, tool calls
     (id, name, arguments as JSON values, whether given as text or not) and, of a tool's
-    message, tool_call_id; nothing else counts (spec: prime-rl 2.2). 1 and 1.0 differ.
+    message, tool_call_id; other fields are ignored (spec: prime-rl 2.2). 1 and 1.0 differ.
 strict
-    Python's ``==`` of role, content, reasoning_content and tool_calls alone, without the
-    ``index`` of a tool call; None, "" and [] are one (spec: miles 1.2).
+    Python's ``==`` of role, content, reasoning_content and tool_calls only, without the
+    ``index`` of a tool call; None, "" and [] are the same (spec: miles 1.2).
 role_content_only
-    The same of role and content.
+    As ``strict``, for role and content only.
 """

@@ -1,4 +1,4 @@
-"""Chat messages: canonical JSON, 128-bit keys, and each distinct message stored once.
+"""Chat messages: canonical JSON, 128-bit keys, and storage of distinct messages.
 
 Two messages have the same key exactly when their canonical JSON is the same: key order
 does not matter, list order does, a missing key is not a null, and 1, 1.0, true and "1"
@@ -44,7 +44,7 @@ def message_key(message: dict[str, object]) -> bytes:
     Raises
     ------
     InvalidTurnsError
-        The message holds a value that JSON does not know; the text names its path.
+        The message contains a value that JSON cannot express; the text names its path.
     """
     return message_record(message)[0]
 
@@ -67,7 +67,7 @@ def message_body(message: dict[str, object]) -> str:
     Raises
     ------
     InvalidTurnsError
-        The message holds a value that JSON does not know; the text names its path.
+        The message contains a value that JSON cannot express; the text names its path.
     """
     return _core.encode_message(message)[0]
 
@@ -88,7 +88,7 @@ def message_record(message: dict[str, object]) -> tuple[bytes, str]:
     Raises
     ------
     InvalidTurnsError
-        The message holds a value that JSON does not know; the text names its path.
+        The message contains a value that JSON cannot express; the text names its path.
     """
     body, value_text = _core.encode_message(message)
     return _key(body, value_text), body
@@ -123,12 +123,12 @@ class MessageBook:
         message : dict
             With a ``role``, and of JSON values throughout.
         where : str
-            What the error text calls it: ``session 'a', turn 7: response_message``.
+            Its name in error texts: ``session 'a', turn 7: response_message``.
 
         Raises
         ------
         InvalidTurnsError
-            It is no dict, has no role, or holds what JSON does not know.
+            It is not a dict, has no role, or contains what JSON cannot express.
         """
         role, body, value_text = _encoded(message, where)
         known = self._by_body.get(body)
@@ -144,7 +144,7 @@ class MessageBook:
         return self._by_body.get(_encoded(message, where)[1], -1)
 
     def add_key(self, key: bytes, role: str) -> int:
-        """The id of a message of which key and role are known, and no body."""
+        """The id of a message that is given by key and role, without a body."""
         number = self._by_name.get((key, role))
         if number is None:
             number = self._by_name[key, role] = len(self.bodies)
@@ -165,17 +165,17 @@ class MessageBook:
     ) -> Ids:
         """The ids of a call's messages.
 
-        Those that are the same, by type and value, as the message at their place in an
-        earlier call are not encoded again.
+        A message that equals, by type and value, the one at the same index of an earlier
+        call is not encoded again.
 
         Parameters
         ----------
         messages, before : sequence of dict
-            This call's messages and the earlier call's; empty: none.
+            This call's messages and those of the earlier call.
         before_ids : ndarray of int32, shape (len(before),)
             What this method returned for them.
         where : str
-            As in `add`; the index is put behind it.
+            As in `add`; the index is appended.
 
         Returns
         -------
@@ -188,13 +188,13 @@ class MessageBook:
         return ids
 
     def shown(self, ids: Ids, sessions: Ids) -> npt.NDArray[np.bool_]:
-        """At which places the body is stored: the first of a message in its session.
+        """Whether each message is the first occurrence in its session, which has the body.
 
         Parameters
         ----------
         ids, sessions : ndarray of int32, shape (n_messages,)
-            The message at each place, and its session; a session's places follow one
-            another in its own order: prompt, reply, next prompt, ...
+            Messages in the order of their sessions (prompt, reply, next prompt, ...),
+            and the session of each.
         """
         messages = pa.array(sessions * np.int64(len(self.bodies)) + ids)
         # numbered in order of appearance, so a new one exceeds all before it
@@ -204,32 +204,30 @@ class MessageBook:
         )
         return new
 
-    def array(
-        self,
-        ids: Ids,
-        shown: npt.NDArray[np.bool_],
-        mask: npt.NDArray[np.bool_] | None = None,
-    ) -> pa.StructArray:
-        """The messages at each place as the schema's struct.
+    def array(self, ids: Ids, shown: npt.NDArray[np.bool_]) -> pa.StructArray:
+        """The messages as the schema's struct.
 
         Parameters
         ----------
         ids : ndarray of int32, shape (n_messages,)
+            -1: null.
         shown : ndarray of bool, shape (n_messages,)
             Where the body is stored; it is null elsewhere.
-        mask : ndarray of bool, shape (n_messages,), optional
-            Where there is no message at all; the id there is not looked at.
         """
-        empty = ~shown if mask is None else ~shown | mask
-        take = pa.array(ids, mask=mask)
+        # an id of -1 takes the last key
+        keys = np.frombuffer(b"".join(self.keys) + bytes(KEY_BYTES), f"V{KEY_BYTES}")
+        absent = ids < 0
+        mask = pa.array(absent) if absent.any() else None
         return pa.StructArray.from_arrays(
             [
-                pa.array(self.keys, pa.binary(KEY_BYTES)).take(take),
-                pa.array(self.roles, pa.string()).take(take),
-                pa.array(self.bodies, pa.string()).take(pa.array(ids, mask=empty)),
+                pa.Array.from_buffers(
+                    pa.binary(KEY_BYTES), len(ids), [None, pa.py_buffer(keys[ids])]
+                ),
+                pa.array(self.roles, pa.string()).take(pa.array(ids, mask=absent)),
+                pa.array(self.bodies, pa.string()).take(pa.array(ids, mask=~shown)),
             ],
             fields=list(MESSAGE),
-            mask=None if mask is None else pa.array(mask),
+            mask=mask,
         )
 
 
@@ -252,7 +250,7 @@ def _encoded(message: object, where: str) -> tuple[str, str, str]:
 
 
 def check_text(text: str, where: str) -> None:
-    """Raise InvalidTurnsError unless UTF-8 can say the text."""
+    """Raise InvalidTurnsError unless UTF-8 can encode the text."""
     if not text.isascii():
         try:
             text.encode()

@@ -1,4 +1,4 @@
-"""Longest common prefix of two runs of token ids."""
+"""Longest common prefix of two arrays of token ids."""
 
 import numpy as np
 import numpy.typing as npt
@@ -7,13 +7,13 @@ from trajkit import _core
 
 
 def lcp(a: npt.ArrayLike, b: npt.ArrayLike) -> int:
-    """Tokens that two runs share at their start, at the speed of memory.
+    """Length of the longest common prefix of two arrays of token ids.
 
     Parameters
     ----------
     a, b : int32 array, shape (n_tokens,)
-        Contiguous arrays and buffers of int32 are read where they are; do not write to
-        them during the call. Anything else is converted first.
+        Contiguous arrays and buffers of int32 are read in place; do not write to them
+        during the call. Other values are converted.
 
     Returns
     -------
@@ -23,7 +23,7 @@ def lcp(a: npt.ArrayLike, b: npt.ArrayLike) -> int:
     Raises
     ------
     ValueError
-        One of them has more than one dimension.
+        An array has more than one dimension.
     OverflowError
         An id does not fit int32.
     """

@@ -16,28 +16,28 @@ class Forest:
 
     # dtype NODE, shape (n_nodes,)
     nodes: Records
-    # shape (n_calls,): the node at whose stop the call's path ends
+    # shape (n_calls,): the node in which the call's path ends, at its stop
     ends: Ints
-    # shape (n_calls,): leading tokens that an earlier path of the session had
+    # shape (n_calls,): leading tokens shared with an earlier path of the session
     shared: Longs
-    # shape (n_calls,): a call that had them, or -1
+    # shape (n_calls,): a call that has them, or -1
     shared_with: Ints
 
 
 def grow(calls: Calls) -> Forest:
-    """The forest of all calls, each session by itself."""
+    """Build the forest of all calls, one tree per session."""
     return grow_paths(calls.calls, calls.session_offsets)
 
 
 def grow_paths(paths: Records, session_offsets: Longs) -> Forest:
-    """The forest of records of dtype CALL.
+    """Build the forest of records of dtype CALL.
 
     ``session_offsets`` has shape (n_sessions + 1,).
     """
     n_calls = len(paths)
     sizes = np.diff(session_offsets)
     room = 0
-    # calls that say what they share are not compared with the path of the call before
+    # calls in delta form are not compared with the previous path
     if not (paths["base"] >= 0).any():
         room = int((paths["prompt_len"] + paths["out_len"]).max(initial=0))
     nodes = pooled(2 * n_calls + len(sizes), NODE)
@@ -58,7 +58,7 @@ def grow_paths(paths: Records, session_offsets: Longs) -> Forest:
 
 
 class Paths:
-    """Prompt and output of each call, copied when they are asked for."""
+    """Prompts and outputs of calls, copied on request."""
 
     def __init__(self, calls: Calls, forest: Forest) -> None:
         self._calls = calls
@@ -69,11 +69,11 @@ class Paths:
         return self._ids(call, 0, int(self._calls.held[call]))
 
     def prompt(self, call: int) -> Ints:
-        """What the engine consumed."""
+        """The prompt ids."""
         return self._ids(call, 0, int(self._calls.calls["prompt_len"][call]))
 
     def output(self, call: int) -> Ints:
-        """What it sampled."""
+        """The output ids."""
         start = int(self._calls.calls["prompt_len"][call])
         return self._ids(call, start, int(self._calls.held[call]))
 

@@ -1,4 +1,4 @@
-"""Token ids and logprobs out of whatever Python holds them in, into flat blocks."""
+"""Copy token ids and logprobs from Python lists and arrays into flat buffers."""
 
 from collections.abc import Mapping
 from operator import index
@@ -19,8 +19,8 @@ ID_RULE = "token ids are integers in [0, 2**31)"
 _Number = TypeVar("_Number", bound=np.generic)
 
 
-class Arena(Generic[_Number]):
-    """Runs of numbers, one after another in blocks that never move.
+class ListBuilder(Generic[_Number]):
+    """Lists of numbers, appended to blocks whose addresses never change.
 
     Parameters
     ----------
@@ -28,38 +28,38 @@ class Arena(Generic[_Number]):
         ``np.int32`` or ``np.float32``.
     """
 
-    # elements of the first block; each further one is four times as large, up to 64 MiB.
-    # Pages that are not written cost nothing, and a reader pays for every block.
+    # elements of the first block; each next block is four times as large, up to 64 MiB.
+    # Unwritten pages cost nothing, but every block costs its reader time.
     _FIRST, _LARGEST = 1 << 16, 1 << 24
 
     def __init__(self, dtype: type[_Number]) -> None:
         self._dtype = dtype
         self._blocks: list[_Block[_Number]] = []
 
-    def run(self, length: int) -> npt.NDArray[_Number]:
-        """A new run, its values undefined."""
+    def append(self, length: int) -> npt.NDArray[_Number]:
+        """Append a list whose values are undefined."""
         if not self._blocks or self._blocks[-1].room < length:
             size = min(self._FIRST << 2 * len(self._blocks), self._LARGEST)
             self._blocks.append(_Block(np.empty(max(size, length), self._dtype)))
-        return self._blocks[-1].run(length)
+        return self._blocks[-1].append(length)
 
-    def no_run(self) -> None:
-        """A null in the place of a run."""
-        self.run(0)
-        self._blocks[-1].null_runs.append(len(self._blocks[-1].lengths) - 1)
+    def append_null(self) -> None:
+        """Append a null."""
+        self.append(0)
+        self._blocks[-1].null_lists.append(len(self._blocks[-1].lengths) - 1)
 
     def null_values(self, valid: npt.NDArray[np.uint8]) -> None:
-        """Make values of the last run null: those where `valid` is 0."""
+        """Make the values of the last list null where ``valid`` is 0."""
         block = self._blocks[-1]
         block.null_values.append(block.used - len(valid) + np.flatnonzero(valid == 0))
 
     def last(self) -> npt.NDArray[_Number]:
-        """The values of the run added last."""
+        """The values of the last list."""
         block = self._blocks[-1]
         return block.values[block.used - block.lengths[-1] : block.used]
 
     def lists(self) -> pa.ChunkedArray:
-        """The runs as ``large_list``, without a copy of the values."""
+        """The lists as ``large_list``, without a copy of the values."""
         type_ = pa.large_list(pa.from_numpy_dtype(self._dtype))
         return pa.chunked_array([block.lists(type_) for block in self._blocks], type_)
 
@@ -69,14 +69,14 @@ class _Block(Generic[_Number]):
         self.values = values
         self.used = 0
         self.lengths: list[int] = []
-        self.null_runs: list[int] = []
+        self.null_lists: list[int] = []
         self.null_values: list[npt.NDArray[np.int64]] = []
 
     @property
     def room(self) -> int:
         return len(self.values) - self.used
 
-    def run(self, length: int) -> npt.NDArray[_Number]:
+    def append(self, length: int) -> npt.NDArray[_Number]:
         start = self.used
         self.used += length
         self.lengths.append(length)
@@ -86,9 +86,9 @@ class _Block(Generic[_Number]):
         offsets = np.zeros(len(self.lengths) + 1, np.int64)
         np.cumsum(self.lengths, out=offsets[1:])
         mask = None
-        if self.null_runs:
+        if self.null_lists:
             mask = np.zeros(len(self.lengths), np.bool_)
-            mask[self.null_runs] = True
+            mask[self.null_lists] = True
         nulls = None
         if self.null_values:
             nulls = np.zeros(self.used, np.bool_)
@@ -101,8 +101,10 @@ class _Block(Generic[_Number]):
         )
 
 
-def write_ids(arena: Arena[np.int32], values: object, where: str, name: str) -> int:
-    """Append token ids to the arena; returns how many.
+def write_ids(
+    builder: ListBuilder[np.int32], values: object, where: str, name: str
+) -> int:
+    """Append token ids to a builder and return their number.
 
     Parameters
     ----------
@@ -113,20 +115,20 @@ def write_ids(arena: Arena[np.int32], values: object, where: str, name: str) -> 
     Raises
     ------
     InvalidTurnsError
-        Something in `values` is no token id.
+        A value is not a token id.
     """
     array = _as_array(values, f"{where}{name}", "integers")
-    _fill_ids(array, arena.run(len(array)), f"{where}{name}")
+    _fill_ids(array, builder.append(len(array)), f"{where}{name}")
     return len(array)
 
 
 def read_ids(values: object, where: str, name: str) -> npt.NDArray[np.int32]:
-    """Token ids as one contiguous array; one of int32 is taken as it is, unchecked.
+    """Token ids as a contiguous array. An int32 array is returned unchecked.
 
     Parameters and errors as for `write_ids`.
     """
     if type(values) is np.ndarray and values.dtype is _INT32 and values.ndim == 1:
-        return np.ascontiguousarray(values)  # at once: most are
+        return np.ascontiguousarray(values)  # the usual case, tested first
     if isinstance(values, np.ndarray) and values.dtype == np.int32 and values.ndim == 1:
         return np.ascontiguousarray(values)
     array = _as_array(values, f"{where}{name}", "integers")
@@ -158,7 +160,7 @@ def _fill_ids(
 
 def _fill_id_list(values: list[object], out: npt.NDArray[np.int32], what: str) -> None:
     at = _core.unbox_ids(values, out)
-    # the kernel stops at what is no plain int; a numpy integer is one, slowly
+    # the kernel stops at a value that is not an int; numpy integers are read here
     for k in range(at, len(values)):
         value = values[k]
         try:
@@ -171,22 +173,22 @@ def _fill_id_list(values: list[object], out: npt.NDArray[np.int32], what: str) -
 
 
 def write_logprobs(
-    arena: Arena[np.float32], values: object, n_outputs: int, where: str
+    builder: ListBuilder[np.float32], values: object, n_outputs: int, where: str
 ) -> None:
-    """Append the logprobs of a call to the arena; None and an empty list are a null.
+    """Append the logprobs of a call to a builder; None and an empty list become null.
 
     Raises
     ------
     InvalidTurnsError
-        They are no numbers, or not one per output id.
+        They are not numbers, or not one per output id.
     """
     array = given_logprobs(values, n_outputs, where)
     if array is None:
-        arena.no_run()
+        builder.append_null()
         return
-    valid = fill_logprobs(array, arena.run(n_outputs), where)
+    valid = fill_logprobs(array, builder.append(n_outputs), where)
     if valid is not None:
-        arena.null_values(valid)
+        builder.null_values(valid)
 
 
 def given_logprobs(
@@ -213,7 +215,7 @@ def fill_logprobs(
     out: npt.NDArray[np.float32],
     where: str,
 ) -> npt.NDArray[np.uint8] | None:
-    """Copy given logprobs to ``out``; returns where there is one (None: everywhere).
+    """Copy logprobs to ``out`` and return which are not null (None: all).
 
     Errors as for `write_logprobs`.
     """
@@ -226,7 +228,7 @@ def fill_logprobs(
     if values.dtype == np.float32:
         out[:] = values
     elif values.dtype.kind in "fiu":
-        with np.errstate(over="ignore"):  # infinite afterwards, and refused as such
+        with np.errstate(over="ignore"):  # becomes infinite, which is refused later
             out[:] = values
     else:
         raise InvalidTurnsError(
@@ -236,7 +238,7 @@ def fill_logprobs(
 
 
 def _logprob(value: object, what: str) -> tuple[float, bool]:
-    """A logprob of any numeric type, and whether there is one."""
+    """A logprob of any numeric type, and whether it is not None."""
     if value is None:
         return 0.0, False
     if isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(
@@ -245,7 +247,7 @@ def _logprob(value: object, what: str) -> tuple[float, bool]:
         with np.errstate(over="ignore"):
             try:
                 return float(np.float32(value)), True
-            except OverflowError:  # an int beyond every float
+            except OverflowError:  # an int that exceeds every float
                 return float("inf") if value > 0 else float("-inf"), True
     raise InvalidTurnsError(
         f"{what} is {value!r}: logprobs are numbers{_unpack(value)}"
@@ -253,7 +255,7 @@ def _logprob(value: object, what: str) -> tuple[float, bool]:
 
 
 def _unpack(value: object) -> str:
-    """How to get numbers out of the logprobs that an engine gives, if these are such."""
+    """A hint how to extract numbers from an engine's own format of logprobs."""
     how = None
     if isinstance(value, Mapping) and "content" in value:
         how = "OpenAI's shape: [one['logprob'] for one in logprobs['content']]"
@@ -271,7 +273,7 @@ def _as_array(
 ) -> list[object] | npt.NDArray[np.generic]:
     if isinstance(values, list):
         return values
-    if type(values) is np.ndarray and values.ndim == 1:  # none of its subclasses
+    if type(values) is np.ndarray and values.ndim == 1:  # not a subclass
         return values
     if isinstance(values, (tuple, range)):
         return list(values)
@@ -279,7 +281,7 @@ def _as_array(
         return values.to_numpy() if values.null_count == 0 else values.to_pylist()  # type: ignore[no-any-return]
     try:
         values = plain_array(values)
-    except Exception as error:  # of the tensor's library, whichever it is
+    except Exception as error:  # any error of the tensor's library
         raise InvalidTurnsError(
             f"{what} is a {type(values).__name__} that cannot be copied: {error}"
         ) from None
@@ -309,7 +311,7 @@ def _from_buffer(values: object) -> npt.NDArray[np.generic] | None:
     try:
         view = memoryview(values)  # type: ignore[arg-type]
     except TypeError:
-        # tensors and the like, which know how to become an array
+        # tensors and other objects that numpy can convert
         return np.asarray(values) if hasattr(values, "__array__") else None
-    # bytes are as likely wider integers that lost their type
+    # bytes may be wider integers that lost their type
     return None if view.itemsize == 1 else np.asarray(view)

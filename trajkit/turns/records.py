@@ -14,9 +14,11 @@ from trajkit._arguments import near_miss, whole_number
 from trajkit._arrow.canonical import TableLike, as_table
 from trajkit.errors import InvalidTurnsError
 from trajkit.schema import TURNS, WEIGHT_VERSION
+from trajkit.turns.calls import Longs
 from trajkit.turns.deep_json import MAX_DEPTH, is_too_deep
+from trajkit.turns.flat_buffers import offsets_of
 from trajkit.turns.messages import NO_IDS, Ids, MessageBook, check_text
-from trajkit.turns.python_lists import Arena, write_ids, write_logprobs
+from trajkit.turns.python_lists import ListBuilder, write_ids, write_logprobs
 from trajkit.turns.validation import check_values
 
 Record: TypeAlias = Mapping[str, object]
@@ -37,7 +39,7 @@ FIELDS = (
     "weight_versions",
 )
 _SPELLED = {name.replace("_", ""): name for name in FIELDS}
-# a column of its own would leave the turns without any, and say nothing
+# as an extra column it would silently leave the turns without logprobs
 _SPELLED["logprobs"] = "output_logprobs"
 
 
@@ -46,10 +48,10 @@ def from_records(
     *,
     nonfinite_logprobs: Literal["raise", "null"] = "raise",
 ) -> pa.Table:
-    """The turns of recorded calls, one dict per call.
+    """Make a table of turns from recorded calls, one dict per call.
 
-    Sessions may interleave: their rows are gathered, sessions in order of first
-    appearance, turns in order of turn_index.
+    Sessions may interleave. In the result they are contiguous, in order of first
+    appearance, with turns in order of turn_index.
 
     Parameters
     ----------
@@ -58,36 +60,35 @@ def from_records(
 
         session_id : str
         prompt_ids, output_ids : ints in [0, 2**31)
-            A list, tuple, range, or one-dimensional array or buffer of integers. A bool
-            is no id.
+            A list, tuple, range, or one-dimensional array or buffer of integers, not
+            bools.
         output_logprobs : floats, one per output id
-            Absent, None or empty: the engine gave none. An element None: none for that
-            token. Kept as they are up to 1e-4 above 0 (rounding); no clipping.
+            Missing, None or empty: the engine gave none. An element None: none for that
+            token. Values up to 1e-4 (rounding) are accepted and not clipped.
         finish_reason : str or None
         ill_formed : bool or None
         prompt_messages : list of dict
-            The request's chat messages. Absent or None: the turn is routed by tokens.
+            The request's chat messages. Missing or None: the turn is routed by tokens.
         response_message : dict or None
-            The reply as the next request is expected to echo it.
+            The reply as the next request is expected to contain it.
 
-        of which all but the first three may be absent, and optionally
+        of which only the first three are required, and optionally
 
         turn_index : int
-            Absent or None: one more than that of the session's call before, from 0.
+            Missing or None: one more than that of the session's previous call, from 0.
         use_tool : bool
-            Absent: whether response_message has ``tool_calls``. None: unknown.
+            Missing: whether response_message has ``tool_calls``. None: unknown.
         trainable : bool
         output_mask : bools (or 0 and 1), one per output id
-            False: the token is context only. Absent or None: all may be trained.
+            False: the token is context only. Missing or None: all may be trained.
         weight_versions : list of dict
             With ``version`` (str), ``start`` and ``stop``.
 
-        Other keys become columns of their own, in which an array of several dimensions
-        is a nested list. Messages must not change once their
-        record has been handed over.
+        Other keys become extra columns; an array of several dimensions becomes a nested
+        list. Messages must not change while the records are read.
     nonfinite_logprobs : {"raise", "null"}
-        What becomes of NaN, the infinities, and values of -9999 and below, which
-        engines give where they have no logprob.
+        How to treat NaN, the infinities, and values of -9999 and below, which engines
+        write if they have no logprob.
 
     Returns
     -------
@@ -107,13 +108,13 @@ def from_records(
         except RecursionError:
             raise InvalidTurnsError(
                 f"record {number}, session {reprlib.repr(record.get('session_id'))}: a "
-                "value is nested too deep to be looked at"
+                "value is nested too deep"
             ) from None
     return check_values(batch.table(), nonfinite_logprobs)
 
 
 def as_turns(turns: TableLike | list[Record]) -> pa.Table:
-    """Turns as a table: records of calls as `from_records` makes them one."""
+    """A table of turns; a list of records is converted by `from_records`."""
     if isinstance(turns, list) and turns and isinstance(turns[0], Mapping):
         if not {"messages", "suffix_ids"} & {*turns[0]}:
             return from_records(turns)
@@ -123,7 +124,7 @@ def as_turns(turns: TableLike | list[Record]) -> pa.Table:
 @dataclass(slots=True)
 class _Session:
     number: int
-    # the call before: what it was given and the ids of its messages
+    # of the previous call: its messages and their ids
     turn_index: int = -1
     messages: tuple[object, ...] = ()
     message_ids: Ids = field(default_factory=lambda: NO_IDS)
@@ -131,15 +132,21 @@ class _Session:
 
 @dataclass(slots=True)
 class _Batch:
-    """The calls so far, column by column in order of arrival."""
+    """The calls so far, by column, in order of arrival."""
 
     sessions: dict[str, _Session] = field(default_factory=dict)
     book: MessageBook = field(default_factory=MessageBook)
     session_numbers: list[int] = field(default_factory=list)
     turn_indices: list[int] = field(default_factory=list)
-    prompts: Arena[np.int32] = field(default_factory=lambda: Arena(np.int32))
-    outputs: Arena[np.int32] = field(default_factory=lambda: Arena(np.int32))
-    logprobs: Arena[np.float32] = field(default_factory=lambda: Arena(np.float32))
+    prompts: ListBuilder[np.int32] = field(
+        default_factory=lambda: ListBuilder(np.int32)
+    )
+    outputs: ListBuilder[np.int32] = field(
+        default_factory=lambda: ListBuilder(np.int32)
+    )
+    logprobs: ListBuilder[np.float32] = field(
+        default_factory=lambda: ListBuilder(np.float32)
+    )
     finish_reasons: list[str | None] = field(default_factory=list)
     messages: list[Ids | None] = field(default_factory=list)
     # -1: no response
@@ -251,7 +258,11 @@ class _Batch:
             numbers = numbers[order]
         columns = dict(zip(table.column_names, table.columns, strict=True))
         columns["messages"], columns["response"] = message_columns(
-            self.book, messages, responses, numbers
+            self.book,
+            np.concatenate([NO_IDS, *(ids for ids in messages if ids is not None)]),
+            np.array([-1 if ids is None else len(ids) for ids in messages], np.int64),
+            responses,
+            numbers,
         )
         fields = [*TURNS, *(table.schema.field(name) for name in self.extras)]
         return pa.Table.from_arrays(
@@ -270,52 +281,60 @@ class _Batch:
             return pa.concat_arrays([cast_values(array, type_) for array in arrays])
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
             raise InvalidTurnsError(
-                f"the values of {name!r} make no Arrow column: {error}"
+                f"Arrow cannot store the values of {name!r} in one column: {error}"
             ) from None
 
 
 def message_columns(
-    book: MessageBook, messages: list[Ids | None], responses: Ids, sessions: Ids
+    book: MessageBook, ids: Ids, lengths: Longs, responses: Ids, sessions: Ids
 ) -> tuple[pa.Array, pa.Array]:
-    """The columns messages and response of turns that lie session by session."""
-    n_turns = len(messages)
-    lengths = np.array([0 if ids is None else len(ids) for ids in messages], np.int64)
-    # one run of places per turn: its prompt's messages, then its response's, if any
-    ends = np.cumsum(lengths + 1)
-    places = np.empty(int(ends[-1]) if n_turns else 0, np.int32)
-    for ids, end, length in zip(messages, ends, lengths, strict=True):
-        if ids is not None:
-            places[end - 1 - length : end - 1] = ids
-    is_response = np.zeros(len(places), np.bool_)
-    is_response[ends - 1] = True
-    places[ends - 1] = responses
-    owners = np.repeat(sessions, lengths + 1)
-    there = places >= 0
-    shown = np.zeros(len(places), np.bool_)
-    shown[there] = book.shown(places[there], owners[there])
+    """The columns messages and response of turns that are sorted by session.
 
-    offsets = np.zeros(n_turns + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    null = np.array([ids is None for ids in messages], np.bool_)
+    Parameters
+    ----------
+    book : MessageBook
+    ids : ndarray of int32, shape (n_messages,)
+        The messages of all turns, end to end.
+    lengths : ndarray of int64, shape (n_turns,)
+        Messages of each turn; -1: it has no list of messages.
+    responses : ndarray of int32, shape (n_turns,)
+        -1: no response.
+    sessions : ndarray of int32, shape (n_turns,)
+        The number of each turn's session.
+    """
+    null = lengths < 0
+    offsets = offsets_of(np.where(null, 0, lengths))
+    n_turns, n = len(lengths), len(ids)
+    # in order of time: the messages of a turn, then its response
+    stops = offsets[1:] + np.arange(n_turns)
+    at = np.ones(n + n_turns, np.bool_)
+    at[stops] = False
+    in_time = np.empty(n + n_turns, np.int32)
+    in_time[at], in_time[stops] = ids, responses
+    owners = np.repeat(sessions, np.diff(stops, prepend=-1))
+    known = in_time >= 0
+    first = np.zeros(n + n_turns, np.bool_)
+    first[known] = book.shown(in_time[known], owners[known])
+    structs = book.array(
+        np.concatenate([ids, responses]), np.concatenate([first[at], first[stops]])
+    )
     prompt = pa.LargeListArray.from_arrays(
         pa.array(offsets),
-        book.array(places[~is_response], shown[~is_response]),
+        structs[:n],
         type=TURNS.field("messages").type,
         mask=pa.array(null) if null.any() else None,
     )
-    absent = responses < 0
-    response = book.array(responses, shown[is_response], mask=absent)
-    return prompt, response
+    return prompt, structs[n:]
 
 
 def _is_nested(value: object) -> bool:
-    """Whether it is an array (numpy's, or a tensor) of two or more dimensions."""
+    """Whether a value is an array or tensor of two or more dimensions."""
     ndim = getattr(value, "ndim", 0)
     return isinstance(ndim, int) and ndim > 1
 
 
 def one_value(value: object) -> pa.Array:
-    """An Arrow array of this one value; axes of an array become nested lists."""
+    """An Arrow array of one value; an array of several dimensions is a nested list."""
     if not _is_nested(value):
         return pa.array([value])
     numbers = np.asarray(value)
@@ -328,14 +347,14 @@ def one_value(value: object) -> pa.Array:
 
 
 def common_type(types: Iterable[pa.DataType]) -> pa.DataType:
-    """The type that takes the values of all."""
+    """A type that can store the values of all types."""
     schemas = [pa.schema([pa.field("value", one)]) for one in types]
     return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
 
 
 def cast_values(array: pa.Array, type_: pa.DataType) -> pa.Array:
-    """The values in a type that takes them."""
-    # Arrow casts a list of nulls to its own type as one that cannot be read
+    """The values in another type."""
+    # Arrow's cast of a list of nulls to its own type gives an invalid array
     return array if array.type == type_ else array.cast(type_)
 
 
@@ -346,9 +365,9 @@ def check_extra(name: object, what: str, record: Record | None = None) -> None:
     ----------
     name : object
     what : str
-        Begins the text: ``record 3 has the key``.
+        Start of the error text: ``record 3 has the key``.
     record : mapping, optional
-        What has the key: a name like that of a field that it lacks is an error.
+        The record with the key. A name similar to a missing field is an error.
     """
     if not isinstance(name, str):
         raise InvalidTurnsError(f"{what} {name!r}: expected a name")
@@ -369,7 +388,7 @@ def check_extra(name: object, what: str, record: Record | None = None) -> None:
 
 
 def check_depth(name: str, value: object, where: str) -> None:
-    """Raise InvalidTurnsError if the value of a further column is nested too deep."""
+    """Raise InvalidTurnsError if the value of an extra column is nested too deep."""
     if is_too_deep(value):
         raise InvalidTurnsError(
             f"{where}the value of {name!r} is nested deeper than {MAX_DEPTH} levels: "
@@ -449,24 +468,24 @@ def read_output_mask(
 
 
 def read_weight_versions(value: object, where: str) -> list[Record] | None:
-    """A call's pieces of output, each a dict of version, start and stop."""
+    """A call's weight_versions: dicts with version, start and stop."""
     if value is None:
         return None
     if not isinstance(value, (list, tuple)):
         raise InvalidTurnsError(
             f"{where}weight_versions is {value!r}: expected a list of dicts"
         )
-    for i, piece in enumerate(value):
-        if not isinstance(piece, Mapping) or set(piece) != {"version", "start", "stop"}:
+    for i, span in enumerate(value):
+        if not isinstance(span, Mapping) or set(span) != {"version", "start", "stop"}:
             raise InvalidTurnsError(
-                f"{where}weight_versions[{i}] is {piece!r}: expected a dict of "
+                f"{where}weight_versions[{i}] is {span!r}: expected a dict of "
                 "version, start and stop"
             )
-        _string(piece, "version", f"{where}weight_versions[{i}].")
+        _string(span, "version", f"{where}weight_versions[{i}].")
         for name in ("start", "stop"):
-            if type(piece[name]) is not int or not 0 <= piece[name] < 2**31:
+            if type(span[name]) is not int or not 0 <= span[name] < 2**31:
                 raise InvalidTurnsError(
-                    f"{where}weight_versions[{i}].{name} is {piece[name]!r}: expected "
+                    f"{where}weight_versions[{i}].{name} is {span[name]!r}: expected "
                     "an integer in [0, 2**31)"
                 )
     return list(value)

@@ -1,4 +1,4 @@
-"""What the caller knows of each session: reward, group, error."""
+"""Reward, group and error of sessions."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from trajkit.turns.calls import Calls
 Reward: TypeAlias = float | Mapping[str, float | None] | TableLike | None
 """One reward for all sessions, one by session_id, or a ``sessions`` table."""
 
-# what turns may say of their session themselves
+# columns of sessions that turns may have
 _OF_TURNS = ("reward", "group_id")
 
 
@@ -27,26 +27,26 @@ _OF_TURNS = ("reward", "group_id")
 class SessionFacts:
     """Reward, group and error by session, or one reward for all."""
 
-    # the same for every session; read where there is no table
+    # the reward of every session, if there is no table
     reward: float | None
     # SESSIONS, or None
     table: pa.Table | None
-    # which of reward and group_id the caller states
+    # which of reward and group_id the caller gave
     stated: tuple[str, ...] = ()
 
     def of_calls(self, calls: Calls) -> pa.RecordBatch:
-        """SESSIONS of the calls, with reward and group_id of the turns themselves.
+        """SESSIONS of the calls, with reward and group_id from columns of the turns.
 
         Raises
         ------
         SchemaError
             The turns have a reward that is not a number, or a group_id that is not text.
         InvalidTurnsError
-            As `of`; the turns of a session contradict each other or the facts.
+            As `of`; the turns of a session contradict each other or the given values.
         """
         facts = self.of(calls.session_ids)
         for name in _OF_TURNS:
-            if name not in calls.table.column_names:
+            if calls.table.schema.get_field_index(name) < 0:
                 continue
             own = _of_turns(calls, name)
             if name in self.stated:
@@ -72,7 +72,7 @@ class SessionFacts:
         Raises
         ------
         InvalidTurnsError
-            The facts have no line for one of them.
+            A session has no row.
         """
         n = len(session_ids)
         if self.table is None:
@@ -96,14 +96,14 @@ class SessionFacts:
 
 
 def session_facts(reward: Reward, sessions: TableLike | None) -> SessionFacts:
-    """The facts that ``reward`` and ``sessions`` state.
+    """Read the arguments ``reward`` and ``sessions``.
 
     Raises
     ------
     SchemaError
-        Both state them, or neither way that `Reward` names.
+        Both are given, or ``reward`` has an unsuitable type.
     InvalidTurnsError
-        A session has two lines, or a reward that is not finite.
+        A session has two rows, or a reward that is not finite.
     """
     if not isinstance(reward, Mapping) and arrow_source(reward) is not None:
         if sessions is not None:
@@ -117,10 +117,10 @@ def session_facts(reward: Reward, sessions: TableLike | None) -> SessionFacts:
         given = as_table(sessions)
         if "output_ids" in given.column_names:
             raise SchemaError(
-                "sessions is a table of turns (it has output_ids): expected a line per "
+                "sessions is a table of turns (it has output_ids): expected one row per "
                 "session. The columns reward and group_id of turns count without it"
             )
-        # what else the caller knows is in no report
+        # extra columns are not carried into the report
         table = _checked(canonical(given, SESSIONS).select(SESSIONS.names))
         stated = [n for n in _OF_TURNS if table.column(n).null_count < len(table)]
         return SessionFacts(None, table, tuple(stated))
@@ -181,7 +181,7 @@ def one_session(
 
 
 def _of_turns(calls: Calls, name: str) -> pa.Array:
-    """What the turns of each session say in a column; null where none says anything."""
+    """The value of a column in the turns of each session; null if all are null."""
     column = calls.table.column(name)
     type_, wanted = column.type, SESSIONS.field(name).type
     if pa.types.is_integer(type_) and name == "group_id":  # an index of the group
@@ -201,16 +201,16 @@ def _of_turns(calls: Calls, name: str) -> pa.Array:
                 f"{calls.place(at)}: reward is {values[at]}: expected a finite number or "
                 "null"
             )
-    said = np.flatnonzero(values.is_valid())
-    session = calls.session_of()[said]
+    given = np.flatnonzero(values.is_valid())
+    session = calls.session_of()[given]
     found, first = np.unique(session, return_index=True)
     source = np.full(calls.n_sessions, -1)
-    source[found] = said[first]
+    source[found] = given[first]
     own = values.take(pa.array(source, mask=source < 0))
     due = own.take(pa.array(session))
-    bad = np.flatnonzero(pc.not_equal(values.take(pa.array(said)), due))
+    bad = np.flatnonzero(pc.not_equal(values.take(pa.array(given)), due))
     if len(bad):
-        one, other = int(source[session[bad[0]]]), int(said[bad[0]])
+        one, other = int(source[session[bad[0]]]), int(given[bad[0]])
         raise InvalidTurnsError(
             f"{calls.place(other)}: {name} is {values[other]}, and {values[one]} in turn "
             f"{calls.turn_index[one]}: a session has one {name} (for a reward per turn, "
@@ -234,7 +234,7 @@ def _number(reward: object, where: str) -> float | None:
         )
     try:
         number = float(reward)
-    except OverflowError:  # an int beyond every float
+    except OverflowError:  # an int that exceeds every float
         number = float("inf")
     if not np.isfinite(number):
         raise InvalidTurnsError(
@@ -244,7 +244,7 @@ def _number(reward: object, where: str) -> float | None:
 
 
 def last_lines(table: pa.Table) -> pa.Table:
-    """The last line of each session, in order of the sessions' first lines."""
+    """The last row of each session, in order of the sessions' first rows."""
     if not len(table):
         return table
     ids = table.column("session_id").combine_chunks().dictionary_encode().indices
@@ -254,7 +254,7 @@ def last_lines(table: pa.Table) -> pa.Table:
 
 
 def errored(facts: pa.RecordBatch) -> npt.NDArray[np.bool_]:
-    """Which sessions ended in an error."""
+    """Whether each session ended in an error."""
     result: npt.NDArray[np.bool_] = (
         facts.column("error").is_valid().to_numpy(zero_copy_only=False)
     )

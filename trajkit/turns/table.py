@@ -1,4 +1,4 @@
-"""A ``turns`` table as a sequence of sessions, before its turns are looked at."""
+"""A ``turns`` table split into sessions."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from trajkit.errors import InvalidTurnsError
 
 _Longs = npt.NDArray[np.int64]
 
-# Reading a chunk costs some 0.1 ms whatever it holds; copying a smaller one costs less.
+# Reading a chunk costs about 0.1 ms. Copying a chunk below this size costs less.
 _MANY_CHUNKS, _CHUNK_BYTES = 16, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """A table in canonical form, and where its sessions are."""
+    """A table in canonical form with the offsets of its sessions."""
 
     table: pa.Table
     # shape (n_sessions + 1,): session s is rows offsets[s]:offsets[s + 1]
@@ -29,12 +29,12 @@ class Turns:
 
     @property
     def is_delta(self) -> bool:
-        """Whether the table says prompts as what they share with an earlier one."""
-        return "suffix_ids" in self.table.column_names
+        """Whether the table is in delta form."""
+        return bool(self.table.schema.get_field_index("suffix_ids") >= 0)
 
     @property
     def brought(self) -> _Longs:
-        """Tokens that the turns of each session bring themselves: in full form all."""
+        """Tokens stored for each session: in full form, all prompts and outputs."""
         own = "suffix_ids" if self.is_delta else "prompt_ids"
         own_sizes, output_sizes = (
             _elements(self.table[name], self.offsets) for name in (own, "output_ids")
@@ -53,7 +53,7 @@ class Turns:
 
 
 def locate(turns: pa.Table) -> Turns:
-    """The sessions of a ``turns`` table, in full or in delta form.
+    """Find the sessions of a ``turns`` table in full or delta form.
 
     Parameters
     ----------
@@ -65,12 +65,12 @@ def locate(turns: pa.Table) -> Turns:
     SchemaError
         A column is absent or of another type.
     InvalidTurnsError
-        A session comes in several pieces.
+        The rows of a session are not contiguous.
     """
     table = canonical(turns, turns_schema(turns.column_names))
     chunks = table.column("output_ids").num_chunks
     if chunks > _MANY_CHUNKS and table.nbytes < chunks * _CHUNK_BYTES:
-        table = table.combine_chunks()  # a log has a chunk a turn
+        table = table.combine_chunks()  # a log has one chunk per turn
     starts = np.empty(table.num_rows, np.uint8)
     _core.find_sessions(table.select(["session_id"]).__arrow_c_stream__(), starts)
     first = np.flatnonzero(starts)
@@ -79,7 +79,10 @@ def locate(turns: pa.Table) -> Turns:
 
 
 def runs_of(sizes: _Longs, most: int) -> Iterator[tuple[int, int]]:
-    """Runs of sessions of at most so much together, or of one session: start, stop."""
+    """Group consecutive sessions, as pairs (start, stop).
+
+    The sizes of a group add up to ``most`` at most, unless it is a single session.
+    """
     ends = np.append(0, np.cumsum(sizes))
     start = 0
     while start < len(sizes):
@@ -90,7 +93,7 @@ def runs_of(sizes: _Longs, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _elements(lists: pa.ChunkedArray, offsets: _Longs) -> _Longs:
-    """How many elements the large lists of each session have together."""
+    """Total length of the lists of each session."""
     stops = np.zeros(len(offsets), np.int64)
     known = 0
     for chunk in lists.chunks:
@@ -102,12 +105,12 @@ def _elements(lists: pa.ChunkedArray, offsets: _Longs) -> _Longs:
 
 
 def _session_ids(column: pa.ChunkedArray, starts: _Longs) -> pa.Array:
-    """The id of each session, of the rows that they start at."""
+    """The id of each session, given the row at which it starts."""
     one = column.chunk(0) if column.num_chunks == 1 else column
     ids = one.take(pa.array(starts))
     if isinstance(ids, pa.ChunkedArray):
         ids = ids.combine_chunks()
-    if isinstance(ids, pa.ChunkedArray):  # as older versions of Arrow give it
+    if isinstance(ids, pa.ChunkedArray):  # from older versions of Arrow
         ids = pa.concat_arrays(ids.chunks) if ids.num_chunks else pa.array([], ids.type)
     if len(ids.unique()) < len(ids):
         first = np.unique(
@@ -116,8 +119,8 @@ def _session_ids(column: pa.ChunkedArray, starts: _Longs) -> pa.Array:
         again = int(np.setdiff1d(np.arange(len(starts)), first)[0])
         raise InvalidTurnsError(
             f"session {ids[again].as_py()!r} comes back in table row {starts[again]} "
-            "after another session began: a session must be in one piece. Gather them "
-            "first: turns.sort_by([('session_id', 'ascending'), ('turn_index', "
+            "after another session began: the rows of a session must be contiguous. Sort "
+            "them first: turns.sort_by([('session_id', 'ascending'), ('turn_index', "
             "'ascending')])"
         )
     return ids

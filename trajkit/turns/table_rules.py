@@ -31,7 +31,7 @@ from trajkit.turns.turn_rules import (
 
 
 def one_row_per_session(table: pa.Table) -> Iterator[Violation]:
-    """No session twice."""
+    """Each session has one row."""
     names = table.column("session_id").combine_chunks()
     codes = names.dictionary_encode().indices.to_numpy()
     first = np.unique(codes, return_index=True)[1]
@@ -40,13 +40,13 @@ def one_row_per_session(table: pa.Table) -> Iterator[Violation]:
 
 
 def finite(name: str) -> Check:
-    """The check that a column of float64 holds no NaN and no infinity."""
+    """The check that a column of float64 contains no NaN and no infinity."""
 
     def check(table: pa.Table) -> Iterator[Violation]:
         values = table.column(name).fill_null(0.0).to_numpy()
         rows = np.flatnonzero(~np.isfinite(values))
         yield violation(
-            rows, f"{name} is {{}}: null says that there is none", values[rows]
+            rows, f"{name} is {{}}: expected a finite number or null", values[rows]
         )
 
     return check
@@ -67,7 +67,7 @@ def not_negative(*names: str) -> Check:
 
 
 def one_of(name: str, known: tuple[str, ...]) -> Check:
-    """The check that a column of names holds known ones and null."""
+    """The check that a column contains only known names and null."""
 
     def check(table: pa.Table) -> Iterator[Violation]:
         text = table.column(name).cast(pa.string())
@@ -95,7 +95,7 @@ def earlier(name: str, index: str) -> Check:
         late = (values < 0) | (values >= table.column(index).to_numpy())
         rows = np.flatnonzero(late & ~nulls(column))
         yield violation(
-            rows, f"{name} {{}} is no earlier {index} of the session", values[rows]
+            rows, f"{name} {{}} is not an earlier {index} of the session", values[rows]
         )
 
     return check
@@ -110,7 +110,7 @@ def another(name: str, index: str) -> Check:
         same = (values < 0) | (values == table.column(index).to_numpy())
         rows = np.flatnonzero(same & ~nulls(column))
         yield violation(
-            rows, f"{name} {{}} is no other {index} of the session", values[rows]
+            rows, f"{name} {{}} is not another {index} of the session", values[rows]
         )
 
     return check
@@ -126,16 +126,16 @@ def turns_exist(*names: str) -> Check:
             rows = np.flatnonzero(~found & ~nulls(column))
             values = column.fill_null(-1).to_numpy()
             yield violation(
-                rows, f"{name} {{}} is no turn of the session", values[rows]
+                rows, f"{name} {{}} is not a turn of the session", values[rows]
             )
 
     return check
 
 
 def parents_first(table: pa.Table) -> Iterator[Violation]:
-    """The parent of a turn with an order has one.
+    """The parent of a turn with an order has an order as well.
 
-    Parents come before their children: in turns or, throughout a session, in order.
+    In each session, parents precede their children, either by turn_index or by order.
     """
     order = table.column("order").fill_null(-1).to_numpy()
     at, found = lookup(table, "turn_index", table.column("parent"))
@@ -153,19 +153,19 @@ def parents_first(table: pa.Table) -> Iterator[Violation]:
     )
 
 
-def demoted_later(table: pa.Table) -> Iterator[Violation]:
-    """A turn is taken out of training by a later one."""
+def rewritten_later(table: pa.Table) -> Iterator[Violation]:
+    """A turn is excluded from training by a later turn."""
     column = table.column("rewritten_by")
     values = column.fill_null(-1).to_numpy()
     late = values > table.column("turn_index").to_numpy()
     rows = np.flatnonzero(~nulls(column) & ~late)
     yield violation(
-        rows, "rewritten_by {} is no later turn of the session", values[rows]
+        rows, "rewritten_by {} is not a later turn of the session", values[rows]
     )
 
 
 def orders_differ(table: pa.Table) -> Iterator[Violation]:
-    """No two turns of a session have one rank."""
+    """Ranks are unique in each session."""
     column = table.column("order")
     given = np.flatnonzero(~nulls(column))
     values = column.fill_null(0).to_numpy()
@@ -176,7 +176,7 @@ def orders_differ(table: pa.Table) -> Iterator[Violation]:
 
 
 def drift_agrees(table: pa.Table) -> Iterator[Violation]:
-    """The columns of a drift table say the same."""
+    """The columns of a drift table agree."""
     size = table.column("size").to_numpy()
     tokens_after_drift = table.column("tokens_after_drift").to_numpy()
     rows = np.flatnonzero(tokens_after_drift > size)
@@ -188,18 +188,18 @@ def drift_agrees(table: pa.Table) -> Iterator[Violation]:
     )
     for name, word in (("region", "none"), ("cause", "clean")):
         text = table.column(name).cast(pa.string())
-        says = pc.equal(text, word).fill_null(False).to_numpy()
-        rows = np.flatnonzero(~nulls(text) & (says != (size == 0)))
+        equal = pc.equal(text, word).fill_null(False).to_numpy()
+        rows = np.flatnonzero(~nulls(text) & (equal != (size == 0)))
         yield violation(
             rows,
-            f"{name} is {{!r}} at a size of {{}}: {word!r} and 0 go together",
+            f"{name} is {{!r}} with a size of {{}}: expected {word!r} exactly for size 0",
             text.take(pa.array(rows)).to_pylist(),
             size[rows],
         )
-    held, prompt, length = (
+    path, prompt, length = (
         nulls(table.column(f"resync_{name}")) for name in ("path", "prompt", "length")
     )
-    rows = np.flatnonzero((held != prompt) | (held != length))
+    rows = np.flatnonzero((path != prompt) | (path != length))
     yield violation(rows, "the three resync columns are null together")
 
 
@@ -211,7 +211,7 @@ def _per_token(table: pa.Table) -> tuple[str, str, str]:
 
 
 def _stored(table: pa.Table) -> tuple[Rows, Rows]:
-    """Where each row's per-token columns begin in the row, and how long they are."""
+    """The start of each row's stored tokens in the row, and their number."""
     n_stored = lengths(table.column(_per_token(table)[0]))
     if "suffix_ids" not in table.column_names:
         return np.zeros_like(n_stored), n_stored
@@ -219,7 +219,7 @@ def _stored(table: pa.Table) -> tuple[Rows, Rows]:
 
 
 def row_lengths(table: pa.Table) -> Iterator[Violation]:
-    """Per-token columns are as long as the row, and no length goes beyond it."""
+    """Per-token columns have the row's length, and no length exceeds it."""
     first, n_stored = _stored(table)
     ids, *others = _per_token(table)
     for name in others:
@@ -235,7 +235,7 @@ def row_lengths(table: pa.Table) -> Iterator[Violation]:
     rows = np.flatnonzero((first < 0) | (first > shared))
     yield violation(
         rows,
-        "suffix_start is {} where {} tokens are shared",
+        "suffix_start is {}: expected 0 to {}, the shared_length",
         first[rows],
         shared[rows],
     )
@@ -253,14 +253,14 @@ def row_lengths(table: pa.Table) -> Iterator[Violation]:
     rows = np.flatnonzero(found & (shared > n_ids[parent_at]))
     yield violation(
         rows,
-        "shared_length is {} where the parent row has {} tokens",
+        "shared_length is {}, but the parent row has {} tokens",
         shared[rows],
         n_ids[parent_at[rows]],
     )
     rows = np.flatnonzero((first > 0) & ~found)
     yield violation(
         rows,
-        "parent_row {} is not there: the first {} tokens stand in it",
+        "parent_row {} is missing, which stores the first {} tokens",
         parent.fill_null(-1).to_numpy()[rows],
         first[rows],
     )
@@ -276,9 +276,9 @@ def mask_not_null(table: pa.Table) -> Iterator[Violation]:
 
 
 def masks(table: pa.Table) -> Iterator[Violation]:
-    """Nothing is trained in the prompt, and no logprob stands off the mask."""
+    """Prompt tokens are not trained, and only trained tokens have a logprob."""
     _, mask_name, logprobs_name = _per_token(table)
-    mask = np.asarray(_whole(table, mask_name))
+    mask = np.asarray(_values(table, mask_name))
     first, n_stored = _stored(table)
     ends = np.cumsum(n_stored)
     owner, offset = owners(np.flatnonzero(mask), ends)
@@ -290,10 +290,10 @@ def masks(table: pa.Table) -> Iterator[Violation]:
         offset[inside],
         prompt[owner[inside]],
     )
-    given = np.asarray(_whole(table, logprobs_name).is_valid())
+    given = np.asarray(_values(table, logprobs_name).is_valid())
     rows, at = owners(np.flatnonzero(given & ~mask), ends)
     yield violation(
-        rows, f"{logprobs_name}[{{}}] is given where {mask_name} is false", at
+        rows, f"{logprobs_name}[{{}}] is not null, but {mask_name} is false", at
     )
     n_trained = np.bincount(owner, minlength=len(table))
     sums = table.column("rollout_mask_sum").to_numpy()
@@ -306,8 +306,8 @@ def masks(table: pa.Table) -> Iterator[Violation]:
     )
 
 
-def _whole(table: pa.Table, name: str) -> pa.Array:
-    """All values of a list column, end to end."""
+def _values(table: pa.Table, name: str) -> pa.Array:
+    """All values of a list column, concatenated."""
     type_ = table.schema.field(name).type.value_type
     chunks = [chunk.flatten() for chunk in table.column(name).chunks]
     return pa.concat_arrays([pa.array([], type_), *chunks])
@@ -317,24 +317,24 @@ _SPAN_NUMBERS = ("start", "stop", "turn_index", "output_start", "output_stop")
 
 
 def spans_not_null(table: pa.Table) -> Iterator[Violation]:
-    """Every piece has its place and kind."""
-    for first, ends, pieces in flat_chunks(table.column("spans")):
-        broken = np.asarray(pieces.is_null())
+    """Every span has all its fields."""
+    for first, ends, spans in flat_chunks(table.column("spans")):
+        broken = np.asarray(spans.is_null())
         for name in (*_SPAN_NUMBERS, "kind"):
-            broken = broken | np.asarray(pc.struct_field(pieces, name).is_null())
+            broken = broken | np.asarray(pc.struct_field(spans, name).is_null())
         rows, at = owners(np.flatnonzero(broken), ends)
         yield violation(first + rows, "spans[{}] has a null", at)
 
 
 def spans(table: pa.Table) -> Iterator[Violation]:
-    """Ascending pieces within the row, which train just what the mask says."""
+    """Spans ascend within the row, and trained spans are where the mask is true."""
     first, n_stored = _stored(table)
     n_ids = first + n_stored
     kinds, columns = [], []
     for chunk in table.column("spans").chunks:
-        pieces = chunk.flatten()
-        kinds.append(pc.struct_field(pieces, "kind").cast(pa.string()))
-        columns.append([pc.struct_field(pieces, name) for name in _SPAN_NUMBERS])
+        spans = chunk.flatten()
+        kinds.append(pc.struct_field(spans, "kind").cast(pa.string()))
+        columns.append([pc.struct_field(spans, name) for name in _SPAN_NUMBERS])
     kind = np.asarray(pa.concat_arrays([pa.array([], pa.string()), *kinds]))
     start, stop, turn, out_start, out_stop = (
         np.asarray(pa.concat_arrays([pa.array([], pa.int32()), *parts]))
@@ -344,27 +344,27 @@ def spans(table: pa.Table) -> Iterator[Violation]:
     before = np.concatenate([[0], stop[:-1]])[: len(stop)]
     before[at == 0] = 0
     inside = (start >= 0) & (stop >= start) & (stop <= n_ids[row])
-    mask = np.asarray(_whole(table, _per_token(table)[1]))
+    mask = np.asarray(_values(table, _per_token(table)[1]))
     trues = np.concatenate([[0], np.cumsum(mask)])
     base = np.cumsum(n_stored) - n_stored
-    # what is not stored is not trained
+    # tokens that are not stored are not trained
     low = np.where(inside, base[row] + np.maximum(start - first[row], 0), 0)
     high = np.where(inside, base[row] + np.maximum(stop - first[row], 0), 0)
     trained, empty = kind == "trained", np.isin(kind, EMPTY_KINDS)
     for bad, rule in (
         (~np.isin(kind, SPAN_KINDS), f"expected one of {', '.join(SPAN_KINDS)}"),
         (~inside, "it must lie within the row"),
-        (start < before, "it must not begin before the piece before it ends"),
+        (start < before, "it must not overlap the previous span"),
         ((out_start < 0) | (out_stop < out_start), "its output range runs backwards"),
         (turn < 0, "its turn_index is negative"),
-        (empty & (start != stop), "an absorbed, cut or no_splice_point piece is empty"),
+        (empty & (start != stop), "an absorbed, cut or no_splice_point span is empty"),
         (
             ~empty & (stop - start != out_stop - out_start),
             "it must be as long as its output range",
         ),
         (
             inside & (trues[high] - trues[low] != np.where(trained, stop - start, 0)),
-            "loss_mask is true where a piece is trained, and only there",
+            "loss_mask is true in trained spans, and only there",
         ),
     ):
         wrong = np.flatnonzero(bad)
@@ -381,14 +381,14 @@ def spans(table: pa.Table) -> Iterator[Violation]:
     rows = np.flatnonzero(claimed != masked)
     yield violation(
         rows,
-        "loss_mask is true for {} tokens, of which the trained spans hold {:.0f}",
+        "loss_mask is true for {} tokens, but the trained spans have {:.0f}",
         masked[rows],
         claimed[rows],
     )
 
 
 def weights(table: pa.Table) -> Iterator[Violation]:
-    """A row's weight is a share of its rollout."""
+    """A row's weight is in [0, 1]: its share of the rollout."""
     values = table.column("row_weight").fill_null(0.0).to_numpy()
     rows = np.flatnonzero((values < 0) | (values > 1))
     yield violation(
@@ -397,7 +397,7 @@ def weights(table: pa.Table) -> Iterator[Violation]:
 
 
 def every_token_counted(table: pa.Table) -> Iterator[Violation]:
-    """What was sampled is trained, or lost for one reason."""
+    """Every sampled token is trained, or lost for one reason."""
     sampled = table.column("tokens_sampled").to_numpy()
     counted = table.column("tokens_trained").to_numpy().copy()
     for reason in LOSSES:
@@ -405,7 +405,7 @@ def every_token_counted(table: pa.Table) -> Iterator[Violation]:
     bad = np.flatnonzero(sampled != counted)
     yield violation(
         bad,
-        "{} tokens sampled, but trained and lost are {}",
+        "{} tokens sampled, but {} trained or lost",
         sampled[bad],
         counted[bad],
     )
@@ -416,7 +416,7 @@ REPORT: tuple[Check, ...] = (*SESSIONS, every_token_counted)
 LINKS: tuple[Check, ...] = (
     another("parent", "turn_index"),
     turns_exist("parent", "rewritten_by"),
-    demoted_later,
+    rewritten_later,
     one_of("link_reason", LINK_REASONS),
     not_negative("order"),
     orders_differ,
@@ -442,7 +442,7 @@ LAYOUT: tuple[Check, ...] = (
     row_lengths,
     mask_not_null,
 )
-"""What `pipeline.suffix_layout` takes for granted of the rows that it lays out anew."""
+"""What `pipeline.suffix_layout` requires of the rows that it converts."""
 
 _ROWS: tuple[Check, ...] = (
     masks,

@@ -1,8 +1,8 @@
 """The rules of a turns table, each as a generator of the rows that break it.
 
-A check takes a table in canonical form that has passed the checks before it in its
-list, and looks at whole columns. What it yields names column, value and rule; the
-driver in `trajkit.validate` puts session and turn before it.
+A check takes a table in canonical form that passed the previous checks of its list, and
+tests complete columns. It yields texts with column, value and rule, to which
+`trajkit.validate` adds session and turn.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,19 +22,19 @@ Bools: TypeAlias = npt.NDArray[np.bool_]
 MAX_LOGPROB = np.float32(1e-4)
 """Rounding may take a logprob this far above 0."""
 NO_LOGPROB = np.float32(-9999.0)
-"""vLLM writes this for a token without a logprob; nothing sampled comes near it."""
+"""vLLM writes this for a token without a logprob; sampled tokens never have it."""
 
 
-_NO_NUMBER = "it is no number (nonfinite_logprobs='null' makes it null)"
+_NO_NUMBER = "it is not a number (nonfinite_logprobs='null' makes it null)"
 _NO_LOGPROB = (
-    "engines write this where they have no logprob for a token "
+    "engines write this if they have no logprob for a token "
     "(nonfinite_logprobs='null' makes it null)"
 )
-_POSITIVE = "a log-probability is at most 0, give or take 1e-4 for rounding"
+_POSITIVE = "a log-probability is at most 0 (1e-4 is tolerated for rounding)"
 
 
-def sessions_in_one_piece(table: pa.Table) -> Iterator[Violation]:
-    """Each session's rows follow one another."""
+def sessions_contiguous(table: pa.Table) -> Iterator[Violation]:
+    """The rows of each session are contiguous."""
     names = table.column("session_id").combine_chunks()
     starts = run_starts(table)
     codes = names.take(pa.array(starts)).dictionary_encode().indices.to_numpy()
@@ -44,7 +44,7 @@ def sessions_in_one_piece(table: pa.Table) -> Iterator[Violation]:
     yield violation(
         starts[again],
         "the session began in table row {} and comes back in row {} after another: "
-        "gather it first, for instance by sorting the table by session_id",
+        "make it contiguous, for instance by sorting the table by session_id",
         starts[first[codes[again]]],
         starts[again],
     )
@@ -151,18 +151,18 @@ def output_mask(table: pa.Table) -> Iterator[Violation]:
 
 
 def not_logprobs(numbers: npt.NDArray[np.float32]) -> Bools:
-    """Where an engine had no logprob to give: NaN, an infinity, -9999 and below."""
+    """Where an engine had no logprob: NaN, an infinity, -9999 and below."""
     return ~np.isfinite(numbers) | (numbers <= NO_LOGPROB)
 
 
 def weight_versions(table: pa.Table) -> Iterator[Violation]:
-    """Pieces without nulls that tile the output, in order."""
+    """Spans without nulls that tile the output, in order."""
     column = table.column("weight_versions")
     n_output, given = lengths(table.column("output_ids")), ~nulls(column)
-    for start, ends, pieces in flat_chunks(column):
-        broken = np.asarray(pieces.is_null())
+    for start, ends, spans in flat_chunks(column):
+        broken = np.asarray(spans.is_null())
         for name in ("version", "start", "stop"):
-            broken = broken | np.asarray(pc.struct_field(pieces, name).is_null())
+            broken = broken | np.asarray(pc.struct_field(spans, name).is_null())
         rows, at = owners(np.flatnonzero(broken), ends)
         yield violation(
             start + rows,
@@ -171,8 +171,8 @@ def weight_versions(table: pa.Table) -> Iterator[Violation]:
         )
         if broken.any():
             continue
-        lows = np.asarray(pc.struct_field(pieces, "start"))
-        highs = np.asarray(pc.struct_field(pieces, "stop"))
+        lows = np.asarray(pc.struct_field(spans, "start"))
+        highs = np.asarray(pc.struct_field(spans, "stop"))
         begins = np.concatenate([[0], ends[:-1]])
         filled = np.flatnonzero(ends > begins)
         due = np.concatenate([[0], highs[:-1]])[: len(lows)]
@@ -181,8 +181,8 @@ def weight_versions(table: pa.Table) -> Iterator[Violation]:
         rows, at = owners(bad, ends)
         yield violation(
             start + rows,
-            "weight_versions[{}] is {}:{} where a piece from {} on is due: the pieces "
-            "tile the output",
+            "weight_versions[{}] is {}:{}, expected a start of {}: the spans tile the "
+            "output",
             at,
             lows[bad],
             highs[bad],
@@ -194,7 +194,7 @@ def weight_versions(table: pa.Table) -> Iterator[Violation]:
         rows = np.flatnonzero(given[here] & (last != n_output[here]))
         yield violation(
             start + rows,
-            "weight_versions end at {} of {} output ids: the pieces tile the output",
+            "weight_versions end at {} of {} output ids: the spans tile the output",
             last[rows],
             n_output[here][rows],
         )
@@ -216,7 +216,7 @@ def messages(name: str) -> Check:
 
 
 def response(table: pa.Table) -> Iterator[Violation]:
-    """Every reply that is there has a key and a role."""
+    """Every response that is not null has a key and a role."""
     column = table.column("response").combine_chunks()
     for field in ("key", "role"):
         lacks = pc.and_(column.is_valid(), pc.struct_field(column, field).is_null())
@@ -224,7 +224,7 @@ def response(table: pa.Table) -> Iterator[Violation]:
 
 
 def bodies(name: str) -> Check:
-    """The check that each key of a session has one body, given first, and of JSON."""
+    """The check that each key has one JSON body, in its first message of the session."""
 
     def check(table: pa.Table) -> Iterator[Violation]:
         places, rows = message_places(table, name)
@@ -239,8 +239,8 @@ def bodies(name: str) -> Check:
         missing = np.sort(first[absent[first]])
         yield violation(
             rows[missing],
-            "the message with the key {} has no body, and none came before it in the "
-            "session (rows filtered away? then validate with bodies=False)",
+            "the message with the key {} has no body, here or earlier in the session (rows "
+            "filtered out? then validate with bodies=False)",
             [keys[int(at)].as_py().hex() for at in missing],
         )
         given = np.flatnonzero(~absent)
@@ -270,16 +270,16 @@ def _body_fault(body: str, role: str) -> str | None:
     try:
         message = parse(body)
     except ValueError as error:
-        return f"the message body {shown!r} is no JSON: {error}"
+        return f"the message body {shown!r} is not JSON: {error}"
     if not isinstance(message, dict):
-        return f"the message body {shown!r} is no JSON object"
+        return f"the message body {shown!r} is not a JSON object"
     if message.get("role") != role:
-        return f"the message body {shown!r} is not of the role {role!r} beside it"
+        return f"the message body {shown!r} states another role than {role!r}"
     return None
 
 
 def message_places(table: pa.Table, name: str) -> tuple[pa.StructArray, Rows]:
-    """Every message of a table in session order, prompt before reply, and its row."""
+    """Every message of a table in session order, prompt before reply, with its row."""
     listed = table.column(name)
     replies = table.column("response").combine_chunks()
     flat = pa.chunked_array([chunk.flatten() for chunk in listed.chunks], replies.type)
@@ -292,26 +292,28 @@ def message_places(table: pa.Table, name: str) -> tuple[pa.StructArray, Rows]:
 
 
 def delta(table: pa.Table) -> Iterator[Violation]:
-    """The references of the delta form: an earlier turn, and no more than it holds."""
+    """The base of a turn is an earlier turn and has what is shared with it."""
     bases = table.column("base_turn")
     none = nulls(bases)
     base_row, found = lookup(table, "turn_index", bases)
     given = bases.fill_null(-1).to_numpy()
     late = given >= table.column("turn_index").to_numpy()
     rows = np.flatnonzero(~none & (~found | late))
-    yield violation(rows, "base_turn {} is no earlier turn of the session", given[rows])
+    yield violation(
+        rows, "base_turn {} is not an earlier turn of the session", given[rows]
+    )
     if len(rows):
         return
 
     shared = table.column("shared_length").to_numpy()
     full = shared + lengths(table.column("suffix_ids"))
-    held = np.where(none, 0, (full + lengths(table.column("output_ids")))[base_row])
-    rows = np.flatnonzero((shared < 0) | (shared > held))
+    path_len = np.where(none, 0, (full + lengths(table.column("output_ids")))[base_row])
+    rows = np.flatnonzero((shared < 0) | (shared > path_len))
     yield violation(
         rows,
-        "shared_length is {} where the base turn holds {} tokens",
+        "shared_length is {}: expected 0 to {}, tokens of the base turn",
         shared[rows],
-        held[rows],
+        path_len[rows],
     )
     listed, shares = table.column("suffix_messages"), table.column("shared_messages")
     rows = np.flatnonzero(
@@ -324,16 +326,16 @@ def delta(table: pa.Table) -> Iterator[Violation]:
     rows = np.flatnonzero((n_shared < 0) | (n_shared > there))
     yield violation(
         rows,
-        "shared_messages is {} where the base turn has {} messages",
+        "shared_messages is {}: expected 0 to {}, messages of the base turn",
         n_shared[rows],
         there[rows],
     )
 
 
 def lookup(table: pa.Table, index: str, wanted: pa.ChunkedArray) -> tuple[Rows, Bools]:
-    """The row of each wanted index in its own session, and whether there is one.
+    """The row of each wanted index in its session, and whether it was found.
 
-    Sessions lie in one piece and `index` ascends in each. A null finds nothing.
+    Sessions are contiguous and ``index`` ascends in each. Null is never found.
     """
     starts = run_starts(table)
     session: Rows = np.searchsorted(starts, np.arange(len(table)), side="right") << 32
@@ -345,7 +347,7 @@ def lookup(table: pa.Table, index: str, wanted: pa.ChunkedArray) -> tuple[Rows, 
 
 
 def run_starts(table: pa.Table) -> Rows:
-    """The rows at which another session begins than the row before."""
+    """The first row of each session."""
     names = table.column("session_id").combine_chunks()
     if len(names) == 0:
         return np.empty(0, np.int64)
@@ -369,7 +371,7 @@ def _true(marks: pa.BooleanArray) -> Rows:
 
 
 def flat_chunks(column: pa.ChunkedArray) -> Iterator[tuple[int, Rows, pa.Array]]:
-    """Of each chunk of lists: its first row, the ends of its lists, and its values."""
+    """The first row, the ends of lists and the values of each chunk of lists."""
     start = 0
     for chunk in column.chunks:
         n = pc.list_value_length(chunk).fill_null(0).to_numpy(zero_copy_only=False)
@@ -378,16 +380,16 @@ def flat_chunks(column: pa.ChunkedArray) -> Iterator[tuple[int, Rows, pa.Array]]
 
 
 def owners(at: Rows, ends: Rows) -> tuple[Rows, Rows]:
-    """Which list each value position belongs to, and its index there."""
+    """The list of each value position, and the index in the list."""
     rows: Rows = np.searchsorted(ends, at, side="right")
     begins = np.concatenate([[0], ends])
     return rows, at - begins[rows]
 
 
 def raw_floats(values: pa.FloatArray) -> npt.NDArray[np.float32]:
-    """The numbers of an array, whatever stands under its nulls included."""
+    """The numbers of an array, with the bytes under nulls as they are."""
     data = values.buffers()[1]
     if data is None:
         return np.empty(0, np.float32)
-    # a buffer may be longer than its values, by any number of bytes
+    # a buffer may be longer than its values
     return np.frombuffer(data, np.float32, len(values), 4 * values.offset)

@@ -1,4 +1,4 @@
-"""Whether a table keeps the rules of its schema, named to the row when it does not."""
+"""Check a table against the rules of its schema; errors name the row."""
 
 from collections.abc import Iterator
 from typing import Literal, TypeAlias, overload
@@ -36,13 +36,13 @@ Nonfinite: TypeAlias = Literal["raise", "null"]
 REJECTED = pa.schema(
     [
         pa.field("session_id", pa.string(), nullable=False),
-        # the first rule that it was seen to break, with its place and value
+        # the first rule that it breaks, with position and value
         pa.field("reason", pa.string(), nullable=False),
     ]
 )
-"""What `rejected` returns beside the good sessions: one row per session left out."""
+"""The rejected sessions that `reject_sessions` returns: one row per session."""
 
-# values that a writer of turns can get wrong; from_records has looked at the rest
+# rules that `from_records` does not check value by value
 _VALUES: tuple[Check, ...] = (
     turn_rules.ascending("turn_index"),
     turn_rules.logprobs("output_logprobs", "output_ids"),
@@ -50,11 +50,11 @@ _VALUES: tuple[Check, ...] = (
     turn_rules.weight_versions,
 )
 _IN_ORDER: tuple[Check, ...] = (
-    turn_rules.sessions_in_one_piece,
+    turn_rules.sessions_contiguous,
     turn_rules.ascending("turn_index"),
 )
 _ROWS_IN_ORDER: tuple[Check, ...] = (
-    turn_rules.sessions_in_one_piece,
+    turn_rules.sessions_contiguous,
     turn_rules.ascending("row_index"),
 )
 _DERIVED: dict[str, tuple[pa.Schema, tuple[Check, ...]]] = {
@@ -90,35 +90,35 @@ def validate(
     nonfinite_logprobs: Nonfinite = "raise",
     bodies: bool = True,
 ) -> pa.Table | Stream:
-    """The table in its schema's canonical form, if every rule of the schema holds.
+    """Check every rule of a table's schema and return the table in canonical form.
 
     Parameters
     ----------
     table : Table, RecordBatch, any Arrow stream, or iterator of record batches
-        Turns (plain or in delta form), sessions, links, drift or rows, in any layout
-        that polars, parquet or pyarrow give them. An iterator (or a RecordBatchReader)
-        is read as the result is, and may hold a session in several batches that follow
-        each other.
+        Turns (in full or delta form), sessions, links, drift, report or rows, in any
+        layout that polars, Parquet or pyarrow produce. An iterator (or a
+        RecordBatchReader) is read lazily; a session may extend over several consecutive
+        batches.
     kind : {"turns", "sessions", "links", "drift", "rows"}, optional
-        None: what the table's metadata says, or its columns where they lost it.
+        None: taken from the table's metadata or, without metadata, from its columns.
     nonfinite_logprobs : {"raise", "null"}
-        What becomes of NaN, the infinities, and values of -9999 and below in the
-        logprobs of turns, which engines give where they have no logprob.
+        How to treat NaN, the infinities, and values of -9999 and below in the logprobs
+        of turns, which engines write if they have no logprob.
     bodies : bool
-        Whether to look into the message bodies of turns. False lets a table pass that
-        lost, by a filter, the row in which a message was first seen.
+        Whether to check the message bodies of turns. With False, the row with the first
+        occurrence of a message may have been filtered out.
 
     Returns
     -------
     Table
-        Columns that were in canonical form are not copied. For an iterator: an iterator
-        of record batches.
+        Columns that are in canonical form already are not copied. For an iterator: an
+        iterator of record batches.
 
     Raises
     ------
     SchemaError
-        A column is absent or of a type that cannot be taken for its own, or the table
-        is of another kind or a newer schema version.
+        A column is missing or has an unsuitable type, or the table is of another kind or
+        schema version.
     LayoutError
         The buffers of the table do not fit together.
     InvalidTurnsError
@@ -160,7 +160,7 @@ def reject_sessions(
     nonfinite_logprobs: Nonfinite = "raise",
     bodies: bool = True,
 ) -> object:
-    """The sessions that keep every rule, and those that do not, with the reason.
+    """Separate the sessions that keep every rule from those that break one.
 
     Parameters
     ----------
@@ -170,7 +170,7 @@ def reject_sessions(
     Returns
     -------
     good : Table
-        In canonical form; whole sessions only.
+        In canonical form; complete sessions only.
     bad : Table
         Columns session_id and reason, in order of discovery.
 
@@ -179,21 +179,21 @@ def reject_sessions(
     Raises
     ------
     SchemaError
-        As for `validate`: a fault of the whole table.
+        As for `validate`: the fault affects the complete table.
     InvalidTurnsError
-        A session_id is null, so that there is no session to set aside. Of an iterator:
-        a session comes back after another began.
+        A session_id is null, so the session to reject is unknown. For an iterator: the
+        batches of a session are not consecutive.
     """
 
     def one(source: pa.Table) -> tuple[pa.Table, pa.Table]:
-        return _aside(source, *_plan(source, kind, bodies), nonfinite_logprobs)
+        return _reject(source, *_plan(source, kind, bodies), nonfinite_logprobs)
 
     if is_stream(table):
         return pairs_over_sessions(one, (kind or "tables", table))
     return one(as_table(table))
 
 
-def _aside(
+def _reject(
     source: pa.Table,
     plan: pa.Schema,
     table_checks: tuple[Check, ...],
@@ -210,7 +210,7 @@ def _aside(
 
 
 def check_values(turns: pa.Table, nonfinite_logprobs: Nonfinite) -> pa.Table:
-    """As `validate`, for turns whose ids and messages were looked at one by one."""
+    """As `validate`, for turns whose ids and messages were checked before."""
     turns = _settle(turns, nonfinite_logprobs)
     for check in _VALUES:
         _raise_first(turns, check(turns))
@@ -218,7 +218,7 @@ def check_values(turns: pa.Table, nonfinite_logprobs: Nonfinite) -> pa.Table:
 
 
 def check_turns(turns: pa.Table, nonfinite_logprobs: Nonfinite) -> pa.Table:
-    """As `validate`, for turns in canonical form, but for bodies and empty prompts."""
+    """As `validate`, for turns in canonical form, without bodies and empty prompts."""
     turns = _settle(turns, nonfinite_logprobs)
     for check in _turn_checks(turns_schema(turns.column_names), bodies=False):
         if check is not turn_rules.prompts_not_empty:
@@ -226,12 +226,12 @@ def check_turns(turns: pa.Table, nonfinite_logprobs: Nonfinite) -> pa.Table:
     return turns
 
 
-def aside_turns(turns: pa.Table, nonfinite: Nonfinite) -> tuple[pa.Table, pa.Table]:
-    """As `rejected`, by the rules of `check_turns`."""
+def reject_turns(turns: pa.Table, nonfinite: Nonfinite) -> tuple[pa.Table, pa.Table]:
+    """As `reject_sessions`, by the rules of `check_turns`."""
     plan = turns_schema(turns.column_names)
     rules = _turn_checks(plan, bodies=False)
     rules = tuple(rule for rule in rules if rule is not turn_rules.prompts_not_empty)
-    return _aside(turns, plan, rules, nonfinite)
+    return _reject(turns, plan, rules, nonfinite)
 
 
 def check_rows(rows: pa.Table) -> pa.Table:
@@ -242,7 +242,7 @@ def check_rows(rows: pa.Table) -> pa.Table:
 
 
 def check_layout(rows: pa.Table) -> None:
-    """Raise unless rows of either layout, in canonical form, can be laid out anew."""
+    """Raise unless rows of either layout, in canonical form, can change their layout."""
     ids = "suffix_ids" if "suffix_ids" in rows.column_names else "input_ids"
     for check in (
         *_ROWS_IN_ORDER,
@@ -261,7 +261,7 @@ def _plan(
         return plan, _turn_checks(plan, bodies)
     if name not in _DERIVED:
         raise SchemaError(
-            f"there are no {name!r} tables: expected one of "
+            f"kind {name!r} does not exist: expected one of "
             f"{', '.join(['turns', *_DERIVED])}"
         )
     if name == "rows" and rows_schema(table.column_names) is schema.ROWS_SUFFIX:
@@ -270,11 +270,11 @@ def _plan(
 
 
 def _kind_of(table: pa.Table) -> str:
-    said = (table.schema.metadata or {}).get(b"trajkit.table")
-    if said is not None:
-        return str(said.decode(errors="replace"))
+    stated = (table.schema.metadata or {}).get(b"trajkit.table")
+    if stated is not None:
+        return str(stated.decode(errors="replace"))
     names = set(table.column_names)
-    for name, telling in (
+    for name, columns in (
         ("rows", {"input_ids", "loss_mask"}),
         ("rows", {"suffix_ids", "suffix_mask"}),
         ("turns", {"output_ids"}),
@@ -283,10 +283,10 @@ def _kind_of(table: pa.Table) -> str:
         ("report", {"tokens_sampled"}),
         ("sessions", {"session_id"}),
     ):
-        if telling <= names:
+        if columns <= names:
             return name
     raise SchemaError(
-        f"columns {sorted(names)} are those of no table: session_id at least is needed"
+        f"columns {sorted(names)} fit no table: expected session_id at least"
     )
 
 
@@ -317,7 +317,7 @@ def _raise_first(table: pa.Table, violations: Iterator[Violation]) -> None:
 def _without(
     table: pa.Table, violations: Iterator[Violation], reasons: dict[str, str]
 ) -> pa.Table:
-    """The table without the sessions that a check names; their reasons are noted."""
+    """Remove the sessions that break a rule, and add the first reason of each."""
     before = len(reasons)
     names = table.column("session_id")
     for rows, explain in violations:
@@ -335,7 +335,7 @@ def _without(
 
 
 def _settle(table: pa.Table, nonfinite: Nonfinite) -> pa.Table:
-    """Turns with 0.0 under every null logprob, and nulls made of what has no value."""
+    """Turns with 0.0 under every null logprob, and null for values that are none."""
     if "output_logprobs" not in table.column_names:
         return table
     if nonfinite not in ("raise", "null"):
@@ -358,7 +358,7 @@ def _settle_chunk(chunk: pa.LargeListArray, make_null: bool) -> pa.LargeListArra
         absent = absent | turn_rules.not_logprobs(numbers)
     elif not values.null_count:
         return chunk
-    # -0.0 and NaN are not the zero that a reader of the bytes is promised
+    # the schema promises 0.0 in the bytes, not -0.0 or NaN
     if not (make_null and absent.any()) and not numbers[absent].tobytes().strip(b"\0"):
         return chunk
     numbers = np.where(absent, np.float32(0), numbers)
