@@ -9,7 +9,7 @@ import pytest
 
 import trajkit as tk
 from tests.engines.runs import in_order, turns_of, write_files, write_scattered
-from trajkit.errors import PolicyError
+from trajkit.errors import ArgumentError
 from trajkit.jobs import engine_step
 from trajkit.jobs.engine_step import RowsStep
 
@@ -79,5 +79,5 @@ def test_ray_is_named_where_it_is_missing(monkeypatch):
     import trajkit.jobs.ray
 
     monkeypatch.setitem(__import__("sys").modules, "ray.data", None)
-    with pytest.raises(PolicyError, match="needs Ray"):
+    with pytest.raises(ArgumentError, match="needs Ray"):
         trajkit.jobs.ray.linearize("turns")

@@ -22,7 +22,12 @@ from tests.strategies import runs
 from trajkit import cli
 from trajkit._streams import session_batches
 from trajkit._streams.prefetch import read_ahead
-from trajkit.errors import FormatError, InvalidTurnsError, PolicyError, SchemaError
+from trajkit.errors import (
+    ArgumentError,
+    FormatError,
+    InvalidTurnsError,
+    SchemaError,
+)
 from trajkit.io import arrow, parquet_polars
 from trajkit.io.formats import paths_in
 from trajkit.io.tables import read_any_rows, write_rows, write_table, write_tables
@@ -387,7 +392,7 @@ def test_a_directory_of_another_job_is_refused(tmp_path, small):
     (folder / "_manifest.json").unlink()
     with pytest.raises(FormatError, match="holds files"):
         linearize_file(log, folder)
-    with pytest.raises(PolicyError, match="give a directory"):
+    with pytest.raises(ArgumentError, match="give a directory"):
         linearize_file(log, f"{tmp_path}/fresh/", report=tmp_path / "report.parquet")
 
 
@@ -643,7 +648,7 @@ def test_what_is_read_ahead_ends_with_its_user():
 def test_two_outputs_of_one_name_are_refused(tmp_path, other, output):
     write_source(tmp_path / "t.jsonl", [call("a", [1], [2])])
     place = f"{tmp_path}/{output}"
-    with pytest.raises(PolicyError, match=f"rows and {other} both go to"):
+    with pytest.raises(ArgumentError, match=f"rows and {other} both go to"):
         linearize_file(tmp_path / "t.jsonl", place, **{other: place.rstrip("/")})
     assert os.listdir(tmp_path) == ["t.jsonl"]
 

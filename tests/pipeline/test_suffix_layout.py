@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests.strategies import policies, row_limits, runs
 from tests.tables import policy_of, turns_table
-from trajkit.errors import InvalidTurnsError, PolicyError, SchemaError
+from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.schema import ROWS, ROWS_SUFFIX
 
 anyone = policies | st.sampled_from(
@@ -209,7 +209,7 @@ def test_polars_keeps_the_layout():
 
 def test_a_layout_that_is_none_is_refused():
     with pytest.raises(
-        PolicyError, match="layout='half': expected one of 'full', 'suf"
+        ArgumentError, match="layout='half': expected one of 'full', 'suf"
     ):
         tk.linearize(DRIFTING, layout="half")
 
@@ -341,5 +341,5 @@ def test_suffix_rows_that_break_a_rule_are_named(rows, said):
 
 def test_payloads_go_with_whole_rows():
     turns = DRIFTING.append_column("scores", DRIFTING["output_logprobs"])
-    with pytest.raises(PolicyError, match="payloads need layout='full': layout is 'su"):
+    with pytest.raises(ArgumentError, match="payloads need layout='full': layout is 'su"):
         tk.linearize(turns, payloads=["scores"], layout="suffix")

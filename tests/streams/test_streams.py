@@ -18,7 +18,7 @@ from tests.tables import turns_table
 from trajkit import schema
 from trajkit._arrow.take import no_rows
 from trajkit._streams.lockstep import batches_of, one_batch
-from trajkit.errors import InvalidTurnsError, PolicyError, SchemaError
+from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 
 TOKENIZER = byte_tokenizer()
 
@@ -333,7 +333,7 @@ def test_links_of_other_sessions_are_refused():
     ],
 )
 def test_choices_are_looked_at_before_a_stream_is_read(call):
-    with pytest.raises(PolicyError):
+    with pytest.raises(ArgumentError):
         call(iter([]))
 
 

@@ -11,7 +11,7 @@ from tests.golden_sessions import golden
 from tests.libraries import LIBRARIES, joined, tensor
 from tests.strategies import END, STARTS, runs
 from tests.tables import by_session, turns_table
-from trajkit.errors import InvalidTurnsError, PolicyError, SchemaError
+from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.schema import REPORT, SESSIONS
 
 KEEPS_ALL = ["faithful", "strict", "per_call", "skyrl", "graph"]
@@ -338,7 +338,7 @@ def test_turn_rewards_of_other_sessions_and_zeros_are_no_fault():
     ],
 )
 def test_choices_that_do_not_exist(call, match):
-    with pytest.raises(PolicyError, match=match):
+    with pytest.raises(ArgumentError, match=match):
         call(tk.linearize(forks()))
 
 
@@ -475,7 +475,7 @@ def test_a_last_turn_needs_a_reward_and_a_name():
     unnamed = rows.drop_columns("last_turn")
     with pytest.raises(InvalidTurnsError, match="row 0: last_turn is null"):
         rewards_of("last_turn", unnamed, turn_rewards=turn_rewards(1.0))
-    with pytest.raises(PolicyError, match="mode is 'last_turn', turn_rewards is not"):
+    with pytest.raises(ArgumentError, match="mode is 'last_turn', turn_rewards is not"):
         rewards_of("last_turn", rows)
 
 

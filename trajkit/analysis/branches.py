@@ -92,7 +92,7 @@ def label_branches(
     ------
     SchemaError, InvalidTurnsError
         As `trajkit.linearize`.
-    PolicyError
+    ArgumentError
         ``opening_tokens`` is no integer of 1 or more.
 
     References

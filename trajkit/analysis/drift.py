@@ -88,7 +88,7 @@ def classify_drift(
     ------
     SchemaError, InvalidTurnsError
         As `trajkit.linearize`; the tokenizer lacks a method.
-    PolicyError
+    ArgumentError
         ``min_run`` is not an integer of 1 or more.
     """
     min_run = chosen_int("min_run", min_run, 1)

@@ -77,7 +77,7 @@ def explain_drift(
     ------
     SchemaError, InvalidTurnsError
         As `trajkit.linearize`; the tokenizer lacks a method.
-    PolicyError
+    ArgumentError
         ``min_run`` is not an integer of 1 or more.
 
     Notes

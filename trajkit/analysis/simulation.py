@@ -78,7 +78,7 @@ def simulate(
     ------
     SchemaError, InvalidTurnsError
         As for `trajkit.linearize`.
-    PolicyError
+    PolicyError, ArgumentError
         A policy does not exist, or ``pad_to`` is not an integer of 1 or more.
 
     Examples

@@ -31,7 +31,7 @@ from trajkit.cli.policies import add_policies
 from trajkit.cli.simulate import add_simulate
 from trajkit.cli.standard import shown, standard_files
 from trajkit.cli.verify import add_verify
-from trajkit.errors import FormatError, PolicyError, TornLogWarning, TrajkitError
+from trajkit.errors import ArgumentError, FormatError, TornLogWarning, TrajkitError
 
 DONE = 0
 BAD_DATA = 1
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(_describe(error), BAD_FILE)
     except FormatError as error:
         return _fail(str(error), BAD_FILE)
-    except PolicyError as error:
+    except ArgumentError as error:
         return _fail(str(error), BAD_USAGE)
     except TrajkitError as error:
         return _fail(str(error), BAD_DATA)

@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the summary; the exit code is 0."""
     policy = chosen_policy(arguments)
     if arguments.findings is not None and arguments.tokenizer is None:
-        raise tk.errors.PolicyError("--findings needs --tokenizer")
+        raise tk.errors.ArgumentError("--findings needs --tokenizer")
     tokenizer = None
     if arguments.tokenizer is not None:
         tokenizer = load_tokenizer(arguments.tokenizer)

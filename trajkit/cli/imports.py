@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         tokenizer = load_chat_tokenizer(arguments.tokenizer, arguments.chat_template)
     elif arguments.chat_template is not None:
-        raise tk.errors.PolicyError("--chat-template needs --tokenizer")
+        raise tk.errors.ArgumentError("--chat-template needs --tokenizer")
     with Progress("import", "turns") as bar:
         totals, report = tk.importers.import_file(
             arguments.source,

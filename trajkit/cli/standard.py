@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
-from trajkit.errors import PolicyError, TrajkitError
+from trajkit.errors import ArgumentError, TrajkitError
 from trajkit.io.formats import format_of
 
 DASH = "-"
@@ -37,14 +37,14 @@ def standard_files(arguments: argparse.Namespace) -> Iterator[None]:
 
     Raises
     ------
-    PolicyError
+    ArgumentError
         Standard input is asked for twice.
     """
     global _folder
     takes = [name for name in _INPUTS if DASH in _values(arguments, name)]
     gives = getattr(arguments, "output", None) == DASH
     if len(takes) > 1:
-        raise PolicyError("standard input is given twice: only one file may be -")
+        raise ArgumentError("standard input is given twice: only one file may be -")
     if not takes and not gives:
         yield
         return

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import cast
 
 from trajkit.analysis.tokenizer import Tokenizer
-from trajkit.errors import FormatError, PolicyError
+from trajkit.errors import ArgumentError, FormatError
 from trajkit.importers.reader import ChatTokenizer
 
 
@@ -21,7 +21,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         There is nothing at the path.
     FormatError
         What is there is no tokenizer.
-    PolicyError
+    ArgumentError
         The library that reads it is not installed.
     """
     if not path.exists():
@@ -46,7 +46,7 @@ def load_chat_tokenizer(path: Path, template: Path | None) -> ChatTokenizer:
 
     Raises
     ------
-    FileNotFoundError, FormatError, PolicyError
+    FileNotFoundError, FormatError, ArgumentError
         As for `load_tokenizer`; a FormatError also where it has no template.
     """
     if not path.exists():
@@ -83,5 +83,5 @@ def _from_directory(path: Path) -> Tokenizer:
     return cast("Tokenizer", read)
 
 
-def _missing(library: str) -> PolicyError:
-    return PolicyError(f"--tokenizer needs {library}: pip install {library}")
+def _missing(library: str) -> ArgumentError:
+    return ArgumentError(f"--tokenizer needs {library}: pip install {library}")

@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.policy is not None:
         policy = checked_policy(arguments.policy, arguments.set)
     elif arguments.set:
-        raise tk.errors.PolicyError("--set needs --policy")
+        raise tk.errors.ArgumentError("--set needs --policy")
     with tempfile.TemporaryDirectory(prefix="trajkit-verify-") as folder:
         output = arguments.output or str(Path(folder, "violations.arrows"))
         with Progress("verify", "turns") as bar:

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.take import picked
-from trajkit.errors import InvalidTurnsError, PolicyError
+from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.io.tables import turn_files
 from trajkit.jobs.engine_step import RowsStep
 from trajkit.jobs.group_sessions import scan_turns
@@ -77,7 +77,7 @@ def linearize(
     try:
         import ray.data
     except ModuleNotFoundError as error:
-        raise PolicyError(
+        raise ArgumentError(
             "trajkit.jobs.ray needs Ray: pip install 'trajkit[ray]'"
         ) from error
     step = step or RowsStep()

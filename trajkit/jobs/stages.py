@@ -23,7 +23,7 @@ from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike
 from trajkit._streams.prefetch import read_ahead
 from trajkit._streams.session_batches import PIECE_TOKENS, pieces, weights
-from trajkit.errors import InvalidTurnsError, PolicyError
+from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.io.formats import Format, check_folder, kind_of
 from trajkit.io.tables import log_files, write_rows, write_tables, write_turns
 from trajkit.jobs.atomic_writers import Write, outlets
@@ -157,13 +157,13 @@ def _check_places(targets: Mapping[str, Target], *, parts: bool) -> None:
     for name, target in targets.items():
         other = places.setdefault(target.path.resolve(), name)
         if other != name:
-            raise PolicyError(
+            raise ArgumentError(
                 f"{other} and {name} both go to {target.path}: each needs a place of "
                 "its own"
             )
         if parts and kind_of(target.path):
             main = next(iter(targets.values())).path
-            raise PolicyError(
+            raise ArgumentError(
                 f"{name} goes to the file {target.path}, and {main} is a directory of "
                 "parts: give a directory"
             )

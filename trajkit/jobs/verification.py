@@ -23,7 +23,7 @@ from trajkit._arrow.canonical import TableLike, check_session_id
 from trajkit._arrow.take import picked
 from trajkit._streams.lockstep import Beside, one_batch
 from trajkit._streams.session_batches import joined
-from trajkit.errors import InvalidTurnsError, PolicyError, SchemaError, TornLogWarning
+from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError, TornLogWarning
 from trajkit.io import jsonl
 from trajkit.io.arrow import key_batches
 from trajkit.io.formats import Format, format_of, is_json, open_input, paths_in
@@ -168,7 +168,7 @@ def _of_no_session(
 ) -> dict[str, int]:
     """Rows that may be of any turn."""
     if is_parts(output) or rejected is not None:
-        raise PolicyError(
+        raise ArgumentError(
             f"the rows of {rows} have no session_id: they are verified as one, into one "
             "file, and no session is set aside"
         )

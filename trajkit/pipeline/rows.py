@@ -14,7 +14,7 @@ from trajkit._arrow.take import no_rows
 from trajkit._streams.lockstep import Stream, batches_of, is_stream
 from trajkit._streams.session_batches import whole_sessions
 from trajkit._streams.thread_pool import spread
-from trajkit.errors import PolicyError
+from trajkit.errors import ArgumentError
 from trajkit.pipeline.fill import row_batches
 from trajkit.pipeline.links import (
     BY_MESSAGES,
@@ -204,7 +204,7 @@ def linearize(
         number of logprobs than output ids; ``links``, ``drift`` or ``sessions`` do not
         fit ``turns``; turns, ``reward`` and ``sessions`` contradict each other; a token
         has no logprob, and the policy's ``missing_logprobs`` is ``"raise"``.
-    PolicyError
+    PolicyError, ArgumentError
         The policy, one of its choices or the layout does not exist; ``payloads`` with
         ``layout="suffix"``.
 
@@ -233,13 +233,13 @@ def linearize(
         layout == "suffix",
     )
     if work.payloads and work.suffix:
-        raise PolicyError("payloads need layout='full': layout is 'suffix'")
+        raise ArgumentError("payloads need layout='full': layout is 'suffix'")
     if isinstance(turns, Calls):
         return _tables([work(turns, None)], work.schema(turns.table.schema), report)
     n_threads = threads or os.cpu_count() or 1
     if is_stream(turns):
         if links is not None or drift is not None:
-            raise PolicyError(
+            raise ArgumentError(
                 "links and drift were given for a stream of turns: pass a table"
             )
         parts = _stream(turns, work, n_threads)

@@ -133,7 +133,7 @@ def verify(
         The turns of a session are not contiguous, or ``reward`` or ``sessions`` lacks a
         session. For iterators also: the sessions of the rows are in another order than
         those of the turns.
-    PolicyError
+    PolicyError, ArgumentError
         The policy does not exist, or ``max_row_tokens`` or ``weigh_by`` is not allowed.
 
     Examples
