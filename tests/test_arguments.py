@@ -185,7 +185,9 @@ def test_columns_of_any_layout_are_looked_at_in_files(tmp_path):
 def test_parquet_named_as_json_lines_is_refused(tmp_path):
     tk.write_turns(TURNS, tmp_path / "turns.parquet")
     wrong = (tmp_path / "turns.parquet").rename(tmp_path / "turns.jsonl")
-    with pytest.raises(FormatError, match=r"turns.jsonl .* holds parquet: rename it"):
+    with pytest.raises(
+        FormatError, match=r"turns.jsonl .* contains parquet: rename it"
+    ):
         tk.read_turns(wrong)
 
 
@@ -337,7 +339,7 @@ def test_whole_floats_of_pandas_are_integers():
 def test_other_floats_are_no_integers(index):
     column = pa.array([0.0, index])
     turns = TURNS.set_column(1, "turn_index", column)
-    with pytest.raises(InvalidTurnsError, match=r"turn_index .* is no whole number in"):
+    with pytest.raises(InvalidTurnsError, match=r"turn_index .* is not an integer in"):
         tk.linearize(turns)
 
 

@@ -19,7 +19,7 @@ import pytest
 
 import trajkit as tk
 from trajkit import cli
-from trajkit._streams import session_batches
+from trajkit._streams import limits
 from trajkit.cli.drift import _short
 from trajkit.cli.policy_args import allowed, choices_of, with_choices
 from trajkit.cli.progress import Progress
@@ -332,7 +332,7 @@ def test_progress_shows_on_a_terminal_only(monkeypatch):
 
 
 def test_sessions_go_through_in_pieces(monkeypatch, tmp_path, capsys, turns):
-    monkeypatch.setattr(session_batches, "PIECE_TOKENS", 1)
+    monkeypatch.setattr(limits, "READ_TOKENS", 1)
     rows = tmp_path / "rows.parquet"
     printed = run_json(capsys, "linearize", turns, "-o", str(rows))
     assert printed["sessions"] == 2
@@ -545,7 +545,7 @@ def test_compact_of_no_turns_is_of_the_delta_form(tmp_path, capsys):
 def test_the_delta_form_has_no_json_lines(tmp_path, capsys, turns):
     out = tmp_path / "small.jsonl"
     assert cli.main(["compact", turns, "-o", str(out)]) == cli.BAD_FILE
-    said = "trajkit: turns in delta form have no form in JSON lines\n"
+    said = "trajkit: JSON lines cannot store turns in delta form: use trajkit.expand\n"
     assert capsys.readouterr().err == said
     assert not out.exists()
 

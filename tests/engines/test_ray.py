@@ -19,7 +19,7 @@ from tests.engines.runs import in_order, turns_of, write_files, write_scattered
 from trajkit import schema
 from trajkit.errors import FormatError, InvalidTurnsError
 from trajkit.io.tables import write_table
-from trajkit.jobs.engine_step import RowsStep
+from trajkit.jobs.engine_step import LinearizeStep
 
 # as the tests do not stand in a package that workers could import
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -45,7 +45,7 @@ def cluster():
 def test_files_of_whole_sessions(tmp_path):
     turns = turns_of()
     write_files(turns, tmp_path / "turns")
-    step = RowsStep(policy="slime", layout="suffix")
+    step = LinearizeStep(policy="slime", layout="suffix")
     trajkit.jobs.ray.linearize(tmp_path / "turns", step).write_parquet(
         str(tmp_path / "rows")
     )
@@ -94,7 +94,7 @@ def test_the_rows_are_the_same_where_a_worker_is_killed(tmp_path):
     rewards = {name: float(k) for k, name in enumerate(turns["session_id"].to_pylist())}
     looks = tmp_path / "looks"
     looks.mkdir()
-    step = RowsStep(reward=Deadly(str(looks), rewards))
+    step = LinearizeStep(reward=Deadly(str(looks), rewards))
     trajkit.jobs.ray.linearize(tmp_path / "turns", step).write_parquet(
         str(tmp_path / "rows")
     )
@@ -105,7 +105,7 @@ def test_the_rows_are_the_same_where_a_worker_is_killed(tmp_path):
 
 
 def test_a_directory_without_turns_is_refused(tmp_path):
-    with pytest.raises(FormatError, match="holds no file"):
+    with pytest.raises(FormatError, match="contains no file"):
         trajkit.jobs.ray.linearize(tmp_path)
 
 
@@ -136,7 +136,7 @@ def test_a_run_is_read_with_its_amendments_and_sessions(tmp_path):
     write_table(
         pa.Table.from_pylist(known, schema.SESSIONS), runs[0] / "sessions-00000.arrows"
     )
-    step = RowsStep(policy="slime", reward=tk.read_sessions(runs[0]))
+    step = LinearizeStep(policy="slime", reward=tk.read_sessions(runs[0]))
     got = rows_of(tmp_path, runs, step)
     amended = pa.concat_tables([tk.read_turns(run) for run in runs])
     assert amended["trainable"].to_pylist().count(False) == 1

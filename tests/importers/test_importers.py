@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests import foreign
 from tests.strategies import runs
-from trajkit._streams import session_batches
+from trajkit._streams import limits
 from trajkit.cli import main
 from trajkit.errors import FormatError
-from trajkit.importers import FORMATS, reader
+from trajkit.importers import FORMATS
 from trajkit.importers.findings import KEPT, LEFT_OUT
 from trajkit.importers.reader import EXTRAS, _fitting, _head
-from trajkit.jobs import group_sessions
 from trajkit.jobs.stages import Watch
 from trajkit.schema import IMPORT_REPORT, TURNS
 
@@ -895,10 +894,10 @@ def test_a_length_that_is_no_number_is_told(tmp_path):
 
 @pytest.fixture
 def few_at_a_time(monkeypatch):
-    monkeypatch.setattr(reader, "_BATCH", 2)
-    monkeypatch.setattr(session_batches, "PIECE_TOKENS", 600)
-    monkeypatch.setattr(group_sessions, "_BUCKET_BYTES", 400)
-    monkeypatch.setattr(group_sessions, "_SPILL_BYTES", 200)
+    monkeypatch.setattr(limits, "IMPORTED_RECORDS", 2)
+    monkeypatch.setattr(limits, "READ_TOKENS", 600)
+    monkeypatch.setattr(limits, "BUCKET_BYTES", 400)
+    monkeypatch.setattr(limits, "SPILL_BYTES", 200)
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow", "arrows"])
@@ -1153,13 +1152,13 @@ def test_compressed_files_are_found_and_read(tmp_path, suffix):
 def test_a_file_that_its_codec_cannot_read_is_named_as_that(tmp_path):
     path = tmp_path / "0.jsonl.gz"
     path.write_bytes(gzip.compress(log_line() * 1000)[:-20])
-    with pytest.raises(FormatError, match=r"0\.jsonl\.gz cannot be read whole"):
+    with pytest.raises(FormatError, match=r"0\.jsonl\.gz cannot be decompressed"):
         tk.import_turns(path)
     (tmp_path / "1.jsonl").write_bytes(log_line())
     turns, report = tk.import_turns(tmp_path)
     assert turns.num_rows == 1
     assert report["problem"].to_pylist() == ["other_file"]
-    assert "cannot be read whole" in report["detail"][0].as_py()
+    assert "cannot be decompressed" in report["detail"][0].as_py()
 
 
 def test_a_mark_of_the_order_of_bytes_is_passed_over(tmp_path):

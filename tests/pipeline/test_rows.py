@@ -350,7 +350,7 @@ def test_a_threshold_of_none_is_the_preset_s_own():
 @pytest.mark.parametrize(
     ("pieces", "match"),
     [
-        pytest.param([{"session_id": "s"}], "dict is no record batch", id="a dict"),
+        pytest.param([{"session_id": "s"}], "dict is not a record batch", id="a dict"),
         pytest.param([pa.record_batch({"x": [1]})], "'session_id'", id="no session"),
         pytest.param(
             [

@@ -16,7 +16,7 @@ from tests.shim.fakes import byte_tokenizer
 from tests.strategies import fewer_examples, pick, runs
 from tests.tables import turns_table
 from trajkit import schema
-from trajkit._arrow.take import no_rows
+from trajkit._arrow.take import empty_batch
 from trajkit._streams.lockstep import batches_of, one_batch
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 
@@ -446,7 +446,7 @@ def test_a_stream_without_rows_gives_a_batch_without_rows(name, seen):
         "linearize": (tk.linearize, (turns,)),
     }[name]
     given = [
-        iter([no_rows(one.schema)] * seen) if seen else reader_of(one)
+        iter([empty_batch(one.schema)] * seen) if seen else reader_of(one)
         for one in sources
     ]
     [batch] = stage(*given)

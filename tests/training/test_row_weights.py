@@ -150,7 +150,7 @@ def test_reward_modes(mode, expected):
     assert rewards_of(mode, unscored) == [None] * 3
 
 
-def with_kinds(rows, kinds):
+def normalize_categories(rows, kinds):
     place = rows.schema.get_field_index("segment_kind")
     return rows.set_column(place, "segment_kind", kinds)
 
@@ -163,13 +163,13 @@ def test_the_final_row_has_the_greatest_row_index_wherever_it_is():
 def test_final_only_goes_by_the_kind_of_a_segment_where_rows_have_one():
     rows = tk.linearize(forks(), reward=3.0)
     kinds = pa.array(["history_replaced", "final", "subagent"]).dictionary_encode()
-    assert rewards_of("final_only", with_kinds(rows, kinds)) == [
+    assert rewards_of("final_only", normalize_categories(rows, kinds)) == [
         0.0,
         3.0,
         0.0,
     ]
     nothing = pa.array(["history_replaced", None, "subagent"])
-    assert rewards_of("final_only", with_kinds(rows, nothing)) == [0.0] * 3
+    assert rewards_of("final_only", normalize_categories(rows, nothing)) == [0.0] * 3
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_reward_modes_are_those_of_segments(case):
     )
     kinds = pa.array([case["kinds"][sample["source"]] for sample in samples])
     rows = tk.linearize(turns, "per_call", reward=case["reward"])
-    rows = with_kinds(rows, kinds)
+    rows = normalize_categories(rows, kinds)
     assert rewards_of(case["mode"], rows) == [s["reward"] for s in samples]
 
 

@@ -9,7 +9,7 @@ from typing import TypedDict
 from trajkit.cli.progress import Progress
 from trajkit.io.tables import write_tables
 from trajkit.jobs.group_sessions import Log, buckets
-from trajkit.jobs.session_index import Census
+from trajkit.jobs.session_index import SessionIndex
 from trajkit.jobs.stages import Stage, Target, Watch, run
 
 
@@ -42,7 +42,7 @@ def through(arguments: argparse.Namespace, bar: Progress) -> Through:
     """What the options say."""
     gather = arguments.gather == "auto"
 
-    def begins(census: Census, done: int) -> None:
+    def begins(census: SessionIndex, done: int) -> None:
         if (
             gather
             and census.scattered is not None

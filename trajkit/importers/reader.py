@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 import pyarrow as pa
 
+from trajkit._streams import limits
 from trajkit.analysis.tokenizer import Codec, Tokenizer
 from trajkit.errors import FormatError, InvalidTurnsError
 from trajkit.importers import (
@@ -74,8 +75,6 @@ _SUFFIXES = (
     ".pt",
     ".pkl",
 )
-# records that become a table at a time
-_BATCH = 256
 
 
 class ChatTokenizer(Tokenizer, Protocol):
@@ -160,7 +159,7 @@ def imported(
 
     def pieces() -> Iterator[pa.Table]:
         yield TURNS_IMPORTED.empty_table()
-        while batch := list(islice(found, _BATCH)):
+        while batch := list(islice(found, limits.IMPORTED_RECORDS)):
             yield _table(batch, notes, nonfinite_logprobs)
 
     return pieces(), notes

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from trajkit._arrow.take import no_rows
+from trajkit._arrow.take import empty_batch
 from trajkit.errors import FormatError
 from trajkit.importers.reader import ChatTokenizer, imported
 from trajkit.io.arrow import file_rows
 from trajkit.io.tables import write_tables, write_turns
 from trajkit.jobs.group_sessions import GATHERS, Log
-from trajkit.jobs.session_index import Census
+from trajkit.jobs.session_index import SessionIndex
 from trajkit.jobs.stages import Made, Target, Watch, folder_of, is_parts, run
 from trajkit.turns.validation import Nonfinite
 
@@ -61,7 +61,7 @@ def import_file(
     watch = watch or Watch()
     sessions = 0
 
-    def begins(census: Census, done: int) -> None:
+    def begins(census: SessionIndex, done: int) -> None:
         nonlocal sessions
         sessions = len(census.turns)
         watch.begins(census, done)
@@ -88,4 +88,4 @@ def import_file(
 
 def _batches(pieces: Iterator[pa.Table]) -> Iterator[pa.RecordBatch]:
     for piece in pieces:
-        yield from piece.to_batches() or [no_rows(piece.schema)]
+        yield from piece.to_batches() or [empty_batch(piece.schema)]

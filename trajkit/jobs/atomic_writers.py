@@ -12,21 +12,18 @@ from typing import Self, TypeAlias
 
 import pyarrow as pa
 
-from trajkit._arrow.take import no_rows
+from trajkit._arrow.take import empty_batch
+from trajkit._streams import limits
 from trajkit.io.formats import naming
 
 Write: TypeAlias = Callable[[Iterator[pa.RecordBatch], Path], None]
-
-# Bytes of tables that may wait for their file, and one table more: about what goes into a
-# row group of Parquet, so that the next is gathered while one is encoded.
-_WAITING_BYTES = 64 << 20
 
 
 class _Abandoned(Exception):
     """What is half written is not wanted."""
 
 
-class Outlet:
+class AtomicWriter:
     """A file that is written by a thread of its own, whole or not at all.
 
     Parameters
@@ -56,7 +53,9 @@ class Outlet:
         """
         with self._changes:
             self._changes.wait_for(
-                lambda: self._waiting <= _WAITING_BYTES or self._error is not None
+                lambda: (
+                    self._waiting <= limits.ROW_GROUP_BYTES or self._error is not None
+                )
             )
             if self._error is not None:
                 raise self._error
@@ -98,13 +97,15 @@ class Outlet:
             # in one piece each, so that row groups do not tell how many threads made it
             batches = table.combine_chunks().to_batches()
             # without rows a file still says of which columns it is
-            none = no_rows(table.schema)
+            none = empty_batch(table.schema)
             del table
             yield from batches or [none]
 
 
 @contextmanager
-def outlets(targets: Mapping[str, tuple[Path, Write]]) -> Iterator[dict[str, Outlet]]:
+def atomic_writers(
+    targets: Mapping[str, tuple[Path, Write]],
+) -> Iterator[dict[str, AtomicWriter]]:
     """An outlet for each target; the files get their names when all of them are whole.
 
     Where one cannot be written, or not put in its place, there is none of them, and what
@@ -116,7 +117,7 @@ def outlets(targets: Mapping[str, tuple[Path, Write]]) -> Iterator[dict[str, Out
     Parameters
     ----------
     targets : mapping of str to (Path, function)
-        As for `Outlet`.
+        As for `AtomicWriter`.
 
     Raises
     ------
@@ -133,7 +134,7 @@ def outlets(targets: Mapping[str, tuple[Path, Write]]) -> Iterator[dict[str, Out
     try:
         with ExitStack() as stack:
             yield {
-                name: stack.enter_context(Outlet(drafts[name], write, path))
+                name: stack.enter_context(AtomicWriter(drafts[name], write, path))
                 for name, (path, write) in targets.items()
             }
         _name_all([(drafts[name], path) for name, (path, _) in targets.items()])

@@ -11,19 +11,16 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from trajkit._streams import limits
 from trajkit.pipeline.rows import Layout, linearize
 from trajkit.pipeline.suffix_layout import row_lengths
 from trajkit.policies import Policy
 from trajkit.schema import ROWS, ROWS_SUFFIX
 from trajkit.turns.session_metadata import Reward
 
-# Lists with offsets of 32 bits hold fewer than 2**31 elements in a batch; what is sent
-# from process to process should be far below.
-_MOST_TOKENS = 1 << 25
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowsStep:
+class LinearizeStep:
     """Turns to rows in types that every engine knows: no large lists, no dictionaries.
 
     It holds nothing but its choices, so it can be pickled. Called with an iterator of
@@ -78,7 +75,7 @@ def _split(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     start = 0
     while start < batch.num_rows:
         before = ends[start - 1] if start else 0
-        stop = int(np.searchsorted(ends, before + _MOST_TOKENS, side="right"))
+        stop = int(np.searchsorted(ends, before + limits.PART_TOKENS, side="right"))
         stop = max(stop, start + 1)
         yield batch.slice(start, stop - start)
         start = stop

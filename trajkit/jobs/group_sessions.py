@@ -21,15 +21,21 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit._arrow.canonical import canonical, turns_schema
-from trajkit._arrow.take import picked, picked_column
+from trajkit._arrow.take import take_rows, take_values
+from trajkit._streams import limits
 from trajkit._streams.lockstep import batches_in
-from trajkit._streams.session_batches import joined, pieces, whole_sessions
+from trajkit._streams.session_batches import concat, rechunk, whole_sessions
 from trajkit.errors import InvalidTurnsError
 from trajkit.io import jsonl
 from trajkit.io.arrow import file_rows, read_batches
 from trajkit.io.formats import Format, format_of, is_json, open_input
 from trajkit.io.tables import read_turns, turn_files
-from trajkit.jobs.session_index import Census, session_in, take_census, turn_numbers
+from trajkit.jobs.session_index import (
+    SessionIndex,
+    index_sessions,
+    session_in,
+    turn_numbers,
+)
 from trajkit.schema import TURNS
 from trajkit.turns.amendments import Amendments
 from trajkit.turns.records import from_records
@@ -37,13 +43,6 @@ from trajkit.turns.validation import REJECTED, Nonfinite, check_turns, reject_tu
 
 GATHERS = ".trajkit-gather-"
 """What the names of directories begin with in which sessions are gathered."""
-
-# What the turns of one file of sessions may take, and how many such files are open.
-_BUCKET_BYTES, _MOST_BUCKETS = 32 << 20, 512
-# Turns that are shared out among the buckets at a time.
-_SPILL_BYTES = 48 << 20
-# Turns that are read at a time: bytes, and at least and at most how many.
-_BATCH_BYTES, _LEAST_ROWS, _MOST_ROWS = 16 << 20, 16, 1024
 
 # Stands for a session that JSON lines spell wrongly: why.
 _REASON = "trajkit.turns.reject_sessions"
@@ -74,20 +73,22 @@ class Log:
     gather: bool = True
     folder: str | os.PathLike[str] | None = None
 
-    def census(self) -> Census:
-        """What the files hold; see `trajkit.jobs.session_index.take_census`."""
-        return take_census(self._files()[0], self.format)
+    def census(self) -> SessionIndex:
+        """What the files hold; see `trajkit.jobs.session_index.index_sessions`."""
+        return index_sessions(self._files()[0], self.format)
 
     def _files(self) -> tuple[list[Path], Amendments | None]:
         """The files of turns, and what amends them."""
         return turn_files(self.source, self.format)
 
-    def pieces(self, census: Census, skip: int = 0) -> Generator["Piece", None, None]:
+    def pieces(
+        self, census: SessionIndex, skip: int = 0
+    ) -> Generator["Piece", None, None]:
         """The turns in tables of whole sessions, in the order of `read_turns`.
 
         Parameters
         ----------
-        census : Census
+        census : SessionIndex
             Of the files as they are.
         skip : int
             Leave out so many turns, which must be those of the first pieces.
@@ -103,12 +104,12 @@ class Log:
         if self.gather and census.scattered is not None:
             tables = self._gathered(census, skip)
         else:
-            rows = census.n_turns * _BATCH_BYTES // max(census.n_bytes, 1)
-            rows = min(max(rows, _LEAST_ROWS), _MOST_ROWS)
+            rows = census.n_turns * limits.READ_BYTES // max(census.n_bytes, 1)
+            rows = min(max(rows, limits.MIN_READ_ROWS), limits.MAX_READ_ROWS)
             tables = whole_sessions(self._batches(rows, skip))
         amendments = self._files()[1]
         with closing(tables):
-            for table in pieces(tables):
+            for table in rechunk(tables):
                 piece = self._judged(table)
                 if amendments is not None:
                     piece = replace(piece, turns=amendments.fold_into(piece.turns))
@@ -164,7 +165,7 @@ class Log:
                     "no session to set aside"
                 )
             sessions.setdefault(name, []).append(record)
-        return joined(self._session(name, own) for name, own in sessions.items())
+        return concat(self._session(name, own) for name, own in sessions.items())
 
     def _session(self, name: str, records: list[dict[str, object]]) -> pa.Table:
         try:
@@ -173,13 +174,15 @@ class Log:
             n = len(records)
             return pa.table({"session_id": [name] * n, _REASON: [str(error)] * n})
 
-    def _gathered(self, census: Census, skip: int) -> Generator[pa.Table, None, None]:
+    def _gathered(
+        self, census: SessionIndex, skip: int
+    ) -> Generator[pa.Table, None, None]:
         folders = self._folders(census)
         if set(buckets(census).values()) == {0}:
             folders = (folder for folder in [Path(self.source)])
         with closing(folders):
             for folder in folders:
-                table = in_one_piece(joined(self._tables(folder)))
+                table = in_one_piece(concat(self._tables(folder)))
                 left = table.slice(skip)
                 skip = max(skip - table.num_rows, 0)
                 if left.num_rows:
@@ -193,7 +196,7 @@ class Log:
         for batch in plain._batches(None):
             yield pa.Table.from_batches([batch])
 
-    def _folders(self, census: Census) -> Generator[Path, None, None]:
+    def _folders(self, census: SessionIndex) -> Generator[Path, None, None]:
         """Directories of turns, each with the whole of a run of sessions.
 
         They follow one another as their first sessions do. A directory is gone when the
@@ -209,7 +212,7 @@ class Log:
                         spill.add_line(line, session_in(record))
                 else:
                     for batch in read_batches(
-                        path, kind, _LEAST_ROWS, plan=turns_schema
+                        path, kind, limits.MIN_READ_ROWS, plan=turns_schema
                     ):
                         spill.add(batch)
             for bucket in spill.close():
@@ -282,9 +285,9 @@ def scan_turns(
         yield from batches_in(piece.turns for piece in found)
 
 
-def buckets(census: Census) -> dict[str | None, int]:
+def buckets(census: SessionIndex) -> dict[str | None, int]:
     """Where each session is gathered: runs of sessions of about equal size."""
-    room = max(_BUCKET_BYTES, census.n_bytes // _MOST_BUCKETS)
+    room = max(limits.BUCKET_BYTES, census.n_bytes // limits.MAX_BUCKETS)
     ends = np.cumsum(np.fromiter(census.turns.values(), np.int64, len(census.turns)))
     each = census.n_bytes / max(census.n_turns, 1)
     numbers = ((ends - 1) * each).astype(np.int64) // room
@@ -306,7 +309,7 @@ def in_one_piece(table: pa.Table) -> pa.Table:
     for i in range(len(columns)):
         # one column after the other, so that no two copies of all are held
         column = pa.chunked_array([columns[i].combine_chunks()], columns[i].type)
-        columns[i] = picked_column(column, pa.array(order), schema.names[i])
+        columns[i] = take_values(column, pa.array(order), schema.names[i])
     return pa.Table.from_arrays(columns, schema=schema)
 
 
@@ -344,7 +347,7 @@ class Spill:
             self._share_out()
         self._held.append(batch)
         self._bytes += batch.nbytes
-        if self._bytes >= _SPILL_BYTES:
+        if self._bytes >= limits.SPILL_BYTES:
             self._share_out()
 
     def add_line(self, line: bytes, session: str | None) -> None:
@@ -375,7 +378,7 @@ class Spill:
         of_turn = np.asarray(numbers, np.int64)[ids.indices.to_numpy()]
         for number in np.unique(of_turn).tolist():
             rows = pa.array(np.flatnonzero(of_turn == number))
-            self._stream(number, table.schema).write_table(picked(table, rows))
+            self._stream(number, table.schema).write_table(take_rows(table, rows))
 
     def _stream(self, number: int, schema: pa.Schema) -> pa.ipc.RecordBatchStreamWriter:
         known = self._streams.get(number)

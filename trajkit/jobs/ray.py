@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.take import picked
+from trajkit._arrow.take import take_rows
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.io.tables import turn_files
-from trajkit.jobs.engine_step import RowsStep
+from trajkit.jobs.engine_step import LinearizeStep
 from trajkit.jobs.group_sessions import scan_turns
-from trajkit.jobs.session_index import take_census
+from trajkit.jobs.session_index import index_sessions
 from trajkit.turns.amendments import Amendments
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 def linearize(
     turns: "Paths | Dataset",
-    step: RowsStep | None = None,
+    step: LinearizeStep | None = None,
     *,
     shuffles: int | None = None,
 ) -> "Dataset":
@@ -50,8 +50,8 @@ def linearize(
         gateway whose files were rolled is brought into such files by ``trajkit compact
         LOG -o DIRECTORY/``. Or a dataset with the columns of `trajkit.schema.TURNS` or
         ``TURNS_DELTA``, in any order: it is shuffled by session.
-    step : RowsStep, optional
-        Policy, rewards and layout; None: ``RowsStep()``.
+    step : LinearizeStep, optional
+        Policy, rewards and layout; None: ``LinearizeStep()``.
     shuffles : int, optional
         Of a dataset: how many tasks take part in the shuffle. None: Ray's choice.
 
@@ -72,7 +72,7 @@ def linearize(
 
     Examples
     --------
-    ``trajkit.jobs.ray.linearize("turns/", RowsStep(policy="slime")).write_parquet("rows")``
+    ``ray.linearize("turns/", LinearizeStep(policy="slime")).write_parquet("rows")``
     """
     try:
         import ray.data
@@ -80,7 +80,7 @@ def linearize(
         raise ArgumentError(
             "trajkit.jobs.ray needs Ray: pip install 'trajkit[ray]'"
         ) from error
-    step = step or RowsStep()
+    step = step or LinearizeStep()
     if isinstance(turns, ray.data.Dataset):
         groups = turns.groupby("session_id", num_partitions=shuffles)
         return groups.map_groups(_OfSession(step), batch_format="pyarrow")
@@ -121,7 +121,7 @@ def _sessions_in(batch: pa.Table) -> pa.Table:
     lines = [
         {"path": path, "session_id": name}
         for path in batch.column("path").to_pylist()
-        for name in take_census([Path(path)], None).turns
+        for name in index_sessions([Path(path)], None).turns
         # what names no session is refused where the turns are read
         if name is not None
     ]
@@ -135,7 +135,7 @@ class _OfFiles:
     ``amendments`` has a place for each path that the caller gave.
     """
 
-    step: RowsStep
+    step: LinearizeStep
     amendments: tuple[Amendments | None, ...]
 
     # Ray looks at the name of what it calls
@@ -163,10 +163,10 @@ def _amended(
 class _OfSession:
     """The rows of one session, whose turns come in any order."""
 
-    step: RowsStep
+    step: LinearizeStep
     __name__ = "linearize"
 
     def __call__(self, turns: pa.Table) -> pa.Table:
         order = pc.sort_indices(turns.column("turn_index"))
-        batches = picked(turns, order).to_batches()
+        batches = take_rows(turns, order).to_batches()
         return pa.Table.from_batches(self.step(iter(batches)), self.step.schema)

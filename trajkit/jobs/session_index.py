@@ -21,7 +21,7 @@ INFLATED = 8
 
 
 @dataclass(slots=True)
-class Census:
+class SessionIndex:
     """What the files hold, by session.
 
     Attributes
@@ -73,7 +73,7 @@ class Census:
             self._last = -1 if own is None else int(own[-1])
 
 
-def take_census(paths: Iterable[Path], format: Format | None) -> Census:
+def index_sessions(paths: Iterable[Path], format: Format | None) -> SessionIndex:
     """Look through files for session ids and turn numbers.
 
     Of Parquet and of the file form of Arrow IPC no more is read than these.
@@ -83,7 +83,7 @@ def take_census(paths: Iterable[Path], format: Format | None) -> Census:
     FormatError
         As `trajkit.read_turns`.
     """
-    census = Census()
+    census = SessionIndex()
     with warnings.catch_warnings():
         # what reads the turns says it
         warnings.simplefilter("ignore", TornLogWarning)
@@ -96,7 +96,7 @@ def take_census(paths: Iterable[Path], format: Format | None) -> Census:
     return census
 
 
-def _count_lines(census: Census, path: Path, kind: Format) -> None:
+def _count_lines(census: SessionIndex, path: Path, kind: Format) -> None:
     census.n_bytes += path.stat().st_size * (1 if kind == "jsonl" else INFLATED)
     for value in jsonl.lines(open_input(path, kind), str(path)):
         index = value.get("turn_index")
@@ -118,7 +118,7 @@ def session_in(record: dict[str, object]) -> str | None:
     return name
 
 
-def _count_batches(census: Census, path: Path, kind: Format) -> None:
+def _count_batches(census: SessionIndex, path: Path, kind: Format) -> None:
     for keys, n_bytes in key_batches(path, kind, ("session_id", "turn_index")):
         census.n_bytes += n_bytes
         if "session_id" in keys.schema.names:

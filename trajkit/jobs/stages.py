@@ -21,15 +21,16 @@ import pyarrow as pa
 from trajkit._arguments import check_choice
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike
-from trajkit._streams.prefetch import read_ahead
-from trajkit._streams.session_batches import PIECE_TOKENS, pieces, weights
+from trajkit._streams import limits
+from trajkit._streams.prefetch import prefetch
+from trajkit._streams.session_batches import path_tokens
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.io.formats import Format, check_folder, kind_of
 from trajkit.io.tables import log_files, write_rows, write_tables, write_turns
-from trajkit.jobs.atomic_writers import Write, outlets
+from trajkit.jobs.atomic_writers import Write, atomic_writers
 from trajkit.jobs.group_sessions import Log, Piece
 from trajkit.jobs.manifest import Manifest, fingerprint
-from trajkit.jobs.session_index import Census
+from trajkit.jobs.session_index import SessionIndex
 from trajkit.pipeline.rows import Layout, linearize
 from trajkit.pipeline.suffix_layout import full_pieces, row_pieces
 from trajkit.policies import Policy
@@ -47,17 +48,8 @@ Made: TypeAlias = Iterator[tuple[str, pa.Table]]
 Stage: TypeAlias = Callable[[pa.Table], Made]
 """What a piece of turns becomes."""
 
-PART_TURNS = 1 << 15
-"""A part ends with the piece that brings it to so many turns."""
-
 # What is counted by its rows; of the rest, "report" says how much there is.
 _COUNTED = ("turns", "rejected", "violations")
-
-# Sessions that go through a stage at a time: what their rows can have at most, in tokens,
-# is so much, or more by one session.
-_STAGE_TOKENS = 2 * PIECE_TOKENS
-# Whole rows of a session that can have more are written some at a time.
-_LARGE_TOKENS = 4 * PIECE_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +66,7 @@ class Watch:
 
     Attributes
     ----------
-    begins : function of a Census and an int
+    begins : function of a SessionIndex and an int
         What the source holds, and how many of its turns parts on disk took already.
     advances : function of an int
         Turns that went through since.
@@ -82,7 +74,7 @@ class Watch:
         What takes longer than expected, in words.
     """
 
-    begins: Callable[[Census, int], None] = lambda census, done: None
+    begins: Callable[[SessionIndex, int], None] = lambda census, done: None
     advances: Callable[[int], None] = lambda n_turns: None
     notes: Callable[[str], None] = lambda text: None
 
@@ -125,18 +117,18 @@ def run(
     if job is None:
         watch.begins(census, 0)
         with ExitStack() as stack:
-            found = read_ahead(log.pieces(census), stack)
+            found = prefetch(log.pieces(census), stack)
             return _part(found, stage, targets, watch, None)[0]
     files = itertools.chain(*log_files(log.source, log.format))
     source = fingerprint(log.source, files)
-    limits = [PART_TURNS, PIECE_TOKENS, _STAGE_TOKENS]
+    sizes = [limits.FILE_TURNS, limits.READ_TOKENS]
     main = next(iter(targets.values())).path
     beside = [target.path for target in targets.values() if target.path != main]
-    job = {**job, "source": source, "limits": limits}
+    job = {**job, "source": source, "limits": sizes}
     manifest = Manifest.open(main, job, beside)
     watch.begins(census, manifest.done)
     with ExitStack() as stack:
-        found = read_ahead(log.pieces(census, manifest.done), stack)
+        found = prefetch(log.pieces(census, manifest.done), stack)
         if manifest.ends and manifest.done >= census.n_turns:
             manifest.finish()
         while not manifest.finished:
@@ -144,7 +136,7 @@ def run(
             for name, target in targets.items():
                 target.path.mkdir(exist_ok=True)
                 part[name] = Target(target.path / manifest.part(), target.write)
-            totals, n_turns = _part(found, stage, part, watch, PART_TURNS)
+            totals, n_turns = _part(found, stage, part, watch, limits.FILE_TURNS)
             manifest.add(n_turns, totals)
             if manifest.done >= census.n_turns or not n_turns:
                 manifest.finish()
@@ -180,7 +172,7 @@ def _part(
     totals: Counter[str] = Counter()
     n_turns = 0
     places = {name: (target.path, target.write) for name, target in targets.items()}
-    with outlets(places) as sinks:
+    with atomic_writers(places) as sinks:
         for piece in found:
             for name, table in judged(stage, piece, aside="rejected" in targets):
                 totals.update(_counted(name, table))
@@ -201,33 +193,25 @@ def judged(stage: Stage, piece: Piece, *, aside: bool) -> Made:
     """
     bad = [piece.aside]
     made = False
-    for turns in _at_a_time(piece.turns):
-        if not aside:
-            yield from stage(turns)
-            continue
-        try:
-            yield from _begun(stage(turns))
-            made = True
-        except _Refused:
-            for session in _sessions(turns):
-                try:
-                    yield from _begun(stage(session))
-                    made = True
-                except _Refused as error:
-                    name = session.column("session_id")[0].as_py()
-                    bad.append(pa.table([[name], [str(error)]], schema=REJECTED))
+    if not aside:
+        yield from stage(piece.turns)
+        return
+    try:
+        yield from _begun(stage(piece.turns))
+        made = True
+    except _Refused:
+        for session in _sessions(piece.turns):
+            try:
+                yield from _begun(stage(session))
+                made = True
+            except _Refused as error:
+                name = session.column("session_id")[0].as_py()
+                bad.append(pa.table([[name], [str(error)]], schema=REJECTED))
     if aside:
         if not made:
             # an output tells its columns, though nothing is in it
             yield from stage(piece.turns.slice(0, 0))
         yield "rejected", pa.concat_tables(bad)
-
-
-def _at_a_time(turns: pa.Table) -> Iterator[pa.Table]:
-    """Whole sessions of a piece, or the piece where it has none."""
-    if not turns.num_rows:
-        return iter([turns])
-    return pieces([turns], _STAGE_TOKENS, weights)
 
 
 class _Refused(Exception):
@@ -327,7 +311,7 @@ def linearize_file(
     check_choice("weigh_by", weigh_by, By)
 
     def stage(turns: pa.Table) -> Made:
-        large = layout == "full" and int(weights(turns).sum()) > _LARGE_TOKENS
+        large = layout == "full" and path_tokens(turns) > limits.PART_TOKENS
         rows, counts = linearize(
             locate(turns),
             chosen,

@@ -20,9 +20,10 @@ import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, check_session_id
-from trajkit._arrow.take import picked
-from trajkit._streams.lockstep import Beside, one_batch
-from trajkit._streams.session_batches import joined
+from trajkit._arrow.take import take_rows
+from trajkit._streams import limits
+from trajkit._streams.lockstep import SessionCursor, one_batch
+from trajkit._streams.session_batches import concat
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError, TornLogWarning
 from trajkit.io import jsonl
 from trajkit.io.arrow import key_batches
@@ -37,7 +38,7 @@ from trajkit.io.tables import (
 )
 from trajkit.jobs.group_sessions import GATHERS, Log, Spill, buckets
 from trajkit.jobs.manifest import fingerprint
-from trajkit.jobs.session_index import INFLATED, Census
+from trajkit.jobs.session_index import INFLATED, SessionIndex
 from trajkit.jobs.stages import (
     Made,
     Target,
@@ -62,11 +63,6 @@ from trajkit.verification.run import (
 )
 
 _KEYS = ("session_id", "row_index")
-
-# Bytes of rows that are read at a time, and at least and at most how many rows.
-_BATCH_BYTES, _LEAST_ROWS, _MOST_ROWS = 16 << 20, 16, 4096
-# Rows of sessions without turns that are named at a time.
-_FAULTS = 4096
 
 
 def verify_file(
@@ -196,7 +192,7 @@ class _RowFiles:
                 yield _keys(batch, first), n_bytes
                 first += batch.num_rows
 
-    def census(self) -> Census:
+    def census(self) -> SessionIndex:
         """How many rows each session has; None stands for those without a session.
 
         Raises
@@ -204,7 +200,7 @@ class _RowFiles:
         SchemaError
             Some rows are of a session and some are of none.
         """
-        census = Census()
+        census = SessionIndex()
         with warnings.catch_warnings():
             # what reads the rows says it
             warnings.simplefilter("ignore", TornLogWarning)
@@ -218,34 +214,34 @@ class _RowFiles:
     def faults(self, known: Container[str | None]) -> Iterator[pa.Table]:
         """What is wrong with sessions as such; ``known`` are those that have turns."""
         found = session_faults((batch for batch, _ in self.keys()), known)
-        while some := list(islice(found, _FAULTS)):
+        while some := list(islice(found, limits.VIOLATIONS)):
             yield violations_table(some)
 
-    def batches(self, census: Census) -> Generator[pa.RecordBatch, None, None]:
+    def batches(self, census: SessionIndex) -> Generator[pa.RecordBatch, None, None]:
         """The rows as the files hold them, in the types of `verification.run.any_rows`."""
-        rows = census.n_turns * _BATCH_BYTES // max(census.n_bytes, 1)
-        rows = min(max(rows, _LEAST_ROWS), _MOST_ROWS)
+        rows = census.n_turns * limits.READ_BYTES // max(census.n_bytes, 1)
+        rows = min(max(rows, limits.MIN_READ_ROWS), limits.MAX_READ_ROWS)
         tables = iter_tables(self.path, batch_rows=rows, plan=rows_plan)
         return numbered(
             batch for table in tables for batch in table.combine_chunks().to_batches()
         )
 
     def gathered(
-        self, census: Census, ranks: Mapping[str | None, int], folder: Path
+        self, census: SessionIndex, ranks: Mapping[str | None, int], folder: Path
     ) -> Generator[pa.RecordBatch, None, None]:
         """The rows of ranked sessions, by rank, each session's as the files hold them."""
         known = pa.array(list(ranks), pa.string())
         ordered = {name: census.turns[name] for name in ranks if name in census.turns}
         with tempfile.TemporaryDirectory(prefix=GATHERS, dir=folder) as root:
-            spill = Spill(Path(root), buckets(Census(ordered, census.n_bytes)))
+            spill = Spill(Path(root), buckets(SessionIndex(ordered, census.n_bytes)))
             for batch in self.batches(census):
                 ours = pc.is_in(batch.column("session_id"), value_set=known)
                 spill.add(batch.filter(ours))
             for bucket in spill.close():
-                table = joined(iter_tables(bucket))
+                table = concat(iter_tables(bucket))
                 names = table.column("session_id").to_pylist()
                 order = np.argsort([ranks[name] for name in names], kind="stable")
-                yield one_batch(picked(table, pa.array(order)))
+                yield one_batch(take_rows(table, pa.array(order)))
                 shutil.rmtree(bucket)
 
 
@@ -276,7 +272,7 @@ class _Run:
     Parameters
     ----------
     files : _RowFiles
-    census : Census
+    census : SessionIndex
         Of the rows.
     judge : Judge
     gather : bool
@@ -288,7 +284,7 @@ class _Run:
     def __init__(
         self,
         files: _RowFiles,
-        census: Census,
+        census: SessionIndex,
         judge: Judge,
         *,
         gather: bool,
@@ -305,7 +301,7 @@ class _Run:
         self._here = ROWS.empty_table()
         self._left = ExitStack()
 
-    def begins(self, turns: Census, done: int) -> None:
+    def begins(self, turns: SessionIndex, done: int) -> None:
         """Rows are read in the order of these turns.
 
         Raises
@@ -336,7 +332,7 @@ class _Run:
                 "gathered"
             )
         self._left.callback(batches.close)
-        self._beside = Beside("rows", batches, "turns", self._is_past)
+        self._beside = SessionCursor("rows", batches, "turns", self._is_past)
 
     def stage(self, turns: pa.Table) -> Made:
         """The violations in the rows of these turns."""

@@ -12,8 +12,8 @@ from trajkit._streams.lockstep import (
     Source,
     Stream,
     is_stream,
-    over_sessions,
-    pairs_over_sessions,
+    map_session_pairs,
+    map_sessions,
 )
 from trajkit.errors import ArgumentError
 from trajkit.observations.attribution import SessionCalls
@@ -188,9 +188,9 @@ def observation_weights(
 
     sources = ("turns", turns), ("rows", rows)
     if not report:
-        return over_sessions(lambda *tables: one(*tables)[0], *sources)
+        return map_sessions(lambda *tables: one(*tables)[0], *sources)
     if is_stream(turns) or is_stream(rows):
-        return pairs_over_sessions(one, *sources)
+        return map_session_pairs(one, *sources)
     return one(as_turns(turns), as_table(rows))
 
 

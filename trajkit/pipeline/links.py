@@ -11,7 +11,7 @@ from trajkit._arguments import check_choice, chosen_int, tool_names
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.buffers import pooled
 from trajkit._arrow.canonical import TableLike, canonical
-from trajkit._streams.lockstep import Stream, over_sessions
+from trajkit._streams.lockstep import Stream, map_sessions
 from trajkit.errors import InvalidTurnsError, PolicyError
 from trajkit.pipeline.subagents import find_dispatches
 from trajkit.policies import (
@@ -185,7 +185,7 @@ def link(
         )
         return links_table(calls, links)
 
-    return over_sessions(one, ("turns", turns), table_of=as_turns)
+    return map_sessions(one, ("turns", turns), table_of=as_turns)
 
 
 def find_links(

@@ -10,8 +10,8 @@ from trajkit._arguments import check_choice
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table, canonical, canonical_rows
 from trajkit._arrow.reshape import with_column
-from trajkit._streams.lockstep import Stream, over_sessions
-from trajkit.errors import InvalidTurnsError, ArgumentError, SchemaError
+from trajkit._streams.lockstep import Stream, map_sessions
+from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.schema import SESSIONS
 from trajkit.training._checks import Bools, Longs, check_finite, check_once
 
@@ -113,7 +113,9 @@ def advantages(
     check_choice("baseline", baseline, Baseline)
     check_choice("scale", scale, Scale)
     if not 0 <= epsilon < float("inf"):
-        raise ArgumentError(f"epsilon={epsilon!r}: expected a finite number of 0 or more")
+        raise ArgumentError(
+            f"epsilon={epsilon!r}: expected a finite number of 0 or more"
+        )
     if clip is not None and not clip > 0:
         raise ArgumentError(f"clip={clip!r}: expected a number above 0")
     source = as_table(sessions)
@@ -203,7 +205,7 @@ def add_advantages(rows: TableLike | Stream, sessions: TableLike) -> pa.Table | 
     facts = canonical(given, _ADVANTAGES).select(_ADVANTAGES.names)
     check_once(facts, ["session_id"])
     check_finite(facts, "advantage")
-    return over_sessions(lambda rows: _with_advantages(rows, facts), ("rows", rows))
+    return map_sessions(lambda rows: _with_advantages(rows, facts), ("rows", rows))
 
 
 def _with_advantages(rows: pa.Table, facts: pa.Table) -> pa.Table:

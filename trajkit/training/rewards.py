@@ -16,7 +16,7 @@ from trajkit._arrow.canonical import (
     place,
 )
 from trajkit._arrow.reshape import with_column
-from trajkit._streams.lockstep import Stream, over_sessions
+from trajkit._streams.lockstep import Stream, map_sessions
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.schema import ROWS, TURN_REWARDS
 from trajkit.training._checks import (
@@ -109,7 +109,7 @@ def spread_rewards(
         given = canonical(given, TURN_REWARDS)
         check_once(given, ["session_id", "turn_index"])
         check_finite(given)
-    return over_sessions(lambda rows: _spread_over(rows, mode, given), ("rows", rows))
+    return map_sessions(lambda rows: _spread_over(rows, mode, given), ("rows", rows))
 
 
 def _spread_over(rows: pa.Table, mode: Spread, given: pa.Table | None) -> pa.Table:

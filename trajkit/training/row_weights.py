@@ -8,7 +8,7 @@ import pyarrow as pa
 from trajkit._arguments import check_choice
 from trajkit._arrow.canonical import TableLike, canonical_rows
 from trajkit._arrow.reshape import with_column
-from trajkit._streams.lockstep import Stream, over_sessions
+from trajkit._streams.lockstep import Stream, map_sessions
 from trajkit.errors import ArgumentError
 from trajkit.training._checks import session_codes, trained_tokens
 
@@ -94,7 +94,7 @@ def add_weights(
         )
     if constant is not None and not 0 < constant < float("inf"):
         raise ArgumentError(f"constant={constant!r}: expected a finite number above 0")
-    return over_sessions(lambda rows: _weighed(rows, by, constant), ("rows", rows))
+    return map_sessions(lambda rows: _weighed(rows, by, constant), ("rows", rows))
 
 
 def _weighed(rows: pa.Table, by: Weighing, constant: float | None) -> pa.Table:
