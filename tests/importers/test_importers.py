@@ -909,7 +909,7 @@ def test_files_are_imported_as_their_turns(tmp_path, few_at_a_time, name, suffix
     options = {"tokenizer": Letters()} if name == "chat" else {}
     turns, report = tk.import_turns(source, name, **options)
     begun = []
-    watch = Watch(lambda census, done: begun.append(census.n_turns))
+    watch = Watch(lambda index, done: begun.append(index.n_turns))
     totals, told = tk.importers.import_file(
         source, output, name, watch=watch, **options
     )

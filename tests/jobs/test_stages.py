@@ -31,9 +31,9 @@ from trajkit.errors import (
 from trajkit.io import parquet_polars
 from trajkit.io.formats import paths_in
 from trajkit.io.tables import read_any_rows, write_rows, write_table, write_tables
-from trajkit.jobs import atomic_writers, group_sessions, stages
-from trajkit.jobs.atomic_writers import AtomicWriter
-from trajkit.jobs.session_index import index_sessions
+from trajkit.jobs import group_sessions, outputs, stages
+from trajkit.jobs.group_sessions import index_sessions
+from trajkit.jobs.outputs import AtomicWriter
 from trajkit.jobs.stages import compact_file, expand_file, linearize_file
 from trajkit.pipeline import suffix_layout
 from trajkit.schema import AMENDMENTS, REPORT, SESSIONS, TURNS, TURNS_DELTA
@@ -129,9 +129,9 @@ def test_a_stream_of_files_is_what_they_hold(tmp_path, small, suffix_):
 def test_scattered_sessions_are_gathered(tmp_path, small, suffix_):
     log = tmp_path / f"log.{suffix_}"
     write_log(scattered(some_sessions()), log)
-    census = index_sessions(paths_in(log), None)
-    assert census.scattered is not None
-    assert len(set(group_sessions.buckets(census).values())) > 2
+    index = index_sessions(paths_in(log), None)
+    assert index.scattered is not None
+    assert len(set(group_sessions.bucket_numbers(index).values())) > 2
     got = pa.Table.from_batches(tk.scan_turns(log, folder=tmp_path))
     assert got.equals(tk.read_turns(log))
     assert os.listdir(tmp_path) == [log.name]
@@ -157,14 +157,14 @@ def write_log_json(records, path):
     path.write_text("".join(f"{line}\n" for line in lines))
 
 
-def test_the_census_of_a_directory_of_several_formats(tmp_path, small):
+def test_the_index_of_a_directory_of_several_formats(tmp_path, small):
     records = some_sessions(6)
     write_log(records[:7], tmp_path / "a.parquet")
     write_log(records[7:], tmp_path / "b.arrows")
-    census = index_sessions(paths_in(tmp_path), None)
-    assert census.n_turns == len(records)
-    assert list(census.turns) == [f"s{k}" for k in range(6)]
-    assert census.scattered is None
+    index = index_sessions(paths_in(tmp_path), None)
+    assert index.n_turns == len(records)
+    assert list(index.turns) == [f"s{k}" for k in range(6)]
+    assert index.scattered is None
     assert pa.Table.from_batches(tk.scan_turns(tmp_path)).equals(
         tk.read_turns(tmp_path)
     )
@@ -316,7 +316,7 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, small, names, mixed, writer):
 
         folder = tmp_path / name
         begun = []
-        watch = stages.Watch(lambda census, done: begun.append(done), advances)
+        watch = stages.Watch(lambda index, done: begun.append(done), advances)
         try:
             totals = linearize_file(
                 log, f"{folder}/rows/", report=f"{folder}/report/", watch=watch
@@ -385,10 +385,10 @@ def test_a_directory_of_another_job_is_refused(tmp_path, small):
     os.utime(log, ns=(known.st_atime_ns, known.st_mtime_ns))
     linearize_file(log, folder)
     (folder / "_manifest.json").write_text("{}")
-    with pytest.raises(FormatError, match="is no manifest"):
+    with pytest.raises(FormatError, match="is not a manifest"):
         linearize_file(log, folder)
     (folder / "_manifest.json").unlink()
-    with pytest.raises(FormatError, match="holds files"):
+    with pytest.raises(FormatError, match="contains files"):
         linearize_file(log, folder)
     with pytest.raises(ArgumentError, match="give a directory"):
         linearize_file(log, f"{tmp_path}/fresh/", report=tmp_path / "report.parquet")
@@ -523,7 +523,7 @@ def test_the_command_says_that_it_gathers(tmp_path, small, capsys):
     write_log(scattered(some_sessions()), log)
     argv = ["linearize", str(log), "-o", str(rows)]
     assert cli.main(argv) == cli.DONE
-    assert "does not lie in one piece" in capsys.readouterr().err
+    assert "is not contiguous" in capsys.readouterr().err
     assert tk.read_rows(rows).equals(tk.linearize(tk.read_turns(log)))
     assert cli.main([*argv, "--gather", "no"]) == cli.BAD_DATA
 
@@ -659,7 +659,7 @@ def test_a_report_overwrites_no_file_of_another(tmp_path):
     write_source(tmp_path / "t.jsonl", [call("a", [1], [2])])
     (tmp_path / "report").mkdir()
     (tmp_path / "report" / "part-00000.parquet").write_text("mine")
-    with pytest.raises(FormatError, match="report holds files, and no"):
+    with pytest.raises(FormatError, match="report contains files, but no"):
         linearize_file(
             tmp_path / "t.jsonl", f"{tmp_path}/rows/", report=tmp_path / "report"
         )
@@ -872,7 +872,7 @@ def test_rows_elsewhere_than_their_turns_are_gathered_or_refused(
     argv = ["verify", str(path), str(log), "--policy", "slime"]
     code = cli.main(argv)
     out, err = capsys.readouterr()
-    assert "do not lie where its turns do: all rows are gathered" in err
+    assert "are not in the order of the turns: all rows are sorted" in err
     assert code == (cli.BAD_DATA if swap else cli.DONE)
     if swap:
         assert "continues after another session began" in out
@@ -990,7 +990,7 @@ def test_commands_that_add_up_set_sessions_aside(tmp_path, small, capsys, comman
     argv = [command, str(log), "--rejected", str(aside)]
     assert cli.main([*argv, "--json"]) == cli.DONE
     out, err = capsys.readouterr()
-    assert "does not lie in one piece" in err
+    assert "is not contiguous" in err
     assert json.loads(out) == {**expected, "rejected": 2}
     assert cli.main(argv) == cli.DONE
     assert "2 sessions rejected" in capsys.readouterr().out
@@ -1126,7 +1126,7 @@ THREE = ("a.arrows", "b.arrows", "c.arrows")
 def write_three(folder, blocked=None):
     """Write three files together; the place of one is taken meanwhile."""
     places = {name: (folder / name, write_tables) for name in THREE}
-    with atomic_writers.atomic_writers(places) as sinks:
+    with outputs.atomic_writers(places) as sinks:
         for sink in sinks.values():
             sink.put(pa.table({"x": [1]}))
         if blocked:
