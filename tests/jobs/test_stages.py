@@ -877,7 +877,7 @@ def test_rows_elsewhere_than_their_turns_are_gathered_or_refused(
     if swap:
         assert "continues after another session began" in out
     assert cli.main([*argv, "--gather", "no"]) == cli.BAD_DATA
-    assert "must be in the order of the turns" in capsys.readouterr().err
+    assert "are not in the order of the turns" in capsys.readouterr().err
 
 
 def test_rows_of_no_session_are_verified_whole(tmp_path, small, capsys):

@@ -5,11 +5,11 @@ Read them as ``limits.NAME``, so that a test can make them small in one place.
 
 # Tokens of prompts and outputs in memory.
 READ_TOKENS = 1 << 23
-"""Turns that a file job reads at a time: it rounds up to whole sessions."""
+"""Turns that a file job reads at a time: rounded up to complete sessions."""
 BATCH_TOKENS = 1 << 22
 """Rows of one record batch; a longer row has a batch of its own."""
 PART_TOKENS = 1 << 25
-"""Calls, or their rows, that one kernel call works on: it rounds up to whole sessions."""
+"""Calls, or their rows, that one kernel call works on: rounded up to sessions."""
 MIN_PART_TOKENS = 1 << 22
 """The smallest part that is worth a thread: a part costs about 0.7 ms by itself."""
 DELTA_PART_FACTOR = 4

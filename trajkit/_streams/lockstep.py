@@ -1,7 +1,8 @@
 """Table stages over streams, and several streams read in step, session by session.
 
-`map_sessions` makes a stage (a function of tables with whole sessions) accept iterators of
-record batches. It keeps the current sessions and the names of earlier ones, nothing else.
+`map_sessions` makes a stage accept iterators of record batches. A stage is a function of
+tables with complete sessions. Only the current sessions, and the names of earlier ones, are
+kept in memory.
 """
 
 import itertools
@@ -91,7 +92,7 @@ def one_batch(table: pa.Table) -> pa.RecordBatch:
 
 
 def zip_sessions(lead: Named, *others: Named) -> Iterator[tuple[pa.Table, ...]]:
-    """Tables of the same whole sessions, one per source.
+    """Tables of the same complete sessions, one per source.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Record batches regrouped into tables of whole sessions."""
+"""Record batches regrouped into tables of complete sessions."""
 
 from collections.abc import Generator, Iterable, Iterator
 from typing import TypeAlias
@@ -25,7 +25,7 @@ _REMEDIES = {
 def whole_sessions(
     batches: Iterable[pa.RecordBatch], what: str = "turns"
 ) -> Generator[pa.Table, None, None]:
-    """Tables of whole sessions, in the order of the stream.
+    """Tables of complete sessions, in the order of the stream.
 
     A session may span consecutive batches. It is kept until another session begins or
     the stream ends, so memory is bounded by the largest session and the batch size. If
@@ -93,7 +93,7 @@ def _table(batches: list[pa.RecordBatch]) -> pa.Table:
 
 
 def rechunk(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Tables of whole sessions regrouped: each reaches `limits.READ_TOKENS` in cost.
+    """Tables of complete sessions regrouped: each reaches `limits.READ_TOKENS` in cost.
 
     A table ends with the session that reaches the limit, and depends on nothing before
     its first session. So a job that resumes at the start of a table gets the same ones.

@@ -1,4 +1,4 @@
-"""Turns of files in tables of whole sessions, in bounded memory.
+"""Turns of files in tables of complete sessions, in bounded memory.
 
 Scattered sessions are grouped first. Turns are large (a prompt may have a megabyte), but
 session ids and turn numbers, which determine their order, are small. So the files are
@@ -169,7 +169,7 @@ def _turn_numbers(turns: pa.RecordBatch | pa.Table) -> Longs | None:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Whole sessions of a log.
+    """Complete sessions of a log.
 
     Attributes
     ----------
@@ -221,7 +221,7 @@ class Log:
     def pieces(
         self, index: SessionIndex, skip: int = 0
     ) -> Generator[Piece, None, None]:
-        """Tables of whole sessions, in the order of `read_turns`.
+        """Tables of complete sessions, in the order of `read_turns`.
 
         Parameters
         ----------

@@ -1,6 +1,6 @@
 """Jobs from file to file, in bounded memory.
 
-A log is read in tables of whole sessions (`group_sessions`): while one becomes rows, the
+A log is read in tables of complete sessions (`group_sessions`): while one becomes rows, the
 next is read and the previous one is written. An output is one file, or a directory of
 parts; an interrupted job continues after the last complete part of a directory.
 """
@@ -44,7 +44,7 @@ Made: TypeAlias = Iterator[tuple[str, pa.Table]]
 """Tables, each with the name of its output."""
 
 Stage: TypeAlias = Callable[[pa.Table], Made]
-"""A function from turns of whole sessions to tables."""
+"""A function from turns of complete sessions to tables."""
 
 # outputs whose rows are counted; the counts of "report" are summed up
 _COUNTED = ("turns", "rejected", "violations")
