@@ -766,7 +766,7 @@ def test_files_of_no_format_or_of_several_are_refused(tmp_path):
     with pytest.raises(FormatError, match="use read_turns"):
         tk.import_turns(tmp_path / "turns.jsonl")
     (tmp_path / "empty.json").write_text("")
-    with pytest.raises(FormatError, match="of no format known here"):
+    with pytest.raises(FormatError, match="has an unknown format"):
         tk.import_turns(tmp_path / "empty.json")
     foreign.write_openai(tmp_path, [RECORD])
     turns, report = tk.import_turns(tmp_path)

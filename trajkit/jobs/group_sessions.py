@@ -37,7 +37,7 @@ from trajkit.schema import TURNS
 from trajkit.turns.amendments import Amendments
 from trajkit.turns.calls import Longs
 from trajkit.turns.records import from_records
-from trajkit.turns.validation import REJECTED, Nonfinite, reject_turns, check_turns
+from trajkit.turns.validation import REJECTED, Nonfinite, check_turns, reject_turns
 
 TEMPORARY = ".trajkit-gather-"
 """Prefix of the directories in which sessions are grouped."""

@@ -22,7 +22,6 @@ from trajkit.turns.records import as_turns
 from trajkit.turns.structs import CALL
 
 
-
 @overload
 def compact(turns: Stream | pa.RecordBatchReader) -> Stream: ...
 @overload
