@@ -36,7 +36,7 @@ from benchmarks.compare import (
 from benchmarks.data import SIZES, Record, Size, as_parsed, rollout
 from benchmarks.policies import difference
 from benchmarks.scale import fastest, in_succession
-from trajkit._streams.thread_pool import spread
+from trajkit._streams.thread_pool import parallel_map
 
 COPY_BYTES = 1 << 26  # of each thread, when the rate of copying is measured
 
@@ -51,7 +51,7 @@ def copies_per_second(threads: int, repeats: int) -> float:
     def copy(pair: tuple[np.ndarray, np.ndarray]) -> None:
         np.copyto(*pair)
 
-    work = partial(spread, copy, pairs, threads)
+    work = partial(parallel_map, copy, pairs, threads)
     return 2 * COPY_BYTES * threads / fastest(timed(repeats, work, 1))
 
 

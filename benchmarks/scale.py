@@ -27,7 +27,7 @@ import pyarrow as pa
 import trajkit as tk
 from benchmarks.compare import Timing, commit, machine
 from benchmarks.data import Record, Size, quoted, rollout
-from trajkit.io.ipc_compression import Squeezer
+from trajkit.io.ipc_compression import IpcCompressor
 from trajkit.pipeline.rows import Layout
 
 TOKENS_PER_TURN = 1024
@@ -102,7 +102,7 @@ def turn_by_turn(table: pa.Table) -> list[pa.RecordBatch]:
 def squeezed_bytes(batches: list[pa.RecordBatch]) -> int:
     """What the batches take in a file as the gateway's log writes them in delta form."""
     schema = batches[0].schema
-    squeeze = Squeezer(schema)
+    squeeze = IpcCompressor(schema)
     return schema.serialize().size + sum(squeeze(batch).size for batch in batches)
 
 

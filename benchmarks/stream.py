@@ -5,7 +5,7 @@
 writes a run of rollouts of mixed shape in delta form, as a gateway logs it, and puts it
 through `jobs.linearize_file` in a process of its own, whose memory is watched. Threads
 read, make rows and write, as many at a time as there are cores; polars writes where it is
-installed. Beside it stands the same work in plain Python over lists, timed on a sample:
+installed. The same work in plain Python over lists is timed on a sample:
 read a Parquet file with pyarrow, make the rows of each rollout by the rule, write them with
 pyarrow. The rows of the sample are compared first. Tokens are those of the rows that are
 written. A last line has the run from and to Arrow IPC streams, which are not compressed.

@@ -345,14 +345,14 @@ def classify_drift(turns, links, min_run=8):
         owner = {}
         ends = {len(before)}  # where messages are known to end in held
         x = parent[i]
-        in_step = len(before)
+        zip_sessions = len(before)
         while True:
             start, stop = len(turns[x]["prompt_ids"]), len(held(turns[x]))
-            owner.update(dict.fromkeys(range(start, min(stop, in_step)), x))
-            ends.update(end for end in (start, stop) if end <= in_step)
+            owner.update(dict.fromkeys(range(start, min(stop, zip_sessions)), x))
+            ends.update(end for end in (start, stop) if end <= zip_sessions)
             if x not in parent:
                 break
-            in_step = min(in_step, shared[x])
+            zip_sessions = min(zip_sessions, shared[x])
             x = parent[x]
         if size == 0:
             region = "none"

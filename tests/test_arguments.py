@@ -12,6 +12,7 @@ import pytest
 
 import trajkit as tk
 from trajkit.errors import (
+    ArgumentError,
     FormatError,
     InvalidTurnsError,
     PolicyError,
@@ -115,14 +116,28 @@ def test_a_misspelled_required_column_is_named():
             lambda: tk.policy("slime", train_in="frist"),
             "train_in='frist': did you mean 'first'",
         ),
-        (lambda: tk.linearize(TURNS, layout="sufix"), "did you mean 'suffix'"),
         (lambda: tk.link(TURNS, parent_by="mesages"), "did you mean 'messages'"),
-        (lambda: tk.verify(ROWS, TURNS, weigh_by="tokens"), "did you mean 'token'"),
     ],
 )
 def test_a_choice_like_a_known_one_is_named(make, said):
     with pytest.raises(PolicyError, match=said):
         make()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: tk.linearize(TURNS, layout="sufix"), "did you mean 'suffix'"),
+        (lambda: tk.linearize(TURNS, max_row_tokens=0), "max_row_tokens=0"),
+        (lambda: tk.verify(ROWS, TURNS, weigh_by="tokens"), "did you mean 'token'"),
+        (lambda: tk.training.advantages(ROWS, baseline="men"), "baseline='men'"),
+        (lambda: tk.classify_drift(TURNS, TURNS, min_run=0), "min_run=0"),
+    ],
+)
+def test_an_argument_that_is_not_a_choice_of_a_policy_raises_argument_error(make, said):
+    with pytest.raises(ArgumentError, match=said) as caught:
+        make()
+    assert type(caught.value) is ArgumentError
 
 
 # The wrong kind of table
@@ -170,7 +185,9 @@ def test_columns_of_any_layout_are_looked_at_in_files(tmp_path):
 def test_parquet_named_as_json_lines_is_refused(tmp_path):
     tk.write_turns(TURNS, tmp_path / "turns.parquet")
     wrong = (tmp_path / "turns.parquet").rename(tmp_path / "turns.jsonl")
-    with pytest.raises(FormatError, match=r"turns.jsonl .* holds parquet: rename it"):
+    with pytest.raises(
+        FormatError, match=r"turns.jsonl .* contains parquet: rename it"
+    ):
         tk.read_turns(wrong)
 
 
@@ -322,7 +339,7 @@ def test_whole_floats_of_pandas_are_integers():
 def test_other_floats_are_no_integers(index):
     column = pa.array([0.0, index])
     turns = TURNS.set_column(1, "turn_index", column)
-    with pytest.raises(InvalidTurnsError, match=r"turn_index .* is no whole number in"):
+    with pytest.raises(InvalidTurnsError, match=r"turn_index .* is not an integer in"):
         tk.linearize(turns)
 
 

@@ -124,7 +124,7 @@ def test_trajkit_imports_nothing_heavy_and_never_the_shim(path):
     if path == ROOT / "trajkit/cli/tokenizer.py":
         # when a command is given one, and nowhere else
         refused -= {"tokenizers", "transformers"}
-    if path == ROOT / "trajkit/jobs/ray.py":
+    if path == ROOT / "trajkit/jobs/engines.py":
         refused -= {"ray"}
     if path == ROOT / "trajkit/io/parquet_polars.py":
         # where it is installed, for files that are not small

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import numpy as np
 import pyarrow as pa
 
-from trajkit.errors import PolicyError, SchemaError
+from trajkit.errors import ArgumentError, SchemaError
 
 # From this likeness (difflib's ratio) on, a name is taken for a misspelled one, or
 # another is suggested.
@@ -47,23 +47,31 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return "" if near is None else f": did you mean {near!r}?"
 
 
-def check_choice(name: str, value: object, known: Any) -> None:
-    """Raise PolicyError unless ``known``, names or a Literal type, has the value."""
+def check_choice(
+    name: str, value: object, known: Any, error: type[ArgumentError] = ArgumentError
+) -> None:
+    """Raise ``error`` unless ``known``, names or a Literal type, contains the value."""
     names: tuple[str, ...] = get_args(known) or tuple(known)
     if value not in names:
-        raise PolicyError(
+        raise error(
             f"{name}={value!r}{did_you_mean(value, names)}: expected one of "
             f"{', '.join(map(repr, names))}"
         )
 
 
-def chosen_int(name: str, value: object, least: int = -(2**63)) -> int:
-    """An integer that a caller chose, which the kernels take as 64 bits.
+def chosen_int(
+    name: str,
+    value: object,
+    least: int = -(2**63),
+    error: type[ArgumentError] = ArgumentError,
+) -> int:
+    """An integer argument, which the kernels take as 64 bits.
 
     Raises
     ------
-    PolicyError
-        It is no integer (a bool is none), or below ``least``.
+    ArgumentError
+        It is not an integer (a bool is not one), or it is below ``least``. ``error``
+        is raised instead if given.
     """
     try:
         number = None if isinstance(value, bool) else index(value)  # type: ignore[arg-type]
@@ -71,21 +79,24 @@ def chosen_int(name: str, value: object, least: int = -(2**63)) -> int:
         number = None
     if number is None or not least <= number < 2**63:
         rule = f"of {least} or more" if least > -(2**63) else "of 64 bits"
-        raise PolicyError(f"{name}={value!r}: expected an integer {rule}")
+        raise error(f"{name}={value!r}: expected an integer {rule}")
     return number
 
 
-def tool_names(name: str, value: object) -> tuple[str, ...]:
-    """Names of tools that a caller chose.
+def tool_names(
+    name: str, value: object, error: type[ArgumentError] = ArgumentError
+) -> tuple[str, ...]:
+    """An argument that lists names of tools.
 
     Raises
     ------
-    PolicyError
-        It is no sequence of strings, or one string.
+    ArgumentError
+        It is not a sequence of strings, or it is a single string. ``error`` is raised
+        instead if given.
     """
     if isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value):
         return tuple(value)
-    raise PolicyError(f"{name}={value!r}: expected a sequence of strings")
+    raise error(f"{name}={value!r}: expected a sequence of strings")
 
 
 def arrow_source(given: Any) -> pa.Table | Any | None:

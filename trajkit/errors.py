@@ -26,8 +26,12 @@ class LayoutError(TrajkitError, ValueError):
     """Buffers of a table do not fit together: offsets, lengths, indices, bitmaps, text."""
 
 
-class PolicyError(TrajkitError, ValueError):
-    """A policy name or a choice within a policy is not one that exists."""
+class ArgumentError(TrajkitError, ValueError):
+    """An argument has a value that is not allowed, or excludes another argument."""
+
+
+class PolicyError(ArgumentError):
+    """A policy, or a choice within a policy, does not exist or excludes another."""
 
 
 class FormatError(TrajkitError, ValueError):

@@ -101,7 +101,7 @@ def check_route(
 
 
 def _check_token_id(name: str, value: object) -> None:
-    token = chosen_int(name, value, 0)
+    token = chosen_int(name, value, 0, PolicyError)
     if token > _LAST_TOKEN:
         raise PolicyError(f"{name}={token}: ids are below 2**31")
 
@@ -247,16 +247,16 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name in _NAMED:
-            check_choice(name, getattr(self, name), _NAMED[name])
+            check_choice(name, getattr(self, name), _NAMED[name], PolicyError)
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise PolicyError(f"{name}={getattr(self, name)!r}: expected a bool")
-        chosen_int("fork_threshold", self.fork_threshold)
+        chosen_int("fork_threshold", self.fork_threshold, error=PolicyError)
         if self.max_rows is not None:
-            chosen_int("max_rows", self.max_rows, 1)
+            chosen_int("max_rows", self.max_rows, 1, PolicyError)
         if self.end_of_turn_token_id is not None:
             _check_token_id("end_of_turn_token_id", self.end_of_turn_token_id)
-        tool_names("dispatch_tools", self.dispatch_tools)
+        tool_names("dispatch_tools", self.dispatch_tools, PolicyError)
         if self.on_drift == "absorb_any" and self.train_in != "first":
             raise PolicyError(
                 f"train_in={self.train_in!r} does not go with on_drift='absorb_any', "
@@ -464,9 +464,9 @@ def policy(name: str | Policy, **choices: object) -> Policy:
             )
     for choice in ("fork_threshold", "max_rows", "end_of_turn_token_id"):
         if choices.get(choice) is not None:
-            choices[choice] = chosen_int(choice, choices[choice])
+            choices[choice] = chosen_int(choice, choices[choice], error=PolicyError)
     if "dispatch_tools" in choices:
-        tools = tool_names("dispatch_tools", choices["dispatch_tools"])
+        tools = tool_names("dispatch_tools", choices["dispatch_tools"], PolicyError)
         choices["dispatch_tools"] = tools
     if choices.get("fork_threshold", 0) is None:
         del choices["fork_threshold"]
@@ -481,7 +481,7 @@ def _in_our_words(name: str, choices: dict[str, object]) -> dict[str, object]:
     ours = {key: value for key, value in choices.items() if key not in options}
     for option in options.keys() & choices.keys():
         said = choices[option]
-        check_choice(option, said, options[option])
+        check_choice(option, said, options[option], PolicyError)
         for choice, value in options[option][str(said)].items():
             if ours.setdefault(choice, value) != value:
                 raise PolicyError(

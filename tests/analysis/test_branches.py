@@ -301,7 +301,7 @@ def test_a_reply_to_no_messages_is_shared_in_delta_form():
 
 @pytest.mark.parametrize("given_tokens", [0, 1.5])
 def test_openings_of_no_tokens_are_refused(given_tokens):
-    with pytest.raises(tk.errors.PolicyError, match=f"opening_tokens={given_tokens}"):
+    with pytest.raises(tk.errors.ArgumentError, match=f"opening_tokens={given_tokens}"):
         labels(LINE, opening_tokens=given_tokens)
 
 

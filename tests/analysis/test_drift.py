@@ -339,7 +339,7 @@ def test_the_default_run_is_eight_tokens():
 
 def test_a_run_of_no_tokens_is_refused():
     table = turns_table(chain(([1], [2])))
-    with pytest.raises(tk.errors.PolicyError, match="min_run=0"):
+    with pytest.raises(tk.errors.ArgumentError, match="min_run=0"):
         tk.classify_drift(table, tk.link(table), min_run=0)
 
 

@@ -377,7 +377,7 @@ def test_what_is_no_tokenizer_is_refused(missing):
 
 
 def test_a_run_of_no_tokens_is_refused():
-    with pytest.raises(tk.errors.PolicyError, match="min_run=0"):
+    with pytest.raises(tk.errors.ArgumentError, match="min_run=0"):
         tk.analysis.explain_drift(*previous(turn([1])), TOKENIZER, min_run=0)
 
 

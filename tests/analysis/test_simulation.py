@@ -12,7 +12,7 @@ from tests.reference import held
 from tests.strategies import row_limits, runs
 from tests.tables import by_session, turns_table
 from trajkit.analysis.simulation import cheapest_lossless, label
-from trajkit.errors import PolicyError
+from trajkit.errors import ArgumentError
 from trajkit.policies import PRESETS
 from trajkit.schema import LOSSES, SIMULATION
 
@@ -138,7 +138,7 @@ def test_errored_sessions_train_nothing():
 )
 def test_what_is_refused(options, said):
     turns = tk.from_records([{"session_id": "a", "prompt_ids": [1], "output_ids": [2]}])
-    with pytest.raises(PolicyError, match=said):
+    with pytest.raises(ArgumentError, match=said):
         tk.simulate(turns, **options)
 
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.strategies import columns_of_any_type, runs
-from trajkit._arrow.take import picked
+from trajkit._arrow.take import take_rows
+from trajkit._streams import limits
 from trajkit.errors import FormatError, SchemaError
-from trajkit.jobs import group_sessions
 
 TEXT = "longer than what a view holds in itself"
 
@@ -39,7 +39,7 @@ def scattered():
 def test_rows_of_any_type_are_picked(data, n):
     table = data.draw(columns_of_any_type(n))
     rows = data.draw(st.lists(st.integers(0, n - 1), max_size=8))
-    found = picked(table, pa.array(rows, pa.int64()))
+    found = take_rows(table, pa.array(rows, pa.int64()))
     found.validate(full=True)
     assert found.schema.equals(table.schema, check_metadata=True)
     whole = table.to_pylist()
@@ -48,8 +48,8 @@ def test_rows_of_any_type_are_picked(data, n):
 
 def test_a_column_that_has_no_order_is_named():
     runs = pa.RunEndEncodedArray.from_arrays([2], ["a"])
-    with pytest.raises(SchemaError, match="column 'x' is run_end_encoded"):
-        picked(pa.table({"x": runs}), pa.array([1, 0]))
+    with pytest.raises(SchemaError, match="column 'x' has the type run_end_encoded"):
+        take_rows(pa.table({"x": runs}), pa.array([1, 0]))
 
 
 def test_scattered_turns_of_polars_are_gathered(tmp_path):
@@ -59,9 +59,7 @@ def test_scattered_turns_of_polars_are_gathered(tmp_path):
     assert tk.read_turns(frame).select(names).to_pylist() == expected
     frame.write_ipc(tmp_path / "log.arrow")
     for n_bytes in (1 << 20, 1):
-        with mock.patch.multiple(
-            group_sessions, _BUCKET_BYTES=n_bytes, _SPILL_BYTES=n_bytes
-        ):
+        with mock.patch.multiple(limits, BUCKET_BYTES=n_bytes, SPILL_BYTES=n_bytes):
             batches = list(tk.scan_turns(tmp_path / "log.arrow"))
         assert pa.Table.from_batches(batches).select(names).to_pylist() == expected
 
@@ -144,6 +142,6 @@ def test_categories_and_parts_of_structs_go_into_parquet(tmp_path):
 def test_a_type_that_parquet_has_not_is_named(tmp_path):
     turns = tk.read_turns(scattered())
     spans = pa.nulls(len(turns), pa.month_day_nano_interval())
-    with pytest.raises(FormatError, match="Parquet cannot hold column 'span' of type"):
+    with pytest.raises(FormatError, match="Parquet cannot store column 'span' of type"):
         tk.write_turns(turns.append_column("span", spans), tmp_path / "turns.parquet")
     assert list(tmp_path.iterdir()) == []

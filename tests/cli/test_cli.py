@@ -19,7 +19,7 @@ import pytest
 
 import trajkit as tk
 from trajkit import cli
-from trajkit._streams import session_batches
+from trajkit._streams import limits
 from trajkit.cli.drift import _short
 from trajkit.cli.policy_args import allowed, choices_of, with_choices
 from trajkit.cli.progress import Progress
@@ -332,7 +332,7 @@ def test_progress_shows_on_a_terminal_only(monkeypatch):
 
 
 def test_sessions_go_through_in_pieces(monkeypatch, tmp_path, capsys, turns):
-    monkeypatch.setattr(session_batches, "PIECE_TOKENS", 1)
+    monkeypatch.setattr(limits, "READ_TOKENS", 1)
     rows = tmp_path / "rows.parquet"
     printed = run_json(capsys, "linearize", turns, "-o", str(rows))
     assert printed["sessions"] == 2
@@ -367,7 +367,7 @@ def test_simulate_says_what_keeps_everything(capsys, turns):
     assert lines[0] == "turns 4, tokens sampled 8".split()
     assert lines[2][:5] == ["policy", "rows", "trained", "of", "sampled"]
     assert lines[4] == "slime 2 5 62.5 % 3 0 14 14 7".split()
-    assert lines[-1] == "keeps everything at least cost: strict".split()
+    assert lines[-1] == "keeps everything at the lowest cost: strict".split()
 
 
 def test_simulate_where_every_policy_loses(capsys, turns):
@@ -452,7 +452,7 @@ def test_drift_says_why_with_a_tokenizer(tmp_path, capsys, spoken, where):
     assert cli.main(["drift", *argv]) == cli.DONE
     out, _ = capsys.readouterr()
     assert "white_space: session 'a', turn 1, from token" in out
-    assert "  held   ' \\n'\n  shown  ''\n" in out
+    assert "  path    ' \\n'\n  prompt  ''\n" in out
 
 
 @pytest.mark.parametrize(
@@ -465,10 +465,13 @@ def test_drift_says_why_with_a_tokenizer(tmp_path, capsys, spoken, where):
             id="nothing there",
         ),
         pytest.param(
-            ["--tokenizer", "{turns}"], cli.BAD_FILE, "no tokenizer", id="no tokenizer"
+            ["--tokenizer", "{turns}"],
+            cli.BAD_FILE,
+            "not a tokenizer",
+            id="no tokenizer",
         ),
         pytest.param(
-            ["--tokenizer", "{folder}"], cli.BAD_FILE, "no tokenizer", id="no model"
+            ["--tokenizer", "{folder}"], cli.BAD_FILE, "not a tokenizer", id="no model"
         ),
         pytest.param(
             ["--findings", "x.parquet"],
@@ -545,7 +548,7 @@ def test_compact_of_no_turns_is_of_the_delta_form(tmp_path, capsys):
 def test_the_delta_form_has_no_json_lines(tmp_path, capsys, turns):
     out = tmp_path / "small.jsonl"
     assert cli.main(["compact", turns, "-o", str(out)]) == cli.BAD_FILE
-    said = "trajkit: turns in delta form have no form in JSON lines\n"
+    said = "trajkit: JSON lines cannot store turns in delta form: use trajkit.expand\n"
     assert capsys.readouterr().err == said
     assert not out.exists()
 
@@ -640,7 +643,7 @@ def test_set_makes_a_choice(tmp_path, capsys, turns, options, policy):
         ),
         pytest.param(
             ["merge_rewrites=true", "merge_rewrites=false"],
-            "the choice is made twice",
+            "the choice is given twice",
             id="twice",
         ),
         pytest.param(
@@ -678,7 +681,7 @@ def test_a_choice_that_there_is_not(tmp_path, capsys, turns, sets, said):
 def test_a_threshold_is_given_once(capsys, turns):
     argv = ["--policy", "trl", "--fork-threshold", "3", "--set", "fork_threshold=2"]
     assert cli.main(["drift", turns, *argv]) == cli.BAD_USAGE
-    assert "fork_threshold=3: the choice is made twice" in capsys.readouterr().err
+    assert "fork_threshold=3: the choice is given twice" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pyspark.sql.pandas.types import from_arrow_schema
 
 import trajkit as tk
 from tests.engines.runs import in_order, turns_of, write_scattered
-from trajkit.jobs.engine_step import RowsStep
+from trajkit.jobs.engines import LinearizeStep
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def spark():
 def test_map_in_arrow(tmp_path, spark, layout):
     turns = turns_of()
     write_scattered(turns, tmp_path / "turns")
-    step = RowsStep(layout=layout)
+    step = LinearizeStep(layout=layout)
     table = spark.read.parquet(str(tmp_path / "turns")).repartition("session_id")
     table = table.sortWithinPartitions("session_id", "turn_index")
     rows = table.mapInArrow(step, from_arrow_schema(step.schema))

@@ -9,9 +9,9 @@ import pytest
 
 import trajkit as tk
 from tests.engines.runs import in_order, turns_of, write_files, write_scattered
-from trajkit.errors import PolicyError
-from trajkit.jobs import engine_step
-from trajkit.jobs.engine_step import RowsStep
+from trajkit._streams import limits
+from trajkit.errors import ArgumentError
+from trajkit.jobs.engines import LinearizeStep
 
 
 def plain(type_):
@@ -22,10 +22,10 @@ def plain(type_):
 
 @pytest.mark.parametrize("layout", ["full", "suffix"])
 def test_batches_in_and_batches_out_as_spark_calls_it(monkeypatch, layout):
-    monkeypatch.setattr(engine_step, "_MOST_TOKENS", 10)
+    monkeypatch.setattr(limits, "PART_TOKENS", 10)
     turns = turns_of()
     step = pickle.loads(
-        pickle.dumps(RowsStep(policy="per_call", layout=layout, reward=1.5))
+        pickle.dumps(LinearizeStep(policy="per_call", layout=layout, reward=1.5))
     )
     batches = list(step(iter(turns.to_batches(max_chunksize=3))))
     assert all(batch.schema.equals(step.schema) for batch in batches)
@@ -37,13 +37,13 @@ def test_batches_in_and_batches_out_as_spark_calls_it(monkeypatch, layout):
 
 
 def test_no_turns_give_no_rows():
-    assert list(RowsStep()(iter([]))) == []
+    assert list(LinearizeStep()(iter([]))) == []
 
 
 def test_in_duckdb(tmp_path):
     turns = turns_of()
     write_scattered(turns, tmp_path / "turns")
-    step = RowsStep(layout="suffix")
+    step = LinearizeStep(layout="suffix")
     with duckdb.connect() as engine:
         # a connection has one result at a time
         source = (
@@ -61,7 +61,7 @@ def test_in_duckdb(tmp_path):
 def test_in_polars(tmp_path):
     turns = turns_of()
     write_files(turns, tmp_path / "turns")
-    step = RowsStep(policy="strict")
+    step = LinearizeStep(policy="strict")
     schema = pl.from_arrow(step.schema.empty_table()).schema
 
     def rows_of(frame):
@@ -76,8 +76,8 @@ def test_in_polars(tmp_path):
 
 
 def test_ray_is_named_where_it_is_missing(monkeypatch):
-    import trajkit.jobs.ray
+    import trajkit.jobs.engines
 
     monkeypatch.setitem(__import__("sys").modules, "ray.data", None)
-    with pytest.raises(PolicyError, match="needs Ray"):
-        trajkit.jobs.ray.linearize("turns")
+    with pytest.raises(ArgumentError, match="needs Ray"):
+        trajkit.jobs.engines.linearize_on_ray("turns")

@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests import foreign
 from tests.strategies import runs
-from trajkit._streams import session_batches
+from trajkit._streams import limits
 from trajkit.cli import main
 from trajkit.errors import FormatError
-from trajkit.importers import FORMATS, reader
+from trajkit.importers import FORMATS
 from trajkit.importers.findings import KEPT, LEFT_OUT
 from trajkit.importers.reader import EXTRAS, _fitting, _head
-from trajkit.jobs import group_sessions
 from trajkit.jobs.stages import Watch
 from trajkit.schema import IMPORT_REPORT, TURNS
 
@@ -360,7 +359,7 @@ def test_a_reply_that_the_template_changes_or_refuses_is_left_out(tmp_path):
 
 def test_transcripts_need_a_tokenizer(tmp_path):
     foreign.write_chats(tmp_path, [[{"role": "user", "content": "q"}]])
-    with pytest.raises(FormatError, match="give the tokenizer"):
+    with pytest.raises(FormatError, match="pass a tokenizer"):
         tk.import_turns(tmp_path)
 
 
@@ -606,7 +605,7 @@ def test_a_database_without_traces_is_refused(tmp_path):
     base.execute("CREATE TABLE a (b TEXT)")
     base.commit()
     base.close()
-    with pytest.raises(FormatError, match="no traces can be read"):
+    with pytest.raises(FormatError, match="cannot read traces"):
         tk.import_turns(tmp_path / "other.db")
 
 
@@ -731,7 +730,7 @@ def test_a_pickle_is_data_and_nothing_in_it_is_called(tmp_path):
 )
 def test_a_damaged_pickle_is_refused(tmp_path, content):
     (tmp_path / "x.pt").write_bytes(content)
-    with pytest.raises(FormatError, match="no pickle that can be read"):
+    with pytest.raises(FormatError, match="not a readable pickle"):
         tk.import_turns(tmp_path / "x.pt")
 
 
@@ -759,15 +758,15 @@ def test_a_tensor_beyond_its_numbers_is_refused(tmp_path):
 
 
 def test_files_of_no_format_or_of_several_are_refused(tmp_path):
-    with pytest.raises(FormatError, match="holds no file of a format"):
+    with pytest.raises(FormatError, match="contains no file of a known format"):
         tk.import_turns(tmp_path)
     with pytest.raises(FormatError, match="'yaml' is not known"):
         tk.import_turns(tmp_path, "yaml")
     tk.write_turns(tk.from_records([RECORD]), tmp_path / "turns.jsonl")
-    with pytest.raises(FormatError, match="read_turns reads them"):
+    with pytest.raises(FormatError, match="use read_turns"):
         tk.import_turns(tmp_path / "turns.jsonl")
     (tmp_path / "empty.json").write_text("")
-    with pytest.raises(FormatError, match="of no format known here"):
+    with pytest.raises(FormatError, match="has an unknown format"):
         tk.import_turns(tmp_path / "empty.json")
     foreign.write_openai(tmp_path, [RECORD])
     turns, report = tk.import_turns(tmp_path)
@@ -895,10 +894,10 @@ def test_a_length_that_is_no_number_is_told(tmp_path):
 
 @pytest.fixture
 def few_at_a_time(monkeypatch):
-    monkeypatch.setattr(reader, "_BATCH", 2)
-    monkeypatch.setattr(session_batches, "PIECE_TOKENS", 600)
-    monkeypatch.setattr(group_sessions, "_BUCKET_BYTES", 400)
-    monkeypatch.setattr(group_sessions, "_SPILL_BYTES", 200)
+    monkeypatch.setattr(limits, "IMPORTED_RECORDS", 2)
+    monkeypatch.setattr(limits, "READ_TOKENS", 600)
+    monkeypatch.setattr(limits, "BUCKET_BYTES", 400)
+    monkeypatch.setattr(limits, "SPILL_BYTES", 200)
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow", "arrows"])
@@ -910,7 +909,7 @@ def test_files_are_imported_as_their_turns(tmp_path, few_at_a_time, name, suffix
     options = {"tokenizer": Letters()} if name == "chat" else {}
     turns, report = tk.import_turns(source, name, **options)
     begun = []
-    watch = Watch(lambda census, done: begun.append(census.n_turns))
+    watch = Watch(lambda index, done: begun.append(index.n_turns))
     totals, told = tk.importers.import_file(
         source, output, name, watch=watch, **options
     )
@@ -1110,8 +1109,8 @@ def test_a_message_that_is_none_is_named(tmp_path):
         "message 1 is from 'observation': expected one of system, human, user, gpt, "
         "assistant, tool",
         "message 1 has no role",
-        "message 0 is a str, no object",
-        "its messages are a dict, no list",
+        "message 0 is a str, not an object",
+        "its messages are a dict, not a list",
     ]
 
 
@@ -1153,13 +1152,13 @@ def test_compressed_files_are_found_and_read(tmp_path, suffix):
 def test_a_file_that_its_codec_cannot_read_is_named_as_that(tmp_path):
     path = tmp_path / "0.jsonl.gz"
     path.write_bytes(gzip.compress(log_line() * 1000)[:-20])
-    with pytest.raises(FormatError, match=r"0\.jsonl\.gz cannot be read whole"):
+    with pytest.raises(FormatError, match=r"0\.jsonl\.gz cannot be decompressed"):
         tk.import_turns(path)
     (tmp_path / "1.jsonl").write_bytes(log_line())
     turns, report = tk.import_turns(tmp_path)
     assert turns.num_rows == 1
     assert report["problem"].to_pylist() == ["other_file"]
-    assert "cannot be read whole" in report["detail"][0].as_py()
+    assert "cannot be decompressed" in report["detail"][0].as_py()
 
 
 def test_a_mark_of_the_order_of_bytes_is_passed_over(tmp_path):
@@ -1174,7 +1173,7 @@ def test_a_file_that_could_be_of_several_formats_is_refused_by_their_names(tmp_p
     pair = {"request": {}, "response": {}}
     value = {"session_id": "s", "completions": [], **pair}
     foreign.write_lines(tmp_path / "x.jsonl", [value])
-    with pytest.raises(FormatError, match="may be of several formats, openai, polar"):
+    with pytest.raises(FormatError, match="fits several formats, openai, polar"):
         tk.import_turns(tmp_path / "x.jsonl")
 
 

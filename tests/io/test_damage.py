@@ -207,7 +207,7 @@ def test_a_name_that_is_no_text_is_refused():
         writer.write_batch(pa.record_batch([pa.array([1], pa.int32())], ["naïve"]))
     content = sink.getvalue().to_pybytes().replace("ï".encode(), b"\xff\xff")
     with pytest.raises(
-        tk.errors.FormatError, match=r"open file is damaged, or no Arrow IPC file: "
+        tk.errors.FormatError, match=r"open file is damaged, or not valid Arrow IPC: "
     ):
         tk.read_turns(pa.BufferReader(content), format="arrows")
 

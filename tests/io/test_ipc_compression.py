@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trajkit._arrow.take import no_rows
-from trajkit.io.ipc_compression import Squeezer
+from trajkit._arrow.take import empty_batch
+from trajkit.io.ipc_compression import IpcCompressor
 from trajkit.schema import MESSAGE
 
 SCHEMA = pa.schema(
@@ -58,7 +58,7 @@ def zipped(batch):
 
 @given(st.lists(st.lists(rows, min_size=1, max_size=3), max_size=3))
 def test_arrow_reads_what_was_squeezed(drawn):
-    squeeze = Squeezer(SCHEMA)
+    squeeze = IpcCompressor(SCHEMA)
     batches = [pa.RecordBatch.from_pylist(some, SCHEMA) for some in drawn]
     pieces = [squeeze(batch).to_pybytes() for batch in batches]
     assert all(len(piece) % 8 == 0 for piece in pieces)
@@ -74,14 +74,16 @@ def test_large_buffers_are_compressed_and_small_ones_stand_as_they_are():
     ids = pa.array([[7] * 10_000], SCHEMA.field("ids").type)
     batch = pa.RecordBatch.from_arrays([ids], ["ids"])
     plain = batch.serialize().size
-    assert Squeezer(batch.schema)(batch).size < plain // 50
+    assert IpcCompressor(batch.schema)(batch).size < plain // 50
     noise = np.random.default_rng(0).integers(0, 2**31, 100, np.int32)
     ids = pa.array([noise], SCHEMA.field("ids").type)
     batch = pa.RecordBatch.from_arrays([ids], ["ids"])
     # a length for each of two buffers, and that the body may be compressed
-    assert Squeezer(batch.schema)(batch).size <= batch.serialize().size + 2 * 8 + 24
+    assert (
+        IpcCompressor(batch.schema)(batch).size <= batch.serialize().size + 2 * 8 + 24
+    )
 
 
 def test_no_rows_are_refused():
     with pytest.raises(ValueError, match="without rows"):
-        Squeezer(SCHEMA)(no_rows(SCHEMA))
+        IpcCompressor(SCHEMA)(empty_batch(SCHEMA))

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, event, given, settings
 
 import trajkit as tk
 from tests.strategies import plain_tables, runs
+from trajkit._streams import limits
 from trajkit.errors import SchemaError
 from trajkit.io import parquet_polars
 from trajkit.io.tables import write_rows, write_table
@@ -26,9 +27,9 @@ per_example = settings(suppress_health_check=[HealthCheck.function_scoped_fixtur
 @pytest.fixture
 def eager(monkeypatch):
     """Any file that polars can write is written by it, in row groups of a few rows."""
-    monkeypatch.setattr(parquet_polars, "_FIRST_BYTES", 1)
-    monkeypatch.setattr(parquet_polars, "_GROUP_BYTES", 100)
-    monkeypatch.setattr(parquet_polars, "_polars_is_here", lambda: True)
+    monkeypatch.setattr(limits, "POLARS_FILE_BYTES", 1)
+    monkeypatch.setattr(limits, "POLARS_GROUP_BYTES", 100)
+    monkeypatch.setattr(parquet_polars, "_polars_works", lambda: True)
 
 
 def writer(path):
@@ -102,7 +103,7 @@ def test_the_bytes_of_numbers_are_kept(tmp_path, eager):
 
 def test_row_groups_have_about_so_many_bytes(tmp_path, eager, monkeypatch):
     rows = rows_of(*[100] * 64)
-    monkeypatch.setattr(parquet_polars, "_GROUP_BYTES", rows.nbytes // 4)
+    monkeypatch.setattr(limits, "POLARS_GROUP_BYTES", rows.nbytes // 4)
     path = tmp_path / "rows.parquet"
     write_rows(rows.to_batches(max_chunksize=5), path)
     assert writer(path)[0] == "polars"
@@ -116,12 +117,12 @@ def test_row_groups_have_about_so_many_bytes(tmp_path, eager, monkeypatch):
 def test_where_rows_grow_arrow_writes_on(tmp_path, eager, monkeypatch):
     rows = rows_of(*[4] * 40, *[4000] * 8, *[4] * 3)
     first = rows.slice(0, 10)
-    monkeypatch.setattr(parquet_polars, "_FIRST_BYTES", first.nbytes)
-    monkeypatch.setattr(parquet_polars, "_GROUP_BYTES", first.nbytes)
-    monkeypatch.setattr(parquet_polars, "_MOST_BYTES", 8 * first.nbytes)
+    monkeypatch.setattr(limits, "POLARS_FILE_BYTES", first.nbytes)
+    monkeypatch.setattr(limits, "POLARS_GROUP_BYTES", first.nbytes)
+    monkeypatch.setattr(limits, "MAX_POLARS_GROUP_BYTES", 8 * first.nbytes)
     path = tmp_path / "rows.parquet"
     for most, expected in ((40, "arrow"), (1000, "polars")):
-        monkeypatch.setattr(parquet_polars, "_MOST_BYTES", most * first.nbytes)
+        monkeypatch.setattr(limits, "MAX_POLARS_GROUP_BYTES", most * first.nbytes)
         write_rows(rows.to_batches(max_chunksize=1), path)
         assert writer(path)[0] == expected
         assert tk.read_rows(path).equals(rows)
@@ -206,10 +207,10 @@ def test_without_polars_arrow_writes(tmp_path, monkeypatch, found):
             raise PackageNotFoundError(name)
         return found
 
-    monkeypatch.setattr(parquet_polars, "_FIRST_BYTES", 1)
+    monkeypatch.setattr(limits, "POLARS_FILE_BYTES", 1)
     monkeypatch.setattr(parquet_polars, "version", version)
     monkeypatch.setattr(
-        parquet_polars, "_polars_is_here", parquet_polars._polars_is_here.__wrapped__
+        parquet_polars, "_polars_works", parquet_polars._polars_works.__wrapped__
     )
     rows = rows_of(5, 6)
     write_rows(rows, tmp_path / "rows.parquet")

@@ -19,10 +19,8 @@ from tests import foreign
 from tests.importers.test_importers import Letters
 from tests.strategies import policies, row_limits, runs, session_lines, transcripts
 from tests.tables import policy_of
-from trajkit._streams import session_batches
-from trajkit.io import arrow
+from trajkit._streams import limits
 from trajkit.io.tables import write_table
-from trajkit.jobs import group_sessions, stages
 from trajkit.schema import SESSIONS
 
 TABLES = ["parquet", "arrow", "arrows"]
@@ -43,34 +41,31 @@ small = st.sampled_from([1, 40, 1 << 20])
 
 def in_pieces(size):
     """Pieces, parts, row groups and batches of such a size."""
-    patches = [
-        (session_batches, {"PIECE_TOKENS": size}),
-        (stages, {"PART_TURNS": max(size // 10, 1)}),
-        (
-            group_sessions,
-            {"_BUCKET_BYTES": size, "_SPILL_BYTES": size, "_BATCH_BYTES": size},
-        ),
-        (group_sessions, {"_LEAST_ROWS": 1}),
-        (arrow, {"_GROUP_BYTES": size}),
-    ]
-    return [mock.patch.multiple(module, **values) for module, values in patches]
+    return mock.patch.multiple(
+        limits,
+        READ_TOKENS=size,
+        FILE_TURNS=max(size // 10, 1),
+        BUCKET_BYTES=size,
+        SPILL_BYTES=size,
+        READ_BYTES=size,
+        MIN_READ_ROWS=1,
+        ROW_GROUP_BYTES=size,
+    )
 
 
 class Folder:
     """An empty folder, and sizes, for one example."""
 
     def __init__(self, size):
-        self.patches = in_pieces(size)
+        self.limits = in_pieces(size)
         self.folder = tempfile.TemporaryDirectory()
 
     def __enter__(self):
-        for patch in self.patches:
-            patch.start()
+        self.limits.start()
         return Path(self.folder.name)
 
     def __exit__(self, *error):
-        for patch in self.patches:
-            patch.stop()
+        self.limits.stop()
         self.folder.cleanup()
 
 

@@ -1,12 +1,12 @@
 """Stages from file to file: in pieces, gathered, in parts, with sessions rejected."""
 
-import importlib
 import json
 import os
 import random
 from contextlib import ExitStack
 from itertools import chain, combinations, pairwise
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -20,15 +20,20 @@ import trajkit as tk
 from tests.cli.test_cli import run_json
 from tests.strategies import runs
 from trajkit import cli
-from trajkit._streams import session_batches
-from trajkit._streams.prefetch import read_ahead
-from trajkit.errors import FormatError, InvalidTurnsError, PolicyError, SchemaError
-from trajkit.io import arrow, parquet_polars
+from trajkit._streams import limits, session_batches
+from trajkit._streams.prefetch import prefetch
+from trajkit.errors import (
+    ArgumentError,
+    FormatError,
+    InvalidTurnsError,
+    SchemaError,
+)
+from trajkit.io import parquet_polars
 from trajkit.io.formats import paths_in
 from trajkit.io.tables import read_any_rows, write_rows, write_table, write_tables
-from trajkit.jobs import atomic_writers, group_sessions, stages, verification
-from trajkit.jobs.atomic_writers import Outlet
-from trajkit.jobs.session_index import take_census
+from trajkit.jobs import group_sessions, outputs, stages
+from trajkit.jobs.group_sessions import index_sessions
+from trajkit.jobs.outputs import AtomicWriter
 from trajkit.jobs.stages import compact_file, expand_file, linearize_file
 from trajkit.pipeline import suffix_layout
 from trajkit.schema import AMENDMENTS, REPORT, SESSIONS, TURNS, TURNS_DELTA
@@ -63,22 +68,22 @@ def some_sessions(n=12):
 @pytest.fixture
 def small(monkeypatch):
     """Pieces, parts, buckets and batches of a few turns each."""
-    monkeypatch.setattr(session_batches, "PIECE_TOKENS", 600)
-    monkeypatch.setattr(stages, "PART_TURNS", 5)
-    monkeypatch.setattr(group_sessions, "_BUCKET_BYTES", 400)
-    monkeypatch.setattr(group_sessions, "_SPILL_BYTES", 200)
-    monkeypatch.setattr(group_sessions, "_LEAST_ROWS", 2)
-    monkeypatch.setattr(group_sessions, "_BATCH_BYTES", 1)
-    monkeypatch.setattr(arrow, "_GROUP_BYTES", 1000)
+    monkeypatch.setattr(limits, "READ_TOKENS", 600)
+    monkeypatch.setattr(limits, "FILE_TURNS", 5)
+    monkeypatch.setattr(limits, "BUCKET_BYTES", 400)
+    monkeypatch.setattr(limits, "SPILL_BYTES", 200)
+    monkeypatch.setattr(limits, "MIN_READ_ROWS", 2)
+    monkeypatch.setattr(limits, "READ_BYTES", 1)
+    monkeypatch.setattr(limits, "ROW_GROUP_BYTES", 1000)
 
 
 @pytest.fixture(params=["arrow", "polars"])
 def writer(request, monkeypatch):
     """What writes the rows, in row groups of a few."""
     by_polars = request.param == "polars"
-    monkeypatch.setattr(parquet_polars, "_polars_is_here", lambda: by_polars)
-    monkeypatch.setattr(parquet_polars, "_FIRST_BYTES", 1)
-    monkeypatch.setattr(parquet_polars, "_GROUP_BYTES", 1000)
+    monkeypatch.setattr(parquet_polars, "_polars_works", lambda: by_polars)
+    monkeypatch.setattr(limits, "POLARS_FILE_BYTES", 1)
+    monkeypatch.setattr(limits, "POLARS_GROUP_BYTES", 1000)
     return request.param
 
 
@@ -124,9 +129,9 @@ def test_a_stream_of_files_is_what_they_hold(tmp_path, small, suffix_):
 def test_scattered_sessions_are_gathered(tmp_path, small, suffix_):
     log = tmp_path / f"log.{suffix_}"
     write_log(scattered(some_sessions()), log)
-    census = take_census(paths_in(log), None)
-    assert census.scattered is not None
-    assert len(set(group_sessions.buckets(census).values())) > 2
+    index = index_sessions(paths_in(log), None)
+    assert index.scattered is not None
+    assert len(set(group_sessions.bucket_numbers(index).values())) > 2
     got = pa.Table.from_batches(tk.scan_turns(log, folder=tmp_path))
     assert got.equals(tk.read_turns(log))
     assert os.listdir(tmp_path) == [log.name]
@@ -152,14 +157,14 @@ def write_log_json(records, path):
     path.write_text("".join(f"{line}\n" for line in lines))
 
 
-def test_the_census_of_a_directory_of_several_formats(tmp_path, small):
+def test_the_index_of_a_directory_of_several_formats(tmp_path, small):
     records = some_sessions(6)
     write_log(records[:7], tmp_path / "a.parquet")
     write_log(records[7:], tmp_path / "b.arrows")
-    census = take_census(paths_in(tmp_path), None)
-    assert census.n_turns == len(records)
-    assert list(census.turns) == [f"s{k}" for k in range(6)]
-    assert census.scattered is None
+    index = index_sessions(paths_in(tmp_path), None)
+    assert index.n_turns == len(records)
+    assert list(index.turns) == [f"s{k}" for k in range(6)]
+    assert index.scattered is None
     assert pa.Table.from_batches(tk.scan_turns(tmp_path)).equals(
         tk.read_turns(tmp_path)
     )
@@ -184,7 +189,7 @@ def test_amendments_are_folded_into_what_is_streamed(tmp_path, small, order):
 def test_turns_out_of_order_are_found(tmp_path):
     table = tk.from_records(some_sessions(2))
     pq.write_table(table.take([1, 0, 2]), tmp_path / "t.parquet")
-    assert take_census([tmp_path / "t.parquet"], None).scattered == "s1"
+    assert index_sessions([tmp_path / "t.parquet"], None).scattered == "s1"
 
 
 @pytest.mark.parametrize("suffix_", [".parquet", ".arrow", ".arrows", ".jsonl"])
@@ -194,11 +199,11 @@ def test_turns_out_of_order_are_found_across_batches_and_files(tmp_path, suffix_
     one, two = (tmp_path / f"{name}{suffix_}" for name in "ab")
     tk.write_turns(turns.slice(1, 1), one)
     tk.write_turns(turns.slice(0, 1), two)
-    assert take_census([two, one], None).scattered is None
-    assert take_census([one, two], None).scattered == "s1"
+    assert index_sessions([two, one], None).scattered is None
+    assert index_sessions([one, two], None).scattered == "s1"
     batches = (turns.slice(k, 1).to_batches()[0] for k in (1, 0))
     tk.write_turns(batches, one)
-    assert take_census([one], None).scattered == "s1"
+    assert index_sessions([one], None).scattered == "s1"
 
 
 @pytest.mark.parametrize("layout", ["full", "suffix"])
@@ -210,8 +215,8 @@ def test_rows_are_those_of_the_table(tmp_path, small, monkeypatch, policy, layou
         tk.read_turns(log), policy, reward=0.5, layout=layout, report=True
     )
     for large in (1, 1 << 20):
-        monkeypatch.setattr(stages, "_LARGE_TOKENS", large)
-        monkeypatch.setattr(suffix_layout, "_PIECE", 20)
+        monkeypatch.setattr(limits, "PART_TOKENS", large)
+        monkeypatch.setattr(limits, "BATCH_TOKENS", 20)
         totals = linearize_file(
             log, rows, policy, reward=0.5, layout=layout, report=report
         )
@@ -227,17 +232,15 @@ def test_whole_rows_come_some_at_a_time(records):
     turns = tk.from_records(records)
     rows = tk.linearize(turns, layout="suffix")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(suffix_layout, "_PIECE", 5)
+        patch.setattr(limits, "BATCH_TOKENS", 5)
         got = list(suffix_layout.full_pieces(rows))
     expected = tk.linearize(turns)
     assert pa.concat_tables([expected.slice(0, 0), *got]).equals(expected)
 
 
 def test_threads_write_the_same_bytes(tmp_path, monkeypatch, writer):
-    # the function hides its module's name
-    module = importlib.import_module("trajkit.pipeline.rows")
-    monkeypatch.setattr(module, "_LEAST_PART", 64)
-    monkeypatch.setattr(arrow, "_GROUP_BYTES", 1000)
+    monkeypatch.setattr(limits, "MIN_PART_TOKENS", 64)
+    monkeypatch.setattr(limits, "ROW_GROUP_BYTES", 1000)
     log = tmp_path / "log.parquet"
     write_log(some_sessions(), log)
     for threads in (1, 2, 3):
@@ -313,7 +316,7 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, small, names, mixed, writer):
 
         folder = tmp_path / name
         begun = []
-        watch = stages.Watch(lambda census, done: begun.append(done), advances)
+        watch = stages.Watch(lambda index, done: begun.append(done), advances)
         try:
             totals = linearize_file(
                 log, f"{folder}/rows/", report=f"{folder}/report/", watch=watch
@@ -353,7 +356,7 @@ def test_rows_in_the_directory_of_the_turns_are_skipped(tmp_path):
         linearize_file(tmp_path, f"{tmp_path}/rows/", report=tmp_path / "report")
     assert tk.read_rows(tmp_path / "rows") == rows
     (tmp_path / "turns.parquet").unlink()
-    said = r"holds no file of turns, only rows \(a-rows.parquet\), report"
+    said = r"has no file of turns, only rows \(a-rows.parquet\), report"
     with pytest.raises(FormatError, match=said):
         tk.read_turns(tmp_path)
 
@@ -382,12 +385,12 @@ def test_a_directory_of_another_job_is_refused(tmp_path, small):
     os.utime(log, ns=(known.st_atime_ns, known.st_mtime_ns))
     linearize_file(log, folder)
     (folder / "_manifest.json").write_text("{}")
-    with pytest.raises(FormatError, match="is no manifest"):
+    with pytest.raises(FormatError, match="is not a manifest"):
         linearize_file(log, folder)
     (folder / "_manifest.json").unlink()
-    with pytest.raises(FormatError, match="holds files"):
+    with pytest.raises(FormatError, match="contains files"):
         linearize_file(log, folder)
-    with pytest.raises(PolicyError, match="give a directory"):
+    with pytest.raises(ArgumentError, match="give a directory"):
         linearize_file(log, f"{tmp_path}/fresh/", report=tmp_path / "report.parquet")
 
 
@@ -520,7 +523,7 @@ def test_the_command_says_that_it_gathers(tmp_path, small, capsys):
     write_log(scattered(some_sessions()), log)
     argv = ["linearize", str(log), "-o", str(rows)]
     assert cli.main(argv) == cli.DONE
-    assert "does not lie in one piece" in capsys.readouterr().err
+    assert "is not contiguous" in capsys.readouterr().err
     assert tk.read_rows(rows).equals(tk.linearize(tk.read_turns(log)))
     assert cli.main([*argv, "--gather", "no"]) == cli.BAD_DATA
 
@@ -530,7 +533,7 @@ def test_what_is_counted_does_not_depend_on_the_pieces(tmp_path, capsys, monkeyp
     write_log(some_sessions(), log)
     said = {}
     for name, tokens, output in (("whole", 1 << 20, whole), ("pieces", 600, table)):
-        monkeypatch.setattr(session_batches, "PIECE_TOKENS", tokens)
+        monkeypatch.setattr(limits, "READ_TOKENS", tokens)
         said[name] = [
             run_json(capsys, "drift", str(log), "-o", str(output)),
             run_json(capsys, "simulate", str(log), "--policy", "trl"),
@@ -542,7 +545,7 @@ def test_what_is_counted_does_not_depend_on_the_pieces(tmp_path, capsys, monkeyp
 
 def test_pieces_do_not_depend_on_what_came_before(small):
     turns = tk.from_records(some_sessions())
-    whole = list(session_batches.pieces([turns]))
+    whole = list(session_batches.rechunk([turns]))
     assert len(whole) > 3
     assert pa.concat_tables(whole).equals(turns)
     for k in range(len(whole)):
@@ -552,7 +555,7 @@ def test_pieces_do_not_depend_on_what_came_before(small):
             if k % 2
             else list(session_batches.whole_sessions(rest.to_batches(max_chunksize=2)))
         )
-        assert [p.num_rows for p in session_batches.pieces(some)] == [
+        assert [p.num_rows for p in session_batches.rechunk(some)] == [
             p.num_rows for p in whole[k:]
         ]
 
@@ -565,9 +568,13 @@ def test_a_piece_ends_with_the_session_that_fills_it_however_the_turns_come():
     starts = [k for k in range(1, len(names)) if names[k] != names[k - 1]]
     for one, two in combinations(starts, 2):
         tables = [turns.slice(0, one), turns.slice(one, two - one), turns.slice(two)]
-        made = session_batches.pieces(
-            tables, 6, lambda table: np.ones(len(table), np.int64)
-        )
+        with (
+            mock.patch.object(limits, "READ_TOKENS", 6),
+            mock.patch.object(
+                session_batches, "cost", lambda table: np.ones(len(table), np.int64)
+            ),
+        ):
+            made = list(session_batches.rechunk(tables))
         assert [len(piece) for piece in made] == sizes, (one, two)
 
 
@@ -575,7 +582,7 @@ def test_an_outlet_hands_back_what_went_wrong(tmp_path):
     rows = tk.linearize(tk.from_records(some_sessions(2)))
 
     def put(path, n, error=None):
-        with Outlet(path, write_rows, path) as outlet:
+        with AtomicWriter(path, write_rows, path) as outlet:
             for _ in range(n):
                 outlet.put(rows)
             if error is not None:
@@ -590,7 +597,7 @@ def test_an_outlet_hands_back_what_went_wrong(tmp_path):
 
 
 def test_no_more_than_is_allowed_waits_for_its_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(atomic_writers, "_WAITING_BYTES", 0)
+    monkeypatch.setattr(limits, "ROW_GROUP_BYTES", 0)
     rows = tk.linearize(tk.from_records(some_sessions(2)))
     handed, ahead = [], []
 
@@ -599,7 +606,7 @@ def test_no_more_than_is_allowed_waits_for_its_file(tmp_path, monkeypatch):
             ahead.append(len(handed) - taken)
             write_rows(pa.Table.from_batches([batch] * 50), path)
 
-    with Outlet(tmp_path / "rows.parquet", write, tmp_path) as outlet:
+    with AtomicWriter(tmp_path / "rows.parquet", write, tmp_path) as outlet:
         for _ in range(10):
             outlet.put(rows)
             handed.append(rows)
@@ -618,18 +625,18 @@ def test_what_is_read_ahead_ends_with_its_user():
             closed.append(True)
 
     with ExitStack() as stack:
-        ahead = read_ahead(numbers(), stack)
+        ahead = prefetch(numbers(), stack)
         assert [next(ahead) for _ in range(3)] == [0, 1, 2]
     assert closed == [True]
     with ExitStack() as stack:
-        assert list(read_ahead(iter([1, 2]), stack)) == [1, 2]
+        assert list(prefetch(iter([1, 2]), stack)) == [1, 2]
 
     def broken():
         yield 1
         raise Killed
 
     with ExitStack() as stack:
-        ahead = read_ahead(broken(), stack)
+        ahead = prefetch(broken(), stack)
         assert next(ahead) == 1
         with pytest.raises(Killed):
             next(ahead)
@@ -643,7 +650,7 @@ def test_what_is_read_ahead_ends_with_its_user():
 def test_two_outputs_of_one_name_are_refused(tmp_path, other, output):
     write_source(tmp_path / "t.jsonl", [call("a", [1], [2])])
     place = f"{tmp_path}/{output}"
-    with pytest.raises(PolicyError, match=f"rows and {other} both go to"):
+    with pytest.raises(ArgumentError, match=f"rows and {other} both go to"):
         linearize_file(tmp_path / "t.jsonl", place, **{other: place.rstrip("/")})
     assert os.listdir(tmp_path) == ["t.jsonl"]
 
@@ -652,7 +659,7 @@ def test_a_report_overwrites_no_file_of_another(tmp_path):
     write_source(tmp_path / "t.jsonl", [call("a", [1], [2])])
     (tmp_path / "report").mkdir()
     (tmp_path / "report" / "part-00000.parquet").write_text("mine")
-    with pytest.raises(FormatError, match="report holds files, and no"):
+    with pytest.raises(FormatError, match="report contains files, but no"):
         linearize_file(
             tmp_path / "t.jsonl", f"{tmp_path}/rows/", report=tmp_path / "report"
         )
@@ -796,8 +803,8 @@ def as_text(violations):
 def test_files_break_what_their_tables_break(
     tmp_path, small, monkeypatch, kind, suffix_, turns_order, order
 ):
-    monkeypatch.setattr(verification, "_BATCH_BYTES", 1)
-    monkeypatch.setattr(verification, "_LEAST_ROWS", 2)
+    monkeypatch.setattr(limits, "READ_BYTES", 1)
+    monkeypatch.setattr(limits, "MIN_READ_ROWS", 2)
     log, path = tmp_path / "log.parquet", tmp_path / f"rows.{suffix_}"
     write_log(turns_order(some_sessions()), log)
     rows = broken_rows(tk.linearize(tk.read_turns(log), "strict"))
@@ -865,12 +872,12 @@ def test_rows_elsewhere_than_their_turns_are_gathered_or_refused(
     argv = ["verify", str(path), str(log), "--policy", "slime"]
     code = cli.main(argv)
     out, err = capsys.readouterr()
-    assert "do not lie where its turns do: all rows are gathered" in err
+    assert "are not in the order of the turns: all rows are sorted" in err
     assert code == (cli.BAD_DATA if swap else cli.DONE)
     if swap:
         assert "continues after another session began" in out
     assert cli.main([*argv, "--gather", "no"]) == cli.BAD_DATA
-    assert "must be in the order of the turns" in capsys.readouterr().err
+    assert "are not in the order of the turns" in capsys.readouterr().err
 
 
 def test_rows_of_no_session_are_verified_whole(tmp_path, small, capsys):
@@ -983,7 +990,7 @@ def test_commands_that_add_up_set_sessions_aside(tmp_path, small, capsys, comman
     argv = [command, str(log), "--rejected", str(aside)]
     assert cli.main([*argv, "--json"]) == cli.DONE
     out, err = capsys.readouterr()
-    assert "does not lie in one piece" in err
+    assert "is not contiguous" in err
     assert json.loads(out) == {**expected, "rejected": 2}
     assert cli.main(argv) == cli.DONE
     assert "2 sessions rejected" in capsys.readouterr().out
@@ -1093,7 +1100,7 @@ def test_advantages_take_two_passes(tmp_path, small):
 def test_files_whose_columns_differ_are_gathered_into_the_same_buckets(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(group_sessions, "_BUCKET_BYTES", 400)
+    monkeypatch.setattr(limits, "BUCKET_BYTES", 400)
     log = tmp_path / "log"
     log.mkdir()
     records = scattered(some_sessions())
@@ -1119,7 +1126,7 @@ THREE = ("a.arrows", "b.arrows", "c.arrows")
 def write_three(folder, blocked=None):
     """Write three files together; the place of one is taken meanwhile."""
     places = {name: (folder / name, write_tables) for name in THREE}
-    with atomic_writers.outlets(places) as sinks:
+    with outputs.atomic_writers(places) as sinks:
         for sink in sinks.values():
             sink.put(pa.table({"x": [1]}))
         if blocked:

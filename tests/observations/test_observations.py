@@ -8,7 +8,7 @@ import trajkit as tk
 from tests.golden_sessions import golden, golden_name
 from tests.libraries import LIBRARIES, tensor
 from tests.reference import observed_tokens
-from trajkit.errors import InvalidTurnsError, PolicyError
+from trajkit.errors import ArgumentError, InvalidTurnsError
 
 ATTRIBUTION = {
     "message_indices": "prompt_message_index",
@@ -584,7 +584,7 @@ def test_turns_without_the_columns_raise():
     ],
 )
 def test_choices_that_are_refused(options):
-    with pytest.raises(PolicyError, match=next(iter(options))):
+    with pytest.raises(ArgumentError, match=next(iter(options))):
         weighed(conversation(), **options)
 
 

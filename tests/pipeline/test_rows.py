@@ -26,7 +26,7 @@ from tests.strategies import (
 )
 from tests.tables import by_session, dicts, policy_of, turns_table
 from trajkit._arrow.buffers import pooled
-from trajkit.errors import InvalidTurnsError, PolicyError, SchemaError
+from trajkit.errors import ArgumentError, InvalidTurnsError, PolicyError, SchemaError
 from trajkit.pipeline import fill
 from trajkit.schema import DRIFT, REPORT, ROWS
 
@@ -314,11 +314,11 @@ def test_a_drift_table_may_not_claim_what_two_turns_do_not_share():
     ("choices", "error", "match"),
     [
         ({"policy": ["slime"]}, PolicyError, "policy ['slime'] does not exist"),
-        ({"max_row_tokens": 1.5}, PolicyError, "max_row_tokens=1.5: expected an int"),
-        ({"max_row_tokens": True}, PolicyError, "max_row_tokens=True"),
-        ({"max_row_tokens": 0}, PolicyError, "max_row_tokens=0: expected an integer"),
-        ({"max_row_tokens": 2**63}, PolicyError, "max_row_tokens=92233720"),
-        ({"threads": "2"}, PolicyError, "threads='2': expected an integer of 1"),
+        ({"max_row_tokens": 1.5}, ArgumentError, "max_row_tokens=1.5: expected an int"),
+        ({"max_row_tokens": True}, ArgumentError, "max_row_tokens=True"),
+        ({"max_row_tokens": 0}, ArgumentError, "max_row_tokens=0: expected an integer"),
+        ({"max_row_tokens": 2**63}, ArgumentError, "max_row_tokens=92233720"),
+        ({"threads": "2"}, ArgumentError, "threads='2': expected an integer of 1"),
         ({"reward": "1"}, SchemaError, "reward is of type str: expected a number, a"),
         ({"reward": {"s": "1"}}, SchemaError, "session 's': reward is of type str"),
         ({"reward": {"s": True}}, SchemaError, "session 's': reward is of type bool"),
@@ -350,7 +350,7 @@ def test_a_threshold_of_none_is_the_preset_s_own():
 @pytest.mark.parametrize(
     ("pieces", "match"),
     [
-        pytest.param([{"session_id": "s"}], "dict is no record batch", id="a dict"),
+        pytest.param([{"session_id": "s"}], "dict is not a record batch", id="a dict"),
         pytest.param([pa.record_batch({"x": [1]})], "'session_id'", id="no session"),
         pytest.param(
             [

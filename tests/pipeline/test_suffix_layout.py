@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests.strategies import policies, row_limits, runs
 from tests.tables import policy_of, turns_table
-from trajkit.errors import InvalidTurnsError, PolicyError, SchemaError
+from trajkit._streams import limits
+from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.schema import ROWS, ROWS_SUFFIX
 
 anyone = policies | st.sampled_from(
@@ -41,9 +42,7 @@ def test_full_rows_gives_the_full_layout_back(turns, choice, limit, threads, siz
     full, suffix = both_layouts(turns, choice, limit, threads)
     suffix.validate(full=True)
     assert suffix.schema.equals(ROWS_SUFFIX, check_metadata=True)
-    with mock.patch.object(
-        import_module("trajkit.pipeline.suffix_layout"), "_PART", size
-    ):
+    with mock.patch.object(limits, "PART_TOKENS", size):
         back = tk.full_rows(suffix)
         again = tk.suffix_rows(full)
     back.validate(full=True)
@@ -209,7 +208,7 @@ def test_polars_keeps_the_layout():
 
 def test_a_layout_that_is_none_is_refused():
     with pytest.raises(
-        PolicyError, match="layout='half': expected one of 'full', 'suf"
+        ArgumentError, match="layout='half': expected one of 'full', 'suf"
     ):
         tk.linearize(DRIFTING, layout="half")
 
@@ -228,9 +227,9 @@ def test_stages_that_need_whole_rows_say_so():
 def test_a_name_that_the_other_layout_uses_is_refused():
     rows = tk.linearize(DRIFTING, layout="suffix")
     ids = pa.array([[1]] * rows.num_rows)
-    with pytest.raises(SchemaError, match="column 'logprobs' would stand twice"):
+    with pytest.raises(SchemaError, match="column 'logprobs' would occur twice"):
         tk.full_rows(rows.append_column("logprobs", ids))
-    with pytest.raises(SchemaError, match="column 'suffix_start' would stand twice"):
+    with pytest.raises(SchemaError, match="column 'suffix_start' would occur twice"):
         tk.suffix_rows(tk.full_rows(rows).append_column("suffix_start", ids))
 
 
@@ -341,5 +340,7 @@ def test_suffix_rows_that_break_a_rule_are_named(rows, said):
 
 def test_payloads_go_with_whole_rows():
     turns = DRIFTING.append_column("scores", DRIFTING["output_logprobs"])
-    with pytest.raises(PolicyError, match="payloads need layout='full': layout is 'su"):
+    with pytest.raises(
+        ArgumentError, match="payloads need layout='full': layout is 'su"
+    ):
         tk.linearize(turns, payloads=["scores"], layout="suffix")

@@ -16,9 +16,9 @@ from tests.shim.fakes import byte_tokenizer
 from tests.strategies import fewer_examples, pick, runs
 from tests.tables import turns_table
 from trajkit import schema
-from trajkit._arrow.take import no_rows
+from trajkit._arrow.take import empty_batch
 from trajkit._streams.lockstep import batches_of, one_batch
-from trajkit.errors import InvalidTurnsError, PolicyError, SchemaError
+from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 
 TOKENIZER = byte_tokenizer()
 
@@ -333,7 +333,7 @@ def test_links_of_other_sessions_are_refused():
     ],
 )
 def test_choices_are_looked_at_before_a_stream_is_read(call):
-    with pytest.raises(PolicyError):
+    with pytest.raises(ArgumentError):
         call(iter([]))
 
 
@@ -446,7 +446,7 @@ def test_a_stream_without_rows_gives_a_batch_without_rows(name, seen):
         "linearize": (tk.linearize, (turns,)),
     }[name]
     given = [
-        iter([no_rows(one.schema)] * seen) if seen else reader_of(one)
+        iter([empty_batch(one.schema)] * seen) if seen else reader_of(one)
         for one in sources
     ]
     [batch] = stage(*given)

@@ -17,7 +17,7 @@ from tests.training.test_row_weights import (
     toy_model,
     with_logprobs,
 )
-from trajkit.errors import PolicyError
+from trajkit.errors import ArgumentError
 
 REWARDS = st.none() | st.sampled_from([0.0, 1.0, 0.5, -2.0, 0.1, 1e6])
 
@@ -130,7 +130,7 @@ def test_equal_rewards_that_do_not_add_up_exactly_are_constant():
     ],
 )
 def test_options_outside_their_range_are_refused(options, match):
-    with pytest.raises(PolicyError, match=match):
+    with pytest.raises(ArgumentError, match=match):
         tk.training.advantages(sessions_table([(1.0, "g")]), **options)
 
 
@@ -166,5 +166,5 @@ def test_constant_weights_need_a_finite_constant(by, constant):
     rows = tk.linearize(
         tk.from_records([{"session_id": "a", "prompt_ids": [1], "output_ids": [2]}])
     )
-    with pytest.raises(PolicyError, match="constant="):
+    with pytest.raises(ArgumentError, match="constant="):
         tk.add_weights(rows, by, constant=constant)

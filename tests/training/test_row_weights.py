@@ -11,7 +11,7 @@ from tests.golden_sessions import golden
 from tests.libraries import LIBRARIES, joined, tensor
 from tests.strategies import END, STARTS, runs
 from tests.tables import by_session, turns_table
-from trajkit.errors import InvalidTurnsError, PolicyError, SchemaError
+from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.schema import REPORT, SESSIONS
 
 KEEPS_ALL = ["faithful", "strict", "per_call", "skyrl", "graph"]
@@ -150,7 +150,7 @@ def test_reward_modes(mode, expected):
     assert rewards_of(mode, unscored) == [None] * 3
 
 
-def with_kinds(rows, kinds):
+def normalize_categories(rows, kinds):
     place = rows.schema.get_field_index("segment_kind")
     return rows.set_column(place, "segment_kind", kinds)
 
@@ -163,13 +163,13 @@ def test_the_final_row_has_the_greatest_row_index_wherever_it_is():
 def test_final_only_goes_by_the_kind_of_a_segment_where_rows_have_one():
     rows = tk.linearize(forks(), reward=3.0)
     kinds = pa.array(["history_replaced", "final", "subagent"]).dictionary_encode()
-    assert rewards_of("final_only", with_kinds(rows, kinds)) == [
+    assert rewards_of("final_only", normalize_categories(rows, kinds)) == [
         0.0,
         3.0,
         0.0,
     ]
     nothing = pa.array(["history_replaced", None, "subagent"])
-    assert rewards_of("final_only", with_kinds(rows, nothing)) == [0.0] * 3
+    assert rewards_of("final_only", normalize_categories(rows, nothing)) == [0.0] * 3
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_reward_modes_are_those_of_segments(case):
     )
     kinds = pa.array([case["kinds"][sample["source"]] for sample in samples])
     rows = tk.linearize(turns, "per_call", reward=case["reward"])
-    rows = with_kinds(rows, kinds)
+    rows = normalize_categories(rows, kinds)
     assert rewards_of(case["mode"], rows) == [s["reward"] for s in samples]
 
 
@@ -338,7 +338,7 @@ def test_turn_rewards_of_other_sessions_and_zeros_are_no_fault():
     ],
 )
 def test_choices_that_do_not_exist(call, match):
-    with pytest.raises(PolicyError, match=match):
+    with pytest.raises(ArgumentError, match=match):
         call(tk.linearize(forks()))
 
 
@@ -475,7 +475,7 @@ def test_a_last_turn_needs_a_reward_and_a_name():
     unnamed = rows.drop_columns("last_turn")
     with pytest.raises(InvalidTurnsError, match="row 0: last_turn is null"):
         rewards_of("last_turn", unnamed, turn_rewards=turn_rewards(1.0))
-    with pytest.raises(PolicyError, match="mode is 'last_turn', turn_rewards is not"):
+    with pytest.raises(ArgumentError, match="mode is 'last_turn', turn_rewards is not"):
         rewards_of("last_turn", rows)
 
 

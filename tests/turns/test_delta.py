@@ -14,6 +14,7 @@ import trajkit as tk
 from tests import reference
 from tests.strategies import pick, policies, row_limits, runs, thresholds
 from tests.tables import in_delta_form, policy_of, turns_table
+from trajkit._streams import limits
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.schema import TURNS, TURNS_DELTA
 
@@ -94,13 +95,16 @@ def test_parts_of_a_table_are_the_whole(data, turns, choice, sizes, threads, how
         delta = delta.append_column("own", delta["output_ids"])
         same = {"payloads": ["own"]}
     whole, counted = tk.linearize(delta, policy, report=True, **same)
-    module = import_module("trajkit.pipeline.rows")
     part, batch, at_once = sizes
     with (
         mock.patch.multiple(
-            module, _LEAST_PART=1, _LARGEST_PART=part, _DELTA_PART=1, _AT_ONCE=at_once
+            limits,
+            MIN_PART_TOKENS=1,
+            PART_TOKENS=part,
+            DELTA_PART_FACTOR=1,
+            HELD_ROW_TOKENS=at_once,
         ),
-        mock.patch("trajkit.pipeline.fill.BATCH_TOKENS", batch),
+        mock.patch.object(limits, "BATCH_TOKENS", batch),
     ):
         rows, report = tk.linearize(
             delta, policy, report=True, threads=threads, **given, **same
@@ -120,7 +124,7 @@ def test_rows_in_several_batches_share_the_reward_of_their_session():
     chosen = tk.policy("per_call", rewards="uniform")
     given = {"a": 2.0, "b": 6.0}
     whole = tk.linearize(turns, chosen, reward=given)
-    with mock.patch("trajkit.pipeline.fill.BATCH_TOKENS", 6):
+    with mock.patch.object(limits, "BATCH_TOKENS", 6):
         rows = tk.linearize(turns, chosen, reward=given)
     assert [batch.num_rows for batch in rows.to_batches()] == [3, 2, 2]
     assert rows == whole
@@ -134,16 +138,15 @@ def test_rows_beyond_what_is_made_at_once_are_made_when_they_are_asked_for():
     )
     made = []
     fill = import_module("trajkit.pipeline.fill")
-    module = import_module("trajkit.pipeline.rows")
 
     def counting(*given, real=fill._Lists.written):
         made.append(1)
         return real(*given)
 
     with (
-        mock.patch.object(fill, "BATCH_TOKENS", 1),
+        mock.patch.object(limits, "BATCH_TOKENS", 1),
         mock.patch.object(fill._Lists, "written", counting),
-        mock.patch.object(module, "_AT_ONCE", 1),
+        mock.patch.object(limits, "HELD_ROW_TOKENS", 1),
     ):
         batches = tk.linearize(iter(turns.to_batches()), "per_call")
         assert next(batches).num_rows == 1
@@ -508,7 +511,7 @@ def test_compact_and_expand_are_inverses(data, turns, size):
     table = with_bodies(table, lambda: data.draw(st.sampled_from([False] * 3 + [True])))
     notes = [[i] * (i % 3) or None for i in range(table.num_rows)]
     table = table.append_column("notes", pa.array(notes, pa.large_list(pa.int64())))
-    with mock.patch.object(import_module("trajkit.turns.delta"), "_PART", size):
+    with mock.patch.object(limits, "PART_TOKENS", size):
         delta = tk.compact(in_other_layouts(data, table))
         back = tk.expand(in_other_layouts(data, delta))
     delta.validate(full=True)
@@ -654,9 +657,9 @@ def test_a_name_that_the_other_form_uses_is_refused():
     full = pa.Table.from_pylist([FULL], TURNS)
     delta = tk.compact(full)
     column = pa.array([1])
-    with pytest.raises(SchemaError, match=r"column 'shared_length' would stand twice"):
+    with pytest.raises(SchemaError, match=r"column 'shared_length' would occur twice"):
         tk.compact(full.append_column("shared_length", column))
-    with pytest.raises(SchemaError, match=r"column 'messages' would stand twice"):
+    with pytest.raises(SchemaError, match=r"column 'messages' would occur twice"):
         tk.expand(delta.append_column("messages", column))
 
 

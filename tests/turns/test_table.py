@@ -1,6 +1,5 @@
 """A turns table as a sequence of sessions."""
 
-from importlib import import_module
 from itertools import pairwise
 from unittest import mock
 
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests.strategies import runs
 from tests.tables import turns_table
+from trajkit._streams import limits
 from trajkit.turns.table import locate, runs_of
 
 
@@ -68,10 +68,10 @@ def test_a_fault_is_told_of_the_turn_that_has_it_whichever_part_it_is_in(threads
     turn_index = pa.array([0, 1, 2, 0, 1, 2, 0, 2, 1, 0, 0, 1], pa.int32())
     place = table.column_names.index("turn_index")
     table = table.set_column(place, table.field(place), turn_index)
-    parts = {"_LEAST_PART": 1, "_LARGEST_PART": 1}
+    parts = {"MIN_PART_TOKENS": 1, "PART_TOKENS": 1}
     wrong = r"^session 'c', turn 1: follows turn 2; turn_index must ascend"
     with (
-        mock.patch.multiple(import_module("trajkit.pipeline.rows"), **parts),
+        mock.patch.multiple(limits, **parts),
         pytest.raises(tk.errors.InvalidTurnsError, match=wrong),
     ):
         tk.linearize(table, "per_call", threads=threads)

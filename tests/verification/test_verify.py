@@ -20,7 +20,7 @@ import trajkit as tk
 from tests.generated import generated_runs
 from tests.strategies import row_limits, runs, thresholds
 from tests.tables import by_session, turns_table
-from trajkit.errors import InvalidTurnsError, PolicyError, SchemaError
+from trajkit.errors import ArgumentError, InvalidTurnsError, PolicyError, SchemaError
 from trajkit.policies import PRESETS
 from trajkit.schema import (
     CAUSES,
@@ -1204,21 +1204,21 @@ def test_a_turn_that_may_not_be_trained_in_rows_without_pieces():
         pytest.param(
             {"input_ids": [[1]], "loss_mask": [[0]]},
             {"max_row_tokens": 0},
-            PolicyError,
+            ArgumentError,
             "max_row_tokens=0",
             id="rows of no token",
         ),
         pytest.param(
             {"input_ids": [[1]], "loss_mask": [[0]]},
             {"max_row_tokens": True},
-            PolicyError,
+            ArgumentError,
             "max_row_tokens=True",
             id="rows of no number",
         ),
         pytest.param(
             {"input_ids": [[1]], "loss_mask": [[0]]},
             {"weigh_by": "turn"},
-            PolicyError,
+            ArgumentError,
             "weigh_by='turn'",
             id="weights of no sense",
         ),

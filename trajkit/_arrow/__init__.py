@@ -1,1 +1,1 @@
-"""Arrow helpers that know nothing of turns or rows."""
+"""Arrow tables: checked where they enter, in canonical form, and handed back."""

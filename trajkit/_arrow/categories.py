@@ -1,7 +1,7 @@
-"""The dictionaries of kinds that rows have, and rows of files with these.
+"""The complete dictionaries of the rows' category columns.
 
-What writes a file may leave names out of a dictionary that do not occur, and Arrow calls
-tables with other dictionaries unequal.
+A file writer may leave unused names out of a dictionary, and Arrow calls tables with
+different dictionaries unequal.
 """
 
 from functools import cache
@@ -14,51 +14,49 @@ from trajkit.schema import SEGMENT_KINDS, SPAN, SPAN_KINDS
 
 
 @cache
-def names_of(kinds: tuple[str, ...]) -> pa.Array:
-    """The dictionary of a column of kinds: all of them, in order."""
-    # not at import: pyarrow would load pandas for it where that is installed
-    return pa.array(kinds)
+def dictionary_for(names: tuple[str, ...]) -> pa.Array:
+    """The dictionary of a category column: all of its names, in order."""
+    # not at import: pyarrow would import pandas, if that is installed
+    return pa.array(names)
 
 
-def with_kinds(rows: pa.Table) -> pa.Table:
-    """The same rows, which are in canonical form; kinds that are unknown stay."""
+def normalize_categories(rows: pa.Table) -> pa.Table:
+    """Canonical rows with complete dictionaries; unknown names stay as they are."""
     for name, change in (("spans", _spans), ("segment_kind", _segments)):
-        at = rows.column_names.index(name)
-        column = rows.column(at)
+        index = rows.column_names.index(name)
+        column = rows.column(index)
         chunks = [change(chunk) for chunk in column.chunks]
         if any(new is not old for new, old in zip(chunks, column.chunks, strict=True)):
             column = pa.chunked_array(chunks, column.type)
-            rows = rows.set_column(at, rows.field(at), column)
+            rows = rows.set_column(index, rows.field(index), column)
     return rows
 
 
 def _segments(chunk: pa.DictionaryArray) -> pa.DictionaryArray:
-    return _among(chunk, SEGMENT_KINDS)
+    return _encode(chunk, SEGMENT_KINDS)
 
 
 def _spans(chunk: pa.LargeListArray) -> pa.LargeListArray:
-    values = chunk.values
-    kinds = values.field("kind")
-    known = _among(kinds, SPAN_KINDS)
-    if known is kinds:
+    kinds = chunk.values.field("kind")
+    if _encode(kinds, SPAN_KINDS) is kinds:
         return chunk
     offsets, values = list_parts(chunk)
     children = values.flatten()
-    at = SPAN.get_field_index("kind")
-    children[at] = _among(children[at], SPAN_KINDS)
+    index = SPAN.get_field_index("kind")
+    children[index] = _encode(children[index], SPAN_KINDS)
     mask = values.is_null() if values.null_count else None
     values = pa.StructArray.from_arrays(children, fields=list(SPAN), mask=mask)
     mask = chunk.is_null() if chunk.null_count else None
     return pa.LargeListArray.from_arrays(offsets, values, type=chunk.type, mask=mask)
 
 
-def _among(names: pa.DictionaryArray, kinds: tuple[str, ...]) -> pa.DictionaryArray:
-    """The same names by a dictionary of all, if that has them."""
-    everything = names_of(kinds)
-    if names.dictionary.equals(everything):
-        return names
-    places = pc.index_in(names.dictionary, everything)
-    if places.null_count:
-        return names
-    indices = places.take(names.indices).cast(names.type.index_type)
-    return pa.DictionaryArray.from_arrays(indices, everything)
+def _encode(array: pa.DictionaryArray, names: tuple[str, ...]) -> pa.DictionaryArray:
+    """The array with the dictionary of ``names``, unless it has other names."""
+    complete = dictionary_for(names)
+    if array.dictionary.equals(complete):
+        return array
+    codes = pc.index_in(array.dictionary, complete)
+    if codes.null_count:
+        return array
+    indices = codes.take(array.indices).cast(array.type.index_type)
+    return pa.DictionaryArray.from_arrays(indices, complete)

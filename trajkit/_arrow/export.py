@@ -1,7 +1,7 @@
-"""Arrays handed to Arrow as the columns of a batch, all of them in one call.
+"""A record batch over numpy buffers, handed to Arrow in one call.
 
-A batch of rows has some forty arrays, and making each by itself takes longer than filling
-a small batch.
+A batch of rows has some forty arrays. Making each of them by itself takes longer than
+filling a small batch.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ Array: TypeAlias = npt.NDArray[np.generic]
 
 
 class Column(NamedTuple):
-    """An array in the terms of Arrow's columnar format, over buffers of numpy.
+    """An array in Arrow's columnar format over numpy buffers.
 
-    The buffers are contiguous, as long as the type and the length say, and must not be
+    The buffers are contiguous, as long as type and length require, and must not be
     written to any more.
     """
 
@@ -28,7 +28,7 @@ class Column(NamedTuple):
     buffers: tuple[Array | None, ...]
     # -1: not counted
     nulls: int = 0
-    # where in the buffers it begins, in elements
+    # first element of the buffers that belongs to the array
     offset: int = 0
     children: tuple["Column | pa.Array", ...] = ()
     dictionary: pa.Array | None = None
@@ -37,7 +37,7 @@ class Column(NamedTuple):
 def record_batch(
     schema: pa.Schema, length: int, columns: Sequence[Column | pa.Array]
 ) -> pa.RecordBatch:
-    """A batch over the buffers of columns, which are of the schema's types."""
+    """A batch over the buffers of columns, whose types are the schema's."""
     return _core.hand_over(
         length, tuple(columns), schema, pa.RecordBatch._import_from_c
     )

@@ -1,7 +1,7 @@
-"""pyarrow.compute, imported when something of it is first used.
+"""pyarrow.compute, imported on first use.
 
-It takes as long to import as numpy and the rest of pyarrow together, and a command line
-that prints its help, or a program that only records, has no use for it.
+Importing it takes as long as numpy and the rest of pyarrow together. A command line that
+prints its help, or a program that only records, does not need it.
 """
 
 from typing import Any

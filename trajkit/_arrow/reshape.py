@@ -1,7 +1,6 @@
-"""A table in another form: columns of one schema become those of the other.
+"""Exchange the columns of one schema for those of another.
 
-Turns are in full or in delta form, rows in the layout "full" or "suffix"; further columns
-stay as they are.
+Turns are in full or delta form, rows in layout "full" or "suffix". Extra columns are kept.
 """
 
 from collections.abc import Sequence
@@ -14,45 +13,41 @@ from trajkit.errors import SchemaError
 Columns: TypeAlias = dict[str, pa.Array]
 
 
-def check_free(table: pa.Table, form: pa.Schema, wanted: pa.Schema, what: str) -> None:
-    """Refuse a further column that has the name of one that is to be made.
+def check_no_clash(
+    table: pa.Table, form: pa.Schema, wanted: pa.Schema, what: str
+) -> None:
+    """Raise SchemaError if an extra column has the name of one that will be made.
 
-    ``what`` says what the other form is: "form of turns".
-
-    Raises
-    ------
-    SchemaError
+    ``what`` is what the two schemas are, such as "form of turns".
     """
     for name in wanted.names:
         if name not in form.names and name in table.column_names:
             raise SchemaError(
-                f"column {name!r} would stand twice: the other {what} has one of that "
-                "name"
+                f"column {name!r} would occur twice, because the other {what} has a "
+                "column of that name: rename it"
             )
 
 
-def laid_out(
+def replace_columns(
     table: pa.Table, form: pa.Schema, wanted: pa.Schema, parts: Sequence[Columns]
 ) -> pa.Table:
-    """The table with the columns of another form.
+    """The table with the columns of another schema.
 
     Parameters
     ----------
     table : Table
-        In the form ``form``, with any further columns.
+        In the form ``form``, with any extra columns.
     form, wanted : Schema
     parts : sequence of dict
-        The columns that only ``wanted`` has, of the rows in order.
+        The columns that only ``wanted`` has, for consecutive ranges of rows.
     """
     made = {
         name: pa.chunked_array([part[name] for part in parts], wanted.field(name).type)
         for name in wanted.names
         if name not in form.names
     }
-    fields = [
-        *wanted,
-        *(field for field in table.schema if field.name not in form.names),
-    ]
+    extra = (field for field in table.schema if field.name not in form.names)
+    fields = [*wanted, *extra]
     return pa.Table.from_arrays(
         [
             made[field.name] if field.name in made else table.column(field.name)
@@ -65,8 +60,9 @@ def laid_out(
 def with_column(
     table: pa.Table, name: str, column: pa.Array | pa.ChunkedArray
 ) -> pa.Table:
-    """The table with a column put in place of the one of that name, or behind."""
+    """The table with a column that replaces the one of that name, or is appended."""
     if name in table.column_names:
-        at = table.column_names.index(name)
-        return table.set_column(at, table.field(at).with_type(column.type), column)
+        index = table.column_names.index(name)
+        field = table.field(index).with_type(column.type)
+        return table.set_column(index, field, column)
     return table.append_column(name, column)

@@ -1,8 +1,7 @@
-"""Rows of a table by their numbers, whatever the types of its columns.
+"""Rows of a table by index, for any column types.
 
-Arrow has no kernel that takes from views of text or bytes, which are what polars hands
-over. Columns that trajkit does not know pass through it as they are, so these are taken by
-way of the types that have one.
+Arrow has no kernel that takes from views of text or bytes, which polars hands over, so
+these are cast to types that have one, and back.
 """
 
 from typing import TypeVar
@@ -14,44 +13,44 @@ from trajkit.errors import SchemaError
 _Column = TypeVar("_Column", pa.Array, pa.ChunkedArray)
 
 
-def picked(table: pa.Table, rows: pa.Array) -> pa.Table:
-    """The rows of these numbers, in this order, in the table's own types.
+def take_rows(table: pa.Table, indices: pa.Array) -> pa.Table:
+    """The rows of these indices, in this order, in the table's own types.
 
     Raises
     ------
     SchemaError
-        A column is of a type whose values cannot be put in another order.
+        Arrow cannot reorder the values of a column's type.
     """
     columns = [
-        picked_column(column, rows, name)
+        take_values(column, indices, name)
         for name, column in zip(table.column_names, table.columns, strict=True)
     ]
     return pa.Table.from_arrays(columns, schema=table.schema)
 
 
-def picked_column(column: _Column, rows: pa.Array, name: str) -> _Column:
-    """As `picked`, of one column; ``name`` is what errors call it."""
+def take_values(column: _Column, indices: pa.Array, name: str) -> _Column:
+    """`take_rows` of one column; ``name`` is what errors call it."""
     plain = without_views(column.type)
     try:
         if plain == column.type:
-            return column.take(rows)
-        return column.cast(plain).take(rows).cast(column.type)
+            return column.take(indices)
+        return column.cast(plain).take(indices).cast(column.type)
     except pa.ArrowNotImplementedError:
         raise SchemaError(
-            f"column {name!r} is {column.type}, whose values cannot be put in another "
-            "order: cast it to another type first"
+            f"column {name!r} has the type {column.type}, whose values cannot be "
+            "reordered: cast it to another type first"
         ) from None
 
 
-def no_rows(schema: pa.Schema) -> pa.RecordBatch:
-    """A batch of the schema without rows; `from_pylist` knows no categories of views."""
+def empty_batch(schema: pa.Schema) -> pa.RecordBatch:
+    """A batch without rows, of any schema (`from_pylist` fails on categories of views)."""
     return pa.RecordBatch.from_arrays(
         [pa.nulls(0, type_) for type_ in schema.types], schema=schema
     )
 
 
 def without_views(type_: pa.DataType) -> pa.DataType:
-    """The type with large text and bytes for views of them, at any depth."""
+    """The type with large text and bytes instead of views, at any depth."""
     if pa.types.is_string_view(type_):
         return pa.large_string()
     if pa.types.is_binary_view(type_):

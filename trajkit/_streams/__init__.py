@@ -1,1 +1,1 @@
-"""Streams of record batches, session by session, and the threads that read them."""
+"""Streams of record batches: regrouped by session, read in step and ahead."""

@@ -1,8 +1,8 @@
-"""Stages over streams: whole sessions in, batches out, several streams side by side.
+"""Table stages over streams, and several streams read in step, session by session.
 
-A stage is a function of tables that hold whole sessions. `over_sessions` makes of it one
-that takes iterators of record batches as well; nothing but the sessions at hand, and the
-names of those that went by, is held.
+`map_sessions` makes a stage accept iterators of record batches. A stage is a function of
+tables with complete sessions. Only the current sessions, and the names of earlier ones, are
+kept in memory.
 """
 
 import itertools
@@ -14,15 +14,15 @@ import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table, check_buffers
-from trajkit._arrow.take import no_rows
-from trajkit._streams.session_batches import joined, whole_sessions
+from trajkit._arrow.take import empty_batch
+from trajkit._streams.session_batches import concat, whole_sessions
 from trajkit.errors import InvalidTurnsError
 from trajkit.schema import LINKS, ROWS, TURNS
 
 Stream: TypeAlias = Iterator[pa.RecordBatch]
 Source: TypeAlias = TableLike | Stream
 Named: TypeAlias = tuple[str, Source]
-"""What a source is called ("turns", "rows" or "links"), and the source."""
+"""A source and its name in errors: "turns", "rows" or "links"."""
 
 _SCHEMAS = {"turns": TURNS, "rows": ROWS, "links": LINKS}
 
@@ -32,129 +32,130 @@ def is_stream(source: object) -> TypeGuard[Stream | pa.RecordBatchReader]:
     return isinstance(source, Iterator | pa.RecordBatchReader)
 
 
-def over_sessions(
-    one: Callable[..., pa.Table],
+def map_sessions(
+    stage: Callable[..., pa.Table],
     lead: Named,
-    *beside: Named,
+    *others: Named,
     table_of: Callable[..., pa.Table] = as_table,
 ) -> pa.Table | Stream:
-    """What a stage makes of tables; where a source is a stream, batch by batch.
+    """Apply a stage to tables, or to streams session by session.
 
     Parameters
     ----------
-    one : function of tables
-        The stage: of one table for each source. It is called once with all, or with
-        the tables of `in_step`.
-    lead, beside : (str, table or iterator of record batches)
+    stage : function of tables
+        Takes one table per source.
+    lead, others : (str, table or iterator of record batches)
+        As for `zip_sessions`.
     table_of : function
-        What makes a table of ``lead`` where no source is a stream.
+        Converts ``lead`` to a table if no source is a stream.
 
     Returns
     -------
-    Table, or iterator of record batches where a source is a stream
-        It has a batch, though maybe one without rows, unless ``lead`` has none.
+    Table, or iterator of record batches if a source is a stream
+        The iterator has a batch, possibly empty, unless ``lead`` has none.
 
     Raises
     ------
     SchemaError, InvalidTurnsError
-        As `in_step`.
+        As `zip_sessions`.
     """
-    named = (lead, *beside)
-    if not any(is_stream(source) for _, source in named):
-        return one(table_of(lead[1]), *(as_table(source) for _, source in beside))
-    return batches_in(one(*tables) for tables in in_step(lead, *beside))
+    if not any(is_stream(source) for _, source in (lead, *others)):
+        return stage(table_of(lead[1]), *(as_table(source) for _, source in others))
+    return batches_in(stage(*tables) for tables in zip_sessions(lead, *others))
 
 
-def pairs_over_sessions(
-    one: Callable[..., tuple[pa.Table, pa.Table]], lead: Named, *beside: Named
+def map_session_pairs(
+    stage: Callable[..., tuple[pa.Table, pa.Table]], lead: Named, *others: Named
 ) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:
-    """As `over_sessions` of streams, for a stage that makes two tables."""
-    for tables in in_step(lead, *beside):
-        first, second = one(*tables)
+    """`map_sessions` of streams, for a stage that returns two tables."""
+    for tables in zip_sessions(lead, *others):
+        first, second = stage(*tables)
         yield one_batch(first), one_batch(second)
 
 
 def batches_in(tables: Iterable[pa.Table]) -> Stream:
-    """The batches of tables; where none has a row, one batch without rows."""
-    schema, begun = None, False
+    """The batches of all tables; if none has a row, one empty batch."""
+    schema, has_rows = None, False
     for table in tables:
         schema = table.schema
         for batch in table.to_batches():
-            begun = True
+            has_rows = True
             yield batch
-    if schema is not None and not begun:
-        yield no_rows(schema)
+    if schema is not None and not has_rows:
+        yield empty_batch(schema)
 
 
 def one_batch(table: pa.Table) -> pa.RecordBatch:
-    """All rows of a table; of none, a batch without rows."""
+    """All rows of a table as one batch, which may be empty."""
     batches = table.combine_chunks().to_batches()
-    return batches[0] if batches else no_rows(table.schema)
+    return batches[0] if batches else empty_batch(table.schema)
 
 
-def in_step(lead: Named, *beside: Named) -> Iterator[tuple[pa.Table, ...]]:
-    """Tables of the same whole sessions, one for each source.
+def zip_sessions(lead: Named, *others: Named) -> Iterator[tuple[pa.Table, ...]]:
+    """Tables of the same complete sessions, one per source.
 
     Parameters
     ----------
     lead : (str, table or iterator of record batches)
-        Says which sessions there are.
-    beside : (str, table or iterator of record batches)
-        Sessions in the order of those of ``lead``; of some there may be nothing.
+        Determines the sessions and their order.
+    others : (str, table or iterator of record batches)
+        Have the same order of sessions; they may lack some.
 
     Raises
     ------
     SchemaError
         As `trajkit._streams.session_batches.whole_sessions`.
     InvalidTurnsError
-        A session comes back after another began; one beside is not among those of
-        ``lead``, or in another place.
+        A session appears again after another one began; a session of another source is
+        missing from ``lead``, or comes later than in ``lead``.
     """
-    others = [Beside(what, batches_of(source), lead[0]) for what, source in beside]
+    cursors = [
+        SessionCursor(what, batches_of(source), lead[0]) for what, source in others
+    ]
     for table in whole_sessions(batches_of(lead[1]), lead[0]):
-        yield (table, *(other.take(table) for other in others))
-    for other in others:
-        for table in other.rest():
+        yield (table, *(cursor.take(table) for cursor in cursors))
+    for cursor in cursors:
+        for table in cursor.rest():
             name = table.column("session_id")[0].as_py()
             raise InvalidTurnsError(
-                f"session {name!r} is in {other.what}, but not in {lead[0]}"
+                f"session {name!r} is in {cursor.what}, but not in {lead[0]}"
             )
 
 
 def batches_of(source: Source) -> Iterable[pa.RecordBatch]:
-    """The batches of a stream as they come, or those of a table.
+    """The batches of a stream or a table, with checked buffers.
 
-    A source that knows its columns gives a batch, even where it has no rows.
+    A source that knows its columns yields a batch even if it has no rows.
     """
     # a reader is an iterator, too
     if isinstance(source, pa.RecordBatchReader):
-        return itertools.chain([no_rows(source.schema)], map(_checked, source))
+        return itertools.chain([empty_batch(source.schema)], map(_checked, source))
     if isinstance(source, Iterator):
         return map(_checked, source)
     table = as_table(source)
-    return table.to_batches() or [no_rows(table.schema)]
+    return table.to_batches() or [empty_batch(table.schema)]
 
 
 def _checked(batch: pa.RecordBatch) -> pa.RecordBatch:
-    if isinstance(batch, pa.RecordBatch):  # what is none is refused by its reader
+    if isinstance(batch, pa.RecordBatch):  # `whole_sessions` refuses anything else
         check_buffers(batch)
     return batch
 
 
-class Beside:
-    """A stream that is read as far as another one has gone.
+class SessionCursor:
+    """A stream that is read up to the sessions that a leading stream has reached.
 
     Parameters
     ----------
     what : str
-        What errors call it.
+        What errors call the stream.
     batches : iterable of record batches
-        Of valid layout; sessions in the order of those of the leading stream.
+        Of valid layout; sessions in the order of the leading stream.
     leads : str
         What errors call the leading stream.
     is_past : function of a session's name, optional
-        Whether it has no place any more in what leads: it is then passed over. None:
-        those that were taken are past, and a session that comes too late is an error.
+        Whether the leading stream is past a session; the session is then skipped. By
+        default a session that the leading stream is past is an error.
     """
 
     def __init__(
@@ -165,50 +166,50 @@ class Beside:
         is_past: Callable[[str], bool] | None = None,
     ) -> None:
         self.what, self._leads = what, leads
-        self._nothing = _SCHEMAS[what].empty_table()
-        self._tables = whole_sessions(self._seen(batches), what)
-        self._held = self._next()
+        self._empty = _SCHEMAS[what].empty_table()
+        self._tables = whole_sessions(self._with_schema(batches), what)
+        self._current = self._next()
         self._is_past = is_past
-        self._passed: set[str] = set()
+        self._taken: set[str] = set()
 
-    def _seen(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """The batches, of which the first says what columns there are."""
-        first = True
-        for batch in batches:
-            if first and isinstance(batch, pa.RecordBatch):
-                self._nothing = pa.Table.from_batches([batch.slice(0, 0)])
-            first = False
+    def _with_schema(
+        self, batches: Iterable[pa.RecordBatch]
+    ) -> Iterator[pa.RecordBatch]:
+        """The batches; the first one determines the columns of an empty table."""
+        for k, batch in enumerate(batches):
+            if k == 0 and isinstance(batch, pa.RecordBatch):
+                self._empty = pa.Table.from_batches([batch.slice(0, 0)])
             yield batch
 
     def _next(self) -> pa.Table | None:
         return next((table for table in self._tables if table.num_rows), None)
 
     def take(self, lead: pa.Table) -> pa.Table:
-        """What the stream has of the sessions of ``lead``, whose turn it is.
+        """The stream's rows of the sessions in ``lead``, which come next.
 
         Raises
         ------
         InvalidTurnsError
-            The next session is one of those that were taken before.
+            The next session was taken before.
         """
         wanted = pc.unique(lead.column("session_id").cast(pa.string()))
-        self._passed.update(wanted.to_pylist())
+        self._taken.update(wanted.to_pylist())
         taken = []
-        while self._held is not None:
-            names = self._held.column("session_id").cast(pa.string())
+        while self._current is not None:
+            names = self._current.column("session_id").cast(pa.string())
             inside = np.asarray(pc.is_in(names, value_set=wanted))
             n = len(inside) if inside.all() else int(np.argmin(inside))
             if n:
-                taken.append(self._held.slice(0, n))
+                taken.append(self._current.slice(0, n))
             elif not self._too_late(names[0].as_py()):
                 break
             else:
                 other = np.asarray(pc.not_equal(names, names[0]))
                 n = int(np.argmax(other)) if other.any() else len(other)
-            self._held = self._held.slice(n)
-            if not self._held.num_rows:
-                self._held = self._next()
-        return joined(taken) if taken else self._nothing
+            self._current = self._current.slice(n)
+            if not self._current.num_rows:
+                self._current = self._next()
+        return concat(taken) if taken else self._empty
 
     def rest(self) -> Iterator[pa.Table]:
         """Tables of the sessions that are left when the leading stream has ended.
@@ -218,25 +219,20 @@ class Beside:
         InvalidTurnsError
             One of them was taken before.
         """
-        while self._held is not None:
-            table, self._held = self._held, self._next()
-            late = np.array(
-                [
-                    self._too_late(name)
-                    for name in table.column("session_id").cast(pa.string()).to_pylist()
-                ]
-            )
-            left = table.filter(pa.array(~late))
+        while self._current is not None:
+            table, self._current = self._current, self._next()
+            names = table.column("session_id").cast(pa.string()).to_pylist()
+            left = table.filter(pa.array([not self._too_late(name) for name in names]))
             if left.num_rows:
                 yield left
 
     def _too_late(self, name: str) -> bool:
         if self._is_past is not None:
             return self._is_past(name)
-        if name in self._passed:
+        if name in self._taken:
             raise InvalidTurnsError(
                 f"session {name!r} comes too late in {self.what}: {self._leads} have it "
-                "before a session that came already. Beside one another, streams must "
+                "before a session that came already. Streams that are read in step must "
                 "have their sessions in one order: sort them all by session_id"
             )
         return False

@@ -1,4 +1,4 @@
-"""What an iterator gives, made by a thread of its own while the last of it is used."""
+"""An iterator that is advanced by a thread of its own."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -9,15 +9,15 @@ from typing import TypeVar
 _Item = TypeVar("_Item")
 
 
-def read_ahead(items: Iterator[_Item], stack: ExitStack) -> Iterator[_Item]:
-    """The items, of which the next is made while one is used.
+def prefetch(items: Iterator[_Item], stack: ExitStack) -> Iterator[_Item]:
+    """The items; a thread computes the next one while one is in use.
 
     Parameters
     ----------
     items : iterator
-        Used in the thread alone, and closed there when the stack ends.
+        Only the thread advances it. The thread closes it when the stack ends.
     stack : ExitStack
-        When it ends, the thread does.
+        Ends the thread.
     """
     queue: SimpleQueue[tuple[bool, _Item | BaseException | None]] = SimpleQueue()
     room, ended = Semaphore(1), Event()
@@ -32,22 +32,21 @@ def read_ahead(items: Iterator[_Item], stack: ExitStack) -> Iterator[_Item]:
                     break
             else:
                 queue.put((False, None))
-        # whatever it is, it is for the thread that asks
-        except BaseException as error:
+        except BaseException as error:  # raised again by the thread that asks
             queue.put((False, error))
         finally:
             close = getattr(items, "close", None)
             if close is not None:
                 close()
 
-    thread = Thread(target=read, name="trajkit reads ahead")
+    thread = Thread(target=read, name="trajkit prefetch")
 
     def end() -> None:
         ended.set()
         room.release()
         thread.join()
 
-    def taken() -> Iterator[_Item]:
+    def received() -> Iterator[_Item]:
         while True:
             more, item = queue.get()
             if not more:
@@ -60,4 +59,4 @@ def read_ahead(items: Iterator[_Item], stack: ExitStack) -> Iterator[_Item]:
 
     thread.start()
     stack.callback(end)
-    return taken()
+    return received()

@@ -1,6 +1,6 @@
-"""A stream of record batches, cut where sessions end."""
+"""Record batches regrouped into tables of complete sessions."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import TypeAlias
 
 import numpy as np
@@ -9,19 +9,14 @@ import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import check_session_id, is_list, turns_schema
+from trajkit._streams import limits
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.schema import TURNS_DELTA
 
-# What a piece holds at least, if there is so much: tokens, as `held` counts them.
-PIECE_TOKENS = 1 << 23
-# What a turn counts for beside its tokens.
-_TURN = 256
-
 Longs: TypeAlias = npt.NDArray[np.int64]
-Weigh: TypeAlias = Callable[[pa.Table], Longs]
 
-# how the sessions of a stream come together
-_GATHERED = {
+# how to make each session of a stream contiguous
+_REMEDIES = {
     "turns": "as trajkit.read_turns does, or sort it by session_id and turn_index",
     "rows": "as trajkit.read_rows does, or sort it by session_id and row_index",
 }
@@ -30,12 +25,12 @@ _GATHERED = {
 def whole_sessions(
     batches: Iterable[pa.RecordBatch], what: str = "turns"
 ) -> Generator[pa.Table, None, None]:
-    """Tables of whole sessions, in the order of the stream.
+    """Tables of complete sessions, in the order of the stream.
 
-    A session may span batches that follow each other; the last session seen is held
-    back until another begins or the stream ends, so memory is bounded by the largest
-    session and the batch size. Of batches without rows comes one table without rows,
-    which says of which columns they are; of no batches comes none.
+    A session may span consecutive batches. It is kept until another session begins or
+    the stream ends, so memory is bounded by the largest session and the batch size. If
+    every batch is empty, one empty table with their schema is yielded; if there are no
+    batches, nothing is.
 
     Parameters
     ----------
@@ -46,153 +41,152 @@ def whole_sessions(
     Raises
     ------
     SchemaError
-        What comes is no record batch, or one without a session_id, or a column is of
-        another type than before. One that is absent is null.
+        An item is not a record batch, or has no session_id, or a column changes its
+        type. A column that a batch lacks is null there.
     InvalidTurnsError
-        A session comes back after another began.
+        A session appears again after another one began.
     """
-    held: list[pa.RecordBatch] = []
-    first: pa.Schema | None = None
+    pending: list[pa.RecordBatch] = []
+    schema: pa.Schema | None = None
     current: str | None = None
     ended: set[str] = set()
     for batch in batches:
         if not isinstance(batch, pa.RecordBatch):
             raise SchemaError(
-                f"{type(batch).__name__} is no record batch: expected an iterator of "
+                f"{type(batch).__name__} is not a record batch: expected an iterator of "
                 "pyarrow RecordBatch"
             )
         if "session_id" not in batch.schema.names:
-            raise SchemaError(f"column 'session_id' of {what} is absent")
+            raise SchemaError(f"{what} have no column 'session_id': add it")
         check_session_id(batch.schema)
-        first = first or batch.schema
+        schema = schema or batch.schema
         if batch.num_rows == 0:
             continue
-        ids = batch.column("session_id").cast(pa.string())
-        changes = pc.indices_nonzero(pc.not_equal(ids[1:], ids[:-1]))
-        starts = [0, *(1 + row.as_py() for row in changes)]
-        began = [ids[row].as_py() for row in starts]
-        goes_on = began[0] == current
-        for session in began[1:] if goes_on else began:
-            if session in ended or session == current:
+        starts = [0, *session_ends(batch)[:-1].tolist()]
+        names = [batch.column("session_id")[row].as_py() for row in starts]
+        continues = names[0] == current
+        for name in names[1:] if continues else names:
+            if name in ended or name == current:
                 raise InvalidTurnsError(
-                    f"session {session!r} comes back after another session began: a "
-                    "stream must hold each session in one piece. Gather it first, "
-                    f"{_GATHERED.get(what, 'or sort it by session_id')}"
+                    f"session {name!r} comes back after another session began: the "
+                    "rows of a session must be contiguous in a stream. Gather it first, "
+                    f"{_REMEDIES.get(what, 'or sort it by session_id')}"
                 )
             if current is not None:
                 ended.add(current)
-            current = session
-        if goes_on and len(starts) == 1:
-            held.append(batch)
+            current = name
+        if continues and len(starts) == 1:
+            pending.append(batch)
             continue
-        last = starts[-1]
-        whole = [*held, batch.slice(0, last)] if last else held
-        if whole:
-            yield _table(whole)
-        held = [batch.slice(last)]
-    if held:
-        yield _table(held)
-    elif first is not None:
-        yield first.empty_table()
+        complete = [*pending, batch.slice(0, starts[-1])] if starts[-1] else pending
+        if complete:
+            yield _table(complete)
+        pending = [batch.slice(starts[-1])]
+    if pending:
+        yield _table(pending)
+    elif schema is not None:
+        yield schema.empty_table()
 
 
 def _table(batches: list[pa.RecordBatch]) -> pa.Table:
-    return joined(pa.Table.from_batches([batch]) for batch in batches)
+    return concat(pa.Table.from_batches([batch]) for batch in batches)
 
 
-def pieces(
-    tables: Iterable[pa.Table], most: int | None = None, weigh: Weigh | None = None
-) -> Iterator[pa.Table]:
-    """Tables of whole sessions cut anew, into pieces of about equal weight.
+def rechunk(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Tables of complete sessions regrouped: each reaches `limits.READ_TOKENS` in cost.
 
-    Where a piece ends depends on the sessions since the piece began and on nothing
-    else, so a run that starts again at a piece's begin has the same pieces.
-
-    Parameters
-    ----------
-    tables : iterable of Table
-    most : int, optional
-        A piece ends with the session that brings it to so much. None: `PIECE_TOKENS`.
-    weigh : function of a Table, optional
-        What each turn counts for. None: `held`.
+    A table ends with the session that reaches the limit, and depends on nothing before
+    its first session. So a job that resumes at the start of a table gets the same ones.
     """
-    most, weigh = most or PIECE_TOKENS, weigh or held
-    begun: list[pa.Table] = []
-    room = most
+    parts: list[pa.Table] = []
+    room = limits.READ_TOKENS
     for table in tables:
-        ends = _session_ends(table)
-        sums = np.cumsum(weigh(table))[ends - 1] if len(ends) else ends
+        ends = session_ends(table)
+        sums = np.cumsum(cost(table))[ends - 1] if len(ends) else ends
         start = before = 0
         while start < table.num_rows:
             k = int(np.searchsorted(sums, before + room))
             if k == len(ends):
-                begun.append(table.slice(start))
+                parts.append(table.slice(start))
                 room -= int(sums[-1]) - before
                 break
-            begun.append(table.slice(start, int(ends[k]) - start))
-            yield joined(begun)
-            begun, room = [], most
+            parts.append(table.slice(start, int(ends[k]) - start))
+            yield concat(parts)
+            parts, room = [], limits.READ_TOKENS
             start, before = int(ends[k]), int(sums[k])
-    if begun:
-        yield joined(begun)
+    if parts:
+        yield concat(parts)
 
 
-def joined(tables: Iterable[pa.Table]) -> pa.Table:
-    """Tables one after another; a column that one lacks is null there."""
+def concat(tables: Iterable[pa.Table]) -> pa.Table:
+    """The rows of all tables; a column that a table lacks is null there."""
     tables = list(tables)
-    check_one_form(tables)
+    check_same_form(tables)
     try:
         return pa.concat_tables(tables, promote_options="default")
     except pa.ArrowException as error:
         raise SchemaError(f"the batches do not make one table: {error}") from None
 
 
-def check_one_form(tables: Iterable[pa.Table]) -> None:
-    """Raise SchemaError where some of the tables of turns are in delta form, and not all.
+def check_same_form(tables: Iterable[pa.Table]) -> None:
+    """Raise SchemaError if only some of the tables of turns are in delta form.
 
-    A turn in delta form may refer to one that only a table in full form has.
+    A turn in delta form may refer to a turn of a table in full form.
     """
     if len({turns_schema(table.column_names) is TURNS_DELTA for table in tables}) > 1:
         raise SchemaError(
-            "some of the turns are in full (prompt_ids) and some in delta form "
+            "some of the turns are in full form (prompt_ids) and some in delta form "
             "(suffix_ids): bring them into one form first, with trajkit.compact or "
             "trajkit.expand"
         )
 
 
-def _session_ends(table: pa.Table) -> Longs:
-    """The row after the last of each session."""
-    ids = table.column("session_id").combine_chunks().cast(pa.string())
+def session_ends(table: pa.Table | pa.RecordBatch) -> Longs:
+    """The end of each run of rows with one session_id, as row numbers."""
+    ids = table.column("session_id").cast(pa.string())
+    if isinstance(ids, pa.ChunkedArray):
+        ids = ids.combine_chunks()
     if not len(ids):
         return np.empty(0, np.int64)
     changes = pc.indices_nonzero(pc.not_equal(ids[1:], ids[:-1])).to_numpy()
     return np.append(changes.astype(np.int64) + 1, len(ids))
 
 
-def held(table: pa.Table) -> Longs:
-    """What each turn counts for where it is held: its tokens, and a little.
+def cost(table: pa.Table) -> Longs:
+    """The memory that each turn takes while it becomes rows, in tokens.
 
-    Those of the delta form count twice: nearly all of them are held in rows as well.
+    Turns in delta form count twice, because rows repeat nearly all of their tokens. A
+    row may contain the whole path, so half of the path's length is the least they count.
     """
-    total = _listed(table, "prompt_ids", "suffix_ids", "output_ids")
-    return _TURN + (2 * total if "suffix_ids" in table.column_names else total)
+    tokens = _n_items(table, "prompt_ids", "suffix_ids", "output_ids")
+    if "suffix_ids" not in table.column_names:
+        return limits.TURN_TOKENS + tokens
+    path = limits.TURN_TOKENS + tokens + _shared(table)
+    return np.asarray(np.maximum(limits.TURN_TOKENS + 2 * tokens, path // 2))
 
 
-def weights(table: pa.Table) -> Longs:
-    """What each turn can count for in rows at most: all of its prompt and output."""
-    total = _TURN + _listed(table, "prompt_ids", "suffix_ids", "output_ids")
+def path_tokens(table: pa.Table) -> int:
+    """The tokens of all paths together: all rows contain no more."""
+    tokens = _n_items(table, "prompt_ids", "suffix_ids", "output_ids")
+    return int((tokens + _shared(table)).sum())
+
+
+def _shared(table: pa.Table) -> Longs:
+    """The shared_length of each turn, 0 if it is missing or invalid."""
     if "shared_length" in table.column_names:
         column = table.column("shared_length")
         if pa.types.is_integer(column.type):
-            total += np.maximum(column.fill_null(0).to_numpy().astype(np.int64), 0)
-    return total
+            shared = column.fill_null(0).to_numpy().astype(np.int64)
+            shared[shared < 0] = 0
+            return np.asarray(shared)
+    return np.zeros(table.num_rows, np.int64)
 
 
-def _listed(table: pa.Table, *names: str) -> Longs:
-    """How many elements the lists of each turn have together."""
+def _n_items(table: pa.Table, *names: str) -> Longs:
+    """The items in the list columns of these names, added up row by row."""
     total = np.zeros(table.num_rows, np.int64)
     for field in table.schema:
-        # what is of another type is refused by what reads the turns
+        # validation reports a column of another type
         if field.name in names and is_list(field.type):
             n = pc.list_value_length(table.column(field.name)).fill_null(0)
             total += n.to_numpy().astype(np.int64)

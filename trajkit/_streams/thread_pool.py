@@ -1,7 +1,7 @@
-"""Work spread over threads that stay.
+"""A parallel map over threads that are kept.
 
-A thread that has to be started first costs a millisecond or more, which is what a small
-table takes as a whole.
+Starting a thread takes up to a millisecond, which is what `linearize` takes for a rollout
+in delta form: a pool per call would double its time.
 """
 
 import os
@@ -15,45 +15,44 @@ _Result = TypeVar("_Result")
 _pools: list[ThreadPoolExecutor] = []
 
 
-def spread(
+def parallel_map(
     work: Callable[[_Part], _Result], parts: Sequence[_Part], n_threads: int
 ) -> list[_Result]:
-    """What ``work`` makes of each part, in order.
+    """The result of ``work`` for each part, in order.
 
     Parameters
     ----------
     work : callable
-        Called once for each part, on several threads at a time.
+        Called once per part, on several threads at a time.
     parts : sequence
     n_threads : int
-        At most so many threads work, the calling one among them. There are never more
-        than one for each core and the calling one.
+        The most threads that work, including the calling one; the pool has one thread
+        per core.
 
     Raises
     ------
     Exception
-        What ``work`` raised on the first part that failed. Parts behind it may not have
-        been worked on.
+        What ``work`` raised on the first part that failed. Later parts may be skipped.
     """
-    # under the GIL each number is given out once, in order
+    # the GIL makes sure that each index is taken once, in order
     todo = iter(range(len(parts)))
     done: dict[int, _Result] = {}
     failed: dict[int, BaseException] = {}
 
-    def go_on() -> None:
+    def work_on() -> None:
         for k in todo:
             try:
                 done[k] = work(parts[k])
             except BaseException as error:  # raised below, by the calling thread
                 failed[k] = error
-                for _ in todo:  # what was given out before goes to its end
+                for _ in todo:  # parts that other threads took are finished
                     pass
 
     n_helpers = min(n_threads, len(parts)) - 1
-    helpers = [_pool().submit(go_on) for _ in range(n_helpers)]
-    go_on()
+    helpers = [_pool().submit(work_on) for _ in range(n_helpers)]
+    work_on()
     for helper in helpers:
-        if not helper.cancel():  # it came to nothing where the pool was busy
+        if not helper.cancel():  # a busy pool may not have started it
             helper.result()
     if failed:
         raise failed[min(failed)]
@@ -66,5 +65,5 @@ def _pool() -> ThreadPoolExecutor:
     return _pools[-1]
 
 
-# the child of a fork has none of its parent's threads
+# a forked child has none of its parent's threads
 os.register_at_fork(after_in_child=_pools.clear)

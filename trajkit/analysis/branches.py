@@ -12,7 +12,7 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit._arguments import chosen_int
 from trajkit._arrow.canonical import TableLike
-from trajkit._streams.lockstep import Source, Stream, over_sessions
+from trajkit._streams.lockstep import Source, Stream, map_sessions
 from trajkit.observations.attribution import SessionCalls
 from trajkit.pipeline.links import read_links
 from trajkit.schema import BRANCHES, LABELS, LINK_REASONS
@@ -92,7 +92,7 @@ def label_branches(
     ------
     SchemaError, InvalidTurnsError
         As `trajkit.linearize`.
-    PolicyError
+    ArgumentError
         ``opening_tokens`` is no integer of 1 or more.
 
     References
@@ -105,7 +105,7 @@ def label_branches(
     def one(turns: pa.Table, links: pa.Table) -> pa.Table:
         return _branches(turns, links, opening_tokens)
 
-    return over_sessions(one, ("turns", turns), ("links", links), table_of=as_turns)
+    return map_sessions(one, ("turns", turns), ("links", links), table_of=as_turns)
 
 
 def _branches(turns: pa.Table, links: pa.Table, opening_tokens: int) -> pa.Table:

@@ -8,7 +8,7 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit._arguments import chosen_int
 from trajkit._arrow.canonical import TableLike
-from trajkit._streams.lockstep import Source, Stream, over_sessions
+from trajkit._streams.lockstep import Source, Stream, map_sessions
 from trajkit.analysis.drift_findings import MIN_RUN, find_causes
 from trajkit.analysis.tokenizer import Codec, Tokenizer
 from trajkit.pipeline.links import measure, read_links
@@ -88,7 +88,7 @@ def classify_drift(
     ------
     SchemaError, InvalidTurnsError
         As `trajkit.linearize`; the tokenizer lacks a method.
-    PolicyError
+    ArgumentError
         ``min_run`` is not an integer of 1 or more.
     """
     min_run = chosen_int("min_run", min_run, 1)
@@ -104,7 +104,7 @@ def classify_drift(
             return table
         return _with_text_causes(table, calls, forest, records, codec, min_run)
 
-    return over_sessions(one, ("turns", turns), ("links", links), table_of=as_turns)
+    return map_sessions(one, ("turns", turns), ("links", links), table_of=as_turns)
 
 
 def _with_text_causes(

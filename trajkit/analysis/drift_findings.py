@@ -10,7 +10,7 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit._arguments import chosen_int
 from trajkit._arrow.canonical import TableLike
-from trajkit._streams.lockstep import Source, Stream, over_sessions
+from trajkit._streams.lockstep import Source, Stream, map_sessions
 from trajkit.analysis.drift_text import Side, Stretch, text_cause
 from trajkit.analysis.tokenizer import Codec, Tokenizer
 from trajkit.observations.attribution import SessionCalls
@@ -77,7 +77,7 @@ def explain_drift(
     ------
     SchemaError, InvalidTurnsError
         As `trajkit.linearize`; the tokenizer lacks a method.
-    PolicyError
+    ArgumentError
         ``min_run`` is not an integer of 1 or more.
 
     Notes
@@ -92,7 +92,7 @@ def explain_drift(
     def one(turns: pa.Table, links: pa.Table) -> pa.Table:
         return _findings(turns, links, codec, min_run)
 
-    return over_sessions(one, ("turns", turns), ("links", links), table_of=as_turns)
+    return map_sessions(one, ("turns", turns), ("links", links), table_of=as_turns)
 
 
 def _findings(turns: pa.Table, links: pa.Table, codec: Codec, min_run: int) -> pa.Table:

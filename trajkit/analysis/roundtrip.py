@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit._arrow.canonical import TableLike
-from trajkit._streams.lockstep import Stream, over_sessions
+from trajkit._streams.lockstep import Stream, map_sessions
 from trajkit.analysis.tokenizer import Codec, Tokenizer
 from trajkit.schema import ROUNDTRIP
 from trajkit.turns.calls import read_calls
@@ -67,7 +67,7 @@ def check_roundtrip(
     6).
     """
     codec = Codec(tokenizer)
-    return over_sessions(
+    return map_sessions(
         lambda turns: _checked(turns, codec), ("turns", turns), table_of=as_turns
     )
 

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from trajkit._arguments import chosen_int
 from trajkit._arrow.canonical import TableLike
+from trajkit._streams import limits
 from trajkit._streams.lockstep import Stream, batches_of, is_stream
 from trajkit._streams.session_batches import whole_sessions
 from trajkit.errors import LeftOutWarning, MissingBodyError
@@ -31,8 +32,6 @@ from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import session_facts
 from trajkit.turns.table import Turns
 
-# Tokens of the calls in one part: bounds the memory for the rows of one policy.
-_PART_TOKENS = 1 << 25
 _TRAINED = "trained"
 # losses that the caller asked for
 _ASKED = ("untrainable", "aborted", "masked", "no_logprob")
@@ -78,7 +77,7 @@ def simulate(
     ------
     SchemaError, InvalidTurnsError
         As for `trajkit.linearize`.
-    PolicyError
+    PolicyError, ArgumentError
         A policy does not exist, or ``pad_to`` is not an integer of 1 or more.
 
     Examples
@@ -147,7 +146,7 @@ class Simulation:
         """
         totals = [total.copy() for total in self._totals]
         calls = read_calls(turns)
-        for part in calls.split(_PART_TOKENS):
+        for part in calls.split(limits.PART_TOKENS):
             sampled = flat_turns(part)
             located = Turns(part.table, part.session_offsets, part.session_ids)
             for total in tuple(totals):

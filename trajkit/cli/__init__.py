@@ -6,8 +6,8 @@ entry-point group ``trajkit.commands``: an entry is a function that takes what
 ``ArgumentParser.add_subparsers`` returned, adds a parser to it, and sets ``run`` on it, a
 function from the parsed arguments to an exit code.
 
-Nothing heavy is imported before the arguments are parsed, so that ``--help`` costs what
-``import trajkit`` costs.
+Nothing large is imported before the arguments are parsed, so that ``--help`` is as fast as
+``import trajkit``.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from trajkit.cli.policies import add_policies
 from trajkit.cli.simulate import add_simulate
 from trajkit.cli.standard import shown, standard_files
 from trajkit.cli.verify import add_verify
-from trajkit.errors import FormatError, PolicyError, TornLogWarning, TrajkitError
+from trajkit.errors import ArgumentError, FormatError, TornLogWarning, TrajkitError
 
 DONE = 0
 BAD_DATA = 1
@@ -41,15 +41,15 @@ INTERRUPTED = 130
 CLOSED_PIPE = 141
 
 EXIT_CODES = """\
-- in the place of a file is standard input; -o - writes JSON lines (compact: an Arrow IPC
-stream) to standard output, and what is said to stderr.
+- as a file name is standard input; -o - writes JSON lines (compact: an Arrow IPC stream)
+to standard output, and messages to stderr.
 
 exit codes:
   0    done
   1    the data breaks a rule: the line on stderr names session, turn, value and rule
-       (verify: rows break one, the table on stdout names them)
-  2    wrong usage: an unknown option, policy or choice, or an extra that is missing
-  3    a file or an address cannot be used, or a file is of no format known here
+       (verify: there are violations, listed on stdout)
+  2    wrong usage: an unknown option, policy or choice, or a missing optional package
+  3    a file or an address cannot be used, or a file has an unknown format
   130  interrupted
   141  the reader of the output went away
 """
@@ -89,14 +89,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
-        # The interpreter flushes stdout once more as it exits; give it a place to go.
+        # the interpreter flushes stdout once more as it exits: that must not fail
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
     except OSError as error:
         return _fail(_describe(error), BAD_FILE)
     except FormatError as error:
         return _fail(str(error), BAD_FILE)
-    except PolicyError as error:
+    except ArgumentError as error:
         return _fail(str(error), BAD_USAGE)
     except TrajkitError as error:
         return _fail(str(error), BAD_DATA)
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that names what a misspelled command, choice or option may mean."""
+    """A parser that suggests a name for a misspelled command, choice or option."""
 
     def error(self, message: str) -> NoReturn:
         known = [*self._option_string_actions]
@@ -115,7 +115,7 @@ class Parser(argparse.ArgumentParser):
         super().error(f"{message}{hint}")
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
-        """As the base class; a command names its own options where one is unknown."""
+        """As the base class, but a command reports its unknown options itself."""
         found, extra = super().parse_known_args(args, namespace)
         if extra:
             self.error(f"unrecognized arguments: {' '.join(extra)}")
@@ -123,7 +123,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Print the installed version, which is looked up only then."""
+    """Print the installed version."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         sys.stdout.write(f"trajkit {version('trajkit')}\n")
@@ -165,14 +165,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _describe(error: OSError) -> str:
-    """The file first, then what the system says about it."""
+    """The file, then the system's message."""
     if error.filename is None or error.strerror is None:
         return str(error)
     return f"{error.filename}: {error.strerror}"
 
 
 def _fail(message: str, code: int) -> int:
-    _say(message)
+    _print_line(message)
     return code
 
 
@@ -184,10 +184,10 @@ def _warn(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """A warning as `warnings.showwarning` gets it, without the place in the code."""
-    _say(f"warning: {message}")
+    """A replacement of `warnings.showwarning` that does not print source lines."""
+    _print_line(f"warning: {message}")
 
 
-def _say(message: str) -> None:
-    """One line on stderr, whatever the message holds."""
+def _print_line(message: str) -> None:
+    """Print a message as one line on stderr."""
     sys.stderr.write(f"trajkit: {' '.join(shown(message).split())}\n")

@@ -1,21 +1,21 @@
-"""``trajkit drift``: where prompts depart from what was held, and what it may cost."""
+"""``trajkit drift``: where prompts differ from the paths that they continue."""
 
 import argparse
 import json
 import sys
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, TypedDict
 
 import pyarrow as pa
 
 import trajkit as tk
 from trajkit._arrow import lazy_compute as pc
 from trajkit.cli.file_options import (
-    add_through,
-    aside_count,
-    look_through,
+    add_job_options,
+    rejected_count,
     rejected_note,
+    run_stage,
 )
 from trajkit.cli.options import Commands, add_policy, add_source, chosen_policy, count
 from trajkit.cli.progress import Progress
@@ -24,7 +24,8 @@ from trajkit.cli.tokenizer import load_tokenizer
 from trajkit.io.tables import write_tables
 from trajkit.jobs.stages import Made, Target
 
-_LONGEST_TEXT = 120
+# characters of an example
+_MAX_TEXT = 120
 
 
 def add_drift(commands: Commands) -> None:
@@ -32,11 +33,10 @@ def add_drift(commands: Commands) -> None:
     parser = commands.add_parser(
         "drift",
         help="count drift by region and cause",
-        description="Compare every prompt with what was held before it (the prompt and "
-        "output of the call that it continues), and count the departures by where they "
-        "start and what they look like. 'at stake' are sampled tokens that the prompt "
-        "shows otherwise or not at all. With a tokenizer, the causes are those that "
-        "the texts tell, and every stretch that departs is counted and shown.",
+        description="Compare every prompt with the path of the call that it continues "
+        "(its prompt and output), and count drift by region and cause. 'tokens at stake' "
+        "are sampled tokens that the prompt changes or lacks. With a tokenizer, causes "
+        "are found by comparing texts, and every finding is counted and shown.",
     )
     add_source(parser)
     parser.add_argument(
@@ -46,22 +46,22 @@ def add_drift(commands: Commands) -> None:
         "--tokenizer",
         metavar="PATH",
         type=Path,
-        help="of the model: its tokenizer.json, or a directory",
+        help="the model's tokenizer.json, or its directory",
     )
     parser.add_argument(
         "--findings",
         metavar="FILE",
-        help="with --tokenizer: write each stretch, with its span and text on both sides",
+        help="with --tokenizer: write each finding, with spans and texts of both sides",
     )
     parser.add_argument(
         "--examples",
         metavar="N",
         type=count,
         default=1,
-        help="with --tokenizer: stretches to show of each cause (default: %(default)s)",
+        help="with --tokenizer: findings to show of each cause (default: %(default)s)",
     )
     add_policy(parser)
-    add_through(parser)
+    add_job_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -69,14 +69,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the summary; the exit code is 0."""
     policy = chosen_policy(arguments)
     if arguments.findings is not None and arguments.tokenizer is None:
-        raise tk.errors.PolicyError("--findings needs --tokenizer")
+        raise tk.errors.ArgumentError("--findings needs --tokenizer")
     tokenizer = None
     if arguments.tokenizer is not None:
         tokenizer = load_tokenizer(arguments.tokenizer)
-    summary, causes = DriftSummary.of_none(), dict[str, CauseGroup]()
+    summary, causes = DriftSummary(), dict[str, CauseGroup]()
 
     def stage(turns: pa.Table) -> Made:
-        nonlocal summary
         links = tk.link(
             turns,
             parent_by=policy.parent_by,
@@ -91,8 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
         if tokenizer is not None:
             findings = tk.analysis.explain_drift(turns, links, tokenizer)
             add_causes(causes, findings, arguments.examples)
-        # nothing is refused from here on, so that no session is counted twice
-        summary = summary.plus(DriftSummary.of(turns, links, drift))
+        # last, because a session that was refused would be counted twice
+        summary.add(turns, links, drift)
         yield "drift", drift
         if findings is not None:
             yield "findings", findings
@@ -106,13 +105,13 @@ def run(arguments: argparse.Namespace) -> int:
         if path is not None
     }
     with Progress("drift", "turns") as bar:
-        totals = look_through(arguments, stage, targets, bar)
-    groups = sorted(causes.values(), key=lambda group: (-group.findings, group.cause))
+        totals = run_stage(arguments, stage, targets, bar)
+    groups = sorted(causes.values(), key=lambda g: (-g["findings"], g["cause"]))
     if arguments.json:
-        said = {"policy": asdict(policy), **asdict(summary)}
+        facts = {"policy": asdict(policy), **summary.to_json()}
         if tokenizer is not None:
-            said["causes"] = [asdict(group) for group in groups]
-        text = json.dumps(said | aside_count(totals))
+            facts["causes"] = groups
+        text = json.dumps(facts | rejected_count(totals))
     else:
         text = rejected_note(arguments, totals) + summary.describe()
         if tokenizer is not None:
@@ -121,191 +120,142 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CauseExample:
-    """One stretch where a prompt departs, as text."""
-
-    session_id: str
-    turn_index: int
-    path_start: int
-    path_text: str
-    prompt_text: str
+_EXAMPLE = ("session_id", "turn_index", "path_start", "path_text", "prompt_text")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CauseGroup:
-    """The stretches of one cause, over all turns."""
+class CauseGroup(TypedDict):
+    """The findings of one cause, over all turns."""
 
     cause: str
     findings: int
     turns: int
     tokens_held: int
     tokens_shown: int
-    examples: list[CauseExample]
+    examples: list[dict[str, Any]]
 
 
 def add_causes(
     causes: dict[str, CauseGroup], findings: pa.Table, n_examples: int
 ) -> None:
-    """Count findings of further sessions by cause, and keep the first few of each."""
-    names = [field.name for field in fields(CauseExample)]
-    by_cause: dict[str, list[dict[str, Any]]] = {}
-    for one in findings.to_pylist():
-        by_cause.setdefault(one["cause"], []).append(one)
-    for cause, ours in by_cause.items():
-        known = causes.get(cause) or CauseGroup(
-            cause=cause, findings=0, turns=0, tokens_held=0, tokens_shown=0, examples=[]
+    """Count the findings of more sessions by cause, and keep the first few of each."""
+    turns = set()
+    for found in findings.to_pylist():
+        cause = found["cause"]
+        group = causes.setdefault(
+            cause,
+            CauseGroup(
+                cause=cause,
+                findings=0,
+                turns=0,
+                tokens_held=0,
+                tokens_shown=0,
+                examples=[],
+            ),
         )
-        lacking = n_examples - len(known.examples)
-        causes[cause] = CauseGroup(
-            cause=cause,
-            findings=known.findings + len(ours),
-            turns=known.turns
-            + len({(one["session_id"], one["turn_index"]) for one in ours}),
-            tokens_held=known.tokens_held
-            + sum(one["path_stop"] - one["path_start"] for one in ours),
-            tokens_shown=known.tokens_shown
-            + sum(one["prompt_stop"] - one["prompt_start"] for one in ours),
-            examples=[
-                *known.examples,
-                *(
-                    CauseExample(**{name: one[name] for name in names})
-                    for one in ours[: max(lacking, 0)]
-                ),
-            ],
-        )
+        turn = cause, found["session_id"], found["turn_index"]
+        group["findings"] += 1
+        group["turns"] += turn not in turns
+        turns.add(turn)
+        group["tokens_held"] += found["path_stop"] - found["path_start"]
+        group["tokens_shown"] += found["prompt_stop"] - found["prompt_start"]
+        if len(group["examples"]) < n_examples:
+            group["examples"].append({name: found[name] for name in _EXAMPLE})
 
 
 def describe_causes(groups: list[CauseGroup]) -> str:
-    """The causes as a table for people, and what they look like."""
-    head = ("cause", "stretches", "turns", "tokens held", "tokens shown")
-    lines = [astuple(group)[:5] for group in groups]
-    said = [text_table(head, lines)]
+    """The causes as a table with examples, for people."""
+    head = ("cause", "findings", "turns", "path tokens", "prompt tokens")
+    lines = [
+        (g["cause"], g["findings"], g["turns"], g["tokens_held"], g["tokens_shown"])
+        for g in groups
+    ]
+    text = [text_table(head, lines)]
     for group in groups:
-        for one in group.examples:
-            said.append(
-                f"\n{group.cause}: session {one.session_id!r}, turn {one.turn_index}, "
-                f"from token {one.path_start}\n"
-                f"  held   {_short(one.path_text)}\n  shown  {_short(one.prompt_text)}"
+        for example in group["examples"]:
+            text.append(
+                f"\n{group['cause']}: session {example['session_id']!r}, turn "
+                f"{example['turn_index']}, from token {example['path_start']}\n"
+                f"  path    {_short(example['path_text'])}\n"
+                f"  prompt  {_short(example['prompt_text'])}"
             )
-    return "\n".join(said)
+    return "\n".join(text)
 
 
 def _short(text: str) -> str:
-    """A text on one line, its middle left out where it is long."""
-    if len(text) > _LONGEST_TEXT:
-        half = _LONGEST_TEXT // 2
+    """A text on one line, without its middle if it is long."""
+    if len(text) > _MAX_TEXT:
+        half = _MAX_TEXT // 2
         return f"{text[:half]!r} ... {text[-half:]!r}"
     return repr(text)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DriftGroup:
-    """The compared turns whose drift starts in one region and has one cause."""
-
-    region: str
-    cause: str
-    turns: int
-    # held tokens from where the drift starts
-    tokens_beyond: int
-    # those of them that were sampled
-    tokens_after_drift: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class DriftSummary:
-    """What a drift table adds up to."""
+    """The sums of a drift table.
 
-    sessions: int
-    turns: int
-    # turns that continue another one
-    turns_compared: int
-    # those of them that were found by their tokens
-    turns_by_tokens: int
-    tokens_sampled: int
-    groups: list[DriftGroup]
+    Attributes
+    ----------
+    turns_compared : int
+        Turns that continue another one.
+    turns_by_tokens : int
+        Turns whose parent was found by tokens.
+    groups : dict
+        By region and cause: turns, path tokens from the start of the drift, and how many
+        of these were sampled.
+    """
 
-    @classmethod
-    def of_none(cls) -> Self:
-        """The summary of no turns."""
-        return cls(
-            sessions=0,
-            turns=0,
-            turns_compared=0,
-            turns_by_tokens=0,
-            tokens_sampled=0,
-            groups=[],
+    sessions: int = 0
+    turns: int = 0
+    turns_compared: int = 0
+    turns_by_tokens: int = 0
+    tokens_sampled: int = 0
+    groups: dict[tuple[str, str], tuple[int, int, int]] = field(default_factory=dict)
+
+    def add(self, turns: pa.Table, links: pa.Table, drift: pa.Table) -> None:
+        """Add the drift of more sessions."""
+        by_tokens = pc.equal(links["link_reason"].cast(pa.string()), "tokens")
+        self.sessions += pc.count_distinct(turns["session_id"]).as_py()
+        self.turns += turns.num_rows
+        self.turns_compared += drift.num_rows
+        self.turns_by_tokens += pc.sum(by_tokens).as_py() or 0
+        self.tokens_sampled += (
+            pc.sum(pc.list_value_length(turns["output_ids"])).as_py() or 0
         )
-
-    @classmethod
-    def of(cls, turns: pa.Table, links: pa.Table, drift: pa.Table) -> Self:
-        """The summary of ``drift``."""
-        names = ["region", "cause"]
-        groups = (
-            pa.table([drift[name].cast(pa.string()) for name in names], names)
-            .append_column("size", drift["size"].cast(pa.int64()))
-            .append_column(
-                "tokens_after_drift", drift["tokens_after_drift"].cast(pa.int64())
+        keys, sizes = ("region", "cause"), ("size", "tokens_after_drift")
+        columns = [drift[name].cast(pa.string()) for name in keys]
+        columns += [drift[name].cast(pa.int64()) for name in sizes]
+        counted = (
+            pa.table(columns, [*keys, *sizes])
+            .group_by(keys)
+            .aggregate([([], "count_all"), *((name, "sum") for name in sizes)])
+        )
+        for row in counted.to_pylist():
+            key = row["region"], row["cause"]
+            n, size, after = self.groups.get(key, (0, 0, 0))
+            self.groups[key] = (
+                n + row["count_all"],
+                size + row["size_sum"],
+                after + row["tokens_after_drift_sum"],
             )
-            .group_by(names)
-            .aggregate(
-                [([], "count_all"), ("size", "sum"), ("tokens_after_drift", "sum")]
-            )
-        )
-        return cls(
-            sessions=pc.count_distinct(turns["session_id"]).as_py(),
-            turns=turns.num_rows,
-            turns_compared=drift.num_rows,
-            turns_by_tokens=pc.sum(
-                pc.equal(links["link_reason"].cast(pa.string()), "tokens")
-            ).as_py()
-            or 0,
-            tokens_sampled=pc.sum(pc.list_value_length(turns["output_ids"])).as_py()
-            or 0,
-            groups=[
-                DriftGroup(
-                    region=group["region"],
-                    cause=group["cause"],
-                    turns=group["count_all"],
-                    tokens_beyond=group["size_sum"],
-                    tokens_after_drift=group["tokens_after_drift_sum"],
-                )
-                for group in groups.to_pylist()
-            ],
-        )
 
-    def plus(self, other: Self) -> Self:
-        """Both, of other sessions each; the groups that hold most at stake first."""
-        groups: dict[tuple[str, str], DriftGroup] = {}
-        for one in (*self.groups, *other.groups):
-            known = groups.get((one.region, one.cause))
-            groups[one.region, one.cause] = DriftGroup(
-                region=one.region,
-                cause=one.cause,
-                turns=one.turns + (known.turns if known else 0),
-                tokens_beyond=one.tokens_beyond + (known.tokens_beyond if known else 0),
-                tokens_after_drift=one.tokens_after_drift
-                + (known.tokens_after_drift if known else 0),
-            )
-        return replace(
-            self,
-            sessions=self.sessions + other.sessions,
-            turns=self.turns + other.turns,
-            turns_compared=self.turns_compared + other.turns_compared,
-            turns_by_tokens=self.turns_by_tokens + other.turns_by_tokens,
-            tokens_sampled=self.tokens_sampled + other.tokens_sampled,
-            groups=sorted(
-                groups.values(), key=lambda one: (-one.tokens_after_drift, -one.turns)
-            ),
-        )
+    def lines(self) -> list[tuple[str, str, int, int, int]]:
+        """Region, cause and counts; the groups with the most sampled tokens first."""
+        lines = [(*key, *counts) for key, counts in self.groups.items()]
+        return sorted(lines, key=lambda line: (-line[4], -line[2]))
+
+    def to_json(self) -> dict[str, object]:
+        """The attributes, with groups as a list of objects."""
+        names = ("region", "cause", "turns", "tokens_beyond", "tokens_after_drift")
+        groups = [dict(zip(names, line, strict=True)) for line in self.lines()]
+        return {**asdict(self), "groups": groups}
 
     def describe(self) -> str:
         """The summary as a table for people."""
         head = ("region", "cause", "turns", "tokens beyond", "tokens at stake")
-        lines = [astuple(group) for group in self.groups]
         return (
             f"sessions {self.sessions:,}, turns {self.turns:,}, of which "
             f"{self.turns_compared:,} continue another "
             f"({self.turns_by_tokens:,} by tokens); "
-            f"tokens sampled {self.tokens_sampled:,}\n\n" + text_table(head, lines)
+            f"tokens sampled {self.tokens_sampled:,}\n\n"
+            f"{text_table(head, self.lines())}"
         )

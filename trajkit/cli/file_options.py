@@ -1,6 +1,7 @@
-"""What the commands that go from file to file share."""
+"""Options and messages of the commands that go from file to file."""
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,89 +9,99 @@ from typing import TypedDict
 
 from trajkit.cli.progress import Progress
 from trajkit.io.tables import write_tables
-from trajkit.jobs.group_sessions import Log, buckets
-from trajkit.jobs.session_index import Census
+from trajkit.jobs.group_sessions import Log, SessionIndex, bucket_numbers
 from trajkit.jobs.stages import Stage, Target, Watch, run
 
 
-class Through(TypedDict):
-    """How a command reads its turns, as the functions of `trajkit.jobs.stages` take it."""
+class JobOptions(TypedDict):
+    """How a command reads its turns, as arguments of the functions of `trajkit.jobs`."""
 
     rejected: str | None
     gather: bool
     watch: Watch
 
 
-def add_through(parser: argparse.ArgumentParser) -> None:
+def add_job_options(parser: argparse.ArgumentParser) -> None:
     """Add ``--gather`` and ``--rejected``."""
     parser.add_argument(
         "--gather",
         choices=("auto", "no"),
         default="auto",
-        help="sessions that lie scattered: gather them through temporary files (beside "
-        "OUT, where there is one), or refuse them (default: %(default)s)",
+        help="auto: group scattered sessions through temporary files (next to OUT, if "
+        "there is one); no: refuse them (default: %(default)s)",
     )
     parser.add_argument(
         "--rejected",
         metavar="FILE",
-        help="leave out sessions that break a rule, and write here which and why "
-        "(default: the first one is an error)",
+        help="leave out sessions that break a rule, and write them to FILE with the "
+        "reason (default: the first one is an error)",
     )
 
 
-def through(arguments: argparse.Namespace, bar: Progress) -> Through:
-    """What the options say."""
+def job_options(arguments: argparse.Namespace, bar: Progress) -> JobOptions:
+    """The options that `add_job_options` added, with the progress bar."""
     gather = arguments.gather == "auto"
 
-    def begins(census: Census, done: int) -> None:
-        if (
-            gather
-            and census.scattered is not None
-            and len({*buckets(census).values()}) > 1
-        ):
-            sys.stderr.write(
-                f"trajkit: session {census.scattered!r} does not lie in one piece: all "
-                "turns are gathered through temporary files first\n"
-            )
-        bar.begin(census.n_turns, done)
-
-    def says(text: str) -> None:
+    def note(text: str) -> None:
         sys.stderr.write(f"trajkit: {text}\n")
 
-    return Through(
+    def begins(index: SessionIndex, done: int) -> None:
+        if (
+            gather
+            and index.scattered is not None
+            and len({*bucket_numbers(index).values()}) > 1
+        ):
+            note(
+                f"session {index.scattered!r} is not contiguous: all turns are grouped "
+                "through temporary files first"
+            )
+        bar.begin(index.n_turns, done)
+
+    return JobOptions(
         rejected=arguments.rejected,
         gather=gather,
-        watch=Watch(begins, bar.advance, says),
+        watch=Watch(begins, bar.advance, note),
     )
 
 
-def look_through(
+def run_stage(
     arguments: argparse.Namespace,
     stage: Stage,
     targets: Mapping[str, Target],
     bar: Progress,
 ) -> Mapping[str, int]:
-    """Put the turns of ``arguments.source`` through a stage that adds them up."""
-    how = through(arguments, bar)
-    aside = how["rejected"]
-    if aside is not None:
-        targets = {**targets, "rejected": Target(Path(aside), write_tables)}
-    log = Log(arguments.source, aside=aside is not None, gather=how["gather"])
-    return run(log, stage, targets, None, how["watch"])
+    """Apply a stage to the turns of ``arguments.source``; returns the totals."""
+    options = job_options(arguments, bar)
+    rejected = options["rejected"]
+    if rejected is not None:
+        targets = {**targets, "rejected": Target(Path(rejected), write_tables)}
+    reject, gather = rejected is not None, options["gather"]
+    log = Log(arguments.source, reject=reject, gather=gather)
+    return run(log, stage, targets, None, options["watch"])
 
 
-def aside_count(totals: Mapping[str, int]) -> dict[str, int]:
-    """How many sessions were set aside, if that was asked for, as JSON says it."""
+def rejected_count(totals: Mapping[str, int]) -> dict[str, int]:
+    """The number of rejected sessions for JSON, if ``--rejected`` was given."""
     return {name: totals[name] for name in ("rejected",) if name in totals}
 
 
-def written(arguments: argparse.Namespace, totals: Mapping[str, int]) -> str:
-    """Where the output is, and what was left out, for people."""
-    return f"{rejected_note(arguments, totals)}written to {arguments.output}"
-
-
 def rejected_note(arguments: argparse.Namespace, totals: Mapping[str, int]) -> str:
-    """A line that says how many sessions were set aside, if that was asked for."""
+    """A line with the number of rejected sessions, if ``--rejected`` was given."""
     if arguments.rejected is None:
         return ""
     return f"{totals['rejected']:,} sessions rejected, see {arguments.rejected}\n"
+
+
+def print_written(
+    arguments: argparse.Namespace,
+    totals: Mapping[str, int],
+    facts: Mapping[str, object],
+    text: str,
+) -> None:
+    """Print what a command wrote: one JSON object with ``facts``, or ``text``."""
+    if arguments.json:
+        text = json.dumps({"output": arguments.output, **facts})
+    else:
+        note = rejected_note(arguments, totals)
+        text = f"{text}\n\n{note}written to {arguments.output}"
+    sys.stdout.write(text + "\n")

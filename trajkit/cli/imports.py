@@ -1,4 +1,4 @@
-"""``trajkit import``: what another system recorded into a file of turns."""
+"""``trajkit import``: records of another system into a file of turns."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 
 import trajkit as tk
-from trajkit.cli.options import Commands
+from trajkit.cli.options import Commands, add_json
 from trajkit.cli.progress import Progress
 from trajkit.cli.text import text_table
 from trajkit.importers import FORMATS
@@ -20,10 +20,10 @@ def add_import(commands: Commands) -> None:
     """Add ``import`` to the command line."""
     parser = commands.add_parser(
         "import",
-        help="write turns out of what another system recorded",
-        description="Write turns out of what another system recorded: logs, dumps, "
-        "captures, databases, transcripts. What a record does not say is not guessed: it "
-        "is counted and shown, and listed with its place in the report.",
+        help="write turns from the records of another system",
+        description="Write turns from the records of another system: logs, dumps, "
+        "captures, databases, transcripts. Missing facts are not guessed: they are "
+        "counted and shown, and the report lists each of them.",
     )
     parser.add_argument(
         "source",
@@ -49,7 +49,7 @@ def add_import(commands: Commands) -> None:
     parser.add_argument(
         "--report",
         metavar="FILE",
-        help="write the report, a line per record and problem",
+        help="write the report: a line per record and problem",
     )
     parser.add_argument(
         "--tokenizer",
@@ -61,23 +61,21 @@ def add_import(commands: Commands) -> None:
         "--chat-template",
         metavar="FILE",
         type=Path,
-        help="for chat: a template in the place of the tokenizer's own",
+        help="for chat: a template to use instead of the tokenizer's own",
     )
     parser.add_argument(
         "--nonfinite-logprobs",
         choices=("raise", "null"),
         default="raise",
-        help="logprobs that are none (NaN, -9999): leave their record out, or make them "
-        "null (default: %(default)s)",
+        help="invalid logprobs (NaN, -9999): leave their record out, or make them null "
+        "(default: %(default)s)",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object and nothing else"
-    )
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the turns and print what was taken and what was not; the exit code is 0.
+    """Write the turns and print the problems found; the exit code is 0.
 
     Raises
     ------
@@ -90,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         tokenizer = load_chat_tokenizer(arguments.tokenizer, arguments.chat_template)
     elif arguments.chat_template is not None:
-        raise tk.errors.PolicyError("--chat-template needs --tokenizer")
+        raise tk.errors.ArgumentError("--chat-template needs --tokenizer")
     with Progress("import", "turns") as bar:
         totals, report = tk.importers.import_file(
             arguments.source,
@@ -98,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.format,
             tokenizer=tokenizer,
             nonfinite_logprobs=arguments.nonfinite_logprobs,
-            watch=Watch(lambda census, done: bar.begin(census.n_turns), bar.advance),
+            watch=Watch(lambda index, done: bar.begin(index.n_turns), bar.advance),
         )
     if arguments.report is not None:
         write_table(report, arguments.report)
@@ -118,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
                 )
                 for one in problems
             ]
-            head = ("problem", "record", "count", "the first")
+            head = ("problem", "record", "count", "first")
             text += f"\n{text_table(head, lines)}\n"
         if totals["turns"]:
             text += f"\nwritten to {arguments.output}"
@@ -129,9 +127,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def no_turns(problems: list[dict[str, object]]) -> str:
-    """Why an import gave no turn, and what to do about it."""
+    """Why an import found no turns, and what to do."""
     names = [str(one["problem"]) for one in problems if not one["kept"]]
-    text = f"0 turns, nothing is written ({', '.join(names) or 'no records'})"
+    text = f"0 turns, so no file was written ({', '.join(names) or 'no records'})"
     if {"no_prompt_ids", "no_output_ids"} & {*names}:
         text += (
             ". The engine did not give token ids: record again with return_token_ids and "
@@ -143,7 +141,7 @@ def no_turns(problems: list[dict[str, object]]) -> str:
 
 
 def group(report: pa.Table) -> list[dict[str, object]]:
-    """Each problem of a report with its count, and where it was met first."""
+    """Each problem of a report with its count and its first record."""
     groups: dict[tuple[str, bool], dict[str, object]] = {}
     for row in report.to_pylist():
         one = groups.setdefault((row["problem"], row["kept"]), {**row, "count": 0})

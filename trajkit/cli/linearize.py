@@ -1,14 +1,13 @@
 """``trajkit linearize``: a file of turns into a file of training rows."""
 
 import argparse
-import json
-import sys
 from dataclasses import asdict
 
-from trajkit.cli.file_options import add_through, through, written
+from trajkit.cli.file_options import add_job_options, job_options, print_written
 from trajkit.cli.options import (
     Commands,
     add_facts,
+    add_max_row_tokens,
     add_policy,
     add_source,
     add_weigh_by,
@@ -27,8 +26,8 @@ def add_linearize(commands: Commands) -> None:
     parser = commands.add_parser(
         "linearize",
         help="write the training rows of recorded turns",
-        description="Write the training rows of recorded turns, and print what became "
-        "of every sampled token.",
+        description="Write the training rows of recorded turns, and print how many "
+        "sampled tokens are trained, and why others are lost.",
     )
     add_source(parser)
     parser.add_argument(
@@ -36,31 +35,29 @@ def add_linearize(commands: Commands) -> None:
         "--output",
         metavar="OUT",
         required=True,
-        help="rows: Parquet, Arrow IPC or JSONL, by suffix; or a directory, with a / "
-        "behind, for parts: a run that was stopped goes on there",
+        help="rows: Parquet, Arrow IPC or JSONL, by suffix; or DIRECTORY/ for parts, "
+        "where an interrupted run continues",
     )
     add_policy(parser)
-    parser.add_argument(
-        "--max-row-tokens", metavar="N", type=count, help="cut rows after N tokens"
-    )
+    add_max_row_tokens(parser)
     add_facts(parser, reward=True)
     add_weigh_by(parser)
     parser.add_argument(
         "--threads",
         metavar="N",
         type=count,
-        help="beside those that read and write (default: 1)",
+        help="in addition to those that read and write (default: 1)",
     )
     parser.add_argument(
         "--layout",
         choices=("full", "suffix"),
         default="full",
-        help="suffix: write the tokens that rows share once (default: %(default)s)",
+        help="suffix: write tokens that rows share only once (default: %(default)s)",
     )
     parser.add_argument(
         "--report", metavar="FILE", help="write the report, a line per session"
     )
-    add_through(parser)
+    add_job_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -79,20 +76,15 @@ def run(arguments: argparse.Namespace) -> int:
             threads=arguments.threads,
             layout=arguments.layout,
             report=arguments.report,
-            **through(arguments, bar),
+            **job_options(arguments, bar),
         )
-    if arguments.json:
-        text = json.dumps(
-            {"output": arguments.output, "policy": asdict(policy), **totals}
-        )
-    else:
-        text = f"{describe(totals)}\n\n{written(arguments, totals)}"
-    sys.stdout.write(text + "\n")
+    facts = {"policy": asdict(policy), **totals}
+    print_written(arguments, totals, facts, describe(totals))
     return 0
 
 
 def describe(totals: dict[str, int]) -> str:
-    """What became of the sampled tokens, for people."""
+    """The totals as a table of tokens, for people."""
     sampled = totals["tokens_sampled"]
     lines = [("sampled", sampled, "")]
     for name in ("tokens_trained", *(f"lost_{reason}" for reason in LOSSES)):

@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Options that commands share."""
 
 import argparse
 from collections.abc import Sequence
@@ -23,20 +23,35 @@ def count(text: str) -> int:
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
-    """Add the file that the turns are read from, and ``--json``."""
+    """Add the file of turns, and ``--json``."""
     parser.add_argument(
         "source",
         metavar="IN",
         help="turns: Parquet, Arrow IPC or JSONL by suffix, or a directory of them; - is "
         "standard input",
     )
+    add_json(parser)
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json``."""
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object and nothing else"
     )
 
 
+def add_max_row_tokens(parser: argparse.ArgumentParser) -> None:
+    """Add ``--max-row-tokens``."""
+    parser.add_argument(
+        "--max-row-tokens",
+        metavar="N",
+        type=count,
+        help="rows are truncated after N tokens",
+    )
+
+
 def add_policy(parser: argparse.ArgumentParser) -> None:
-    """Add ``--policy`` and the choices within one."""
+    """Add ``--policy`` and its choices."""
     parser.add_argument(
         "--policy",
         metavar="NAME",
@@ -49,9 +64,9 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
         "--fork-threshold",
         metavar="N",
         type=int,
-        help="slime: a reply shorter than N tokens, trl: drift of fewer than N, goes on "
-        "in the row whose last reply drifted; 0 and below: none does (default: "
-        f"{DEFAULT_FORK_THRESHOLD}); miles: drift of N or more is refused (default: 1)",
+        help="slime: a drifted reply of fewer than N tokens does not start a new row, nor "
+        f"for trl drift of fewer than N (default: {DEFAULT_FORK_THRESHOLD}; 0: all drift "
+        "does); miles: drift of N or more is refused (default: 1)",
     )
 
 
@@ -63,18 +78,18 @@ def add_set(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         type=setting,
-        help="make a choice of the policy otherwise; may be repeated (`trajkit policies "
-        "NAME` lists the choices and what each may be)",
+        help="change a choice of the policy; may be repeated (`trajkit policies NAME` "
+        "lists the choices and their values)",
     )
 
 
 def chosen_policy(arguments: argparse.Namespace) -> tk.Policy:
-    """The policy that the options name.
+    """The policy of the options, with its choices.
 
     Raises
     ------
     PolicyError
-        It or a choice does not exist, or the fork threshold means nothing to it.
+        It or a choice does not exist, or it ignores the fork threshold.
     """
     sets = list(arguments.set)
     option = "--set fork_threshold="
@@ -87,13 +102,13 @@ def chosen_policy(arguments: argparse.Namespace) -> tk.Policy:
 def checked_policy(
     name: str, sets: Sequence[Set], option: str = "--set fork_threshold="
 ) -> tk.Policy:
-    """The named policy with choices made otherwise.
+    """The named policy with changed choices.
 
     Raises
     ------
     PolicyError
-        It or a choice does not exist, or the fork threshold, which ``option`` sets,
-        means nothing to it.
+        It or a choice does not exist, or it ignores the fork threshold, which
+        ``option`` sets.
     """
     policy = with_choices(tk.policy(name), sets)
     threshold = dict(sets).get("fork_threshold")
@@ -106,7 +121,7 @@ def checked_policy(
 
 
 class NamePolicy(argparse.Action):
-    """A ``--policy`` of several: its name, and room for its choices."""
+    """A repeatable ``--policy``: appends its name and a list for its choices."""
 
     def __call__(
         self,
@@ -120,7 +135,7 @@ class NamePolicy(argparse.Action):
 
 
 class SetChoice(argparse.Action):
-    """A ``--set`` of several policies: of the one named before it."""
+    """A ``--set`` for the ``--policy`` before it."""
 
     def __call__(
         self,
@@ -131,21 +146,19 @@ class SetChoice(argparse.Action):
     ) -> None:
         named = getattr(namespace, self.dest)
         if not named:
-            raise argparse.ArgumentError(
-                self, "comes after the --policy whose choice it is"
-            )
+            raise argparse.ArgumentError(self, "needs a --policy before it")
         named[-1][1].append(values)
 
 
 def add_facts(parser: argparse.ArgumentParser, *, reward: bool) -> None:
-    """Add ``--sessions`` and, if asked for, ``--reward`` as the other way."""
+    """Add ``--sessions`` and, optionally, ``--reward`` as an alternative."""
     either = parser.add_mutually_exclusive_group()
     either.add_argument(
         "--sessions",
         metavar="FILE",
-        help="what is known of each session: session_id, reward, group_id, error; "
-        "Parquet, Arrow IPC or JSONL by suffix, or the directory of a run. A session "
-        "with an error trains nothing",
+        help="a line per session: session_id, reward, group_id, error; Parquet, Arrow IPC "
+        "or JSONL by suffix, or the directory of a run. A session with an error is not "
+        "trained",
     )
     if reward:
         either.add_argument(
@@ -154,7 +167,7 @@ def add_facts(parser: argparse.ArgumentParser, *, reward: bool) -> None:
 
 
 def known_sessions(arguments: argparse.Namespace) -> pa.Table | None:
-    """The table that ``--sessions`` names.
+    """The table of ``--sessions``.
 
     Raises
     ------

@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict
 
 import trajkit as tk
-from trajkit.cli.options import Commands
+from trajkit.cli.options import Commands, add_json
 from trajkit.cli.policy_args import DEFAULTS, allowed, choices_of, written
 from trajkit.cli.text import text_table
 from trajkit.policies import ALIASES, PRESETS
@@ -17,13 +17,11 @@ def add_policies(commands: Commands) -> None:
     parser = commands.add_parser(
         "policies",
         help="list the policies, or the choices of one",
-        description="List the policies with the choices that make each what it is; of "
-        "one policy, every choice, its value, and what --set takes for it.",
+        description="List the policies with the choices that differ from the defaults. "
+        "With NAME, list all choices of a policy, their values, and what --set accepts.",
     )
     parser.add_argument("policy", metavar="NAME", nargs="?", help="a policy")
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object and nothing else"
-    )
+    add_json(parser)
     parser.set_defaults(run=run)
 
 

@@ -22,14 +22,14 @@ DEFAULTS = {
     for field in fields(tk.Policy)
     if field.name in _HINTS and field.default is not MISSING
 }
-"""What a choice is where a preset does not say it."""
+"""The default of each choice."""
 
 Set = tuple[str, str]
-"""A choice and its value, as they were written."""
+"""A choice and its value, as text."""
 
 
 def setting(text: str) -> Set:
-    """``CHOICE=VALUE`` taken apart."""
+    """Split ``CHOICE=VALUE``."""
     name, equals, value = text.partition("=")
     if not (name and equals):
         raise argparse.ArgumentTypeError(f"{text!r}: expected CHOICE=VALUE")
@@ -37,27 +37,26 @@ def setting(text: str) -> Set:
 
 
 def with_choices(policy: tk.Policy, sets: Iterable[Set]) -> tk.Policy:
-    """The policy with choices made otherwise.
+    """The policy with changed choices.
 
     Parameters
     ----------
     policy : Policy
     sets : iterable of pairs of str
         Attributes of `trajkit.Policy`, or the preset's own options (`IN_OTHER_WORDS`),
-        and a value as `written` puts it.
+        and their values as `written` writes them.
 
     Raises
     ------
     PolicyError
-        The policy has no such choice; the choice has no such value, or has two; or two
-        choices exclude each other. The message names the policy and the choice, and
-        says what is allowed.
+        The policy has no such choice, the choice has no such value, it is given twice,
+        or two choices exclude each other.
     """
     choices: dict[str, object] = {}
     for name, text in sets:
         where = f"policy {policy.name!r}, {name}={text}"
         if name in choices:
-            raise tk.errors.PolicyError(f"{where}: the choice is made twice")
+            raise tk.errors.PolicyError(f"{where}: the choice is given twice")
         if name not in {**_HINTS, **_options(policy)}:
             known = [*_options(policy), *_HINTS]
             raise tk.errors.PolicyError(
@@ -72,13 +71,13 @@ def with_choices(policy: tk.Policy, sets: Iterable[Set]) -> tk.Policy:
 
 
 def allowed(policy: tk.Policy) -> dict[str, str]:
-    """What each choice may be, in words: the policy's own options first."""
+    """The values that each choice accepts, as text; the policy's own options first."""
     own = {name: _one_of(values) for name, values in _options(policy).items()}
     return {**own, **{name: _words(hint) for name, hint in _HINTS.items()}}
 
 
 def written(value: object) -> str:
-    """A value as ``--set`` takes it."""
+    """A value as ``--set`` accepts it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
@@ -87,7 +86,7 @@ def written(value: object) -> str:
 
 
 def choices_of(policy: tk.Policy) -> dict[str, str]:
-    """Every choice of a policy and its value, as `written` puts it."""
+    """Every choice of a policy and its value as text."""
     return {name: written(getattr(policy, name)) for name in _HINTS}
 
 
@@ -97,7 +96,7 @@ def _options(policy: tk.Policy) -> dict[str, tuple[str, ...]]:
 
 
 def _value(policy: tk.Policy, name: str, text: str, where: str) -> object:
-    """The text as the annotation of its choice has it."""
+    """The text as a value of the choice's type."""
     hint = _HINTS.get(name)
     values = _options(policy).get(name) if hint is None else get_args(hint)
     if hint is bool and text in _BOOLS:

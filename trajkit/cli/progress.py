@@ -1,4 +1,4 @@
-"""A progress bar on stderr, silent where nobody watches."""
+"""A progress bar on stderr, if that is a terminal."""
 
 import sys
 from collections.abc import Callable
@@ -8,23 +8,23 @@ from typing import Self
 
 WIDTH = 32
 
-# How often the bar is drawn at most, in seconds.
+# seconds between two updates, at least
 _PAUSE_S = 0.1
 
 
 class Progress:
     """``label [####    ]  50 %  1,234 turns/s  0:12 left``, redrawn in place.
 
-    It is gone at the end. Where stderr is no terminal, nothing is written at all.
+    It is erased at the end. Nothing is written if stderr is not a terminal.
 
     Parameters
     ----------
     label : str
-        What is being done.
+        Name of the task.
     unit : str
-        What is counted, in the plural.
+        Name of what is counted, in the plural.
     clock : function, optional
-        Seconds from any point on.
+        Returns seconds since any fixed time.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Progress:
         self._write("\r\x1b[K")
 
     def begin(self, total: int, done: int = 0) -> None:
-        """Count from here, of a total of which so much is done already."""
+        """Start to count to ``total``; ``done`` were counted in an earlier run."""
         self._total, self._before, self._done = total, done, done
         self._start = self._clock()
         self.advance(0)

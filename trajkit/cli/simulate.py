@@ -8,16 +8,17 @@ import pyarrow as pa
 
 from trajkit.analysis.simulation import Simulation, cheapest_lossless
 from trajkit.cli.file_options import (
-    add_through,
-    aside_count,
-    look_through,
+    add_job_options,
+    rejected_count,
     rejected_note,
+    run_stage,
 )
 from trajkit.cli.options import (
     Commands,
     NamePolicy,
     SetChoice,
     add_facts,
+    add_max_row_tokens,
     add_source,
     checked_policy,
     count,
@@ -34,17 +35,16 @@ def add_simulate(commands: Commands) -> None:
     parser = commands.add_parser(
         "simulate",
         help="compare what the policies keep, lose and cost",
-        description="Make the rows of every policy, count what they train, lose and "
-        "cost, and say which policy keeps everything at least cost. 'forward' are the "
-        "tokens of all rows, 'shared once' the same with each shared prefix counted "
-        "once.",
+        description="Count what the rows of every policy train, lose and cost, and name "
+        "the policy that keeps everything at the lowest cost. 'forward' are the tokens of "
+        "all rows; 'shared once' counts each shared prefix once.",
     )
     add_source(parser)
     parser.add_argument(
         "--policy",
         metavar="NAME",
         action=NamePolicy,
-        help="a policy to look at; may be repeated (default: all of them)",
+        help="a policy to compare; may be repeated (default: all)",
     )
     parser.add_argument(
         "--set",
@@ -52,19 +52,17 @@ def add_simulate(commands: Commands) -> None:
         action=SetChoice,
         dest="policy",
         type=setting,
-        help="make a choice of the policy named before it otherwise; may be repeated",
+        help="change a choice of the policy before it; may be repeated",
     )
     add_facts(parser, reward=False)
     parser.add_argument(
         "--pad",
         metavar="N",
         type=count,
-        help="count what pads each row to a multiple of N tokens",
+        help="count the padding of each row to a multiple of N tokens",
     )
-    parser.add_argument(
-        "--max-row-tokens", metavar="N", type=count, help="cut rows after N tokens"
-    )
-    add_through(parser)
+    add_max_row_tokens(parser)
+    add_job_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -85,12 +83,12 @@ def run(arguments: argparse.Namespace) -> int:
         yield "turns", turns
 
     with Progress("simulate", "turns") as bar:
-        totals = look_through(arguments, stage, {}, bar)
+        totals = run_stage(arguments, stage, {}, bar)
     table = counts.table()
     cheapest = cheapest_lossless(table)
     if arguments.json:
-        said = {"cheapest": cheapest, "policies": table.to_pylist()}
-        text = json.dumps(said | aside_count(totals))
+        facts = {"cheapest": cheapest, "policies": table.to_pylist()}
+        text = json.dumps(facts | rejected_count(totals))
     else:
         text = rejected_note(arguments, totals) + describe(table, cheapest)
     sys.stdout.write(text + "\n")
@@ -98,37 +96,37 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def describe(table: pa.Table, cheapest: str | None) -> str:
-    """The table and what it says, for people."""
+    """The table and its result, for people."""
     policies = table.to_pylist()
-    # a column for each reason that took something somewhere
+    # only reasons that occur
     reasons = {
         name: name.removeprefix("lost_")
         for name in table.column_names
         if name.startswith("lost_") and any(line[name] for line in policies)
     }
-    further = {**reasons, "tokens_duplicated": "duplicated"}
+    extra = {**reasons, "tokens_duplicated": "duplicated"}
     if any(line["tokens_out_of_context"] for line in policies):
-        further["tokens_out_of_context"] = "out of context"
-    further |= {"tokens_forward": "forward", "tokens_forward_shared": "shared once"}
+        extra["tokens_out_of_context"] = "out of context"
+    extra |= {"tokens_forward": "forward", "tokens_forward_shared": "shared once"}
     if any(line["tokens_padding"] is not None for line in policies):
-        further["tokens_padding"] = "padding"
-    further["longest_row"] = "longest row"
-    head = ["policy", "rows", "trained", "of sampled", *further.values()]
+        extra["tokens_padding"] = "padding"
+    extra["longest_row"] = "longest row"
+    head = ["policy", "rows", "trained", "of sampled", *extra.values()]
     lines = [
         [
             line["policy"],
             line["rows"],
             line["tokens_trained"],
             share(line["tokens_trained"], line["tokens_sampled"]),
-            *(line[name] for name in further),
+            *(line[name] for name in extra),
         ]
         for line in policies
     ]
     first = policies[0] if policies else {"turns": 0, "tokens_sampled": 0}
-    said = "every policy here loses sampled tokens"
+    result = "every policy here loses sampled tokens"
     if cheapest is not None:
-        said = f"keeps everything at least cost: {cheapest}"
+        result = f"keeps everything at the lowest cost: {cheapest}"
     return (
         f"turns {first['turns']:,}, tokens sampled {first['tokens_sampled']:,}\n\n"
-        f"{text_table(head, lines)}\n\n{said}"
+        f"{text_table(head, lines)}\n\n{result}"
     )

@@ -1,4 +1,4 @@
-"""``-`` in the place of a file: standard input and output."""
+"""``-`` as a file name: standard input and output."""
 
 import argparse
 import io
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
-from trajkit.errors import PolicyError, TrajkitError
+from trajkit.errors import ArgumentError, TrajkitError
 from trajkit.io.formats import format_of
 
 DASH = "-"
@@ -20,7 +20,7 @@ _folder: str | None = None
 
 
 def shown(text: str) -> str:
-    """A message with temporary files called what they stand in for."""
+    """A message that names standard input or output instead of temporary files."""
     if _folder is not None:
         for path in sorted(Path(_folder).iterdir()):
             text = text.replace(str(path), _NAMES[path.name.partition(".")[0]])
@@ -29,22 +29,21 @@ def shown(text: str) -> str:
 
 @contextmanager
 def standard_files(arguments: argparse.Namespace) -> Iterator[None]:
-    """Put files in the place of each ``-``, and pass on what is written to them.
+    """Replace each ``-`` by a temporary file, and copy output to standard output.
 
-    Standard input may be of any format, which its first bytes tell. Standard output gets
-    JSON lines, or an Arrow IPC stream from ``compact``; what a command prints for people
-    goes to stderr then.
+    The first bytes of standard input determine its format. Standard output gets JSON
+    lines, or an Arrow IPC stream from ``compact``; messages for people go to stderr then.
 
     Raises
     ------
-    PolicyError
-        Standard input is asked for twice.
+    ArgumentError
+        Standard input is used twice.
     """
     global _folder
     takes = [name for name in _INPUTS if DASH in _values(arguments, name)]
     gives = getattr(arguments, "output", None) == DASH
     if len(takes) > 1:
-        raise PolicyError("standard input is given twice: only one file may be -")
+        raise ArgumentError("standard input is given twice: only one file may be -")
     if not takes and not gives:
         yield
         return
@@ -58,15 +57,15 @@ def standard_files(arguments: argparse.Namespace) -> Iterator[None]:
             if gives:
                 suffix = "arrows" if arguments.writes_delta else "jsonl"
                 arguments.output = str(Path(_folder, f"output.{suffix}"))
-            with redirect_stdout(io.StringIO()) as said:
+            with redirect_stdout(io.StringIO()) as printed:
                 yield
-            (sys.stderr if gives else sys.stdout).write(shown(said.getvalue()))
+            (sys.stderr if gives else sys.stdout).write(shown(printed.getvalue()))
             if gives:
                 sys.stdout.flush()
                 with open(arguments.output, "rb") as file:
                     shutil.copyfileobj(file, sys.stdout.buffer)
         except (OSError, TrajkitError) as error:
-            # while the folder tells what its files stand in for
+            # here, because `shown` reads the folder
             error.args = tuple(
                 shown(part) if isinstance(part, str) else part for part in error.args
             )
@@ -83,7 +82,7 @@ def _values(arguments: argparse.Namespace, name: str) -> list[object]:
 
 
 def _spooled(folder: Path) -> str:
-    """Standard input as a file whose suffix says its format."""
+    """Standard input as a file with the suffix of its format."""
     path = folder / "input"
     with path.open("wb") as file:
         shutil.copyfileobj(sys.stdin.buffer, file)

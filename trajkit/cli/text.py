@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 
 def share(part: int, whole: int) -> str:
-    """``part`` of ``whole`` in percent; empty where there is no whole."""
+    """``part`` of ``whole`` in percent; empty if ``whole`` is 0."""
     return f"{100 * part / whole:.1f} %" if whole else ""
 
 
 def text_table(head: Sequence[str], lines: Sequence[Sequence[str | int]]) -> str:
-    """The lines under their head, numbers to the right, text to the left."""
+    """Lines under a head; numbers are right-aligned, text is left-aligned."""
     cells = [[f"{c:,}" if isinstance(c, int) else c for c in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
     right = (

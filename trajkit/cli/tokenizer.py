@@ -1,28 +1,28 @@
-"""Reading a tokenizer. The one place in trajkit that imports tokenizers, transformers."""
+"""Load a tokenizer. Only this module imports tokenizers and transformers."""
 
 import os
 from pathlib import Path
 from typing import cast
 
 from trajkit.analysis.tokenizer import Tokenizer
-from trajkit.errors import FormatError, PolicyError
+from trajkit.errors import ArgumentError, FormatError
 from trajkit.importers.reader import ChatTokenizer
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a ``tokenizer.json`` or of a model's directory.
 
-    A directory with a ``tokenizer.json`` is read by tokenizers, another one by
-    transformers. Nothing is downloaded.
+    tokenizers loads a directory with a ``tokenizer.json``, transformers any other.
+    Nothing is downloaded.
 
     Raises
     ------
     FileNotFoundError
-        There is nothing at the path.
+        The path does not exist.
     FormatError
-        What is there is no tokenizer.
-    PolicyError
-        The library that reads it is not installed.
+        The file or directory is not a tokenizer.
+    ArgumentError
+        The library that loads it is not installed.
     """
     if not path.exists():
         raise FileNotFoundError(2, "No such file or directory", str(path))
@@ -35,9 +35,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise _missing("tokenizers") from error
     try:
         fast: Tokenizer = Fast.from_str(file.read_text("utf-8"))
-    # tokenizers raises bare Exceptions, whatever is wrong with the text
+    # tokenizers raises bare Exceptions
     except Exception as error:
-        raise FormatError(f"{file}: no tokenizer: {error}") from error
+        raise FormatError(f"{file}: not a tokenizer: {error}") from error
     return fast
 
 
@@ -46,8 +46,8 @@ def load_chat_tokenizer(path: Path, template: Path | None) -> ChatTokenizer:
 
     Raises
     ------
-    FileNotFoundError, FormatError, PolicyError
-        As for `load_tokenizer`; a FormatError also where it has no template.
+    FileNotFoundError, FormatError, ArgumentError
+        As for `load_tokenizer`; also a FormatError if it has no template.
     """
     if not path.exists():
         raise FileNotFoundError(2, "No such file or directory", str(path))
@@ -65,12 +65,14 @@ def load_chat_tokenizer(path: Path, template: Path | None) -> ChatTokenizer:
     if template is not None:
         read.chat_template = template.read_text("utf-8")  # type: ignore[attr-defined]
     if getattr(read, "chat_template", None) is None:
-        raise FormatError(f"{path}: this tokenizer has no chat template")
+        raise FormatError(
+            f"{path}: this tokenizer has no chat template: pass --chat-template"
+        )
     return read
 
 
 def _from_directory(path: Path) -> Tokenizer:
-    # transformers advises to install PyTorch, for which nothing here has a use
+    # transformers would advise to install PyTorch, which is not needed here
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         from transformers import AutoTokenizer
@@ -79,9 +81,9 @@ def _from_directory(path: Path) -> Tokenizer:
     try:
         read = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise FormatError(f"{path}: no tokenizer: {error}") from error
+        raise FormatError(f"{path}: not a tokenizer: {error}") from error
     return cast("Tokenizer", read)
 
 
-def _missing(library: str) -> PolicyError:
-    return PolicyError(f"--tokenizer needs {library}: pip install {library}")
+def _missing(library: str) -> ArgumentError:
+    return ArgumentError(f"--tokenizer needs {library}: pip install {library}")

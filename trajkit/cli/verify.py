@@ -1,4 +1,4 @@
-"""``trajkit verify``: whether rows keep what they promise about their turns."""
+"""``trajkit verify``: check rows against their turns."""
 
 import argparse
 import json
@@ -12,14 +12,15 @@ from typing import Any
 import pyarrow as pa
 
 import trajkit as tk
-from trajkit.cli.file_options import add_through, rejected_note, through
+from trajkit.cli.file_options import add_job_options, job_options, rejected_note
 from trajkit.cli.options import (
     Commands,
     add_facts,
+    add_json,
+    add_max_row_tokens,
     add_set,
     add_weigh_by,
     checked_policy,
-    count,
     known_sessions,
 )
 from trajkit.cli.progress import Progress
@@ -34,47 +35,43 @@ def add_verify(commands: Commands) -> None:
     """Add ``verify`` to the command line."""
     parser = commands.add_parser(
         "verify",
-        help="check rows against the turns that they were made of",
-        description="Check every promise of rows against the turns that they were made "
-        "of, and print what is violated. The exit code is 1 where something is. Rows "
-        "of other systems need input_ids and loss_mask.",
+        help="check rows against the turns that they come from",
+        description="Check rows against the turns that they come from, and print the "
+        "violations. The exit code is 1 if there are any. Rows of other systems need "
+        "input_ids and loss_mask.",
     )
     parser.add_argument("rows", metavar="ROWS", help="rows, in a file or a directory")
     parser.add_argument(
         "turns", metavar="TURNS", help="their turns, in a file or a directory"
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object and nothing else"
-    )
+    add_json(parser)
     parser.add_argument(
         "-o",
         "--output",
         metavar="OUT",
-        help="write the table of violations; to a directory, with a / behind, in parts: "
-        "a run that was stopped goes on there",
+        help="write the table of violations; DIRECTORY/ gets parts, where an interrupted "
+        "run continues",
     )
     parser.add_argument(
         "--policy",
         metavar="NAME",
-        help="whose promise is to hold (default: every token trained once)",
+        help="the policy of the rows (default: every token is trained once)",
     )
     add_set(parser)
     add_facts(parser, reward=True)
     add_weigh_by(parser)
-    parser.add_argument(
-        "--max-row-tokens", metavar="N", type=count, help="rows were cut after N tokens"
-    )
-    add_through(parser)
+    add_max_row_tokens(parser)
+    add_job_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the violations; the exit code is 1 where there are any."""
+    """Print the violations; the exit code is 1 if there are any."""
     policy = None
     if arguments.policy is not None:
         policy = checked_policy(arguments.policy, arguments.set)
     elif arguments.set:
-        raise tk.errors.PolicyError("--set needs --policy")
+        raise tk.errors.ArgumentError("--set needs --policy")
     with tempfile.TemporaryDirectory(prefix="trajkit-verify-") as folder:
         output = arguments.output or str(Path(folder, "violations.arrows"))
         with Progress("verify", "turns") as bar:
@@ -87,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
                 sessions=known_sessions(arguments),
                 max_row_tokens=arguments.max_row_tokens,
                 weigh_by=arguments.weigh_by,
-                **through(arguments, bar),
+                **job_options(arguments, bar),
             )
         if arguments.json:
             _print_json(iter_tables(output), totals)
@@ -98,20 +95,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print_json(found: Iterable[pa.Table], totals: dict[str, int]) -> None:
-    """One object, written as it is read: there may be many violations."""
+    """One object, written piece by piece: there may be many violations."""
     sys.stdout.write('{"violations": [')
     between = ""
     for table in found:
         for one in table.to_pylist():
             sys.stdout.write(between + json.dumps(one))
             between = ", "
-    aside = totals.get("rejected")
-    rest = "" if aside is None else f', "rejected": {aside}'
+    rejected = totals.get("rejected")
+    rest = "" if rejected is None else f', "rejected": {rejected}'
     sys.stdout.write(f"]{rest}}}\n")
 
 
 def describe(found: Iterable[pa.Table]) -> str:
-    """The first violations, and how many there are of each rule."""
+    """The first violations, and the number of violations of each rule."""
     counts: Counter[str] = Counter()
     first: list[dict[str, Any]] = []
     for table in found:

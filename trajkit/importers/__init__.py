@@ -1,8 +1,8 @@
-"""Turns out of what other systems write: a module per format, one way in.
+"""Turns from the records of other systems: a module per format.
 
-A format is a module with a ``NAME``, a ``detect`` that knows its files by their beginning,
-and a ``read`` that yields what it finds (`trajkit.importers.findings.Format`). What of that
-makes a turn, and what is told in the report instead, is decided in one place for all.
+A format is a module with a ``NAME``, a ``detect`` that recognizes files by their beginning,
+and a ``read`` that yields records (`trajkit.importers.findings.Format`). `reader` decides
+for all formats which records become turns, and what the report lists.
 """
 
 from trajkit.importers.reader import FORMATS, import_turns

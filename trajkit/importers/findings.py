@@ -1,4 +1,4 @@
-"""What a reader of a foreign format finds, and what there is to say about it."""
+"""Records of foreign formats, and the report of an import."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -25,29 +25,29 @@ LEFT_OUT = (
     "other_file",
     "invalid",
 )
-"""Why a record gave no turn.
+"""Why a record is left out.
 
 unreadable
-    It is not what the format says: no JSON, no object, a field of another type.
+    It does not fit the format: invalid JSON, no object, a field of another type.
 torn
     The file ends within it.
 truncated
-    Its writer cut it short, and marked it so.
+    Its writer shortened it, and marked that.
 no_prompt_ids, no_output_ids
-    It does not say which ids the engine consumed, or sampled; of a transcript: there is
-    no message before the reply, or no reply.
+    It lacks the ids that the engine consumed, or sampled. For a transcript: there is no
+    message before the reply, or no reply.
 no_parent
-    Its prompt goes on from a record that is not there.
+    Its prompt continues a record that is missing.
 lost
-    The source says that there was such a call, and has no record of it.
+    The source mentions the call, but has no record of it.
 not_a_prefix
-    A reply that the chat template does not put behind the prompt before it.
+    The chat template does not render the reply after the same prompt.
 refused
-    The chat template does not take the messages.
+    The chat template does not accept the messages.
 other_version
-    It is of a version of the format that is not known here.
+    It has an unknown version of the format.
 other_file
-    A file of the directory is of no format known here.
+    A file of the directory has an unknown format.
 invalid
     A value breaks a rule of turns; the detail names it.
 """
@@ -60,40 +60,40 @@ KEPT = (
     "versions_unplaced",
     "not_sampled",
 )
-"""What is missing from a turn that was taken.
+"""What a turn that is kept lacks.
 
 no_logprobs
-    The record has no logprobs for its output, or not for all of it; the detail counts.
+    The record has no logprobs for its output or for a part of it; the detail counts them.
 logprobs_unaligned
-    It has some, but not one per output id, or of other ids: null instead.
+    Its logprobs are not one per output id, or are of other ids; they become null.
 no_session_id
-    The records of the file do not name their session: it is called as the file.
+    The records of the file do not name their session: it gets the file's name.
 cut_output
-    The source says that the end of what was sampled was cut off.
+    The source says that the end of the sampled output was removed.
 versions_unplaced
-    It names several weight versions, and not which tokens each one sampled.
+    It names several weight versions, but not which tokens each one sampled.
 not_sampled
-    A transcript: no engine sampled these ids, they are its text as a tokenizer has it.
+    A transcript: no engine sampled these ids; a tokenizer encoded its text.
 """
 
 
 @dataclass(slots=True)
-class Found:
-    """A record of a foreign format, as far as it goes.
+class Finding:
+    """A record of a foreign format.
 
     Parameters
     ----------
     place : str
-        Where in its file: ``line 3``.
+        Its position in the file: ``line 3``.
     session : str or None
-        None: the record does not say.
+        None: the record does not name it.
     fields : dict
-        Of `trajkit.from_records`, and of `trajkit.importers.reader.EXTRAS`. Absent or None:
-        the record does not say.
+        Keys of `trajkit.from_records` and `trajkit.importers.reader.EXTRAS`. A missing
+        key or None: unknown.
     problem, detail : str
-        Why it gives no turn, one of `LEFT_OUT`; empty: its fields tell.
+        Why it is left out, one of `LEFT_OUT`; empty: its fields decide.
     remarks : list of tuple of str
-        What is missing though it gives one: of `KEPT`, with detail.
+        What it lacks if it is kept: of `KEPT`, with detail.
     """
 
     place: str
@@ -103,45 +103,53 @@ class Found:
     detail: str = ""
     remarks: list[tuple[str, str]] = field(default_factory=list)
 
+    def refuse(self, problem: str, detail: str = "") -> "Finding":
+        """Mark the record as left out."""
+        self.problem = problem
+        self.detail = detail
+        return self
+
 
 class Notes:
-    """The report of an import as it grows."""
+    """Collects the report of an import."""
 
     def __init__(self) -> None:
         self._rows: list[dict[str, object]] = []
 
     def add(
-        self, file: Path, found: Found, problem: str, detail: str, *, kept: bool
+        self, file: Path, found: Finding, problem: str, detail: str, *, kept: bool
     ) -> None:
-        """Note what is wrong with a record."""
+        """Add a problem of a record."""
         if problem not in (KEPT if kept else LEFT_OUT):
-            raise ValueError(f"{problem!r} is no problem that is told here")
+            raise ValueError(f"{problem!r} is not a known problem")
         self._rows.append(
             {
                 "file": str(file),
-                "place": _told(found.place),
-                "session_id": None if found.session is None else _told(found.session),
+                "place": _escaped(found.place),
+                "session_id": None
+                if found.session is None
+                else _escaped(found.session),
                 "problem": problem,
                 "kept": kept,
-                "detail": _told(detail),
+                "detail": _escaped(detail),
             }
         )
 
     def table(self) -> pa.Table:
-        """The notes in the order in which they were taken."""
+        """The problems in the order of the records."""
         return pa.Table.from_pylist(self._rows, schema=IMPORT_REPORT)
 
 
-def _told(text: str) -> str:
-    """The text, with what is no Unicode (half of a surrogate pair) spelled out."""
+def _escaped(text: str) -> str:
+    """The text, with lone surrogates escaped."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a reader may be told; see `trajkit.import_turns`."""
+    """Functions that readers use; see `trajkit.import_turns`."""
 
-    # messages, tools, whether a reply is asked for: the text of a prompt
+    # from messages, tools, and whether a reply follows, to the text of a prompt
     render: Callable[[list[dict[str, object]], object, bool], str] | None = None
     # the ids of a text
     encode: Callable[[str], object] | None = None
@@ -149,14 +157,14 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The beginning of a file, which tells its format."""
+    """The beginning of a file, which identifies its format."""
 
     file: Path
     # its first bytes
     magic: bytes
-    # its first whole JSON object. None: it has none
+    # its first complete JSON object, if there is one
     value: dict[str, object] | None
-    # why its bytes cannot be had
+    # why it could not be read
     trouble: str = ""
 
     def has(self, *names: str) -> bool:
@@ -165,20 +173,20 @@ class Head:
 
 
 class Format(Protocol):
-    """A module of a foreign format."""
+    """A module that reads a foreign format."""
 
-    # what --from calls it
+    # its name as a value of --from
     NAME: str
 
     def detect(self, head: Head) -> bool:
-        """Whether a file is of this format, as far as its beginning tells."""
+        """Whether a file seems to have this format, given its beginning."""
 
-    def read(self, file: Path, options: Options) -> Iterator[Found]:
+    def read(self, file: Path, options: Options) -> Iterator[Finding]:
         """The records of a file in order."""
 
 
 def text_of(value: object) -> str | None:
-    """A name as text: numbers as they are written, what is no name as None."""
+    """A string or an integer as text; anything else, or an empty string, as None."""
     if isinstance(value, str):
         return value or None
     if isinstance(value, int) and not isinstance(value, bool):
@@ -198,7 +206,7 @@ def number_of(value: object) -> float | None:
 
 
 def time_of(value: object) -> datetime | None:
-    """A time from seconds since 1970 or ISO text that names its zone, or None."""
+    """A time from seconds since 1970 or ISO text with a time zone, or None."""
     try:
         if isinstance(value, str):
             time = datetime.fromisoformat(value)
@@ -210,7 +218,7 @@ def time_of(value: object) -> datetime | None:
 
 
 def unless_empty(value: object) -> object:
-    """The value; None where it is an empty list, which is what a record without has."""
+    """The value, or None for an empty list, which means that a record lacks it."""
     return None if isinstance(value, list) and not value else value
 
 
@@ -227,8 +235,13 @@ def has_numbers(value: object) -> bool:
 
 
 def versions_of(value: object, n_output: int) -> list[dict[str, object]] | None:
-    """One weight version for all of an output, as turns have it."""
+    """One weight version for a complete output, in the form of turns."""
     name = text_of(value)
     if name is None or n_output == 0:
         return None
     return [{"version": name, "start": 0, "stop": n_output}]
+
+
+def object_of(value: object) -> dict[str, object]:
+    """The value if it is an object, else an empty one."""
+    return value if isinstance(value, dict) else {}

@@ -1,4 +1,4 @@
-"""JSON files of foreign formats, record by record, damaged ones among them."""
+"""JSON files of foreign formats, record by record, including damaged records."""
 
 from codecs import BOM_UTF8
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trajkit._arrow.canonical import UNREADABLE
 from trajkit.errors import FormatError
-from trajkit.importers.findings import Found
+from trajkit.importers.findings import Finding
 from trajkit.io.formats import Format, open_input
 from trajkit.io.json_numbers import EACH, Reader, Shape
 from trajkit.io.jsonl import MAX_LINE_BYTES, max_line_bytes, split_lines
@@ -17,27 +17,27 @@ _CODECS: dict[str, Format] = {".gz": "jsonl.gz", ".zst": "jsonl.zst"}
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """An object of a file, or what is wrong in its place."""
+    """An object of a file, or the finding about a damaged one."""
 
     place: str
     value: dict[str, object]
-    bad: Found | None = None
+    bad: Finding | None = None
 
 
 def objects(file: Path, shape: Shape | None = None) -> Iterator[Text]:
-    """The objects of a JSON file: its lines, the items of its array, or the one it is.
+    """The objects of a JSON file: its lines, the items of its array, or its only value.
 
     Parameters
     ----------
     file : Path
-        ``.json``: one value. Else a value per line. Either may be compressed.
+        A ``.json`` file has one value, others a value per line. Both may be compressed.
     shape : mapping, optional
-        Where the long arrays of an object stand; see `trajkit.io.json_numbers`.
+        The long arrays of an object; see `trajkit.io.json_numbers`.
 
     Raises
     ------
     FormatError
-        The file's codec cannot read it.
+        The file cannot be decompressed.
     """
     within = shape or {}
     read = Reader({**within, EACH: within}).read
@@ -45,7 +45,7 @@ def objects(file: Path, shape: Shape | None = None) -> Iterator[Text]:
     codec = next((c for end, c in _CODECS.items() if name.endswith(end)), None)
     if name.removesuffix(".gz").removesuffix(".zst").endswith(".json"):
         try:
-            value = read(_whole(file, codec or "jsonl").removeprefix(BOM_UTF8))
+            value = read(_read_all(file, codec or "jsonl").removeprefix(BOM_UTF8))
         except ValueError as error:
             yield _bad("file", "unreadable", str(error))
             return
@@ -54,21 +54,21 @@ def objects(file: Path, shape: Shape | None = None) -> Iterator[Text]:
             yield _text(f"item {k}" if many else "file", item)
         return
     lines = split_lines(open_input(file, codec or "jsonl"), str(file))
-    for number, (line, whole) in enumerate(lines, 1):
+    for number, (line, complete) in enumerate(lines, 1):
         line = line.removeprefix(BOM_UTF8) if number == 1 else line
         if not line or line.isspace():
             continue
         try:
             value = read(line)
         except ValueError as error:
-            problem = "unreadable" if whole else "torn"
+            problem = "unreadable" if complete else "torn"
             yield _bad(f"line {number}", problem, str(error))
             continue
         yield _text(f"line {number}", value)
 
 
 def first_object(file: Path) -> dict[str, object] | None:
-    """The first whole object of a JSON file; None where there is none.
+    """The first complete object of a JSON file, or None.
 
     Raises
     ------
@@ -78,13 +78,13 @@ def first_object(file: Path) -> dict[str, object] | None:
     return next((text.value for text in objects(file) if text.bad is None), None)
 
 
-def _whole(file: Path, codec: Format) -> bytes:
+def _read_all(file: Path, codec: Format) -> bytes:
     most = max_line_bytes()
     with open_input(file, codec) as source:
         try:
             text = bytes(source.read(most + 1))
         except UNREADABLE as error:
-            raise FormatError(f"{file} cannot be read whole: {error}") from None
+            raise FormatError(f"{file} cannot be decompressed: {error}") from None
     if len(text) > most:
         raise FormatError(
             f"{file} is longer than {most} bytes: set the environment variable "
@@ -96,8 +96,8 @@ def _whole(file: Path, codec: Format) -> bytes:
 def _text(place: str, value: object) -> Text:
     if isinstance(value, dict):
         return Text(place, value)
-    return _bad(place, "unreadable", f"a {type(value).__name__}, no object")
+    return _bad(place, "unreadable", f"a {type(value).__name__}, not an object")
 
 
 def _bad(place: str, problem: str, detail: str) -> Text:
-    return Text(place, {}, Found(place, problem=problem, detail=detail))
+    return Text(place, {}, Finding(place, problem=problem, detail=detail))

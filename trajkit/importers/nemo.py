@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from trajkit.importers.findings import Found, Head, Options, text_of, time_of
+from trajkit.importers.findings import Finding, Head, Options, text_of, time_of
 from trajkit.importers.json_files import objects
 from trajkit.io.json_numbers import IDS, NUMBERS, Shape
 
 NAME = "nemo"
 
-# TOKEN_ENTRY_RECORD_SCHEMA_VERSION of its records: a newer one may mean other things
+# TOKEN_ENTRY_RECORD_SCHEMA_VERSION; a newer version may have other meanings
 _NEWEST = 3
 _SHAPE: Shape = {
     "prompt_token_ids": IDS,
@@ -19,15 +19,15 @@ _SHAPE: Shape = {
 
 
 def detect(head: Head) -> bool:
-    """An entry of a capture, or the name of one that has none."""
+    """An entry of a capture, or the file name of an empty capture."""
     nameless = head.value is None and not head.trouble
     return head.has("rollout_id", "model_call_id") or (
         nameless and head.file.name.endswith(".tokens.jsonl")
     )
 
 
-def read(file: Path, options: Options) -> Iterator[Found]:
-    """The entries of a capture; calls that it knows to be lost are noted last."""
+def read(file: Path, options: Options) -> Iterator[Finding]:
+    """The entries of a capture, then the calls that it marks as lost."""
     rollout: str | None = None
     seen: set[str | None] = set()
     for text in objects(file, _SHAPE):
@@ -35,15 +35,15 @@ def read(file: Path, options: Options) -> Iterator[Found]:
             yield text.bad
             continue
         entry = text.value
-        found = Found(text.place, text_of(entry.get("rollout_id")))
+        found = Finding(text.place, text_of(entry.get("rollout_id")))
         rollout = rollout or found.session
         call = text_of(entry.get("model_call_id"))
         seen.add(call)
         version = entry.get("schema_version", _NEWEST)
         if type(version) is not int or version > _NEWEST:
-            found.problem = "other_version"
-            found.detail = f"schema_version {version}, above {_NEWEST}"
-            yield found
+            yield found.refuse(
+                "other_version", f"schema_version {version}, above {_NEWEST}"
+            )
             continue
         found.fields = {
             "prompt_ids": entry.get("prompt_token_ids"),
@@ -56,18 +56,18 @@ def read(file: Path, options: Options) -> Iterator[Found]:
         yield found
     lost = sorted(_begun(file, rollout) - {name for name in seen if name})
     if lost:
-        detail = f"calls that were begun and have no entry: {', '.join(lost)}"
-        yield Found("its intents", rollout, problem="lost", detail=detail)
+        detail = f"calls that began and have no entry: {', '.join(lost)}"
+        yield Finding("its intents", rollout, problem="lost", detail=detail)
 
 
 def _begun(file: Path, rollout: str | None) -> set[str]:
-    """Calls that the capture began, and did not call off, or marked as lost."""
+    """Calls that the capture began and did not cancel, or marked as lost."""
     begun: set[str] = set()
     stem = file.name.split(".tokens.")[0]
     for suffix in ("intents", "incomplete"):
-        beside = file.with_name(f"{stem}.tokens.{suffix}")
-        if beside.is_file():
-            for line in beside.read_text("utf-8", "backslashreplace").split():
+        listing = file.with_name(f"{stem}.tokens.{suffix}")
+        if listing.is_file():
+            for line in listing.read_text("utf-8", "backslashreplace").split():
                 if line.startswith("-"):
                     begun.discard(line[1:])
                 else:

@@ -1,4 +1,4 @@
-"""Token ids and logprobs out of what an OpenAI-style server answered.
+"""Token ids and logprobs in the responses of OpenAI-style servers.
 
 Where vLLM and SGLang put them, by endpoint (spec: engines-and-clients 1.4, polar 2.1):
 
@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 
 from trajkit.importers.findings import (
-    Found,
+    Finding,
     has_numbers,
     text_of,
     unless_empty,
@@ -30,7 +30,7 @@ from trajkit.importers.findings import (
 from trajkit.io.json_numbers import EACH, IDS, ITEMS, Shape
 
 REQUEST: Final[Shape] = {"messages": ITEMS, "input_ids": IDS, "prompt": IDS}
-"""Where a request has long arrays."""
+"""The long arrays of a request."""
 
 RESPONSE: Final[Shape] = {
     "prompt_token_ids": IDS,
@@ -45,20 +45,20 @@ RESPONSE: Final[Shape] = {
         }
     },
 }
-"""Where a response has them."""
+"""The long arrays of a response."""
 
 _Object = Mapping[str, object]
 _TOKEN_ID = "token_id:"
 _MOST_DIGITS = 10
 
 
-def calls(found: Found, request: _Object, response: _Object) -> Iterator[Found]:
-    """A call per choice of a response, as far as request and response tell.
+def calls(found: Finding, request: _Object, response: _Object) -> Iterator[Finding]:
+    """One call per choice of a response.
 
     Parameters
     ----------
-    found : Found
-        Place, session and what else is known of the record; copied for each choice.
+    found : Finding
+        Place, session and known fields of the record; copied for each choice.
     """
     common = {**found.fields, "model": text_of(response.get("model"))}
     common["prompt_messages"] = unless_empty(request.get("messages"))
@@ -67,17 +67,17 @@ def calls(found: Found, request: _Object, response: _Object) -> Iterator[Found]:
     listed: list[object] = choices if isinstance(choices, list) else [response]
     for k, choice in enumerate(listed):
         place = found.place if natively or k == 0 else f"{found.place}, choice {k}"
-        one = Found(place, found.session, dict(common), remarks=list(found.remarks))
+        one = Finding(place, found.session, dict(common), remarks=list(found.remarks))
         if not isinstance(choice, dict):
-            one.problem, one.detail = "unreadable", "a choice is no object"
+            one.refuse("unreadable", "a choice is not an object")
         else:
             _fill(one, request, response, choice)
         yield one
     if choices == []:
-        yield Found(found.place, found.session, common)
+        yield Finding(found.place, found.session, common)
 
 
-def _fill(found: Found, request: _Object, response: _Object, choice: _Object) -> None:
+def _fill(found: Finding, request: _Object, response: _Object, choice: _Object) -> None:
     meta = choice.get("meta_info")
     meta = meta if isinstance(meta, dict) else {}
     prompts = (
@@ -98,10 +98,10 @@ def _fill(found: Found, request: _Object, response: _Object, choice: _Object) ->
     sources = [s for s in (_by_choice(choice), _by_meta(meta)) if s is not None]
     logprobs: list[object] | None = None
     if output is None:
-        # a source that names every id is one of ids as well
-        whole = [s for s in sources if s[0] is not None]
-        if whole:
-            output, logprobs = whole[0]
+        # logprobs that name every id are a source of ids, too
+        with_ids = [s for s in sources if s[0] is not None]
+        if with_ids:
+            output, logprobs = with_ids[0]
     else:
         fitting = [values for ids, values in sources if _fits(ids, len(values), output)]
         if fitting:
@@ -109,7 +109,7 @@ def _fill(found: Found, request: _Object, response: _Object, choice: _Object) ->
         elif sources:
             text = f"{len(sources[0][1])} logprobs for {len(output)} output ids"
             if sources[0][0] is not None and len(sources[0][1]) == len(output):
-                text = "they are of other ids than the output"
+                text = "they belong to other ids than the output"
             found.remarks.append(("logprobs_unaligned", text))
     fields["output_ids"], fields["output_logprobs"] = output, logprobs
     reason = choice.get("finish_reason", meta.get("finish_reason"))
@@ -123,7 +123,7 @@ def _fill(found: Found, request: _Object, response: _Object, choice: _Object) ->
 
 
 def _by_choice(choice: _Object) -> tuple[list[object] | None, list[object]] | None:
-    """Ids (None: not said) and logprobs of ``choice.logprobs``."""
+    """Ids (None: unknown) and logprobs of ``choice.logprobs``."""
     logprobs = choice.get("logprobs")
     if not isinstance(logprobs, dict):
         return None
@@ -146,7 +146,7 @@ def _by_choice(choice: _Object) -> tuple[list[object] | None, list[object]] | No
 
 
 def _by_meta(meta: _Object) -> tuple[list[object] | None, list[object]] | None:
-    """Ids and logprobs of SGLang's entries (logprob, id, text), or of objects of both."""
+    """Ids and logprobs of SGLang's entries: (logprob, id, text) or objects."""
     entries = meta.get("output_token_logprobs")
     if not isinstance(entries, list) or not entries:
         return None
@@ -165,22 +165,22 @@ def _of_entry(entry: object) -> tuple[object, object]:
 def _pair(
     ids: list[object], values: list[object]
 ) -> tuple[list[object] | None, list[object]]:
-    whole = all(type(token) is int for token in ids)
-    return (ids if whole else None), values
+    complete = all(type(token) is int for token in ids)
+    return (ids if complete else None), values
 
 
 def _spelled(token: object) -> int | None:
-    """The id of a token that vLLM spells ``token_id:5`` when asked to."""
+    """The id in a token that vLLM writes as ``token_id:5`` on request."""
     if isinstance(token, str) and token.startswith(_TOKEN_ID):
         digits = token.removeprefix(_TOKEN_ID)
-        # of more digits it is no id, and Python may refuse to read it
+        # Python may refuse to parse more digits
         if digits.isascii() and digits.isdecimal() and len(digits) <= _MOST_DIGITS:
             return int(digits)
     return None
 
 
 def _fits(ids: list[object] | None, n: int, output: object) -> bool:
-    """Whether logprobs are those of an output: of the same ids, or else as many."""
+    """Whether logprobs belong to an output: the same ids, or as many if unknown."""
     listed = output.tolist() if isinstance(output, np.ndarray) else output
     if not isinstance(listed, list) or len(listed) != n:
         return False
@@ -191,7 +191,7 @@ def _first_list(*values: object) -> list[object] | None:
     return next((v for v in values if isinstance(v, list | np.ndarray)), None)  # type: ignore[return-value]
 
 
-def _versions(found: Found, meta: _Object, about: _Object) -> None:
+def _versions(found: Finding, meta: _Object, about: _Object) -> None:
     output = found.fields["output_ids"]
     n = len(output) if isinstance(output, list | np.ndarray) else 0
     for source in (meta, about):

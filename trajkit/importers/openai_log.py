@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from trajkit.importers.findings import Found, Head, Options, text_of, time_of
+from trajkit.importers.findings import Finding, Head, Options, text_of, time_of
 from trajkit.importers.json_files import objects
 from trajkit.importers.openai_ids import REQUEST, RESPONSE, calls
 from trajkit.io.json_numbers import EACH, Shape
@@ -21,26 +21,25 @@ _SHAPE: Shape = {
 
 
 def detect(head: Head) -> bool:
-    """A request and its response beside each other, and no more than that."""
+    """A request with its response, and not a completion of Polar."""
     pair = any(head.has(*names) for names in _PAIRS)
     return pair and not head.has("completion_id")
 
 
-def read(file: Path, options: Options) -> Iterator[Found]:
-    """A call per choice of each line's response, or of each of its responses."""
+def read(file: Path, options: Options) -> Iterator[Finding]:
+    """One call per choice of each response of a line."""
     for text in objects(file, _SHAPE):
         if text.bad is not None:
             yield text.bad
             continue
         value = text.value
-        found = Found(text.place, session_of(value))
+        found = Finding(text.place, session_of(value))
         request, response = (
             next((_body(value[name]) for name in names if name in value), None)
             for names in zip(*_PAIRS, strict=True)
         )
         if not isinstance(request, dict) or response is None:
-            found.problem, found.detail = "unreadable", "no request, or no response"
-            yield found
+            yield found.refuse("unreadable", "no request, or no response")
             continue
         found.session = found.session or session_of(request)
         found.fields = {
@@ -50,10 +49,9 @@ def read(file: Path, options: Options) -> Iterator[Found]:
         answers = response if isinstance(response, list) else [response]
         for k, answer in enumerate(answers):
             place = found.place if k == 0 else f"{found.place}, choice {k}"
-            one = Found(place, found.session, dict(found.fields))
+            one = Finding(place, found.session, dict(found.fields))
             if not isinstance(answer, dict):
-                one.problem, one.detail = "unreadable", "an answer is no object"
-                yield one
+                yield one.refuse("unreadable", "an answer is not an object")
                 continue
             name = text_of(answer.get("id")) or text_of(request.get("rid"))
             one.fields["request_id"] = name
@@ -68,7 +66,7 @@ def session_of(value: Mapping[str, object]) -> str | None:
 
 
 def _body(value: object) -> dict[str, object] | list[object] | None:
-    """The object, or what is in its ``body``; of SGLang's own route also a list."""
+    """The object or its ``body``; SGLang's own route may have a list."""
     if isinstance(value, dict):
         body = value.get("body")
         return body if isinstance(body, dict | list) else value
@@ -76,10 +74,10 @@ def _body(value: object) -> dict[str, object] | list[object] | None:
 
 
 def _asked(request: dict[str, object], k: int, n: int) -> dict[str, object]:
-    """The request as it would be for the k-th of n answers alone.
+    """The request of the k-th of n answers.
 
-    SGLang takes a list of prompts and answers each; of another number of answers it is
-    unknown which prompt each is to.
+    SGLang takes a list of prompts and answers each. If their numbers differ, it is
+    unknown which prompt an answer belongs to.
     """
     ids = request.get("input_ids")
     if isinstance(ids, list) and ids and isinstance(ids[0], list):

@@ -1,8 +1,8 @@
-"""Files of ``torch.save`` and ``pickle``, read as data: nothing that they name is called.
+"""Read files of ``torch.save`` and ``pickle`` as data, without calling what they name.
 
-A pickle names classes and functions, and would have them called. Here every name stands
-for a plain thing of this module: tensors and arrays become numpy arrays, anything else an
-`Unknown`, which forgets what it is given. torch is not needed.
+Loading a pickle calls the classes and functions that it names. Here each name becomes a
+harmless object: tensors and arrays become numpy arrays, anything else an `Unknown`, which
+ignores its arguments. torch is not needed.
 """
 
 import io
@@ -31,7 +31,7 @@ _STORAGES = {
 
 
 class Unknown:
-    """An object of a class that is not read."""
+    """An object of any other class."""
 
     def __init__(self, *given: object, **named: object) -> None:
         pass
@@ -43,13 +43,13 @@ class Unknown:
         pass
 
     def append(self, value: object) -> None:
-        """Forget an item, as a list would take it."""
+        """Ignore an item of a list."""
 
     def extend(self, values: object) -> None:
-        """Forget items, as a list would take them."""
+        """Ignore items of a list."""
 
     def add(self, value: object) -> None:
-        """Forget an item, as a set would take it."""
+        """Ignore an item of a set."""
 
 
 def load(file: Path) -> object:
@@ -58,7 +58,7 @@ def load(file: Path) -> object:
     Raises
     ------
     FormatError
-        It is neither, or is damaged.
+        It is neither, or it is damaged.
     """
     import zipfile  # nothing else needs these
     import zlib
@@ -73,12 +73,12 @@ def load(file: Path) -> object:
             folder = top.removesuffix("data.pkl")
             order = f"{folder}byteorder"
             if order in names and archive.read(order) != b"little":
-                raise FormatError(f"{file}: its numbers are not little-endian")
+                raise FormatError(f"{file}: it is not little-endian")
             values = io.BytesIO(archive.read(top))
             return _Reader(
                 values, lambda key: archive.read(f"{folder}data/{key}")
             ).load()
-    # what damaged bytes end in: each opcode, and each field of a zip, fails its own way
+    # what damaged opcodes and zip fields can raise
     except (
         pickle.UnpicklingError,
         zipfile.BadZipFile,
@@ -94,15 +94,15 @@ def load(file: Path) -> object:
         TypeError,
         ValueError,
     ) as error:
-        # of this module, or of a file that cannot be opened at all
+        # raised above, or the file cannot be opened
         if isinstance(error, FormatError) or getattr(error, "filename", None):
             raise
-        said = str(error) or type(error).__name__
-        raise FormatError(f"{file}: no pickle that can be read: {said}") from None
+        text = str(error) or type(error).__name__
+        raise FormatError(f"{file}: not a readable pickle: {text}") from None
 
 
 def plain(value: object) -> object:
-    """A numpy array for one that was read; any other value as it is."""
+    """The numpy array of a shell; any other value unchanged."""
     return value.array if isinstance(value, _Shell) else value
 
 
@@ -117,9 +117,9 @@ class _Reader(pickle.Unpickler):
         return _KNOWN.get((module, name), Unknown)
 
     def persistent_load(self, pid: object) -> object:
-        """A tensor's numbers, by the name of their type and that of their file."""
+        """The numbers of a tensor, from a type name and a file name."""
         if self._storage is None or not isinstance(pid, tuple) or len(pid) < 3:
-            raise pickle.UnpicklingError(f"{pid!r} is no storage")
+            raise pickle.UnpicklingError(f"{pid!r} is not a storage")
         _, type_, key, *_ = pid
         if type_ not in _STORAGES:
             return Unknown()
@@ -127,7 +127,7 @@ class _Reader(pickle.Unpickler):
 
 
 class _Made:
-    """A function that a pickle may have called, and can do nothing else with."""
+    """A function that a pickle may call, and use in no other way."""
 
     __slots__ = ("_make",)
 
@@ -144,7 +144,7 @@ class _Made:
 def _tensor(
     storage: object, offset: int, size: Sequence[int], stride: Sequence[int], *_: object
 ) -> object:
-    """As torch's ``_rebuild_tensor_v2``: numbers of a storage, by strides in items."""
+    """torch's ``_rebuild_tensor_v2``: a view of a storage, with strides in items."""
     if not isinstance(storage, np.ndarray):
         return Unknown()
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
@@ -156,7 +156,7 @@ def _tensor(
 
 
 class _Type:
-    """A numpy dtype as far as it is of numbers."""
+    """A numpy dtype of numbers."""
 
     __slots__ = ("_text",)
 
@@ -175,7 +175,7 @@ class _Type:
 
 
 class _Shell:
-    """A numpy array, empty until it is given its state."""
+    """A numpy array that is empty until its state is set."""
 
     __slots__ = ("array",)
 
@@ -196,7 +196,7 @@ def _scalar(type_: object, data: object) -> object:
 
 
 def _text_bytes(text: str, codec: str) -> bytes:
-    """Bytes, which protocol 2 writes as text in latin1."""
+    """Bytes, which pickle protocol 2 writes as latin1 text."""
     return text.encode("latin1")
 
 

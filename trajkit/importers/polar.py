@@ -1,9 +1,9 @@
-"""Polar's completions: a file each, or the answer of its route (spec: polar 1.1, 1.3)."""
+"""Polar's completions: one per file, or a response of its route (spec: polar 1.1, 1.3)."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from trajkit.importers.findings import Found, Head, Options, text_of, time_of
+from trajkit.importers.findings import Finding, Head, Options, text_of, time_of
 from trajkit.importers.json_files import objects
 from trajkit.importers.openai_ids import REQUEST, RESPONSE, calls
 from trajkit.io.json_numbers import EACH, Shape
@@ -16,27 +16,27 @@ _ONE: Shape = {
     "response": RESPONSE,
 }
 _SHAPE: Shape = {**_ONE, "completions": {EACH: _ONE}}
-# what Polar's writer leaves where a field was larger than a mebibyte
+# keys that Polar writes instead of a field larger than a mebibyte
 _MARKS = ("__truncated", "_truncated_keys_omitted")
 
 
 def detect(head: Head) -> bool:
-    """A completion, or a session with its completions."""
+    """A completion, or a session with completions."""
     return head.has("completion_id") or head.has("session_id", "completions")
 
 
-def read(file: Path, options: Options) -> Iterator[Found]:
-    """The completions of a file by time and name, as Polar orders them."""
+def read(file: Path, options: Options) -> Iterator[Finding]:
+    """The completions of a file, sorted by time and name as in Polar."""
     for text in objects(file, _SHAPE):
         if text.bad is not None:
             yield text.bad
             continue
-        whole = text.value
-        listed = whole.get("completions")
+        record = text.value
+        listed = record.get("completions")
         if not isinstance(listed, list):
-            yield from _calls(text.place, whole, None)
+            yield from _calls(text.place, record, None)
             continue
-        session = text_of(whole.get("session_id"))
+        session = text_of(record.get("session_id"))
         named = [
             (f"{text.place}, completion {k}", one if isinstance(one, dict) else {})
             for k, one in enumerate(listed)
@@ -46,32 +46,31 @@ def read(file: Path, options: Options) -> Iterator[Found]:
 
 
 def order_of(completion: dict[str, object]) -> tuple[str, str]:
-    """What Polar sorts by: the time of the response as text, then the name."""
+    """Polar's sort key: the time of the response as text, then the name."""
     time, name = completion.get("timestamp"), completion.get("completion_id")
     return str(time or ""), str(name or "")
 
 
-def _calls(place: str, one: dict[str, object], session: str | None) -> Iterator[Found]:
+def _calls(
+    place: str, one: dict[str, object], session: str | None
+) -> Iterator[Finding]:
     name = text_of(one.get("session_id")) or session
-    found = Found(place, name)
+    found = Finding(place, name)
     request, response = one.get("transformed_request"), one.get("response")
     if request is None:
         request = one.get("request")
     if not isinstance(request, dict) or not isinstance(response, dict):
-        found.problem, found.detail = "unreadable", "no request, or no response"
-        yield found
+        yield found.refuse("unreadable", "no request, or no response")
         return
     if _is_cut(request) or _is_cut(response) or any(mark in one for mark in _MARKS):
-        found.problem = "truncated"
-        found.detail = "Polar keeps a mebibyte of each field"
-        yield found
+        yield found.refuse("truncated", "Polar truncates fields larger than a mebibyte")
         return
     found.fields = {
         "request_id": text_of(one.get("completion_id")),
-        # taken when the response was there
+        # Polar sets it when the response is complete
         "ended_at": time_of(one.get("timestamp")),
     }
-    # only the first choice is the reply that the agent got (spec: polar 2.1)
+    # the agent received only the first choice (spec: polar 2.1)
     yield next(calls(found, request, response))
 
 

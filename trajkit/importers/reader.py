@@ -1,4 +1,4 @@
-"""From files of a foreign format to a table of turns and a report."""
+"""Read files of foreign formats as a table of turns and a report."""
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 import pyarrow as pa
 
+from trajkit._streams import limits
 from trajkit.analysis.tokenizer import Codec, Tokenizer
 from trajkit.errors import FormatError, InvalidTurnsError
 from trajkit.importers import (
@@ -20,7 +21,7 @@ from trajkit.importers import (
     transcripts,
     verifiers,
 )
-from trajkit.importers.findings import Format, Found, Head, Notes, Options, has_items
+from trajkit.importers.findings import Finding, Format, Head, Notes, Options, has_items
 from trajkit.importers.json_files import first_object
 from trajkit.io.tables import gather
 from trajkit.schema import TURNS
@@ -35,29 +36,29 @@ FORMATS: dict[str, Format] = {
 
 EXTRAS = pa.schema(
     [
-        # the source's own name of the call
+        # the source's name of the call
         ("request_id", pa.string()),
         ("model", pa.string()),
         ("agent_id", pa.string()),
-        # "transcript": text that was made ids, and not sampled. null: a call of an engine
+        # "transcript": text that a tokenizer encoded. null: a call of an engine
         ("call_kind", pa.string()),
         ("started_at", pa.timestamp("us", tz="UTC")),
         ("ended_at", pa.timestamp("us", tz="UTC")),
-        # of the whole rollout, as the source has it
+        # of the rollout, as the source has it
         ("group_id", pa.string()),
         ("reward", pa.float64()),
         # false: no engine sampled the output
         ("sampled", pa.bool_()),
     ]
 )
-"""Columns that imported turns have behind those of turns; null where unknown."""
+"""Extra columns of imported turns; null if unknown."""
 
 TURNS_IMPORTED = pa.schema([*TURNS, *EXTRAS], metadata=TURNS.metadata)
 """The schema of imported turns."""
 
-_Taken = tuple[Path, Found, Record]
+_Taken = tuple[Path, Finding, Record]
 
-# of the files in a directory, those that may hold records
+# files of a directory that may contain records
 _SUFFIXES = (
     ".json",
     ".json.gz",
@@ -74,8 +75,6 @@ _SUFFIXES = (
     ".pt",
     ".pkl",
 )
-# records that become a table at a time
-_BATCH = 256
 
 
 class ChatTokenizer(Tokenizer, Protocol):
@@ -99,41 +98,41 @@ def import_turns(
     tokenizer: ChatTokenizer | None = None,
     nonfinite_logprobs: Nonfinite = "raise",
 ) -> tuple[pa.Table, pa.Table]:
-    """Turns out of what another system recorded, and what could not be taken.
+    """Turns from the records of another system, and a report of their problems.
 
-    Nothing is guessed: a record that does not say its token ids gives no turn, and logprobs
-    that are not those of its output become null. The report names each of them.
+    Nothing is guessed: a record without token ids is left out, and logprobs that do not
+    belong to its output become null. The report lists each of them.
 
     Parameters
     ----------
     source : path, or iterable of paths
-        Files, and directories, of which all files are read whose suffix is one of JSON,
-        SQLite, ``.pt`` or ``.pkl``, hidden ones aside.
+        Files, and directories, in which all files with a suffix of JSON or SQLite,
+        ``.pt`` or ``.pkl`` are read, except hidden ones.
     format : str
         One of `trajkit.importers.FORMATS`: "openai", "polar", "nemo", "rllm", "verifiers",
-        "slime" or "chat". "auto": what the beginning of each file tells; in a directory,
-        files that tell nothing are passed over where others tell something.
+        "slime" or "chat". "auto": recognized by the beginning of each file; in a
+        directory, unknown files are skipped if others are recognized.
     tokenizer : object, optional
-        For "chat": its ``encode`` and ``apply_chat_template`` make the ids, as those of
-        transformers do.
+        For "chat": a tokenizer with ``encode`` and ``apply_chat_template``, as in
+        transformers.
     nonfinite_logprobs : {"raise", "null"}
-        What becomes of a record with NaN, an infinity or a value of -9999 and below among
-        its logprobs: it is left out ("invalid"), or these become null.
+        A record with a logprob that is NaN, infinite, or -9999 or less is left out
+        ("invalid"), or these logprobs become null.
 
     Returns
     -------
     turns : Table
-        In the schema `trajkit.schema.TURNS`, and behind it the columns of `EXTRAS`.
-        Sessions in order of first appearance; ``turn_index`` counts a session's records,
-        those left out among them.
+        In the schema `trajkit.schema.TURNS` with the columns of `EXTRAS`. Sessions in
+        order of first appearance; ``turn_index`` counts a session's records, including
+        those left out.
     report : Table
         In the schema `trajkit.schema.IMPORT_REPORT`, in the order of the records.
 
     Raises
     ------
     FormatError
-        A file is of no format known here, or of several; or it can't be read as the format
-        that was given.
+        The format of a file is unknown or ambiguous, or the file cannot be read as the
+        given format.
     """
     pieces, notes = imported(source, format, tokenizer, nonfinite_logprobs)
     turns = gather(pa.concat_tables(pieces), "turn_index")
@@ -146,9 +145,9 @@ def imported(
     tokenizer: ChatTokenizer | None,
     nonfinite_logprobs: Nonfinite,
 ) -> tuple[Iterator[pa.Table], Notes]:
-    """The turns of some records after those of others; and what is noted meanwhile.
+    """`import_turns` as an iterator of tables, which fills the report while it is used.
 
-    The first table has no rows. As for `import_turns`, but nothing is gathered.
+    The first table has no rows. Sessions are not grouped.
     """
     if format != "auto" and format not in FORMATS:
         raise FormatError(
@@ -160,7 +159,7 @@ def imported(
 
     def pieces() -> Iterator[pa.Table]:
         yield TURNS_IMPORTED.empty_table()
-        while batch := list(islice(found, _BATCH)):
+        while batch := list(islice(found, limits.IMPORTED_RECORDS)):
             yield _table(batch, notes, nonfinite_logprobs)
 
     return pieces(), notes
@@ -169,7 +168,7 @@ def imported(
 def _settled(
     files: Iterable[tuple[Path, Format]], options: Options, notes: Notes
 ) -> Iterator[_Taken]:
-    """The records that give a turn, numbered; what is missing is noted."""
+    """The records that become turns, numbered; problems are added to the notes."""
     numbers: dict[str, int] = {}
     for file, module in files:
         named = True
@@ -179,7 +178,7 @@ def _settled(
                 if named:
                     notes.add(file, found, "no_session_id", "", kept=True)
                 named = False
-            # what is left out has its number, and leaves a gap
+            # a record that is left out has a number, too, which leaves a gap
             number = 0
             if found.session is not None:
                 number = numbers.get(found.session, 0)
@@ -193,8 +192,8 @@ def _settled(
                 yield file, found, record
 
 
-def _record(found: Found, number: int) -> Record | None:
-    """What `from_records` takes of a record; None and a problem, where it gives no turn."""
+def _record(found: Finding, number: int) -> Record | None:
+    """The record for `from_records`; None, with a problem set, if it is left out."""
     fields = found.fields
     if found.problem:
         return None
@@ -207,8 +206,8 @@ def _record(found: Found, number: int) -> Record | None:
         return None
     if not has_items(logprobs):
         fields["output_logprobs"] = None
-        told = any(problem == "logprobs_unaligned" for problem, _ in found.remarks)
-        if len(output) and not told and fields.get("sampled") is not False:
+        unaligned = any(p == "logprobs_unaligned" for p, _ in found.remarks)
+        if len(output) and not unaligned and fields.get("sampled") is not False:
             found.remarks.append(("no_logprobs", ""))
     elif len(logprobs) != len(output):  # type: ignore[arg-type]
         fields["output_logprobs"] = None
@@ -224,7 +223,7 @@ def _record(found: Found, number: int) -> Record | None:
 
 
 def _table(batch: list[_Taken], notes: Notes, nonfinite: Nonfinite) -> pa.Table:
-    """The turns of records; those that break a rule are noted instead."""
+    """The turns of records; records that break a rule are added to the notes instead."""
     try:
         table = from_records(
             (record for _, _, record in batch), nonfinite_logprobs=nonfinite
@@ -250,7 +249,7 @@ def _files(
     format: str,
     notes: Notes,
 ) -> Iterator[tuple[Path, Format]]:
-    """The files to read, and the module that reads each."""
+    """The files to read, each with the module that reads it."""
     paths = [source] if isinstance(source, str | PathLike) else list(source)
     for path in map(Path, paths):
         if not path.is_dir():
@@ -263,29 +262,29 @@ def _files(
         fitting = [(h, m) for h, m in inside if any(one.detect(h) for one in m)]
         names = sorted({one.NAME for _, modules in fitting for one in modules})
         if not names:
-            said = "a format known here" if format == "auto" else f"the format {format}"
-            raise FormatError(f"{path} holds no file of {said}")
+            known = "a known format" if format == "auto" else f"the format {format}"
+            raise FormatError(f"{path} contains no file of {known}")
         if len(names) > 1:
             raise FormatError(
-                f"{path} holds files of several formats, {', '.join(names)}: say which "
-                "one is meant"
+                f"{path} contains files of several formats, {', '.join(names)}: pass one "
+                "of them as the format"
             )
         fit = {head.file for head, _ in fitting}
         for head, _ in inside:
             if head.file in fit:
                 yield head.file, FORMATS[names[0]]
             else:
-                other = Found("file")
+                other = Finding("file")
                 notes.add(head.file, other, "other_file", head.trouble, kept=False)
 
 
 def _module(head: Head, format: str) -> Format:
-    """The module for a file that was named.
+    """The module that reads a file.
 
     Raises
     ------
     FormatError
-        Its beginning tells no format, or several.
+        Its format is unknown or ambiguous.
     """
     if format != "auto":
         return FORMATS[format]
@@ -297,12 +296,12 @@ def _module(head: Head, format: str) -> Format:
     if fitting:
         names = ", ".join(module.NAME for module in fitting)
         raise FormatError(
-            f"{head.file} may be of several formats, {names}: say which one is meant"
+            f"{head.file} fits several formats, {names}: pass one of them as the format"
         )
     if head.has("session_id", "prompt_ids", "output_ids"):
-        raise FormatError(f"{head.file} holds turns as they are: read_turns reads them")
+        raise FormatError(f"{head.file} contains turns of trajkit: use read_turns")
     raise FormatError(
-        f"{head.file} is of no format known here: expected {', '.join(FORMATS)}"
+        f"{head.file} has an unknown format: expected {', '.join(FORMATS)}"
     )
 
 

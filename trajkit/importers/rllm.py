@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from trajkit.errors import FormatError
 from trajkit.importers.findings import (
-    Found,
+    Finding,
     Head,
     Options,
     has_numbers,
@@ -51,32 +51,32 @@ _Ids = npt.NDArray[np.int32]
 
 
 def detect(head: Head) -> bool:
-    """A database of SQLite."""
+    """An SQLite database."""
     return head.magic.startswith(b"SQLite format 3\0")
 
 
-def read(file: Path, options: Options) -> Iterator[Found]:
-    """The traces of all sessions in order of time, and then those that no session names.
+def read(file: Path, options: Options) -> Iterator[Finding]:
+    """The traces of all sessions in order of time, then traces without a session.
 
     Raises
     ------
     FormatError
-        It is no such database, or cannot be read where it lies.
+        It is not such a database, or cannot be read.
     """
     import sqlite3  # nothing else needs it
 
     try:
-        # never made anew, nor written to
+        # read-only: it is neither created nor changed
         base = sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)
         try:
             yield from _traces(base)
         finally:
             base.close()
     except sqlite3.Error as error:
-        raise FormatError(f"{file}: no traces can be read: {error}") from None
+        raise FormatError(f"{file}: cannot read traces: {error}") from None
 
 
-def _traces(base: "Connection") -> Iterator[Found]:
+def _traces(base: "Connection") -> Iterator[Finding]:
     columns = {row[1] for row in base.execute("PRAGMA table_info(trace_sessions)")}
     run = "s.run_id" if "run_id" in columns else "''"
     runs: dict[str, set[str]] = {}
@@ -84,47 +84,47 @@ def _traces(base: "Connection") -> Iterator[Found]:
     for session, name in base.execute(names):
         runs.setdefault(session, set()).add(name)
     read = Reader(_SHAPE).read
-    # prompt and output of each trace that others may go on from
+    # prompt and output of each trace that others may continue
     paths: dict[str, _Ids] = {}
     for session, name, trace, data in base.execute(_ORDER.format(run=run)):
-        # one session id may have been used in several runs of the gateway; in a damaged
-        # database an index may not know all that the table has
+        # Several runs of the gateway may use one session id. In a damaged database the
+        # index may lack rows of the table.
         once = len(runs.get(session, {name})) == 1
         called = session if once else f"{name}/{session}"
-        found = Found(f"trace {trace!r}", text_of(called))
+        found = Finding(f"trace {trace!r}", text_of(called))
         record = _parsed(found, read, data)
         if record is not None:
             _fill(found, str(trace), record, paths)
         yield found
     for trace, data in base.execute(_APART):
-        found = Found(f"trace {trace!r}")
+        found = Finding(f"trace {trace!r}")
         record = _parsed(found, read, data)
         if record is not None:
             found.session = text_of(record.get("session_id"))
             _fill(found, str(trace), record, paths)
         yield found
     for session, trace in base.execute(_ORPHANS):
-        detail = "its session names it, and it is not there"
-        yield Found(f"trace {trace!r}", session, problem="lost", detail=detail)
+        detail = "its session refers to it, but it is missing"
+        yield Finding(f"trace {trace!r}", session, problem="lost", detail=detail)
 
 
 def _parsed(
-    found: Found, read: Callable[[bytes], object], data: object
+    found: Finding, read: Callable[[bytes], object], data: object
 ) -> dict[str, object] | None:
-    """The record in a trace's data; None and a problem, where there is none."""
+    """The record in a trace's data; None, with a problem set, if it is invalid."""
     try:
         record = read(data if isinstance(data, bytes) else str(data).encode())
     except ValueError as error:
-        found.problem, found.detail = "unreadable", str(error)
+        found.refuse("unreadable", str(error))
         return None
     if not isinstance(record, dict):
-        found.problem, found.detail = "unreadable", "no object"
+        found.refuse("unreadable", "not an object")
         return None
     return record
 
 
 def _fill(
-    found: Found, trace: str, record: dict[str, object], paths: dict[str, _Ids]
+    found: Finding, trace: str, record: dict[str, object], paths: dict[str, _Ids]
 ) -> None:
     prompt = record.get("prompt_token_ids")
     prompt = prompt if has_numbers(prompt) else None
@@ -133,24 +133,23 @@ def _fill(
         parent = text_of(record.get("parent_trace_id"))
         before = None if parent is None else paths.get(parent)
         if before is None:
-            found.problem = "no_parent"
-            found.detail = (
-                f"its prompt goes on from trace {parent!r}, which gave no path"
+            found.refuse(
+                "no_parent", f"its prompt continues trace {parent!r}, which has no path"
             )
             return
         if isinstance(delta, np.ndarray):
             prompt = np.concatenate([before, delta])
         elif isinstance(delta, list):
-            # a value among them is none of an id: said with its place
+            # `from_records` reports the value that is not an id
             prompt = [*before.tolist(), *delta] if delta else before
         else:
-            found.problem = "unreadable"
-            found.detail = (
-                f"prompt_delta_token_ids is a {type(delta).__name__}, no list"
+            found.refuse(
+                "unreadable",
+                f"prompt_delta_token_ids is a {type(delta).__name__}, not a list",
             )
             return
     output = record.get("completion_token_ids")
-    # an empty list is also what a trace without ids has
+    # a trace without ids has an empty list
     output = output if has_numbers(output) else None
     if isinstance(prompt, np.ndarray) and isinstance(output, np.ndarray):
         paths[trace] = np.concatenate([prompt, output])
@@ -168,6 +167,6 @@ def _fill(
         ),
         "request_id": trace,
         "model": text_of(record.get("model")),
-        # taken when the response was there
+        # rLLM sets it when the response is complete
         "ended_at": time_of(record.get("timestamp")),
     }

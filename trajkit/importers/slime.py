@@ -1,8 +1,7 @@
 """slime's debug dumps of rollouts, ``--save-debug-rollout-data`` (also miles').
 
 A dump is ``torch.save`` of a dict with the samples of one rollout step. A sample is a
-training row: its calls are what the loss mask trains, stretch by stretch, each after all
-that stands before it in the row.
+training row. Each span under its loss mask becomes a call; its prompt is the row before it.
 """
 
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajkit.importers.findings import (
-    Found,
+    Finding,
     Head,
     Options,
     has_items,
@@ -24,7 +23,7 @@ from trajkit.importers.pickles import load, plain
 
 NAME = "slime"
 
-# the sample's word to the engine's (slime: Sample.Status)
+# finish reason by Sample.Status of slime
 _REASONS = {"completed": "stop", "truncated": "length", "aborted": "abort"}
 
 _Ids = npt.NDArray[np.int64]
@@ -35,60 +34,60 @@ def detect(head: Head) -> bool:
     return head.magic.startswith((b"PK\3\4", b"\x80"))
 
 
-def read(file: Path, options: Options) -> Iterator[Found]:
+def read(file: Path, options: Options) -> Iterator[Finding]:
     """The calls of each sample.
 
     Raises
     ------
     FormatError
-        The file is no dump.
+        The file is not a dump.
     """
     dump = load(file)
     step = text_of(dump.get("rollout_id")) if isinstance(dump, dict) else None
     samples = dump.get("samples") if isinstance(dump, dict) else dump
     if not isinstance(samples, list):
-        yield Found("file", problem="unreadable", detail="no list of samples")
+        yield Finding("file", problem="unreadable", detail="it has no list of samples")
         return
     for k, sample in enumerate(samples):
         place = f"sample {k}"
         if not isinstance(sample, dict):
-            yield Found(place, problem="unreadable", detail="a sample is no dict")
+            yield Finding(place, problem="unreadable", detail="a sample is not a dict")
             continue
         number = text_of(sample.get("index"))
         session = f"{step or file.stem}/{number or k}"
         yield from _calls(place, session, sample)
 
 
-def _calls(place: str, session: str, sample: dict[str, object]) -> Iterator[Found]:
-    found = Found(place, session)
+def _calls(place: str, session: str, sample: dict[str, object]) -> Iterator[Finding]:
+    found = Finding(place, session)
     tokens = _numbers(sample.get("tokens"))
     length = sample.get("response_length")
     if tokens is None or tokens.dtype.kind not in "iu" or tokens.ndim != 1:
-        found.problem, found.detail = "no_prompt_ids", "no tokens"
+        found.refuse("no_prompt_ids", "no tokens")
     elif type(length) is not int or not 0 <= length <= len(tokens):
-        found.problem = "unreadable"
-        found.detail = f"response_length {length!r} of {len(tokens)} tokens"
+        found.refuse(
+            "unreadable", f"response_length {length!r} of {len(tokens)} tokens"
+        )
     if found.problem or tokens is None or not isinstance(length, int):
         yield found
         return
     given = sample.get("loss_mask")
     mask = np.ones(length, np.int64) if given is None else _numbers(given)
     if mask is None or mask.shape != (length,):
-        found.problem = "unreadable"
-        found.detail = f"a loss_mask that is not of {length} tokens"
-        yield found
+        yield found.refuse(
+            "unreadable", f"a loss_mask that does not have {length} tokens"
+        )
         return
     logprobs = _listed(sample.get("rollout_log_probs"))
     aligned = logprobs is not None and len(logprobs) == length
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask != 0, [0]])))
     starts, stops = edges[::2].tolist(), edges[1::2].tolist()
     if not starts:
-        found.problem, found.detail = "no_output_ids", "its loss mask trains nothing"
-        yield found
+        yield found.refuse("no_output_ids", "its loss mask is empty")
         return
     prompt_length = len(tokens) - length
     for k, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-        one = Found(f"{place}, stretch {k}" if len(starts) > 1 else place, session)
+        one = Finding(f"{place}, span {k}" if len(starts) > 1 else place, session)
         last = stop == length
         one.fields = {
             **_common(sample),
@@ -113,35 +112,35 @@ def _common(sample: dict[str, object]) -> dict[str, object]:
     }
 
 
-def _versions(found: Found, versions: object, n_output: int) -> None:
-    """slime has a weight version for each request to the engine, and no lengths."""
+def _versions(found: Finding, versions: object, n_output: int) -> None:
+    """Set the version, unless several requests had different ones: they have no lengths."""
     if not has_items(versions):
         return
     names = {text_of(version) for version in versions}  # type: ignore[attr-defined]
     if len(names) == 1:
         found.fields["weight_versions"] = versions_of(names.pop(), n_output)
     else:
-        said = ", ".join(sorted(str(name) for name in names))
-        found.remarks.append(("versions_unplaced", said))
+        listed = ", ".join(sorted(str(name) for name in names))
+        found.remarks.append(("versions_unplaced", listed))
 
 
 def _listed(value: object) -> list[object] | _Ids | None:
-    """A list, a tensor or an array of one dimension; None where it is none."""
-    held = plain(value)
-    if isinstance(held, list):
-        return held
-    return held if isinstance(held, np.ndarray) and held.ndim == 1 else None
+    """A list, or a tensor or array of one dimension; else None."""
+    value = plain(value)
+    if isinstance(value, list):
+        return value
+    return value if isinstance(value, np.ndarray) and value.ndim == 1 else None
 
 
 def _numbers(value: object) -> _Ids | None:
-    """Numbers of a list, a tensor or an array; None where they are none."""
-    held = plain(value)
-    if isinstance(held, np.ndarray):
-        return held if held.dtype.kind in "biuf" else None
-    if not isinstance(held, list):
+    """The numbers of a list, tensor or array; None for anything else."""
+    value = plain(value)
+    if isinstance(value, np.ndarray):
+        return value if value.dtype.kind in "biuf" else None
+    if not isinstance(value, list):
         return None
     try:
-        array = np.array(held) if held else np.empty(0, np.int64)
+        array = np.array(value) if value else np.empty(0, np.int64)
     except (ValueError, OverflowError):
         return None
     return array if array.dtype.kind in "biuf" else None

@@ -1,20 +1,19 @@
-"""From files of a foreign format to a file of turns, in bounded memory."""
+"""`import_turns` from file to file, in bounded memory."""
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 
-from trajkit._arrow.take import no_rows
+from trajkit._streams.lockstep import batches_in
 from trajkit.errors import FormatError
 from trajkit.importers.reader import ChatTokenizer, imported
 from trajkit.io.arrow import file_rows
 from trajkit.io.tables import write_tables, write_turns
-from trajkit.jobs.group_sessions import GATHERS, Log
-from trajkit.jobs.session_index import Census
+from trajkit.jobs.group_sessions import TEMPORARY, Log, SessionIndex
 from trajkit.jobs.stages import Made, Target, Watch, folder_of, is_parts, run
 from trajkit.turns.validation import Nonfinite
 
@@ -28,12 +27,12 @@ def import_file(
     nonfinite_logprobs: Nonfinite = "raise",
     watch: Watch | None = None,
 ) -> tuple[dict[str, int], pa.Table]:
-    """Write the turns of what another system recorded, in bounded memory.
+    """Write the turns that another system recorded, in bounded memory.
 
-    The turns are those of `trajkit.import_turns`. They are written as they are found,
-    to a temporary file beside ``output`` that takes about what the turns take as Arrow,
-    and gathered from there. Held are some hundred records, as `trajkit.jobs.linearize_file`
-    holds turns, and the report.
+    The turns are those of `trajkit.import_turns`. They are written as they are found to a
+    temporary file next to ``output``, of about their size as Arrow, and grouped by
+    session from there. In memory are some hundred records, the tables that
+    `trajkit.jobs.linearize_file` would have, and the report.
 
     Parameters
     ----------
@@ -42,7 +41,7 @@ def import_file(
     output : path
         A file. It is not written if there are no turns.
     watch : Watch, optional
-        What to tell while the turns are gathered.
+        Functions that report the progress of grouping.
 
     Returns
     -------
@@ -57,35 +56,30 @@ def import_file(
         As for `trajkit.import_turns`; ``output`` is a directory.
     """
     if is_parts(output):
-        raise FormatError(f"{output} is a directory: turns are imported into one file")
+        raise FormatError(f"{output} is a directory: pass a file")
     watch = watch or Watch()
     sessions = 0
 
-    def begins(census: Census, done: int) -> None:
+    def begins(index: SessionIndex, done: int) -> None:
         nonlocal sessions
-        sessions = len(census.turns)
-        watch.begins(census, done)
+        sessions = len(index.turns)
+        watch.begins(index, done)
 
     def stage(turns: pa.Table) -> Made:
         yield "turns", turns
 
     folder = folder_of(output)
-    with tempfile.TemporaryDirectory(prefix=GATHERS, dir=folder) as root:
-        found = Path(root, "turns.arrows")
-        pieces, notes = imported(source, format, tokenizer, nonfinite_logprobs)
-        write_tables(_batches(pieces), found)
-        if not file_rows(found, "arrows"):
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder) as root:
+        path = Path(root, "turns.arrows")
+        tables, notes = imported(source, format, tokenizer, nonfinite_logprobs)
+        write_tables(batches_in(tables), path)
+        if not file_rows(path, "arrows"):
             return {"sessions": 0, "turns": 0}, notes.table()
         totals = run(
-            Log(found, folder=folder),
+            Log(path, folder=folder),
             stage,
             {"turns": Target(Path(output), write_turns)},
             None,
             replace(watch, begins=begins),
         )
     return {"sessions": sessions, "turns": totals["turns"]}, notes.table()
-
-
-def _batches(pieces: Iterator[pa.Table]) -> Iterator[pa.RecordBatch]:
-    for piece in pieces:
-        yield from piece.to_batches() or [no_rows(piece.schema)]

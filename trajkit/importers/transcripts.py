@@ -1,20 +1,20 @@
-"""Plain chat transcripts: text that nobody sampled, made ids by a tokenizer.
+"""Chat transcripts: text that no engine sampled, encoded by a tokenizer.
 
-Each reply becomes a call whose prompt is what the chat template makes of the messages
-before it, and whose output is what the template puts behind that for the reply. Such turns
-are marked: ``sampled`` is false, ``call_kind`` is "transcript", and there are no logprobs.
+Each reply becomes a call. Its prompt is the chat template's text of the messages before it,
+and its output is what the template appends for the reply. ``sampled`` is false,
+``call_kind`` is "transcript", and there are no logprobs.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 
 from trajkit.errors import FormatError
-from trajkit.importers.findings import Found, Head, Options, text_of
+from trajkit.importers.findings import Finding, Head, Options, text_of
 from trajkit.importers.json_files import objects
 
 NAME = "chat"
 
-# ShareGPT's names of who speaks
+# ShareGPT's names of roles
 _ROLES = {
     "system": "system",
     "human": "user",
@@ -32,7 +32,7 @@ def detect(head: Head) -> bool:
     return known and not any(head.has(name) for name in others)
 
 
-def read(file: Path, options: Options) -> Iterator[Found]:
+def read(file: Path, options: Options) -> Iterator[Finding]:
     """A call for each reply of each transcript.
 
     Raises
@@ -42,17 +42,16 @@ def read(file: Path, options: Options) -> Iterator[Found]:
     """
     if options.render is None or options.encode is None:
         raise FormatError(
-            f"{file}: a transcript has no token ids: give the tokenizer, with its chat "
-            "template, that is to make them"
+            f"{file}: a transcript has no token ids: pass a tokenizer with a chat template"
         )
     for text in objects(file):
         if text.bad is not None:
             yield text.bad
             continue
         value = text.value
-        # a transcript is a session: others may be called the same
+        # each transcript is a session; the file's name makes its name unique
         name = text_of(value.get("session_id")) or text_of(value.get("id"))
-        found = Found(text.place, name or f"{file.name}, {text.place}")
+        found = Finding(text.place, name or f"{file.name}, {text.place}")
         messages, found.detail = _messages(value)
         if found.detail:
             found.problem = "unreadable"
@@ -61,37 +60,32 @@ def read(file: Path, options: Options) -> Iterator[Found]:
         replies = list(_replies(found, messages, value.get("tools"), options))
         yield from replies
         if not replies:
-            found.problem, found.detail = "no_output_ids", "nobody replies in it"
-            yield found
+            yield found.refuse("no_output_ids", "it has no reply")
 
 
 def _replies(
-    about: Found, messages: list[dict[str, object]], tools: object, options: Options
-) -> Iterator[Found]:
+    about: Finding, messages: list[dict[str, object]], tools: object, options: Options
+) -> Iterator[Finding]:
     assert options.render is not None
     assert options.encode is not None
     for k, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        found = Found(f"{about.place}, message {k}", about.session)
+        found = Finding(f"{about.place}, message {k}", about.session)
         if k == 0:
-            found.problem, found.detail = "no_prompt_ids", "no message comes before it"
-            yield found
+            yield found.refuse("no_prompt_ids", "no message comes before it")
             continue
         try:
             prompt = options.render(messages[:k], tools, True)
             whole = options.render(messages[: k + 1], tools, False)
-        # a template refuses by an error of jinja2's, or by whatever its filters raise
+        # a template may raise an error of jinja2, or anything in its filters
         except Exception as error:
-            found.problem, found.detail = "refused", str(error)
-            yield found
+            yield found.refuse("refused", str(error))
             continue
         if not whole.startswith(prompt):
-            found.problem = "not_a_prefix"
-            found.detail = (
-                "the template renders the reply otherwise than after its prompt"
+            yield found.refuse(
+                "not_a_prefix", "with the reply, the template renders another prompt"
             )
-            yield found
             continue
         found.fields = {
             "prompt_ids": options.encode(prompt),
@@ -106,14 +100,14 @@ def _replies(
 
 
 def _messages(value: dict[str, object]) -> tuple[list[dict[str, object]], str]:
-    """The messages in OpenAI's form, and what is wrong where one of them is in neither."""
+    """The messages in OpenAI's form, and what is wrong with the first invalid one."""
     listed = value.get("messages", value.get("conversations"))
     messages: list[dict[str, object]] = []
     if not isinstance(listed, list):
-        return messages, f"its messages are a {type(listed).__name__}, no list"
+        return messages, f"its messages are a {type(listed).__name__}, not a list"
     for k, one in enumerate(listed):
         if not isinstance(one, dict):
-            return messages, f"message {k} is a {type(one).__name__}, no object"
+            return messages, f"message {k} is a {type(one).__name__}, not an object"
         if "from" in one and "role" not in one:
             role = _ROLES.get(str(one["from"]))
             if role is None:

@@ -1,8 +1,8 @@
-"""Traces of verifiers and prime-rl: message graphs, and the steps of before.
+"""Traces of verifiers and prime-rl: message graphs, and the earlier lists of steps.
 
-A graph has one node per message with the ids that it adds; a call is a node that was
-sampled, its prompt what stands on the way to it (spec: prime-rl 1.3). Before that, a
-rollout was a list of steps with their whole prompts (spec: prime-rl 1.1).
+A graph has a node per message with the ids that the message adds. A sampled node is a call,
+and the ids on the path to it are its prompt (spec: prime-rl 1.3). Earlier versions had a
+list of steps with complete prompts (spec: prime-rl 1.1).
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from trajkit.importers.findings import (
-    Found,
+    Finding,
     Head,
     Options,
     number_of,
+    object_of,
     text_of,
     time_of,
     unless_empty,
@@ -42,12 +43,12 @@ _Ids = npt.NDArray[np.int32]
 
 
 def detect(head: Head) -> bool:
-    """A trace with its nodes, or a rollout with its trajectory."""
+    """A trace with nodes, or a rollout with a trajectory."""
     return head.has("nodes", "task") or head.has("trajectory", "example_id")
 
 
-def read(file: Path, options: Options) -> Iterator[Found]:
-    """The calls of each trace in the order in which they were made."""
+def read(file: Path, options: Options) -> Iterator[Finding]:
+    """The calls of each trace, in order."""
     for text in objects(file, _SHAPE):
         if text.bad is not None:
             yield text.bad
@@ -57,12 +58,12 @@ def read(file: Path, options: Options) -> Iterator[Found]:
             yield from _steps(text.place, text.value, file)
         else:
             detail = "neither nodes nor a trajectory"
-            yield Found(text.place, problem="unreadable", detail=detail)
+            yield Finding(text.place, problem="unreadable", detail=detail)
 
 
-def _graph(place: str, trace: dict[str, object]) -> Iterator[Found]:
+def _graph(place: str, trace: dict[str, object]) -> Iterator[Finding]:
     session = text_of(trace.get("id"))
-    agent, task = _object(trace.get("agent")), _object(trace.get("task"))
+    agent, task = object_of(trace.get("agent")), object_of(trace.get("task"))
     common: dict[str, object] = {
         "agent_id": text_of(agent.get("name")),
         "trainable": False if agent.get("trainable") is False else None,
@@ -70,17 +71,17 @@ def _graph(place: str, trace: dict[str, object]) -> Iterator[Found]:
         "reward": _reward(trace.get("rewards")),
     }
     given = trace["nodes"]
-    nodes = [_object(node) for node in given] if isinstance(given, list) else []
+    nodes = [object_of(node) for node in given] if isinstance(given, list) else []
     calls = {}
-    told = trace.get("calls")
-    for one in told if isinstance(told, list) else ():
-        call = _object(one)
+    recorded = trace.get("calls")
+    for one in recorded if isinstance(recorded, list) else ():
+        call = object_of(one)
         if isinstance(call.get("node"), int):
             calls[call["node"]] = call
-    # ids on the way to each node, itself included; None where they are not all known
+    # ids on the path to each node, including it; None if some are unknown
     paths: list[_Ids | None] = []
     for k, node in enumerate(nodes):
-        found = Found(f"{place}, node {k}", session, dict(common))
+        found = Finding(f"{place}, node {k}", session, dict(common))
         own = node.get("token_ids")
         parent = node.get("parent")
         before: _Ids | None = np.empty(0, np.int32)
@@ -90,9 +91,9 @@ def _graph(place: str, trace: dict[str, object]) -> Iterator[Found]:
         ids = own if isinstance(own, np.ndarray) else None
         if unless_empty(own) is None:
             ids = np.empty(0, np.int32)
-        # a reply without ids, whether sampled or not, leaves a gap that nobody can fill
+        # the ids of a reply without ids cannot be known
         gap = not len(ids) if ids is not None else True
-        gap = gap and _object(node.get("message")).get("role") == "assistant"
+        gap = gap and object_of(node.get("message")).get("role") == "assistant"
         if before is None or ids is None or gap:
             paths.append(None)
         else:
@@ -100,32 +101,31 @@ def _graph(place: str, trace: dict[str, object]) -> Iterator[Found]:
         if node.get("sampled") is not True:
             continue
         if ids is None:
-            found.problem, found.detail = "unreadable", "token_ids are no ids"
+            found.refuse("unreadable", "token_ids are not ids")
         elif before is None:
-            found.problem = "no_prompt_ids"
-            found.detail = "a message on the way to it has no ids"
+            found.refuse("no_prompt_ids", "a message before it has no ids")
         else:
             _sampled(found, node, before, ids)
         _about(found, nodes, k, calls.get(k, {}))
         yield found
 
 
-def _sampled(found: Found, node: dict[str, object], before: _Ids, ids: _Ids) -> None:
-    """Prompt, output and logprobs of a node: its mask says which ids were sampled."""
+def _sampled(found: Finding, node: dict[str, object], before: _Ids, ids: _Ids) -> None:
+    """Set prompt, output and logprobs; the node's mask marks sampled ids."""
     mask = node.get("mask")
     listed = mask if isinstance(mask, list) else []
     if not all(isinstance(flag, int) for flag in listed):
-        found.problem, found.detail = "unreadable", "a mask that is not of flags"
+        found.refuse("unreadable", "a mask that is not of booleans")
         return
     flags = np.array(listed, np.bool_)
     if len(flags) != len(ids):
-        found.problem = "unreadable"
-        found.detail = f"a mask of {len(flags)} for {len(ids)} token_ids"
+        found.refuse("unreadable", f"a mask of {len(flags)} for {len(ids)} token_ids")
         return
     start = len(ids) - int(flags.sum())
     if not flags[start:].all():
-        found.problem = "unreadable"
-        found.detail = "its sampled ids are not the end of its token_ids"
+        found.refuse(
+            "unreadable", "its sampled ids are not at the end of its token_ids"
+        )
         return
     found.fields["prompt_ids"] = np.concatenate([before, ids[:start]])
     found.fields["output_ids"] = ids[start:] if start < len(ids) else None
@@ -133,12 +133,12 @@ def _sampled(found: Found, node: dict[str, object], before: _Ids, ids: _Ids) -> 
 
 
 def _about(
-    found: Found,
+    found: Finding,
     nodes: list[dict[str, object]],
     k: int,
     call: Mapping[str, object],
 ) -> None:
-    """What a node and its call say beside ids."""
+    """Set what a node and its call contain besides ids."""
     messages: list[object] = []
     at = nodes[k].get("parent")
     above = k
@@ -147,7 +147,7 @@ def _about(
         above, at = at, nodes[at].get("parent")
     messages.reverse()
     reason = call.get("finish_reason") or nodes[k].get("finish_reason")
-    time = _object(call.get("time"))
+    time = object_of(call.get("time"))
     found.fields.update(
         {
             "prompt_messages": messages,
@@ -160,25 +160,24 @@ def _about(
     )
 
 
-def _steps(place: str, rollout: dict[str, object], file: Path) -> Iterator[Found]:
+def _steps(place: str, rollout: dict[str, object], file: Path) -> Iterator[Finding]:
     example = text_of(rollout.get("example_id"))
     steps = rollout["trajectory"]
     for k, given in enumerate(steps if isinstance(steps, list) else ()):
-        step = _object(given)
-        # a rollout has no name of its own but in its steps
+        step = object_of(given)
+        # only the steps of a rollout have a name
         session = text_of(rollout.get("trajectory_id")) or f"{file.name}, {place}"
-        found = Found(f"{place}, step {k}", session)
+        found = Finding(f"{place}, step {k}", session)
         tokens = step.get("tokens")
-        ids = _object(tokens)
+        ids = object_of(tokens)
         if ids.get("overlong_prompt") is True:
-            found.problem = "truncated"
-            found.detail = "its prompt was cut to the longest that there may be"
-            yield found
+            yield found.refuse(
+                "truncated", "its prompt was truncated to the maximum length"
+            )
             continue
         left_out = _left_out(ids)
         if left_out:
-            found.problem, found.detail = "unreadable", left_out
-            yield found
+            yield found.refuse("unreadable", left_out)
             continue
         cut = ids.get("is_truncated") is True or step.get("is_truncated") is True
         if cut:
@@ -199,32 +198,28 @@ def _steps(place: str, rollout: dict[str, object], file: Path) -> Iterator[Found
 
 
 def _left_out(tokens: dict[str, object]) -> str:
-    """What is wrong with the mask of a completion; empty: it says that all was sampled.
+    """What is wrong with the mask of a completion; empty if it marks all ids as sampled.
 
-    verifiers' own masks do (spec: prime-rl 1.1).
+    The masks that verifiers writes do (spec: prime-rl 1.1).
     """
     mask, ids = tokens.get("completion_mask"), tokens.get("completion_ids")
     n = len(ids) if isinstance(ids, list | np.ndarray) else 0
     if mask is None or mask == [1] * n:
         return ""
     if not isinstance(mask, list) or len(mask) != n:
-        return f"a completion_mask that is not of {n} completion_ids"
+        return f"a completion_mask of another length than {n} completion_ids"
     return f"a completion_mask that marks {mask.count(1)} of {n} ids as sampled"
 
 
 def _reward(rewards: object) -> float | None:
-    """The sum of a trace's weighted rewards; None where one was not given."""
+    """The sum of a trace's weighted rewards; None if one is missing."""
     if not isinstance(rewards, dict) or not rewards:
         return None
     total = 0.0
     for reward in rewards.values():
-        score = number_of(_object(reward).get("score"))
-        weight = number_of(_object(reward).get("weight", 1.0))
+        score = number_of(object_of(reward).get("score"))
+        weight = number_of(object_of(reward).get("weight", 1.0))
         if score is None or weight is None:
             return None
         total += score * weight
     return total
-
-
-def _object(value: object) -> dict[str, object]:
-    return value if isinstance(value, dict) else {}

@@ -1,9 +1,10 @@
-"""Parquet and Arrow IPC, batch by batch."""
+"""Parquet and Arrow IPC files, batch by batch."""
 
 import itertools
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -13,20 +14,13 @@ import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import UNREADABLE, Plan, check_buffers, check_columns
-from trajkit._arrow.take import no_rows
+from trajkit._arrow.take import empty_batch, without_views
+from trajkit._streams import limits
 from trajkit.errors import FormatError, LayoutError, SchemaError, TornLogWarning
 from trajkit.io.formats import Format, name_of, open_input
 
 _NAMES = {"parquet": "Parquet", "arrow": "Arrow IPC", "arrows": "Arrow IPC"}
-# bytes of a row group: a turn may hold a megabyte, so rows are no measure
-_GROUP_BYTES = 64 << 20
-# Bytes that distinct texts of a row group may take before they are written out each time:
-# prompts that sessions share are among them.
-_DICTIONARY_BYTES = 16 << 20
-# Bytes of a column that are read ahead, so that no row group is held as it is stored.
-_PAGES = 1 << 20
-# the marker at the end of an IPC stream; a log that is still written, or was never
-# closed, has none
+# length of the marker at the end of an IPC stream; an unfinished log has none
 _END_BYTES = 8
 
 
@@ -37,14 +31,14 @@ def read_batches(
     skip: int = 0,
     plan: Plan | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """The record batches of a Parquet or Arrow IPC file, in order, from row ``skip`` on.
+    """The record batches of a Parquet or Arrow IPC file, starting at row ``skip``.
 
     Raises
     ------
     FormatError
-        The content is not of the format.
+        The file is damaged or of another format.
     SchemaError
-        The columns are not those of the schema that ``plan`` gives for their names.
+        The columns do not fit the schema that ``plan`` returns for their names.
 
     Warns
     -----
@@ -81,24 +75,24 @@ def read_batches(
 
 @contextmanager
 def _content_of(name: str, kind: Format) -> Iterator[None]:
-    """Make a FormatError, with the file's name, of what is wrong with its bytes."""
+    """Turn errors about damaged bytes into a FormatError with the file's name."""
     try:
         yield
     except (*UNREADABLE, LayoutError) as error:
         raise FormatError(
-            f"{name} is damaged, or no {_NAMES[kind]} file: {error}"
+            f"{name} is damaged, or not valid {_NAMES[kind]}: {error}"
         ) from None
 
 
 def file_rows(path: Path, kind: Format) -> int:
-    """How many rows a file has."""
+    """The number of rows of a file."""
     return sum(keys.num_rows for keys, _ in key_batches(path, kind, ("session_id",)))
 
 
 def key_batches(
     path: Path, kind: Format, names: tuple[str, ...]
 ) -> Iterator[tuple[pa.RecordBatch, int]]:
-    """Those of the columns that are there, and about what all columns take as Arrow.
+    """Batches of the named columns that exist, and the approximate bytes of all columns.
 
     Raises and warns as `read_batches`.
     """
@@ -107,25 +101,24 @@ def key_batches(
     with _content_of(name, kind):
         if kind == "parquet":
             file = _parquet_file(source)
-            here = [one for one in names if one in file.schema_arrow.names]
+            found = [column for column in names if column in file.schema_arrow.names]
             for group in range(file.num_row_groups):
                 n_bytes = file.metadata.row_group(group).total_byte_size
-                keys = file.read_row_group(group, columns=here)
-                _check_rows(file, group, keys.num_rows if here else None)
+                keys = file.read_row_group(group, columns=found)
+                _check_rows(file, group, keys.num_rows if found else None)
                 for batch in keys.to_batches():
                     check_buffers(batch)
                     yield batch, n_bytes
                     n_bytes = 0
             return
-        # a mapped file is read where it is looked at
+        # pages of a mapped file are read when they are used
         batches = (
             _read_file(pa.memory_map(str(path)))
             if _is_file_form(source)
             else _read_stream(source, name)
         )
         for batch in batches:
-            here = [one for one in names if one in batch.schema.names]
-            keys = batch.select(here)
+            keys = batch.select([n for n in names if n in batch.schema.names])
             check_buffers(keys)
             yield keys, batch.get_total_buffer_size()
 
@@ -141,15 +134,11 @@ def _read_file(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
     for i in range(reader.num_record_batches):
         yield reader.get_batch(i)
     if not reader.num_record_batches:
-        # it still says of what form a file is
-        yield no_rows(reader.schema)
+        yield empty_batch(reader.schema)
 
 
 def table_kind(file: Path, kind: Format) -> str | None:
-    """What a Parquet or Arrow IPC file calls its table; None where it does not say.
-
-    A file that cannot be read says nothing here.
-    """
+    """The table kind in a file's metadata; None if it is missing or unreadable."""
     try:
         with open_input(file, kind) as source:
             if kind == "parquet":
@@ -163,19 +152,22 @@ def table_kind(file: Path, kind: Format) -> str | None:
                 schema = pa.ipc.open_stream(source).schema
     except UNREADABLE:
         return None
-    said = (schema.metadata or {}).get(b"trajkit.table")
-    return None if said is None else said.decode(errors="replace")
+    found = (schema.metadata or {}).get(b"trajkit.table")
+    return None if found is None else found.decode(errors="replace")
 
 
 def _parquet_file(source: pa.NativeFile) -> Any:
     import pyarrow.parquet as pq
 
     file = pq.ParquetFile(
-        source, buffer_size=_PAGES, pre_buffer=False, page_checksum_verification=True
+        source,
+        buffer_size=limits.PAGE_BYTES,
+        pre_buffer=False,
+        page_checksum_verification=True,
     )
     groups = map(file.metadata.row_group, range(file.num_row_groups))
     if sum(group.num_rows for group in groups) != file.metadata.num_rows:
-        raise pa.ArrowInvalid("the row groups have not the number of rows of the file")
+        raise pa.ArrowInvalid("the row groups do not add up to the rows of the file")
     return file
 
 
@@ -184,13 +176,13 @@ def _read_parquet(
 ) -> Iterator[pa.RecordBatch]:
     file = _parquet_file(source)
     if file.metadata.num_rows == 0:
-        yield no_rows(file.schema_arrow)
+        yield empty_batch(file.schema_arrow)
     for group in range(file.num_row_groups):
         n_rows = file.metadata.row_group(group).num_rows
         if skip < n_rows:
             n_read = 0
             n_values: dict[str, npt.NDArray[np.int64]] = {}
-            # by the group, so that no more than one is held undecoded
+            # group by group, so that only one is in memory undecoded
             for batch in file.iter_batches(batch_rows or n_rows, [group]):
                 n_read += batch.num_rows
                 for name, array in zip(batch.schema.names, batch.columns, strict=True):
@@ -206,9 +198,9 @@ def _read_parquet(
 
 
 def _check_rows(file: Any, group: int, n_read: int | None) -> None:
-    """Raise ArrowInvalid where fewer rows came than a row group has.
+    """Raise ArrowInvalid if fewer rows were read than the row group has.
 
-    Arrow passes over a page of a kind that it does not know: one flipped bit is enough.
+    Arrow skips pages of an unknown kind, which a single flipped bit can make.
     """
     n_rows = file.metadata.row_group(group).num_rows
     if n_read not in (n_rows, None):
@@ -218,18 +210,18 @@ def _check_rows(file: Any, group: int, n_read: int | None) -> None:
 def _check_values(
     file: Any, group: int, n_read: Mapping[str, npt.NDArray[np.int64]]
 ) -> None:
-    """Raise ArrowInvalid where a list column has other elements than its footer says.
+    """Raise ArrowInvalid if a list column has more or fewer values than in the footer.
 
-    How many a page has is in its header, which no checksum protects.
+    A page's number of values is in its header, which no checksum protects.
     """
     metadata = file.metadata.row_group(group)
-    due: dict[str, list[int]] = {}
+    expected: dict[str, list[int]] = {}
     for i in range(metadata.num_columns):
         column = metadata.column(i)
         name = column.path_in_schema.partition(".")[0]
-        due.setdefault(name, []).append(column.num_values)
+        expected.setdefault(name, []).append(column.num_values)
     for name, found in n_read.items():
-        stored = due.get(name, [])
+        stored = expected.get(name, [])
         if len(found) == len(stored) and found.tolist() != stored:
             raise pa.ArrowInvalid(
                 f"row group {group} has {found} of {stored} values in {name!r}"
@@ -237,9 +229,9 @@ def _check_values(
 
 
 def _values_in(array: pa.Array) -> npt.NDArray[np.int64]:
-    """As many values as Parquet counts in each column that it makes of an Arrow column.
+    """The number of values in each Parquet column that an Arrow column becomes.
 
-    An empty or null list is one. Left out are those of types that are not known here.
+    An empty or null list counts as one value. Types that are unknown here are left out.
     """
     if isinstance(array, pa.ExtensionArray):
         array = array.storage
@@ -256,7 +248,7 @@ def _values_in(array: pa.Array) -> npt.NDArray[np.int64]:
 
 
 def _read_stream(source: pa.NativeFile, name: str) -> Iterator[pa.RecordBatch]:
-    """Whole batches, of one stream or of several that were appended one by one."""
+    """Complete batches of one stream, or of several streams that were appended."""
     size = source.size()
     good = 0
     try:
@@ -264,7 +256,7 @@ def _read_stream(source: pa.NativeFile, name: str) -> Iterator[pa.RecordBatch]:
             reader = pa.ipc.open_stream(source)
             empty = True
             while True:
-                # a schema or a batch was whole up to here
+                # a complete schema or batch ends here
                 good = source.tell()
                 try:
                     batch = reader.read_next_batch()
@@ -273,97 +265,91 @@ def _read_stream(source: pa.NativeFile, name: str) -> Iterator[pa.RecordBatch]:
                 empty = False
                 yield batch
             if empty:
-                yield no_rows(reader.schema)
+                yield empty_batch(reader.schema)
             if source.tell() - good != _END_BYTES:
                 break
             good = source.tell()
     except UNREADABLE as error:
         if source.tell() < size:
             raise FormatError(
-                f"{name} is no Arrow IPC stream at byte {good}: {error}"
+                f"{name} is not an Arrow IPC stream at byte {good}: {error}"
             ) from None
-    if good < size:
+    if good == size > 0:
+        return
+    text = f"{name} is empty: its writer stopped before the schema"
+    if size:
         text = (
             f"{name} ends within an entry: its last {size - good} bytes, from byte "
             f"{good} on, were left out"
         )
-        warnings.warn(text, TornLogWarning, stacklevel=2)
-    elif size == 0:
-        text = f"{name} is empty: its writer stopped before the schema"
-        warnings.warn(text, TornLogWarning, stacklevel=2)
+    warnings.warn(text, TornLogWarning, stacklevel=2)
 
 
-def write_pieces(
-    pieces: Iterator[pa.Table], schema: pa.Schema, file: pa.NativeFile, kind: Format
+def write_batches(
+    tables: Iterator[pa.Table], schema: pa.Schema, file: pa.NativeFile, kind: Format
 ) -> None:
-    """Write tables of one schema as one file."""
+    """Write tables of one schema as one file; ``schema`` is that of an empty file."""
+    first = next(tables, None)
+    first = schema.empty_table() if first is None else first
+    tables = itertools.chain([first], tables)
     if kind == "parquet":
-        _write_parquet(pieces, schema, file)
+        _write_parquet(first.schema, tables, file)
     elif kind == "arrow":
-        # the file form holds one dictionary per column, so all is needed first
-        tables = list(pieces) or [schema.empty_table()]
+        # the file form has one dictionary per column, so it needs all tables first
         table = pa.concat_tables(tables).unify_dictionaries()
         with pa.ipc.new_file(file, table.schema) as writer:
             writer.write_table(table)
     else:
-        first = next(pieces, None)
-        first = schema.empty_table() if first is None else first
         with pa.ipc.new_stream(file, first.schema) as writer:
-            writer.write_table(first)
-            for piece in pieces:
-                writer.write_table(piece)
+            for table in tables:
+                writer.write_table(table)
 
 
 def _write_parquet(
-    pieces: Iterator[pa.Table], schema: pa.Schema, file: pa.NativeFile
+    schema: pa.Schema, tables: Iterator[pa.Table], file: pa.NativeFile
 ) -> None:
     import pyarrow.parquet as pq
 
-    first = next(pieces, None)
-    first = schema.empty_table() if first is None else first
-    leaves = [
-        leaf for field in first.schema for leaf in _leaves(field.name, field.type)
-    ]
+    leaves = [leaf for field in schema for leaf in _leaves(field.name, field.type)]
     floats = [path for path, type_ in leaves if pa.types.is_floating(type_)]
-    # Token ids and logprobs are too many and too different for a dictionary; apart, the
-    # bytes of floats repeat more.
-    few = [
+    # Token ids and logprobs are too diverse for a dictionary. Floats compress better if
+    # their bytes are split.
+    encoded = [
         path
         for path, type_ in leaves
         if not pa.types.is_floating(type_) and not pa.types.is_integer(type_)
     ]
     with pq.ParquetWriter(
         file,
-        first.schema,
+        schema,
         compression="zstd",
-        use_dictionary=few or False,
+        use_dictionary=encoded or False,
         write_page_checksum=True,
-        dictionary_pagesize_limit=_DICTIONARY_BYTES,
+        dictionary_pagesize_limit=limits.DICTIONARY_BYTES,
         column_encoding=dict.fromkeys(floats, "BYTE_STREAM_SPLIT") or None,
     ) as writer:
-        for group in _row_groups(itertools.chain([first], pieces)):
+        for group in _row_groups(tables):
             writer.write_table(group, row_group_size=max(len(group), 1))
 
 
 def _row_groups(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """The rows in tables of about the bytes of a row group, at least one table."""
-    held: list[pa.Table] = []
+    """The rows in tables of about `limits.ROW_GROUP_BYTES`."""
+    parts: list[pa.Table] = []
     n_bytes = 0
     for table in tables:
-        each = max(1, len(table) * _GROUP_BYTES // max(table.nbytes, 1))
+        each = max(1, len(table) * limits.ROW_GROUP_BYTES // max(table.nbytes, 1))
         for start in range(0, max(len(table), 1), each):
-            part = table.slice(start, each)
-            held.append(part)
-            n_bytes += part.nbytes
-            if n_bytes >= _GROUP_BYTES:
-                yield joined(held)
-                held, n_bytes = [], 0
-    if held:
-        yield joined(held)
+            parts.append(table.slice(start, each))
+            n_bytes += parts[-1].nbytes
+            if n_bytes >= limits.ROW_GROUP_BYTES:
+                yield concat(parts)
+                parts, n_bytes = [], 0
+    if parts:
+        yield concat(parts)
 
 
-def joined(tables: list[pa.Table]) -> pa.Table:
-    """Tables of one schema, one after another."""
+def concat(tables: list[pa.Table]) -> pa.Table:
+    """The rows of tables with the same schema."""
     try:
         return pa.concat_tables(tables)
     except pa.ArrowInvalid as error:
@@ -371,7 +357,7 @@ def joined(tables: list[pa.Table]) -> pa.Table:
 
 
 def _leaves(path: str, type_: pa.DataType) -> Iterator[tuple[str, pa.DataType]]:
-    """The columns of numbers or text that Parquet makes of an Arrow column."""
+    """Path and type of each Parquet column that an Arrow column becomes."""
     if pa.types.is_struct(type_):
         for field in type_:
             yield from _leaves(f"{path}.{field.name}", field.type)
@@ -379,3 +365,59 @@ def _leaves(path: str, type_: pa.DataType) -> Iterator[tuple[str, pa.DataType]]:
         yield from _leaves(f"{path}.list.element", type_.value_type)
     else:
         yield path, type_
+
+
+def storable(table: pa.Table) -> pa.Table:
+    """The table with the views that pyarrow cannot write to Parquet cast to plain types.
+
+    It writes views, but not dictionaries of views (polars' categories) or structs that
+    contain views.
+
+    Raises
+    ------
+    FormatError
+        Parquet has no such type as a column's.
+    """
+    for index, field in enumerate(table.schema):
+        column = table.column(index)
+        if pa.types.is_dictionary(field.type):
+            column = _without_views(column)
+        elif without_views(field.type) != field.type and pa.types.is_nested(field.type):
+            column = column.cast(without_views(field.type))
+        if column.type != field.type:
+            table = table.set_column(index, field.with_type(column.type), column)
+        refused = _refused(column.type)
+        if refused:
+            raise FormatError(
+                f"Parquet cannot store column {field.name!r} of type {field.type}: "
+                f"{refused}. Cast it, or write Arrow IPC"
+            )
+    return table
+
+
+def _without_views(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    values = without_views(column.type.value_type)
+    if values == column.type.value_type:
+        return column
+    ordered = column.type.ordered
+    return pa.chunked_array(
+        [
+            pa.DictionaryArray.from_arrays(
+                chunk.indices, chunk.dictionary.cast(values), ordered=ordered
+            )
+            for chunk in column.chunks
+        ],
+        pa.dictionary(column.type.index_type, values, ordered),
+    )
+
+
+@lru_cache(maxsize=256)
+def _refused(type_: pa.DataType) -> str:
+    """Why pyarrow cannot write a column of this type; empty if it can."""
+    import pyarrow.parquet as pq
+
+    try:
+        pq.ParquetWriter(pa.BufferOutputStream(), pa.schema([("", type_)])).close()
+    except (pa.ArrowNotImplementedError, pa.ArrowInvalid) as error:
+        return str(error)
+    return ""

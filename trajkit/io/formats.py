@@ -1,4 +1,4 @@
-"""Which format a file is of, and how it is opened."""
+"""File formats: how one is recognized, and how files are opened and replaced."""
 
 import errno
 import os
@@ -38,6 +38,7 @@ _FIRST_BYTES: tuple[tuple[bytes, Format], ...] = (
     (b"{", "jsonl"),
 )
 _CODECS = {"jsonl.gz": "gzip", "jsonl.zst": "zstd"}
+_FORMATS = ", ".join(get_args(Format))
 
 
 def is_json(kind: Format) -> bool:
@@ -52,58 +53,56 @@ def name_of(file: Path | BinaryIO) -> str:
 
 
 def format_of(file: Path | BinaryIO, *, writing: bool = False) -> Format:
-    """The format by a path's suffix, or by the first bytes of an open file.
+    """The format of a path, by suffix, or of an open file, by its first bytes.
 
     Raises
     ------
     FormatError
-        Neither says one.
+        The suffix or the bytes are unknown.
     FileNotFoundError
-        A path to read from says none, and there is nothing.
+        The suffix of a path is unknown, and no such file exists to read.
     """
     if isinstance(file, Path):
         kind = kind_of(file)
-        if kind is None:
-            if not writing and not file.exists():
-                raise FileNotFoundError(
-                    errno.ENOENT, os.strerror(errno.ENOENT), str(file)
-                )
-            raise FormatError(
-                f"{file}: the suffix is of no known format: expected one of "
-                f"{', '.join(_SUFFIXES)}"
-            )
-        return kind
+        if kind is not None:
+            return kind
+        if not writing and not file.exists():
+            raise _not_found(file)
+        raise FormatError(
+            f"{file}: unknown suffix: expected one of {', '.join(_SUFFIXES)}"
+        )
     if writing:
         raise FormatError(
-            "an open file has no suffix: give format= as one of "
-            f"{', '.join(get_args(Format))}"
+            f"an open file has no suffix: pass format=, one of {_FORMATS}"
         )
     if not file.seekable():
         raise FormatError(
-            f"{name_of(file)} cannot be read twice to find its format: give format= as "
-            f"one of {', '.join(get_args(Format))}"
+            f"{name_of(file)} cannot be read twice to find its format: pass format=, one "
+            f"of {_FORMATS}"
         )
-    at = file.tell()
+    start = file.tell()
     head = file.read(8)
-    file.seek(at)
+    file.seek(start)
     for magic, kind in _FIRST_BYTES:
         if head.startswith(magic):
             return kind
-    raise FormatError(f"{name_of(file)} begins with {head!r}, as no known format does")
+    raise FormatError(
+        f"{name_of(file)} begins with {head!r}: no known format begins like this"
+    )
 
 
 def check_text(head: bytes, name: str) -> None:
-    """Raise FormatError if bytes that should be JSON begin as a file of another format."""
+    """Raise FormatError if a file with a JSON suffix begins like another format."""
     for magic, kind in _FIRST_BYTES:
         if head.startswith(magic) and kind != "jsonl":
             raise FormatError(
-                f"{name} is named as JSON lines and holds {kind}: rename it, or give "
-                f"format={kind!r}"
+                f"{name} has the suffix of JSON lines but contains {kind}: rename it, or "
+                f"pass format={kind!r}"
             )
 
 
 def kind_of(path: Path) -> Format | None:
-    """The format that the suffix of a path says, or None."""
+    """The format of a path's suffix, or None."""
     name = path.name.lower()
     found = [suffix for suffix in _SUFFIXES if name.endswith(suffix)]
     return _SUFFIXES[max(found, key=len)] if found else None
@@ -115,7 +114,7 @@ def paths_in(path: Path) -> list[Path]:
     Raises
     ------
     FormatError
-        A directory without any.
+        The directory has no such file.
     """
     if not path.is_dir():
         return [path]
@@ -124,19 +123,17 @@ def paths_in(path: Path) -> list[Path]:
         for file in path.rglob("*")
         if kind_of(file) is not None
         and file.is_file()
-        and not any(
-            part.startswith((".", "_")) for part in file.relative_to(path).parts
-        )
+        and not any(p.startswith((".", "_")) for p in file.relative_to(path).parts)
     )
     if not found:
         raise FormatError(
-            f"{path} holds no file of a known format ({', '.join(_SUFFIXES)})"
+            f"{path} contains no file of a known format ({', '.join(_SUFFIXES)})"
         )
     return found
 
 
 class _Borrowed:
-    """The caller's open file, which stays open when Arrow closes what it was given."""
+    """The caller's open file; it stays open when Arrow closes this object."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.closed = False
@@ -151,40 +148,43 @@ class _Borrowed:
 
 def open_input(file: Path | BinaryIO, kind: Format) -> pa.NativeFile:
     """The file's content, decompressed."""
-    raw = pa.OSFile(str(file)) if isinstance(file, Path) else _borrow(file, "r")
+    if isinstance(file, Path):
+        raw = pa.OSFile(str(file))
+    else:
+        raw = pa.PythonFile(_Borrowed(file), "r")
     codec = _CODECS.get(kind)
     if codec is None:
         return raw
     if isinstance(file, Path) and not raw.size():
-        raise FormatError(f"{file} is empty: it has not even a header of {codec}")
+        raise FormatError(f"{file} is empty: it lacks even the header of {codec}")
     return pa.CompressedInputStream(raw, codec)
-
-
-def _borrow(file: BinaryIO, mode: str) -> pa.PythonFile:
-    return pa.PythonFile(_Borrowed(file), mode)
 
 
 @contextmanager
 def atomic(target: Path | BinaryIO, kind: Format) -> Iterator[pa.NativeFile]:
-    """A file to write to; a path gets it whole when the block ends without an error."""
+    """A file to write to; a path appears when the block ends without an error."""
     codec = _CODECS.get(kind)
     if not isinstance(target, Path):
-        with _borrow(target, "w") as raw:
+        with pa.PythonFile(_Borrowed(target), "w") as raw:
             yield from _compressed(raw, codec)
         return
-    with whole(target) as path, pa.OSFile(str(path), "w") as raw:
+    with replacing(target) as path, pa.OSFile(str(path), "w") as raw:
         yield from _compressed(raw, codec)
 
 
 def check_folder(folder: Path) -> None:
-    """Raise FileNotFoundError unless there is such a directory to write to."""
+    """Raise FileNotFoundError unless the directory exists."""
     if not folder.is_dir():
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+        raise _not_found(folder)
+
+
+def _not_found(path: Path) -> FileNotFoundError:
+    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
 @contextmanager
 def naming(draft: Path, target: Path) -> Iterator[None]:
-    """Errors inside that name the draft of a file name the file."""
+    """Replace the draft's name by the target's in errors that the block raises."""
     try:
         yield
     except (OSError, TrajkitError) as error:
@@ -198,8 +198,8 @@ def naming(draft: Path, target: Path) -> Iterator[None]:
 
 
 @contextmanager
-def whole(target: Path) -> Iterator[Path]:
-    """A path that becomes the target when the block ends without an error."""
+def replacing(target: Path) -> Iterator[Path]:
+    """A temporary path that replaces the target when the block ends without an error."""
     check_folder(target.parent)
     handle, name = tempfile.mkstemp(
         prefix=f".{target.name}.", suffix=".tmp", dir=target.parent
@@ -208,7 +208,7 @@ def whole(target: Path) -> Iterator[Path]:
     try:
         with naming(Path(name), target):
             yield Path(name)
-        # mkstemp keeps others out; a file that is kept follows the user's umask
+        # mkstemp makes private files; this one follows the user's umask
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(name, 0o666 & ~umask)

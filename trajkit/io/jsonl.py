@@ -1,4 +1,4 @@
-"""JSON lines: turns as the records of `trajkit.from_records`, rows as objects."""
+"""JSON lines: turns as records of `trajkit.from_records`, other tables as objects."""
 
 import json
 import os
@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, TypedDict
 import pyarrow as pa
 
 from trajkit._arrow.canonical import UNREADABLE, Plan, check_columns, check_kind, place
+from trajkit._streams import limits
 from trajkit.errors import (
     FormatError,
     InvalidTurnsError,
@@ -25,24 +26,18 @@ from trajkit.turns.deep_json import MAX_DEPTH, is_too_deep, parse
 
 Record: TypeAlias = dict[str, object]
 
-# read at a time; a longer line has twice that, and twice that again
-_BLOCK_BYTES = 1 << 22
 MAX_LINE_BYTES = "TRAJKIT_MAX_LINE_BYTES"
 """Environment variable: the longest line, in bytes, without compression."""
 
-# rows that are Python objects at a time
-_BATCH = 64
-
-# columns of turns that a record spells otherwise, or not at all when null
+# columns of turns that records spell differently, and those that are written as null
 _MESSAGES = ("messages", "response")
 _WRITTEN_NULL = ("use_tool",)
 
-# How bytes are written: an object of this key and their base64. Messages have none.
+# Bytes become an object of this key and their base64, except in messages.
 _BYTES, _BYTES_MARK = "$base64", b'{"$base64":'
 _CHAT = ("prompt_messages", "response_message")
 
-
-# where a call has arrays that are worth a reader of their own
+# the long arrays of a call
 _CALL: Shape = {
     "prompt_ids": IDS,
     "output_ids": IDS,
@@ -52,22 +47,22 @@ _CALL: Shape = {
 
 
 def calls(source: pa.NativeFile, name: str) -> Iterator[Record]:
-    """As `lines`, of recorded calls: their ids and logprobs are numpy arrays."""
+    """`lines` of recorded calls, with ids and logprobs as numpy arrays."""
     return lines(source, name, _CALL)
 
 
 def planned(objects: Iterator[Record], plan: Plan, name: str) -> Iterator[Record]:
-    """The objects of a file, after a check of the first one's keys.
+    """The objects of a file; the first one's keys are checked against ``plan``.
 
     Raises
     ------
     SchemaError
-        The keys are not those that ``plan`` gives for them; the text has the file's name.
+        The keys do not fit the schema; the text has the file's name.
     """
     for first in objects:
         try:
             schema = plan(list(first))
-            if schema is TURNS:  # a record is not spelled as the table
+            if schema is TURNS:  # keys of a record are not columns
                 check_kind(list(first), "turns")
             else:
                 check_columns(pa.schema([(key, pa.null()) for key in first]), schema)
@@ -80,26 +75,25 @@ def planned(objects: Iterator[Record], plan: Plan, name: str) -> Iterator[Record
 def lines(
     source: pa.NativeFile, name: str, shape: Shape | None = None
 ) -> Iterator[Record]:
-    """The objects of a file of JSON lines; empty lines are passed over.
+    """The objects of a file of JSON lines; empty lines are skipped.
 
     Parameters
     ----------
     source : NativeFile
     name : str
-        What errors call it.
+        What errors call the file.
     shape : mapping, optional
-        Where arrays of numbers stand, which become numpy arrays; see
-        `trajkit.io.json_numbers.Reader`.
+        The arrays that become numpy arrays; see `trajkit.io.json_numbers.Reader`.
 
     Raises
     ------
     FormatError
-        A line is no JSON object; the text names file and line.
+        A line is not a JSON object; the text names file and line.
 
     Warns
     -----
     TornLogWarning
-        The last line has no end and is no JSON.
+        The last line has no end and is not valid JSON.
     """
     return (value for _, value in raw_lines(source, name, shape))
 
@@ -107,9 +101,9 @@ def lines(
 def raw_lines(
     source: pa.NativeFile, name: str, shape: Shape | None = None
 ) -> Iterator[tuple[bytes, Record]]:
-    """`lines`, each with its text."""
+    """`lines` together with their text."""
     read = _plain if shape is None else Reader(shape).read
-    for number, (line, whole) in enumerate(split_lines(source, name), 1):
+    for number, (line, complete) in enumerate(split_lines(source, name), 1):
         if not line or line.isspace():
             continue
         if number == 1:
@@ -117,11 +111,11 @@ def raw_lines(
         try:
             value = read(line)
         except ValueError as error:
-            if whole and isinstance(error, json.JSONDecodeError):
-                where = f"{name}, line {number}, column {error.colno}"
-                raise FormatError(f"{where}: {error.msg}") from None
-            if whole:
-                raise FormatError(f"{name}, line {number}: {error}") from None
+            if complete:
+                where, text = f"{name}, line {number}", str(error)
+                if isinstance(error, json.JSONDecodeError):
+                    where, text = f"{where}, column {error.colno}", error.msg
+                raise FormatError(f"{where}: {text}") from None
             warnings.warn(
                 f"{name} ends within line {number}: its last {len(line)} bytes were "
                 "left out",
@@ -130,8 +124,8 @@ def raw_lines(
             )
             return
         if not isinstance(value, dict):
-            raise FormatError(f"{name}, line {number} is no JSON object")
-        # one character is found much faster than several, and ids mostly come first
+            raise FormatError(f"{name}, line {number} is not a JSON object")
+        # one character is found much faster than several
         dollar = line.find(b"$")
         has_bytes = dollar > 0 and line.find(_BYTES_MARK, dollar - 2) >= 0
         yield line, _restored(value) if has_bytes else value
@@ -142,12 +136,12 @@ def _plain(line: bytes) -> object:
 
 
 def max_line_bytes() -> int:
-    """Bytes that a line may have: those of the environment, or 256 MB.
+    """The most bytes of a line: the environment variable's value, or 256 MB.
 
     Raises
     ------
     FormatError
-        The environment has something else than a number of bytes.
+        The value is not a number of bytes.
     """
     text = os.environ.get(MAX_LINE_BYTES, str(1 << 28))
     if not text.isdecimal() or not 0 < int(text) < 1 << 62:
@@ -157,40 +151,40 @@ def max_line_bytes() -> int:
 
 def split_lines(source: pa.NativeFile, name: str) -> Iterator[tuple[bytes, bool]]:
     """Lines without their end, and whether they had one."""
-    # one piece of memory for the whole file, and one copy out of it for each line
+    # one buffer for the file, and one copy out of it for each line
     most = max_line_bytes()
-    room = bytearray(min(_BLOCK_BYTES, most + 1))
-    held, number = 0, 1
+    room = bytearray(min(limits.JSON_BYTES, most + 1))
+    filled, number = 0, 1
     with source:
         while True:
-            if held == len(room):
-                if held > most:
+            if filled == len(room):
+                if filled > most:
                     raise FormatError(
                         f"{name}, line {number}: the line is longer than {most} bytes: "
                         f"set the environment variable {MAX_LINE_BYTES} to allow more"
                     )
                 room += bytes(min(len(room), most + 1 - len(room)))
             try:
-                with memoryview(room)[held:] as free:
+                with memoryview(room)[filled:] as free:
                     n_read = source.readinto(free)
-            except UNREADABLE as error:  # of the codec: a broken or cut file
-                raise FormatError(f"{name} cannot be read whole: {error}") from None
+            except UNREADABLE as error:  # the codec found a damaged file
+                raise FormatError(f"{name} cannot be decompressed: {error}") from None
             if not n_read:
                 break
-            stop, searched, at = held + n_read, held, 0
+            stop, searched, start = filled + n_read, filled, 0
             while (end := room.find(b"\n", searched, stop)) >= 0:
-                with memoryview(room)[at:end] as line:
+                with memoryview(room)[start:end] as line:
                     yield line.tobytes(), True
                 number += 1
-                searched = at = end + 1
-            room[: stop - at] = room[at:stop]
-            held = stop - at
-    if held:
-        yield bytes(room[:held]), False
+                searched = start = end + 1
+            room[: stop - start] = room[start:stop]
+            filled = stop - start
+    if filled:
+        yield bytes(room[:filled]), False
 
 
 def by_session(records: Iterator[Record], at_least: int) -> Iterator[list[Record]]:
-    """Runs of records that end where another session begins."""
+    """Lists of at least ``at_least`` records that end where another session begins."""
     batch: list[Record] = []
     for record in records:
         if len(batch) >= at_least and record.get("session_id") != batch[-1].get(
@@ -204,8 +198,8 @@ def by_session(records: Iterator[Record], at_least: int) -> Iterator[list[Record
 
 
 def tables(objects: Iterator[Record], file: str) -> Iterator[pa.Table]:
-    """Objects of a file as tables of whatever types they turn out to have."""
-    while batch := list(islice(objects, _BATCH)):
+    """Objects of a file as tables, with the types that Arrow infers."""
+    while batch := list(islice(objects, limits.JSON_ROWS)):
         names = dict.fromkeys(name for value in batch for name in value)
         for name in names:
             if any(is_too_deep(value.get(name)) for value in batch):
@@ -218,30 +212,31 @@ def tables(objects: Iterator[Record], file: str) -> Iterator[pa.Table]:
                 {name: [value.get(name) for value in batch] for name in names}
             )
         except (pa.ArrowException, UnicodeError, OverflowError) as error:
-            raise FormatError(f"{file}: the lines make no table: {error}") from None
+            raise FormatError(
+                f"{file}: the lines do not make a table: {error}"
+            ) from None
 
 
-def write(pieces: Iterator[pa.Table], schema: pa.Schema, file: pa.NativeFile) -> None:
+def write(tables: Iterator[pa.Table], schema: pa.Schema, file: pa.NativeFile) -> None:
     """Write tables in canonical form as JSON lines.
 
     Raises
     ------
     FormatError
-        The table is in delta form, or JSON cannot say a value of a further column.
+        The table is in delta form, or JSON cannot represent a value of an extra column.
     InvalidTurnsError
         A message's body is not in the table.
     """
-    told = _Bodies()
-    for piece in pieces:
-        if piece.column_names[: len(TURNS_DELTA)] == TURNS_DELTA.names:
-            raise FormatError("turns in delta form have no form in JSON lines")
-        for start in range(0, len(piece), _BATCH):
-            part = piece.slice(start, _BATCH)
+    bodies = _Bodies()
+    for table in tables:
+        if table.column_names[: len(TURNS_DELTA)] == TURNS_DELTA.names:
+            raise FormatError(
+                "JSON lines cannot store turns in delta form: use trajkit.expand"
+            )
+        for start in range(0, len(table), limits.JSON_ROWS):
+            part = table.slice(start, limits.JSON_ROWS)
             for k, row in enumerate(part.to_pylist()):
-                if schema is TURNS:
-                    text = _turn(row, told, part, k)
-                else:
-                    text = _dump(row)
+                text = _turn(row, bodies, part, k) if schema is TURNS else _dump(row)
                 file.write(f"{text}\n".encode())
 
 
@@ -251,7 +246,7 @@ class _Message(TypedDict):
     body: str | None
 
 
-def _turn(row: dict[str, Any], told: "_Bodies", part: pa.Table, k: int) -> str:
+def _turn(row: dict[str, Any], known: "_Bodies", part: pa.Table, k: int) -> str:
     plain = {
         name: value
         for name, value in row.items()
@@ -259,20 +254,20 @@ def _turn(row: dict[str, Any], told: "_Bodies", part: pa.Table, k: int) -> str:
         and (value is not None or name in _WRITTEN_NULL or name not in TURNS.names)
     }
     text = _dump(plain)
-    told.begin(row["session_id"])
+    known.begin(row["session_id"])
     messages: list[_Message] | None = row["messages"]
     response: _Message | None = row["response"]
-    # bodies are JSON already, however deep
+    # bodies are JSON already
     if messages is not None:
-        bodies = ",".join(told.body(message, part, k) for message in messages)
+        bodies = ",".join(known.body(message, part, k) for message in messages)
         text = f'{text[:-1]},"prompt_messages":[{bodies}]}}'
     if response is not None:
-        text = f'{text[:-1]},"response_message":{told.body(response, part, k)}}}'
+        text = f'{text[:-1]},"response_message":{known.body(response, part, k)}}}'
     return text
 
 
 class _Bodies:
-    """The body that each key of the present session was last shown with."""
+    """The latest body of each message key in the current session."""
 
     def __init__(self) -> None:
         self._session: object = None
@@ -305,17 +300,17 @@ def _dump(row: Record) -> str:
                 _text(value)
             except (TypeError, ValueError) as error:
                 raise FormatError(
-                    f"column {name!r} has no form in JSON lines: {error}. Write Parquet "
-                    "or Arrow IPC, or leave the column out"
+                    f"JSON lines cannot store column {name!r}: {error}. Write Parquet or "
+                    "Arrow IPC, or leave the column out"
                 ) from None
         raise
 
 
 def _text(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, default=_say, allow_nan=False)
+    return json.dumps(value, ensure_ascii=False, default=_encoded, allow_nan=False)
 
 
-def _say(value: object) -> object:
+def _encoded(value: object) -> object:
     if isinstance(value, date):  # a datetime is one
         return value.isoformat()
     if isinstance(value, bytes):
@@ -324,7 +319,7 @@ def _say(value: object) -> object:
 
 
 def _restored(value: Any) -> Any:
-    """The value with its bytes as `_say` wrote them."""
+    """The value with bytes decoded that `_encoded` encoded."""
     if isinstance(value, list):
         return [_restored(one) for one in value]
     if not isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""Parquet files, written by polars where it is installed and keeps the table as it is.
+"""Parquet files written by polars, if it is installed and preserves the table.
 
-Arrow's encoder goes through lists element by element; polars' takes a third of the time.
-polars cuts row groups by a number of rows and not by bytes. The first rows say which; where
-later ones turn out much longer, Arrow writes the file.
+Arrow's encoder walks lists element by element; polars takes a third of the time. polars
+cuts row groups by rows, not by bytes. The first rows determine how many; if later rows are
+much longer, Arrow writes the file.
 """
 
 import base64
@@ -15,25 +15,22 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from trajkit.io.arrow import joined, read_batches, write_pieces
+from trajkit._streams import limits
+from trajkit.io.arrow import concat, read_batches, write_batches
 
-# Bytes of rows that say how many are to make a row group. A file that has no more is
-# written by Arrow, and polars need not be loaded.
-_FIRST_BYTES = 32 << 20
-# Bytes of a row group, of which polars holds several, and what one may come to.
-_GROUP_BYTES, _MOST_BYTES = 8 << 20, 128 << 20
-# Of zstd, as Arrow has it. Polars' own takes twice the time, and saves nothing on ids.
+# The zstd level that Arrow uses. polars' default takes twice the time and does not make
+# token ids smaller.
 _LEVEL = 1
-# The first version that takes the schema of what it writes.
+# The first version that accepts the schema of its output.
 _POLARS = (2, 1)
-# What polars stores as Arrow does.
-_KEPT = {
+# Types that polars stores as Arrow does.
+_SAME_TYPES = {
     pa.bool_(),
     *(pa.int8(), pa.int16(), pa.int32(), pa.int64()),
     *(pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()),
     *(pa.float32(), pa.float64(), pa.string(), pa.large_string()),
 }
-# The child of a fork has none of the threads that polars works on.
+# A forked child has none of polars' threads.
 _forked: list[bool] = []
 os.register_at_fork(after_in_child=lambda: _forked.append(True))
 
@@ -46,28 +43,32 @@ def write_parquet(tables: Iterator[pa.Table], schema: pa.Schema, path: Path) -> 
     tables : iterator of Table
         Of one schema.
     schema : Schema
-        Of the file where there are no tables.
+        Of the file if there are no tables.
     path : path
 
     Raises
     ------
     SchemaError
-        The tables do not make one.
+        The tables have different schemas.
     """
     first: list[pa.Table] = []
     n_bytes = 0
-    while n_bytes < _FIRST_BYTES and (table := next(tables, None)) is not None:
+    while (
+        n_bytes < limits.POLARS_FILE_BYTES and (table := next(tables, None)) is not None
+    ):
         first.append(table)
         n_bytes += table.nbytes
     n_rows = sum(len(table) for table in first)
     tables = itertools.chain(first, tables)
-    if n_bytes < _FIRST_BYTES or not _suits_polars(first[0].schema):
+    if n_bytes < limits.POLARS_FILE_BYTES or not _suits_polars(first[0].schema):
         del first, table
         _by_arrow(tables, schema, path)
         return
     schema = first[0].schema
     del first, table
-    left = _by_polars(tables, schema, path, max(1, n_rows * _GROUP_BYTES // n_bytes))
+    left = _by_polars(
+        tables, schema, path, max(1, n_rows * limits.POLARS_GROUP_BYTES // n_bytes)
+    )
     if left is not None:
         begun = path.with_name(f"{path.name}.begun")
         os.replace(path, begun)
@@ -79,7 +80,7 @@ def write_parquet(tables: Iterator[pa.Table], schema: pa.Schema, path: Path) -> 
 
 def _by_arrow(tables: Iterator[pa.Table], schema: pa.Schema, path: Path) -> None:
     with pa.OSFile(str(path), "w") as file:
-        write_pieces(tables, schema, file, "parquet")
+        write_batches(tables, schema, file, "parquet")
 
 
 def _tables(path: Path) -> Iterator[pa.Table]:
@@ -90,36 +91,35 @@ def _tables(path: Path) -> Iterator[pa.Table]:
 def _by_polars(
     tables: Iterator[pa.Table], schema: pa.Schema, path: Path, group: int
 ) -> pa.Table | None:
-    """Write row groups of so many rows, up to a table that Arrow has to write."""
+    """Write row groups of ``group`` rows; returns a table that only Arrow can write."""
     import polars as pl
     from polars.io.plugins import register_io_source
 
-    plain, none = _plain(schema), schema.empty_table()
+    plain, empty = _plain(schema), schema.empty_table()
     left: list[pa.Table] = []
     failed: list[BaseException] = []
 
     def frames(*_: object) -> Iterator[pl.DataFrame]:
-        n = n_bytes = 0  # of the row group that is being gathered
+        n = n_bytes = 0  # of the current row group
         try:
             for table in tables:
-                joined([none, table.slice(0, 0)])  # or it says why not
+                concat([empty, table.slice(0, 0)])  # raises if the schemas differ
                 n, n_bytes = n + len(table), n_bytes + table.nbytes
                 if n >= group:
                     n %= group
                     n_bytes = n * table.nbytes // len(table)
-                elif n_bytes > _MOST_BYTES:
+                elif n_bytes > limits.MAX_POLARS_GROUP_BYTES:
                     left.append(table)
                     return
                 yield pl.DataFrame(table.cast(plain))
-        # polars would give it another name
-        except BaseException as error:
+        except BaseException as error:  # polars would replace it by its own
             failed.append(error)
 
-    said = {
+    metadata = {
         key.decode(): text.decode() for key, text in (schema.metadata or {}).items()
     }
-    # what readers of Arrow take the types from; polars would say those of ``plain``
-    said["ARROW:schema"] = base64.b64encode(schema.serialize()).decode()
+    # Arrow's readers take the types from here; polars would write those of ``plain``
+    metadata["ARROW:schema"] = base64.b64encode(schema.serialize()).decode()
     register_io_source(
         frames, schema=pl.DataFrame(plain.empty_table()).schema
     ).sink_parquet(
@@ -127,7 +127,7 @@ def _by_polars(
         compression_level=_LEVEL,
         row_group_size=group,
         arrow_schema=plain,
-        metadata=said,
+        metadata=metadata,
     )
     if failed:
         raise failed[0]
@@ -135,20 +135,20 @@ def _by_polars(
 
 
 def _suits_polars(schema: pa.Schema) -> bool:
-    """Whether polars is there, says the same of the table as Arrow, and is faster at it."""
+    """Whether polars is installed, stores the table as Arrow does, and is faster."""
     names = schema.names
     return (
         any(_is_list(field.type) for field in schema)
-        and all(_is_kept(field.type) for field in schema)
+        and all(_has_type(field.type) for field in schema)
         and len(set(names)) == len(names)
         and _is_text(schema.metadata or {})
         and not _forked
-        and _polars_is_here()
+        and _polars_works()
     )
 
 
 @cache
-def _polars_is_here() -> bool:
+def _polars_works() -> bool:
     try:
         found = version("polars")
     except PackageNotFoundError:
@@ -157,7 +157,7 @@ def _polars_is_here() -> bool:
         return False
     import polars as pl
 
-    # a thread of polars' waits for the tables, and another must go on
+    # one thread of polars waits for the tables, so it needs another
     n_threads: int = pl.thread_pool_size()
     return n_threads > 1
 
@@ -174,23 +174,23 @@ def _is_list(type_: pa.DataType) -> bool:
     return bool(pa.types.is_list(type_) or pa.types.is_large_list(type_))
 
 
-def _is_kept(type_: pa.DataType) -> bool:
-    """Whether polars has the type, but for offsets and dictionaries of text."""
+def _has_type(type_: pa.DataType) -> bool:
+    """Whether polars has the type, apart from offsets and dictionaries of text."""
     if pa.types.is_struct(type_):
-        # where the struct is null, polars has a null in a field without any
+        # polars writes a null struct as a struct of nulls
         return type_.num_fields > 0 and all(
-            field.nullable and _is_kept(field.type) for field in type_
+            field.nullable and _has_type(field.type) for field in type_
         )
     if _is_list(type_):
-        return _is_kept(type_.value_type)
+        return _has_type(type_.value_type)
     if pa.types.is_dictionary(type_):
         type_ = type_.value_type
         return bool(pa.types.is_string(type_) or pa.types.is_large_string(type_))
-    return type_ in _KEPT
+    return type_ in _SAME_TYPES
 
 
 def _plain(schema: pa.Schema) -> pa.Schema:
-    """The schema in the types that polars has: large offsets, no dictionaries."""
+    """The schema in polars' types: large offsets, no dictionaries."""
     return pa.schema([_plain_field(field) for field in schema])
 
 

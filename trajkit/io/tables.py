@@ -1,8 +1,8 @@
-"""Turns and rows from and to files: Parquet, Arrow IPC and JSON lines.
+"""Read and write turns, rows and sessions: Parquet, Arrow IPC and JSON lines.
 
-The suffix of a path says the format; an open file is known by its first bytes, or by
-`format`. Logs whose sessions interleave are gathered. What is read has been looked at
-by the rules of `trajkit.validate`, but for message bodies and empty prompts.
+The suffix of a path determines the format; an open file is recognized by its first bytes,
+or by `format`. Readers apply the rules of `trajkit.validate`, except those on message
+bodies and empty prompts, and make the turns of each session contiguous.
 """
 
 import itertools
@@ -24,12 +24,12 @@ from trajkit._arrow.canonical import (
     rows_schema,
     turns_schema,
 )
-from trajkit._arrow.categories import with_kinds
-from trajkit._arrow.take import picked_column
-from trajkit._streams.session_batches import check_one_form
+from trajkit._arrow.categories import normalize_categories
+from trajkit._arrow.take import take_values
+from trajkit._streams.session_batches import check_same_form
 from trajkit.errors import FormatError, SchemaError
 from trajkit.io import jsonl
-from trajkit.io.arrow import read_batches, table_kind, write_pieces
+from trajkit.io.arrow import read_batches, storable, table_kind, write_batches
 from trajkit.io.formats import (
     Format,
     atomic,
@@ -38,10 +38,9 @@ from trajkit.io.formats import (
     name_of,
     open_input,
     paths_in,
-    whole,
+    replacing,
 )
 from trajkit.io.parquet_polars import write_parquet
-from trajkit.io.parquet_types import storable
 from trajkit.schema import AMENDMENTS, ROWS, SESSIONS, TURNS
 from trajkit.turns.amendments import Amendments
 from trajkit.turns.records import from_records
@@ -65,56 +64,57 @@ def read_turns(
     Parameters
     ----------
     source : path, open binary file, or table
-        ``.parquet``, ``.arrow``, ``.feather`` and ``.ipc`` (Arrow IPC, file or stream),
-        ``.arrows`` (stream), ``.jsonl`` and ``.ndjson``, plain or with ``.gz`` or
-        ``.zst`` behind (one call per line, as `trajkit.from_records` takes them); a
-        directory, which is read recursively in path order, JSON Lines files last; or a
-        RecordBatchReader or another Arrow stream. Turns may be in delta form. In a
-        directory, hidden files are skipped, and so are files whose metadata name
-        another table (sessions, rows, a report). Its amendments are applied: a turn
-        that they call context only has ``trainable = false``, and the column
-        ``amended`` gives the reason.
+        A file with the suffix ``.parquet``; ``.arrow``, ``.feather`` or ``.ipc`` (Arrow
+        IPC, file or stream form); ``.arrows`` (stream form); ``.jsonl`` or ``.ndjson``,
+        plain or with ``.gz`` or ``.zst`` added (one call per line, as
+        `trajkit.from_records` takes them). A directory is read recursively in path
+        order, JSON Lines files last; hidden files and files whose metadata name another
+        table (sessions, rows, a report) are skipped. Amendments in a directory are
+        applied: a turn that they call context only has ``trainable = false``, and the
+        column ``amended`` gives the reason. Turns may be in delta form.
     format : str, optional
-        Overrides what suffix or first bytes say: "parquet", "arrow", "arrows",
-        "jsonl", "jsonl.gz" or "jsonl.zst".
+        Overrides suffix and first bytes: "parquet", "arrow", "arrows", "jsonl",
+        "jsonl.gz" or "jsonl.zst".
     nonfinite_logprobs : {"raise", "null"}
         As for `trajkit.from_records`.
 
     Returns
     -------
     Table
-        Sessions in order of first appearance, each in one piece, turns ascending.
+        Sessions in order of first appearance, each contiguous, turns ascending.
 
     Raises
     ------
     FormatError
-        The suffix, or the content, is of no format that is read here, or damaged; a
-        line of JSON has more bytes than ``TRAJKIT_MAX_LINE_BYTES`` of the environment
-        says, or 256 MB.
+        The suffix or content is of an unknown format, or damaged; a line of JSON is
+        longer than 256 MB, or than the environment variable ``TRAJKIT_MAX_LINE_BYTES``.
     SchemaError
-        A column is absent or of another type.
+        A column is missing or has another type.
     InvalidTurnsError
         A value breaks a rule of the schema.
 
     Warns
     -----
     TornLogWarning
-        A log ends within an entry; the text names file and bytes left out.
+        A log ends within an entry; the text names the file and the bytes left out.
     """
-    pieces = []
-    lines: list[Iterator[dict[str, object]]] = []
-    source, amendments = _amended(source, format)
-    for part in _parts(source, format, turns_schema, lines_of=jsonl.calls):
+    tables = []
+    lines: list[_Objects] = []
+    files: Source | list[Path] = source
+    amendments = None
+    if _is_directory(source):
+        files, amendments = turn_files(source, format)
+    for part in _parts(files, format, turns_schema, lines_of=jsonl.calls):
         if isinstance(part, Iterator):
             lines.append(part)
         else:
-            pieces.append(canonical(part, turns_schema(part.column_names)))
+            tables.append(canonical(part, turns_schema(part.column_names)))
     if lines:
-        # files of one log count their turns together
+        # turns without a number are counted across the files of a log
         records = (record for part in lines for record in part)
-        pieces.append(from_records(records, nonfinite_logprobs=nonfinite_logprobs))
-    check_one_form(pieces)
-    turns = gather(_joined(pieces, TURNS), "turn_index")
+        tables.append(from_records(records, nonfinite_logprobs=nonfinite_logprobs))
+    check_same_form(tables)
+    turns = gather(_concat(tables, TURNS), "turn_index")
     turns = check_turns(turns, nonfinite_logprobs)
     return turns if amendments is None else amendments.fold_into(turns)
 
@@ -125,70 +125,68 @@ def write_turns(
     *,
     format: Format | None = None,
 ) -> None:
-    """Write turns where `read_turns` finds them again.
+    """Write turns to a file that `read_turns` reads.
 
-    A path gets its file when all is written, or not at all. Parquet is compressed with
-    zstd. JSON lines hold each call's messages in full. In extra columns a timestamp
-    becomes text there, and bytes become ``{"$base64": "..."}``, which is read back.
+    The file appears when everything is written, or not at all. Parquet is compressed
+    with zstd. JSON lines contain each call's complete messages. In extra columns a
+    timestamp becomes text there, and bytes become ``{"$base64": "..."}``, which is read
+    back.
 
     Parameters
     ----------
     turns : table, or iterable of record batches
-        Plain or in delta form; the latter has no form in JSON lines.
+        In full or delta form; JSON lines cannot store the delta form.
     sink : path or open binary file
     format : str, optional
-        As for `read_turns`; needed for an open file. "arrows" is IPC's stream form.
+        As for `read_turns`; required for an open file. "arrows" is IPC's stream form.
 
     Raises
     ------
     FormatError
-        The suffix is of no format that is written here, or JSON has no form for a value;
-        the text names its column.
+        The suffix is unknown, or JSON cannot represent a value of the column named.
     SchemaError, InvalidTurnsError
-        The table is none of turns, or lacks a message body that JSON lines need.
+        The table is not of turns, or lacks a message body that JSON lines need.
     """
     tables = (
-        canonical(piece, turns_schema(piece.column_names)) for piece in _pieces(turns)
+        canonical(table, turns_schema(table.column_names)) for table in _tables(turns)
     )
     _write(tables, TURNS, sink, format)
 
 
 def read_sessions(source: Source, *, format: Format | None = None) -> pa.Table:
-    """What is known of each session, as `trajkit.linearize` takes it for ``sessions``.
+    """The sessions table, as `trajkit.linearize` takes it for ``sessions``.
 
     Parameters
     ----------
     source, format
-        As for `read_turns`. Of a directory, the files that hold sessions.
+        As for `read_turns`. In a directory, the files of sessions are read.
 
     Returns
     -------
     Table
-        `trajkit.schema.SESSIONS` and what else the files know, one row per session, in
-        order of first appearance; of several lines of one session the last one counts.
+        `trajkit.schema.SESSIONS` and the files' extra columns, one row per session in
+        order of first appearance. The last of several lines of a session counts.
 
     Raises
     ------
     FormatError
-        A directory has no file of sessions, or a file is of no known format.
+        A directory has no file of sessions, or a format is unknown.
     SchemaError
-        A column is absent or of another type.
+        A column is missing or has another type.
     """
     if _is_directory(source):
         found = _files_of(source, format)
         if "sessions" not in found:
-            raise FormatError(f"{source} holds no file of sessions")
+            raise FormatError(f"{source} has no file of sessions")
         source = found["sessions"]
-    pieces: list[pa.Table] = []
-    for part in iter_tables(source, format=format, plan=lambda names: SESSIONS):
-        pieces.append(canonical(part, SESSIONS))
-    return last_lines(_joined(pieces, SESSIONS))
+    tables = iter_tables(source, format=format, plan=lambda names: SESSIONS)
+    return last_lines(_concat([canonical(one, SESSIONS) for one in tables], SESSIONS))
 
 
 def write_sessions(
     sessions: TableLike, sink: Sink, *, format: Format | None = None
 ) -> None:
-    """Write a sessions table where `read_sessions` finds it again.
+    """Write a sessions table to a file that `read_sessions` reads.
 
     Parameters
     ----------
@@ -208,28 +206,27 @@ def write_sessions(
 def read_rows(source: Source, *, format: Format | None = None) -> pa.Table:
     """Training rows of either layout, in canonical form; see `read_turns`.
 
-    JSON lines hold one row each, an object of the table's columns.
+    Each line of JSON lines is one row, an object of the table's columns.
     """
-    pieces: list[pa.Table] = []
-    for part in iter_tables(source, format=format, plan=rows_schema):
-        pieces.append(canonical_rows(part))
-    return with_kinds(check_rows(gather(_joined(pieces, ROWS), "row_index")))
+    tables = iter_tables(source, format=format, plan=rows_schema)
+    rows = _concat([canonical_rows(table) for table in tables], ROWS)
+    return normalize_categories(check_rows(gather(rows, "row_index")))
 
 
 def scan_rows(
     source: Source, *, format: Format | None = None, batch_rows: int = 256
 ) -> Iterator[pa.RecordBatch]:
-    """Training rows in batches, as the files hold them: not gathered, not checked.
+    """Training rows in batches as stored, neither reordered nor checked.
 
-    Rows that `trajkit.jobs.linearize_file` wrote lie so that every stage takes them as a
-    stream: each session in one piece, in the order of the turns.
+    Rows from `trajkit.jobs.linearize_file` are in an order that every stage accepts as a
+    stream: sessions are contiguous, in the order of the turns.
 
     Parameters
     ----------
     source, format
         As for `read_rows`.
     batch_rows : int
-        At most so many rows in a batch.
+        The most rows in a batch.
 
     Yields
     ------
@@ -239,22 +236,19 @@ def scan_rows(
     Raises
     ------
     FormatError, SchemaError, InvalidTurnsError
-        As `read_rows`, but for what only a check of the values tells.
+        As `read_rows`, except for rules on values.
     """
     for table in iter_tables(source, format=format, batch_rows=batch_rows):
         yield from canonical_rows(table).to_batches(max_chunksize=batch_rows)
 
 
 def read_any_rows(source: Source, *, format: Format | None = None) -> pa.Table:
-    """Rows of any system, as the files hold them: not gathered, not checked.
-
-    JSON lines hold one row each, an object of the table's columns; see `read_turns`.
-    """
-    return _joined(list(iter_tables(source, format=format, plan=rows_plan)), ROWS)
+    """Rows of any system as stored, neither reordered nor checked; see `read_rows`."""
+    return _concat(list(iter_tables(source, format=format, plan=rows_plan)), ROWS)
 
 
 def rows_plan(_: list[str]) -> pa.Schema:
-    """The plan of rows of any system: no other kind of table."""
+    """The plan of rows of any system: any columns, but not another kind of table."""
     return _ANY_ROWS
 
 
@@ -265,16 +259,16 @@ def iter_tables(
     batch_rows: int | None = None,
     plan: Plan | None = None,
 ) -> Iterator[pa.Table]:
-    """Tables of any kind, some rows at a time, as the files hold them.
+    """Tables of any kind, some rows at a time, as stored.
 
     Parameters
     ----------
     source, format
         As for `read_turns`.
     batch_rows : int, optional
-        At most so many rows of Parquet at a time. None: as many as a row group has.
+        The most rows of Parquet at a time. None: a row group.
     plan : function of names, optional
-        The schema that each file is expected to have, given its columns.
+        Returns the schema that a file should have, given its columns.
     """
     for part in _parts(source, format, plan, batch_rows):
         if isinstance(part, Iterator):
@@ -289,38 +283,38 @@ def write_rows(
     *,
     format: Format | None = None,
 ) -> None:
-    """Write training rows where `read_rows` finds them again; see `write_turns`.
+    """Write training rows to a file that `read_rows` reads; see `write_turns`.
 
-    Rows of the layout "suffix" are written as they are. A Parquet file of more than 32 MB
-    as Arrow is written by polars, where that is installed (``trajkit[polars]``): it takes
-    a third of the time, and Arrow reads the same types.
+    Rows of the layout "suffix" keep it. Parquet files of more than 32 MB as Arrow are
+    written by polars if it is installed (``trajkit[polars]``): that takes a third of the
+    time, and Arrow reads the same types.
     """
-    _write((canonical_rows(piece) for piece in _pieces(rows)), ROWS, sink, format)
+    _write((canonical_rows(table) for table in _tables(rows)), ROWS, sink, format)
 
 
 def write_table(table: pa.Table, sink: Sink, *, format: Format | None = None) -> None:
-    """Write a table of any schema, links, drift or a report; see `write_turns`."""
+    """Write a table of any schema, such as links or a report; see `write_turns`."""
     _write(iter([table]), table.schema, sink, format)
 
 
 def write_tables(
     batches: Iterable[pa.RecordBatch], sink: Sink, *, format: Format | None = None
 ) -> None:
-    """Write batches of one schema, whatever it is; there is one batch at least."""
-    pieces = _pieces(batches)
-    first = next(pieces)
-    _write(itertools.chain([first], pieces), first.schema, sink, format)
+    """Write batches of any one schema; there must be at least one batch."""
+    tables = _tables(batches)
+    first = next(tables)
+    _write(itertools.chain([first], tables), first.schema, sink, format)
 
 
 def gather(table: pa.Table, index: str) -> pa.Table:
-    """The table with each session in one piece, in order of first appearance.
+    """The table with contiguous sessions, in order of first appearance.
 
     Parameters
     ----------
     table : Table
-        In canonical form. Returned as it is where nothing has to move.
+        In canonical form. It is returned as it is if its order is right.
     index : str
-        The column that ascends within a session, equal values keeping their order.
+        The column that ascends within a session; ties keep their order.
     """
     if len(table) == 0:
         return table
@@ -328,12 +322,12 @@ def gather(table: pa.Table, index: str) -> pa.Table:
     order = np.lexsort((table.column(index).to_numpy(), codes.to_numpy()))
     if (np.diff(order) > 0).all():
         return table
-    take = pa.array(order)
+    indices = pa.array(order)
     schema, columns = table.schema, table.columns
     del table
     for i in range(len(columns)):
-        # one column after the other, so that no two copies of all are held
-        columns[i] = picked_column(columns[i], take, schema.names[i])
+        # one by one, so that only one column is in memory twice
+        columns[i] = take_values(columns[i], indices, schema.names[i])
     return pa.Table.from_arrays(columns, schema=schema)
 
 
@@ -344,23 +338,16 @@ def _is_directory(source: Source | list[Path]) -> TypeGuard[str | os.PathLike[st
 def _files_of(
     directory: str | os.PathLike[str], format: Format | None
 ) -> dict[str, list[Path]]:
-    """The files below a directory, by the kind of table that they say they hold.
+    """The files below a directory by the table kind in their metadata.
 
-    Under ``""`` are those that do not say so, or are of JSON lines.
+    The kind is ``""`` if the metadata does not name one, as in JSON lines.
     """
-    found: dict[str, list[Path]] = {}
+    files: dict[str, list[Path]] = {}
     for file in paths_in(Path(directory)):
         kind = format or format_of(file)
-        said = None if is_json(kind) else table_kind(file, kind)
-        found.setdefault(said or "", []).append(file)
-    return found
-
-
-def _amended(
-    source: Source, format: Format | None
-) -> tuple[Source | list[Path], Amendments | None]:
-    """What holds the turns of a source, and what amends them."""
-    return turn_files(source, format) if _is_directory(source) else (source, None)
+        table = None if is_json(kind) else table_kind(file, kind)
+        files.setdefault(table or "", []).append(file)
+    return files
 
 
 def log_files(
@@ -378,14 +365,14 @@ def log_files(
     Returns
     -------
     turns : list of Path
-        JSON Lines files come last: their lines count their turns together. Files whose
-        metadata name another table are left out.
+        JSON Lines files come last, because their lines are numbered together. Files
+        whose metadata name another table are left out.
     amendments : list of Path
 
     Raises
     ------
     FormatError
-        A directory holds no file of turns.
+        A directory has no file of turns.
     """
     if not Path(path).is_dir():
         return [Path(path)], []
@@ -396,14 +383,14 @@ def log_files(
     )
     if not turns:
         others = (f"{kind} ({found[0].name})" for kind, found in files.items())
-        raise FormatError(f"{path} holds no file of turns, only {', '.join(others)}")
+        raise FormatError(f"{path} has no file of turns, only {', '.join(others)}")
     return turns, files.get("amendments", [])
 
 
 def turn_files(
     path: str | os.PathLike[str], format: Format | None = None
 ) -> tuple[list[Path], Amendments | None]:
-    """The files of turns of a path, as `log_files` finds them, and what amends them.
+    """The files of turns of a path, as `log_files` returns them, and their amendments.
 
     Raises
     ------
@@ -418,7 +405,7 @@ def turn_files(
         for part in _parts(files, format)
         if isinstance(part, pa.Table)
     ]
-    return turns, Amendments(_joined(lines, AMENDMENTS))
+    return turns, Amendments(_concat(lines, AMENDMENTS))
 
 
 def _parts(
@@ -428,18 +415,17 @@ def _parts(
     batch_rows: int | None = None,
     lines_of: Callable[[pa.NativeFile, str], _Objects] | None = None,
 ) -> Iterator[pa.Table | _Objects]:
-    """Tables as the files hold them; of JSON lines what ``lines_of`` gives, else tables."""
-    table = None if isinstance(source, str | os.PathLike) else arrow_source(source)
+    """Tables as stored; JSON lines become tables too, unless ``lines_of`` is given."""
+    is_path = isinstance(source, str | os.PathLike)
+    table = None if is_path else arrow_source(source)
     if table is not None:
-        yield from _pieces(table)
+        yield from _tables(table)
         return
-    files: Iterable[Path | BinaryIO]
+    files: Iterable[Path | BinaryIO] = [source]  # type: ignore[list-item]
     if isinstance(source, list):
         files = source
     elif isinstance(source, str | os.PathLike):
         files = paths_in(Path(source))
-    else:
-        files = [source]  # type: ignore[list-item]
     for file in files:
         kind = format or format_of(file)
         if is_json(kind):
@@ -456,18 +442,17 @@ def _parts(
                 yield pa.Table.from_batches([batch])
 
 
-def _joined(pieces: list[pa.Table], schema: pa.Schema) -> pa.Table:
-    if not pieces:
+def _concat(tables: list[pa.Table], schema: pa.Schema) -> pa.Table:
+    if not tables:
         return schema.empty_table()
     try:
-        return pa.concat_tables(pieces, promote_options="default")
+        return pa.concat_tables(tables, promote_options="default")
     except pa.ArrowException as error:
         raise SchemaError(f"the files do not make one table: {error}") from None
 
 
-def _pieces(
-    source: TableLike | Iterable[pa.RecordBatch],
-) -> Iterator[pa.Table]:
+def _tables(source: TableLike | Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """A table, or the batches of a stream as tables, with checked layout."""
     table = arrow_source(source)
     if isinstance(table, pa.Table | pa.RecordBatch):
         yield as_table(table)
@@ -480,18 +465,18 @@ def _pieces(
 
 
 def _write(
-    pieces: Iterator[pa.Table], schema: pa.Schema, sink: Sink, format: Format | None
+    tables: Iterator[pa.Table], schema: pa.Schema, sink: Sink, format: Format | None
 ) -> None:
     target = Path(sink) if isinstance(sink, str | os.PathLike) else sink
     kind = format or format_of(target, writing=True)
     if kind == "parquet":
-        pieces = map(storable, pieces)
-    if kind == "parquet" and isinstance(target, Path):
-        with whole(target) as path:
-            write_parquet(pieces, schema, path)
-        return
+        tables = map(storable, tables)
+        if isinstance(target, Path):
+            with replacing(target) as path:
+                write_parquet(tables, schema, path)
+            return
     with atomic(target, kind) as file:
         if is_json(kind):
-            jsonl.write(pieces, schema, file)
+            jsonl.write(tables, schema, file)
         else:
-            write_pieces(pieces, schema, file, kind)
+            write_batches(tables, schema, file, kind)

@@ -1,4 +1,4 @@
-"""Stages from file to file, for runs larger than memory or than one machine."""
+"""Jobs from file to file, for runs larger than memory or than one machine."""
 
 from typing import TYPE_CHECKING
 

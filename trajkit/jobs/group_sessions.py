@@ -1,9 +1,9 @@
-"""Turns of files in tables of whole sessions, without holding the files.
+"""Turns of files in tables of complete sessions, in bounded memory.
 
-Where sessions lie scattered they are gathered first. Turns are wide (a prompt may take a
-megabyte), what orders them is narrow: a session id and a number. So the files are looked
-through for these two alone (`jobs.session_index`), and the turns then go once through files
-of few sessions each, every one of which can be held.
+Scattered sessions are grouped first. Turns are large (a prompt may have a megabyte), but
+session ids and turn numbers, which determine their order, are small. So the files are
+scanned for these alone (`index_sessions`). Then the turns are written once to temporary
+files ("buckets") with few enough sessions to fit in memory.
 """
 
 import itertools
@@ -12,46 +12,183 @@ import reprlib
 import shutil
 import sys
 import tempfile
-from collections.abc import Generator, Iterator
+import warnings
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
-from trajkit._arrow.canonical import canonical, turns_schema
-from trajkit._arrow.take import picked, picked_column
+from trajkit._arrow import lazy_compute as pc
+from trajkit._arrow.canonical import canonical, check_session_id, turns_schema
+from trajkit._arrow.take import take_rows, take_values
+from trajkit._streams import limits
 from trajkit._streams.lockstep import batches_in
-from trajkit._streams.session_batches import joined, pieces, whole_sessions
-from trajkit.errors import InvalidTurnsError
+from trajkit._streams.session_batches import concat, rechunk, whole_sessions
+from trajkit.errors import InvalidTurnsError, TornLogWarning
 from trajkit.io import jsonl
-from trajkit.io.arrow import file_rows, read_batches
+from trajkit.io.arrow import file_rows, key_batches, read_batches
 from trajkit.io.formats import Format, format_of, is_json, open_input
 from trajkit.io.tables import read_turns, turn_files
-from trajkit.jobs.session_index import Census, session_in, take_census, turn_numbers
 from trajkit.schema import TURNS
 from trajkit.turns.amendments import Amendments
+from trajkit.turns.calls import Longs
 from trajkit.turns.records import from_records
 from trajkit.turns.validation import REJECTED, Nonfinite, check_turns, reject_turns
 
-GATHERS = ".trajkit-gather-"
-"""What the names of directories begin with in which sessions are gathered."""
+TEMPORARY = ".trajkit-gather-"
+"""Prefix of the directories in which sessions are grouped."""
 
-# What the turns of one file of sessions may take, and how many such files are open.
-_BUCKET_BYTES, _MOST_BUCKETS = 32 << 20, 512
-# Turns that are shared out among the buckets at a time.
-_SPILL_BYTES = 48 << 20
-# Turns that are read at a time: bytes, and at least and at most how many.
-_BATCH_BYTES, _LEAST_ROWS, _MOST_ROWS = 16 << 20, 16, 1024
+INFLATED = 8
+"""Estimated bytes of text per byte of a compressed file."""
 
-# Stands for a session that JSON lines spell wrongly: why.
+# the column of a table that replaces a session which JSON lines spell wrongly: why
 _REASON = "trajkit.turns.reject_sessions"
+
+
+@dataclass(slots=True)
+class SessionIndex:
+    """The sessions of files, without their turns.
+
+    Attributes
+    ----------
+    turns : dict of str to int
+        Number of turns of each session, in order of first appearance.
+    n_bytes : int
+        Approximate size of the turns as Arrow.
+    scattered : str or None
+        The first session whose turns are not contiguous and ascending.
+    """
+
+    turns: dict[str | None, int] = field(default_factory=dict)
+    n_bytes: int = 0
+    scattered: str | None = None
+    _current: str | None = None
+    _last: int = -1
+
+    @property
+    def n_turns(self) -> int:
+        return sum(self.turns.values())
+
+    @property
+    def batch_rows(self) -> int:
+        """Rows to read at a time, about `limits.READ_BYTES`."""
+        rows = self.n_turns * limits.READ_BYTES // max(self.n_bytes, 1)
+        return min(max(rows, limits.MIN_READ_ROWS), limits.MAX_READ_ROWS)
+
+    def add(self, ids: pa.Array, index: Longs | None) -> None:
+        """Count turns that follow the ones counted before.
+
+        Parameters
+        ----------
+        ids : array of string
+        index : ndarray of int64, optional
+            Their turn numbers. None: unknown, or assigned by the reader.
+        """
+        if not len(ids):
+            return
+        # null counts as a name; reading the turns reports it
+        codes = ids.dictionary_encode("encode").indices.to_numpy()
+        starts = np.concatenate([[0], 1 + np.flatnonzero(np.diff(codes)), [len(ids)]])
+        for start, stop in pairwise(starts.tolist()):
+            name = ids[start].as_py()
+            before = self.turns.get(name, 0)
+            continues = before > 0 and name == self._current
+            own = None if index is None else index[start:stop]
+            falls = own is not None and (
+                (continues and own[0] < self._last) or bool((np.diff(own) < 0).any())
+            )
+            if (before and not continues) or falls:
+                self.scattered = self.scattered or name
+            self.turns[name] = before + stop - start
+            self._current = name
+            self._last = -1 if own is None else int(own[-1])
+
+
+def index_sessions(paths: Iterable[Path], format: Format | None) -> SessionIndex:
+    """Scan files for session ids and turn numbers; other columns are not read.
+
+    Raises
+    ------
+    FormatError
+        As `trajkit.read_turns`.
+    """
+    index = SessionIndex()
+    with warnings.catch_warnings():
+        # reading the turns repeats the warning
+        warnings.simplefilter("ignore", TornLogWarning)
+        for path in paths:
+            kind = format or format_of(path)
+            if is_json(kind):
+                index.n_bytes += text_bytes(path, kind)
+                for record in jsonl.lines(open_input(path, kind), str(path)):
+                    number = record.get("turn_index")
+                    index.add(
+                        pa.array([_session_of(record)], pa.string()),
+                        np.array([number]) if type(number) is int else None,
+                    )
+                continue
+            for keys, n_bytes in key_batches(path, kind, ("session_id", "turn_index")):
+                index.n_bytes += n_bytes
+                if "session_id" in keys.schema.names:
+                    check_session_id(keys.schema)
+                    ids = keys.column("session_id").cast(pa.string())
+                    index.add(ids, _turn_numbers(keys))
+    return index
+
+
+def text_bytes(path: Path, kind: Format) -> int:
+    """Approximate size of a file of JSON lines without compression."""
+    return path.stat().st_size * (1 if kind == "jsonl" else INFLATED)
+
+
+def _session_of(record: dict[str, object]) -> str | None:
+    """The session of a line; None if it is invalid, which reading the turns reports."""
+    name = record.get("session_id")
+    if not isinstance(name, str):
+        return None
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return None
+    return name
+
+
+def _turn_numbers(turns: pa.RecordBatch | pa.Table) -> Longs | None:
+    """The column turn_index, if it has integers only."""
+    if "turn_index" not in turns.schema.names:
+        return None
+    column = turns.column("turn_index")
+    if not pa.types.is_integer(column.type) or column.null_count:
+        return None
+    return np.asarray(column.cast(pa.int64(), safe=False).to_numpy())
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Complete sessions of a log.
+
+    Attributes
+    ----------
+    turns : Table
+        In canonical form, checked.
+    n_turns : int
+        Turns of the log that were read for it, including those of rejected sessions.
+    rejected : Table
+        `trajkit.turns.validation.REJECTED`: sessions that break a rule.
+    """
+
+    turns: pa.Table
+    n_turns: int
+    rejected: pa.Table
 
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """Files of turns, and how they are to be read.
+    """Files of turns, and how to read them.
 
     Attributes
     ----------
@@ -59,64 +196,63 @@ class Log:
         As for `trajkit.read_turns`.
     format : str, optional
     nonfinite_logprobs : {"raise", "null"}
-    aside : bool
-        Sessions that break a rule are set aside, with the reason.
+    reject : bool
+        Sessions that break a rule are rejected with the reason, not an error.
     gather : bool
-        Sessions that lie scattered are gathered.
+        Scattered sessions are grouped, not an error.
     folder : path, optional
-        Where they are gathered. None: where the system has its temporary files.
+        Parent of the temporary directory. None: the system's.
     """
 
     source: str | os.PathLike[str]
     format: Format | None = None
     nonfinite_logprobs: Nonfinite = "raise"
-    aside: bool = False
+    reject: bool = False
     gather: bool = True
     folder: str | os.PathLike[str] | None = None
 
-    def census(self) -> Census:
-        """What the files hold; see `trajkit.jobs.session_index.take_census`."""
-        return take_census(self._files()[0], self.format)
+    def index(self) -> SessionIndex:
+        """The sessions of the files."""
+        return index_sessions(self._files()[0], self.format)
 
     def _files(self) -> tuple[list[Path], Amendments | None]:
-        """The files of turns, and what amends them."""
         return turn_files(self.source, self.format)
 
-    def pieces(self, census: Census, skip: int = 0) -> Generator["Piece", None, None]:
-        """The turns in tables of whole sessions, in the order of `read_turns`.
+    def pieces(
+        self, index: SessionIndex, skip: int = 0
+    ) -> Generator[Piece, None, None]:
+        """Tables of complete sessions, in the order of `read_turns`.
 
         Parameters
         ----------
-        census : Census
+        index : SessionIndex
             Of the files as they are.
         skip : int
-            Leave out so many turns, which must be those of the first pieces.
+            Turns to leave out, which must be those of the first pieces.
 
         Raises
         ------
         SchemaError, InvalidTurnsError
-            As `read_turns`; also a session that comes back, where none is gathered.
+            As `read_turns`; also a scattered session without ``gather``.
         """
-        if not census.turns:
+        if not index.turns:
             turns = read_turns(self.source, format=self.format)
             yield Piece(turns, 0, REJECTED.empty_table())
-        if self.gather and census.scattered is not None:
-            tables = self._gathered(census, skip)
+        if self.gather and index.scattered is not None:
+            tables = self._grouped(index, skip)
         else:
-            rows = census.n_turns * _BATCH_BYTES // max(census.n_bytes, 1)
-            rows = min(max(rows, _LEAST_ROWS), _MOST_ROWS)
-            tables = whole_sessions(self._batches(rows, skip))
+            tables = whole_sessions(self._batches(index.batch_rows, skip))
         amendments = self._files()[1]
         with closing(tables):
-            for table in pieces(tables):
-                piece = self._judged(table)
+            for table in rechunk(tables):
+                piece = self._checked(table)
                 if amendments is not None:
                     piece = replace(piece, turns=amendments.fold_into(piece.turns))
                 yield piece
 
-    def _judged(self, table: pa.Table) -> "Piece":
+    def _checked(self, table: pa.Table) -> Piece:
         n_turns = table.num_rows
-        if not self.aside:
+        if not self.reject:
             table = canonical(table, turns_schema(table.column_names))
             turns = check_turns(table, self.nonfinite_logprobs)
             return Piece(turns, n_turns, REJECTED.empty_table())
@@ -125,11 +261,11 @@ class Log:
         return Piece(good, n_turns, pa.concat_tables([misread, bad]))
 
     def _batches(self, rows: int | None, skip: int = 0) -> Iterator[pa.RecordBatch]:
-        """The turns as the files hold them; JSON lines by ``rows`` and more, or all."""
+        """The turns as stored, ``rows`` at a time; JSON lines end with a session."""
         files = ((path, self.format or format_of(path)) for path in self._files()[0])
         for json, run in itertools.groupby(files, lambda file: is_json(file[1])):
             if json:
-                # files of one log count their turns together
+                # turns without a number are counted across the files of a log
                 lines = itertools.chain.from_iterable(
                     jsonl.planned(
                         jsonl.calls(open_input(path, kind), str(path)),
@@ -140,31 +276,32 @@ class Log:
                 )
                 while skip and next(lines, None) is not None:
                     skip -= 1
-                for some in jsonl.by_session(lines, rows or sys.maxsize):
-                    yield from self._from_records(some).combine_chunks().to_batches()
+                for records in jsonl.by_session(lines, rows or sys.maxsize):
+                    table = self._from_records(records)
+                    yield from table.combine_chunks().to_batches()
                 continue
             for path, kind in run:
-                whole = file_rows(path, kind) if skip else 0
-                if skip < whole or not skip:
+                n_rows = file_rows(path, kind) if skip else 0
+                if skip < n_rows or not skip:
                     yield from read_batches(path, kind, rows, skip, turns_schema)
-                skip = max(skip - whole, 0)
+                skip = max(skip - n_rows, 0)
 
     def _from_records(self, records: list[dict[str, object]]) -> pa.Table:
         try:
             return from_records(records, nonfinite_logprobs=self.nonfinite_logprobs)
         except InvalidTurnsError:
-            if not self.aside:
+            if not self.reject:
                 raise
         sessions: dict[str, list[dict[str, object]]] = {}
         for record in records:
-            name = session_in(record)
+            name = _session_of(record)
             if name is None:
                 raise InvalidTurnsError(
                     f"session_id is {reprlib.repr(record.get('session_id'))}: there is "
-                    "no session to set aside"
+                    "no session to reject"
                 )
             sessions.setdefault(name, []).append(record)
-        return joined(self._session(name, own) for name, own in sessions.items())
+        return concat(self._session(name, own) for name, own in sessions.items())
 
     def _session(self, name: str, records: list[dict[str, object]]) -> pa.Table:
         try:
@@ -173,67 +310,48 @@ class Log:
             n = len(records)
             return pa.table({"session_id": [name] * n, _REASON: [str(error)] * n})
 
-    def _gathered(self, census: Census, skip: int) -> Generator[pa.Table, None, None]:
-        folders = self._folders(census)
-        if set(buckets(census).values()) == {0}:
-            folders = (folder for folder in [Path(self.source)])
+    def _grouped(
+        self, index: SessionIndex, skip: int
+    ) -> Generator[pa.Table, None, None]:
+        """The turns of one bucket after another, sorted."""
+        buckets = bucket_numbers(index)
+        if set(buckets.values()) == {0}:  # everything fits in memory
+            folders: Generator[Path, None, None] = (Path(p) for p in [self.source])
+        else:
+            folders = self._bucket_folders(buckets)
         with closing(folders):
             for folder in folders:
-                table = in_one_piece(joined(self._tables(folder)))
+                log = self
+                if folder != Path(self.source):
+                    log = replace(self, source=folder, format=None)
+                batches = log._batches(None)
+                table = concat(pa.Table.from_batches([batch]) for batch in batches)
+                table = _sorted(table)
                 left = table.slice(skip)
                 skip = max(skip - table.num_rows, 0)
                 if left.num_rows:
                     yield left
 
-    def _tables(self, folder: Path) -> Iterator[pa.Table]:
-        # what was gathered says by its names what it is
-        plain = self
-        if folder != Path(self.source):
-            plain = replace(self, source=folder, format=None)
-        for batch in plain._batches(None):
-            yield pa.Table.from_batches([batch])
-
-    def _folders(self, census: Census) -> Generator[Path, None, None]:
-        """Directories of turns, each with the whole of a run of sessions.
-
-        They follow one another as their first sessions do. A directory is gone when the
-        next is asked for, and all of them at the end.
-        """
-        with tempfile.TemporaryDirectory(prefix=GATHERS, dir=self.folder) as root:
-            spill = Spill(Path(root), buckets(census))
+    def _bucket_folders(
+        self, buckets: dict[str | None, int]
+    ) -> Generator[Path, None, None]:
+        """Directories with the turns of consecutive sessions; each is deleted after use."""
+        with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=self.folder) as root:
+            spill = Spill(Path(root), buckets)
             for path in self._files()[0]:
                 kind = self.format or format_of(path)
                 if is_json(kind):
                     lines = jsonl.raw_lines(open_input(path, kind), str(path))
                     for line, record in lines:
-                        spill.add_line(line, session_in(record))
+                        spill.add_line(line, _session_of(record))
                 else:
                     for batch in read_batches(
-                        path, kind, _LEAST_ROWS, plan=turns_schema
+                        path, kind, limits.MIN_READ_ROWS, plan=turns_schema
                     ):
                         spill.add(batch)
-            for bucket in spill.close():
-                yield bucket
-                shutil.rmtree(bucket)
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Whole sessions of a log.
-
-    Attributes
-    ----------
-    turns : Table
-        In canonical form, checked.
-    n_turns : int
-        How many turns of the log it stands for, those set aside included.
-    aside : Table
-        `trajkit.turns.validation.REJECTED`: sessions that were set aside.
-    """
-
-    turns: pa.Table
-    n_turns: int
-    aside: pa.Table
+            for folder in spill.close():
+                yield folder
+                shutil.rmtree(folder)
 
 
 def scan_turns(
@@ -244,11 +362,11 @@ def scan_turns(
     gather: bool = True,
     folder: str | os.PathLike[str] | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """What `trajkit.read_turns` gives of files, batch by batch.
+    """The turns of files batch by batch, as `trajkit.read_turns` returns them.
 
-    Held are a few batches and the largest session, never the files. Where sessions lie
-    scattered, or turns out of order, all turns are written once more to temporary files
-    of few sessions each.
+    Memory is bounded by a few batches and the largest session. If sessions are scattered
+    or turns out of order, all turns are first written to temporary files, grouped by
+    session.
 
     Parameters
     ----------
@@ -257,16 +375,16 @@ def scan_turns(
     format, nonfinite_logprobs
         As for `trajkit.read_turns`.
     gather : bool
-        False: a session that comes back is an error.
+        False: a scattered session is an error.
     folder : path, optional
-        Where the temporary files are made, of about the size of the turns as Arrow.
-        None: where the system has its temporary files.
+        Where temporary files of about the size of the turns as Arrow are made. None:
+        the system's directory for temporary files.
 
     Yields
     ------
     RecordBatch
-        In canonical form; sessions in order of first appearance, each in one piece,
-        turns ascending. One without rows where there are no turns.
+        In canonical form; sessions in order of first appearance, each contiguous, turns
+        ascending. If there are no turns, one empty batch.
 
     Raises
     ------
@@ -278,104 +396,101 @@ def scan_turns(
     ``tk.write_rows(tk.linearize(tk.scan_turns("log")), "rows.parquet")``
     """
     log = Log(source, format, nonfinite_logprobs, gather=gather, folder=folder)
-    with closing(log.pieces(log.census())) as found:
+    with closing(log.pieces(log.index())) as found:
         yield from batches_in(piece.turns for piece in found)
 
 
-def buckets(census: Census) -> dict[str | None, int]:
-    """Where each session is gathered: runs of sessions of about equal size."""
-    room = max(_BUCKET_BYTES, census.n_bytes // _MOST_BUCKETS)
-    ends = np.cumsum(np.fromiter(census.turns.values(), np.int64, len(census.turns)))
-    each = census.n_bytes / max(census.n_turns, 1)
+def bucket_numbers(index: SessionIndex) -> dict[str | None, int]:
+    """The bucket of each session: consecutive sessions of about `limits.BUCKET_BYTES`."""
+    room = max(limits.BUCKET_BYTES, index.n_bytes // limits.MAX_BUCKETS)
+    ends = np.cumsum(np.fromiter(index.turns.values(), np.int64, len(index.turns)))
+    each = index.n_bytes / max(index.n_turns, 1)
     numbers = ((ends - 1) * each).astype(np.int64) // room
-    return dict(zip(census.turns, numbers.tolist(), strict=True))
+    return dict(zip(index.turns, numbers.tolist(), strict=True))
 
 
-def in_one_piece(table: pa.Table) -> pa.Table:
-    """The table with each session in one piece, its turns ascending where they can."""
+def _sorted(table: pa.Table) -> pa.Table:
+    """The table with contiguous sessions, their turns ascending if they have numbers."""
     codes = table.column("session_id").combine_chunks().cast(pa.string())
     codes = codes.dictionary_encode("encode").indices.to_numpy()
-    index = turn_numbers(table)
+    index = _turn_numbers(table)
     keys = (codes,) if index is None else (index, codes)
     order = np.lexsort(keys)
     if (np.diff(order) > 0).all():
         return table
-    columns = table.columns
-    schema = table.schema
+    schema, columns = table.schema, table.columns
     del table
     for i in range(len(columns)):
-        # one column after the other, so that no two copies of all are held
+        # one by one, so that only one column is in memory twice
         column = pa.chunked_array([columns[i].combine_chunks()], columns[i].type)
-        columns[i] = picked_column(column, pa.array(order), schema.names[i])
+        columns[i] = take_values(column, pa.array(order), schema.names[i])
     return pa.Table.from_arrays(columns, schema=schema)
 
 
 def _split_misread(table: pa.Table) -> tuple[pa.Table, pa.Table]:
-    """The turns that were read, and REJECTED of those that were not."""
+    """The turns that could be read, and REJECTED of the other sessions."""
     if _REASON not in table.column_names:
         return table, REJECTED.empty_table()
-    reasons = table.column(_REASON)
-    lines = dict.fromkeys(
-        (line["session_id"], line[_REASON])
-        for line in table.select(["session_id", _REASON])
-        .filter(reasons.is_valid())
-        .to_pylist()
+    valid = table.column(_REASON).is_valid()
+    lines = table.select(["session_id", _REASON]).filter(valid).to_pylist()
+    reasons = dict.fromkeys((line["session_id"], line[_REASON]) for line in lines)
+    misread = pa.table(
+        [[name for name, _ in reasons], [reason for _, reason in reasons]],
+        schema=REJECTED,
     )
-    names, why = zip(*lines, strict=True) if lines else ((), ())
-    misread = pa.table([list(names), list(why)], schema=REJECTED)
-    read = table.filter(reasons.is_null()).drop_columns([_REASON])
+    read = table.filter(pc.invert(valid)).drop_columns([_REASON])
     return (read if read.num_rows else TURNS.empty_table()), misread
 
 
 class Spill:
-    """Turns on their way into the directories of their sessions."""
+    """Writes turns to the directories of their sessions' buckets."""
 
-    def __init__(self, root: Path, of_session: dict[str | None, int]) -> None:
+    def __init__(self, root: Path, buckets: dict[str | None, int]) -> None:
         self._root = root
-        self._of_session = of_session
-        self._held: list[pa.RecordBatch] = []
+        self._buckets = buckets
+        self._pending: list[pa.RecordBatch] = []
         self._bytes = 0
         self._streams: dict[int, tuple[pa.Schema, pa.ipc.RecordBatchStreamWriter]] = {}
         self._texts: dict[int, pa.NativeFile] = {}
         self._n_streams = 0
 
     def add(self, batch: pa.RecordBatch) -> None:
-        if self._held and not batch.schema.equals(self._held[0].schema):
-            self._share_out()
-        self._held.append(batch)
+        if self._pending and not batch.schema.equals(self._pending[0].schema):
+            self._write_pending()
+        self._pending.append(batch)
         self._bytes += batch.nbytes
-        if self._bytes >= _SPILL_BYTES:
-            self._share_out()
+        if self._bytes >= limits.SPILL_BYTES:
+            self._write_pending()
 
     def add_line(self, line: bytes, session: str | None) -> None:
-        number = self._of_session[session]
+        number = self._buckets[session]
         if number not in self._texts:
             path = self._folder(number) / "turns.jsonl"
             self._texts[number] = pa.OSFile(str(path), "w")
         self._texts[number].write(line + b"\n")
 
     def close(self) -> list[Path]:
-        """All is written; the directories in order."""
-        self._share_out()
+        """Write everything; returns the directories in order."""
+        self._write_pending()
         for _, writer in self._streams.values():
             writer.close()
         for text in self._texts.values():
             text.close()
         return sorted(self._root.iterdir())
 
-    def _share_out(self) -> None:
-        if not self._held:
+    def _write_pending(self) -> None:
+        if not self._pending:
             return
-        # in one chunk: taking rows of many would join them first, for each bucket again
-        table = pa.Table.from_batches(self._held).combine_chunks()
-        self._held, self._bytes = [], 0
+        # one chunk: taking rows of several would concatenate them for each bucket
+        table = pa.Table.from_batches(self._pending).combine_chunks()
+        self._pending, self._bytes = [], 0
         ids = table.column("session_id").combine_chunks().cast(pa.string())
         ids = ids.dictionary_encode("encode")
-        numbers = [self._of_session[name] for name in ids.dictionary.to_pylist()]
+        numbers = [self._buckets[name] for name in ids.dictionary.to_pylist()]
         of_turn = np.asarray(numbers, np.int64)[ids.indices.to_numpy()]
         for number in np.unique(of_turn).tolist():
             rows = pa.array(np.flatnonzero(of_turn == number))
-            self._stream(number, table.schema).write_table(picked(table, rows))
+            self._stream(number, table.schema).write_table(take_rows(table, rows))
 
     def _stream(self, number: int, schema: pa.Schema) -> pa.ipc.RecordBatchStreamWriter:
         known = self._streams.get(number)

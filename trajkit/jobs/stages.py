@@ -1,8 +1,8 @@
-"""Stages from file to file, in bounded memory.
+"""Jobs from file to file, in bounded memory.
 
-A log goes through in pieces of whole sessions (`group_sessions`): while one is made into
-rows, the next is read and the one before is written. An output is one file, or a
-directory of parts, of which a run that was stopped goes on where it stood.
+A log is read in tables of complete sessions (`group_sessions`): while one becomes rows, the
+next is read and the previous one is written. An output is one file, or a directory of
+parts; an interrupted job continues after the last complete part of a directory.
 """
 
 import hashlib
@@ -21,15 +21,14 @@ import pyarrow as pa
 from trajkit._arguments import check_choice
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike
-from trajkit._streams.prefetch import read_ahead
-from trajkit._streams.session_batches import PIECE_TOKENS, pieces, weights
-from trajkit.errors import InvalidTurnsError, PolicyError
+from trajkit._streams import limits
+from trajkit._streams.prefetch import prefetch
+from trajkit._streams.session_batches import path_tokens
+from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.io.formats import Format, check_folder, kind_of
 from trajkit.io.tables import log_files, write_rows, write_tables, write_turns
-from trajkit.jobs.atomic_writers import Write, outlets
-from trajkit.jobs.group_sessions import Log, Piece
-from trajkit.jobs.manifest import Manifest, fingerprint
-from trajkit.jobs.session_index import Census
+from trajkit.jobs.group_sessions import Log, Piece, SessionIndex
+from trajkit.jobs.outputs import Manifest, Write, atomic_writers, fingerprint
 from trajkit.pipeline.rows import Layout, linearize
 from trajkit.pipeline.suffix_layout import full_pieces, row_pieces
 from trajkit.policies import Policy
@@ -42,27 +41,18 @@ from trajkit.turns.turn_rules import run_starts
 from trajkit.turns.validation import REJECTED, Nonfinite
 
 Made: TypeAlias = Iterator[tuple[str, pa.Table]]
-"""Tables and the outputs that they are for."""
+"""Tables, each with the name of its output."""
 
 Stage: TypeAlias = Callable[[pa.Table], Made]
-"""What a piece of turns becomes."""
+"""A function from turns of complete sessions to tables."""
 
-PART_TURNS = 1 << 15
-"""A part ends with the piece that brings it to so many turns."""
-
-# What is counted by its rows; of the rest, "report" says how much there is.
+# outputs whose rows are counted; the counts of "report" are summed up
 _COUNTED = ("turns", "rejected", "violations")
-
-# Sessions that go through a stage at a time: what their rows can have at most, in tokens,
-# is so much, or more by one session.
-_STAGE_TOKENS = 2 * PIECE_TOKENS
-# Whole rows of a session that can have more are written some at a time.
-_LARGE_TOKENS = 4 * PIECE_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """An output: where, and by what it is written."""
+    """An output: its path and the function that writes it."""
 
     path: Path
     write: Write
@@ -70,19 +60,19 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What a run tells about itself.
+    """Functions that a job calls to report its progress.
 
     Attributes
     ----------
-    begins : function of a Census and an int
-        What the source holds, and how many of its turns parts on disk took already.
+    begins : function of a SessionIndex and an int
+        The sessions of the source, and how many turns existing parts already took.
     advances : function of an int
-        Turns that went through since.
+        Turns that were processed since.
     notes : function of a str
-        What takes longer than expected, in words.
+        A message about work that takes longer than expected.
     """
 
-    begins: Callable[[Census, int], None] = lambda census, done: None
+    begins: Callable[[SessionIndex, int], None] = lambda index, done: None
     advances: Callable[[int], None] = lambda n_turns: None
     notes: Callable[[str], None] = lambda text: None
 
@@ -94,147 +84,135 @@ def run(
     job: Mapping[str, object] | None,
     watch: Watch,
 ) -> Counter[str]:
-    """Put a log through a stage; what is counted comes back.
+    """Apply a stage to a log.
 
     Parameters
     ----------
     log : Log
     stage : function of a table
-        Every piece goes through it, and an empty table where the log is empty.
+        Called for every piece, and for an empty table if the log is empty.
     targets : mapping of str to Target
-        Where the tables of each name go. Those of other names are counted only. The
-        target "rejected" gets the sessions that were set aside.
+        The outputs of the stage's tables, by name. Tables of other names are only
+        counted. The target "rejected" gets the rejected sessions.
     job : mapping, optional
-        Of directories of parts: all that the parts depend on beside the source, in
-        JSON's types. The first target keeps the account. None: the targets are files.
+        For directories of parts: everything that the parts depend on besides the
+        source, in JSON's types. The first target has the manifest. None: the targets
+        are files.
     watch : Watch
 
     Returns
     -------
     Counter
-        Over all pieces: the sums of the integer columns of "report", and rows of turns,
-        of what was set aside and of violations.
+        The sums of the integer columns of "report", and the numbers of turns, rejected
+        sessions and violations.
 
     Raises
     ------
-    PolicyError
-        Two targets are one, or some are files and some directories.
+    ArgumentError
+        Two targets are the same, or some are files and some directories.
     """
-    _check_places(targets, parts=job is not None)
-    census = log.census()
+    _check_targets(targets, parts=job is not None)
+    index = log.index()
     if job is None:
-        watch.begins(census, 0)
+        watch.begins(index, 0)
         with ExitStack() as stack:
-            found = read_ahead(log.pieces(census), stack)
-            return _part(found, stage, targets, watch, None)[0]
+            pieces = prefetch(log.pieces(index), stack)
+            return _write_part(pieces, stage, targets, watch, None)[0]
     files = itertools.chain(*log_files(log.source, log.format))
     source = fingerprint(log.source, files)
-    limits = [PART_TURNS, PIECE_TOKENS, _STAGE_TOKENS]
-    main = next(iter(targets.values())).path
-    beside = [target.path for target in targets.values() if target.path != main]
-    job = {**job, "source": source, "limits": limits}
-    manifest = Manifest.open(main, job, beside)
-    watch.begins(census, manifest.done)
+    job = {**job, "source": source, "limits": [limits.FILE_TURNS, limits.READ_TOKENS]}
+    main, *others = dict.fromkeys(target.path for target in targets.values())
+    manifest = Manifest.open(main, job, others)
+    watch.begins(index, manifest.done)
     with ExitStack() as stack:
-        found = read_ahead(log.pieces(census, manifest.done), stack)
-        if manifest.ends and manifest.done >= census.n_turns:
+        pieces = prefetch(log.pieces(index, manifest.done), stack)
+        if manifest.ends and manifest.done >= index.n_turns:
             manifest.finish()
         while not manifest.finished:
             part = {}
             for name, target in targets.items():
                 target.path.mkdir(exist_ok=True)
                 part[name] = Target(target.path / manifest.part(), target.write)
-            totals, n_turns = _part(found, stage, part, watch, PART_TURNS)
-            manifest.add(n_turns, totals)
-            if manifest.done >= census.n_turns or not n_turns:
+            totals, n = _write_part(pieces, stage, part, watch, limits.FILE_TURNS)
+            manifest.add(n, totals)
+            if manifest.done >= index.n_turns or not n:
                 manifest.finish()
     return manifest.totals
 
 
-def _check_places(targets: Mapping[str, Target], *, parts: bool) -> None:
-    """Raise PolicyError where two targets are one, or one is a file among directories."""
-    places: dict[Path, str] = {}
+def _check_targets(targets: Mapping[str, Target], *, parts: bool) -> None:
+    """Raise ArgumentError if two targets are the same, or files mix with directories."""
+    names: dict[Path, str] = {}
     for name, target in targets.items():
-        other = places.setdefault(target.path.resolve(), name)
+        other = names.setdefault(target.path.resolve(), name)
         if other != name:
-            raise PolicyError(
-                f"{other} and {name} both go to {target.path}: each needs a place of "
-                "its own"
+            raise ArgumentError(
+                f"{other} and {name} both go to {target.path}: each needs its own path"
             )
         if parts and kind_of(target.path):
             main = next(iter(targets.values())).path
-            raise PolicyError(
+            raise ArgumentError(
                 f"{name} goes to the file {target.path}, and {main} is a directory of "
                 "parts: give a directory"
             )
 
 
-def _part(
-    found: Iterator[Piece],
+def _write_part(
+    pieces: Iterator[Piece],
     stage: Stage,
     targets: Mapping[str, Target],
     watch: Watch,
-    most: int | None,
+    max_turns: int | None,
 ) -> tuple[Counter[str], int]:
-    """Put pieces of so many turns through, or all; what is counted, and the turns."""
+    """Write pieces until ``max_turns`` is reached; returns the totals and the turns."""
     totals: Counter[str] = Counter()
     n_turns = 0
-    places = {name: (target.path, target.write) for name, target in targets.items()}
-    with outlets(places) as sinks:
-        for piece in found:
-            for name, table in judged(stage, piece, aside="rejected" in targets):
-                totals.update(_counted(name, table))
-                if name in sinks:
-                    sinks[name].put(table)
+    paths = {name: (target.path, target.write) for name, target in targets.items()}
+    with atomic_writers(paths) as writers:
+        for piece in pieces:
+            for name, table in _apply(stage, piece, reject="rejected" in targets):
+                totals.update(_counts(name, table))
+                if name in writers:
+                    writers[name].put(table)
             n_turns += piece.n_turns
             watch.advances(piece.n_turns)
-            if most is not None and n_turns >= most:
+            if max_turns is not None and n_turns >= max_turns:
                 break
     return totals, n_turns
 
 
-def judged(stage: Stage, piece: Piece, *, aside: bool) -> Made:
-    """What the stage makes of a piece, without the sessions that it refuses.
+def _apply(stage: Stage, piece: Piece, *, reject: bool) -> Made:
+    """The tables of a piece; with ``reject``, without the sessions that it refuses.
 
-    A stage refuses turns before it gives its first table. Where no session may be set
-    aside, the error is raised.
+    A stage raises before it yields its first table.
     """
-    bad = [piece.aside]
+    if not reject:
+        yield from stage(piece.turns)
+        return
+    rejected = [piece.rejected]
     made = False
-    for turns in _at_a_time(piece.turns):
-        if not aside:
-            yield from stage(turns)
-            continue
-        try:
-            yield from _begun(stage(turns))
-            made = True
-        except _Refused:
-            for session in _sessions(turns):
-                try:
-                    yield from _begun(stage(session))
-                    made = True
-                except _Refused as error:
-                    name = session.column("session_id")[0].as_py()
-                    bad.append(pa.table([[name], [str(error)]], schema=REJECTED))
-    if aside:
-        if not made:
-            # an output tells its columns, though nothing is in it
-            yield from stage(piece.turns.slice(0, 0))
-        yield "rejected", pa.concat_tables(bad)
-
-
-def _at_a_time(turns: pa.Table) -> Iterator[pa.Table]:
-    """Whole sessions of a piece, or the piece where it has none."""
-    if not turns.num_rows:
-        return iter([turns])
-    return pieces([turns], _STAGE_TOKENS, weights)
+    try:
+        yield from _first_made(stage(piece.turns))
+        made = True
+    except _Refused:
+        for session in _sessions(piece.turns):
+            try:
+                yield from _first_made(stage(session))
+                made = True
+            except _Refused as error:
+                name = session.column("session_id")[0].as_py()
+                rejected.append(pa.table([[name], [str(error)]], schema=REJECTED))
+    if not made:  # an empty output has columns, too
+        yield from stage(piece.turns.slice(0, 0))
+    yield "rejected", pa.concat_tables(rejected)
 
 
 class _Refused(Exception):
-    """A stage refused turns, for the reason that it says."""
+    """A stage refused turns for the reason in the message."""
 
 
-def _begun(made: Made) -> Made:
+def _first_made(made: Made) -> Made:
+    """The tables, after the first of them was made."""
     try:
         first = next(made)
     except InvalidTurnsError as error:
@@ -248,11 +226,11 @@ def _sessions(turns: pa.Table) -> Iterator[pa.Table]:
         yield turns.slice(start, stop - start)
 
 
-def _counted(name: str, table: pa.Table) -> Mapping[str, int]:
-    """What a table adds to the totals of a run."""
+def _counts(name: str, table: pa.Table) -> Mapping[str, int]:
+    """What a table adds to the totals of a job."""
     if name != "report":
         return {name: table.num_rows} if name in _COUNTED else {}
-    counts = [one.name for one in table.schema if pa.types.is_integer(one.type)]
+    counts = [field.name for field in table.schema if pa.types.is_integer(field.type)]
     sums = {count: pc.sum(table[count]).as_py() or 0 for count in counts}
     return {"sessions": table.num_rows, **sums}
 
@@ -277,57 +255,56 @@ def linearize_file(
 ) -> dict[str, int]:
     """Write the training rows of files of turns, in bounded memory.
 
-    The rows are those of `trajkit.linearize` of `trajkit.read_turns`. Held are some
-    pieces of about 8 million tokens of prompts and outputs, or 4 million in delta form,
-    or one session where that has more; of the whole rows of such a session, some at a
-    time.
+    The rows are those of `trajkit.linearize` of `trajkit.read_turns`. In memory are a few
+    tables of about 8 million tokens of prompts and outputs (4 million in delta form), or
+    a larger session. The full rows of a larger session are written some at a time.
 
     Parameters
     ----------
     source : path
         A file or a directory, as for `trajkit.read_turns`.
     output : path
-        A file, or a directory of parts (one that is there, or a path that ends with a
-        separator). Of a directory, a run that was stopped goes on after the last part
-        that it finished, and ends with the same bytes.
+        A file, or a directory of parts (an existing one, or a path that ends with a
+        separator). An interrupted run continues after its last complete part of a
+        directory, and produces the same bytes.
     policy, reward, sessions, max_row_tokens, layout
         As for `trajkit.linearize`.
     threads : int, optional
-        As for `trajkit.linearize`, beside one that reads and one that writes, which
+        As for `trajkit.linearize`. One thread more reads and one per output writes; they
         have more to do. None: 1.
     weigh_by : {"token", "row", "rollout"}
-        What ``row_weight`` is, as for `trajkit.add_weights`.
+        The definition of ``row_weight``, as for `trajkit.add_weights`.
     report : path, optional
-        Where the report goes; a directory where ``output`` is one.
+        The output of the report; a directory if ``output`` is one.
     rejected : path, optional
-        Where the sessions go that break a rule: `turns.validation.REJECTED`, with the
-        reason; a directory where ``output`` is one. None: such a session is an error.
+        The output of sessions that break a rule, as `turns.validation.REJECTED` with the
+        reason; a directory if ``output`` is one. None: such a session is an error.
     format, nonfinite_logprobs
         As for `trajkit.read_turns`.
     gather : bool
-        Whether to gather sessions that lie scattered, beside ``output``; see
-        `trajkit.scan_turns`.
+        Whether scattered sessions are grouped, in temporary files next to ``output``;
+        see `trajkit.scan_turns`.
     watch : Watch, optional
-        What to tell while it runs.
+        Functions that report progress.
 
     Returns
     -------
     dict of str to int
-        ``sessions``, the sums of the report's counts, and ``rejected`` where asked.
+        ``sessions``, the sums of the report's counts, and ``rejected`` if requested.
 
     Raises
     ------
     FormatError
         As for `trajkit.read_turns`; ``output`` is a directory of another job's parts.
-    SchemaError, InvalidTurnsError, PolicyError
-        As for `trajkit.linearize` and `trajkit.read_turns`. No file is left then; of a
-        directory, the parts before.
+    SchemaError, InvalidTurnsError, ArgumentError
+        As for `trajkit.linearize` and `trajkit.read_turns`. No file is created then; a
+        directory keeps its complete parts.
     """
     chosen = named_policy(policy)
     check_choice("weigh_by", weigh_by, By)
 
     def stage(turns: pa.Table) -> Made:
-        large = layout == "full" and int(weights(turns).sum()) > _LARGE_TOKENS
+        large = layout == "full" and path_tokens(turns) > limits.PART_TOKENS
         rows, counts = linearize(
             locate(turns),
             chosen,
@@ -338,7 +315,7 @@ def linearize_file(
             layout="suffix" if large else layout,
             report=True,
         )
-        if weigh_by != "token":  # which they are already
+        if weigh_by != "token":  # the weights that `linearize` sets
             rows = add_weights(rows, weigh_by)
         yield "report", counts
         parts = full_pieces(rows) if large else row_pieces(rows)
@@ -389,24 +366,16 @@ def compact_file(
     Returns
     -------
     dict of str to int
-        ``turns``, and ``rejected`` where asked.
+        ``turns``, and ``rejected`` if requested.
 
     Raises
     ------
     FormatError, SchemaError, InvalidTurnsError
         As for `linearize_file` and `trajkit.compact`.
     """
-    return _change(
-        {"stage": "compact"},
-        compact,
-        source,
-        output,
-        rejected,
-        format,
-        nonfinite_logprobs,
-        gather,
-        watch,
-    )
+    folder = folder_of(output)
+    log = Log(source, format, nonfinite_logprobs, rejected is not None, gather, folder)
+    return _convert_file("compact", compact, log, output, rejected, watch)
 
 
 def expand_file(
@@ -419,55 +388,25 @@ def expand_file(
     gather: bool = True,
     watch: Watch | None = None,
 ) -> dict[str, int]:
-    """Write files of turns with their whole prompts, in bounded memory.
-
-    Parameters
-    ----------
-    source, output, rejected, format, nonfinite_logprobs, gather, watch
-        As for `linearize_file`.
-
-    Returns
-    -------
-    dict of str to int
-        ``turns``, and ``rejected`` where asked.
-
-    Raises
-    ------
-    FormatError, SchemaError, InvalidTurnsError
-        As for `linearize_file` and `trajkit.expand`.
-    """
-    return _change(
-        {"stage": "expand"},
-        expand,
-        source,
-        output,
-        rejected,
-        format,
-        nonfinite_logprobs,
-        gather,
-        watch,
-    )
+    """Write files of turns with complete prompts; see `compact_file`."""
+    folder = folder_of(output)
+    log = Log(source, format, nonfinite_logprobs, rejected is not None, gather, folder)
+    return _convert_file("expand", expand, log, output, rejected, watch)
 
 
-def _change(
-    job: dict[str, object],
-    change: Callable[[pa.Table], pa.Table],
-    source: str | os.PathLike[str],
+def _convert_file(
+    name: str,
+    convert: Callable[[pa.Table], pa.Table],
+    log: Log,
     output: str | os.PathLike[str],
     rejected: str | os.PathLike[str] | None,
-    format: Format | None,
-    nonfinite: Nonfinite,
-    gather: bool,
     watch: Watch | None,
 ) -> dict[str, int]:
     def stage(turns: pa.Table) -> Made:
-        yield "turns", change(turns)
+        yield "turns", convert(turns)
 
-    log = Log(
-        source, format, nonfinite, rejected is not None, gather, folder_of(output)
-    )
     targets = {"turns": Target(Path(output), write_turns)}
-    return run_job(log, stage, targets, rejected, output, job, watch)
+    return run_job(log, stage, targets, rejected, output, {"stage": name}, watch)
 
 
 def run_job(
@@ -479,33 +418,33 @@ def run_job(
     job: dict[str, object],
     watch: Watch | None,
 ) -> dict[str, int]:
-    """`run` to the files, or the directories of parts, that a caller named.
+    """`run` with files or directories of parts, depending on ``output``.
 
     Parameters
     ----------
     log, stage, targets, watch
-        As for `run`; the first target goes to ``output``.
+        As for `run`.
     rejected : path, optional
-        The target of sessions that are set aside.
+        The target of rejected sessions.
     output : path
-        Whether it is a directory says whether all targets are.
+        The path of the first target, as the caller spelled it.
     job : dict
-        As for `run`, of what the stage itself depends on.
+        As for `run`: what the stage depends on.
 
     Raises
     ------
-    PolicyError
-        Two targets are one, or some are files and some directories.
+    ArgumentError
+        As `run`.
     """
     if rejected is not None:
         targets["rejected"] = Target(Path(rejected), write_tables)
-    parts = is_parts(output)
     job = {
         **job,
-        "rejected": log.aside,
+        "rejected": log.reject,
         "nonfinite_logprobs": log.nonfinite_logprobs,
         "outputs": sorted(targets),
     }
+    parts = is_parts(output)
     return dict(run(log, stage, targets, job if parts else None, watch or Watch()))
 
 
@@ -516,14 +455,14 @@ def is_parts(output: str | os.PathLike[str]) -> bool:
 
 
 def folder_of(output: str | os.PathLike[str]) -> Path:
-    """The directory that the output is written to; FileNotFoundError without one."""
+    """The directory that contains the output; FileNotFoundError if it is missing."""
     folder = Path(output).resolve().parent
     check_folder(folder)
     return folder
 
 
 def facts_digest(facts: SessionFacts) -> object:
-    """What tells these facts from others, in JSON's types."""
+    """A value in JSON's types that differs if the metadata of sessions differ."""
     if facts.table is None:
         return facts.reward
     sink = pa.BufferOutputStream()

@@ -1,8 +1,8 @@
-"""Whether the rows of files keep their promises, in bounded memory.
+"""`trajkit.verify` from file to file, in bounded memory.
 
-Rows and turns go through side by side, in the order of the turns. Rows of files that
-have them in another order are brought into it first, as scattered turns are
-(`trajkit.jobs.group_sessions`): the session ids of both tell whether that is needed.
+Rows and turns are read in step, in the order of the turns. The session ids of both are
+scanned first. Rows in another order are sorted through temporary files, as scattered turns
+are (`trajkit.jobs.group_sessions`).
 """
 
 import os
@@ -20,10 +20,11 @@ import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, check_session_id
-from trajkit._arrow.take import picked
-from trajkit._streams.lockstep import Beside, one_batch
-from trajkit._streams.session_batches import joined
-from trajkit.errors import InvalidTurnsError, PolicyError, SchemaError, TornLogWarning
+from trajkit._arrow.take import take_rows
+from trajkit._streams import limits
+from trajkit._streams.lockstep import SessionCursor, one_batch
+from trajkit._streams.session_batches import concat
+from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError, TornLogWarning
 from trajkit.io import jsonl
 from trajkit.io.arrow import key_batches
 from trajkit.io.formats import Format, format_of, is_json, open_input, paths_in
@@ -35,9 +36,15 @@ from trajkit.io.tables import (
     write_table,
     write_tables,
 )
-from trajkit.jobs.group_sessions import GATHERS, Log, Spill, buckets
-from trajkit.jobs.manifest import fingerprint
-from trajkit.jobs.session_index import INFLATED, Census
+from trajkit.jobs.group_sessions import (
+    TEMPORARY,
+    Log,
+    SessionIndex,
+    Spill,
+    bucket_numbers,
+    text_bytes,
+)
+from trajkit.jobs.outputs import fingerprint
 from trajkit.jobs.stages import (
     Made,
     Target,
@@ -63,11 +70,6 @@ from trajkit.verification.run import (
 
 _KEYS = ("session_id", "row_index")
 
-# Bytes of rows that are read at a time, and at least and at most how many rows.
-_BATCH_BYTES, _LEAST_ROWS, _MOST_ROWS = 16 << 20, 16, 4096
-# Rows of sessions without turns that are named at a time.
-_FAULTS = 4096
-
 
 def verify_file(
     rows: str | os.PathLike[str],
@@ -85,64 +87,63 @@ def verify_file(
     gather: bool = True,
     watch: Watch | None = None,
 ) -> dict[str, int]:
-    """Write what files of rows break of their promises, in bounded memory.
+    """Write the violations in files of rows, in bounded memory.
 
-    The violations are those of `trajkit.verify` of the tables. Held are some pieces of
-    about 8 million tokens of prompts and outputs with their rows, or one session where
-    that has more. Rows without a session_id are looked for among all turns: these, and
-    the turns, are held whole.
+    The violations are those of `trajkit.verify` of the tables. In memory are a few tables
+    of about 8 million tokens of prompts and outputs with their rows, or a larger session.
+    Rows without a session_id are compared with all turns, so these, and all turns, are
+    read into memory.
 
     Parameters
     ----------
     rows : path
-        A file or a directory of rows, as `trajkit.linearize` makes them or as another
-        system does.
+        A file or a directory of rows, from `trajkit.linearize` or another system.
     turns : path
         A file or a directory, as for `trajkit.read_turns`.
     output : path
-        Where the violations go: a file, or a directory of parts, as for
-        `jobs.linearize_file`. What is wrong with sessions as such (no turns, several
-        pieces) comes first.
+        The file of the violations, or a directory of parts, as for
+        `jobs.linearize_file`. Violations of sessions as such (no turns, not contiguous)
+        come first.
     policy, reward, sessions, max_row_tokens, weigh_by
         As for `trajkit.verify`.
     rejected : path, optional
-        Where the sessions go whose turns break a rule of the schema; their rows are
-        passed over. None: such a session is an error.
+        The output of sessions whose turns break a rule of the schema; their rows are
+        skipped. None: such a session is an error.
     format, nonfinite_logprobs
         As for `trajkit.read_turns`, of the turns.
     gather : bool
-        Whether to gather turns that lie scattered, and rows in another order than the
-        turns, beside ``output``.
+        Whether scattered turns, and rows in another order than the turns, are sorted in
+        temporary files next to ``output``.
     watch : Watch, optional
-        What to tell while it runs.
+        Functions that report progress.
 
     Returns
     -------
     dict of str to int
-        ``turns``, ``violations``, and ``rejected`` where asked.
+        ``turns``, ``violations``, and ``rejected`` if requested.
 
     Raises
     ------
     FormatError
         As for `trajkit.read_turns`; ``output`` is a directory of another job's parts.
     SchemaError, InvalidTurnsError
-        As for `trajkit.verify` and `trajkit.read_turns`; rows lie in another order, and
-        are not to be gathered.
-    PolicyError
-        As for `trajkit.verify`; rows without a session_id, and ``output`` is a
-        directory, or sessions are to be set aside.
+        As for `trajkit.verify` and `trajkit.read_turns`; rows are in another order,
+        without ``gather``.
+    ArgumentError
+        As for `trajkit.verify`; the rows have no session_id, and ``output`` is a
+        directory or ``rejected`` is given.
     """
     judge = judge_of(policy, reward, sessions, max_row_tokens, weigh_by)
     watch = watch or Watch()
     files = _RowFiles(Path(rows))
-    census = files.census()
-    if None in census.turns:
+    index = files.index()
+    if None in index.turns:
         return _of_no_session(
             files.path, judge, turns, output, rejected, format, nonfinite_logprobs
         )
-    folder, aside = folder_of(output), rejected is not None
-    log = Log(turns, format, nonfinite_logprobs, aside, gather, folder)
-    run = _Run(files, census, judge, gather=gather, folder=folder, watch=watch)
+    folder = folder_of(output)
+    log = Log(turns, format, nonfinite_logprobs, rejected is not None, gather, folder)
+    run = _Run(files, index, judge, gather=gather, folder=folder, watch=watch)
     job = {
         "stage": "verify",
         "rows": fingerprint(rows, paths_in(Path(rows))),
@@ -166,11 +167,11 @@ def _of_no_session(
     format: Format | None,
     nonfinite: Nonfinite,
 ) -> dict[str, int]:
-    """Rows that may be of any turn."""
+    """Verify rows that may belong to any session."""
     if is_parts(output) or rejected is not None:
-        raise PolicyError(
-            f"the rows of {rows} have no session_id: they are verified as one, into one "
-            "file, and no session is set aside"
+        raise ArgumentError(
+            f"the rows of {rows} have no session_id, so they are verified together: pass "
+            "a file as output, and no file for rejected sessions"
         )
     table = read_turns(turns, format=format, nonfinite_logprobs=nonfinite)
     found = judge.found(any_rows(read_any_rows(rows)), table)
@@ -185,7 +186,7 @@ class _RowFiles:
     path: Path
 
     def keys(self) -> Iterator[tuple[pa.RecordBatch, int]]:
-        """session_id and row_index of all rows, and about what they take as Arrow."""
+        """session_id and row_index of all rows, with their approximate bytes as Arrow."""
         first = 0
         for path in paths_in(self.path):
             kind = format_of(path)
@@ -196,61 +197,61 @@ class _RowFiles:
                 yield _keys(batch, first), n_bytes
                 first += batch.num_rows
 
-    def census(self) -> Census:
-        """How many rows each session has; None stands for those without a session.
+    def index(self) -> SessionIndex:
+        """The number of rows of each session; None stands for rows without a session.
 
         Raises
         ------
         SchemaError
-            Some rows are of a session and some are of none.
+            Only some rows have a session.
         """
-        census = Census()
+        index = SessionIndex()
         with warnings.catch_warnings():
-            # what reads the rows says it
+            # reading the rows repeats the warning
             warnings.simplefilter("ignore", TornLogWarning)
             for batch, n_bytes in self.keys():
-                census.n_bytes += n_bytes
-                census.add(batch.column("session_id"), None)
-        if None in census.turns and len(census.turns) > 1:
+                index.n_bytes += n_bytes
+                index.add(batch.column("session_id"), None)
+        if None in index.turns and len(index.turns) > 1:
             raise SchemaError("session_id is null in some rows: expected all or none")
-        return census
+        return index
 
     def faults(self, known: Container[str | None]) -> Iterator[pa.Table]:
-        """What is wrong with sessions as such; ``known`` are those that have turns."""
+        """Violations of sessions as such; ``known`` are the sessions that have turns."""
         found = session_faults((batch for batch, _ in self.keys()), known)
-        while some := list(islice(found, _FAULTS)):
+        while some := list(islice(found, limits.VIOLATIONS)):
             yield violations_table(some)
 
-    def batches(self, census: Census) -> Generator[pa.RecordBatch, None, None]:
-        """The rows as the files hold them, in the types of `verification.run.any_rows`."""
-        rows = census.n_turns * _BATCH_BYTES // max(census.n_bytes, 1)
-        rows = min(max(rows, _LEAST_ROWS), _MOST_ROWS)
-        tables = iter_tables(self.path, batch_rows=rows, plan=rows_plan)
+    def batches(self, index: SessionIndex) -> Generator[pa.RecordBatch, None, None]:
+        """The rows as stored, in the types of `verification.run.any_rows`."""
+        tables = iter_tables(self.path, batch_rows=index.batch_rows, plan=rows_plan)
         return numbered(
             batch for table in tables for batch in table.combine_chunks().to_batches()
         )
 
-    def gathered(
-        self, census: Census, ranks: Mapping[str | None, int], folder: Path
+    def in_rank_order(
+        self, index: SessionIndex, ranks: Mapping[str | None, int], folder: Path
     ) -> Generator[pa.RecordBatch, None, None]:
-        """The rows of ranked sessions, by rank, each session's as the files hold them."""
+        """The rows of ranked sessions, sorted by rank; within a session as stored."""
         known = pa.array(list(ranks), pa.string())
-        ordered = {name: census.turns[name] for name in ranks if name in census.turns}
-        with tempfile.TemporaryDirectory(prefix=GATHERS, dir=folder) as root:
-            spill = Spill(Path(root), buckets(Census(ordered, census.n_bytes)))
-            for batch in self.batches(census):
-                ours = pc.is_in(batch.column("session_id"), value_set=known)
-                spill.add(batch.filter(ours))
+        ordered = {name: index.turns[name] for name in ranks if name in index.turns}
+        with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder) as root:
+            spill = Spill(
+                Path(root), bucket_numbers(SessionIndex(ordered, index.n_bytes))
+            )
+            for batch in self.batches(index):
+                ranked = pc.is_in(batch.column("session_id"), value_set=known)
+                spill.add(batch.filter(ranked))
             for bucket in spill.close():
-                table = joined(iter_tables(bucket))
+                table = concat(iter_tables(bucket))
                 names = table.column("session_id").to_pylist()
                 order = np.argsort([ranks[name] for name in names], kind="stable")
-                yield one_batch(picked(table, pa.array(order)))
+                yield one_batch(take_rows(table, pa.array(order)))
                 shutil.rmtree(bucket)
 
 
 def _keys(batch: pa.RecordBatch, first: int) -> pa.RecordBatch:
-    """Names and numbers of rows; those without a number are counted from ``first``."""
+    """session_id and row_index; rows without a number are counted from ``first``."""
     n, names = batch.num_rows, batch.schema.names
     ids, numbers = pa.nulls(n, pa.string()), pa.array(first + np.arange(n))
     if "session_id" in names:
@@ -262,7 +263,7 @@ def _keys(batch: pa.RecordBatch, first: int) -> pa.RecordBatch:
 
 
 def _keys_of_lines(path: Path, kind: Format) -> Iterator[tuple[pa.RecordBatch, int]]:
-    n_bytes = path.stat().st_size * (1 if kind == "jsonl" else INFLATED)
+    n_bytes = text_bytes(path, kind)
     lines = jsonl.lines(open_input(path, kind), str(path))
     keys = ({name: line.get(name) for name in _KEYS} for line in lines)
     for table in jsonl.tables(keys, str(path)):
@@ -271,16 +272,16 @@ def _keys_of_lines(path: Path, kind: Format) -> Iterator[tuple[pa.RecordBatch, i
 
 
 class _Run:
-    """The rows of files, beside the pieces of turns as they come.
+    """Verifies the rows of files, read in step with the turns.
 
     Parameters
     ----------
     files : _RowFiles
-    census : Census
+    index : SessionIndex
         Of the rows.
     judge : Judge
     gather : bool
-        Rows in another order than the turns are brought into it, in ``folder``.
+        Rows in another order than the turns are sorted, in ``folder``.
     folder : Path
     watch : Watch
     """
@@ -288,55 +289,54 @@ class _Run:
     def __init__(
         self,
         files: _RowFiles,
-        census: Census,
+        index: SessionIndex,
         judge: Judge,
         *,
         gather: bool,
         folder: Path,
         watch: Watch,
     ) -> None:
-        self._files, self._census, self._judge = files, census, judge
+        self._files, self._index, self._judge = files, index, judge
         self._gather, self._folder, self._watch = gather, folder, watch
         self._ranks: dict[str | None, int] = {}
         self._faults: Iterator[pa.Table] = iter([])
-        # the rank of the first session at hand; rows of earlier ones are past
-        self._at = 0
+        # rank of the first current session; the cursor skips rows of earlier ones
+        self._rank = 0
         self._names: set[str] = set()
-        self._here = ROWS.empty_table()
-        self._left = ExitStack()
+        self._rows = ROWS.empty_table()
+        self._stack = ExitStack()
 
-    def begins(self, turns: Census, done: int) -> None:
-        """Rows are read in the order of these turns.
+    def begins(self, turns: SessionIndex, done: int) -> None:
+        """Start to read rows in the order of these turns.
 
         Raises
         ------
         InvalidTurnsError
-            They lie in another one, and are not to be gathered.
+            The rows have another order, without ``gather``.
         """
         self._watch.begins(turns, done)
         self._ranks = {name: rank for rank, name in enumerate(turns.turns)}
-        known = [name for name in self._census.turns if name in self._ranks]
-        whole = self._census.scattered is None
-        if not done and not (whole and len(known) == len(self._census.turns)):
-            # a run that goes on has written these
+        known = [name for name in self._index.turns if name in self._ranks]
+        complete = len(known) == len(self._index.turns)
+        if not done and (self._index.scattered is not None or not complete):
+            # a run that continues has written these
             self._faults = self._files.faults(self._ranks)
-        odd = self._census.scattered or _falls(known, self._ranks)
-        if odd is None:
-            batches = self._files.batches(self._census)
+        misplaced = self._index.scattered or _first_misplaced(known, self._ranks)
+        if misplaced is None:
+            batches = self._files.batches(self._index)
         elif self._gather:
             self._watch.notes(
-                f"rows of session {odd!r} do not lie where its turns do: all rows are "
-                "gathered through temporary files first"
+                f"rows of session {misplaced!r} are not in the order of the turns: all "
+                "rows are sorted through temporary files first"
             )
-            batches = self._files.gathered(self._census, self._ranks, self._folder)
+            batches = self._files.in_rank_order(self._index, self._ranks, self._folder)
         else:
             raise InvalidTurnsError(
-                f"session {odd!r}: its rows do not lie where its turns do. Rows must be "
-                "in the order of the turns, each session in one piece, unless they are "
-                "gathered"
+                f"session {misplaced!r}: its rows are not in the order of the turns. Sort "
+                "them (sessions must be contiguous), or pass gather=True"
             )
-        self._left.callback(batches.close)
-        self._beside = Beside("rows", batches, "turns", self._is_past)
+        self._stack.callback(batches.close)
+        self._cursor = SessionCursor("rows", batches, "turns", self._is_past)
 
     def stage(self, turns: pa.Table) -> Made:
         """The violations in the rows of these turns."""
@@ -347,28 +347,30 @@ class _Run:
         yield "violations", found
 
     def close(self) -> None:
-        """No more rows are read; temporary files are gone."""
-        self._left.close()
+        """Stop reading rows and delete temporary files."""
+        self._stack.close()
 
     def _is_past(self, name: str) -> bool:
-        return self._ranks.get(name, -1) < self._at
+        return self._ranks.get(name, -1) < self._rank
 
     def _rows_of(self, turns: pa.Table) -> pa.Table:
-        """The rows of sessions that come next, or of some of those that came last."""
+        """The rows of the next sessions, or of some of the current ones."""
         names = pc.unique(turns.column("session_id"))
         wanted = set(names.to_pylist())
         if not wanted <= self._names:
-            self._at, self._names = self._ranks[names[0].as_py()], wanted
-            self._here = ROWS.empty_table()  # so that no two pieces are held
-            self._here = self._beside.take(turns)
+            self._rank, self._names = self._ranks[names[0].as_py()], wanted
+            self._rows = ROWS.empty_table()  # frees the rows before the next are read
+            self._rows = self._cursor.take(turns)
         if wanted == self._names:
-            return self._here
-        ours = pc.is_in(self._here.column("session_id"), value_set=names)
-        return self._here.filter(ours)
+            return self._rows
+        wanted_rows = pc.is_in(self._rows.column("session_id"), value_set=names)
+        return self._rows.filter(wanted_rows)
 
 
-def _falls(names: list[str | None], ranks: Mapping[str | None, int]) -> str | None:
-    """The first session that comes after one of a higher rank."""
+def _first_misplaced(
+    names: list[str | None], ranks: Mapping[str | None, int]
+) -> str | None:
+    """The first session that follows one of a higher rank."""
     for before, name in pairwise(names):
         if ranks[name] < ranks[before]:
             return name

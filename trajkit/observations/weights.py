@@ -12,10 +12,10 @@ from trajkit._streams.lockstep import (
     Source,
     Stream,
     is_stream,
-    over_sessions,
-    pairs_over_sessions,
+    map_session_pairs,
+    map_sessions,
 )
-from trajkit.errors import PolicyError
+from trajkit.errors import ArgumentError
 from trajkit.observations.attribution import SessionCalls
 from trajkit.observations.echo import echo
 from trajkit.observations.observed_rows import (
@@ -170,7 +170,7 @@ def observation_weights(
 
     Raises
     ------
-    PolicyError
+    ArgumentError
         A choice does not exist, or a list of names is empty (except under "prime").
     InvalidTurnsError
         ``missing="raise"`` and a turn lacks attribution; or a row does not belong to
@@ -188,9 +188,9 @@ def observation_weights(
 
     sources = ("turns", turns), ("rows", rows)
     if not report:
-        return over_sessions(lambda *tables: one(*tables)[0], *sources)
+        return map_sessions(lambda *tables: one(*tables)[0], *sources)
     if is_stream(turns) or is_stream(rows):
-        return pairs_over_sessions(one, *sources)
+        return map_session_pairs(one, *sources)
     return one(as_turns(turns), as_table(rows))
 
 
@@ -257,16 +257,18 @@ def _selection(
     _check_alpha("alpha", alpha)
     if rule == "prime":
         if roles is not None:
-            raise PolicyError(f"roles={roles!r}: rule 'prime' goes by tool name alone")
+            raise ArgumentError(
+                f"roles={roles!r}: rule 'prime' goes by tool name alone"
+            )
         if isinstance(tool_names, Mapping):
-            raise PolicyError("tool_names is a mapping: rule 'prime' has one alpha")
+            raise ArgumentError("tool_names is a mapping: rule 'prime' has one alpha")
         if missing == "whole":
-            raise PolicyError("missing='whole': rule 'prime' knows raise and skip")
+            raise ArgumentError("missing='whole': rule 'prime' knows raise and skip")
     by_role = {"tool": alpha} if roles is None else _alphas("roles", roles, alpha)
     by_tool = None
     if tool_names is not None and not (rule == "prime" and not tool_names):
         if "tool" not in by_role:
-            raise PolicyError(
+            raise ArgumentError(
                 f"tool_names={tool_names!r}: roles {sorted(by_role)} select no tool"
             )
         by_tool = _alphas("tool_names", tool_names, by_role["tool"])
@@ -276,9 +278,9 @@ def _selection(
 def _alphas(what: str, names: Names, alpha: float) -> dict[str, float]:
     several = isinstance(names, Iterable) and not isinstance(names, str)
     if not several or not all(isinstance(name, str) for name in names):
-        raise PolicyError(f"{what}={names!r}: expected several names, or a mapping")
+        raise ArgumentError(f"{what}={names!r}: expected several names, or a mapping")
     if not names:
-        raise PolicyError(f"{what} is empty: it would select nothing")
+        raise ArgumentError(f"{what} is empty: it would select nothing")
     if not isinstance(names, Mapping):
         return dict.fromkeys(names, alpha)
     for name, value in names.items():
@@ -288,6 +290,6 @@ def _alphas(what: str, names: Names, alpha: float) -> dict[str, float]:
 
 def _check_alpha(what: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
-        raise PolicyError(f"{what}={value!r}: expected a number")
+        raise ArgumentError(f"{what}={value!r}: expected a number")
     if not (np.isfinite(value) and value >= 0):
-        raise PolicyError(f"{what}={value}: expected a finite number, 0 or more")
+        raise ArgumentError(f"{what}={value}: expected a finite number, 0 or more")

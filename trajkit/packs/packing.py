@@ -13,9 +13,9 @@ from trajkit._arguments import check_choice, chosen_int
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.buffers import pooled
 from trajkit._arrow.canonical import TableLike, as_table, canonical_rows, place
-from trajkit._arrow.take import picked_column
+from trajkit._arrow.take import take_values
 from trajkit._streams.lockstep import Stream, batches_in, batches_of, is_stream
-from trajkit._streams.session_batches import joined, whole_sessions
+from trajkit._streams.session_batches import concat, whole_sessions
 from trajkit.errors import InvalidTurnsError, PolicyError, SchemaError
 from trajkit.packs import forest
 from trajkit.packs.bins import Bins, fill_bins
@@ -249,12 +249,12 @@ def _together(tables: Iterator[pa.Table], options: _Options) -> Iterator[pa.Tabl
         if groups is not None:
             full &= groups.begins_new(table)
         if full:
-            yield joined(kept)
+            yield concat(kept)
             kept, n_tokens = [], 0
         kept.append(table)
         n_tokens += int(sizes.sum())
     if kept:
-        yield joined(kept)
+        yield concat(kept)
 
 
 @dataclass
@@ -648,4 +648,4 @@ def _of_edges(
     wanted = pa.array(at, mask=None if valid is None else ~valid)
     if isinstance(values, pa.ChunkedArray):
         values = pa.concat_arrays(values.chunks)
-    return picked_column(values, wanted, name)
+    return take_values(values, wanted, name)

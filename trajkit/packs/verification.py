@@ -14,7 +14,7 @@ import pyarrow as pa
 from trajkit._arguments import check_choice, chosen_int
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table, canonical, is_list
-from trajkit._arrow.take import picked_column
+from trajkit._arrow.take import take_values
 from trajkit.errors import SchemaError
 from trajkit.pipeline.suffix_layout import full_rows
 from trajkit.schema import PACK_VIOLATIONS, PACKS
@@ -585,10 +585,10 @@ class _Judge:
         given = pa.chunked_array(
             parts, self.packs.table.schema.field(name).type.value_type
         )
-        given = picked_column(
+        given = take_values(
             given, pa.array(edges.index(self.packs, name)), name
         ).to_pylist()
-        wanted = picked_column(values, pa.array(at), source).to_pylist()
+        wanted = take_values(values, pa.array(at), source).to_pylist()
         bad = np.array(
             [repr(a) != repr(b) for a, b in zip(given, wanted, strict=True)], np.bool_
         )
@@ -709,7 +709,7 @@ def _per_token(rows: FlatRows, name: str) -> pa.ChunkedArray | None:
     values = pa.chunked_array(parts, column.type.value_type)
     at = np.full(int(rows.ids.offsets[-1]), -1)
     at[np.repeat(n >= 0, rows.ids.lengths)] = np.arange(len(values))
-    return picked_column(values, pa.array(at, mask=at < 0), name)
+    return take_values(values, pa.array(at, mask=at < 0), name)
 
 
 def _more(bad: Longs) -> str:

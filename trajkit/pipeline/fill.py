@@ -11,8 +11,9 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit._arrow.buffers import pooled
-from trajkit._arrow.categories import names_of
+from trajkit._arrow.categories import dictionary_for
 from trajkit._arrow.export import Array, Column, record_batch
+from trajkit._streams import limits
 from trajkit.pipeline.plan import Plan, Planned
 from trajkit.pipeline.row_scalars import row_facts, turn_lists
 from trajkit.pipeline.weight_versions import row_versions
@@ -20,14 +21,6 @@ from trajkit.policies import Policy
 from trajkit.schema import ROWS, ROWS_SUFFIX, SPAN, SPAN_KINDS
 from trajkit.turns.calls import Calls, Ints, Longs, Records
 from trajkit.turns.prefix_forest import Forest
-
-# Tokens of a batch of several rows. Arrow's pool keeps buffers of up to 16 MB when they are
-# freed, so that the next batch goes to pages that are there; and memory is bounded by this
-# where rows repeat their whole context.
-BATCH_TOKENS = 1 << 22
-
-# A batch of so many tokens is larger than the caches of a core: it is written past them.
-UNCACHED_TOKENS = 1 << 20
 
 
 def row_batches(
@@ -65,7 +58,7 @@ def row_batches(
             policy.train_in == "every",
             policy.missing_logprobs == "untrain",
             max_tokens,
-            int(sizes[lo:hi].sum()) >= UNCACHED_TOKENS,
+            int(sizes[lo:hi].sum()) >= limits.STREAMING_STORE_TOKENS,
         )
         lists = _Lists.written(rows[lo:hi], write, policy)
         columns = known.columns(lo, hi) | lists.of_turns(calls, links, rows[lo:hi])
@@ -75,10 +68,12 @@ def row_batches(
 
 
 def _cuts(sizes: Longs) -> Iterator[tuple[int, int]]:
-    """Runs of rows that hold `BATCH_TOKENS` tokens, or one row; one run at least."""
+    """Runs of rows that hold `limits.BATCH_TOKENS` tokens, or one row; one run at least."""
     ends, lo = np.append(0, np.cumsum(sizes)), 0
     while True:
-        hi = int(np.searchsorted(ends, ends[lo] + BATCH_TOKENS, side="right")) - 1
+        hi = (
+            int(np.searchsorted(ends, ends[lo] + limits.BATCH_TOKENS, side="right")) - 1
+        )
         hi = min(max(hi, lo + 1), len(sizes))
         yield lo, hi
         if hi == len(sizes):
@@ -179,7 +174,9 @@ class _Lists:
             child = Column(len(self.input_ids), (valid, values), nulls)
             return Column(n_rows, (None, self.offsets), children=(child,))
 
-        kinds = Column(n_spans, (None, self.kinds), dictionary=names_of(SPAN_KINDS))
+        kinds = Column(
+            n_spans, (None, self.kinds), dictionary=dictionary_for(SPAN_KINDS)
+        )
         parts = *(Column(n_spans, (None, part)) for part in self.spans), kinds
         span = Column(n_spans, (None,), children=parts)
         ids = per_token(None, self.input_ids)

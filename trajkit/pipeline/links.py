@@ -11,8 +11,8 @@ from trajkit._arguments import check_choice, chosen_int, tool_names
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.buffers import pooled
 from trajkit._arrow.canonical import TableLike, canonical
-from trajkit._streams.lockstep import Stream, over_sessions
-from trajkit.errors import InvalidTurnsError
+from trajkit._streams.lockstep import Stream, map_sessions
+from trajkit.errors import InvalidTurnsError, PolicyError
 from trajkit.pipeline.subagents import find_dispatches
 from trajkit.policies import (
     CHAIN_ORDERS,
@@ -157,16 +157,16 @@ def link(
     """
     if merge_threshold is None:
         merge_threshold = DEFAULT_FORK_THRESHOLD
-    merge_threshold = chosen_int("merge_threshold", merge_threshold)
-    check_choice("tie_break", tie_break, TIE_BREAKS)
+    merge_threshold = chosen_int("merge_threshold", merge_threshold, error=PolicyError)
+    check_choice("tie_break", tie_break, TIE_BREAKS, PolicyError)
     if message_equality is None:
         message_equality = _EQUALITY_OF_ROUTE.get(parent_by, "values")
-    check_choice("message_equality", message_equality, MESSAGE_EQUALITIES)
-    check_choice("chain_order", chain_order, CHAIN_ORDERS)
-    check_choice("row_order", row_order, ROW_ORDERS)
-    tools = tool_names("dispatch_tools", dispatch_tools)
-    fork_threshold = chosen_int("fork_threshold", fork_threshold)
-    check_choice("parent_by", parent_by, PARENT_BY)
+    check_choice("message_equality", message_equality, MESSAGE_EQUALITIES, PolicyError)
+    check_choice("chain_order", chain_order, CHAIN_ORDERS, PolicyError)
+    check_choice("row_order", row_order, ROW_ORDERS, PolicyError)
+    tools = tool_names("dispatch_tools", dispatch_tools, PolicyError)
+    fork_threshold = chosen_int("fork_threshold", fork_threshold, error=PolicyError)
+    check_choice("parent_by", parent_by, PARENT_BY, PolicyError)
     check_route(parent_by, chain_order, message_equality)
 
     def one(turns: pa.Table) -> pa.Table:
@@ -185,7 +185,7 @@ def link(
         )
         return links_table(calls, links)
 
-    return over_sessions(one, ("turns", turns), table_of=as_turns)
+    return map_sessions(one, ("turns", turns), table_of=as_turns)
 
 
 def find_links(

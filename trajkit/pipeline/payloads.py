@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit._arrow.canonical import is_list, list_parts
-from trajkit._arrow.take import picked_column
+from trajkit._arrow.take import take_values
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.pipeline.weight_versions import token_versions
 from trajkit.schema import ROWS, TURNS
@@ -258,7 +258,7 @@ class _Lists:
             while len(before.row):
                 self._lay(at, offsets, before, valid)
                 before = self._before(before, forest)
-        taken = picked_column(self.values, pa.array(at, mask=at < 0), self.name)
+        taken = take_values(self.values, pa.array(at, mask=at < 0), self.name)
         absent = np.full(len(planned), pa.types.is_null(self.values.type))
         return pa.LargeListArray.from_arrays(
             pa.array(offsets), taken, mask=pa.array(absent)

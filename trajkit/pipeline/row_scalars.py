@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit._arrow.categories import names_of
+from trajkit._arrow.categories import dictionary_for
 from trajkit._arrow.export import Column
 from trajkit.errors import SchemaError
 from trajkit.policies import Policy
@@ -70,7 +70,7 @@ class RowFacts:
                 for name, bits in zip(_FLAGS, self.flags, strict=True)
             },
             "segment_kind": column(
-                "segment_kind", self.segments, names_of(SEGMENT_KINDS)
+                "segment_kind", self.segments, dictionary_for(SEGMENT_KINDS)
             ),
         }
 

@@ -10,11 +10,12 @@ import pyarrow as pa
 
 from trajkit._arguments import check_choice, chosen_int
 from trajkit._arrow.canonical import TableLike, as_table
-from trajkit._arrow.take import no_rows
+from trajkit._arrow.take import empty_batch
+from trajkit._streams import limits
 from trajkit._streams.lockstep import Stream, batches_of, is_stream
 from trajkit._streams.session_batches import whole_sessions
-from trajkit._streams.thread_pool import spread
-from trajkit.errors import PolicyError
+from trajkit._streams.thread_pool import parallel_map
+from trajkit.errors import ArgumentError
 from trajkit.pipeline.fill import row_batches
 from trajkit.pipeline.links import (
     BY_MESSAGES,
@@ -43,14 +44,6 @@ Batches: TypeAlias = tuple[Iterable[pa.RecordBatch], pa.RecordBatch | None]
 
 Layout: TypeAlias = Literal["full", "suffix"]
 
-# Bounds on the new tokens of one part of a table. A part has a fixed cost of about 0.7 ms,
-# which threads cannot share, so each thread gets one part unless the table is large. In
-# delta form every token is new and costs more, so parts are smaller.
-_LEAST_PART, _LARGEST_PART = 1 << 22, 1 << 25
-_DELTA_PART = 4  # divides the bounds above
-_PARTS_PER_THREAD = 1
-# The rows of a part with more tokens are written lazily, batch by batch.
-_AT_ONCE = 1 << 25
 _NO_CAP = np.iinfo(np.int64).max
 
 
@@ -204,7 +197,7 @@ def linearize(
         number of logprobs than output ids; ``links``, ``drift`` or ``sessions`` do not
         fit ``turns``; turns, ``reward`` and ``sessions`` contradict each other; a token
         has no logprob, and the policy's ``missing_logprobs`` is ``"raise"``.
-    PolicyError
+    PolicyError, ArgumentError
         The policy, one of its choices or the layout does not exist; ``payloads`` with
         ``layout="suffix"``.
 
@@ -233,13 +226,13 @@ def linearize(
         layout == "suffix",
     )
     if work.payloads and work.suffix:
-        raise PolicyError("payloads need layout='full': layout is 'suffix'")
+        raise ArgumentError("payloads need layout='full': layout is 'suffix'")
     if isinstance(turns, Calls):
         return _tables([work(turns, None)], work.schema(turns.table.schema), report)
     n_threads = threads or os.cpu_count() or 1
     if is_stream(turns):
         if links is not None or drift is not None:
-            raise PolicyError(
+            raise ArgumentError(
                 "links and drift were given for a stream of turns: pass a table"
             )
         parts = _stream(turns, work, n_threads)
@@ -292,7 +285,7 @@ def _stream(turns: Stream, work: "_Work", n_threads: int) -> Iterator[Batches]:
         located = locate(table)
         yield from _spread(work, located, None, n_threads)
         if not len(located.ids):
-            yield [no_rows(work.schema(located.table.schema))], no_rows(REPORT)
+            yield [empty_batch(work.schema(located.table.schema))], empty_batch(REPORT)
 
 
 def _given_links(
@@ -314,11 +307,11 @@ def _spread(
     work: "_Work", turns: Turns, links: Records | None, n_threads: int
 ) -> list[Batches]:
     """Apply ``work`` to the turns, part by part, on ``n_threads`` threads."""
-    brought, finer = turns.brought, _DELTA_PART if turns.is_delta else 1
-    largest = _LARGEST_PART // finer
+    brought, finer = turns.brought, limits.DELTA_PART_FACTOR if turns.is_delta else 1
+    largest = limits.PART_TOKENS // finer
     if n_threads > 1:
-        fair = int(brought.sum()) // (_PARTS_PER_THREAD * n_threads)
-        largest = min(max(fair, _LEAST_PART // finer), largest)
+        fair = int(brought.sum()) // n_threads
+        largest = min(max(fair, limits.MIN_PART_TOKENS // finer), largest)
 
     def part(bounds: tuple[int, int]) -> Batches:
         here = None
@@ -329,7 +322,7 @@ def _spread(
                 here[name][here[name] >= 0] -= lo
         return work(read_calls(turns.sessions(*bounds)), here)
 
-    return spread(part, list(runs_of(brought, largest)), n_threads)
+    return parallel_map(part, list(runs_of(brought, largest)), n_threads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,5 +383,8 @@ class _Work:
             with_payloads(batch, calls, forest, planned, self.payloads, shown)
             for planned, batch in written
         )
-        huge = int((plan.rows["n_tokens"] - plan.rows["stored"]).sum()) > _AT_ONCE
+        huge = (
+            int((plan.rows["n_tokens"] - plan.rows["stored"]).sum())
+            > limits.HELD_ROW_TOKENS
+        )
         return (batches if huge else list(batches)), report

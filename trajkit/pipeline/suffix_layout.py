@@ -10,19 +10,15 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, canonical_rows, rows_schema
-from trajkit._arrow.reshape import Columns, check_free, laid_out
-from trajkit._streams.lockstep import Stream, one_batch, over_sessions
+from trajkit._arrow.reshape import Columns, check_no_clash, replace_columns
+from trajkit._streams import limits
+from trajkit._streams.lockstep import Stream, map_sessions, one_batch
 from trajkit.schema import ROWS, ROWS_SUFFIX
 from trajkit.turns.calls import Ints, Longs
 from trajkit.turns.flat_buffers import Runs, ids_of, offsets_of, positions
 from trajkit.turns.structs import CALL
 from trajkit.turns.turn_rules import lookup, nulls, run_starts
 from trajkit.turns.validation import check_layout
-
-# Tokens of the full rows in one part: its columns are one chunk each.
-_PART = 1 << 25
-# Tokens of the full rows in one yielded table.
-_PIECE = 1 << 22
 
 
 @overload
@@ -102,13 +98,13 @@ def _convert(
         layout = rows_schema(table.column_names)
         if layout is schema:
             return table
-        check_free(table, layout, schema, "layout of rows")
+        check_no_clash(table, layout, schema, "layout of rows")
         check_layout(table)
-        return laid_out(
+        return replace_columns(
             table, layout, schema, [columns(part) for part in _parts(table)]
         )
 
-    return over_sessions(one, ("rows", rows))
+    return map_sessions(one, ("rows", rows))
 
 
 def row_pieces(rows: pa.Table) -> Iterator[pa.Table]:
@@ -122,7 +118,9 @@ def row_pieces(rows: pa.Table) -> Iterator[pa.Table]:
     parts: list[pa.Table] = []
     lo = 0
     while lo < rows.num_rows or not parts:
-        hi = int(np.searchsorted(ends, ends[lo] + _PIECE, side="right")) - 1
+        hi = (
+            int(np.searchsorted(ends, ends[lo] + limits.BATCH_TOKENS, side="right")) - 1
+        )
         hi = min(max(hi, lo + 1), rows.num_rows)
         parts.append(rows.slice(lo, hi - lo))
         lo = hi
@@ -144,7 +142,10 @@ def full_pieces(rows: pa.Table) -> Iterator[pa.Table]:
     lo = 0
     while lo < rows.num_rows:
         before = int(ends[lo - 1]) if lo else 0
-        hi = max(int(np.searchsorted(ends, before + _PIECE, side="right")), lo + 1)
+        hi = max(
+            int(np.searchsorted(ends, before + limits.BATCH_TOKENS, side="right")),
+            lo + 1,
+        )
         part = rows.slice(lo, hi - lo)
         ids = np.frombuffer(
             pa.allocate_buffer(4 * int(ends[hi - 1] - before)), np.int32
@@ -153,7 +154,7 @@ def full_pieces(rows: pa.Table) -> Iterator[pa.Table]:
             target = ids[(int(ends[row - 1]) if row else 0) - before :]
             _write_row(target, row, suffixes, start, parents)
         made = _per_token(part, offsets_of(row_lengths(part)), ids)
-        yield laid_out(part, ROWS_SUFFIX, ROWS, [made])
+        yield replace_columns(part, ROWS_SUFFIX, ROWS, [made])
         lo = hi
 
 
@@ -176,7 +177,9 @@ def _parts(table: pa.Table) -> Iterator[pa.Table]:
     ends = offsets_of(row_lengths(table))[starts]
     s = 0
     while s < len(starts) - 1:
-        stop = int(np.searchsorted(ends, ends[s] + _PART, side="right")) - 1
+        stop = (
+            int(np.searchsorted(ends, ends[s] + limits.PART_TOKENS, side="right")) - 1
+        )
         stop = max(stop, s + 1)
         yield table.slice(starts[s], starts[stop] - starts[s])
         s = stop

@@ -10,8 +10,8 @@ from trajkit._arguments import check_choice
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table, canonical, canonical_rows
 from trajkit._arrow.reshape import with_column
-from trajkit._streams.lockstep import Stream, over_sessions
-from trajkit.errors import InvalidTurnsError, PolicyError, SchemaError
+from trajkit._streams.lockstep import Stream, map_sessions
+from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.schema import SESSIONS
 from trajkit.training._checks import Bools, Longs, check_finite, check_once
 
@@ -96,7 +96,7 @@ def advantages(
 
     Raises
     ------
-    PolicyError
+    ArgumentError
         ``baseline``, ``scale``, ``epsilon`` or ``clip`` is not allowed.
     InvalidTurnsError
         A session has two lines, or a reward that is not finite.
@@ -113,9 +113,11 @@ def advantages(
     check_choice("baseline", baseline, Baseline)
     check_choice("scale", scale, Scale)
     if not 0 <= epsilon < float("inf"):
-        raise PolicyError(f"epsilon={epsilon!r}: expected a finite number of 0 or more")
+        raise ArgumentError(
+            f"epsilon={epsilon!r}: expected a finite number of 0 or more"
+        )
     if clip is not None and not clip > 0:
-        raise PolicyError(f"clip={clip!r}: expected a number above 0")
+        raise ArgumentError(f"clip={clip!r}: expected a number above 0")
     source = as_table(sessions)
     # a report is a table of sessions with more columns
     table = canonical(source.replace_schema_metadata(None), SESSIONS)
@@ -203,7 +205,7 @@ def add_advantages(rows: TableLike | Stream, sessions: TableLike) -> pa.Table | 
     facts = canonical(given, _ADVANTAGES).select(_ADVANTAGES.names)
     check_once(facts, ["session_id"])
     check_finite(facts, "advantage")
-    return over_sessions(lambda rows: _with_advantages(rows, facts), ("rows", rows))
+    return map_sessions(lambda rows: _with_advantages(rows, facts), ("rows", rows))
 
 
 def _with_advantages(rows: pa.Table, facts: pa.Table) -> pa.Table:

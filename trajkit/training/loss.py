@@ -93,7 +93,7 @@ def reference_loss(
 
     Raises
     ------
-    PolicyError
+    ArgumentError
         ``reduce`` or ``observations_per`` has an unknown value.
     InvalidTurnsError
         ``logprobs`` or the weights of a row have the wrong length; a trained token has

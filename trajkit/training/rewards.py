@@ -16,8 +16,8 @@ from trajkit._arrow.canonical import (
     place,
 )
 from trajkit._arrow.reshape import with_column
-from trajkit._streams.lockstep import Stream, over_sessions
-from trajkit.errors import InvalidTurnsError, PolicyError
+from trajkit._streams.lockstep import Stream, map_sessions
+from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.schema import ROWS, TURN_REWARDS
 from trajkit.training._checks import (
     Bools,
@@ -85,7 +85,7 @@ def spread_rewards(
 
     Raises
     ------
-    PolicyError
+    ArgumentError
         The mode does not exist, or it does not go with ``turn_rewards``.
     InvalidTurnsError
         A turn has two rewards or one that is not finite; a turn that the mode needs has
@@ -98,7 +98,7 @@ def spread_rewards(
     """
     check_choice("mode", mode, Spread)
     if (turn_rewards is not None) != (mode in ("per_turn", "last_turn")):
-        raise PolicyError(
+        raise ArgumentError(
             "mode='per_turn' and mode='last_turn' need turn_rewards, other modes do not "
             f"take it: mode is {mode!r}, turn_rewards is "
             f"{'not given' if turn_rewards is None else 'given'}"
@@ -109,7 +109,7 @@ def spread_rewards(
         given = canonical(given, TURN_REWARDS)
         check_once(given, ["session_id", "turn_index"])
         check_finite(given)
-    return over_sessions(lambda rows: _spread_over(rows, mode, given), ("rows", rows))
+    return map_sessions(lambda rows: _spread_over(rows, mode, given), ("rows", rows))
 
 
 def _spread_over(rows: pa.Table, mode: Spread, given: pa.Table | None) -> pa.Table:

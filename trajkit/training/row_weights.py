@@ -8,8 +8,8 @@ import pyarrow as pa
 from trajkit._arguments import check_choice
 from trajkit._arrow.canonical import TableLike, canonical_rows
 from trajkit._arrow.reshape import with_column
-from trajkit._streams.lockstep import Stream, over_sessions
-from trajkit.errors import PolicyError
+from trajkit._streams.lockstep import Stream, map_sessions
+from trajkit.errors import ArgumentError
 from trajkit.training._checks import session_codes, trained_tokens
 
 By: TypeAlias = Literal["token", "row", "rollout"]
@@ -70,7 +70,7 @@ def add_weights(
 
     Raises
     ------
-    PolicyError
+    ArgumentError
         ``by`` does not exist, or it does not go with ``constant``.
 
     Examples
@@ -88,13 +88,13 @@ def add_weights(
     """
     check_choice("by", by, Weighing)
     if (constant is not None) != (by == "constant"):
-        raise PolicyError(
+        raise ArgumentError(
             f"by={by!r} with constant={constant!r}: by='constant' needs constant, and no "
             "other value takes it"
         )
     if constant is not None and not 0 < constant < float("inf"):
-        raise PolicyError(f"constant={constant!r}: expected a finite number above 0")
-    return over_sessions(lambda rows: _weighed(rows, by, constant), ("rows", rows))
+        raise ArgumentError(f"constant={constant!r}: expected a finite number above 0")
+    return map_sessions(lambda rows: _weighed(rows, by, constant), ("rows", rows))
 
 
 def _weighed(rows: pa.Table, by: Weighing, constant: float | None) -> pa.Table:

@@ -10,8 +10,9 @@ import pyarrow as pa
 from trajkit import _core
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, canonical, place, turns_schema
-from trajkit._arrow.reshape import Columns, check_free, laid_out
-from trajkit._streams.lockstep import Stream, over_sessions
+from trajkit._arrow.reshape import Columns, check_no_clash, replace_columns
+from trajkit._streams import limits
+from trajkit._streams.lockstep import Stream, map_sessions
 from trajkit.errors import InvalidTurnsError
 from trajkit.schema import MESSAGE, TURNS, TURNS_DELTA
 from trajkit.turns.calls import Calls, Ints, Longs, Records, read_calls
@@ -19,9 +20,6 @@ from trajkit.turns.flat_buffers import offsets_of, positions
 from trajkit.turns.prefix_forest import grow
 from trajkit.turns.records import as_turns
 from trajkit.turns.structs import CALL
-
-# Tokens of the paths in one part, whose columns are one chunk each.
-_PART = 1 << 25
 
 
 @overload
@@ -106,12 +104,12 @@ def _convert(
         form = turns_schema(table.column_names)
         if form is schema:
             return canonical(table, schema)
-        check_free(table, form, schema, "form of turns")
+        check_no_clash(table, form, schema, "form of turns")
         calls = read_calls(table)
-        parts = [columns(part) for part in calls.split(_PART)]
-        return laid_out(calls.table, form, schema, parts)
+        parts = [columns(part) for part in calls.split(limits.PART_TOKENS)]
+        return replace_columns(calls.table, form, schema, parts)
 
-    return over_sessions(one, ("turns", turns), table_of=as_turns)
+    return map_sessions(one, ("turns", turns), table_of=as_turns)
 
 
 def _delta_columns(calls: Calls) -> Columns:

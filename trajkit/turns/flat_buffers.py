@@ -263,10 +263,10 @@ def _per_token(
     kept = np.minimum(n, n_tokens)
     starts = ids.offsets[:-1] + (n_tokens - kept if align_right else 0)
     at, source = positions(starts, kept), positions(np.cumsum(n) - n, kept)
-    laid_out = np.zeros(len(ids.values), numbers.dtype)
+    replace_columns = np.zeros(len(ids.values), numbers.dtype)
     there = np.zeros(len(ids.values), np.bool_)
-    laid_out[at], there[at] = numbers[source], valid[source]
-    return laid_out, there, n
+    replace_columns[at], there[at] = numbers[source], valid[source]
+    return replace_columns, there, n
 
 
 @dataclass(frozen=True, slots=True)

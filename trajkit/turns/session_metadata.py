@@ -11,7 +11,7 @@ import pyarrow as pa
 from trajkit._arguments import arrow_source
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table, canonical
-from trajkit._arrow.take import picked
+from trajkit._arrow.take import take_rows
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.schema import SESSIONS
 from trajkit.turns.calls import Calls
@@ -250,7 +250,7 @@ def last_lines(table: pa.Table) -> pa.Table:
     ids = table.column("session_id").combine_chunks().dictionary_encode().indices
     codes = ids.to_numpy()
     last = len(codes) - 1 - np.unique(codes[::-1], return_index=True)[1]
-    return picked(table, pa.array(last))
+    return take_rows(table, pa.array(last))
 
 
 def errored(facts: pa.RecordBatch) -> npt.NDArray[np.bool_]:

@@ -19,12 +19,12 @@ from trajkit._arrow.canonical import (
     rows_schema,
     turns_schema,
 )
-from trajkit._arrow.take import picked
+from trajkit._arrow.take import take_rows
 from trajkit._streams.lockstep import (
     Stream,
     is_stream,
-    over_sessions,
-    pairs_over_sessions,
+    map_session_pairs,
+    map_sessions,
 )
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.turns import table_rules, turn_rules
@@ -134,7 +134,7 @@ def validate(
             _raise_first(out, check(out))
         return out
 
-    return over_sessions(one, (kind or "tables", table))
+    return map_sessions(one, (kind or "tables", table))
 
 
 @overload
@@ -189,7 +189,7 @@ def reject_sessions(
         return _reject(source, *_plan(source, kind, bodies), nonfinite_logprobs)
 
     if is_stream(table):
-        return pairs_over_sessions(one, (kind or "tables", table))
+        return map_session_pairs(one, (kind or "tables", table))
     return one(as_table(table))
 
 
@@ -331,7 +331,7 @@ def _without(
         return table
     bad = pa.array(list(reasons)[before:], pa.string())
     good = pc.invert(pc.is_in(names.cast(pa.string()), value_set=bad))
-    return picked(table, pa.array(np.flatnonzero(good.to_numpy())))
+    return take_rows(table, pa.array(np.flatnonzero(good.to_numpy())))
 
 
 def _settle(table: pa.Table, nonfinite: Nonfinite) -> pa.Table:

@@ -11,9 +11,10 @@ import pyarrow as pa
 from trajkit._arguments import check_choice, chosen_int
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import Rows, TableLike, as_table, canonical_rows
-from trajkit._arrow.take import picked
+from trajkit._arrow.take import take_rows
+from trajkit._streams import limits
 from trajkit._streams.lockstep import (
-    Beside,
+    SessionCursor,
     Source,
     Stream,
     batches_in,
@@ -34,9 +35,6 @@ from trajkit.verification import row_rules, span_rules, splice_rules
 from trajkit.verification.context import Case, Violation, violations_table
 from trajkit.verification.foreign_rows import foreign_rows, verify_located
 from trajkit.verification.row_rules import WeighBy
-
-# Tokens of the calls in one part: bounds the memory for per-token arrays.
-_PART_TOKENS = 1 << 24
 
 
 @overload
@@ -133,7 +131,7 @@ def verify(
         The turns of a session are not contiguous, or ``reward`` or ``sessions`` lacks a
         session. For iterators also: the sessions of the rows are in another order than
         those of the turns.
-    PolicyError
+    PolicyError, ArgumentError
         The policy does not exist, or ``max_row_tokens`` or ``weigh_by`` is not allowed.
 
     Examples
@@ -175,7 +173,7 @@ def judge_of(
 
 
 def _streamed(rows: Source, turns: Source, judge: "Judge") -> Iterator[pa.Table]:
-    beside = Beside("rows", numbered(batches_of(rows)), "turns")
+    beside = SessionCursor("rows", numbered(batches_of(rows)), "turns")
     for table in whole_sessions(batches_of(turns)):
         yield judge.found(beside.take(table), table)
     for left in beside.rest():
@@ -288,7 +286,7 @@ class Judge:
             found.extend(session_faults(rows.to_batches(), set(names)))
             parts = _parts(calls, session)
         for part, which in parts:
-            here = picked(rows, pa.array(which))
+            here = take_rows(rows, pa.array(which))
             if own:
                 here = full_rows(here)
             case = Case(
@@ -311,7 +309,7 @@ def _parts(calls: Calls, session: Rows) -> Iterator[tuple[Calls, Rows]]:
     """Split the calls into parts of complete sessions, with the rows of each part."""
     order = np.argsort(session, kind="stable")
     start = 0
-    for part in calls.split(_PART_TOKENS):
+    for part in calls.split(limits.VERIFY_TOKENS):
         stop = start + part.n_sessions
         lo, hi = np.searchsorted(session[order], [start, stop])
         yield part, order[lo:hi]

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import schema
-from trajkit.io.ipc_compression import Squeezer
+from trajkit.io.ipc_compression import IpcCompressor
 from trajkit_shim.chat.logged_message import LoggedMessage
 from trajkit_shim.engines.base import WeightSpan
 from trajkit_shim.engines.routed_experts import COLUMN, experts_cell
@@ -185,7 +185,7 @@ class TurnLog:
         self._schema = pa.schema(kept, columns.metadata)
         self._attributed = attributed
         self._with_experts = routed_experts
-        self._squeeze = Squeezer(self._schema)
+        self._squeeze = IpcCompressor(self._schema)
         self._max_total_bytes = max_total_bytes
         opened = partial(
             AppendLog, self.directory, fsync=fsync, max_file_bytes=max_file_bytes

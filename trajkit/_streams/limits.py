@@ -1,0 +1,55 @@
+"""Every size that bounds a batch, a part or a buffer. None of them changes a result.
+
+Read them as ``limits.NAME``, so that a test can make them small in one place.
+"""
+
+# Tokens of prompts and outputs in memory.
+READ_TOKENS = 1 << 23
+"""Turns that a file job reads at a time: rounded up to complete sessions."""
+BATCH_TOKENS = 1 << 22
+"""Rows of one record batch; a longer row has a batch of its own."""
+PART_TOKENS = 1 << 25
+"""Calls, or their rows, that one kernel call works on: rounded up to sessions."""
+MIN_PART_TOKENS = 1 << 22
+"""The smallest part that is worth a thread: a part costs about 0.7 ms by itself."""
+DELTA_PART_FACTOR = 4
+"""Parts in delta form are this much smaller: each of their tokens is new to the rows."""
+HELD_ROW_TOKENS = 1 << 25
+"""A part with larger rows is written batch by batch, as the batches are asked for."""
+VERIFY_TOKENS = 1 << 24
+"""Calls that `verify` compares with their rows at a time."""
+STREAMING_STORE_TOKENS = 1 << 20
+"""Batches from this size on are written past the cache."""
+TURN_TOKENS = 256
+"""What a turn costs in addition to its tokens, in tokens."""
+
+# Bytes and rows that are read at a time.
+READ_BYTES = 16 << 20
+MIN_READ_ROWS, MAX_READ_ROWS = 16, 2048
+JSON_BYTES = 1 << 22
+"""Text that is read at a time; the buffer doubles for a longer line."""
+JSON_ROWS = 64
+"""Lines that become one table."""
+IMPORTED_RECORDS = 256
+PAGE_BYTES = 1 << 20
+"""Bytes of a Parquet column that are read at a time."""
+
+# Files that are written.
+FILE_TURNS = 1 << 15
+"""A part file ends with the tables that bring it to this many turns."""
+ROW_GROUP_BYTES = 64 << 20
+"""A Parquet row group by Arrow; also the tables that wait for a writer thread."""
+DICTIONARY_BYTES = 16 << 20
+"""Distinct texts of a row group; beyond that each text is written in full."""
+POLARS_FILE_BYTES = 32 << 20
+"""Arrow writes files up to this size: polars need not be imported for them."""
+POLARS_GROUP_BYTES, MAX_POLARS_GROUP_BYTES = 8 << 20, 128 << 20
+"""A row group by polars, which holds several of them, and what one may grow to."""
+VIOLATIONS = 4096
+"""Violations of sessions without turns that become one table."""
+
+# Temporary files, in which scattered sessions are grouped.
+BUCKET_BYTES, MAX_BUCKETS = 32 << 20, 512
+"""Turns of one bucket, and the buckets that are open at a time."""
+SPILL_BYTES = 48 << 20
+"""Turns that are distributed over the buckets at a time."""
