@@ -210,6 +210,7 @@ def _recorded(
         for k, turn in enumerate(turns)
     ):
         return None
+    by_keys = policy.parent_by != "agents" and policy.message_equality == "values"
     calls = {name: iter(turns) for name, turns in waiting.items()}
     order = [name for name, turns in waiting.items() for _ in turns]
     draw.shuffle(order)
@@ -218,6 +219,8 @@ def _recorded(
         for field in ("session_id", "turn_index"):
             del turn[field]
         payloads = {field: turn.pop(field) for field in _FIELDS if field in turn}
+        if by_keys and draw.random() < 0.5:
+            turn |= _in_keys(turn)
         recorder.record(name, payloads=payloads, **turn)
     turns = pa.concat_tables(
         [recorder.turns(name) for name in waiting], promote_options="permissive"
@@ -232,6 +235,20 @@ def _recorded(
             return f"recorder: other rows of {name}"
     made: tuple[pa.Table, pa.Table] = tk.linearize(turns, policy, **options)
     return made
+
+
+def _in_keys(turn: Turn) -> Turn:
+    """The messages of a call as pairs of key and role."""
+
+    def pair(message: Turn) -> tuple[bytes, str]:
+        return tk.turns.message_key(message), message["role"]
+
+    reply, sent = turn["response_message"], turn["prompt_messages"]
+    return {
+        "use_tool": bool(reply and "tool_calls" in reply),
+        "response_message": reply and pair(reply),
+        "prompt_messages": sent and [pair(message) for message in sent],
+    }
 
 
 def _verified(case: Case, table: pa.Table, rows: pa.Table) -> str | None:
