@@ -218,7 +218,8 @@ def _recorded(
         turn = dict(next(calls[name]))
         for field in ("session_id", "turn_index"):
             del turn[field]
-        payloads = {field: turn.pop(field) for field in _FIELDS if field in turn}
+        facts = {field: turn.pop(field, None) for field in _FIELDS}
+        payloads = {k: v for k, v in facts.items() if v is not None}
         if by_keys and draw.random() < 0.5:
             turn |= _in_keys(turn)
         recorder.record(name, payloads=payloads, **turn)
