@@ -7,13 +7,12 @@ twins
     links, rows and report against the slow implementations in ``tests``;
 forms
     the table against its delta forms, the recorder, streams, threads and layouts, and
-    `trajkit.verify` finds nothing;
-files
-    damaged files of every format (`benchmarks.fuzz_files`).
+    `trajkit.verify` finds nothing.
 
 A case that fails is made smaller (sessions and calls left out, ids and messages cut), and
 stored in ``tests/regressions``, which ``tests/test_regressions.py`` runs again. The exit
-code is 1 where a case failed.
+code is 1 where a case failed. One seed is one case: a process that dies is run again from
+the seed that it printed. `benchmarks.fuzz_files` does the same for damaged files.
 """
 
 import argparse
@@ -211,6 +210,7 @@ def _recorded(
         for k, turn in enumerate(turns)
     ):
         return None
+    by_keys = policy.parent_by != "agents" and policy.message_equality == "values"
     calls = {name: iter(turns) for name, turns in waiting.items()}
     order = [name for name, turns in waiting.items() for _ in turns]
     draw.shuffle(order)
@@ -218,22 +218,38 @@ def _recorded(
         turn = dict(next(calls[name]))
         for field in ("session_id", "turn_index"):
             del turn[field]
-        payloads = {field: turn.pop(field) for field in _FIELDS if field in turn}
+        facts = {field: turn.pop(field, None) for field in _FIELDS}
+        payloads = {k: v for k, v in facts.items() if v is not None}
+        if by_keys and draw.random() < 0.5:
+            turn |= _in_keys(turn)
         recorder.record(name, payloads=payloads, **turn)
-    ids = rows["session_id"].to_pylist()
-    some = set(draw.sample(list(waiting), -(-len(waiting) // 10)))
-    for name in some:
-        made = recorder.rows(
-            name, policy, max_row_tokens=case.max_row_tokens, reward=1.0
-        )
-        at = ids.index(name) if name in ids else 0
-        if not made.equals(rows.slice(at, ids.count(name))):
-            return f"recorder: other rows of {name}"
     turns = pa.concat_tables(
         [recorder.turns(name) for name in waiting], promote_options="permissive"
     )
+    ids = rows["session_id"].to_pylist()
+    for name in draw.sample(list(waiting), -(-len(waiting) // 10)):
+        alone = recorder.pop(
+            name, policy, max_row_tokens=case.max_row_tokens, reward=1.0
+        )
+        at = ids.index(name) if name in ids else 0
+        if not alone.rows.equals(rows.slice(at, ids.count(name))):
+            return f"recorder: other rows of {name}"
     made: tuple[pa.Table, pa.Table] = tk.linearize(turns, policy, **options)
     return made
+
+
+def _in_keys(turn: Turn) -> Turn:
+    """The messages of a call as pairs of key and role."""
+
+    def pair(message: Turn) -> tuple[bytes, str]:
+        return tk.turns.message_key(message), message["role"]
+
+    reply, sent = turn["response_message"], turn["prompt_messages"]
+    return {
+        "use_tool": bool(reply and "tool_calls" in reply),
+        "response_message": reply and pair(reply),
+        "prompt_messages": sent and [pair(message) for message in sent],
+    }
 
 
 def _verified(case: Case, table: pa.Table, rows: pa.Table) -> str | None:
@@ -338,13 +354,14 @@ def _renumbered(turns: list[Turn]) -> list[Turn]:
 
 
 def run(mode: str, seed: int, n_sessions: int, seconds: float) -> int:
-    """Cases from a seed on, until there were so many sessions or seconds.
+    """Cases from a seed on, until there were so many sessions, or seconds, or 5 failed.
 
     Returns the number of cases that failed.
     """
     start = time.monotonic()
     done = calls = failed = longest = 0
     first = seed
+    print(f"{mode}: seeds from {first} on", flush=True)
     while done < n_sessions and time.monotonic() - start < seconds and failed < 5:
         case = drawn_case(mode, seed)
         said = difference(case)
@@ -369,8 +386,8 @@ def run(mode: str, seed: int, n_sessions: int, seconds: float) -> int:
 def main() -> int:
     """Run cases of a mode; the exit code is 1 where one failed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("mode", choices=["twins", "forms", "files"])
-    parser.add_argument("--sessions", type=int, default=1_000_000_000)
+    parser.add_argument("mode", choices=["twins", "forms"])
+    parser.add_argument("--sessions", type=int, default=1_000_000_000, help="at least")
     parser.add_argument("--seed", type=int, help="of the first case")
     parser.add_argument("--seconds", type=float, default=60)
     given = parser.parse_args()

@@ -208,7 +208,9 @@ class Policy:
         Train turns whose ``finish_reason`` is ``abort``, as several of the systems do.
         False: they are context, counted as ``lost_aborted``.
     keep_untrained : bool
-        Return rows in which nothing is trained.
+        Return rows in which nothing is trained. If ``train_in`` is ``"first"``,
+        ``"earliest"`` or ``"every"``, a row that only repeats turns of other chains is
+        left out all the same.
     keep_empty : bool
         Return rows that hold nothing after the prompt that opened them.
     max_rows : int or None
