@@ -480,12 +480,48 @@ async def test_unknown_and_closed_sessions(tmp_path):
         assert again.status_code == 409
         closed = await gateway.http.post("/sessions/mine/close")
         assert closed.json()["status"] == "closed"
+        again = await gateway.http.post("/sessions", json={"session_id": "mine"})
+        assert again.status_code == 409
         with pytest.raises(openai.APIStatusError) as caught:
             await ask(client)
         assert caught.value.status_code == 410
         assert (await gateway.session(client))["metadata"] == {"task": 3}
         assert (await gateway.http.get("/sessions/other")).status_code == 404
         assert gateway.turns() == []
+
+
+async def test_a_call_is_recorded_in_the_session_that_it_names_first(tmp_path):
+    """The path comes before the header, and the header before the key."""
+    async with in_process(ScriptedEngine("a", "b"), RENDERER, tmp_path) as gateway:
+        path, header, key = [await gateway.open_id() for _ in range(3)]
+
+        async def named(url, session):
+            answer = await gateway.http.post(
+                url,
+                headers={"x-session-id": session, "authorization": f"Bearer {key}"},
+                json={"messages": [USER]},
+            )
+            return answer.status_code
+
+        assert await named(f"/s/{path}/v1/chat/completions", header) == 200
+        assert await named("/v1/chat/completions", header) == 200
+        # a wrong name is no reason to take another one
+        assert await named("/s/other/v1/chat/completions", header) == 401
+        assert await named("/v1/chat/completions", "other") == 401
+        sessions = [turn["session_id"] for turn in gateway.turns()]
+    assert sessions == [path, header]
+
+
+async def test_what_an_aborted_call_sampled_is_no_reply_of_the_session(tmp_path):
+    sample = sampled("half", finish_reason="abort")
+    async with in_process(ScriptedEngine(sample, "b"), RENDERER, tmp_path) as gateway:
+        client = await gateway.open()
+        with pytest.raises(openai.InternalServerError):
+            await ask(client)
+        history = [USER, {"role": "assistant", "content": "half"}, USER]
+        await ask(client, history)
+        shown = await gateway.session(client)
+    assert shown["echo"] == {"as_sent": 0, "restored": 0, "new": 1}
 
 
 async def test_max_turns_counts_what_was_answered_or_is_under_way(tmp_path):

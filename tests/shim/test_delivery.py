@@ -7,7 +7,7 @@ import struct
 import threading
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 
 import trajkit as tk
 from tests.shim.clients import http, in_process
@@ -142,6 +142,7 @@ async def test_a_client_that_leaves_in_the_midst_of_a_long_answer(
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("noticed", [True, False])
 @pytest.mark.parametrize(
     ("lost_with", "told"),
     [
@@ -149,13 +150,16 @@ async def test_a_client_that_leaves_in_the_midst_of_a_long_answer(
         pytest.param(b"[DONE]", (True, None), id="all of it"),
     ],
 )
-async def test_a_client_that_leaves_a_stream_that_has_begun(tmp_path, lost_with, told):
+async def test_a_client_that_leaves_a_stream_that_has_begun(
+    tmp_path, lost_with, told, noticed
+):
     held = Held("late")
     options = {"ping_seconds": 0.001}
     async with in_process(
         ScriptedEngine(held), RENDERER, tmp_path, **options
     ) as gateway:
-        line = Line(await gateway.open_id(), stream=True, lost_with=lost_with)
+        session = await gateway.open_id()
+        line = Line(session, stream=True, lost_with=lost_with, noticed=noticed)
         call = asyncio.create_task(line.ask(gateway))
         while len(line.sent) < 3:
             await asyncio.sleep(0)
@@ -223,8 +227,24 @@ async def test_one_of_two_connections_is_enough(tmp_path, lost):
             await asyncio.sleep(0)
         held.release.set()
         await asyncio.gather(*calls)
-        ((trainable, _),) = logged(gateway)
-    assert trainable
+        assert logged(gateway) == [(True, None)]
+
+
+@pytest.mark.anyio
+async def test_a_turn_stays_dropped_when_its_answer_is_lost_later(gateway, monkeypatch):
+    monkeypatch.setattr("trajkit_shim.sessions.sessions._GRACE_SECONDS", 0.0)
+    line, entered = Line(await gateway.open_id()), asyncio.Event()
+
+    async def stuck(message):
+        entered.set()
+        await asyncio.Event().wait()
+
+    line.send = stuck
+    call = asyncio.create_task(line.ask(gateway))
+    await entered.wait()
+    await gateway.http.post(f"/sessions/{line.session}/drop")
+    await asyncio.gather(call, return_exceptions=True)
+    assert logged(gateway) == [(False, "dropped")]
 
 
 @pytest.mark.anyio
@@ -241,6 +261,7 @@ async def test_what_is_lost_is_not_trained_and_counted(gateway):
 
 
 @given(delivery_steps)
+@example([(0, True), (1, True), (0, False), (1, True)])
 def test_a_turn_trains_once_any_connection_was_reached(steps):
     lines = []
     delivery = Delivery(lambda *line: lines.append(line))
@@ -253,7 +274,10 @@ def test_a_turn_trains_once_any_connection_was_reached(steps):
             manager, attempt = under_way.pop(name)
             attempt.reached = well
             reached |= well
+            n_lines = len(lines)
             manager.__exit__(None, None, None)
+            # another connection may still deliver it
+            assert not under_way or ("undelivered", False) not in lines[n_lines:]
         if not under_way:
             context_only = bool(lines) and lines[-1] == ("undelivered", False)
             assert context_only == (not reached)

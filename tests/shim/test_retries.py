@@ -74,6 +74,16 @@ async def test_an_equal_request_is_sampled_and_names_the_first(tmp_path):
     assert apart["resend_of"] is None
 
 
+async def test_an_equal_body_for_another_endpoint_is_another_request(tmp_path):
+    async with in_process(ScriptedEngine("a", "b"), RENDERER, tmp_path) as gateway:
+        session = await opened(gateway)
+        await session.ask()
+        answer = await session.ask(path="/v1/messages", **RETRY)
+        assert answer.json()["content"] == [{"type": "text", "text": "b"}]
+        turns = gateway.turns()
+    assert [turn["resend_of"] for turn in turns] == [None, None]
+
+
 async def test_a_session_may_take_every_equal_request_for_a_retry(tmp_path):
     async with in_process(ScriptedEngine(*"ab"), RENDERER, tmp_path) as gateway:
         session = await opened(gateway, replay=True)

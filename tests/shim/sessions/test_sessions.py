@@ -317,12 +317,14 @@ async def test_a_session_that_was_closed_can_be_dropped_and_reopened(tmp_path):
         await ask(client)
         with pytest.raises(openai.PermissionDeniedError, match="3 turns"):
             await ask(client)
+        counts = (await gateway.http.get("/healthz")).json()["sessions"]
         await post(gateway, f"{path}/finish", reward=1)
         turns = tk.read_turns(tmp_path)
         (line,) = sessions(gateway)
         assert (await post(gateway, "/sessions/no/reopen")).status_code == 404
     assert turns["turn_index"].to_pylist() == [0, 1, 2]
     assert turns["trainable"].to_pylist() == [False, True, True]
+    assert (counts["open"], counts["closed"], counts["turns"]) == (1, 0, 3)
     assert (line["turns"], line["ended_by"], line["reward"]) == (3, "finish", 1.0)
     assert {sampling.temperature for sampling in engine.samplings} == {0.5}
 
