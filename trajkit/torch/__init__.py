@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from trajkit.torch.datasets import PackDataset as PackDataset
     from trajkit.torch.datasets import RowDataset as RowDataset
     from trajkit.torch.datasets import pad_rows as pad_rows
+    from trajkit.torch.linear import carry_states as carry_states
     from trajkit.torch.logprobs import gather_logprobs as gather_logprobs
     from trajkit.torch.losses import nll_loss as nll_loss
     from trajkit.torch.losses import observation_loss as observation_loss
@@ -36,6 +37,7 @@ else:
             "RowDataset": "datasets",
             "TreeAttention": "attention",
             "UnsupportedModelError": "attention",
+            "carry_states": "linear",
             "check_model": "models",
             "cu_seqlens": "masks",
             "dense_mask": "masks",

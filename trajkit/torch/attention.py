@@ -6,6 +6,7 @@ models hand down to their attention layers. Without it, it raises: transformers 
 otherwise derive a mask from the positions, which go back at every branch.
 """
 
+import functools
 import itertools
 from typing import Any, Literal, TypeAlias
 
@@ -22,6 +23,7 @@ from transformers.integrations.flex_attention import (
 
 from trajkit._arguments import check_choice
 from trajkit.errors import LayoutError, TrajkitError
+from trajkit.torch.linear import Segments
 from trajkit.torch.masks import Ints, TokenRanges, block_mask, pair_mask, token_ranges
 from trajkit.torch.packs import Pack
 
@@ -76,6 +78,11 @@ class TreeAttention:
         if window not in self._masks:
             self._masks[window] = _mask(self._tokens, self._tokens, self.device, window)
         return self._masks[window]
+
+    @functools.cached_property
+    def segments(self) -> Segments:
+        """The segments of the pack, for layers of linear attention."""
+        return Segments(self._tokens, self.device)
 
     def trunks(self, window: int | None) -> "Trunks | None":
         """The trunks of the pack, if layers with this window attend them apart."""

@@ -14,10 +14,10 @@ from trajkit.torch.attention import (
     TreeAttention,
     UnsupportedModelError,
 )
+from trajkit.torch.linear import carries_states, uncarried
 from trajkit.torch.logprobs import gather_logprobs
 from trajkit.torch.packs import Pack
 
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Layers that carry a state, or gather neighbours, along the layout of the pack.
 _RECURRENT = re.compile(
     "Mamba|SSM|DeltaNet|LinearAttention|LightningAttention|Recurrent|RgLru|Rwkv"
@@ -44,7 +44,8 @@ def check_model(model: PreTrainedModel) -> None:
         - an attention that is not ``"trajkit"``: flash attention cannot express the
           mask, and others would derive one from the positions;
         - layers other than full and sliding attention (linear attention, Mamba, short
-          convolutions, sparse attention): their state runs on through other branches;
+          convolutions, sparse attention): their state runs on through other branches.
+          `carry_states` makes those of Qwen3-Next follow the tree;
         - heads that predict several tokens ahead, along the layout of the pack;
         - RoPE whose frequencies depend on the longest position of the batch;
         - dropout in training mode.
@@ -56,16 +57,20 @@ def check_model(model: PreTrainedModel) -> None:
     ``output_router_logits`` off, or accept another weighting.
     """
     name = type(model).__name__
+    linear = any(carries_states(module) for module in model.modules())
+    allowed = {"full_attention", "sliding_attention"}
+    if linear:
+        allowed.add("linear_attention")
     for config in _configs(model.config):
-        _check_config(name, config)
-    if not model._supports_attention_backend:
+        _check_config(name, config, allowed)
+    if not (model._supports_attention_backend or linear):
         raise UnsupportedModelError(
             f"{name} does not hand keyword arguments to its attention layers "
             "(_supports_attention_backend is false): the tree would not reach them"
         )
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} has an encoder: packs are for decoders")
-    for path, module in model.named_modules():
+    for path, module in uncarried(model):
         kind = type(module).__name__
         if _RECURRENT.search(kind) or isinstance(module, torch.nn.Conv1d):
             raise UnsupportedModelError(
@@ -88,7 +93,7 @@ def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
         yield text
 
 
-def _check_config(name: str, config: PreTrainedConfig) -> None:
+def _check_config(name: str, config: PreTrainedConfig, allowed: set[str]) -> None:
     used = config._attn_implementation
     if used != ATTENTION:
         raise UnsupportedModelError(
@@ -96,11 +101,11 @@ def _check_config(name: str, config: PreTrainedConfig) -> None:
             f"call model.set_attn_implementation({ATTENTION!r})"
         )
     types = {*(getattr(config, "layer_types", None) or ())}
-    if types - _LAYER_TYPES:
+    if types - allowed:
         raise UnsupportedModelError(
-            f"{name} has layers of {sorted(types - _LAYER_TYPES)}, which mix tokens along "
-            "the pack and not along a row, so branches would leak into each other: train "
-            "on padded or varlen rows"
+            f"{name} has layers of {sorted(types - allowed)}, which mix tokens along the "
+            "pack and not along a row, so branches would leak into each other: train on "
+            "padded or varlen rows, or for Qwen3-Next call trajkit.torch.carry_states"
         )
     for kind in _rope_types(config):
         if kind in _ROPE_OF_LENGTH:
