@@ -70,10 +70,9 @@ def built_engine(
 ) -> "tuple[Engine, ChatRenderer]":
     """Return the chosen engine, and the renderer of its model.
 
-    ``policy`` and ``seed`` are for the embedded engine.
-
-    Raises `SystemExit`: options are missing, or do not apply to that engine.
-    `FormatError`: the model cannot be read.
+    ``policy`` and ``seed`` are for the embedded engine. Raises `SystemExit`: options
+    are missing, or do not apply to that engine. `FormatError`: the model cannot be
+    read.
     """
     from trajkit_shim.replies.parsers import FORMS
 

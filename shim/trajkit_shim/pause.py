@@ -55,10 +55,9 @@ class Gate:
         """Make an engine call outside of pauses, and return its result.
 
         ``start``: starts the call; called again if a pause cut it off. ``again``:
-        whether it may start again. It may not once its client has seen output.
-
-        Raises `PausedError`: the pause took too long, or cut off a call that cannot
-        start again. `EngineError`: from the engine.
+        whether it may start again. It may not once its client has seen output. Raises
+        `PausedError`: the pause took too long, or cut off a call that cannot start
+        again. `EngineError`: from the engine.
         """
         while True:
             await self._wait()
@@ -85,10 +84,8 @@ class Gate:
         ``wait_seconds``: how long running calls may take. If one takes longer, the
         pause is undone. ``abort``: cut off running calls, which are sampled again after
         the pause. ``max_seconds``: duration after which the pause ends automatically.
-        Default: unlimited.
-
-        Raises `GatewayError`: 504: a call took longer. 409: the pause was ended
-        meanwhile.
+        Default: unlimited. Raises `GatewayError`: 504: a call took longer. 409: the
+        pause was ended meanwhile.
         """
         self._running.clear()
         self._stop_timer()

@@ -29,13 +29,11 @@ class Job:
 
     # the gateway, without a path
     base_url: str
-    # the session's key
+    # the session's
     api_key: str
     # the gateway's name of its model
     model: str
-    # the task
     prompt: str
-    # home and working directory
     home: str
     workspace: str
     # extra arguments for the harness's command
@@ -46,7 +44,6 @@ class Job:
 class Launch:
     """How to start a harness on a job."""
 
-    # the program and its arguments
     command: tuple[str, ...]
     # added to the sandbox's own variables
     env: Mapping[str, str] = field(default_factory=dict)
@@ -64,18 +61,15 @@ def failed_by_code(done: CommandResult) -> str | None:
 class Harness:
     """One coding agent."""
 
-    # its name on the command line
     name: str
-    # the protocol it uses (`trajkit_shim.protocols`)
     protocol: str
     # the version that the record was written for; empty: any
     version: str
-    # a command that exits with 0 if it is installed
+    # exits with 0 if it is installed
     check: tuple[str, ...]
-    # a shell command that installs it, if there is one
+    # a shell command; empty: none
     install: str
     tried: Tried
-    # how to start it on a `Job`
     launch: Callable[[Job], Launch]
     # returns the error from its `CommandResult`, or None
     failed: Callable[[CommandResult], str | None] = failed_by_code

@@ -113,7 +113,6 @@ class ChatRenderer:
         """Return the ids of the prompt for the next assistant message.
 
         Messages are canonical (`trajkit_shim.chat.request`), tools in OpenAI's format.
-
         Raises `TemplateError`: the template rejects the messages. `GatewayError`: a
         text spells out a special token that this tokenizer cannot encode as text.
         """

@@ -137,12 +137,13 @@ def add_rollout(commands: Commands) -> None:
 
 def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     with options.needs_extra(parser, "shim"):
+        import httpx
+
         from trajkit_shim.agents.harness import HarnessError
         from trajkit_shim.agents.sandbox import SandboxError
         from trajkit_shim.app import create_app
         from trajkit_shim.replies.parsers import FORMS
         from trajkit_shim.rollout.callback import Callback
-        from trajkit_shim.rollout.gateway import Gateway
         from trajkit_shim.rollout.run import Rollouts, Summary
         from trajkit_shim.rollout.solver import solve
         from trajkit_shim.rollout.tasks import read_tasks
@@ -175,7 +176,7 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
             with (
                 _terminated(),
                 running(app, arguments.host) as url,
-                Gateway(url) as gateway,
+                httpx.Client(base_url=url, timeout=60, trust_env=False) as gateway,
                 Progress("rollouts", "rollouts") as progress,
             ):
                 progress.begin(rollouts.to_do)

@@ -300,9 +300,8 @@ class SessionStore:
     def reopen(self, session_id: str) -> Session:
         """Open an ended session again; its turn indices continue.
 
-        Replies from before are not recognized.
-
-        Raises `GatewayError`: 404: there is no such session. 409: it is open.
+        Replies from before are not recognized. Raises `GatewayError`: 404: there is no
+        such session. 409: it is open.
         """
         if self.draining:
             raise _draining()
@@ -377,7 +376,6 @@ class SessionStore:
         """Return the open session that a call names.
 
         ``claims``: candidates for the session's id; the first that exists is used.
-
         Raises `GatewayError`: 401: there is no such session. 410: it is closed. 503:
         the gateway is shutting down.
         """
@@ -400,9 +398,8 @@ class SessionStore:
     def end(self, session: Session, how: EndedBy) -> None:
         """End a session now, so that no more turns are recorded. Idempotent.
 
-        Running calls are cancelled, and their clients get an error.
-
-        Raises `GatewayError`: 500: its line could not be written. The session has ended
+        Running calls are cancelled, and their clients get an error. Raises
+        `GatewayError`: 500: its line could not be written. The session has ended
         anyway.
         """
         if session.closed:
@@ -444,9 +441,8 @@ class SessionStore:
 
         ``how``: ignored if the session has ended before. ``wait_seconds``: how long
         running calls may take before they are cancelled. New ones are rejected
-        meanwhile. ``fields``: for `Outcome.update`.
-
-        Raises `GatewayError`: 404: there is no such session.
+        meanwhile. ``fields``: for `Outcome.update`. Raises `GatewayError`: 404: there
+        is no such session.
         """
         record = self.record(session_id)
         session = self._open.get(session_id)

@@ -213,15 +213,9 @@ class TurnLog:
 
         ``turn_index``: its index in the session. ``shown``: the keys of the messages
         whose body is in the session's log: they are not written again. ``deltas``: the
-        session's recorded turns, for the delta form.
-
-        Returns
-        -------
-        set of bytes
-            What this turn adds to ``shown``.
-
-        Raises `LogFullError`: the log would exceed ``max_total_bytes``. `OSError`: the
-        turn could not be written. The log is unchanged.
+        session's recorded turns, for the delta form. Returns what this turn adds to
+        ``shown``. Raises `LogFullError`: the log would exceed ``max_total_bytes``.
+        `OSError`: the turn could not be written. The log is unchanged.
         """
         added: set[bytes] = set()
 
