@@ -171,11 +171,8 @@ def check_token(request: Request, token: str) -> None:
         given = rest.strip() if scheme.lower() == "bearer" else ""
     # constant time: the duration does not reveal how much of it is right
     if not hmac.compare_digest(given.encode(), token.encode()):
-        raise GatewayError(
-            f"the admin token is missing: send it as bearer token or in {TOKEN_HEADER}",
-            401,
-            code="invalid_admin_token",
-        )
+        message = "the admin token is missing: send it as bearer token or in "
+        raise GatewayError(message + TOKEN_HEADER, 401, code="invalid_admin_token")
 
 
 def _wait(body: Fields, default: float = 0.0) -> float:

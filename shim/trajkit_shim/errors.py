@@ -27,7 +27,7 @@ class EngineError(Exception):
 class GatewayError(Exception):
     """A call that ends with an error answer. It is not recorded.
 
-    The message says what is wrong, where, the value, and the rule. ``param`` is the path
+    The message names the place, the value and the rule. ``param`` is the path
     of the invalid request parameter, such as ``messages[3].content``; ``code`` is
     machine-readable; for ``overflow`` and ``retry_after`` see `EngineError`.
     """

@@ -106,11 +106,11 @@ class Gate:
             raise GatewayError("the pause was ended meanwhile", 409, code="resumed")
         if late:
             self.resume()
-            raise GatewayError(
+            message = (
                 f"{late} calls are still running after {wait_seconds:g} seconds, so "
-                "nothing is paused",
-                504,
-                code="pause_timed_out",
+            )
+            raise GatewayError(
+                message + "nothing is paused", 504, code="pause_timed_out"
             )
         if max_seconds is not None:
             clock = self._clock or asyncio.get_running_loop()
@@ -129,11 +129,9 @@ class Gate:
             try:
                 await asyncio.wait_for(self._running.wait(), left)
             except TimeoutError:
-                raise PausedError(
-                    f"the engine is paused, for more than {self._wait_seconds:g} "
-                    "seconds",
-                    503,
-                ) from None
+                limit = f"{self._wait_seconds:g} seconds"
+                message = f"the engine is paused, for more than {limit}"
+                raise PausedError(message, 503) from None
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -58,10 +58,10 @@ class PartialReply:
 class SharedCall:
     """One model call, and the connections that wait for it.
 
-    ``work``: prepares the call. Cancelled when the last connection leaves. ``record``:
-    records the finished call and returns its reply, or raises. ``over``: called,
-    possibly more than once, when the call was recorded, failed, or lost its last
-    connection. ``partial``: what is known of the reply before that.
+    ``work`` prepares the call and is cancelled when the last connection leaves.
+    ``record`` records the finished call and returns its reply, or raises. ``over`` is
+    called, possibly more than once, when the call was recorded, failed, or lost its last
+    connection. ``partial`` is what is known of the reply before that.
     """
 
     def __init__(

@@ -50,9 +50,8 @@ class Limits:
         for name in names:
             value = getattr(self, name)
             if value is not None:
-                raise SandboxError(
-                    f"{name} = {value}: a sandbox of kind {kind} cannot enforce it"
-                )
+                rule = f"a sandbox of kind {kind} cannot enforce it"
+                raise SandboxError(f"{name} = {value}: {rule}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,9 +186,8 @@ class Sandbox(ABC):
         return self._shell(f"cat {shlex.quote(path)}")
 
     def _shell(self, script: str, stdin: bytes = b"", cwd: str | None = None) -> bytes:
-        done = self.exec(
-            ["sh", "-c", script], timeout_s=_COPY_SECONDS, stdin=stdin, cwd=cwd
-        )
+        shell = ["sh", "-c", script]
+        done = self.exec(shell, timeout_s=_COPY_SECONDS, stdin=stdin, cwd=cwd)
         if done.code != 0:
             raise SandboxError(f"{script}: {done.summary}")
         return done.stdout
@@ -218,10 +216,8 @@ class SandboxKind:
         """Return a new sandbox, not yet started; reject unknown options."""
         for name in spec.options:
             if name not in self.options:
-                known = ", ".join(sorted(self.options)) or "none"
-                raise SandboxError(
-                    f"option {name!r} is unknown; known options: {known}"
-                )
+                known = f"known options: {', '.join(sorted(self.options)) or 'none'}"
+                raise SandboxError(f"option {name!r} is unknown; {known}")
         return self.make(spec)
 
 

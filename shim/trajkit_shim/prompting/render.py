@@ -93,7 +93,7 @@ class ChatRenderer:
         self._lead = commonprefix(longest_first)  # noqa: RUF071
         # breaks up special tokens within text; unpredictable for clients
         self._mark = f"x{secrets.token_hex(12)}x"
-        # whether the pieces between special tokens have the ids that the whole text has
+        # whether the pieces between special tokens have the same ids as the complete text
         self.keeps_apart = self._split_agrees(plain)
         self._probe_template()
         self._end_of_reasoning: int | None = self._backend.token_to_id("</think>")

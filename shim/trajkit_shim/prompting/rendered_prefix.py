@@ -61,9 +61,7 @@ def end_of_reply(
 ) -> int | Departure:
     """Return where in a later prompt's text the reply to an earlier prompt ends.
 
-    ``rendered``: of the earlier prompt. ``text``: of the later prompt
-    (`ChatRenderer.text`). ``reply``: the canonical reply to the earlier prompt.
-    ``new``: the messages after it.
+    ``rendered`` is the earlier prompt's; ``new`` has the messages after the reply.
     """
     if not rendered.begins(text):
         return "rewritten"

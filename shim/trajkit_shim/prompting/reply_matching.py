@@ -159,7 +159,7 @@ class ReplyIndex:
         return found[0] if len(found) == 1 else None
 
     def _same(self, sent: Json, reply: Json) -> bool:
-        """Whether a message says what a reply says.
+        """Whether a message has the content of a reply.
 
         White space and the spelling of JSON may differ, reasoning may be missing, and
         call ids may be the client's.

@@ -123,7 +123,7 @@ class _Probe:
         )
 
     def _trims_new(self, opening: list[Json], spaced: str) -> bool:
-        """Whether the template changes what the user or one of two tools says."""
+        """Whether the template changes a message of the user or of one of two tools."""
         # a template that trims may add white space of its own
         for content in (spaced, f"{spaced}\n", f"\n{spaced}"):
             user = {**_user(), "content": content}

@@ -1,8 +1,8 @@
 """Decodes and parses a reply while it is sampled.
 
 Only what later ids cannot change is returned. So half a character, the possible start of
-a stop string, of a tool call or of the end of reasoning, and outer white space are held
-back. The result is a prefix of the complete reply, however the ids are grouped.
+a stop string, of a tool call or of the end of reasoning, and outer white space are
+withheld. The result is a prefix of the complete reply, however the ids are grouped.
 """
 
 from collections.abc import Sequence

@@ -26,7 +26,7 @@ class Parsed:
     # the text of all parts as sampled
     sampled: str
     ill_formed: bool = False
-    # None: there is none
+    # None: the reply has no reasoning
     reasoning: str | None = None
 
     @property

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, get_args
 from trajkit_shim.chat.sampling_params import SamplingParams
 from trajkit_shim.clock import Clock, Handle
 from trajkit_shim.errors import GatewayError
+from trajkit_shim.json_input import refuse
 from trajkit_shim.prompting.reply_matching import Known, ReplyIndex
 from trajkit_shim.prompting.token_cache import TokenCache
 from trajkit_shim.retries import RetryIndex
@@ -163,10 +164,8 @@ class Session:
 
     def __init__(self, record: Record, clock: Clock) -> None:
         self.record = record
-        self.session_id = record.session_id
-        self.terms = record.terms
-        self.counts = record.counts
-        self.budget = record.budget
+        self.session_id, self.terms = record.session_id, record.terms
+        self.counts, self.budget = record.counts, record.budget
         # accepts no new calls
         self.closing = False
         # records no more turns
@@ -193,11 +192,7 @@ class Session:
             raise closed_error(self.session_id)
 
     def admit(self) -> Reservation:
-        """Return what one more call may use; running calls count as turns.
-
-        Raises `GatewayError`: 410: the session accepts no calls. 403: no turns or
-        tokens are left.
-        """
+        """Return what one more call may use (`Budget.admit`); raise if not open."""
         self.check_open()
         return self.budget.admit()
 
@@ -265,28 +260,17 @@ class SessionStore:
         terms: Terms | None = None,
         outcome: Outcome | None = None,
     ) -> Session:
-        """Open a session under the given or a generated id.
-
-        Raises `GatewayError`: the id was used before or has invalid characters, the
-        gateway is shutting down, or the session's line could not be written.
-        """
+        """Open a session under the given id, which must be new, or a generated one."""
         if self.draining:
             raise _draining()
         if session_id is None:
             session_id = f"s-{secrets.token_hex(16)}"
         if not _ID.fullmatch(session_id):
-            raise GatewayError(
-                f"session_id: {session_id!r}: 1 to 200 letters, digits and ._~:@- (not "
-                ". or ..)",
-                param="session_id",
-            )
+            rule = "1 to 200 letters, digits and ._~:@- (not . or ..)"
+            refuse("session_id", f"{session_id!r}: {rule}")
         if any(session_id in ids for ids in (self._open, self._ended, self._used)):
-            raise GatewayError(
-                f"session {session_id!r} was opened before",
-                409,
-                code="session_exists",
-                param="session_id",
-            )
+            message = f"session {session_id!r} was opened before"
+            raise GatewayError(message, 409, code="session_exists", param="session_id")
         terms = terms or Terms()
         return self._begin(
             Record(
@@ -307,9 +291,8 @@ class SessionStore:
             raise _draining()
         record = self.record(session_id)
         if session_id in self._open:
-            raise GatewayError(
-                f"session {session_id!r} is open", 409, code="session_open"
-            )
+            message = f"session {session_id!r} is open"
+            raise GatewayError(message, 409, code="session_open")
         before, record.ended_by = record.ended_by, None
         try:
             session = self._begin(record)
@@ -348,9 +331,8 @@ class SessionStore:
         try:
             self._write(record.line())
         except OSError as error:
-            raise GatewayError(
-                f"the session could not be written: {error}", 500, code="log_failed"
-            ) from error
+            message = f"the session could not be written: {error}"
+            raise GatewayError(message, 500, code="log_failed") from error
         record.written = True
 
     def find(self, session_id: str) -> Session | None:
@@ -362,9 +344,8 @@ class SessionStore:
         session = self._open.get(session_id)
         record = self._ended.get(session_id) if session is None else session.record
         if record is None:
-            raise GatewayError(
-                f"no session {session_id!r}", 404, code="session_not_found"
-            )
+            message = f"no session {session_id!r}"
+            raise GatewayError(message, 404, code="session_not_found")
         return record
 
     def describe(self, session_id: str) -> dict[str, object]:
@@ -388,12 +369,9 @@ class SessionStore:
                 return session
             if claim in self._ended:
                 raise closed_error(claim)
-        raise GatewayError(
-            "no such session: its id is the API key, the header x-session-id, or the "
-            "path prefix /s/{id}; open one with POST /sessions",
-            401,
-            code="invalid_api_key",
-        )
+        message = "no such session: its id is the API key, the header x-session-id, or "
+        message += "the path prefix /s/{id}; open one with POST /sessions"
+        raise GatewayError(message, 401, code="invalid_api_key")
 
     def end(self, session: Session, how: EndedBy) -> None:
         """End a session now, so that no more turns are recorded. Idempotent.
@@ -471,9 +449,8 @@ class SessionStore:
             try:
                 self._amend(session_id, turns)
             except OSError as error:
-                raise GatewayError(
-                    f"the turns could not be dropped: {error}", 500, code="log_failed"
-                ) from error
+                message = f"the turns could not be dropped: {error}"
+                raise GatewayError(message, 500, code="log_failed") from error
             record.counts.dropped = turns.stop
         if record.ended_by != "drop" or not record.written:
             record.ended_by = "drop"
