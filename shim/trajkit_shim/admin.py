@@ -62,10 +62,8 @@ class Admin:
     sessions: SessionStore
     gate: Gate
     timings: Timings
-    # returns a request's body; rejects one that is too long
-    read_body: ReadBody
-    # required in every request
-    token: str | None
+    read_body: ReadBody  # returns a request's body; rejects one that is too long
+    token: str | None  # required in every request
 
     def routes(self, more: Iterable[tuple[str, str, Endpoint]] = ()) -> Iterator[Route]:
         """Yield all routes; ``more`` are other (path, method, endpoint) for the trainer."""

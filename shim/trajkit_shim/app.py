@@ -255,8 +255,7 @@ class _Asked:
     session: Session
     chat: ChatRequest
     digest: bytes
-    # of a streaming client
-    events: Events | None
+    events: Events | None  # of a streaming client
 
     def answer(
         self,

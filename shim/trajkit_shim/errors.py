@@ -12,8 +12,7 @@ class EngineError(Exception):
     code = "engine_error"
     # length of a prompt that is too long, and of the context
     overflow: tuple[int, int] | None = None
-    # seconds after which a retry may succeed
-    retry_after: int | None = None
+    retry_after: int | None = None  # seconds after which a retry may succeed
 
     def __init__(self, message: str, status: int = 502) -> None:
         super().__init__(message, status)

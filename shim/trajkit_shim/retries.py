@@ -112,8 +112,7 @@ class RetryIndex:
     """The requests of one session, by `request_digest`."""
 
     running: dict[bytes, SharedCall] = field(default_factory=dict)
-    # requests that got an earlier reply or joined a running call
-    replayed: int = 0
+    replayed: int = 0  # requests that got an earlier reply or joined a running call
     _replies: OrderedDict[bytes, Answered] = field(default_factory=OrderedDict)
     _request_ids: dict[bytes, str] = field(default_factory=dict)
 

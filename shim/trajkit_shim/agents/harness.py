@@ -27,17 +27,13 @@ class HarnessError(Exception):
 class Job:
     """A task for a harness, with paths and URLs as seen in its sandbox."""
 
-    # the gateway, without a path
-    base_url: str
-    # the session's
-    api_key: str
-    # the gateway's name of its model
-    model: str
+    base_url: str  # the gateway, without a path
+    api_key: str  # the session's
+    model: str  # the gateway's name of its model
     prompt: str
     home: str
     workspace: str
-    # extra arguments for the harness's command
-    arguments: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()  # extra arguments for the harness's command
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +59,9 @@ class Harness:
 
     name: str
     protocol: str
-    # the version that the record was written for; empty: any
-    version: str
-    # exits with 0 if it is installed
-    check: tuple[str, ...]
-    # a shell command; empty: none
-    install: str
+    version: str  # the version that the record was written for; empty: any
+    check: tuple[str, ...]  # exits with 0 if it is installed
+    install: str  # a shell command; empty: none
     tried: Tried
     launch: Callable[[Job], Launch]
     # returns the error from its `CommandResult`, or None

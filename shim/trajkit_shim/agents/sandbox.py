@@ -36,14 +36,10 @@ class Limits:
     A kind of sandbox that cannot enforce a limit rejects it.
     """
 
-    # MiB
-    memory_mb: int | None = None
-    # number of processors, may be fractional
-    cpus: float | None = None
-    # processes and threads at once
-    processes: int | None = None
-    # MiB per file
-    file_mb: int | None = None
+    memory_mb: int | None = None  # MiB
+    cpus: float | None = None  # number of processors, may be fractional
+    processes: int | None = None  # processes and threads at once
+    file_mb: int | None = None  # MiB per file
 
     def reject(self, kind: str, *names: str) -> None:
         """Raise `SandboxError` if one of the named limits is set."""
@@ -58,12 +54,9 @@ class Limits:
 class Spec:
     """A sandbox to create."""
 
-    # unique among all running ones: letters, digits, ``.``, ``_`` and ``-``
-    name: str
-    # directory of this machine for the sandbox's files
-    scratch: Path
-    # for kinds that need one
-    image: str | None = None
+    name: str  # unique among all running ones: letters, digits, ``.``, ``_`` and ``-``
+    scratch: Path  # directory of this machine for the sandbox's files
+    image: str | None = None  # for kinds that need one
     limits: Limits = field(default_factory=Limits)
     # directories to put first on ``PATH``, as paths in the sandbox
     path: tuple[str, ...] = ()
@@ -209,8 +202,7 @@ class SandboxKind:
     """A kind of sandbox: the ``SANDBOX`` of its module."""
 
     make: Callable[[Spec], Sandbox]
-    # allowed keys of `Spec.options`
-    options: frozenset[str] = frozenset()
+    options: frozenset[str] = frozenset()  # allowed keys of `Spec.options`
 
     def __call__(self, spec: Spec) -> Sandbox:
         """Return a new sandbox, not yet started; reject unknown options."""

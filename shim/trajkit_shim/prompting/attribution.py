@@ -32,10 +32,8 @@ class Attribution:
     than they would be rendered.
     """
 
-    # int32, shape (n_prompt,)
-    message_index: Ids
-    # shape (n_prompt,)
-    is_content: Bools
+    message_index: Ids  # int32, shape (n_prompt,)
+    is_content: Bools  # shape (n_prompt,)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,8 +41,7 @@ class Encoded:
     """A text's ids, and the characters each of them covers."""
 
     ids: Ids
-    # shape (n_ids,): characters starts[i]:stops[i]
-    starts: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]  # shape (n_ids,): characters starts[i]:stops[i]
     stops: npt.NDArray[np.int64]
 
 

@@ -56,17 +56,12 @@ class Prompt:
     """The ids for one request, and how they were built."""
 
     ids: Ids
-    # None: appended to an earlier turn
-    reason: Reason | None
-    # that turn, and how many of the ids are its
-    base: CachedPath | None = None
+    reason: Reason | None  # None: appended to an earlier turn
+    base: CachedPath | None = None  # that turn, and how many of the ids are its
     n_base: int = 0
-    # of the appended ids; None: unknown
-    tail_attribution: Attribution | None = None
-    # None: no later prompt may extend this one
-    rendered: RenderedPrefix | None = None
-    # digest of the offered tools
-    tools: bytes = b""
+    tail_attribution: Attribution | None = None  # of the appended ids; None: unknown
+    rendered: RenderedPrefix | None = None  # None: no later prompt may extend this one
+    tools: bytes = b""  # digest of the offered tools
 
     @property
     def built(self) -> Mode:

@@ -24,8 +24,7 @@ reasoning is missing, no token ends the reply, or a new message is missing after
 class RenderedPrefix:
     """The part of a prompt's text that every later prompt must start with."""
 
-    # in characters
-    length: int
+    length: int  # in characters
     digest: bytes
     # state from which `extend` continues
     hasher: blake2b = field(compare=False, repr=False)

@@ -39,12 +39,10 @@ class RestoredRequest:
 
     messages: list[Json]
     logged: list[LoggedMessage]
-    # of the next reply
-    position: bytes
+    position: bytes  # of the next reply
     # for each assistant message: the position after it, and what it is
     known: list[tuple[bytes, Known]]
-    # after each message
-    positions: list[bytes]
+    positions: list[bytes]  # after each message
 
 
 @dataclass(slots=True)

@@ -21,13 +21,10 @@ END_THINK = "</think>"
 class Parsed:
     """A parsed reply."""
 
-    # text and calls in sampled order; no empty text
-    parts: tuple[str | ToolCall, ...]
-    # the text of all parts as sampled
-    sampled: str
+    parts: tuple[str | ToolCall, ...]  # text and calls in sampled order; no empty text
+    sampled: str  # the text of all parts as sampled
     ill_formed: bool = False
-    # None: the reply has no reasoning
-    reasoning: str | None = None
+    reasoning: str | None = None  # None: the reply has no reasoning
 
     @property
     def content(self) -> str:

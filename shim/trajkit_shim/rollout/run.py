@@ -29,10 +29,8 @@ class Settings:
     """Settings of a run."""
 
     harness: Harness
-    # extra arguments of its command
-    arguments: tuple[str, ...] = ()
-    # install it in each sandbox if it is missing
-    install: bool = False
+    arguments: tuple[str, ...] = ()  # extra arguments of its command
+    install: bool = False  # install it in each sandbox if it is missing
     sandbox: SandboxKind
     sandbox_name: str
     # See `agents.sandbox.Spec`. A task's own image has precedence.
@@ -40,22 +38,18 @@ class Settings:
     path: tuple[str, ...] = ()
     gateway: str | None = None
     image: str | None = None
-    # rollouts per task, which form a group
-    repeat: int = 1
-    # concurrent rollouts
-    parallel: int = 1
+    repeat: int = 1  # rollouts per task, which form a group
+    parallel: int = 1  # concurrent rollouts
     # repeat rollouts of an earlier run that ended with an error
     retry_failed: bool = False
-    # of every agent, overriding its task
-    timeout_s: float | None = None
+    timeout_s: float | None = None  # of every agent, overriding its task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """The result of a run."""
 
-    # finished in earlier calls, and in this one
-    before: int
+    before: int  # finished in earlier calls, and in this one
     rollouts: list[Rollout]
     seconds: float
 

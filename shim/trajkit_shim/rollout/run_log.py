@@ -58,8 +58,7 @@ class Rollout:
     attempt: int
     harness: str
     sandbox: str
-    # Unix time
-    started_at: float
+    started_at: float  # Unix time
     reward: float | None = None
     error: str | None = None
     agent_end: str | None = None

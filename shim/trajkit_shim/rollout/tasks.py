@@ -116,8 +116,7 @@ class Grade:
     # ``/tests`` and ``/logs/verifier``.
     command: str = ""
     timeout_s: float = 300.0
-    # for ``tests``: the tests that must pass
-    fail_to_pass: tuple[str, ...] = ()
+    fail_to_pass: tuple[str, ...] = ()  # for ``tests``: the tests that must pass
     pass_to_pass: tuple[str, ...] = ()
     # for ``tests``: the reward is the share that passes, not all or nothing
     partial: bool = False
@@ -132,8 +131,7 @@ class Grade:
 class Task:
     """One task."""
 
-    # unique in its run; the ``group_id`` of its rollouts
-    task_id: str
+    task_id: str  # unique in its run; the ``group_id`` of its rollouts
     prompt: str
     # the initial files; those added before grading; and those that solve the task, for
     # trying it out

@@ -17,8 +17,7 @@ from trajkit import Recorder
 class Delta:
     """What a turn shares with an earlier one: see `trajkit.schema.DELTA_FIELDS`."""
 
-    # None: nothing is shared
-    base_turn: int | None = None
+    base_turn: int | None = None  # None: nothing is shared
     shared_length: int = 0
     shared_messages: int = 0
 

@@ -46,12 +46,9 @@ class Terms:
     # which of temperature, top_p and top_k the client may set
     client_sampling: frozenset[str] = frozenset()
     limits: Limits = field(default_factory=Limits)
-    # idle time after which it is closed; None: never
-    ttl_seconds: float | None = None
-    # treat a request equal to an earlier one as a retry
-    replay: bool = False
-    # the task, shared by several rollouts
-    group_id: str | None = None
+    ttl_seconds: float | None = None  # idle time after which it is closed; None: never
+    replay: bool = False  # treat a request equal to an earlier one as a retry
+    group_id: str | None = None  # the task, shared by several rollouts
 
 
 class OutcomeFields(TypedDict, total=False):
@@ -81,16 +78,11 @@ class Outcome:
 class Counts:
     """What happened in a session."""
 
-    # recorded turns, including aborted ones; the next turn's index
-    recorded: int = 0
-    # turns with an answer
-    answered: int = 0
-    # answered turns whose answer was lost
-    undelivered: int = 0
-    # turns below this index were dropped
-    dropped: int = 0
-    # recorded turns without attribution
-    unattributed: int = 0
+    recorded: int = 0  # recorded turns, including aborted ones; the next turn's index
+    answered: int = 0  # turns with an answer
+    undelivered: int = 0  # answered turns whose answer was lost
+    dropped: int = 0  # turns below this index were dropped
+    unattributed: int = 0  # recorded turns without attribution
     # recorded turns by how their prompts were built: append, or why not
     prompts: Counter[str] = field(default_factory=Counter)
     # offered tools that only a provider can run, by type, over all recorded calls
@@ -111,8 +103,7 @@ class Record:
     reply_counts: Counter[Known] = field(default_factory=Counter)
     replayed: int = 0
     ended_by: EndedBy | None = None
-    # the latest line in the log is up to date
-    written: bool = False
+    written: bool = False  # the latest line in the log is up to date
 
     def describe(self, in_flight: int = 0) -> dict[str, object]:
         """Return the session for ``GET /sessions/{id}``."""

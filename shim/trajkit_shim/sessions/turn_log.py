@@ -97,8 +97,7 @@ class LoggedTurn:
     output_logprobs: npt.NDArray[np.float32] | None
     finish_reason: str
     messages: list[LoggedMessage]
-    # None: no client will send it back
-    response: LoggedMessage | None
+    response: LoggedMessage | None  # None: no client will send it back
     use_tool: bool
     ill_formed: bool
     trainable: bool
@@ -120,8 +119,7 @@ class LoggedTurn:
     prompt_message_index: npt.NDArray[np.int32] | None = None
     prompt_is_content: npt.NDArray[np.bool_] | None = None
     message_tool_names: list[str | None] | None = None
-    # as `Sample.routed_experts`
-    routed_experts: npt.NDArray[np.int16] | None = None
+    routed_experts: npt.NDArray[np.int16] | None = None  # as `Sample.routed_experts`
 
 
 class LogFullError(OSError):
