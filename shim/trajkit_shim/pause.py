@@ -37,8 +37,7 @@ class Gate:
         # calls at the engine, and those of them that were cut off
         self._calls: set[asyncio.Future[Any]] = set()
         self._cut: set[asyncio.Future[Any]] = set()
-        # set unless paused
-        self._running = asyncio.Event()
+        self._running = asyncio.Event()  # set unless paused
         self._running.set()
         self._timer: Handle | None = None
 

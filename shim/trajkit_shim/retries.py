@@ -39,8 +39,7 @@ class PartialReply:
     """The known part of a reply that is being sampled."""
 
     def __init__(self) -> None:
-        # a prefix of every later value
-        self.reply: Reply | None = None
+        self.reply: Reply | None = None  # a prefix of every later value
         self._changed = asyncio.Event()
 
     def update(self, reply: Reply) -> None:

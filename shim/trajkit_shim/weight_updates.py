@@ -36,8 +36,7 @@ class Weights:
         # serializes all operations, including the end of a lease
         self._turn = asyncio.Lock()
         self._lease: asyncio.Task[None] | None = None
-        # pauses that ended automatically
-        self.expired = 0
+        self.expired = 0  # pauses that ended automatically
         self.version: str | None = None
 
     @property

@@ -358,8 +358,7 @@ class ChatRenderer:
         call = {"id": "call_0", "type": "function", "function": function}
         reply: Json = {"role": "assistant", "content": _PROBE_TEXT}
         text = shown({**reply, "tool_calls": [call]})
-        # arguments may be strings
-        self._takes_string = _PROBE_ARGUMENTS in text
+        self._takes_string = _PROBE_ARGUMENTS in text  # arguments may be strings
         # the white space before a call
         between = text.partition("<tool_call>")[0].rpartition(_PROBE_TEXT)[2]
         self._call_separator = between if between.isspace() else ""

@@ -66,8 +66,7 @@ class IncrementalParser:
         self._decoder = Decoder(renderer)
         self._parser = parser
         self._stop = stop
-        # decoded but not yet parsed
-        self._pending = ""
+        self._pending = ""  # decoded but not yet parsed
         self._stopped = False
         self._last: tuple[object, object] = ((), None)
         self.ids: list[int] = []

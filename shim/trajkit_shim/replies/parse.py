@@ -51,8 +51,7 @@ class Parser:
         self._reasoning: str | None = None
         # state: beginning, reasoning, gap (after the reasoning) or rest
         self._in = "reasoning" if opened else "beginning"
-        # text that later text may still change
-        self._pending = ""
+        self._pending = ""  # text that later text may still change
 
     def feed(self, piece: str) -> None:
         """Add text, without an end-of-message token."""

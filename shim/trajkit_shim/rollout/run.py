@@ -107,8 +107,7 @@ class Rollouts:
             for task, sample in wanted
             if not self._journal.done(task.task_id, sample, settings.retry_failed)
         ]
-        # finished in earlier calls
-        self.before = len(wanted) - len(self._todo)
+        self.before = len(wanted) - len(self._todo)  # finished in earlier calls
         # left by a killed run
         if self._scratch.exists():
             remove(self._scratch)

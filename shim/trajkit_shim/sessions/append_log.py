@@ -46,11 +46,9 @@ class AppendLog:
         self._file: int | None = None
         self._rows = 0
         self._end = 0
-        # number of files
-        self._files = 0
+        self._files = 0  # number of files
         self._closed = False
-        # bytes of all files but the last
-        self._full_bytes = 0
+        self._full_bytes = 0  # bytes of all files but the last
         directory.mkdir(parents=True, exist_ok=True)
         first = self.path_of(0)
         if first.exists():

@@ -157,15 +157,12 @@ class Session:
         self.record = record
         self.session_id, self.terms = record.session_id, record.terms
         self.counts, self.budget = record.counts, record.budget
-        # accepts no new calls
-        self.closing = False
-        # records no more turns
-        self.closed = False
+        self.closing = False  # accepts no new calls
+        self.closed = False  # records no more turns
         self.calls: set[asyncio.Task[Any]] = set()
         # keys of the messages whose body is in the log
         self.logged_keys: set[bytes] = set()
-        # its recorded turns, for the delta form
-        self.encoder = DeltaEncoder()
+        self.encoder = DeltaEncoder()  # its recorded turns, for the delta form
         # its replies, to recognize them
         self.replies = ReplyIndex(counts=record.reply_counts)
         # the token ids of its prompts and replies

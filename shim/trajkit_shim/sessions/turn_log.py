@@ -33,20 +33,17 @@ _SHOWN = list(schema.ATTRIBUTION)[2:]
 _PROVENANCE = pa.schema(
     [
         *_SHOWN,
-        # the id of the engine call
-        pa.field("request_id", pa.string()),
+        pa.field("request_id", pa.string()),  # the id of the engine call
         # request_id of the session's first turn with an identical request; null: none
         pa.field("resend_of", pa.string()),
         pa.field("model", pa.string()),
-        # protocol of the client
-        pa.field("protocol", pa.string()),
+        pa.field("protocol", pa.string()),  # protocol of the client
         # who called, and what for (client_identity); null: unknown
         pa.field("harness", pa.string()),
         pa.field("agent_id", pa.string()),
         pa.field("parent_agent_id", pa.string()),
         pa.field("call_kind", pa.string()),
-        # parameters of the engine call, as JSON
-        pa.field("sampling", pa.string()),
+        pa.field("sampling", pa.string()),  # parameters of the engine call, as JSON
         # append or render; and why it was rendered (prompting.prompts.Reason)
         pa.field("prompt_built", pa.string()),
         pa.field("render_reason", pa.string()),
