@@ -62,10 +62,8 @@ class Admin:
     sessions: SessionStore
     gate: Gate
     timings: Timings
-    # returns a request's body; rejects one that is too long
-    read_body: ReadBody
-    # required in every request
-    token: str | None
+    read_body: ReadBody  # returns a request's body; rejects one that is too long
+    token: str | None  # required in every request
 
     def routes(self, more: Iterable[tuple[str, str, Endpoint]] = ()) -> Iterator[Route]:
         """Yield all routes; ``more`` are other (path, method, endpoint) for the trainer."""
@@ -171,11 +169,8 @@ def check_token(request: Request, token: str) -> None:
         given = rest.strip() if scheme.lower() == "bearer" else ""
     # constant time: the duration does not reveal how much of it is right
     if not hmac.compare_digest(given.encode(), token.encode()):
-        raise GatewayError(
-            f"the admin token is missing: send it as bearer token or in {TOKEN_HEADER}",
-            401,
-            code="invalid_admin_token",
-        )
+        message = "the admin token is missing: send it as bearer token or in "
+        raise GatewayError(message + TOKEN_HEADER, 401, code="invalid_admin_token")
 
 
 def _wait(body: Fields, default: float = 0.0) -> float:

@@ -220,7 +220,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 async def _answer_nobody(_: Request, __: Exception) -> Response:
-    """Answer a client that disconnected before its request was complete."""
+    # the client disconnected before its request was complete
     return Response(status_code=499)
 
 
@@ -255,8 +255,7 @@ class _Asked:
     session: Session
     chat: ChatRequest
     digest: bytes
-    # of a streaming client
-    events: Events | None
+    events: Events | None  # of a streaming client
 
     def answer(
         self,
@@ -318,8 +317,8 @@ class _Gateway:
             "object": "model",
             "created": 0,
             "owned_by": "trajkit",
-            "max_model_len": info.max_context_tokens,
         }
+        model["max_model_len"] = info.max_context_tokens
         return JSONResponse({"object": "list", "data": [model]})
 
     async def read_body(self, request: Request) -> bytes:
@@ -464,9 +463,8 @@ class _Gateway:
         except LogFullError as error:
             raise _log_full(str(error)) from error
         except OSError as error:
-            raise GatewayError(
-                f"the turn could not be written: {error}", 500, code="log_failed"
-            ) from error
+            message = f"the turn could not be written: {error}"
+            raise GatewayError(message, 500, code="log_failed") from error
         answered, n_output = call.reply is not None, len(turn.output_ids)
         counts.prompts[turn.render_reason or "append"] += 1
         counts.recorded += 1

@@ -46,8 +46,7 @@ class CallSettings:
     """How a gateway makes its calls; for the parameters see `app.create_app`."""
 
     engine: Engine
-    # every call passes it on the way to the engine
-    gate: Gate
+    gate: Gate  # every call passes it on the way to the engine
     prompts: Prompts
     max_new_tokens: int
     attributed: bool
@@ -79,12 +78,10 @@ class PreparedCall:
     restored: RestoredRequest
     # None: the engine aborted the call, and its turn is context only
     reply: Reply | None
-    # the reply in canonical form
-    message: Json
+    message: Json  # the reply in canonical form
     # prompt and output, for later prompts to extend; None: they cannot
     path: CachedPath | None
-    # sampling parameters of the client that were not used
-    ignored_params: list[str]
+    ignored_params: list[str]  # sampling parameters of the client that were not used
 
 
 async def prepare_call(context: CallContext) -> PreparedCall:

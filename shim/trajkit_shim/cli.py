@@ -12,7 +12,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from trajkit.cli.options import Commands, count
+from trajkit.cli.options import Commands
 from trajkit_shim import engine_options as options
 
 ADMIN_TOKEN = "TRAJKIT_ADMIN_TOKEN"
@@ -30,74 +30,32 @@ def add_serve(commands: Commands) -> None:
         "answered. POST /sessions opens a session; its id is the API key.",
     )
     options.add_engine(parser)
-    add = parser.add_argument
-    add("--host", default="127.0.0.1", help="default: %(default)s")
-    add("--port", type=int, default=8765, help="0: any free one (default: %(default)s)")
-    add(
-        "--out",
-        metavar="RUN",
-        type=Path,
-        required=True,
-        help="directory of the turn log; made if missing",
-    )
-    add(
-        "--log",
-        choices=["full", "delta"],
-        default="full",
-        help="delta: store only what each prompt adds to an earlier turn, compressed "
-        "(default: %(default)s)",
-    )
-    add(
-        "--images",
-        choices=["refuse", "omit"],
-        default="refuse",
-        help="reject requests with images (the default), or replace images by a text",
-    )
-    add(
-        "--prompts",
-        choices=["append", "render"],
-        default="append",
-        help="append: extend the token ids of an earlier turn if the chat template "
-        "permits (the default); render: render every prompt from its messages",
-    )
-    add(
-        "--no-attribution",
-        action="store_true",
-        help="do not record which message each prompt token belongs to; halves the log",
-    )
-    add(
-        "--admin-token",
-        metavar="TOKEN",
-        default=os.environ.get(ADMIN_TOKEN),
-        help="token for requests to /sessions and /admin; required if --host can be "
-        f"reached from other machines. Prefer the environment variable {ADMIN_TOKEN}, "
-        "which other users of this machine cannot see",
-    )
-    add(
-        "--fsync",
-        action="store_true",
-        help="write each turn to disk (fsync) before it is answered",
-    )
-    add(
-        "--file-bytes",
-        metavar="N",
-        type=count,
-        default=1 << 30,
-        help="maximum size of one file of the log (default: %(default)s)",
-    )
-    add(
-        "--log-bytes",
-        metavar="N",
-        type=count,
-        help="maximum size of all turns; calls beyond it are rejected",
-    )
-    add(
-        "--drain-seconds",
-        metavar="N",
-        type=count,
-        help="how long running calls may take after a stop signal (default: no limit)",
-    )
-    add("--json", action="store_true", help="print the addresses as a JSON object")
+    helps = {
+        "--host ADDRESS 127.0.0.1": "default: %(default)s",
+        "--port PORT 8765": "0: any free one (default: %(default)s)",
+        "--out RUN": "directory of the turn log; made if missing",
+        "--log {full,delta}": "delta: store only what each prompt adds to an earlier "
+        "turn, compressed (default: %(default)s)",
+        "--images {refuse,omit}": "reject requests with images (the default), or replace "
+        "images by a text",
+        "--prompts {append,render}": "append: extend the token ids of an earlier turn if "
+        "the chat template permits (the default); render: render every prompt from its "
+        "messages",
+        "--no-attribution": "do not record which message each prompt token belongs to; "
+        "halves the log",
+        "--admin-token TOKEN": "token for requests to /sessions and /admin; required if "
+        "--host can be reached from other machines. Prefer the environment variable "
+        f"{ADMIN_TOKEN}, which other users of this machine cannot see",
+        "--fsync": "write each turn to disk (fsync) before it is answered",
+        f"--file-bytes N {1 << 30}": "maximum size of one file of the log (default: "
+        "%(default)s)",
+        "--log-bytes N": "maximum size of all turns; calls beyond it are rejected",
+        "--drain-seconds N": "how long running calls may take after a stop signal "
+        "(default: no limit)",
+        "--json": "print the addresses as a JSON object",
+    }
+    options.add_options(parser, helps, required=["--out"])
+    parser.set_defaults(admin_token=os.environ.get(ADMIN_TOKEN))
     parser.set_defaults(run=lambda arguments: _serve(parser, arguments))
 
 
@@ -111,23 +69,14 @@ def add_demo(commands: Commands) -> None:
         "policy, and print what drifted and what each policy trains, loses and costs. "
         "The exit code is 1 if an agent failed.",
     )
-    add = parser.add_argument
-    add(
-        "--out",
-        metavar="RUN",
-        type=Path,
-        help="directory of the run (default: the first free one of runs/demo, "
+    helps = {
+        "--out RUN": "directory of the run (default: the first free one of runs/demo, "
         "runs/demo-2, ...)",
-    )
-    add(
-        "--sessions",
-        metavar="N",
-        type=count,
-        default=4,
-        help="number of concurrent agents (default: %(default)s)",
-    )
-    add("--seed", metavar="N", type=int, help="of the engine; random by default")
-    add("--json", action="store_true", help="print only one JSON object")
+        "--sessions N 4": "number of concurrent agents (default: %(default)s)",
+        "--seed SEED": "of the engine; random by default",
+        "--json": "print only one JSON object",
+    }
+    options.add_options(parser, helps)
     parser.set_defaults(run=lambda arguments: _demo(parser, arguments))
 
 

@@ -6,12 +6,13 @@ The dependencies of an engine come with an extra, and are imported when a comman
 import argparse
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trajkit.cli import BAD_USAGE
+from trajkit.cli.options import count
 from trajkit.errors import FormatError
 
 if TYPE_CHECKING:
@@ -24,41 +25,64 @@ if TYPE_CHECKING:
 _OUTSIDE = ("sglang", "schema")
 
 
+# types of values by their names; others are text
+_TYPES: dict[str, Callable[[str], object]] = {
+    "N": count,
+    "SECONDS": float,
+    "PORT": int,
+    "SEED": int,
+    "RUN": Path,
+    "DIR": Path,
+}
+
+
+def add_options(
+    parser: argparse.ArgumentParser,
+    helps: Mapping[str, str],
+    required: Collection[str] = (),
+) -> None:
+    """Add options, described by their names, the name of the value, and the default.
+
+    ``--json`` is a flag, ``--repeat N 1`` has a default, ``--path FOLDER...`` may be
+    repeated, and ``--log {full,delta}`` has choices, of which the first is the default.
+    """
+    for option, text in helps.items():
+        words = option.split()
+        names = [word for word in words if word.startswith("-")]
+        value = "".join(words[len(names) :][:1])
+        default = "".join(words[len(names) + 1 :]) or None
+        more: dict[str, Any] = {"metavar": value, "type": _TYPES.get(value, str)}
+        if not value:
+            more = {"action": "store_true"}
+        elif value.startswith("{"):
+            choices = value.strip("{}").split(",")
+            more = {"choices": choices, "default": choices[0]}
+        elif value.endswith("..."):
+            more = {"metavar": value[:-3], "action": "append", "default": []}
+        elif not set(required).isdisjoint(names):
+            more["required"] = True
+        else:
+            more["default"] = default
+        parser.add_argument(*names, help=text, **more)
+
+
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose an engine; `built_engine` reads them."""
-    add = parser.add_argument
-    add(
-        "--engine",
-        choices=["embedded", "sglang", "vllm"],
-        default="embedded",
-        help="embedded: a small scripted engine, for trying things out (the default)",
-    )
-    add("--engine-url", metavar="URL", help="of the server (not for embedded)")
-    add(
-        "--check-prompts",
-        action="store_true",
-        help="have the SGLang server return each prompt, and fail a call whose prompt "
-        "differs",
-    )
-    add(
-        "--routed-experts",
-        action="store_true",
-        help="log which experts each token was routed to; needs an SGLang server with "
-        "--enable-return-routed-experts",
-    )
-    add(
-        "--model",
-        metavar="DIR",
-        type=Path,
-        help="the model's config, tokenizer and chat template (not for embedded)",
-    )
-    add(
-        "--tool-form",
-        metavar="NAME",
-        help="how the model writes tool calls: hermes, qwen3-coder, glm or plain-json "
-        "(default: detected from its chat template); sglang: that server's own "
-        "parsers; schema: the tokenizer's response template",
-    )
+    helps = {
+        "--engine {embedded,sglang,vllm}": "embedded: a small scripted engine, for "
+        "trying things out (the default)",
+        "--engine-url URL": "of the server (not for embedded)",
+        "--check-prompts": "have the SGLang server return each prompt, and fail a call "
+        "whose prompt differs",
+        "--routed-experts": "log which experts each token was routed to; needs an SGLang "
+        "server with --enable-return-routed-experts",
+        "--model DIR": "the model's config, tokenizer and chat template (not for "
+        "embedded)",
+        "--tool-form NAME": "how the model writes tool calls: hermes, qwen3-coder, glm "
+        "or plain-json (default: detected from its chat template); sglang: that "
+        "server's own parsers; schema: the tokenizer's response template",
+    }
+    add_options(parser, helps)
 
 
 def built_engine(
@@ -70,10 +94,9 @@ def built_engine(
 ) -> "tuple[Engine, ChatRenderer]":
     """Return the chosen engine, and the renderer of its model.
 
-    ``policy`` and ``seed`` are for the embedded engine.
-
-    Raises `SystemExit`: options are missing, or do not apply to that engine.
-    `FormatError`: the model cannot be read.
+    ``policy`` and ``seed`` are for the embedded engine. Raises `SystemExit`: options
+    are missing, or do not apply to that engine. `FormatError`: the model cannot be
+    read.
     """
     from trajkit_shim.replies.parsers import FORMS
 

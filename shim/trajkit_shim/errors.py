@@ -12,8 +12,7 @@ class EngineError(Exception):
     code = "engine_error"
     # length of a prompt that is too long, and of the context
     overflow: tuple[int, int] | None = None
-    # seconds after which a retry may succeed
-    retry_after: int | None = None
+    retry_after: int | None = None  # seconds after which a retry may succeed
 
     def __init__(self, message: str, status: int = 502) -> None:
         super().__init__(message, status)
@@ -27,7 +26,7 @@ class EngineError(Exception):
 class GatewayError(Exception):
     """A call that ends with an error answer. It is not recorded.
 
-    The message says what is wrong, where, the value, and the rule. ``param`` is the path
+    The message names the place, the value and the rule. ``param`` is the path
     of the invalid request parameter, such as ``messages[3].content``; ``code`` is
     machine-readable; for ``overflow`` and ``retry_after`` see `EngineError`.
     """

@@ -28,9 +28,8 @@ async def read_body(chunks: AsyncIterator[bytes], max_bytes: int) -> bytes:
     async for chunk in chunks:
         body += chunk
         if len(body) > max_bytes:
-            raise GatewayError(
-                f"the body is longer than {max_bytes} bytes", 413, code="body_too_long"
-            )
+            message = f"the body is longer than {max_bytes} bytes"
+            raise GatewayError(message, 413, code="body_too_long")
     return bytes(body)
 
 
@@ -52,9 +51,8 @@ def parse_object(body: bytes) -> Json:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise GatewayError(
-                "the body contains half of a surrogate pair, which has no UTF-8"
-            ) from error
+            message = "the body contains half of a surrogate pair, which has no UTF-8"
+            raise GatewayError(message) from error
     if not isinstance(value, dict):
         raise GatewayError(f"the body is {_kind(value)}, not a JSON object")
     _check_depth(value)
@@ -93,25 +91,30 @@ def _kind(value: object) -> str:
     return names.get(type(value), "a number")
 
 
+def _typed(value: object, where: str, kind: type[T], name: str) -> T:
+    if not isinstance(value, kind):
+        refuse(where, f"{_kind(value)}, not {name}")
+    return value
+
+
 def as_object(value: object, where: str) -> Json:
     """Return ``value`` if it is a JSON object, else raise a 400, as all below do."""
-    if not isinstance(value, dict):
-        refuse(where, f"{_kind(value)}, not an object")
-    return value
+    return _typed(value, where, dict, "an object")
 
 
 def as_list(value: object, where: str) -> list[object]:
     """Return ``value`` if it is a JSON list."""
-    if not isinstance(value, list):
-        refuse(where, f"{_kind(value)}, not a list")
-    return value
+    return _typed(value, where, list, "a list")
 
 
 def as_text(value: object, where: str) -> str:
     """Return ``value`` if it is a string."""
-    if not isinstance(value, str):
-        refuse(where, f"{_kind(value)}, not a string")
-    return value
+    return _typed(value, where, str, "a string")
+
+
+def as_flag(value: object, where: str) -> bool:
+    """Return ``value`` if it is a boolean."""
+    return _typed(value, where, bool, "a boolean")
 
 
 def as_name(value: object, where: str) -> str:
@@ -120,13 +123,6 @@ def as_name(value: object, where: str) -> str:
     if not text:
         refuse(where, "an empty string")
     return text
-
-
-def as_flag(value: object, where: str) -> bool:
-    """Return ``value`` if it is a boolean."""
-    if not isinstance(value, bool):
-        refuse(where, f"{_kind(value)}, not a boolean")
-    return value
 
 
 def as_integer(

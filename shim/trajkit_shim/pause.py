@@ -37,8 +37,7 @@ class Gate:
         # calls at the engine, and those of them that were cut off
         self._calls: set[asyncio.Future[Any]] = set()
         self._cut: set[asyncio.Future[Any]] = set()
-        # set unless paused
-        self._running = asyncio.Event()
+        self._running = asyncio.Event()  # set unless paused
         self._running.set()
         self._timer: Handle | None = None
 
@@ -55,10 +54,9 @@ class Gate:
         """Make an engine call outside of pauses, and return its result.
 
         ``start``: starts the call; called again if a pause cut it off. ``again``:
-        whether it may start again. It may not once its client has seen output.
-
-        Raises `PausedError`: the pause took too long, or cut off a call that cannot
-        start again. `EngineError`: from the engine.
+        whether it may start again. It may not once its client has seen output. Raises
+        `PausedError`: the pause took too long, or cut off a call that cannot start
+        again. `EngineError`: from the engine.
         """
         while True:
             await self._wait()
@@ -85,10 +83,8 @@ class Gate:
         ``wait_seconds``: how long running calls may take. If one takes longer, the
         pause is undone. ``abort``: cut off running calls, which are sampled again after
         the pause. ``max_seconds``: duration after which the pause ends automatically.
-        Default: unlimited.
-
-        Raises `GatewayError`: 504: a call took longer. 409: the pause was ended
-        meanwhile.
+        Default: unlimited. Raises `GatewayError`: 504: a call took longer. 409: the
+        pause was ended meanwhile.
         """
         self._running.clear()
         self._stop_timer()
@@ -109,11 +105,11 @@ class Gate:
             raise GatewayError("the pause was ended meanwhile", 409, code="resumed")
         if late:
             self.resume()
-            raise GatewayError(
+            message = (
                 f"{late} calls are still running after {wait_seconds:g} seconds, so "
-                "nothing is paused",
-                504,
-                code="pause_timed_out",
+            )
+            raise GatewayError(
+                message + "nothing is paused", 504, code="pause_timed_out"
             )
         if max_seconds is not None:
             clock = self._clock or asyncio.get_running_loop()
@@ -132,11 +128,9 @@ class Gate:
             try:
                 await asyncio.wait_for(self._running.wait(), left)
             except TimeoutError:
-                raise PausedError(
-                    f"the engine is paused, for more than {self._wait_seconds:g} "
-                    "seconds",
-                    503,
-                ) from None
+                limit = f"{self._wait_seconds:g} seconds"
+                message = f"the engine is paused, for more than {limit}"
+                raise PausedError(message, 503) from None
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -39,8 +39,7 @@ class PartialReply:
     """The known part of a reply that is being sampled."""
 
     def __init__(self) -> None:
-        # a prefix of every later value
-        self.reply: Reply | None = None
+        self.reply: Reply | None = None  # a prefix of every later value
         self._changed = asyncio.Event()
 
     def update(self, reply: Reply) -> None:
@@ -58,10 +57,10 @@ class PartialReply:
 class SharedCall:
     """One model call, and the connections that wait for it.
 
-    ``work``: prepares the call. Cancelled when the last connection leaves. ``record``:
-    records the finished call and returns its reply, or raises. ``over``: called,
-    possibly more than once, when the call was recorded, failed, or lost its last
-    connection. ``partial``: what is known of the reply before that.
+    ``work`` prepares the call and is cancelled when the last connection leaves.
+    ``record`` records the finished call and returns its reply, or raises. ``over`` is
+    called, possibly more than once, when the call was recorded, failed, or lost its last
+    connection. ``partial`` is what is known of the reply before that.
     """
 
     def __init__(
@@ -112,8 +111,7 @@ class RetryIndex:
     """The requests of one session, by `request_digest`."""
 
     running: dict[bytes, SharedCall] = field(default_factory=dict)
-    # requests that got an earlier reply or joined a running call
-    replayed: int = 0
+    replayed: int = 0  # requests that got an earlier reply or joined a running call
     _replies: OrderedDict[bytes, Answered] = field(default_factory=OrderedDict)
     _request_ids: dict[bytes, str] = field(default_factory=dict)
 

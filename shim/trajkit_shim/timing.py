@@ -24,10 +24,8 @@ class Timing:
     """Of one request."""
 
     began: float = field(default_factory=time.perf_counter)
-    # processor seconds of the gateway's steps
-    busy: float = 0.0
-    # seconds at the engine
-    engine: float = 0.0
+    busy: float = 0.0  # processor seconds of the gateway's steps
+    engine: float = 0.0  # seconds at the engine
     # it started a call, rather than joining one or getting an earlier reply
     sampled: bool = False
 

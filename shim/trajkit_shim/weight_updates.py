@@ -36,8 +36,7 @@ class Weights:
         # serializes all operations, including the end of a lease
         self._turn = asyncio.Lock()
         self._lease: asyncio.Task[None] | None = None
-        # pauses that ended automatically
-        self.expired = 0
+        self.expired = 0  # pauses that ended automatically
         self.version: str | None = None
 
     @property
@@ -56,14 +55,12 @@ class Weights:
             try:
                 async with asyncio.timeout(self._at_once_s):
                     await engine.pause()
-            except TimeoutError as error:
-                await self._go_on(engine)
-                raise EngineError(
-                    f"the engine did not pause within {self._at_once_s:g} s", 504
-                ) from error
-            except (asyncio.CancelledError, EngineError):
+            except (TimeoutError, asyncio.CancelledError, EngineError) as error:
                 # it may have paused, with only its answer lost
                 await asyncio.shield(self._go_on(engine))
+                if isinstance(error, TimeoutError):
+                    message = f"the engine did not pause within {self._at_once_s:g} s"
+                    raise EngineError(message, 504) from error
                 raise
             self._end_lease()
             self._lease = asyncio.create_task(self._expire(engine, seconds))
@@ -77,12 +74,11 @@ class Weights:
         engine = self._updatable()
         async with self._turn:
             if not self.paused:
-                raise GatewayError(
-                    "the engine is not paused: POST /engine/pause first, and renew the "
-                    "pause before it expires",
-                    409,
-                    code="not_paused",
+                message = (
+                    "the engine is not paused: POST /engine/pause first, and renew "
                 )
+                message += "the pause before it expires"
+                raise GatewayError(message, 409, code="not_paused")
             await engine.update_weights(path, version)
             self.version = version
 
@@ -140,17 +136,17 @@ class Weights:
             return JSONResponse(self.describe())
 
         yield "/engine", "GET", show
-        yield "/engine/pause", "POST", pause
-        yield "/engine/update", "POST", update
-        yield "/engine/resume", "POST", resume
+        for verb, endpoint in (
+            ("pause", pause),
+            ("update", update),
+            ("resume", resume),
+        ):
+            yield f"/engine/{verb}", "POST", endpoint
 
     def _updatable(self) -> UpdatableEngine:
         if not isinstance(self._engine, UpdatableEngine):
-            raise GatewayError(
-                f"{type(self._engine).__name__} cannot be paused",
-                501,
-                code="engine_not_updatable",
-            )
+            message = f"{type(self._engine).__name__} cannot be paused"
+            raise GatewayError(message, 501, code="engine_not_updatable")
         return self._engine
 
     def _end_lease(self) -> None:

@@ -27,26 +27,19 @@ class HarnessError(Exception):
 class Job:
     """A task for a harness, with paths and URLs as seen in its sandbox."""
 
-    # the gateway, without a path
-    base_url: str
-    # the session's key
-    api_key: str
-    # the gateway's name of its model
-    model: str
-    # the task
+    base_url: str  # the gateway, without a path
+    api_key: str  # the session's
+    model: str  # the gateway's name of its model
     prompt: str
-    # home and working directory
     home: str
     workspace: str
-    # extra arguments for the harness's command
-    arguments: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()  # extra arguments for the harness's command
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
     """How to start a harness on a job."""
 
-    # the program and its arguments
     command: tuple[str, ...]
     # added to the sandbox's own variables
     env: Mapping[str, str] = field(default_factory=dict)
@@ -64,18 +57,12 @@ def failed_by_code(done: CommandResult) -> str | None:
 class Harness:
     """One coding agent."""
 
-    # its name on the command line
     name: str
-    # the protocol it uses (`trajkit_shim.protocols`)
     protocol: str
-    # the version that the record was written for; empty: any
-    version: str
-    # a command that exits with 0 if it is installed
-    check: tuple[str, ...]
-    # a shell command that installs it, if there is one
-    install: str
+    version: str  # the version that the record was written for; empty: any
+    check: tuple[str, ...]  # exits with 0 if it is installed
+    install: str  # a shell command; empty: none
     tried: Tried
-    # how to start it on a `Job`
     launch: Callable[[Job], Launch]
     # returns the error from its `CommandResult`, or None
     failed: Callable[[CommandResult], str | None] = failed_by_code

@@ -22,10 +22,8 @@ class Processes:
     def run(self, command: Command, env: Mapping[str, str]) -> CommandResult:
         """Run a command of this machine; see `trajkit_shim.agents.sandbox.Sandbox.exec`.
 
-        ``env`` is its complete environment. After `end` nothing is run and the exit code
-        is -9.
-
-        Raises `OSError`: the program cannot be started.
+        ``env`` is its complete environment. After `end` nothing is run and the exit
+        code is -9. Raises `OSError`: the program cannot be started.
         """
         with ExitStack() as stack:
             given = stack.enter_context(tempfile.TemporaryFile())

@@ -36,35 +36,27 @@ class Limits:
     A kind of sandbox that cannot enforce a limit rejects it.
     """
 
-    # MiB
-    memory_mb: int | None = None
-    # number of processors, may be fractional
-    cpus: float | None = None
-    # processes and threads at once
-    processes: int | None = None
-    # MiB per file
-    file_mb: int | None = None
+    memory_mb: int | None = None  # MiB
+    cpus: float | None = None  # number of processors, may be fractional
+    processes: int | None = None  # processes and threads at once
+    file_mb: int | None = None  # MiB per file
 
     def reject(self, kind: str, *names: str) -> None:
         """Raise `SandboxError` if one of the named limits is set."""
         for name in names:
             value = getattr(self, name)
             if value is not None:
-                raise SandboxError(
-                    f"{name} = {value}: a sandbox of kind {kind} cannot enforce it"
-                )
+                rule = f"a sandbox of kind {kind} cannot enforce it"
+                raise SandboxError(f"{name} = {value}: {rule}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
     """A sandbox to create."""
 
-    # unique among all running ones: letters, digits, ``.``, ``_`` and ``-``
-    name: str
-    # directory of this machine for the sandbox's files
-    scratch: Path
-    # for kinds that need one
-    image: str | None = None
+    name: str  # unique among all running ones: letters, digits, ``.``, ``_`` and ``-``
+    scratch: Path  # directory of this machine for the sandbox's files
+    image: str | None = None  # for kinds that need one
     limits: Limits = field(default_factory=Limits)
     # directories to put first on ``PATH``, as paths in the sandbox
     path: tuple[str, ...] = ()
@@ -187,9 +179,8 @@ class Sandbox(ABC):
         return self._shell(f"cat {shlex.quote(path)}")
 
     def _shell(self, script: str, stdin: bytes = b"", cwd: str | None = None) -> bytes:
-        done = self.exec(
-            ["sh", "-c", script], timeout_s=_COPY_SECONDS, stdin=stdin, cwd=cwd
-        )
+        shell = ["sh", "-c", script]
+        done = self.exec(shell, timeout_s=_COPY_SECONDS, stdin=stdin, cwd=cwd)
         if done.code != 0:
             raise SandboxError(f"{script}: {done.summary}")
         return done.stdout
@@ -211,17 +202,14 @@ class SandboxKind:
     """A kind of sandbox: the ``SANDBOX`` of its module."""
 
     make: Callable[[Spec], Sandbox]
-    # allowed keys of `Spec.options`
-    options: frozenset[str] = frozenset()
+    options: frozenset[str] = frozenset()  # allowed keys of `Spec.options`
 
     def __call__(self, spec: Spec) -> Sandbox:
         """Return a new sandbox, not yet started; reject unknown options."""
         for name in spec.options:
             if name not in self.options:
-                known = ", ".join(sorted(self.options)) or "none"
-                raise SandboxError(
-                    f"option {name!r} is unknown; known options: {known}"
-                )
+                known = f"known options: {', '.join(sorted(self.options)) or 'none'}"
+                raise SandboxError(f"option {name!r} is unknown; {known}")
         return self.make(spec)
 
 

@@ -9,10 +9,8 @@ class Usage:
 
     prompt_tokens: int
     output_tokens: int
-    # None: the engine does not report it
-    cached_tokens: int | None
-    # output tokens up to the end of the reasoning
-    reasoning_tokens: int = 0
+    cached_tokens: int | None  # None: the engine does not report it
+    reasoning_tokens: int = 0  # output tokens up to the end of the reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,27 +19,21 @@ class Call:
 
     call_id: str
     name: str
-    # JSON text as sampled
-    arguments: str
+    arguments: str  # JSON text as sampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     """One assistant message."""
 
-    # 32 hexadecimal digits, to which protocols add their prefixes
-    reply_id: str
+    reply_id: str  # 32 hexadecimal digits, to which protocols add their prefixes
     created: int
     model: str
     reasoning: str | None
-    # text and calls in sampled order
-    parts: tuple[str | Call, ...]
-    # the text after the reasoning, as sampled
-    sampled: str
-    # truncated by a token limit
-    cut: bool
-    # the client's stop string that ended it
-    stop_sequence: str | None
+    parts: tuple[str | Call, ...]  # text and calls in sampled order
+    sampled: str  # the text after the reasoning, as sampled
+    cut: bool  # truncated by a token limit
+    stop_sequence: str | None  # the client's stop string that ended it
     usage: Usage
 
     @property

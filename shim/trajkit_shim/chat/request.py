@@ -42,10 +42,8 @@ DEFAULT_OPTIONS = ReadOptions()
 class ChatRequest:
     """One request for an assistant message."""
 
-    # canonical, at least one
-    messages: list[Json]
-    # in OpenAI's format; None: no tool may be called
-    tools: list[Json] | None
+    messages: list[Json]  # canonical, at least one
+    tools: list[Json] | None  # in OpenAI's format; None: no tool may be called
     sampling: SamplingParams
     stream: bool
     # end a stream with token counts (OpenAI Chat Completions)

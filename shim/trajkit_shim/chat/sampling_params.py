@@ -39,7 +39,7 @@ def parse_sampling(
 ) -> SamplingParams:
     """Read the sampling parameters of a chat request or a session, and nothing else.
 
-    ``names`` has the fields that are not named as the parameter; None: there is none.
+    ``names`` has the fields that are not named as the parameter; None: there is no field.
     Raises `GatewayError` if a parameter has the wrong type, is out of range, or
     contradicts another.
     """

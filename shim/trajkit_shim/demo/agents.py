@@ -45,10 +45,8 @@ class End:
 
     session_id: str
     task: str
-    # the agent's error, if any
-    error: str | None
-    # the task's test passes in the agent's repository
-    solved: bool
+    error: str | None  # the agent's error, if any
+    solved: bool  # the task's test passes in the agent's repository
 
 
 def record(

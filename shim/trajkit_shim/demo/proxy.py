@@ -12,9 +12,8 @@ class LossyProxy:
 
     The gateway has answered by then. The client gets status 504 instead and repeats the
     request. The proxy removes its retry header, as many clients send none, so the
-    gateway samples again.
-
-    ``lost`` has, for each API key, the indices of its chat completions to lose.
+    gateway samples again. ``lost`` has, for each API key, the indices of its chat
+    completions to lose.
     """
 
     def __init__(self, app: ASGIApp, lost: Mapping[str, tuple[int, ...]]) -> None:

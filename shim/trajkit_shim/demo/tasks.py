@@ -8,20 +8,15 @@ class Task:
     """One task, and how the scripted model handles it."""
 
     name: str
-    # the faulty file
-    module: str
+    module: str  # the faulty file
     source: str
-    # ``test_<module>``, which fails until the bug is fixed
-    test: str
-    # the bug in a user's words
-    issue: str
-    # the text in ``source`` to replace, and its replacement
-    wrong: str
+    test: str  # ``test_<module>``, which fails until the bug is fixed
+    issue: str  # the bug in a user's words
+    wrong: str  # the text in ``source`` to replace, and its replacement
     right: str
     # the model's first attempt to run the test is not a valid tool call
     slips: bool = False
-    # the model has a second agent review the change
-    reviews: bool = False
+    reviews: bool = False  # the model has a second agent review the change
     # indices of the session's replies that never reach the agent
     loses: tuple[int, ...] = ()
 

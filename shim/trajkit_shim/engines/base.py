@@ -45,8 +45,7 @@ class Sample:
     # shape (n_output,): log-probability of each output id under the distribution it was
     # drawn from
     output_logprobs: npt.NDArray[np.float32] | None
-    # the engine's own word: stop, length, abort, ...
-    finish_reason: str
+    finish_reason: str  # the engine's own word: stop, length, abort, ...
     weight_versions: tuple[WeightSpan, ...] = ()
     # prompt tokens taken from the engine's prefix cache
     cached_tokens: int | None = None
@@ -62,10 +61,8 @@ class EngineInfo:
     """What stays the same between calls."""
 
     model: str
-    # prompt ids must lie in [0, vocab_size)
-    vocab_size: int
-    # prompt and output together
-    max_context_tokens: int
+    vocab_size: int  # prompt ids must lie in [0, vocab_size)
+    max_context_tokens: int  # prompt and output together
 
 
 class Engine(Protocol):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from dataclasses import fields
 from typing import Any, ClassVar, Protocol, cast
 
 import httpx
@@ -261,20 +262,11 @@ def token_ids(values: Iterable[Any]) -> list[int]:
 
 def sampling_fields(sampling: Sampling, names: Mapping[str, str]) -> Json:
     """Return the parameters that are set, under the names of a server's API."""
-    values = {
-        "max_new_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "stop": list(sampling.stop) or None,
-        "stop_token_ids": list(sampling.stop_token_ids) or None,
-        "seed": sampling.seed,
-    }
-    return {
-        names.get(name, name): value
-        for name, value in values.items()
-        if value is not None
-    }
+    values = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
+    for name in ("stop", "stop_token_ids"):
+        values[name] = list(values[name]) or None
+    del values["extra"]
+    return {names.get(k, k): value for k, value in values.items() if value is not None}
 
 
 def make_sample(

@@ -5,6 +5,7 @@ Field names and behaviour as of SGLang 0.5.23.
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -77,15 +78,12 @@ class SGLangEngine(HttpEngine):
 
     async def update_weights(self, path: str, version: str) -> None:
         """Load weights from a directory that the server can read."""
-        answer = await self._server.post(
-            "/update_weights_from_disk",
-            {"model_path": path, "weight_version": version, "flush_cache": True},
-        )
+        body: Json = {"model_path": path, "weight_version": version}
+        body["flush_cache"] = True
+        answer = await self._server.post("/update_weights_from_disk", body)
         if answer.get("success") is not True:
-            raise EngineError(
-                f"the SGLang server did not load the weights of {path!r}: "
-                f"{answer.get('message')}"
-            )
+            failure = f"did not load the weights of {path!r}: {answer.get('message')}"
+            raise EngineError(f"the SGLang server {failure}")
 
     async def resume(self) -> None:
         """Continue sampling."""
@@ -149,15 +147,13 @@ class SGLangEngine(HttpEngine):
     async def _stream_interval(self, max_tokens: int) -> int:
         """Tokens per event of a reply of up to ``max_tokens``."""
         if self._incremental is None:
-            try:
+            self._incremental = False
+            # a router may not have this path
+            with suppress(EngineError):
                 info = await self._server.get("/server_info")
-            except EngineError:
-                # a router may not have this path
-                info = {}
-            self._incremental = info.get("incremental_streaming_output") is True
-        if self._incremental:
-            return _TOKENS_PER_EVENT
-        return max(_TOKENS_PER_EVENT, max_tokens // _REPEATING_EVENTS)
+                self._incremental = info.get("incremental_streaming_output") is True
+        repeated = 0 if self._incremental else max_tokens // _REPEATING_EVENTS
+        return max(_TOKENS_PER_EVENT, repeated)
 
 
 class StreamedReply:

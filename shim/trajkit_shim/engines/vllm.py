@@ -78,12 +78,11 @@ class VLLMEngine(HttpEngine):
         params = _sampling_params(sampling)
         shapes = _shapes(params)
         if shapes and not await self._gives_processed(prompt_ids, session_id):
-            raise EngineError(
+            message = (
                 f"{', '.join(shapes)} change the distribution, and the vLLM server "
-                "returns the logprobs from before that: start it with "
-                "--logprobs-mode processed_logprobs",
-                400,
             )
+            message += "returns the logprobs from before that: start it with "
+            raise EngineError(message + "--logprobs-mode processed_logprobs", 400)
         return read_sample(
             await self._call(prompt_ids, params, request_id, session_id, on_tokens)
         )

@@ -32,10 +32,8 @@ class Attribution:
     than they would be rendered.
     """
 
-    # int32, shape (n_prompt,)
-    message_index: Ids
-    # shape (n_prompt,)
-    is_content: Bools
+    message_index: Ids  # int32, shape (n_prompt,)
+    is_content: Bools  # shape (n_prompt,)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,8 +41,7 @@ class Encoded:
     """A text's ids, and the characters each of them covers."""
 
     ids: Ids
-    # shape (n_ids,): characters starts[i]:stops[i]
-    starts: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]  # shape (n_ids,): characters starts[i]:stops[i]
     stops: npt.NDArray[np.int64]
 
 
@@ -72,10 +69,9 @@ def attribute(
 ) -> Attribution | None:
     """Return the attribution of a prompt, or None if it cannot be determined exactly.
 
-    ``messages``: canonical chat messages. ``prompt_ids`` (ndarray of int32, shape
-    (n_prompt,)): the ids that the engine consumed for them. ``text_of``: renders
-    messages as text. ``encode``: tokenizes such a text. ``special``: the ids of special
-    tokens.
+    ``prompt_ids`` are those that the engine consumed for the messages, ``text_of``
+    renders messages, ``encode`` tokenizes such a text, and ``special`` has the ids of
+    special tokens.
     """
     for text, spans in locate_contents(messages, text_of):
         encoded = encode(text)
@@ -101,7 +97,7 @@ def locate_contents(
 ) -> Iterator[tuple[str, Spans]]:
     """Yield a rendered text with the span of each content from message ``first`` on.
 
-    There is one text per way to put the marks. The caller checks that it is the prompt's.
+    The caller checks that it is the prompt's; there is one per way to put the marks.
     """
     for inside_space in (False, True):
         name = f"x{secrets.token_hex(12)}"
@@ -191,24 +187,18 @@ def find_verbatim(messages: list[Json], first: int, text: str) -> Spans | None:
 
 def _without_marks(text: str, name: str) -> tuple[str, Spans | None]:
     """Return the text and (message, start, stop) of each content; None: broken marks."""
-    kept, spans, n_kept, offset = [], [], 0, 0
+    clean, *rest = re.split(name + r"([oc])(\d+);", text)
+    spans = []
     opened: tuple[int, int] | None = None
-    for match in re.finditer(name + r"([oc])(\d+);", text):
-        kept.append(text[offset : match.start()])
-        n_kept += match.start() - offset
-        offset = match.end()
-        i = int(match[2])
-        if match[1] == "o":
-            if opened is not None:
-                return text, None
-            opened = i, n_kept
-        else:
-            if opened is None or opened[0] != i:
-                return text, None
-            spans.append((i, opened[1], n_kept))
+    for kind, number, piece in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
+        if kind == "o" and opened is None:
+            opened = int(number), len(clean)
+        elif kind == "c" and opened is not None and opened[0] == int(number):
+            spans.append((*opened, len(clean)))
             opened = None
-    kept.append(text[offset:])
-    clean = "".join(kept)
+        else:
+            return text, None
+        clean += piece
     if opened is not None or name in clean:
         return text, None
     return clean, spans

@@ -4,7 +4,7 @@
 template writes for the new messages. Sampled ids then come back exactly as they were
 sampled, and the next prompt starts with the complete earlier path.
 
-It is used only if it provably yields what the template says: the request's messages up
+It is used only if it provably yields what the template writes: the request's messages up
 to its last reply are those of a cached turn, with the same tools, the reply ended by
 itself, and the template's text for the request starts with its text for that turn
 (`prompting.rendered_prefix`). Other requests are rendered, for a reason that is counted.
@@ -56,17 +56,12 @@ class Prompt:
     """The ids for one request, and how they were built."""
 
     ids: Ids
-    # None: appended to an earlier turn
-    reason: Reason | None
-    # that turn, and how many of the ids are its
-    base: CachedPath | None = None
+    reason: Reason | None  # None: appended to an earlier turn
+    base: CachedPath | None = None  # that turn, and how many of the ids are its
     n_base: int = 0
-    # of the appended ids; None: unknown
-    tail_attribution: Attribution | None = None
-    # None: no later prompt may extend this one
-    rendered: RenderedPrefix | None = None
-    # digest of the offered tools
-    tools: bytes = b""
+    tail_attribution: Attribution | None = None  # of the appended ids; None: unknown
+    rendered: RenderedPrefix | None = None  # None: no later prompt may extend this one
+    tools: bytes = b""  # digest of the offered tools
 
     @property
     def built(self) -> Mode:
@@ -273,7 +268,7 @@ class Prompts:
 def _find_base(
     restored: RestoredRequest, offered: bytes, replies: ReplyIndex, cache: TokenCache
 ) -> tuple[int, CachedPath | None, Reason]:
-    """The index of a request's last reply, and its path or why there is none."""
+    """The index of a request's last reply, and its path, or why it has no path."""
     roles = [message["role"] for message in restored.messages]
     if "assistant" not in roles:
         return -1, None, "opening"

@@ -93,7 +93,7 @@ class ChatRenderer:
         self._lead = commonprefix(longest_first)  # noqa: RUF071
         # breaks up special tokens within text; unpredictable for clients
         self._mark = f"x{secrets.token_hex(12)}x"
-        # whether the pieces between special tokens have the ids that the whole text has
+        # whether the pieces between special tokens have the same ids as the complete text
         self.keeps_apart = self._split_agrees(plain)
         self._probe_template()
         self._end_of_reasoning: int | None = self._backend.token_to_id("</think>")
@@ -113,7 +113,6 @@ class ChatRenderer:
         """Return the ids of the prompt for the next assistant message.
 
         Messages are canonical (`trajkit_shim.chat.request`), tools in OpenAI's format.
-
         Raises `TemplateError`: the template rejects the messages. `GatewayError`: a
         text spells out a special token that this tokenizer cannot encode as text.
         """
@@ -359,8 +358,7 @@ class ChatRenderer:
         call = {"id": "call_0", "type": "function", "function": function}
         reply: Json = {"role": "assistant", "content": _PROBE_TEXT}
         text = shown({**reply, "tool_calls": [call]})
-        # arguments may be strings
-        self._takes_string = _PROBE_ARGUMENTS in text
+        self._takes_string = _PROBE_ARGUMENTS in text  # arguments may be strings
         # the white space before a call
         between = text.partition("<tool_call>")[0].rpartition(_PROBE_TEXT)[2]
         self._call_separator = between if between.isspace() else ""

@@ -24,8 +24,7 @@ reasoning is missing, no token ends the reply, or a new message is missing after
 class RenderedPrefix:
     """The part of a prompt's text that every later prompt must start with."""
 
-    # in characters
-    length: int
+    length: int  # in characters
     digest: bytes
     # state from which `extend` continues
     hasher: blake2b = field(compare=False, repr=False)
@@ -61,9 +60,7 @@ def end_of_reply(
 ) -> int | Departure:
     """Return where in a later prompt's text the reply to an earlier prompt ends.
 
-    ``rendered``: of the earlier prompt. ``text``: of the later prompt
-    (`ChatRenderer.text`). ``reply``: the canonical reply to the earlier prompt.
-    ``new``: the messages after it.
+    ``rendered`` is the earlier prompt's; ``new`` has the messages after the reply.
     """
     if not rendered.begins(text):
         return "rewritten"

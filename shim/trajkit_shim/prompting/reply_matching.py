@@ -39,12 +39,10 @@ class RestoredRequest:
 
     messages: list[Json]
     logged: list[LoggedMessage]
-    # of the next reply
-    position: bytes
+    position: bytes  # of the next reply
     # for each assistant message: the position after it, and what it is
     known: list[tuple[bytes, Known]]
-    # after each message
-    positions: list[bytes]
+    positions: list[bytes]  # after each message
 
 
 @dataclass(slots=True)
@@ -159,7 +157,7 @@ class ReplyIndex:
         return found[0] if len(found) == 1 else None
 
     def _same(self, sent: Json, reply: Json) -> bool:
-        """Whether a message says what a reply says.
+        """Whether a message has the content of a reply.
 
         White space and the spelling of JSON may differ, reasoning may be missing, and
         call ids may be the client's.

@@ -41,14 +41,10 @@ _TOOL = function_tool("probe", "probe", {"type": "object", "properties": {}})
 class TemplateProbe:
     """What one template does, with or without tools."""
 
-    # prompts may be extended
-    safe: bool
-    # why not
-    why: str | None = None
-    # white space after the token that ends a reply
-    close: str = ""
-    # the text that asks for a reply
-    generation_prompt: str = ""
+    safe: bool  # prompts may be extended
+    why: str | None = None  # why not
+    close: str = ""  # white space after the token that ends a reply
+    generation_prompt: str = ""  # the text that asks for a reply
     # End of the generation prompt that disappears once the reply is rendered. An
     # extended prompt keeps it.
     leaves: str = ""
@@ -57,8 +53,7 @@ class TemplateProbe:
     drops_reasoning: tuple[Role, ...] = ()
     # the template changes white space around replies; rendered prompts drift there
     trims: bool = False
-    # it changes white space around messages of users and tools
-    trims_new: bool = False
+    trims_new: bool = False  # it changes white space around messages of users and tools
 
     def describe(self) -> Json:
         """As JSON."""
@@ -123,7 +118,7 @@ class _Probe:
         )
 
     def _trims_new(self, opening: list[Json], spaced: str) -> bool:
-        """Whether the template changes what the user or one of two tools says."""
+        """Whether the template changes a message of the user or of one of two tools."""
         # a template that trims may add white space of its own
         for content in (spaced, f"{spaced}\n", f"\n{spaced}"):
             user = {**_user(), "content": content}

@@ -23,20 +23,14 @@ _OVERHEAD = 1024
 class CachedPath:
     """One prompt and its output."""
 
-    # after its reply (`RestoredRequest.positions`)
-    position: bytes
-    # the path that it extends
-    base: "CachedPath | None"
-    # shape (n_own,): the ids after the base, up to the end of the output
-    own_ids: Ids
-    # of own_ids; None: unknown
-    own_attribution: Attribution | None
-    # the output ends with an end-of-message token
-    closed: bool
+    position: bytes  # after its reply (`RestoredRequest.positions`)
+    base: "CachedPath | None"  # the path that it extends
+    own_ids: Ids  # shape (n_own,): the ids after the base, up to the end of the output
+    own_attribution: Attribution | None  # of own_ids; None: unknown
+    closed: bool  # the output ends with an end-of-message token
     # of the prompt; None: the template is not safe to append to
     rendered: RenderedPrefix | None
-    # digest of the offered tools
-    tools: bytes
+    tools: bytes  # digest of the offered tools
 
     def ids(self) -> Ids:
         """Return prompt and output ids, int32 of shape (n_path,)."""

@@ -44,8 +44,7 @@ class TokenizeCache:
         self._pieces: OrderedDict[str, Piece] = OrderedDict()
         self._lock = Lock()
         self.n_bytes = 0
-        # total number of characters tokenized
-        self.n_tokenized = 0
+        self.n_tokenized = 0  # total number of characters tokenized
 
     def __call__(self, text: str) -> Piece:
         """Tokenize a text; special tokens in it are encoded as text."""

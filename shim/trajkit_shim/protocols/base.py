@@ -20,10 +20,8 @@ class WireProtocol:
     """One protocol: pure functions between its JSON and the gateway's records."""
 
     name: str
-    # paths below the gateway's URL, and what each returns
-    paths: Mapping[str, Verb]
-    # prefix of the ids of tool calls
-    call_prefix: str
+    paths: Mapping[str, Verb]  # paths below the gateway's URL, and what each returns
+    call_prefix: str  # prefix of the ids of tool calls
     # raises `GatewayError` for missing, invalid or unsupported fields
     read: Callable[[Json, ReadOptions], ChatRequest]
     write: Callable[[Reply, ChatRequest], Json]

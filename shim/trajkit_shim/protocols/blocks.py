@@ -59,7 +59,7 @@ class Progress:
     def steps(self, blocks: Sequence[Block], *, done: bool) -> Iterator[Step]:
         """Yield what is new since the last call.
 
-        The last block may grow, unless ``done`` says that the reply is complete.
+        The last block may grow, unless the reply is complete (``done``).
         """
         for index in range(self._index, len(blocks)):
             block = blocks[index]

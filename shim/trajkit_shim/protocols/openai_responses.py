@@ -147,8 +147,7 @@ class _Tools:
 class _Turn:
     """Collects the items of one sampled turn for one message."""
 
-    # of the reply that the items belong to, if known
-    reply_id: str | None
+    reply_id: str | None  # of the reply that the items belong to, if known
     reasoning: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     calls: list[Json] = field(default_factory=list)

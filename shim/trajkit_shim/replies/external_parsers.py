@@ -174,7 +174,7 @@ def _parsed(
 def as_sampled(arguments: str, text: str, start: int) -> tuple[str, int]:
     """Return the JSON in a text, from ``start`` on, with the value of ``arguments``.
 
-    It is returned with its end; ``arguments`` and ``start`` if there is none.
+    It is returned with its end; ``arguments`` and ``start`` if the text has no such JSON.
     """
     decoder = json.JSONDecoder()
     try:

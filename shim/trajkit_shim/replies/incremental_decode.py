@@ -1,8 +1,8 @@
 """Decodes and parses a reply while it is sampled.
 
 Only what later ids cannot change is returned. So half a character, the possible start of
-a stop string, of a tool call or of the end of reasoning, and outer white space are held
-back. The result is a prefix of the complete reply, however the ids are grouped.
+a stop string, of a tool call or of the end of reasoning, and outer white space are
+withheld. The result is a prefix of the complete reply, however the ids are grouped.
 """
 
 from collections.abc import Sequence
@@ -66,8 +66,7 @@ class IncrementalParser:
         self._decoder = Decoder(renderer)
         self._parser = parser
         self._stop = stop
-        # decoded but not yet parsed
-        self._pending = ""
+        self._pending = ""  # decoded but not yet parsed
         self._stopped = False
         self._last: tuple[object, object] = ((), None)
         self.ids: list[int] = []

@@ -21,13 +21,10 @@ END_THINK = "</think>"
 class Parsed:
     """A parsed reply."""
 
-    # text and calls in sampled order; no empty text
-    parts: tuple[str | ToolCall, ...]
-    # the text of all parts as sampled
-    sampled: str
+    parts: tuple[str | ToolCall, ...]  # text and calls in sampled order; no empty text
+    sampled: str  # the text of all parts as sampled
     ill_formed: bool = False
-    # None: there is none
-    reasoning: str | None = None
+    reasoning: str | None = None  # None: the reply has no reasoning
 
     @property
     def content(self) -> str:
@@ -54,8 +51,7 @@ class Parser:
         self._reasoning: str | None = None
         # state: beginning, reasoning, gap (after the reasoning) or rest
         self._in = "reasoning" if opened else "beginning"
-        # text that later text may still change
-        self._pending = ""
+        self._pending = ""  # text that later text may still change
 
     def feed(self, piece: str) -> None:
         """Add text, without an end-of-message token."""

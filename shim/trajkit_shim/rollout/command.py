@@ -14,7 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from trajkit.cli import BAD_DATA, BAD_FILE, DONE
-from trajkit.cli.options import Commands, count
+from trajkit.cli.options import Commands
 from trajkit.cli.progress import Progress
 from trajkit.cli.text import text_table
 from trajkit_shim import engine_options as options
@@ -34,115 +34,53 @@ def add_rollout(commands: Commands) -> None:
         "a sessions table with reward, group and error. Run the same command again to "
         "continue a stopped run. The exit code is 1 if a rollout failed.",
     )
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "tasks",
         metavar="TASKS",
         type=Path,
         help="a JSONL file, a directory with a task.toml, or a directory of those",
     )
-    add(
-        "--harness",
-        "--agent",
-        metavar="NAME",
-        required=True,
-        help="the agent, by name or import path (package.module:record); see "
-        "docs/serving.md",
-    )
-    add(
-        "-o",
-        "--out",
-        metavar="RUN",
-        type=Path,
-        required=True,
-        help="directory of the run; created if missing, continued otherwise",
-    )
-    add(
-        "--sandbox",
-        metavar="KIND",
-        default="local",
-        help="local, docker, apptainer, e2b, or an import path (default: %(default)s)",
-    )
-    add(
-        "--sandbox-option",
-        metavar="NAME=VALUE",
-        action="append",
-        default=[],
-        help="option of that kind of sandbox; may be repeated",
-    )
-    add("--image", help="for sandboxes that need one, unless the task names one")
-    add(
-        "--path",
-        metavar="DIR",
-        action="append",
-        default=[],
-        help="directory to put first on the sandbox's PATH; may be repeated",
-    )
-    add(
-        "--gateway-url",
-        metavar="URL",
-        help="URL of the gateway as seen from the sandboxes, if it differs",
-    )
-    add(
-        "--install",
-        action="store_true",
-        help="install the agent in each sandbox if it is missing",
-    )
-    add(
-        "--repeat",
-        "--samples",
-        metavar="N",
-        type=count,
-        default=1,
-        help="rollouts of each task, which share its group (default: %(default)s)",
-    )
-    add(
-        "--parallel",
-        "--concurrency",
-        metavar="N",
-        type=count,
-        default=4,
-        help="concurrent rollouts (default: %(default)s)",
-    )
-    add(
-        "--timeout",
-        metavar="SECONDS",
-        type=float,
-        help="time limit of each agent, overriding its task",
-    )
-    add(
-        "--retry-failed",
-        action="store_true",
-        help="when continuing a run, also repeat rollouts that failed",
-    )
-    add(
-        "--callback",
-        metavar="URL",
-        help="URL that receives each finished rollout as a JSON object",
-    )
-    add("--host", default="127.0.0.1", help="of the gateway (default: %(default)s)")
+    helps = {
+        "--harness --agent NAME": "the agent, by name or import path "
+        "(package.module:record); see docs/serving.md",
+        "-o --out RUN": "directory of the run; created if missing, continued otherwise",
+        "--sandbox KIND local": "local, docker, apptainer, e2b, or an import path "
+        "(default: %(default)s)",
+        "--sandbox-option NAME=VALUE...": "option of that kind of sandbox; may be "
+        "repeated",
+        "--image IMAGE": "for sandboxes that need one, unless the task names one",
+        "--path FOLDER...": "directory to put first on the sandbox's PATH; may be "
+        "repeated",
+        "--gateway-url URL": "URL of the gateway as seen from the sandboxes, if it "
+        "differs",
+        "--install": "install the agent in each sandbox if it is missing",
+        "--repeat --samples N 1": "rollouts of each task, which share its group "
+        "(default: %(default)s)",
+        "--parallel --concurrency N 4": "concurrent rollouts (default: %(default)s)",
+        "--timeout SECONDS": "time limit of each agent, overriding its task",
+        "--retry-failed": "when continuing a run, also repeat rollouts that failed",
+        "--callback URL": "URL that receives each finished rollout as a JSON object",
+        "--host ADDRESS 127.0.0.1": "of the gateway (default: %(default)s)",
+        "--seed SEED": "of the embedded engine",
+        "--json": "print only one JSON object",
+        "--argument TEXT...": "extra argument for the agent's command, or the command of "
+        "the shell harness; may be repeated; write --argument=--text if it starts with "
+        "a hyphen",
+    }
+    options.add_options(parser, helps, required=["--harness", "--out"])
     options.add_engine(parser)
-    add("--seed", metavar="N", type=int, help="of the embedded engine")
-    add("--json", action="store_true", help="print only one JSON object")
-    add(
-        "--argument",
-        metavar="TEXT",
-        action="append",
-        default=[],
-        help="extra argument for the agent's command, or the command of the shell harness; "
-        "may be repeated; write --argument=--text if it starts with a hyphen",
-    )
     parser.set_defaults(run=lambda arguments: _rollout(parser, arguments))
 
 
 def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     with options.needs_extra(parser, "shim"):
+        import httpx
+
         from trajkit_shim.agents.harness import HarnessError
         from trajkit_shim.agents.sandbox import SandboxError
         from trajkit_shim.app import create_app
         from trajkit_shim.replies.parsers import FORMS
         from trajkit_shim.rollout.callback import Callback
-        from trajkit_shim.rollout.gateway import Gateway
         from trajkit_shim.rollout.run import Rollouts, Summary
         from trajkit_shim.rollout.solver import solve
         from trajkit_shim.rollout.tasks import read_tasks
@@ -175,7 +113,7 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
             with (
                 _terminated(),
                 running(app, arguments.host) as url,
-                Gateway(url) as gateway,
+                httpx.Client(base_url=url, timeout=60, trust_env=False) as gateway,
                 Progress("rollouts", "rollouts") as progress,
             ):
                 progress.begin(rollouts.to_do)

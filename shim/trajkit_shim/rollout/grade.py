@@ -37,10 +37,8 @@ class Work:
 
     # the fresh copy with the agent's changes, without the task's tests
     workspace: Workspace
-    # the agent's changes
-    patch: bytes
-    # the agent ended by itself
-    finished: bool
+    patch: bytes  # the agent's changes
+    finished: bool  # the agent ended by itself
 
 
 def grade(work: Work) -> float:

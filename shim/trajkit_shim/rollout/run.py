@@ -18,7 +18,6 @@ from trajkit.io.tables import write_table
 from trajkit_shim.agents.harness import Harness, HarnessError, Job
 from trajkit_shim.agents.sandbox import Sandbox, SandboxError, SandboxKind, Spec
 from trajkit_shim.agents.sandboxes.local import remove
-from trajkit_shim.rollout.gateway import Gateway
 from trajkit_shim.rollout.grade import Work, grade
 from trajkit_shim.rollout.run_log import Rollout, RunLog
 from trajkit_shim.rollout.tasks import Task
@@ -30,34 +29,27 @@ class Settings:
     """Settings of a run."""
 
     harness: Harness
-    # extra arguments of its command
-    arguments: tuple[str, ...] = ()
-    # install it in each sandbox if it is missing
-    install: bool = False
+    arguments: tuple[str, ...] = ()  # extra arguments of its command
+    install: bool = False  # install it in each sandbox if it is missing
     sandbox: SandboxKind
-    # the name of that kind
     sandbox_name: str
     # See `agents.sandbox.Spec`. A task's own image has precedence.
     options: dict[str, str] = field(default_factory=dict)
     path: tuple[str, ...] = ()
     gateway: str | None = None
     image: str | None = None
-    # rollouts per task, which form a group
-    repeat: int = 1
-    # concurrent rollouts
-    parallel: int = 1
+    repeat: int = 1  # rollouts per task, which form a group
+    parallel: int = 1  # concurrent rollouts
     # repeat rollouts of an earlier run that ended with an error
     retry_failed: bool = False
-    # time limit of every agent in seconds, overriding its task
-    timeout_s: float | None = None
+    timeout_s: float | None = None  # of every agent, overriding its task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """The result of a run."""
 
-    # finished in earlier calls, and in this one
-    before: int
+    before: int  # finished in earlier calls, and in this one
     rollouts: list[Rollout]
     seconds: float
 
@@ -115,8 +107,7 @@ class Rollouts:
             for task, sample in wanted
             if not self._journal.done(task.task_id, sample, settings.retry_failed)
         ]
-        # finished in earlier calls
-        self.before = len(wanted) - len(self._todo)
+        self.before = len(wanted) - len(self._todo)  # finished in earlier calls
         # left by a killed run
         if self._scratch.exists():
             remove(self._scratch)
@@ -139,14 +130,14 @@ class Rollouts:
             with self._sandbox(self._todo[0][0], "try") as sandbox:
                 self._settings.harness.ready(sandbox, install=self._settings.install)
 
-    def run(self, gateway: Gateway, advance: Callable[[int], None]) -> Summary:
+    def run(self, gateway: httpx.Client, advance: Callable[[int], None]) -> Summary:
         """Run all unfinished rollouts, and write the ``sessions`` table.
 
         If interrupted, running rollouts end without a result and are repeated by the
         next call on the directory. ``advance`` is called with 1 after each rollout.
         """
         started = time.monotonic()
-        model = gateway.model()
+        model = _ask(gateway, "GET", "/v1/models")["data"][0]["id"]
         ended = []
         pool = ThreadPoolExecutor(self._settings.parallel, "rollout")
         try:
@@ -176,7 +167,9 @@ class Rollouts:
         self._journal.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def _one(self, gateway: Gateway, model: str, task: Task, sample: int) -> Rollout:
+    def _one(
+        self, gateway: httpx.Client, model: str, task: Task, sample: int
+    ) -> Rollout:
         """Run one rollout, from its line in the log to its result."""
         if self._stopping.is_set():
             raise _Stopped
@@ -213,7 +206,7 @@ class Rollouts:
 
     def _work(
         self,
-        gateway: Gateway,
+        gateway: httpx.Client,
         model: str,
         task: Task,
         rollout: Rollout,
@@ -239,7 +232,7 @@ class Rollouts:
 
     def _agent(
         self,
-        gateway: Gateway,
+        gateway: httpx.Client,
         model: str,
         workspace: Workspace,
         folder: Path,
@@ -253,14 +246,18 @@ class Rollouts:
             harness.ready(sandbox, install=self._settings.install)
         except HarnessError as error:
             raise StageError("harness", str(error)) from error
-        metadata = {"task": task.task_id, "sample": rollout.sample}
-        key = gateway.open(rollout.session_id, task.max_turns, metadata)
+        opening = {
+            "session_id": rollout.session_id,
+            "max_turns": task.max_turns,
+            "metadata": {"task": task.task_id, "sample": rollout.sample},
+        }
+        key = _ask(gateway, "POST", "/sessions", opening)["api_key"]
         clock = time.monotonic()
         try:
             done = harness.run(
                 sandbox,
                 Job(
-                    base_url=sandbox.map_url(gateway.url),
+                    base_url=sandbox.map_url(str(gateway.base_url).rstrip("/")),
                     api_key=key,
                     model=model,
                     prompt=task.prompt,
@@ -276,7 +273,8 @@ class Rollouts:
             raise StageError("harness", str(error)) from error
         finally:
             known["agent_seconds"] = time.monotonic() - clock
-            known["turns"] = turns = gateway.close(rollout.session_id)
+            closed = _ask(gateway, "DELETE", f"/sessions/{rollout.session_id}")
+            known["turns"] = turns = closed["answered"]
         wrong = None if done.code is None else harness.failed(done)
         if done.code is None:
             end = "timed_out"
@@ -335,3 +333,9 @@ class Rollouts:
             with self._lock:
                 self._live.discard(sandbox)
             sandbox.stop()
+
+
+def _ask(gateway: httpx.Client, method: str, path: str, body: object = None) -> Any:
+    answer = gateway.request(method, path, json=body)
+    answer.raise_for_status()
+    return answer.json()

@@ -32,12 +32,9 @@ ROLLOUTS = pa.schema(
         pa.field("sandbox", pa.string()),
         # finished, timed_out, turn_limit or failed; null: it did not run
         pa.field("agent_end", pa.string()),
-        # null: killed
-        pa.field("exit_code", pa.int32()),
-        # answered turns
-        pa.field("turns", pa.int32()),
-        # null: no patch
-        pa.field("patch_bytes", pa.int64()),
+        pa.field("exit_code", pa.int32()),  # null: killed
+        pa.field("turns", pa.int32()),  # answered turns
+        pa.field("patch_bytes", pa.int64()),  # null: no patch
         pa.field("started_at", pa.timestamp(_UNITS, tz="UTC")),
         # of the agent, and of the entire rollout
         pa.field("agent_seconds", pa.float64()),
@@ -58,8 +55,7 @@ class Rollout:
     attempt: int
     harness: str
     sandbox: str
-    # Unix time
-    started_at: float
+    started_at: float  # Unix time
     reward: float | None = None
     error: str | None = None
     agent_end: str | None = None
@@ -79,8 +75,7 @@ class RunLog:
 
     def __init__(self, path: Path, harness: str, sandbox: str) -> None:
         self.path = path
-        # by session, in starting order
-        self._began: dict[str, Rollout] = {}
+        self._began: dict[str, Rollout] = {}  # by session, in starting order
         self._ended: dict[str, Rollout] = {}
         # the sessions of each sample of a task
         self._attempts: dict[tuple[str, int], list[str]] = {}

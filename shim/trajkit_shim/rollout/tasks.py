@@ -115,10 +115,8 @@ class Grade:
     # workspace. ``{tests}`` and ``{logs}`` are replaced by the sandbox's paths of
     # ``/tests`` and ``/logs/verifier``.
     command: str = ""
-    # time limit in seconds
     timeout_s: float = 300.0
-    # for ``tests``: the tests that must pass
-    fail_to_pass: tuple[str, ...] = ()
+    fail_to_pass: tuple[str, ...] = ()  # for ``tests``: the tests that must pass
     pass_to_pass: tuple[str, ...] = ()
     # for ``tests``: the reward is the share that passes, not all or nothing
     partial: bool = False
@@ -133,9 +131,7 @@ class Grade:
 class Task:
     """One task."""
 
-    # unique in its run; the ``group_id`` of its rollouts
-    task_id: str
-    # the agent's instructions
+    task_id: str  # unique in its run; the ``group_id`` of its rollouts
     prompt: str
     # the initial files; those added before grading; and those that solve the task, for
     # trying it out
@@ -144,15 +140,12 @@ class Task:
     solution: Files | None = None
     # Absolute path of the workspace. Other paths than ``/work`` may come from an image.
     workdir: str = "/work"
-    # for sandboxes that need one
     image: str | None = None
     # shell command, run in the workspace before the agent starts and in the copy that
     # is graded
     setup: str = ""
-    # time limits in seconds
     setup_timeout_s: float = 300.0
     agent_timeout_s: float = 1800.0
-    # of the session
     max_turns: int | None = None
     grade: Grade
     limits: Limits = field(default_factory=Limits)

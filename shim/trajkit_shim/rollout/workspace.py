@@ -53,13 +53,8 @@ AGENT_ENV = {**_IDENTITY, "GIT_CONFIG_NOSYSTEM": "1"}
 class StageError(Exception):
     """A stage of a rollout (sandbox, setup, harness, diff or grade) failed."""
 
-    def __init__(self, stage: str, reason: str) -> None:
-        super().__init__(stage, reason)
-        self.stage = stage
-        self.reason = reason
-
     def __str__(self) -> str:
-        return f"{self.stage}: {self.reason}"
+        return ": ".join(self.args)
 
 
 class Workspace:

@@ -19,14 +19,12 @@ END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 class AppendLog:
     """A series of Arrow IPC streams: ``STEM-00000.arrows``, ``STEM-00001.arrows``, ...
 
-    The first file is created by `start`, or with the first batch.
-
-    ``directory``: created if missing. ``stem``: start of the file names. ``schema``: of
-    every batch. ``fsync``: also write each batch to disk, so that it survives a crash
-    of the machine. ``max_file_bytes``, ``max_file_rows``: maximum size of a file. A
-    larger batch gets a file of its own.
-
-    Raises `FileExistsError`: the directory contains a file of the series.
+    The first file is created by `start`, or with the first batch. ``directory``:
+    created if missing. ``stem``: start of the file names. ``schema``: of every batch.
+    ``fsync``: also write each batch to disk, so that it survives a crash of the
+    machine. ``max_file_bytes``, ``max_file_rows``: maximum size of a file. A larger
+    batch gets a file of its own. Raises `FileExistsError`: the directory contains a
+    file of the series.
     """
 
     def __init__(
@@ -48,11 +46,9 @@ class AppendLog:
         self._file: int | None = None
         self._rows = 0
         self._end = 0
-        # number of files
-        self._files = 0
+        self._files = 0  # number of files
         self._closed = False
-        # bytes of all files but the last
-        self._full_bytes = 0
+        self._full_bytes = 0  # bytes of all files but the last
         directory.mkdir(parents=True, exist_ok=True)
         first = self.path_of(0)
         if first.exists():

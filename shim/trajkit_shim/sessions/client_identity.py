@@ -18,12 +18,9 @@ class SideCall:
     """A call that is recognized by all given marks."""
 
     kind: str
-    # contained in the first system message
-    system: str = ""
-    # contained in the last message
-    last: str = ""
-    # token limit of the reply
-    max_tokens: int | None = None
+    system: str = ""  # contained in the first system message
+    last: str = ""  # contained in the last message
+    max_tokens: int | None = None  # token limit of the reply
 
     def describes(self, request: ChatRequest) -> bool:
         """Return whether the request has all marks."""
@@ -41,8 +38,7 @@ class HarnessSignature:
     """How to recognize a harness, and how it names its agents."""
 
     name: str
-    # a header, and the start of its value
-    header: str
+    header: str  # a header, and the start of its value
     starts: str = ""
     # headers with the ids of the agent (null: the main one) and of its parent
     agent: str

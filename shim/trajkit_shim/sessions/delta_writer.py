@@ -17,8 +17,7 @@ from trajkit import Recorder
 class Delta:
     """What a turn shares with an earlier one: see `trajkit.schema.DELTA_FIELDS`."""
 
-    # None: nothing is shared
-    base_turn: int | None = None
+    base_turn: int | None = None  # None: nothing is shared
     shared_length: int = 0
     shared_messages: int = 0
 
@@ -32,8 +31,7 @@ class DeltaEncoder:
     def clear(self) -> None:
         """Forget all turns, so that the next one is written in full."""
         self._recorder = Recorder()
-        # the turn index of each turn in the recorder
-        self._turns: list[int] = []
+        self._turns: list[int] = []  # the turn index of each turn in the recorder
         # a tree of message lists, with the empty list as node 0
         self._nodes: dict[tuple[int, bytes, str], int] = {}
         self._parents = [-1]

@@ -14,14 +14,10 @@ from trajkit_shim.errors import GatewayError
 class Limits:
     """Limits of one session. ``None``: unlimited."""
 
-    # answered calls
-    max_turns: int | None = None
-    # prompt tokens, summed over all turns
-    max_prompt_tokens: int | None = None
-    # sampled tokens, summed over all turns
-    max_output_tokens: int | None = None
-    # prompt and output of one call
-    max_context_tokens: int | None = None
+    max_turns: int | None = None  # answered calls
+    max_prompt_tokens: int | None = None  # prompt tokens, summed over all turns
+    max_output_tokens: int | None = None  # sampled tokens, summed over all turns
+    max_context_tokens: int | None = None  # prompt and output of one call
 
 
 @dataclass(slots=True)

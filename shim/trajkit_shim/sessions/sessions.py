@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, get_args
 from trajkit_shim.chat.sampling_params import SamplingParams
 from trajkit_shim.clock import Clock, Handle
 from trajkit_shim.errors import GatewayError
+from trajkit_shim.json_input import refuse
 from trajkit_shim.prompting.reply_matching import Known, ReplyIndex
 from trajkit_shim.prompting.token_cache import TokenCache
 from trajkit_shim.retries import RetryIndex
@@ -45,12 +46,9 @@ class Terms:
     # which of temperature, top_p and top_k the client may set
     client_sampling: frozenset[str] = frozenset()
     limits: Limits = field(default_factory=Limits)
-    # idle time after which it is closed; None: never
-    ttl_seconds: float | None = None
-    # treat a request equal to an earlier one as a retry
-    replay: bool = False
-    # the task, shared by several rollouts
-    group_id: str | None = None
+    ttl_seconds: float | None = None  # idle time after which it is closed; None: never
+    replay: bool = False  # treat a request equal to an earlier one as a retry
+    group_id: str | None = None  # the task, shared by several rollouts
 
 
 class OutcomeFields(TypedDict, total=False):
@@ -80,16 +78,11 @@ class Outcome:
 class Counts:
     """What happened in a session."""
 
-    # recorded turns, including aborted ones; the next turn's index
-    recorded: int = 0
-    # turns with an answer
-    answered: int = 0
-    # answered turns whose answer was lost
-    undelivered: int = 0
-    # turns below this index were dropped
-    dropped: int = 0
-    # recorded turns without attribution
-    unattributed: int = 0
+    recorded: int = 0  # recorded turns, including aborted ones; the next turn's index
+    answered: int = 0  # turns with an answer
+    undelivered: int = 0  # answered turns whose answer was lost
+    dropped: int = 0  # turns below this index were dropped
+    unattributed: int = 0  # recorded turns without attribution
     # recorded turns by how their prompts were built: append, or why not
     prompts: Counter[str] = field(default_factory=Counter)
     # offered tools that only a provider can run, by type, over all recorded calls
@@ -110,8 +103,7 @@ class Record:
     reply_counts: Counter[Known] = field(default_factory=Counter)
     replayed: int = 0
     ended_by: EndedBy | None = None
-    # the latest line in the log is up to date
-    written: bool = False
+    written: bool = False  # the latest line in the log is up to date
 
     def describe(self, in_flight: int = 0) -> dict[str, object]:
         """Return the session for ``GET /sessions/{id}``."""
@@ -163,19 +155,14 @@ class Session:
 
     def __init__(self, record: Record, clock: Clock) -> None:
         self.record = record
-        self.session_id = record.session_id
-        self.terms = record.terms
-        self.counts = record.counts
-        self.budget = record.budget
-        # accepts no new calls
-        self.closing = False
-        # records no more turns
-        self.closed = False
+        self.session_id, self.terms = record.session_id, record.terms
+        self.counts, self.budget = record.counts, record.budget
+        self.closing = False  # accepts no new calls
+        self.closed = False  # records no more turns
         self.calls: set[asyncio.Task[Any]] = set()
         # keys of the messages whose body is in the log
         self.logged_keys: set[bytes] = set()
-        # its recorded turns, for the delta form
-        self.encoder = DeltaEncoder()
+        self.encoder = DeltaEncoder()  # its recorded turns, for the delta form
         # its replies, to recognize them
         self.replies = ReplyIndex(counts=record.reply_counts)
         # the token ids of its prompts and replies
@@ -193,11 +180,7 @@ class Session:
             raise closed_error(self.session_id)
 
     def admit(self) -> Reservation:
-        """Return what one more call may use; running calls count as turns.
-
-        Raises `GatewayError`: 410: the session accepts no calls. 403: no turns or
-        tokens are left.
-        """
+        """Return what one more call may use (`Budget.admit`); raise if not open."""
         self.check_open()
         return self.budget.admit()
 
@@ -265,28 +248,17 @@ class SessionStore:
         terms: Terms | None = None,
         outcome: Outcome | None = None,
     ) -> Session:
-        """Open a session under the given or a generated id.
-
-        Raises `GatewayError`: the id was used before or has invalid characters, the
-        gateway is shutting down, or the session's line could not be written.
-        """
+        """Open a session under the given id, which must be new, or a generated one."""
         if self.draining:
             raise _draining()
         if session_id is None:
             session_id = f"s-{secrets.token_hex(16)}"
         if not _ID.fullmatch(session_id):
-            raise GatewayError(
-                f"session_id: {session_id!r}: 1 to 200 letters, digits and ._~:@- (not "
-                ". or ..)",
-                param="session_id",
-            )
+            rule = "1 to 200 letters, digits and ._~:@- (not . or ..)"
+            refuse("session_id", f"{session_id!r}: {rule}")
         if any(session_id in ids for ids in (self._open, self._ended, self._used)):
-            raise GatewayError(
-                f"session {session_id!r} was opened before",
-                409,
-                code="session_exists",
-                param="session_id",
-            )
+            message = f"session {session_id!r} was opened before"
+            raise GatewayError(message, 409, code="session_exists", param="session_id")
         terms = terms or Terms()
         return self._begin(
             Record(
@@ -300,17 +272,15 @@ class SessionStore:
     def reopen(self, session_id: str) -> Session:
         """Open an ended session again; its turn indices continue.
 
-        Replies from before are not recognized.
-
-        Raises `GatewayError`: 404: there is no such session. 409: it is open.
+        Replies from before are not recognized. Raises `GatewayError`: 404: there is no
+        such session. 409: it is open.
         """
         if self.draining:
             raise _draining()
         record = self.record(session_id)
         if session_id in self._open:
-            raise GatewayError(
-                f"session {session_id!r} is open", 409, code="session_open"
-            )
+            message = f"session {session_id!r} is open"
+            raise GatewayError(message, 409, code="session_open")
         before, record.ended_by = record.ended_by, None
         try:
             session = self._begin(record)
@@ -349,9 +319,8 @@ class SessionStore:
         try:
             self._write(record.line())
         except OSError as error:
-            raise GatewayError(
-                f"the session could not be written: {error}", 500, code="log_failed"
-            ) from error
+            message = f"the session could not be written: {error}"
+            raise GatewayError(message, 500, code="log_failed") from error
         record.written = True
 
     def find(self, session_id: str) -> Session | None:
@@ -363,9 +332,8 @@ class SessionStore:
         session = self._open.get(session_id)
         record = self._ended.get(session_id) if session is None else session.record
         if record is None:
-            raise GatewayError(
-                f"no session {session_id!r}", 404, code="session_not_found"
-            )
+            message = f"no session {session_id!r}"
+            raise GatewayError(message, 404, code="session_not_found")
         return record
 
     def describe(self, session_id: str) -> dict[str, object]:
@@ -377,7 +345,6 @@ class SessionStore:
         """Return the open session that a call names.
 
         ``claims``: candidates for the session's id; the first that exists is used.
-
         Raises `GatewayError`: 401: there is no such session. 410: it is closed. 503:
         the gateway is shutting down.
         """
@@ -390,19 +357,15 @@ class SessionStore:
                 return session
             if claim in self._ended:
                 raise closed_error(claim)
-        raise GatewayError(
-            "no such session: its id is the API key, the header x-session-id, or the "
-            "path prefix /s/{id}; open one with POST /sessions",
-            401,
-            code="invalid_api_key",
-        )
+        message = "no such session: its id is the API key, the header x-session-id, or "
+        message += "the path prefix /s/{id}; open one with POST /sessions"
+        raise GatewayError(message, 401, code="invalid_api_key")
 
     def end(self, session: Session, how: EndedBy) -> None:
         """End a session now, so that no more turns are recorded. Idempotent.
 
-        Running calls are cancelled, and their clients get an error.
-
-        Raises `GatewayError`: 500: its line could not be written. The session has ended
+        Running calls are cancelled, and their clients get an error. Raises
+        `GatewayError`: 500: its line could not be written. The session has ended
         anyway.
         """
         if session.closed:
@@ -444,9 +407,8 @@ class SessionStore:
 
         ``how``: ignored if the session has ended before. ``wait_seconds``: how long
         running calls may take before they are cancelled. New ones are rejected
-        meanwhile. ``fields``: for `Outcome.update`.
-
-        Raises `GatewayError`: 404: there is no such session.
+        meanwhile. ``fields``: for `Outcome.update`. Raises `GatewayError`: 404: there
+        is no such session.
         """
         record = self.record(session_id)
         session = self._open.get(session_id)
@@ -475,9 +437,8 @@ class SessionStore:
             try:
                 self._amend(session_id, turns)
             except OSError as error:
-                raise GatewayError(
-                    f"the turns could not be dropped: {error}", 500, code="log_failed"
-                ) from error
+                message = f"the turns could not be dropped: {error}"
+                raise GatewayError(message, 500, code="log_failed") from error
             record.counts.dropped = turns.stop
         if record.ended_by != "drop" or not record.written:
             record.ended_by = "drop"

@@ -33,20 +33,17 @@ _SHOWN = list(schema.ATTRIBUTION)[2:]
 _PROVENANCE = pa.schema(
     [
         *_SHOWN,
-        # the id of the engine call
-        pa.field("request_id", pa.string()),
+        pa.field("request_id", pa.string()),  # the id of the engine call
         # request_id of the session's first turn with an identical request; null: none
         pa.field("resend_of", pa.string()),
         pa.field("model", pa.string()),
-        # protocol of the client
-        pa.field("protocol", pa.string()),
+        pa.field("protocol", pa.string()),  # protocol of the client
         # who called, and what for (client_identity); null: unknown
         pa.field("harness", pa.string()),
         pa.field("agent_id", pa.string()),
         pa.field("parent_agent_id", pa.string()),
         pa.field("call_kind", pa.string()),
-        # parameters of the engine call, as JSON
-        pa.field("sampling", pa.string()),
+        pa.field("sampling", pa.string()),  # parameters of the engine call, as JSON
         # append or render; and why it was rendered (prompting.prompts.Reason)
         pa.field("prompt_built", pa.string()),
         pa.field("render_reason", pa.string()),
@@ -97,8 +94,7 @@ class LoggedTurn:
     output_logprobs: npt.NDArray[np.float32] | None
     finish_reason: str
     messages: list[LoggedMessage]
-    # None: no client will send it back
-    response: LoggedMessage | None
+    response: LoggedMessage | None  # None: no client will send it back
     use_tool: bool
     ill_formed: bool
     trainable: bool
@@ -120,8 +116,7 @@ class LoggedTurn:
     prompt_message_index: npt.NDArray[np.int32] | None = None
     prompt_is_content: npt.NDArray[np.bool_] | None = None
     message_tool_names: list[str | None] | None = None
-    # as `Sample.routed_experts`
-    routed_experts: npt.NDArray[np.int16] | None = None
+    routed_experts: npt.NDArray[np.int16] | None = None  # as `Sample.routed_experts`
 
 
 class LogFullError(OSError):
@@ -213,15 +208,9 @@ class TurnLog:
 
         ``turn_index``: its index in the session. ``shown``: the keys of the messages
         whose body is in the session's log: they are not written again. ``deltas``: the
-        session's recorded turns, for the delta form.
-
-        Returns
-        -------
-        set of bytes
-            What this turn adds to ``shown``.
-
-        Raises `LogFullError`: the log would exceed ``max_total_bytes``. `OSError`: the
-        turn could not be written. The log is unchanged.
+        session's recorded turns, for the delta form. Returns what this turn adds to
+        ``shown``. Raises `LogFullError`: the log would exceed ``max_total_bytes``.
+        `OSError`: the turn could not be written. The log is unchanged.
         """
         added: set[bytes] = set()
 

@@ -79,8 +79,7 @@ def _edges(
 class State:
     """The state after some tokens."""
 
-    # in the text of every possible reply
-    position: int
+    position: int  # in the text of every possible reply
     # the possible replies with their posterior probabilities
     alive: tuple[tuple[float, Lattice], ...]
 

@@ -27,17 +27,13 @@ class ToolCall:
 class ToolForm:
     """How a family of models writes tool calls."""
 
-    # value of the command-line option
-    name: str
-    # start of every call
-    opens: str
-    # end of every call, except for white space
-    closes: str
+    name: str  # value of the command-line option
+    opens: str  # start of every call
+    closes: str  # end of every call, except for white space
     # Returns the call at an offset of a text and its end, or None. A result must not
     # change when the text grows.
     read: Callable[[str, int, Tools], tuple[ToolCall, int] | None]
-    # what must follow after white space; may be empty
-    lead: str = ""
+    lead: str = ""  # what must follow after white space; may be empty
     # a chat template that contains all of them uses this format
     known_by: tuple[str, ...] = ()
 

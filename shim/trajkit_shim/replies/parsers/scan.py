@@ -30,10 +30,8 @@ class Scan:
         self._form = form
         self._tools = tools
         self._offset = 0
-        # white space after a call, dropped if another call follows
-        self._between = ""
-        # where to search for the end of the open call
-        self._closes_from = 0
+        self._between = ""  # white space after a call, dropped if another call follows
+        self._closes_from = 0  # where to search for the end of the open call
 
     def feed(self, piece: str) -> None:
         """More text."""

@@ -15,7 +15,7 @@ _UNSAID = frozenset({"object", "array"})
 
 
 def kinds_of(tools: Tools, name: str) -> dict[str, frozenset[str]]:
-    """Return the JSON types of each parameter of a tool, as far as its schema says."""
+    """Return the JSON types of each parameter of a tool, as far as its schema has them."""
     for tool in tools:
         function = tool.get("function")
         if isinstance(function, dict) and function.get("name") == name:
