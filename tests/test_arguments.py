@@ -116,7 +116,7 @@ def test_a_misspelled_required_column_is_named():
             "train_in='frist': did you mean 'first'",
         ),
         (lambda: tk.linearize(TURNS, layout="sufix"), "did you mean 'suffix'"),
-        (lambda: tk.link(TURNS, parent_by="mesages"), "did you mean 'messages'"),
+        (lambda: tk.link(TURNS, "faithfull"), "did you mean 'faithful'"),
         (lambda: tk.verify(ROWS, TURNS, weigh_by="tokens"), "did you mean 'token'"),
     ],
 )

@@ -77,15 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     def stage(turns: pa.Table) -> Made:
         nonlocal summary
-        links = tk.link(
-            turns,
-            parent_by=policy.parent_by,
-            merge_threshold=policy.merge_threshold,
-            tie_break=policy.tie_break,
-            message_equality=policy.message_equality,
-            dispatch_tools=policy.dispatch_tools,
-            fork_threshold=policy.fork_threshold,
-        )
+        links = tk.link(turns, policy)
         drift = tk.classify_drift(turns, links, tokenizer=tokenizer)
         findings = None
         if tokenizer is not None:

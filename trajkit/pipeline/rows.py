@@ -18,9 +18,9 @@ from trajkit.errors import PolicyError
 from trajkit.pipeline.fill import row_batches
 from trajkit.pipeline.links import (
     BY_MESSAGES,
+    find_links,
     measure,
     n_by_tokens,
-    policy_links,
     read_lcp,
     read_links,
 )
@@ -301,7 +301,7 @@ def _given_links(
     """The caller's links and drift, with the missing part computed."""
     forest = grow(calls)
     if links is None:
-        records = policy_links(calls, forest, policy)
+        records = find_links(calls, forest, policy)
     else:
         records = read_links(calls, as_table(links))
     measure(calls, forest, records)
@@ -356,7 +356,7 @@ class _Work:
         check_logprobs(calls, self.policy)
         forest = grow(calls)
         if links is None:
-            links = policy_links(calls, forest, self.policy)
+            links = find_links(calls, forest, self.policy)
             measure(calls, forest, links)
         plan: Planned
         shown = None
