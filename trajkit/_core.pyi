@@ -24,20 +24,20 @@ _Taken = TypeVar("_Taken")
 # release, debug or sanitize
 BUILD: str
 
-# prefix.pxi
+# forest/prefix.pxi
 def lcp(a: _I32, b: _I32) -> int: ...
 
-# unbox.pxi
+# text/python_lists.pxi
 def unbox_ids(values: list[object], out: _I32) -> int: ...
 def unbox_logprobs(values: list[object], out: _F32, valid: _U8) -> int: ...
 
-# message.pxi
+# text/canonical_json.pxi
 def encode_message(message: object) -> tuple[str, str]: ...
 def match_messages(
     messages: list[object], before: list[object], before_ids: _I32, ids: _I32
 ) -> None: ...
 
-# json.pxi
+# text/json_numbers.pxi
 def json_space_end(text: bytes, at: int) -> int: ...
 def json_value_end(text: bytes, at: int) -> int: ...
 def json_key(text: bytes, at: int) -> tuple[bytes, int] | None: ...
@@ -47,7 +47,7 @@ def json_commas(text: bytes, start: int, stop: int) -> int: ...
 def json_ids(text: bytes, at: int, out: _I32) -> bool: ...
 def json_numbers(text: bytes, at: int, out: _F64) -> bool: ...
 
-# columns.pxi
+# arrow/import.pxi
 def find_sessions(table: object, starts: _U8) -> None: ...
 def read_columns(
     table: object,
@@ -57,19 +57,24 @@ def read_columns(
     requests: _Records,
 ) -> tuple[int, int, int]: ...
 
-# forest.pxi
+# forest/forest.pxi
 def grow_forest(
     calls: _Records,
     session_offsets: _I64,
-    path: _I32,
-    stack: _I32,
     nodes: _Records,
     ends: _I32,
     shared: _I64,
     shared_with: _I32,
 ) -> int: ...
 
-# record.pxi
+# forest/call_forest.pxi
+@final
+class CallForest:
+    def __new__(
+        cls, calls: _Records, session_offsets: _I64, nodes: _Records, ends: _I32
+    ) -> Self: ...
+
+# forest/growth.pxi
 @final
 class Growth:
     @property
@@ -93,10 +98,10 @@ class Growth:
     def fault(self) -> tuple[int, int, int] | None: ...
     def insert(self) -> tuple[int, int, bool]: ...
 
-# form.pxi
+# text/flat_message.pxi
 def message_of(form: tuple[object, ...]) -> dict[str, object]: ...
 
-# talk.pxi
+# text/message_tree.pxi
 class _Numbers(Protocol):
     def number(self, message: object, place: int, /) -> int: ...
     def find(self, message: object, place: int, /) -> int: ...
@@ -122,7 +127,7 @@ class Lists:
     def add(self, base: int) -> None: ...
     def fill_suffixes(self, numbers: _I32) -> None: ...
 
-# intake.pxi
+# text/record_call.pxi
 @disjoint_base
 class Intake:
     @property
@@ -152,204 +157,105 @@ class Intake:
         payloads: object,
     ) -> tuple[int, int, bool]: ...
 
-# route.pxi
-def tree_size(requests: _Records, session_offsets: _I64) -> tuple[int, int]: ...
+# route/route.pxi
 def route_messages(
-    calls: _Records,
+    forest: CallForest,
     requests: _Records,
-    session_offsets: _I64,
-    nodes: _Records,
-    ends: _I32,
     merge_threshold: int,
-    equals: int,
-    tree_nodes: _Records,
-    table: _I32,
-    places: _I32,
-    up: _I32,
-    ended: _I32,
-    replies: _I32,
-    next_ended: _I32,
+    tie_break: int,
     links: _Records,
 ) -> None: ...
-def route_tokens(
-    calls: _Records,
-    session_offsets: _I64,
-    nodes: _Records,
-    ends: _I32,
-    up: _I32,
-    left: _I32,
-    active: _I32,
-    next_active: _I32,
-    row_of: _I32,
-    links: _Records,
-) -> None: ...
+def route_tokens(forest: CallForest, links: _Records) -> None: ...
+def measure_links(forest: CallForest, links: _Records) -> None: ...
 
-# route_prefix.pxi
-def route_prefix(
-    calls: _Records,
-    session_offsets: _I64,
-    nodes: _Records,
-    ends: _I32,
-    places: _I32,
-    of_nodes: _I32,
-    of_calls: _I32,
-    state: _U8,
-    links: _Records,
-) -> None: ...
+# route/by_prefix.pxi
+def route_prefix(forest: CallForest, by_prompt: _I32, links: _Records) -> None: ...
 
-# route_generations.pxi
+# route/by_generations.pxi
 def route_generations(
-    calls: _Records,
-    requests: _Records,
-    session_offsets: _I64,
-    nodes: _Records,
-    ends: _I32,
-    threshold: int,
-    tree_nodes: _Records,
-    table: _I32,
-    of_nodes: _I32,
-    of_calls: _I32,
-    links: _Records,
+    forest: CallForest, requests: _Records, threshold: int, links: _Records
 ) -> None: ...
 
-# route.pxi, of any links
-def measure_links(
-    calls: _Records, nodes: _Records, ends: _I32, links: _Records
-) -> None: ...
-
-# prompts.pxi
-def find_prompt_ends(
-    calls: _Records, nodes: _Records, ends: _I32, inside: _I32
-) -> None: ...
+# route/by_prompts.pxi
+def find_prompt_ends(forest: CallForest, inside: _I32) -> None: ...
 def route_prompts(
-    calls: _Records,
-    session_offsets: _I64,
-    nodes: _Records,
-    inside: _I32,
-    by_place: _I32,
-    of_node: _I32,
-    of_call: _I32,
+    forest: CallForest, inside: _I32, by_place: _I32, links: _Records
+) -> None: ...
+
+# route/by_agents.pxi
+def route_agents(
+    forest: CallForest,
+    requests: _Records,
+    dispatches: _I32,
+    answer_offsets: _I64,
+    answers: _I32,
     links: _Records,
 ) -> None: ...
 
-# bodies.pxi
-def body_table(requests: _Records, session_offsets: _I64, has_body: _U8) -> int: ...
+# text/message_equality.pxi
 def find_bodies(
     requests: _Records,
     session_offsets: _I64,
     has_body: _U8,
     reply_has_body: _U8,
-    table: _I64,
     places: _I64,
     replies: _I64,
 ) -> None: ...
 
-# plain.pxi
+# text/canonical_body.pxi
 def find_plain(
     offsets: _I32, bodies: _U8, names: _U8, roles: _U8, never: _U8, plain: _U8
 ) -> None: ...
 
-# agents.pxi
-def route_agents(
-    calls: _Records,
-    requests: _Records,
-    session_offsets: _I64,
-    nodes: _Records,
-    ends: _I32,
-    dispatches: _I32,
-    answer_offsets: _I64,
-    answers: _I32,
-    tree_nodes: _Records,
-    table: _I32,
-    places: _I32,
-    searched: _I32,
-    links: _Records,
-) -> None: ...
-
-# drift.pxi
+# drift/drift.pxi
 def describe_drift(
-    calls: _Records,
-    nodes: _Records,
-    ends: _I32,
-    links: _Records,
-    min_run: int,
-    tails: _I32,
-    hashes: _U64,
-    starts: _I32,
-    out: _I64,
+    forest: CallForest, links: _Records, min_run: int, out: _I64
 ) -> None: ...
 
-# align.pxi
+# drift/align.pxi
 def align(
-    a: _I32,
-    b: _I32,
-    borders_a: _I32,
-    borders_b: _I32,
-    run: int,
-    hashes: _U64,
-    heads: _I32,
-    following: _I32,
-    out: _I64,
+    a: _I32, b: _I32, borders_a: _I32, borders_b: _I32, run: int, out: _I64
 ) -> int: ...
-def copy_path(
-    calls: _Records, nodes: _Records, ends: _I32, call: int, start: int, out: _I32
-) -> None: ...
+def copy_path(forest: CallForest, call: int, start: int, out: _I32) -> None: ...
 
-# plan.pxi
+# plan/plan.pxi
 def plan_rows(
-    calls: _Records,
-    session_offsets: _I64,
-    nodes: _Records,
-    ends: _I32,
+    forest: CallForest,
     links: _Records,
-    absorb: int,
-    threshold: int,
-    keep_head: bool,
-    drop_untrained: bool,
-    drop_empty: bool,
-    chain_flags: bool,
-    main_only: bool,
-    cut_calls: bool,
+    choices: _Records,
     births: _I32,
-    max_tokens: int,
-    max_rows: int,
-    own: int,
-    by_token: bool,
-    kinds: _U8,
-    scratch: _I32,
-    claims: _I64,
     owners: _I32,
-    marks: _I32,
     rows: _Records,
     report: _I64,
 ) -> int: ...
 
-# fill.pxi
+# fill/fill.pxi
+@final
+class RowColumns:
+    def __new__(
+        cls,
+        token_offsets: _I64,
+        span_offsets: _I64,
+        input_ids: _I32,
+        loss_mask: _U8,
+        logprobs: _F32,
+        valid: _U8,
+        spans: _I32,
+        span_kinds: _I8,
+    ) -> Self: ...
+
 def fill_rows(
-    calls: _Records,
-    nodes: _Records,
-    ends: _I32,
+    forest: CallForest,
     links: _Records,
+    choices: _Records,
     owners: _I32,
     turn_index: _I32,
-    chain: _I32,
-    keep_head: bool,
-    own_every: bool,
-    by_token: bool,
-    max_tokens: int,
-    uncached: bool,
     rows: _Records,
-    token_offsets: _I64,
-    span_offsets: _I64,
-    input_ids: _I32,
-    loss_mask: _U8,
-    logprobs: _F32,
-    valid: _U8,
-    spans: _I32,
-    span_kinds: _I8,
+    columns: RowColumns,
+    uncached: bool,
 ) -> int: ...
 
-# facts.pxi
+# fill/row_scalars.pxi
 def list_turns(
     rows: _Records,
     links: _Records,
@@ -357,11 +263,11 @@ def list_turns(
     offsets: _I64,
     turns: _I32,
 ) -> None: ...
-def fill_facts(
+def fill_scalars(
     rows: _Records,
     links: _Records,
     turn_index: _I32,
-    sums: _I64,
+    n_sessions: int,
     ints: _I32,
     mask_sums: _I64,
     weights: _F64,
@@ -369,7 +275,7 @@ def fill_facts(
     bits: _U8,
 ) -> tuple[int, int, int]: ...
 
-# batch.pxi
+# arrow/export.pxi
 def hand_over(
     length: int,
     columns: tuple[object, ...],
@@ -377,27 +283,17 @@ def hand_over(
     take: Callable[[int, object], _Taken],
 ) -> _Taken: ...
 
-# logprobs.pxi
+# fill/logprobs.pxi
 def drop_partial_logprobs(
     token_offsets: _I64, loss_mask: _U8, logprobs: _F32, valid: _U8
 ) -> None: ...
 
-# splice.pxi
+# plan/splice.pxi
 def plan_splices(
-    calls: _Records,
-    session_offsets: _I64,
-    nodes: _Records,
-    ends: _I32,
+    forest: CallForest,
     links: _Records,
+    choices: _Records,
     ended: _U8,
-    end_of_turn: int,
-    drop_untrained: bool,
-    drop_empty: bool,
-    chain_flags: bool,
-    max_tokens: int,
-    max_rows: int,
-    by_token: bool,
-    by_order: _I32,
     next_call: _I32,
     starts: _I64,
     places: _I64,
@@ -405,27 +301,17 @@ def plan_splices(
     report: _I64,
 ) -> int: ...
 def fill_splices(
-    calls: _Records,
-    nodes: _Records,
-    ends: _I32,
+    forest: CallForest,
+    choices: _Records,
     next_call: _I32,
     starts: _I64,
     places: _I64,
     turn_index: _I32,
-    by_token: bool,
-    max_tokens: int,
     rows: _Records,
-    token_offsets: _I64,
-    span_offsets: _I64,
-    input_ids: _I32,
-    loss_mask: _U8,
-    logprobs: _F32,
-    valid: _U8,
-    spans: _I32,
-    span_kinds: _I8,
+    columns: RowColumns,
 ) -> int: ...
 
-# delta.pxi
+# forest/delta.pxi
 def expand_prompts(
     calls: _Records, session_offsets: _I64, offsets: _I64, out: _I32
 ) -> None: ...

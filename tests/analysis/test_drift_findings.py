@@ -13,7 +13,7 @@ import trajkit as tk
 from tests import reference
 from tests.shim.fakes import byte_tokenizer
 from tests.strategies import runs_apart, sessions
-from tests.tables import in_delta_form, turns_table
+from tests.tables import in_delta_form, link_by, turns_table
 from trajkit import _core, schema
 from trajkit.analysis.drift_text import json_objects
 from trajkit.analysis.tokenizer import Codec
@@ -62,7 +62,7 @@ def turn(prompt, output=(), **fields):
 
 def previous(*turns):
     table = tk.from_records(list(turns))
-    return table, tk.link(table, "previous")
+    return table, link_by(table, "previous")
 
 
 def explained(*turns, tokenizer=TOKENIZER):
@@ -309,7 +309,7 @@ def test_special_tokens_are_those_that_decoding_leaves_out(runs):
 @given(sessions(), st.sampled_from(["messages", "tokens", "previous"]))
 def test_findings_hold_what_differs_and_nothing_else(turns, route):
     table = turns_table(turns)
-    links = tk.link(table, route)
+    links = link_by(table, route)
     drift = tk.classify_drift(table, links)
     found = tk.analysis.explain_drift(table, links, TOKENIZER, min_run=2).to_pylist()
     of_turn = {t["turn_index"]: t for t in table.to_pylist()}
@@ -338,7 +338,7 @@ def test_findings_hold_what_differs_and_nothing_else(turns, route):
 @given(sessions())
 def test_the_cause_of_a_pair_is_that_of_its_first_finding(turns):
     table = turns_table(turns)
-    links = tk.link(table, "previous")
+    links = link_by(table, "previous")
     plain = tk.classify_drift(table, links)
     refined = tk.classify_drift(table, links, tokenizer=TOKENIZER)
     assert refined.drop_columns("cause").equals(plain.drop_columns("cause"))
@@ -398,7 +398,6 @@ def test_json_in_text():
 
 
 def aligned(a, b, special, run):
-    n_table = 1 << max((2 * len(a) - 1).bit_length(), 1)
     out = np.empty((len(a) + 1, 4), np.int64)
     borders = [
         np.cumsum([0, *(token in special for token in side)], dtype=np.int32)
@@ -409,9 +408,6 @@ def aligned(a, b, special, run):
         np.array(b, np.int32),
         *borders,
         run,
-        np.empty(n_table, np.uint64),
-        np.empty(n_table, np.int32),
-        np.empty(len(a), np.int32),
         out,
     )
     return [tuple(line) for line in out[:n].tolist()]
@@ -434,7 +430,6 @@ def test_differences_are_the_twins(pair, run, special):
     ("change", "match"),
     [
         pytest.param({"run": 0}, "run is 0", id="no run"),
-        pytest.param({"heads": np.empty(3, np.int32)}, "heads has 3", id="table"),
         pytest.param({"out": np.empty((1, 4), np.int64)}, "out has 1", id="out"),
         pytest.param({"borders_b": np.zeros(1, np.int32)}, "borders_b", id="borders"),
     ],
@@ -447,14 +442,9 @@ def test_layouts_that_are_refused(change, match):
         "borders_a": np.zeros(3, np.int32),
         "borders_b": np.zeros(3, np.int32),
         "run": 1,
-        "hashes": np.empty(4, np.uint64),
-        "heads": np.empty(4, np.int32),
-        "following": np.empty(2, np.int32),
         "out": np.empty((3, 4), np.int64),
     }
     given |= change
-    if "heads" in change:
-        given["hashes"] = np.empty(3, np.uint64)
     with pytest.raises(LayoutError, match=match):
         _core.align(**given)
 
@@ -489,4 +479,4 @@ def test_paths_that_are_refused(call, start, size, match):
     forest = grow(calls)
     out = np.empty(size, np.int32)
     with pytest.raises(LayoutError, match=match):
-        _core.copy_path(calls.calls, forest.nodes, forest.ends, call, start, out)
+        _core.copy_path(forest.of(calls), call, start, out)

@@ -23,6 +23,12 @@ class Forest:
     # shape (n_calls,): a call that has them, or -1
     shared_with: Ints
 
+    def of(self, calls: Calls) -> _core.CallForest:
+        """The forest and the calls it was grown from, as kernels take them."""
+        return _core.CallForest(
+            calls.calls, calls.session_offsets, self.nodes, self.ends
+        )
+
 
 def grow(calls: Calls) -> Forest:
     """Build the forest of all calls, one tree per session."""
@@ -35,20 +41,13 @@ def grow_paths(paths: Records, session_offsets: Longs) -> Forest:
     ``session_offsets`` has shape (n_sessions + 1,).
     """
     n_calls = len(paths)
-    sizes = np.diff(session_offsets)
-    room = 0
-    # calls in delta form are not compared with the previous path
-    if not (paths["base"] >= 0).any():
-        room = int((paths["prompt_len"] + paths["out_len"]).max(initial=0))
-    nodes = pooled(2 * n_calls + len(sizes), NODE)
+    nodes = pooled(2 * n_calls + len(session_offsets) - 1, NODE)
     ends = np.empty(n_calls, np.int32)
     shared = np.empty(n_calls, np.int64)
     shared_with = np.empty(n_calls, np.int32)
     n_nodes = _core.grow_forest(
         paths,
         session_offsets,
-        np.empty(room, np.int32),
-        np.empty(2 * int(sizes.max(initial=0)) + 1, np.int32),
         nodes,
         ends,
         shared,
@@ -62,7 +61,7 @@ class Paths:
 
     def __init__(self, calls: Calls, forest: Forest) -> None:
         self._calls = calls
-        self._forest = forest
+        self._forest = forest.of(calls)
 
     def held(self, call: int) -> Ints:
         """Prompt, then output."""
@@ -79,7 +78,5 @@ class Paths:
 
     def _ids(self, call: int, start: int, stop: int) -> Ints:
         ids = np.empty(stop - start, np.int32)
-        _core.copy_path(
-            self._calls.calls, self._forest.nodes, self._forest.ends, call, start, ids
-        )
+        _core.copy_path(self._forest, call, start, ids)
         return ids
