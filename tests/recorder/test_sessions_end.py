@@ -155,6 +155,16 @@ def test_metadata_decide_as_columns_of_a_table_do():
     )
 
 
+def test_rewards_of_turns_are_those_of_the_session():
+    recorder = tk.Recorder()
+    payloads = {"reward": 0.5, "group_id": "g"}
+    recorder.record("a", **call([1], [2], payloads=payloads, step=3))
+    rows = recorder.rows("a", "strict")
+    assert rows == tk.linearize(recorder.turns("a"), "strict")
+    for name, value in {**payloads, "step": 3}.items():
+        assert rows[name].to_pylist() == [value]
+
+
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
