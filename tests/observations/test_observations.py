@@ -591,9 +591,8 @@ def test_choices_that_are_refused(options):
 def test_rows_of_other_turns_are_refused():
     turns = tk.from_records(conversation())
     rows = tk.linearize(tk.from_records(drifting()), "per_call")
-    with pytest.raises(
-        InvalidTurnsError, match="session 's', row 1: no call of the session has its 1"
-    ):
+    said = "session 's', row 1: no call of the session has its 1"
+    with pytest.raises(InvalidTurnsError, match=said):
         tk.observations.observation_weights(turns, rows)
     other = tk.from_records(conversation()[:1]).slice(0, 0)
     with pytest.raises(InvalidTurnsError, match="row 0: the session has no turns"):

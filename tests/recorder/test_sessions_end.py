@@ -155,6 +155,16 @@ def test_metadata_decide_as_columns_of_a_table_do():
     )
 
 
+def test_rewards_of_turns_are_those_of_the_session():
+    recorder = tk.Recorder()
+    payloads = {"reward": 0.5, "group_id": "g"}
+    recorder.record("a", **call([1], [2], payloads=payloads, step=3))
+    rows = recorder.rows("a", "strict")
+    assert rows == tk.linearize(recorder.turns("a"), "strict")
+    for name, value in {**payloads, "step": 3}.items():
+        assert rows[name].to_pylist() == [value]
+
+
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
@@ -183,3 +193,18 @@ def test_metadata_are_given_once():
         recorder.record("a", **call([1], [2], payloads={"step": 1}, step=1))
     with pytest.raises(InvalidTurnsError, match="payloads is of type list"):
         recorder.record("a", **call([1], [2], payloads=["step"], step=1))
+
+
+def test_a_message_given_as_pair_and_then_as_dict_gives_the_same_rows():
+    talk = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+    pairs = [(tk.turns.message_key(one), one["role"]) for one in talk]
+    mixed, dicts = tk.Recorder(), tk.Recorder()
+    for recorder, said in ((mixed, pairs), (dicts, talk)):
+        first = call([1], [2], prompt_messages=said[:1], response_message=said[1])
+        recorder.record("a", **first)
+        again = call([1, 2, 3], [4], prompt_messages=[*talk, talk[0]])
+        recorder.record("a", **again)
+    assert mixed.rows("a", "faithful") == dicts.rows("a", "faithful")
+    assert mixed.rows("a", "slime").num_rows == 1
+    shared = [one.turns("a")["shared_messages"].to_pylist() for one in (mixed, dicts)]
+    assert shared == [[0, 0], [0, 2]]

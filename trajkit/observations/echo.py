@@ -173,7 +173,7 @@ class _Labels:
         return int(np.argmax(rendered.message >= 0))
 
     def _longest_before(self, call: int, most: int) -> int | None:
-        """The earlier call with the longest prompt that is a prefix, up to ``most`` tokens."""
+        """The earlier call with the longest prefix of at most ``most`` tokens as prompt."""
         if most == 0:
             return None
         sizes = self.calls.n_prompt[:call]

@@ -1,7 +1,7 @@
 """Training on observations: a weight per token in addition to the loss mask."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Literal, TypeAlias, overload
+from typing import Literal, TypeAlias, TypedDict, Unpack, overload
 
 import numpy as np
 import pyarrow as pa
@@ -38,61 +38,47 @@ Names: TypeAlias = Collection[str] | Mapping[str, float]
 Rule: TypeAlias = Literal["echo", "prime"]
 
 
+class _Options(TypedDict, total=False):
+    rule: Rule
+    roles: Names | None
+    tool_names: Names | None
+    alpha: float
+    normalization: Normalization
+    missing: Missing
+    sessions: TableLike | None
+
+
 @overload
 def observation_weights(
     turns: Stream | pa.RecordBatchReader,
     rows: Source,
     *,
-    rule: Rule = ...,
-    roles: Names | None = ...,
-    tool_names: Names | None = ...,
-    alpha: float = ...,
-    normalization: Normalization = ...,
-    missing: Missing = ...,
-    sessions: TableLike | None = ...,
     report: Literal[False] = ...,
+    **options: Unpack[_Options],
 ) -> Stream: ...
 @overload
 def observation_weights(
     turns: Stream | pa.RecordBatchReader,
     rows: Source,
     *,
-    rule: Rule = ...,
-    roles: Names | None = ...,
-    tool_names: Names | None = ...,
-    alpha: float = ...,
-    normalization: Normalization = ...,
-    missing: Missing = ...,
-    sessions: TableLike | None = ...,
     report: Literal[True],
+    **options: Unpack[_Options],
 ) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]: ...
 @overload
 def observation_weights(
     turns: TableLike,
     rows: TableLike,
     *,
-    rule: Rule = ...,
-    roles: Names | None = ...,
-    tool_names: Names | None = ...,
-    alpha: float = ...,
-    normalization: Normalization = ...,
-    missing: Missing = ...,
-    sessions: TableLike | None = ...,
     report: Literal[False] = ...,
+    **options: Unpack[_Options],
 ) -> pa.Table: ...
 @overload
 def observation_weights(
     turns: TableLike,
     rows: TableLike,
     *,
-    rule: Rule = ...,
-    roles: Names | None = ...,
-    tool_names: Names | None = ...,
-    alpha: float = ...,
-    normalization: Normalization = ...,
-    missing: Missing = ...,
-    sessions: TableLike | None = ...,
     report: Literal[True],
+    **options: Unpack[_Options],
 ) -> tuple[pa.Table, pa.Table]: ...
 def observation_weights(
     turns: Source,

@@ -15,7 +15,7 @@ from trajkit.policies import TIE_BREAKS, ParentBy, Policy
 from trajkit.policies import policy as chosen_policy
 from trajkit.schema import DRIFT, LINK_REASONS, LINKS, SEGMENT_KINDS
 from trajkit.turns.call_order import by_prompt
-from trajkit.turns.calls import Calls, Ints, Longs, Records, named_calls, read_calls
+from trajkit.turns.calls import Calls, Ints, Longs, Records, read_calls
 from trajkit.turns.message_equality import (
     classify,
     identity_of,
@@ -291,13 +291,15 @@ def _check_ranks(calls: Calls, links: Records) -> None:
 
 def find_turns(calls: Calls, wanted: pa.ChunkedArray, name: str) -> Ints:
     """The call that each row of a column of turn indices names, or -1."""
-    index, absent = named_calls(calls.turn_index, calls.session_offsets, wanted)
+    given = wanted.is_valid().to_numpy()
+    found = calls.named(calls.session_of(), wanted.fill_null(-1).to_numpy())
+    absent = np.flatnonzero(given & (found < 0))
     if len(absent):
         call = int(absent[0])
         raise InvalidTurnsError(
             f"{calls.place(call)}: {name} {wanted[call]} is no turn of the session"
         )
-    return index
+    return found.astype(np.int32)
 
 
 def read_lcp(calls: Calls, links: Records, table: TableLike) -> None:

@@ -205,6 +205,9 @@ class Recorder:
             session has no body for it, unless a call gives the message as a dict.
             Policies that compare bodies (`trajkit.link`'s ``message_equality``) refuse
             such turns, and `trajkit.validate` accepts them with ``bodies=False``.
+            Give a message in one of the two forms throughout: if a dict follows a pair,
+            it is stored again, and the delta form shares less than `compact` would. The
+            rows of policies that compare keys do not change.
         response_message : dict, or pair (key, role), optional
             The reply as the next request is expected to contain it.
         weight_versions : sequence of dict, optional

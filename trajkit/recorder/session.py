@@ -24,6 +24,7 @@ from trajkit.turns.records import (
     read_output_mask,
     read_weight_versions,
 )
+from trajkit.turns.session_metadata import OF_TURNS
 from trajkit.turns.structs import CALL, NODE, REQUEST, longer
 from trajkit.turns.turn_rules import MAX_LOGPROB, NO_LOGPROB, Bools
 
@@ -31,8 +32,8 @@ ChatMessage: TypeAlias = dict[str, object] | tuple[bytes, str]
 """A message as a dict, or as its key (`trajkit.turns.message_key`) and its role."""
 
 Floats: TypeAlias = npt.NDArray[np.float32]
-# the columns that `Recording.as_calls` has
-_READ = pa.schema([TURNS_DELTA.field(n) for n in ("finish_reason", "weight_versions")])
+# the columns of turns that `Recording.as_calls` has
+_READ = [TURNS_DELTA.field(name) for name in ("finish_reason", "weight_versions")]
 _LOWEST, _HIGHEST = float(NO_LOGPROB), float(MAX_LOGPROB)
 # If calls add at most this many tokens each, a contiguous copy of the path costs less
 # memory than the records of the calls, and saves comparing them one by one.
@@ -183,12 +184,17 @@ class Recording(_core.Intake):
     def as_calls(self, name: str) -> Calls | None:
         """The calls as a policy reads them that compares messages by their values.
 
-        It costs a fraction of making `turns` and reading them. Returns None where that
-        is needed: for extra columns, masks of outputs, and lists with a null logprob. No
-        call may be recorded as long as the result is used.
+        It costs a fraction of making `turns` and reading them. Returns None if that is
+        needed: for output masks, null logprobs, and columns ``reward`` and ``group_id``.
+        No call may be recorded while the result is in use.
         """
         reasons, *_, versions, masks = zip(*self.metadata, strict=True)
-        if self.extra.fields() or self.valid or any(one is not None for one in masks):
+        extra = self.extra.fields()
+        if (
+            self.valid
+            or any(one is not None for one in masks)
+            or any(one.name in OF_TURNS for one in extra)
+        ):
             return None
         n_calls = self.n_calls
         self.message_log.write()
@@ -215,10 +221,11 @@ class Recording(_core.Intake):
         return Calls(
             pa.Table.from_arrays(
                 [
-                    pa.array(column, field.type)
-                    for column, field in zip((reasons, versions), _READ, strict=True)
+                    pa.array(reasons, _READ[0].type),
+                    pa.array(versions, _READ[1].type),
+                    *self.extra.arrays(extra, n_calls),
                 ],
-                schema=_READ,
+                schema=pa.schema([*_READ, *extra]),
             ),
             self.calls[:n_calls],
             requests,

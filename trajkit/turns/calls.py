@@ -90,11 +90,14 @@ class Calls:
         sizes = np.diff(self.session_offsets)
         return np.repeat(np.arange(self.n_sessions, dtype=np.int32), sizes)
 
-    def named(self, session: Longs, turn_index: Longs) -> Longs:
-        """The call with each turn_index of a session; the turn must exist."""
-        ranks = (self.session_of().astype(np.int64) << 32) + self.turn_index
-        found = np.searchsorted(ranks, (session.astype(np.int64) << 32) + turn_index)
-        return np.asarray(found, np.int64)
+    def named(self, session: Longs | Ints, turn_index: Longs) -> Longs:
+        """The call with each turn_index of a session, or -1."""
+        have = (self.session_of().astype(np.int64) << 32) + self.turn_index
+        seek = (session.astype(np.int64) << 32) + turn_index
+        at = np.searchsorted(have, seek)
+        found = (session >= 0) & (turn_index >= 0) & (at < len(have))
+        found[found] = have[at[found]] == seek[found]
+        return np.where(found, at, -1)
 
     def turns_of(self, session: int) -> Ints:
         """The turn_index of each call of a session."""
@@ -216,50 +219,3 @@ def _fault(table: pa.Table, row: int, fault: int, most: int) -> str:
     if fault == _OWN_NULL:
         own = "suffix_ids" if "suffix_ids" in table.column_names else "prompt_ids"
     return f"{own} contains a null; every id is needed"
-
-
-def named_calls(
-    turn_index: Ints, session_offsets: Longs, wanted: pa.ChunkedArray
-) -> tuple[Ints, Longs]:
-    """Find the call with each turn_index in the session of its row.
-
-    Returns
-    -------
-    index : ndarray of int32, shape (n_calls,)
-        -1 if ``wanted`` is null or the session has no such turn.
-    absent : ndarray of int64
-        Rows whose turn does not exist in their session.
-    """
-    known = wanted.is_valid().to_numpy()
-    turns = _int32s(wanted).astype(np.int64)
-    # usually all name the previous call, and no search is needed
-    index = np.arange(-1, len(turns) - 1, dtype=np.int32)
-    hit = known & (turns == turn_index[index])
-    hit[session_offsets[:-1]] = False
-    if (hit == known).all():
-        index[~known] = -1
-        return index, np.empty(0, np.int64)
-    span = int(turn_index.max(initial=0)) + 1
-    sizes = np.diff(session_offsets)
-    session = np.repeat(np.arange(len(sizes), dtype=np.int64) * span, sizes)
-    # ascending within and over sessions, so one search finds all
-    ranked = session + turn_index
-    found = np.searchsorted(ranked, session + turns)
-    found = np.minimum(found, max(len(ranked) - 1, 0))
-    hit = known & (turns >= 0) & (turns < span)
-    hit &= ranked[found] == session + turns
-    index = np.where(hit, found, -1).astype(np.int32)
-    return index, np.flatnonzero(known & ~hit)
-
-
-def _int32s(column: pa.ChunkedArray) -> Ints:
-    """The values of an int32 column, 0 for null."""
-    parts = [np.empty(0, np.int32)]
-    for chunk in column.chunks:
-        data = chunk.buffers()[1] or b""
-        values = np.frombuffer(data, np.int32, len(chunk), 4 * chunk.offset)
-        if chunk.null_count:
-            valid = chunk.is_valid().to_numpy(zero_copy_only=False)
-            values = np.where(valid, values, np.int32(0))
-        parts.append(values)
-    return parts[-1] if len(parts) <= 2 else np.concatenate(parts)

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from typing import overload
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
 from trajkit._arrow import lazy_compute as pc
+from trajkit._arrow.buffers import pooled
 from trajkit._arrow.canonical import TableLike, canonical, place, turns_schema
 from trajkit._arrow.reshape import Columns, check_no_clash, replace_columns
 from trajkit._streams import limits
@@ -20,6 +20,7 @@ from trajkit.turns.flat_buffers import offsets_of, positions
 from trajkit.turns.prefix_forest import grow
 from trajkit.turns.records import as_turns
 from trajkit.turns.structs import CALL
+from trajkit.turns.turn_rules import lengths
 
 
 @overload
@@ -119,20 +120,20 @@ def _delta_columns(calls: Calls) -> Columns:
     shared = np.minimum(forest.shared, n_prompt)
     bases = np.where(shared > 0, forest.shared_with, -1).astype(np.int32)
     offsets = offsets_of(n_prompt - shared)
-    ids = _Values(int(offsets[-1]))
-    _core.copy_suffixes(calls.calls, shared, offsets, ids.numbers)
+    ids = pooled(int(offsets[-1]), np.int32)
+    _core.copy_suffixes(calls.calls, shared, offsets, ids)
 
     lists = _combined(calls.table.column("messages"))
     absent = lists.is_null().to_numpy(zero_copy_only=False)
     messages, replies = lists.flatten(), _combined(calls.table.column("response"))
-    n_messages = _lengths(lists)
+    n_messages = lengths(lists)
     n_shared = _shared_messages(calls, bases, n_messages, messages, replies)
     n_own = n_messages - n_shared
     own = positions(np.cumsum(n_messages) - n_own, n_own)
     return {
         "base_turn": pa.array(calls.turn_index[bases], mask=bases < 0),
         "shared_length": pa.array(shared.astype(np.int32)),
-        "suffix_ids": pa.LargeListArray.from_arrays(pa.array(offsets), ids.array()),
+        "suffix_ids": pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(ids)),
         "shared_messages": pa.array(n_shared.astype(np.int32), mask=absent),
         "suffix_messages": pa.LargeListArray.from_arrays(
             pa.array(offsets_of(n_own)),
@@ -168,10 +169,10 @@ def _shared_messages(
 def _full_columns(calls: Calls) -> Columns:
     """The columns of `TURNS` that `TURNS_DELTA` lacks."""
     offsets = offsets_of(calls.calls["prompt_len"])
-    ids = _Values(int(offsets[-1]))
-    _core.expand_prompts(calls.calls, calls.session_offsets, offsets, ids.numbers)
+    ids = pooled(int(offsets[-1]), np.int32)
+    _core.expand_prompts(calls.calls, calls.session_offsets, offsets, ids)
     return {
-        "prompt_ids": pa.LargeListArray.from_arrays(pa.array(offsets), ids.array()),
+        "prompt_ids": pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(ids)),
         "messages": _all_messages(calls),
     }
 
@@ -187,7 +188,7 @@ def _all_messages(calls: Calls) -> pa.LargeListArray:
             "null together"
         )
     messages, replies = lists.flatten(), _combined(calls.table.column("response"))
-    n_own = _lengths(lists)
+    n_own = lengths(lists)
     shared = calls.requests["shared"].astype(np.int64)
     # messages are numbered: first those that the turns store, then the replies
     numbers = np.arange(len(messages) + len(replies), dtype=np.int32)
@@ -236,25 +237,7 @@ def _paths(calls: Calls, n_own: Longs, numbers: Ints) -> Records:
     return paths
 
 
-class _Values:
-    """An uninitialized buffer of token ids in Arrow's memory pool."""
-
-    def __init__(self, n: int) -> None:
-        self._buffer = pa.allocate_buffer(4 * n)
-        self.numbers: npt.NDArray[np.int32] = np.frombuffer(self._buffer, np.int32)
-
-    def array(self) -> pa.Array:
-        return pa.Array.from_buffers(
-            pa.int32(), len(self.numbers), [None, self._buffer]
-        )
-
-
 def _combined(column: pa.ChunkedArray) -> pa.Array:
     if column.num_chunks == 1:
         return column.chunk(0)
     return pa.concat_arrays([pa.array([], column.type), *column.chunks])
-
-
-def _lengths(lists: pa.LargeListArray) -> Longs:
-    n = pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False)
-    return np.asarray(n, np.int64)

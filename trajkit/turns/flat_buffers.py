@@ -1,6 +1,6 @@
 """Turns and rows as flat buffers, for stages that compare the two."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self, TypeAlias
 
@@ -125,27 +125,27 @@ def _logprobs(calls: Calls, outputs: Runs) -> tuple[Floats, Bools]:
     """The logprob of each sampled token (0.0 if missing), and whether it is given."""
     logprobs = np.zeros(len(outputs.values), np.float32)
     given = np.zeros(len(outputs.values), np.bool_)
-    first = 0
-    for chunk in calls.table.column("output_logprobs").chunks:
-        lengths = np.asarray(pc.list_value_length(chunk).fill_null(0))
-        at = positions(outputs.offsets[first : first + len(chunk)], lengths)
-        values = chunk.flatten()
+    for at, values in _per_output_id(calls, "output_logprobs", outputs):
         logprobs[at] = raw_floats(values)
         given[at] = np.asarray(values.is_valid())
-        first += len(chunk)
     return logprobs, given
 
 
 def _unmasked(calls: Calls, outputs: Runs) -> Bools:
     """Whether ``output_mask`` allows training, one per sampled token."""
     may = np.ones(len(outputs.values), np.bool_)
-    first = 0
-    for chunk in calls.table.column("output_mask").chunks:
-        lengths = np.asarray(pc.list_value_length(chunk).fill_null(0))
-        at = positions(outputs.offsets[first : first + len(chunk)], lengths)
-        may[at] = np.asarray(chunk.flatten())
-        first += len(chunk)
+    for at, values in _per_output_id(calls, "output_mask", outputs):
+        may[at] = np.asarray(values)
     return may
+
+
+def _per_output_id(
+    calls: Calls, name: str, outputs: Runs
+) -> Iterator[tuple[Longs, pa.Array]]:
+    """The values of each chunk of a column, and their positions in ``outputs.values``."""
+    for first, ends, values in flat_chunks(calls.table.column(name)):
+        starts = outputs.offsets[first : first + len(ends)]
+        yield positions(starts, np.diff(ends, prepend=0)), values
 
 
 def _prompts(calls: Calls) -> list[Ints]:
@@ -342,7 +342,7 @@ def pieces_of(table: pa.Table, turns: Sampled, sessions: Rows) -> Pieces:
         row,
         start,
         stop,
-        _named(turns.calls, sessions[row], turn_index),
+        turns.calls.named(sessions[row], turn_index),
         out_start,
         out_stop,
         kind.to_numpy(zero_copy_only=False),
@@ -350,14 +350,3 @@ def pieces_of(table: pa.Table, turns: Sampled, sessions: Rows) -> Pieces:
         turn_index,
         broken,
     )
-
-
-def _named(calls: Calls, session: Longs, turn_index: Longs) -> Longs:
-    """The call of each turn_index in each session, or -1."""
-    have = (calls.session_of().astype(np.int64) << 32) + calls.turn_index
-    seek = (session << 32) + turn_index
-    at = np.minimum(np.searchsorted(have, seek), max(len(have) - 1, 0))
-    found = (session >= 0) & (turn_index >= 0)
-    if len(have):
-        found &= have[at] == seek
-    return np.where(found, at, -1)

@@ -20,7 +20,7 @@ Reward: TypeAlias = float | Mapping[str, float | None] | TableLike | None
 """One reward for all sessions, one by session_id, or a ``sessions`` table."""
 
 # columns of sessions that turns may have
-_OF_TURNS = ("reward", "group_id")
+OF_TURNS = ("reward", "group_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class SessionFacts:
             As `of`; the turns of a session contradict each other or the given values.
         """
         facts = self.of(calls.session_ids)
-        for name in _OF_TURNS:
+        for name in OF_TURNS:
             if calls.table.schema.get_field_index(name) < 0:
                 continue
             own = _of_turns(calls, name)
@@ -122,7 +122,7 @@ def session_facts(reward: Reward, sessions: TableLike | None) -> SessionFacts:
             )
         # extra columns are not carried into the report
         table = _checked(canonical(given, SESSIONS).select(SESSIONS.names))
-        stated = [n for n in _OF_TURNS if table.column(n).null_count < len(table)]
+        stated = [n for n in OF_TURNS if table.column(n).null_count < len(table)]
         return SessionFacts(None, table, tuple(stated))
     if isinstance(reward, Mapping):
         n = len(reward)

@@ -355,7 +355,7 @@ def run_starts(table: pa.Table) -> Rows:
     return np.concatenate([[0], 1 + np.flatnonzero(changes)])
 
 
-def lengths(column: pa.ChunkedArray) -> Rows:
+def lengths(column: pa.ChunkedArray | pa.Array) -> Rows:
     """Elements of each list, 0 for a null list."""
     n = pc.list_value_length(column).fill_null(0).to_numpy()
     return np.asarray(n, np.int64)

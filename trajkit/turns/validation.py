@@ -366,11 +366,8 @@ def _settle_chunk(chunk: pa.LargeListArray, make_null: bool) -> pa.LargeListArra
     fresh = pa.Array.from_buffers(
         values.type, len(numbers), [validity, pa.py_buffer(numbers)]
     )
-    ends = np.zeros(len(chunk) + 1, np.int64)
-    n = pc.list_value_length(chunk).fill_null(0).to_numpy(zero_copy_only=False)
-    np.cumsum(n, out=ends[1:])
     return pa.LargeListArray.from_arrays(
-        pa.array(ends),
+        pa.array(np.append(0, np.cumsum(turn_rules.lengths(chunk)))),
         fresh,
         type=chunk.type,
         mask=chunk.is_null() if chunk.null_count else None,
