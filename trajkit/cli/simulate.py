@@ -62,6 +62,12 @@ def add_simulate(commands: Commands) -> None:
         help="count what pads each row to a multiple of N tokens",
     )
     parser.add_argument(
+        "--pack",
+        metavar="N",
+        type=count,
+        help="count the packs of N tokens that rows make as trees",
+    )
+    parser.add_argument(
         "--max-row-tokens", metavar="N", type=count, help="cut rows after N tokens"
     )
     add_through(parser)
@@ -76,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     counts = Simulation(
         policies,
         pad_to=arguments.pad,
+        pack_tokens=arguments.pack,
         sessions=known_sessions(arguments),
         max_row_tokens=arguments.max_row_tokens,
     )
@@ -113,6 +120,12 @@ def describe(table: pa.Table, cheapest: str | None) -> str:
     if any(line["tokens_padding"] is not None for line in policies):
         further["tokens_padding"] = "padding"
     further["longest_row"] = "longest row"
+    if any(line["packs"] is not None for line in policies):
+        further |= {
+            "packs": "packs",
+            "tokens_packed": "packed",
+            "pairs_packed": "attended pairs",
+        }
     head = ["policy", "rows", "trained", "of sampled", *further.values()]
     lines = [
         [
