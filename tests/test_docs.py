@@ -18,7 +18,7 @@ DOCS = ROOT / "docs"
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/quickstart.md", "docs/policies.md"]
+    "page", ["README.md", "docs/quickstart.md", "docs/policies.md", "docs/packs.md"]
 )
 def test_snippets_print_the_text_below_them(page, tmp_path, monkeypatch, capsys):
     text = (ROOT / page).read_text(encoding="utf-8")
@@ -57,7 +57,7 @@ def test_the_api_page_lists_the_public_names():
 def test_the_glossary_is_short_and_defines_each_term_once():
     page = (DOCS / "glossary.md").read_text(encoding="utf-8")
     terms = re.findall(r"^\| (?!term|---)([^|]+) \|", page, re.MULTILINE)
-    assert len(set(terms)) == len(terms) <= 40
+    assert len(set(terms)) == len(terms) <= 42
 
 
 @pytest.mark.parametrize("policy", PRESETS)

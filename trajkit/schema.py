@@ -666,6 +666,11 @@ SIMULATION = _schema(
     pa.field("tokens_padding", pa.int64()),
     # tokens of the longest row; 0 without rows
     _required("longest_row", pa.int64()),
+    # packs of the given size (trees that are larger are carried over several), their
+    # tokens, and pairs of a token and one that it attends. null: no size was given
+    pa.field("packs", pa.int64()),
+    pa.field("tokens_packed", pa.int64()),
+    pa.field("pairs_packed", pa.int64()),
 )
 """Results of several policies on the same turns, one row per policy."""
 

@@ -76,6 +76,28 @@ def test_the_simulation_counts_what_the_tables_hold(turns, name, limit, pad):
         assert line[counted] == sum(report[counted].to_pylist()), counted
 
 
+@given(st.integers(0, 999), st.sampled_from([5, 100]))
+def test_the_simulation_counts_packs(seed, size):
+    turns = generated_runs(4, seed, max_turns=5)
+    # nothing predicts the first token of a row, so packs refuse rows that train it
+    turns = [{**turn, "prompt_ids": turn["prompt_ids"] or [1]} for turn in turns]
+    for line in tk.simulate(turns_table(turns), pack_tokens=size).to_pylist():
+        rows = tk.linearize(turns_table(turns), line["policy"]).to_pylist()
+        prefixes = {
+            (row["session_id"], *row["input_ids"][: k + 1])
+            for row in rows
+            for k in range(len(row["input_ids"]))
+        }
+        assert line["tokens_packed"] == len(prefixes)
+        # a prefix is a session and the tokens that its last one attends
+        assert line["pairs_packed"] == sum(map(len, prefixes)) - len(prefixes)
+        assert line["packs"] >= -(-len(prefixes) // size)
+    without = tk.simulate(turns_table(turns), ["faithful"]).to_pylist()[0]
+    assert (
+        without["packs"] is without["tokens_packed"] is without["pairs_packed"] is None
+    )
+
+
 @settings(max_examples=8)
 @given(st.integers(0, 63))
 def test_a_stream_gives_what_its_table_gives(seed):
@@ -129,6 +151,7 @@ def test_errored_sessions_train_nothing():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        pytest.param({"pack_tokens": 0}, "pack_tokens=0", id="packs of no token"),
         pytest.param({"pad_to": 0}, "pad_to=0", id="rows of no token"),
         pytest.param({"pad_to": 2**70}, "pad_to=", id="rows too long"),
         pytest.param({"pad_to": "x"}, "pad_to='x'", id="rows of no number"),

@@ -25,6 +25,7 @@ from trajkit.cli.policy_args import allowed, choices_of, with_choices
 from trajkit.cli.progress import Progress
 from trajkit.cli.text import text_table
 from trajkit.cli.tokenizer import load_tokenizer
+from trajkit.io.tables import iter_tables
 from trajkit.policies import PRESETS
 from trajkit.schema import TURNS, TURNS_DELTA
 
@@ -368,6 +369,33 @@ def test_simulate_says_what_keeps_everything(capsys, turns):
     assert lines[2][:5] == ["policy", "rows", "trained", "of", "sampled"]
     assert lines[4] == "slime 2 5 62.5 % 3 0 14 14 7".split()
     assert lines[-1] == "keeps everything at the lowest cost: strict".split()
+
+
+def test_simulate_counts_packs(capsys, turns):
+    printed = run_json(capsys, "simulate", turns, "--pack", "8")["policies"]
+    expected = tk.simulate(tk.from_records(CALLS), pack_tokens=8).to_pylist()
+    assert printed == expected
+    assert cli.main(["simulate", turns, "--policy", "strict", "--pack", "8"]) == 0
+    head = capsys.readouterr().out.splitlines()[2]
+    assert head.endswith("longest row  packs  packed  attended pairs")
+
+
+def test_pack_writes_packs(tmp_path, capsys, turns):
+    rows, packs = str(tmp_path / "rows.parquet"), str(tmp_path / "packs.parquet")
+    table = tk.linearize(tk.from_records(CALLS))
+    tk.write_rows(table, rows)
+    options = ["--max-tokens", "12", "--align", "4", "--column", "row_weight"]
+    assert cli.main(["pack", rows, "-o", packs, *options]) == cli.DONE
+    found = next(iter_tables(packs))
+    expected = tk.pack(table, 12, align=4, columns=["row_weight"])
+    assert found.to_pylist() == expected.to_pylist()
+    assert tk.verify_packs(found, table).num_rows == 0
+    n_tokens = sum(expected["n_tokens"].to_pylist())
+    assert capsys.readouterr().out.startswith(
+        f"{table.num_rows} rows in {expected.num_rows} packs: {n_tokens} tokens, "
+    )
+    assert cli.main(["pack", rows, "-o", packs, "--max-tokens", "1"]) == cli.BAD_DATA
+    assert "max_tokens is 1" in capsys.readouterr().err
 
 
 def test_simulate_where_every_policy_loses(capsys, turns):

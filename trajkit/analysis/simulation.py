@@ -15,12 +15,14 @@ from trajkit._streams import limits
 from trajkit._streams.lockstep import Stream, batches_of, is_stream
 from trajkit._streams.session_batches import whole_sessions
 from trajkit.errors import LeftOutWarning, MissingBodyError
+from trajkit.packs.balancing import pack_pairs
+from trajkit.packs.packing import pack
 from trajkit.pipeline.plan import COUNTS
 from trajkit.pipeline.rows import linearize
 from trajkit.policies import PRESETS, Policy
 from trajkit.policies import policy as named_policy
 from trajkit.schema import LOSSES, SIMULATION
-from trajkit.turns.calls import read_calls
+from trajkit.turns.calls import Longs, read_calls
 from trajkit.turns.flat_buffers import (
     Sampled,
     flat_turns,
@@ -33,6 +35,7 @@ from trajkit.turns.session_metadata import session_facts
 from trajkit.turns.table import Turns
 
 _TRAINED = "trained"
+_PACKED = ("packs", "tokens_packed", "pairs_packed")
 # losses that the caller asked for
 _ASKED = ("untrainable", "aborted", "masked", "no_logprob")
 
@@ -42,6 +45,7 @@ def simulate(
     policies: str | Policy | Iterable[str | Policy] | None = None,
     *,
     pad_to: int | None = None,
+    pack_tokens: int | None = None,
     sessions: TableLike | None = None,
     max_row_tokens: int | None = None,
     threads: int | None = None,
@@ -61,6 +65,9 @@ def simulate(
         `LeftOutWarning`.
     pad_to : int, optional
         Count the padding of rows to a multiple of this many tokens.
+    pack_tokens : int, optional
+        Count the packs of at most this many tokens that the rows make as trees
+        (`trajkit.pack`). Some sessions are packed at a time.
     sessions : table, optional
         `trajkit.schema.SESSIONS`; a session with an error trains nothing.
     max_row_tokens : int, optional
@@ -76,9 +83,10 @@ def simulate(
     Raises
     ------
     SchemaError, InvalidTurnsError
-        As for `trajkit.linearize`.
+        As for `trajkit.linearize`, and with ``pack_tokens`` as for `trajkit.pack`.
     PolicyError, ArgumentError
-        A policy does not exist, or ``pad_to`` is not an integer of 1 or more.
+        A policy does not exist, or ``pad_to`` or ``pack_tokens`` is not an integer of 1
+        or more.
 
     Examples
     --------
@@ -95,6 +103,7 @@ def simulate(
     counts = Simulation(
         policies,
         pad_to=pad_to,
+        pack_tokens=pack_tokens,
         sessions=sessions,
         max_row_tokens=max_row_tokens,
         threads=threads,
@@ -113,7 +122,7 @@ class Simulation:
 
     Parameters
     ----------
-    policies, pad_to, sessions, max_row_tokens, threads
+    policies, pad_to, pack_tokens, sessions, max_row_tokens, threads
         As for `simulate`.
     """
 
@@ -122,16 +131,19 @@ class Simulation:
         policies: str | Policy | Iterable[str | Policy] | None = None,
         *,
         pad_to: int | None = None,
+        pack_tokens: int | None = None,
         sessions: TableLike | None = None,
         max_row_tokens: int | None = None,
         threads: int | None = None,
     ) -> None:
         if pad_to is not None:
             pad_to = chosen_int("pad_to", pad_to, 1)
+        if pack_tokens is not None:
+            pack_tokens = chosen_int("pack_tokens", pack_tokens, 1)
         if isinstance(policies, (str, Policy)):
             policies = [policies]
         chosen = map(named_policy, PRESETS if policies is None else policies)
-        self._totals = [_Totals(one, pad_to) for one in chosen]
+        self._totals = [_Totals(one, pad_to, pack_tokens) for one in chosen]
         self._any = policies is None
         self._facts = session_facts(None, sessions).table
         self._max_row_tokens, self._threads = max_row_tokens, threads
@@ -177,13 +189,17 @@ class Simulation:
 class _Totals:
     """The counts of one policy, part by part."""
 
-    def __init__(self, policy: Policy, pad_to: int | None) -> None:
+    def __init__(
+        self, policy: Policy, pad_to: int | None, pack_tokens: int | None
+    ) -> None:
         self.policy = policy
-        self._pad_to = pad_to
+        self._pad_to, self._pack_tokens = pad_to, pack_tokens
         self._counts = dict.fromkeys(COUNTS, 0)
         self._out_of_context = 0
         self._padding = 0
         self._longest = 0
+        # packs, their tokens, and attended pairs
+        self._packed: Longs = np.zeros(3, np.int64)
 
     def copy(self) -> Self:
         """An independent copy of the counts."""
@@ -204,10 +220,17 @@ class _Totals:
         self._longest = max(self._longest, int(lengths.max(initial=0)))
         if self._pad_to is not None:
             self._padding += int((-lengths % self._pad_to).sum())
+        if self._pack_tokens is not None:
+            packs = pack(rows, self._pack_tokens, oversize="carry")
+            n_tokens = packs.column("n_tokens").to_numpy().sum()
+            counted = [packs.num_rows, n_tokens, pack_pairs(packs).sum()]
+            self._packed = self._packed + counted
 
     def line(self) -> dict[str, object]:
         """The policy's row of the table."""
         counts = self._counts
+        known = self._pack_tokens is not None
+        packed = self._packed.tolist() if known else [None] * len(_PACKED)
         return {
             "policy": label(self.policy),
             **counts,
@@ -215,6 +238,7 @@ class _Totals:
             "tokens_out_of_context": self._out_of_context,
             "tokens_padding": None if self._pad_to is None else self._padding,
             "longest_row": self._longest,
+            **dict(zip(_PACKED, packed, strict=True)),
         }
 
 

@@ -1,8 +1,8 @@
 """The ``trajkit`` command: parser, exit codes, one line per error.
 
-``import``, ``linearize``, ``drift``, ``simulate``, ``verify``, ``draw``, ``export``,
-``policies``, ``compact`` and ``expand`` are in this package. More commands come from the
-entry-point group ``trajkit.commands``: an entry is a function that takes what
+``import``, ``linearize``, ``pack``, ``drift``, ``simulate``, ``verify``, ``draw``,
+``export``, ``policies``, ``compact`` and ``expand`` are in this package. More commands come
+from the entry-point group ``trajkit.commands``: an entry is a function that takes what
 ``ArgumentParser.add_subparsers`` returned, adds a parser to it, and sets ``run`` on it, a
 function from the parsed arguments to an exit code.
 
@@ -27,6 +27,7 @@ from trajkit.cli.export import add_export
 from trajkit.cli.imports import add_import
 from trajkit.cli.linearize import add_linearize
 from trajkit.cli.options import Commands
+from trajkit.cli.pack import add_pack
 from trajkit.cli.policies import add_policies
 from trajkit.cli.simulate import add_simulate
 from trajkit.cli.standard import shown, standard_files
@@ -151,6 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_import(commands)
     add_linearize(commands)
+    add_pack(commands)
     add_drift(commands)
     add_simulate(commands)
     add_verify(commands)

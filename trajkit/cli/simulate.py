@@ -61,6 +61,12 @@ def add_simulate(commands: Commands) -> None:
         type=count,
         help="count the padding of each row to a multiple of N tokens",
     )
+    parser.add_argument(
+        "--pack",
+        metavar="N",
+        type=count,
+        help="count the packs of N tokens that rows make as trees",
+    )
     add_max_row_tokens(parser)
     add_job_options(parser)
     parser.set_defaults(run=run)
@@ -74,6 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     counts = Simulation(
         policies,
         pad_to=arguments.pad,
+        pack_tokens=arguments.pack,
         sessions=known_sessions(arguments),
         max_row_tokens=arguments.max_row_tokens,
     )
@@ -111,6 +118,12 @@ def describe(table: pa.Table, cheapest: str | None) -> str:
     if any(line["tokens_padding"] is not None for line in policies):
         extra["tokens_padding"] = "padding"
     extra["longest_row"] = "longest row"
+    if any(line["packs"] is not None for line in policies):
+        extra |= {
+            "packs": "packs",
+            "tokens_packed": "packed",
+            "pairs_packed": "attended pairs",
+        }
     head = ["policy", "rows", "trained", "of sampled", *extra.values()]
     lines = [
         [
