@@ -11,8 +11,8 @@ README.md lists the files. Each folder is one idea:
     fill/    the columns of planned rows
     pack/    rows as trees of tokens, cut and written into packs
 
-Kernels never allocate: the caller passes every output buffer. The exception is what goes to
-Arrow, which Arrow frees (arrow/export.pxi).
+The caller passes the arrays that a kernel fills; a kernel allocates its scratch as numpy
+arrays. What goes to Arrow is freed by Arrow (arrow/export.pxi).
 """
 cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
@@ -33,13 +33,14 @@ from libc.stdint cimport (
 from libc.string cimport memchr, memcmp, memcpy, memset
 
 from structs cimport (
-    Call, Heard, Link, Message, Node, PackRow, Place, Request, Row, pos_t, token_t
+    Call, Choices, Heard, Link, Message, Node, PackRow, Place, Request, Row, pos_t,
+    token_t
 )
 
 import re
 from json.encoder import encode_basestring
 
-from numpy import ndarray
+from numpy import empty, full, ndarray
 
 from trajkit.errors import InvalidTurnsError, LayoutError
 
@@ -58,6 +59,7 @@ include "text/canonical_json.pxi"
 include "text/json_numbers.pxi"
 include "fill/streaming_store.pxi"
 include "forest/forest.pxi"
+include "forest/call_forest.pxi"
 include "forest/growth.pxi"
 include "text/flat_message.pxi"
 include "text/message_tree.pxi"

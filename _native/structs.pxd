@@ -124,3 +124,20 @@ cdef struct PackRow:          # a row on its way into a pack; addresses are of P
     int32_t origin            # the row that has the tokens before stored, or -1
     int32_t child             # the first child in the order of the packs, or -1
     int32_t sibling           # the next child of the same parent, or -1
+
+
+cdef struct Choices:          # what the kernels of plan/ and fill/ read of a policy
+    int64_t fork_threshold
+    int64_t max_tokens        # of a row
+    int64_t max_rows          # of a session: the first ones and the last
+    int64_t end_of_turn       # token id for spliced rows; -1: that of each chain
+    int32_t on_drift          # ON_DRIFT_*
+    int32_t train_in          # TRAIN_IN_*
+    uint8_t keep_prefix       # an absorbed output stays trained up to where drift starts
+    uint8_t keep_untrained
+    uint8_t keep_empty        # rows without a response
+    uint8_t chain_flags       # a row has the flags of its chain, not of its own calls
+    uint8_t main_only         # one chain: the first of the root that was created first
+    uint8_t cut_at_calls      # a row truncated inside a prompt ends with the call before it
+    uint8_t need_logprob      # a token without a logprob is not trained
+    uint8_t reserved

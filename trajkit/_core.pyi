@@ -69,6 +69,13 @@ def grow_forest(
     shared_with: _I32,
 ) -> int: ...
 
+# forest/call_forest.pxi
+@final
+class CallForest:
+    def __new__(
+        cls, calls: _Records, session_offsets: _I64, nodes: _Records, ends: _I32
+    ) -> Self: ...
+
 # record.pxi
 @final
 class Growth:
@@ -291,62 +298,43 @@ def align(
     following: _I32,
     out: _I64,
 ) -> int: ...
-def copy_path(
-    calls: _Records, nodes: _Records, ends: _I32, call: int, start: int, out: _I32
-) -> None: ...
+def copy_path(forest: CallForest, call: int, start: int, out: _I32) -> None: ...
 
-# plan.pxi
+# plan/plan.pxi
 def plan_rows(
-    calls: _Records,
-    session_offsets: _I64,
-    nodes: _Records,
-    ends: _I32,
+    forest: CallForest,
     links: _Records,
-    absorb: int,
-    threshold: int,
-    keep_head: bool,
-    drop_untrained: bool,
-    drop_empty: bool,
-    chain_flags: bool,
-    main_only: bool,
-    cut_calls: bool,
+    choices: _Records,
     births: _I32,
-    max_tokens: int,
-    max_rows: int,
-    own: int,
-    by_token: bool,
-    kinds: _U8,
-    scratch: _I32,
-    claims: _I64,
     owners: _I32,
-    marks: _I32,
     rows: _Records,
     report: _I64,
 ) -> int: ...
 
-# fill.pxi
+# fill/fill.pxi
+@final
+class RowColumns:
+    def __new__(
+        cls,
+        token_offsets: _I64,
+        span_offsets: _I64,
+        input_ids: _I32,
+        loss_mask: _U8,
+        logprobs: _F32,
+        valid: _U8,
+        spans: _I32,
+        span_kinds: _I8,
+    ) -> Self: ...
+
 def fill_rows(
-    calls: _Records,
-    nodes: _Records,
-    ends: _I32,
+    forest: CallForest,
     links: _Records,
+    choices: _Records,
     owners: _I32,
     turn_index: _I32,
-    chain: _I32,
-    keep_head: bool,
-    own_every: bool,
-    by_token: bool,
-    max_tokens: int,
-    uncached: bool,
     rows: _Records,
-    token_offsets: _I64,
-    span_offsets: _I64,
-    input_ids: _I32,
-    loss_mask: _U8,
-    logprobs: _F32,
-    valid: _U8,
-    spans: _I32,
-    span_kinds: _I8,
+    columns: RowColumns,
+    uncached: bool,
 ) -> int: ...
 
 # facts.pxi
@@ -382,22 +370,12 @@ def drop_partial_logprobs(
     token_offsets: _I64, loss_mask: _U8, logprobs: _F32, valid: _U8
 ) -> None: ...
 
-# splice.pxi
+# plan/splice.pxi
 def plan_splices(
-    calls: _Records,
-    session_offsets: _I64,
-    nodes: _Records,
-    ends: _I32,
+    forest: CallForest,
     links: _Records,
+    choices: _Records,
     ended: _U8,
-    end_of_turn: int,
-    drop_untrained: bool,
-    drop_empty: bool,
-    chain_flags: bool,
-    max_tokens: int,
-    max_rows: int,
-    by_token: bool,
-    by_order: _I32,
     next_call: _I32,
     starts: _I64,
     places: _I64,
@@ -405,24 +383,14 @@ def plan_splices(
     report: _I64,
 ) -> int: ...
 def fill_splices(
-    calls: _Records,
-    nodes: _Records,
-    ends: _I32,
+    forest: CallForest,
+    choices: _Records,
     next_call: _I32,
     starts: _I64,
     places: _I64,
     turn_index: _I32,
-    by_token: bool,
-    max_tokens: int,
     rows: _Records,
-    token_offsets: _I64,
-    span_offsets: _I64,
-    input_ids: _I32,
-    loss_mask: _U8,
-    logprobs: _F32,
-    valid: _U8,
-    spans: _I32,
-    span_kinds: _I8,
+    columns: RowColumns,
 ) -> int: ...
 
 # delta.pxi

@@ -154,24 +154,20 @@ def align(
 
 
 def copy_path(
-    const Call[::1] calls not None,
-    const Node[::1] nodes not None,
-    const int32_t[::1] ends not None,
-    int64_t call,
-    int64_t start,
-    token_t[::1] out not None,
+    CallForest forest not None, int64_t call, int64_t start, token_t[::1] out not None
 ):
-    """Tokens of a call's path (prompt, then output) from start on, as many as ``out`` has."""
-    _check_length("ends", ends.shape[0], calls.shape[0])
-    _check_forest(nodes, ends)
-    if not 0 <= call < calls.shape[0]:
-        raise LayoutError(f"call is {call}: expected one of {calls.shape[0]}")
-    if not 0 <= start <= _held_len(&calls[call]) - out.shape[0]:
+    """Copy as many tokens of a call's path (prompt, then output) from start on as fit ``out``."""
+    cdef Paths paths
+    if not 0 <= call < forest.n_calls:
+        raise LayoutError(f"call is {call}: expected one of {forest.n_calls}")
+    paths = _paths(forest)
+    if not 0 <= start <= _held_len(&paths.calls[call]) - out.shape[0]:
         raise LayoutError(
-            f"{out.shape[0]} tokens from {start} on: the path has {_held_len(&calls[call])}"
+            f"{out.shape[0]} tokens from {start} on: the path has "
+            f"{_held_len(&paths.calls[call])}"
         )
     if out.shape[0]:
         with nogil:
-            _copy_stretch(
-                &calls[0], &nodes[0], ends[call], start, start + out.shape[0], &out[0]
+            _copy_range(
+                paths.calls, paths.nodes, paths.ends[call], start, start + out.shape[0], &out[0]
             )

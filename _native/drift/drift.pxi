@@ -18,7 +18,7 @@ cdef inline uint64_t _mixed(uint64_t rolling) noexcept nogil:
     return rolling ^ (rolling >> 29)
 
 
-cdef void _copy_stretch(
+cdef void _copy_range(
     const Call* calls, const Node* nodes, int32_t node, pos_t start, pos_t stop,
     token_t* target,
 ) noexcept nogil:
@@ -223,8 +223,8 @@ def describe_drift(
                 out[i, 5] = CAUSE_TRUNCATED
                 continue
             check_write("tails", 0, max(held, calls[i].prompt_len) - lcp, tails.shape[1])
-            _copy_stretch(&calls[0], &nodes[0], ends[parent], lcp, held, a)
-            _copy_stretch(&calls[0], &nodes[0], ends[i], lcp, calls[i].prompt_len, b)
+            _copy_range(&calls[0], &nodes[0], ends[parent], lcp, held, a)
+            _copy_range(&calls[0], &nodes[0], ends[i], lcp, calls[i].prompt_len, b)
             windows.mask = 1
             while windows.mask < 2 * (held - lcp):
                 windows.mask *= 2

@@ -1,4 +1,89 @@
-"""The columns of planned rows: tokens, mask, logprobs, spans."""
+"""The columns of planned rows that have a value per token, and their spans.
+
+Fills tokens, mask, logprobs, validity and spans from the calls' paths and the plan, in
+O(tokens and spans written + calls in the rows).
+"""
+
+cdef enum:  # the lines of RowColumns.spans: the fields of trajkit.schema.SPAN but kind
+    LINE_START, LINE_STOP, LINE_TURN_INDEX, LINE_OUTPUT_START, LINE_OUTPUT_STOP
+    N_LINES
+
+
+@cython.auto_pickle(False)
+@cython.final
+cdef class RowColumns:
+    """The columns that `fill_rows` and `fill_splices` write.
+
+    Parameters
+    ----------
+    token_offsets, span_offsets : buffer of int64
+        Where each row's tokens and spans start, from 0 on, and where the last row's end.
+    input_ids : buffer of int32
+    loss_mask, valid : buffer of uint8
+        Bitmaps, least significant bit first (the Arrow order).
+    logprobs : buffer of float32
+    spans : buffer of int32, shape (5, n_spans)
+        The fields of `trajkit.schema.SPAN` but kind.
+    span_kinds : buffer of int8
+        Indices into `trajkit.schema.SPAN_KINDS`.
+    """
+    cdef const pos_t[::1] token_offsets
+    cdef const pos_t[::1] span_offsets
+    cdef token_t[::1] input_ids
+    cdef uint8_t[::1] loss_mask
+    cdef uint8_t[::1] valid
+    cdef float[::1] logprobs
+    cdef int32_t[:, ::1] spans
+    cdef int8_t[::1] span_kinds
+
+    def __cinit__(
+        self,
+        const pos_t[::1] token_offsets not None,
+        const pos_t[::1] span_offsets not None,
+        token_t[::1] input_ids not None,
+        uint8_t[::1] loss_mask not None,
+        float[::1] logprobs not None,
+        uint8_t[::1] valid not None,
+        int32_t[:, ::1] spans not None,
+        int8_t[::1] span_kinds not None,
+    ):
+        self.token_offsets, self.span_offsets = token_offsets, span_offsets
+        self.input_ids, self.logprobs = input_ids, logprobs
+        self.loss_mask, self.valid = loss_mask, valid
+        self.spans, self.span_kinds = spans, span_kinds
+
+
+cdef struct Target:           # the arrays of RowColumns, NULL where they are empty
+    const pos_t* token_offsets
+    const pos_t* span_offsets
+    token_t* input_ids
+    uint8_t* loss_mask
+    uint8_t* valid
+    float* logprobs
+    int32_t* spans            # N_LINES lines of n_spans
+    int8_t* span_kinds
+    int64_t n_spans
+    bint uncached             # write tokens and logprobs past the caches
+
+
+cdef Target _target(RowColumns columns, bint uncached):
+    cdef Target target
+    memset(&target, 0, sizeof(Target))
+    target.token_offsets = &columns.token_offsets[0]
+    target.span_offsets = &columns.span_offsets[0]
+    target.n_spans = columns.spans.shape[1]
+    target.uncached = uncached
+    if columns.token_offsets[columns.token_offsets.shape[0] - 1]:
+        target.input_ids, target.logprobs = &columns.input_ids[0], &columns.logprobs[0]
+        target.loss_mask, target.valid = &columns.loss_mask[0], &columns.valid[0]
+    if target.n_spans:
+        target.spans, target.span_kinds = &columns.spans[0, 0], &columns.span_kinds[0]
+    return target
+
+
+cdef inline int32_t* _line(const Target* target, int which) noexcept nogil:
+    """One line of the spans, LINE_*."""
+    return target.spans + which * target.n_spans
 
 
 cdef void _set_bits(uint8_t* bits, pos_t start, pos_t stop) noexcept nogil:
@@ -15,85 +100,89 @@ cdef void _set_bits(uint8_t* bits, pos_t start, pos_t stop) noexcept nogil:
 
 
 cdef pos_t _copy_logprobs(
-    const Call* call, const Piece* piece, float* target, uint8_t* valid, pos_t offset,
-    bint uncached,
+    const Call* call, const Span* span, const Target* target, pos_t offset
 ) noexcept nogil:
-    """Logprobs of one trained piece; how many of them the engine did not give (0.0)."""
+    """Write the logprobs of a trained span, 0.0 for missing ones; return how many are missing.
+
+    ``offset`` is the position of the row's first token in the columns, as if it was stored.
+    """
     cdef const float* values = <const float*><intptr_t>call.logprobs
     cdef const uint8_t* bits = <const uint8_t*><intptr_t>call.valid
-    cdef pos_t i, n = piece.stop - piece.start, missing = 0, bit
-    target += offset + piece.start
+    cdef float* logprobs = target.logprobs + offset + span.start
+    cdef pos_t i, n = span.stop - span.start, missing = 0, bit
     if values == NULL:
-        _put_zeros(target, n * sizeof(float), uncached)
+        _put_zeros(logprobs, n * sizeof(float), target.uncached)
         return n
-    values += piece.out_start
+    values += span.out_start
     if bits == NULL:
-        _put(target, values, n * sizeof(float), uncached)
-        _set_bits(valid, offset + piece.start, offset + piece.stop)
+        _put(logprobs, values, n * sizeof(float), target.uncached)
+        _set_bits(target.valid, offset + span.start, offset + span.stop)
         return 0
     for i in range(n):
-        bit = call.valid_bit + piece.out_start + i
+        bit = call.valid_bit + span.out_start + i
         if bits[bit >> 3] >> (bit & 7) & 1:
-            target[i] = values[i]
-            _set_bits(valid, offset + piece.start + i, offset + piece.start + i + 1)
+            logprobs[i] = values[i]
+            _set_bits(target.valid, offset + span.start + i, offset + span.start + i + 1)
         else:
-            target[i] = 0.0
+            logprobs[i] = 0.0
             missing += 1
     return missing
 
 
 cdef pos_t _fill_trained(
-    const Call* calls, const int32_t* turn_index, int32_t[:, ::1] spans,
-    const int8_t[::1] kinds, int64_t first, int64_t last, pos_t start, pos_t stop,
-    pos_t offset, uint8_t* mask, float* values, uint8_t* valid, bint uncached,
+    const Call* calls, const int32_t* turn_index, const Target* target, int64_t row,
+    pos_t offset,
 ) noexcept nogil:
-    """The mask and the logprobs of one row from its spans, first <= k < last; how many are missing.
+    """Write the mask and the logprobs of a row from its spans; return how many are missing.
 
-    -1: a trained span does not lie within the row, behind the one before it.
+    -1: a trained span is outside of the row or starts before the end of the previous one.
 
-    The spans ascend, and name a call, which becomes its turn. The row's tokens are
-    start:stop of the columns; its position 0 stands, or would, at ``offset``. Every
-    logprob is written once, in the order of memory: 0.0 where none is trained. A byte of a
-    bitmap is cleared by the row of its first bit.
+    The spans are ascending and hold numbers of calls, which become their turns. Position 0 of
+    the row is, or would be, at ``offset``. Every logprob is written once, in the order of
+    memory: 0.0 where no token is trained. A byte of a bitmap is cleared by the row of its
+    first bit.
     """
+    cdef pos_t start = target.token_offsets[row], stop = target.token_offsets[row + 1]
     cdef int64_t k, byte = (start + 7) >> 3, n_bytes = ((stop + 7) >> 3) - byte
     cdef int32_t call
     cdef pos_t missing = 0
-    cdef Piece piece
+    cdef Span span
     if n_bytes > 0:
-        memset(mask + byte, 0, n_bytes)
-        memset(valid + byte, 0, n_bytes)
-    for k in range(first, last):
-        call = spans[2, k]
-        spans[2, k] = turn_index[call]
-        if kinds[k] != SPAN_TRAINED:
+        memset(target.loss_mask + byte, 0, n_bytes)
+        memset(target.valid + byte, 0, n_bytes)
+    for k in range(target.span_offsets[row], target.span_offsets[row + 1]):
+        call = _line(target, LINE_TURN_INDEX)[k]
+        _line(target, LINE_TURN_INDEX)[k] = turn_index[call]
+        if target.span_kinds[k] != SPAN_TRAINED:
             continue
-        piece.start = spans[0, k]
-        piece.stop = spans[1, k]
-        piece.out_start = spans[3, k]
-        if not start <= offset + piece.start <= offset + piece.stop <= stop:
+        span.start = _line(target, LINE_START)[k]
+        span.stop = _line(target, LINE_STOP)[k]
+        span.out_start = _line(target, LINE_OUTPUT_START)[k]
+        if not start <= offset + span.start <= offset + span.stop <= stop:
             return -1
-        if offset + piece.start > start:
+        if offset + span.start > start:
             _put_zeros(
-                values + start, (offset + piece.start - start) * sizeof(float), uncached
+                target.logprobs + start, (offset + span.start - start) * sizeof(float),
+                target.uncached,
             )
-        _set_bits(mask, offset + piece.start, offset + piece.stop)
-        missing += _copy_logprobs(&calls[call], &piece, values, valid, offset, uncached)
-        start = offset + piece.stop
+        _set_bits(target.loss_mask, offset + span.start, offset + span.stop)
+        missing += _copy_logprobs(&calls[call], &span, target, offset)
+        start = offset + span.stop
     if stop > start:
-        _put_zeros(values + start, (stop - start) * sizeof(float), uncached)
+        _put_zeros(target.logprobs + start, (stop - start) * sizeof(float), target.uncached)
     return missing
 
 
 cdef void _copy_path(
-    const Call* calls, const Node* nodes, int32_t end, pos_t start, pos_t stop,
-    token_t* target, int32_t* chain, bint uncached,
+    const Paths* paths, int32_t end, pos_t start, pos_t stop, token_t* ids, int32_t* chain,
+    bint uncached,
 ) noexcept nogil:
-    """Tokens start:stop of the path that ends at the stop of ``end``, first to last.
+    """Write tokens start:stop of the path that ends at the stop of ``end``, first to last.
 
-    Against the order of memory it takes a fifth longer. ``chain`` has room for as many nodes
-    as there are, and a path has no more; ``target`` has room for ``stop - start`` tokens.
+    Writing from last to first takes a fifth longer. ``chain`` is scratch with an entry per
+    node of the forest.
     """
+    cdef const Node* nodes = paths.nodes
     cdef int32_t node = end
     cdef int64_t n = 0
     cdef pos_t low, high
@@ -107,36 +196,41 @@ cdef void _copy_path(
         low = max(nodes[node].start, start)
         high = min(nodes[node].stop, stop)
         if low < high:
-            _copy(&calls[nodes[node].source], target + (low - start), low, high, uncached)
+            _copy(&paths.calls[nodes[node].source], ids + (low - start), low, high, uncached)
 
 
-cdef inline void _write_span(
-    int32_t[:, ::1] spans, int8_t[::1] kinds, const pos_t* bounds, int64_t at,
-    const Piece* piece, int32_t call
+cdef int64_t _write_spans(
+    const Target* target, int64_t row, int64_t at, const Call* call, int32_t index,
+    const Span* spans, int n, bint need_logprob,
 ) noexcept nogil:
-    """One span of a call, whose turn `_fill_trained` puts in the place of its number.
+    """Write the parts of n spans of a call from ``at`` on; return the position after them.
 
-    Nothing is written outside of ``bounds``, a row's spans: it has fewer than it said then.
+    The call's number is written for its turn, see `_fill_trained`. Nothing is written outside
+    of the row's spans, of which there may be fewer than the row claims.
     """
-    if not bounds[0] <= at < bounds[1]:
-        return
-    spans[0, at] = <int32_t>piece.start
-    spans[1, at] = <int32_t>piece.stop
-    spans[2, at] = call
-    spans[3, at] = <int32_t>piece.out_start
-    spans[4, at] = <int32_t>piece.out_stop
-    kinds[at] = piece.kind
+    cdef pos_t begin
+    cdef Span part
+    cdef int k
+    for k in range(n):
+        begin = spans[k].out_start
+        while _next_span(call, &spans[k], need_logprob, &begin, &part):
+            if target.span_offsets[row] <= at < target.span_offsets[row + 1]:
+                _line(target, LINE_START)[at] = <int32_t>part.start
+                _line(target, LINE_STOP)[at] = <int32_t>part.stop
+                _line(target, LINE_TURN_INDEX)[at] = index
+                _line(target, LINE_OUTPUT_START)[at] = <int32_t>part.out_start
+                _line(target, LINE_OUTPUT_STOP)[at] = <int32_t>part.out_stop
+                target.span_kinds[at] = part.kind
+            at += 1
+    return at
 
 
-cdef _check_row_columns(
-    const Call[::1] calls, const Row[::1] rows,
-    const pos_t[::1] token_offsets, const pos_t[::1] span_offsets,
-    const token_t[::1] input_ids, const uint8_t[::1] loss_mask, const float[::1] logprobs,
-    const uint8_t[::1] valid, const int32_t[:, ::1] spans, const int8_t[::1] span_kinds,
-):
+cdef _check_row_columns(CallForest forest, const Row[::1] rows, RowColumns columns):
     """Raise unless the columns have room for the rows, at these offsets from 0 on."""
     cdef int64_t n_rows = rows.shape[0], r
     cdef pos_t n_tokens, n_spans
+    cdef const pos_t[::1] token_offsets = columns.token_offsets
+    cdef const pos_t[::1] span_offsets = columns.span_offsets
     _check_length("token_offsets", token_offsets.shape[0], n_rows + 1)
     _check_length("span_offsets", span_offsets.shape[0], n_rows + 1)
     if token_offsets[0] != 0 or span_offsets[0] != 0:
@@ -145,8 +239,8 @@ cdef _check_row_columns(
             f"{span_offsets[0]}: expected 0"
         )
     for r in range(n_rows):
-        if not 0 <= rows[r].last < calls.shape[0]:
-            raise LayoutError(f"rows[{r}] ends with call {rows[r].last} of {calls.shape[0]}")
+        if not 0 <= rows[r].last < forest.n_calls:
+            raise LayoutError(f"rows[{r}] ends with call {rows[r].last} of {forest.n_calls}")
         if not 0 <= rows[r].stored <= rows[r].n_tokens:
             raise LayoutError(
                 f"rows[{r}] is stored from {rows[r].stored} on: it has {rows[r].n_tokens} tokens"
@@ -157,13 +251,15 @@ cdef _check_row_columns(
             raise LayoutError(f"span_offsets[{r}] leaves no room for {rows[r].n_spans} spans")
     n_tokens = token_offsets[n_rows]
     n_spans = span_offsets[n_rows]
-    _check_length("input_ids", input_ids.shape[0], n_tokens)
-    _check_length("loss_mask", loss_mask.shape[0], (n_tokens + 7) // 8)
-    _check_length("logprobs", logprobs.shape[0], n_tokens)
-    _check_length("valid", valid.shape[0], (n_tokens + 7) // 8)
-    _check_length("spans", spans.shape[0], 5)
-    _check_length("spans", spans.shape[1], n_spans)
-    _check_length("span_kinds", span_kinds.shape[0], n_spans)
+    for name, n, needed in (
+        ("input_ids", columns.input_ids.shape[0], n_tokens),
+        ("loss_mask", columns.loss_mask.shape[0], (n_tokens + 7) // 8),
+        ("logprobs", columns.logprobs.shape[0], n_tokens),
+        ("valid", columns.valid.shape[0], (n_tokens + 7) // 8),
+        ("spans", columns.spans.shape[0], N_LINES), ("spans", columns.spans.shape[1], n_spans),
+        ("span_kinds", columns.span_kinds.shape[0], n_spans),
+    ):
+        _check_length(name, n, needed)
 
 
 cdef _no_row(const Row[::1] rows, int64_t r):
@@ -173,118 +269,92 @@ cdef _no_row(const Row[::1] rows, int64_t r):
     )
 
 
+cdef bint _fill_spans(
+    const Paths* paths, const Link* links, const Choices* choices, const int32_t* owners,
+    const Row* rows, int64_t r, const Target* target,
+) noexcept nogil:
+    """Write the spans of a row; return whether there are as many as it claims."""
+    cdef int64_t i, at = target.span_offsets[r + 1], n_parts
+    cdef int32_t call = rows[r].last
+    cdef pos_t replaced = rows[r].end, begin
+    cdef int n, k
+    cdef bint owned
+    cdef Span[3] spans
+    cdef Span part
+    for i in range(rows[r].n_calls):  # upwards, so the spans are written from the end
+        if call < 0:
+            break
+        owned = choices.train_in == TRAIN_IN_EVERY or owners[call] == rows[r].owner
+        n = _output_spans(&paths.calls[call], replaced, owned, choices, spans)
+        n_parts = 0
+        for k in range(n):
+            begin = spans[k].out_start
+            while _next_span(
+                &paths.calls[call], &spans[k], choices.need_logprob, &begin, &part
+            ):
+                n_parts += 1
+        at -= n_parts
+        _write_spans(
+            target, r, at, &paths.calls[call], call, spans, n, choices.need_logprob
+        )
+        replaced = min(replaced, links[call].lcp)
+        call = links[call].parent
+    return at == target.span_offsets[r]
+
+
 def fill_rows(
-    const Call[::1] calls not None,
-    const Node[::1] nodes not None,
-    const int32_t[::1] ends not None,
+    CallForest forest not None,
     const Link[::1] links not None,
+    const Choices[::1] choices not None,
     const int32_t[::1] owners not None,
     const int32_t[::1] turn_index not None,
-    int32_t[::1] chain not None,
-    bint keep_head,
-    bint own_every,
-    bint by_token,
-    int64_t max_tokens,
-    bint uncached,
     const Row[::1] rows not None,
-    const pos_t[::1] token_offsets not None,
-    const pos_t[::1] span_offsets not None,
-    token_t[::1] input_ids not None,
-    uint8_t[::1] loss_mask not None,
-    float[::1] logprobs not None,
-    uint8_t[::1] valid not None,
-    int32_t[:, ::1] spans not None,
-    int8_t[::1] span_kinds not None,
+    RowColumns columns not None,
+    bint uncached,
 ):
     """Write the per-token columns and the spans of planned rows; return missing logprobs.
 
-    ``loss_mask`` and ``valid`` are bitmaps.
-    ``spans`` is 5 by n_spans: start, stop, turn_index, output_start, output_stop. The first
-    five arguments are those that `plan_rows` filled or read, ``rows`` its result; ``chain``
-    is scratch with an entry a node. Tokens and logprobs are written past the caches if
-    ``uncached``.
-    Tokens before a row's ``stored``, of which it trains none, are left out.
+    ``links`` and ``owners`` are those of `plan_rows`, ``rows`` its result. Tokens before a
+    row's ``stored`` are left out; it must train none of them. Tokens and logprobs are written
+    past the caches if ``uncached``.
     """
     cdef:
-        int64_t n_rows = rows.shape[0], n_calls = calls.shape[0], r, i, at, next_span, bad = -1
-        pos_t missing = 0, given_not, offset
-        int32_t call
-        pos_t replaced
-        int n, k
-        pos_t begin
-        Piece[3] pieces
-        Piece part
-        Rule rule
-        const Call* item
-        token_t* tokens = NULL
-        float* values = NULL
-        uint8_t* mask = NULL
-        uint8_t* given = NULL
+        int64_t n_rows = rows.shape[0], r, bad = -1
+        pos_t missing = 0, row_missing
+        Paths paths
+        Target target
 
     for name, m in (
-        ("ends", ends.shape[0]), ("links", links.shape[0]),
-        ("owners", owners.shape[0]), ("turn_index", turn_index.shape[0]),
+        ("links", links.shape[0]), ("owners", owners.shape[0]),
+        ("turn_index", turn_index.shape[0]),
     ):
-        _check_length(name, m, n_calls)
-    _check_length("chain", chain.shape[0], nodes.shape[0])
-    _check_forest(nodes, ends)
-    _check_row_columns(
-        calls, rows, token_offsets, span_offsets, input_ids, loss_mask, logprobs, valid, spans,
-        span_kinds,
-    )
+        _check_length(name, m, forest.n_calls)
+    _check_length("choices", choices.shape[0], 1)
+    _check_row_columns(forest, rows, columns)
     if n_rows == 0:
         return 0
-    if token_offsets[n_rows]:
-        tokens = &input_ids[0]
-        mask = &loss_mask[0]
-        values = &logprobs[0]
-        given = &valid[0]
-    rule.keep_head = keep_head
-    rule.max_tokens = max_tokens
+    cdef int32_t[::1] chain = empty(forest.n_nodes, "i4")
+    paths = _paths(forest)
+    target = _target(columns, uncached)
     with nogil:
         for r in range(n_rows):
-            offset = token_offsets[r] - rows[r].stored
-            at = span_offsets[r + 1]
-            call = rows[r].last
-            replaced = rows[r].end
-            if rows[r].n_tokens > _held_len(&calls[call]):
-                bad = r
-                break
-            _copy_path(
-                &calls[0], &nodes[0], ends[rows[r].last], rows[r].stored, rows[r].n_tokens,
-                tokens + token_offsets[r], &chain[0], uncached,
-            )
-            # From the last call upwards, so the spans are written from the end.
-            for i in range(rows[r].n_calls):
-                if call < 0:
-                    break
-                item = &calls[call]
-                n = _pieces(
-                    item, replaced, own_every or owners[call] == rows[r].owner, &rule, pieces
+            row_missing = -1
+            if rows[r].n_tokens <= _held_len(&paths.calls[rows[r].last]):
+                _copy_path(
+                    &paths, paths.ends[rows[r].last], rows[r].stored, rows[r].n_tokens,
+                    target.input_ids + target.token_offsets[r], &chain[0], uncached,
                 )
-                for k in range(n):
-                    begin = pieces[k].out_start
-                    while _next_part(item, &pieces[k], by_token, &begin, &part):
-                        at -= 1
-                next_span = at
-                for k in range(n):
-                    begin = pieces[k].out_start
-                    while _next_part(item, &pieces[k], by_token, &begin, &part):
-                        _write_span(
-                            spans, span_kinds, &span_offsets[r], next_span, &part, call
-                        )
-                        next_span += 1
-                replaced = min(replaced, links[call].lcp)
-                call = links[call].parent
-            given_not = -1 if at != span_offsets[r] else _fill_trained(
-                &calls[0], &turn_index[0], spans, span_kinds, span_offsets[r],
-                span_offsets[r + 1], token_offsets[r], token_offsets[r + 1], offset, mask,
-                values, given, uncached,
-            )
-            if given_not < 0:
+                if _fill_spans(
+                    &paths, &links[0], &choices[0], &owners[0], &rows[0], r, &target
+                ):
+                    row_missing = _fill_trained(
+                        paths.calls, &turn_index[0], &target, r,
+                        target.token_offsets[r] - rows[r].stored,
+                    )
+            if row_missing < 0:
                 bad = r
                 break
-            missing += given_not
+            missing += row_missing
         if uncached:
             trajkit_end_uncached()
     if bad >= 0:

@@ -1,67 +1,79 @@
-"""Which rows a policy makes of linked calls, and what becomes of every claim.
+"""The rows that a policy makes of linked calls, and what becomes of every output.
 
-The path of a call is what a row holds once the call has been taken into it, so a row is a
-maximal run of linked calls that no drift cuts, and all that is said of it follows from the
-pairs: no row is built to find out. A claim is a call's output; the first chain in the
-policy's order that contains a call owns its claim, or one of the rows that hold it does
-(own.pxi).
+Fills rows, owners and the report from the links, whose ``lcp`` is known. After a call a row
+holds exactly that call's path, so a row is a maximal run of linked calls that no drift cuts,
+and everything about it follows from pairs of calls: no row is built to find out. A call's
+output is trained in the first chain, in the policy's order, that contains the call, or by
+another rule (`train_in`, output_owner.pxi). O(calls + nodes of the forest) per session, plus,
+for a policy that decides token by token, O(output tokens).
 """
 
 cdef enum:  # how a call meets the row that its parent ended
-    # a fork that leaves nothing of that row: the row begins anew
-    KIND_CLEAN, KIND_ABSORB, KIND_FORK, KIND_RESTART
+    MEET_CLEAN, MEET_ABSORB
+    MEET_FORK
+    MEET_RESTART              # a fork after which nothing of that row remains
 
-cdef enum:  # what is compared with the threshold when the last reply came back changed
-    ABSORB_NEVER, ABSORB_SHORT_REPLY, ABSORB_SHORT_DRIFT
-    ABSORB_ANY  # nothing is: drift is taken in from the row's opening prompt on
+cdef enum:  # trajkit.policies.ON_DRIFT
+    ON_DRIFT_FORK, ON_DRIFT_ABSORB_SHORT_REPLY, ON_DRIFT_ABSORB_SHORT_DRIFT
+    ON_DRIFT_ABSORB_ANY, ON_DRIFT_SPLICE
 
 cdef enum:
     NEVER = 0x7FFFFFFFFFFFFFFF  # a position beyond every row
 
-cdef enum:  # who trains a claim that several rows hold; in the order of policies.OWNS
-    OWN_FIRST, OWN_LONGEST, OWN_MOST_TRAINED, OWN_EARLIEST, OWN_EVERY
+cdef enum:  # trajkit.policies.TRAIN_IN
+    TRAIN_IN_FIRST, TRAIN_IN_LONGEST, TRAIN_IN_MOST_TRAINED, TRAIN_IN_EARLIEST, TRAIN_IN_EVERY
 
-cdef enum:  # in the order of trajkit.schema.SPAN_KINDS
-    SPAN_TRAINED, SPAN_DUPLICATE, SPAN_ABSORBED, SPAN_CUT, SPAN_UNTRAINABLE, SPAN_UNSPLICED
+cdef enum:  # trajkit.schema.SPAN_KINDS
+    SPAN_TRAINED, SPAN_DUPLICATE, SPAN_ABSORBED, SPAN_CUT, SPAN_UNTRAINABLE
+    SPAN_NO_SPLICE_POINT
     N_SPAN_KINDS
 
-cdef enum:  # in the order of trajkit.schema.REPORT, from turns on
-    REPORT_TURNS, REPORT_ROWS, REPORT_ROWS_UNTRAINED, REPORT_ROWS_CUT, REPORT_ROWS_UNEMITTED
-    REPORT_SAMPLED, REPORT_TRAINED, REPORT_DUPLICATED, REPORT_FORWARD, REPORT_FORWARD_SHARED
-    REPORT_LOST_ABSORBED, REPORT_LOST_DEMOTED, REPORT_LOST_CUT
+cdef enum:  # trajkit.pipeline.plan.COUNTS, the columns of trajkit.schema.REPORT from turns on
+    REPORT_TURNS, REPORT_ROWS, REPORT_ROWS_UNTRAINED, REPORT_ROWS_CUT
+    REPORT_ROWS_OVER_MAX_ROWS
+    REPORT_TOKENS_SAMPLED, REPORT_TOKENS_TRAINED, REPORT_TOKENS_DUPLICATED
+    REPORT_TOKENS_FORWARD, REPORT_TOKENS_FORWARD_SHARED
+    REPORT_LOST_ABSORBED, REPORT_LOST_REWRITTEN, REPORT_LOST_CUT
     REPORT_LOST_UNTRAINABLE, REPORT_LOST_UNROUTED, REPORT_LOST_RESTARTED
-    REPORT_LOST_UNEMITTED
-    REPORT_LOST_ABORTED       # left to the caller, who knows which calls were aborted
-    REPORT_LOST_MASKED, REPORT_LOST_NO_LOGPROB, REPORT_LOST_UNSPLICED
-    REPORT_LOST_QUARANTINED, REPORT_LOST_UNDELIVERED, REPORT_LOST_REFUSED
+    REPORT_LOST_OVER_MAX_ROWS
+    REPORT_LOST_ABORTED       # filled by the caller, who knows which calls were aborted
+    REPORT_LOST_MASKED, REPORT_LOST_NO_LOGPROB, REPORT_LOST_NO_SPLICE_POINT
+    REPORT_LOST_QUARANTINED, REPORT_LOST_NOT_SELECTED, REPORT_LOST_REFUSED
     REPORT_LOST_RETRIED
-    REPORT_ROWS_UNSPLICED, REPORT_TURNS_UNSPLICED
-    REPORT_BY_TOKENS          # left to the caller, who knows the route
-    REPORT_ROOTS, REPORT_QUARANTINED, REPORT_UNRESOLVED
+    REPORT_ROWS_NO_SPLICE_POINT, REPORT_TURNS_NO_SPLICE_POINT
+    REPORT_TURNS_BY_TOKENS    # filled by the caller, who knows the route
+    REPORT_ROOTS, REPORT_TURNS_QUARANTINED, REPORT_TURNS_UNRESOLVED
     REPORT_WIDTH
 
-
-cdef struct Rule:
-    int32_t absorb            # ABSORB_*: what is compared with the threshold
-    int64_t threshold
-    bint keep_head            # an absorbed reply stays trained up to where drift starts
-    bint drop_untrained
-    bint drop_empty           # rows without a response
-    bint chain_flags          # flags of the whole chain, not of the row
-    bint main_only            # rows of one chain: the first of the root that was created first
-    bint cut_calls            # a row that max_tokens cuts in a prompt ends with the call before
-    pos_t max_tokens
-    int64_t max_rows          # of a session: the first ones and the last
-    int32_t own               # OWN_*: who trains a claim that several rows hold
-    bint by_token             # a token without a logprob is not trained
+cdef enum:  # bits of Plan.flags
+    CALL_USE_TOOL = 1         # the call or one above it in its chain
+    CALL_ILL_FORMED = 2       # likewise
+    CALL_CONTINUED = 4        # the call is no leaf
+    CALL_IN_ROW = 8           # a row of an earlier chain contains the call
+    CALL_CHAIN_FLAGS = CALL_USE_TOOL | CALL_ILL_FORMED
 
 
-cdef struct Claims:           # scratch of own.pxi
-    int64_t* lines            # CLAIM_WIDTH by n_calls
-    int64_t n_calls
+cdef struct Plan:             # what one plan_rows reads, its scratch and its outputs
+    const Paths* paths
+    const Link* links
+    const Choices* choices
+    const int32_t* births     # per call: its rank by creation; NULL unless main_only
+    int32_t* by_order         # each session's calls in order, then -1
+    # scratch, one entry per call
+    uint8_t* meets            # MEET_*
+    uint8_t* flags            # CALL_*
+    int32_t* forks            # forks between the call and the first of its chain
+    int32_t* openers          # the first call of the call's row
+    int32_t* roots            # the first call of the call's chain
+    Candidate* candidates     # NULL where owners are chains
+    int32_t* marks            # per node: the first row that covers it, or -1
+    # outputs
+    int32_t* owners           # per call: the chain or row that trains its output, or -1
+    Row* rows
+    int64_t n_rows
 
 
-cdef struct Piece:
+cdef struct Span:             # a range of a row that comes from one output
     pos_t start
     pos_t stop
     pos_t out_start
@@ -69,15 +81,17 @@ cdef struct Piece:
     int8_t kind
 
 
-cdef inline bint _by_chain(int32_t own, bint main_only) noexcept nogil:
-    """Whether a claim's owner is a chain rather than a row; of one chain, no matter which."""
-    return main_only or (own != OWN_LONGEST and own != OWN_MOST_TRAINED)
+cdef inline bint _owned_by_chain(const Choices* choices) noexcept nogil:
+    """Whether a chain rather than a row owns an output; with one chain it does not matter."""
+    return choices.main_only or (
+        choices.train_in != TRAIN_IN_LONGEST and choices.train_in != TRAIN_IN_MOST_TRAINED
+    )
 
 
-cdef inline int _kind(
-    const Call* calls, const Link* links, int32_t call, pos_t opened, const Rule* rule
+cdef inline int _meet(
+    const Call* calls, const Link* links, int32_t call, pos_t opened, const Choices* choices
 ) noexcept nogil:
-    """What becomes of the row that holds the call's parent when the call comes.
+    """How a call meets the row that contains its parent (MEET_*): here drift forks or absorbs.
 
     ``opened`` is the length of the prompt that opened the row.
     """
@@ -85,61 +99,61 @@ cdef inline int _kind(
     cdef const Call* parent = &calls[link.parent]
     cdef pos_t drift = parent.prompt_len + parent.out_len - link.lcp
     if drift == 0:
-        return KIND_CLEAN
-    if rule.absorb == ABSORB_ANY:
-        return KIND_ABSORB if link.lcp >= opened else KIND_RESTART
+        return MEET_CLEAN
+    if choices.on_drift == ON_DRIFT_ABSORB_ANY:
+        return MEET_ABSORB if link.lcp >= opened else MEET_RESTART
     if link.lcp < parent.prompt_len:
-        return KIND_FORK
-    if rule.absorb == ABSORB_SHORT_REPLY and calls[call].out_len < rule.threshold:
-        return KIND_ABSORB
-    if rule.absorb == ABSORB_SHORT_DRIFT and drift < rule.threshold:
-        return KIND_ABSORB
-    return KIND_FORK
+        return MEET_FORK
+    if choices.on_drift == ON_DRIFT_ABSORB_SHORT_REPLY:
+        return MEET_ABSORB if calls[call].out_len < choices.fork_threshold else MEET_FORK
+    if choices.on_drift == ON_DRIFT_ABSORB_SHORT_DRIFT and drift < choices.fork_threshold:
+        return MEET_ABSORB
+    return MEET_FORK
 
 
-cdef int _pieces(
-    const Call* call, pos_t replaced, bint owned, const Rule* rule, Piece* pieces
+cdef int _output_spans(
+    const Call* call, pos_t replaced, bint owned, const Choices* choices, Span* spans
 ) noexcept nogil:
-    """What a row says of one call's output: up to three pieces, ascending.
+    """Write what becomes of one call's output in a row: at most three spans, ascending.
 
-    ``replaced`` is where, at the earliest, later calls of the row have put something else.
+    ``replaced`` is the first position at which a later call of the row has other tokens.
     """
     cdef pos_t start = call.prompt_len, kept = call.out_len, inside
     cdef int n = 0
     if call.out_len == 0:
         return 0
     if replaced < start + call.out_len:
-        kept = max(replaced - start, 0) if rule.keep_head else 0
-    inside = max(min(kept, rule.max_tokens - start), 0)
+        kept = max(replaced - start, 0) if choices.keep_prefix else 0
+    inside = max(min(kept, choices.max_tokens - start), 0)
     if inside > 0:
-        pieces[0].start = start
-        pieces[0].stop = start + inside
-        pieces[0].out_start = 0
-        pieces[0].out_stop = inside
+        spans[0].start = start
+        spans[0].stop = start + inside
+        spans[0].out_start = 0
+        spans[0].out_stop = inside
         if not call.trainable:
-            pieces[0].kind = SPAN_UNTRAINABLE
+            spans[0].kind = SPAN_UNTRAINABLE
         else:
-            pieces[0].kind = SPAN_TRAINED if owned else SPAN_DUPLICATE
+            spans[0].kind = SPAN_TRAINED if owned else SPAN_DUPLICATE
         n = 1
     if not owned or not call.trainable:
         return n
     if inside < kept:
-        pieces[n].start = pieces[n].stop = rule.max_tokens
-        pieces[n].out_start = inside
-        pieces[n].out_stop = kept
-        pieces[n].kind = SPAN_CUT
+        spans[n].start = spans[n].stop = choices.max_tokens
+        spans[n].out_start = inside
+        spans[n].out_stop = kept
+        spans[n].kind = SPAN_CUT
         n += 1
     if kept < call.out_len:
-        pieces[n].start = pieces[n].stop = min(min(start + kept, replaced), rule.max_tokens)
-        pieces[n].out_start = kept
-        pieces[n].out_stop = call.out_len
-        pieces[n].kind = SPAN_ABSORBED
+        spans[n].start = spans[n].stop = min(min(start + kept, replaced), choices.max_tokens)
+        spans[n].out_start = kept
+        spans[n].out_stop = call.out_len
+        spans[n].kind = SPAN_ABSORBED
         n += 1
     return n
 
 
 cdef inline bint _has_logprob(const Call* call, pos_t k) noexcept nogil:
-    """Whether the engine gave one for the k-th token of the output."""
+    """Whether the k-th token of the output has a logprob."""
     cdef const uint8_t* bits = <const uint8_t*><intptr_t>call.valid
     cdef pos_t bit = call.valid_bit + k
     if call.logprobs == 0:
@@ -159,45 +173,45 @@ cdef pos_t _n_without(const Call* call, pos_t n) noexcept nogil:
     return missing
 
 
-cdef inline bint _may_train(const Call* call, pos_t k, bint by_token) noexcept nogil:
+cdef inline bint _may_train(const Call* call, pos_t k, bint need_logprob) noexcept nogil:
     """Whether the k-th token of a trainable output may be trained."""
     cdef const uint8_t* bits = <const uint8_t*><intptr_t>call.mask
     cdef pos_t bit = call.mask_bit + k
     if bits != NULL and not bits[bit >> 3] >> (bit & 7) & 1:
         return False
-    return not by_token or _has_logprob(call, k)
+    return not need_logprob or _has_logprob(call, k)
 
 
-cdef pos_t _n_barred(const Call* call, pos_t n, bint by_token) noexcept nogil:
+cdef pos_t _n_barred(const Call* call, pos_t n, bint need_logprob) noexcept nogil:
     """How many of the first n tokens of a trainable output may not be trained."""
     cdef pos_t k, barred = 0
     if call.mask == 0:
-        return _n_without(call, n) if by_token else 0
+        return _n_without(call, n) if need_logprob else 0
     for k in range(n):
-        barred += not _may_train(call, k, by_token)
+        barred += not _may_train(call, k, need_logprob)
     return barred
 
 
-cdef bint _next_part(
-    const Call* call, const Piece* piece, bint by_token, pos_t* at, Piece* part
+cdef bint _next_span(
+    const Call* call, const Span* span, bint need_logprob, pos_t* at, Span* part
 ) noexcept nogil:
-    """The part of a piece that begins at ``at[0]`` of the output, or beyond; 0: none left.
+    """Write the part of a span that begins at ``at[0]`` of the output or later; 0: none left.
 
-    A piece has one part, unless it is decided token by token what may be trained. Then what
-    stands in the row is parted where that changes; of what was lost, only the parts that
-    might have been trained count, and they all stand where the piece does.
+    A span has one part, unless each token decides by itself whether it may be trained. Then a
+    span inside the row is split wherever that changes; of a span outside the row, only the
+    parts that might have been trained are returned, all at the span's own position.
     """
     cdef pos_t start, stop
-    cdef bint given, empty = piece.start == piece.stop
-    while at[0] < piece.out_stop:
-        part[0] = piece[0]
-        if not (by_token or call.mask) or piece.kind == SPAN_UNTRAINABLE:
-            at[0] = piece.out_stop
+    cdef bint given, empty = span.start == span.stop
+    while at[0] < span.out_stop:
+        part[0] = span[0]
+        if not (need_logprob or call.mask) or span.kind == SPAN_UNTRAINABLE:
+            at[0] = span.out_stop
             return True
         start = at[0]
-        given = _may_train(call, start, by_token)
+        given = _may_train(call, start, need_logprob)
         stop = start + 1
-        while stop < piece.out_stop and _may_train(call, stop, by_token) == given:
+        while stop < span.out_stop and _may_train(call, stop, need_logprob) == given:
             stop += 1
         at[0] = stop
         if empty and not given:
@@ -205,7 +219,7 @@ cdef bint _next_part(
         part.out_start = start
         part.out_stop = stop
         if not empty:
-            part.start = piece.start + (start - piece.out_start)
+            part.start = span.start + (start - span.out_start)
             part.stop = part.start + (stop - start)
         if not given:
             part.kind = SPAN_UNTRAINABLE
@@ -218,114 +232,129 @@ cdef inline pos_t _row_len(const Call* calls, const Row* row) noexcept nogil:
     return min(_held_len(&calls[row.last]), row.end)
 
 
-cdef void _survey(
-    const Call* calls, const Link* links, const int32_t* owners, const Rule* rule, Row* row,
-    int64_t* totals,
-) noexcept nogil:
-    """Complete a row of which last, end, n_calls and owner are known; totals by span kind."""
+cdef void _measure_row(const Plan* plan, Row* row, int64_t* totals) noexcept nogil:
+    """Complete a row whose last, end, n_calls and owner are known; ``totals`` by span kind."""
+    cdef const Call* calls = plan.paths.calls
+    cdef const Choices* choices = plan.choices
     cdef int32_t call = row.last
     cdef int64_t i
     cdef pos_t replaced = row.end
     cdef int n, k
-    cdef bint mine
+    cdef bint owned
     cdef pos_t at, size
-    cdef Piece[3] pieces
-    cdef Piece part
+    cdef Span[3] spans
+    cdef Span part
     for k in range(N_SPAN_KINDS):
         totals[k] = 0
     row.n_spans = 0
     row.n_trained = 0
     row.use_tool = row.ill_formed = 0
     row.truncated = calls[row.last].length_stop
-    row.n_tokens = row.stored = min(_row_len(calls, row), rule.max_tokens)
+    row.n_tokens = row.stored = min(_row_len(calls, row), choices.max_tokens)
     for i in range(row.n_calls):
-        mine = owners[call] == row.owner
-        n = _pieces(&calls[call], replaced, mine or rule.own == OWN_EVERY, rule, pieces)
+        owned = plan.owners[call] == row.owner
+        n = _output_spans(
+            &calls[call], replaced, owned or choices.train_in == TRAIN_IN_EVERY, choices, spans
+        )
         for k in range(n):
-            at = pieces[k].out_start
-            while _next_part(&calls[call], &pieces[k], rule.by_token, &at, &part):
+            at = spans[k].out_start
+            while _next_span(&calls[call], &spans[k], choices.need_logprob, &at, &part):
                 row.n_spans += 1
                 size = part.out_stop - part.out_start
                 if part.kind == SPAN_TRAINED:
                     row.n_trained += size
                     row.stored = min(row.stored, part.start)
-                # What trains again is counted as what stands there again.
-                if mine or part.kind in (SPAN_DUPLICATE, SPAN_UNTRAINABLE):
+                # an output that is trained again counts as a duplicate
+                if owned or part.kind in (SPAN_DUPLICATE, SPAN_UNTRAINABLE):
                     totals[part.kind] += size
                 elif part.kind == SPAN_TRAINED:
                     totals[SPAN_DUPLICATE] += size
         row.use_tool |= calls[call].use_tool
         row.ill_formed |= calls[call].ill_formed
         row.prompt_len = calls[call].prompt_len
-        replaced = min(replaced, links[call].lcp)
-        call = links[call].parent
+        replaced = min(replaced, plan.links[call].lcp)
+        call = plan.links[call].parent
 
 
-cdef void _cut_to_calls(
-    const Call* calls, const Link* links, const int32_t* owners, const Rule* rule, Row* row,
-    int64_t* totals,
-) noexcept nogil:
-    """Let a row that is cut inside a prompt end with the call before; totals stay complete.
+cdef void _cut_at_calls(const Plan* plan, Row* row, int64_t* totals) noexcept nogil:
+    """End a row that max_tokens truncates inside a prompt with the call before.
 
-    Where the head of a reply is kept, the reply loses what the call after it replaced, though
-    that call is left out (spec: miles 1.2, which trims replies before it cuts rows).
+    ``totals`` stay complete. With ``keep_prefix``, an output loses what the next call replaced
+    even if that call is removed (spec: miles 1.2, which trims replies before it cuts rows).
     """
+    cdef const Call* calls = plan.paths.calls
     cdef int64_t before
     cdef pos_t lcp
     cdef bint shorter = False
     while (
-        row.n_calls > 1 and calls[row.last].prompt_len >= rule.max_tokens
-        and _row_len(calls, row) > rule.max_tokens
+        row.n_calls > 1 and calls[row.last].prompt_len >= plan.choices.max_tokens
+        and _row_len(calls, row) > plan.choices.max_tokens
     ):
-        lcp = links[row.last].lcp
-        row.last = links[row.last].parent
-        row.end = lcp if rule.keep_head and lcp >= calls[row.last].prompt_len else NEVER
+        lcp = plan.links[row.last].lcp
+        row.last = plan.links[row.last].parent
+        row.end = NEVER
+        if plan.choices.keep_prefix and lcp >= calls[row.last].prompt_len:
+            row.end = lcp
         row.n_calls -= 1
         shorter = True
     if not shorter:
         return
     before = totals[SPAN_TRAINED] + totals[SPAN_CUT] + totals[SPAN_ABSORBED]
-    _survey(calls, links, owners, rule, row, totals)
+    _measure_row(plan, row, totals)
     totals[SPAN_CUT] = before - totals[SPAN_TRAINED] - totals[SPAN_ABSORBED]
 
 
-cdef void _find_parent_row(
-    const Node* nodes, const int32_t* ends, int32_t* marks, const Row* rows, Row* row,
-    int32_t index,
-) noexcept nogil:
+cdef void _find_parent_row(const Plan* plan, Row* row, int32_t index) noexcept nogil:
     """Set parent_row and shared, and mark the nodes that this row is the first to cover.
 
-    A row that is cut covers its last node in part. All cuts fall at one position, so a row
-    that covers more of that node than the first one does not exist.
+    A truncated row covers its last node in part. All rows are truncated at one position, so no
+    later row covers more of that node than the first one.
     """
-    cdef int32_t node = ends[row.last], by
+    cdef const Node* nodes = plan.paths.nodes
+    cdef int32_t node = plan.paths.ends[row.last], by
     row.parent_row = -1
     row.shared = 0
     while nodes[node].start >= row.n_tokens:
         node = nodes[node].parent
     while nodes[node].parent >= 0:
-        by = marks[node]
+        by = plan.marks[node]
         if by >= 0:
-            row.parent_row = rows[by].index
-            row.shared = min(min(nodes[node].stop, row.n_tokens), rows[by].n_tokens)
+            row.parent_row = plan.rows[by].index
+            row.shared = min(min(nodes[node].stop, row.n_tokens), plan.rows[by].n_tokens)
             return
-        marks[node] = index
+        plan.marks[node] = index
         node = nodes[node].parent
 
 
+cdef int _loss(const Link* link) noexcept nogil:
+    """The report's column for the output of a call in no chain."""
+    if link.rewritten_by >= 0:
+        return REPORT_LOST_REWRITTEN
+    if link.why in (
+        WHY_AMBIGUOUS, WHY_SUPERSEDED, WHY_UNRESOLVED, WHY_UNRESOLVED_AMBIGUOUS,
+        WHY_UNRESOLVED_KEPT, WHY_STRANDED,
+    ):
+        return REPORT_LOST_QUARANTINED
+    if link.why == WHY_REFUSED_TOKENS or link.why == WHY_REFUSED_TRUNCATED:
+        return REPORT_LOST_REFUSED
+    if link.why == WHY_RETRIED:
+        return REPORT_LOST_RETRIED
+    return REPORT_LOST_UNROUTED
+
+
 cdef void _count_call(
-    const Call* call, const Link* link, bint by_token, int64_t* report
+    const Call* call, const Link* link, bint need_logprob, int64_t* report
 ) noexcept nogil:
-    """Count a call, and what no row can claim of it."""
+    """Count a call, and its output as far as no row can train it."""
     cdef int64_t due = call.out_len, masked
     report[REPORT_TURNS] += 1
-    report[REPORT_SAMPLED] += due
+    report[REPORT_TOKENS_SAMPLED] += due
     if not call.trainable:
         report[REPORT_LOST_UNTRAINABLE] += due
         due = 0
     else:
         masked = _n_barred(call, due, False)
-        due -= _n_barred(call, due, by_token)
+        due -= _n_barred(call, due, need_logprob)
         report[REPORT_LOST_MASKED] += masked
         report[REPORT_LOST_NO_LOGPROB] += call.out_len - masked - due
     if link.order < 0:
@@ -333,34 +362,60 @@ cdef void _count_call(
     report[REPORT_ROOTS] += (
         link.parent < 0 and link.why != WHY_UNROUTED and link.why != WHY_EMPTY
     )
-    report[REPORT_QUARANTINED] += link.why in (
+    report[REPORT_TURNS_QUARANTINED] += link.why in (
         WHY_AMBIGUOUS, WHY_SUPERSEDED, WHY_UNRESOLVED, WHY_UNRESOLVED_AMBIGUOUS,
     )
-    report[REPORT_UNRESOLVED] += link.why in (
+    report[REPORT_TURNS_UNRESOLVED] += link.why in (
         WHY_UNRESOLVED, WHY_UNRESOLVED_AMBIGUOUS, WHY_UNRESOLVED_KEPT,
     )
 
 
-cdef int64_t _withdraw(
-    const Call* calls, const Link* links, const int32_t* owners, const Rule* rule, Row* rows,
-    int64_t first, int64_t n_rows, int64_t* report,
+cdef bint _keep_row(
+    const Plan* plan, const Row* row, const int64_t* totals, int below, int64_t* report
 ) noexcept nogil:
-    """Of rows[first:n_rows], leave as many as may be emitted; return n_rows as it is then.
+    """Whether the policy keeps a measured row; its tokens are counted either way.
 
-    One at least may be: the last row takes the place of the first that is left out.
+    ``below`` is how the next call of the chain meets the row.
     """
-    cdef int64_t excess = n_rows - first - rule.max_rows, j
+    cdef pos_t full = _row_len(plan.paths.calls, row)
+    report[REPORT_LOST_ABSORBED] += totals[SPAN_ABSORBED]
+    if below == MEET_RESTART:
+        report[REPORT_LOST_RESTARTED] += totals[SPAN_TRAINED] + totals[SPAN_CUT]
+        return False
+    if not plan.choices.keep_empty and full == row.prompt_len:
+        report[REPORT_ROWS_UNTRAINED] += 1
+        report[REPORT_LOST_CUT] += totals[SPAN_CUT]  # if it was cut to a call
+        return False
+    if not plan.choices.keep_untrained and row.n_trained + totals[SPAN_CUT] == 0:
+        report[REPORT_ROWS_UNTRAINED] += 1
+        return False
+    if row.n_tokens < full and row.n_tokens <= row.prompt_len:
+        report[REPORT_ROWS_CUT] += 1
+        report[REPORT_LOST_CUT] += totals[SPAN_TRAINED] + totals[SPAN_CUT]
+        return False
+    report[REPORT_LOST_CUT] += totals[SPAN_CUT]
+    report[REPORT_TOKENS_TRAINED] += totals[SPAN_TRAINED]
+    report[REPORT_TOKENS_DUPLICATED] += totals[SPAN_DUPLICATE]
+    return True
+
+
+cdef void _apply_max_rows(Plan* plan, int64_t first, int64_t* report) noexcept nogil:
+    """Remove the rows of rows[first:n_rows] beyond ``max_rows``, which is 1 at least.
+
+    The last row takes the position of the first that is removed.
+    """
+    cdef int64_t excess = plan.n_rows - first - plan.choices.max_rows, j
     cdef int64_t[N_SPAN_KINDS] totals
     if excess <= 0:
-        return n_rows
-    for j in range(n_rows - 1 - excess, n_rows - 1):
-        _survey(calls, links, owners, rule, &rows[j], totals)
-        report[REPORT_ROWS_UNEMITTED] += 1
-        report[REPORT_TRAINED] -= totals[SPAN_TRAINED]
-        report[REPORT_LOST_UNEMITTED] += totals[SPAN_TRAINED]
-        report[REPORT_DUPLICATED] -= totals[SPAN_DUPLICATE]
-    rows[n_rows - 1 - excess] = rows[n_rows - 1]
-    return n_rows - excess
+        return
+    for j in range(plan.n_rows - 1 - excess, plan.n_rows - 1):
+        _measure_row(plan, &plan.rows[j], totals)
+        report[REPORT_ROWS_OVER_MAX_ROWS] += 1
+        report[REPORT_TOKENS_TRAINED] -= totals[SPAN_TRAINED]
+        report[REPORT_LOST_OVER_MAX_ROWS] += totals[SPAN_TRAINED]
+        report[REPORT_TOKENS_DUPLICATED] -= totals[SPAN_DUPLICATE]
+    plan.rows[plan.n_rows - 1 - excess] = plan.rows[plan.n_rows - 1]
+    plan.n_rows -= excess
 
 
 cdef bint _has_late_parent(const Link* links, int64_t lo, int64_t hi) noexcept nogil:
@@ -375,202 +430,187 @@ cdef bint _has_late_parent(const Link* links, int64_t lo, int64_t hi) noexcept n
     return False
 
 
-cdef int _loss(const Link* link) noexcept nogil:
-    """Under which reason of the report a call is lost that is in no chain."""
-    if link.rewritten_by >= 0:
-        return REPORT_LOST_DEMOTED
-    if link.why in (
-        WHY_AMBIGUOUS, WHY_SUPERSEDED, WHY_UNRESOLVED, WHY_UNRESOLVED_AMBIGUOUS,
-        WHY_UNRESOLVED_KEPT, WHY_STRANDED,
-    ):
-        return REPORT_LOST_QUARANTINED
-    if link.why == WHY_REFUSED_TOKENS or link.why == WHY_REFUSED_TRUNCATED:
-        return REPORT_LOST_REFUSED
-    if link.why == WHY_RETRIED:
-        return REPORT_LOST_RETRIED
-    return REPORT_LOST_UNROUTED
-
-
-cdef int32_t _main_chain(
-    const int32_t* by_order, const uint8_t* flags, const int32_t* roots, const int32_t* births,
-    int32_t lo, int32_t hi,
-) noexcept nogil:
+cdef int32_t _main_chain(const Plan* plan, int32_t lo, int32_t hi) noexcept nogil:
     """The leaf of the first chain of the root that was created first, or -1."""
     cdef int32_t k, leaf, best = -1
     for k in range(lo, hi):
-        leaf = by_order[k]
-        if leaf < 0 or flags[leaf] & 4:
+        leaf = plan.by_order[k]
+        if leaf < 0 or plan.flags[leaf] & CALL_CONTINUED:
             continue
-        if best < 0 or births[roots[leaf]] < births[roots[best]]:
+        if best < 0 or plan.births[plan.roots[leaf]] < plan.births[plan.roots[best]]:
             best = leaf
     return best
 
 
-cdef int64_t _plan_session(
-    const Call* calls, int32_t lo, int32_t hi, int32_t session, const Node* nodes,
-    const int32_t* ends, const Link* links, const Rule* rule, uint8_t* kinds,
-    const int32_t* by_order, int32_t* forks, uint8_t* flags, int32_t* openers, int32_t* roots,
-    const int32_t* births, int32_t* owners, int32_t* marks, const Claims* claims, Row* rows,
-    int64_t n_rows, int64_t* report,
-) noexcept nogil:
-    """Append the rows of one session to rows[:n_rows]; return how many there are then.
+cdef void _meet_calls(const Plan* plan, int32_t lo, int32_t hi, bint late) noexcept nogil:
+    """Fill meets, flags, forks, openers and roots of a session's calls, parents first."""
+    cdef const Call* calls = plan.paths.calls
+    cdef int32_t i, k, parent
+    cdef int meet
+    for k in range(lo, hi):
+        i = plan.by_order[k] if late else k
+        if i < 0 or plan.links[i].order < 0:
+            continue
+        parent = plan.links[i].parent
+        plan.openers[i] = plan.roots[i] = i
+        plan.forks[i] = 0
+        plan.flags[i] = CALL_USE_TOOL if calls[i].use_tool else 0
+        if calls[i].ill_formed:
+            plan.flags[i] |= CALL_ILL_FORMED
+        if parent < 0:
+            continue
+        meet = _meet(
+            calls, plan.links, i, calls[plan.openers[parent]].prompt_len, plan.choices
+        )
+        plan.meets[i] = <uint8_t>meet
+        if meet < MEET_FORK:
+            plan.openers[i] = plan.openers[parent]
+        plan.forks[i] = plan.forks[parent] + (meet == MEET_FORK)
+        plan.roots[i] = plan.roots[parent]
+        plan.flags[i] |= plan.flags[parent] & CALL_CHAIN_FLAGS
+        plan.flags[parent] |= CALL_CONTINUED
 
-    Each row has a call that no row before it ends with or owns: they are no more than calls.
-    ``by_order`` comes filled.
+
+cdef inline bint _is_selected(const Plan* plan, int32_t call, int32_t only) noexcept nogil:
+    """Whether the call is a leaf whose chain becomes rows."""
+    if plan.flags[call] & CALL_CONTINUED:
+        return False
+    return not plan.choices.main_only or call == only
+
+
+cdef int32_t _first_new_call(const Plan* plan, int32_t leaf, int64_t* report) noexcept nogil:
+    """The call that opens the topmost row of a chain with something new.
+
+    Makes the chain the owner of its outputs without an owner, where chains own them.
     """
-    cdef int32_t i, k, parent, leaf, top, call, only = -1, first_of_session = <int32_t>n_rows
-    cdef int64_t low, high, chain_start, j, due
-    cdef int below
-    cdef bint late, by_chain = _by_chain(rule.own, rule.main_only)
+    cdef const Link* links = plan.links
+    cdef int32_t call = leaf, top = leaf
+    if _owned_by_chain(plan.choices):
+        while call >= 0 and (plan.owners[call] < 0 or plan.owners[call] == leaf):
+            plan.owners[call] = leaf
+            top = call
+            call = links[call].parent
+        top = plan.openers[top]  # that row may start above what is new
+        report[REPORT_ROWS_UNTRAINED] += plan.forks[top]
+        return top
+    # Each row appears once, in the first chain that contains it.
+    while call >= 0 and not plan.flags[call] & CALL_IN_ROW:
+        plan.flags[call] |= CALL_IN_ROW
+        top = plan.openers[call]
+        call = links[top].parent
+    return top
+
+
+cdef void _plan_chain(
+    Plan* plan, int32_t leaf, int32_t session, int64_t room, int64_t* report
+) noexcept nogil:
+    """Append the rows of one chain, from its first call to the leaf."""
+    cdef const Link* links = plan.links
+    cdef int32_t top = _first_new_call(plan, leaf, report), call = leaf
+    cdef int64_t low = plan.n_rows, high
+    cdef int below = MEET_FORK  # how the next row of the chain begins
     cdef int64_t[N_SPAN_KINDS] totals
     cdef Row row
-    cdef Row* emitted
+    while True:
+        row.last = call
+        row.end = NEVER
+        row.owner = leaf if _owned_by_chain(plan.choices) else call
+        row.session = session
+        row.reserved = 0
+        row.n_calls = 1
+        while plan.meets[call] < MEET_FORK:
+            call = links[call].parent
+            row.n_calls += 1
+        _measure_row(plan, &row, totals)
+        if plan.choices.cut_at_calls:
+            _cut_at_calls(plan, &row, totals)
+        if plan.choices.chain_flags:
+            row.truncated = plan.paths.calls[leaf].length_stop
+            row.use_tool = plan.flags[leaf] & CALL_USE_TOOL != 0
+            row.ill_formed = plan.flags[leaf] & CALL_ILL_FORMED != 0
+        if _keep_row(plan, &row, totals, below, report):
+            check_write("rows", plan.n_rows, 1, room)  # one per call of the sessions so far
+            plan.rows[plan.n_rows] = row
+            plan.n_rows += 1
+        if call == top:
+            break
+        below = plan.meets[call]
+        call = links[call].parent
+    # They were found from the leaf upwards.
+    high = plan.n_rows - 1
+    while low < high:
+        row = plan.rows[low]
+        plan.rows[low] = plan.rows[high]
+        plan.rows[high] = row
+        low += 1
+        high -= 1
+
+
+cdef void _plan_session(Plan* plan, int32_t session, int64_t* report) noexcept nogil:
+    """Append the rows of one session.
+
+    Each row has a call that no row before it ends with or owns, so there are at most as many
+    rows as calls.
+    """
+    cdef:
+        const Call* calls = plan.paths.calls
+        const Link* links = plan.links
+        const Choices* choices = plan.choices
+        int32_t lo = <int32_t>plan.paths.session_offsets[session]
+        int32_t hi = <int32_t>plan.paths.session_offsets[session + 1]
+        int32_t i, k, call, only = -1
+        int64_t j, first = plan.n_rows
+        bint late = _has_late_parent(links, lo, hi)
+        Row* row
 
     for i in range(lo, hi):
-        owners[i] = -1
-        _count_call(&calls[i], &links[i], rule.by_token, report)
-        kinds[i] = KIND_FORK
-    late = _has_late_parent(links, lo, hi)
-    for k in range(lo, hi):
-        i = by_order[k] if late else k
-        if i < 0 or links[i].order < 0:
-            continue
-        flags[i] = calls[i].use_tool | (calls[i].ill_formed << 1)
-        forks[i] = 0
-        openers[i] = roots[i] = i
-        parent = links[i].parent
-        if parent >= 0:
-            kinds[i] = _kind(calls, links, i, calls[openers[parent]].prompt_len, rule)
-            if kinds[i] < KIND_FORK:
-                openers[i] = openers[parent]
-            forks[i] = forks[parent] + (kinds[i] == KIND_FORK)
-            roots[i] = roots[parent]
-            flags[i] |= flags[parent] & 3
-            flags[parent] |= 4  # something continues it: no leaf
-    if rule.main_only:
-        only = _main_chain(by_order, flags, roots, births, lo, hi)
-    if not by_chain:
-        _find_owners(
-            calls, lo, hi, links, rule, kinds, by_order if late else NULL, claims, owners
-        )
-    elif rule.own == OWN_EARLIEST:
+        plan.owners[i] = -1
+        _count_call(&calls[i], &links[i], choices.need_logprob, report)
+        plan.meets[i] = MEET_FORK
+    _meet_calls(plan, lo, hi, late)
+    if choices.main_only:
+        only = _main_chain(plan, lo, hi)
+    if not _owned_by_chain(choices):
+        _find_owners(plan, lo, hi, late)
+    elif choices.train_in == TRAIN_IN_EARLIEST:
         for i in range(lo, hi):
-            if links[i].order < 0 or flags[i] & 4 or (rule.main_only and i != only):
-                continue
-            call = i
-            while call >= 0 and owners[call] < 0:
-                owners[call] = i
+            call = i if links[i].order >= 0 and _is_selected(plan, i, only) else -1
+            while call >= 0 and plan.owners[call] < 0:
+                plan.owners[call] = i
                 call = links[call].parent
-
     for k in range(lo, hi):
-        leaf = by_order[k]
-        if leaf < 0 or flags[leaf] & 4 or (rule.main_only and leaf != only):
-            continue
-        top = call = leaf
-        if by_chain:
-            while call >= 0 and (owners[call] < 0 or owners[call] == leaf):
-                owners[call] = leaf
-                top = call
-                call = links[call].parent
-            # The topmost row with something new may start above it.
-            top = openers[top]
-            report[REPORT_ROWS_UNTRAINED] += forks[top]
-        else:
-            # Every row comes once, in the first chain that has it.
-            while call >= 0 and not flags[call] & 8:
-                flags[call] |= 8
-                top = openers[call]
-                call = links[top].parent
-
-        chain_start = n_rows
-        call = leaf
-        below = KIND_FORK  # how the row that follows in the chain begins
-        while True:
-            row.last = call
-            row.end = NEVER
-            row.owner = leaf if by_chain else call
-            row.session = session
-            row.reserved = 0
-            row.n_calls = 1
-            while kinds[call] < KIND_FORK:
-                call = links[call].parent
-                row.n_calls += 1
-            _survey(calls, links, owners, rule, &row, totals)
-            if rule.cut_calls:
-                _cut_to_calls(calls, links, owners, rule, &row, totals)
-            if rule.chain_flags:
-                row.truncated = calls[leaf].length_stop
-                row.use_tool = flags[leaf] & 1
-                row.ill_formed = (flags[leaf] >> 1) & 1
-            report[REPORT_LOST_ABSORBED] += totals[SPAN_ABSORBED]
-            if below == KIND_RESTART:
-                report[REPORT_LOST_RESTARTED] += totals[SPAN_TRAINED] + totals[SPAN_CUT]
-            elif rule.drop_empty and _row_len(calls, &row) == row.prompt_len:
-                report[REPORT_ROWS_UNTRAINED] += 1
-                report[REPORT_LOST_CUT] += totals[SPAN_CUT]  # if it was cut to a call
-            elif rule.drop_untrained and row.n_trained + totals[SPAN_CUT] == 0:
-                report[REPORT_ROWS_UNTRAINED] += 1
-            elif row.n_tokens < _row_len(calls, &row) and row.n_tokens <= row.prompt_len:
-                report[REPORT_ROWS_CUT] += 1
-                report[REPORT_LOST_CUT] += totals[SPAN_TRAINED] + totals[SPAN_CUT]
-            else:
-                report[REPORT_LOST_CUT] += totals[SPAN_CUT]
-                report[REPORT_TRAINED] += totals[SPAN_TRAINED]
-                report[REPORT_DUPLICATED] += totals[SPAN_DUPLICATE]
-                check_write("rows", n_rows, 1, hi)  # a call each, of all sessions so far
-                rows[n_rows] = row
-                n_rows += 1
-            if call == top:
-                break
-            below = kinds[call]
-            call = links[call].parent
-
-        # They were found from the leaf upwards; a chain's rows come from the root downwards.
-        low = chain_start
-        high = n_rows - 1
-        while low < high:
-            row = rows[low]
-            rows[low] = rows[high]
-            rows[high] = row
-            low += 1
-            high -= 1
-
-    if rule.main_only:
+        i = plan.by_order[k]
+        if i >= 0 and _is_selected(plan, i, only):
+            _plan_chain(plan, i, session, hi, report)
+    if choices.main_only:
         for i in range(lo, hi):
-            if links[i].order >= 0 and owners[i] < 0 and calls[i].trainable:
-                due = calls[i].out_len
-                due -= _n_barred(&calls[i], due, rule.by_token)
-                report[REPORT_LOST_UNDELIVERED] += due
-    n_rows = _withdraw(calls, links, owners, rule, rows, first_of_session, n_rows, report)
-    for j in range(first_of_session, n_rows):
-        emitted = &rows[j]
-        emitted.index = <int32_t>j - first_of_session
-        _find_parent_row(nodes, ends, marks, rows, emitted, <int32_t>j)
+            if links[i].order >= 0 and plan.owners[i] < 0 and calls[i].trainable:
+                report[REPORT_LOST_NOT_SELECTED] += calls[i].out_len - _n_barred(
+                    &calls[i], calls[i].out_len, choices.need_logprob
+                )
+    _apply_max_rows(plan, first, report)
+    for j in range(first, plan.n_rows):
+        row = &plan.rows[j]
+        row.index = <int32_t>(j - first)
+        _find_parent_row(plan, row, <int32_t>j)
         report[REPORT_ROWS] += 1
-        report[REPORT_FORWARD] += emitted.n_tokens
-        report[REPORT_FORWARD_SHARED] += emitted.n_tokens - emitted.shared
-    return n_rows
+        report[REPORT_TOKENS_FORWARD] += row.n_tokens
+        report[REPORT_TOKENS_FORWARD_SHARED] += row.n_tokens - row.shared
 
 
-cdef int64_t _first_bad_link(
-    const Call[::1] calls, const int64_t[::1] session_offsets, const Link[::1] links,
-    int32_t* by_order,
-) noexcept nogil:
-    """Index of the first link that is none, or -1.
+cdef int64_t _order_calls(const Paths* paths, const Link* links, int32_t* by_order) noexcept nogil:
+    """Fill each session's calls in order, then -1; return the first bad link, or -1.
 
-    A session's parents all come before their children, in the turns or in order, so that
-    no chain runs in a circle. ``by_order`` becomes the calls of each session in order, with
-    -1 behind them: no two have one order.
+    A session's parents all come before their children, in the turns or in order, so no chain
+    is a circle; no two calls have one order.
     """
     cdef bint late
     cdef int64_t s, i, lo, hi
     cdef int32_t parent
-    for s in range(session_offsets.shape[0] - 1):
-        lo = session_offsets[s]
-        hi = session_offsets[s + 1]
-        if lo == hi:
-            continue
-        late = _has_late_parent(&links[0], lo, hi)
+    for s in range(paths.n_sessions):
+        lo = paths.session_offsets[s]
+        hi = paths.session_offsets[s + 1]
+        late = _has_late_parent(links, lo, hi)
         for i in range(lo, hi):
             by_order[i] = -1
         for i in range(lo, hi):
@@ -590,110 +630,89 @@ cdef int64_t _first_bad_link(
                     return i
                 if late and links[parent].order >= links[i].order:
                     return i
-            if links[i].lcp < 0 or links[i].lcp > calls[i].prompt_len:
+            if not 0 <= links[i].lcp <= paths.calls[i].prompt_len:
                 return i
-            if links[i].lcp > calls[parent].prompt_len + calls[parent].out_len:
+            if links[i].lcp > _held_len(&paths.calls[parent]):
                 return i
     return -1
 
 
-cdef _check_limits(int64_t max_tokens, int64_t max_rows):
-    if max_tokens < 0 or max_rows < 1:
+cdef _check_plan(
+    CallForest forest, const Link[::1] links, const Choices[::1] choices,
+    const Row[::1] rows, const int64_t[:, ::1] report,
+):
+    """Raise unless a plan of these calls has a policy and room for its rows and counts."""
+    _check_length("links", links.shape[0], forest.n_calls)
+    _check_length("rows", rows.shape[0], forest.n_calls)
+    _check_length("report", report.shape[0], forest.n_sessions)
+    _check_length("choices", choices.shape[0], 1)
+    if report.shape[1] != REPORT_WIDTH:
+        raise LayoutError(f"report is {report.shape[1]} wide, {<int>REPORT_WIDTH} are needed")
+    if choices[0].max_tokens < 0 or choices[0].max_rows < 1:
         raise LayoutError(
-            f"max_tokens is {max_tokens} and max_rows {max_rows}: at least 0 and 1 are needed"
+            f"max_tokens is {choices[0].max_tokens} and max_rows {choices[0].max_rows}: at "
+            "least 0 and 1 are needed"
         )
+
+
+cdef _bad_link(const Link[::1] links, int64_t i):
+    return LayoutError(
+        f"links[{i}] is no link: parent {links[i].parent}, lcp {links[i].lcp}, order "
+        f"{links[i].order}"
+    )
 
 
 def plan_rows(
-    const Call[::1] calls not None,
-    const int64_t[::1] session_offsets not None,
-    const Node[::1] nodes not None,
-    const int32_t[::1] ends not None,
+    CallForest forest not None,
     const Link[::1] links not None,
-    int32_t absorb,
-    int64_t threshold,
-    bint keep_head,
-    bint drop_untrained,
-    bint drop_empty,
-    bint chain_flags,
-    bint main_only,
-    bint cut_calls,
+    const Choices[::1] choices not None,
     const int32_t[::1] births not None,
-    int64_t max_tokens,
-    int64_t max_rows,
-    int32_t own,
-    bint by_token,
-    uint8_t[::1] kinds not None,
-    int32_t[:, ::1] scratch not None,
-    int64_t[:, ::1] claims not None,
     int32_t[::1] owners not None,
-    int32_t[::1] marks not None,
     Row[::1] rows not None,
     int64_t[:, ::1] report not None,
 ):
-    """Fill ``rows`` in the policy's order, ``kinds``, ``owners`` and ``report``; return n_rows.
+    """Fill ``rows`` in the policy's order, ``owners`` and ``report``; return the number of rows.
 
-    ``kinds`` tells how each call met its parent's row, ``owners`` names the chain (its last
-    call; the last call of the row, if ``own`` is OWN_LONGEST or OWN_MOST_TRAINED, and not
-    ``main_only``) that owns each call's claim, or -1. ``claims``, read then, is 6 by n_calls,
+    ``owners`` names the chain that trains each call's output, by its last call, or -1; if
+    ``train_in`` compares rows and ``main_only`` is unset, the row, by its last call.
     ``births``, read with ``main_only``, ranks the calls by when they were created. ``report``
-    has a line a session, of the columns of `trajkit.schema.REPORT` from ``turns`` on; it must come
-    as zeros. ``scratch`` is 5 by n_calls, ``marks`` has an entry a node of the forest.
+    has a line per session with the columns of `trajkit.schema.REPORT` from ``turns`` on,
+    initially 0.
     """
-    cdef:
-        int64_t n_calls = calls.shape[0], n_sessions = session_offsets.shape[0] - 1
-        int64_t s, i, bad, n_rows = 0
-        Rule rule
-        Claims held_by
+    cdef int64_t n_calls = forest.n_calls, s, bad
+    cdef Paths paths
+    cdef Plan plan
 
-    _check_sessions(session_offsets, n_calls)
-    for name, n in (
-        ("ends", ends.shape[0]), ("links", links.shape[0]), ("kinds", kinds.shape[0]),
-        ("owners", owners.shape[0]), ("rows", rows.shape[0]), ("scratch", scratch.shape[1]),
-    ):
-        _check_length(name, n, n_calls)
-    _check_length("scratch", scratch.shape[0], 5)
-    _check_length("births", births.shape[0], n_calls if main_only else 0)
-    if not _by_chain(own, main_only):
-        _check_length("claims", claims.shape[0], CLAIM_WIDTH)
-        _check_length("claims", claims.shape[1], n_calls)
-    _check_length("marks", marks.shape[0], nodes.shape[0])
-    _check_length("report", report.shape[0], n_sessions)
-    if report.shape[1] != REPORT_WIDTH:
-        raise LayoutError(f"report is {report.shape[1]} wide, {<int>REPORT_WIDTH} are needed")
-    _check_limits(max_tokens, max_rows)
-    _check_forest(nodes, ends)
+    _check_plan(forest, links, choices, rows, report)
+    _check_length("owners", owners.shape[0], n_calls)
+    _check_length("births", births.shape[0], n_calls if choices[0].main_only else 0)
     if n_calls == 0:
         return 0
-    bad = _first_bad_link(calls, session_offsets, links, &scratch[0, 0])
-    if bad >= 0:
-        raise LayoutError(
-            f"links[{bad}] is no link: parent {links[bad].parent}, lcp {links[bad].lcp}, "
-            f"order {links[bad].order}"
-        )
-    rule.absorb = absorb
-    rule.threshold = threshold
-    rule.keep_head = keep_head
-    rule.drop_untrained = drop_untrained
-    rule.drop_empty = drop_empty
-    rule.chain_flags = chain_flags
-    rule.main_only = main_only
-    rule.cut_calls = cut_calls
-    rule.max_tokens = max_tokens
-    rule.max_rows = max_rows
-    rule.own = own
-    rule.by_token = by_token
-    held_by.lines = NULL if _by_chain(own, main_only) else &claims[0, 0]
-    held_by.n_calls = claims.shape[1]
+    cdef int32_t[:, ::1] of_calls = empty((4, n_calls), "i4")
+    cdef uint8_t[:, ::1] bytes_of_calls = empty((2, n_calls), "u1")
+    cdef int32_t[::1] marks = full(forest.n_nodes, -1, "i4")
+    cdef uint8_t[::1] candidates
+    paths = _paths(forest)
+    plan.paths = &paths
+    plan.links = &links[0]
+    plan.choices = &choices[0]
+    plan.births = &births[0] if births.shape[0] else NULL
+    plan.by_order, plan.forks = &of_calls[0, 0], &of_calls[1, 0]
+    plan.openers, plan.roots = &of_calls[2, 0], &of_calls[3, 0]
+    plan.meets, plan.flags = &bytes_of_calls[0, 0], &bytes_of_calls[1, 0]
+    plan.marks = &marks[0]
+    plan.candidates = NULL
+    if not _owned_by_chain(plan.choices):
+        candidates = empty(n_calls * sizeof(Candidate), "u1")
+        plan.candidates = <Candidate*>&candidates[0]
+    plan.owners = &owners[0]
+    plan.rows = &rows[0]
+    plan.n_rows = 0
     with nogil:
-        for i in range(nodes.shape[0]):
-            marks[i] = -1
-        for s in range(n_sessions):
-            n_rows = _plan_session(
-                &calls[0], <int32_t>session_offsets[s], <int32_t>session_offsets[s + 1],
-                <int32_t>s, &nodes[0], &ends[0], &links[0], &rule, &kinds[0], &scratch[0, 0],
-                &scratch[1, 0], <uint8_t*>&scratch[2, 0], &scratch[3, 0], &scratch[4, 0],
-                &births[0] if births.shape[0] else NULL, &owners[0], &marks[0], &held_by,
-                &rows[0], n_rows, &report[s, 0],
-            )
-    return n_rows
+        bad = _order_calls(&paths, plan.links, plan.by_order)
+        if bad < 0:
+            for s in range(paths.n_sessions):
+                _plan_session(&plan, <int32_t>s, &report[s, 0])
+    if bad >= 0:
+        raise _bad_link(links, bad)
+    return plan.n_rows

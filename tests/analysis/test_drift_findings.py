@@ -489,4 +489,4 @@ def test_paths_that_are_refused(call, start, size, match):
     forest = grow(calls)
     out = np.empty(size, np.int32)
     with pytest.raises(LayoutError, match=match):
-        _core.copy_path(calls.calls, forest.nodes, forest.ends, call, start, out)
+        _core.copy_path(forest.of(calls), call, start, out)

@@ -11,7 +11,7 @@ from tests.tables import turns_table
 from trajkit import _core
 from trajkit.errors import InvalidTurnsError, LayoutError
 from trajkit.pipeline.links import measure, policy_links
-from trajkit.pipeline.plan import NO_LIMIT, plan_rows
+from trajkit.pipeline.plan import NO_LIMIT, choices_of, plan_rows
 from trajkit.pipeline.splice import plan_splices
 from trajkit.turns.calls import read_calls
 from trajkit.turns.prefix_forest import grow
@@ -41,13 +41,12 @@ def linked(name):
 
 
 def columns(rows):
-    """Room for rows, as `_core.fill_rows` takes it."""
+    """Room for rows, as `_core.RowColumns` takes it."""
     offsets = np.cumsum([0, *rows["n_tokens"]], dtype=np.int64)
     span_offsets = np.cumsum([0, *rows["n_spans"]], dtype=np.int64)
     n, n_spans = max(offsets[-1], 0), max(span_offsets[-1], 0)
     bits = np.empty((n + 7) // 8, np.uint8)
     return {
-        "rows": rows,
         "token_offsets": offsets,
         "span_offsets": span_offsets,
         "input_ids": np.empty(n, np.int32),
@@ -59,53 +58,43 @@ def columns(rows):
     }
 
 
-def fill_rows(change, shifted=None):
-    calls, forest, links, policy = linked("faithful")
-    plan = plan_rows(calls, forest, links, policy, NO_LIMIT)
+def changed(plan, change, shifted):
+    """The plan's rows with a change to the first, and columns for them."""
     plan.rows["stored"] = 0
     for name, value in change.items():
         plan.rows[name][0] = value
-    given = {
-        "calls": calls.calls,
-        "nodes": forest.nodes,
-        "ends": forest.ends,
-        "links": links,
-        "owners": plan.owners,
-        "turn_index": calls.turn_index,
-        "chain": np.empty(len(forest.nodes), np.int32),
-        "keep_head": policy.keep_prefix,
-        "own_every": False,
-        "by_token": False,
-        "max_tokens": NO_LIMIT,
-        "uncached": False,
-        **columns(plan.rows),
-    }
+    arrays = columns(plan.rows)
     if shifted:
-        given[shifted] = given[shifted] - 4
-    return _core.fill_rows(**given)
+        arrays[shifted] = arrays[shifted] - 4
+    return {"rows": plan.rows, "columns": _core.RowColumns(**arrays)}
+
+
+def fill_rows(change, shifted=None):
+    calls, forest, links, policy = linked("faithful")
+    plan = plan_rows(calls, forest, links, policy, NO_LIMIT)
+    return _core.fill_rows(
+        forest.of(calls),
+        links,
+        choices_of(policy, NO_LIMIT),
+        plan.owners,
+        calls.turn_index,
+        **changed(plan, change, shifted),
+        uncached=False,
+    )
 
 
 def fill_splices(change, shifted=None):
     calls, forest, links, policy = linked("polar")
     plan = plan_splices(calls, forest, links, policy, NO_LIMIT)
-    plan.rows["stored"] = 0
-    for name, value in change.items():
-        plan.rows[name][0] = value
-    given = {
-        "calls": calls.calls,
-        "nodes": forest.nodes,
-        "ends": forest.ends,
-        "next_call": plan.next_calls,
-        "starts": plan.starts,
-        "places": plan.places,
-        "turn_index": calls.turn_index,
-        "by_token": False,
-        "max_tokens": NO_LIMIT,
-        **columns(plan.rows),
-    }
-    if shifted:
-        given[shifted] = given[shifted] - 4
-    return _core.fill_splices(**given)
+    return _core.fill_splices(
+        forest.of(calls),
+        choices_of(policy, NO_LIMIT),
+        plan.next_calls,
+        plan.starts,
+        plan.places,
+        calls.turn_index,
+        **changed(plan, change, shifted),
+    )
 
 
 def set_first(name, value):
@@ -166,7 +155,6 @@ def test_plans_without_room_for_a_row_are_refused(name):
         plan(name, max_tokens=-1)
     with (
         mock.patch("trajkit.pipeline.plan.NO_LIMIT", 0),
-        mock.patch("trajkit.pipeline.splice.NO_LIMIT", 0),
         pytest.raises(LayoutError, match="max_rows 0: at least 0 and 1"),
     ):
         plan(name)

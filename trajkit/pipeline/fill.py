@@ -14,7 +14,7 @@ from trajkit._arrow.buffers import pooled
 from trajkit._arrow.categories import dictionary_for
 from trajkit._arrow.export import Array, Column, record_batch
 from trajkit._streams import limits
-from trajkit.pipeline.plan import Plan, Planned
+from trajkit.pipeline.plan import Plan, Planned, choices_of
 from trajkit.pipeline.row_scalars import row_facts, turn_lists
 from trajkit.pipeline.weight_versions import row_versions
 from trajkit.policies import Policy
@@ -43,22 +43,18 @@ def row_batches(
     rows["stored"] = np.minimum(rows["shared"], rows["stored"]) if suffix else 0
     sizes = rows["n_tokens"] - rows["stored"]
     known = row_facts(calls, links, policy, rows, facts)
+    trees, choices = forest.of(calls), choices_of(policy, max_tokens)
 
     def batch(lo: int, hi: int) -> pa.RecordBatch:
+        past_caches = int(sizes[lo:hi].sum()) >= limits.STREAMING_STORE_TOKENS
         write = partial(
             _core.fill_rows,
-            calls.calls,
-            forest.nodes,
-            forest.ends,
+            trees,
             links,
+            choices,
             plan.owners,
             calls.turn_index,
-            np.empty(len(forest.nodes), np.int32),
-            policy.keep_prefix,
-            policy.train_in == "every",
-            policy.missing_logprobs == "untrain",
-            max_tokens,
-            int(sizes[lo:hi].sum()) >= limits.STREAMING_STORE_TOKENS,
+            uncached=past_caches,
         )
         lists = _Lists.written(rows[lo:hi], write, policy)
         columns = known.columns(lo, hi) | lists.of_turns(calls, links, rows[lo:hi])
@@ -92,9 +88,8 @@ def batch_of(
 ) -> pa.RecordBatch:
     """`trajkit.schema.ROWS` of a plan whose rows share what is known once they are written.
 
-    ``write`` takes the rows and their columns as the last nine arguments of
-    ``_core.fill_rows``, fills them, and returns how many logprobs the engine did not
-    give. ``written`` then gets the offsets of the rows and their tokens, and completes
+    ``write`` takes ``rows`` and ``columns`` as ``_core.fill_rows`` does, fills the
+    columns, and returns how many logprobs the engine did not give. ``written`` then gets the offsets of the rows and their tokens, and completes
     ``parent_row`` and ``shared`` of the rows.
     """
     rows = plan.rows
@@ -135,17 +130,10 @@ class _Lists:
         loss_mask, valid = pooled(n_bytes, np.uint8), pooled(n_bytes, np.uint8)
         spans = np.empty((len(SPAN) - 1, n_spans), np.int32)
         kinds = np.empty(n_spans, np.int8)
-        missing = write(
-            rows,
-            offsets,
-            span_offsets,
-            input_ids,
-            loss_mask,
-            logprobs,
-            valid,
-            spans,
-            kinds,
+        columns = _core.RowColumns(
+            offsets, span_offsets, input_ids, loss_mask, logprobs, valid, spans, kinds
         )
+        missing = write(rows=rows, columns=columns)
         if missing and policy.missing_logprobs == "null_row":
             _core.drop_partial_logprobs(offsets, loss_mask, logprobs, valid)
         # where the engine gave every logprob, what is valid is what is trained

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
@@ -13,15 +12,13 @@ from trajkit.schema import REPORT
 from trajkit.turns.call_order import by_creation
 from trajkit.turns.calls import Calls, Ints, Longs, Records
 from trajkit.turns.prefix_forest import Forest
-from trajkit.turns.structs import ROW
+from trajkit.turns.structs import CHOICES, ROW
 
 COUNTS = tuple(REPORT.names[REPORT.names.index("turns") :])
 """The columns of the report that the kernel counts, in its order."""
 
 NO_LIMIT = np.iinfo(np.int64).max
 """Of a number that a policy does not limit."""
-
-_BY_ROW = ("longest", "most_trained")  # of TRAIN_IN, those that compare rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +37,34 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Plan(Planned):
-    """Rows as runs of calls, and what became of every claim."""
+    """Rows as runs of calls, and what became of every output."""
 
-    # shape (n_calls,): how each call met its parent's row
-    kinds: npt.NDArray[np.uint8]
-    # shape (n_calls,): the chain, or row, that owns each call's claim, by its last call;
-    # -1: none
+    # shape (n_calls,): the chain, or row, that trains each call's output, by its last
+    # call; -1: none
     owners: Ints
+
+
+def choices_of(policy: Policy, max_tokens: int) -> Records:
+    """A policy as the kernels read it, dtype CHOICES, shape (1,)."""
+    end_of_turn = policy.end_of_turn_token_id
+    choices = np.zeros(1, CHOICES)
+    for name, value in {
+        "fork_threshold": policy.fork_threshold,
+        "max_tokens": max_tokens,
+        "max_rows": NO_LIMIT if policy.max_rows is None else policy.max_rows,
+        "end_of_turn": -1 if end_of_turn is None else end_of_turn,
+        "on_drift": ON_DRIFT.index(policy.on_drift),
+        "train_in": TRAIN_IN.index(policy.train_in),
+        "keep_prefix": policy.keep_prefix,
+        "keep_untrained": policy.keep_untrained,
+        "keep_empty": policy.keep_empty,
+        "chain_flags": policy.flag_scope == "chain",
+        "main_only": policy.row_selection == "main",
+        "cut_at_calls": policy.truncate_at == "calls",
+        "need_logprob": policy.missing_logprobs == "untrain",
+    }.items():
+        choices[name] = value
+    return choices
 
 
 def plan_rows(
@@ -57,33 +75,15 @@ def plan_rows(
     plan = Plan(
         pooled(n_calls, ROW),
         np.zeros((calls.n_sessions, len(COUNTS)), np.int64),
-        np.empty(n_calls, np.uint8),
         np.empty(n_calls, np.int32),
     )
+    main = policy.row_selection == "main"
     n_rows = _core.plan_rows(
-        calls.calls,
-        calls.session_offsets,
-        forest.nodes,
-        forest.ends,
+        forest.of(calls),
         links,
-        ON_DRIFT.index(policy.on_drift),
-        policy.fork_threshold,
-        policy.keep_prefix,
-        not policy.keep_untrained,
-        not policy.keep_empty,
-        policy.flag_scope == "chain",
-        policy.row_selection == "main",
-        policy.truncate_at == "calls",
-        by_creation(calls) if policy.row_selection == "main" else np.empty(0, np.int32),
-        max_tokens,
-        NO_LIMIT if policy.max_rows is None else policy.max_rows,
-        TRAIN_IN.index(policy.train_in),
-        policy.missing_logprobs == "untrain",
-        plan.kinds,
-        np.empty((5, n_calls), np.int32),
-        np.empty((6, n_calls if policy.train_in in _BY_ROW else 0), np.int64),
+        choices_of(policy, max_tokens),
+        by_creation(calls) if main else np.empty(0, np.int32),
         plan.owners,
-        np.empty(len(forest.nodes), np.int32),
         plan.rows,
         plan.counts,
     )

@@ -11,7 +11,7 @@ from trajkit import _core
 from trajkit._arrow import lazy_compute as pc
 from trajkit.pipeline.fill import batch_of
 from trajkit.pipeline.payloads import PathRanges
-from trajkit.pipeline.plan import COUNTS, NO_LIMIT, Planned
+from trajkit.pipeline.plan import COUNTS, Planned, choices_of
 from trajkit.policies import Policy
 from trajkit.turns.calls import Calls, Ints, Longs, Records
 from trajkit.turns.prefix_forest import Forest, grow_paths
@@ -49,22 +49,11 @@ def plan_splices(
         np.empty(n_calls, np.int64),
         np.empty(n_calls, np.int64),
     )
-    end_of_turn = policy.end_of_turn_token_id
     n_rows = _core.plan_splices(
-        calls.calls,
-        calls.session_offsets,
-        forest.nodes,
-        forest.ends,
+        forest.of(calls),
         links,
+        choices_of(policy, max_tokens),
         ended(calls),
-        -1 if end_of_turn is None else end_of_turn,
-        not policy.keep_untrained,
-        not policy.keep_empty,
-        policy.flag_scope == "chain",
-        max_tokens,
-        NO_LIMIT if policy.max_rows is None else policy.max_rows,
-        policy.missing_logprobs == "untrain",
-        np.empty(n_calls, np.int32),
         plan.next_calls,
         plan.starts,
         plan.places,
@@ -94,18 +83,14 @@ def splice_batch(
     facts: pa.RecordBatch,
 ) -> pa.RecordBatch:
     """`trajkit.schema.ROWS` of a plan, in which what rows share is completed."""
-
     write = partial(
         _core.fill_splices,
-        calls.calls,
-        forest.nodes,
-        forest.ends,
+        forest.of(calls),
+        choices_of(policy, max_tokens),
         plan.next_calls,
         plan.starts,
         plan.places,
         calls.turn_index,
-        policy.missing_logprobs == "untrain",
-        max_tokens,
     )
     return batch_of(
         calls, links, policy, plan, facts, write, partial(_find_shared, plan)

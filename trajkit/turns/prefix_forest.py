@@ -23,6 +23,12 @@ class Forest:
     # shape (n_calls,): a call that has them, or -1
     shared_with: Ints
 
+    def of(self, calls: Calls) -> _core.CallForest:
+        """The forest and the calls it was grown from, as kernels take them."""
+        return _core.CallForest(
+            calls.calls, calls.session_offsets, self.nodes, self.ends
+        )
+
 
 def grow(calls: Calls) -> Forest:
     """Build the forest of all calls, one tree per session."""
@@ -62,7 +68,7 @@ class Paths:
 
     def __init__(self, calls: Calls, forest: Forest) -> None:
         self._calls = calls
-        self._forest = forest
+        self._forest = forest.of(calls)
 
     def held(self, call: int) -> Ints:
         """Prompt, then output."""
@@ -79,7 +85,5 @@ class Paths:
 
     def _ids(self, call: int, start: int, stop: int) -> Ints:
         ids = np.empty(stop - start, np.int32)
-        _core.copy_path(
-            self._calls.calls, self._forest.nodes, self._forest.ends, call, start, ids
-        )
+        _core.copy_path(self._forest, call, start, ids)
         return ids

@@ -147,6 +147,26 @@ PACK_ROW = np.dtype(
     align=True,
 )
 
+CHOICES = np.dtype(
+    [
+        ("fork_threshold", _i8),
+        ("max_tokens", _i8),
+        ("max_rows", _i8),
+        ("end_of_turn", _i8),
+        ("on_drift", _i4),
+        ("train_in", _i4),
+        ("keep_prefix", _u1),
+        ("keep_untrained", _u1),
+        ("keep_empty", _u1),
+        ("chain_flags", _u1),
+        ("main_only", _u1),
+        ("cut_at_calls", _u1),
+        ("need_logprob", _u1),
+        ("reserved", _u1),
+    ],
+    align=True,
+)
+
 
 def longer(array: npt.NDArray[_Item], size: int) -> npt.NDArray[_Item]:
     """A copy with room for more: it begins as the array does, and the rest is undefined."""
