@@ -82,7 +82,7 @@ cdef struct Link:             # what is known of a call and the one that it cont
     int32_t parent            # -1: none
     int32_t order             # rank in the policy's traversal; -1: not in it
     int32_t rewritten_by        # -1: not rewritten
-    int32_t why               # index into trajkit.schema.LINK_REASONS
+    int32_t reason            # index into trajkit.schema.LINK_REASONS
     int32_t segment           # index into trajkit.schema.SEGMENT_KINDS plus 1; 0: none
 
 

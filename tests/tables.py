@@ -32,6 +32,26 @@ def turns_table(turns):
     return table.set_column(place, field, pa.array(prompts, field.type))
 
 
+OWN_EQUALITY = {"agents": "text", "generations": "strict"}
+"""The message equality of the presets that route this way."""
+
+
+def link_by(
+    turns, parent_by="messages", *, merge_threshold=1024, fork_threshold=1, **choices
+):
+    """`trajkit.link` under a policy that is given by what links depend on."""
+    merges = parent_by == "messages"
+    choices.setdefault("message_equality", OWN_EQUALITY.get(parent_by, "values"))
+    policy = tk.Policy(
+        name="links",
+        parent_by=parent_by,
+        merge_rewrites=merges,
+        fork_threshold=merge_threshold if merges else fork_threshold,
+        **choices,
+    )
+    return tk.link(turns, policy)
+
+
 def in_delta_form(table, choose):
     """A full turns table, each prompt said as what it shares with an earlier turn.
 

@@ -116,7 +116,7 @@ def test_a_misspelled_required_column_is_named():
             lambda: tk.policy("slime", train_in="frist"),
             "train_in='frist': did you mean 'first'",
         ),
-        (lambda: tk.link(TURNS, parent_by="mesages"), "did you mean 'messages'"),
+        (lambda: tk.link(TURNS, "faithfull"), "did you mean 'faithful'"),
     ],
 )
 def test_a_choice_like_a_known_one_is_named(make, said):

@@ -159,83 +159,38 @@ class Intake:
         payloads: object,
     ) -> tuple[int, int, bool]: ...
 
-# route.pxi
-def tree_size(requests: _Records, session_offsets: _I64) -> tuple[int, int]: ...
+# route/route.pxi
 def route_messages(
-    calls: _Records,
+    forest: CallForest,
     requests: _Records,
-    session_offsets: _I64,
-    nodes: _Records,
-    ends: _I32,
     merge_threshold: int,
-    equals: int,
-    tree_nodes: _Records,
-    table: _I32,
-    places: _I32,
-    up: _I32,
-    ended: _I32,
-    replies: _I32,
-    next_ended: _I32,
+    tie_break: int,
     links: _Records,
 ) -> None: ...
-def route_tokens(
-    calls: _Records,
-    session_offsets: _I64,
-    nodes: _Records,
-    ends: _I32,
-    up: _I32,
-    left: _I32,
-    active: _I32,
-    next_active: _I32,
-    row_of: _I32,
-    links: _Records,
-) -> None: ...
+def route_tokens(forest: CallForest, links: _Records) -> None: ...
+def measure_links(forest: CallForest, links: _Records) -> None: ...
 
-# route_prefix.pxi
-def route_prefix(
-    calls: _Records,
-    session_offsets: _I64,
-    nodes: _Records,
-    ends: _I32,
-    places: _I32,
-    of_nodes: _I32,
-    of_calls: _I32,
-    state: _U8,
-    links: _Records,
-) -> None: ...
+# route/by_prefix.pxi
+def route_prefix(forest: CallForest, by_prompt: _I32, links: _Records) -> None: ...
 
-# route_generations.pxi
+# route/by_generations.pxi
 def route_generations(
-    calls: _Records,
-    requests: _Records,
-    session_offsets: _I64,
-    nodes: _Records,
-    ends: _I32,
-    threshold: int,
-    tree_nodes: _Records,
-    table: _I32,
-    of_nodes: _I32,
-    of_calls: _I32,
-    links: _Records,
+    forest: CallForest, requests: _Records, threshold: int, links: _Records
 ) -> None: ...
 
-# route.pxi, of any links
-def measure_links(
-    calls: _Records, nodes: _Records, ends: _I32, links: _Records
-) -> None: ...
-
-# prompts.pxi
-def find_prompt_ends(
-    calls: _Records, nodes: _Records, ends: _I32, inside: _I32
-) -> None: ...
+# route/by_prompts.pxi
+def find_prompt_ends(forest: CallForest, inside: _I32) -> None: ...
 def route_prompts(
-    calls: _Records,
-    session_offsets: _I64,
-    nodes: _Records,
-    inside: _I32,
-    by_place: _I32,
-    of_node: _I32,
-    of_call: _I32,
+    forest: CallForest, inside: _I32, by_place: _I32, links: _Records
+) -> None: ...
+
+# route/by_agents.pxi
+def route_agents(
+    forest: CallForest,
+    requests: _Records,
+    dispatches: _I32,
+    answer_offsets: _I64,
+    answers: _I32,
     links: _Records,
 ) -> None: ...
 
@@ -254,23 +209,6 @@ def find_bodies(
 # plain.pxi
 def find_plain(
     offsets: _I32, bodies: _U8, names: _U8, roles: _U8, never: _U8, plain: _U8
-) -> None: ...
-
-# agents.pxi
-def route_agents(
-    calls: _Records,
-    requests: _Records,
-    session_offsets: _I64,
-    nodes: _Records,
-    ends: _I32,
-    dispatches: _I32,
-    answer_offsets: _I64,
-    answers: _I32,
-    tree_nodes: _Records,
-    table: _I32,
-    places: _I32,
-    searched: _I32,
-    links: _Records,
 ) -> None: ...
 
 # drift.pxi

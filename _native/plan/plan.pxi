@@ -330,14 +330,14 @@ cdef int _loss(const Link* link) noexcept nogil:
     """The report's column for the output of a call in no chain."""
     if link.rewritten_by >= 0:
         return REPORT_LOST_REWRITTEN
-    if link.why in (
-        WHY_AMBIGUOUS, WHY_SUPERSEDED, WHY_UNRESOLVED, WHY_UNRESOLVED_AMBIGUOUS,
-        WHY_UNRESOLVED_KEPT, WHY_STRANDED,
+    if link.reason in (
+        REASON_AMBIGUOUS, REASON_SUPERSEDED, REASON_UNRESOLVED, REASON_UNRESOLVED_AMBIGUOUS,
+        REASON_UNRESOLVED_KEPT, REASON_CHAIN_QUARANTINED,
     ):
         return REPORT_LOST_QUARANTINED
-    if link.why == WHY_REFUSED_TOKENS or link.why == WHY_REFUSED_TRUNCATED:
+    if link.reason == REASON_REFUSED_TOKENS or link.reason == REASON_REFUSED_TRUNCATED:
         return REPORT_LOST_REFUSED
-    if link.why == WHY_RETRIED:
+    if link.reason == REASON_RETRIED:
         return REPORT_LOST_RETRIED
     return REPORT_LOST_UNROUTED
 
@@ -360,13 +360,13 @@ cdef void _count_call(
     if link.order < 0:
         report[_loss(link)] += due
     report[REPORT_ROOTS] += (
-        link.parent < 0 and link.why != WHY_UNROUTED and link.why != WHY_EMPTY
+        link.parent < 0 and link.reason != REASON_UNROUTED and link.reason != REASON_EMPTY
     )
-    report[REPORT_TURNS_QUARANTINED] += link.why in (
-        WHY_AMBIGUOUS, WHY_SUPERSEDED, WHY_UNRESOLVED, WHY_UNRESOLVED_AMBIGUOUS,
+    report[REPORT_TURNS_QUARANTINED] += link.reason in (
+        REASON_AMBIGUOUS, REASON_SUPERSEDED, REASON_UNRESOLVED, REASON_UNRESOLVED_AMBIGUOUS,
     )
-    report[REPORT_TURNS_UNRESOLVED] += link.why in (
-        WHY_UNRESOLVED, WHY_UNRESOLVED_AMBIGUOUS, WHY_UNRESOLVED_KEPT,
+    report[REPORT_TURNS_UNRESOLVED] += link.reason in (
+        REASON_UNRESOLVED, REASON_UNRESOLVED_AMBIGUOUS, REASON_UNRESOLVED_KEPT,
     )
 
 

@@ -1,35 +1,55 @@
 """Which call a call continues: by its chat messages, or by its tokens.
 
-The message tree has one node a message. A replayed message descends into the first child
-that equals it, so of equal siblings only the first can be found: a hash table over (parent,
-key) holds those, and a list the others, for a rule that lets tokens choose among them.
-Messages that a request shares with the call before, or with its base, are not looked up one
-by one: equal runs of keys are compared as bytes, and the node is reached by climbing from
-that call.
+Fills links from requests and the forest of token paths. The message tree has one node per
+message. A message that is sent again descends into the first child that equals it, so of equal
+siblings only the first can be found: a hash table over (parent, key) contains those, and a
+list the others, for a rule by which tokens choose among them. Messages that a request shares
+with the previous call, or with its base, are not looked up one by one: equal runs of keys are
+compared as bytes, and the node is reached by climbing from that call. O(new messages + bytes
+of keys compared + nodes of the forest); a call without messages that only a rewritten call
+precedes costs O(calls of the session).
 """
 
-cdef enum:  # in the order of trajkit.schema.LINK_REASONS
-    WHY_ROOT, WHY_MESSAGES, WHY_REWRITE, WHY_TOKENS, WHY_PREVIOUS, WHY_UNROUTED, WHY_WIPE
-    WHY_PROMPTS
-    WHY_AMBIGUOUS, WHY_SUPERSEDED, WHY_UNRESOLVED_KEPT, WHY_UNRESOLVED
-    WHY_UNRESOLVED_AMBIGUOUS, WHY_STRANDED, WHY_EMPTY
-    WHY_REFUSED_TOKENS, WHY_REFUSED_TRUNCATED, WHY_RETRIED
+cdef enum:  # trajkit.schema.LINK_REASONS
+    REASON_ROOT, REASON_MESSAGES, REASON_REWRITE, REASON_TOKENS, REASON_PREVIOUS
+    REASON_UNROUTED, REASON_HISTORY_REPLACED, REASON_PROMPTS
+    REASON_AMBIGUOUS, REASON_SUPERSEDED, REASON_UNRESOLVED_KEPT, REASON_UNRESOLVED
+    REASON_UNRESOLVED_AMBIGUOUS, REASON_CHAIN_QUARANTINED, REASON_EMPTY
+    REASON_REFUSED_TOKENS, REASON_REFUSED_TRUNCATED, REASON_RETRIED
 
-cdef enum:  # in the order of trajkit.policies.EQUALS
-    EQUALS_FIRST, EQUALS_TOKENS, EQUALS_WHOLE
+cdef enum:  # trajkit.policies.TIE_BREAKS
+    TIE_BREAK_FIRST, TIE_BREAK_TOKENS, TIE_BREAK_FULL_PATH
 
 cdef enum:
     KEY_BYTES = 16
-    NOT_YET = 0x7FFFFFFF      # a call that is to come; beyond every call
+    NOT_YET = 0x7FFFFFFF      # a later call; larger than every call
 
 
 cdef struct Tree:
     Message* nodes
-    int64_t node_room         # of `tree_size`
+    int64_t node_room
     int32_t n_nodes           # the next unused node
     int32_t* table            # open addressing; -1: free
     int64_t mask
     int32_t* places           # per call: the node that it generated, or -1
+
+
+cdef struct TokenIndex:       # which calls a prompt without messages may continue
+    int32_t* up               # per node: the parent, or a node further up, see _next_alive
+    int32_t* ended            # per node: the last call whose path ends at its stop, or -1
+    int32_t* next_ended       # per call: the call before it that ends at the same node, or -1
+    int32_t* replies          # per node: see _open_reply
+    int32_t* reply_up         # per node: as up, for replies
+    int32_t* last_reply       # per node: the last call that _open_reply may record there
+
+
+cdef struct Router:           # what routing by messages reads, its scratch, and the links
+    const Paths* paths
+    const Request* requests
+    Tree tree
+    TokenIndex index
+    int32_t* accepted         # per call: >= 0 if later calls may continue it by tokens
+    Link* links
 
 
 cdef inline int64_t _slot(const Tree* tree, int32_t parent, int64_t key) noexcept nogil:
@@ -66,9 +86,9 @@ cdef int32_t _hang(
 ) noexcept nogil:
     """A new last child of parent.
 
-    `tree_size` counts what may be added: a call's own messages, the reply of its base and its
-    own reply. Its table has twice as many entries as nodes and changed keys, so that
-    `_remember` and `_find` come to a free one.
+    `_tree_nodes` counts what may be added: a call's own messages, the reply of its base and its
+    own reply. The table has twice as many entries as nodes and changed keys, so `_remember`
+    and `_find` reach a free one.
     """
     cdef int32_t index = tree.n_nodes
     cdef Message* node = &tree.nodes[index]
@@ -99,7 +119,7 @@ cdef int32_t _hang(
 
 
 cdef inline bint _is_assistant(const Request* request, int64_t own) noexcept nogil:
-    """Whether the role of the message that the call brings as number ``own`` is assistant."""
+    """Whether the role of the call's own message number ``own`` is assistant."""
     cdef const int32_t* offsets = <const int32_t*><intptr_t>request.role_offsets
     if offsets[own + 1] - offsets[own] != 9:
         return False
@@ -129,9 +149,9 @@ cdef int32_t _route_call(
     Tree* tree, const Call* calls, const Request* requests, Link* links, int32_t index,
     int32_t before, int64_t merge_threshold,
 ) noexcept nogil:
-    """The node below which a call that has messages belongs; its prompt's messages are added.
+    """Add the messages of a call's prompt, if it has any; return the node of the last one.
 
-    ``before`` is the call with messages that was placed before it, or -1.
+    ``before`` is the previous call with messages, or -1.
     """
     cdef:
         const Request* request = &requests[index]
@@ -165,7 +185,7 @@ cdef int32_t _route_call(
         node = child
         depth += 1
 
-    # Rewrite-merge (spec: slime R-5): a reply shown otherwise takes the place of a short one.
+    # Rewrite-merge (spec: slime R-5): a changed reply replaces a short one.
     if depth < total and merge_threshold > 0 and tree.nodes[node].n_assistants == 1:
         assistant = (
             requests[base].reply_is_assistant != 0 if depth < request.shared
@@ -196,12 +216,12 @@ cdef int32_t _route_call(
             )
         _remember(tree, node)
         depth += 1
-    links[index].why = WHY_REWRITE if merged else WHY_MESSAGES
+    links[index].reason = REASON_REWRITE if merged else REASON_MESSAGES
     return node
 
 
 cdef void _rank(const Tree* tree, Link* links) noexcept nogil:
-    """Depth-first pre-order over the calls in the tree, children as they came."""
+    """Rank the calls of the tree in depth-first pre-order, children in order of arrival."""
     cdef int32_t node = 0, rank = 0
     while True:
         if tree.nodes[node].call >= 0:
@@ -250,11 +270,11 @@ cdef int32_t _nearest_by_tokens(
     return -1
 
 
-cdef int32_t _nearest_whole(
+cdef int32_t _nearest_full_path(
     const Tree* tree, const Call* calls, const Node* nodes, const int32_t* ends, int32_t node,
     int32_t index,
 ) noexcept nogil:
-    """The nearest call above whose whole path the prompt repeats, the last of equals; or -1."""
+    """The nearest call above whose path the prompt repeats entirely, the last of equals; or -1."""
     cdef int32_t other, call, best
     while node > 0:
         best = -1
@@ -272,10 +292,10 @@ cdef int32_t _nearest_whole(
 
 
 cdef int32_t _next_alive(int32_t* up, const int32_t* alive, int32_t node) noexcept nogil:
-    """The nearest node at or above with ``alive[node] >= 0``, or -1; shortens the way there.
+    """The nearest node at or above with ``alive[node] >= 0``, or -1; shortens the path there.
 
-    ``up`` starts as the parents. A node that is not alive never becomes so again: hence a
-    long path of such nodes, as a chain of drifting turns leaves it, is climbed once.
+    ``up`` starts as the parents. A node that is not alive never becomes alive again, so a long
+    path of such nodes, as a chain of drifting turns creates it, is climbed once.
     """
     cdef int32_t above
     while node >= 0 and alive[node] < 0:
@@ -286,140 +306,140 @@ cdef int32_t _next_alive(int32_t* up, const int32_t* alive, int32_t node) noexce
     return node
 
 
-cdef int32_t _longest_held(
-    const Call* calls, const Node* nodes, const int32_t* ends, int32_t* up,
-    int32_t* ended, const int32_t* next_ended, const Link* links,
-    const int32_t* places, int32_t index,
-) noexcept nogil:
-    """The earlier placed call whose path is the longest prefix of the prompt, or -1.
+cdef int32_t _longest_path(Router* router, int32_t call) noexcept nogil:
+    """The earlier accepted call whose path is the longest prefix of the prompt, or -1.
 
-    A node whose calls have all come and are not placed is not visited again.
+    A node whose calls have all come and are not accepted is not visited again.
     """
-    cdef int32_t node = ends[index], call, oldest
+    cdef const Call* calls = router.paths.calls
+    cdef const Node* nodes = router.paths.nodes
+    cdef TokenIndex* index = &router.index
+    cdef int32_t node = router.paths.ends[call], other, oldest
     cdef bint more
-    while nodes[node].stop > calls[index].prompt_len:
+    while nodes[node].stop > calls[call].prompt_len:
         node = nodes[node].parent
-    node = _next_alive(up, ended, node)
+    node = _next_alive(index.up, index.ended, node)
     while node >= 0:
         oldest = -1
         more = False
-        call = ended[node]
-        while call >= 0:
-            if call >= index:
+        other = index.ended[node]
+        while other >= 0:
+            if other >= call:
                 more = True
-            elif places[call] >= 0 and links[call].rewritten_by < 0:
-                if oldest < 0 or call < oldest:
-                    oldest = call
-            call = next_ended[call]
+            elif router.accepted[other] >= 0 and router.links[other].rewritten_by < 0:
+                if oldest < 0 or other < oldest:
+                    oldest = other
+            other = index.next_ended[other]
         if oldest >= 0:
             return oldest
         if not more:
-            ended[node] = -1
-        node = _next_alive(up, ended, up[node])
+            index.ended[node] = -1
+        node = _next_alive(index.up, index.ended, index.up[node])
     return -1
 
 
-cdef void _open_reply(
-    const Call* calls, const Node* nodes, const int32_t* ends, int32_t* replies, int32_t index
-) noexcept nogil:
-    """Note a call in every node of its output, and in the one where its prompt ends.
+cdef void _open_reply(const Paths* paths, int32_t* replies, int32_t call) noexcept nogil:
+    """Record a call in every node of its output, and in the one where its prompt ends.
 
     Of several calls, a node keeps the one with the shortest prompt, the first of equals.
     """
-    cdef int32_t node = ends[index], other
-    if calls[index].prompt_len == 0:  # every prompt begins with it
+    cdef const Call* calls = paths.calls
+    cdef const Node* nodes = paths.nodes
+    cdef int32_t node = paths.ends[call], other
+    if calls[call].prompt_len == 0:  # every prompt begins with it
         return
-    while nodes[node].parent >= 0 and nodes[node].stop >= calls[index].prompt_len:
+    while nodes[node].parent >= 0 and nodes[node].stop >= calls[call].prompt_len:
         other = replies[node]
-        if 0 <= other < NOT_YET and calls[other].prompt_len <= calls[index].prompt_len:
-            return  # the nodes above have that one, too, or a better one
-        replies[node] = index
+        if 0 <= other < NOT_YET and calls[other].prompt_len <= calls[call].prompt_len:
+            return  # the nodes above have that call, too, or a better one
+        replies[node] = call
         node = nodes[node].parent
 
 
-cdef void _expect_replies(
-    const Call[::1] calls, const Node[::1] nodes, const int32_t[::1] ends, int32_t* replies,
-    int32_t* up, int32_t* last,
-) noexcept nogil:
-    """Prepare what `_open_reply` fills: NOT_YET where it may note a call, else -1.
+cdef void _begin_index(const Paths* paths, TokenIndex* index) noexcept nogil:
+    """Fill the index; ``replies`` becomes NOT_YET if `_open_reply` may record a call, else -1.
 
-    ``last`` becomes the last call that it may note there, ``up`` the parents. From the last
-    call on: what it has is the last call's, and is passed over by the calls before.
+    Calls are visited from the last one on: a node belongs to the last call that may be
+    recorded there, and the calls before skip it.
     """
+    cdef const Node* nodes = paths.nodes
     cdef int64_t i
     cdef int32_t node
-    for i in range(nodes.shape[0]):
-        replies[i] = 0
-        up[i] = nodes[i].parent
-    for i in range(calls.shape[0] - 1, -1, -1):
-        if calls[i].prompt_len == 0:
+    for i in range(paths.n_nodes):
+        index.ended[i] = -1
+        index.replies[i] = 0
+        index.up[i] = index.reply_up[i] = nodes[i].parent
+    for i in range(paths.n_calls):
+        index.next_ended[i] = index.ended[paths.ends[i]]
+        index.ended[paths.ends[i]] = <int32_t>i
+    for i in range(paths.n_calls - 1, -1, -1):
+        if paths.calls[i].prompt_len == 0:
             continue
-        node = _next_alive(up, replies, ends[i])
-        while nodes[node].parent >= 0 and nodes[node].stop >= calls[i].prompt_len:
-            replies[node] = -1
-            last[node] = <int32_t>i
-            node = _next_alive(up, replies, node)
-    for i in range(nodes.shape[0]):
-        replies[i] = NOT_YET if replies[i] < 0 else -1
-        up[i] = nodes[i].parent
+        node = _next_alive(index.reply_up, index.replies, paths.ends[i])
+        while nodes[node].parent >= 0 and nodes[node].stop >= paths.calls[i].prompt_len:
+            index.replies[node] = -1
+            index.last_reply[node] = <int32_t>i
+            node = _next_alive(index.reply_up, index.replies, node)
+    for i in range(paths.n_nodes):
+        index.replies[i] = NOT_YET if index.replies[i] < 0 else -1
+        index.reply_up[i] = nodes[i].parent
 
 
-cdef int32_t _longest_repeated(
-    const Call* calls, const Node* nodes, const int32_t* ends, const Link* links,
-    const int32_t* places, int32_t first, int32_t index,
-) noexcept nogil:
+cdef inline pos_t _shared_of(const Paths* paths, int32_t call, int32_t other) noexcept nogil:
+    """Tokens that the path of a call and the prompt of another share."""
+    return _shared_by(paths.calls, paths.nodes, paths.ends, call, other)
+
+
+cdef int32_t _longest_repeated(Router* router, int32_t first, int32_t index) noexcept nogil:
     """What `_nearest_of_tokens` looks for in ``replies``, found call by call."""
+    cdef const Call* calls = router.paths.calls
     cdef int32_t call, best = -1
-    cdef pos_t shared, most = 0
+    cdef pos_t shared, longest = 0
     for call in range(first, index):
-        if places[call] < 0 or links[call].rewritten_by >= 0:
+        if router.accepted[call] < 0 or router.links[call].rewritten_by >= 0:
             continue
         if not 0 < calls[call].prompt_len < calls[index].prompt_len:
             continue
-        shared = _shared_by(calls, nodes, ends, call, index)
-        if shared < calls[call].prompt_len or shared < most:
+        shared = _shared_of(router.paths, call, index)
+        if shared < calls[call].prompt_len or shared < longest:
             continue
-        if shared > most or calls[call].prompt_len < calls[best].prompt_len:
+        if shared > longest or calls[call].prompt_len < calls[best].prompt_len:
             best = call
-            most = shared
+            longest = shared
     return best
 
 
-cdef int32_t _nearest_of_tokens(
-    const Call* calls, const Node* nodes, const int32_t* ends, int32_t* up,
-    int32_t* ended, const int32_t* next_ended, int32_t* replies, int32_t* reply_up,
-    const int32_t* last, const Link* links, const int32_t* places, int32_t first,
-    int32_t index,
-) noexcept nogil:
-    """The earlier placed call that a call without messages continues, or -1.
+cdef int32_t _nearest_of_tokens(Router* router, int32_t first, int32_t index) noexcept nogil:
+    """The earlier accepted call that a call without messages continues, or -1.
 
-    Its prompt begins with that call's prompt and is longer, or with its whole path. Of
-    several, it repeats that call's path for longest; of equals, it repeats a whole path, or
-    else that call has the shortest prompt and is the first. ``first`` is the session's
-    first call, ``replies`` is of `_open_reply`, ``reply_up`` and ``last`` of
-    `_expect_replies`.
+    Its prompt begins with that call's prompt and is longer, or with that call's path. Of
+    several, it is the call whose path the prompt repeats for longest; of equals, one that it
+    repeats entirely, or else the first with the shortest prompt. ``first`` is the session's
+    first call.
     """
-    cdef int32_t node = ends[index], call
-    cdef int32_t whole = _longest_held(
-        calls, nodes, ends, up, ended, next_ended, links, places, index
-    )
-    cdef pos_t least = _held_len(&calls[whole]) if whole >= 0 else 0
+    cdef const Call* calls = router.paths.calls
+    cdef const Node* nodes = router.paths.nodes
+    cdef int32_t* replies = router.index.replies
+    cdef int32_t* up = router.index.reply_up
+    cdef int32_t node = router.paths.ends[index], call
+    cdef int32_t complete = _longest_path(router, index)
+    cdef pos_t covered = _held_len(&calls[complete]) if complete >= 0 else 0
     while nodes[node].start >= calls[index].prompt_len:
         node = nodes[node].parent
-    node = _next_alive(reply_up, replies, node)
-    while node >= 0 and min(nodes[node].stop, calls[index].prompt_len) > least:
+    node = _next_alive(up, replies, node)
+    while node >= 0 and min(nodes[node].stop, calls[index].prompt_len) > covered:
         call = replies[node]
         if call < NOT_YET and calls[call].prompt_len < calls[index].prompt_len:
-            if links[call].rewritten_by < 0:
+            if router.links[call].rewritten_by < 0:
                 return call
-            call = _longest_repeated(calls, nodes, ends, links, places, first, index)
-            if call >= 0 and _shared_by(calls, nodes, ends, call, index) > least:
+            call = _longest_repeated(router, first, index)
+            if call >= 0 and _shared_of(router.paths, call, index) > covered:
                 return call
-            return whole
-        if call == NOT_YET and last[node] < index:
+            return complete
+        if call == NOT_YET and router.index.last_reply[node] < index:
             replies[node] = -1
-        node = _next_alive(reply_up, replies, reply_up[node])
-    return whole
+        node = _next_alive(up, replies, up[node])
+    return complete
 
 
 cdef int64_t _first_bad_request(
@@ -446,7 +466,7 @@ cdef int64_t _tree_nodes(const Request[::1] requests, int64_t start, int64_t sto
     """Nodes that the message tree of the calls start:stop may need."""
     cdef int64_t i, n = 1, before = -1
     for i in range(start, stop):
-        n += 2  # the reply of its base, its own reply
+        n += 2  # the base's reply and the call's own
         if requests[i].n_keys < 0 or requests[i].shared + requests[i].n_keys == 0:
             continue
         n += requests[i].n_keys
@@ -457,260 +477,282 @@ cdef int64_t _tree_nodes(const Request[::1] requests, int64_t start, int64_t sto
 
 
 cdef int64_t _table_entries(int64_t n_nodes) noexcept nogil:
-    # An entry a node and one for each that changed its key; never more than half full.
+    """Entries for each node and one for each changed key; the table is at most half full."""
     cdef int64_t n_table = 2
     while n_table < 4 * n_nodes:
         n_table *= 2
     return n_table
 
 
-def tree_size(const Request[::1] requests not None, const int64_t[::1] session_offsets not None):
-    """(nodes, table entries) that route_messages needs for its largest session."""
-    cdef int64_t s, most = 0
-    _check_sessions(session_offsets, requests.shape[0])
-    for s in range(session_offsets.shape[0] - 1):
-        most = max(most, _tree_nodes(requests, session_offsets[s], session_offsets[s + 1]))
-    return most, _table_entries(most)
-
-
-def route_messages(
-    const Call[::1] calls not None,
-    const Request[::1] requests not None,
-    const int64_t[::1] session_offsets not None,
-    const Node[::1] nodes not None,
-    const int32_t[::1] ends not None,
-    int64_t merge_threshold,
-    int32_t equals,
-    Message[::1] tree_nodes not None,
-    int32_t[::1] table not None,
-    int32_t[::1] places not None,
-    int32_t[::1] up not None,
-    int32_t[::1] ended not None,
-    int32_t[:, ::1] replies not None,
-    int32_t[::1] next_ended not None,
-    Link[::1] links not None,
+cdef list _allocate_tree(
+    Tree* tree, CallForest forest, const Request[::1] requests
 ):
-    """Fill ``parent``, ``order``, ``rewritten_by`` and ``why`` of every call's link.
+    """Set up a tree with room for the largest session; the result owns its memory."""
+    cdef int64_t s, largest = 1
+    for s in range(forest.n_sessions):
+        largest = max(
+            largest,
+            _tree_nodes(requests, forest.session_offsets[s], forest.session_offsets[s + 1]),
+        )
+    cdef uint8_t[::1] nodes = empty(largest * sizeof(Message), "u1")
+    cdef int32_t[::1] table = empty(_table_entries(largest), "i4")
+    cdef int32_t[::1] places = full(forest.n_calls, -1, "i4")
+    tree.nodes, tree.node_room = <Message*>&nodes[0], largest
+    tree.table, tree.places = &table[0], &places[0]
+    return [nodes, table, places]
 
-    Message routing as slime has it; tokens tell which call a call without a list of messages
-    continues, see `_nearest_of_tokens`. With EQUALS_TOKENS, of equal replies to
-    the same messages the parent is that of `_nearest_by_tokens`, not the first;
-    with EQUALS_WHOLE the parent is the nearest whose whole path the prompt repeats.
-    ``tree_nodes`` and ``table`` are of `tree_size`, ``up`` and ``ended`` have an entry a node
-    of the forest, ``replies`` three, the rest one a call.
-    """
-    cdef:
-        int64_t n_calls = calls.shape[0], n_sessions = session_offsets.shape[0] - 1
-        int64_t s, i, n_table, bad
-        int32_t before, node, call, first
-        bint empty
-        Tree tree
 
-    _check_sessions(session_offsets, n_calls)
-    for name, n in (
-        ("requests", requests.shape[0]), ("ends", ends.shape[0]), ("links", links.shape[0]),
-        ("places", places.shape[0]), ("next_ended", next_ended.shape[0]),
-    ):
-        _check_length(name, n, n_calls)
-    _check_length("up", up.shape[0], nodes.shape[0])
-    _check_length("ended", ended.shape[0], nodes.shape[0])
-    _check_length("replies", replies.shape[0], 3)
-    _check_length("replies", replies.shape[1], nodes.shape[0])
-    most, wanted = tree_size(requests, session_offsets)
-    _check_length("tree_nodes", tree_nodes.shape[0], most)
-    _check_length("table", table.shape[0], wanted)
-    bad = _first_bad_request(calls, requests)
+cdef void _begin_tree(Tree* tree, const Request[::1] requests, int64_t lo, int64_t hi) noexcept nogil:
+    """Empty the tree but for its root; the cleared table is as large as the session needs."""
+    cdef int64_t n_table = _table_entries(_tree_nodes(requests, lo, hi))
+    memset(tree.table, 0xFF, n_table * sizeof(int32_t))
+    tree.mask = n_table - 1
+    tree.n_nodes = 0
+    _hang(tree, -1, 0, -1, False)
+
+
+cdef list _allocate_index(TokenIndex* index, CallForest forest):
+    """Set up an index of the forest's size; the result owns its memory."""
+    cdef int32_t[:, ::1] of_nodes = empty((5, forest.n_nodes), "i4")
+    cdef int32_t[::1] next_ended = empty(forest.n_calls, "i4")
+    index.up, index.ended = &of_nodes[0, 0], &of_nodes[1, 0]
+    index.replies, index.reply_up = &of_nodes[2, 0], &of_nodes[3, 0]
+    index.last_reply, index.next_ended = &of_nodes[4, 0], &next_ended[0]
+    return [of_nodes, next_ended]
+
+
+cdef _check_requests(CallForest forest, const Request[::1] requests, const Link[::1] links):
+    """Raise unless every call has a link and a request that describes a list of messages."""
+    cdef int64_t bad
+    _check_length("requests", requests.shape[0], forest.n_calls)
+    _check_length("links", links.shape[0], forest.n_calls)
+    bad = _first_bad_request(forest.calls, requests)
     if bad >= 0:
         raise LayoutError(
             f"requests[{bad}] is no list of messages: {requests[bad].n_keys} of its own "
-            f"after {requests[bad].shared} of call {calls[bad].base}"
+            f"after {requests[bad].shared} of call {forest.calls[bad].base}"
         )
-    if n_calls == 0:
+
+
+cdef void _place_reply(Tree* tree, const Request* request, int32_t node, int32_t call) noexcept nogil:
+    """Add the node that a call generates below the node of its last message."""
+    cdef int32_t first
+    if request.reply_key == 0 or not request.reply_is_assistant:
+        tree.places[call] = _hang(tree, node, 0, call, True)
         return
-    _check_forest(nodes, ends)
-    tree.nodes = &tree_nodes[0]
-    tree.node_room = tree_nodes.shape[0]
-    tree.table = &table[0]
-    tree.places = &places[0]
-    with nogil:
-        for i in range(nodes.shape[0]):
-            ended[i] = -1
-            up[i] = nodes[i].parent
-        _expect_replies(calls, nodes, ends, &replies[0, 0], &replies[1, 0], &replies[2, 0])
-        for i in range(n_calls):
-            links[i].order = links[i].rewritten_by = links[i].parent = places[i] = -1
-            next_ended[i] = ended[ends[i]]
-            ended[ends[i]] = <int32_t>i
-        for s in range(n_sessions):
-            # as large as this session needs: clearing costs what the session holds
-            n_table = _table_entries(
-                _tree_nodes(requests, session_offsets[s], session_offsets[s + 1])
+    first = _find(tree, node, request.reply_key)
+    node = tree.places[call] = _hang(tree, node, request.reply_key, call, True)
+    if first < 0:
+        _remember(tree, node)
+    else:
+        tree.nodes[node].equal = tree.nodes[first].equal
+        tree.nodes[first].equal = node
+
+
+cdef void _route_session_by_messages(
+    Router* router, int32_t lo, int32_t hi, int64_t merge_threshold, int32_t tie_break
+) noexcept nogil:
+    """The links of one session; its tree is empty."""
+    cdef const Paths* paths = router.paths
+    cdef const Request* request
+    cdef Tree* tree = &router.tree
+    cdef Link* link
+    cdef int32_t i, node, before = -1
+    cdef bint empty_list
+    for i in range(lo, hi):
+        request = &router.requests[i]
+        link = &router.links[i]
+        empty_list = request.n_keys >= 0 and request.shared + request.n_keys == 0
+        if request.n_keys < 0 or (empty_list and tie_break == TIE_BREAK_TOKENS):
+            link.parent = _nearest_of_tokens(router, lo, i)
+            link.reason = REASON_TOKENS if link.parent >= 0 else REASON_ROOT
+            node = tree.places[link.parent] if link.parent >= 0 else 0
+            tree.places[i] = _hang(tree, node, 0, i, True)
+        elif empty_list:
+            link.reason = REASON_UNROUTED
+            continue
+        else:
+            node = _route_call(
+                tree, paths.calls, router.requests, router.links, i, before, merge_threshold
             )
-            memset(tree.table, 0xFF, n_table * sizeof(int32_t))
-            tree.mask = n_table - 1
-            tree.n_nodes = 0
-            _hang(&tree, -1, 0, -1, False)
-            before = -1
-            for i in range(session_offsets[s], session_offsets[s + 1]):
-                call = <int32_t>i
-                empty = requests[i].n_keys >= 0 and requests[i].shared + requests[i].n_keys == 0
-                if requests[i].n_keys < 0 or (empty and equals == EQUALS_TOKENS):
-                    links[i].parent = _nearest_of_tokens(
-                        &calls[0], &nodes[0], &ends[0], &up[0], &ended[0], &next_ended[0],
-                        &replies[0, 0], &replies[1, 0], &replies[2, 0], &links[0],
-                        tree.places, <int32_t>session_offsets[s], call,
-                    )
-                    links[i].why = WHY_TOKENS if links[i].parent >= 0 else WHY_ROOT
-                    node = tree.places[links[i].parent] if links[i].parent >= 0 else 0
-                    places[i] = _hang(&tree, node, 0, call, True)
-                    _open_reply(&calls[0], &nodes[0], &ends[0], &replies[0, 0], call)
-                    continue
-                if empty:
-                    links[i].why = WHY_UNROUTED
-                    continue
-                node = _route_call(
-                    &tree, &calls[0], &requests[0], &links[0], call, before, merge_threshold
+            if tie_break == TIE_BREAK_FULL_PATH:
+                link.parent = _nearest_full_path(
+                    tree, paths.calls, paths.nodes, paths.ends, node, i
                 )
-                if equals == EQUALS_WHOLE:
-                    links[i].parent = _nearest_whole(
-                        &tree, &calls[0], &nodes[0], &ends[0], node, call
-                    )
-                elif equals == EQUALS_TOKENS:
-                    links[i].parent = _nearest_by_tokens(
-                        &tree, &calls[0], &nodes[0], &ends[0], node, call
-                    )
-                else:
-                    links[i].parent = tree.nodes[node].above
-                if links[i].parent < 0 and links[i].why == WHY_MESSAGES:
-                    links[i].why = WHY_ROOT
-                if requests[i].reply_key != 0 and requests[i].reply_is_assistant:
-                    first = _find(&tree, node, requests[i].reply_key)
-                    places[i] = _hang(&tree, node, requests[i].reply_key, call, True)
-                    if first < 0:
-                        _remember(&tree, places[i])
-                    else:
-                        tree_nodes[places[i]].equal = tree_nodes[first].equal
-                        tree_nodes[first].equal = places[i]
-                else:
-                    places[i] = _hang(&tree, node, 0, call, True)
-                _open_reply(&calls[0], &nodes[0], &ends[0], &replies[0, 0], call)
-                before = call
-            _rank(&tree, &links[0])
+            elif tie_break == TIE_BREAK_TOKENS:
+                link.parent = _nearest_by_tokens(
+                    tree, paths.calls, paths.nodes, paths.ends, node, i
+                )
+            else:
+                link.parent = tree.nodes[node].above
+            if link.parent < 0 and link.reason == REASON_MESSAGES:
+                link.reason = REASON_ROOT
+            _place_reply(tree, request, node, i)
+            before = i
+        _open_reply(paths, router.index.replies, i)
+    _rank(tree, router.links)
 
 
-def route_tokens(
-    const Call[::1] calls not None,
-    const int64_t[::1] session_offsets not None,
-    const Node[::1] nodes not None,
-    const int32_t[::1] ends not None,
-    int32_t[::1] up not None,
-    int32_t[::1] left not None,
-    int32_t[::1] active not None,
-    int32_t[::1] next_active not None,
-    int32_t[::1] row_of not None,
+def route_messages(
+    CallForest forest not None,
+    const Request[::1] requests not None,
+    int64_t merge_threshold,
+    int32_t tie_break,
     Link[::1] links not None,
 ):
+    """Fill ``parent``, ``order``, ``rewritten_by`` and ``reason`` of every call's link.
+
+    Messages are routed as slime does; tokens decide which call a call without a list of
+    messages continues, see `_nearest_of_tokens`. With TIE_BREAK_TOKENS, of equal replies to
+    the same messages the parent is that of `_nearest_by_tokens`, not the first; with
+    TIE_BREAK_FULL_PATH the parent is the nearest whose path the prompt repeats entirely.
+    """
+    cdef int64_t i, s
+    cdef Paths paths
+    cdef Router router
+
+    _check_requests(forest, requests, links)
+    if forest.n_calls == 0:
+        return
+    paths = _paths(forest)
+    memory = _allocate_tree(&router.tree, forest, requests)
+    memory += _allocate_index(&router.index, forest)
+    router.paths, router.requests, router.links = &paths, &requests[0], &links[0]
+    router.accepted = router.tree.places
+    with nogil:
+        _begin_index(&paths, &router.index)
+        for i in range(paths.n_calls):
+            links[i].order = links[i].rewritten_by = links[i].parent = -1
+        for s in range(paths.n_sessions):
+            _begin_tree(
+                &router.tree, requests, paths.session_offsets[s], paths.session_offsets[s + 1]
+            )
+            _route_session_by_messages(
+                &router, <int32_t>paths.session_offsets[s],
+                <int32_t>paths.session_offsets[s + 1], merge_threshold, tie_break,
+            )
+
+
+cdef struct RowEnds:          # scratch of routing by tokens
+    int32_t* up               # per node: as in TokenIndex
+    int32_t* left             # per node: calls that end there and are not continued, less one
+    int32_t* active           # per node: the last row end there, or -1
+    int32_t* next_active      # per call: the next row end at its node, or -1
+    int32_t* row_of           # per call: the first call of its row
+
+
+cdef int32_t _take_row_end(RowEnds* ends, int32_t node) noexcept nogil:
+    """Remove and return the end of the oldest row that ends at the node."""
+    cdef int32_t end = ends.active[node], before = -1, best = -1, best_before = -1
+    while end >= 0:
+        if best < 0 or ends.row_of[end] < ends.row_of[best]:
+            best = end
+            best_before = before
+        before = end
+        end = ends.next_active[end]
+    if best_before < 0:
+        ends.active[node] = ends.next_active[best]
+    else:
+        ends.next_active[best_before] = ends.next_active[best]
+    ends.left[node] -= 1
+    return best
+
+
+cdef void _rank_chains(Link* links, int32_t* next_call, int32_t lo, int32_t hi) noexcept nogil:
+    """Rank calls of which each has one child at most: chain by chain, in order of their roots.
+
+    ``next_call`` becomes the child of each call, or -1.
+    """
+    cdef int32_t i, call, rank = 0
+    for i in range(lo, hi):
+        next_call[i] = -1
+    for i in range(lo, hi):
+        if links[i].parent >= 0:
+            next_call[links[i].parent] = i
+    for i in range(lo, hi):
+        call = i if links[i].parent < 0 else -1
+        while call >= 0:
+            links[call].order = rank
+            rank += 1
+            call = next_call[call]
+
+
+cdef void _route_session_by_tokens(
+    const Paths* paths, RowEnds* ends, Link* links, int32_t lo, int32_t hi
+) noexcept nogil:
+    """The links of one session."""
+    cdef const Node* nodes = paths.nodes
+    cdef int32_t i, node
+    for i in range(lo, hi):
+        links[i].rewritten_by = -1
+        node = paths.ends[i]
+        while nodes[node].stop > paths.calls[i].prompt_len:
+            node = nodes[node].parent
+        node = _next_alive(ends.up, ends.left, node)
+        while node >= 0 and ends.active[node] < 0:
+            node = _next_alive(ends.up, ends.left, ends.up[node])
+        if node < 0:
+            links[i].parent = -1
+            links[i].reason = REASON_ROOT
+            ends.row_of[i] = i
+        else:
+            links[i].parent = _take_row_end(ends, node)
+            links[i].reason = REASON_TOKENS
+            ends.row_of[i] = ends.row_of[links[i].parent]
+        ends.next_active[i] = ends.active[paths.ends[i]]
+        ends.active[paths.ends[i]] = i
+    _rank_chains(links, ends.next_active, lo, hi)
+
+
+def route_tokens(CallForest forest not None, Link[::1] links not None):
     """Fill every call's link: its parent is the longest row end that is a prefix of its prompt.
 
-    Ties go to the oldest row. A call takes the place of its parent as the row's end, so every
-    call has one child at most. ``up``, ``left`` and ``active`` have an entry a node of the
-    forest, the rest one a call.
+    Ties go to the oldest row. A call replaces its parent as the row's end, so every call has
+    one child at most.
     """
-    cdef:
-        int64_t n_calls = calls.shape[0], n_sessions = session_offsets.shape[0] - 1, s, i
-        int32_t node, end, best, before, best_before, rank, call
+    cdef int64_t i, s
+    cdef Paths paths
+    cdef RowEnds ends
 
-    _check_sessions(session_offsets, n_calls)
-    for name, n in (
-        ("ends", ends.shape[0]), ("next_active", next_active.shape[0]),
-        ("row_of", row_of.shape[0]), ("links", links.shape[0]),
-    ):
-        _check_length(name, n, n_calls)
-    for name, n in (
-        ("up", up.shape[0]), ("left", left.shape[0]), ("active", active.shape[0]),
-    ):
-        _check_length(name, n, nodes.shape[0])
-    _check_forest(nodes, ends)
+    _check_length("links", links.shape[0], forest.n_calls)
+    if forest.n_calls == 0:
+        return
+    cdef int32_t[:, ::1] of_nodes = full((3, forest.n_nodes), -1, "i4")
+    cdef int32_t[:, ::1] of_calls = empty((2, forest.n_calls), "i4")
+    paths = _paths(forest)
+    ends.up, ends.left, ends.active = &of_nodes[0, 0], &of_nodes[1, 0], &of_nodes[2, 0]
+    ends.next_active, ends.row_of = &of_calls[0, 0], &of_calls[1, 0]
     with nogil:
-        for i in range(nodes.shape[0]):
-            active[i] = left[i] = -1
-            up[i] = nodes[i].parent
-        # One less than the calls that end at a node and that none continues: -1, it has none
-        # left and never will.
-        for i in range(n_calls):
-            left[ends[i]] += 1
-        for s in range(n_sessions):
-            for i in range(session_offsets[s], session_offsets[s + 1]):
-                call = <int32_t>i
-                links[i].rewritten_by = -1
-                node = ends[i]
-                while nodes[node].stop > calls[i].prompt_len:
-                    node = nodes[node].parent
-                node = _next_alive(&up[0], &left[0], node)
-                while node >= 0 and active[node] < 0:
-                    node = _next_alive(&up[0], &left[0], up[node])
-                if node < 0:
-                    links[i].parent = -1
-                    links[i].why = WHY_ROOT
-                    row_of[i] = call
-                else:
-                    best = best_before = before = -1
-                    end = active[node]
-                    while end >= 0:
-                        if best < 0 or row_of[end] < row_of[best]:
-                            best = end
-                            best_before = before
-                        before = end
-                        end = next_active[end]
-                    if best_before < 0:
-                        active[node] = next_active[best]
-                    else:
-                        next_active[best_before] = next_active[best]
-                    left[node] -= 1
-                    links[i].parent = best
-                    links[i].why = WHY_TOKENS
-                    row_of[i] = row_of[best]
-                next_active[i] = active[ends[i]]
-                active[ends[i]] = call
-            # From here next_active is the call that continues this one.
-            for i in range(session_offsets[s], session_offsets[s + 1]):
-                next_active[i] = -1
-                if links[i].parent >= 0:
-                    next_active[links[i].parent] = <int32_t>i
-            rank = 0
-            for i in range(session_offsets[s], session_offsets[s + 1]):
-                if links[i].parent >= 0:
-                    continue
-                call = <int32_t>i
-                while call >= 0:
-                    links[call].order = rank
-                    rank += 1
-                    call = next_active[call]
+        for i in range(paths.n_nodes):
+            ends.up[i] = paths.nodes[i].parent
+        for i in range(paths.n_calls):
+            ends.left[paths.ends[i]] += 1
+        for s in range(paths.n_sessions):
+            _route_session_by_tokens(
+                &paths, &ends, &links[0], <int32_t>paths.session_offsets[s],
+                <int32_t>paths.session_offsets[s + 1],
+            )
 
 
 cdef _check_parents(const Link[::1] links, int64_t n_calls):
+    """Raise unless every parent is another call; they may still be a circle."""
     cdef int64_t i
     for i in range(n_calls):
         if links[i].parent >= n_calls or links[i].parent == i:
             raise LayoutError(f"links[{i}]: parent {links[i].parent} is no other call")
 
 
-def measure_links(
-    const Call[::1] calls not None,
-    const Node[::1] nodes not None,
-    const int32_t[::1] ends not None,
-    Link[::1] links not None,
-):
-    """Fill ``lcp`` of every link that has a parent, and -1 where there is none."""
+def measure_links(CallForest forest not None, Link[::1] links not None):
+    """Fill ``lcp`` of every link: -1 for a call without a parent."""
     cdef int64_t i
-    _check_length("ends", ends.shape[0], calls.shape[0])
-    _check_length("links", links.shape[0], calls.shape[0])
-    _check_parents(links, calls.shape[0])
-    _check_forest(nodes, ends)
+    cdef Paths paths
+    _check_length("links", links.shape[0], forest.n_calls)
+    _check_parents(links, forest.n_calls)
+    if forest.n_calls == 0:
+        return
+    paths = _paths(forest)
     with nogil:
-        for i in range(calls.shape[0]):
+        for i in range(paths.n_calls):
             links[i].lcp = -1
             if links[i].parent >= 0:
-                links[i].lcp = _shared_by(
-                    &calls[0], &nodes[0], &ends[0], links[i].parent, <int32_t>i
-                )
+                links[i].lcp = _shared_of(&paths, links[i].parent, <int32_t>i)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.strategies import sessions
-from tests.tables import in_delta_form, turns_table
+from tests.tables import in_delta_form, link_by, turns_table
 from trajkit import schema
 
 ROLES = {"system": 3, "user": 4, "tool": 5, "assistant": 6}
@@ -46,7 +46,7 @@ def call(messages, reply, *, known=True, **fields):
 
 def labels(turns, route="messages", **options):
     table = tk.from_records(turns)
-    found = tk.analysis.label_branches(table, tk.link(table, route), **options)
+    found = tk.analysis.label_branches(table, link_by(table, route), **options)
     assert found.schema.equals(schema.BRANCHES, check_metadata=True)
     return found.to_pylist()
 
@@ -268,7 +268,7 @@ def test_the_event_of_a_session_is_its_label(n, event, known, data):
 @given(sessions(), st.sampled_from(["messages", "tokens", "previous"]), st.data())
 def test_lines_are_of_earlier_turns_in_either_form(turns, route, data):
     table = turns_table(turns)
-    links = tk.link(table, route)
+    links = link_by(table, route)
     found = tk.analysis.label_branches(table, links)
     of_turn = {line["turn_index"]: line for line in table.to_pylist()}
     first = min(of_turn)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests import reference
 from tests.strategies import sessions, thresholds
-from tests.tables import dicts, turns_table
+from tests.tables import dicts, link_by, turns_table
 
 
 def chain(*calls):
@@ -30,7 +30,7 @@ def chain(*calls):
 @example(chain(([], []), ([], [])), "previous", 1024, 1)
 def test_drift_is_the_twins(turns, route, threshold, min_run):
     table = turns_table(turns)
-    links = tk.link(table, route, merge_threshold=threshold)
+    links = link_by(table, route, merge_threshold=threshold)
     drift = tk.classify_drift(table, links, min_run=min_run)
     expected = reference.classify_drift(
         turns, reference.link(turns, route, threshold), min_run
@@ -47,7 +47,7 @@ def test_runs_among_few_tokens_are_the_twins(prompt, output, replay, min_run):
     """Two turns over three token ids: the same short runs stand everywhere."""
     turns = chain((prompt, output), (replay, []))
     table = turns_table(turns)
-    links = tk.link(table, "previous")
+    links = link_by(table, "previous")
     drift = tk.classify_drift(table, links, min_run=min_run)
     expected = reference.classify_drift(
         turns, reference.link(turns, "previous"), min_run
@@ -60,7 +60,7 @@ def test_a_long_stretch_is_back_in_step():
     body = random.Random(0).choices(range(1000), k=4000)
     held, replay = [1001, *body], [1002, *body[:1500], 1003, *body[1500:]]
     table = turns_table(chain((held[:10], held[10:]), (replay, [])))
-    line = tk.classify_drift(table, tk.link(table, "previous")).to_pylist()[0]
+    line = tk.classify_drift(table, link_by(table, "previous")).to_pylist()[0]
     names = ("resync_path", "resync_prompt", "resync_length", "cause")
     assert [line[n] for n in names] == [1501, 1502, 2500, "middle_edited"]
 
@@ -132,7 +132,7 @@ def test_a_long_stretch_is_back_in_step():
 )
 def test_drift_by_hand(turns, expected):
     table = turns_table(turns)
-    line = tk.classify_drift(table, tk.link(table, "previous")).to_pylist()[-1]
+    line = tk.classify_drift(table, link_by(table, "previous")).to_pylist()[-1]
     assert (
         tuple(line[n] for n in ("lcp", "size", "region", "tokens_after_drift"))
         == expected
@@ -177,7 +177,7 @@ HELD = [1, 2, *range(100, 130)]  # a prompt of two tokens and a reply of thirty
 def test_causes_by_hand(prompt, cause, resync):
     turns = chain((HELD[:2], HELD[2:]), (prompt, [7]))
     table = turns_table(turns)
-    (line,) = tk.classify_drift(table, tk.link(table, "previous")).to_pylist()
+    (line,) = tk.classify_drift(table, link_by(table, "previous")).to_pylist()
     found = tuple(line[f"resync_{name}"] for name in ("path", "prompt", "length"))
     assert line["cause"] == cause
     assert found == (resync or (None, None, None))
@@ -319,7 +319,7 @@ REPLY = [20, 21, 22, 23, 24, 25]
 )
 def test_back_in_step_by_hand(turns, cause, resync):
     table = turns_table(turns)
-    line = tk.classify_drift(table, tk.link(table, "previous"), min_run=3).to_pylist()[
+    line = tk.classify_drift(table, link_by(table, "previous"), min_run=3).to_pylist()[
         -1
     ]
     found = tuple(line[f"resync_{name}"] for name in ("path", "prompt", "length"))
@@ -333,7 +333,7 @@ def test_the_default_run_is_eight_tokens():
     runs = {n: list(range(100, 100 + n)) for n in (7, 8)}
     for n, run in runs.items():
         table = turns_table(chain(([1, 2, *run, 3], [4]), ([1, 9, *run, 8], [])))
-        line = tk.classify_drift(table, tk.link(table, "previous")).to_pylist()[0]
+        line = tk.classify_drift(table, link_by(table, "previous")).to_pylist()[0]
         assert line["cause"] == ("middle_edited" if n == 8 else "diverged")
 
 
@@ -356,14 +356,14 @@ def test_tokens_tell_drift_where_a_turn_has_no_messages():
         ]
     )
     for route in ("messages", "agents"):
-        links = tk.link(turns, route)
+        links = link_by(turns, route)
         assert links["parent"].to_pylist()[:3] == [None, 0, 1]
         assert links["link_reason"].to_pylist()[1:3] == ["tokens", "tokens"]
         drift = tk.classify_drift(turns, links)
         assert drift["cause"].to_pylist()[:2] == ["tail_changed", "clean"]
         assert drift["tokens_after_drift"].to_pylist()[:2] == [1, 0]
-    links = tk.link(turns, "messages")
+    links = link_by(turns, "messages")
     # a retry continues what the first try did, and a whole path counts before a part
     assert links["parent"].to_pylist() == [None, 0, 1, 1, 3]
-    links = tk.link(turns, "generations")
+    links = link_by(turns, "generations")
     assert links["link_reason"].to_pylist()[1] == "refused_tokens"

@@ -13,7 +13,7 @@ import trajkit as tk
 from tests import reference
 from tests.shim.fakes import byte_tokenizer
 from tests.strategies import runs_apart, sessions
-from tests.tables import in_delta_form, turns_table
+from tests.tables import in_delta_form, link_by, turns_table
 from trajkit import _core, schema
 from trajkit.analysis.drift_text import json_objects
 from trajkit.analysis.tokenizer import Codec
@@ -62,7 +62,7 @@ def turn(prompt, output=(), **fields):
 
 def previous(*turns):
     table = tk.from_records(list(turns))
-    return table, tk.link(table, "previous")
+    return table, link_by(table, "previous")
 
 
 def explained(*turns, tokenizer=TOKENIZER):
@@ -309,7 +309,7 @@ def test_special_tokens_are_those_that_decoding_leaves_out(runs):
 @given(sessions(), st.sampled_from(["messages", "tokens", "previous"]))
 def test_findings_hold_what_differs_and_nothing_else(turns, route):
     table = turns_table(turns)
-    links = tk.link(table, route)
+    links = link_by(table, route)
     drift = tk.classify_drift(table, links)
     found = tk.analysis.explain_drift(table, links, TOKENIZER, min_run=2).to_pylist()
     of_turn = {t["turn_index"]: t for t in table.to_pylist()}
@@ -338,7 +338,7 @@ def test_findings_hold_what_differs_and_nothing_else(turns, route):
 @given(sessions())
 def test_the_cause_of_a_pair_is_that_of_its_first_finding(turns):
     table = turns_table(turns)
-    links = tk.link(table, "previous")
+    links = link_by(table, "previous")
     plain = tk.classify_drift(table, links)
     refined = tk.classify_drift(table, links, tokenizer=TOKENIZER)
     assert refined.drop_columns("cause").equals(plain.drop_columns("cause"))

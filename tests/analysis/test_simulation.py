@@ -10,7 +10,7 @@ from benchmarks.data import SMALL, quoted, rollout
 from tests.generated import generated_runs
 from tests.reference import held
 from tests.strategies import row_limits, runs
-from tests.tables import by_session, turns_table
+from tests.tables import by_session, link_by, turns_table
 from trajkit.analysis.simulation import cheapest_lossless, label
 from trajkit.errors import ArgumentError
 from trajkit.policies import PRESETS
@@ -217,7 +217,7 @@ def test_the_report_counts_roots_and_calls_rejected():
     names = ["roots", "turns_quarantined", "turns_unresolved"]
     assert [report[name].to_pylist() for name in names] == [[3], [3], [4]]
     assert tk.simulate(turns, "nemo")["turns_unresolved"].to_pylist() == [4]
-    links = tk.link(turns, "prefix")
+    links = link_by(turns, "prefix")
     assert links["link_reason"].to_pylist() == [
         "unresolved_kept",
         "unresolved",

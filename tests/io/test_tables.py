@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.strategies import json_messages, runs
+from tests.tables import link_by
 from trajkit import schema
 from trajkit._streams import limits
 from trajkit.errors import (
@@ -145,7 +146,7 @@ def test_every_table_survives_polars(records):
     turns = tk.from_records(
         [{**record, "prompt_ids": record["prompt_ids"] or [0]} for record in records]
     )
-    links = tk.link(turns, parent_by="messages")
+    links = link_by(turns, parent_by="messages")
     tables = {
         "turns": turns,
         "links": links,

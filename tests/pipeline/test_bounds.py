@@ -10,7 +10,7 @@ import trajkit as tk
 from tests.tables import turns_table
 from trajkit import _core
 from trajkit.errors import InvalidTurnsError, LayoutError
-from trajkit.pipeline.links import measure, policy_links
+from trajkit.pipeline.links import find_links, measure
 from trajkit.pipeline.plan import NO_LIMIT, choices_of, plan_rows
 from trajkit.pipeline.splice import plan_splices
 from trajkit.turns.calls import read_calls
@@ -35,7 +35,7 @@ def reserved(n, dtype):
 def linked(name):
     calls = read_calls(turns_table(TURNS))
     forest, policy = grow(calls), tk.policy(name)
-    links = policy_links(calls, forest, policy)
+    links = find_links(calls, forest, policy)
     measure(calls, forest, links)
     return calls, forest, links, policy
 

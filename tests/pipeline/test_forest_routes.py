@@ -19,7 +19,7 @@ from tests.strategies import (
     row_limits,
     versioned,
 )
-from tests.tables import in_delta_form, turns_table
+from tests.tables import in_delta_form, link_by, turns_table
 from trajkit import _core
 from trajkit.errors import InvalidTurnsError, LayoutError, PolicyError, SchemaError
 from trajkit.turns.calls import read_calls
@@ -104,7 +104,7 @@ def test_golden_nemo(session):
     table = turns_table(turns)
     rows, report = tk.linearize(table, policy, report=True)
     rows = rows.to_pylist()
-    links = tk.link(table, route, row_order="prompt").to_pylist()
+    links = link_by(table, route, row_order="prompt").to_pylist()
     names = session["knobs"]["call_ids"]
     chains = [
         [names[i] for i in chain]
@@ -163,7 +163,7 @@ def test_the_golden_session_without_logprobs_has_none_here():
 
 @given(named_sessions())
 def test_prefix_links_are_the_twins(turns):
-    found = tk.link(turns_table(turns), "prefix").to_pylist()
+    found = link_by(turns_table(turns), "prefix").to_pylist()
     names = reference.turn_indices(turns)
     assert [
         (link["parent"], link["link_reason"], link["order"], link["rewritten_by"])
@@ -200,7 +200,7 @@ def test_nemo_from_links_in_delta_form_and_recorded(data, turns, emit, limit):
     policy = tk.policy("nemo", row_selection=emit)
     table = turns_table(turns)
     rows = tk.linearize(table, policy, max_row_tokens=limit)
-    links = tk.link(table, "prefix")
+    links = link_by(table, "prefix")
     tk.validate(links)
     assert tk.linearize(table, policy, links=links, max_row_tokens=limit).equals(rows)
     assert set(tk.classify_drift(table, links)["cause"].to_pylist()) <= {"clean"}
@@ -377,7 +377,7 @@ def test_choices_that_do_not_exist_are_refused(choices, match):
 
 def test_links_in_which_a_parent_does_not_come_first_are_refused():
     table = turns_table(FORKED[::-1])
-    links = tk.link(table, "prefix").to_pylist()
+    links = link_by(table, "prefix").to_pylist()
     assert [link["parent"] for link in links] == [2, 2, None]
     for change, match in (
         ([0, 2, 1], "order 0 does not come after its parent's, 1"),
@@ -446,7 +446,7 @@ def test_golden_miles(session):
     turns, expected = miles_turns(session), session["expected"]
     policy, limit = miles_policy(session), session["knobs"]["max_seq_len"]
     table = turns_table(turns)
-    links = tk.link(
+    links = link_by(
         table,
         "generations",
         message_equality=policy.message_equality,
@@ -514,7 +514,7 @@ trims = st.sampled_from([1, 2, 3, 1, 0, 5])
 
 @given(named_sessions(), equalities, trims)
 def test_generation_links_are_the_twins(turns, equality, trim):
-    found = tk.link(
+    found = link_by(
         turns_table(turns),
         "generations",
         message_equality=equality,
@@ -569,7 +569,7 @@ def test_miles_from_links_in_delta_form_and_recorded(
         del turn["request_id"], turn["started_at"]
     table = turns_table(turns)
     rows = tk.linearize(table, policy, max_row_tokens=limit)
-    links = tk.link(
+    links = link_by(
         table, "generations", message_equality=equality, fork_threshold=trim
     )
     tk.validate(links)
@@ -601,7 +601,7 @@ def test_messages_are_equal_as_the_twin_says(pair, equality):
         {"prompt_ids": [1, 2], "prompt_messages": [b, reply]},
     ]
     table = turns_table([{**turn, "output_ids": [2]} for turn in turns])
-    (_, link) = tk.link(table, "generations", message_equality=equality).to_pylist()
+    (_, link) = link_by(table, "generations", message_equality=equality).to_pylist()
     same = reference_forests.fields_of(a, equality) == reference_forests.fields_of(
         b, equality
     )
@@ -647,7 +647,7 @@ def test_what_miles_calls_equal(equality, a, b, same):
             "prompt_messages": [user, said[1], user],
         },
     ]
-    (_, link) = tk.link(
+    (_, link) = link_by(
         turns_table(turns), "generations", message_equality=equality
     ).to_pylist()
     assert (link["parent"] == 0) == same
@@ -735,7 +735,7 @@ def test_what_is_refused_or_retried_is_counted():
     assert rows["input_ids"].to_pylist() == [[1, 2, 3, 4, 7]]
     line = report.to_pylist()[0]
     assert (line["lost_refused"], line["lost_retried"]) == (3, 3)
-    assert tk.link(turns_table(turns), "generations")["link_reason"].to_pylist() == [
+    assert link_by(turns_table(turns), "generations")["link_reason"].to_pylist() == [
         "root",
         "refused_tokens",
         "retried",
@@ -758,10 +758,10 @@ def test_a_row_each_that_shares_a_reply_breaks_no_promise_of_nemo():
 @pytest.mark.parametrize(
     ("places", "match"),
     [
-        ([0, 1, 1], r"places\[2\] = 1"),
-        ([0, 2, 3], r"places\[2\] = 3"),
-        ([1, 0, 2], r"places\[1\] = 0"),
-        ([0, 1], "places has 2 entries, 3 are needed"),
+        ([0, 1, 1], r"by_prompt\[2\] = 1"),
+        ([0, 2, 3], r"by_prompt\[2\] = 3"),
+        ([1, 0, 2], r"by_prompt\[1\] = 0"),
+        ([0, 1], "by_prompt has 2 entries, 3 are needed"),
     ],
 )
 def test_prefix_routing_refuses_what_ranks_no_calls(places, match):
@@ -769,22 +769,14 @@ def test_prefix_routing_refuses_what_ranks_no_calls(places, match):
     forest = grow(calls)
     with pytest.raises(LayoutError, match=match):
         _core.route_prefix(
-            calls.calls,
-            calls.session_offsets,
-            forest.nodes,
-            forest.ends,
-            np.array(places, np.int32),
-            np.empty((4, len(forest.nodes)), np.int32),
-            np.empty((2, 3), np.int32),
-            np.empty(3, np.uint8),
-            np.zeros(3, LINK),
+            forest.of(calls), np.array(places, np.int32), np.zeros(3, LINK)
         )
 
 
 def test_parents_in_a_circle_are_refused():
     """Also among turns that are in no row, where drift is measured all the same."""
     table = turns_table(FORKED)
-    links = tk.link(table, "prefix").to_pylist()
+    links = link_by(table, "prefix").to_pylist()
     for one, parent, order in zip(links, [2, 0, 0], [0, 1, 2], strict=True):
         one.update(parent=parent, order=order)
     circle = pa.Table.from_pylist(links, tk.schema.LINKS)

@@ -6,14 +6,14 @@ from hypothesis import given
 import trajkit as tk
 from tests import reference_choices, reference_graph
 from tests.strategies import row_limits, runs, sessions
-from tests.tables import dicts, turns_table
+from tests.tables import dicts, link_by, turns_table
 from trajkit.recorder.recorder import Recorder
 
 GRAPH = tk.policy("graph")
 
 
 def graph_links(table):
-    return tk.link(
+    return link_by(
         table,
         "messages",
         merge_threshold=0,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests import reference
 from tests.strategies import runs, sessions, thresholds
-from tests.tables import by_session, dicts, turns_table
+from tests.tables import by_session, dicts, link_by, turns_table
 from trajkit.analysis.drift import drift_table
 from trajkit.errors import LayoutError, PolicyError
 from trajkit.pipeline.links import find_links, measure
@@ -19,18 +19,18 @@ PARENT_BY = ["messages", "tokens", "previous", "none"]
 
 @given(sessions(), st.sampled_from(PARENT_BY), thresholds)
 def test_links_are_the_twins(turns, route, threshold):
-    links = tk.link(turns_table(turns), route, merge_threshold=threshold)
+    links = link_by(turns_table(turns), route, merge_threshold=threshold)
     expected = reference.link(turns, route, threshold)
     assert dicts(links, expected) == expected
 
 
 @given(runs(), st.sampled_from(PARENT_BY), thresholds)
 def test_sessions_do_not_see_each_other(turns, route, threshold):
-    links = tk.link(turns_table(turns), route, merge_threshold=threshold)
+    links = link_by(turns_table(turns), route, merge_threshold=threshold)
     assert links.to_pylist() == [
         line
         for session in by_session(turns).values()
-        for line in tk.link(
+        for line in link_by(
             turns_table(session), route, merge_threshold=threshold
         ).to_pylist()
     ]
@@ -55,8 +55,8 @@ def call(messages, reply, output=(7,), prompt=(1,), **more):
 
 
 def parents(turns, **choices):
-    links = tk.link(turns_table(turns), "messages", **choices).to_pylist()
-    assert dicts(tk.link(turns_table(turns), **choices), links) == links
+    links = link_by(turns_table(turns), "messages", **choices).to_pylist()
+    assert dicts(link_by(turns_table(turns), **choices), links) == links
     expected = reference.link(turns, "messages", choices.get("merge_threshold", 1024))
     assert [line["parent"] for line in links] == [one["parent"] for one in expected]
     return [line["parent"] for line in links]
@@ -173,7 +173,7 @@ def test_rewrite_names_the_turn_that_it_demotes():
         call([USER], said("a"), turn_index=3),
         call([USER, said("b"), USER], said("c"), turn_index=5),
     ]
-    links = tk.link(turns_table(turns)).to_pylist()
+    links = link_by(turns_table(turns)).to_pylist()
     assert [line["rewritten_by"] for line in links] == [5, None]
     assert [line["order"] for line in links] == [None, 0]
     assert links[1]["link_reason"] == "rewrite"
@@ -185,8 +185,8 @@ def test_rewrite_names_the_turn_that_it_demotes():
         pytest.param(3, 4, True, id="shorter"),
         pytest.param(3, 3, False, id="as long"),
         pytest.param(0, 0, False, id="off"),
-        pytest.param(1023, None, True, id="just below the default"),
-        pytest.param(1024, None, False, id="the default"),
+        pytest.param(1023, 1024, True, id="just below slime's"),
+        pytest.param(1024, 1024, False, id="slime's"),
     ],
 )
 def test_only_a_short_reply_gives_way(n_output, threshold, rewritten):
@@ -194,7 +194,7 @@ def test_only_a_short_reply_gives_way(n_output, threshold, rewritten):
         call([USER], said("a"), output=[7] * n_output),
         call([USER, said("b"), USER], said("c")),
     ]
-    links = tk.link(turns_table(turns), merge_threshold=threshold).to_pylist()
+    links = link_by(turns_table(turns), merge_threshold=threshold).to_pylist()
     assert (links[0]["rewritten_by"] is not None) is rewritten
 
 
@@ -204,13 +204,22 @@ def test_depth_first_order_is_not_turn_order():
         call([SYSTEM], said("b")),
         call([USER, said("a"), USER], said("c")),
     ]
-    links = tk.link(turns_table(turns)).to_pylist()
+    links = link_by(turns_table(turns)).to_pylist()
     assert [line["order"] for line in links] == [0, 2, 1]
 
 
-def test_a_route_that_does_not_exist_is_refused():
-    with pytest.raises(PolicyError, match="sideways"):
+def test_a_policy_that_does_not_exist_is_refused():
+    with pytest.raises(PolicyError, match="'sideways' does not exist"):
         tk.link(turns_table([call([USER], said("a"))]), "sideways")
+
+
+@pytest.mark.parametrize("name", ["faithful", "slime", "nemo", "polar", "graph"])
+def test_links_are_those_of_the_rows_of_the_policy(name):
+    turns = turns_table([call([USER], said("a")), call([USER, said("b"), USER], None)])
+    links = tk.link(turns, name)
+    assert links == tk.link(turns, tk.policy(name))
+    assert tk.linearize(turns, name, links=links) == tk.linearize(turns, name)
+    assert (links["rewritten_by"].null_count == 2) is (name != "slime")
 
 
 @pytest.mark.parametrize(
@@ -232,7 +241,7 @@ def test_kernels_refuse_links_that_lead_outside(change, match):
         )
     )
     forest = grow(calls)
-    links = find_links(calls, forest, "previous", 0, "first")
+    links = find_links(calls, forest, tk.policy("trl"))
     measure(calls, forest, links)
     for name, value in change.items():
         links[name][1] = value

@@ -619,7 +619,8 @@ def test_an_empty_list_of_messages_goes_by_tokens_where_tokens_decide():
     assert rows["input_ids"].to_pylist() == [[1, 2, 3, 4], [1, 9, 5]]
     assert report["lost_unrouted"].to_pylist() == [0]
     assert report["tokens_trained"].to_pylist() == [3]
-    assert tk.link(table)["link_reason"].to_pylist() == ["unrouted"] * 3
+    assert tk.link(table)["link_reason"].to_pylist() == ["root", "tokens", "tokens"]
+    assert tk.link(table, "slime")["link_reason"].to_pylist() == ["unrouted"] * 3
 
 
 @given(runs())

@@ -24,8 +24,7 @@ from tests.strategies import (
     thresholds,
     versioned,
 )
-from tests.tables import by_session, dicts, policy_of, turns_table
-from trajkit._arrow.buffers import pooled
+from tests.tables import by_session, dicts, link_by, policy_of, turns_table
 from trajkit.errors import ArgumentError, InvalidTurnsError, PolicyError, SchemaError
 from trajkit.pipeline import fill
 from trajkit.schema import DRIFT, REPORT, ROWS
@@ -85,8 +84,8 @@ def test_rows_and_report_are_the_twins(turns, choice, limit):
     assert dicts(report, [expected_report]) == [expected_report]
 
 
-def dirty(size, dtype, real=pooled):
-    """Memory that somebody used before."""
+def dirty(size, dtype, real=np.empty):
+    """Memory that was used before."""
     memory = real(size, dtype)
     memory.view(np.uint8)[:] = 0xFF
     return memory
@@ -95,12 +94,12 @@ def dirty(size, dtype, real=pooled):
 def with_dirty_memory():
     stack = ExitStack()
     for name in (
-        "pipeline.fill",
-        "turns.prefix_forest",
-        "pipeline.links",
-        "pipeline.plan",
+        "pipeline.fill.pooled",
+        "turns.prefix_forest.pooled",
+        "pipeline.plan.pooled",
+        "_core.empty",
     ):
-        stack.enter_context(mock.patch(f"trajkit.{name}.pooled", dirty))
+        stack.enter_context(mock.patch(f"trajkit.{name}", dirty))
     return stack
 
 
@@ -277,7 +276,7 @@ def test_a_session_that_comes_back_in_a_stream_is_refused():
 def test_links_and_drift_may_be_given(turns, threshold, limit):
     table = turns_table(turns)
     policy = tk.policy("slime", fork_threshold=threshold)
-    links = tk.link(table, "messages", merge_threshold=threshold)
+    links = link_by(table, "messages", merge_threshold=threshold)
     drift = tk.classify_drift(table, links)
     computed = tk.linearize(table, policy, max_row_tokens=limit, report=True)
     given_links = tk.linearize(
@@ -297,7 +296,7 @@ def test_a_drift_table_may_not_claim_what_two_turns_do_not_share():
             {"prompt_ids": [1, 2, 3, 9, 5], "output_ids": [6]},
         ]
     )
-    links = tk.link(table, "previous")
+    links = link_by(table, "previous")
     drift = tk.classify_drift(table, links)
 
     def with_lcp(lcp):
@@ -337,8 +336,6 @@ def test_choices_that_are_none_are_refused(choices, error, match):
 def test_thresholds_are_integers_of_64_bits(threshold):
     with pytest.raises(PolicyError, match="fork_threshold="):
         tk.policy("slime", fork_threshold=threshold)
-    with pytest.raises(PolicyError, match="merge_threshold="):
-        tk.link(turns_table(SAME_ANSWER_TWICE), merge_threshold=threshold)
 
 
 def test_a_threshold_of_none_is_the_preset_s_own():

@@ -24,7 +24,7 @@ from tests.strategies import (
     sessions,
     versioned,
 )
-from tests.tables import by_session, dicts, in_delta_form, turns_table
+from tests.tables import by_session, dicts, in_delta_form, link_by, turns_table
 from trajkit.cli import main
 from trajkit.errors import PolicyError
 from trajkit.schema import ROWS
@@ -79,7 +79,7 @@ def test_links_are_the_twin_s(turns):
         for names in [reference.turn_indices(turns)]
         for name, one in zip(names, twin.prompt_links(turns), strict=True)
     ]
-    links = tk.link(turns_table(turns), "prompts")
+    links = link_by(turns_table(turns), "prompts")
     assert dicts(links, expected) == expected
 
 
@@ -153,8 +153,8 @@ def test_delta_form_and_recorder_give_the_same_rows(data, turns, token, limit):
     given_rows = tk.linearize(table, policy, max_row_tokens=limit, report=True)
     delta = in_delta_form(table, lambda some: data.draw(st.sampled_from([*some])))
     assert tk.linearize(delta, policy, max_row_tokens=limit, report=True) == given_rows
-    links = tk.link(delta, "prompts")
-    assert links == tk.link(table, "prompts")
+    links = link_by(delta, "prompts")
+    assert links == link_by(table, "prompts")
     assert (
         tk.linearize(delta, policy, max_row_tokens=limit, links=links)
         == (given_rows[0])
@@ -390,7 +390,7 @@ def test_turns_and_messages_of_rows_are_polar_s(session):
     """Read off links, rows and turns; a turn that sampled nothing leaves no piece."""
     table = recorded(session)
     policy = tk.policy("polar", **knobs(session))
-    links = tk.link(table, policy.parent_by).to_pylist()
+    links = link_by(table, policy.parent_by).to_pylist()
     rows, report = tk.linearize(table, policy, report=True)
     following = {one["parent"]: one["turn_index"] for one in links}
     roots = [one["turn_index"] for one in links if one["parent"] is None]

@@ -27,7 +27,7 @@ from tests.strategies import (
     sessions,
     thresholds,
 )
-from tests.tables import by_session, policy_of, turns_table
+from tests.tables import by_session, link_by, policy_of, turns_table
 from trajkit import _core
 from trajkit.errors import InvalidTurnsError, LayoutError, UnknownSessionError
 from trajkit.policies import MESSAGE_EQUALITIES, PRESETS
@@ -74,8 +74,8 @@ def test_links_and_drift_are_the_tables(turns, route, threshold):
     for turn in turns:
         record(recorder, turn)
     delta, table = recorder.turns("s"), turns_table(turns)
-    links = tk.link(delta, route, merge_threshold=threshold)
-    assert links == tk.link(table, route, merge_threshold=threshold)
+    links = link_by(delta, route, merge_threshold=threshold)
+    assert links == link_by(table, route, merge_threshold=threshold)
     assert tk.classify_drift(delta, links) == tk.classify_drift(table, links)
 
 
@@ -770,7 +770,7 @@ def test_keys_stand_for_messages(turns):
         record(by_dict, turn)
     turns, other = by_key.turns("s"), by_dict.turns("s")
     for route in ("messages", "tokens"):
-        assert tk.link(turns, route) == tk.link(other, route)
+        assert link_by(turns, route) == link_by(other, route)
     names = ("suffix_messages", "response")
     for name in set(turns.column_names) - {*names, "shared_messages"}:
         assert turns[name] == other[name]
@@ -1197,8 +1197,8 @@ def test_types_of_numbers_give_the_same_rows_in_every_form(calls, policy):
         assert rows == pa.Table.from_batches(tk.linearize(single, policy))
     first = rows.filter(pc.equal(rows["session_id"], "s"))
     assert first == recorder.rows("s", policy)
-    links = tk.link(full, policy.parent_by, message_equality=policy.message_equality)
-    assert links == tk.link(
+    links = link_by(full, policy.parent_by, message_equality=policy.message_equality)
+    assert links == link_by(
         turns, policy.parent_by, message_equality=policy.message_equality
     )
 

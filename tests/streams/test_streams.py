@@ -14,7 +14,7 @@ import trajkit as tk
 from tests.generated import generated_runs
 from tests.shim.fakes import byte_tokenizer
 from tests.strategies import fewer_examples, pick, runs
-from tests.tables import turns_table
+from tests.tables import link_by, turns_table
 from trajkit import schema
 from trajkit._arrow.take import empty_batch
 from trajkit._streams.lockstep import batches_of, one_batch
@@ -64,7 +64,7 @@ def turn_rewards_of(turns):
 # What each stage is given: the turns, and what is made of them.
 OF_TURNS = {
     "link": tk.link,
-    "link by tokens": lambda turns: tk.link(turns, "tokens"),
+    "link by tokens": lambda turns: link_by(turns, "tokens"),
     "check_roundtrip": lambda turns: tk.analysis.check_roundtrip(turns, TOKENIZER),
     "validate": lambda turns: tk.validate(turns, "turns", bodies=False),
     "validate, whatever it is": lambda turns: tk.validate(turns, bodies=False),

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 
 import trajkit as tk
+from tests.tables import link_by
 
 N = 100_000
 
@@ -123,7 +124,7 @@ def test_a_line_in_which_every_turn_drifts(route, where):
             "output_ids": pa.repeat(pa.scalar([5, 6], ids), N),
         }
     )
-    links = tk.link(turns, route)
+    links = link_by(turns, route)
     by_tokens = route == "messages" and where == "reply"
     before = at - 1 if by_tokens else np.full(N, -1)
     assert links["parent"].fill_null(-1).to_numpy().tolist() == before.tolist()

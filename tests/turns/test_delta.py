@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests import reference
 from tests.strategies import pick, policies, row_limits, runs, thresholds
-from tests.tables import in_delta_form, policy_of, turns_table
+from tests.tables import in_delta_form, link_by, policy_of, turns_table
 from trajkit._streams import limits
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.schema import TURNS, TURNS_DELTA
@@ -36,8 +36,8 @@ def test_links_and_drift_are_those_of_the_full_form(
 ):
     table = turns_table(turns)
     delta = drawn_delta(data, table)
-    links = tk.link(delta, route, merge_threshold=threshold)
-    assert links == tk.link(table, route, merge_threshold=threshold)
+    links = link_by(delta, route, merge_threshold=threshold)
+    assert links == link_by(table, route, merge_threshold=threshold)
     drift = tk.classify_drift(delta, links, min_run=min_run)
     assert drift == tk.classify_drift(table, links, min_run=min_run)
 
@@ -88,7 +88,7 @@ def test_parts_of_a_table_are_the_whole(data, turns, choice, sizes, threads, how
     given = {}
     if how == "links":
         threshold = policy.fork_threshold if policy.merge_rewrites else 0
-        given["links"] = tk.link(delta, policy.parent_by, merge_threshold=threshold)
+        given["links"] = link_by(delta, policy.parent_by, merge_threshold=threshold)
         given["drift"] = tk.classify_drift(delta, given["links"])
     same = {"layout": "suffix"} if how == "suffix" else {}
     if how == "payload":

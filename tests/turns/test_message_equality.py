@@ -19,7 +19,7 @@ from tests.strategies import (
     json_messages,
     sessions,
 )
-from tests.tables import in_delta_form, turns_table
+from tests.tables import in_delta_form, link_by, turns_table
 from trajkit import _core
 from trajkit.errors import InvalidTurnsError, LayoutError, PolicyError
 from trajkit.schema import VALUE_BYTES
@@ -97,12 +97,12 @@ def test_values_are_the_equality_of_the_first_bytes_of_the_stored_keys(messages)
 def test_routing_by_new_keys_is_the_same_in_delta_form(data, turns, equality):
     full = turns_table(turns)
     delta = in_delta_form(full, lambda options: data.draw(st.sampled_from(options)))
-    links = tk.link(full, "messages", message_equality=equality)
+    links = link_by(full, "messages", message_equality=equality)
     if equality == "values":
-        assert links.equals(tk.link(full, "messages"))
-    assert links.equals(tk.link(delta, "messages", message_equality=equality))
-    assert tk.link(full, "agents", message_equality=equality).equals(
-        tk.link(delta, "agents", message_equality=equality)
+        assert links.equals(link_by(full, "messages"))
+    assert links.equals(link_by(delta, "messages", message_equality=equality))
+    assert link_by(full, "agents", message_equality=equality).equals(
+        link_by(delta, "agents", message_equality=equality)
     )
     calls = read_calls(delta)
     keyed = with_equality(calls, equality)
@@ -189,7 +189,7 @@ def test_a_body_that_was_filtered_away_is_named():
 
 def test_an_equality_that_does_not_exist_is_refused():
     with pytest.raises(PolicyError, match="equality='hash'"):
-        tk.link(two_turns(), message_equality="hash")
+        link_by(two_turns(), message_equality="hash")
     with pytest.raises(PolicyError, match="equality='hash'"):
         tk.policy("segments", message_equality="hash")
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.strategies import runs
+from tests.tables import link_by
 from trajkit import schema
 from trajkit._arrow.canonical import canonical
 from trajkit.errors import InvalidTurnsError, SchemaError
@@ -641,7 +642,7 @@ def prompts_given(records):
 def test_every_stage_of_a_run_is_valid(records):
     turns = tk.from_records(prompts_given(records))
     assert validate(turns).equals(turns)
-    links = tk.link(turns, parent_by="messages")
+    links = link_by(turns, parent_by="messages")
     assert validate(links).num_rows == turns.num_rows
     validate(tk.classify_drift(turns, links))
     for policy in ("slime", "strict", "per_call"):

@@ -76,15 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     summary, causes = DriftSummary(), dict[str, CauseGroup]()
 
     def stage(turns: pa.Table) -> Made:
-        links = tk.link(
-            turns,
-            parent_by=policy.parent_by,
-            merge_threshold=policy.merge_threshold,
-            tie_break=policy.tie_break,
-            message_equality=policy.message_equality,
-            dispatch_tools=policy.dispatch_tools,
-            fork_threshold=policy.fork_threshold,
-        )
+        links = tk.link(turns, policy)
         drift = tk.classify_drift(turns, links, tokenizer=tokenizer)
         findings = None
         if tokenizer is not None:

@@ -209,7 +209,7 @@ def _observed(
     weights = np.zeros(int(offsets[-1]), np.float32)
     parents = None
     if rule == "prime":
-        parents = link(calls.table, parent_by="tokens").column("parent")
+        parents = link(calls.table, "strict").column("parent")
     counts = []
     for s in range(calls.n_sessions):
         session_rows = by_session.get(s, [])

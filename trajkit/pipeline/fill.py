@@ -89,8 +89,9 @@ def batch_of(
     """`trajkit.schema.ROWS` of a plan whose rows share what is known once they are written.
 
     ``write`` takes ``rows`` and ``columns`` as ``_core.fill_rows`` does, fills the
-    columns, and returns how many logprobs the engine did not give. ``written`` then gets the offsets of the rows and their tokens, and completes
-    ``parent_row`` and ``shared`` of the rows.
+    columns, and returns how many logprobs the engine did not give. ``written`` then
+    gets the offsets of the rows and their tokens, and completes ``parent_row`` and
+    ``shared`` of the rows.
     """
     rows = plan.rows
     rows["stored"] = 0

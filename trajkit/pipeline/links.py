@@ -1,35 +1,18 @@
 """Which call a call continues: the ``links`` table."""
 
-from collections.abc import Sequence
 from typing import overload
 
 import numpy as np
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit._arguments import check_choice, chosen_int, tool_names
 from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.buffers import pooled
 from trajkit._arrow.canonical import TableLike, canonical
 from trajkit._streams.lockstep import Stream, map_sessions
 from trajkit.errors import InvalidTurnsError, PolicyError
 from trajkit.pipeline.subagents import find_dispatches
-from trajkit.policies import (
-    CHAIN_ORDERS,
-    DEFAULT_FORK_THRESHOLD,
-    DISPATCH_TOOLS,
-    MESSAGE_EQUALITIES,
-    PARENT_BY,
-    ROW_ORDERS,
-    TIE_BREAKS,
-    ChainOrder,
-    MessageEquality,
-    ParentBy,
-    Policy,
-    RowOrder,
-    TieBreak,
-    check_route,
-)
+from trajkit.policies import TIE_BREAKS, ParentBy, Policy
+from trajkit.policies import policy as chosen_policy
 from trajkit.schema import DRIFT, LINK_REASONS, LINKS, SEGMENT_KINDS
 from trajkit.turns.call_order import by_prompt
 from trajkit.turns.calls import Calls, Ints, Longs, Records, named_calls, read_calls
@@ -40,100 +23,41 @@ from trajkit.turns.message_equality import (
 )
 from trajkit.turns.prefix_forest import Forest, grow
 from trajkit.turns.records import as_turns
-from trajkit.turns.structs import LINK, MESSAGE
+from trajkit.turns.structs import LINK
 
 BY_MESSAGES: tuple[ParentBy, ...] = ("messages", "agents", "generations")
-_EQUALITY_OF_ROUTE: dict[ParentBy, MessageEquality] = {
-    "agents": "text",
-    "generations": "strict",
-}
 
 
 @overload
 def link(
-    turns: Stream | pa.RecordBatchReader,
-    parent_by: ParentBy = ...,
-    *,
-    merge_threshold: int | None = ...,
-    tie_break: TieBreak = ...,
-    message_equality: MessageEquality | None = ...,
-    dispatch_tools: Sequence[str] = ...,
-    chain_order: ChainOrder = ...,
-    fork_threshold: int = ...,
-    row_order: RowOrder = ...,
+    turns: Stream | pa.RecordBatchReader, policy: str | Policy = ...
 ) -> Stream: ...
 @overload
+def link(turns: TableLike, policy: str | Policy = ...) -> pa.Table: ...
 def link(
-    turns: TableLike,
-    parent_by: ParentBy = ...,
-    *,
-    merge_threshold: int | None = ...,
-    tie_break: TieBreak = ...,
-    message_equality: MessageEquality | None = ...,
-    dispatch_tools: Sequence[str] = ...,
-    chain_order: ChainOrder = ...,
-    fork_threshold: int = ...,
-    row_order: RowOrder = ...,
-) -> pa.Table: ...
-def link(
-    turns: TableLike | Stream,
-    parent_by: ParentBy = "messages",
-    *,
-    merge_threshold: int | None = None,
-    tie_break: TieBreak = "first",
-    message_equality: MessageEquality | None = None,
-    dispatch_tools: Sequence[str] = DISPATCH_TOOLS,
-    chain_order: ChainOrder = "tree",
-    fork_threshold: int = 1,
-    row_order: RowOrder = "turn",
+    turns: TableLike | Stream, policy: str | Policy = "faithful"
 ) -> pa.Table | Stream:
-    """The turn that each turn continues.
+    """The turn that each turn continues under a policy.
 
     Parameters
     ----------
     turns : table, or iterator of record batches
         `trajkit.schema.TURNS` in full or delta form. An iterator (or a
-        RecordBatchReader) is read as the result is, and may hold a session in several
-        batches that follow each other.
-    parent_by : {"messages", "agents", "tokens", "previous", "none", "prompts", "prefix", \
-"generations"}
-        By the message tree; the last call of the same agent, if that one's messages are
-        its first ones (see `Policy`); by the longest row end that is a prefix of the
-        prompt (ties to the oldest row); the previous turn of the session; no turn at
-        all; by the chain of turns whose last prompt is the longest prefix of the
-        prompt, whatever was sampled (a turn with an empty prompt has no parent and no
-        children); the turn, recorded before or after, whose path is the longest prefix
-        of the prompt, with some quarantined (see `trajkit.schema.LINK_REASONS`); the last
-        turn whose messages and reply are the request's first, with some refused.
+        RecordBatchReader) is read lazily, and may hold a session in several consecutive
+        batches.
+    policy : str or Policy
+        A name (see `trajkit.policy`) or a policy, as for `trajkit.linearize`. Links
+        depend on ``parent_by``, ``dispatch_tools``, ``merge_rewrites``,
+        ``message_equality``, ``tie_break``, ``chain_order``, ``row_order`` and, for
+        ``merge_rewrites`` and ``"generations"``, on ``fork_threshold``; see `Policy`.
 
-        Under ``"messages"`` and ``"generations"``, tokens decide for a turn without a
-        list of messages: its parent is the turn whose prompt its own longer prompt
-        begins with, and whose prompt and output it repeats for longest. The same holds
-        of an empty list if ``tie_break`` is ``"tokens"``; else such a turn is left out.
-        Under ``"agents"``, a turn without a list, or after one without, continues the
-        last call of the agent if its longer prompt begins with that one's prompt.
-    merge_threshold : int, optional
-        Under ``"messages"``: a reply shorter than this many tokens gives way to the one
-        that a later request shows in its place. None: 1024; 0 and below: never.
-    tie_break : {"first", "tokens", "full_path"}
-        Under ``"messages"``, of equal replies to the same messages: a request that
-        shows one of them continues the first, or the one whose path its prompt repeats
-        for longest, of equals the one with the shortest path, then the first.
-        ``"full_path"``: it continues the nearest message above whose path its prompt
-        repeats to the end, the last of equals.
-    chain_order : {"tree", "recorded"}
-        The rank in the traversal of the message tree (of the rows, of the agents), or
-        among the turns as they came.
-    message_equality : str, optional
-        As for `trajkit.policy`. None: ``"text"`` under ``"agents"``, ``"strict"`` under
-        ``"generations"``, else ``"values"``.
-    dispatch_tools : sequence of str
-        Under ``"agents"``, tools whose calls send out a sub-agent.
-    fork_threshold : int
-        Under ``"generations"``, a turn whose prompt lacks so many tokens or more of
-        what its parent held is refused.
-    row_order : {"turn", "prompt"}
-        Under ``"none"``: ``chain_order`` is that of turns, or from the shortest prompt up.
+        If turns have no list of messages, tokens decide for policies that compare
+        messages: under ``"messages"`` and ``"generations"``, the parent is the turn
+        whose prompt the turn's own longer prompt begins with, and whose prompt and
+        output it repeats for longest. The same holds for an empty list if ``tie_break``
+        is ``"tokens"``; otherwise such a turn is left out. Under ``"agents"``, a turn
+        without a list, or after one without, continues the last call of the agent if
+        its longer prompt begins with that call's prompt.
 
     Returns
     -------
@@ -146,8 +70,7 @@ def link(
     SchemaError, InvalidTurnsError
         As `trajkit.linearize`.
     PolicyError
-        ``parent_by`` is none of the eight, or another choice is none, or ``parent_by``
-        excludes ``chain_order`` or ``message_equality``.
+        No preset has that name.
 
     References
     ----------
@@ -155,166 +78,58 @@ def link(
     (spec: prime-rl 2.1), routing by prompts is Polar's (spec: Polar 2.3), by prefixes
     NeMo Gym's (spec: NeMo Gym 5), by generations miles' (spec: miles 1.2).
     """
-    if merge_threshold is None:
-        merge_threshold = DEFAULT_FORK_THRESHOLD
-    merge_threshold = chosen_int("merge_threshold", merge_threshold, error=PolicyError)
-    check_choice("tie_break", tie_break, TIE_BREAKS, PolicyError)
-    if message_equality is None:
-        message_equality = _EQUALITY_OF_ROUTE.get(parent_by, "values")
-    check_choice("message_equality", message_equality, MESSAGE_EQUALITIES, PolicyError)
-    check_choice("chain_order", chain_order, CHAIN_ORDERS, PolicyError)
-    check_choice("row_order", row_order, ROW_ORDERS, PolicyError)
-    tools = tool_names("dispatch_tools", dispatch_tools, PolicyError)
-    fork_threshold = chosen_int("fork_threshold", fork_threshold, error=PolicyError)
-    check_choice("parent_by", parent_by, PARENT_BY, PolicyError)
-    check_route(parent_by, chain_order, message_equality)
+    chosen = chosen_policy(policy)
 
     def one(turns: pa.Table) -> pa.Table:
         calls = read_calls(turns)
-        links = find_links(
-            calls,
-            grow(calls),
-            parent_by,
-            merge_threshold,
-            tie_break,
-            message_equality=message_equality,
-            dispatch_tools=tools,
-            chain_order=chain_order,
-            fork_threshold=fork_threshold,
-            row_order=row_order,
-        )
-        return links_table(calls, links)
+        return links_table(calls, find_links(calls, grow(calls), chosen))
 
     return map_sessions(one, ("turns", turns), table_of=as_turns)
 
 
-def find_links(
-    calls: Calls,
-    forest: Forest,
-    parent_by: ParentBy,
-    merge_threshold: int,
-    tie_break: TieBreak,
-    *,
-    message_equality: MessageEquality = "values",
-    dispatch_tools: tuple[str, ...] = DISPATCH_TOOLS,
-    chain_order: ChainOrder = "tree",
-    fork_threshold: int = 1,
-    row_order: RowOrder = "turn",
-) -> Records:
-    """The link of every call, dtype LINK, ``lcp`` unset."""
+def find_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
+    """The link of every call under a policy, dtype LINK, ``lcp`` unset."""
     n_calls = len(calls.calls)
     links = np.zeros(n_calls, LINK)
-    if parent_by == "messages":
-        calls = with_equality(calls, message_equality)
-        n_nodes, n_table = _core.tree_size(calls.requests, calls.session_offsets)
+    if policy.parent_by == "messages":
+        keyed = with_equality(calls, policy.message_equality)
         _core.route_messages(
-            calls.calls,
-            calls.requests,
-            calls.session_offsets,
-            forest.nodes,
-            forest.ends,
-            merge_threshold,
-            TIE_BREAKS.index(tie_break),
-            pooled(n_nodes, MESSAGE),
-            np.empty(n_table, np.int32),
-            np.empty(n_calls, np.int32),
-            np.empty(len(forest.nodes), np.int32),
-            np.empty(len(forest.nodes), np.int32),
-            np.empty((3, len(forest.nodes)), np.int32),
-            np.empty(n_calls, np.int32),
+            forest.of(calls),
+            keyed.requests,
+            policy.merge_threshold,
+            TIE_BREAKS.index(policy.tie_break),
             links,
         )
-    elif parent_by == "agents":
-        classes = classify(calls, identity_of(message_equality))
-        calls = classes.keyed(calls)
-        dispatches = find_dispatches(classes, dispatch_tools)
-        n_nodes, n_table = _core.tree_size(calls.requests, calls.session_offsets)
+    elif policy.parent_by == "agents":
+        classes = classify(calls, identity_of(policy.message_equality))
+        keyed = classes.keyed(calls)
+        dispatches = find_dispatches(classes, policy.dispatch_tools)
         _core.route_agents(
-            calls.calls,
-            calls.requests,
-            calls.session_offsets,
-            forest.nodes,
-            forest.ends,
+            forest.of(calls),
+            keyed.requests,
             dispatches.calls,
             dispatches.offsets,
             dispatches.answers,
-            pooled(n_nodes, MESSAGE),
-            np.empty(n_table, np.int32),
-            np.empty(n_calls, np.int32),
-            np.empty(n_nodes, np.int32),
             links,
         )
-    elif parent_by == "tokens":
-        _core.route_tokens(
-            calls.calls,
-            calls.session_offsets,
-            forest.nodes,
-            forest.ends,
-            np.empty(len(forest.nodes), np.int32),
-            np.empty(len(forest.nodes), np.int32),
-            np.empty(len(forest.nodes), np.int32),
-            np.empty(n_calls, np.int32),
-            np.empty(n_calls, np.int32),
-            links,
-        )
-    elif parent_by == "generations":
-        calls = with_equality(calls, message_equality)
-        n_nodes, n_table = _core.tree_size(calls.requests, calls.session_offsets)
+    elif policy.parent_by == "tokens":
+        _core.route_tokens(forest.of(calls), links)
+    elif policy.parent_by == "generations":
+        keyed = with_equality(calls, policy.message_equality)
         _core.route_generations(
-            calls.calls,
-            calls.requests,
-            calls.session_offsets,
-            forest.nodes,
-            forest.ends,
-            fork_threshold,
-            pooled(n_nodes, MESSAGE),
-            np.empty(n_table, np.int32),
-            np.empty((5, len(forest.nodes)), np.int32),
-            np.empty((7, n_calls), np.int32),
-            links,
+            forest.of(calls), keyed.requests, policy.fork_threshold, links
         )
-    elif parent_by == "prefix":
-        _core.route_prefix(
-            calls.calls,
-            calls.session_offsets,
-            forest.nodes,
-            forest.ends,
-            by_prompt(calls),
-            np.empty((4, len(forest.nodes)), np.int32),
-            np.empty((2, n_calls), np.int32),
-            np.empty(n_calls, np.uint8),
-            links,
-        )
-    elif parent_by in ("previous", "none"):
-        starts = calls.session_offsets[:-1]
-        place = np.arange(n_calls, dtype=np.int32)
-        ranked = (
-            by_prompt(calls) if parent_by == "none" and row_order == "prompt" else place
-        )
-        first = np.repeat(starts, np.diff(calls.session_offsets))
-        links["order"][ranked] = place - first
-        links["rewritten_by"] = -1
-        links["parent"] = place - 1 if parent_by == "previous" else -1
-        links["link_reason"] = LINK_REASONS.index(
-            "previous" if parent_by == "previous" else "root"
-        )
-        links["parent"][starts] = -1
-        links["link_reason"][starts] = LINK_REASONS.index("root")
-    else:  # prompts
+    elif policy.parent_by == "prefix":
+        _core.route_prefix(forest.of(calls), by_prompt(calls), links)
+    elif policy.parent_by == "prompts":
+        paths = forest.of(calls)
         inside = np.empty(n_calls, np.int32)
-        _core.find_prompt_ends(calls.calls, forest.nodes, forest.ends, inside)
+        _core.find_prompt_ends(paths, inside)
         by_place = np.lexsort((calls.calls["prompt_len"], inside))
-        _core.route_prompts(
-            calls.calls,
-            calls.session_offsets,
-            forest.nodes,
-            inside,
-            by_place.astype(np.int32),
-            np.empty((2, len(forest.nodes)), np.int32),
-            np.empty((5, n_calls), np.int32),
-            links,
-        )
-    if chain_order == "recorded":
+        _core.route_prompts(paths, inside, by_place.astype(np.int32), links)
+    else:
+        _link_in_order(calls, policy, links)
+    if policy.chain_order == "recorded":
         placed = links["order"] >= 0
         before = np.concatenate([[0], np.cumsum(placed)])
         first = np.repeat(
@@ -324,20 +139,20 @@ def find_links(
     return links
 
 
-def policy_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
-    """The link of every call under a policy, dtype LINK, ``lcp`` unset."""
-    return find_links(
-        calls,
-        forest,
-        policy.parent_by,
-        policy.merge_threshold,
-        policy.tie_break,
-        message_equality=policy.message_equality,
-        dispatch_tools=policy.dispatch_tools,
-        chain_order=policy.chain_order,
-        fork_threshold=policy.fork_threshold,
-        row_order=policy.row_order,
-    )
+def _link_in_order(calls: Calls, policy: Policy, links: Records) -> None:
+    """Fill links to the previous call, or to none."""
+    starts = calls.session_offsets[:-1]
+    index = np.arange(len(calls.calls), dtype=np.int32)
+    previous = policy.parent_by == "previous"
+    by_length = not previous and policy.row_order == "prompt"
+    ranked = by_prompt(calls) if by_length else index
+    first = np.repeat(starts, np.diff(calls.session_offsets))
+    links["order"][ranked] = index - first
+    links["rewritten_by"] = -1
+    links["parent"] = index - 1 if previous else -1
+    links["link_reason"] = LINK_REASONS.index("previous" if previous else "root")
+    links["parent"][starts] = -1
+    links["link_reason"][starts] = LINK_REASONS.index("root")
 
 
 def n_by_tokens(calls: Calls, policy: Policy) -> Longs:
@@ -354,7 +169,7 @@ def n_by_tokens(calls: Calls, policy: Policy) -> Longs:
 
 def measure(calls: Calls, forest: Forest, links: Records) -> None:
     """Fill ``lcp`` of every link: tokens that parent's path and prompt share."""
-    _core.measure_links(calls.calls, forest.nodes, forest.ends, links)
+    _core.measure_links(forest.of(calls), links)
 
 
 def links_table(calls: Calls, links: Records) -> pa.Table:

@@ -19,9 +19,9 @@ from trajkit.errors import ArgumentError
 from trajkit.pipeline.fill import row_batches
 from trajkit.pipeline.links import (
     BY_MESSAGES,
+    find_links,
     measure,
     n_by_tokens,
-    policy_links,
     read_lcp,
     read_links,
 )
@@ -294,7 +294,7 @@ def _given_links(
     """The caller's links and drift, with the missing part computed."""
     forest = grow(calls)
     if links is None:
-        records = policy_links(calls, forest, policy)
+        records = find_links(calls, forest, policy)
     else:
         records = read_links(calls, as_table(links))
     measure(calls, forest, records)
@@ -349,7 +349,7 @@ class _Work:
         check_logprobs(calls, self.policy)
         forest = grow(calls)
         if links is None:
-            links = policy_links(calls, forest, self.policy)
+            links = find_links(calls, forest, self.policy)
             measure(calls, forest, links)
         plan: Planned
         shown = None

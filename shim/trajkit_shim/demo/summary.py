@@ -58,8 +58,7 @@ def summarise(out: Path, path: Path, ends: Sequence[End], started: float) -> Lin
     ``drift`` and ``policies`` have the lines of the tables that `describe` shows.
     """
     turns = tk.read_turns(path)
-    # without merging: the calls as they happened, not as one policy reads them
-    links = tk.link(turns, parent_by="messages", merge_threshold=0)
+    links = tk.link(turns)
     drift = [
         pair for pair in tk.classify_drift(turns, links).to_pylist() if pair["size"] > 0
     ]

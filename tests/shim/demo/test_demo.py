@@ -59,7 +59,7 @@ def test_a_real_agent_drifts_forks_retries_and_starts_another(demo):
 
     turns = tk.read_turns(demo["turns"])
     assert turns.num_rows == session["turns"]
-    links = tk.link(turns, merge_threshold=0)
+    links = tk.link(turns)
     parents = links["parent"].to_pylist()
     # the first agent's opening and the sub-agent's
     assert parents.count(None) == 2

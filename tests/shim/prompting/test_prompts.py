@@ -22,6 +22,7 @@ from tests.shim.fakes import (
     sampled,
 )
 from tests.strategies import good_calls, plain_texts, spoken_texts
+from tests.tables import link_by
 from trajkit_shim.chat.logged_message import logged_message
 from trajkit_shim.chat.reply import Usage
 from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
@@ -657,7 +658,7 @@ async def test_fifty_turns_without_drift_are_one_row(tmp_path):
     turns = tables["append"]
     assert turns.num_rows == 50
     drift = {
-        mode: tk.classify_drift(table, tk.link(table, parent_by="messages"))["size"]
+        mode: tk.classify_drift(table, link_by(table, parent_by="messages"))["size"]
         for mode, table in tables.items()
     }
     assert drift["append"].to_pylist() == [0] * 49
