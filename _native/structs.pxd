@@ -10,16 +10,16 @@ ctypedef int64_t pos_t    # a position in, or a length of, a run of tokens
 
 
 cdef struct Call:             # one model call; addresses are of buffers that Python holds
-    int64_t own               # the prompt ids that the call brings itself
+    int64_t own               # the call's own prompt ids
     pos_t own_start           # where they start in its prompt: 0, or what its base supplies
     pos_t prompt_len
     int64_t out               # the output ids
     pos_t out_len
     int64_t logprobs          # one float32 per output id, or 0: none
     int64_t valid             # validity bitmap of those, or 0: all valid
-    int64_t valid_bit         # where in the bitmap the first of them stands
+    int64_t valid_bit         # position of the first of them in the bitmap
     int64_t mask              # bitmap of the output tokens that may be trained, or 0: all
-    int64_t mask_bit          # where in the bitmap the first of them stands
+    int64_t mask_bit          # position of the first of them in the bitmap
     int32_t base              # the call whose path supplies the first own_start ids, or -1
     uint8_t trainable
     uint8_t length_stop       # the output ended because it was long enough
@@ -28,7 +28,7 @@ cdef struct Call:             # one model call; addresses are of buffers that Py
 
 
 cdef struct Request:          # the chat messages of one call
-    int64_t keys              # 16-byte keys of the messages that the call brings itself
+    int64_t keys              # 16-byte keys of the call's own messages
     int64_t n_keys            # how many; -1: the call has no list of messages
     int64_t role_offsets      # int32 offsets of their roles ...
     int64_t role_bytes        # ... in these bytes
@@ -37,7 +37,7 @@ cdef struct Request:          # the chat messages of one call
     int32_t reply_is_assistant
 
 
-cdef struct Node:             # a stretch of token path (forest.pxi)
+cdef struct Node:             # a range of a token path (forest.pxi)
     pos_t start
     pos_t stop
     int32_t parent            # -1: a root
@@ -45,10 +45,10 @@ cdef struct Node:             # a stretch of token path (forest.pxi)
     token_t first             # the token at start
     int32_t child             # the child added last, or -1
     int32_t sibling           # the next child of the same parent, or -1
-    int32_t slot              # place on the cursor's stack; stale for nodes that left it
+    int32_t slot              # position on the cursor's stack; stale for nodes that left it
 
 
-cdef struct Place:            # a list of messages, as a node of their tree (talk.pxi)
+cdef struct Place:            # a list of messages, as a node of their tree (message_tree.pxi)
     int32_t message           # the last one of the list; -1: the empty list
     int32_t parent            # the list before it; -1: none
     int32_t depth             # messages in the list
@@ -56,10 +56,10 @@ cdef struct Place:            # a list of messages, as a node of their tree (tal
     int32_t sibling           # the next older one of the same parent, or -1
 
 
-cdef struct Heard:            # the messages of one call (talk.pxi)
+cdef struct Heard:            # the messages of one call (message_tree.pxi)
     int32_t shared            # how many of them the base supplies
     int32_t end               # the place of their list; -1: it has none
-    int32_t shown             # the place behind the reply, or that of the list without one
+    int32_t shown             # the place after the reply, or that of the list without one
     int32_t reply             # -1: none
 
 
@@ -77,7 +77,7 @@ cdef struct Message:          # a node of the message tree (route.pxi)
     int32_t equal             # the next sibling with the same key, or -1
 
 
-cdef struct Link:             # what is known of a call and the one that it continues
+cdef struct Link:             # a call and its parent
     pos_t lcp                 # tokens that the parent's path and this prompt share; -1: none
     int32_t parent            # -1: none
     int32_t order             # rank in the policy's traversal; -1: not in it
@@ -92,7 +92,7 @@ cdef struct Row:              # one training sequence, before its columns are wr
     pos_t n_trained
     pos_t shared
     pos_t stored              # the first token that is written; plan: the first that is trained
-    pos_t end                 # the row holds no token from here on, of a call left out of it
+    pos_t end                 # tokens from here on are not in the row
     int32_t last              # the call whose path the row is
     int32_t n_calls           # calls in the row, counted upwards from last
     int32_t owner             # the chain that the row belongs to

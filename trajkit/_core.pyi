@@ -24,20 +24,20 @@ _Taken = TypeVar("_Taken")
 # release, debug or sanitize
 BUILD: str
 
-# prefix.pxi
+# forest/prefix.pxi
 def lcp(a: _I32, b: _I32) -> int: ...
 
-# unbox.pxi
+# text/python_lists.pxi
 def unbox_ids(values: list[object], out: _I32) -> int: ...
 def unbox_logprobs(values: list[object], out: _F32, valid: _U8) -> int: ...
 
-# message.pxi
+# text/canonical_json.pxi
 def encode_message(message: object) -> tuple[str, str]: ...
 def match_messages(
     messages: list[object], before: list[object], before_ids: _I32, ids: _I32
 ) -> None: ...
 
-# json.pxi
+# text/json_numbers.pxi
 def json_space_end(text: bytes, at: int) -> int: ...
 def json_value_end(text: bytes, at: int) -> int: ...
 def json_key(text: bytes, at: int) -> tuple[bytes, int] | None: ...
@@ -47,7 +47,7 @@ def json_commas(text: bytes, start: int, stop: int) -> int: ...
 def json_ids(text: bytes, at: int, out: _I32) -> bool: ...
 def json_numbers(text: bytes, at: int, out: _F64) -> bool: ...
 
-# columns.pxi
+# arrow/import.pxi
 def find_sessions(table: object, starts: _U8) -> None: ...
 def read_columns(
     table: object,
@@ -57,12 +57,10 @@ def read_columns(
     requests: _Records,
 ) -> tuple[int, int, int]: ...
 
-# forest.pxi
+# forest/forest.pxi
 def grow_forest(
     calls: _Records,
     session_offsets: _I64,
-    path: _I32,
-    stack: _I32,
     nodes: _Records,
     ends: _I32,
     shared: _I64,
@@ -76,7 +74,7 @@ class CallForest:
         cls, calls: _Records, session_offsets: _I64, nodes: _Records, ends: _I32
     ) -> Self: ...
 
-# record.pxi
+# forest/growth.pxi
 @final
 class Growth:
     @property
@@ -100,10 +98,10 @@ class Growth:
     def fault(self) -> tuple[int, int, int] | None: ...
     def insert(self) -> tuple[int, int, bool]: ...
 
-# form.pxi
+# text/flat_message.pxi
 def message_of(form: tuple[object, ...]) -> dict[str, object]: ...
 
-# talk.pxi
+# text/message_tree.pxi
 class _Numbers(Protocol):
     def number(self, message: object, place: int, /) -> int: ...
     def find(self, message: object, place: int, /) -> int: ...
@@ -129,7 +127,7 @@ class Lists:
     def add(self, base: int) -> None: ...
     def fill_suffixes(self, numbers: _I32) -> None: ...
 
-# intake.pxi
+# text/record_call.pxi
 @disjoint_base
 class Intake:
     @property
@@ -194,47 +192,29 @@ def route_agents(
     links: _Records,
 ) -> None: ...
 
-# bodies.pxi
-def body_table(requests: _Records, session_offsets: _I64, has_body: _U8) -> int: ...
+# text/message_equality.pxi
 def find_bodies(
     requests: _Records,
     session_offsets: _I64,
     has_body: _U8,
     reply_has_body: _U8,
-    table: _I64,
     places: _I64,
     replies: _I64,
 ) -> None: ...
 
-# plain.pxi
+# text/canonical_body.pxi
 def find_plain(
     offsets: _I32, bodies: _U8, names: _U8, roles: _U8, never: _U8, plain: _U8
 ) -> None: ...
 
-# drift.pxi
+# drift/drift.pxi
 def describe_drift(
-    calls: _Records,
-    nodes: _Records,
-    ends: _I32,
-    links: _Records,
-    min_run: int,
-    tails: _I32,
-    hashes: _U64,
-    starts: _I32,
-    out: _I64,
+    forest: CallForest, links: _Records, min_run: int, out: _I64
 ) -> None: ...
 
-# align.pxi
+# drift/align.pxi
 def align(
-    a: _I32,
-    b: _I32,
-    borders_a: _I32,
-    borders_b: _I32,
-    run: int,
-    hashes: _U64,
-    heads: _I32,
-    following: _I32,
-    out: _I64,
+    a: _I32, b: _I32, borders_a: _I32, borders_b: _I32, run: int, out: _I64
 ) -> int: ...
 def copy_path(forest: CallForest, call: int, start: int, out: _I32) -> None: ...
 
@@ -275,7 +255,7 @@ def fill_rows(
     uncached: bool,
 ) -> int: ...
 
-# facts.pxi
+# fill/row_scalars.pxi
 def list_turns(
     rows: _Records,
     links: _Records,
@@ -283,11 +263,11 @@ def list_turns(
     offsets: _I64,
     turns: _I32,
 ) -> None: ...
-def fill_facts(
+def fill_scalars(
     rows: _Records,
     links: _Records,
     turn_index: _I32,
-    sums: _I64,
+    n_sessions: int,
     ints: _I32,
     mask_sums: _I64,
     weights: _F64,
@@ -295,7 +275,7 @@ def fill_facts(
     bits: _U8,
 ) -> tuple[int, int, int]: ...
 
-# batch.pxi
+# arrow/export.pxi
 def hand_over(
     length: int,
     columns: tuple[object, ...],
@@ -303,7 +283,7 @@ def hand_over(
     take: Callable[[int, object], _Taken],
 ) -> _Taken: ...
 
-# logprobs.pxi
+# fill/logprobs.pxi
 def drop_partial_logprobs(
     token_offsets: _I64, loss_mask: _U8, logprobs: _F32, valid: _U8
 ) -> None: ...
@@ -331,7 +311,7 @@ def fill_splices(
     columns: RowColumns,
 ) -> int: ...
 
-# delta.pxi
+# forest/delta.pxi
 def expand_prompts(
     calls: _Records, session_offsets: _I64, offsets: _I64, out: _I32
 ) -> None: ...

@@ -1,8 +1,8 @@
-"""Columns handed to Arrow through its C data interface: a batch in one call, however many.
+"""Columns exported to Arrow through its C data interface, a batch per call.
 
-Arrow gets the addresses of buffers that Python holds, and a reference to each of them, which
-it gives back when it frees the column. One call for each array of a batch takes longer than
-filling small batches does.
+Fills one ArrowArray per column, in O(columns). Arrow gets the addresses of Python's buffers
+and a reference to each, which it releases when it frees the column. One call per array would
+take longer than filling small batches does.
 """
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.ref cimport Py_DECREF, Py_INCREF, Py_XDECREF

@@ -1,9 +1,18 @@
-"""How a call's prompt departs from the path of the call that it continues."""
+"""How a call's prompt departs from its parent's path.
 
-cdef enum:  # in the order of trajkit.schema.REGIONS
+Fills a line per column of the drift table from the links, whose ``lcp`` is known. Per call,
+O(n log n) in the tokens of path and prompt beyond the lcp, and O(calls) for its ancestors.
+"""
+
+cdef enum:  # trajkit.schema.REGIONS
     REGION_NONE, REGION_LAST_REPLY, REGION_EARLIER_REPLY, REGION_PROMPT
 
-cdef enum:  # in the order of trajkit.schema.CAUSES
+cdef enum:  # trajkit.analysis.drift.DESCRIBED: the lines of describe_drift's out
+    DRIFT_REGION, DRIFT_RESYNC_PATH, DRIFT_RESYNC_PROMPT, DRIFT_RESYNC_LENGTH
+    DRIFT_TOKENS_AFTER_DRIFT, DRIFT_CAUSE
+    N_DRIFT_LINES
+
+cdef enum:  # trajkit.schema.CAUSES
     CAUSE_CLEAN, CAUSE_TRUNCATED, CAUSE_HEAD_DROPPED, CAUSE_MIDDLE_EDITED
     CAUSE_TAIL_CHANGED, CAUSE_DIVERGED
 
@@ -43,7 +52,7 @@ cdef bint _common_run(
     cdef uint64_t base = 0x9E3779B97F4A7C15, power = 1, rolling
     cdef int64_t slot
     cdef pos_t i, k, start
-    cdef int32_t like  # an earlier place in a where the run at the place before stands too
+    cdef int32_t like  # an earlier position in a with the run of the previous position
     if length > n_a or length > n_b:
         return False
     for k in range(length - 1):
@@ -60,8 +69,8 @@ cdef bint _common_run(
                 continue
             start = i - length + 1
             if like >= 0 and a[like + length] == a[i]:
-                # Goes on as the run that it repeats goes on, so that a loop of many equal
-                # runs is read once and not compared run by run.
+                # The run that this one repeats continues in the same way: a loop of many
+                # equal runs is read once and not compared run by run.
                 like += 1
                 continue
             slot = <int64_t>_mixed(rolling) & windows.mask
@@ -88,7 +97,7 @@ cdef pos_t _ending_run(
     const token_t* tail, pos_t n_tail, const token_t* b, pos_t n_b, pos_t boundary,
     int32_t* border, pos_t* at_a, pos_t* at_b,
 ) noexcept nogil:
-    """Length of the longest end of the tail that stands in b, the first there; 0: none.
+    """Length of the longest end of the tail that b contains, at its first position; 0: none.
 
     Knuth, Morris and Pratt's search, backwards: ``border[k]`` is the longest proper end of the
     tail's last k tokens that they also start with. It has room for n_tail.
@@ -118,12 +127,15 @@ cdef pos_t _ending_run(
     return longest
 
 
-cdef pos_t _back_in_step(
+cdef pos_t _resync(
     const token_t* a, pos_t n_a, pos_t boundary, const token_t* b, pos_t n_b, pos_t min_run,
     Windows* windows, pos_t* at_a, pos_t* at_b,
 ) noexcept nogil:
-    """Length of the longest common run of min_run tokens or more, or failing that of the
-    longest that ends where ``a[:boundary]`` does; 0: none. Where it stands, in at_a, at_b."""
+    """Length of the longest common run; its positions are written to at_a and at_b.
+
+    A run has min_run tokens or more. Without one, it is the longest run that ends where
+    ``a[:boundary]`` does; 0: there is none.
+    """
     cdef pos_t low = min_run, high = min(n_a, n_b), half
     if _common_run(a, n_a, b, n_b, low, windows, at_a, at_b):
         # What is common at one length is common at every smaller one.
@@ -139,108 +151,131 @@ cdef pos_t _back_in_step(
     return _ending_run(a + boundary - high, high, b, n_b, boundary, windows.starts, at_a, at_b)
 
 
+cdef struct DriftFinder:      # what describing drift reads, its scratch and its result
+    const Paths* paths
+    const Link* links
+    int64_t min_run           # tokens from which a common run counts as a resync
+    token_t* a                # path and prompt beyond the lcp, as long as the longest path
+    token_t* b
+    int64_t room              # entries of each of them
+    Windows windows
+    int64_t* out              # N_DRIFT_LINES lines of n_calls
+
+
+cdef inline int64_t* _drift_line(const DriftFinder* finder, int which) noexcept nogil:
+    return finder.out + which * finder.paths.n_calls
+
+
+cdef pos_t _locate_drift(const DriftFinder* finder, int32_t call) noexcept nogil:
+    """Fill region and tokens_after_drift; return where the message in which drift starts ends.
+
+    Climbs over the replies that the parent's path contains unchanged: ``reach`` is how far
+    that path and the path of ``x`` agree.
+    """
+    cdef const Call* calls = finder.paths.calls
+    cdef const Link* links = finder.links
+    cdef int32_t parent = links[call].parent, x = parent, steps = 0
+    cdef pos_t lcp = links[call].lcp, reach = _held_len(&calls[parent]), boundary = reach, stop
+    _drift_line(finder, DRIFT_REGION)[call] = REGION_PROMPT
+    # parents of calls without an order may be a circle
+    while x >= 0 and reach > lcp and steps < finder.paths.n_calls:
+        steps += 1
+        stop = min(_held_len(&calls[x]), reach)
+        _drift_line(finder, DRIFT_TOKENS_AFTER_DRIFT)[call] += max(
+            stop - max(calls[x].prompt_len, lcp), 0
+        )
+        if calls[x].prompt_len <= lcp < stop:
+            _drift_line(finder, DRIFT_REGION)[call] = (
+                REGION_LAST_REPLY if x == parent else REGION_EARLIER_REPLY
+            )
+        if lcp < calls[x].prompt_len <= reach:
+            boundary = min(boundary, calls[x].prompt_len)
+        if lcp < _held_len(&calls[x]) <= reach:
+            boundary = min(boundary, _held_len(&calls[x]))
+        if links[x].parent >= 0:
+            reach = min(reach, links[x].lcp)
+        x = links[x].parent
+    return boundary
+
+
+cdef int _describe_call(DriftFinder* finder, int32_t call) noexcept nogil:
+    """Fill the lines of a call with a parent, but its cause, which is returned (CAUSE_*)."""
+    cdef const Call* calls = finder.paths.calls
+    cdef int32_t parent = finder.links[call].parent
+    cdef pos_t lcp = finder.links[call].lcp, path_len = _held_len(&calls[parent])
+    cdef pos_t prompt_len = calls[call].prompt_len, boundary, n, at_a = 0, at_b = 0
+    if lcp == path_len:
+        _drift_line(finder, DRIFT_REGION)[call] = REGION_NONE
+        return CAUSE_CLEAN
+    boundary = _locate_drift(finder, call)
+    if lcp == prompt_len:
+        return CAUSE_TRUNCATED
+    check_write("tails", 0, max(path_len, prompt_len) - lcp, finder.room)
+    _copy_range(
+        calls, finder.paths.nodes, finder.paths.ends[parent], lcp, path_len, finder.a
+    )
+    _copy_range(calls, finder.paths.nodes, finder.paths.ends[call], lcp, prompt_len, finder.b)
+    finder.windows.mask = 1
+    while finder.windows.mask < 2 * (path_len - lcp):
+        finder.windows.mask *= 2
+    check_write("starts", 0, finder.windows.mask, 4 * finder.room)
+    finder.windows.mask -= 1
+    n = _resync(
+        finder.a, path_len - lcp, boundary - lcp, finder.b, prompt_len - lcp,
+        finder.min_run, &finder.windows, &at_a, &at_b,
+    )
+    if n > 0:
+        _drift_line(finder, DRIFT_RESYNC_PATH)[call] = lcp + at_a
+        _drift_line(finder, DRIFT_RESYNC_PROMPT)[call] = lcp + at_b
+        _drift_line(finder, DRIFT_RESYNC_LENGTH)[call] = n
+    if n >= finder.min_run:
+        return CAUSE_HEAD_DROPPED if at_b == 0 else CAUSE_MIDDLE_EDITED
+    if _drift_line(finder, DRIFT_REGION)[call] == REGION_LAST_REPLY:
+        return CAUSE_TAIL_CHANGED
+    return CAUSE_DIVERGED
+
+
 def describe_drift(
-    const Call[::1] calls not None,
-    const Node[::1] nodes not None,
-    const int32_t[::1] ends not None,
+    CallForest forest not None,
     const Link[::1] links not None,
     int64_t min_run,
-    token_t[:, ::1] tails not None,
-    uint64_t[::1] hashes not None,
-    int32_t[::1] starts not None,
     int64_t[:, ::1] out not None,
 ):
-    """Fill ``out`` (n_calls by 6) for every call with a parent.
+    """Fill ``out``, shape (6, n_calls), for every call with a parent.
 
-    Columns: region, resync_path, resync_prompt, resync_length (initially -1, and left so without a
-    resync), tokens_after_drift (initially 0), cause. ``tails`` is 2 by the longest path;
-    ``hashes`` and ``starts`` have a power of two entries, at least twice that.
+    Lines: region, resync_path, resync_prompt, resync_length (initially -1, and unchanged
+    without a resync), tokens_after_drift (initially 0), cause.
     """
-    cdef:
-        int64_t n_calls = calls.shape[0], i, n_table = starts.shape[0], longest = 0
-        int32_t x, parent, steps
-        pos_t lcp, held, reach, stop, boundary, at_a = 0, at_b = 0, n
-        Windows windows
-        token_t* a
-        token_t* b
+    cdef int64_t n_calls = forest.n_calls, i, longest = 1
+    cdef int32_t parent
+    cdef Paths paths
+    cdef DriftFinder finder
 
-    for name, m in (("ends", ends.shape[0]), ("links", links.shape[0]), ("out", out.shape[0])):
-        _check_length(name, m, n_calls)
-    _check_length("out", out.shape[1], 6)
+    _check_length("links", links.shape[0], n_calls)
+    _check_length("out", out.shape[0], N_DRIFT_LINES)
+    _check_length("out", out.shape[1], n_calls)
     _check_parents(links, n_calls)
-    _check_forest(nodes, ends)
-    for i in range(n_calls):
-        longest = max(longest, calls[i].prompt_len + calls[i].out_len)
-        parent = links[i].parent
-        if parent >= 0 and not (
-            0 <= links[i].lcp <= min(_held_len(&calls[parent]), calls[i].prompt_len)
-        ):
-            raise LayoutError(f"links[{i}]: lcp {links[i].lcp} is not within both paths")
-    _check_length("tails", tails.shape[0], 2)
-    _check_length("tails", tails.shape[1], longest)
-    if n_table & (n_table - 1) or n_table < 2 * longest or n_table < 2:
-        raise LayoutError(f"starts has {n_table} entries: not a power of two, or too few")
-    _check_length("hashes", hashes.shape[0], n_table)
     if min_run < 1:
         raise LayoutError(f"min_run is {min_run}: expected 1 or more")
-    if longest == 0:  # nothing to drift: all clean
+    if n_calls == 0:
         return
-    a = &tails[0, 0]
-    b = &tails[1, 0]
-    windows.hashes = &hashes[0]
-    windows.starts = &starts[0]
+    paths = _paths(forest)
+    for i in range(n_calls):
+        longest = max(longest, _held_len(&paths.calls[i]))
+        parent = links[i].parent
+        if parent >= 0 and not (
+            0 <= links[i].lcp <= min(_held_len(&paths.calls[parent]), paths.calls[i].prompt_len)
+        ):
+            raise LayoutError(f"links[{i}]: lcp {links[i].lcp} is not within both paths")
+    cdef token_t[:, ::1] tails = empty((2, longest), "i4")
+    # a power of two, at least twice the longest path: less than four times
+    cdef uint64_t[::1] hashes = empty(4 * longest, "u8")
+    cdef int32_t[::1] starts = empty(4 * longest, "i4")
+    finder.paths, finder.links, finder.min_run = &paths, &links[0], min_run
+    finder.a, finder.b, finder.room = &tails[0, 0], &tails[1, 0], longest
+    finder.windows.hashes, finder.windows.starts = &hashes[0], &starts[0]
+    finder.out = &out[0, 0]
     with nogil:
         for i in range(n_calls):
-            parent = links[i].parent
-            if parent < 0:
-                continue
-            lcp = links[i].lcp
-            held = _held_len(&calls[parent])
-            if lcp == held:
-                out[i, 0] = REGION_NONE
-                out[i, 5] = CAUSE_CLEAN
-                continue
-            # Upwards over the replies that stand in held: `reach` is how far held and the
-            # path of x agree.
-            out[i, 0] = REGION_PROMPT
-            reach = boundary = held
-            x = parent
-            steps = 0  # parents of calls without an order may run in a circle
-            while x >= 0 and reach > lcp and steps < n_calls:
-                steps += 1
-                stop = min(_held_len(&calls[x]), reach)
-                out[i, 4] += max(stop - max(calls[x].prompt_len, lcp), 0)
-                if calls[x].prompt_len <= lcp < stop:
-                    out[i, 0] = REGION_LAST_REPLY if x == parent else REGION_EARLIER_REPLY
-                if lcp < calls[x].prompt_len <= reach:
-                    boundary = min(boundary, calls[x].prompt_len)
-                if lcp < _held_len(&calls[x]) <= reach:
-                    boundary = min(boundary, _held_len(&calls[x]))
-                if links[x].parent >= 0:
-                    reach = min(reach, links[x].lcp)
-                x = links[x].parent
-            if lcp == calls[i].prompt_len:
-                out[i, 5] = CAUSE_TRUNCATED
-                continue
-            check_write("tails", 0, max(held, calls[i].prompt_len) - lcp, tails.shape[1])
-            _copy_range(&calls[0], &nodes[0], ends[parent], lcp, held, a)
-            _copy_range(&calls[0], &nodes[0], ends[i], lcp, calls[i].prompt_len, b)
-            windows.mask = 1
-            while windows.mask < 2 * (held - lcp):
-                windows.mask *= 2
-            check_write("starts", 0, windows.mask, n_table)  # half of it is a border, too
-            windows.mask -= 1
-            n = _back_in_step(
-                a, held - lcp, boundary - lcp, b, calls[i].prompt_len - lcp, min_run, &windows,
-                &at_a, &at_b,
-            )
-            if n > 0:
-                out[i, 1] = lcp + at_a
-                out[i, 2] = lcp + at_b
-                out[i, 3] = n
-            if n >= min_run:
-                out[i, 5] = CAUSE_HEAD_DROPPED if at_b == 0 else CAUSE_MIDDLE_EDITED
-            elif out[i, 0] == REGION_LAST_REPLY:
-                out[i, 5] = CAUSE_TAIL_CHANGED
-            else:
-                out[i, 5] = CAUSE_DIVERGED
+            if links[i].parent >= 0:
+                _drift_line(&finder, DRIFT_CAUSE)[i] = _describe_call(&finder, <int32_t>i)

@@ -1,4 +1,7 @@
-"""Rows of which the engine did not give every logprob."""
+"""Rows with missing logprobs: all their logprobs become null.
+
+Changes logprobs and validity from the loss mask, in O(tokens / 8 + tokens of such rows).
+"""
 
 
 cdef bint _same_bits(

@@ -1,16 +1,22 @@
-"""The columns of planned rows that have one value a row."""
+"""The columns of planned rows that have one value per row.
 
-cdef enum:  # the rows of `ints`, in the order of trajkit.pipeline.row_scalars
-    INT_INDEX, INT_STORED, INT_PROMPT, INT_PARENT, INT_SHARED, INT_TURN
+Fills them from rows, links and turn numbers, in O(rows), and the rows' turns in O(calls in
+the rows).
+"""
+
+cdef enum:  # trajkit.pipeline.row_scalars._INTS
+    INT_ROW_INDEX, INT_SUFFIX_START, INT_PROMPT_LENGTH, INT_PARENT_ROW, INT_SHARED_LENGTH
+    INT_LAST_TURN
     N_INTS
 
-cdef enum:  # the bitmaps
-    BIT_PARENT, BIT_WEIGHT, BIT_SEGMENT, BIT_TRUNCATED, BIT_TOOL, BIT_FORMED
+cdef enum:  # trajkit.pipeline.row_scalars._NULLABLE, then _FLAGS
+    BIT_PARENT_ROW, BIT_ROW_WEIGHT, BIT_SEGMENT_KIND, BIT_TRUNCATED, BIT_USE_TOOL
+    BIT_ILL_FORMED
     N_BITS
 
 
 cdef inline void _put_bit(uint8_t[:, ::1] bits, int which, int64_t i, bint value) noexcept nogil:
-    """Set one bit, which comes as zero."""
+    """Set one bit, which is initially 0."""
     bits[which, i >> 3] |= <uint8_t>(value << (i & 7))
 
 
@@ -21,10 +27,7 @@ def list_turns(
     const pos_t[::1] offsets not None,
     int32_t[::1] turns not None,
 ):
-    """Fill the turns of the calls of each row, first to last.
-
-    Those of row r stand at ``turns[offsets[r]:offsets[r + 1]]``.
-    """
+    """Fill the turns of each row's calls, first to last: ``turns[offsets[r]:offsets[r + 1]]``."""
     cdef:
         int64_t n_rows = rows.shape[0], n_calls = links.shape[0], r, i, bad = -1
         int32_t call
@@ -47,31 +50,29 @@ def list_turns(
         raise LayoutError(f"rows[{bad}] has {rows[bad].n_calls} calls: links has fewer")
 
 
-def fill_facts(
+def fill_scalars(
     const Row[::1] rows not None,
     const Link[::1] links not None,
     const int32_t[::1] turn_index not None,
-    pos_t[::1] sums not None,
+    int64_t n_sessions,
     int32_t[:, ::1] ints not None,
     pos_t[::1] mask_sums not None,
     double[::1] weights not None,
     int8_t[::1] segments not None,
     uint8_t[:, ::1] bits not None,
 ):
-    """Fill what a row says of itself; return the nulls of parents, weights and segments.
+    """Fill the columns; return the number of nulls of parent_row, row_weight and segment_kind.
 
-    ``ints`` is 6 by n_rows: index, stored, prompt_len, parent_row, shared, turn of the last
-    call. ``mask_sums`` are the trained tokens of all rows of the row's session, ``weights``
-    the row's share of them, ``segments`` indices into trajkit.schema.SEGMENT_KINDS. ``bits``
-    is 6 by the bytes of a bitmap, and comes as zeros: whether the row has a parent, a weight,
-    a segment, and truncated, use_tool, ill_formed. ``sums`` is scratch with an entry a
-    session, and comes as zeros, too.
+    ``ints`` has the lines INT_*. ``mask_sums`` are the trained tokens of all rows of the row's
+    session, ``weights`` the row's share of them, ``segments`` indices into
+    `trajkit.schema.SEGMENT_KINDS`. ``bits`` has the bitmaps BIT_*, initially 0: whether the
+    row has a parent, a weight, a segment, and its flags.
     """
     cdef:
-        int64_t n_rows = rows.shape[0], n_sessions = sums.shape[0], n_calls = links.shape[0], r
+        int64_t n_rows = rows.shape[0], n_calls = links.shape[0], r
         int64_t no_parent = 0, no_weight = 0, no_segment = 0, bad = -1
         int32_t segment
-        pos_t whole
+        pos_t session_trained
 
     _check_length("turn_index", turn_index.shape[0], n_calls)
     for name, n, needed in (
@@ -81,6 +82,7 @@ def fill_facts(
         ("bits", bits.shape[1], (n_rows + 7) // 8),
     ):
         _check_length(name, n, needed)
+    cdef pos_t[::1] sums = full(max(n_sessions, 1), 0, "i8")
     with nogil:
         for r in range(n_rows):
             if not (0 <= rows[r].session < n_sessions and 0 <= rows[r].last < n_calls):
@@ -89,26 +91,26 @@ def fill_facts(
             sums[rows[r].session] += rows[r].n_trained
         if bad < 0:
             for r in range(n_rows):
-                ints[INT_INDEX, r] = rows[r].index
-                ints[INT_STORED, r] = <int32_t>rows[r].stored
-                ints[INT_PROMPT, r] = <int32_t>rows[r].prompt_len
-                ints[INT_PARENT, r] = rows[r].parent_row
-                ints[INT_SHARED, r] = <int32_t>rows[r].shared
-                ints[INT_TURN, r] = turn_index[rows[r].last]
-                whole = sums[rows[r].session]
-                mask_sums[r] = whole
-                weights[r] = <double>rows[r].n_trained / <double>max(whole, 1)
+                ints[INT_ROW_INDEX, r] = rows[r].index
+                ints[INT_SUFFIX_START, r] = <int32_t>rows[r].stored
+                ints[INT_PROMPT_LENGTH, r] = <int32_t>rows[r].prompt_len
+                ints[INT_PARENT_ROW, r] = rows[r].parent_row
+                ints[INT_SHARED_LENGTH, r] = <int32_t>rows[r].shared
+                ints[INT_LAST_TURN, r] = turn_index[rows[r].last]
+                session_trained = sums[rows[r].session]
+                mask_sums[r] = session_trained
+                weights[r] = <double>rows[r].n_trained / <double>max(session_trained, 1)
                 segment = links[rows[r].last].segment - 1
                 segments[r] = <int8_t>max(segment, 0)
                 no_parent += rows[r].parent_row < 0
-                no_weight += whole == 0
+                no_weight += session_trained == 0
                 no_segment += segment < 0
-                _put_bit(bits, BIT_PARENT, r, rows[r].parent_row >= 0)
-                _put_bit(bits, BIT_WEIGHT, r, whole != 0)
-                _put_bit(bits, BIT_SEGMENT, r, segment >= 0)
+                _put_bit(bits, BIT_PARENT_ROW, r, rows[r].parent_row >= 0)
+                _put_bit(bits, BIT_ROW_WEIGHT, r, session_trained != 0)
+                _put_bit(bits, BIT_SEGMENT_KIND, r, segment >= 0)
                 _put_bit(bits, BIT_TRUNCATED, r, rows[r].truncated != 0)
-                _put_bit(bits, BIT_TOOL, r, rows[r].use_tool != 0)
-                _put_bit(bits, BIT_FORMED, r, rows[r].ill_formed != 0)
+                _put_bit(bits, BIT_USE_TOOL, r, rows[r].use_tool != 0)
+                _put_bit(bits, BIT_ILL_FORMED, r, rows[r].ill_formed != 0)
     if bad >= 0:
         raise LayoutError(
             f"rows[{bad}] is of session {rows[bad].session}, its last call {rows[bad].last}: "

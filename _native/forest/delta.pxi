@@ -1,12 +1,12 @@
-"""Paths said as what they share with an earlier one, and back.
+"""Prompts in delta form and back: what each shares with an earlier path, and what follows.
 
-A path is a call's: what it brings itself stands behind what its base supplies. Prompts are
-such paths of tokens; lists of messages are such paths too, of numbers that stand for them.
+Fills full prompts or suffixes from call records, in O(tokens written); the shared lengths in
+O(tokens compared). Lists of messages are converted in the same way, as lists of numbers.
 """
 
 
 cdef void _expand(const Call* calls, const pos_t* offsets, token_t* out, int64_t i) noexcept nogil:
-    """Write the prompt of call i; those of earlier calls stand in out.
+    """Write the prompt of call i; ``out`` has those of earlier calls.
 
     ``offsets`` leave room for each prompt, and a base supplies no more than its path has: both
     are checked before.
@@ -78,7 +78,7 @@ def copy_suffixes(
 ):
     """Write ``starts[i]:`` of each call's prompt to ``out[offsets[i]:offsets[i + 1]]``.
 
-    The calls bring the whole of their prompts themselves.
+    No call has a base: each brings its complete prompt.
     """
     cdef:
         int64_t n_calls = calls.shape[0], i
@@ -107,8 +107,8 @@ def share_heads(
 ):
     """Lower ``shared[i]`` to what prompt i and the path of its base have in common.
 
-    No more than ``limits[i]`` of the prompt are looked at; without a base (-1) it is 0. The
-    calls bring the whole of their prompts themselves.
+    No more than ``limits[i]`` of the prompt are looked at; without a base (-1) it is 0. No
+    call has a base: each brings its complete prompt.
     """
     cdef int64_t n_calls = calls.shape[0], i
     cdef pos_t stop

@@ -1,12 +1,13 @@
 """The calls of a session as a forest of token paths (a radix tree).
 
-Every call is a path: its prompt followed by its output. A node is a stretch of path that no
-call leaves or ends inside: it covers the positions ``start:stop``, and its tokens are those
-of its ``source`` at these positions. Every path ends at the stop of a node. Calls are
-inserted in order, each compared with the path of the call before, which the cursor holds in
-one piece: so a prompt is compared at the speed of memory, and all else costs what is new.
-Where calls say what they share (delta form) there is little to compare, and the cursor holds
-no copy of the path.
+Fills nodes, the end of each call's path and what it shares with earlier ones, from call
+records. Every call is a path: its prompt followed by its output. A node is a range of a path
+that no call leaves or ends inside: it covers the positions ``start:stop``, and its tokens are
+those of its ``source`` at these positions. Every path ends at the stop of a node. Calls are
+inserted in order, each compared with the previous path, of which the cursor keeps a contiguous
+copy. So comparing prompts costs O(prompt tokens) at the speed of memory, and everything else
+O(new tokens + depth of the tree). In delta form there is little to compare, and the cursor
+keeps no copy.
 """
 
 
@@ -17,7 +18,7 @@ cdef enum:
 cdef struct Cursor:
     token_t* path             # tokens of the call inserted last, or NULL
     pos_t path_len
-    pos_t path_room           # a call is inserted only if its path fits
+    pos_t path_room           # at least the length of every inserted call
     int32_t* stack            # nodes from the root to the end of that path
     int32_t depth
     int32_t n_nodes           # the next unused node
@@ -30,7 +31,7 @@ cdef inline pos_t _held_len(const Call* call) noexcept nogil:
 
 
 cdef inline const token_t* _tokens_at(const Call* call, pos_t position, pos_t* n) noexcept nogil:
-    """The call's tokens from position on, as far as they lie in one piece (n of them)."""
+    """The call's tokens from position on, as far as they are contiguous (n of them)."""
     if position < call.prompt_len:
         n[0] = call.prompt_len - position
         return <const token_t*><intptr_t>call.own + (position - call.own_start)
@@ -48,7 +49,7 @@ cdef pos_t _match_run(
 ) noexcept nogil:
     """First position in [start, stop) where call departs from run; stop if it does not.
 
-    ``run[0]`` stands at position ``start``.
+    ``run[0]`` is at position ``start``.
     """
     cdef pos_t position = start, n, same
     cdef const token_t* own
@@ -130,7 +131,7 @@ cdef void _plant(Node* nodes, Cursor* cursor) noexcept nogil:
 cdef void _move(
     const Call* calls, Node* nodes, Cursor* cursor, int32_t end, pos_t length
 ) noexcept nogil:
-    """Let the cursor hold the first tokens of the path that ends at the stop of the node.
+    """Move the cursor to the first tokens of the path that ends at the stop of the node.
 
     The path may be longer than the cursor has room for, ``length`` may not.
     """
@@ -193,10 +194,9 @@ cdef void _insert(
 ) noexcept nogil:
     """Add one call to the forest.
 
-    ``ends[index]`` becomes the node at whose stop its path ends. ``shared`` tells how many of
-    its first tokens were there before, ``shared_with`` a call that had them (-1: none).
-    Adds two nodes at most. Of the cursor's path it writes no more than the call's own length:
-    that the call fits is checked before.
+    ``ends[index]`` becomes the node at whose stop its path ends, ``shared`` the number of its
+    first tokens that an earlier path has, ``shared_with`` a call with these (-1: none). Adds
+    two nodes at most. The cursor has room for the call's path, which the caller checks.
     """
     cdef const Call* call = &calls[index]
     cdef pos_t held_len = _held_len(call), position = 0, kept, stop
@@ -219,7 +219,7 @@ cdef void _insert(
             call, &calls[nodes[node].source], position, min(nodes[node].stop, held_len)
         )
 
-    # The path that the cursor held ends or departs here; another may go on as this call does.
+    # The cursor's path ends or departs here; another path may match the call further.
     while position == nodes[node].stop and position < held_len:
         token = _token(call, position)
         child = nodes[node].child
@@ -310,8 +310,6 @@ cdef _check_length(name, int64_t n, int64_t expected):
 def grow_forest(
     const Call[::1] calls not None,
     const int64_t[::1] session_offsets not None,
-    token_t[::1] path not None,
-    int32_t[::1] stack not None,
     Node[::1] nodes not None,
     int32_t[::1] ends not None,
     pos_t[::1] shared not None,
@@ -319,43 +317,44 @@ def grow_forest(
 ):
     """Insert the calls in order; return how many nodes are used.
 
-    ``ends[i]`` is the node where call i's path ends, ``shared[i]`` how many tokens were there
-    before it, ``shared_with[i]`` a call that had them or -1. Needs 2 nodes a call and one a
-    session, a path as long as the longest call and a stack as deep as the nodes of one
-    session. The path may be empty: then it is not kept, which saves its copy where calls say
-    what they share, and costs where they don't. Do not write to any buffer, or to what the
-    addresses in ``calls`` point to, during the call.
+    ``ends[i]`` is the node where call i's path ends, ``shared[i]`` how many tokens earlier
+    paths had, ``shared_with[i]`` a call that had them or -1. Needs 2 nodes per call and one
+    per session. Do not write to any buffer, or to what the addresses in ``calls`` point to,
+    during the call.
     """
     cdef:
         int64_t n_calls = calls.shape[0], n_sessions = session_offsets.shape[0] - 1
-        int64_t bad, s, i, deepest = 0
-        pos_t longest = INT32_MAX  # positions of rows and spans are int32
+        int64_t bad, s, i, deepest = 1
+        pos_t longest = 0
+        bint delta = False
         Cursor cursor
 
     _check_sessions(session_offsets, n_calls)
     for s in range(n_sessions):
         deepest = max(deepest, 2 * (session_offsets[s + 1] - session_offsets[s]) + 1)
-    _check_length("stack", stack.shape[0], deepest)
     _check_length("nodes", nodes.shape[0], 2 * n_calls + n_sessions)
     _check_length("ends", ends.shape[0], n_calls)
     _check_length("shared", shared.shape[0], n_calls)
     _check_length("shared_with", shared_with.shape[0], n_calls)
-    if path.shape[0]:
-        longest = min(longest, path.shape[0])
-    bad = _first_bad_call(calls, session_offsets, longest)
+    bad = _first_bad_call(calls, session_offsets, INT32_MAX)
     if bad >= 0:
         raise LayoutError(
             f"calls[{bad}] is no path: prompt_len {calls[bad].prompt_len}, out_len "
             f"{calls[bad].out_len}, own_start {calls[bad].own_start}, base {calls[bad].base}; "
-            f"a path has at most {longest} tokens"
+            f"a path has at most {INT32_MAX} tokens"  # positions of rows and spans are int32
         )
     memset(&cursor, 0, sizeof(Cursor))
     if n_calls == 0:
         return 0
+    for i in range(n_calls):
+        longest = max(longest, _held_len(&calls[i]))
+        delta = delta or calls[i].base >= 0
+    # In delta form calls are not compared with the previous path, so no copy of it is needed.
+    cdef token_t[::1] path = empty(0 if delta else longest, "i4")
+    cdef int32_t[::1] stack = empty(deepest, "i4")
     cursor.path = &path[0] if path.shape[0] else NULL
     cursor.path_room = longest
-    cursor.stack = &stack[0]
-    cursor.stack_room = stack.shape[0]
+    cursor.stack, cursor.stack_room = &stack[0], deepest
     cursor.node_room = nodes.shape[0]
     with nogil:
         for s in range(n_sessions):
@@ -371,7 +370,7 @@ def grow_forest(
 cdef pos_t _shared_by(
     const Call* calls, const Node* nodes, const int32_t* ends, int32_t held, int32_t call
 ) noexcept nogil:
-    """Longest common prefix of one call's path and another's prompt, read off the forest."""
+    """Longest common prefix of one call's path and another's prompt, found in the forest."""
     cdef int32_t a = ends[held], b = ends[call]
     cdef pos_t limit = min(_held_len(&calls[held]), calls[call].prompt_len)
     while a != b:

@@ -1,4 +1,8 @@
-"""A session that grows call by call: where a prompt leaves it, and what the call brings."""
+"""A session that grows call by call: where a prompt leaves its paths, and what is new.
+
+Fills call records and nodes of the forest, one call at a time. Each call costs O(tokens of its
+prompt compared at the speed of memory + new tokens + log(nodes on the path)).
+"""
 
 cdef enum:
     PAGE_TOKENS = TRAJKIT_PAGE // 4
@@ -9,9 +13,8 @@ cdef enum:
 cdef class Growth:
     """The forest of a session's paths, grown call by call.
 
-    It holds the arrays that Python made (`attach`), so that a call does not have their layout
-    checked again. A call is taken, and then inserted; between the two nothing counts, and it
-    may be refused.
+    It keeps the arrays that Python made (`attach`), whose layout is checked once. A call is
+    taken and then inserted; between the two nothing has changed, and it may be refused.
     """
     cdef Call[::1] calls
     cdef Node[::1] nodes
@@ -38,7 +41,7 @@ cdef class Growth:
         int32_t[::1] stack not None,
         int32_t[::1] ends not None,
     ):
-        """Go on in these arrays, which begin as those before did.
+        """Use these arrays from now on; they begin with the contents of the previous ones.
 
         Parameters
         ----------
@@ -71,9 +74,9 @@ cdef class Growth:
         return self.cursor.path_len
 
     def hold_path(self, token_t[::1] path not None):
-        """Keep the path of the call inserted last in one piece, or do not.
+        """Keep a contiguous copy of the last inserted path, or (empty) keep none.
 
-        It is compared at once, where calls that bring little would be one by one.
+        It is compared in one pass; without it, calls with few new tokens are compared one by one.
 
         Parameters
         ----------
@@ -98,7 +101,7 @@ cdef class Growth:
             )
 
     cdef int32_t _slot_of(self, pos_t position) noexcept nogil:
-        """Where on the stack the node is that holds a position, or ends there."""
+        """The slot of the node that contains a position, or ends there."""
         cdef int32_t low = 0, high = self.cursor.depth - 1, middle
         while low < high:
             middle = (low + high) // 2
@@ -243,7 +246,7 @@ cdef class Growth:
             if position < nodes[node].stop:
                 position += self._match_node(node, position, prompt, n)
             while position < n and position == nodes[node].stop:
-                # it goes on as the call before, most of the time
+                # most prompts continue the previous path
                 slot += 1
                 child = self.stack[slot] if slot < depth else -1
                 if child < 0 or nodes[child].first != prompt[position]:
@@ -259,7 +262,7 @@ cdef class Growth:
         return position
 
     cdef const token_t* _run(self, int32_t node) noexcept nogil:
-        """A node's tokens. The output stands right behind the ids of the prompt."""
+        """A node's tokens. The output directly follows the ids of the prompt."""
         cdef const Call* call = &self.calls[self.nodes[node].source]
         return <const token_t*><intptr_t>call.own + (self.nodes[node].start - call.own_start)
 
@@ -273,9 +276,9 @@ cdef class Growth:
         )
 
     cdef pos_t _surely(self, const token_t* prompt, pos_t n) noexcept nogil:
-        """How far the prompt goes on as the call before, as pages of memory tell.
+        """How far the prompt repeats the previous path, by complete pages of memory.
 
-        It may go on further than this.
+        It may repeat more than this.
         """
         cdef:
             Pages pages
@@ -309,8 +312,8 @@ cdef class Growth:
         Returns
         -------
         base : int
-            The call that had the prompt's first ``shared`` tokens, and those of the output as
-            far as a path goes on as it does; -1: none.
+            The call that had the prompt's first ``shared`` tokens, and the longest prefix of
+            the output after them; -1: none.
         shared : int
             How many tokens of the prompt were there before.
         clean : bool

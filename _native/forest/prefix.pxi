@@ -1,4 +1,8 @@
-"""Longest common prefix of two runs of token ids."""
+"""Longest common prefix of two arrays of token ids, in O(its length).
+
+Comparing four pages at a time is kept for data in RAM, where it reaches 1.2 times memcmp
+(docs/benchmarks.md, prefix compare).
+"""
 
 
 cdef extern from *:
@@ -41,15 +45,15 @@ cdef extern from *:
 
 cdef enum:  # in tokens
     PAGES = TRAJKIT_PAGES_BYTES // 4
-    NEAR = 256  # what is looked at before whole pages are: most runs that differ do so at once
+    NEAR = 256  # compared before pages: most arrays that differ do so at their start
 
 
 cdef pos_t _lcp(const token_t* a, const token_t* b, pos_t n) noexcept nogil:
     """First index in [0, n) where a and b differ; n when they agree throughout."""
-    # What comes from memory comes page by page, and the processor's own prefetcher stops at the
-    # end of each: four pages at a time keep it at work, and more of memory on its way than one
-    # run of addresses does (benchmarks/compare.py measures it beside memcmp). A block is known
-    # to differ only when it was read, then halving finds the place within it.
+    # The processor's prefetcher stops at the end of each page. Comparing four pages at a time
+    # keeps it busy and more of memory in flight than one run of addresses does
+    # (benchmarks/compare.py compares it with memcmp). A block that differs is halved until the
+    # position is found.
     cdef pos_t i = 0, block = min(n, NEAR), half
     if memcmp(a, b, block * sizeof(token_t)) == 0:
         i = block

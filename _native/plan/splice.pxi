@@ -74,7 +74,7 @@ cdef pos_t _suffix_start(
     """Position in the call's prompt from which the row continues after the output of ``before``.
 
     After the first end of turn beyond the prompt of ``before``, or at it where that output did
-    not end its turn; -1: there is none.
+    not end its turn; -1 without one.
     """
     cdef const Call* last = &paths.calls[before]
     cdef pos_t at
@@ -110,7 +110,7 @@ cdef int _spliced_spans(
 
 
 cdef int _dropped_span(const Call* call, pos_t place, Span* span) noexcept nogil:
-    """Write the span of an output that a row ending at ``place`` dropped; 0: there is none."""
+    """Write the span of an output that a row ending at ``place`` dropped; 0 without one."""
     span.start = span.stop = place
     span.out_start = 0
     span.out_stop = call.out_len

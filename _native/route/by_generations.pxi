@@ -14,7 +14,7 @@ call.
 
 
 cdef struct Generations:      # scratch, one entry per call
-    int32_t* depths           # generations from the root on, 0: the call is none
+    int32_t* depths           # generations from the root on, 0: no generation
     int32_t* heads            # per depth: the last call of that depth
     int32_t* nexts            # the next call of the same depth
     int32_t* last_child       # the last generation that continues it, or -1

@@ -1,13 +1,15 @@
-"""Pages of memory that should be equal, compared four at a time wherever they lie.
+"""Pages of memory that should be equal, compared four at a time at any addresses.
 
-What is compared with what is held lies in many pieces: stretches of a path, texts of messages.
-Pages are handed over one by one, and are compared once the next four are known: so the reading
-ahead, which a run of addresses has by itself (prefix.pxi), goes on from piece to piece.
+Reports whether pairs of pages are equal, in O(bytes). A new call is compared with many
+separate buffers: nodes of a path, texts of messages. Pages are added one by one and compared
+once the next four are known, so prefetching continues from buffer to buffer, as it does within
+one array in prefix.pxi. Kept with it: the Recorder's cost per turn is nearly all comparison
+(docs/benchmarks.md, "record, per turn").
 """
 
 cdef extern from *:
     """
-    /* a stretch of memory and another, of TRAJKIT_PAGE bytes each, and where they belong */
+    /* two ranges of TRAJKIT_PAGE bytes each, and a tag */
     typedef struct { const char *a, *b; int64_t tag; } trajkit_pair;
 
     /* Whether four pairs of pages are equal; four others are asked for meanwhile. */
@@ -58,7 +60,7 @@ cdef inline void _begin_pages(Pages* pages) noexcept nogil:
 cdef bint _add_pages(
     Pages* pages, const char* a, const char* b, int64_t n, int64_t tag, int64_t step
 ) noexcept nogil:
-    """Compare n bytes of a and b, at least a page, sooner or later.
+    """Compare n bytes of a and b, at least a page, now or later.
 
     The first page has the tag, and each one after it a tag that is greater by ``step``. The
     last ends where the bytes do, and begins within the one before it.

@@ -1,17 +1,17 @@
-"""Which message bodies say nothing but some fields, in the one spelling that they can have.
+"""Which message bodies contain only given fields, in their only possible spelling.
 
-Such a body is its own identity under an equality that compares those fields: it need not be
-parsed and written again.
+Fills a flag per body, in O(bytes). Such a body is its own identity under an equality that
+compares those fields: it need not be parsed and written again.
 """
 
 cdef enum:
-    DEEPEST = 32  # a body that is nested deeper is not looked at
+    DEEPEST = 32  # a body that is nested deeper is skipped
 
 
 cdef int64_t _end_of_text(
     const uint8_t* text, int64_t at, int64_t n, bint* escapes
 ) noexcept nogil:
-    """Behind the closing quote of the string whose first byte is at `at`, or -1.
+    """The position after the closing quote of the string whose first byte is at `at`, or -1.
 
     -1 as well for an escape that canonical JSON spells in another way, or may.
     """
@@ -60,7 +60,7 @@ cdef inline bint _has_role(
 ) noexcept nogil:
     """Whether a role is the one that every name of `which`, a bit each, asks for.
 
-    An empty role stands for a name that asks for none.
+    An empty role: the name requires no role.
     """
     cdef int64_t at = 0, start
     while which:
@@ -98,7 +98,7 @@ cdef bint _is_plain(
         int64_t last_key[DEEPEST + 1]  # where the last key of each open object starts
         int64_t last_size[DEEPEST + 1]  # -1: it has none yet; -2: the container is a list
         int64_t at = 1, start, size, depth = 1
-        int64_t role = 0, role_size = 0  # "role", where it is a text
+        int64_t role = 0, role_size = 0  # "role", if it is a string
         uint64_t seen = 0  # a bit for each name
         int place
         bint escapes, is_role = False
@@ -181,7 +181,7 @@ cdef bint _is_plain(
 
 
 cdef int64_t _count_ends(const uint8_t[::1] names) except -1:
-    """How many names there are, each with a zero byte behind it."""
+    """The number of names, each followed by a zero byte."""
     cdef int64_t i, n = 0
     for i in range(names.shape[0]):
         n += names[i] == 0

@@ -1,6 +1,7 @@
-"""Chat messages as canonical JSON, and whether two of them are the very same.
+"""Chat messages as canonical JSON, and whether two messages are identical.
 
-Nothing here recurses: a message nested 100,000 levels deep costs a longer list, no stack.
+Returns texts and numbers of equal messages, in O(size of the messages). Nothing here recurses:
+a message nested 100,000 levels deep costs a longer list, no stack.
 """
 
 
@@ -76,7 +77,7 @@ cdef str _quoted(object value):
 
 
 cdef inline uint8_t _short_escape(uint8_t c) noexcept nogil:
-    """The letter that stands for a character behind a backslash, or 0."""
+    """The letter of a character's two-letter escape, or 0."""
     if c == c'\n':
         return c'n'
     if c == c'"' or c == c'\\':
@@ -142,7 +143,7 @@ def encode_message(object message not None):
     container = None
     n = 0
     while True:
-        # write `value`: a leaf whole, a container's opening bracket
+        # write `value`: a leaf entirely, a container's opening bracket
         normal = None
         if isinstance(value, str):
             text = _quoted(value)
@@ -228,7 +229,7 @@ def encode_message(object message not None):
 
 
 cdef str _valid_utf8(str text):
-    # a surrogate can only stand within a JSON string, where its escape says the same
+    # a surrogate occurs only within a JSON string, where its escape means the same
     if text.isascii():
         return text
     try:

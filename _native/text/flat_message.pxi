@@ -1,8 +1,9 @@
-"""What is held of a message that is a dict: its form.
+"""What is stored of a message that is a dict: its form.
 
-A form is a tuple: the dicts and lists of the message laid out flat, so that another message
-is compared with it in one go, and their strings themselves. Nothing in a form can change. Two
-messages have forms that say the same exactly when their canonical JSON is the same.
+A form is a tuple: the message's dicts and lists, flattened, with their strings, so another
+message is compared with it in one pass. Nothing in a form can change. Two messages have equal
+forms exactly if their canonical JSON is the same. Making or comparing a form takes O(size of
+the message).
 """
 
 cdef enum:
@@ -45,11 +46,11 @@ cdef extern from *:
 
 
 cdef bint _lay_out(object value, list form, int depth, uint64_t* digest) except -1:
-    """Append the form of a value to ``form``, and tell its hash.
+    """Append the form of a value to ``form``, and compute its hash.
 
-    A dict is `A_DICT`, its length, and its keys and values as they come; a list `A_LIST`, its
-    length and its values; anything else stands there itself, as the very type of JSON. The
-    hash is that of what is said: it does not depend on the order of keys.
+    A dict is `A_DICT`, its length, and its keys and values in their order; a list `A_LIST`, its
+    length and its values; anything else is itself, with exactly the type of JSON. The hash
+    does not depend on the order of keys.
 
     Returns
     -------

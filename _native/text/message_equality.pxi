@@ -1,7 +1,8 @@
-"""Which stored body each place of a message means.
+"""Which stored body each message refers to.
 
-A session stores a body where its key has none yet, or had another one last; everywhere else
-the key stands for the last body that it had.
+Fills the place of a body per message, from keys and from where bodies are stored. A session
+stores a body when its key has no body yet, or last had another one; elsewhere the key refers
+to its last body. O(messages).
 """
 
 
@@ -21,7 +22,7 @@ cdef inline int64_t* _body_slot(int64_t* table, int64_t mask, int64_t key) noexc
 cdef inline int64_t _body_of(
     int64_t* table, int64_t mask, int64_t key, bint has_body, int64_t place, bint* replaced
 ) noexcept nogil:
-    """The place whose body the key means from here on, or -1."""
+    """The place whose body the key refers to from here on, or -1."""
     cdef int64_t* entry = _body_slot(table, mask, key)
     if has_body:
         replaced[0] |= entry[0] != 0
@@ -36,7 +37,7 @@ cdef int64_t _count_places(
     const Request[::1] requests, const int64_t[::1] session_offsets,
     const uint8_t[::1] has_body, int64_t n_places, int64_t* most
 ) noexcept nogil:
-    """Places of all requests; ``most`` becomes the bodies of the session that has most."""
+    """Places of all requests; ``most`` becomes the largest number of bodies in a session."""
     cdef int64_t s, i, k, n, place = 0
     most[0] = 0
     for s in range(session_offsets.shape[0] - 1):
@@ -51,53 +52,40 @@ cdef int64_t _count_places(
     return place
 
 
-def body_table(
-    const Request[::1] requests not None,
-    const int64_t[::1] session_offsets not None,
-    const uint8_t[::1] has_body not None,
-):
-    """Entries that find_bodies needs in its table; ``has_body`` must have all places."""
-    cdef int64_t n_table = 2, most, n
-    _check_sessions(session_offsets, requests.shape[0])
-    n = _count_places(requests, session_offsets, has_body, has_body.shape[0], &most)
-    if n != has_body.shape[0]:
-        raise LayoutError(f"has_body has {has_body.shape[0]} entries, {n} are needed")
-    while n_table < 2 * most + 2:
-        n_table *= 2
-    return n_table
-
-
 def find_bodies(
     const Request[::1] requests not None,
     const int64_t[::1] session_offsets not None,
     const uint8_t[::1] has_body not None,
     const uint8_t[::1] reply_has_body not None,
-    int64_t[:, ::1] table not None,
     int64_t[::1] places not None,
     int64_t[::1] replies not None,
 ):
-    """Fill the place whose body each message means, -1 where no body was shown.
+    """Fill the place whose body each message refers to, -1 if no body was stored.
 
-    Places count the messages that the requests bring themselves, in order; behind them all
-    stand the replies, one a call. ``has_body`` and ``places`` have an entry a message,
-    ``reply_has_body`` and ``replies`` one a call; ``table`` is 2 wide and of `body_table`.
+    Places count the messages that the requests bring themselves, in order, and then the
+    replies, one per call. ``has_body`` and ``places`` have an entry per message,
+    ``reply_has_body`` and ``replies`` one per call.
     """
     cdef:
         int64_t n_calls = requests.shape[0], n_places = has_body.shape[0], s, i, k, n
-        int64_t place = 0, before, n_before, mask, key
+        int64_t place = 0, before, n_before, n_table = 2, largest, mask, key
         int64_t* entries
         bint replaced
 
-    wanted = body_table(requests, session_offsets, has_body)
-    _check_length("table", table.shape[0], wanted)
-    _check_length("table", table.shape[1], 2)
+    _check_sessions(session_offsets, n_calls)
+    n = _count_places(requests, session_offsets, has_body, n_places, &largest)
+    if n != n_places:
+        raise LayoutError(f"has_body has {n_places} entries, {n} are needed")
     _check_length("places", places.shape[0], n_places)
     _check_length("reply_has_body", reply_has_body.shape[0], n_calls)
     _check_length("replies", replies.shape[0], n_calls)
     if n_calls == 0:
         return
-    entries = &table[0, 0]
-    mask = wanted - 1
+    while n_table < 2 * largest + 2:
+        n_table *= 2
+    cdef int64_t[::1] table = empty(2 * n_table, "i8")
+    entries = &table[0]
+    mask = n_table - 1
     with nogil:
         for s in range(session_offsets.shape[0] - 1):
             memset(entries, 0, 2 * (mask + 1) * sizeof(int64_t))
@@ -107,7 +95,7 @@ def find_bodies(
                 n = max(requests[i].n_keys, 0)
                 for k in range(n):
                     key = requests[i].keys + KEY_BYTES * k
-                    # Most of a request is what the one before it showed.
+                    # Most of a request repeats the previous one.
                     if (
                         k < n_before and not replaced and not has_body[place + k]
                         and memcmp(

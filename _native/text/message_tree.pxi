@@ -1,4 +1,8 @@
-"""The lists of messages of a session: each message held once, and each common head of lists."""
+"""The message lists of a session: each message and each common prefix of lists stored once.
+
+Fills places, calls and the distinct messages from the lists of new calls. A call costs O(its
+messages + size of the messages that are compared).
+"""
 
 cdef enum:
     TRIES = 8  # messages at one place that are compared one by one
@@ -7,17 +11,17 @@ cdef enum:
 @cython.auto_pickle(False)
 @cython.final
 cdef class Lists:
-    """Lists of messages as paths of a tree, so that their common heads are one.
+    """Lists of messages as paths of a tree, so common prefixes are stored once.
 
-    A node stands for the list that its path spells; node 0 for the empty list. A call's
-    messages are read, which numbers those that are new, and then added; between the two they
-    do not count, and the call may be refused. The arrays are Python's (`attach`).
+    A node represents the list along its path; node 0 the empty list. A call's messages are
+    read, which numbers the new ones, and then added; between the two nothing has changed, and
+    the call may be refused. The arrays are Python's (`attach`).
 
     Parameters
     ----------
     said : list
         Filled: every distinct message, by its number: its form, or a tuple of its key and its
-        role; an empty tuple is found equal to nothing.
+        role; an empty tuple never matches.
     by_hash : dict
         Filled: numbers of forms by their hash, one or a list of them.
     counted : list
@@ -36,7 +40,7 @@ cdef class Lists:
     # what was read and not added
     cdef bint silent
     cdef int32_t reached  # the node of its first messages, as far as there is one
-    cdef list new         # numbers of the messages behind those
+    cdef list new         # numbers of the messages after those
     cdef int32_t reply    # -1: none
 
     def __cinit__(self, list said not None, dict by_hash not None, list counted not None):
@@ -47,7 +51,7 @@ cdef class Lists:
         self.silent, self.reached, self.reply = True, 0, -1
 
     def attach(self, Place[::1] places not None, Heard[::1] heard not None):
-        """Go on in these arrays, which begin as those before did.
+        """Use these arrays from now on; they begin with the contents of the previous ones.
 
         Parameters
         ----------
@@ -77,7 +81,7 @@ cdef class Lists:
         return node
 
     def read(self, list messages, object reply, other not None):
-        """Number what a call says; nothing counts until `add`.
+        """Number a call's messages; nothing changes until `add`.
 
         Parameters
         ----------
@@ -148,7 +152,7 @@ cdef class Lists:
         return node
 
     cdef bint lacks_room(self, int64_t n_places) noexcept:
-        """Whether one call more has no room, or so many places."""
+        """Whether there is no room for one more call, or for ``n_places`` places."""
         return self.n_calls >= self.heard.shape[0] or n_places > self.places.shape[0]
 
     cdef int64_t _read(self, list messages, object reply, object other) except -1:
@@ -212,10 +216,10 @@ cdef class Lists:
         return is_tuple(message) and _same_pair(<tuple>held, <tuple>message)
 
     cdef _realign(self, list messages, Py_ssize_t i, object other):
-        """Number the messages from i on, behind the first that is not known at its place.
+        """Number the messages from i on, after the first unknown one.
 
-        Those that the newest list has which goes on from here are found in it, though others
-        came between, unless looking for them takes longer than the two are long.
+        Messages that the newest list continuing here also contains are found in it, even if
+        others come between, unless the search takes longer than the two lists are.
         """
         cdef Py_ssize_t budget = 64 + 4 * (len(messages) - i)
         cdef int32_t at, number, node = self.places[self.reached].child
@@ -274,7 +278,7 @@ cdef class Lists:
         return number
 
     cdef int32_t _one_of(self, object known, tuple form) except -2:
-        """Which of the numbers known is that of a message that says the same, or -1."""
+        """The known number of an equal message, or -1."""
         cdef int32_t number
         cdef tuple held
         cdef tuple ordered = None

@@ -1,4 +1,4 @@
-"""Python lists of numbers into flat buffers."""
+"""Python lists of numbers into flat buffers, in O(their length)."""
 
 
 def unbox_ids(list values not None, token_t[::1] out not None):
@@ -7,7 +7,7 @@ def unbox_ids(list values not None, token_t[::1] out not None):
     Parameters
     ----------
     values : list
-        Python ints in [0, 2**31). True and False are none.
+        Python ints in [0, 2**31), without True and False.
     out : buffer of int32, shape (len(values),)
         Filled up to the index returned.
 
@@ -44,7 +44,7 @@ def unbox_logprobs(list values not None, float[::1] out not None, uint8_t[::1] v
     Parameters
     ----------
     values : list
-        Python floats, ints, or None. True and False are none.
+        Python floats, ints or None, without True and False.
     out : buffer of float32, shape (len(values),)
         Filled; 0.0 where the element is None.
     valid : buffer of uint8, shape (len(values),)

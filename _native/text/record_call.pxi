@@ -1,16 +1,20 @@
-"""A call as it comes, into a session that grows: its tokens, its messages, and the rest."""
+"""One new call, added to the paths and messages of a growing session.
+
+Fills a `Growth`, a `Lists` and two lists from the arguments of one call, in the order of growth
+of these two (forest/growth.pxi, text/message_tree.pxi).
+"""
 
 
 @cython.auto_pickle(False)
 cdef class Intake:
-    """What takes calls in, one after another, into `Growth` and `Lists`.
+    """Adds calls, one after another, to `Growth` and `Lists`.
 
-    Here is what most calls are: buffers of int32 and float32, plain flags, no weight versions
-    and no payloads. What is anything else is handed to methods of the subclass, which give
-    it in a plain form or refuse it:
+    Most calls have buffers of int32 and float32, plain flags, no weight versions and no
+    payloads. Anything else is passed to methods of the subclass, which return it in a plain
+    form or refuse it:
 
     ``read_ids(values, name)``
-        Token ids as a buffer of int32, which may hold what is no id.
+        Token ids as a buffer of int32, which may contain invalid ids.
     ``read_logprobs(values, n_output)``
         Logprobs as a buffer of float32, or None for none, and which there are (None: all).
     ``read_flag(value, name)``, ``read_reason(value)``, ``read_versions(value, n_output)``, \
@@ -21,15 +25,15 @@ cdef class Intake:
     ``read_messages(messages)``
         The messages as a list.
     ``number(message, place)``
-        As `Lists.read` says.
+        See `Lists.read`.
     ``mean()``
-        Let the keys of dicts stand for them, where there are pairs of key and role.
+        Use keys for dicts as well, if there are pairs of key and role.
     ``refusal(held, fault)``
         The error for `Growth.fault`.
     ``make_room(n_tokens, n_places)``
-        Room for one call more, of so many tokens, and for so many lists of messages.
+        Make room for one more call of ``n_tokens`` tokens, and for ``n_places`` lists.
     ``add_valid(valid)``
-        Keep where the logprobs of this call are.
+        Keep the validity of this call's logprobs.
     """
     cdef Growth paths
     cdef Lists lists
@@ -41,14 +45,14 @@ cdef class Intake:
         self, Growth paths not None, Lists lists not None, list held not None,
         list facts not None, float low, float high,
     ):
-        """Say where calls are taken to.
+        """Set where calls are added.
 
         Parameters
         ----------
         paths : Growth
         lists : Lists
         held : list
-            Filled: what `Growth.take` gave of each call.
+            Filled: the result of `Growth.take` for each call.
         facts : list
             Filled: of each call finish_reason, use_tool, ill_formed, trainable,
             weight_versions and output_mask.
@@ -62,9 +66,9 @@ cdef class Intake:
         self, prompt_ids, output_ids, output_logprobs, finish_reason, ill_formed, use_tool,
         trainable, prompt_messages, response_message, weight_versions, output_mask, payloads,
     ):
-        """Take a call in. All arguments are those of `trajkit.Recorder.record`.
+        """Add a call. All arguments are those of `trajkit.Recorder.record`.
 
-        What can be refused, or lack memory, is done before anything counts.
+        What can be refused, or lack memory, is done before anything changes.
 
         Returns
         -------

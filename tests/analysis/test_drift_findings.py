@@ -398,7 +398,6 @@ def test_json_in_text():
 
 
 def aligned(a, b, special, run):
-    n_table = 1 << max((2 * len(a) - 1).bit_length(), 1)
     out = np.empty((len(a) + 1, 4), np.int64)
     borders = [
         np.cumsum([0, *(token in special for token in side)], dtype=np.int32)
@@ -409,9 +408,6 @@ def aligned(a, b, special, run):
         np.array(b, np.int32),
         *borders,
         run,
-        np.empty(n_table, np.uint64),
-        np.empty(n_table, np.int32),
-        np.empty(len(a), np.int32),
         out,
     )
     return [tuple(line) for line in out[:n].tolist()]
@@ -434,7 +430,6 @@ def test_differences_are_the_twins(pair, run, special):
     ("change", "match"),
     [
         pytest.param({"run": 0}, "run is 0", id="no run"),
-        pytest.param({"heads": np.empty(3, np.int32)}, "heads has 3", id="table"),
         pytest.param({"out": np.empty((1, 4), np.int64)}, "out has 1", id="out"),
         pytest.param({"borders_b": np.zeros(1, np.int32)}, "borders_b", id="borders"),
     ],
@@ -447,14 +442,9 @@ def test_layouts_that_are_refused(change, match):
         "borders_a": np.zeros(3, np.int32),
         "borders_b": np.zeros(3, np.int32),
         "run": 1,
-        "hashes": np.empty(4, np.uint64),
-        "heads": np.empty(4, np.int32),
-        "following": np.empty(2, np.int32),
         "out": np.empty((3, 4), np.int64),
     }
     given |= change
-    if "heads" in change:
-        given["hashes"] = np.empty(3, np.uint64)
     with pytest.raises(LayoutError, match=match):
         _core.align(**given)
 

@@ -171,28 +171,27 @@ def test_paths_and_tables_are_as_long_as_int32_can_say():
     """Positions of rows and spans, and numbers of nodes, are int32."""
 
     def grown(calls):
-        n = min(len(calls), 1)
-        arrays = np.empty((3, 3), np.int32)
+        n = min(len(calls), 2)
         return _core.grow_forest(
             calls,
             np.array([0, len(calls)]),
-            np.empty(0, np.int32),
-            arrays[0],
-            np.empty(3, NODE),
-            arrays[1, :n],
+            np.empty(5, NODE),
+            np.empty(n, np.int32),
             np.empty(n, np.int64),
-            arrays[2, :n],
+            np.empty(n, np.int32),
         )
 
     ids = np.zeros(1, np.int32)
-    calls = np.zeros(1, CALL)
-    calls["own"], calls["out"], calls["base"] = ids.ctypes.data, ids.ctypes.data, -1
+    calls = np.zeros(2, CALL)
+    calls["own"], calls["out"] = ids.ctypes.data, ids.ctypes.data
+    calls["prompt_len"], calls["base"] = 1, [-1, 0]
+    calls["own_start"] = [0, 1]  # in delta form, so that only first tokens are read
     for n_prompt, n_output in [(2**31, 0), (2**31 - 1, 1), (1, 2**63 - 1)]:
-        calls["prompt_len"], calls["out_len"] = n_prompt, n_output
+        calls["prompt_len"][1], calls["out_len"][1] = n_prompt, n_output
         with pytest.raises(LayoutError, match="at most 2147483647 tokens"):
             grown(calls)
-    calls["prompt_len"], calls["out_len"] = 2**31 - 1, 0
-    assert grown(calls) == 2
+    calls["prompt_len"][1], calls["out_len"][1] = 2**31 - 1, 0
+    assert grown(calls) == 3
     with pytest.raises(LayoutError, match="1073741824 calls in one table"):
         grown(reserved(2**30, CALL))
 

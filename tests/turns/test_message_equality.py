@@ -207,18 +207,16 @@ def test_agents_need_an_equality_that_tells_tool_calls_apart(equality):
 def test_the_kernel_refuses_arrays_of_other_lengths():
     calls = read_calls(two_turns())
     has_body = np.ones(3, np.uint8)
-    n_table = _core.body_table(calls.requests, calls.session_offsets, has_body)
     good = {
         "requests": calls.requests,
         "session_offsets": calls.session_offsets,
         "has_body": has_body,
         "reply_has_body": np.ones(2, np.uint8),
-        "table": np.empty((n_table, 2), np.int64),
         "places": np.empty(3, np.int64),
         "replies": np.empty(2, np.int64),
     }
     _core.find_bodies(*good.values())
-    for name in ("has_body", "reply_has_body", "table", "places", "replies"):
+    for name in ("has_body", "reply_has_body", "places", "replies"):
         short = {**good, name: good[name][:-1]}
         with pytest.raises(LayoutError, match=name):
             _core.find_bodies(*short.values())

@@ -17,6 +17,16 @@ from trajkit.turns.calls import Calls, Longs, Records, read_calls
 from trajkit.turns.prefix_forest import Forest, grow
 from trajkit.turns.records import as_turns
 
+DESCRIBED = (
+    "region",
+    "resync_path",
+    "resync_prompt",
+    "resync_length",
+    "tokens_after_drift",
+    "cause",
+)
+"""The columns that the kernel fills, in its order (_native/drift/drift.pxi)."""
+
 
 @overload
 def classify_drift(
@@ -132,31 +142,22 @@ def drift_table(
     calls: Calls, forest: Forest, links: Records, min_run: int = MIN_RUN
 ) -> pa.Table:
     """The ``drift`` table of links whose ``lcp`` is known."""
-    longest = int(calls.held.max(initial=0))
-    n_table = 1 << max((2 * longest - 1).bit_length(), 1)
-    found = np.zeros((len(links), 6), np.int64)
-    found[:, 1:4] = -1
-    _core.describe_drift(
-        calls.calls,
-        forest.nodes,
-        forest.ends,
-        links,
-        min_run,
-        np.empty((2, longest), np.int32),
-        np.empty(n_table, np.uint64),
-        np.empty(n_table, np.int32),
-        found,
-    )
+    described = np.zeros((len(DESCRIBED), len(links)), np.int64)
+    found = dict(zip(DESCRIBED, described, strict=True))
+    for name in ("resync_path", "resync_prompt", "resync_length"):
+        found[name][:] = -1
+    _core.describe_drift(forest.of(calls), links, min_run, described)
     rows = np.flatnonzero(links["parent"] >= 0)
-    found, linked = found[rows], links[rows]
-    nowhere = found[:, 3] < 0
+    found = {name: line[rows] for name, line in found.items()}
+    linked = links[rows]
+    nowhere = found["resync_length"] < 0
     size = calls.held[linked["parent"]] - linked["lcp"]
 
     def names(codes: Longs, of: tuple[str, ...]) -> pa.Array:
         return pa.DictionaryArray.from_arrays(codes.astype(np.int8), pa.array(of))
 
-    def where(column: int) -> pa.Array:
-        return pa.array(found[:, column].astype(np.int32), mask=nowhere)
+    def where(name: str) -> pa.Array:
+        return pa.array(found[name].astype(np.int32), mask=nowhere)
 
     taken = calls.table.select(["session_id", "turn_index"]).take(rows)
     return pa.Table.from_arrays(
@@ -166,12 +167,12 @@ def drift_table(
             pa.array(calls.turn_index[linked["parent"]]),
             pa.array(linked["lcp"].astype(np.int32)),
             pa.array(size.astype(np.int32)),
-            names(found[:, 0], REGIONS),
-            where(1),
-            where(2),
-            where(3),
-            pa.array(found[:, 4].astype(np.int32)),
-            names(found[:, 5], CAUSES),
+            names(found["region"], REGIONS),
+            where("resync_path"),
+            where("resync_prompt"),
+            where("resync_length"),
+            pa.array(found["tokens_after_drift"].astype(np.int32)),
+            names(found["cause"], CAUSES),
         ],
         schema=DRIFT,
     )

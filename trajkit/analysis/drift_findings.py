@@ -223,18 +223,13 @@ def _closer(
 def _differences(held: Side, prompt: Side, stretch: Stretch, run: int) -> list[Stretch]:
     """The spans between common runs where the two sides differ."""
     start, stop, prompt_start, prompt_stop = stretch
-    n = stop - start
-    n_table = 1 << max((2 * n - 1).bit_length(), 1)
-    out = np.empty((n + 1, 4), np.int64)
+    out = np.empty((stop - start + 1, len(Stretch._fields)), np.int64)
     n_found = _core.align(
         held.ids[start:stop],
         prompt.ids[prompt_start:prompt_stop],
         held.borders[start : stop + 1],
         prompt.borders[prompt_start : prompt_stop + 1],
         run,
-        np.empty(n_table, np.uint64),
-        np.empty(n_table, np.int32),
-        np.empty(n, np.int32),
         out,
     )
     found = out[:n_found] + np.array([start, start, prompt_start, prompt_start])

@@ -88,11 +88,11 @@ def row_facts(
     mask_sums, weights = np.empty(n_rows, np.int64), np.empty(n_rows, np.float64)
     segments = np.empty(n_rows, np.int8)
     bits = np.zeros((len(_NULLABLE) + len(_FLAGS), (n_rows + 7) // 8), np.uint8)
-    nulls = _core.fill_facts(
+    nulls = _core.fill_scalars(
         rows,
         links,
         calls.turn_index,
-        np.zeros(calls.n_sessions, np.int64),
+        calls.n_sessions,
         ints,
         mask_sums,
         weights,

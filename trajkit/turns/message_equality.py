@@ -128,7 +128,6 @@ def classify(calls: Calls, identity: Identity) -> Classes:
     )
     has_body, reply_has_body = _valid(shown), _valid(said)
     n_places = len(has_body)
-    n_table = _core.body_table(requests, calls.session_offsets, has_body)
     places = np.empty(n_places, np.int64)
     replies = np.empty(len(requests), np.int64)
     _core.find_bodies(
@@ -136,7 +135,6 @@ def classify(calls: Calls, identity: Identity) -> Classes:
         calls.session_offsets,
         has_body,
         reply_has_body,
-        np.empty((n_table, 2), np.int64),
         places,
         replies,
     )

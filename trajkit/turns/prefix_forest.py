@@ -41,20 +41,13 @@ def grow_paths(paths: Records, session_offsets: Longs) -> Forest:
     ``session_offsets`` has shape (n_sessions + 1,).
     """
     n_calls = len(paths)
-    sizes = np.diff(session_offsets)
-    room = 0
-    # calls in delta form are not compared with the previous path
-    if not (paths["base"] >= 0).any():
-        room = int((paths["prompt_len"] + paths["out_len"]).max(initial=0))
-    nodes = pooled(2 * n_calls + len(sizes), NODE)
+    nodes = pooled(2 * n_calls + len(session_offsets) - 1, NODE)
     ends = np.empty(n_calls, np.int32)
     shared = np.empty(n_calls, np.int64)
     shared_with = np.empty(n_calls, np.int32)
     n_nodes = _core.grow_forest(
         paths,
         session_offsets,
-        np.empty(room, np.int32),
-        np.empty(2 * int(sizes.max(initial=0)) + 1, np.int32),
         nodes,
         ends,
         shared,
