@@ -11,17 +11,7 @@ def difference(turns, policy, max_row_tokens=None, reward=1.0):
     rows, report = tk.linearize(
         table, policy, max_row_tokens=max_row_tokens, reward=reward, report=True
     )
-    links = tk.link(
-        table,
-        policy.parent_by,
-        merge_threshold=policy.merge_threshold,
-        tie_break=policy.tie_break,
-        message_equality=policy.message_equality,
-        dispatch_tools=policy.dispatch_tools,
-        chain_order=policy.chain_order,
-        fork_threshold=policy.fork_threshold,
-        row_order=policy.row_order,
-    )
+    links = tk.link(table, policy)
     found = {
         "links": by_session(links.to_pylist()),
         "rows": by_session(rows.to_pylist()),

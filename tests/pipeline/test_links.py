@@ -162,7 +162,7 @@ def test_parents_by_hand(turns, expected):
 def test_tokens_choose_among_equal_replies(outputs, shown, parent):
     turns = [call([USER], said("x"), output) for output in outputs]
     turns.append(call([USER, said("x"), USER], said("y"), prompt=(1, *shown)))
-    links = tk.link(turns_table(turns), "messages", tie_break="tokens")
+    links = link_by(turns_table(turns), tie_break="tokens")
     assert links["parent"].to_pylist()[-1] == parent
     expected = reference.link(turns, "messages", 0, "tokens")
     assert expected[-1]["parent"] == parent
