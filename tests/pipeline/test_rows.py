@@ -25,8 +25,8 @@ from tests.strategies import (
     versioned,
 )
 from tests.tables import by_session, dicts, link_by, policy_of, turns_table
+from trajkit._streams import limits
 from trajkit.errors import ArgumentError, InvalidTurnsError, PolicyError, SchemaError
-from trajkit.pipeline import fill
 from trajkit.schema import DRIFT, REPORT, ROWS
 
 
@@ -138,7 +138,7 @@ def bytes_of_nulls(rows):
 def test_rows_are_the_same_past_the_caches(turns, policy, as_delta):
     table = tk.from_records(turns)
     table = tk.compact(table) if as_delta else table
-    with mock.patch.object(fill, "UNCACHED_TOKENS", 0), with_dirty_memory():
+    with mock.patch.object(limits, "STREAMING_STORE_TOKENS", 0), with_dirty_memory():
         rows = tk.linearize(table, policy)
     assert rows == tk.linearize(table, policy)
     assert not bytes_of_nulls(rows).any()

@@ -9,7 +9,7 @@ from trajkit import _core
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, canonical
 from trajkit._streams.lockstep import Stream, map_sessions
-from trajkit.errors import InvalidTurnsError, PolicyError
+from trajkit.errors import InvalidTurnsError
 from trajkit.pipeline.subagents import find_dispatches
 from trajkit.policies import TIE_BREAKS, ParentBy, Policy
 from trajkit.policies import policy as chosen_policy
