@@ -40,7 +40,7 @@ from structs cimport (
 import re
 from json.encoder import encode_basestring
 
-from numpy import empty, full, ndarray
+from numpy import empty, full, ndarray, zeros
 
 from trajkit.errors import InvalidTurnsError, LayoutError
 

@@ -351,9 +351,9 @@ def test_violations_say_what_was_expected():
     broken = pa.Table.from_pylist(rows, ROWS.schema)
     found = tk.verify(broken, TURNS, reward=1.0).to_pylist()
     details = {one["rule"]: one["detail"] for one in found}
-    said = "2 tokens not as sampled: the first is 8, the turn has 3"
+    said = "2 tokens differ from the output: the first is 8, the turn sampled 3"
     assert details["span_tokens"] == said
-    assert details["row_weight"] == "0.75: expected 1.0 (4 of 4)"
+    assert details["row_weight"] == "row_weight is 0.75, expected 1.0 (4 of 4)"
 
 
 # Names that nobody chose

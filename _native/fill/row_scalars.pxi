@@ -82,7 +82,7 @@ def fill_scalars(
         ("bits", bits.shape[1], (n_rows + 7) // 8),
     ):
         _check_length(name, n, needed)
-    cdef pos_t[::1] sums = full(max(n_sessions, 1), 0, "i8")
+    cdef pos_t[::1] sums = zeros(max(n_sessions, 1), "i8")
     with nogil:
         for r in range(n_rows):
             if not (0 <= rows[r].session < n_sessions and 0 <= rows[r].last < n_calls):

@@ -177,7 +177,7 @@ def route_agents(
         return
     paths = _paths(forest)
     memory = _allocate_tree(&tree, forest, requests)
-    cdef int32_t[::1] searched = full(tree.node_room, 0, "i4")
+    cdef int32_t[::1] searched = zeros(tree.node_room, "i4")
     agents.paths, agents.searched, agents.n_searches = &paths, &searched[0], 0
     agents.answer_offsets = &answer_offsets[0]
     agents.answers = &answers[0] if answers.shape[0] else NULL

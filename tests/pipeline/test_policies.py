@@ -598,12 +598,12 @@ def test_verify_knows_a_wrong_last_turn():
         {
             "row_index": 1,
             "rule": "row_tokens",
-            "detail": "last_turn is 0, turn 2 held the row's tokens",
+            "detail": "last_turn is 0, but turn 2 has the row's tokens",
         },
         {
             "row_index": 1,
             "rule": "turns",
-            "detail": "[0, 2] do not end with last_turn 0",
+            "detail": "turns [0, 2] do not end with last_turn 0",
         },
     ]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests.recorder.test_recorder import USER, call, record, recordable
 from tests.strategies import sessions
-from trajkit.errors import PolicyError
+from trajkit.errors import ArgumentError
 from trajkit.recorder import REJECTED_CALLS
 
 INVALID = [
@@ -107,5 +107,5 @@ def test_rejected_calls_outlive_their_session():
 
 
 def test_on_invalid_is_one_of_two():
-    with pytest.raises(PolicyError, match="on_invalid='keep'"):
+    with pytest.raises(ArgumentError, match="on_invalid='keep'"):
         tk.Recorder(on_invalid="keep")

@@ -64,7 +64,7 @@ def test_a_line_of_refused_turns(line):
     turns = line.turns("s")
     at = turns.column_names.index("finish_reason")
     turns = turns.set_column(at, turns.field(at), pa.repeat("length", N).cast("string"))
-    links = tk.link(turns, "generations")
+    links = link_by(turns, parent_by="generations")
     assert set(links["parent"].slice(1).to_pylist()) == {0}
     assert set(links["link_reason"].slice(1).to_pylist()) == {"refused_truncated"}
 

@@ -199,7 +199,7 @@ def test_agents_need_an_equality_that_tells_tool_calls_apart(equality):
     """Else which of two equal replies sends out a sub-agent is that of another one."""
     said = f"message_equality='{equality}' does not go with parent_by='agents'"
     with pytest.raises(PolicyError, match=said):
-        tk.link(two_turns(), "agents", message_equality=equality)
+        link_by(two_turns(), parent_by="agents", message_equality=equality)
     with pytest.raises(PolicyError, match=said):
         tk.policy("segments", message_equality=equality)
 
