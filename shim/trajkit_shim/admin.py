@@ -115,11 +115,8 @@ class Admin:
         async def end(request: Request) -> Response:
             body = await self._fields(request, END_FIELDS)
             name = request.path_params["session_id"]
-            wait, outcome = _wait(body), _outcome_fields(body)
-            summary = await self.sessions.finish(
-                name, how, wait_seconds=wait, fields=outcome
-            )
-            return JSONResponse(summary)
+            end = self.sessions.finish(name, how, _wait(body), _outcome_fields(body))
+            return JSONResponse(await end)
 
         return end
 

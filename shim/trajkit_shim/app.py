@@ -371,9 +371,8 @@ class _Gateway:
             return _json(protocol.count(tokens))
         digest = request_digest(f"{protocol.name} {verb}", body)
         events = protocol.events(chat) if chat.stream else None
-        return await self._reply(
-            _Asked(request, protocol, session, chat, digest, events)
-        )
+        asked = _Asked(request, protocol, session, chat, digest, events)
+        return await self._reply(asked)
 
     async def _reply(self, asked: _Asked) -> ASGIApp:
         session, events, retries = asked.session, asked.events, asked.session.retries

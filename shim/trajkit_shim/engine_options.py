@@ -109,9 +109,8 @@ def built_engine(
             parser.error(f"{option} does not apply to the embedded engine")
     forms = (*FORMS, *_OUTSIDE)
     if arguments.tool_form not in (None, *forms):
-        parser.error(
-            f"--tool-form {arguments.tool_form} is not one of {', '.join(forms)}"
-        )
+        known = ", ".join(forms)
+        parser.error(f"--tool-form {arguments.tool_form} is not one of {known}")
     for option, given in (
         ("--tool-form sglang", arguments.tool_form == "sglang"),
         ("--check-prompts", arguments.check_prompts),

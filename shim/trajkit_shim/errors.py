@@ -1,5 +1,7 @@
 """Errors that become error answers."""
 
+from dataclasses import KW_ONLY, dataclass
+
 
 class EngineError(Exception):
     """The engine rejected or failed a call.
@@ -23,31 +25,22 @@ class EngineError(Exception):
         return self.message
 
 
+@dataclass(eq=False, repr=False)
 class GatewayError(Exception):
     """A call that ends with an error answer. It is not recorded.
 
-    The message names the place, the value and the rule. ``param`` is the path
-    of the invalid request parameter, such as ``messages[3].content``; ``code`` is
+    The message names the place, the value and the rule. ``param`` is the path of the
+    invalid request parameter, such as ``messages[3].content``; ``code`` is
     machine-readable; for ``overflow`` and ``retry_after`` see `EngineError`.
     """
 
-    def __init__(
-        self,
-        message: str,
-        status: int = 400,
-        *,
-        code: str | None = None,
-        param: str | None = None,
-        overflow: tuple[int, int] | None = None,
-        retry_after: int | None = None,
-    ) -> None:
-        super().__init__(message, status)
-        self.message = message
-        self.status = status
-        self.code = code
-        self.param = param
-        self.overflow = overflow
-        self.retry_after = retry_after
+    message: str
+    status: int = 400
+    _: KW_ONLY
+    code: str | None = None
+    param: str | None = None
+    overflow: tuple[int, int] | None = None
+    retry_after: int | None = None
 
     def __str__(self) -> str:
         return self.message

@@ -40,9 +40,8 @@ def parse_object(body: bytes) -> Json:
     deep, or contains NaN, an infinity or half of a surrogate pair.
     """
     try:
-        value = json.loads(
-            body.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite
-        )
+        text = body.decode("utf-8")
+        value = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
     except ValueError as error:
         raise GatewayError(f"the body is not JSON: {error}") from error
     except RecursionError as error:
@@ -172,9 +171,8 @@ class Fields:
         """Reject a field that is neither null nor one of ``known``."""
         for name, value in self.json.items():
             if value is not None and name not in known:
-                self.refuse(
-                    name, "not supported by this gateway", "unsupported_parameter"
-                )
+                rule = "not supported by this gateway"
+                self.refuse(name, rule, "unsupported_parameter")
 
     def only_neutral(self, neutral: Mapping[str, object]) -> None:
         """Reject fields whose value has an effect: other than null and the given one."""

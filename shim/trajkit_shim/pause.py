@@ -105,12 +105,9 @@ class Gate:
             raise GatewayError("the pause was ended meanwhile", 409, code="resumed")
         if late:
             self.resume()
-            message = (
-                f"{late} calls are still running after {wait_seconds:g} seconds, so "
-            )
-            raise GatewayError(
-                message + "nothing is paused", 504, code="pause_timed_out"
-            )
+            calls = f"{late} calls are still running after {wait_seconds:g} seconds"
+            message = f"{calls}, so nothing is paused"
+            raise GatewayError(message, 504, code="pause_timed_out")
         if max_seconds is not None:
             clock = self._clock or asyncio.get_running_loop()
             self._timer = clock.call_later(max_seconds, self.resume)

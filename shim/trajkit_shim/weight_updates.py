@@ -74,10 +74,8 @@ class Weights:
         engine = self._updatable()
         async with self._turn:
             if not self.paused:
-                message = (
-                    "the engine is not paused: POST /engine/pause first, and renew "
-                )
-                message += "the pause before it expires"
+                rule = "POST /engine/pause first, and renew the pause before it expires"
+                message = f"the engine is not paused: {rule}"
                 raise GatewayError(message, 409, code="not_paused")
             await engine.update_weights(path, version)
             self.version = version

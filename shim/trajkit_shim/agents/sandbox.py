@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Required, Self, TypedDict, Unpack
 
 _COPY_SECONDS = 600.0
 
@@ -66,9 +66,20 @@ class Spec:
     options: Mapping[str, str] = field(default_factory=dict)
 
 
+class ExecOptions(TypedDict, total=False):
+    """The options of a command."""
+
+    # seconds after which it is killed, with every process it started
+    timeout_s: Required[float]
+    cwd: str | None  # directory in the sandbox; None: the task's ``/work``
+    env: Mapping[str, str]  # added to the sandbox's own variables
+    stdin: bytes
+    log: Path | None  # file of this machine that receives standard output and error
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A command to run in a sandbox; see `Sandbox.exec`."""
+    """A command to run in a sandbox; for the fields see `ExecOptions`."""
 
     arguments: tuple[str, ...]
     timeout_s: float
@@ -141,33 +152,14 @@ class Sandbox(ABC):
         return self.spec.gateway or url
 
     def exec(
-        self,
-        arguments: Sequence[str],
-        *,
-        timeout_s: float,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        stdin: bytes = b"",
-        log: Path | None = None,
+        self, arguments: Sequence[str], **options: Unpack[ExecOptions]
     ) -> CommandResult:
         """Run one command to its end.
 
-        After ``timeout_s`` seconds it is killed, with every process it started. ``cwd``
-        is a directory in the sandbox, by default the task's ``/work``; ``env`` is added
-        to the sandbox's own variables; ``log`` is a file of this machine that receives
-        standard output and error. A missing program is exit code 127. Raises
-        `SandboxError` if the sandbox could not run it.
+        A missing program is exit code 127. Raises `SandboxError` if the sandbox could
+        not run the command.
         """
-        return self.run(
-            Command(
-                arguments=tuple(arguments),
-                timeout_s=timeout_s,
-                cwd=cwd,
-                env=env or {},
-                stdin=stdin,
-                log=log,
-            )
-        )
+        return self.run(Command(arguments=tuple(arguments), **options))
 
     def put(self, archive: bytes, directory: str) -> None:
         """Unpack a tar archive into a directory of the sandbox, created if missing."""

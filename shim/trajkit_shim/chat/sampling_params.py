@@ -51,9 +51,8 @@ def parse_sampling(
     max_tokens = read("max_tokens", _positive)
     longer = fields.get("max_completion_tokens", _positive)
     if longer is not None and max_tokens not in (None, longer):
-        fields.refuse(
-            "max_completion_tokens", f"{longer} contradicts max_tokens = {max_tokens}"
-        )
+        rule = f"{longer} contradicts max_tokens = {max_tokens}"
+        fields.refuse("max_completion_tokens", rule)
     return SamplingParams(
         max_tokens=longer if max_tokens is None else max_tokens,
         temperature=read(
@@ -81,9 +80,8 @@ def _top_p(value: object, where: str) -> float:
 def _top_k(value: object, where: str) -> int:
     number = json_input.as_integer(value, where, minimum=-1)
     if number == 0:
-        json_input.refuse(
-            where, "0 leaves nothing to sample from; -1 removes the limit"
-        )
+        rule = "0 leaves nothing to sample from; -1 removes the limit"
+        json_input.refuse(where, rule)
     return number
 
 

@@ -58,10 +58,8 @@ def check_consumed(prompt_ids: npt.NDArray[np.int32], sample: Sample) -> None:
     ids = sample.prompt_ids
     n_consumed = sample.prompt_tokens if ids is None else len(ids)
     if n_consumed not in (None, len(prompt_ids)):
-        raise EngineError(
-            f"the engine consumed {n_consumed} prompt tokens but was given "
-            f"{len(prompt_ids)}"
-        )
+        counts = f"{n_consumed} prompt tokens but was given {len(prompt_ids)}"
+        raise EngineError(f"the engine consumed {counts}")
     wrong = None if ids is None else _first(ids != prompt_ids)
     if ids is not None and wrong is not None:
         raise EngineError(
@@ -97,9 +95,8 @@ def check_sample(sample: Sample, info: EngineInfo) -> None:
         )
     if logprobs is not None:
         if len(logprobs) != len(ids):
-            raise EngineError(
-                f"the engine gave {len(logprobs)} logprobs for {len(ids)} output ids"
-            )
+            counts = f"{len(logprobs)} logprobs for {len(ids)} output ids"
+            raise EngineError(f"the engine gave {counts}")
         wrong = _first(not_logprobs(logprobs) | (logprobs > MAX_LOGPROB))
         if wrong is not None:
             raise EngineError(

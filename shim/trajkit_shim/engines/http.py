@@ -121,10 +121,8 @@ class EngineServer:
         return value
 
     def _unreachable(self, error: httpx.HTTPError) -> EngineError:
-        return EngineError(
-            f"the {self.name} server at {self._base_url} cannot be reached: "
-            f"{type(error).__name__}: {error}"
-        )
+        reason = f"cannot be reached: {type(error).__name__}: {error}"
+        return EngineError(f"the {self.name} server at {self._base_url} {reason}")
 
     def _refusal(self, response: httpx.Response) -> EngineError:
         try:
@@ -200,10 +198,9 @@ class HttpEngine:
                     context = context or int(model["max_model_len"])
                     name = name or str(model["id"])
                 except (LookupError, TypeError, ValueError) as error:
-                    raise EngineError(
-                        f"/v1/models of the {self.server_name} server has no "
-                        f"max_model_len: {served!r}"
-                    ) from error
+                    where = f"/v1/models of the {self.server_name} server"
+                    message = f"{where} has no max_model_len: {served!r}"
+                    raise EngineError(message) from error
             self._info = EngineInfo(
                 model=name, vocab_size=self._vocab_size, max_context_tokens=context
             )
@@ -249,9 +246,9 @@ def reading(server: str, what: str) -> Iterator[None]:
     try:
         yield
     except _UNREADABLE as error:
-        raise EngineError(
-            f"the {server} server's {what} cannot be read: {type(error).__name__}: {error}"
-        ) from error
+        reason = f"{type(error).__name__}: {error}"
+        message = f"the {server} server's {what} cannot be read: {reason}"
+        raise EngineError(message) from error
 
 
 def token_ids(values: Iterable[Any]) -> list[int]:
@@ -286,10 +283,8 @@ def make_sample(
     Raises `EngineError` unless the logprobs are those of the output ids (``aligned``).
     """
     if not aligned:
-        raise EngineError(
-            f"the {server} server gave logprobs of {len(logprobs)} tokens for "
-            f"{len(ids)} output ids, or of other tokens"
-        )
+        counts = f"{len(logprobs)} tokens for {len(ids)} output ids, or of other tokens"
+        raise EngineError(f"the {server} server gave logprobs of {counts}")
     return Sample(
         output_ids=np.array(ids, np.int32),
         output_logprobs=np.array(logprobs, np.float32),

@@ -83,9 +83,8 @@ class VLLMEngine(HttpEngine):
             )
             message += "returns the logprobs from before that: start it with "
             raise EngineError(message + "--logprobs-mode processed_logprobs", 400)
-        return read_sample(
-            await self._call(prompt_ids, params, request_id, session_id, on_tokens)
-        )
+        ids = request_id, session_id
+        return read_sample(await self._call(prompt_ids, params, *ids, on_tokens))
 
     stream = generate
 
@@ -97,10 +96,15 @@ class VLLMEngine(HttpEngine):
         With ``top_k`` 1 the second best token then has no logprob.
         """
         if self._processed is None:
-            only = {**_AS_SAMPLED, **_UNSHAPED, "top_k": 1, "max_tokens": 1}
-            reply = await self._call(
-                prompt_ids, {**only, "logprobs": 2}, uuid.uuid4().hex, session_id, None
-            )
+            only = {
+                **_AS_SAMPLED,
+                **_UNSHAPED,
+                "top_k": 1,
+                "max_tokens": 1,
+                "logprobs": 2,
+            }
+            ids = uuid.uuid4().hex, session_id
+            reply = await self._call(prompt_ids, only, *ids, None)
             self._processed = _only_one(reply)
         return self._processed
 

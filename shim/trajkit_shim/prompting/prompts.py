@@ -112,9 +112,8 @@ class Prompts:
         ]
         roles = sorted({role for probe in probes for role in probe.drops_reasoning})
         if roles:
-            parts.append(
-                f"rendered where a {' or '.join(roles)} message drops reasoning"
-            )
+            named = " or ".join(roles)
+            parts.append(f"rendered where a {named} message drops reasoning")
         return "; ".join(["append", *parts])
 
     def build(
@@ -141,22 +140,15 @@ class Prompts:
         offered = _tools_digest(tools)
         last, base, reason = _find_base(restored, offered, replies, cache)
         if base is not None and base.rendered is not None:
-            end = end_of_reply(
-                self.renderer,
-                base.rendered,
-                text,
-                restored.messages[last],
-                restored.messages[last + 1 :],
-            )
+            reply, *new = restored.messages[last:]
+            end = end_of_reply(self.renderer, base.rendered, text, reply, new)
             if isinstance(end, int):
                 tail = self.renderer.encode(text[end:])
                 shown = None
                 if attributed:
                     # a template that trims changes what it renders
-                    new = None if probe.trims_new else restored.messages[last + 1 :]
-                    spans = self._find_new(
-                        restored.messages, tools, last, text, end, new
-                    )
+                    plain, messages = not probe.trims_new, restored.messages
+                    spans = self._find_new(messages, tools, last, text, end, plain)
                     shown = None if spans is None else attribution_of(tail, spans)
                 before = base.ids()
                 return Prompt(
@@ -243,7 +235,7 @@ class Prompts:
         last: int,
         text: str,
         end: int,
-        verbatim: list[Json] | None,
+        verbatim: bool,
     ) -> Spans | None:
         """The contents of the messages after ``last`` in a text after its ``end``.
 
@@ -251,7 +243,7 @@ class Prompts:
         exactly once, are located without rendering again.
         """
         # text that spells a special token contains a mark, so it does not match
-        if verbatim is not None and not self.renderer.spells_special(verbatim):
+        if verbatim and not self.renderer.spells_special(messages[last + 1 :]):
             spans = find_verbatim(messages, last + 1, text[end:])
             if spans is not None:
                 return spans

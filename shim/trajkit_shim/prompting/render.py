@@ -213,9 +213,8 @@ class ChatRenderer:
             )
         # a template is a program that runs on untrusted values; these are its failures
         except (JinjaError, *_TEMPLATE_FAILURES) as error:
-            raise TemplateError(
-                f"the chat template rejects the messages: {error}", code="chat_template"
-            ) from error
+            message = f"the chat template rejects the messages: {error}"
+            raise TemplateError(message, code="chat_template") from error
 
     def ids_of(self, text: str) -> Ids:
         """Tokenize a `text`."""
@@ -346,11 +345,11 @@ class ChatRenderer:
     def _probe_template(self) -> None:
         """Find out what the template does with calls and late system messages."""
 
+        user: Json = {"role": "user", "content": "user"}
+
         def shown(*messages: Json) -> str:
             try:
-                return self._apply(
-                    [{"role": "user", "content": "user"}, *messages], None
-                )
+                return self._apply([user, *messages], None)
             except TemplateError:
                 return ""
 
@@ -369,7 +368,6 @@ class ChatRenderer:
         self._keeps_markup = markup in shown({**reply, "content": markup}, result)
         # a system message is allowed after other messages
         late = f"{_PROBE_TEXT}2"
-        user: Json = {"role": "user", "content": "user"}
         system: Json = {"role": "system", "content": late}
         self._takes_late_system = late in shown(reply, system, user)
 

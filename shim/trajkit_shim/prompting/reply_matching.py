@@ -139,9 +139,9 @@ class ReplyIndex:
 
     def _reply_at(self, sent: Json, position: bytes) -> Json | None:
         replies = self._by_position.get(position, [])
-        equal = (reply for reply in replies if reply == sent)
-        alike = (reply for reply in replies if self._same(sent, reply))
-        return next(equal, None) or next(alike, None)
+        if sent in replies:
+            return replies[replies.index(sent)]
+        return next((reply for reply in replies if self._same(sent, reply)), None)
 
     def _elsewhere(self, sent: Json) -> Json | None:
         """The matching reply if earlier messages changed and the match is unique."""

@@ -10,7 +10,6 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -27,11 +26,9 @@ class Piece:
     def __init__(self, text: str, tokenizer: "Tokenizer") -> None:
         encoded = tokenizer.encode(text, add_special_tokens=False)
         # int32, shape (n_ids,)
-        self.ids: npt.NDArray[np.int32] = np.array(encoded.ids, np.int32)
+        self.ids = np.array(encoded.ids, np.int32)
         # int32, shape (n_ids, 2): characters offsets[i, 0]:offsets[i, 1]
-        self.offsets: npt.NDArray[np.int32] = np.array(
-            encoded.offsets, np.int32
-        ).reshape(-1, 2)
+        self.offsets = np.array(encoded.offsets, np.int32).reshape(-1, 2)
         self.n_bytes = _OVERHEAD + 4 * len(text) + self.ids.nbytes + self.offsets.nbytes
 
 

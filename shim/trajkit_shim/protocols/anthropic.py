@@ -280,9 +280,8 @@ class Stream(Events):
                 yield _delta(index, kind, field, step.text)
             else:
                 if isinstance(step.block, Thought):
-                    yield _delta(
-                        index, "signature_delta", "signature", signature(reply)
-                    )
+                    kind, signed = "signature_delta", signature(reply)
+                    yield _delta(index, kind, "signature", signed)
                 yield _event({"type": "content_block_stop", **index})
 
     def _start(self, reply: Reply) -> bytes:

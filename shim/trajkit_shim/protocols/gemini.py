@@ -55,9 +55,8 @@ def read(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
     """Read the body of a generateContent call; raises `GatewayError`."""
     fields = Fields(body)
     fields.only(KNOWN)
-    system = "\n".join(
-        filter(None, map(_text, _parts(fields.section("systemInstruction"))))
-    )
+    parts = _parts(fields.section("systemInstruction"))
+    system = "\n".join(filter(None, map(_text, parts)))
     messages: list[Json] = [{"role": "system", "content": system}] if system else []
     messages += _Conversation(reading).read(fields)
     tools, left_out = _tools(fields)

@@ -166,10 +166,8 @@ class _Turn:
         elif kind == "reasoning":
             self.reasoning.append(_reasoning(item))
         else:
-            rule = (
-                f"{kind!r} is not supported: messages, reasoning, functions and their "
-            )
-            item.refuse("type", f"{rule}results", "unsupported_content")
+            rule = f"{kind!r} is not supported: messages, reasoning, functions and "
+            item.refuse("type", f"{rule}their results", "unsupported_content")
 
     def message(self) -> Json:
         texts, reasoning = "".join(self.texts), "".join(self.reasoning)

@@ -74,10 +74,11 @@ class Reservation:
         if limits.max_prompt_tokens is not None:
             used = budget.prompt_tokens + sum(prompt for prompt, _ in others)
             if used + prompt_tokens > limits.max_prompt_tokens:
-                limit = f"{used} of the session's {limits.max_prompt_tokens} are used"
+                used_up = f"{used} of the session's {limits.max_prompt_tokens}"
                 message = (
-                    f"the prompt has {prompt_tokens} tokens, but {limit} or reserved"
+                    f"the prompt has {prompt_tokens} tokens, but {used_up} are used "
                 )
+                message += "or reserved"
                 raise _exceeded(message, "max_prompt_tokens")
         if limits.max_output_tokens is None:
             return max_tokens

@@ -399,7 +399,6 @@ class SessionStore:
         self,
         session_id: str,
         how: EndedBy,
-        *,
         wait_seconds: float = 0.0,
         fields: OutcomeFields | None = None,
     ) -> dict[str, object]:

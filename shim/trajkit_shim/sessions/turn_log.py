@@ -232,8 +232,9 @@ class TurnLog:
             made[COLUMN.name] = experts_cell(turn.routed_experts)
         elif turn.routed_experts is not None:
             raise ValueError("the log was opened without routed_experts=True")
-        shows = any(getattr(turn, field.name) is not None for field in _SHOWN)
-        if shows and not self._attributed:
+        if not self._attributed and any(
+            getattr(turn, field.name) is not None for field in _SHOWN
+        ):
             raise ValueError("the log was opened with attributed=False")
         if self._form == "full":
             self._write(_batch(turn, made, self._schema).serialize())

@@ -61,14 +61,12 @@ class LocalSandbox(sandbox.Sandbox):
         super().__init__(spec)
         spec.limits.reject("local", "cpus", "processes")
         if spec.image is not None:
-            raise sandbox.SandboxError(
-                f"image = {spec.image!r}: a local sandbox has no image"
-            )
+            rule = "a local sandbox has no image"
+            raise sandbox.SandboxError(f"image = {spec.image!r}: {rule}")
         wanted = spec.options.get("namespaces", "auto")
         if wanted not in ("auto", "yes", "no"):
-            raise sandbox.SandboxError(
-                f"namespaces = {wanted!r} is not auto, yes or no"
-            )
+            rule = "is not auto, yes or no"
+            raise sandbox.SandboxError(f"namespaces = {wanted!r} {rule}")
         mount_point = None if wanted == "no" else _find_mount_point()
         if wanted == "yes" and mount_point is None:
             raise sandbox.SandboxError(
