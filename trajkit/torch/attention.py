@@ -22,7 +22,7 @@ from transformers.integrations.flex_attention import (
 )
 
 from trajkit._arguments import check_choice
-from trajkit.errors import LayoutError, TrajkitError
+from trajkit.errors import LayoutError, UnsupportedModelError
 from trajkit.torch.linear import Segments
 from trajkit.torch.masks import Ints, TokenRanges, block_mask, pair_mask, token_ranges
 from trajkit.torch.packs import Pack
@@ -32,10 +32,6 @@ ATTENTION = "trajkit"
 
 Kernel: TypeAlias = Literal["masked", "trunk"]
 Mask: TypeAlias = Tensor | BlockMask
-
-
-class UnsupportedModelError(TrajkitError, ValueError):
-    """A model's layers would mix tokens of different branches, or see wrong distances."""
 
 
 class TreeAttention:
