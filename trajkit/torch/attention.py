@@ -33,6 +33,9 @@ ATTENTION = "trajkit"
 Kernel: TypeAlias = Literal["masked", "trunk"]
 Mask: TypeAlias = Tensor | BlockMask
 
+_LEAST_SHARE = 0.01
+"""Of the attended pairs of a pack, for a trunk that is attended apart."""
+
 
 class TreeAttention:
     """The mask of one pack, in the form that each attention layer needs.
@@ -48,8 +51,9 @@ class TreeAttention:
         Where the model's attention runs.
     kernel : {"masked", "trunk"}
         "masked": attention under the complete mask. "trunk": the deepest path of each
-        tree by causal `scaled_dot_product_attention`, which needs no mask, and the
-        other tokens under a mask. Layers with a sliding window are always masked.
+        tree with a hundredth of the work or more by causal
+        `scaled_dot_product_attention`, which needs no mask, and the other tokens under
+        a mask. Layers with a sliding window are always masked.
     kernel_options : dict, optional
         For FlexAttention, such as block sizes.
     """
@@ -94,11 +98,11 @@ def _mask(
 
 
 class Trunks:
-    """The deepest path of each tree, and an order of tokens that begins with them.
+    """The deepest paths of large trees, and an order of tokens that begins with them.
 
     Attributes
     ----------
-    bounds : list of int, length n_trees + 1
+    bounds : list of int, length n_trunks + 1
         Bounds of the trunks in that order.
     order, inverse : int64 tensor, shape (n_tokens,)
         The token at each place, and the place of each token.
@@ -121,7 +125,11 @@ class Trunks:
         leaf = deepest[tree]
         on_trunk = (enter <= leaf) & (leaf < end)
         lengths = np.bincount(tree[on_trunk], minlength=len(roots))
-        self.bounds: list[int] = [0, *np.cumsum(lengths).tolist()]
+        # Each trunk is a kernel call: those with little work (padding) stay masked.
+        work = lengths * (lengths + 1) / 2
+        apart = work >= _LEAST_SHARE * (end - enter).sum(dtype=np.float64)
+        on_trunk &= apart[tree]
+        self.bounds: list[int] = [0, *np.cumsum(lengths[apart]).tolist()]
         order = np.concatenate([np.flatnonzero(on_trunk), np.flatnonzero(~on_trunk)])
         inverse = np.empty_like(order)
         inverse[order] = np.arange(len(order))
