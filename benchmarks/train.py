@@ -450,8 +450,7 @@ def measure(name: str, model: Any, pack: Pack, ways: set[str]) -> None:
             continue
         print(f"    {way:6} {took[way]:8.3f} s{peak()}", flush=True)
     verdicts(name, took)
-    if CUDA or n < 4_096:
-        parts(model, pack, line, took)
+    parts(model, pack, line, took)
 
 
 def verdicts(name: str, took: dict[str, float]) -> None:

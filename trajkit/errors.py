@@ -42,6 +42,10 @@ class ExportError(TrajkitError, ValueError):
     """Rows that a trainer's format cannot express, or would train wrongly."""
 
 
+class UnsupportedModelError(TrajkitError, ValueError):
+    """A model whose layers would mix the branches of a tree, or see wrong distances."""
+
+
 class UnknownSessionError(TrajkitError, KeyError):
     """A session id that was never recorded, or was dropped."""
 

@@ -169,3 +169,16 @@ def test_recomputed_activations_give_the_same_gradients():
         enable()
         _, _, found = by_packs(model, packs_of(rows), kernel="trunk")
     assert relative(found, expected) < 1e-12
+
+
+def test_an_empty_pack_gives_every_parameter_a_zero_gradient():
+    packs = packs_of(rows_of("clean"))
+    table = tk.balance(packs, 2, equal_counts=True)
+    assert None in table["pack"].to_pylist()
+    pack = PackDataset(packs).empty_pack()
+    assert pack.column("advantage").shape == (0,)
+    model = make("llama")
+    for kernel in ("masked", "trunk"):
+        policy_loss(edge_logprobs(model, pack, kernel=kernel), pack).backward()
+        assert all(p.grad is not None for p in model.parameters())
+        assert not gradients(model).any()

@@ -9,7 +9,7 @@ from tests.torch.cases import SESSIONS, packs_of, rows_of
 from tests.torch.test_equality import by_packs, by_rows
 from tests.torch.test_masks import forests, tree
 from tests.torch.tiny_models import SIZES, float64_throughout, relative
-from trajkit.torch.attention import UnsupportedModelError
+from trajkit.errors import UnsupportedModelError
 from trajkit.torch.linear import Segments, carry_states
 from trajkit.torch.masks import token_ranges
 from trajkit.torch.models import check_model

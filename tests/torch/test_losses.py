@@ -213,12 +213,16 @@ def test_softmax_runs_in_float32_at_least():
     torch.testing.assert_close(found, logits[pack.edge_source, pack.edge_target])
 
 
-def test_a_pack_without_edges_has_no_logprobs():
+def test_without_edges_all_weights_get_zero_gradients():
     pack = PackDataset(packs_of(rows_of("clean")))[0]
     nothing = torch.zeros(0, dtype=torch.int64)
     pack = replace(pack, edge_source=nothing, edge_target=nothing)
-    hidden, weight = hidden_states(pack)
-    assert gather_logprobs(hidden, lambda x: x @ weight.T, pack).shape == (0,)
+    hidden, weight = (x.requires_grad_() for x in hidden_states(pack))
+    found = gather_logprobs(hidden, lambda x: x @ weight.T, pack)
+    assert found.shape == (0,)
+    found.sum().backward()
+    assert not hidden.grad.any()
+    assert not weight.grad.any()
 
 
 def test_hidden_states_of_another_pack_are_refused():

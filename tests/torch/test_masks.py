@@ -133,14 +133,20 @@ def test_trunks_come_first_and_branches_see_their_ancestors(parents, size):
     trunks = Trunks(tokens, torch.device("cpu"))
     order = trunks.order
     assert torch.equal(order[trunks.inverse], torch.arange(len(end)))
+    pairs = int(seen.sum())
+    roots = []
     for a, b in zip(trunks.bounds, trunks.bounds[1:], strict=False):
         trunk = order[a:b]
+        roots.append(int(trunk[0]))
+        assert (b - a) * (b - a + 1) / 2 >= pairs / 100
         assert torch.equal(
             seen[trunk][:, trunk], torch.ones(b - a, b - a).tril().bool()
         )
         deepest = position[trunk[0] : end[trunk[0]]].max()
         assert position[trunk[-1]] == deepest
-    assert len(trunks.bounds) - 1 == parents.count(-1)
+    for root in {k for k, parent in enumerate(parents) if parent < 0} - {*roots}:
+        depth = int(position[root : end[root]].max()) + 1
+        assert depth * (depth + 1) / 2 < pairs / 100
     rest = order[trunks.bounds[-1] :]
     if trunks.branches is None:
         assert len(rest) == 0
@@ -174,6 +180,8 @@ def test_magi_slices_are_the_ancestors(parents):
     n = len(end)
     times = torch.zeros(n, n, dtype=torch.int32)
     queries, keys, types = magi_slices(end)
+    assert (queries.diff() > 0).all()
+    assert (keys.diff() > 0).all()
     for (a, b), (c, d), kind in zip(
         queries.tolist(), keys.tolist(), types.tolist(), strict=True
     ):

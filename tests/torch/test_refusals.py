@@ -9,8 +9,8 @@ import transformers
 import trajkit as tk
 from tests.torch.cases import packs_of, rows_of
 from tests.torch.tiny_models import SIZES, make
-from trajkit.errors import InvalidTurnsError, LayoutError
-from trajkit.torch.attention import TreeAttention, UnsupportedModelError, tree_attention
+from trajkit.errors import InvalidTurnsError, LayoutError, UnsupportedModelError
+from trajkit.torch.attention import TreeAttention, tree_attention
 from trajkit.torch.datasets import PackDataset
 from trajkit.torch.models import check_model, edge_logprobs, model_inputs
 

@@ -10,7 +10,6 @@ from trajkit._lazy import lazy_names
 
 if TYPE_CHECKING:
     from trajkit.torch.attention import TreeAttention as TreeAttention
-    from trajkit.torch.attention import UnsupportedModelError as UnsupportedModelError
     from trajkit.torch.datasets import PackDataset as PackDataset
     from trajkit.torch.datasets import RowDataset as RowDataset
     from trajkit.torch.datasets import pad_rows as pad_rows
@@ -36,7 +35,6 @@ else:
             "PackDataset": "datasets",
             "RowDataset": "datasets",
             "TreeAttention": "attention",
-            "UnsupportedModelError": "attention",
             "carry_states": "linear",
             "check_model": "models",
             "cu_seqlens": "masks",

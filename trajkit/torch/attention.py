@@ -22,7 +22,7 @@ from transformers.integrations.flex_attention import (
 )
 
 from trajkit._arguments import check_choice
-from trajkit.errors import LayoutError, TrajkitError
+from trajkit.errors import LayoutError, UnsupportedModelError
 from trajkit.torch.linear import Segments
 from trajkit.torch.masks import Ints, TokenRanges, block_mask, pair_mask, token_ranges
 from trajkit.torch.packs import Pack
@@ -33,9 +33,8 @@ ATTENTION = "trajkit"
 Kernel: TypeAlias = Literal["masked", "trunk"]
 Mask: TypeAlias = Tensor | BlockMask
 
-
-class UnsupportedModelError(TrajkitError, ValueError):
-    """A model's layers would mix tokens of different branches, or see wrong distances."""
+_LEAST_SHARE = 0.01
+"""Of the attended pairs of a pack, for a trunk that is attended apart."""
 
 
 class TreeAttention:
@@ -52,8 +51,9 @@ class TreeAttention:
         Where the model's attention runs.
     kernel : {"masked", "trunk"}
         "masked": attention under the complete mask. "trunk": the deepest path of each
-        tree by causal `scaled_dot_product_attention`, which needs no mask, and the
-        other tokens under a mask. Layers with a sliding window are always masked.
+        tree with a hundredth of the work or more by causal
+        `scaled_dot_product_attention`, which needs no mask, and the other tokens under
+        a mask. Layers with a sliding window are always masked.
     kernel_options : dict, optional
         For FlexAttention, such as block sizes.
     """
@@ -98,11 +98,11 @@ def _mask(
 
 
 class Trunks:
-    """The deepest path of each tree, and an order of tokens that begins with them.
+    """The deepest paths of large trees, and an order of tokens that begins with them.
 
     Attributes
     ----------
-    bounds : list of int, length n_trees + 1
+    bounds : list of int, length n_trunks + 1
         Bounds of the trunks in that order.
     order, inverse : int64 tensor, shape (n_tokens,)
         The token at each place, and the place of each token.
@@ -125,7 +125,11 @@ class Trunks:
         leaf = deepest[tree]
         on_trunk = (enter <= leaf) & (leaf < end)
         lengths = np.bincount(tree[on_trunk], minlength=len(roots))
-        self.bounds: list[int] = [0, *np.cumsum(lengths).tolist()]
+        # Each trunk is a kernel call: those with little work (padding) stay masked.
+        work = lengths * (lengths + 1) / 2
+        apart = work >= _LEAST_SHARE * (end - enter).sum(dtype=np.float64)
+        on_trunk &= apart[tree]
+        self.bounds: list[int] = [0, *np.cumsum(lengths[apart]).tolist()]
         order = np.concatenate([np.flatnonzero(on_trunk), np.flatnonzero(~on_trunk)])
         inverse = np.empty_like(order)
         inverse[order] = np.arange(len(order))

@@ -1,6 +1,7 @@
 """Tables of packs and of rows as torch datasets."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -73,7 +74,26 @@ class PackDataset:
             for name in [*values]
             if name not in Pack.__slots__
         }
+        if not len(values["input_ids"]):
+            values["input_ids"] = values["position_ids"] = torch.zeros(
+                1, dtype=torch.int32
+            )
+            values["subtree_end"] = torch.ones(1, dtype=torch.int32)
         return Pack(**values, columns=columns)
+
+    def empty_pack(self) -> Pack:
+        """One token of padding without an edge, for ranks without a pack in a step.
+
+        `trajkit.balance` names them null. The rank takes part in forward and backward,
+        and every parameter gets a gradient of zero.
+        """
+        one = torch.zeros(1, dtype=torch.int32)
+        return replace(
+            self[0].map(lambda values: values[:0]),
+            input_ids=one,
+            position_ids=one,
+            subtree_end=one + 1,
+        )
 
 
 class RowDataset:

@@ -62,13 +62,14 @@ def gather_logprobs(
     unique, slot = torch.unique(source, return_inverse=True)
     order = torch.argsort(slot, stable=True)
     slot = slot[order]
-    bounds = torch.arange(0, len(unique) + chunk_size, chunk_size)
+    # One chunk at least: without an edge, the head takes part with zero gradients.
+    bounds = torch.arange(0, max(len(unique), 1) + chunk_size, chunk_size)
     edges = torch.searchsorted(slot, bounds).tolist()
     place = hidden.device
     target = pack.edge_target.cpu()[order].to(place, non_blocking=True)
     unique, slot = (x.to(place, non_blocking=True) for x in (unique, slot))
     states = hidden[unique]
-    parts = [hidden.new_zeros(0, dtype=_wide(hidden.dtype))]
+    parts = []
     for k, (a, b) in enumerate(itertools.pairwise(edges)):
         start = k * chunk_size
         parts.append(

@@ -8,12 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from trajkit.torch.attention import (
-    ATTENTION,
-    Kernel,
-    TreeAttention,
-    UnsupportedModelError,
-)
+from trajkit.errors import UnsupportedModelError
+from trajkit.torch.attention import ATTENTION, Kernel, TreeAttention
 from trajkit.torch.linear import carries_states, uncarried
 from trajkit.torch.logprobs import gather_logprobs
 from trajkit.torch.packs import Pack

@@ -1,8 +1,7 @@
 """A pack as torch tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,13 +46,14 @@ class Pack:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Pack":
         """The pack with every tensor on a device."""
-        return self._map(lambda x: x.to(device, non_blocking=non_blocking))
+        return self.map(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Pack":
         """The pack in page-locked memory; a DataLoader with ``pin_memory`` calls it."""
-        return self._map(lambda x: x.pin_memory())
+        return self.map(lambda x: x.pin_memory())
 
-    def _map(self, function: Any) -> "Pack":
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Pack":
+        """The pack with a function applied to every tensor."""
         tensors = {
             f.name: function(getattr(self, f.name))
             for f in fields(self)

@@ -1,0 +1,36 @@
+"""The page on torch runs, and the package's functions say what they take."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import trajkit.torch
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_snippet_of_the_page_trains(capsys):
+    page = (ROOT / "docs/torch.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    known = {}
+    exec(compile(snippet, "docs/torch.md", "exec"), known)
+    assert capsys.readouterr().out == ""
+    gradients = [p.grad for p in known["model"].parameters()]
+    assert all(torch.isfinite(g).all() for g in gradients)
+    assert any(g.any() for g in gradients)
+
+
+@pytest.mark.parametrize("name", dir(trajkit.torch))
+def test_public_names_are_documented(name):
+    value = getattr(trajkit.torch, name)
+    text = inspect.getdoc(value)
+    assert text
+    assert (ROOT / "docs/api.md").read_text(encoding="utf-8").count(f"`{name}`")
+    if inspect.isroutine(value):
+        for parameter in inspect.signature(value).parameters:
+            assert re.search(
+                rf"^(?:[\w*]+, )*\*{{0,2}}{parameter}\b", text, re.MULTILINE
+            )
