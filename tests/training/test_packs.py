@@ -18,7 +18,7 @@ from tests.reference_packs import (
 )
 from tests.strategies import runs
 from tests.tables import turns_table
-from trajkit.errors import InvalidTurnsError, PolicyError, SchemaError
+from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.schema import PACKS
 
 POLICIES = ["faithful", "nemo", "per_call", "slime", "trl", "miles"]
@@ -322,13 +322,13 @@ def test_rows_without_their_parent_are_refused():
 @pytest.mark.parametrize(
     ("error", "words", "choices"),
     [
-        (PolicyError, "align=3 does not divide max_tokens=8", {"align": 3}),
-        (PolicyError, "layout='trees': did you mean 'tree'", {"layout": "trees"}),
-        (PolicyError, "share='all'", {"share": "all"}),
-        (PolicyError, "oversize='cut'", {"oversize": "cut"}),
-        (PolicyError, "reduce='max'", {"reduce": "max"}),
-        (PolicyError, "max_tokens=0", {"max_tokens": 0}),
-        (PolicyError, "positions are of 32 bits", {"max_tokens": 2**31}),
+        (ArgumentError, "align=3 does not divide max_tokens=8", {"align": 3}),
+        (ArgumentError, "layout='trees': did you mean 'tree'", {"layout": "trees"}),
+        (ArgumentError, "share='all'", {"share": "all"}),
+        (ArgumentError, "oversize='cut'", {"oversize": "cut"}),
+        (ArgumentError, "reduce='max'", {"reduce": "max"}),
+        (ArgumentError, "max_tokens=0", {"max_tokens": 0}),
+        (ArgumentError, "positions are of 32 bits", {"max_tokens": 2**31}),
         (SchemaError, "columns has 'weight', but packs have", {"columns": ["weight"]}),
         (SchemaError, "columns='reward': expected a seq", {"columns": "reward"}),
         (SchemaError, "same has 'rewards': rows have no", {"same": ["rewards"]}),
