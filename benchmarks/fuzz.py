@@ -33,7 +33,7 @@ import trajkit as tk
 from benchmarks.fuzz_sessions import Turn, n_calls, random_policy, session
 from tests import against_twins
 from tests.tables import by_session, in_delta_form, turns_table
-from trajkit.pipeline import rows as pipeline
+from trajkit._streams import limits
 
 REGRESSIONS = Path(__file__).parents[1] / "tests" / "regressions"
 _AT_ONCE = {"twins": 40, "forms": 400}
@@ -154,7 +154,7 @@ def _on_threads(
     table: pa.Table, policy: tk.Policy, draw: Random, options: dict[str, Any]
 ) -> tuple[pa.Table, pa.Table]:
     least = draw.choice([1, 10, 200])
-    with mock.patch.multiple(pipeline, _LEAST_PART=least, _LARGEST_PART=8 * least):
+    with mock.patch.multiple(limits, MIN_PART_TOKENS=least, PART_TOKENS=8 * least):
         turns = draw.choice([table, tk.compact(table)])
         made: tuple[pa.Table, pa.Table] = tk.linearize(
             turns, policy, threads=draw.randint(1, 4), **options

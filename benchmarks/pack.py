@@ -311,9 +311,12 @@ def fuzz(n_forests: int, seed: int) -> str:
         if draw.random() < 0.5:
             table = tk.suffix_rows(table)
         try:
-            check_packed(tk.pack(table, **choices), rows, choices)
-            found = tk.verify_packs(tk.pack(table, **choices), table)
-            assert found.num_rows == 0, found.to_pylist()
+            packs = tk.pack(table, **choices)
+            check_packed(packs, rows, choices)
+            # brute force looks at every pack; the verifier takes longer than both
+            if draw.random() < 0.1:
+                found = tk.verify_packs(packs, table)
+                assert found.num_rows == 0, found.to_pylist()
         except Exception as error:
             error.add_note(f"seed {seed}, forest {first}, {choices}")
             raise

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from trajkit.errors import InvalidTurnsError, PolicyError
+from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.schema import ASSIGNMENT
 
 METHODS = ["lpt", "karmarkar_karp"]
@@ -132,9 +132,11 @@ def test_what_cannot_be_balanced_is_refused():
     packs = packs_of([15, 3], 10)
     with pytest.raises(InvalidTurnsError, match="pack 0: its prefix_pack 0 is no earl"):
         tk.balance(packs.slice(1), 2)
-    with pytest.raises(PolicyError, match="ranks=0"):
+    with pytest.raises(ArgumentError, match="ranks=0"):
         tk.balance(packs, 0)
-    with pytest.raises(PolicyError, match="method='kk'"):
+    with pytest.raises(ArgumentError, match="method='kk'"):
         tk.balance(packs, 2, method="kk")
-    with pytest.raises(PolicyError, match="expected the cost of a token and of a pair"):
+    with pytest.raises(
+        ArgumentError, match="expected the cost of a token and of a pair"
+    ):
         tk.balance(packs, 2, cost=(1, -1))

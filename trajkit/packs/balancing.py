@@ -11,7 +11,7 @@ import pyarrow as pa
 from trajkit._arguments import check_choice, chosen_int
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table, canonical
-from trajkit.errors import InvalidTurnsError, PolicyError
+from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.packs.row_buffers import flat_values
 from trajkit.schema import ASSIGNMENT, PACKS
 from trajkit.turns.flat_buffers import offsets_of
@@ -66,7 +66,7 @@ def balance(
     InvalidTurnsError
         Packs of two steps have rows of one session, or a prefix_pack is not in the
         table.
-    PolicyError
+    ArgumentError
         ``ranks`` is no integer of 1 or more, ``method`` is none of the two, or a cost is
         negative.
 
@@ -88,7 +88,9 @@ def balance(
     ranks = chosen_int("ranks", ranks, 1)
     check_choice("method", method, Method)
     if len(cost) != 2 or not all(0 <= one < float("inf") for one in cost):
-        raise PolicyError(f"cost={cost!r}: expected the cost of a token and of a pair")
+        raise ArgumentError(
+            f"cost={cost!r}: expected the cost of a token and of a pair"
+        )
     steps = [packs]
     if isinstance(packs, list | tuple) and packs and not isinstance(packs[0], Mapping):
         steps = list(packs)

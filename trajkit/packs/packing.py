@@ -16,7 +16,7 @@ from trajkit._arrow.canonical import TableLike, as_table, canonical_rows, place
 from trajkit._arrow.take import take_values
 from trajkit._streams.lockstep import Stream, batches_in, batches_of, is_stream
 from trajkit._streams.session_batches import concat, whole_sessions
-from trajkit.errors import InvalidTurnsError, PolicyError, SchemaError
+from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.packs import forest
 from trajkit.packs.bins import Bins, fill_bins
 from trajkit.packs.row_buffers import (
@@ -157,7 +157,7 @@ def pack(
         A tree or a row is too large; a row trains its first token, which nothing
         predicts; a row that trains something has no row_weight; a parent_row is not
         there; a session or a group comes back after another began.
-    PolicyError
+    ArgumentError
         A choice is none of its values, or ``align`` does not divide ``max_tokens``.
 
     Examples
@@ -195,14 +195,14 @@ def _options(
 ) -> _Options:
     max_tokens = chosen_int("max_tokens", max_tokens, 1)
     if max_tokens >= 2**31:
-        raise PolicyError(f"max_tokens={max_tokens}: positions are of 32 bits")
+        raise ArgumentError(f"max_tokens={max_tokens}: positions are of 32 bits")
     align = chosen_int("align", align, 1)
     check_choice("layout", layout, Layout)
     check_choice("share", share, Share)
     check_choice("oversize", oversize, Oversize)
     check_choice("reduce", reduce, Reduce)
     if max_tokens % align:
-        raise PolicyError(
+        raise ArgumentError(
             f"align={align} does not divide max_tokens={max_tokens}: a full pack would "
             "be padded beyond it"
         )

@@ -64,7 +64,7 @@ def verify_packs(
     ------
     SchemaError
         A table lacks a column, or a column has a type that cannot be taken for its own.
-    PolicyError
+    ArgumentError
         ``max_tokens`` is no integer of 1 or more, or ``reduce`` is none of its values.
 
     Examples
