@@ -193,7 +193,9 @@ def test_scores_are_scaled_as_the_layer_asks(kernel):
     n = len(pack.input_ids)
     q, k, v = torch.randn(3, 1, 2, n, 8, generator=draw, dtype=torch.float64)
     tree = TreeAttention(pack, "cpu", kernel)
-    found, _ = tree_attention(torch.nn.Identity(), q, k, v, None, scaling=2.0, tree=tree)
+    found, _ = tree_attention(
+        torch.nn.Identity(), q, k, v, None, scaling=2.0, tree=tree
+    )
     scores = 2.0 * q @ k.mT
     hidden = ~dense_mask(pack.subtree_end)
     expected = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
