@@ -234,6 +234,15 @@ async def test_pins_win_over_wishes(tmp_path):
     assert shown["sampling_overruled"] == {"temperature": 1, "top_p": 1}
 
 
+async def test_a_pinned_seed_and_stop_are_not_the_client_s(tmp_path):
+    engine = ScriptedEngine("a")
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        client = await gateway.open(sampling={"seed": 5, "stop": ["z"]})
+        await ask(client, seed=3, stop=["y"])
+    (sampling,) = engine.samplings
+    assert (sampling.seed, sampling.stop) == (5, ("z",))
+
+
 async def test_a_client_sets_what_its_session_lets_it_set(tmp_path):
     engine = ScriptedEngine("a", "b")
     async with in_process(engine, RENDERER, tmp_path) as gateway:

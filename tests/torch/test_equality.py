@@ -17,8 +17,10 @@ from tests.torch.tiny_models import (
     relative,
     row_logprobs,
 )
+from trajkit.torch.attention import TreeAttention, tree_attention
 from trajkit.torch.datasets import PackDataset
 from trajkit.torch.losses import policy_loss
+from trajkit.torch.masks import dense_mask
 from trajkit.torch.models import edge_logprobs
 
 
@@ -182,3 +184,19 @@ def test_an_empty_pack_gives_every_parameter_a_zero_gradient():
         policy_loss(edge_logprobs(model, pack, kernel=kernel), pack).backward()
         assert all(p.grad is not None for p in model.parameters())
         assert not gradients(model).any()
+
+
+@pytest.mark.parametrize("kernel", ["masked", "trunk"])
+def test_scores_are_scaled_as_the_layer_asks(kernel):
+    (pack,) = PackDataset(packs_of(rows_of("siblings")))
+    draw = torch.Generator().manual_seed(0)
+    n = len(pack.input_ids)
+    q, k, v = torch.randn(3, 1, 2, n, 8, generator=draw, dtype=torch.float64)
+    tree = TreeAttention(pack, "cpu", kernel)
+    found, _ = tree_attention(
+        torch.nn.Identity(), q, k, v, None, scaling=2.0, tree=tree
+    )
+    scores = 2.0 * q @ k.mT
+    hidden = ~dense_mask(pack.subtree_end)
+    expected = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+    torch.testing.assert_close(found, expected.transpose(1, 2))

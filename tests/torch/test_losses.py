@@ -9,7 +9,7 @@ import torch
 
 import trajkit as tk
 from tests.torch.cases import SESSIONS, packs_of, rows_of
-from trajkit.errors import InvalidTurnsError, LayoutError, PolicyError
+from trajkit.errors import ArgumentError, InvalidTurnsError, LayoutError
 from trajkit.torch.datasets import PackDataset
 from trajkit.torch.logprobs import gather_logprobs
 from trajkit.torch.losses import nll_loss, observation_loss, policy_loss
@@ -149,7 +149,7 @@ def test_wrong_arguments_are_refused():
             LayoutError, match=r"logprobs of shape \(3,\) for \d+ edges"
         ):
             loss(torch.zeros(3), pack)
-    with pytest.raises(PolicyError, match="ratio='tokens'"):
+    with pytest.raises(ArgumentError, match="ratio='tokens'"):
         policy_loss(torch.zeros(len(pack.edge_source)), pack, ratio="tokens")
 
 

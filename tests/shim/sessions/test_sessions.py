@@ -579,6 +579,25 @@ async def test_a_call_does_not_wait_for_ever(tmp_path):
 
 
 @pytest.mark.anyio
+async def test_a_call_that_waited_does_not_pass_a_pause_that_began_again():
+    gate, held = Gate(wait_seconds=60), Held(sampled("a"))
+    pause = {"wait_seconds": 60, "abort": False, "max_seconds": None}
+    await gate.pause(**pause)
+    call = asyncio.create_task(gate.sample(held))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    # no time between the two for the call to begin
+    gate.resume()
+    await gate.pause(**pause)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not held.entered.is_set()
+    gate.resume()
+    held.release.set()
+    await call
+
+
+@pytest.mark.anyio
 async def test_what_a_client_was_told_of_does_not_begin_anew():
     gate, held = Gate(wait_seconds=60), Held(sampled("old weights"))
     call = asyncio.create_task(gate.sample(held, lambda: False))
