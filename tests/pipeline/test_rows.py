@@ -392,3 +392,26 @@ def test_what_else_is_known_of_a_session_is_passed_over():
     assert report.schema.equals(REPORT)
     assert (rows, report) == tk.linearize(table, "slime", reward=1.5, report=True)
     assert tk.verify(rows, table, "slime", sessions=facts).num_rows == 0
+
+
+@pytest.mark.parametrize("n", [*range(1, 26), 64])
+@pytest.mark.parametrize("missing", [False, True])
+def test_bitmaps_of_outputs_of_any_length_are_exact(n, missing):
+    """Whole bytes are filled at once: nothing next to them may change."""
+    logprobs = [-0.5] * n
+    if missing:
+        logprobs[n // 2] = None
+    longer = [1, *[5] * n, *[9] * 12]
+    turns = [
+        {"prompt_ids": [1], "output_ids": [5] * n, "output_logprobs": logprobs},
+        {"prompt_ids": longer, "output_ids": [7], "output_logprobs": [-0.25]},
+        {"prompt_ids": [3], "output_ids": [4] * 3, "output_logprobs": [-1.0] * 3},
+    ]
+    policy = tk.policy("strict", missing_logprobs="null_row")
+    rows = tk.linearize(turns_table(turns), policy).to_pylist()
+    mask = [False, *[True] * n, *[False] * 12, True]
+    given = [None, *logprobs, *[None] * 12, -0.25]
+    assert rows[0]["loss_mask"] == mask
+    assert rows[0]["logprobs"] == ([None] * len(mask) if missing else given)
+    assert rows[1]["loss_mask"] == [False, True, True, True]
+    assert rows[1]["logprobs"] == [None, -1.0, -1.0, -1.0]
