@@ -2,7 +2,7 @@
 
     python -m benchmarks.train                     on a GPU the full cases, else small ones
     python -m benchmarks.train --save FILE         write the packs of the cases and stop
-    python -m benchmarks.train --packs FILE        take them from there (needs no Arrow)
+    python -m benchmarks.train --packs FILE        take them from there (needs no core)
 
 Each case is checked first: the logprobs of the tree are those of its rows. Then the
 same loss is trained
