@@ -9,9 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 
-# Matches allowed per 10,000 words: in the pages, and in pages and docstrings together.
-PAGES_BOUND = 12
-BOUND = 96
+# Matches allowed per 10,000 words of the pages, and of pages and docstrings together.
+BOUND = 12
 
 DIALECT = re.compile(
     r"""\b(
@@ -61,7 +60,7 @@ def test_readme_has_no_word_of_the_dialect():
 
 
 def test_the_dialect_is_rare_in_the_pages():
-    check(list(pages()), PAGES_BOUND)
+    check(list(pages()), BOUND)
 
 
 def test_the_dialect_is_rare_in_pages_and_docstrings():

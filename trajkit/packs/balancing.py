@@ -67,7 +67,7 @@ def balance(
         Packs of two steps have rows of one session, or a prefix_pack is not in the
         table.
     ArgumentError
-        ``ranks`` is no integer of 1 or more, ``method`` is none of the two, or a cost is
+        ``ranks`` is not an integer of 1 or more, ``method`` does not exist, or a cost is
         negative.
 
     References

@@ -10,7 +10,7 @@ from trajkit.turns.calls import Longs
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """Parts in packs. A part that is larger than a pack goes on in the packs after it."""
+    """Parts in packs. A part larger than a pack continues in the packs after it."""
 
     # shape (n_parts,): the pack in which each part begins ...
     first: Longs

@@ -174,7 +174,7 @@ def trees(records: Records) -> Longs:
 
 
 def cut_trees(records: Records, max_tokens: int) -> tuple[Longs, int]:
-    """The parts of at most so many tokens that repeat the fewest.
+    """Cut trees into parts of limited size that repeat the fewest tokens.
 
     Returns
     -------

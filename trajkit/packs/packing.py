@@ -40,7 +40,7 @@ Layout: TypeAlias = Literal["tree", "rows"]
 Share: TypeAlias = Literal["session", "group"]
 Oversize: TypeAlias = Literal["repeat", "carry", "error"]
 
-# Of a stream, sessions are packed together until they would fill so many packs.
+# Sessions of a stream are packed together until they fill about this many packs.
 _PACKS_AT_A_TIME = 64
 
 
@@ -96,51 +96,52 @@ def pack(
     columns: Sequence[str] = (),
     reduce: Reduce = "mean",
 ) -> pa.Table | Stream:
-    """Rows as micro-batches of trees: every shared prefix once, an edge per trained token.
+    """Pack rows into micro-batches of trees, with an edge per trained token.
 
-    Token q of a pack attends token k if ``k <= q < subtree_end[k]``, which are the tokens
-    before it in its row. So a model gives each token the same hidden state as in the
-    row, and a loss over edges is the loss over rows.
+    Each shared prefix is stored once. Token q of a pack attends to token k if
+    ``k <= q < subtree_end[k]``, that is, to the tokens before it in its row. So a model
+    gives each token the same hidden state as in the row, and a loss over edges equals
+    the loss over rows.
 
     Parameters
     ----------
     rows : table, or iterator of record batches
-        `trajkit.schema.ROWS`, or ``ROWS_SUFFIX``, with all rows of each session that is
-        in it. An iterator (or a RecordBatchReader) is read as the result is, and packed
-        a few sessions at a time.
+        `trajkit.schema.ROWS` or ``ROWS_SUFFIX`` with all rows of each session. An
+        iterator (or a RecordBatchReader) is read lazily and packed a few sessions at a
+        time.
     max_tokens : int
-        Tokens of a pack at most. 1.25 to 1.5 times the longest row leaves little to
-        repeat.
+        Maximum number of tokens in a pack. With 1.25 to 1.5 times the longest row, few
+        tokens are repeated.
     layout : {"tree", "rows"}
-        "rows": rows share nothing, each is a tree of its own.
+        With "rows", rows share nothing: each is a tree of its own.
     share : {"session", "group"}
-        "group": the first rows of the sessions of one ``group_id`` also share what they
-        begin with. In a stream, sessions of a group must follow each other.
+        With "group", the first rows of all sessions of a ``group_id`` also share their
+        common prefix. In a stream, the sessions of a group must be contiguous.
     oversize : {"repeat", "carry", "error"}
-        What becomes of a tree of more than ``max_tokens``.
+        How to treat a tree of more than ``max_tokens``.
 
         repeat
-            It is cut between rows, and each part repeats the prefix that it needs. Of
-            the cuts that keep the order of the tree, those that repeat the fewest tokens
-            are chosen. A row of more than ``max_tokens`` is refused.
+            Cut it between rows; each part repeats the prefix that it needs. The cuts
+            repeat the fewest tokens that the order of the tree allows. A row of more
+            than ``max_tokens`` is refused.
         carry
-            Its tokens are cut anywhere. The packs of its parts follow each other, and
-            ``prefix_pack``, ``prefix_source`` and ``prefix_end`` name the tokens before a
-            part whose keys and values it attends.
+            Cut it at any token. The packs of its parts are consecutive, and
+            ``prefix_pack``, ``prefix_source`` and ``prefix_end`` name the earlier tokens
+            whose keys and values a part attends to.
         error
-            It is refused.
+            Refuse it.
     align : int
-        Packs are padded to a multiple of so many tokens, of which ``max_tokens`` is one.
+        Pad packs to a multiple of this many tokens; it must divide ``max_tokens``.
     same : sequence of str
-        Columns that rows must agree on where they share tokens: lists with a value per
-        token (routed experts), or values of the row (a digest of its images).
+        Rows share tokens only if these columns agree: lists with a value per token
+        (routed experts), or one value per row (a digest of its images).
     columns : sequence of str
-        Columns, per token or per row, that edges are given as ``edge_<name>``, such as
-        ``advantage``. With ``observation_weight`` the tokens that have such a weight
-        have edges as well; those that are not trained have an ``edge_weight`` of 0.
+        Columns, per token or per row, to copy to edges as ``edge_<name>``, such as
+        ``advantage``. With ``observation_weight``, tokens with such a weight also get
+        edges; their ``edge_weight`` is 0 unless they are trained.
     reduce : {"mean", "sum"}
-        What ``edge_weight`` is: the row_weight divided by the row's trained tokens, or
-        the row_weight. As in `trajkit.training.reference_loss`.
+        ``edge_weight`` is the row_weight divided by the row's trained tokens, or the
+        row_weight, as in `trajkit.training.reference_loss`.
 
     Returns
     -------
@@ -158,7 +159,7 @@ def pack(
         predicts; a row that trains something has no row_weight; a parent_row is not
         there; a session or a group comes back after another began.
     ArgumentError
-        A choice is none of its values, or ``align`` does not divide ``max_tokens``.
+        A choice does not exist, or ``align`` does not divide ``max_tokens``.
 
     Examples
     --------
@@ -373,7 +374,7 @@ class _Packs:
         limit = options.max_tokens
         sizes = forest.part_sizes(records, starts)
         bins = fill_bins(sizes, limit)
-        # a part that goes on from the pack before comes first in its last pack
+        # a part that continues the previous pack comes first in its last pack
         self._by_pack = np.lexsort((np.arange(len(sizes)), sizes <= limit, bins.last))
         rows = positions(starts[self._by_pack], np.diff(starts)[self._by_pack])
         self._records = forest.taken(records, rows)

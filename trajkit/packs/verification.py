@@ -65,7 +65,7 @@ def verify_packs(
     SchemaError
         A table lacks a column, or a column has a type that cannot be taken for its own.
     ArgumentError
-        ``max_tokens`` is no integer of 1 or more, or ``reduce`` is none of its values.
+        ``max_tokens`` is not an integer of 1 or more, or ``reduce`` does not exist.
 
     Examples
     --------
@@ -117,7 +117,7 @@ class _Packs:
         return cls(table, lists, given)
 
     def list(self, name: str, line: int) -> npt.NDArray[Any] | None:
-        """A list of a pack; None where there is none."""
+        """A list of a pack, or None if it is null."""
         runs = self.lists[name]
         if runs is None or not self.table.column(name)[line].is_valid:
             return None
@@ -362,7 +362,7 @@ class _Judge:
         own = shape.start >= n_prefix
         starts = shape.start - n_prefix
         if n and n_prefix and starts[own][:1].tolist() != [0]:
-            # the pack's first token goes on where the prefix ends
+            # the pack's first token continues the prefix
             own[shape.run_of(n_prefix)] = True
             starts = np.maximum(starts, 0)
         number = np.cumsum(own) - 1

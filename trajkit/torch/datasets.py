@@ -99,7 +99,7 @@ class PackDataset:
 class RowDataset:
     """Rows one by one, for trainers that pad them (`pad_rows`).
 
-    Each item maps ``input_ids``, ``loss_mask``, ``logprobs`` (NaN where there is none)
+    Each item maps ``input_ids``, ``loss_mask``, ``logprobs`` (NaN if unknown)
     and ``row_weight`` to tensors, and each of ``columns``.
 
     Parameters

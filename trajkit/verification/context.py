@@ -127,6 +127,25 @@ class Case:
         return self.policy is not None and self.policy.on_drift == "splice"
 
     @property
+    def routed(self) -> Bools:
+        """Calls that the policy can route, shape (n_calls,).
+
+        Routes by messages skip calls with an empty list of messages, unless tokens
+        decide between equal replies.
+        """
+        policy, requests = self.policy, self.turns.calls.requests
+        by_messages = policy is None or policy.parent_by in ("messages", "agents")
+        by_tokens = (
+            policy is not None
+            and policy.parent_by == "messages"
+            and policy.tie_break == "tokens"
+        )
+        if not by_messages or by_tokens:
+            return np.ones(len(requests), np.bool_)
+        found: Bools = (requests["n_keys"] != 0) | (requests["shared"] != 0)
+        return found
+
+    @property
     def may_train(self) -> Bools:
         """Sampled tokens that may be trained, shape (n_sampled,)."""
         tokens = self.trainable[self.turns.outputs.owner] & self.turns.unmasked
@@ -146,13 +165,8 @@ class Case:
         policy = self.policy
         if policy is not None and not policy.keeps_all:
             return np.zeros(len(outputs.values), np.bool_)
-        due = np.ones(len(calls.calls), np.bool_)
-        routed = policy is None or policy.parent_by == "messages"
-        if routed and (policy is None or policy.tie_break != "tokens"):
-            requests = calls.requests
-            due &= (requests["n_keys"] != 0) | (requests["shared"] != 0)
         owner = outputs.owner
-        tokens = due[owner] & self.may_train
+        tokens = self.routed[owner] & self.may_train
         if self.cap is not None:
             at = np.arange(len(owner)) - outputs.offsets[owner]
             tokens &= calls.calls["prompt_len"][owner] + at < self.cap

@@ -50,10 +50,7 @@ def accounted_for(case: Case, pieces: Pieces) -> None:
         return
     if not (policy.keep_untrained and policy.keep_empty):
         return
-    due = np.ones(len(calls.calls), np.bool_)
-    if policy.parent_by == "messages":
-        requests = calls.requests
-        due &= (requests["n_keys"] != 0) | (requests["shared"] != 0)
+    due = case.routed
     if case.cap is not None:
         due &= calls.calls["prompt_len"] < case.cap
     named = pieces.take(np.flatnonzero(np.isin(pieces.kind, _ACCOUNTED)))
