@@ -616,6 +616,27 @@ ROWS = _schema(
 )
 """One row per training sequence."""
 
+OPENED_BY = ("no_parent", "drift", "branch")
+"""Why a row begins at its first turn: it has no parent, its prompt drifts from its parent's
+path, or another row continues its parent."""
+
+ROW_REASONS = _schema(
+    "row_reasons",
+    _required("session_id", pa.string()),
+    _required("row_index", pa.int32()),
+    # the turn that opens the row: the first that no earlier row contains
+    _required("first_turn", pa.int32()),
+    # its parent. null: none
+    pa.field("parent", pa.int32()),
+    # one of OPENED_BY
+    _required("opened_by", pa.string()),
+    _required("tokens_trained", pa.int64()),
+    # tokens of its empty spans (EMPTY_KINDS)
+    _required("tokens_lost", pa.int64()),
+    _required("sentence", pa.string()),
+)
+"""Why each row begins where it does, one line per row (see `analysis.why`)."""
+
 _SUFFIX_FIELDS = {
     "input_ids": (
         # first token of the suffixes: shared_length, or the row's first trained token

@@ -9,15 +9,19 @@ if TYPE_CHECKING:
     from trajkit.analysis.drift import classify_drift as classify_drift
     from trajkit.analysis.drift_findings import explain_drift as explain_drift
     from trajkit.analysis.roundtrip import check_roundtrip as check_roundtrip
+    from trajkit.analysis.row_reasons import why as why
+    from trajkit.analysis.session_tree import call_tree as call_tree
     from trajkit.analysis.simulation import simulate as simulate
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
+            "call_tree": "session_tree",
             "check_roundtrip": "roundtrip",
             "classify_drift": "drift",
             "explain_drift": "drift_findings",
             "label_branches": "branches",
             "simulate": "simulation",
+            "why": "row_reasons",
         },
     )

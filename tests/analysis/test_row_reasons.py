@@ -1,0 +1,127 @@
+"""Each row has one sentence that says why it begins where it does; calls form a tree."""
+
+import pytest
+from hypothesis import given
+
+import trajkit as tk
+from tests.strategies import policies, runs
+from tests.tables import by_session, policy_of, turns_table
+from trajkit.cli import main
+from trajkit.errors import UnknownSessionError
+from trajkit.schema import EMPTY_KINDS
+
+# turn 1 repeats all of turn 0's path, turn 2 leaves turn 1's reply, turn 3 branches off 0
+DRIFTING = [
+    {"prompt_ids": [1, 2], "output_ids": [3, 4, 5]},
+    {"prompt_ids": [1, 2, 3, 4, 5, 6], "output_ids": [7, 8, 9, 10]},
+    {"prompt_ids": [1, 2, 3, 4, 5, 6, 7, 11, 15], "output_ids": [12]},
+    {"prompt_ids": [1, 2, 3, 4, 5, 13], "output_ids": [14]},
+]
+
+
+def drifting():
+    return tk.from_records([{"session_id": "a", **call} for call in DRIFTING])
+
+
+def test_sentences_name_the_turn_the_token_and_the_reason():
+    table = tk.analysis.why(drifting(), tk.policy("slime", parent_by="previous"))
+    assert table["sentence"].to_pylist() == [
+        "row 0 opens at turn 0: it is the session's first turn. It trains 4 tokens; "
+        "4 tokens lost to drift.",
+        "row 1 opens at turn 3: its prompt leaves turn 2's path outside its replies, at "
+        "token 5 (they do not agree again; 2 tokens sampled after that). It trains 1 "
+        "token.",
+    ]
+
+
+def test_drift_is_told_from_branches():
+    table = tk.analysis.why(drifting(), tk.policy("trl", fork_threshold=0))
+    lines = table.to_pylist()
+    assert [line["first_turn"] for line in lines] == [0, 2, 3]
+    assert [line["opened_by"] for line in lines] == ["no_parent", "drift", "drift"]
+    assert lines[1]["sentence"] == (
+        "row 1 opens at turn 2: its prompt leaves turn 1's reply at token 1 of 4 (the last "
+        "reply came back changed; 3 tokens sampled after that). It trains 1 token."
+    )
+    assert lines[2]["parent"] == 2
+
+
+def test_a_row_that_branches_off_says_from_which_turn():
+    table = tk.analysis.why(drifting(), "faithful")
+    by_turn = {line["first_turn"]: line for line in table.to_pylist()}
+    assert by_turn[3]["opened_by"] == "branch"
+    assert (
+        "it branches off turn 0, which another row continues" in by_turn[3]["sentence"]
+    )
+
+
+@given(runs(), policies)
+def test_every_row_has_a_sentence_and_its_own_counts(turns, policy):
+    table = turns_table(turns)
+    chosen = policy_of(policy)
+    rows = tk.linearize(table, chosen)
+    lines = tk.analysis.why(table, chosen).to_pylist()
+    for row, line in zip(rows.to_pylist(), lines, strict=True):
+        assert (row["session_id"], row["row_index"]) == (
+            line["session_id"],
+            line["row_index"],
+        )
+        assert line["tokens_trained"] == sum(row["loss_mask"])
+        lost = [s for s in row["spans"] if s["kind"] in EMPTY_KINDS]
+        assert line["tokens_lost"] == sum(
+            span["output_stop"] - span["output_start"] for span in lost
+        )
+        assert line["first_turn"] in row["turns"]
+        assert (line["parent"] is None) == (line["opened_by"] == "no_parent")
+
+
+@given(runs())
+def test_a_tree_has_a_line_per_call_below_its_parent(turns):
+    table = turns_table(turns)
+    links = tk.link(table).to_pylist()
+    for name, calls in by_session(turns).items():
+        lines = tk.analysis.call_tree(table, name)
+        assert len(lines) == len(calls)
+        order = [int(line.split("turn ")[1].split(":")[0]) for line in lines]
+        assert sorted(order) == [call["turn_index"] for call in calls]
+        for link in links:
+            if link["session_id"] == name and link["parent"] is not None:
+                assert order.index(link["parent"]) < order.index(link["turn_index"])
+
+
+def test_a_tree_indents_branches_and_marks_drift():
+    assert tk.analysis.call_tree(drifting(), "a") == [
+        "turn 0: prompt 2, output 3",
+        "├─ turn 1: prompt 6, output 4",
+        "│  turn 2: prompt 9, output 1, rewrite, drift at token 7 (tail changed, "
+        "3 sampled tokens after it)",
+        "└─ turn 3: prompt 6, output 1, rollback",
+    ]
+
+
+def test_a_long_session_is_drawn_without_recursion():
+    ids = list(range(1, 3001))
+    calls = [
+        {"session_id": "a", "prompt_ids": ids[:n], "output_ids": [ids[n]]}
+        for n in range(1, 2999)
+    ]
+    lines = tk.analysis.call_tree(tk.from_records(calls), "a", "strict")
+    assert lines[-1] == "turn 2997: prompt 2,998, output 1"
+
+
+def test_the_commands_print_sentences_and_trees(tmp_path, capsys):
+    path = tmp_path / "turns.arrows"
+    records = [{"session_id": "\x1b[2Ja\u202e", **call} for call in DRIFTING]
+    tk.write_turns(tk.from_records(records), path)
+    assert main(["why", str(path), "--policy", "strict"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("session \ufffd[2Ja\ufffd\n  row 0 opens at turn 0: ")
+    assert main(["tree", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == "  turn 0: prompt 2, output 3"
+    assert main(["why", str(path), "--session", "b"]) != 0
+    assert "no session 'b'" in capsys.readouterr().err
+
+
+def test_a_session_that_is_not_there_is_refused():
+    with pytest.raises(UnknownSessionError, match="no session 'b'"):
+        tk.analysis.call_tree(drifting(), "b")

@@ -1,0 +1,117 @@
+"""`call_tree`: the forest of a session's calls as lines of text."""
+
+import pyarrow as pa
+
+from trajkit._arrow import lazy_compute as pc
+from trajkit._arrow.canonical import TableLike, as_table
+from trajkit.analysis.branches import label_branches
+from trajkit.analysis.drift import classify_drift
+from trajkit.errors import UnknownSessionError
+from trajkit.pipeline.links import link
+from trajkit.policies import Policy
+from trajkit.turns.delta import expand
+from trajkit.turns.records import as_turns
+
+
+def call_tree(
+    turns: TableLike, session_id: str, policy: str | Policy = "faithful"
+) -> list[str]:
+    """Draw a session's calls with box characters, one line per call.
+
+    A call that only continues its parent is on the next line. Branches are indented. Each
+    line has the turn, its prompt and output tokens, its branch label and its drift.
+
+    Parameters
+    ----------
+    turns : table
+        `trajkit.schema.TURNS` in full or delta form.
+    session_id : str
+        The session to draw.
+    policy : str or Policy
+        The policy that defines parents; see `trajkit.link`.
+
+    Returns
+    -------
+    list of str
+
+    Raises
+    ------
+    UnknownSessionError
+        ``turns`` has no such session. Otherwise as for `trajkit.link`.
+
+    Examples
+    --------
+    >>> import trajkit as tk
+    >>> call = {"session_id": "a", "prompt_ids": [1], "output_ids": [2]}
+    >>> turns = tk.from_records(
+    ...     [call, {**call, "prompt_ids": [1, 2, 3]}, {**call, "prompt_ids": [1, 2, 4]}]
+    ... )
+    >>> for line in call_tree(turns, "a"):
+    ...     print(line)
+    turn 0: prompt 1, output 1
+    ├─ turn 1: prompt 3, output 1
+    └─ turn 2: prompt 3, output 1, rewrite
+    """
+    table = as_turns(as_table(turns))
+    table = table.filter(pc.equal(table["session_id"], session_id))
+    if not table.num_rows:
+        raise UnknownSessionError(f"the turns have no session {session_id!r}")
+    table = expand(table)
+    links = link(table, policy)
+    texts = _texts(table, links)
+    children: dict[int | None, list[int]] = {}
+    for turn, parent in zip(
+        links["turn_index"].to_pylist(), links["parent"].to_pylist(), strict=True
+    ):
+        children.setdefault(parent, []).append(turn)
+    lines: list[str] = []
+    # Turns to draw, with the text before them and before what continues them.
+    waiting = [(turn, "", "") for turn in reversed(children.get(None, []))]
+    while waiting:
+        turn, lead, indent = waiting.pop()
+        lines.append(lead + texts[turn])
+        next_turns = children.get(turn, [])
+        if len(next_turns) == 1:
+            waiting.append((next_turns[0], indent, indent))
+            continue
+        for k, child in reversed(list(enumerate(next_turns))):
+            last = k == len(next_turns) - 1
+            waiting.append(
+                (
+                    child,
+                    indent + ("└─ " if last else "├─ "),
+                    indent + ("   " if last else "│  "),
+                )
+            )
+    return lines
+
+
+def _texts(table: pa.Table, links: pa.Table) -> dict[int, str]:
+    """The text of each turn's line."""
+    labels = {
+        line["turn_index"]: line["label"].replace("_", "-")
+        for line in label_branches(table, links).to_pylist()
+    }
+    drift = {
+        line["turn_index"]: line
+        for line in classify_drift(table, links).to_pylist()
+        if line["size"]
+    }
+    texts = {}
+    for turn, n_prompt, n_output in zip(
+        table["turn_index"].to_pylist(),
+        pc.list_value_length(table["prompt_ids"]).to_pylist(),
+        pc.list_value_length(table["output_ids"]).to_pylist(),
+        strict=True,
+    ):
+        parts = [f"turn {turn}: prompt {n_prompt:,}, output {n_output:,}"]
+        if turn in labels:
+            parts.append(labels[turn])
+        if turn in drift:
+            found = drift[turn]
+            parts.append(
+                f"drift at token {found['lcp']:,} ({found['cause'].replace('_', ' ')}, "
+                f"{found['tokens_after_drift']:,} sampled tokens after it)"
+            )
+        texts[turn] = ", ".join(parts)
+    return texts
