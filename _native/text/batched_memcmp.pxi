@@ -3,7 +3,7 @@
 Reports whether pairs of pages are equal, in O(bytes). A new call is compared with many
 separate buffers: nodes of a path, texts of messages. Pages are added one by one and compared
 once the next four are known, so prefetching continues from buffer to buffer, as it does within
-one array in prefix.pxi. Kept with it: the Recorder's cost per turn is nearly all comparison
+one array in prefix.pxi. The Recorder's cost per turn is nearly all comparison
 (docs/benchmarks.md, "record, per turn").
 """
 

@@ -1,8 +1,4 @@
-"""A parallel map over threads that are kept.
-
-Starting a thread takes up to a millisecond, which is what `linearize` takes for a rollout
-in delta form: a pool per call would double its time.
-"""
+"""A parallel map over threads that stay alive between calls."""
 
 import os
 from collections.abc import Callable, Sequence
