@@ -132,6 +132,8 @@ def test_printed_commands_run_on_what_the_demo_wrote(
         policy = command[command.index("--policy") :]
         rows = ["linearize", command[2], "-o", command[1], *policy]
         assert cli.main(rows) == cli.DONE
+    if command[0] == "export":
+        assert cli.main(["linearize", demo["turns"], "-o", command[1]]) == cli.DONE
     assert cli.main(command) == cli.DONE, capsys.readouterr().err
 
 
