@@ -419,7 +419,10 @@ def flags(case: Case, pieces: Pieces) -> None:
                 row=row,
             )
     starts, may_train = case.turns.outputs.offsets, case.may_train
+    # calls that may leave no span in a row that absorbed them: without an output token that
+    # may train, or reported as lost by another row
     silent = np.diff(np.append(0, np.cumsum(may_train))[starts]) == 0
+    silent[pieces.call[pieces.kind == "absorbed"]] = True
     for name in ("use_tool", "ill_formed"):
         due = np.zeros(len(truncated), np.bool_)
         due[pieces.row[calls[name][pieces.call] == 1]] = True
@@ -436,7 +439,7 @@ def flags(case: Case, pieces: Pieces) -> None:
 def _unseen(case: Case, row: Index, name: str, silent: Bools) -> bool:
     """Whether a call that may have no span in the row has the flag.
 
-    ``silent`` marks calls without an output token that may train.
+    ``silent`` marks calls that leave no span where they are absorbed.
     """
     calls, ids = case.turns.calls.calls, case.rows.ids[row]
     policy = case.policy
