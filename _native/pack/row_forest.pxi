@@ -25,7 +25,9 @@ cdef int64_t _attach(PackRow* rows, int64_t n) noexcept nogil:
     return -1
 
 
-cdef int64_t _order(PackRow* rows, const int64_t* children, int64_t n, int64_t* order) noexcept nogil:
+cdef int64_t _order(
+    PackRow* rows, const int64_t* children, int64_t n, int64_t* order
+) noexcept nogil:
     """Write the rows in pre-order and return how many there are."""
     cdef int64_t i, k = 0
     cdef int32_t r, root = -1
@@ -54,7 +56,13 @@ cdef int64_t _order(PackRow* rows, const int64_t* children, int64_t n, int64_t* 
 
 
 cdef int64_t _cut(
-    const PackRow* rows, int64_t n, pos_t limit, pos_t* ends, pos_t* cost, int64_t* origin, int64_t* queue
+    const PackRow* rows,
+    int64_t n,
+    pos_t limit,
+    pos_t* ends,
+    pos_t* cost,
+    int64_t* origin,
+    int64_t* queue
 ) noexcept nogil:
     """Find for each prefix of the rows the parts that repeat the fewest tokens.
 
@@ -89,7 +97,10 @@ cdef int64_t _cut(
 
 
 cdef void _segment_parents(
-    const int32_t[::1] starts, const int32_t[::1] ends, const int64_t[::1] offsets, int32_t[::1] parents
+    const int32_t[::1] starts,
+    const int32_t[::1] ends,
+    const int64_t[::1] offsets,
+    int32_t[::1] parents
 ) noexcept nogil:
     """Write for each segment the one that it hangs on, counted within the pack; -1: none."""
     cdef int64_t pack, k, first
@@ -148,7 +159,10 @@ def order_rows(
 
 
 def cut_rows(
-    const PackRow[::1] rows not None, pos_t limit, pos_t[:, ::1] sums not None, int64_t[:, ::1] steps not None
+    const PackRow[::1] rows not None,
+    pos_t limit,
+    pos_t[:, ::1] sums not None,
+    int64_t[:, ::1] steps not None
 ):
     """Cut the trees of rows in pre-order into parts of at most ``limit`` tokens.
 

@@ -502,7 +502,9 @@ cdef list _allocate_tree(
     return [nodes, table, places]
 
 
-cdef void _begin_tree(Tree* tree, const Request[::1] requests, int64_t lo, int64_t hi) noexcept nogil:
+cdef void _begin_tree(
+    Tree* tree, const Request[::1] requests, int64_t lo, int64_t hi
+) noexcept nogil:
     """Empty the tree but for its root; the cleared table is as large as the session needs."""
     cdef int64_t n_table = _table_entries(_tree_nodes(requests, lo, hi))
     memset(tree.table, 0xFF, n_table * sizeof(int32_t))
@@ -534,7 +536,9 @@ cdef _check_requests(CallForest forest, const Request[::1] requests, const Link[
         )
 
 
-cdef void _place_reply(Tree* tree, const Request* request, int32_t node, int32_t call) noexcept nogil:
+cdef void _place_reply(
+    Tree* tree, const Request* request, int32_t node, int32_t call
+) noexcept nogil:
     """Add the node that a call generates below the node of its last message."""
     cdef int32_t first
     if request.reply_key == 0 or not request.reply_is_assistant:
