@@ -98,6 +98,17 @@ def test_a_row_that_others_train_is_left_out():
     assert report["tokens_duplicated"].to_pylist() == [0]
 
 
+def test_duplicates_of_rows_over_max_rows_are_not_counted():
+    """The row of turn 2, which repeats the reply of turn 0, is removed."""
+    table = turns_table(SHARED)
+    for most, duplicated in ((3, 2), (2, 0), (1, 0)):
+        policy = tk.policy("faithful", max_rows=most)
+        rows, report = tk.linearize(table, policy, report=True)
+        kinds = [s["kind"] for row in rows.to_pylist() for s in row["spans"]]
+        assert kinds.count("duplicate") == (duplicated > 0)
+        assert report["tokens_duplicated"].to_pylist() == [duplicated]
+
+
 # Turn 1 takes turn 0's reply out of its row, turn 2 keeps it in a shorter one.
 ABSORBED = [SHARED[0], {**SHARED[3], "prompt_ids": [1, 2, 9, 4, 4, 4]}, SHARED[1]]
 TRL_FOREST = (

@@ -62,6 +62,8 @@ def growing(*calls):
 SHORTER = growing(([1], [2, 3]), ([1, 2, 3, 4, 5], [6]), ([1, 9], [7]))
 # A prompt that departs right behind the row's opening prompt, and one inside it.
 EDGES = growing(([1, 2], [3]), ([1, 2], [4]), ([1], [5]), ([2, 2], []))
+# Every prompt begins with an empty one, which is no reason to continue it.
+EMPTY = [{**one, "prompt_messages": None} for one in growing(([], [2]), ([3], [4]))]
 
 
 @given(
@@ -104,6 +106,7 @@ def test_the_recorder_gives_the_same_rows(turns):
 
 
 @given(any_session)
+@example(EMPTY)
 def test_links_are_the_twins(turns):
     routed = twin.segments_of(turns)
     links = link_by(turns_table(turns), "agents").to_pylist()

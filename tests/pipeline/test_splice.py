@@ -44,6 +44,21 @@ SAME_PROMPT_TWICE = [
     turn([1, 2], [4, END]),
     turn([1, 2, 4, END, 5], [6, END]),
 ]
+ASKED = [{"role": "user", "content": "u"}]
+REPLY = {"role": "assistant", "content": "a"}
+# By messages, both later turns continue the first.
+CONTINUED_TWICE = [
+    turn([1], [2, END], prompt_messages=ASKED, response_message=REPLY),
+    *(
+        turn(
+            [1, 2, END, k],
+            [k, END],
+            prompt_messages=[*ASKED, REPLY, {"role": "user", "content": f"{k}"}],
+            response_message=REPLY,
+        )
+        for k in (5, 6)
+    ),
+]
 NO_END_OF_TURN = [turn([1], [2, END]), turn([1, 2, 5], [6]), turn([1, 2, 5, END], [7])]
 
 
@@ -110,6 +125,7 @@ spliced_routes = st.sampled_from(["prompts", "messages", "tokens", "previous", "
 )
 @example(SAME_PROMPT_TWICE, "prompts", END, None, True)
 @example(NO_END_OF_TURN, "prompts", None, None, True)
+@example(CONTINUED_TWICE, "messages", END, None, True)
 def test_rows_and_report_are_the_twin_s(turns, route, token, limit, keep):
     policy = tk.policy(
         "polar", parent_by=route, end_of_turn_token_id=token, keep_untrained=keep

@@ -7,7 +7,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import trajkit as tk
@@ -465,7 +465,15 @@ def nested_at(array, n):
     return pa.concat_arrays([pa.nulls(n, array.type), array]).slice(n)
 
 
+MASKED = {
+    "prompt_ids": [1],
+    "output_ids": [2, 3, 4],
+    "output_mask": [True, False, True],
+}
+
+
 @given(runs(), policies, st.integers(1, 9), st.integers(1, 40))
+@example([MASKED], ("slime", 8), 3, 1)
 def test_where_a_table_stands_in_its_buffers_does_not_matter(turns, choice, n, size):
     table = turns_table(turns)
     expected = tk.linearize(table, policy_of(choice))
@@ -476,6 +484,20 @@ def test_where_a_table_stands_in_its_buffers_does_not_matter(turns, choice, n, s
     pieces = [moved.slice(k, size) for k in range(0, moved.num_rows, size)]
     for same in (moved, pa.concat_tables([moved.slice(0, 0), *pieces])):
         assert tk.linearize(same, policy_of(choice)) == expected
+
+
+def test_the_text_under_a_null_finish_reason_does_not_count():
+    table = turns_table([{"prompt_ids": [1], "output_ids": [2]}])
+    place = table.schema.get_field_index("finish_reason")
+    for null in (False, True):
+        bits = pa.py_buffer(b"\0" if null else b"\1")
+        buffers = [bits, *pa.array(["length"]).buffers()[1:]]
+        reasons = pa.Array.from_buffers(pa.string(), 1, buffers)
+        assert reasons.to_pylist() == [None if null else "length"]
+        rows = tk.linearize(
+            table.set_column(place, table.schema.field(place), reasons), "slime"
+        )
+        assert rows["truncated"].to_pylist() == [not null]
 
 
 # The two forms as functions of each other
