@@ -141,6 +141,15 @@ def parents(turns, **choices):
             [None, None, 0],
             id="an empty list of messages is passed over",
         ),
+        pytest.param(
+            [
+                call([USER], said("a"), output=[7, 8]),
+                call([USER], said("b"), output=[7, 9]),
+                call(None, said("c"), prompt=[1, 7, 2]),
+            ],
+            [None, None, 0],
+            id="of equal prompts repeated as far, the first",
+        ),
     ],
 )
 def test_parents_by_hand(turns, expected):
