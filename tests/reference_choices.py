@@ -179,7 +179,7 @@ def why_not(turn, k, policy):
 
 
 def labels(turn, run, i, owned, policy, limit):
-    """What a row says of each token of an output; None: nothing."""
+    """What a row does with each token of an output, or None."""
     for k in range(len(turn["output_ids"])):
         may = why_not(turn, k, policy) is None
         if i in run.dropped:

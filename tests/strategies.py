@@ -83,7 +83,7 @@ def _logprob_lists(n):
 @cache
 @st.composite
 def replies(draw):
-    """What the engine says of an output: ids, logprobs, finish_reason and the flags."""
+    """An engine's output: ids, logprobs, finish_reason and the flags."""
     finish_reason = draw(finish_reasons)
     output = draw(bodies)
     if output and finish_reason != "length":

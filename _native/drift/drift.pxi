@@ -134,7 +134,7 @@ cdef pos_t _resync(
     """Length of the longest common run; its positions are written to at_a and at_b.
 
     A run has min_run tokens or more. Without one, it is the longest run that ends where
-    ``a[:boundary]`` does; 0: there is none.
+    ``a[:boundary]`` does, or 0.
     """
     cdef pos_t low = min_run, high = min(n_a, n_b), half
     if _common_run(a, n_a, b, n_b, low, windows, at_a, at_b):

@@ -244,7 +244,7 @@ cdef int32_t _nearest_by_tokens(
     """Of the nearest call above and its equal siblings, the one that the prompt continues.
 
     That is the one whose path the prompt repeats for longest; of equals, the one with the
-    shortest path (so one that it repeats entirely), then the first. -1: there is none above.
+    shortest path (so one that it repeats entirely), then the first; or -1.
     """
     cdef int32_t other, call, best
     cdef pos_t shared, most, size, least = 0

@@ -247,7 +247,7 @@ cdef class Lists:
         self.has_pairs |= isinstance(message, tuple)
         number = other.number(message, place)
         if not 0 <= number < len(self.said):
-            raise LayoutError(f"message {number} is none of {len(self.said)}")
+            raise LayoutError(f"message {number} is outside the {len(self.said)} recorded")
         return number
 
     cdef int32_t _find(self, object message, Py_ssize_t place, object other) except -2:

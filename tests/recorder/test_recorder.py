@@ -1051,7 +1051,7 @@ def test_lists_are_attached_first_and_numbers_are_known():
         _core.Lists([], {}, []).read([], None, NONE)
     tree, _ = lists()
     for number in (-1, 0):
-        with pytest.raises(LayoutError, match=f"message {number} is none of 0"):
+        with pytest.raises(LayoutError, match=f"message {number} is outside the 0"):
             tree.read([("key", "role")], None, Numbers(number))
 
 

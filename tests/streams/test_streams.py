@@ -3,6 +3,7 @@
 import itertools
 import weakref
 from collections import deque
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +19,7 @@ from tests.tables import link_by, turns_table
 from trajkit import schema
 from trajkit._arrow.take import empty_batch
 from trajkit._streams.lockstep import batches_of, one_batch
-from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
+from trajkit.errors import ArgumentError, InvalidTurnsError, LayoutError, SchemaError
 
 TOKENIZER = byte_tokenizer()
 
@@ -500,3 +501,12 @@ def test_a_file_without_turns_says_its_columns_as_a_stream(tmp_path):
     assert (batch.num_rows, batch.schema) == (0, turns.schema)
     [links] = tk.link(tk.scan_turns(tmp_path / "none.parquet"))
     assert links.schema == tk.link(turns).schema
+
+
+def test_a_table_that_needs_two_batches_is_refused():
+    """Columns of more than 2 GB of text stay in several chunks, and no row may be lost."""
+    chunked = pa.chunked_array([[1], [2]])
+    large = mock.Mock(num_rows=2)
+    large.combine_chunks.return_value = pa.table({"x": chunked})
+    with pytest.raises(LayoutError, match="2 rows do not fit into one batch"):
+        one_batch(large)

@@ -16,7 +16,7 @@ from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table, check_buffers
 from trajkit._arrow.take import empty_batch
 from trajkit._streams.session_batches import concat, whole_sessions
-from trajkit.errors import InvalidTurnsError
+from trajkit.errors import InvalidTurnsError, LayoutError
 from trajkit.schema import LINKS, ROWS, TURNS
 
 Stream: TypeAlias = Iterator[pa.RecordBatch]
@@ -86,8 +86,19 @@ def batches_in(tables: Iterable[pa.Table]) -> Stream:
 
 
 def one_batch(table: pa.Table) -> pa.RecordBatch:
-    """All rows of a table as one batch, which may be empty."""
+    """All rows of a table as one batch, which may be empty.
+
+    Raises
+    ------
+    LayoutError
+        A column is too large for one batch, such as text of more than 2 GB.
+    """
     batches = table.combine_chunks().to_batches()
+    if len(batches) > 1:
+        raise LayoutError(
+            f"{table.num_rows} rows do not fit into one batch: a column has more than "
+            "2 GB of text. Pass the table in smaller batches"
+        )
     return batches[0] if batches else empty_batch(table.schema)
 
 

@@ -97,7 +97,7 @@ def label_branches(
 
     References
     ----------
-    A retry has identical prompt ids; a later sibling is none: spec, peers miles, verl,
+    A retry has identical prompt ids, a later sibling has not: spec, peers miles, verl,
     AReaL, "design pointers" 4.
     """
     opening_tokens = chosen_int("opening_tokens", opening_tokens, 1)

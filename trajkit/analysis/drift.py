@@ -84,7 +84,7 @@ def classify_drift(
         resync_path, resync_prompt, resync_length
             The longest common run of ``min_run`` tokens or more after lcp, the first in
             the prompt. Without one: the longest shorter run that ends at the end of the
-            message in which drift starts. Null if there is none.
+            message in which drift starts. Null otherwise.
         tokens_after_drift
             Sampled tokens of the path, of any reply, at or after lcp.
         cause

@@ -636,7 +636,7 @@ def _lists(offsets: Longs, values: pa.Array) -> pa.LargeListArray:
 def _of_edges(
     table: pa.Table, name: str, n_tokens: Longs, line: Longs, position: Ints
 ) -> pa.Array:
-    """What a column of rows says of each edge."""
+    """The value of a column of rows for each edge."""
     column = column_of(table, name, "columns")
     if not per_token(table, name, n_tokens):
         values, at = column.combine_chunks(), line

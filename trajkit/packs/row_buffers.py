@@ -103,7 +103,7 @@ def column_of(table: pa.Table, name: str, argument: str) -> pa.ChunkedArray:
     Raises
     ------
     SchemaError
-        There is none.
+        The rows have no such column.
     """
     if name not in table.column_names:
         hint = did_you_mean(name, table.column_names)
