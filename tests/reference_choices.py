@@ -245,7 +245,7 @@ def chosen_chains(turns, links, policy):
     return [min(chains, key=birth)] if chains else []
 
 
-def owned_runs(turns, links, policy, limit):
+def owned_runs(turns, links, policy):
     """Every row that the policy looks at, with the turns that it trains, and its chain.
 
     None for a row in which nothing is new.
@@ -255,46 +255,20 @@ def owned_runs(turns, links, policy, limit):
             yield run, set(run.turns), [*run.turns, *run.dropped]
         return
     chains = chosen_chains(turns, links, policy)
-    if policy.train_in in ("first", "earliest", "every") or len(chains) == 1:
-        by_age = sorted(chains, key=lambda one: one[-1])
-        claimed, new = set(), {}
-        for chain in by_age if policy.train_in == "earliest" else chains:
-            new[chain[-1]] = set(chain) - claimed
-            claimed |= set(chain)
-        for chain in chains:
-            begun = False
-            for run in runs_of(turns, chain, policy):
-                owned = new[chain[-1]] & set(run.turns)
-                begun = begun or bool(owned)
-                if begun:
-                    yield run, owned, chain
-                elif not run.restarted:
-                    yield None
-        return
-    seen = {}
+    by_age = sorted(chains, key=lambda one: one[-1])
+    claimed, new = set(), {}
+    for chain in by_age if policy.train_in == "earliest" else chains:
+        new[chain[-1]] = set(chain) - claimed
+        claimed |= set(chain)
     for chain in chains:
+        begun = False
         for run in runs_of(turns, chain, policy):
-            seen.setdefault(tuple(run.turns), (run, chain))
-    rows = list(seen.values())
-
-    def rank(run):
-        if policy.train_in == "longest":
-            return min(len(run.tokens), limit)
-        return n_of("trained", turns, run, set(run.turns), policy, limit)
-
-    ranks = {tuple(run.turns): rank(run) for run, _ in rows}
-    owner = {}
-    for i in range(len(turns)):
-        holding = [run for run, _ in rows if i in run.turns]
-        # max takes the first of equals
-        best = max(
-            holding,
-            key=lambda run: (run.kept[i], ranks[tuple(run.turns)]),
-            default=None,
-        )
-        owner[i] = None if best is None else tuple(best.turns)
-    for run, chain in rows:
-        yield run, {i for i in run.turns if owner[i] == tuple(run.turns)}, chain
+            owned = new[chain[-1]] & set(run.turns)
+            begun = begun or bool(owned)
+            if begun:
+                yield run, owned, chain
+            elif not run.restarted:
+                yield None
 
 
 def linearize(turns, links, policy, max_row_tokens=None):
@@ -304,7 +278,7 @@ def linearize(turns, links, policy, max_row_tokens=None):
     report = {"rows_untrained": 0, "rows_cut": 0, "rows_over_max_rows": 0}
     report |= {"rows_no_splice_point": 0, "turns_no_splice_point": 0}
     lost = dict.fromkeys(LOSSES, 0)
-    for one in owned_runs(turns, links, policy, limit):
+    for one in owned_runs(turns, links, policy):
         if one is None:
             report["rows_untrained"] += 1
             continue

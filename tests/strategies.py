@@ -443,7 +443,7 @@ reply_texts = st.lists(
 def chosen_policies(draw):
     """A preset's name and choices made otherwise, as `trajkit.policy` takes them."""
     name = draw(st.sampled_from(["faithful"] * 3 + ["slime", "trl"]))
-    choices = {"train_in": pick(draw, ["first", "longest", "most_trained"])}
+    choices = {"train_in": pick(draw, ["first", "earliest"])}
     choices["chain_order"] = pick(draw, ["tree", "tree", "recorded"])
     if name != "faithful":
         choices["fork_threshold"] = draw(thresholds)
@@ -708,7 +708,7 @@ def forest_policies(draw):
     absorb = pick(draw, absorbs)
     spliced = absorb == "splice"
     max_rows = pick(draw, [None, None, 1, 2])
-    owns = ["first", "longest", "most_trained", "earliest"]
+    owns = ["first", "earliest"]
     if absorb == "fork" and max_rows is None:
         owns += ["every", "every"]
     return {

@@ -24,7 +24,7 @@ OnDrift: TypeAlias = Literal[
 ]
 Rewards: TypeAlias = Literal["copy", "uniform", "final_only"]
 TieBreak: TypeAlias = Literal["first", "tokens", "full_path"]
-TrainIn: TypeAlias = Literal["first", "longest", "most_trained", "earliest", "every"]
+TrainIn: TypeAlias = Literal["first", "earliest", "every"]
 MissingLogprobs: TypeAlias = Literal["keep", "untrain", "raise", "null_row"]
 ChainOrder: TypeAlias = Literal["tree", "recorded"]
 FlagScope: TypeAlias = Literal["chain", "row"]
@@ -185,12 +185,10 @@ class Policy:
         The part of an absorbed reply before the drift stays trained.
     fork_threshold : int
         In tokens. 0 and below: nothing is merged or absorbed.
-    train_in : {"first", "longest", "most_trained", "earliest", "every"}
-        Which of several rows with the same output trains it: the first chain; the
-        longest row; the row that would train most; the chain whose last call came
-        first; each of them. ``"longest"`` and ``"most_trained"`` consider the rows that
-        absorb least of it, truncated, and take the first of equals. ``"absorb_any"``
-        needs ``"first"``; ``"every"`` needs ``"fork"`` and no ``max_rows``.
+    train_in : {"first", "earliest", "every"}
+        Which of several rows with the same output trains it: the first chain; the chain
+        whose last call came first; each of them. ``"absorb_any"`` needs ``"first"``;
+        ``"every"`` needs ``"fork"`` and no ``max_rows``.
     row_selection : {"all", "main"}
         Every chain becomes a row, or one per session: the first chain of the root that
         was created first (by ``started_at`` and ``request_id``, else by turn).
@@ -208,9 +206,8 @@ class Policy:
         Train turns whose ``finish_reason`` is ``abort``, as several of the systems do.
         False: they are context, counted as ``lost_aborted``.
     keep_untrained : bool
-        Return rows in which nothing is trained. If ``train_in`` is ``"first"``,
-        ``"earliest"`` or ``"every"``, a row that only repeats turns of other chains is
-        left out all the same.
+        Return rows in which nothing is trained. A row that only repeats turns of other
+        chains is left out all the same.
     keep_empty : bool
         Return rows that hold nothing after the prompt that opened them.
     max_rows : int or None

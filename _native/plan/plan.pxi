@@ -3,9 +3,9 @@
 Fills rows, owners and the report from the links, whose ``lcp`` is known. After a call a row
 holds exactly that call's path, so a row is a maximal run of linked calls that no drift cuts,
 and everything about it follows from pairs of calls: no row is built to find out. A call's
-output is trained in the first chain, in the policy's order, that contains the call, or by
-another rule (`train_in`, output_owner.pxi). O(calls + nodes of the forest) per session, plus,
-for a policy that decides token by token, O(output tokens).
+output is trained in the first chain that contains the call, in the order that ``train_in``
+names, or in each of them. O(calls + nodes of the forest) per session, plus, for a policy that
+decides token by token, O(output tokens).
 """
 
 cdef enum:  # how a call meets the row that its parent ended
@@ -21,7 +21,7 @@ cdef enum:
     NEVER = 0x7FFFFFFFFFFFFFFF  # a position beyond every row
 
 cdef enum:  # trajkit.policies.TRAIN_IN
-    TRAIN_IN_FIRST, TRAIN_IN_LONGEST, TRAIN_IN_MOST_TRAINED, TRAIN_IN_EARLIEST, TRAIN_IN_EVERY
+    TRAIN_IN_FIRST, TRAIN_IN_EARLIEST, TRAIN_IN_EVERY
 
 cdef enum:  # trajkit.schema.SPAN_KINDS
     SPAN_TRAINED, SPAN_DUPLICATE, SPAN_ABSORBED, SPAN_CUT, SPAN_UNTRAINABLE
@@ -49,7 +49,6 @@ cdef enum:  # bits of Plan.flags
     CALL_USE_TOOL = 1         # the call or one above it in its chain
     CALL_ILL_FORMED = 2       # likewise
     CALL_CONTINUED = 4        # the call is no leaf
-    CALL_IN_ROW = 8           # a row of an earlier chain contains the call
     CALL_CHAIN_FLAGS = CALL_USE_TOOL | CALL_ILL_FORMED
 
 
@@ -65,10 +64,9 @@ cdef struct Plan:             # what one plan_rows reads, its scratch and its ou
     int32_t* forks            # forks between the call and the first of its chain
     int32_t* openers          # the first call of the call's row
     int32_t* roots            # the first call of the call's chain
-    Candidate* candidates     # NULL where owners are chains
     int32_t* marks            # per node: the first row that covers it, or -1
     # outputs
-    int32_t* owners           # per call: the chain or row that trains its output, or -1
+    int32_t* owners           # per call: the chain that trains its output, or -1
     Row* rows
     int64_t n_rows
 
@@ -79,13 +77,6 @@ cdef struct Span:             # a range of a row that comes from one output
     pos_t out_start
     pos_t out_stop
     int8_t kind
-
-
-cdef inline bint _owned_by_chain(const Choices* choices) noexcept nogil:
-    """Whether a chain rather than a row owns an output; with one chain it does not matter."""
-    return choices.main_only or (
-        choices.train_in != TRAIN_IN_LONGEST and choices.train_in != TRAIN_IN_MOST_TRAINED
-    )
 
 
 cdef inline int _meet(
@@ -481,23 +472,15 @@ cdef inline bint _is_selected(const Plan* plan, int32_t call, int32_t only) noex
 cdef int32_t _first_new_call(const Plan* plan, int32_t leaf, int64_t* report) noexcept nogil:
     """The call that opens the topmost row of a chain with something new.
 
-    Makes the chain the owner of its outputs without an owner, where chains own them.
+    Makes the chain the owner of its outputs without an owner.
     """
-    cdef const Link* links = plan.links
     cdef int32_t call = leaf, top = leaf
-    if _owned_by_chain(plan.choices):
-        while call >= 0 and (plan.owners[call] < 0 or plan.owners[call] == leaf):
-            plan.owners[call] = leaf
-            top = call
-            call = links[call].parent
-        top = plan.openers[top]  # that row may start above what is new
-        report[REPORT_ROWS_UNTRAINED] += plan.forks[top]
-        return top
-    # Each row appears once, in the first chain that contains it.
-    while call >= 0 and not plan.flags[call] & CALL_IN_ROW:
-        plan.flags[call] |= CALL_IN_ROW
-        top = plan.openers[call]
-        call = links[top].parent
+    while call >= 0 and (plan.owners[call] < 0 or plan.owners[call] == leaf):
+        plan.owners[call] = leaf
+        top = call
+        call = plan.links[call].parent
+    top = plan.openers[top]  # that row may start above what is new
+    report[REPORT_ROWS_UNTRAINED] += plan.forks[top]
     return top
 
 
@@ -514,7 +497,7 @@ cdef void _plan_chain(
     while True:
         row.last = call
         row.end = NEVER
-        row.owner = leaf if _owned_by_chain(plan.choices) else call
+        row.owner = leaf
         row.session = session
         row.reserved = 0
         row.n_calls = 1
@@ -570,9 +553,7 @@ cdef void _plan_session(Plan* plan, int32_t session, int64_t* report) noexcept n
     _meet_calls(plan, lo, hi, late)
     if choices.main_only:
         only = _main_chain(plan, lo, hi)
-    if not _owned_by_chain(choices):
-        _find_owners(plan, lo, hi, late)
-    elif choices.train_in == TRAIN_IN_EARLIEST:
+    if choices.train_in == TRAIN_IN_EARLIEST:
         for i in range(lo, hi):
             call = i if links[i].order >= 0 and _is_selected(plan, i, only) else -1
             while call >= 0 and plan.owners[call] < 0:
@@ -673,8 +654,7 @@ def plan_rows(
 ):
     """Fill ``rows`` in the policy's order, ``owners`` and ``report``; return the number of rows.
 
-    ``owners`` names the chain that trains each call's output, by its last call, or -1; if
-    ``train_in`` compares rows and ``main_only`` is unset, the row, by its last call.
+    ``owners`` names the chain that trains each call's output, by its last call, or -1.
     ``births``, read with ``main_only``, ranks the calls by when they were created. ``report``
     has a line per session with the columns of `trajkit.schema.REPORT` from ``turns`` on,
     initially 0.
@@ -691,7 +671,6 @@ def plan_rows(
     cdef int32_t[:, ::1] of_calls = empty((4, n_calls), "i4")
     cdef uint8_t[:, ::1] bytes_of_calls = empty((2, n_calls), "u1")
     cdef int32_t[::1] marks = full(forest.n_nodes, -1, "i4")
-    cdef uint8_t[::1] candidates
     paths = _paths(forest)
     plan.paths = &paths
     plan.links = &links[0]
@@ -701,10 +680,6 @@ def plan_rows(
     plan.openers, plan.roots = &of_calls[2, 0], &of_calls[3, 0]
     plan.meets, plan.flags = &bytes_of_calls[0, 0], &bytes_of_calls[1, 0]
     plan.marks = &marks[0]
-    plan.candidates = NULL
-    if not _owned_by_chain(plan.choices):
-        candidates = empty(n_calls * sizeof(Candidate), "u1")
-        plan.candidates = <Candidate*>&candidates[0]
     plan.owners = &owners[0]
     plan.rows = &rows[0]
     plan.n_rows = 0

@@ -600,8 +600,8 @@ def test_linearize_writes_either_layout(tmp_path, capsys, turns):
             id="an integer and a bool",
         ),
         pytest.param(
-            ["faithful", "--set", "train_in=longest"],
-            tk.policy("faithful", train_in="longest"),
+            ["faithful", "--set", "train_in=earliest"],
+            tk.policy("faithful", train_in="earliest"),
             id="one of several words",
         ),
         pytest.param(
@@ -647,8 +647,7 @@ def test_set_makes_a_choice(tmp_path, capsys, turns, options, policy):
         ),
         pytest.param(
             ["train_in=last"],
-            "policy 'slime', train_in=last: expected first, longest, most_trained, "
-            "earliest or every",
+            "policy 'slime', train_in=last: expected first, earliest or every",
             id="no such word",
         ),
         pytest.param(
@@ -679,9 +678,9 @@ def test_set_makes_a_choice(tmp_path, capsys, turns, options, policy):
                 "parent_by=tokens",
                 "merge_rewrites=false",
                 "on_drift=absorb_any",
-                "train_in=longest",
+                "train_in=earliest",
             ],
-            "policy 'slime': train_in='longest' does not go with on_drift='absorb_any'",
+            "policy 'slime': train_in='earliest' does not go with on_drift='absorb_any'",
             id="choices that exclude each other",
         ),
         pytest.param(

@@ -362,7 +362,7 @@ SPLICED = {"on_drift": "splice", "train_in": "first", "parent_by": "none"}
             {**SPLICED, "truncate_at": "calls"},
             "truncate_at='calls' does not go with on_drift",
         ),
-        ({"train_in": "none"}, "train_in='none': expected one of 'first', 'longest'"),
+        ({"train_in": "none"}, "train_in='none': expected one of 'first', 'earliest'"),
         (
             {"row_selection": "one"},
             "row_selection='one': expected one of 'all', 'main'",
@@ -831,9 +831,7 @@ LATE = [
         ({"train_in": "first"}, [[2, 1], [0]]),
         ({"train_in": "earliest"}, [[1], [2, 0]]),
         ({"train_in": "every"}, [[2, 1], [2, 0]]),
-        ({"train_in": "longest"}, [[1], [2, 0]]),
         # of one chain alone, every claim is its own
-        ({"train_in": "longest", "row_selection": "main"}, [[2, 1]]),
         ({"train_in": "earliest", "row_selection": "main"}, [[2, 1]]),
     ],
 )

@@ -99,11 +99,6 @@ def test_a_shared_reply_trains_in_the_first_branch():
         [(0, "trained"), (2, "trained")],
         [(0, "duplicate"), (1, "trained"), (3, "trained")],
     ]
-    longest = tk.policy("graph", train_in="longest")
-    assert kinds(tk.linearize(table, longest)) == [
-        [(0, "duplicate"), (2, "trained")],
-        [(0, "trained"), (1, "trained"), (3, "trained")],
-    ]
 
 
 def test_a_request_goes_on_from_the_last_reply_that_it_repeats():

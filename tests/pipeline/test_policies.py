@@ -22,8 +22,6 @@ from trajkit.errors import InvalidTurnsError, PolicyError
 from trajkit.policies import PRESETS
 from trajkit.recorder.recorder import Recorder
 
-TRAIN_IN = ["first", "longest", "most_trained"]
-
 
 def said(role, content):
     return {"role": role, "content": content}
@@ -57,45 +55,19 @@ def trained_turns(rows):
 
 
 @pytest.mark.parametrize(
-    ("own", "limit", "expected"),
+    ("own", "expected"),
     [
-        ("first", None, [[0, 1], [2], [3]]),
-        ("longest", None, [[1], [0, 2], [3]]),
-        ("most_trained", None, [[0, 1], [2], [3]]),
-        # cut to 7 tokens the two rows are as long as each other: the first has it
-        ("longest", 7, [[0, 1], [3]]),
-        # cut to 5 tokens they would train three and two
-        ("most_trained", 5, [[0, 1], [3]]),
+        ("first", [[0, 1], [2], [3]]),
+        ("earliest", [[0, 1], [2], [3]]),
+        ("every", [[0, 1], [0, 2], [3]]),
     ],
 )
-def test_who_trains_what_several_rows_hold(own, limit, expected):
+def test_who_trains_an_output_of_several_rows(own, expected):
     table = turns_table(SHARED)
     policy = tk.policy("faithful", train_in=own)
-    rows = tk.linearize(table, policy, max_row_tokens=limit)
-    kinds = [{s["kind"] for s in row["spans"]} for row in rows.to_pylist()]
-    trained = [turns for turns in trained_turns(rows) if turns]
-    assert trained == expected, kinds
-    assert not tk.verify(rows, table, policy, max_row_tokens=limit).num_rows
-
-
-def test_an_equal_reply_goes_to_the_first_row_in_the_policy_s_order():
-    turns = [SHARED[0], SHARED[1], {**SHARED[2], "prompt_ids": [1, 2, 3, 6]}]
-    turns[2]["output_ids"], turns[2]["output_logprobs"] = [7] * 3, [-1.0] * 3
-    for own in TRAIN_IN:
-        rows = tk.linearize(turns_table(turns), tk.policy("faithful", train_in=own))
-        assert trained_turns(rows) == [[0, 1], [2]]
-
-
-def test_a_row_that_others_train_is_left_out():
-    """Turn 1 goes on from turn 0 with drift, turn 2 without: one row for each."""
-    turns = [SHARED[0], SHARED[3], SHARED[2]]
-    first = tk.linearize(turns_table(turns), "faithful", report=True)
-    assert trained_turns(first[0]) == [[0], [1], [2]]
-    longest = tk.policy("faithful", train_in="longest")
-    rows, report = tk.linearize(turns_table(turns), longest, report=True)
-    assert trained_turns(rows) == [[1], [0, 2]]
-    assert report["rows_untrained"].to_pylist() == [1]
-    assert report["tokens_duplicated"].to_pylist() == [0]
+    rows = tk.linearize(table, policy)
+    assert trained_turns(rows) == expected
+    assert not tk.verify(rows, table, policy).num_rows
 
 
 def test_duplicates_of_rows_over_max_rows_are_not_counted():
@@ -113,106 +85,8 @@ def test_duplicates_of_rows_over_max_rows_are_not_counted():
 ABSORBED = [SHARED[0], {**SHARED[3], "prompt_ids": [1, 2, 9, 4, 4, 4]}, SHARED[1]]
 TRL_FOREST = (
     "trl",
-    {"train_in": "longest", "parent_by": "messages", "fork_threshold": 9},
+    {"train_in": "earliest", "parent_by": "messages", "fork_threshold": 9},
 )
-
-
-def test_a_claim_goes_where_it_is_kept():
-    policy = tk.policy("trl", **TRL_FOREST[1])
-    for own, expected in [("first", [[0, 1], [2]]), ("longest", [[1], [0, 2]])]:
-        chosen = tk.policy(policy, train_in=own, keep_prefix=own == "first")
-        rows = tk.linearize(turns_table(ABSORBED), chosen)
-        assert trained_turns(rows) == expected
-
-
-# Turn 4 drifts from turn 1's prompt, turn 2 from its reply. So the rows that end at turns
-# 1 and 3 would train as much as each other, and both hold turn 0. The row of turn 1 ends
-# in the last chain, though the first chain, turn 2's, holds turn 1 too.
-TIED = [
-    {
-        "prompt_messages": [said("user", "u"), *more],
-        "response_message": said("assistant", reply),
-        "prompt_ids": prompt,
-        "output_ids": output,
-        "output_logprobs": [-1.0] * len(output),
-        "finish_reason": "stop",
-    }
-    for more, reply, prompt, output in [
-        ([], "a", [1], [2, 3]),
-        ([said("assistant", "a"), said("user", "v")], "b", [1, 2, 3, 4], [5, 5, 5]),
-        (
-            [
-                said("assistant", "a"),
-                said("user", "v"),
-                said("assistant", "b"),
-                said("user", "w"),
-            ],
-            "c",
-            [1, 2, 3, 4, 9],
-            [6],
-        ),
-        ([said("assistant", "a"), said("user", "x")], "d", [1, 2, 3, 8], [7, 7, 7]),
-        (
-            [
-                said("assistant", "a"),
-                said("user", "v"),
-                said("assistant", "b"),
-                said("user", "x"),
-            ],
-            "e",
-            [1, 9],
-            [6],
-        ),
-    ]
-]
-BY_COMMIT = {
-    "train_in": "most_trained",
-    "parent_by": "messages",
-    "chain_order": "recorded",
-    "keep_prefix": False,
-    "fork_threshold": 9,
-}
-
-
-def test_a_tie_between_rows_goes_to_the_earlier_chain():
-    rows = tk.linearize(turns_table(TIED), tk.policy("trl", **BY_COMMIT))
-    assert trained_turns(rows) == [[2], [0, 3], [1], [4]]
-
-
-@pytest.mark.parametrize(
-    ("limit", "mask"),
-    [(8, None), (None, [False] * 4)],
-    ids=["beyond the cap", "masked"],
-)
-def test_a_row_gets_no_output_for_tokens_that_it_cannot_train(limit, mask):
-    """The row of turn 2 samples more than the row of turn 1, and may train less."""
-    longer = {
-        **SHARED[2],
-        "output_ids": [7] * 4,
-        "output_logprobs": [-1.0] * 4,
-        "output_mask": mask,
-    }
-    table = turns_table([SHARED[0], SHARED[1], longer])
-    policy = tk.policy("faithful", train_in="most_trained", keep_untrained=True)
-    rows = tk.linearize(table, policy, max_row_tokens=limit)
-    assert trained_turns(rows)[0] == [0, 1]
-
-
-def test_a_row_gets_no_output_for_a_reply_that_it_absorbed():
-    """The row of turn 1 absorbs its reply: it trains three tokens, that of turn 2 four."""
-    asked = [said("user", "u"), said("assistant", "a"), said("user", "v")]
-    absorbing = {
-        "prompt_messages": [*asked, said("assistant", "b"), said("user", "w")],
-        "response_message": said("assistant", "c"),
-        "prompt_ids": [1, 2, 3, 4, 5, 5, 9],
-        "output_ids": [6],
-        "output_logprobs": [-1.0],
-        "finish_reason": "stop",
-    }
-    kept = {**SHARED[2], "output_ids": [7, 7], "output_logprobs": [-1.0, -1.0]}
-    policy = tk.policy("trl", **BY_COMMIT)
-    rows = tk.linearize(turns_table([*SHARED[:2], absorbing, kept]), policy)
-    assert trained_turns(rows) == [[2], [0, 3]]
 
 
 @pytest.mark.parametrize(("threshold", "n_rows"), [(1, 2), (2, 1)])
@@ -224,10 +98,9 @@ def test_drift_is_absorbed_below_the_threshold_and_not_at_it(threshold, n_rows):
 
 
 @given(sessions() | masked(sessions()), chosen_policies(), row_limits)
-@example(TIED, ("trl", BY_COMMIT), None)
 @example(ABSORBED, TRL_FOREST, None)
-@example(SHARED, ("faithful", {"train_in": "longest"}), None)
-@example(SHARED, ("faithful", {"train_in": "most_trained"}), 6)
+@example(SHARED, ("faithful", {"train_in": "every"}), None)
+@example(SHARED, ("faithful", {"train_in": "earliest"}), 6)
 def test_rows_and_report_are_the_twin_s(turns, chosen, limit):
     name, choices = chosen
     policy = tk.policy(name, **choices)
