@@ -6,7 +6,7 @@ fields, chunks, no metadata. `canonical` accepts them all and copies only what i
 refuses values that a cast would have to guess, round or drop.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -109,7 +109,7 @@ def canonical(table: pa.Table, schema: pa.Schema) -> pa.Table:
     return cast(table, schema)
 
 
-def as_table(table: TableLike) -> pa.Table:
+def as_table(table: TableLike, unread: Collection[str] = ()) -> pa.Table:
     """A pyarrow Table of valid layout; Arrow data is not copied.
 
     Every table that a caller passes is checked here, or by `check_buffers` batch by
@@ -119,6 +119,8 @@ def as_table(table: TableLike) -> pa.Table:
     ----------
     table : table of any library
         See `trajkit._arguments.arrow_source`. A reader is read to its end.
+    unread : collection of str
+        As in `check_buffers`.
 
     Raises
     ------
@@ -140,16 +142,25 @@ def as_table(table: TableLike) -> pa.Table:
         if not isinstance(source, pa.RecordBatchReader):
             source = pa.RecordBatchReader.from_stream(source)
         source = source.read_all()
-    check_buffers(source)
+    check_buffers(source, unread)
     return source
 
 
-def check_buffers(table: pa.Table | pa.RecordBatch) -> None:
+def check_buffers(
+    table: pa.Table | pa.RecordBatch, unread: Collection[str] = ()
+) -> None:
     """Raise LayoutError unless every value lies inside its buffers.
 
     Arrow does not check data that it reads or imports: offsets may decrease or exceed
     their child, dictionary indices may exceed their dictionary, bitmaps may be too
     short, text may be invalid UTF-8.
+
+    Parameters
+    ----------
+    table : Table or RecordBatch
+    unread : collection of str
+        Columns whose text the caller neither reads nor returns. In a large table it is
+        not checked for UTF-8, which takes as long as reading it from memory.
     """
     where = "a column's name"
     try:
@@ -163,7 +174,7 @@ def check_buffers(table: pa.Table | pa.RecordBatch) -> None:
         for name, column in zip(table.schema.names, table.columns, strict=True):
             where = f"column {name!r}"
             for chunk in column.chunks if isinstance(table, pa.Table) else [column]:
-                _check_array(chunk)
+                _check_array(chunk, text=name not in unread)
         table.validate()  # the columns are of one length
     except UNREADABLE as error:
         raise LayoutError(
@@ -180,13 +191,20 @@ def _check_names(type_: pa.DataType) -> None:
         _check_names(field.type)
 
 
-def _check_array(array: pa.Array) -> None:
+def _check_array(array: pa.Array, *, text: bool) -> None:
     """Validate an array and the part of its children that it refers to.
 
     Arrow validates complete children for each slice of an array, which takes quadratic
-    time for a table in many batches.
+    time for a table in many batches. ``text``: whether to check text for UTF-8.
     """
     type_ = array.type
+    if not text and (pa.types.is_string(type_) or pa.types.is_large_string(type_)):
+        array = pa.Array.from_buffers(
+            pa.binary() if pa.types.is_string(type_) else pa.large_binary(),
+            len(array),
+            array.buffers(),
+            offset=array.offset,
+        )
     if (
         not pa.types.is_nested(type_)
         or (is_list(type_) and pa.types.is_primitive(type_.value_type))
@@ -197,7 +215,7 @@ def _check_array(array: pa.Array) -> None:
     array.validate()
     if pa.types.is_struct(type_):
         for i in range(type_.num_fields):
-            _check_array(array.field(i))
+            _check_array(array.field(i), text=text)
     elif pa.types.is_list(type_) or pa.types.is_large_list(type_):
         large = pa.types.is_large_list(type_)
         n_items = len(array.values)
@@ -210,7 +228,7 @@ def _check_array(array: pa.Array) -> None:
         ).validate(full=True)
         if len(array):
             first, last = array.offsets[0].as_py(), array.offsets[-1].as_py()
-            _check_array(array.values.slice(first, last - first))
+            _check_array(array.values.slice(first, last - first), text=text)
     else:
         array.validate(full=True)
 

@@ -6,7 +6,7 @@ kept in memory.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TypeAlias, TypeGuard
 
 import numpy as np
@@ -133,24 +133,27 @@ def zip_sessions(lead: Named, *others: Named) -> Iterator[tuple[pa.Table, ...]]:
             )
 
 
-def batches_of(source: Source) -> Iterable[pa.RecordBatch]:
+def batches_of(
+    source: Source, unread: Collection[str] = ()
+) -> Iterable[pa.RecordBatch]:
     """The batches of a stream or a table, with checked buffers.
 
-    A source that knows its columns yields a batch even if it has no rows.
+    A source that knows its columns yields a batch even if it has no rows. ``unread`` is as
+    in `trajkit._arrow.canonical.check_buffers`.
     """
+
+    def checked(batch: pa.RecordBatch) -> pa.RecordBatch:
+        if isinstance(batch, pa.RecordBatch):  # `whole_sessions` refuses anything else
+            check_buffers(batch, unread)
+        return batch
+
     # a reader is an iterator, too
     if isinstance(source, pa.RecordBatchReader):
-        return itertools.chain([empty_batch(source.schema)], map(_checked, source))
+        return itertools.chain([empty_batch(source.schema)], map(checked, source))
     if isinstance(source, Iterator):
-        return map(_checked, source)
-    table = as_table(source)
+        return map(checked, source)
+    table = as_table(source, unread)
     return table.to_batches() or [empty_batch(table.schema)]
-
-
-def _checked(batch: pa.RecordBatch) -> pa.RecordBatch:
-    if isinstance(batch, pa.RecordBatch):  # `whole_sessions` refuses anything else
-        check_buffers(batch)
-    return batch
 
 
 class SessionCursor:

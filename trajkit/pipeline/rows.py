@@ -240,12 +240,13 @@ def linearize(
             return (pair for rows, counts in parts for pair in _pairs(rows, counts))
         return (batch for rows, _ in parts for batch in rows)
 
-    located = turns if isinstance(turns, Turns) else locate(as_turns(turns))
+    if not isinstance(turns, Turns):
+        turns = locate(as_turns(turns, _unread(chosen)))
     given = None
     if links is not None or drift is not None:
-        given = _given_links(read_calls(located), chosen, links, drift)
-    made = _spread(work, located, given, n_threads)
-    return _tables(made, work.schema(located.table.schema), report)
+        given = _given_links(read_calls(turns), chosen, links, drift)
+    made = _spread(work, turns, given, n_threads)
+    return _tables(made, work.schema(turns.table.schema), report)
 
 
 def reads_turns(policy: Policy) -> bool:
@@ -257,6 +258,11 @@ def reads_turns(policy: Policy) -> bool:
         return True
     by_body = policy.message_equality != "values" or policy.parent_by == "agents"
     return by_body and policy.parent_by in BY_MESSAGES
+
+
+def _unread(policy: Policy) -> tuple[str, ...]:
+    """The columns of turns with text that neither the policy nor a row reads."""
+    return () if reads_turns(policy) else ("messages", "suffix_messages", "response")
 
 
 def _tables(made: list[Batches], schema: pa.Schema, report: bool) -> object:
@@ -281,7 +287,7 @@ def _pairs(
 
 
 def _stream(turns: Stream, work: "_Work", n_threads: int) -> Iterator[Batches]:
-    for table in whole_sessions(batches_of(turns)):
+    for table in whole_sessions(batches_of(turns, _unread(work.policy))):
         located = locate(table)
         yield from _spread(work, located, None, n_threads)
         if not len(located.ids):

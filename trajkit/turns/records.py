@@ -1,7 +1,7 @@
 """Recorded calls as Python dicts to a table of turns."""
 
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import index
 from typing import Literal, TypeAlias
@@ -113,12 +113,17 @@ def from_records(
     return check_values(batch.table(), nonfinite_logprobs)
 
 
-def as_turns(turns: TableLike | list[Record]) -> pa.Table:
-    """A table of turns; a list of records is converted by `from_records`."""
+def as_turns(
+    turns: TableLike | list[Record], unread: Collection[str] = ()
+) -> pa.Table:
+    """A table of turns; a list of records is converted by `from_records`.
+
+    ``unread`` is as in `trajkit._arrow.canonical.check_buffers`.
+    """
     if isinstance(turns, list) and turns and isinstance(turns[0], Mapping):
         if not {"messages", "suffix_ids"} & {*turns[0]}:
             return from_records(turns)
-    return as_table(turns)
+    return as_table(turns, unread)
 
 
 @dataclass(slots=True)
