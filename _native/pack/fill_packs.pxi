@@ -19,8 +19,31 @@ cdef extern from *:
             n += bits[start >> 3] >> (start & 7) & 1;
         return n;
     }
+
+    /* The place after the last bit in bits[start:stop] that has a value, or start. */
+    static int64_t trajkit_after_last(
+        const uint8_t *bits, int64_t start, int64_t stop, uint64_t value
+    ) {
+        const uint64_t other = value ? 0 : ~UINT64_C(0);
+        uint64_t word;
+        for (; stop > start && (stop & 7); stop--)
+            if ((bits[(stop - 1) >> 3] >> ((stop - 1) & 7) & 1) == value)
+                return stop;
+        for (; stop - start >= 64; stop -= 64) {
+            memcpy(&word, bits + ((stop - 64) >> 3), 8);
+            if (word != other)
+                break;
+        }
+        for (; stop > start; stop--)
+            if ((bits[(stop - 1) >> 3] >> ((stop - 1) & 7) & 1) == value)
+                return stop;
+        return start;
+    }
     """
     int64_t _ones "trajkit_ones" (const uint8_t* bits, int64_t start, int64_t stop) noexcept nogil
+    int64_t _after_last "trajkit_after_last" (
+        const uint8_t* bits, int64_t start, int64_t stop, uint64_t value
+    ) noexcept nogil
 
 
 cdef void _copy_ids(
@@ -112,43 +135,55 @@ cdef int64_t _first_misplaced(const PackRow* rows, int64_t n, pos_t n_tokens) no
     return -1
 
 
-cdef pos_t _fill_edges(
-    const PackRow* rows, int64_t r, const token_t* ids, int64_t stop,
+cdef bint _fill_edges(
+    const PackRow* rows, int64_t r, const token_t* ids, int64_t start, int64_t stop,
     int32_t* source, token_t* target, int32_t* position, float* logprob, uint8_t* given,
 ) noexcept nogil:
-    """Write the edges of a row from the last one, which comes at stop - 1, to the first.
+    """Write the edges of a row, which are start:stop, from the last one to the first.
 
-    So the rows that have the tokens are passed once. Return where the first edge is.
+    So the rows that have the tokens are passed once. Return whether the row has as many
+    edges, and none at position 0.
     """
     cdef const uint8_t* mask = <const uint8_t*><intptr_t>rows[r].mask
     cdef const uint8_t* valid = <const uint8_t*><intptr_t>rows[r].valid
     cdef const float* logprobs = <const float*><intptr_t>rows[r].logprobs
-    cdef pos_t stored = rows[r].length - rows[r].stored, i, j
-    cdef int64_t bit, k = r
-    i = stored
-    while i > 0:
-        i -= 1
-        bit = rows[r].mask_bit + i
-        if mask[bit >> 3] == 0:
-            # no edge in this byte
-            i -= min(bit & 7, i)
-            continue
-        if not mask[bit >> 3] >> (bit & 7) & 1:
-            continue
-        stop -= 1
-        j = rows[r].stored + i
-        while j < rows[k].shared:
-            k = rows[k].parent
-        target[stop] = ids[rows[k].start + j - rows[k].shared]
-        position[stop] = <int32_t>j
-        logprob[stop] = logprobs[i]
-        bit = rows[r].valid_bit + i
-        given[stop] = 1 if valid == NULL else valid[bit >> 3] >> (bit & 7) & 1
-        # the source may be in a row further up, the next edge is at j - 1 or before
-        while j - 1 < rows[k].shared:
-            k = rows[k].parent
-        source[stop] = <int32_t>(rows[k].start + j - 1 - rows[k].shared - rows[k].base)
-    return stop
+    cdef int64_t bit = rows[r].mask_bit, end, first, k = r
+    cdef int64_t valid_bit = rows[r].valid_bit
+    cdef pos_t i, j, n, shift, e
+    end = bit + rows[r].length - rows[r].stored
+    while True:
+        # the last trained tokens in front of end, as far as one row has them
+        end = _after_last(mask, bit, end, 1)
+        if end == bit:
+            return stop == start
+        first = _after_last(mask, bit, end, 0)
+        while end > first:
+            j = rows[r].stored + end - 1 - bit
+            while j < rows[k].shared:
+                k = rows[k].parent
+            n = min(end - first, j + 1 - rows[k].shared)
+            end -= n
+            stop -= n
+            i = end - bit
+            j = rows[r].stored + i
+            if stop < start or j == 0:
+                return False
+            shift = rows[k].start - rows[k].shared
+            memcpy(target + stop, ids + shift + j, n * sizeof(token_t))
+            memcpy(logprob + stop, logprobs + i, n * sizeof(float))
+            memset(given + stop, 1, n)
+            for e in range(n):
+                position[stop + e] = <int32_t>(j + e)
+                source[stop + e] = <int32_t>(shift + j + e - 1 - rows[k].base)
+            if valid != NULL and _ones(valid, valid_bit + i, valid_bit + i + n) < n:
+                for e in range(n):
+                    if not valid[valid_bit + i + e >> 3] >> (valid_bit + i + e & 7) & 1:
+                        given[stop + e] = 0
+                        logprob[stop + e] = 0
+            # the token before these may be in a row further up
+            while j - 1 < rows[k].shared:
+                k = rows[k].parent
+            source[stop] = <int32_t>(rows[k].start + j - 1 - rows[k].shared - rows[k].base)
 
 
 def fill_packs(
@@ -229,7 +264,7 @@ def fill_edges(
         Edges ``offsets[r]:offsets[r + 1]`` are those of row r, by position.
     source, target, position, logprob, given
         Shape (n_edges,). The token of the pack, the id that follows it in the row, its position
-        there, its logprob (what is under a null, too), and whether it has one.
+        there, its logprob (0 where the row has none), and whether the row has it.
     """
     cdef int64_t n = rows.shape[0], r, bad = -1
     cdef int64_t n_edges = source.shape[0]
@@ -245,22 +280,11 @@ def fill_edges(
         bad = _first_misplaced(&rows[0], n, input_ids.shape[0])
         if bad < 0:
             for r in range(n):
-                if (
-                    not 0 <= offsets[r] <= offsets[r + 1] <= n_edges
-                    or _ones(
-                        <const uint8_t*><intptr_t>rows[r].mask, rows[r].mask_bit,
-                        rows[r].mask_bit + rows[r].length - rows[r].stored,
-                    ) != offsets[r + 1] - offsets[r]
-                    or (rows[r].stored == 0 and rows[r].length and (
-                        (<const uint8_t*><intptr_t>rows[r].mask)[rows[r].mask_bit >> 3]
-                        >> (rows[r].mask_bit & 7) & 1
-                    ))
+                if not 0 <= offsets[r] <= offsets[r + 1] <= n_edges or not _fill_edges(
+                    &rows[0], r, &input_ids[0], offsets[r], offsets[r + 1],
+                    &source[0], &target[0], &position[0], &logprob[0], &given[0],
                 ):
                     bad = r
                     break
-                _fill_edges(
-                    &rows[0], r, &input_ids[0], offsets[r + 1],
-                    &source[0], &target[0], &position[0], &logprob[0], &given[0],
-                )
     if bad >= 0:
         raise LayoutError(f"rows[{bad}] has other edges than the offsets, or one at position 0")

@@ -1,5 +1,7 @@
 """Packs have every trained token once, in the context of its row."""
 
+from random import Random
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -19,7 +21,7 @@ from tests.reference_packs import (
 from tests.strategies import runs
 from tests.tables import turns_table
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
-from trajkit.schema import PACKS
+from trajkit.schema import PACKS, ROWS
 
 POLICIES = ["faithful", "nemo", "per_call", "slime", "trl", "miles"]
 
@@ -305,6 +307,98 @@ def test_a_token_that_nothing_predicts_is_refused():
     mask = pa.array([[True, True]], table.schema.field(place).type)
     table = table.set_column(place, table.schema.field(place), mask)
     with pytest.raises(InvalidTurnsError, match="row 0: its first token is trained"):
+        tk.pack(table, 9)
+
+
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([0.0, 0.02, 0.5, 0.98, 1.0]),
+    st.sampled_from([0.0, 0.02, 1.0]),
+    st.integers(0, 9),
+    st.booleans(),
+)
+def test_masks_and_nulls_longer_than_a_machine_word_give_the_edges_of_each_token(
+    seed, density, missing, skipped, suffix
+):
+    random = Random(seed)
+    lines = []
+    for k in range(skipped + 2):
+        n = random.randint(1, 400)
+        mask = [at > 0 and random.random() < density for at in range(n)]
+        at_parent = random.randint(0, min(n, 300)) if k > skipped else 0
+        ids = [random.randint(1, 9) for _ in range(n)]
+        if at_parent:
+            at_parent = min(at_parent, len(lines[-1]["input_ids"]))
+            ids[:at_parent] = lines[-1]["input_ids"][:at_parent]
+        lines.append(
+            {
+                "session_id": "b" if k >= skipped else f"a{k}",
+                "row_index": k,
+                "input_ids": ids,
+                "prompt_length": 0,
+                "loss_mask": mask,
+                "logprobs": [
+                    -float(at) if here and random.random() >= missing else None
+                    for at, here in enumerate(mask)
+                ],
+                "spans": [],
+                "parent_row": k - 1 if at_parent else None,
+                "shared_length": at_parent,
+                "row_weight": 1.0,
+                "rollout_mask_sum": 1,
+            }
+        )
+    # the bitmaps of a slice begin inside a byte
+    table = pa.Table.from_pylist(lines, ROWS).slice(skipped)
+    packs = tk.pack(tk.suffix_rows(table) if suffix else table, 800).to_pylist()
+    found = []
+    for pack in packs:
+        ids, ends = pack["input_ids"], pack["subtree_end"]
+        for row, at, source, target, logprob in zip(
+            *(
+                pack[f"edge_{name}"]
+                for name in ("row", "position", "source", "target", "logprob")
+            ),
+            strict=True,
+        ):
+            above = [ids[k] for k in range(source + 1) if source < ends[k]]
+            assert above == lines[skipped + row]["input_ids"][:at]
+            found.append((row, at, target, logprob))
+    assert sorted(found, key=lambda edge: edge[:2]) == [
+        (row, at, line["input_ids"][at], line["logprobs"][at])
+        for row, line in enumerate(lines[skipped:])
+        for at, trained in enumerate(line["loss_mask"])
+        if trained
+    ]
+
+
+@pytest.mark.parametrize("suffix", [False, True])
+@pytest.mark.parametrize(
+    ("ids", "rule"),
+    [
+        ([1, 2, -5, 6, 7], r"\[2\] is -5: token ids are not negative"),
+        ([1, 2, None, 6, 7], r"\[2\] is null"),
+    ],
+)
+def test_ids_that_are_no_tokens_are_refused(ids, rule, suffix):
+    table = fork()
+    place = table.column_names.index("input_ids")
+    column = pa.array([[1, 2, 3, 4], ids], table.schema.field(place).type)
+    table = table.set_column(place, table.schema.field(place), column)
+    if suffix:
+        names = table.column_names
+        table = table.rename_columns(
+            [
+                {
+                    "input_ids": "suffix_ids",
+                    "loss_mask": "suffix_mask",
+                    "logprobs": "suffix_logprobs",
+                }.get(name, name)
+                for name in names
+            ]
+        )
+        table = table.append_column("suffix_start", pa.array([0, 0], pa.int32()))
+    with pytest.raises(InvalidTurnsError, match=f"row 1: (input|suffix)_ids{rule}"):
         tk.pack(table, 9)
 
 

@@ -290,7 +290,7 @@ def _packed(
 ) -> pa.Table:
     """The packs of rows whose lines count from ``first_row`` on."""
     table = canonical_rows(rows)
-    check_layout(table)
+    check_layout(table, read_ids=False)
     if OBSERVED in options.columns:
         table = full_rows(table)
     records, keep = row_records(table)
@@ -420,6 +420,8 @@ class _Packs:
         self._ids[at] = self._positions[at] = 0
         self._ends[at] = 1 + positions(self._n_tokens, padding)
         _core.fill_packs(self._records, self._ids, self._positions, self._ends)
+        if len(self._ids) and self._ids.min() < 0:
+            check_layout(self._table)
         for part in np.flatnonzero(self._bins.last > self._bins.first):
             self._cut(int(part))
 
@@ -466,56 +468,63 @@ class _Packs:
         _core.fill_edges(
             records, self._ids, offsets, source, target, position, logprob, given
         )
+        row_pack = np.repeat(self._bins.last, self._n_rows)
+        packs = np.arange(self._bins.n_packs + 1)
+        self._edge_offsets = offsets[np.searchsorted(row_pack, packs)]
         line = np.repeat(records["line"], counts)
-        pack = np.repeat(np.repeat(self._bins.last, self._n_rows), counts)
+        weight = self._weights(trained, line, position, counts)
         if self._prefixes:
             # a source counts from the first pack of its part
+            pack = np.repeat(row_pack, counts)
             first = np.repeat(np.repeat(self._bins.first, self._n_rows), counts)
             carried = np.flatnonzero(pack > first)
             on, source[carried] = np.divmod(source[carried], options.max_tokens)
             pack[carried] = first[carried] + on
             order = np.argsort(pack, kind="stable")
-            line, pack = line[order], pack[order]
+            line, weight = line[order], weight[order]
             source, target, position = source[order], target[order], position[order]
             logprob, given = logprob[order], given[order]
-        self._edge_offsets = np.searchsorted(pack, np.arange(self._bins.n_packs + 1))
-        logprob[given == 0] = 0.0
-        valid = pa.array(given.view(np.bool_)).buffers()[1]
-        n_tokens = row_lengths(table)
+            self._edge_offsets = np.searchsorted(pack[order], packs)
+        valid = None if given.all() else pa.array(given.view(np.bool_)).buffers()[1]
         self._edges = {
             "edge_source": pa.array(source),
             "edge_target": pa.array(target),
             "edge_row": pa.array(line + first_row),
             "edge_position": pa.array(position),
-            "edge_weight": pa.array(self._weights(trained, line, position, n_tokens)),
+            "edge_weight": pa.array(weight),
             "edge_logprob": pa.Array.from_buffers(
                 pa.float32(), n, [valid, pa.py_buffer(logprob)]
             ),
         }
         for name in options.columns:
             self._edges[f"edge_{name}"] = _of_edges(
-                table, name, n_tokens, line, position
+                table, name, row_lengths(table), line, position
             )
 
     def _weights(
-        self, trained: Bools | None, line: Longs, position: Ints, n_tokens: Longs
+        self, trained: Bools | None, line: Longs, position: Ints, counts: Longs
     ) -> npt.NDArray[np.float64]:
-        """The weight of each edge in the loss."""
-        table = self._table
-        counted = np.ones(len(line), np.bool_)
+        """The weight of each edge in the loss, for the edges in the order of records."""
+        table, lines = self._table, self._records["line"]
         if trained is not None:
-            counted = trained[offsets_of(n_tokens)[line] + position]
-        n_trained = np.bincount(line, counted, minlength=table.num_rows)
-        lacking = np.asarray(table.column("row_weight").is_null()) & (n_trained > 0)
+            of_edge = trained[offsets_of(row_lengths(table))[line] + position]
+            n_trained = np.bincount(line, of_edge, minlength=table.num_rows)[lines]
+        else:
+            n_trained = counts
+        lacking = np.asarray(table.column("row_weight").is_null())[lines]
+        lacking &= n_trained > 0
         if lacking.any():
             raise InvalidTurnsError(
-                f"{place(table, int(np.argmax(lacking)))}: row_weight is null, though it "
-                "trains tokens. trajkit.add_weights makes weights"
+                f"{place(table, int(lines[lacking].min()))}: row_weight is null, though "
+                "it trains tokens. trajkit.add_weights makes weights"
             )
-        weight = table.column("row_weight").fill_null(0.0).to_numpy()
+        weight = table.column("row_weight").fill_null(0.0).to_numpy()[lines]
         if self._options.reduce == "mean":
             weight = weight / np.maximum(n_trained, 1)
-        return np.where(counted, weight[line], 0.0)
+        weights = np.repeat(weight, counts)
+        if trained is not None:
+            weights[~of_edge] = 0.0
+        return weights
 
     def table(self) -> pa.Table:
         """`trajkit.schema.PACKS`, with the columns that were asked for."""

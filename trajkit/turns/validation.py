@@ -241,12 +241,16 @@ def check_rows(rows: pa.Table) -> pa.Table:
     return rows
 
 
-def check_layout(rows: pa.Table) -> None:
-    """Raise unless rows of either layout, in canonical form, can change their layout."""
+def check_layout(rows: pa.Table, *, read_ids: bool = True) -> None:
+    """Raise unless rows of either layout, in canonical form, can change their layout.
+
+    Without ``read_ids``, token ids are only checked for nulls, so no token is read.
+    """
     ids = "suffix_ids" if "suffix_ids" in rows.column_names else "input_ids"
+    read_ids |= any(chunk.values.null_count for chunk in rows.column(ids).chunks)
     for check in (
         *_ROWS_IN_ORDER,
-        turn_rules.token_ids(ids),
+        *((turn_rules.token_ids(ids),) if read_ids else ()),
         *table_rules.LAYOUT,
     ):
         _raise_first(rows, check(rows))
