@@ -637,6 +637,28 @@ ROW_REASONS = _schema(
 )
 """Why each row begins where it does, one line per row (see `analysis.why`)."""
 
+OUTPUT_KINDS = ("trained", *LOSSES)
+"""What a policy does with a sampled token: it trains it, or loses it for a reason."""
+
+OUTPUT_SPANS = _schema(
+    "output_spans",
+    _required("session_id", pa.string()),
+    _required("turn_index", pa.int32()),
+    # tokens output_start:output_stop of the turn's output
+    _required("output_start", pa.int32()),
+    _required("output_stop", pa.int32()),
+    # one of OUTPUT_KINDS
+    _required("kind", _names),
+    # the row that trains them, lost them, or has them as context. null: no row does
+    pa.field("row_index", pa.int32()),
+    # the turn whose prompt caused the loss because it departs from an earlier path.
+    # null: none did
+    pa.field("drift_turn", pa.int32()),
+)
+"""Each range of sampled tokens and what a policy does with it, in order of session, turn
+and position (see `analysis.output_spans`). Every sampled token is in one line; a token that
+several rows train is in one line per row."""
+
 _SUFFIX_FIELDS = {
     "input_ids": (
         # first token of the suffixes: shared_length, or the row's first trained token

@@ -104,14 +104,16 @@ def sessions_of(rows: pa.Table, calls: Calls) -> Rows:
     return np.asarray(found.fill_null(-1), np.int64)
 
 
-def flat_turns(calls: Calls) -> Sampled:
-    """Ids and logprobs of calls; only prompts in delta form are copied."""
+def flat_turns(calls: Calls, *, prompts: bool = True) -> Sampled:
+    """Ids and logprobs of calls; only prompts in delta form are copied.
+
+    Without ``prompts`` there are none, which saves that copy.
+    """
     table = calls.table
     outputs = ids_of(table.column("output_ids"))
     logprobs, given = _logprobs(calls, outputs)
-    return Sampled(
-        calls, _prompts(calls), outputs, logprobs, given, _unmasked(calls, outputs)
-    )
+    shown = _prompts(calls) if prompts else []
+    return Sampled(calls, shown, outputs, logprobs, given, _unmasked(calls, outputs))
 
 
 def lacking_logprobs(calls: Calls) -> Longs:

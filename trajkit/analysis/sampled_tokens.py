@@ -1,0 +1,352 @@
+"""`output_spans`: what a policy does with every sampled token."""
+
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+
+from trajkit._arguments import chosen_int
+from trajkit._arrow.canonical import TableLike, as_table
+from trajkit._streams import limits
+from trajkit.pipeline.links import find_links, measure
+from trajkit.pipeline.plan import NO_LIMIT, plan_rows
+from trajkit.pipeline.rows import linearize
+from trajkit.policies import Policy
+from trajkit.policies import policy as named_policy
+from trajkit.schema import EMPTY_KINDS, LINK_REASONS, OUTPUT_KINDS, OUTPUT_SPANS
+from trajkit.turns.calls import Calls, Ints, Longs, read_calls
+from trajkit.turns.flat_buffers import (
+    Pieces,
+    flat_turns,
+    ids_of,
+    pieces_of,
+    sessions_of,
+)
+from trajkit.turns.prefix_forest import grow
+from trajkit.turns.records import as_turns
+from trajkit.turns.session_metadata import SessionFacts, errored, session_facts
+from trajkit.turns.trainability import aborted_calls, without_aborted
+
+_CODES = {kind: code for code, kind in enumerate(OUTPUT_KINDS)}
+_UNKNOWN = -1
+
+# The loss of a turn in no chain, by its link_reason.
+_LINK_LOSSES = {
+    "unrouted": "unrouted",
+    "ambiguous": "quarantined",
+    "superseded": "quarantined",
+    "unresolved": "quarantined",
+    "unresolved_ambiguous": "quarantined",
+    "unresolved_kept": "quarantined",
+    "chain_quarantined": "quarantined",
+    "refused_tokens": "refused",
+    "refused_truncated": "refused",
+    "retried": "retried",
+}
+
+
+def output_spans(
+    turns: TableLike,
+    policy: str | Policy = "faithful",
+    *,
+    sessions: TableLike | None = None,
+    max_row_tokens: int | None = None,
+) -> pa.Table:
+    """Say for every sampled token whether a policy trains it, where, and why not.
+
+    Parameters
+    ----------
+    turns : table
+        `trajkit.schema.TURNS` in full or delta form.
+    policy : str or Policy
+        As for `trajkit.linearize`.
+    sessions : table, optional
+        As for `trajkit.linearize`; a session with an error trains nothing.
+    max_row_tokens : int, optional
+        As for `trajkit.linearize`.
+
+    Returns
+    -------
+    Table
+        `trajkit.schema.OUTPUT_SPANS`. Per session and kind, the tokens are those of the
+        report of `trajkit.linearize`: ``tokens_trained`` and each ``lost_*``. Of a
+        token that several rows train, each row has a line.
+
+    Raises
+    ------
+    SchemaError, InvalidTurnsError, PolicyError, ArgumentError
+        As `trajkit.linearize`.
+
+    Examples
+    --------
+    >>> import trajkit as tk
+    >>> turns = tk.from_records(
+    ...     [
+    ...         {"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3]},
+    ...         {"session_id": "a", "prompt_ids": [1, 2, 9], "output_ids": [4]},
+    ...     ]
+    ... )
+    >>> spans = tk.analysis.output_spans(turns, "trl")
+    >>> for line in spans.to_pylist():
+    ...     print(*list(line.values())[1:])
+    0 0 1 trained 0 None
+    0 1 2 absorbed 0 1
+    1 0 1 trained 0 None
+    """
+    chosen = named_policy(policy)
+    cap = NO_LIMIT
+    if max_row_tokens is not None:
+        cap = chosen_int("max_row_tokens", max_row_tokens, 1)
+    calls = read_calls(as_turns(as_table(turns)))
+    facts = session_facts(None, sessions)
+    parts = [OUTPUT_SPANS.empty_table()]
+    for part in calls.split(limits.PART_TOKENS):
+        parts.append(_Outputs(part, chosen, cap, facts).table())
+    return pa.concat_tables(parts)
+
+
+class _Outputs:
+    """The sampled tokens of some sessions under a policy."""
+
+    def __init__(
+        self, calls: Calls, policy: Policy, cap: int, facts: SessionFacts
+    ) -> None:
+        calls = calls.mask_sessions(errored(facts.of_calls(calls)))
+        self._policy, self._cap, self._facts = policy, cap, facts
+        self._aborted = aborted_calls(calls) & (calls.calls["trainable"] != 0)
+        self._calls, _ = without_aborted(calls, policy)
+        self._sampled = flat_turns(self._calls, prompts=False)
+        self._forest = grow(self._calls)
+        self._links = find_links(self._calls, self._forest, policy)
+        measure(self._calls, self._forest, self._links)
+        # one per sampled token: its call, an index in OUTPUT_KINDS, a row, and the call
+        # whose drift lost it
+        self._call = self._sampled.outputs.owner
+        self._kind = np.full(len(self._call), _UNKNOWN, np.int8)
+        self._row = np.full(len(self._call), -1, np.int32)
+        self._drift = np.full(len(self._call), -1, np.int32)
+
+    def table(self) -> pa.Table:
+        """The lines as `trajkit.schema.OUTPUT_SPANS`."""
+        rows, pieces = self._rows(self._policy, self._cap)
+        at, piece = self._add(rows, pieces)
+        self._row[at] = pieces.row[piece]
+        self._bar(pieces)
+        self._leave_out()
+        self._drop_rows()
+        return self._lines(rows, pieces)
+
+    def _rows(self, policy: Policy, cap: int) -> tuple[pa.Table, Pieces]:
+        """The rows under a policy, without their tokens, and their spans."""
+        calls = self._calls
+        rows = linearize(
+            calls.table,
+            policy,
+            sessions=self._facts.table,
+            max_row_tokens=None if cap == NO_LIMIT else cap,
+            layout="suffix",
+        ).select(["session_id", "row_index", "turns", "spans"])
+        return rows, pieces_of(rows, self._sampled, sessions_of(rows, calls))
+
+    def _add(self, rows: pa.Table, pieces: Pieces) -> tuple[Longs, Longs]:
+        """Mark the tokens without a mark that these spans train or lost.
+
+        Returns
+        -------
+        token, piece : ndarray of int64, shape (n,)
+            The tokens, and the span of each: the last assignment is the first span.
+        """
+        kinds = np.isin(pieces.kind, ("trained", *EMPTY_KINDS))
+        at, piece = self._tokens(pieces, np.flatnonzero(kinds))
+        unknown = self._kind[at] == _UNKNOWN
+        at, piece = at[unknown], piece[unknown]
+        codes = np.array([_CODES.get(kind, _UNKNOWN) for kind in pieces.kind], np.int8)
+        self._kind[at] = codes[piece]
+        self._drift[at] = self._absorbed_by(rows, pieces)[piece]
+        return at, piece
+
+    def _tokens(self, pieces: Pieces, which: Longs) -> tuple[Longs, Longs]:
+        """The sampled tokens of some spans, last span first, and the span of each.
+
+        Values assigned to them in this order are those of a token's first span.
+        """
+        which = which[::-1]
+        at = pieces.take(which).sampled(self._sampled)
+        return at, np.repeat(which, (pieces.out_stop - pieces.out_start)[which])
+
+    def _bar(self, pieces: Pieces) -> None:
+        """Mark the tokens that may not be trained, with the first row that has them."""
+        sampled, barred = self._sampled, np.full(len(self._kind), _UNKNOWN, np.int8)
+        if self._policy.missing_logprobs == "untrain":
+            barred[~sampled.given] = _CODES["no_logprob"]
+        barred[~sampled.unmasked] = _CODES["masked"]
+        call = self._calls.calls["trainable"] == 0
+        barred[call[self._call]] = _CODES["untrainable"]
+        barred[(call & self._aborted)[self._call]] = _CODES["aborted"]
+        found = barred != _UNKNOWN
+        self._kind[found] = barred[found]
+        self._row[found] = self._drift[found] = -1
+        which = np.flatnonzero(pieces.kind == "untrainable")
+        at, piece = self._tokens(pieces, which)
+        self._row[at] = pieces.row[piece]
+
+    def _leave_out(self) -> None:
+        """Mark the tokens of turns in no chain, or in no chain that is selected."""
+        links, policy = self._links, self._policy
+        n_calls = len(links)
+        kinds = np.full(n_calls, _UNKNOWN, np.int8)
+        drift = np.full(n_calls, -1, np.int32)
+        if policy.row_selection == "main":
+            kinds[self._plan_owners() < 0] = _CODES["not_selected"]
+        losses = [_LINK_LOSSES.get(reason, "unrouted") for reason in LINK_REASONS]
+        by_reason = np.array([_CODES[loss] for loss in losses], np.int8)
+        absent = links["order"] < 0
+        kinds[absent] = by_reason[links["link_reason"][absent]]
+        refused = LINK_REASONS.index("refused_tokens")
+        own = absent & (links["link_reason"] == refused)
+        drift[own] = np.flatnonzero(own)
+        rewritten = absent & (links["rewritten_by"] >= 0)
+        kinds[rewritten] = _CODES["rewritten"]
+        drift[rewritten] = links["rewritten_by"][rewritten]
+        tokens = (self._kind == _UNKNOWN) & (kinds[self._call] != _UNKNOWN)
+        self._kind[tokens] = kinds[self._call[tokens]]
+        self._drift[tokens] = drift[self._call[tokens]]
+
+    def _plan_owners(self) -> Ints:
+        """The last call of the chain that trains each call's output, or -1."""
+        return plan_rows(
+            self._calls, self._forest, self._links, self._policy, self._cap
+        ).owners
+
+    def _drop_rows(self) -> None:
+        """Mark the tokens of rows that the policy does not return.
+
+        Without its limits, all of them are returned but those that restarted.
+        """
+        if not (self._kind == _UNKNOWN).any():
+            return
+        every = replace(
+            self._policy, max_rows=None, keep_untrained=True, keep_empty=True
+        )
+        rows, pieces = self._rows(every, NO_LIMIT)
+        at, piece = self._add(rows, pieces)
+        into = at - self._sampled.outputs.offsets[pieces.call[piece]]
+        place = pieces.start[piece] + into - pieces.out_start[piece]
+        dropped = np.where(place >= self._cap, _CODES["cut"], _CODES["over_max_rows"])
+        trained = pieces.kind[piece] == "trained"
+        self._kind[at[trained]] = dropped[trained]
+        lost = np.unique(self._call[self._kind == _UNKNOWN])
+        if len(lost):
+            self._restart(lost)
+
+    def _restart(self, lost: Longs) -> None:
+        """Mark the tokens of rows that restarted, of these calls.
+
+        Only ``absorb_any`` restarts rows. A call is lost to the first prompt after it in
+        its chain that departs inside its path.
+        """
+        links, policy = self._links, self._policy
+        lcp, parents = links["lcp"].tolist(), links["parent"].tolist()
+        prompt_len = self._calls.calls["prompt_len"].tolist()
+        offsets = self._sampled.outputs.offsets.tolist()
+        owners = self._plan_owners()[lost]
+        for leaf in np.unique(owners).tolist():
+            chain = [leaf]
+            while parents[chain[-1]] >= 0:
+                chain.append(parents[chain[-1]])
+            chain.reverse()
+            # where each row of the chain begins
+            opened, openers = prompt_len[chain[0]], set()
+            for call in chain[1:]:
+                if lcp[call] < opened:
+                    opened = prompt_len[call]
+                    openers.add(call)
+            place = {call: k for k, call in enumerate(chain)}
+            for call in lost[owners == leaf].tolist():
+                k, first, end = place[call], offsets[call], offsets[call + 1]
+                while end > first:
+                    k += 1
+                    by, kept, kind = chain[k], first, "restarted"
+                    if by not in openers:
+                        kind = "absorbed"
+                        shared = first + lcp[by] - prompt_len[call]
+                        if shared >= end:
+                            continue
+                        if policy.keep_prefix:
+                            kept = max(shared, first)
+                    tokens = kept + np.flatnonzero(self._kind[kept:end] == _UNKNOWN)
+                    self._kind[tokens] = _CODES[kind]
+                    self._drift[tokens] = by
+                    end = kept
+
+    def _absorbed_by(self, rows: pa.Table, pieces: Pieces) -> Ints:
+        """The call that absorbed each span: the first of its row that departs in it."""
+        by = np.full(len(pieces), -1, np.int32)
+        which = np.flatnonzero(pieces.kind == "absorbed")
+        if not len(which):
+            return by
+        calls, lcp = self._calls, self._links["lcp"]
+        turns = ids_of(rows.column("turns"))
+        row_of = turns.owner
+        called = calls.named(sessions_of(rows, calls)[row_of], turns.values)
+        # rows that absorb have their calls in the order of turns
+        n_calls = len(calls.calls)
+        keys = row_of * n_calls + called
+        row, call = pieces.row[which], pieces.call[which]
+        at = np.searchsorted(keys, row * n_calls + call) + 1
+        end = calls.calls["prompt_len"][call] + pieces.out_stop[which]
+        last = turns.offsets[row + 1]
+        while True:
+            inside = at < last
+            later = np.append(called, -1)[np.where(inside, at, -1)]
+            clean = inside & (lcp[later] >= end)
+            if not clean.any():
+                break
+            at += clean
+        by[which] = np.where(inside, later, -1)
+        return by
+
+    def _lines(self, rows: pa.Table, pieces: Pieces) -> pa.Table:
+        """One line per run of equal tokens, and one per further row that trains it."""
+        calls, offsets = self._calls, self._sampled.outputs.offsets
+        n_tokens = len(self._kind)
+        starts = np.ones(n_tokens, np.bool_)
+        starts[1:] = False
+        for values in (columns := (self._call, self._kind, self._row, self._drift)):
+            starts[1:] |= values[1:] != values[:-1]
+        first = np.flatnonzero(starts)
+        stop = np.append(first[1:], n_tokens)[: len(first)]
+        call, kind, row, drift = (values[first] for values in columns)
+        lines = np.stack([call, first, stop, kind, row, drift]).astype(np.int64)
+        trained = pieces.take(np.flatnonzero(pieces.kind == "trained"))
+        begin = offsets[trained.call] + trained.out_start
+        again = np.flatnonzero(self._row[begin] != trained.row)
+        more = trained.take(again)
+        end = begin[again] + more.out_stop - more.out_start
+        same = np.zeros(len(again), np.int64)
+        lines = np.hstack(
+            [lines, [more.call, begin[again], end, same, more.row, same - 1]]
+        )
+        lines = lines[:, np.lexsort((lines[4], lines[1]))]
+        call, start, stop, kind, row, drift = lines
+        row_index = rows.column("row_index").to_numpy()
+        return pa.Table.from_arrays(
+            [
+                calls.session_ids.take(pa.array(calls.session_of()[call])),
+                pa.array(calls.turn_index[call]),
+                pa.array((start - offsets[call]).astype(np.int32)),
+                pa.array((stop - offsets[call]).astype(np.int32)),
+                pa.DictionaryArray.from_arrays(
+                    pa.array(kind.astype(np.int8)), pa.array(OUTPUT_KINDS)
+                ),
+                _named(row_index, row),
+                _named(calls.turn_index, drift),
+            ],
+            schema=OUTPUT_SPANS,
+        )
+
+
+def _named(values: Ints, index: Longs) -> pa.Array:
+    """The value at each index, null for -1."""
+    none = index < 0
+    return pa.array(np.append(values, 0)[index].astype(np.int32), mask=none)
