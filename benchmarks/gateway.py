@@ -154,6 +154,8 @@ class Host:
 class Told:
     """What a gateway acknowledged."""
 
+    # each session's API key
+    keys: dict[str, str] = field(default_factory=dict)
     # of each session, the number that was said and the reply to it, in order
     replies: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
     # of each session that was finished, its reward
@@ -183,7 +185,7 @@ class Line:
         self._address = host, int(port)
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def ask(self, path: str, body: object = None, session: str = "") -> Json:
+    async def ask(self, path: str, body: object = None, key: str = "") -> Json:
         """The answer to a POST of a body, or to a GET without one.
 
         Raises
@@ -199,7 +201,7 @@ class Line:
         data = b"" if body is None else json.dumps(body).encode()
         verb = "GET" if body is None else "POST"
         writer.write(
-            f"{verb} {path} HTTP/1.1\r\nHost: gateway\r\nX-Session-Id: {session}\r\n"
+            f"{verb} {path} HTTP/1.1\r\nHost: gateway\r\nX-Session-Key: {key}\r\n"
             f"Content-Length: {len(data)}\r\n\r\n".encode()
             + data
         )
@@ -220,7 +222,8 @@ class Line:
 async def open_session(url: str, session: str, told: Told) -> None:
     """Open a session under its own name."""
     with closing(Line(url)) as line:
-        await line.ask("/sessions", {"session_id": session})
+        opened = await line.ask("/sessions", {"session_id": session})
+    told.keys[session] = opened["api_key"]
     told.replies[session] = []
 
 
@@ -237,7 +240,7 @@ async def converse(
             conversation.append({"role": "user", "content": said(session, number)})
             told.unanswered.add((session, number))
             answer = await line.ask(
-                "/v1/chat/completions", {"messages": conversation}, session
+                "/v1/chat/completions", {"messages": conversation}, told.keys[session]
             )
             message = answer["choices"][0]["message"]
             conversation.append(message)

@@ -105,8 +105,9 @@ class Admin:
         outcome = Outcome()
         outcome.update(_outcome_fields(body))
         session_id = body.get("session_id", as_text)
-        name = self.sessions.open(session_id, terms, outcome).session_id
-        return JSONResponse({"session_id": name, "api_key": name})
+        opened = self.sessions.open(session_id, terms, outcome)
+        keys = {"session_id": opened.session_id, "api_key": opened.api_key}
+        return JSONResponse(keys)
 
     async def show(self, request: Request) -> Response:
         return JSONResponse(self.sessions.describe(request.path_params["session_id"]))

@@ -67,7 +67,7 @@ from trajkit_shim.weight_updates import Weights
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
 
-SESSION_HEADER = "x-session-id"
+KEY_HEADER = "x-session-key"
 # bytes of a request body that is parsed in well below a millisecond
 _SHORT_BODY = 16 << 10
 # where the clients of the protocols put their API key
@@ -100,8 +100,8 @@ def create_app(
     Routes: the trainer's (`admin`, `weight_updates`); ``GET /v1/models``; ``GET
     /healthz``; ``GET /prompts``, which reports how prompts are built and what the chat
     template does; and the paths of every protocol (`trajkit_shim.protocols`). A call
-    names its session by the path prefix ``/s/{id}``, else by the header
-    ``x-session-id``, else by its API key.
+    names its session by the session's key, in the path prefix ``/s/{key}``, else in the
+    header ``x-session-key``, else as API key.
 
     Parameters
     ----------
@@ -197,7 +197,7 @@ def create_app(
             *(
                 Route(prefix + path, endpoint, methods=[method])
                 for path, method, endpoint in gateway.client_routes()
-                for prefix in ("", "/s/{session_id}")
+                for prefix in ("", "/s/{session_key}")
             ),
         ],
         exception_handlers={
@@ -512,8 +512,8 @@ def _stream(events: bytes) -> Response:
 
 
 def _session_claims(request: Request) -> Iterator[str]:
-    """Yield what may be the id of a call's session, in order of precedence."""
-    named = request.path_params.get("session_id") or request.headers.get(SESSION_HEADER)
+    """Yield what may be the key of a call's session, in order of precedence."""
+    named = request.path_params.get("session_key") or request.headers.get(KEY_HEADER)
     if named is not None:
         yield named
         return

@@ -14,9 +14,7 @@ from pathlib import Path
 
 from trajkit.cli.options import Commands
 from trajkit_shim import engine_options as options
-
-ADMIN_TOKEN = "TRAJKIT_ADMIN_TOKEN"
-"""Environment variable of the admin token."""
+from trajkit_shim.engine_options import ADMIN_TOKEN
 
 
 def add_serve(commands: Commands) -> None:
@@ -27,7 +25,7 @@ def add_serve(commands: Commands) -> None:
         description="Run a gateway that speaks OpenAI Chat Completions and Responses, "
         "Anthropic Messages and Gemini generateContent, samples from an inference "
         "engine in token ids, and writes every call to the run's turn log before it is "
-        "answered. POST /sessions opens a session; its id is the API key.",
+        "answered. POST /sessions opens a session and returns its API key.",
     )
     options.add_engine(parser)
     helps = {

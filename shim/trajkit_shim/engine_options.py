@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from trajkit_shim.prompting.render import ChatRenderer
     from trajkit_shim.replies.external_parsers import ReplyParser
 
+ADMIN_TOKEN = "TRAJKIT_ADMIN_TOKEN"
+"""Environment variable of the admin token."""
+
 # values of --tool-form that select an external parser
 _OUTSIDE = ("sglang", "schema")
 

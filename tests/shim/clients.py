@@ -50,6 +50,8 @@ class InProcess:
         self.app = create_app(engine, renderer, self.log, **options)
         self.http = self._http(http)
         self._anthropic_http = self._http(http_of(anthropic.DefaultAsyncHttpxClient))
+        # the ids of sessions by their keys
+        self.ids: dict[str, str] = {}
 
     def _http(self, library):
         transport = library.ASGITransport(app=self.app, raise_app_exceptions=False)
@@ -66,7 +68,7 @@ class InProcess:
     def anthropic(
         self, key: str = "none", *, path: str = "", **options: object
     ) -> anthropic.AsyncAnthropic:
-        """A client that puts the session's id in ``x-api-key``."""
+        """A client that puts the session's key in ``x-api-key``."""
         return anthropic.AsyncAnthropic(
             api_key=key,
             base_url=f"{self.url}{path}",
@@ -76,7 +78,7 @@ class InProcess:
         )
 
     def gemini(self, key: str = "none", *, path: str = "") -> genai.Client:
-        """A client that puts the session's id in ``x-goog-api-key``."""
+        """A client that puts the session's key in ``x-goog-api-key``."""
         return genai.Client(
             api_key=key,
             http_options=genai.types.HttpOptions(
@@ -88,14 +90,20 @@ class InProcess:
         """A client whose key is a new session."""
         reply = await self.http.post("/sessions", json=fields)
         assert reply.status_code == 200, reply.text
-        return self.client(reply.json()["api_key"])
+        opened = reply.json()
+        self.ids[opened["api_key"]] = opened["session_id"]
+        return self.client(opened["api_key"])
 
-    async def open_id(self, **fields: object) -> str:
-        """The id of a new session."""
+    async def open_key(self, **fields: object) -> str:
+        """The key of a new session."""
         return (await self.open(**fields)).api_key
 
+    def path_of(self, key: "str | openai.AsyncOpenAI") -> str:
+        """The trainer's path of a session, by its key or its client."""
+        return f"/sessions/{self.ids[getattr(key, 'api_key', key)]}"
+
     async def session(self, client: openai.AsyncOpenAI) -> dict[str, object]:
-        return (await self.http.get(f"/sessions/{client.api_key}")).json()
+        return (await self.http.get(self.path_of(client))).json()
 
     def turns(self) -> list[dict[str, object]]:
         return read_log(self.log.path).to_pylist()
@@ -201,7 +209,7 @@ async def late_stream(gateway: InProcess, path: str, body: Json, held: Held) -> 
         "method": "POST",
         "path": path,
         "query_string": b"",
-        "headers": [(b"x-session-id", session.encode())],
+        "headers": [(b"x-session-key", session.encode())],
     }
     await gateway.app(scope, receive, send)
     return b"".join(read)

@@ -58,7 +58,7 @@ def test_a_number_beyond_every_double_is_no_json():
 async def test_a_part_whose_type_is_no_name_is_refused(tmp_path):
     body = {"input": [{"role": "user", "content": [{"type": {}}]}]}
     async with in_process(ScriptedEngine(), RENDERER, tmp_path) as gateway:
-        key = await gateway.open_id()
+        key = await gateway.open_key()
         answer = await gateway.http.post(f"/s/{key}/v1/responses", json=body)
     assert answer.status_code == 400
     assert "input[0].content[0].type" in answer.json()["error"]["message"]
@@ -75,7 +75,7 @@ def test_a_count_of_retries_of_any_length(count, again):
 async def test_half_a_surrogate_pair_that_a_model_spells_is_recorded(tmp_path):
     said = '<tool_call>\n{"name": "\\ud800", "arguments": {}}\n</tool_call>'
     async with in_process(ScriptedEngine(sampled(said)), RENDERER, tmp_path) as gateway:
-        key = await gateway.open_id()
+        key = await gateway.open_key()
         answer = await gateway.http.post(
             f"/s/{key}/v1/chat/completions", json={"messages": [USER]}
         )
@@ -158,7 +158,7 @@ async def test_a_streamed_id_outside_the_vocabulary(tmp_path, wrong):
     ids[2] = wrong
     engine = PiecewiseEngine(replace(good, output_ids=ids))
     async with in_process(engine, RENDERER, tmp_path) as gateway:
-        key = await gateway.open_id()
+        key = await gateway.open_key()
         answer = await gateway.http.post(
             f"/s/{key}/v1/chat/completions", json={"messages": [USER], "stream": True}
         )
@@ -192,16 +192,16 @@ async def test_an_end_that_could_not_be_written_is_written_when_asked_again(
     tmp_path, monkeypatch, how
 ):
     async with in_process(ScriptedEngine(), RENDERER, tmp_path) as gateway:
-        key = await gateway.open_id()
+        key = await gateway.open_key()
 
         def fails(*_):
             raise OSError(errno.ENOSPC, "No space left on device")
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", fails)
-            failed = await gateway.http.post(f"/sessions/{key}/{how}")
+            failed = await gateway.http.post(f"{gateway.path_of(key)}/{how}")
         assert failed.status_code == 500
-        again = await gateway.http.post(f"/sessions/{key}/{how}")
+        again = await gateway.http.post(f"{gateway.path_of(key)}/{how}")
         assert again.status_code == 200
     (line,) = tk.read_sessions(gateway.log.directory).to_pylist()
     assert line["ended_by"] == how

@@ -59,7 +59,7 @@ async def test_a_reply_of_text(tmp_path):
     assert reply.choices[0].finish_reason == "stop"
     assert reply.usage.prompt_tokens == len(engine.prompts[0])
     assert reply.usage.completion_tokens == 6
-    assert turn["session_id"] == client.api_key
+    assert turn["session_id"] == gateway.ids[client.api_key]
     assert turn["turn_index"] == 0
     assert turn["prompt_ids"] == engine.prompts[0].tolist()
     assert spelled(turn["output_ids"]) == "hello<|im_end|>"
@@ -342,7 +342,7 @@ async def test_closing_a_session_ends_its_calls(tmp_path):
         client = await gateway.open()
         call = asyncio.create_task(ask(client))
         await held.entered.wait()
-        await gateway.http.delete(f"/sessions/{client.api_key}")
+        await gateway.http.delete(gateway.path_of(client))
         with pytest.raises(openai.APIStatusError) as caught:
             await asyncio.wait_for(call, 30)
         assert gateway.turns() == []
@@ -481,10 +481,11 @@ async def test_a_log_that_cannot_be_written(tmp_path, monkeypatch):
 async def test_unknown_and_closed_sessions(tmp_path):
     async with in_process(ScriptedEngine("a"), RENDERER, tmp_path) as gateway:
         client = await gateway.open(session_id="mine", metadata={"task": 3})
-        assert client.api_key == "mine"
-        with pytest.raises(openai.AuthenticationError) as caught:
-            await ask(gateway.client("other"))
-        assert caught.value.code == "invalid_api_key"
+        # a session's name is no key
+        for wrong in ("other", "mine"):
+            with pytest.raises(openai.AuthenticationError) as caught:
+                await ask(gateway.client(wrong))
+            assert caught.value.code == "invalid_api_key"
         again = await gateway.http.post("/sessions", json={"session_id": "mine"})
         assert again.status_code == 409
         closed = await gateway.http.post("/sessions/mine/close")
@@ -493,6 +494,7 @@ async def test_unknown_and_closed_sessions(tmp_path):
         assert again.status_code == 409
         with pytest.raises(openai.APIStatusError) as caught:
             await ask(client)
+        assert client.api_key not in caught.value.message
         assert caught.value.status_code == 410
         assert (await gateway.session(client))["metadata"] == {"task": 3}
         assert (await gateway.http.get("/sessions/other")).status_code == 404
@@ -502,12 +504,12 @@ async def test_unknown_and_closed_sessions(tmp_path):
 async def test_a_call_is_recorded_in_the_session_that_it_names_first(tmp_path):
     """The path comes before the header, and the header before the key."""
     async with in_process(ScriptedEngine("a", "b"), RENDERER, tmp_path) as gateway:
-        path, header, key = [await gateway.open_id() for _ in range(3)]
+        path, header, key = [await gateway.open_key() for _ in range(3)]
 
         async def named(url, session):
             answer = await gateway.http.post(
                 url,
-                headers={"x-session-id": session, "authorization": f"Bearer {key}"},
+                headers={"x-session-key": session, "authorization": f"Bearer {key}"},
                 json={"messages": [USER]},
             )
             return answer.status_code
@@ -518,7 +520,7 @@ async def test_a_call_is_recorded_in_the_session_that_it_names_first(tmp_path):
         assert await named("/s/other/v1/chat/completions", header) == 401
         assert await named("/v1/chat/completions", "other") == 401
         sessions = [turn["session_id"] for turn in gateway.turns()]
-    assert sessions == [path, header]
+    assert sessions == [gateway.ids[path], gateway.ids[header]]
 
 
 async def test_what_an_aborted_call_sampled_is_no_reply_of_the_session(tmp_path):

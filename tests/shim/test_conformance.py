@@ -66,7 +66,7 @@ async def test_a_call_that_is_answered(tmp_path, name, stream, case):
     kind = PiecewiseEngine if stream == "in pieces" else ScriptedEngine
     engine = kind(*[CALL] * failed, reply)
     async with in_process(engine, RENDERER, tmp_path) as gateway:
-        client = driver.client(gateway, await gateway.open_id())
+        client = driver.client(gateway, await gateway.open_key())
         said = driver.user("hi")
         if failed:
             first = await driver.ask(client, said, stream=stream)
@@ -111,13 +111,13 @@ async def test_a_call_that_fails(tmp_path, name, stream, case):
     options = {"max_body_bytes": 4000, "pause_wait_seconds": 0.0}
     async with in_process(engine, RENDERER, tmp_path, **options) as gateway:
         limit = "max_output_tokens" if case == "no token left" else "max_turns"
-        session = await gateway.open_id(**{limit: 1})
+        session = await gateway.open_key(**{limit: 1})
         said = driver.user("hi")
         before = 0
         if case == "an unknown session":
             session = "other"
         elif case == "a closed session":
-            await gateway.http.delete(f"/sessions/{session}")
+            await gateway.http.delete(gateway.path_of(session))
         elif case == "an image":
             said = driver.image()
         elif case == "a body that is too long":
@@ -200,7 +200,7 @@ async def cut(gateway, session, what, stalled):
         stalled.open()
     else:
         how = {"its session is finished": "finish", "its session is dropped": "drop"}
-        await gateway.admin.post(f"/sessions/{session}/{how[what]}")
+        await gateway.admin.post(f"{gateway.path_of(session)}/{how[what]}")
 
 
 @EACH
@@ -227,7 +227,7 @@ async def test_a_call_that_is_cut_off(tmp_path, name, what, when, stream):
         engine = ScriptedEngine("first", stalled, "hello")
     answer, failure = None, None
     async with on_socket(engine, RENDERER, tmp_path) as gateway:
-        session = await gateway.open_id()
+        session = await gateway.open_key()
         client = driver.client(gateway, session)
         # a turn that was answered before
         await driver.ask(client, driver.user("hi"), stream=stream)

@@ -75,7 +75,7 @@ class Line:
             "method": "POST",
             "path": "/v1/chat/completions",
             "query_string": b"",
-            "headers": [(b"x-session-id", self.session.encode()), *headers],
+            "headers": [(b"x-session-key", self.session.encode()), *headers],
         }
         await gateway.app(scope, self.receive, self.send)
 
@@ -96,7 +96,7 @@ async def gateway(tmp_path):
 @pytest.mark.anyio
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_an_answer_that_arrives_is_amended_by_nothing(gateway, stream):
-    line = Line(await gateway.open_id(), stream=stream)
+    line = Line(await gateway.open_key(), stream=stream)
     await line.ask(gateway)
     assert logged(gateway) == [(True, None)]
     assert (await gateway.session(gateway.client(line.session)))["undelivered"] == 0
@@ -106,7 +106,7 @@ async def test_an_answer_that_arrives_is_amended_by_nothing(gateway, stream):
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("raises", [None, OSError("closed")], ids=["silent", "raises"])
 async def test_a_client_that_leaves_before_its_answer(gateway, stream, raises):
-    line = Line(await gateway.open_id(), stream=stream, lost_after=1, raises=raises)
+    line = Line(await gateway.open_key(), stream=stream, lost_after=1, raises=raises)
     await line.ask(gateway)
     assert len(line.sent) == 1
     assert logged(gateway) == [(False, "undelivered")]
@@ -116,7 +116,7 @@ async def test_a_client_that_leaves_before_its_answer(gateway, stream, raises):
 @pytest.mark.anyio
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_the_server_looks_for_the_client_before_a_short_body(gateway, stream):
-    session = await gateway.open_id()
+    session = await gateway.open_key()
     line = Line(session, stream=stream, lost_after=1, noticed=False)
     await line.ask(gateway)
     assert logged(gateway) == [(False, "undelivered")]
@@ -136,7 +136,7 @@ async def test_a_client_that_leaves_in_the_midst_of_a_long_answer(
 ):
     engine = ScriptedEngine("x" * 100_000)
     async with in_process(engine, RENDERER, tmp_path) as gateway:
-        line = Line(await gateway.open_id(), lost_after=lost_after)
+        line = Line(await gateway.open_key(), lost_after=lost_after)
         await line.ask(gateway)
         assert logged(gateway) == [told]
 
@@ -158,7 +158,7 @@ async def test_a_client_that_leaves_a_stream_that_has_begun(
     async with in_process(
         ScriptedEngine(held), RENDERER, tmp_path, **options
     ) as gateway:
-        session = await gateway.open_id()
+        session = await gateway.open_key()
         line = Line(session, stream=True, lost_with=lost_with, noticed=noticed)
         call = asyncio.create_task(line.ask(gateway))
         while len(line.sent) < 3:
@@ -171,7 +171,7 @@ async def test_a_client_that_leaves_a_stream_that_has_begun(
 
 @pytest.mark.anyio
 async def test_a_request_that_is_cancelled_while_its_answer_is_sent(gateway):
-    line = Line(await gateway.open_id())
+    line = Line(await gateway.open_key())
     entered = asyncio.Event()
 
     async def stuck(message):
@@ -191,7 +191,7 @@ async def test_an_answer_that_cannot_be_written_is_not_delivered(gateway, monkey
     def fail(*_):
         raise RuntimeError("no words")
 
-    session = await gateway.open_id()
+    session = await gateway.open_key()
     with monkeypatch.context() as patch:
         patch.setattr("trajkit_shim.app._json", fail)
         with pytest.raises(RuntimeError, match="no words"):
@@ -201,7 +201,7 @@ async def test_an_answer_that_cannot_be_written_is_not_delivered(gateway, monkey
 
 @pytest.mark.anyio
 async def test_an_answer_that_is_given_again_and_arrives_trains_after_all(gateway):
-    session = await gateway.open_id()
+    session = await gateway.open_key()
     await Line(session, lost_after=1).ask(gateway)
     await Line(session, lost_after=1).ask(gateway, RETRY)
     assert logged(gateway) == [(False, "undelivered")]
@@ -220,7 +220,7 @@ async def test_an_answer_that_is_given_again_and_arrives_trains_after_all(gatewa
 async def test_one_of_two_connections_is_enough(tmp_path, lost):
     held = Held("a")
     async with in_process(ScriptedEngine(held), RENDERER, tmp_path) as gateway:
-        session = await gateway.open_id(replay=True)
+        session = await gateway.open_key(replay=True)
         lines = [Line(session, lost_after=each) for each in lost]
         calls = [asyncio.create_task(line.ask(gateway)) for line in lines]
         while (await gateway.session(gateway.client(session)))["replayed"] == 0:
@@ -233,7 +233,7 @@ async def test_one_of_two_connections_is_enough(tmp_path, lost):
 @pytest.mark.anyio
 async def test_a_turn_stays_dropped_when_its_answer_is_lost_later(gateway, monkeypatch):
     monkeypatch.setattr("trajkit_shim.sessions.sessions._GRACE_SECONDS", 0.0)
-    line, entered = Line(await gateway.open_id()), asyncio.Event()
+    line, entered = Line(await gateway.open_key()), asyncio.Event()
 
     async def stuck(message):
         entered.set()
@@ -242,14 +242,14 @@ async def test_a_turn_stays_dropped_when_its_answer_is_lost_later(gateway, monke
     line.send = stuck
     call = asyncio.create_task(line.ask(gateway))
     await entered.wait()
-    await gateway.http.post(f"/sessions/{line.session}/drop")
+    await gateway.http.post(f"{gateway.path_of(line.session)}/drop")
     await asyncio.gather(call, return_exceptions=True)
     assert logged(gateway) == [(False, "dropped")]
 
 
 @pytest.mark.anyio
 async def test_what_is_lost_is_not_trained_and_counted(gateway):
-    session = await gateway.open_id()
+    session = await gateway.open_key()
     await Line(session, lost_after=1).ask(gateway)
     await Line(session).ask(gateway)
     turns = tk.read_turns(gateway.log.directory)
@@ -330,7 +330,7 @@ def test_a_client_that_hangs_up_on_a_socket(tmp_path):
 
 @pytest.mark.anyio
 async def test_a_client_that_leaves_before_it_has_sent_its_request(gateway, caplog):
-    line = Line(await gateway.open_id())
+    line = Line(await gateway.open_key())
     line.body = b""
     line.gone.set()
     line.gone.is_set = lambda: False

@@ -29,12 +29,12 @@ class Gateway:
     async def ask(self, given=None, path="/v1/chat/completions", **headers):
         return await self.gateway.http.post(
             path,
-            headers={"x-session-id": self.session, **headers},
+            headers={"x-session-key": self.session, **headers},
             json=given or body(),
         )
 
     async def shown(self):
-        return (await self.gateway.http.get(f"/sessions/{self.session}")).json()
+        return (await self.gateway.http.get(self.gateway.path_of(self.session))).json()
 
 
 async def joined(session):
@@ -45,7 +45,7 @@ async def joined(session):
 
 
 async def opened(gateway, **fields):
-    return Gateway(gateway, await gateway.open_id(**fields))
+    return Gateway(gateway, await gateway.open_key(**fields))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ async def test_a_closed_session_gives_nothing_again(tmp_path):
     async with in_process(ScriptedEngine("a"), RENDERER, tmp_path) as gateway:
         session = await opened(gateway)
         await session.ask()
-        await gateway.http.delete(f"/sessions/{session.session}")
+        await gateway.http.delete(gateway.path_of(session.session))
         assert (await session.ask(**RETRY)).status_code == 410
 
 
@@ -192,14 +192,14 @@ async def test_the_official_clients_say_that_they_retry(tmp_path):
     engine = ScriptedEngine("a", "b", "c")
     async with in_process(engine, RENDERER, tmp_path) as gateway:
         one = openai.AsyncOpenAI(
-            api_key=await gateway.open_id(),
+            api_key=await gateway.open_key(),
             base_url="http://gateway/v1",
             http_client=losing_first(gateway, openai.DefaultAsyncHttpxClient),
             max_retries=1,
         )
         reply = await one.chat.completions.create(model="x", **body())
         two = anthropic.AsyncAnthropic(
-            api_key=await gateway.open_id(),
+            api_key=await gateway.open_key(),
             base_url="http://gateway",
             http_client=losing_first(gateway, anthropic.DefaultAsyncHttpxClient),
             max_retries=1,

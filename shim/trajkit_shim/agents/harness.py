@@ -1,7 +1,7 @@
 """Descriptions of harnesses: how one is started, and how its result is read.
 
 A harness is one record in a module of `agents.harnesses`. It gets the gateway's URL and
-a key. The key is the session's id, so its unmodified calls find their session.
+a key. The key is the session's, so its unmodified calls find their session.
 """
 
 from collections.abc import Callable, Mapping

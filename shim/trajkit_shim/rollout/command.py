@@ -2,11 +2,13 @@
 
 import argparse
 import json
+import os
+import secrets
 import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -18,10 +20,12 @@ from trajkit.cli.options import Commands
 from trajkit.cli.progress import Progress
 from trajkit.cli.text import text_table
 from trajkit_shim import engine_options as options
+from trajkit_shim.engine_options import ADMIN_TOKEN
 
 if TYPE_CHECKING:
     from trajkit_shim.rollout.run import Settings, Summary
     from trajkit_shim.rollout.run_log import Rollout
+    from trajkit_shim.rollout.tasks import Task
 
 
 def add_rollout(commands: Commands) -> None:
@@ -51,8 +55,12 @@ def add_rollout(commands: Commands) -> None:
         "--image IMAGE": "for sandboxes that need one, unless the task names one",
         "--path FOLDER...": "directory to put first on the sandbox's PATH; may be "
         "repeated",
+        "--gateway URL": "gateway that records the calls (trajkit serve) instead of one "
+        "that runs with the rollouts and has the options of an engine; needs its token",
         "--gateway-url URL": "URL of the gateway as seen from the sandboxes, if it "
         "differs",
+        "--admin-token TOKEN": "admin token of the gateway (default: a random one); "
+        f"prefer the environment variable {ADMIN_TOKEN}",
         "--install": "install the agent in each sandbox if it is missing",
         "--repeat --samples N 1": "rollouts of each task, which share its group "
         "(default: %(default)s)",
@@ -69,6 +77,7 @@ def add_rollout(commands: Commands) -> None:
     }
     options.add_options(parser, helps, required=["--harness", "--out"])
     options.add_engine(parser)
+    parser.set_defaults(admin_token=os.environ.get(ADMIN_TOKEN))
     parser.set_defaults(run=lambda arguments: _rollout(parser, arguments))
 
 
@@ -76,17 +85,16 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     with options.needs_extra(parser, "shim"):
         import httpx
 
+        from trajkit_shim.admin import TOKEN_HEADER
         from trajkit_shim.agents.harness import HarnessError
         from trajkit_shim.agents.sandbox import SandboxError
-        from trajkit_shim.app import create_app
-        from trajkit_shim.replies.parsers import FORMS
         from trajkit_shim.rollout.callback import Callback
         from trajkit_shim.rollout.run import Rollouts, Summary
-        from trajkit_shim.rollout.solver import solve
         from trajkit_shim.rollout.tasks import read_tasks
-        from trajkit_shim.serve import running
-        from trajkit_shim.sessions.turn_log import TurnLog
     settings = _settings(parser, arguments)
+    if arguments.gateway is not None and not arguments.admin_token:
+        parser.error(f"--gateway {arguments.gateway} needs its token: --admin-token")
+    token = arguments.admin_token or secrets.token_hex(16)
     tasks = read_tasks(arguments.tasks)
     try:
         callback = None if arguments.callback is None else Callback(arguments.callback)
@@ -100,22 +108,20 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
             except (HarnessError, SandboxError) as error:
                 sys.stderr.write(f"trajkit: {error}\n")
                 return BAD_FILE
-            engine, renderer = options.built_engine(
-                parser, arguments, policy=solve(tasks), seed=arguments.seed
-            )
-            app = create_app(
-                engine,
-                renderer,
-                TurnLog(rollouts.next_log(), routed_experts=arguments.routed_experts),
-                tool_form=FORMS.get(arguments.tool_form),
-                reply_parser=options.built_parser(arguments, renderer),
-            )
-            with (
-                _terminated(),
-                running(app, arguments.host) as url,
-                httpx.Client(base_url=url, timeout=60, trust_env=False) as gateway,
-                Progress("rollouts", "rollouts") as progress,
-            ):
+            with ExitStack() as stack:
+                stack.enter_context(_terminated())
+                url = arguments.gateway or stack.enter_context(
+                    _gateway(parser, arguments, tasks, rollouts.next_log(), token)
+                )
+                gateway = stack.enter_context(
+                    httpx.Client(
+                        base_url=url,
+                        headers={TOKEN_HEADER: token},
+                        timeout=60,
+                        trust_env=False,
+                    )
+                )
+                progress = stack.enter_context(Progress("rollouts", "rollouts"))
                 progress.begin(rollouts.to_do)
                 summary = rollouts.run(gateway, progress.advance)
         sent = None if callback is None else callback.missed
@@ -123,6 +129,36 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         sys.stdout.write(text(summary, arguments.out, sent) + "\n")
     failed = any(rollout.error is not None for rollout in summary.rollouts)
     return BAD_DATA if failed else DONE
+
+
+@contextmanager
+def _gateway(
+    parser: argparse.ArgumentParser,
+    arguments: argparse.Namespace,
+    tasks: Sequence["Task"],
+    log: Path,
+    token: str,
+) -> Iterator[str]:
+    """Run a gateway of the chosen engine; yield its URL."""
+    from trajkit_shim.app import create_app
+    from trajkit_shim.replies.parsers import FORMS
+    from trajkit_shim.rollout.solver import solve
+    from trajkit_shim.serve import running
+    from trajkit_shim.sessions.turn_log import TurnLog
+
+    engine, renderer = options.built_engine(
+        parser, arguments, policy=solve(tasks), seed=arguments.seed
+    )
+    app = create_app(
+        engine,
+        renderer,
+        TurnLog(log, routed_experts=arguments.routed_experts),
+        tool_form=FORMS.get(arguments.tool_form),
+        reply_parser=options.built_parser(arguments, renderer),
+        admin_token=token,
+    )
+    with running(app, arguments.host) as url:
+        yield url
 
 
 def _settings(
@@ -188,9 +224,10 @@ def _mean(rewards: Sequence[float]) -> float | None:
 
 def _as_json(summary: "Summary", out: Path, missed: int | None) -> str:
     rewards = [r.reward for r in summary.rollouts if r.reward is not None]
+    turns = out / "turns"  # missing if another gateway has them
     return json.dumps(
         {
-            "turns": str(out / "turns"),
+            "turns": str(turns) if turns.exists() else None,
             "sessions": str(out / "sessions.parquet"),
             "over_before": summary.before,
             "over": len(summary.rollouts),
@@ -228,6 +265,7 @@ def _described(summary: "Summary", out: Path, missed: int | None) -> str:
         parts.append(f"failed callbacks: {missed}")
     places = []
     for name, path in (("turns", "turns"), ("sessions", "sessions.parquet")):
-        places.append(f"{name:<10}{shlex.quote(f'{out}/{path}')}")
+        if (out / path).exists():
+            places.append(f"{name:<10}{shlex.quote(f'{out}/{path}')}")
     parts.append("\n".join(places))
     return "\n\n".join(parts)

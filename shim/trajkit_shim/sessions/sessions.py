@@ -96,6 +96,7 @@ class Record:
     """The kept data of a session, open or ended."""
 
     session_id: str
+    api_key: str  # secret; names the session in calls
     terms: Terms
     outcome: Outcome
     budget: Budget
@@ -156,6 +157,7 @@ class Session:
     def __init__(self, record: Record, clock: Clock) -> None:
         self.record = record
         self.session_id, self.terms = record.session_id, record.terms
+        self.api_key = record.api_key
         self.counts, self.budget = record.counts, record.budget
         self.closing = False  # accepts no new calls
         self.closed = False  # records no more turns
@@ -236,6 +238,7 @@ class SessionStore:
         self._max_ended = max_ended
         self._open: dict[str, Session] = {}
         self._ended: OrderedDict[str, Record] = OrderedDict()
+        self._ids: dict[str, str] = {}  # of open and ended sessions, by API key
         self._forgotten = 0
         # of ended and forgotten sessions
         self._past_turns = 0
@@ -263,6 +266,7 @@ class SessionStore:
         return self._begin(
             Record(
                 session_id=session_id,
+                api_key=f"tk-{secrets.token_hex(16)}",
                 terms=terms,
                 outcome=outcome or Outcome(),
                 budget=Budget(terms.limits),
@@ -297,6 +301,7 @@ class SessionStore:
         clock = self._clock or asyncio.get_running_loop()
         session = Session(record, clock)
         self._open[record.session_id] = session
+        self._ids[record.api_key] = record.session_id
         ttl = record.terms.ttl_seconds
         if ttl is not None:
             again = partial(self._look, session, clock, ttl)
@@ -342,23 +347,25 @@ class SessionStore:
         return (session or self.record(session_id)).describe()
 
     def authorise(self, claims: Iterable[str]) -> Session:
-        """Return the open session that a call names.
+        """Return the open session whose key a call has.
 
-        ``claims``: candidates for the session's id; the first that exists is used.
-        Raises `GatewayError`: 401: there is no such session. 410: it is closed. 503:
-        the gateway is shutting down.
+        ``claims``: what may be the key; the first that exists is used. Raises
+        `GatewayError`: 401: there is no such session. 410: it is closed. 503: the
+        gateway is shutting down.
         """
         for claim in claims:
-            session = self._open.get(claim)
-            if session is not None:
-                session.check_open()
-                if self.draining:
-                    raise _draining()
-                return session
-            if claim in self._ended:
-                raise closed_error(claim)
-        message = "no such session: its id is the API key, the header x-session-id, or "
-        message += "the path prefix /s/{id}; open one with POST /sessions"
+            session_id = self._ids.get(claim)
+            if session_id is None:
+                continue
+            session = self._open.get(session_id)
+            if session is None:
+                raise closed_error(session_id)
+            session.check_open()
+            if self.draining:
+                raise _draining()
+            return session
+        message = "no such session: send the api_key of POST /sessions as API key, as "
+        message += "header x-session-key, or as path prefix /s/{api_key}"
         raise GatewayError(message, 401, code="invalid_api_key")
 
     def end(self, session: Session, how: EndedBy) -> None:
@@ -390,7 +397,8 @@ class SessionStore:
         self._ended[session.session_id] = record
         self._past_turns += record.counts.recorded
         while len(self._ended) > self._max_ended:
-            name, _ = self._ended.popitem(last=False)
+            name, oldest = self._ended.popitem(last=False)
+            del self._ids[oldest.api_key]
             self._used.add(name)
             self._forgotten += 1
         self._write_line(record)

@@ -58,13 +58,13 @@ def scripted(scripts):
 
 @contextmanager
 def gateway(directory, scripts):
-    """A session of a gateway in this process: its URL, id and log."""
+    """A session of a gateway in this process: its URL, key and log."""
     engine = EmbeddedEngine(scripted(scripts), seed=3)
     log = TurnLog(directory / "run")
     app = create_app(engine, ChatRenderer(load_tokenizer()), log)
     with running(app) as url:
         opened = http.post(f"{url}/sessions", json={}).json()
-        yield url, opened["session_id"], log
+        yield url, opened["api_key"], log
         shown = http.get(f"{url}/sessions/{opened['session_id']}").json()
         (directory / "session.json").write_text(json.dumps(shown))
 
@@ -273,7 +273,7 @@ def test_codex(tmp_path, thought):
 def refused(tmp_path, client):
     """What a client says whose session is closed; it must end by itself."""
     with gateway(tmp_path, {}) as (url, session, log):
-        http.delete(f"{url}/sessions/{session}")
+        http.post(f"{url}/admin/drain", json={"wait_seconds": 0})
         if client == "claude":
             command = [CLAUDE, "-p", "hi", *CLAUDE_OPTIONS]
             environment = claude_environment(url, session)

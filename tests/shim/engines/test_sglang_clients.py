@@ -92,14 +92,14 @@ def call(name, arguments):
 
 @contextmanager
 def gateway(directory, scripts):
-    """A session of a gateway on the server: its URL, id, log and engine."""
+    """A session of a gateway on the server: its URL, key, log and engine."""
     renderer = load_renderer(MODEL)
     sglang = SGLangEngine(URL, vocab_size=vocab_size(MODEL))
     engine = Constrained(sglang, renderer, scripts)
     log = TurnLog(directory / "run")
     with running(create_app(engine, renderer, log)) as url:
         opened = http.post(f"{url}/sessions", json={}).json()
-        yield url, opened["session_id"], log, engine
+        yield url, opened["api_key"], log, engine
         shown = http.get(f"{url}/sessions/{opened['session_id']}").json()
         (directory / "session.json").write_text(json.dumps(shown))
 

@@ -764,7 +764,7 @@ async def test_a_sample_for_another_prompt_is_no_turn(tmp_path, consumed):
 async def test_a_count_is_that_of_the_prompt_to_come(tmp_path):
     engine = EmbeddedEngine(drift=0.9, seed=2)
     async with in_process(engine, EMBEDDED, tmp_path) as gateway:
-        key = await gateway.open_id()
+        key = await gateway.open_key()
         client = gateway.anthropic(key)
         messages = [said("user", "u")]
         for _ in range(3):
@@ -773,7 +773,7 @@ async def test_a_count_is_that_of_the_prompt_to_come(tmp_path):
             reply = await client.messages.create(**asked, max_tokens=100)
             assert count.input_tokens == reply.usage.input_tokens
             messages = [*messages, said("assistant", reply.content[0].text), NEXT]
-        session = (await gateway.http.get(f"/sessions/{key}")).json()
+        session = (await gateway.http.get(gateway.path_of(key))).json()
     assert session["prompts"] == {"opening": 1, "append": 2}
 
 

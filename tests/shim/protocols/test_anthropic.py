@@ -63,7 +63,7 @@ async def test_a_reply_of_text(tmp_path, send):
     sample = sampled("hello", cached_tokens=3)
     engine = ScriptedEngine(sample)
     async with in_process(engine, RENDERER, tmp_path) as gateway:
-        client = gateway.anthropic(await gateway.open_id(**FREE))
+        client = gateway.anthropic(await gateway.open_key(**FREE))
         reply = await send(
             client,
             stop_sequences=["END"],
@@ -78,7 +78,7 @@ async def test_a_reply_of_text(tmp_path, send):
     assert reply.usage.cache_read_input_tokens == 3
     assert reply.usage.output_tokens == 6
     assert reply.model == "scripted"
-    assert turn["session_id"] == client.api_key
+    assert turn["session_id"] == gateway.ids[client.api_key]
     sampling = engine.samplings[0]
     assert (sampling.temperature, sampling.top_k) == (0.5, 7)
     assert (sampling.stop, sampling.max_new_tokens) == (("END",), 100)
@@ -88,7 +88,7 @@ async def test_a_reply_of_text(tmp_path, send):
 async def test_a_conversation_with_tools_and_thinking(tmp_path, send):
     text = f"<think>\nhm  \n</think>\n\nLook. \n{CALL}\n{CALL}"
     async with in_process(ScriptedEngine(text, "done"), RENDERER, tmp_path) as gateway:
-        client = gateway.anthropic(await gateway.open_id())
+        client = gateway.anthropic(await gateway.open_key())
         first = await send(client, system="be brief", tools=[BASH])
         results = [
             {"type": "tool_result", "tool_use_id": block.id, "content": "a.txt"}
@@ -117,7 +117,7 @@ async def test_a_conversation_with_tools_and_thinking(tmp_path, send):
 async def test_the_events_of_a_stream_in_order(tmp_path):
     text = f"<think>hm</think>Look.{CALL}"
     async with in_process(ScriptedEngine(text), RENDERER, tmp_path) as gateway:
-        client = gateway.anthropic(await gateway.open_id())
+        client = gateway.anthropic(await gateway.open_key())
         stream = await ask(client, tools=[BASH], stream=True)
         events = [event async for event in stream]
     told = [
@@ -150,7 +150,7 @@ async def test_the_events_of_a_stream_in_order(tmp_path):
 
 async def test_a_call_goes_out_as_it_was_sampled(tmp_path):
     async with in_process(ScriptedEngine(CALL), RENDERER, tmp_path) as gateway:
-        session = await gateway.open_id()
+        session = await gateway.open_key()
         reply = await gateway.http.post(
             "/v1/messages?beta=true",
             headers={"x-api-key": session},
@@ -176,7 +176,7 @@ async def test_a_call_goes_out_as_it_was_sampled(tmp_path):
 )
 async def test_stop_reasons(tmp_path, reply, reason, matched):
     async with in_process(ScriptedEngine(reply), RENDERER, tmp_path) as gateway:
-        client = gateway.anthropic(await gateway.open_id())
+        client = gateway.anthropic(await gateway.open_key())
         got = await ask(client, tools=[BASH], stop_sequences=["END"])
     assert (got.stop_reason, got.stop_sequence) == (reason, matched)
 
@@ -185,7 +185,7 @@ async def test_count_tokens_counts(tmp_path):
     engine = ScriptedEngine("a")
     asked = {"system": "be brief", "tools": [BASH]}
     async with in_process(engine, RENDERER, tmp_path) as gateway:
-        client = gateway.anthropic(await gateway.open_id())
+        client = gateway.anthropic(await gateway.open_key())
         counted = await client.messages.count_tokens(
             model="any", messages=[USER], **asked
         )
@@ -205,7 +205,7 @@ async def late(tmp_path, reply):
     async with in_process(
         ScriptedEngine(held), RENDERER, tmp_path, ping_seconds=0.001
     ) as gateway:
-        body = {"session": await gateway.open_id(), "stream": True}
+        body = {"session": await gateway.open_key(), "stream": True}
         data = await late_stream(
             gateway, "/v1/messages", {**body, "max_tokens": 9, "messages": [USER]}, held
         )
@@ -242,10 +242,10 @@ async def test_a_bug_that_shows_late_is_an_event_too(tmp_path):
 @SENDS
 async def test_a_closed_session_is_gone(tmp_path, send):
     async with in_process(ScriptedEngine("a"), RENDERER, tmp_path) as gateway:
-        session = await gateway.open_id()
+        session = await gateway.open_key()
         with pytest.raises(anthropic.AuthenticationError) as unknown:
             await send(gateway.anthropic("other"))
-        await gateway.http.delete(f"/sessions/{session}")
+        await gateway.http.delete(gateway.path_of(session))
         with pytest.raises(anthropic.APIStatusError) as closed:
             await send(gateway.anthropic(session))
         assert gateway.turns() == []
@@ -258,7 +258,7 @@ async def test_a_closed_session_is_gone(tmp_path, send):
 async def test_a_prompt_that_is_too_long(tmp_path, send):
     engine = ScriptedEngine(context=60)
     async with in_process(engine, RENDERER, tmp_path) as gateway:
-        client = gateway.anthropic(await gateway.open_id())
+        client = gateway.anthropic(await gateway.open_key())
         with pytest.raises(
             anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 60 "
         ):
@@ -475,7 +475,7 @@ async def test_a_template_that_takes_one_system_message(tmp_path):
     )
     renderer = byte_renderer(only_first)
     async with in_process(ScriptedEngine("a"), renderer, tmp_path) as gateway:
-        client = gateway.anthropic(await gateway.open_id())
+        client = gateway.anthropic(await gateway.open_key())
         await ask(client, [USER, {"role": "system", "content": "late"}], system="be")
         (turn,) = gateway.turns()
     assert renderer.decode(np.array(turn["prompt_ids"]), ended=False) == (

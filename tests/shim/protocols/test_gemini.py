@@ -55,7 +55,7 @@ SENDS = pytest.mark.parametrize("send", [ask, streamed])
 async def test_a_reply_of_text(tmp_path, send):
     engine = ScriptedEngine(sampled("hello", cached_tokens=3))
     async with in_process(engine, RENDERER, tmp_path) as gateway:
-        session = await gateway.open_id(**FREE)
+        session = await gateway.open_key(**FREE)
         reply = await send(
             gateway.gemini(session),
             system_instruction="be brief",
@@ -72,7 +72,7 @@ async def test_a_reply_of_text(tmp_path, send):
     assert usage.prompt_token_count == len(engine.prompts[0])
     assert usage.cached_content_token_count == 3
     assert (usage.candidates_token_count, usage.thoughts_token_count) == (6, None)
-    assert turn["session_id"] == session
+    assert turn["session_id"] == gateway.ids[session]
     assert [m["role"] for m in turn["messages"]] == ["system", "user"]
     sampling = engine.samplings[0]
     assert (sampling.temperature, sampling.top_k, sampling.seed) == (0.5, 40, 1)
@@ -83,7 +83,7 @@ async def test_a_reply_of_text(tmp_path, send):
 async def test_a_conversation_with_tools_and_thoughts(tmp_path, send):
     text = f"<think>\nhm\n</think>\n\nLook.\n{CALL}\n{CALL}"
     async with in_process(ScriptedEngine(text, "done"), RENDERER, tmp_path) as gateway:
-        client = gateway.gemini(await gateway.open_id())
+        client = gateway.gemini(await gateway.open_key())
         first = await send(client, tools=[BASH])
         results = [
             types.Part(
@@ -114,7 +114,7 @@ async def test_a_conversation_with_tools_and_thoughts(tmp_path, send):
 async def test_a_reply_cut_by_the_token_limit(tmp_path, send):
     cut = sampled("hel", finish_reason="length")
     async with in_process(ScriptedEngine(cut), RENDERER, tmp_path) as gateway:
-        reply = await send(gateway.gemini(await gateway.open_id()))
+        reply = await send(gateway.gemini(await gateway.open_key()))
     assert reply.candidates[0].finish_reason == "MAX_TOKENS"
     assert reply.text == "hel"
 
@@ -124,8 +124,8 @@ async def test_errors_have_the_shape_of_the_protocol(tmp_path, send):
     async with in_process(ScriptedEngine(), RENDERER, tmp_path) as gateway:
         with pytest.raises(errors.ClientError) as unknown:
             await send(gateway.gemini("other"))
-        session = await gateway.open_id()
-        await gateway.http.delete(f"/sessions/{session}")
+        session = await gateway.open_key()
+        await gateway.http.delete(gateway.path_of(session))
         with pytest.raises(errors.ClientError) as closed:
             await send(gateway.gemini(session))
         assert gateway.turns() == []
@@ -136,14 +136,14 @@ async def test_errors_have_the_shape_of_the_protocol(tmp_path, send):
 async def test_a_prompt_that_is_too_long(tmp_path):
     async with in_process(ScriptedEngine(context=20), RENDERER, tmp_path) as gateway:
         with pytest.raises(errors.ClientError, match="exceeds the maximum") as caught:
-            await ask(gateway.gemini(await gateway.open_id()))
+            await ask(gateway.gemini(await gateway.open_key()))
     assert caught.value.status == "INVALID_ARGUMENT"
 
 
 async def test_the_tokens_of_a_prompt_are_counted(tmp_path):
     engine = ScriptedEngine("a")
     async with in_process(engine, RENDERER, tmp_path) as gateway:
-        client = gateway.gemini(await gateway.open_id())
+        client = gateway.gemini(await gateway.open_key())
         counted = await client.aio.models.count_tokens(model="any", contents="hi")
         await ask(client)
     assert counted.total_tokens == len(engine.prompts[0])
@@ -154,7 +154,7 @@ async def late(tmp_path, reply):
     async with in_process(
         ScriptedEngine(held), RENDERER, tmp_path, ping_seconds=0.001
     ) as gateway:
-        body = {"session": await gateway.open_id(), "contents": [content("hi")]}
+        body = {"session": await gateway.open_key(), "contents": [content("hi")]}
         path = "/v1beta/models/any:streamGenerateContent"
         return await late_stream(gateway, path, body, held)
 

@@ -168,7 +168,7 @@ async def late(tmp_path, reply):
     async with in_process(
         ScriptedEngine(held), RENDERER, tmp_path, ping_seconds=0.001
     ) as gateway:
-        fields = {"session": await gateway.open_id(), "stream": True}
+        fields = {"session": await gateway.open_key(), "stream": True}
         data = await late_stream(
             gateway, "/v1/responses", {**fields, "input": "hi"}, held
         )
@@ -412,7 +412,7 @@ async def test_errors_have_the_shape_of_the_protocol(tmp_path):
             await ask(gateway.client("other"))
         refused = await gateway.http.post(
             "/v1/responses",
-            headers={"x-session-id": await gateway.open_id()},
+            headers={"x-session-key": await gateway.open_key()},
             json={"input": 3},
         )
     assert caught.value.code == "invalid_api_key"

@@ -119,7 +119,7 @@ async def test_a_conversation_goes_on_from_what_was_sampled(
     options = {"reply_parser": parser}
     async with in_process(engine, renderer, tmp_path, **options) as gateway:
         engine.limits = limits_of(renderer)
-        client = driver.client(gateway, await gateway.open_id())
+        client = driver.client(gateway, await gateway.open_key())
         said = driver.user("hi")
         first = await driver.ask(client, said, stream=stream)
         said += first.echo + driver.failed(first, "no such file")

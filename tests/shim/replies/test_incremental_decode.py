@@ -293,7 +293,7 @@ class Wire:
             "method": "POST",
             "path": path,
             "query_string": b"",
-            "headers": [(b"x-session-id", session.encode())],
+            "headers": [(b"x-session-key", session.encode())],
         }
         self.task = asyncio.create_task(gateway.app(scope, self._receive, self._send))
 
@@ -346,7 +346,7 @@ async def test_text_goes_out_while_the_engine_samples(tmp_path):
     gate = Gate()
     engine = PiecewiseEngine("hello world", size=6, gate=gate)
     async with in_process(engine, RENDERER, tmp_path) as gateway:
-        wire = Wire(gateway, await gateway.open_id())
+        wire = Wire(gateway, await gateway.open_key())
         await until(lambda: b"hello" in wire.data)
         assert wire.status == 200
         assert b"world" not in wire.data
@@ -376,7 +376,7 @@ async def test_the_turn_is_the_same_whether_its_reply_was_told_in_pieces(
     kind = PiecewiseEngine if tells else ScriptedEngine
     async with in_process(kind(text), RENDERER, tmp_path) as gateway:
         tool = {"name": "f", "input_schema": {"type": "object"}}
-        wire = Wire(gateway, await gateway.open_id(), tools=[tool])
+        wire = Wire(gateway, await gateway.open_key(), tools=[tool])
         await wire.task
         (turn,) = gateway.turns()
     assert RENDERER.decode(np.array(turn["output_ids"]), ended=True) == text
@@ -402,7 +402,7 @@ async def test_an_engine_that_fails_in_the_middle(tmp_path, error, word, recorde
     reply = "hello world" if error else sampled("hello world", finish_reason="abort")
     engine = PiecewiseEngine(reply, size=6, gate=gate)
     async with in_process(engine, RENDERER, tmp_path) as gateway:
-        session = await gateway.open_id()
+        session = await gateway.open_key()
         wire = Wire(gateway, session)
         await until(lambda: b"hello" in wire.data)
         gate.error = error
@@ -427,13 +427,13 @@ async def test_a_stream_that_ends_in_the_middle(tmp_path, how):
     gate = Gate()
     engine = PiecewiseEngine("hello world", size=6, gate=gate)
     async with in_process(engine, RENDERER, tmp_path) as gateway:
-        session = await gateway.open_id()
+        session = await gateway.open_key()
         wire = Wire(gateway, session)
         await until(lambda: b"hello" in wire.data)
         if how == "the client leaves":
             wire.left.set()
         else:
-            await gateway.http.delete(f"/sessions/{session}")
+            await gateway.http.delete(gateway.path_of(session))
         await wire.task
         assert gateway.turns() == []
         health = (await gateway.http.get("/healthz")).json()
@@ -447,7 +447,7 @@ async def test_a_request_that_comes_again_is_told_from_the_beginning(tmp_path):
     gate = Gate()
     engine = PiecewiseEngine("hello world", size=6, gate=gate)
     async with in_process(engine, RENDERER, tmp_path) as gateway:
-        session = await gateway.open_id(replay=True)
+        session = await gateway.open_key(replay=True)
         first = Wire(gateway, session)
         await until(lambda: b"hello" in first.data)
         second = Wire(gateway, session)
@@ -470,7 +470,7 @@ async def test_an_engine_that_takes_back_what_it_told(tmp_path):
             return sampled("other")
 
     async with in_process(Other("hello"), RENDERER, tmp_path) as gateway:
-        wire = Wire(gateway, await gateway.open_id())
+        wire = Wire(gateway, await gateway.open_key())
         await wire.task
         assert gateway.turns() == []
     assert b"not those that it streamed" in wire.data
@@ -481,7 +481,7 @@ async def test_the_embedded_engine_tells_what_it_samples(tmp_path):
     engine = EmbeddedEngine(seed=1)
     assert isinstance(engine, StreamingEngine)
     async with in_process(engine, EMBEDDED, tmp_path) as gateway:
-        wire = Wire(gateway, await gateway.open_id(), max_tokens=500)
+        wire = Wire(gateway, await gateway.open_key(), max_tokens=500)
         await wire.task
         log = tk.read_turns(gateway.log.path)
     (turn,) = log.to_pylist()

@@ -20,11 +20,15 @@ import trajkit as tk
 from tests.shim.agents.test_sandbox import marked
 from trajkit.cli import BAD_DATA, BAD_FILE, DONE
 from trajkit.errors import FormatError
-from trajkit_shim.engines.embedded import Reply
+from trajkit_shim.app import create_app
+from trajkit_shim.engines.embedded import EmbeddedEngine, Reply, load_tokenizer
+from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.rollout import solver
 from trajkit_shim.rollout.command import add_rollout
 from trajkit_shim.rollout.run_log import Rollout, RunLog
 from trajkit_shim.rollout.tasks import read_tasks
+from trajkit_shim.serve import running
+from trajkit_shim.sessions.turn_log import TurnLog
 
 AGENT = f"{sys.executable} -S {Path(__file__).parents[1] / 'small_agent.py'}"
 EXAMPLES = Path(__file__).parents[3] / "examples/repair"
@@ -400,6 +404,72 @@ def test_a_harness_or_sandbox_that_is_not_there_ends_the_run_at_once(tmp_path, c
         assert run(argv) == BAD_FILE
         assert said in capsys.readouterr().err
         assert not (out / "turns").exists()
+
+
+INTRUDER = """
+python - <<'END'
+import json, os, urllib.request
+url, key = os.environ["OPENAI_BASE_URL"].removesuffix("/v1"), os.environ["OPENAI_API_KEY"]
+def tried(path, body=None, method="POST", **headers):
+    data = json.dumps(body or {}).encode()
+    request = urllib.request.Request(url + path, data, headers, method=method)
+    try:
+        return urllib.request.urlopen(request, timeout=60).status
+    except urllib.error.HTTPError as error:
+        return error.code
+said = {"messages": [{"role": "user", "content": "hi"}]}
+mine = open("name").read().strip()
+statuses = [
+    tried("/sessions", {"reward": 100}),
+    tried(f"/sessions/{mine}/finish", {"reward": 100}, authorization=f"Bearer {key}"),
+    tried(f"/sessions/{mine}/drop"),
+    tried("/admin/pause"),
+    tried("/admin/drain"),
+    tried("/engine/resume"),
+    tried("/v1/chat/completions", said, authorization=f"Bearer {mine}"),
+    tried(f"/s/{mine}/v1/chat/completions", said),
+    tried("/v1/chat/completions", said, **{"x-session-key": mine}),
+]
+open("statuses", "w").write(json.dumps(statuses))
+END
+"""
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_an_agent_has_no_access_to_the_trainer_s_routes(tmp_path, do, sure, host):
+    """Nor can it guess the key of a session from its name."""
+    tasks = write_tasks(tmp_path / "t.jsonl", a={})
+    agent = tmp_path / "agent.sh"
+    out = tmp_path / "run"
+    # the name of its session, as earlier versions used it for the key
+    name = f"basename {out}/sessions/*"
+    agent.write_text(f"{name} > name\n{INTRUDER}\n{AGENT}")
+    options = (*QUICK, "--host", host)
+    code, said = do(command(tasks, out, *options, agent=f"sh {agent}"))
+    assert (code, said["failures"], said["mean_reward"]) == (DONE, {}, 1.0)
+    (line,) = sessions(out).values()
+    patch = (out / "sessions" / line["session_id"] / "patch.diff").read_text()
+    assert "+[401, 401, 401, 401, 401, 401, 401, 401, 401]" in patch.splitlines()
+    assert line["turns"] == 4
+
+
+def test_rollouts_use_a_gateway_that_runs_elsewhere(tmp_path, do, monkeypatch, capsys):
+    tasks = write_tasks(tmp_path / "t.jsonl", a={})
+    log = TurnLog(tmp_path / "far")
+    engine = EmbeddedEngine(solver.solve(read_tasks(tasks), 1.0))
+    renderer = ChatRenderer(load_tokenizer())
+    out = tmp_path / "run"
+    with running(create_app(engine, renderer, log, admin_token="secret")) as url:
+        argv = command(tasks, out, *QUICK, "--gateway", url)
+        with pytest.raises(SystemExit):
+            run(argv)
+        assert "needs its token" in capsys.readouterr().err
+        monkeypatch.setenv("TRAJKIT_ADMIN_TOKEN", "secret")
+        code, said = do(argv)
+    assert (code, said["mean_reward"], said["turns"]) == (DONE, 1.0, None)
+    assert set(tk.read_turns(tmp_path / "far")["session_id"].to_pylist()) == {
+        *sessions(out)
+    }
 
 
 @contextmanager

@@ -32,20 +32,19 @@ def places(path, session):
     yield path, {"x-api-key": session}
     yield path, {"x-goog-api-key": session}
     yield f"{path}?key={session}", {}
-    yield path, {"x-session-id": session}
+    yield path, {"x-session-key": session}
     yield f"/s/{session}{path}", {}
     yield path, {"authorization": "Bearer sk-other", "x-api-key": session}
     # the nearer place wins
-    yield f"/s/{session}{path}", {"x-session-id": "b", "x-api-key": "b"}
-    yield path, {"x-session-id": session, "authorization": "Bearer b"}
+    yield f"/s/{session}{path}", {"x-session-key": "b", "x-api-key": "b"}
+    yield path, {"x-session-key": session, "authorization": "Bearer b"}
 
 
 @EACH_CALL
-async def test_every_place_of_the_session_s_id(tmp_path, path, body):
-    asked = list(places(path, "a"))
-    engine = ScriptedEngine(*["x"] * len(asked))
+async def test_every_place_of_the_session_s_key(tmp_path, path, body):
+    engine = ScriptedEngine(*["x"] * len(list(places(path, "a"))))
     async with in_process(engine, RENDERER, tmp_path) as gateway:
-        await gateway.open(session_id="a")
+        asked = list(places(path, await gateway.open_key(session_id="a")))
         await gateway.open(session_id="b")
         for url, headers in asked:
             reply = await gateway.http.post(url, headers=headers, json=body)
@@ -65,9 +64,9 @@ async def test_every_place_of_the_session_s_id(tmp_path, path, body):
 async def test_an_unknown_session_and_a_closed_one(tmp_path, path, body):
     engine = ScriptedEngine()
     async with in_process(engine, RENDERER, tmp_path) as gateway:
-        await gateway.open(session_id="a")
+        key = await gateway.open_key(session_id="a")
         await gateway.http.delete("/sessions/a")
-        for session, status in (("a", 410), ("never", 401)):
+        for session, status in ((key, 410), ("a", 401), ("never", 401)):
             for url, headers in places(path, session):
                 if "b" in headers.values():
                     continue
@@ -179,9 +178,9 @@ def test_identify(headers, request_, caller):
 
 async def test_the_caller_is_written_beside_the_turn(tmp_path):
     async with in_process(ScriptedEngine("x"), RENDERER, tmp_path) as gateway:
-        await gateway.open(session_id="a")
+        key = await gateway.open_key(session_id="a")
         await gateway.http.post(
-            "/s/a/v1/messages?beta=true",
+            f"/s/{key}/v1/messages?beta=true",
             headers={"X-Claude-Code-Session-Id": "s", "X-Claude-Code-Agent-Id": "a1"},
             json=CALLS["/v1/messages"],
         )

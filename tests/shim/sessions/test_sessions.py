@@ -226,7 +226,7 @@ async def test_finishing_writes_what_the_trainer_says(tmp_path):
         await ask(client)
         (line,) = sessions(gateway)
         assert (line["reward"], line["ended_by"], line["turns"]) == (0.0, None, 0)
-        path = f"/sessions/{client.api_key}/finish"
+        path = f"{gateway.path_of(client)}/finish"
         reply = await post(gateway, path, reward=0.5, metadata={"tests": [3, 4]})
         summary = reply.json()
         assert (summary["status"], summary["ended_by"]) == ("closed", "finish")
@@ -257,7 +257,7 @@ async def test_finishing_waits_for_calls_and_takes_no_more(tmp_path):
         client = await gateway.open()
         call = asyncio.create_task(ask(client))
         await held.entered.wait()
-        path = f"/sessions/{client.api_key}/finish"
+        path = f"{gateway.path_of(client)}/finish"
         finish = asyncio.create_task(post(gateway, path, wait_seconds=60))
         while (await gateway.session(client))["status"] != "closing":
             await asyncio.sleep(0)
@@ -277,7 +277,7 @@ async def test_finishing_cancels_calls_that_take_longer(tmp_path):
         client = await gateway.open()
         call = asyncio.create_task(ask(client))
         await held.entered.wait()
-        path = f"/sessions/{client.api_key}/finish"
+        path = f"{gateway.path_of(client)}/finish"
         summary = (await post(gateway, path, wait_seconds=0.001)).json()
         with pytest.raises(openai.APIStatusError, match="is closed"):
             await call
@@ -291,8 +291,8 @@ async def test_a_dropped_session_trains_nothing(tmp_path):
         client, other = await gateway.open(), await gateway.open()
         for one in (client, client, other):
             await ask(one)
-        dropped = (await post(gateway, f"/sessions/{client.api_key}/drop")).json()
-        again = (await post(gateway, f"/sessions/{client.api_key}/drop")).json()
+        dropped = (await post(gateway, f"{gateway.path_of(client)}/drop")).json()
+        again = (await post(gateway, f"{gateway.path_of(client)}/drop")).json()
         turns = tk.read_turns(tmp_path)
         (line, _) = sessions(gateway)
     assert dropped == again
@@ -307,7 +307,7 @@ async def test_a_session_that_was_closed_can_be_dropped_and_reopened(tmp_path):
     engine = ScriptedEngine(*"abcd")
     async with in_process(engine, RENDERER, tmp_path) as gateway:
         client = await gateway.open(max_turns=3, sampling={"temperature": 0.5})
-        path = f"/sessions/{client.api_key}"
+        path = gateway.path_of(client)
         await ask(client)
         await gateway.http.delete(path)
         await post(gateway, f"{path}/drop")
@@ -369,8 +369,10 @@ async def test_a_session_that_is_finished_has_no_timer():
 
 def test_a_hundred_thousand_sessions_leave_little_behind():
     lines, terms = Lines(max_ended=100), Terms(ttl_seconds=60.0)
+    keys = []
     for k in range(100_000):
         session = lines.store.open(f"s{k}", terms)
+        keys.append(session.api_key)
         session.logged_keys.add(b"key")
         session.counts.recorded += 1
         lines.store.end(session, "finish")
@@ -382,7 +384,7 @@ def test_a_hundred_thousand_sessions_leave_little_behind():
     store = lines.store
     assert lines.clock.arranged == []
     assert len(store._open) == 0
-    assert len(store._ended) == 100
+    assert len(store._ended) == len(store._ids) == 100
     assert store.counts() == {
         "open": 0,
         "closed": 100_000,
@@ -393,10 +395,10 @@ def test_a_hundred_thousand_sessions_leave_little_behind():
     assert len(store._used._bits) == 8 << 20
     # the last ones are known to be closed, older ones are unknown
     with pytest.raises(GatewayError) as caught:
-        store.authorise(["s99999"])
+        store.authorise([keys[-1]])
     assert caught.value.status == 410
     with pytest.raises(GatewayError) as caught:
-        store.authorise(["s0"])
+        store.authorise([keys[0]])
     assert caught.value.status == 401
     # but none is opened twice: its turns would run into those in the log
     for known in ("s0", "s99899", "s99999"):
@@ -692,7 +694,8 @@ async def test_no_secret_is_logged(tmp_path, caplog):
                 headers={"authorization": f"Bearer {key}"},
                 json={"messages": [USER]},
             )
-        await gateway.http.post(f"/sessions/{key}/finish", headers=headers)
+        path = f"/sessions/{opened.json()['session_id']}"
+        await gateway.http.post(f"{path}/finish", headers=headers)
     said = [
         record.getMessage()
         for record in caplog.records
@@ -717,7 +720,7 @@ async def test_a_full_log_takes_no_call(tmp_path):
             await ask(client)
         assert gateway.turns() == []
         # it ends all the same, and that is written
-        await gateway.http.delete(f"/sessions/{client.api_key}")
+        await gateway.http.delete(gateway.path_of(client))
         (line,) = sessions(gateway)
     assert len(engine.prompts) == 1
     assert line["ended_by"] == "close"

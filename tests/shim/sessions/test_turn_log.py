@@ -174,9 +174,9 @@ def test_every_acknowledged_turn_outlives_a_killed_gateway(tmp_path):
         answered: list[tuple[str, str]] = []
 
         def ask_on():
-            key = http.post(f"{url}/sessions").json()["api_key"]
+            opened = http.post(f"{url}/sessions").json()
             with openai.OpenAI(
-                api_key=key, base_url=f"{url}/v1", max_retries=0
+                api_key=opened["api_key"], base_url=f"{url}/v1", max_retries=0
             ) as client:
                 messages = [{"role": "user", "content": "go on"}]
                 while True:
@@ -186,7 +186,8 @@ def test_every_acknowledged_turn_outlives_a_killed_gateway(tmp_path):
                         )
                     except openai.APIConnectionError:
                         return
-                    answered.append((key, reply.choices[0].message.content))
+                    text = reply.choices[0].message.content
+                    answered.append((opened["session_id"], text))
                     if len(answered) >= 40:
                         victim.send_signal(signal.SIGKILL)
 
@@ -198,8 +199,8 @@ def test_every_acknowledged_turn_outlives_a_killed_gateway(tmp_path):
     tk.validate(turns)
     logged = {(row["session_id"], row["response"]["body"]) for row in turns.to_pylist()}
     assert len(answered) >= 40
-    for key, text in answered:
-        assert (key, f'{{"content":"{text}","role":"assistant"}}') in logged
+    for session, text in answered:
+        assert (session, f'{{"content":"{text}","role":"assistant"}}') in logged
 
 
 # Files that roll

@@ -22,8 +22,7 @@ def _launch(job: Job) -> Launch:
                 "npm": "@ai-sdk/openai-compatible",
                 "name": "gateway",
                 "options": {
-                    # it sends a header x-session-id of its own; the path has precedence
-                    "baseURL": f"{job.base_url}/s/{job.api_key}/v1",
+                    "baseURL": f"{job.base_url}/v1",
                     "apiKey": "{env:OPENAI_API_KEY}",
                 },
                 "models": {job.model: {"name": job.model}},

@@ -15,7 +15,6 @@ def _launch(job: Job) -> Launch:
         env={
             "TASK_PROMPT": job.prompt,
             "MODEL": job.model,
-            "SESSION_ID": job.api_key,
             "OPENAI_API_KEY": job.api_key,
             "OPENAI_BASE_URL": f"{job.base_url}/v1",
             "ANTHROPIC_AUTH_TOKEN": job.api_key,
