@@ -11,7 +11,7 @@ from trajkit.errors import SchemaError
 from trajkit.torch.datasets import PackDataset, RowDataset, pad_rows
 from trajkit.torch.packs import Pack
 
-FIELDS = [name for name in Pack.__slots__ if name != "columns"]
+FIELDS = [name for name in Pack.__slots__ if name not in ("columns", "next_source")]
 
 
 def test_packs_are_the_lines_of_the_table():

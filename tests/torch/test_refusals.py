@@ -1,15 +1,12 @@
 """Models that cannot train correctly on trees are refused, with what to do."""
 
-import re
-
 import pytest
 import torch
 import transformers
 
-import trajkit as tk
 from tests.torch.cases import packs_of, rows_of
 from tests.torch.tiny_models import SIZES, make
-from trajkit.errors import InvalidTurnsError, LayoutError, UnsupportedModelError
+from trajkit.errors import LayoutError, UnsupportedModelError
 from trajkit.torch.attention import TreeAttention, tree_attention
 from trajkit.torch.datasets import PackDataset
 from trajkit.torch.models import check_model, edge_logprobs, model_inputs
@@ -183,15 +180,3 @@ def test_logits_that_are_no_plain_projection_are_refused(key):
     setattr(model.config, key, 0.5)
     with pytest.raises(UnsupportedModelError, match=rf"applies {key} to its logits"):
         edge_logprobs(model, pack_of())
-
-
-def test_a_carried_tree_is_refused():
-    rows = rows_of("clean")
-    packs = packs_of(rows)
-    n = len(packs["input_ids"][0])
-    parts = tk.pack(rows, n - 5, oversize="carry", columns=["advantage"])
-    with pytest.raises(
-        InvalidTurnsError,
-        match=re.escape("pack 1 continues a tree of pack 0, whose keys and values it"),
-    ):
-        PackDataset(parts)

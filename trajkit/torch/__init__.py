@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from trajkit.torch.masks import flashmask_columns as flashmask_columns
     from trajkit.torch.masks import flex_block_mask as flex_block_mask
     from trajkit.torch.masks import magi_slices as magi_slices
+    from trajkit.torch.models import carry_backward as carry_backward
+    from trajkit.torch.models import carry_logprobs as carry_logprobs
     from trajkit.torch.models import check_model as check_model
     from trajkit.torch.models import edge_logprobs as edge_logprobs
     from trajkit.torch.models import model_inputs as model_inputs
@@ -35,6 +37,8 @@ else:
             "PackDataset": "datasets",
             "RowDataset": "datasets",
             "TreeAttention": "attention",
+            "carry_backward": "models",
+            "carry_logprobs": "models",
             "carry_states": "linear",
             "check_model": "models",
             "cu_seqlens": "masks",

@@ -23,8 +23,16 @@ from transformers.integrations.flex_attention import (
 
 from trajkit._arguments import check_choice
 from trajkit.errors import LayoutError, UnsupportedModelError
+from trajkit.torch.carried import CarriedStates
 from trajkit.torch.linear import Segments
-from trajkit.torch.masks import Ints, TokenRanges, block_mask, pair_mask, token_ranges
+from trajkit.torch.masks import (
+    Ints,
+    TokenRanges,
+    block_mask,
+    host_ints,
+    pair_mask,
+    token_ranges,
+)
 from trajkit.torch.packs import Pack
 
 ATTENTION = "trajkit"
@@ -56,6 +64,14 @@ class TreeAttention:
         a mask. Layers with a sliding window are always masked.
     kernel_options : dict, optional
         For FlexAttention, such as block sizes.
+    carried : CarriedStates, optional
+        Required for a part of a tree that was cut (``oversize="carry"``). Packs with a
+        prefix are always masked.
+
+    Raises
+    ------
+    LayoutError
+        ``carried`` is missing.
     """
 
     def __init__(
@@ -64,19 +80,30 @@ class TreeAttention:
         device: torch.device | str,
         kernel: Kernel = "masked",
         kernel_options: dict[str, Any] | None = None,
+        carried: CarriedStates | None = None,
     ) -> None:
         check_choice("kernel", kernel, Kernel)
+        if pack.is_part and carried is None:
+            raise LayoutError(
+                "a tree of the pack continues in another pack, and gradients go back "
+                "through its keys and values: run all packs of the tree with "
+                "trajkit.torch.carry_backward or carry_logprobs"
+            )
         self.device = torch.device(device)
         self.kernel_options = kernel_options
         self.n_tokens = len(pack.subtree_end)
+        self.carried = carried
         self._tokens = token_ranges(pack.subtree_end, pack.position_ids)
+        self._keys = _after_prefix(self._tokens, host_ints(pack.prefix_end))
         self._masks: dict[int | None, Mask] = {}
-        self._trunks = Trunks(self._tokens, self.device) if kernel == "trunk" else None
+        self._trunks: Trunks | None = None
+        if kernel == "trunk" and self._keys is self._tokens:
+            self._trunks = Trunks(self._tokens, self.device)
 
     def mask(self, window: int | None) -> Mask:
         """The mask of a layer with this sliding window."""
         if window not in self._masks:
-            self._masks[window] = _mask(self._tokens, self._tokens, self.device, window)
+            self._masks[window] = _mask(self._tokens, self._keys, self.device, window)
         return self._masks[window]
 
     @functools.cached_property
@@ -87,6 +114,18 @@ class TreeAttention:
     def trunks(self, window: int | None) -> "Trunks | None":
         """The trunks of the pack, if layers with this window attend them apart."""
         return self._trunks if window is None else None
+
+
+def _after_prefix(tokens: TokenRanges, prefix_end: Ints) -> TokenRanges:
+    """The tokens of a pack after those of its prefix, which is a path from a root."""
+    n = len(prefix_end)
+    if not n:
+        return tokens
+    return TokenRanges(
+        np.concatenate([np.arange(-n, 0), tokens.enter]),
+        np.concatenate([prefix_end, tokens.end]),
+        np.concatenate([np.arange(n), tokens.position]),
+    )
 
 
 def _mask(
@@ -214,6 +253,8 @@ def tree_attention(
     """
     _check_call(module, query, key, attention_mask, dropout, tree, kwargs)
     assert tree is not None
+    if tree.carried is not None:
+        key, value = tree.carried.extend(module, key, value)
     trunks = tree.trunks(sliding_window)
     plain = kwargs.get("softcap") is None and kwargs.get("s_aux") is None
     if trunks is not None and plain:

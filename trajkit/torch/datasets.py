@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
@@ -21,7 +22,21 @@ from trajkit.pipeline.suffix_layout import full_rows
 from trajkit.schema import PACKS
 from trajkit.torch.packs import Pack
 
-_INT64 = ("edge_source", "edge_target", "edge_row", "edge_position")
+_PER_TOKEN = (
+    "input_ids",
+    "position_ids",
+    "subtree_end",
+    "prefix_source",
+    "prefix_end",
+)
+_INT64 = (
+    "edge_source",
+    "edge_target",
+    "edge_row",
+    "edge_position",
+    "prefix_source",
+    "next_source",
+)
 _FLOAT64 = ("edge_weight", "edge_logprob")
 _PADDING = {"input_ids": 0, "loss_mask": False, "logprobs": float("nan")}
 
@@ -43,17 +58,15 @@ class PackDataset:
     SchemaError
         A column is absent or of another type.
     InvalidTurnsError
-        A pack continues a tree of the pack before it (``oversize="carry"``).
+        A pack continues a tree (``oversize="carry"``) that the line before does not
+        have.
     """
 
     def __init__(self, packs: TableLike) -> None:
         self._table = canonical(as_table(packs), PACKS)
-        for line, before in enumerate(self._table.column("prefix_pack").to_pylist()):
-            if before is not None:
-                raise InvalidTurnsError(
-                    f"pack {line} continues a tree of pack {before}, whose keys and values "
-                    "it needs: pack with oversize='repeat'"
-                )
+        self._continues = np.asarray(self._table.column("prefix_pack").is_valid())
+        for line in np.flatnonzero(self._continues).tolist():
+            _check_prefix(self._table, line)
 
     def __len__(self) -> int:
         return len(self._table)
@@ -63,9 +76,13 @@ class PackDataset:
         values = {
             name: _tensor(_element(line, name), f"pack {index}: {name}")
             for name in line.column_names
-            if name.startswith("edge_")
-            or name in ("input_ids", "position_ids", "subtree_end")
+            if name.startswith("edge_") or name in _PER_TOKEN
         }
+        after = self._table.slice(range(len(self))[index] + 1, 1)
+        values["next_source"] = torch.empty(0, dtype=torch.int64)
+        if len(after):
+            source = _element(after, "prefix_source")
+            values["next_source"] = _tensor(source, f"pack {index + 1}: prefix_source")
         # torch indexes with int64, and losses are summed in the widest type
         values |= {name: values[name].long() for name in _INT64}
         values |= {name: values[name].double() for name in _FLOAT64}
@@ -80,6 +97,17 @@ class PackDataset:
             )
             values["subtree_end"] = torch.ones(1, dtype=torch.int32)
         return Pack(**values, columns=columns)
+
+    def parts(self) -> list[list[int]]:
+        """The packs that must run together, for each of the trees in several packs.
+
+        A pack that holds complete trees is alone in its list. `carry_backward` takes the
+        packs of one list; as the ``batch_sampler`` of a DataLoader with
+        ``collate_fn=list`` the lists give them.
+        """
+        first = np.flatnonzero(~self._continues)
+        lines = np.arange(len(self))
+        return [part.tolist() for part in np.split(lines, first[1:])]
 
     def empty_pack(self) -> Pack:
         """One token of padding without an edge, for ranks without a pack in a step.
@@ -177,6 +205,28 @@ def pad_rows(
         for line, value in zip(batch[name], values, strict=True):
             line[: len(value)] = value
     return batch
+
+
+def _check_prefix(packs: pa.Table, line: int) -> None:
+    """Raise unless the prefix of a pack is the path at the end of the line before it."""
+    source = _element(packs.slice(line, 1), "prefix_source").to_numpy()
+    before = packs.slice(max(line - 1, 0), 1)
+    own, prefix = (
+        _element(before, name).to_numpy() for name in ("subtree_end", "prefix_end")
+    )
+    positions = _element(before, "position_ids").to_numpy()
+    positions = np.concatenate([np.arange(len(prefix)), positions])
+    ends = np.concatenate([prefix, own])
+    if (
+        line == 0
+        or not np.all(source < len(ends))
+        or not np.array_equal(positions[source], np.arange(len(source)))
+        or np.any(ends[source] != len(own))
+    ):
+        raise InvalidTurnsError(
+            f"pack {line} continues a tree of pack {packs['prefix_pack'][line]}, which "
+            "must be the line before it: keep the packs of a tree together and in order"
+        )
 
 
 def _element(line: pa.Table, name: str) -> pa.Array:

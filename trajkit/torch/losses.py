@@ -43,8 +43,8 @@ def policy_loss(
         ones are DAPO's). Default: no clipping, as in `reference_loss`.
     ratio : {"token", "sequence"}
         "token": each edge's own, ``exp(logprob - old)``. "sequence": the geometric mean
-        over the edges of its row that have a weight, for all of them (GSPO, equation 7);
-        the pack must hold all edges of its rows.
+        over the edges of its row that have a weight, for all of them (GSPO, equation 7).
+        The pack must hold all edges of its rows.
     advantage : str
         The column that holds it.
     old_logprobs : float tensor, shape (n_edges,), optional
@@ -60,10 +60,16 @@ def policy_loss(
     InvalidTurnsError
         An edge with a weight has no recorded logprob, and ``old_logprobs`` is missing.
     LayoutError
-        ``logprobs`` is not one value for each edge.
+        ``logprobs`` is not one value for each edge; or a ratio of sequences is asked for
+        a part of a tree that was cut.
     """
     check_choice("ratio", ratio, Ratio)
     _check_length(logprobs, pack)
+    if ratio == "sequence" and pack.is_part:
+        raise LayoutError(
+            "ratio='sequence' needs all edges of a row in one pack, and a tree of this "
+            "pack continues in another one: pack with oversize='repeat'"
+        )
     if old_logprobs is None:
         _check_recorded(pack)
         old_logprobs = pack.edge_logprob

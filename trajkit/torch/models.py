@@ -1,15 +1,17 @@
 """Which models train correctly on tree packs, and a pack as a model's inputs."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from trajkit.errors import UnsupportedModelError
+from trajkit.errors import LayoutError, UnsupportedModelError
 from trajkit.torch.attention import ATTENTION, Kernel, TreeAttention
+from trajkit.torch.carried import CarriedStates, States
 from trajkit.torch.linear import carries_states, uncarried
 from trajkit.torch.logprobs import gather_logprobs
 from trajkit.torch.packs import Pack
@@ -158,7 +160,19 @@ def model_inputs(
     ------
     UnsupportedModelError
         As for `check_model`.
+    LayoutError
+        A tree of the pack continues in another pack.
     """
+    return _inputs(model, pack, None, kernel, kernel_options)
+
+
+def _inputs(
+    model: PreTrainedModel,
+    pack: Pack,
+    carried: CarriedStates | None,
+    kernel: Kernel,
+    kernel_options: dict[str, Any] | None,
+) -> dict[str, Any]:
     check_model(model)
     if model.training:
         _check_dropout(model)
@@ -166,7 +180,7 @@ def model_inputs(
     return {
         "input_ids": pack.input_ids[None].to(device),
         "position_ids": pack.position_ids[None].to(device),
-        "tree": TreeAttention(pack, device, kernel, kernel_options),
+        "tree": TreeAttention(pack, device, kernel, kernel_options, carried),
         "use_cache": False,
     }
 
@@ -198,13 +212,174 @@ def edge_logprobs(
     UnsupportedModelError
         As for `check_model`; or the model changes its logits after the output
         projection (soft caps, scales), which `gather_logprobs` must then be given.
+    LayoutError
+        A tree of the pack continues in another pack: see `carry_backward`.
     """
+    options = _Options(temperature, chunk_size, kernel, kernel_options)
+    return _logprobs(model, pack, None, options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """The arguments of `edge_logprobs` and of those who call it for several packs."""
+
+    temperature: float
+    chunk_size: int
+    kernel: Kernel
+    kernel_options: dict[str, Any] | None
+
+
+def _hidden(
+    model: PreTrainedModel,
+    pack: Pack,
+    carried: CarriedStates | None,
+    options: _Options,
+) -> Tensor:
+    """The last hidden states of a pack."""
+    inputs = _inputs(model, pack, carried, options.kernel, options.kernel_options)
+    hidden: Tensor = model.base_model(**inputs).last_hidden_state
+    return hidden
+
+
+def _logprobs(
+    model: PreTrainedModel,
+    pack: Pack,
+    carried: CarriedStates | None,
+    options: _Options,
+) -> Tensor:
+    """As `edge_logprobs`."""
     head = _output_head(model)
-    inputs = model_inputs(model, pack, kernel=kernel, kernel_options=kernel_options)
-    hidden = model.base_model(**inputs).last_hidden_state
+    hidden = _hidden(model, pack, carried, options)
+    temperature, chunk_size = options.temperature, options.chunk_size
     return gather_logprobs(
         hidden, head, pack, temperature=temperature, chunk_size=chunk_size
     )
+
+
+def carry_logprobs(
+    model: PreTrainedModel,
+    parts: Sequence[Pack],
+    *,
+    temperature: float = 1.0,
+    chunk_size: int = 2048,
+    kernel: Kernel = "masked",
+    kernel_options: dict[str, Any] | None = None,
+) -> list[Tensor]:
+    """As `edge_logprobs`, without gradients, for the packs of a tree in several packs.
+
+    Each pack runs once. Keys and values of the tokens that the next pack attends are
+    kept in between.
+
+    Parameters
+    ----------
+    model, temperature, chunk_size, kernel, kernel_options
+        As for `edge_logprobs`.
+    parts : sequence of Pack
+        The packs of one list of `PackDataset.parts`, in order.
+
+    Returns
+    -------
+    list of float tensor, each of shape (n_edges,)
+
+    Raises
+    ------
+    UnsupportedModelError
+        As for `edge_logprobs`; or the model has linear attention, whose state would have
+        to be carried as well; or it runs a layer twice.
+    LayoutError
+        The packs are not all parts of one tree, in order.
+    """
+    _check_parts(model, parts)
+    options = _Options(temperature, chunk_size, kernel, kernel_options)
+    found = []
+    states: States = {}
+    with torch.no_grad():
+        for pack in parts:
+            carried = CarriedStates(pack, states)
+            found.append(_logprobs(model, pack, carried, options))
+            states = carried.handed
+    return found
+
+
+def carry_backward(
+    model: PreTrainedModel,
+    parts: Sequence[Pack],
+    loss: Callable[[Tensor, Pack], Tensor],
+    *,
+    temperature: float = 1.0,
+    chunk_size: int = 2048,
+    kernel: Kernel = "masked",
+    kernel_options: dict[str, Any] | None = None,
+) -> Tensor:
+    """Forward and backward of a tree in several packs, with one pack in memory at a time.
+
+    The packs run forward without gradients, and keys and values of the tokens that the
+    next pack attends are kept. Then, from the last pack to the first, each runs again
+    with gradients, and the gradients of its prefix are added to those of the pack that
+    computed it. So every pack but the last runs forward twice. A pack with complete
+    trees runs once.
+
+    Parameters
+    ----------
+    model, temperature, chunk_size, kernel, kernel_options
+        As for `edge_logprobs`. Gradients are added to ``grad`` of its parameters.
+    parts : sequence of Pack
+        The packs of one list of `PackDataset.parts`, in order.
+    loss : callable
+        From the logprobs of a pack's edges and the pack to a scalar tensor. The losses
+        of the packs are summed.
+
+    Returns
+    -------
+    scalar tensor
+        The sum, without a gradient.
+
+    Raises
+    ------
+    UnsupportedModelError, LayoutError
+        As for `carry_logprobs`.
+
+    Notes
+    -----
+    Memory is that of the largest pack, and keys and values of one path of the tree for
+    each cut. This is the schedule of "redundancy-free tree partitioning" (Tree Training,
+    arXiv:2511.00413) and of DTA (arXiv:2602.00482), over the cuts of `trajkit.pack`.
+    """
+    _check_parts(model, parts)
+    options = _Options(temperature, chunk_size, kernel, kernel_options)
+    prefixes: list[States] = [{}]
+    with torch.no_grad():
+        for pack in parts[:-1]:
+            carried = CarriedStates(pack, prefixes[-1])
+            _hidden(model, pack, carried, options)
+            prefixes.append(carried.handed)
+    values = []
+    gradients: States = {}
+    for pack in reversed(parts):
+        carried = CarriedStates(pack, prefixes.pop(), gradients)
+        value = loss(_logprobs(model, pack, carried, options), pack)
+        value.backward()
+        values.append(value.detach())
+        gradients = carried.prefix_gradients()
+    return torch.stack(values).sum()
+
+
+def _check_parts(model: PreTrainedModel, parts: Sequence[Pack]) -> None:
+    none = torch.empty(0, dtype=torch.int64)
+    handed = [none, *(pack.next_source for pack in parts)]
+    taken = [*(pack.prefix_source for pack in parts), none]
+    for k, (one, other) in enumerate(zip(handed, taken, strict=True)):
+        if not torch.equal(one.cpu(), other.cpu()):
+            raise LayoutError(
+                f"part {k} of {len(parts)} attends {len(other)} tokens before it, and "
+                f"{len(one)} are handed to it: pass the packs of one list of "
+                "PackDataset.parts(), all of them and in order"
+            )
+    if len(parts) > 1 and any(carries_states(module) for module in model.modules()):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has linear attention, whose state is not carried from "
+            "pack to pack: pack with oversize='repeat'"
+        )
 
 
 def _output_head(model: PreTrainedModel) -> torch.nn.Module:

@@ -29,6 +29,11 @@ class Pack:
     edge_weight : float64 tensor, shape (n_edges,)
     edge_logprob : float64 tensor, shape (n_edges,)
         The logprob recorded by the engine; NaN where it gave none.
+    prefix_source, prefix_end : int64 and int32 tensors, shape (n_prefix,)
+        For a pack that continues a tree of the pack before it: as in the table. Empty
+        otherwise.
+    next_source : int64 tensor, shape (n_handed,)
+        ``prefix_source`` of the pack that continues a tree of this one. Empty if none does.
     columns : mapping of str to tensor, each of shape (n_edges,)
         Further ``edge_`` columns by name without the prefix, such as ``advantage``.
     """
@@ -42,7 +47,15 @@ class Pack:
     edge_position: Tensor
     edge_weight: Tensor
     edge_logprob: Tensor
+    prefix_source: Tensor
+    prefix_end: Tensor
+    next_source: Tensor
     columns: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether a tree of the pack is continued from or in another pack."""
+        return len(self.prefix_source) + len(self.next_source) > 0
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Pack":
         """The pack with every tensor on a device."""

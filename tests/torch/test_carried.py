@@ -1,0 +1,223 @@
+"""A tree in several packs trains as its rows, one pack in memory at a time."""
+
+from dataclasses import replace
+
+import pyarrow as pa
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import trajkit as tk
+from tests.torch.cases import SESSIONS, packs_of, rows_of
+from tests.torch.test_equality import by_packs, by_rows
+from tests.torch.tiny_models import (
+    CONFIGS,
+    float64_throughout,
+    gradients,
+    make,
+    relative,
+)
+from trajkit.errors import InvalidTurnsError, LayoutError, UnsupportedModelError
+from trajkit.torch import carried
+from trajkit.torch.attention import TreeAttention, block_mask
+from trajkit.torch.datasets import PackDataset
+from trajkit.torch.losses import policy_loss
+from trajkit.torch.masks import token_ranges
+from trajkit.torch.models import carry_backward, carry_logprobs, edge_logprobs
+
+
+def cut(rows, limit, **options):
+    packs = tk.pack(rows, limit, oversize="carry", columns=["advantage"], **options)
+    assert packs["prefix_pack"].null_count < len(packs)
+    return packs
+
+
+def by_parts(model, packs, **options):
+    """Logprobs by (row, position), the loss, and its gradients."""
+    dataset = PackDataset(packs)
+    known, total = {}, 0.0
+    for lines in dataset.parts():
+        parts = [dataset[line] for line in lines]
+        for pack, logprobs in zip(
+            parts, carry_logprobs(model, parts, **options), strict=True
+        ):
+            rows, positions = pack.edge_row.tolist(), pack.edge_position.tolist()
+            known |= dict(zip(zip(rows, positions, strict=True), logprobs, strict=True))
+        total = total + carry_backward(model, parts, policy_loss, **options)
+    return known, total, gradients(model)
+
+
+@pytest.mark.parametrize("case", SESSIONS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_cut_trees_train_as_their_rows_in_float64(name, case):
+    rows = rows_of(case)
+    model = make(name)
+    with float64_throughout():
+        expected, loss, grad = by_rows(model, rows)
+        for limit, options in [(20, {}), (13, {"align": 13})]:
+            found, total, found_grad = by_parts(
+                model, cut(rows, limit, **options), chunk_size=7
+            )
+            assert found.keys() == expected.keys()
+            worst = max(abs(float(found[key] - expected[key])) for key in expected)
+            assert worst < 1e-13
+            assert float(abs(total - loss)) < 1e-13
+            assert relative(found_grad, grad) < 1e-12
+
+
+@pytest.mark.parametrize("case", ["tail_changed", "nemo"])
+def test_cut_trees_train_as_their_rows_in_float32(case):
+    rows = rows_of(case)
+    model = make("qwen3", torch.float32)
+    _, _, expected = by_rows(model, rows)
+    _, _, found = by_parts(model, cut(rows, 20))
+    assert relative(found, expected) < 1e-5
+
+
+# of the passes without gradients
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kernel", ["masked", "trunk"])
+def test_recomputed_activations_hand_gradients_back(reentrant, kernel):
+    rows = rows_of("head_dropped")
+    model = make("llama")
+    packs = cut(rows, 20)
+    dataset = PackDataset(packs)
+    with float64_throughout():
+        _, _, expected = by_rows(model, rows)
+        model.enable_input_require_grads()
+        enable = getattr(
+            model,
+            "activation_checkpointing_enable",
+            model.gradient_checkpointing_enable,
+        )
+        enable({"use_reentrant": reentrant})
+        for lines in dataset.parts():
+            parts = [dataset[line] for line in lines]
+            carry_backward(model, parts, policy_loss, kernel=kernel)
+        found = gradients(model)
+    assert relative(found, expected) < 1e-12
+
+
+def test_gradients_that_are_not_handed_back_are_caught(monkeypatch):
+    """Keys and values of other packs as constants give another gradient."""
+    rows = rows_of("tail_changed")
+    model = make("llama")
+    monkeypatch.setattr(carried.CarriedStates, "prefix_gradients", lambda self: {})
+    with float64_throughout():
+        expected, _, grad = by_rows(model, rows)
+        found, _, found_grad = by_parts(model, cut(rows, 20))
+    assert max(abs(float(found[key] - expected[key])) for key in expected) < 1e-13
+    assert relative(found_grad, grad) > 0.05
+
+
+def test_parts_without_an_edge_hand_gradients_back():
+    """The prompt of a session fills packs of its own, whose tokens predict nothing."""
+    rows = rows_of("siblings")
+    packs = cut(rows, 5)
+    assert packs["edge_source"].to_pylist()[0] == []
+    model = make("qwen3")
+    with float64_throughout():
+        _, _, grad = by_rows(model, rows)
+        _, _, found = by_parts(model, packs)
+    assert relative(found, grad) < 1e-12
+
+
+def test_packs_of_complete_trees_run_as_before():
+    rows = rows_of("several_sessions")
+    packs = packs_of(rows, cut=True)
+    model = make("llama")
+    assert PackDataset(packs).parts() == [[line] for line in range(len(packs))]
+    expected, loss, grad = by_packs(model, packs)
+    found, total, found_grad = by_parts(model, packs)
+    assert found == expected
+    assert total == loss
+    assert torch.equal(found_grad, grad)
+
+
+def test_loaders_hand_out_the_parts_of_a_tree_together():
+    packs = cut(rows_of("several_sessions"), 30)
+    dataset = PackDataset(packs)
+    lists = dataset.parts()
+    assert [line for lines in lists for line in lines] == list(range(len(packs)))
+    assert max(map(len, lists)) > 1
+    loader = DataLoader(dataset, batch_sampler=lists, collate_fn=list)
+    for lines, parts in zip(lists, loader, strict=True):
+        assert [len(part.prefix_end) for part in parts] == [
+            len(packs["prefix_end"][line]) for line in lines
+        ]
+        assert [len(part.prefix_end) > 0 for part in parts] == [
+            k > 0 for k in range(len(lines))
+        ]
+
+
+def test_the_block_mask_of_a_part_is_its_dense_mask():
+    packs = cut(rows_of("tail_changed"), 64)
+    dataset = PackDataset(packs)
+    pack = dataset[1]
+    tree = TreeAttention(pack, "cpu", carried=carried.CarriedStates(pack, {}))
+    for window in (None, 7):
+        dense = tree.mask(window)[0, 0]
+        n, n_prefix = len(pack.input_ids), len(pack.prefix_end)
+        assert dense.shape == (n, n_prefix + n)
+        assert dense[:, :n_prefix].any()
+        blocks = block_mask(tree._tokens, tree._keys, torch.device("cpu"), window, 8)
+        none = torch.tensor(0)
+        q, kv = torch.arange(n), torch.arange(n_prefix + n)
+        assert torch.equal(blocks.mask_mod(none, none, q[:, None], kv[None]), dense)
+        seen = blocks.to_dense()[0, 0].bool()
+        wide = seen.repeat_interleave(8, 0).repeat_interleave(8, 1)
+        assert not (dense & ~wide[:n, : n_prefix + n]).any()
+    # the prefix is the path to the first token, so the positions of its tokens count up
+    assert token_ranges(pack.subtree_end, pack.position_ids).position[0] == n_prefix
+
+
+def first_parts(limit=20):
+    dataset = PackDataset(cut(rows_of("tail_changed"), limit))
+    return [dataset[line] for line in dataset.parts()[0]]
+
+
+def test_a_part_alone_is_refused():
+    parts, model = first_parts(), make("llama")
+    for part in parts:
+        with pytest.raises(LayoutError, match="carry_backward or carry_logprobs"):
+            edge_logprobs(model, part)
+    for wrong, place in [(parts[:-1], len(parts) - 1), (parts[1:], 0)]:
+        with pytest.raises(
+            LayoutError, match=f"part {place} of {len(parts) - 1} attends"
+        ):
+            carry_logprobs(model, wrong)
+        with pytest.raises(
+            LayoutError, match=f"part {place} of {len(parts) - 1} attends"
+        ):
+            carry_backward(model, wrong, policy_loss)
+
+
+def test_ratios_of_sequences_are_refused_for_parts():
+    parts, model = first_parts(), make("llama")
+    with pytest.raises(LayoutError, match="ratio='sequence' needs all edges of a row"):
+        carry_backward(model, parts, lambda *args: policy_loss(*args, ratio="sequence"))
+
+
+def test_parts_that_are_not_in_order_are_refused():
+    packs = cut(rows_of("tail_changed"), 20)
+    for lines in ([1], [0, 2], [1, 0]):
+        with pytest.raises(InvalidTurnsError, match="which must be the line before it"):
+            PackDataset(packs.take(lines))
+    other = cut(rows_of("head_dropped"), 20)
+    mixed = [packs.slice(0, 1), other.slice(2, 1)]
+    with pytest.raises(InvalidTurnsError, match="pack 1 continues a tree of pack 1"):
+        PackDataset(pa.concat_tables(mixed))
+
+
+def test_layers_that_run_twice_are_refused():
+    parts, model = first_parts(), make("llama")
+    model.model.layers[1] = model.model.layers[0]
+    with pytest.raises(UnsupportedModelError, match="LlamaAttention runs twice"):
+        carry_backward(model, parts, policy_loss)
+
+
+def test_a_pack_moves_with_its_prefix():
+    part = first_parts()[1].to("meta")
+    assert part.prefix_end.device.type == part.next_source.device.type == "meta"
+    assert replace(part, next_source=part.next_source[:0]).is_part
