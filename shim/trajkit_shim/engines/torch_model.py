@@ -151,7 +151,7 @@ class TorchEngine:
         """Load the weights of a model directory, while paused."""
 
         def load() -> None:
-            loaded = type(self._model).from_pretrained(path, local_files_only=True)
+            loaded = type(self._model).from_pretrained(path)
             self._model.load_state_dict(loaded.state_dict())
             self._version = version
 

@@ -1,108 +1,88 @@
 """The agent of the training demo, which speaks to the gateway over HTTP."""
 
-import asyncio
+import json
+import zlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from typing import Any
-
-import httpx
+from urllib.parse import urlsplit
 
 from trajkit_shim.train.task import MAX_TURNS, TOOLS, Task
+
+# like most clients, the agent does not send the reasoning of a reply back
+_SENT_BACK = ("role", "content", "tool_calls")
 
 
 class Gateway:
     """A client of one gateway, for agents and for the trainer."""
 
     def __init__(self, url: str) -> None:
-        self._url = url
+        self._address = urlsplit(url).netloc
 
-    def rollouts(self, tasks: Sequence[Task], samples: int, prefix: str) -> list[float]:
-        """Have agents work on every task, several on each, all at the same time.
+    def rollouts(self, tasks: Sequence[Task], samples: int) -> list[float]:
+        """Have ``samples`` agents work on each task, all at the same time.
 
-        The sessions are named ``{prefix}.{task}.{sample}``; a task's are a group. Returns
-        the rewards, which the gateway logs too.
+        The sessions of a task are a group of its name. Returns the rewards, which the
+        gateway logs, too.
         """
-
-        async def run() -> list[float]:
-            async with httpx.AsyncClient(
-                base_url=self._url,
-                timeout=None,
-                limits=httpx.Limits(max_connections=len(tasks) * samples),
-            ) as http:
-                return await asyncio.gather(
-                    *(
-                        _rollout(http, task, f"{prefix}.{task.task_id}", sample)
-                        for task in tasks
-                        for sample in range(samples)
-                    )
-                )
-
-        return asyncio.run(run())
+        jobs = [(task, sample) for task in tasks for sample in range(samples)]
+        with ThreadPoolExecutor(len(jobs), "agent") as pool:
+            return list(pool.map(lambda job: self._rollout(*job), jobs))
 
     def update(self, path: str, version: str) -> None:
         """Give the engine the weights in a model directory."""
-        with httpx.Client(base_url=self._url, timeout=None) as http:
-            update = {"model_path": path, "weight_version": version}
-            for verb, body in (("pause", {}), ("update", update), ("resume", {})):
-                http.post(f"/engine/{verb}", json=body).raise_for_status()
+        self._post("/engine/pause", {})
+        self._post("/engine/update", {"model_path": path, "weight_version": version})
+        self._post("/engine/resume", {})
 
-
-async def _rollout(
-    http: httpx.AsyncClient, task: Task, group_id: str, sample: int
-) -> float:
-    """One agent at work on a task, from opening its session to its reward."""
-    opening = {
-        "session_id": f"{group_id}.{sample}",
-        "group_id": group_id,
-        "max_turns": MAX_TURNS,
-    }
-    session = await _post(http, "/sessions", opening)
-    key = {"authorization": f"Bearer {session['api_key']}"}
-    messages: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
-    answer = ""
-    for turn in range(MAX_TURNS):
-        body = {
-            "model": "policy",
-            "messages": messages,
-            "tools": TOOLS,
-            "seed": hash_of(f"{group_id}.{sample}.{turn}"),
+    def _rollout(self, task: Task, sample: int) -> float:
+        """One agent at work on a task, from opening its session to its reward."""
+        name = f"{task.task_id}.{sample}"
+        opening = {
+            "session_id": name,
+            "group_id": task.task_id,
+            "max_turns": MAX_TURNS,
         }
-        reply = await _post(http, "/v1/chat/completions", body, key)
-        message = reply["choices"][0]["message"]
-        # like most clients, it does not send the reasoning back
-        messages.append({k: v for k, v in message.items() if k in _SENT and v})
-        calls = message.get("tool_calls") or []
-        if not calls:
-            answer = message.get("content") or ""
-            break
-        for call in calls:
-            function = call["function"]
-            result = task.call(function["name"], function["arguments"])
-            messages.append(
-                {"role": "tool", "tool_call_id": call["id"], "content": result}
+        key = self._post("/sessions", opening)["api_key"]
+        messages: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
+        answer = None
+        for turn in range(MAX_TURNS):
+            # a seed of its own makes a call independent of the order of all calls
+            seed = zlib.crc32(f"{name}.{turn}".encode())
+            request = {"messages": messages, "tools": TOOLS, "seed": seed}
+            reply = self._post(
+                "/v1/chat/completions", {"model": "policy", **request}, key
             )
-    reward = float(answer == task.answer)
-    await _post(
-        http, f"/sessions/{session['session_id']}/finish", {"reward": reward}
-    )
-    return reward
+            message = reply["choices"][0]["message"]
+            messages.append({key: message.get(key) for key in _SENT_BACK})
+            calls = message.get("tool_calls")
+            if not calls:
+                answer = message["content"]
+                break
+            for call in calls:
+                result = task.call(**call["function"])
+                messages.append(
+                    {"role": "tool", "tool_call_id": call["id"], "content": result}
+                )
+        reward = float(answer == task.answer)
+        self._post(f"/sessions/{name}/finish", {"reward": reward})
+        return reward
 
-
-_SENT = ("role", "content", "tool_calls")
-
-
-def hash_of(text: str) -> int:
-    """A seed from a text, the same in every process."""
-    import zlib
-
-    return zlib.crc32(text.encode())
-
-
-async def _post(
-    http: httpx.AsyncClient,
-    path: str,
-    body: dict[str, Any],
-    headers: dict[str, str] | None = None,
-) -> Any:
-    answer = await http.post(path, json=body, headers=headers)
-    answer.raise_for_status()
-    return answer.json()
+    def _post(self, path: str, body: dict[str, Any], key: str = "") -> Any:
+        """The JSON answer to a request, on a connection of its own."""
+        connection = HTTPConnection(self._address)
+        try:
+            headers = {
+                "authorization": f"Bearer {key}",
+                "content-type": "application/json",
+                "connection": "close",
+            }
+            connection.request("POST", path, json.dumps(body), headers)
+            answer = connection.getresponse()
+            text = answer.read().decode()
+        finally:
+            connection.close()
+        if answer.status != 200:
+            raise ConnectionError(f"POST {path} gave {answer.status}: {text}")
+        return json.loads(text)
