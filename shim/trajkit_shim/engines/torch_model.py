@@ -1,0 +1,290 @@
+"""An engine that samples from a causal language model of transformers, in this process.
+
+It computes prompts in batches on one thread and returns the logprobs of the distribution
+that it drew from. Its weights can change in the middle of a reply. Needs torch.
+"""
+
+import asyncio
+import itertools
+import math
+import random
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from trajkit_shim.engines import base
+from trajkit_shim.errors import EngineError
+
+# how long a batch waits for one more call
+_GATHER_S = 0.003
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call that is sampled or waits for it."""
+
+    ids: list[int]  # the prompt, and what was sampled
+    n_prompt: int
+    sampling: base.Sampling
+    draw: random.Random
+    result: "Future[base.Sample]" = field(default_factory=Future)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)  # of each sampled token
+    finish_reason: str | None = None
+
+    def add(self, token: int, logprob: float, version: str) -> None:
+        """Append a sampled token, and decide whether it is the last."""
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        if token in self.sampling.stop_token_ids:
+            self.finish_reason = "stop"
+        elif len(self.logprobs) == self.sampling.max_new_tokens:
+            self.finish_reason = "length"
+        elif self.result.cancelled():
+            self.finish_reason = "abort"
+
+    def sample(self) -> base.Sample:
+        """The finished sample."""
+        changed = (a != b for a, b in itertools.pairwise(self.versions))
+        starts = [0, *(i for i, new in enumerate(changed, 1) if new)]
+        return base.Sample(
+            output_ids=np.array(self.ids[self.n_prompt :], np.int32),
+            output_logprobs=np.array(self.logprobs, np.float32),
+            finish_reason=str(self.finish_reason),
+            weight_versions=tuple(
+                base.WeightSpan(self.versions[start], start, stop)
+                for start, stop in itertools.pairwise([*starts, len(self.versions)])
+            ),
+            prompt_tokens=self.n_prompt,
+        )
+
+
+class TorchEngine:
+    """An `Engine` and `UpdatableEngine` over a model of transformers.
+
+    Calls that wait are sampled together. Each draws from the complete distribution under
+    its temperature, with a random generator of its own, so that a call with a ``seed``
+    does not depend on the calls that it shares a batch with.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A causal language model, which the engine owns from now on.
+    name : str
+        The name that clients see.
+    version : str
+        The version of the weights until the first update.
+    seed : int, optional
+        For calls without a seed of their own. Default: random.
+    max_batch : int
+        The number of calls that are sampled together.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        name: str = "torch",
+        version: str = "initial",
+        seed: int | None = None,
+        max_batch: int = 64,
+    ) -> None:
+        self._model = model.eval()
+        self._version = version
+        self._random = random.Random(seed)
+        self._max_batch = max_batch
+        config = model.config.get_text_config(decoder=True)
+        self._info = base.EngineInfo(
+            model=name,
+            vocab_size=config.vocab_size,
+            max_context_tokens=config.max_position_embeddings,
+        )
+        self._waiting: SimpleQueue[_Call | None] = SimpleQueue()
+        # guards the two flags; the model computes outside of it
+        self._state = threading.Condition()
+        self._paused = self._computing = False
+        self._thread = threading.Thread(
+            target=self._run, name="trajkit-sampler", daemon=True
+        )
+        self._thread.start()
+
+    async def info(self) -> base.EngineInfo:
+        """Model name, vocabulary size and context length."""
+        return self._info
+
+    async def generate(
+        self,
+        prompt_ids: npt.NDArray[np.int32],
+        sampling: base.Sampling,
+        *,
+        request_id: str,
+        session_id: str,
+    ) -> base.Sample:
+        """See `Engine`. Of the parameters, it takes the temperature and the seed."""
+        _check_sampling(sampling)
+        seed = self._random.getrandbits(64) if sampling.seed is None else sampling.seed
+        ids = np.asarray(prompt_ids).tolist()
+        call = _Call(ids, len(ids), sampling, random.Random(seed))
+        self._waiting.put(call)
+        return await asyncio.wrap_future(call.result)
+
+    async def pause(self) -> None:
+        """Stop after the current token; running calls wait."""
+
+        def wait() -> None:
+            with self._state:
+                self._paused = True
+                self._state.wait_for(lambda: not self._computing)
+
+        await asyncio.to_thread(wait)
+
+    async def update_weights(self, path: str, version: str) -> None:
+        """Load the weights of a model directory, while paused."""
+
+        def load() -> None:
+            loaded = type(self._model).from_pretrained(path)
+            self._model.load_state_dict(loaded.state_dict())
+            self._version = version
+
+        try:
+            await asyncio.to_thread(load)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise EngineError(f"the weights in {path} do not load: {error}") from error
+
+    async def resume(self) -> None:
+        """Continue sampling."""
+        with self._state:
+            self._paused = False
+            self._state.notify_all()
+
+    async def close(self) -> None:
+        """Finish the calls that were accepted, and end the thread."""
+        await self.resume()
+        self._waiting.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def _run(self) -> None:
+        """Sample batch after batch until the engine closes."""
+        closing = False
+        while not closing:
+            batch = [self._waiting.get()]
+            while batch[-1] is not None and len(batch) < self._max_batch:
+                try:
+                    batch.append(self._waiting.get(timeout=_GATHER_S))
+                except Empty:
+                    break
+            closing = batch[-1] is None
+            calls = [call for call in batch if call is not None]
+            try:
+                if calls:
+                    self._sample(calls)
+            # whatever failed, its callers must hear of it
+            except Exception as error:
+                for call in calls:
+                    if call.result.set_running_or_notify_cancel():
+                        failed = EngineError(f"sampling failed: {error}")
+                        call.result.set_exception(failed)
+                continue
+
+    @torch.inference_mode()  # type: ignore[misc]
+    def _sample(self, calls: list[_Call]) -> None:
+        """Sample a batch of calls to their ends."""
+        batch: _Batch | None = None
+        while any(call.finish_reason is None for call in calls):
+            with self._state:
+                self._state.wait_for(lambda: not self._paused)
+                self._computing = True
+            try:
+                # new weights make the cached keys and values wrong
+                if batch is None or batch.version != self._version:
+                    batch = _Batch(self._model, calls, self._version)
+                batch.step()
+            finally:
+                with self._state:
+                    self._computing = False
+                    self._state.notify_all()
+            for call in calls:
+                if call.finish_reason is not None and not call.result.done():
+                    if call.result.set_running_or_notify_cancel():
+                        call.result.set_result(call.sample())
+
+
+class _Batch:
+    """Calls of one batch under one version of the weights, with their cache."""
+
+    def __init__(
+        self, model: PreTrainedModel, calls: list[_Call], version: str
+    ) -> None:
+        self._model = model
+        self._calls = calls
+        self.version = version
+        self._device = model.get_input_embeddings().weight.device
+        self._cache: Any = None
+        # calls are padded on the left, so that all continue at the same place
+        length = max(len(call.ids) for call in calls)
+        ids = np.zeros((len(calls), length), np.int64)
+        self._mask = torch.zeros(ids.shape, dtype=torch.int64, device=self._device)
+        for row, call in enumerate(calls):
+            ids[row, length - len(call.ids) :] = call.ids
+            self._mask[row, length - len(call.ids) :] = 1
+        self._next = torch.from_numpy(ids).to(self._device)
+        temperatures = [
+            1.0 if t is None else t for t in (c.sampling.temperature for c in calls)
+        ]
+        self._temperature = torch.tensor(temperatures, device=self._device)[:, None]
+
+    def step(self) -> None:
+        """Draw the next token of every call that has not ended."""
+        positions = (self._mask.cumsum(1) - 1).clamp(min=0)
+        output = self._model(
+            input_ids=self._next,
+            attention_mask=self._mask,
+            position_ids=positions[:, -self._next.shape[1] :],
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self._cache = output.past_key_values
+        logprobs = (output.logits[:, -1].float() / self._temperature).log_softmax(1)
+        token = _drawn(logprobs, [call.draw.random() for call in self._calls])
+        drawn = logprobs.gather(1, token)[:, 0].tolist()
+        for call, index, logprob in zip(
+            self._calls, token[:, 0].tolist(), drawn, strict=True
+        ):
+            if call.finish_reason is None:
+                call.add(index, min(logprob, 0.0), self.version)
+        self._next = token
+        self._mask = torch.cat([self._mask, torch.ones_like(token)], 1)
+
+
+def _drawn(logprobs: Tensor, numbers: list[float]) -> Tensor:
+    """For each row the token whose share of [0, 1) contains its number; shape (n, 1)."""
+    reached = logprobs.double().exp().cumsum(1)
+    number = torch.tensor(numbers, dtype=torch.float64, device=logprobs.device)[:, None]
+    token = torch.searchsorted(reached, number * reached[:, -1:], right=True)
+    return token.clamp(max=logprobs.shape[1] - 1)
+
+
+def _check_sampling(sampling: base.Sampling) -> None:
+    """Reject parameters that the engine does not implement."""
+    temperature = sampling.temperature
+    if temperature is not None and not 0 < temperature < math.inf:
+        raise EngineError(f"temperature = {temperature} is not in (0, inf)", 400)
+    given = {
+        "top_p": sampling.top_p not in (None, 1.0),
+        "top_k": sampling.top_k not in (None, -1),
+        "stop": bool(sampling.stop),
+        **dict.fromkeys(sampling.extra, True),
+    }
+    for name, used in given.items():
+        if used:
+            raise EngineError(f"the torch engine has no parameter {name!r}", 400)

@@ -1,0 +1,77 @@
+"""Scripted runs for the warm start: an engine that knows the rules and often errs."""
+
+import random
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedTokenizerFast
+
+from trajkit_shim.engines import base
+from trajkit_shim.train.model import END
+from trajkit_shim.train.task import NUMBERS, PEOPLE, PLACES
+
+
+class Demonstrator:
+    """An `Engine` that writes the replies of the scripted agent.
+
+    ``slips``: the share of its replies that do something at random. ``thinks``: the share
+    that begins with reasoning. Half of its tool calls lack the line break that the chat
+    template writes at their end.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, *, slips: float, thinks: float
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._slips, self._thinks = slips, thinks
+        self._info = base.EngineInfo(
+            model="demonstrator",
+            vocab_size=len(tokenizer),
+            max_context_tokens=512,
+        )
+
+    async def info(self) -> base.EngineInfo:
+        """Model name, vocabulary size and context length."""
+        return self._info
+
+    async def generate(
+        self,
+        prompt_ids: npt.NDArray[np.int32],
+        sampling: base.Sampling,
+        *,
+        request_id: str,
+        session_id: str,
+    ) -> base.Sample:
+        """Write a reply to the last message of a prompt."""
+        text = str(self._tokenizer.decode(np.asarray(prompt_ids).tolist()))
+        last = text.rsplit("<|im_start|>", 2)[1].removesuffix(END).split()[-1]
+        ids = self._tokenizer.encode(
+            self._reply(last, random.Random(sampling.seed)) + END,
+            add_special_tokens=False,
+        )
+        return base.Sample(
+            output_ids=np.array(ids, np.int32),
+            output_logprobs=None,
+            finish_reason="stop",
+        )
+
+    async def close(self) -> None:
+        """Nothing to release."""
+
+    def _reply(self, last: str, draw: random.Random) -> str:
+        kinds = {"person": PEOPLE, "place": PLACES, "number": NUMBERS}
+        kind = next((k for k, names in kinds.items() if last in names), None)
+        if kind is None or draw.random() < self._slips:
+            kind = draw.choice(list(kinds))
+            last = draw.choice(kinds[kind])
+        thought = ""
+        if draw.random() < self._thinks:
+            thought = f"<think>{last} is a {kind}</think>"
+        if kind == "number":
+            return thought + last
+        tool = {"person": "ask", "place": "open"}[kind]
+        newline = draw.choice(["\n", ""])
+        return (
+            f'{thought}<tool_call>\n{{"name": "{tool}", "arguments": '
+            f'{{"name": "{last}"}}}}{newline}</tool_call>'
+        )

@@ -1,0 +1,238 @@
+"""The two halves of the training demo: a warm start on scripted runs, and the loop."""
+
+import hashlib
+import math
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+import trajkit as tk
+from trajkit.torch import Pack, PackDataset, edge_logprobs, nll_loss, policy_loss
+from trajkit.training import advantages
+from trajkit_shim.app import create_app
+from trajkit_shim.engines.base import Engine
+from trajkit_shim.engines.torch_model import TorchEngine
+from trajkit_shim.prompting.prompts import Mode
+from trajkit_shim.prompting.render import ChatRenderer
+from trajkit_shim.serve import running
+from trajkit_shim.sessions.turn_log import TurnLog
+from trajkit_shim.train.agents import Gateway
+from trajkit_shim.train.demonstrations import Demonstrator
+from trajkit_shim.train.model import make_model, make_tokenizer
+from trajkit_shim.train.task import make_task
+
+# the longest reply is 14 tokens
+_MAX_NEW_TOKENS = 32
+# a mask on the CPU costs the square of a pack's tokens
+_PACK_TOKENS = 512
+_WARM_RUNS = 300
+_WARM_STEPS = 300
+_WARM_TOKENS = 2048  # of one optimizer step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How to train; the same for all seeds and policies of a run."""
+
+    steps: int = 30
+    tasks: int = 8  # per step
+    samples: int = 8  # rollouts per task, which form a group
+    epochs: int = 1
+    width: int = 64
+    layers: int = 2
+    learning_rate: float = 1e-3
+    slips: float = 0.35
+    thinks: float = 0.6
+    prompts: Mode = "render"
+    device: str = "cpu"
+    clip: tuple[float, float] = (0.2, 0.2)
+
+
+def warm_start(out: Path, seed: int, settings: Settings) -> dict[str, Any]:
+    """Train a new model on scripted runs, and save it as ``out/model``.
+
+    The scripted agent errs often, and so does the model that imitates it.
+    """
+    _prepare()
+    started = time.monotonic()
+    tokenizer = make_tokenizer()
+    engine = Demonstrator(tokenizer, slips=settings.slips, thinks=settings.thinks)
+    with _gateway(engine, out, settings) as (gateway, log):
+        rewards: list[float] = []
+        for part in range(0, _WARM_RUNS, 50):
+            tasks = [
+                make_task(f"{seed}.warm.{i}", f"{seed}.warm.{i}")
+                for i in range(part, part + 50)
+            ]
+            rewards += gateway.rollouts(tasks, 1)
+    rows = tk.linearize(tk.read_turns(log), sessions=tk.read_sessions(log))
+    packs = PackDataset(tk.pack(rows, _PACK_TOKENS))
+    model = make_model(
+        len(tokenizer), seed=seed, width=settings.width, layers=settings.layers
+    ).to(settings.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    draw = random.Random(seed)
+    loss = math.nan
+    for step in range(_WARM_STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * min(1.0, (step + 1) / 20, 2 * (1 - step / _WARM_STEPS))
+        chosen = [
+            packs[draw.randrange(len(packs))]
+            for _ in range(_WARM_TOKENS // _PACK_TOKENS)
+        ]
+        total = sum(float(pack.edge_weight.sum()) for pack in chosen)
+        loss = 0.0
+        for pack in chosen:
+            part_loss = nll_loss(edge_logprobs(model, pack), pack) / total
+            part_loss.backward()
+            loss += part_loss.item()
+        _update(model, optimizer)
+    model.save_pretrained(out / "model")
+    return {
+        "seed": seed,
+        "demonstrations": len(rewards),
+        "reward": sum(rewards) / len(rewards),
+        "loss": loss,
+        "seconds": time.monotonic() - started,
+    }
+
+
+def train(
+    out: Path, start: Path, seed: int, policy: str, settings: Settings
+) -> list[dict[str, Any]]:
+    """Train the model in ``start`` on rollouts of itself; one line per step.
+
+    ``out`` gets the turn log and the weights.
+    """
+    _prepare()
+    model = _load(start, settings, "trajkit")
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=settings.learning_rate, weight_decay=0.0
+    )
+    engine = TorchEngine(_load(start, settings, "sdpa"), version="warm-start", seed=seed)
+    lines = []
+    with _gateway(engine, out, settings) as (gateway, log):
+        for step in range(settings.steps):
+            started = time.monotonic(), time.process_time()
+            names = [f"{seed}.{step}.{i}" for i in range(settings.tasks)]
+            tasks = [make_task(name, name) for name in names]
+            rewards = gateway.rollouts(tasks, settings.samples)
+            sampled = time.monotonic(), time.process_time()
+            turns, sessions = _of_step(log, names)
+            line = {
+                "seed": seed,
+                "policy": policy,
+                "step": step,
+                "reward": sum(rewards) / len(rewards),
+                "digest": _digest(turns),
+                **learn(model, optimizer, turns, sessions, policy, settings),
+            }
+            model.save_pretrained(out / "model")
+            gateway.update(str(out / "model"), f"step-{step + 1}")
+            line["rollout_seconds"] = sampled[0] - started[0]
+            line["seconds"] = time.monotonic() - started[0]
+            line["cpu"] = (sampled[1] - started[1], time.process_time() - started[1])
+            lines.append(line)
+    return lines
+
+
+def learn(
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    turns: pa.Table,
+    sessions: pa.Table,
+    policy: str,
+    settings: Settings,
+) -> dict[str, Any]:
+    """Make the rows of a policy, pack them, take a step, and return what it took.
+
+    ``mismatch_mean`` and ``mismatch_max`` compare the logprobs that the engine recorded
+    with those of the same weights over the packs, in nats per trained token.
+    """
+    rows, report = tk.linearize(turns, policy, sessions=sessions, report=True)
+    scored = advantages(report, "group_mean", scale="group_std")
+    rows = tk.add_advantages(rows, scored)
+    packs = PackDataset(tk.pack(rows, _PACK_TOKENS, columns=["advantage"]))
+    apart, loss = [], 0.0
+    for epoch in range(settings.epochs):
+        for pack in packs:
+            logprobs = edge_logprobs(model, pack)
+            clip = settings.clip
+            part = policy_loss(logprobs, pack, clip=clip) / len(sessions)
+            part.backward()
+            loss += part.item()
+            if not epoch:
+                apart.append((logprobs.detach().cpu() - pack.edge_logprob).abs())
+        _update(model, optimizer)
+    mismatch = torch.cat(apart)
+    counts = ("rows", "tokens_sampled", "tokens_trained", "tokens_forward")
+    return {
+        **{name: pc.sum(report[name]).as_py() for name in counts},
+        "tokens_packed": sum(len(pack.input_ids) for pack in packs),
+        "mismatch_mean": mismatch.mean().item(),
+        "mismatch_max": mismatch.max().item(),
+        "loss": loss,
+    }
+
+
+@contextmanager
+def _gateway(
+    engine: Engine, out: Path, settings: Settings
+) -> Iterator[tuple[Gateway, Path]]:
+    """A gateway over an engine, and the directory of its log."""
+    log = out / "log"
+    app = create_app(
+        engine,
+        ChatRenderer(make_tokenizer()),
+        TurnLog(log, attributed=False),
+        max_new_tokens=_MAX_NEW_TOKENS,
+        prompts=settings.prompts,
+        attributed=False,
+    )
+    with running(app) as url:
+        yield Gateway(url), log
+
+
+def _prepare() -> None:
+    # one thread per process: runs share the cores, and sums keep their order
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
+
+
+def _load(path: Path, settings: Settings, attention: str) -> PreTrainedModel:
+    model = LlamaForCausalLM.from_pretrained(path, attn_implementation=attention)
+    return model.to(settings.device)
+
+
+def _update(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _of_step(log: Path, groups: list[str]) -> tuple[pa.Table, pa.Table]:
+    """Turns and sessions of some groups."""
+    sessions = tk.read_sessions(log)
+    sessions = sessions.filter(pc.is_in(sessions["group_id"], pa.array(groups)))
+    turns = tk.read_turns(log)
+    chosen = pc.is_in(turns["session_id"], sessions["session_id"].combine_chunks())
+    return turns.filter(chosen), sessions
+
+
+def _digest(turns: pa.Table) -> str:
+    """A digest of what was sampled, independent of the order of sessions."""
+    turns = turns.select(["session_id", "turn_index", "output_ids"])
+    turns = turns.sort_by([("session_id", "ascending"), ("turn_index", "ascending")])
+    return hashlib.blake2b(
+        repr(turns["output_ids"].to_pylist()).encode(), digest_size=8
+    ).hexdigest()
