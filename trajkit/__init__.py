@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from trajkit import schema as schema
     from trajkit import training as training
     from trajkit import turns as turns
+    from trajkit import view as view
     from trajkit.analysis.drift import classify_drift as classify_drift
     from trajkit.analysis.simulation import simulate as simulate
     from trajkit.errors import TrajkitError as TrajkitError
@@ -93,5 +94,6 @@ else:
             "schema",
             "training",
             "turns",
+            "view",
         ),
     )

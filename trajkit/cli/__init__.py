@@ -1,10 +1,10 @@
 """The ``trajkit`` command: parser, exit codes, one line per error.
 
 ``import``, ``linearize``, ``pack``, ``drift``, ``simulate``, ``verify``, ``draw``,
-``export``, ``why``, ``tree``, ``policies``, ``compact`` and ``expand`` are in this package.
-More commands come from the entry-point group ``trajkit.commands``: an entry is a function
-that takes what ``ArgumentParser.add_subparsers`` returned, adds a parser to it, and sets
-``run`` on it, a function from the parsed arguments to an exit code.
+``export``, ``why``, ``tree``, ``view``, ``policies``, ``compact`` and ``expand`` are in
+this package. More commands come from the entry-point group ``trajkit.commands``: an entry
+is a function that takes what ``ArgumentParser.add_subparsers`` returned, adds a parser to
+it, and sets ``run`` on it, a function from the parsed arguments to an exit code.
 
 Nothing large is imported before the arguments are parsed, so that ``--help`` is as fast as
 ``import trajkit``.
@@ -32,6 +32,7 @@ from trajkit.cli.policies import add_policies
 from trajkit.cli.simulate import add_simulate
 from trajkit.cli.standard import shown, standard_files
 from trajkit.cli.verify import add_verify
+from trajkit.cli.view import add_view
 from trajkit.cli.why import add_tree, add_why
 from trajkit.errors import ArgumentError, FormatError, TornLogWarning, TrajkitError
 
@@ -161,6 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     add_export(commands)
     add_why(commands)
     add_tree(commands)
+    add_view(commands)
     add_policies(commands)
     add_compact(commands)
     add_expand(commands)

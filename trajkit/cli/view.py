@@ -1,0 +1,252 @@
+"""``trajkit view``: a run in the browser."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+import trajkit as tk
+from trajkit.analysis.tokenizer import Tokenizer
+from trajkit.cli.options import (
+    Commands,
+    NamePolicy,
+    SetChoice,
+    checked_policy,
+    count,
+)
+from trajkit.cli.policy_args import setting
+from trajkit.cli.tokenizer import load_tokenizer
+from trajkit.errors import ArgumentError, FormatError
+from trajkit.io.tables import log_files
+from trajkit.policies import PRESETS
+from trajkit.schema import SESSIONS
+
+if TYPE_CHECKING:
+    from trajkit.view.selection import Selection
+
+# browsers take long to open larger files
+_LARGE_BYTES = 50_000_000
+_SMALLER = "--sessions A,B, --sample N or --worst N"
+
+
+def add_view(commands: Commands) -> None:
+    """Add ``view`` to the command line."""
+    parser = commands.add_parser(
+        "view",
+        help="look at a run in the browser",
+        description="Show what each policy trains, loses and costs, drift in tokens, the "
+        "calls of each session, and their tokens. With -o the page is one HTML file that "
+        "needs no server and no network. Without it the page is served from 127.0.0.1 "
+        "until Ctrl-C, and can show any policy.",
+    )
+    parser.add_argument(
+        "source",
+        metavar="IN",
+        help="turns: Parquet, Arrow IPC or JSONL by suffix, or a directory of them; - is "
+        "standard input",
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="write the page to an HTML file"
+    )
+    parser.add_argument(
+        "--policy",
+        metavar="NAME",
+        action=NamePolicy,
+        help="a policy to show; may be repeated (default: all)",
+    )
+    parser.add_argument(
+        "--set",
+        metavar="CHOICE=VALUE",
+        action=SetChoice,
+        dest="policy",
+        type=setting,
+        help="change a choice of the policy before it; may be repeated",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        type=Path,
+        help="the model's tokenizer.json, or its directory: show tokens as text, and the "
+        "causes of drift in text",
+    )
+    parser.add_argument(
+        "--facts",
+        metavar="FILE",
+        help="a line per session: session_id, reward, group_id, error; Parquet, Arrow IPC "
+        "or JSONL by suffix. A session with an error is not trained (default: the files "
+        "of sessions in the directory IN)",
+    )
+    parser.add_argument(
+        "--no-text",
+        action="store_true",
+        help="leave out the text of messages and tokens",
+    )
+    few = parser.add_mutually_exclusive_group()
+    few.add_argument(
+        "--sessions",
+        metavar="A,B",
+        type=lambda text: tuple(text.split(",")),
+        help="only these sessions",
+    )
+    few.add_argument(
+        "--sample", metavar="N", type=count, help="only N sessions, the same every time"
+    )
+    few.add_argument(
+        "--worst",
+        metavar="N",
+        type=count,
+        help="only the N sessions that lose most tokens under the first policy, drift "
+        "most, or have the lowest logprobs",
+    )
+    parser.add_argument(
+        "--port", metavar="N", type=int, default=0, help="of the server (default: any)"
+    )
+    parser.add_argument(
+        "--follow",
+        action="store_true",
+        help="show new turns of a running gateway",
+    )
+    parser.add_argument(
+        "--no-browser", action="store_true", help="print the address only"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the page or serve it; the exit code is 0."""
+    from trajkit.view.document import page
+    from trajkit.view.selection import Selection
+
+    tokenizer = None
+    if arguments.tokenizer is not None:
+        tokenizer = load_tokenizer(arguments.tokenizer)
+    policies = [checked_policy(*one) for one in arguments.policy or ()]
+    first = (policies or list(PRESETS.values()))[0]
+    selection = Selection(
+        arguments.sessions, arguments.sample, arguments.worst, policy=first
+    )
+    source = _Files(arguments.source, arguments.facts, selection)
+    if arguments.output is None:
+        return _serve(arguments, source, tokenizer)
+    if arguments.follow:
+        raise ArgumentError("--follow needs the server: leave out -o")
+    turns, sessions = source.load()
+    html = page(
+        turns,
+        policies or None,
+        sessions=sessions,
+        tokenizer=tokenizer,
+        text=not arguments.no_text,
+        title=source.title,
+    ).encode()
+    with open(arguments.output, "wb") as file:
+        file.write(html)
+    sys.stdout.write(_described(arguments, source, turns, len(html)))
+    return 0
+
+
+def _described(
+    arguments: argparse.Namespace, source: "_Files", turns: pa.Table, n_bytes: int
+) -> str:
+    """What the file has, for people."""
+    n_sessions = len(set(turns["session_id"].to_pylist()))
+    text = "the text of all messages; --no-text leaves it out"
+    if arguments.no_text:
+        text = "token ids and numbers, no text"
+    lines = [
+        f"{n_sessions:,} of {source.n_sessions:,} sessions, {turns.num_rows:,} turns",
+        f"contains {text}",
+        f"written to {arguments.output} ({n_bytes / 1e6:.1f} MB)",
+    ]
+    if n_bytes > _LARGE_BYTES:
+        lines.append(
+            f"browsers open files above {_LARGE_BYTES / 1e6:.0f} MB slowly: choose "
+            f"sessions with {_SMALLER}, or leave out -o to serve the page"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _serve(
+    arguments: argparse.Namespace, source: "_Files", tokenizer: Tokenizer | None
+) -> int:
+    from trajkit.view.server import LiveRun, ViewServer
+
+    texts = list(PRESETS)
+    if arguments.policy is not None:
+        texts = [
+            " ".join([name, *(f"{choice}={value}" for choice, value in sets)])
+            for name, sets in arguments.policy
+        ]
+    live = LiveRun(
+        source,
+        texts,
+        _parsed,
+        tokenizer,
+        text=not arguments.no_text,
+        title=source.title,
+        follow=arguments.follow,
+    )
+    with ViewServer(live, source.title, arguments.port) as server:
+        sys.stdout.write(f"{server.url}\nCtrl-C ends\n")
+        sys.stdout.flush()
+        if not arguments.no_browser:
+            import webbrowser
+
+            webbrowser.open(server.url)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return 0
+    return 0
+
+
+def _parsed(text: str) -> tk.Policy:
+    """The policy of ``"NAME CHOICE=VALUE ..."``."""
+    name, *sets = text.split() or [""]
+    try:
+        return checked_policy(name, [setting(one) for one in sets])
+    except argparse.ArgumentTypeError as error:
+        raise ArgumentError(str(error)) from None
+
+
+class _Files:
+    """The turns of the command, and what is known of their sessions."""
+
+    def __init__(self, source: str, facts: str | None, selection: "Selection") -> None:
+        self._source, self._facts, self._selection = source, facts, selection
+        self.title = Path(source).resolve().name
+        self.n_sessions = 0
+
+    def version(self) -> str:
+        """Sizes and times of the files of turns."""
+        found = [path.stat() for path in log_files(self._source)[0]]
+        return " ".join(f"{one.st_size}.{one.st_mtime_ns}" for one in found)
+
+    def load(self) -> tuple[pa.Table, pa.Table | None]:
+        """The turns of the chosen sessions, and the table of these sessions."""
+        turns, self.n_sessions = self._selection.of(tk.scan_turns(self._source))
+        known = self._known()
+        if known is None:
+            return turns, None
+        # sessions that have not ended have no line yet
+        names = set(known["session_id"].to_pylist())
+        missing = [
+            {"session_id": name}
+            for name in dict.fromkeys(turns["session_id"].to_pylist())
+            if name not in names
+        ]
+        lines = pa.Table.from_pylist(missing, SESSIONS)
+        return turns, pa.concat_tables([known.select(SESSIONS.names), lines])
+
+    def _known(self) -> pa.Table | None:
+        """The lines of sessions in the file of ``--facts``, or in the run's directory."""
+        if self._facts is not None:
+            return tk.read_sessions(self._facts)
+        if not Path(self._source).is_dir():
+            return None
+        try:
+            return tk.read_sessions(self._source)
+        except FormatError:  # the directory has no file of sessions
+            return None

@@ -1,0 +1,203 @@
+"""The page as one HTML file, and as an object that a notebook shows."""
+
+import base64
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Literal
+
+from trajkit._arrow.canonical import TableLike, as_table
+from trajkit.analysis.tokenizer import Tokenizer
+from trajkit.policies import PRESETS, Policy
+from trajkit.policies import policy as named_policy
+from trajkit.turns.records import as_turns
+from trajkit.view.tables import ViewTables, packed
+
+SCRIPTS = (
+    "vendor/flechette.min.js",
+    "dom.js",
+    "data.js",
+    "policies.js",
+    "drift.js",
+    "forest.js",
+    "tokens.js",
+    "run.js",
+    "app.js",
+)
+"""Files of ``static/`` in the order in which the page runs them."""
+
+_STATIC = files("trajkit.view") / "static"
+
+Chosen = str | Policy | Iterable[str | Policy] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page, which a notebook shows in a frame.
+
+    Attributes
+    ----------
+    html : str
+        The file.
+    height : int
+        Of the frame, in pixels.
+    """
+
+    html: str
+    height: int = 720
+
+    def save(self, path: str | Path) -> None:
+        """Write the file."""
+        Path(path).write_text(self.html, encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        # without allow-same-origin the page cannot reach the notebook
+        return (
+            f'<iframe sandbox="allow-scripts" width="100%" height="{self.height}" '
+            f'style="border:0" srcdoc="{escape(self.html)}"></iframe>'
+        )
+
+
+def view(
+    turns: TableLike,
+    policies: Chosen = None,
+    *,
+    sessions: TableLike | None = None,
+    tokenizer: Tokenizer | None = None,
+    text: bool = True,
+    title: str = "trajkit",
+    height: int = 720,
+) -> Page:
+    """Show a run in a notebook: what policies train and lose, drift, calls and tokens.
+
+    Parameters
+    ----------
+    turns, policies, sessions, tokenizer, text, title
+        As for `page`.
+    height : int
+        Of the frame, in pixels.
+
+    Returns
+    -------
+    Page
+        As the last value of a cell it is shown. ``save`` writes it as a file.
+
+    Raises
+    ------
+    SchemaError, InvalidTurnsError, PolicyError
+        As `page`.
+    """
+    html = page(
+        turns,
+        policies,
+        sessions=sessions,
+        tokenizer=tokenizer,
+        text=text,
+        title=title,
+    )
+    return Page(html, height)
+
+
+def page(
+    turns: TableLike,
+    policies: Chosen = None,
+    *,
+    sessions: TableLike | None = None,
+    tokenizer: Tokenizer | None = None,
+    text: bool = True,
+    title: str = "trajkit",
+) -> str:
+    """Make one HTML file of a run. It needs no server and no network.
+
+    Parameters
+    ----------
+    turns : table
+        `trajkit.schema.TURNS` in full or delta form.
+    policies : str, Policy, or iterable of them, optional
+        Default: every preset.
+    sessions : table, optional
+        `trajkit.schema.SESSIONS`; a session with an error trains nothing.
+    tokenizer : Tokenizer, optional
+        The engine's tokenizer. With it the page has the text of tokens, and causes of
+        drift by text. Without it: ids, and messages as text.
+    text : bool
+        False: the page has token ids and numbers, but no text of messages or tokens.
+    title : str
+        The name of the run.
+
+    Returns
+    -------
+    str
+
+    Raises
+    ------
+    SchemaError, InvalidTurnsError, PolicyError
+        As `trajkit.linearize`.
+    """
+    table = as_turns(as_table(turns))
+    known = None if sessions is None else as_table(sessions)
+    tables = ViewTables(table, chosen(policies), known, tokenizer, text=text)
+    return document(title, _data(tables, title))
+
+
+def chosen(policies: Chosen) -> list[Policy]:
+    """The policies; every preset if none are given."""
+    if policies is None:
+        return list(PRESETS.values())
+    if isinstance(policies, (str, Policy)):
+        policies = [policies]
+    return [named_policy(one) for one in policies]
+
+
+def _data(tables: ViewTables, title: str) -> Iterator[tuple[str, bytes]]:
+    """Names and bytes of the page's data."""
+    yield "index-0", packed(tables.index(title))
+    if (vocabulary := tables.vocabulary()) is not None:
+        yield "vocabulary-0", packed(vocabulary)
+    for number, session_id in enumerate(tables.session_ids):
+        yield f"session-0-{number}", tables.chunk(session_id)
+
+
+def document(
+    title: str,
+    data: Iterable[tuple[str, bytes]] = (),
+    mode: Literal["file", "live"] = "file",
+) -> str:
+    """The HTML around the data.
+
+    Every script and the style are allowed by their hash, so a script that a text brings
+    into the page cannot run. Data is base64, which cannot end its element.
+    """
+    scripts = [(_STATIC / name).read_text("utf-8") for name in SCRIPTS]
+    style = (_STATIC / "page.css").read_text("utf-8")
+    hashes = " ".join(map(_hash, scripts))
+    allowed = {
+        "default-src": "'none'",
+        "script-src": hashes,
+        "style-src": _hash(style),
+        "connect-src": "'self'" if mode == "live" else "'none'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    parts = {
+        "mode": mode,
+        "policy": "; ".join(f"{name} {value}" for name, value in allowed.items()),
+        "title": escape(title),
+        "style": style,
+        "scripts": "\n".join(f"<script>{script}</script>" for script in scripts),
+        "data": "\n".join(
+            f'<script type="text/plain" id="data-{name}">'
+            f"{base64.b64encode(content).decode()}</script>"
+            for name, content in data
+        ),
+    }
+    pieces = (_STATIC / "page.html").read_text("utf-8").split("@")
+    return "".join(parts[piece] if k % 2 else piece for k, piece in enumerate(pieces))
+
+
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"

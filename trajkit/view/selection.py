@@ -1,0 +1,138 @@
+"""Choose the sessions of a page."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import pyarrow as pa
+
+from trajkit._arrow import lazy_compute as pc
+from trajkit._streams.session_batches import whole_sessions
+from trajkit.analysis.drift import classify_drift
+from trajkit.errors import UnknownSessionError
+from trajkit.pipeline.links import link
+from trajkit.pipeline.rows import linearize
+from trajkit.policies import Policy
+from trajkit.schema import TURNS_DELTA
+from trajkit.turns.delta import compact
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which sessions to show. At most one of the choices is given.
+
+    Attributes
+    ----------
+    ids : tuple of str, optional
+        These sessions.
+    sample : int, optional
+        This many, drawn by a hash of their ids: the same ones in every run of the command.
+    worst : int, optional
+        This many of those that lose most tokens under ``policy``, have the most sampled
+        tokens after drift, or have the lowest mean logprob; each ranking in turn names
+        one.
+    policy : Policy, optional
+        For ``worst``.
+    """
+
+    ids: tuple[str, ...] | None = None
+    sample: int | None = None
+    worst: int | None = None
+    policy: Policy | None = None
+
+    def of(self, batches: Iterable[pa.RecordBatch]) -> tuple[pa.Table, int]:
+        """The turns of the chosen sessions in delta form, and the number of all sessions.
+
+        Only the delta form of turns is in memory, and of ``sample`` and ``ids`` only the
+        chosen ones.
+
+        Raises
+        ------
+        UnknownSessionError
+            The turns have no session of an id.
+        SchemaError, InvalidTurnsError
+            As `trajkit.compact`.
+        """
+        parts: list[pa.Table] = []
+        scores: dict[str, tuple[float, float, float]] = {}
+        drawn: list[tuple[bytes, str]] = []
+        n_sessions, schema = 0, TURNS_DELTA
+        for table in whole_sessions(batches):
+            names = pc.unique(table["session_id"]).to_pylist()
+            n_sessions += len(names)
+            kept = set(names)
+            if self.ids is not None:
+                kept &= set(self.ids)
+            elif self.sample is not None:
+                drawn = sorted([*drawn, *((_draw(name), name) for name in names)])
+                drawn = drawn[: self.sample]
+                kept = {name for _, name in drawn}
+                parts = [one for part in parts if (one := _only(part, kept)).num_rows]
+            part = compact(_only(table, kept))
+            schema = part.schema
+            if self.worst is not None:
+                scores |= self._scores(part)
+            if part.num_rows:
+                parts.append(part)
+        turns = pa.concat_tables(parts) if parts else schema.empty_table()
+        if self.worst is not None:
+            turns = _only(turns, _worst(scores, self.worst))
+        if self.ids is not None:
+            found = set(pc.unique(turns["session_id"]).to_pylist())
+            for name in self.ids:
+                if name not in found:
+                    raise UnknownSessionError(f"the turns have no session {name!r}")
+        return turns, n_sessions
+
+    def _scores(self, turns: pa.Table) -> dict[str, tuple[float, float, float]]:
+        """Three numbers by session, the worst being the largest."""
+        _, report = linearize(turns, self.policy or "faithful", report=True)
+        lost = pc.subtract(report["tokens_sampled"], report["tokens_trained"])
+        drift = classify_drift(turns, link(turns, self.policy or "faithful"))
+        after = _aggregates(drift["session_id"], drift["tokens_after_drift"], "sum")
+        logprob = pc.list_flatten(turns["output_logprobs"])
+        owner = turns["session_id"].take(
+            pc.list_parent_indices(turns["output_logprobs"])
+        )
+        means = _aggregates(owner, logprob, "mean")
+        return {
+            name: (float(n), after.get(name, 0.0), -(means.get(name) or 0.0))
+            for name, n in zip(
+                report["session_id"].to_pylist(), lost.to_pylist(), strict=True
+            )
+        }
+
+
+def _aggregates(
+    names: pa.ChunkedArray, values: pa.ChunkedArray, how: str
+) -> dict[str, float]:
+    table = pa.table({"name": names, "value": values})
+    grouped = table.group_by("name").aggregate([("value", how)])
+    return dict(
+        zip(
+            grouped["name"].to_pylist(),
+            grouped[f"value_{how}"].to_pylist(),
+            strict=True,
+        )
+    )
+
+
+def _draw(name: str) -> bytes:
+    return blake2b(name.encode(), digest_size=8).digest()
+
+
+def _only(table: pa.Table, names: set[str]) -> pa.Table:
+    chosen = pa.array(sorted(names), table.schema.field("session_id").type)
+    return table.filter(pc.is_in(table["session_id"], value_set=chosen))
+
+
+def _worst(scores: dict[str, tuple[float, float, float]], n: int) -> set[str]:
+    """The first ``n`` names of the three rankings, taken in turn."""
+    rankings = [
+        sorted(scores, key=lambda name, k=k: -scores[name][k])  # type: ignore[misc]
+        for k in range(3)
+    ]
+    chosen: list[str] = []
+    for names in zip(*rankings, strict=True):
+        chosen += [name for name in names if name not in chosen]
+    return set(chosen[:n])

@@ -1,0 +1,218 @@
+"""Serve the page from this machine: the same page, with tables made when asked for."""
+
+import secrets
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock
+from typing import Any, Protocol
+from urllib.parse import parse_qs, urlsplit
+
+import pyarrow as pa
+
+from trajkit._arrow import lazy_compute as pc
+from trajkit.analysis.tokenizer import Tokenizer
+from trajkit.errors import TrajkitError, UnknownSessionError
+from trajkit.policies import Policy
+from trajkit.view.document import document
+from trajkit.view.tables import ViewTables, packed
+
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+# tables of the run under this many lists of policies are kept
+_N_KEPT = 8
+
+
+class Source(Protocol):
+    """Where the server's turns come from."""
+
+    def version(self) -> str:
+        """A text that changes when the turns change."""
+
+    def load(self) -> tuple[pa.Table, pa.Table | None]:
+        """The turns, and the table of their sessions."""
+
+
+class LiveRun:
+    """The answers of the server: tables by name, for the policies of a request.
+
+    Parameters
+    ----------
+    source : Source
+    policies : sequence of str
+        The policies of the first page, as ``parse`` reads them.
+    parse : function
+        The policy of a text such as ``"slime fork_threshold=256"``.
+    tokenizer : Tokenizer, optional
+    text : bool
+        As for `trajkit.view.page`.
+    title : str
+    follow : bool
+        The page asks now and then whether the turns have changed.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        policies: Sequence[str],
+        parse: Callable[[str], Policy],
+        tokenizer: Tokenizer | None,
+        *,
+        text: bool,
+        title: str,
+        follow: bool,
+    ) -> None:
+        self._source, self._policies, self._parse = source, list(policies), parse
+        self._tokenizer, self._text, self._title = tokenizer, text, title
+        self._follow = follow
+        # one request computes at a time: tables are made lazily
+        self._lock = Lock()
+        self._version = ""
+        self._turns: tuple[pa.Table, pa.Table | None] | None = None
+        self._whole = lru_cache(_N_KEPT)(self._of_run)
+
+    def answer(self, name: str, query: dict[str, list[str]]) -> bytes:
+        """The bytes of one kind of data.
+
+        Raises
+        ------
+        KeyError
+            There is no such kind, or no such session.
+        PolicyError, ArgumentError
+            A policy of the query does not exist.
+        """
+        policies = tuple(query.get("policy", self._policies))
+        with self._lock:
+            match name:
+                case "version":
+                    return packed(self._source.version())
+                case "index":
+                    self._refresh()
+                    index = self._whole(policies).index(self._title)
+                    live = {"texts": policies, "follow": self._follow}
+                    return packed({**index, **live, "version": self._version})
+                case "vocabulary":
+                    return packed(self._whole(policies).vocabulary())
+                case "session":
+                    return self._session(query["id"][0], policies)
+        raise KeyError(name)
+
+    def _refresh(self) -> None:
+        """Read the turns again if they have changed."""
+        version = self._source.version()
+        if self._turns is None or version != self._version:
+            self._turns, self._version = self._source.load(), version
+            self._whole.cache_clear()
+
+    def _of_run(self, policies: tuple[str, ...]) -> ViewTables:
+        if self._turns is None:
+            self._refresh()
+        assert self._turns is not None
+        return self._tables(*self._turns, policies)
+
+    def _session(self, session_id: str, policies: tuple[str, ...]) -> bytes:
+        if self._turns is None:
+            self._refresh()
+        assert self._turns is not None
+        turns, sessions = self._turns
+        own = turns.filter(pc.equal(turns["session_id"], session_id))
+        if not own.num_rows:
+            raise UnknownSessionError(f"the turns have no session {session_id!r}")
+        return self._tables(own, sessions, policies).chunk(session_id)
+
+    def _tables(
+        self,
+        turns: pa.Table,
+        sessions: pa.Table | None,
+        policies: tuple[str, ...],
+    ) -> ViewTables:
+        return ViewTables(
+            turns,
+            map(self._parse, policies),
+            sessions,
+            self._tokenizer,
+            text=self._text,
+        )
+
+
+class ViewServer(ThreadingHTTPServer):
+    """Answers requests for one run from 127.0.0.1. It only reads.
+
+    Every path begins with a random token, so other users of the machine and other pages
+    of the browser cannot guess it. A request with another Host is refused, so that a
+    foreign name cannot be made to resolve to this machine (DNS rebinding).
+
+    Parameters
+    ----------
+    run : LiveRun
+    title : str
+    port : int
+        0: any free one.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, run: LiveRun, title: str, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.run = run
+        self.token = secrets.token_urlsafe(16)
+        self.page = document(title, mode="live").encode()
+
+    @property
+    def url(self) -> str:
+        """The address of the page."""
+        return f"http://127.0.0.1:{self.server_port}/{self.token}/"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ViewServer
+    server_version = "trajkit"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        port = self.server.server_port
+        if self.headers.get("Host") not in (f"127.0.0.1:{port}", f"localhost:{port}"):
+            self._send(HTTPStatus.FORBIDDEN, b"another host\n", "text/plain")
+            return
+        target = urlsplit(self.path)
+        _, token, *rest = target.path.split("/")
+        if not secrets.compare_digest(token.encode(), self.server.token.encode()):
+            self._send(HTTPStatus.NOT_FOUND, b"not found\n", "text/plain")
+        elif rest == [""]:
+            self._send(HTTPStatus.OK, self.server.page, "text/html; charset=utf-8")
+        elif len(rest) == 2 and rest[0] == "api":
+            self._answer(rest[1], parse_qs(target.query))
+        else:
+            self._send(HTTPStatus.NOT_FOUND, b"not found\n", "text/plain")
+
+    def _answer(self, name: str, query: dict[str, list[str]]) -> None:
+        try:
+            content = self.server.run.answer(name, query)
+        except KeyError as error:
+            text = f"not found: {error.args[0]}\n"
+            self._send(HTTPStatus.NOT_FOUND, text.encode(), "text/plain; charset=utf-8")
+        except (TrajkitError, OSError) as error:
+            text = f"{error}\n"
+            self._send(
+                HTTPStatus.BAD_REQUEST, text.encode(), "text/plain; charset=utf-8"
+            )
+        else:
+            self._send(HTTPStatus.OK, content, "application/octet-stream")
+
+    def _send(self, status: HTTPStatus, content: bytes, kind: str) -> None:
+        self.send_response(status)
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing: the path has the token."""

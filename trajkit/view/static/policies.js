@@ -1,0 +1,219 @@
+"use strict";
+// Policies: what each keeps and costs, strips of the sampled tokens, and the losses.
+
+(() => {
+  const { h, n } = TK;
+
+  // Reasons in words (trajkit.schema.LOSSES), and the group of the legend that each is in.
+  const REASONS = {
+    absorbed: ["absorbed", "its row continued after drift with the ids of the next prompt in its place"],
+    restarted: ["absorbed", "its row restarted, because a later prompt departs inside the prompt that opened it"],
+    rewritten: ["absorbed", "a later request showed another message in its place"],
+    cut: ["cut", "it is beyond the maximum row length"],
+    no_splice_point: ["cut", "its row ended before it, because a prompt has no end of turn to continue from"],
+    over_max_rows: ["refused", "its row exceeds the policy's maximum number of rows"],
+    quarantined: ["refused", "every chain with its turn contains an ambiguous turn or a retry"],
+    refused: ["refused", "its prompt does not continue the tokens of the turn that its messages continue"],
+    retried: ["refused", "nothing continues its turn, and a later turn has the same parent"],
+    unrouted: ["refused", "its request has no messages, and the policy links turns by messages"],
+    not_selected: ["refused", "the policy returns one row per session, and it is in another"],
+    untrainable: ["context", "its turn may not be trained, or its session ended in an error"],
+    aborted: ["context", "its generation was aborted"],
+    masked: ["context", "the turn's output mask excludes it"],
+    no_logprob: ["context", "the engine returned no logprob for it"],
+  };
+  const LEGEND = {
+    trained: "trained",
+    absorbed: "absorbed: lost to drift",
+    cut: "cut: beyond the end of its row",
+    refused: "refused: in no row",
+    context: "context: may not be trained",
+  };
+  TK.reasonText = (kind) => (REASONS[kind] ? REASONS[kind][1] : "a row trains it");
+  TK.group = (kind) => (kind === "trained" ? kind : (REASONS[kind] || ["context"])[0]);
+  // The colours are in the style sheet: Okabe and Ito's, distinct with colour blindness.
+  TK.color = (kind) => TK.css("--" + TK.group(kind));
+
+  TK.legend = () =>
+    h(
+      "ul",
+      { class: "legend", "aria-label": "Colours" },
+      Object.entries(LEGEND).map(([group, text]) =>
+        h("li", {}, h("i", { class: "swatch", style: { background: `var(--${group})` } }), text),
+      ),
+    );
+
+  // "1,210 absorbed, 4 masked"
+  TK.lossText = (counts) =>
+    TK.app.index.losses
+      .filter((reason) => counts["lost_" + reason])
+      .map((reason) => `${n(counts["lost_" + reason])} ${TK.words(reason)}`)
+      .join(", ");
+
+  const lost = (counts) => counts.tokens_sampled - counts.tokens_trained;
+
+  TK.policySentence = (label, counts) => {
+    const rows = `${TK.plural(counts.rows, "row")} of ${n(counts.tokens_forward)} tokens`;
+    const kept = `${label} trains ${n(counts.tokens_trained)} of ${n(counts.tokens_sampled)} sampled tokens`;
+    if (!lost(counts)) return `${kept}, in ${rows}. It loses none.`;
+    return `${kept} (${TK.percent(counts.tokens_trained, counts.tokens_sampled)}), in ${rows}. It does not train ${n(lost(counts))}: ${TK.lossText(counts)}.`;
+  };
+
+  // A bar of a policy's shares, for the run and for sessions that are not open.
+  TK.shareBar = (counts) => {
+    const parts = [["trained", counts.tokens_trained]];
+    for (const reason of TK.app.index.losses) parts.push([reason, counts["lost_" + reason] || 0]);
+    return h(
+      "div",
+      { class: "sharebar", "aria-hidden": "true" },
+      parts
+        .filter(([, count]) => count)
+        .map(([kind, count]) => h("i", { style: { background: TK.color(kind), flexGrow: count }, title: `${TK.words(kind)}: ${n(count)}` })),
+    );
+  };
+
+  // The table at the top: a line per policy, with a strip of the session or bars of the run.
+  // `lines` have label, counts, and a cell to draw.
+  TK.policyTable = (lines, chosen, choose) => {
+    const cheapest = Math.min(...lines.map(({ counts }) => counts.tokens_forward_shared));
+    return h(
+      "table",
+      { class: "policies" },
+      h("caption", { class: "hidden" }, "What each policy trains, loses and costs"),
+      h(
+        "thead",
+        {},
+        h(
+          "tr",
+          {},
+          h("th", { scope: "col" }, "policy"),
+          h("th", { scope: "col", class: "n" }, "keeps"),
+          h("th", { scope: "col", class: "wide" }, lines[0] && lines[0].title),
+          h("th", { scope: "col", class: "n" }, "not trained"),
+          h("th", { scope: "col", class: "n" }, "rows"),
+          h("th", { scope: "col", class: "n", title: "tokens of all rows, which a forward pass computes" }, "forward"),
+          h("th", { scope: "col", class: "n", title: "the same with each shared prefix computed once, against the cheapest policy" }, "as a tree"),
+        ),
+      ),
+      h(
+        "tbody",
+        {},
+        lines.map(({ label, counts, cell }) =>
+          h(
+            "tr",
+            {
+              class: label === chosen ? "chosen" : null,
+              "data-policy": label,
+              "data-trained": counts.tokens_trained,
+              "data-lost": lost(counts),
+              "data-rows": counts.rows,
+              "data-forward": counts.tokens_forward,
+            },
+            h(
+              "th",
+              { scope: "row" },
+              h("button", { "aria-pressed": String(label === chosen), onclick: () => choose(label) }, label),
+            ),
+            h("td", { class: "n" }, TK.percent(counts.tokens_trained, counts.tokens_sampled)),
+            h("td", { class: "wide" }, cell),
+            h("td", { class: "n", title: TK.lossText(counts) }, lost(counts) ? n(lost(counts)) : "0"),
+            h("td", { class: "n" }, n(counts.rows)),
+            h("td", { class: "n" }, n(counts.tokens_forward)),
+            h("td", { class: "n" }, n(counts.tokens_forward_shared), " ", h("small", {}, "\u00d7" + (counts.tokens_forward_shared / Math.max(cheapest, 1)).toFixed(2))),
+          ),
+        ),
+      ),
+    );
+  };
+
+  // The sampled tokens of a session in order, in the colours of what the policy does.
+  TK.strip = (session, view, { height, selected, choose }) => {
+    const scale = (width) => width / Math.max(session.sampled, 1);
+    const label = TK.policySentence(view.label, view.report);
+    const draw = (context, width) => {
+      const x = scale(width);
+      // losses last, at least a pixel wide: one lost token of 60,000 must be seen
+      for (const trained of [true, false])
+        for (const span of view.spans) {
+          if ((span.kind === "trained") !== trained) continue;
+          const start = (session.sampledBefore[span.turn] + span.output_start) * x;
+          context.fillStyle = TK.color(span.kind);
+          context.fillRect(start, 0, Math.max(span.length * x, trained ? 0.5 : 1), height);
+        }
+      context.fillStyle = TK.css("--paper");
+      if (width / session.count > 4)
+        for (let k = 1; k < session.count; k++) context.fillRect(session.sampledBefore[k] * x - 0.5, 0, 1, height);
+      if (selected !== null) {
+        context.strokeStyle = TK.css("--ink");
+        context.lineWidth = 2;
+        const start = session.sampledBefore[selected] * x;
+        context.strokeRect(start + 1, 1, Math.max(session.outputLength[selected] * x - 2, 2), height - 2);
+      }
+    };
+    const canvas = TK.canvas(height, label, draw, { class: "strip" });
+    const at = (event) => {
+      const token = Math.floor(event.offsetX / scale(canvas.clientWidth));
+      let turn = session.sampledBefore.findIndex((before) => before > token) - 1;
+      if (turn < 0) turn = session.count - 1;
+      return { turn, offset: token - session.sampledBefore[turn] };
+    };
+    canvas.addEventListener("click", (event) => {
+      const { turn, offset } = at(event);
+      choose(turn, offset, view.span(turn, offset));
+    });
+    canvas.addEventListener("mousemove", (event) => {
+      const { turn, offset } = at(event);
+      const span = view.span(turn, offset);
+      canvas.title = span
+        ? TK.visible(`turn ${session.turnIndex[turn]}, sampled token ${offset}: ${TK.words(span.kind)} (${TK.reasonText(span.kind)})`)
+        : "";
+    });
+    return canvas;
+  };
+
+  // Why a loss happened, as a sentence.
+  TK.lossReason = (session, view, span) => {
+    if (span.drift === null) return TK.reasonText(span.kind);
+    const drift = view.links.drift.get(span.drift);
+    return drift ? TK.driftSentence(session, view.links, span.drift) : TK.reasonText(span.kind);
+  };
+
+  // The losses of the chosen policy, a line for each range of tokens.
+  TK.losses = (session, view, app) => {
+    const count = view.lost.length;
+    if (!count) return h("p", { class: "note" }, TK.policySentence(view.label, view.report));
+    const shown = view.lost.slice(0, 500);
+    return [
+      h("p", {}, TK.policySentence(view.label, view.report)),
+      h(
+        "table",
+        { class: "losses" },
+        h("caption", { class: "hidden" }, `Tokens that ${view.label} does not train`),
+        h("thead", {}, h("tr", {}, ["turn", "sampled tokens", "", "why", ""].map((name) => h("th", { scope: "col" }, name)))),
+        h(
+          "tbody",
+          {},
+          shown.map((span) =>
+            h(
+              "tr",
+              { class: span.turn === app.state.t ? "chosen" : null },
+              h("td", { class: "n" }, session.turnIndex[span.turn]),
+              h("td", {}, `${n(span.length)} of ${n(session.outputLength[span.turn])}`, h("small", {}, ` [${span.output_start}:${span.output_stop}]`)),
+              h("td", {}, h("span", { class: "kind" }, h("i", { class: "swatch", style: { background: TK.color(span.kind) } }), TK.words(span.kind))),
+              h("td", {}, TK.lossReason(session, view, span)),
+              h(
+                "td",
+                { class: "go" },
+                span.drift !== null &&
+                  view.links.drift.has(span.drift) &&
+                  h("button", { onclick: () => app.go({ tab: "drift", t: span.drift }) }, "drift"),
+                h("button", { onclick: () => app.go({ tab: "tokens", t: span.turn, k: session.promptLength[span.turn] + span.output_start }) }, "tokens"),
+              ),
+            ),
+          ),
+        ),
+      ),
+      count > shown.length && h("p", { class: "note" }, `${n(count - shown.length)} more ranges are not listed.`),
+    ];
+  };
+})();

@@ -1,0 +1,446 @@
+"""What the page shows of some sessions: an index of them, and a chunk of bytes for each.
+
+Everything is computed by the functions of `trajkit.analysis`. This module only cuts their
+tables by session and encodes them.
+"""
+
+import gzip
+import json
+import struct
+from collections.abc import Iterable
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from trajkit._arrow import lazy_compute as pc
+from trajkit.analysis.branches import label_branches
+from trajkit.analysis.drift import classify_drift
+from trajkit.analysis.drift_findings import explain_drift
+from trajkit.analysis.row_reasons import why
+from trajkit.analysis.sampled_tokens import output_spans
+from trajkit.analysis.simulation import Simulation, label
+from trajkit.analysis.tokenizer import Tokenizer
+from trajkit.pipeline.links import link
+from trajkit.pipeline.rows import linearize
+from trajkit.policies import Policy
+from trajkit.schema import LOSSES
+from trajkit.turns.delta import compact
+from trajkit.turns.session_metadata import session_facts
+from trajkit.view.vocabulary import Vocabulary
+
+# columns of turns that go into a chunk as they are
+_AS_THEY_ARE = (
+    "turn_index",
+    "shared_length",
+    "suffix_ids",
+    "output_ids",
+    "output_logprobs",
+    "output_mask",
+    "shared_messages",
+    "weight_versions",
+)
+# columns of turns that the page shows as text
+_SHOWN = (
+    "finish_reason",
+    "trainable",
+    "agent_id",
+    "model",
+    "started_at",
+    "ended_at",
+)
+# an IPC stream must begin at a multiple of this many bytes
+_ALIGNMENT = 8
+# examples of each kind of drift in the index
+_N_EXAMPLES = 40
+
+
+class BySession:
+    """A table whose sessions are contiguous, and where each begins and ends."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self.table = table
+        ids = table["session_id"].combine_chunks()
+        codes = ids.dictionary_encode().indices.to_numpy()
+        edges = [0, *(1 + np.flatnonzero(np.diff(codes))).tolist(), len(ids)]
+        self.ranges: dict[str, tuple[int, int]] = {
+            ids[lo].as_py(): (lo, hi) for lo, hi in pairwise(edges) if lo < hi
+        }
+
+    def of(self, session_id: str) -> pa.Table:
+        """The lines of a session."""
+        lo, hi = self.ranges.get(session_id, (0, 0))
+        return self.table.slice(lo, hi - lo)
+
+    def columns(self, session_id: str) -> dict[str, list[Any]]:
+        """The lines of a session as lists, without its id."""
+        table = self.of(session_id).drop_columns(["session_id"])
+        found: dict[str, list[Any]] = table.to_pydict()
+        return found
+
+
+class LinkTables:
+    """The tables that depend on a policy's links only."""
+
+    def __init__(
+        self, turns: pa.Table, links: pa.Table, tokenizer: Tokenizer | None
+    ) -> None:
+        self._turns, self._tokenizer = turns, tokenizer
+        self.links = BySession(links)
+
+    @cached_property
+    def drift(self) -> BySession:
+        """`trajkit.schema.DRIFT`, of turns that drift only."""
+        drift = classify_drift(self._turns, self.links.table)
+        return BySession(drift.filter(pc.greater(drift["size"], 0)))
+
+    @cached_property
+    def findings(self) -> BySession | None:
+        """`trajkit.schema.FINDINGS`; None without a tokenizer."""
+        if self._tokenizer is None:
+            return None
+        return BySession(explain_drift(self._turns, self.links.table, self._tokenizer))
+
+    @cached_property
+    def branches(self) -> BySession:
+        """`trajkit.schema.BRANCHES`."""
+        return BySession(label_branches(self._turns, self.links.table))
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Drift over all sessions by cause: counts and the first examples.
+
+        With a tokenizer the cause is that of the text, and every finding counts. Else it
+        is what token ids show, and every turn counts once.
+        """
+        drift = self.drift.table
+        keys, counted = ["region", "cause"], drift
+        if self.findings is not None:
+            keys, counted = ["cause"], self.findings.table
+        groups: dict[tuple[str, ...], dict[str, Any]] = {}
+        at_stake = {
+            (line["session_id"], line["turn_index"]): line["tokens_after_drift"]
+            for line in drift.select(
+                ["session_id", "turn_index", "tokens_after_drift"]
+            ).to_pylist()
+        }
+        names = ["session_id", "turn_index", *keys]
+        seen = set()
+        for line in counted.select(names).to_pylist():
+            key = tuple(line[name] for name in keys)
+            group = groups.setdefault(
+                key,
+                {
+                    **dict(zip(keys, key, strict=True)),
+                    "findings": 0,
+                    "turns": 0,
+                    "tokens": 0,
+                    "examples": [],
+                },
+            )
+            turn = line["session_id"], line["turn_index"]
+            group["findings"] += 1
+            if (key, turn) in seen:
+                continue
+            seen.add((key, turn))
+            group["turns"] += 1
+            group["tokens"] += at_stake[turn]
+            if len(group["examples"]) < _N_EXAMPLES:
+                group["examples"].append(turn)
+        return sorted(groups.values(), key=lambda group: -group["findings"])
+
+
+class PolicyTables:
+    """The tables of one policy."""
+
+    def __init__(
+        self,
+        turns: pa.Table,
+        policy: Policy,
+        sessions: pa.Table | None,
+        links: LinkTables,
+    ) -> None:
+        self._turns, self._sessions = turns, sessions
+        self.policy, self.links = policy, links
+        self.label = label(policy)
+
+    @cached_property
+    def _made(self) -> tuple[pa.Table, pa.Table]:
+        rows, report = linearize(
+            self._turns,
+            self.policy,
+            sessions=self._sessions,
+            report=True,
+            layout="suffix",
+        )
+        return rows, report
+
+    @cached_property
+    def report(self) -> BySession:
+        """`trajkit.schema.REPORT`."""
+        return BySession(self._made[1])
+
+    @cached_property
+    def rows(self) -> BySession:
+        """Each row's turns, tokens and the sentence of `trajkit.analysis.why`."""
+        rows = self._made[0]
+        lengths = pc.add(
+            rows["suffix_start"].cast(pa.int64()),
+            pc.list_value_length(rows["suffix_ids"]).cast(pa.int64()),
+        )
+        taken = rows.select(
+            ["session_id", "row_index", "parent_row", "shared_length", "turns"]
+        )
+        reasons = why(self._turns, self.policy)
+        return BySession(
+            taken.append_column("tokens", lengths)
+            .append_column("trained", reasons["tokens_trained"])
+            .append_column("sentence", reasons["sentence"])
+        )
+
+    @cached_property
+    def spans(self) -> BySession:
+        """`trajkit.schema.OUTPUT_SPANS`."""
+        return BySession(
+            output_spans(self._turns, self.policy, sessions=self._sessions)
+        )
+
+
+class ViewTables:
+    """Sessions as the page needs them.
+
+    Parameters
+    ----------
+    turns : table
+        `trajkit.schema.TURNS` in full or delta form, the rows of each session contiguous.
+    policies : iterable of Policy
+    sessions : table, optional
+        `trajkit.schema.SESSIONS` of these and possibly other sessions.
+    tokenizer : Tokenizer, optional
+        For the text of tokens, and causes of drift by text.
+    text : bool
+        False: no message, no text of a token, and no text of drift.
+    """
+
+    def __init__(
+        self,
+        turns: pa.Table,
+        policies: Iterable[Policy],
+        sessions: pa.Table | None = None,
+        tokenizer: Tokenizer | None = None,
+        *,
+        text: bool = True,
+    ) -> None:
+        self._turns = BySession(compact(turns))
+        self._sessions, self._text = sessions, text
+        self._tokenizer = tokenizer if text else None
+        self._facts = session_facts(None, sessions)
+        self._by_parents: list[LinkTables] = []
+        self.policies = [self._of(policy) for policy in policies]
+
+    def _of(self, policy: Policy) -> PolicyTables:
+        """The policy's tables. Policies with the same parents share theirs of links."""
+        turns = self._turns.table
+        links = link(turns, policy)
+        for shared in self._by_parents:
+            if shared.links.table["parent"].equals(links["parent"]):
+                break
+        else:
+            shared = LinkTables(turns, links, self._tokenizer)
+            self._by_parents.append(shared)
+        return PolicyTables(turns, policy, self._sessions, shared)
+
+    @property
+    def session_ids(self) -> list[str]:
+        """The sessions, in the order of the turns."""
+        return list(self._turns.ranges)
+
+    def index(self, title: str) -> dict[str, Any]:
+        """What the page reads first: policies, drift by cause, and a line per session."""
+        simulation = Simulation(
+            [tables.policy for tables in self.policies], sessions=self._sessions
+        )
+        if self._turns.table.num_rows:
+            simulation.add(self._turns.table)
+        groups = {id(links): links.groups() for links in self._by_parents}
+        return {
+            "title": title,
+            "losses": list(LOSSES),
+            "text": self._text,
+            "tokenizer": self._tokenizer is not None,
+            "policies": simulation.table().to_pylist(),
+            "drift": [groups[id(tables.links)] for tables in self.policies],
+            "sessions": self._session_lines(),
+        }
+
+    def _session_lines(self) -> dict[str, list[Any]]:
+        """Columns of the list of sessions. Lists per policy are in the policies' order."""
+        turns = self._turns.table
+        n_output = pc.list_value_length(turns["output_ids"]).to_numpy()
+        n_path = (
+            turns["shared_length"].to_numpy()
+            + pc.list_value_length(turns["suffix_ids"]).to_numpy()
+            + n_output
+        )
+        facts = self._facts.of(pa.array(self.session_ids, pa.string())).to_pydict()
+        drift = self._by_parents[0].drift if self._by_parents else None
+        columns: dict[str, list[Any]] = {
+            "id": self.session_ids,
+            "reward": facts["reward"],
+            "group": facts["group_id"],
+            "error": facts["error"],
+        }
+        for name in ("turns", "sampled", "context", "logprob", "drifts", "at_stake"):
+            columns[name] = []
+        for session_id, (lo, hi) in self._turns.ranges.items():
+            own = None if drift is None else drift.of(session_id)["tokens_after_drift"]
+            logprobs = pc.list_flatten(turns["output_logprobs"].slice(lo, hi - lo))
+            for name, value in {
+                "turns": hi - lo,
+                "sampled": int(n_output[lo:hi].sum()),
+                "context": int(n_path[lo:hi].max()),
+                "logprob": pc.mean(logprobs).as_py(),
+                "drifts": 0 if own is None else len(own),
+                "at_stake": 0 if own is None else pc.sum(own).as_py() or 0,
+            }.items():
+                columns[name].append(value)
+        # a list per session, with a number per policy
+        for name, counted in {"trained": "tokens_trained", "rows": "rows"}.items():
+            reports = (t.report.table[counted].to_pylist() for t in self.policies)
+            columns[name] = [list(counts) for counts in zip(*reports, strict=True)]
+        return columns
+
+    def chunk(self, session_id: str) -> bytes:
+        """One session, compressed: a JSON object, then its turns as an Arrow IPC stream.
+
+        The first four bytes (little endian) are the length of the JSON, which spaces fill
+        so that the stream is aligned.
+        """
+        turns = self._turns.of(session_id).combine_chunks()
+        messages = _Messages(self._text)
+        head = json.dumps(
+            {
+                "id": session_id,
+                "policies": [self._policy_lines(t, session_id) for t in self.policies],
+                "links": [self._link_lines(t, session_id) for t in self._by_parents],
+                "turns": {
+                    name: [_plain(value) for value in turns[name].to_pylist()]
+                    for name in _SHOWN
+                    if name in turns.column_names
+                },
+                "suffix_messages": messages.lists(turns["suffix_messages"]),
+                "response": messages.numbers(turns["response"]),
+                "messages": messages.bodies,
+            },
+            separators=(",", ":"),
+        ).encode()
+        head += b" " * (-(len(head) + 4) % _ALIGNMENT)
+        sink = pa.BufferOutputStream()
+        table = _token_columns(turns)
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+        return gzip.compress(
+            struct.pack("<I", len(head)) + head + sink.getvalue().to_pybytes(), mtime=0
+        )
+
+    def vocabulary(self) -> dict[str, Any] | None:
+        """The text of every token that occurs; None without a tokenizer or text."""
+        if self._tokenizer is None:
+            return None
+        ids = pa.chunked_array(
+            [
+                chunk
+                for name in ("suffix_ids", "output_ids")
+                for chunk in pc.list_flatten(self._turns.table[name]).chunks
+            ],
+            pa.int32(),
+        )
+        return Vocabulary(self._tokenizer).pieces(pc.unique(ids).to_pylist())
+
+    def _policy_lines(self, tables: PolicyTables, session_id: str) -> dict[str, Any]:
+        (report,) = tables.report.of(session_id).to_pylist()
+        return {
+            "label": tables.label,
+            "links": self._by_parents.index(tables.links),
+            "report": {name: n for name, n in report.items() if isinstance(n, int)},
+            "rows": tables.rows.columns(session_id),
+            "spans": tables.spans.columns(session_id),
+        }
+
+    def _link_lines(self, tables: LinkTables, session_id: str) -> dict[str, Any]:
+        findings = tables.findings
+        return {
+            "links": tables.links.columns(session_id),
+            "drift": tables.drift.columns(session_id),
+            "branches": tables.branches.columns(session_id),
+            "findings": None if findings is None else findings.columns(session_id),
+        }
+
+
+class _Messages:
+    """The distinct messages of a session, numbered."""
+
+    def __init__(self, text: bool) -> None:
+        self._text = text
+        self._numbers: dict[bytes, int] = {}
+        # role and canonical JSON; the text is null if unknown or not wanted
+        self.bodies: list[list[str | None]] = []
+
+    def _number(self, message: dict[str, Any] | None) -> int | None:
+        if message is None:
+            return None
+        number = self._numbers.setdefault(message["key"], len(self.bodies))
+        if number == len(self.bodies):
+            self.bodies.append([message["role"], None])
+        if self._text and message["body"] is not None:
+            self.bodies[number][1] = message["body"]
+        return number
+
+    def lists(self, column: pa.ChunkedArray) -> list[list[int | None] | None]:
+        return [
+            None if one is None else [self._number(message) for message in one]
+            for one in column.to_pylist()
+        ]
+
+    def numbers(self, column: pa.ChunkedArray) -> list[int | None]:
+        return [self._number(message) for message in column.to_pylist()]
+
+
+def _token_columns(turns: pa.Table) -> pa.Table:
+    """The columns of a chunk's Arrow stream: base turns as indices, token columns."""
+    index = turns["turn_index"].to_numpy()
+    base = turns["base_turn"]
+    known = base.is_valid().to_numpy()
+    at = np.searchsorted(index, base.fill_null(0).to_numpy())
+    columns = {
+        "base": pa.array(at.astype(np.int32), mask=~known),
+        **{name: turns[name] for name in _AS_THEY_ARE if name in turns.column_names},
+    }
+    lengths = pc.list_value_length(turns["output_ids"])
+    for field in turns.schema:
+        # a number per sampled token, such as an entropy or an advantage
+        if field.name in columns or not _is_float_list(field.type):
+            continue
+        if pc.all(
+            pc.equal(pc.list_value_length(turns[field.name]).cast(pa.int64()), lengths)
+        ).as_py():
+            columns[field.name] = turns[field.name]
+    return pa.table(columns)
+
+
+def _is_float_list(type_: pa.DataType) -> bool:
+    is_list = pa.types.is_list(type_) or pa.types.is_large_list(type_)
+    return bool(is_list and pa.types.is_floating(type_.value_type))
+
+
+def _plain(value: object) -> object:
+    """A value of JSON; a time becomes its text."""
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    return str(value)
+
+
+def packed(value: object) -> bytes:
+    """A JSON value, compressed."""
+    return gzip.compress(json.dumps(value, separators=(",", ":")).encode(), mtime=0)
