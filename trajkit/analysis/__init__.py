@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from trajkit.analysis.drift_findings import explain_drift as explain_drift
     from trajkit.analysis.roundtrip import check_roundtrip as check_roundtrip
     from trajkit.analysis.row_reasons import why as why
+    from trajkit.analysis.run_metrics import metrics as metrics
+    from trajkit.analysis.run_metrics import metrics_by_step as metrics_by_step
     from trajkit.analysis.sampled_tokens import output_spans as output_spans
     from trajkit.analysis.session_tree import call_tree as call_tree
     from trajkit.analysis.simulation import simulate as simulate
@@ -22,6 +24,8 @@ else:
             "classify_drift": "drift",
             "explain_drift": "drift_findings",
             "label_branches": "branches",
+            "metrics": "run_metrics",
+            "metrics_by_step": "run_metrics",
             "output_spans": "sampled_tokens",
             "simulate": "simulation",
             "why": "row_reasons",

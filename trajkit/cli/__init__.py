@@ -1,10 +1,9 @@
 """The ``trajkit`` command: parser, exit codes, one line per error.
 
-``import``, ``linearize``, ``pack``, ``drift``, ``simulate``, ``verify``, ``draw``,
-``export``, ``why``, ``tree``, ``view``, ``policies``, ``compact`` and ``expand`` are in
-this package. More commands come from the entry-point group ``trajkit.commands``: an entry
-is a function that takes what ``ArgumentParser.add_subparsers`` returned, adds a parser to
-it, and sets ``run`` on it, a function from the parsed arguments to an exit code.
+Each of trajkit's own commands is a module of this package. More commands come from the
+entry-point group ``trajkit.commands``: an entry is a function that takes what
+``ArgumentParser.add_subparsers`` returned, adds a parser to it, and sets ``run`` on it, a
+function from the parsed arguments to an exit code.
 
 Nothing large is imported before the arguments are parsed, so that ``--help`` is as fast as
 ``import trajkit``.
@@ -21,13 +20,13 @@ from typing import NoReturn, TextIO, cast
 
 from trajkit._arguments import did_you_mean
 from trajkit.cli.compact import add_compact, add_expand
-from trajkit.cli.draw import add_draw
 from trajkit.cli.drift import add_drift
 from trajkit.cli.export import add_export
 from trajkit.cli.imports import add_import
 from trajkit.cli.linearize import add_linearize
 from trajkit.cli.options import Commands
 from trajkit.cli.pack import add_pack
+from trajkit.cli.plot import add_plot, add_report
 from trajkit.cli.policies import add_policies
 from trajkit.cli.simulate import add_simulate
 from trajkit.cli.standard import shown, standard_files
@@ -158,7 +157,8 @@ def _parser() -> argparse.ArgumentParser:
     add_drift(commands)
     add_simulate(commands)
     add_verify(commands)
-    add_draw(commands)
+    add_plot(commands)
+    add_report(commands)
     add_export(commands)
     add_why(commands)
     add_tree(commands)

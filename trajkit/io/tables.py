@@ -183,6 +183,13 @@ def read_sessions(source: Source, *, format: Format | None = None) -> pa.Table:
     return last_lines(_concat([canonical(one, SESSIONS) for one in tables], SESSIONS))
 
 
+def sessions_below(source: Source) -> pa.Table | None:
+    """`read_sessions` of a directory that has files of sessions; otherwise None."""
+    if _is_directory(source) and "sessions" in _files_of(source, None):
+        return read_sessions(source)
+    return None
+
+
 def write_sessions(
     sessions: TableLike, sink: Sink, *, format: Format | None = None
 ) -> None:

@@ -7,7 +7,7 @@ import pytest
 import trajkit as tk
 from tests.generated import generated_runs
 from tests.tables import turns_table
-from trajkit.analysis.session_svg import draw_session
+from trajkit.plot import forest
 from trajkit.cli import main
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -54,7 +54,7 @@ def texts(picture):
 
 
 def test_bars_begin_where_a_call_leaves_its_parent():
-    picture = draw_session(DRIFTING, "a", policies=())
+    picture = forest(DRIFTING, "a", policies=())
     # tokens 1 to 8 are 520 pixels; the axis begins at nine tenths of the first prompt
     pixels = 520 / 7
     at = [104 + pixels * (start - 1) for start in (1, 3, 6)]
@@ -66,7 +66,7 @@ def test_bars_begin_where_a_call_leaves_its_parent():
     ("policy", "share"), [("faithful", "75"), ("trl", "50"), ("per_call", "75")]
 )
 def test_columns_show_what_a_policy_trains(policy, share):
-    picture = draw_session(DRIFTING, "a", policies=[policy])
+    picture = forest(DRIFTING, "a", policies=[policy])
     rows, report = tk.linearize(DRIFTING.slice(0, 3), policy, report=True)
     trained = report["tokens_trained"][0].as_py()
     assert share == f"{100 * trained / 4:.0f}"
@@ -77,25 +77,25 @@ def test_columns_show_what_a_policy_trains(policy, share):
 
 
 def test_names_are_escaped():
-    picture = draw_session(DRIFTING, "<&>")
+    picture = forest(DRIFTING, "<&>")
     assert "Session &lt;&amp;&gt;" in picture
     assert "Session <&>" in texts(picture)
     control = tk.from_records([call("a\x00b\x1b", [1], [2])])
-    assert "Session a\ufffdb\ufffd" in texts(draw_session(control))
+    assert "Session a\ufffdb\ufffd" in texts(forest(control))
 
 
 def test_every_generated_session_has_a_picture():
     turns = turns_table(generated_runs(12, 5))
     for session_id in turns["session_id"].unique().to_pylist():
-        picture = draw_session(turns, session_id)
+        picture = forest(turns, session_id)
         ElementTree.fromstring(picture)
-        assert picture == draw_session(tk.compact(turns), session_id)
+        assert picture == forest(tk.compact(turns), session_id)
 
 
 def test_the_command_draws_the_longest_session(tmp_path, capsys):
     source, out = tmp_path / "turns.parquet", tmp_path / "a.svg"
     tk.write_turns(DRIFTING, source)
-    assert main(["draw", str(source), "-o", str(out)]) == 0
-    assert out.read_text(encoding="utf-8") == draw_session(DRIFTING, "a")
-    assert main(["draw", str(source), "-o", str(out), "--session", "b"]) == 1
+    assert main(["plot", "forest", str(source), "-o", str(out)]) == 0
+    assert out.read_text(encoding="utf-8") == forest(DRIFTING, "a")
+    assert main(["plot", "forest", str(source), "-o", str(out), "--session", "b"]) == 1
     assert "no session 'b'" in capsys.readouterr().err

@@ -1,8 +1,6 @@
-"""Draw a session as SVG: its calls, their drift, and the tokens each policy trains."""
+"""`forest`: a session as SVG: its calls, their drift, and the tokens each policy trains."""
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from html import escape
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -10,13 +8,17 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import TableLike, as_table
+from trajkit._arrow.canonical import TableLike
 from trajkit.analysis.branches import label_branches
+from trajkit.analysis.colors import COLORS, MUTED, TEXT
 from trajkit.analysis.drift import classify_drift
-from trajkit.errors import UnknownSessionError
+from trajkit.analysis.simulation import label
 from trajkit.pipeline.links import link
 from trajkit.pipeline.rows import linearize
-from trajkit.policies import PRESETS
+from trajkit.plot.markup import escaped
+from trajkit.plot.turn_tokens import one_session
+from trajkit.policies import PRESETS, Policy
+from trajkit.policies import policy as named_policy
 from trajkit.turns.delta import expand
 
 # pixels: left edge and width of the bars, left edge of the policies, size of a column
@@ -28,12 +30,13 @@ _LEGEND = (
     (400, "trained", "trained (left: by the first policy)"),
     (640, "output", "sampled, not trained"),
 )
-_STYLE = """\
-text { font: 11px system-ui, sans-serif; fill: #24292f }
-.title { font-size: 14px; font-weight: 600 } .small { font-size: 10px; fill: #57606a }
-.context { fill: #c8ced6; stroke: #c8ced6 }
-.output { fill: #dcebf9; stroke: #2f74c0 } .trained { fill: #2f74c0 }
-.drift { fill: #d1332e; stroke: #d1332e }
+_STYLE = f"""\
+text {{ font: 11px system-ui, sans-serif; fill: {TEXT} }}
+.title {{ font-size: 14px; font-weight: 600 }} .small {{ font-size: 10px; fill: {MUTED} }}
+.context {{ fill: {COLORS["context"]}; stroke: {COLORS["context"]} }}
+.output {{ fill: {COLORS["sampled"]}; stroke: {COLORS["trained"]} }}
+.trained {{ fill: {COLORS["trained"]} }}
+.drift {{ fill: {COLORS["drift"]}; stroke: {COLORS["drift"]} }}
 """
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
@@ -53,15 +56,15 @@ class _Call(NamedTuple):
     n_output: int
 
 
-def draw_session(
+def forest(
     turns: TableLike,
     session_id: str | None = None,
     *,
-    policies: Iterable[str] = tuple(PRESETS),
+    policies: Iterable[str | Policy] | None = None,
 ) -> str:
     """Draw a session as an SVG document; the same turns give the same text.
 
-    Each call is a bar that starts at the token where it leaves its parent. Drift is red,
+    Each call is a bar that starts at the token where it leaves its parent. Drift is orange,
     tokens that the first policy trains are blue. Each policy has a column on the right.
 
     Parameters
@@ -70,8 +73,8 @@ def draw_session(
         `trajkit.schema.TURNS` in full or delta form.
     session_id : str, optional
         Default: the session with the most turns, the first on ties.
-    policies : iterable of str
-        Policies to show, one column each.
+    policies : iterable of str or Policy, optional
+        Policies to show, one column each. Default: every preset.
 
     Returns
     -------
@@ -82,15 +85,13 @@ def draw_session(
     UnknownSessionError
         ``turns`` has no such session. Otherwise as for `trajkit.linearize`.
     """
-    table = as_table(turns)
-    counts = Counter(table["session_id"].to_pylist())
-    if session_id is None:
-        session_id = max(counts, key=lambda name: counts[name], default="")
-    if session_id not in counts:
-        raise UnknownSessionError(f"the turns have no session {session_id!r}")
-    session = expand(table.filter(pc.equal(table["session_id"], session_id)))
+    session_id, session = one_session(turns, session_id)
+    session = expand(session)
     calls = _calls_of(session)
-    trained = {name: _trained_by(linearize(session, name), calls) for name in policies}
+    chosen = map(named_policy, PRESETS if policies is None else policies)
+    trained = {
+        label(one): _trained_by(linearize(session, one), calls) for one in chosen
+    }
     return _document(session_id, calls, trained)
 
 
@@ -142,7 +143,7 @@ def _document(
     for column, (name, (masks, n_rows)) in enumerate(trained.items()):
         left = _RIGHT + _COLUMN * column
         turned = f'transform="translate({left + 15} {_TOP - 8})rotate(-60)"'
-        parts.append(f"<text {turned}>{escape(name)}</text>")
+        parts.append(f"<text {turned}>{escaped(name)}</text>")
         for lane, mask in enumerate(masks):
             y, width = _TOP + _LANE * lane, 20 * mask.sum() / max(mask.size, 1)
             parts.append(_bar("output", left, y, left + 20))
@@ -193,6 +194,4 @@ def _bar(kind: str, start: float, y: int, stop: float) -> str:
 
 def _text(x: int, y: int, text: str, kind: str = "", anchor: str = "start") -> str:
     place = f'class="{kind}" x="{x}" y="{y}" text-anchor="{anchor}"'
-    # XML has no control characters, not even as references
-    shown = "".join(char if char.isprintable() else "\ufffd" for char in text)
-    return f"<text {place}>{escape(shown)}</text>"
+    return f"<text {place}>{escaped(text)}</text>"

@@ -1,0 +1,248 @@
+"""`metrics`: a run as named numbers, as experiment trackers take them."""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from trajkit._arrow import lazy_compute as pc
+from trajkit._arrow.canonical import TableLike, as_table
+from trajkit.analysis.drift import classify_drift
+from trajkit.errors import SchemaError
+from trajkit.pipeline.links import link
+from trajkit.policies import Policy
+from trajkit.schema import CAUSES, LOSSES, REPORT
+from trajkit.turns.records import as_turns
+
+
+def metrics(
+    turns: TableLike, report: TableLike, policy: str | Policy = "faithful"
+) -> dict[str, float]:
+    """Count a run as numbers with names such as ``tokens/trained``.
+
+    Parameters
+    ----------
+    turns : table
+        `trajkit.schema.TURNS` in full or delta form.
+    report : table
+        `trajkit.schema.REPORT` of these turns, from `trajkit.linearize`.
+    policy : str or Policy
+        The policy of the report, which decides what each turn continues.
+
+    Returns
+    -------
+    dict of str to float
+        The same names for every run; a mean of nothing has no entry:
+
+        run/sessions, run/turns, run/errors
+            Sessions, turns, and sessions that ended in an error.
+        tokens/sampled, tokens/trained, tokens/trained_share, tokens/lost, tokens/lost_*
+            As in the report; the share is of sampled tokens.
+        tokens/forward, tokens/forward_shared
+            Tokens of all rows, and with each shared prefix counted once.
+        rows/count, rows/per_session
+            Rows, and their mean per session.
+        drift/turns, drift/turn_share, drift/tokens_at_stake, drift/*_turns
+            Turns that drift, their share of turns with a parent, sampled tokens from
+            the start of the drift, and turns by cause (`trajkit.schema.CAUSES`).
+        reward/mean, reward/std, reward/min, reward/max, reward/missing
+            Over sessions with a reward (std: of the population), and sessions without.
+        groups/count, groups/constant
+            Groups with two rewards or more, and those whose rewards are all equal.
+        length/turns, length/output, length/output_max, length/context_max
+            Mean turns per session, mean and longest output, longest path.
+        logprob/mean
+            Of all sampled tokens that have one.
+        staleness/versions, staleness/mixed_sessions, staleness/unknown_tokens
+            Weight versions, sessions sampled by several, and tokens without a version.
+
+    Raises
+    ------
+    SchemaError, InvalidTurnsError
+        As `trajkit.linearize`; the report lacks a column, or is not of these turns.
+
+    Examples
+    --------
+    >>> import trajkit as tk
+    >>> call = {"session_id": "a", "prompt_ids": [1], "output_ids": [2, 3]}
+    >>> turns = tk.from_records([call])
+    >>> rows, report = tk.linearize(turns, reward=1.0, report=True)
+    >>> numbers = tk.analysis.metrics(turns, report)
+    >>> numbers["tokens/trained"], numbers["reward/mean"], "logprob/mean" in numbers
+    (2.0, 1.0, False)
+    """
+    table, counts = as_turns(as_table(turns)), as_table(report)
+    _check_report(table, counts)
+    drift = classify_drift(table, link(table, policy))
+    sums = {name: pc.sum(counts[name]).as_py() or 0 for name in _summed()}
+    found: dict[str, float | None] = {
+        "run/sessions": counts.num_rows,
+        "run/turns": sums["turns"],
+        "run/errors": counts["error"].length() - counts["error"].null_count,
+    }
+    for name in ("sampled", "trained", "forward", "forward_shared"):
+        found[f"tokens/{name}"] = sums[f"tokens_{name}"]
+    found["tokens/trained_share"] = _ratio(
+        sums["tokens_trained"], sums["tokens_sampled"]
+    )
+    found["tokens/lost"] = sum(sums[f"lost_{reason}"] for reason in LOSSES)
+    found |= {f"tokens/lost_{reason}": sums[f"lost_{reason}"] for reason in LOSSES}
+    found["rows/count"] = sums["rows"]
+    found["rows/per_session"] = _ratio(sums["rows"], counts.num_rows)
+    drifted = drift.filter(pc.greater(drift["size"], 0))
+    found["drift/turns"] = drifted.num_rows
+    found["drift/turn_share"] = _ratio(drifted.num_rows, drift.num_rows)
+    found["drift/tokens_at_stake"] = pc.sum(drifted["tokens_after_drift"]).as_py() or 0
+    causes = drifted["cause"].to_pylist()
+    found |= {f"drift/{cause}_turns": causes.count(cause) for cause in CAUSES[1:]}
+    found |= _rewards(counts) | _lengths(table, counts.num_rows) | _versions(table)
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def metrics_by_step(
+    turns: TableLike, report: TableLike, policy: str | Policy = "faithful"
+) -> dict[int, dict[str, float]]:
+    """`metrics` of the sessions of each training step, in the order of the steps.
+
+    Parameters
+    ----------
+    turns : table
+        With the column ``step`` (integers). A session is of the step of its last turn.
+    report, policy
+        As for `metrics`.
+
+    Returns
+    -------
+    dict of int to dict
+        Empty if the turns have no column ``step``, or only nulls. Sessions of an unknown
+        step are left out.
+
+    Raises
+    ------
+    SchemaError, InvalidTurnsError
+        As `metrics`; ``step`` is not an integer.
+    """
+    table, counts = as_turns(as_table(turns)), as_table(report)
+    if "step" not in table.column_names:
+        return {}
+    if not pa.types.is_integer(table.schema.field("step").type):
+        raise SchemaError(
+            f"column 'step': expected integers, found {table.schema.field('step').type}"
+        )
+    steps = dict(
+        zip(table["session_id"].to_pylist(), table["step"].to_pylist(), strict=True)
+    )
+    found = {}
+    for step in sorted({*steps.values()} - {None}):
+        own = pa.array([name for name, of in steps.items() if of == step])
+        turns, report = (
+            part.filter(pc.is_in(part["session_id"], own)) for part in (table, counts)
+        )
+        found[step] = metrics(turns, report, policy)
+    return found
+
+
+def _summed() -> Iterable[str]:
+    return (
+        name
+        for name in REPORT.names
+        if name in ("turns", "rows") or name.startswith(("tokens_", "lost_"))
+    )
+
+
+def _check_report(turns: pa.Table, report: pa.Table) -> None:
+    missing = {*REPORT.names} - {*report.column_names}
+    if missing:
+        raise SchemaError(
+            f"the report has no column {min(missing)!r}: pass the one that "
+            "trajkit.linearize(turns, policy, report=True) returns"
+        )
+    n_turns = pc.sum(report["turns"]).as_py() or 0
+    if n_turns != turns.num_rows:
+        raise SchemaError(
+            f"the report counts {n_turns:,} turns, and the table has {turns.num_rows:,}: "
+            "pass the report of these turns"
+        )
+
+
+def _ratio(part: int, total: int) -> float | None:
+    return part / total if total else None
+
+
+def _rewards(report: pa.Table) -> dict[str, float | None]:
+    rewards = report["reward"].drop_null().to_numpy()
+    groups = [
+        [reward for reward in own if reward is not None]
+        for own in group_rewards(report).values()
+    ]
+    compared = [one for one in groups if len(one) > 1]
+    found: dict[str, float | None] = {
+        "reward/missing": report.num_rows - len(rewards),
+        "groups/count": len(compared),
+        "groups/constant": sum(len({*one}) == 1 for one in compared),
+    }
+    if len(rewards):
+        for name in ("mean", "std", "min", "max"):
+            found[f"reward/{name}"] = getattr(np, name)(rewards)
+    return found
+
+
+def _lengths(turns: pa.Table, n_sessions: int) -> dict[str, float | None]:
+    outputs = pc.list_value_length(turns["output_ids"]).to_numpy()
+    prompts = prompt_lengths(turns)
+    found: dict[str, float | None] = {
+        "length/turns": _ratio(turns.num_rows, n_sessions),
+        "logprob/mean": pc.mean(pc.list_flatten(turns["output_logprobs"])).as_py(),
+    }
+    if len(outputs):
+        found["length/output"] = outputs.mean()
+        found["length/output_max"] = outputs.max()
+        found["length/context_max"] = (prompts + outputs).max()
+    return found
+
+
+def prompt_lengths(turns: pa.Table) -> np.ndarray[Any, Any]:
+    """The length of each prompt in full or delta form, shape (n_turns,)."""
+    if "prompt_ids" in turns.column_names:
+        return np.asarray(pc.list_value_length(turns["prompt_ids"]))
+    suffixes = pc.list_value_length(turns["suffix_ids"])
+    return np.asarray(pc.add(suffixes, turns["shared_length"]))
+
+
+def group_rewards(report: pa.Table) -> dict[str, list[float | None]]:
+    """The rewards of each group; sessions without a group_id are left out."""
+    groups: dict[str, list[float | None]] = {}
+    for name, reward in zip(
+        report["group_id"].to_pylist(), report["reward"].to_pylist(), strict=True
+    ):
+        if name is not None:
+            groups.setdefault(name, []).append(reward)
+    return groups
+
+
+def version_counts(turns: pa.Table) -> dict[str, tuple[int, set[str]]]:
+    """Sampled tokens and sessions of each weight version, in order of appearance."""
+    found: dict[str, tuple[int, set[str]]] = {}
+    for name, pieces in zip(
+        turns["session_id"].to_pylist(),
+        turns["weight_versions"].to_pylist(),
+        strict=True,
+    ):
+        for piece in pieces or ():
+            n, own = found.get(piece["version"], (0, set()))
+            n += piece["stop"] - piece["start"]
+            found[piece["version"]] = n, own | {name}
+    return found
+
+
+def _versions(turns: pa.Table) -> dict[str, float | None]:
+    versions = version_counts(turns)
+    per_session = Counter(name for _, own in versions.values() for name in own)
+    sampled = pc.sum(pc.list_value_length(turns["output_ids"])).as_py() or 0
+    return {
+        "staleness/versions": len(versions),
+        "staleness/mixed_sessions": sum(n > 1 for n in per_session.values()),
+        "staleness/unknown_tokens": sampled - sum(n for n, _ in versions.values()),
+    }

@@ -1,0 +1,414 @@
+"""Figures on matplotlib, the extra ``plot``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajkit._arrow import lazy_compute as pc
+from trajkit._arrow.canonical import TableLike, as_table
+from trajkit.analysis.colors import (
+    COLORS,
+    MUTED,
+    OUTPUTS,
+    REGIONS,
+    ROLES,
+    TEXT,
+    TIMES,
+)
+from trajkit.analysis.run_metrics import metrics_by_step
+from trajkit.errors import ArgumentError
+from trajkit.plot.run_values import Values, run_values
+from trajkit.plot.timeline import slices_of
+from trajkit.plot.turn_tokens import session_tokens
+from trajkit.policies import Policy
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_STYLE: dict[Any, Any] = {
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": TEXT,
+    "axes.labelsize": 9,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 10,
+    "figure.titlesize": 12,
+    "font.size": 9,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    # text stays text, and the same figure gives the same file
+    "svg.fonttype": "none",
+    "svg.hashsalt": "trajkit",
+    # names of sessions may have dollar signs
+    "text.parse_math": False,
+    "xtick.color": MUTED,
+    "xtick.labelcolor": TEXT,
+    "ytick.color": MUTED,
+    "ytick.labelcolor": TEXT,
+}
+_TRENDS = {
+    "reward/mean": "mean reward",
+    "tokens/trained_share": "share of sampled tokens trained",
+    "drift/turn_share": "share of turns that drift",
+    "length/turns": "turns per session",
+    "length/output": "output tokens per turn",
+    "logprob/mean": "mean logprob",
+}
+
+
+def tokens(
+    turns: TableLike,
+    policy: str | Policy = "faithful",
+    session_id: str | None = None,
+) -> Figure:
+    """The tokens of each turn of a session: its prompt by role, its output by fate.
+
+    Parameters
+    ----------
+    turns : table
+        `trajkit.schema.TURNS` in full or delta form. Roles come from the columns of
+        `trajkit.schema.ATTRIBUTION`. Without them, only tokens that an earlier turn
+        sampled are known, as those of the assistant.
+    policy : str or Policy
+        The policy whose rows train the outputs.
+    session_id : str, optional
+        Default: the session with the most turns, the first on ties.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+
+    Raises
+    ------
+    UnknownSessionError
+        ``turns`` has no such session.
+    ArgumentError
+        matplotlib is not installed.
+    SchemaError, InvalidTurnsError, PolicyError
+        As `trajkit.linearize`.
+    """
+    found = session_tokens(turns, policy, session_id)
+    n = len(found.turns)
+    with _figure(f"Session {found.session_id}, policy {found.policy}") as figure:
+        figure.set_size_inches(max(7.0, min(2.6 + 0.28 * n, 24)), 5.4)
+        above, below = figure.subplots(2, 1, sharex=True)
+        _stacks(above, found.roles, ROLES)
+        above.set(title="Prompt, by role", ylabel="tokens")
+        _stacks(below, found.kinds, OUTPUTS)
+        sampled = sum(int(counts.sum()) for counts in found.kinds.values())
+        trained = int(found.kinds["trained"].sum())
+        title = f"Output: {trained:,} of {sampled:,} sampled tokens are trained"
+        below.set(title=title, ylabel="tokens", xlabel="turn")
+        step = -(-n // 40)
+        below.set_xticks(range(0, n, step), [str(turn) for turn in found.turns[::step]])
+    return figure
+
+
+def drift(drift: TableLike) -> Figure:
+    """Turns that drift and the sampled tokens at stake, by cause and region.
+
+    Parameters
+    ----------
+    drift : table
+        `trajkit.schema.DRIFT`, from `trajkit.classify_drift`.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+
+    Raises
+    ------
+    ArgumentError
+        matplotlib is not installed.
+    """
+    table = as_table(drift)
+    drifted = table.filter(pc.greater(table["size"], 0))
+    lines = drifted.select(["cause", "region", "tokens_after_drift"]).to_pylist()
+    at_stake: dict[str, int] = {}
+    for line in lines:
+        cause = line["cause"]
+        at_stake[cause] = at_stake.get(cause, 0) + line["tokens_after_drift"]
+    causes = sorted(at_stake, key=lambda cause: (at_stake[cause], cause))
+    title = f"Drift: {len(lines):,} of {table.num_rows:,} turns that continue another"
+    with _figure(title) as figure:
+        figure.set_size_inches(9, 1.8 + 0.32 * max(len(causes), 1))
+        axes = figure.subplots(1, 2, sharey=True)
+        for ax, name in zip(axes, ("turns", "sampled tokens at stake"), strict=True):
+            counts = {region: np.zeros(len(causes)) for region in REGIONS}
+            for line in lines:
+                n = 1 if name == "turns" else line["tokens_after_drift"]
+                counts[line["region"]][causes.index(line["cause"])] += n
+            _bars(ax, counts, REGIONS)
+            for y, total in enumerate(np.sum([*counts.values()], 0)):
+                _label(ax, total, y, f"{total:,.0f}")
+            ax.set(title=name, ylim=(-0.6, max(len(causes), 2) - 0.4))
+            ax.set_yticks(range(len(causes)), [_words(cause) for cause in causes])
+            ax.margins(x=0.12)
+            ax.locator_params(axis="x", integer=True)
+        _legend(figure, REGIONS, {line["region"] for line in lines})
+    return figure
+
+
+def policies(simulation: TableLike) -> Figure:
+    """What each policy trains, loses (by reason) and costs.
+
+    Parameters
+    ----------
+    simulation : table
+        `trajkit.schema.SIMULATION`, from `trajkit.simulate`.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+
+    Raises
+    ------
+    ArgumentError
+        matplotlib is not installed.
+    """
+    lines = as_table(simulation).to_pylist()[::-1]
+    sampled = lines[0]["tokens_sampled"] if lines else 0
+    counts = {
+        kind: np.array(
+            [
+                line["tokens_trained" if kind == "trained" else f"lost_{kind}"]
+                for line in lines
+            ]
+        )
+        for kind in OUTPUTS
+    }
+    with _figure(f"What policies keep of {sampled:,} sampled tokens") as figure:
+        figure.set_size_inches(10, 1.9 + 0.3 * len(lines))
+        kept, cost = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+        shares = {kind: 100 * of / max(sampled, 1) for kind, of in counts.items()}
+        _bars(kept, shares, OUTPUTS)
+        for y, share in enumerate(shares["trained"]):
+            _label(kept, 100, y, f"{share:.1f} %")
+        kept.set(title="sampled tokens, in percent", xlim=(0, 100))
+        kept.set_yticks(range(len(lines)), [line["policy"] for line in lines])
+        forward = [line["tokens_forward"] for line in lines]
+        shared = [line["tokens_forward_shared"] for line in lines]
+        cost.barh(range(len(lines)), forward, color=COLORS["context"])
+        cost.barh(range(len(lines)), shared, color=MUTED, height=0.35)
+        for y, line in enumerate(lines):
+            _label(cost, forward[y], y, f"{line['rows']:,} rows")
+        cost.set(title="tokens of all rows (dark: shared prefixes once)")
+        cost.margins(x=0.2)
+        cost.locator_params(axis="x", nbins=5)
+        cost.xaxis.set_major_formatter("{x:,.0f}")
+        _legend(figure, OUTPUTS, {kind for kind, of in counts.items() if of.sum()})
+    return figure
+
+
+def run(
+    turns: TableLike, report: TableLike, policy: str | Policy = "faithful"
+) -> Figure:
+    """The distributions of a run, and its averages over the training steps.
+
+    Parameters
+    ----------
+    turns, report, policy
+        As for `trajkit.analysis.metrics_by_step`.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        Histograms, and a curve of each average if there are two steps or more.
+
+    Raises
+    ------
+    ArgumentError
+        matplotlib is not installed.
+    SchemaError, InvalidTurnsError
+        As `trajkit.analysis.metrics_by_step`.
+    """
+    values = run_values(turns, report)
+    steps = metrics_by_step(turns, report, policy)
+    trends = _TRENDS if len(steps) > 1 else {}
+    rows = -(-len(values) // 3) + -(-len(trends) // 3)
+    with _figure("Run") as figure:
+        figure.set_size_inches(10, 0.6 + 2.3 * rows)
+        axes = iter(figure.subplots(rows, 3, squeeze=False).flat)
+        for ax, one in zip(axes, values, strict=False):
+            _histogram(ax, one)
+        for ax, (name, title) in zip(axes, trends.items(), strict=False):
+            known = [step for step in steps if name in steps[step]]
+            means = [steps[step][name] for step in known]
+            ax.plot(known, means, color=COLORS["trained"], marker="o", markersize=3)
+            ax.set(title=title, xlabel="step")
+            if not known:
+                _note(ax, "unknown")
+    return figure
+
+
+def swimlanes(turns: TableLike, sessions: TableLike | None = None) -> Figure:
+    """When each session waited, generated and ran tools.
+
+    Parameters
+    ----------
+    turns : table
+        Turns with ``started_at`` and ``ended_at`` (timestamps), as the gateway writes
+        them: when it read the request, and when the sample was complete. Turns without
+        times are left out.
+    sessions : table, optional
+        Its columns ``started_at`` (timestamp) and ``seconds``, as ``trajkit rollout``
+        writes them, say when a session began and how long it took.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        A lane per session, by its start. *generation*: a call, with the time that it
+        waited at the engine; calls that overlap are below each other. *tool*: no call
+        of the session runs. *queue*: the run has begun, and the session has not.
+
+    Raises
+    ------
+    SchemaError
+        A column of times is missing or is not a timestamp, or all times are null.
+    InvalidTurnsError
+        A turn ended before it started.
+    ArgumentError
+        matplotlib is not installed.
+    """
+    slices = slices_of(turns, sessions)
+    seconds = dict.fromkeys(TIMES, 0.0)
+    for one in slices:
+        seconds[one.kind] += one.stop - one.start
+    lanes: dict[str, int] = {}
+    for one in slices:
+        lanes[one.session_id] = max(lanes.get(one.session_id, 1), one.lane + 1)
+    with _figure(f"{len(lanes):,} sessions over time") as figure:
+        figure.set_size_inches(10, min(1.5 + 0.3 * len(lanes), 40))
+        ax = figure.subplots()
+        for y, name in enumerate(lanes):
+            own = [one for one in slices if one.session_id == name]
+            for kind, color in TIMES.items():
+                for lane in range(lanes[name] if kind == "generation" else 1):
+                    height = 0.8 / lanes[name] if kind == "generation" else 0.8
+                    ax.broken_barh(
+                        [
+                            (one.start, one.stop - one.start)
+                            for one in own
+                            if one.kind == kind and one.lane == lane
+                        ],
+                        (y - 0.4 + lane * height, height),
+                        color=color,
+                    )
+        ax.set(xlabel="seconds since the run began", ylim=(len(lanes) - 0.5, -0.5))
+        ax.set_yticks(range(len(lanes)), [_printable(name) for name in lanes])
+        ax.margins(x=0.01)
+        labels = {
+            f"{kind} {seconds[kind]:,.1f} s": color for kind, color in TIMES.items()
+        }
+        _legend(figure, labels, set(labels))
+    return figure
+
+
+def save(figure: Figure, path: str | Path, format: str) -> None:
+    """Write a figure; the same figure gives the same SVG file."""
+    import matplotlib as mpl
+
+    with mpl.rc_context(_STYLE):
+        metadata = {"Date": None} if format == "svg" else None
+        figure.savefig(path, format=format, metadata=metadata, dpi=150)
+
+
+@contextmanager
+def _figure(title: str) -> Iterator[Figure]:
+    """An empty figure in our style, which is not registered with pyplot."""
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ArgumentError(
+            "this picture needs matplotlib: pip install 'trajkit[plot]'. `forest`, `trace` "
+            "and `report` work without it"
+        ) from error
+    with mpl.rc_context(_STYLE):
+        figure = Figure(layout="constrained")
+        figure.suptitle(_printable(title), x=0.01, ha="left")
+        yield figure
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else "\ufffd" for char in text)
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+Counts = dict[str, npt.NDArray[Any]]
+
+
+def _stacks(ax: Axes, counts: Counts, colors: dict[str, str]) -> None:
+    """A stacked bar per turn, and a legend of the kinds that occur."""
+    bottom: npt.NDArray[Any] = np.zeros(1)
+    for kind, of in counts.items():
+        if of.sum():
+            label = f"{_words(kind)} {of.sum():,}"
+            ax.bar(range(len(of)), of, 0.9, bottom, color=colors[kind], label=label)
+            bottom = bottom + of
+    if ax.has_data():
+        ax.legend(loc="upper left", bbox_to_anchor=(1, 1), title="over all turns")
+    ax.yaxis.set_major_formatter("{x:,.0f}")
+
+
+def _bars(ax: Axes, counts: Counts, colors: dict[str, str]) -> None:
+    """Stacked horizontal bars."""
+    left: npt.NDArray[Any] = np.zeros(1)
+    for kind, of in counts.items():
+        if of.sum():
+            ax.barh(range(len(of)), of, left=left, color=colors[kind])
+            left = left + of
+    ax.xaxis.set_major_formatter("{x:,.0f}")
+
+
+def _label(ax: Axes, x: float, y: float, text: str) -> None:
+    """A text to the right of the end of a bar."""
+    ax.annotate(
+        text,
+        (x, y),
+        xytext=(3, 0),
+        textcoords="offset points",
+        va="center",
+        annotation_clip=False,
+    )
+
+
+def _histogram(ax: Axes, values: Values) -> None:
+    ax.set(title=values.title, ylabel=values.of)
+    if not len(values.numbers):
+        _note(ax, "unknown")
+        return
+    ax.stairs(*values.histogram(), fill=True, color=COLORS["trained"])
+    ax.axvline(values.numbers.mean(), color=TEXT, linewidth=1, linestyle=":")
+    ax.set_xlabel(f"mean {values.numbers.mean():,.4g}, max {values.numbers.max():,.4g}")
+    ax.locator_params(axis="x", nbins=6)
+    ax.locator_params(axis="y", integer=True)
+
+
+def _note(ax: Axes, text: str) -> None:
+    ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", color=MUTED)
+    ax.set(xticks=[], yticks=[])
+
+
+def _legend(figure: Figure, colors: dict[str, str], shown: set[str]) -> None:
+    """A legend below the axes, of the kinds that occur."""
+    from matplotlib.patches import Patch
+
+    handles: Sequence[Patch] = [
+        Patch(color=color, label=_words(kind))
+        for kind, color in colors.items()
+        if kind in shown
+    ]
+    if handles:
+        figure.legend(handles=handles, loc="outside lower left", ncols=7)

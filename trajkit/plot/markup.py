@@ -1,0 +1,18 @@
+"""Hostile text in SVG and HTML."""
+
+from html import escape
+
+
+def escaped(text: object) -> str:
+    """The text for markup: escaped, and with U+FFFD for what is not printable.
+
+    XML has no control characters, not even as references. Characters that change the
+    direction of text are not printable either.
+
+    Examples
+    --------
+    >>> escaped("<b>\\x1b")
+    '&lt;b&gt;\\ufffd'
+    """
+    shown = (char if char.isprintable() else "\ufffd" for char in str(text))
+    return escape("".join(shown))

@@ -1,0 +1,202 @@
+"""What sessions spend their time on, and `trace`: the same for Perfetto."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from trajkit._arrow.canonical import TableLike, as_table
+from trajkit.errors import InvalidTurnsError, SchemaError
+from trajkit.turns.records import as_turns
+
+_TIMES = ("started_at", "ended_at")
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A range of time of a session, in seconds since the run began."""
+
+    session_id: str
+    # generation, tool or queue
+    kind: str
+    start: float
+    stop: float
+    # of a generation: the turn, and its lane: calls that overlap have different lanes
+    turn_index: int | None = None
+    lane: int = 0
+
+
+def slices_of(turns: TableLike, sessions: TableLike | None = None) -> list[Slice]:
+    """The times of every session, in the order of the turns.
+
+    Parameters
+    ----------
+    turns : table
+        Turns with ``started_at`` and ``ended_at`` (timestamps), as the gateway writes
+        them: when it read the request, and when the sample was complete. Turns without
+        times are left out.
+    sessions : table, optional
+        Its columns ``started_at`` (timestamp) and ``seconds``, as ``trajkit rollout``
+        writes them, say when a rollout started and how long it took.
+
+    Returns
+    -------
+    list of Slice
+        ``generation``: one per call, with the time that the engine let it wait.
+        ``tool``: no call of the session is at the engine. ``queue``: the session has
+        not begun, since the run did.
+
+    Raises
+    ------
+    SchemaError
+        A column of times is missing or is not a timestamp, or all times are null.
+    InvalidTurnsError
+        A turn ended before it started.
+    """
+    table = as_turns(as_table(turns))
+    starts, stops = (_micros(table, name, "turns") for name in _TIMES)
+    calls: dict[str, list[tuple[int, int, int]]] = {}
+    for name, turn, start, stop in zip(
+        table["session_id"].to_pylist(),
+        table["turn_index"].to_pylist(),
+        starts,
+        stops,
+        strict=True,
+    ):
+        if start is not None and stop is not None:
+            if stop < start:
+                raise InvalidTurnsError(
+                    f"session {name!r}, turn {turn}: ended_at is {start - stop:,} "
+                    "microseconds before started_at"
+                )
+            calls.setdefault(name, []).append((start, stop, turn))
+    if not calls:
+        raise SchemaError(
+            f"{' and '.join(_TIMES)} are null in all {table.num_rows} turns: there is no "
+            "timeline without times, which `trajkit serve` records"
+        )
+    bounds = {
+        name: (min(start for start, *_ in own), max(stop for _, stop, _ in own))
+        for name, own in calls.items()
+    }
+    for name, (start, stop) in _rollouts(sessions):
+        if name in bounds:
+            known = bounds[name]
+            bounds[name] = min(start, known[0]), max(stop, known[1])
+    began = min(start for start, _ in bounds.values())
+    slices = []
+    for name, own in calls.items():
+        # until when something is known, and when each lane is free
+        busy, end = bounds[name]
+        lanes: list[int] = []
+        found: list[tuple[str, int, int, int | None, int]] = [
+            ("queue", began, busy, None, 0)
+        ]
+        for start, stop, turn in sorted(own):
+            found.append(("tool", busy, start, None, 0))
+            lane = next(
+                (k for k, free in enumerate(lanes) if free <= start), len(lanes)
+            )
+            lanes[lane : lane + 1] = [stop]
+            found.append(("generation", start, stop, turn, lane))
+            busy = max(busy, stop)
+        found.append(("tool", busy, end, None, 0))
+        slices += [
+            Slice(name, kind, (start - began) / 1e6, (stop - began) / 1e6, turn, lane)
+            for kind, start, stop, turn, lane in found
+            if turn is not None or start < stop
+        ]
+    return slices
+
+
+def trace(turns: TableLike, sessions: TableLike | None = None) -> str:
+    """The times of a run as a Chrome trace, which https://ui.perfetto.dev opens.
+
+    A session is a process. Its threads are its calls at the engine, one per lane of calls
+    that overlap, and its waiting.
+
+    Parameters
+    ----------
+    turns, sessions : table
+        As for `trajkit.plot.swimlanes`.
+
+    Returns
+    -------
+    str
+        JSON: "X" events in microseconds, and names of processes and threads.
+
+    Raises
+    ------
+    SchemaError, InvalidTurnsError
+        As `trajkit.plot.swimlanes`.
+
+    References
+    ----------
+    Trace Event Format, "JSON Object Format", "Complete Events", "Metadata Events".
+    """
+    numbers: dict[str, int] = {}
+    threads: dict[tuple[int, int], str] = {}
+    events = []
+    for one in slices_of(turns, sessions):
+        process = numbers.setdefault(one.session_id, len(numbers) + 1)
+        generates = one.turn_index is not None
+        thread = one.lane + 1 if generates else 0
+        threads[process, thread] = f"calls {thread}" if generates else "between calls"
+        events.append(
+            {
+                "name": f"turn {one.turn_index}" if generates else one.kind,
+                "cat": one.kind,
+                "ph": "X",
+                "pid": process,
+                "tid": thread,
+                "ts": round(one.start * 1e6),
+                "dur": round((one.stop - one.start) * 1e6),
+            }
+        )
+    names: list[dict[str, object]] = [
+        {"name": "process_name", "ph": "M", "pid": number, "args": {"name": name}}
+        for name, number in numbers.items()
+    ]
+    names += [
+        {"name": "thread_name", "ph": "M", "pid": p, "tid": t, "args": {"name": name}}
+        for (p, t), name in threads.items()
+    ]
+    return json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"})
+
+
+def _rollouts(sessions: TableLike | None) -> Iterator[tuple[str, tuple[int, int]]]:
+    """When each rollout started and ended, if the sessions have these columns."""
+    if sessions is None:
+        return
+    table = as_table(sessions)
+    if not {"started_at", "seconds"} <= {*table.column_names}:
+        return
+    starts = _micros(table, "started_at", "sessions")
+    for name, start, seconds in zip(
+        table["session_id"].to_pylist(),
+        starts,
+        table["seconds"].to_pylist(),
+        strict=True,
+    ):
+        if start is not None and seconds is not None:
+            yield name, (start, start + round(seconds * 1e6))
+
+
+def _micros(table: pa.Table, name: str, what: str) -> list[int | None]:
+    """A column of timestamps, in microseconds since 1970."""
+    if name not in table.column_names:
+        raise SchemaError(
+            f"{what}: no column {name!r}. A timeline needs {' and '.join(_TIMES)} "
+            "(timestamps), as `trajkit serve` records them"
+        )
+    column = table[name]
+    if not pa.types.is_timestamp(column.type):
+        raise SchemaError(
+            f"{what}, column {name!r}: expected timestamps, found {column.type}"
+        )
+    unit = pa.timestamp("us", column.type.tz)
+    micros: list[int | None] = (
+        column.cast(unit, safe=False).cast(pa.int64()).to_pylist()
+    )
+    return micros
