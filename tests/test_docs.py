@@ -3,13 +3,12 @@
 import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
 
 import trajkit as tk
-from tests.generated import generated_runs
-from tests.tables import turns_table
 from trajkit.policies import PRESETS
 from trajkit.schema import LOSSES
 
@@ -17,21 +16,86 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", "docs/quickstart.md", "docs/policies.md", "docs/packs.md"]
+PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted(DOCS.glob("*.md")))]
+LANGUAGES = {"eval-rst", "json", "none", "python", "sh", "text", "toml"}
+FENCE = re.compile(
+    r"(?:^<!-- not run: (?P<why>.+) -->\n)?^```(?P<language>.*)\n(?P<code>(?s:.*?))^```$",
+    re.MULTILINE,
 )
-def test_snippets_print_the_text_below_them(page, tmp_path, monkeypatch, capsys):
-    text = (ROOT / page).read_text(encoding="utf-8")
+
+ASK = {"role": "user", "content": "List the files."}
+LS = {"role": "assistant", "content": "ls"}
+FILES = {"role": "tool", "name": "bash", "content": "a.py"}
+
+
+class Letters:
+    """A tokenizer with a token per character."""
+
+    def encode(self, text, add_special_tokens=False):
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids, skip_special_tokens=False):
+        return "".join(map(chr, ids))
+
+
+@pytest.fixture
+def given(tmp_path, monkeypatch):
+    """What pages take as given: two sessions, also as a log in the folder ``runs``."""
+    records = [
+        {
+            "session_id": name,
+            "output_ids": reply,
+            "output_logprobs": [-0.5] * len(reply),
+            "prompt_ids": prompt,
+            "prompt_messages": messages,
+            "response_message": LS,
+            "prompt_message_index": index,
+            "prompt_is_content": [True] * len(prompt),
+            "message_tool_names": [None, None, "bash"][: len(messages)],
+        }
+        for name in ("a", "b")
+        for prompt, reply, messages, index in (
+            ([65, 66], [67, 68], [ASK], [0, 0]),
+            ([65, 66, 67, 0, 69], [70], [ASK, LS, FILES], [0, 0, 1, 1, 2]),
+        )
+    ]
+    turns = tk.from_records(records)
+    sessions = {
+        "session_id": ["a", "b"],
+        "reward": [1.0, 0.0],
+        "group_id": ["task"] * 2,
+    }
     monkeypatch.chdir(tmp_path)
-    known = {}
-    blocks = re.findall(r"```(python|text)\n(.*?)```", text, re.DOTALL)
-    assert {kind for kind, _ in blocks} == {"python", "text"}
-    for kind, block in blocks:
-        if kind == "python":
-            exec(compile(block, page, "exec"), known)
-        else:
-            assert capsys.readouterr().out.rstrip() == block.rstrip()
+    (tmp_path / "runs").mkdir()
+    tk.write_turns(turns, "runs/log.parquet")
+    return {
+        "tk": tk,
+        "turns": turns,
+        "sessions": pa.table(sessions),
+        "rows": tk.linearize(turns),
+        "tokenizer": Letters(),
+        "adapter": SimpleNamespace(),
+    }
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_snippets_run_and_print_the_text_below_them(page, given, capsys):
+    """A snippet that cannot run here has a comment ``not run: REASON`` above it.
+
+    Pictures that snippets write are those in ``docs/``.
+    """
+    blocks = list(FENCE.finditer((ROOT / page).read_text(encoding="utf-8")))
+    for block in blocks:
+        language = block["language"]
+        assert language in LANGUAGES or language.startswith("{"), block[0]
+        if language == "python" and not block["why"]:
+            assert capsys.readouterr().out == "", "no text below the snippet before"
+            exec(compile(block["code"], page, "exec"), given)
+        elif language == "text":
+            assert capsys.readouterr().out.rstrip() == block["code"].rstrip()
     assert capsys.readouterr().out == ""
+    for picture in Path().glob("*.svg"):
+        assert picture.read_text() == (DOCS / picture).read_text()
 
 
 def test_the_quickstart_explains_every_loss():
@@ -64,22 +128,3 @@ def test_the_glossary_is_short_and_defines_each_term_once():
 def test_every_policy_has_its_section(policy):
     page = (DOCS / "policies.md").read_text(encoding="utf-8")
     assert re.search(rf"^### {policy}\b", page, re.MULTILINE)
-
-
-def test_the_scale_page_runs(tmp_path, monkeypatch):
-    """Its Python, one piece after another; the engines' own are in tests/engines."""
-    page = (DOCS / "scale.md").read_text(encoding="utf-8")
-    engines = re.compile(r"duckdb|polars|pyspark|import ray")
-    pieces = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    ours = [piece for piece in pieces if not engines.search(piece)]
-    assert len(ours) >= 5
-    turns = turns_table(generated_runs(4, 3, max_turns=4))
-    (tmp_path / "runs").mkdir()
-    monkeypatch.chdir(tmp_path)
-    tk.write_turns(turns, "runs/log.parquet")
-    names = turns["session_id"].unique().to_pylist()
-    sessions = {"session_id": names, "reward": [1.0] * len(names)}
-    known = {"sessions": pa.table({**sessions, "group_id": ["task"] * len(names)})}
-    for piece in ours:
-        exec(compile(piece, "docs/scale.md", "exec"), known)
-    assert tk.read_rows("weighed.parquet").num_rows == tk.linearize(turns).num_rows

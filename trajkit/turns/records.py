@@ -56,36 +56,36 @@ def from_records(
     Parameters
     ----------
     records : iterable of dict
-        Each with the keys
+        The keys ``session_id``, ``prompt_ids`` and ``output_ids`` are required. Keys
+        that are not listed become extra columns; an array of several dimensions becomes
+        a nested list. Messages must not change while the records are read.
 
-        session_id : str
-        prompt_ids, output_ids : ints in [0, 2**31)
+        ``session_id`` : str
+            The agent run.
+        ``prompt_ids``, ``output_ids`` : ints in [0, 2**31)
             A list, tuple, range, or one-dimensional array or buffer of integers, not
             bools.
-        output_logprobs : floats, one per output id
+        ``output_logprobs`` : floats, one per output id
             Missing, None or empty: the engine gave none. An element None: none for that
             token. Values up to 1e-4 (rounding) are accepted and not clipped.
-        finish_reason : str or None
-        ill_formed : bool or None
-        prompt_messages : list of dict
+        ``finish_reason`` : str or None
+            The engine's own word.
+        ``ill_formed`` : bool or None
+            Whether the reply has a tool call that could not be parsed.
+        ``prompt_messages`` : list of dict
             The request's chat messages. Missing or None: the turn is routed by tokens.
-        response_message : dict or None
+        ``response_message`` : dict or None
             The reply as the next request is expected to contain it.
-
-        of which only the first three are required, and optionally
-
-        turn_index : int
+        ``turn_index`` : int
             Missing or None: one more than that of the session's previous call, from 0.
-        use_tool : bool
+        ``use_tool`` : bool
             Missing: whether response_message has ``tool_calls``. None: unknown.
-        trainable : bool
-        output_mask : bools (or 0 and 1), one per output id
+        ``trainable`` : bool
+            False: the turn is context only.
+        ``output_mask`` : bools (or 0 and 1), one per output id
             False: the token is context only. Missing or None: all may be trained.
-        weight_versions : list of dict
+        ``weight_versions`` : list of dict
             With ``version`` (str), ``start`` and ``stop``.
-
-        Other keys become extra columns; an array of several dimensions becomes a nested
-        list. Messages must not change while the records are read.
     nonfinite_logprobs : {"raise", "null"}
         How to treat NaN, the infinities, and values of -9999 and below, which engines
         write if they have no logprob.
