@@ -20,6 +20,21 @@ cdef inline void _put_bit(uint8_t[:, ::1] bits, int which, int64_t i, bint value
     bits[which, i >> 3] |= <uint8_t>(value << (i & 7))
 
 
+def measure_rows(const Row[::1] rows not None, pos_t[:, ::1] offsets not None):
+    """Fill where each row's tokens (without its ``stored``), spans and turns start and stop.
+
+    ``offsets`` has the shape (3, n_rows + 1).
+    """
+    cdef int64_t n_rows = rows.shape[0], r
+    _check_length("offsets", offsets.shape[0], 3)
+    _check_length("offsets", offsets.shape[1], n_rows + 1)
+    offsets[0, 0] = offsets[1, 0] = offsets[2, 0] = 0
+    for r in range(n_rows):
+        offsets[0, r + 1] = offsets[0, r] + rows[r].n_tokens - rows[r].stored
+        offsets[1, r + 1] = offsets[1, r] + rows[r].n_spans
+        offsets[2, r + 1] = offsets[2, r] + rows[r].n_calls
+
+
 def list_turns(
     const Row[::1] rows not None,
     const Link[::1] links not None,

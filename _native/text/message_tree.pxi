@@ -350,6 +350,28 @@ cdef class Lists:
                 self.mixed = True
             self.counted.append(number)
 
+    cdef Py_ssize_t _n_suffixes(self) noexcept:
+        """Messages of all calls that their bases do not supply."""
+        cdef int32_t i
+        cdef Py_ssize_t size = 0
+        for i in range(self.n_calls):
+            if self.heard[i].end >= 0:
+                size += self.places[self.heard[i].end].depth - self.heard[i].shared
+        return size
+
+    cdef Py_ssize_t _fill_suffix(self, int32_t call, int32_t[::1] numbers, Py_ssize_t start):
+        """Fill the messages of a call that its base does not supply; return where they end."""
+        cdef int32_t node = self.heard[call].end
+        cdef Py_ssize_t stop, at
+        if node < 0:
+            return start
+        stop = at = start + self.places[node].depth - self.heard[call].shared
+        while at > start:
+            at -= 1
+            numbers[at] = self.places[node].message
+            node = self.places[node].parent
+        return stop
+
     def fill_suffixes(self, int32_t[::1] numbers not None):
         """The messages of every call that its base does not supply.
 
@@ -358,22 +380,66 @@ cdef class Lists:
         numbers : buffer of int32
             Filled, call by call. As long as there are such messages.
         """
-        cdef int32_t i, node
-        cdef Py_ssize_t at = 0, size = 0, end
-        for i in range(self.n_calls):
-            if self.heard[i].end >= 0:
-                size += self.places[self.heard[i].end].depth - self.heard[i].shared
+        cdef int32_t i
+        cdef Py_ssize_t at = 0, size = self._n_suffixes()
         if numbers.shape[0] != size:
             raise LayoutError(f"numbers has {numbers.shape[0]} places for {size} messages")
         for i in range(self.n_calls):
-            node = self.heard[i].end
-            if node < 0:
-                continue
-            at = end = at + self.places[node].depth - self.heard[i].shared
-            while self.places[node].depth > self.heard[i].shared:
-                end -= 1
-                numbers[end] = self.places[node].message
-                node = self.places[node].parent
+            at = self._fill_suffix(i, numbers, at)
+
+    def requests(self, list keys not None, list roles not None, Request[::1] requests not None):
+        """Fill the requests of every call, with keys that are equal if the messages are.
+
+        Parameters
+        ----------
+        keys, roles : list of bytes, list of str
+            By message number.
+        requests : buffer of Request, shape (n_calls,)
+
+        Returns
+        -------
+        tuple
+            The buffers that ``requests`` refer to.
+        """
+        cdef Py_ssize_t n = self._n_suffixes(), k = 0, stop, j
+        cdef int32_t i, number
+        cdef int64_t[:, ::1] own = zeros((n + self.n_calls, 2), "i8")
+        cdef int32_t[::1] numbers = empty(n, "i4"), ends = empty(n + 1, "i4")
+        cdef bytes text
+        cdef list texts = []
+        cdef Request* request
+        _check_length("requests", requests.shape[0], self.n_calls)
+        ends[0] = 0
+        for i in range(self.n_calls):
+            request = &requests[i]
+            request.shared = self.heard[i].shared
+            request.keys = <int64_t><intptr_t>&own[k, 0]
+            request.role_offsets = <int64_t><intptr_t>&ends[k]
+            stop = self._fill_suffix(i, numbers, k)
+            request.n_keys = stop - k if self.heard[i].end >= 0 else -1
+            for j in range(k, stop):
+                self._put_key(keys, numbers[j], &own[j, 0])
+                text = (<str>roles[numbers[j]]).encode()
+                texts.append(text)
+                ends[j + 1] = ends[j] + <int32_t>len(text)
+            k = stop
+            number = self.heard[i].reply
+            request.reply_key = request.reply_is_assistant = 0
+            if number >= 0:
+                self._put_key(keys, number, &own[n + i, 0])
+                request.reply_key = <int64_t><intptr_t>&own[n + i, 0]
+                request.reply_is_assistant = <str>roles[number] == "assistant"
+        text = b"".join(texts)
+        for i in range(self.n_calls):
+            requests[i].role_bytes = <int64_t><intptr_t>PyBytes_AS_STRING(text)
+        return own.base, ends.base, text
+
+    cdef int _put_key(self, list keys, int32_t number, int64_t* own) except -1:
+        """The part of a message's key that is equal for messages that are ``==``."""
+        cdef bytes key = keys[number]
+        _check_length("key", len(key), KEY_BYTES)
+        memcpy(own, PyBytes_AS_STRING(key), VALUE_BYTES)
+        return 0
 
 
 cdef bint _has_form(object message, list form, uint64_t* digest) except -1:

@@ -153,8 +153,20 @@ def test_plans_without_room_for_a_row_are_refused(name):
     assert len(plan(name).rows)
     with pytest.raises(LayoutError, match="max_tokens is -1 "):
         plan(name, max_tokens=-1)
+
+
+def no_rows(policy, max_tokens):
+    choices = choices_of(policy, max_tokens).copy()
+    choices["max_rows"] = 0
+    return choices
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [("faithful", "plan"), ("polar", "splice")]
+)
+def test_plans_of_no_rows_are_refused(name, module):
     with (
-        mock.patch("trajkit.pipeline.plan.NO_LIMIT", 0),
+        mock.patch(f"trajkit.pipeline.{module}.choices_of", no_rows),
         pytest.raises(LayoutError, match="max_rows 0: at least 0 and 1"),
     ):
         plan(name)

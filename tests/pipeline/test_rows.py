@@ -84,22 +84,22 @@ def test_rows_and_report_are_the_twins(turns, choice, limit):
     assert dicts(report, [expected_report]) == [expected_report]
 
 
-def dirty(size, dtype, real=np.empty):
-    """Memory that was used before."""
-    memory = real(size, dtype)
-    memory.view(np.uint8)[:] = 0xFF
-    return memory
-
-
 def with_dirty_memory():
+    """Give kernels memory that was used before."""
+
+    def empty(size, dtype, real=np.empty):
+        memory = real(size, dtype)
+        memory.view(np.uint8)[:] = 0xFF
+        return memory
+
+    def allocate(n_bytes, real=pa.allocate_buffer):
+        buffer = real(n_bytes)
+        np.frombuffer(buffer, np.uint8)[:] = 0xFF
+        return buffer
+
     stack = ExitStack()
-    for name in (
-        "pipeline.fill.pooled",
-        "turns.prefix_forest.pooled",
-        "pipeline.plan.pooled",
-        "_core.empty",
-    ):
-        stack.enter_context(mock.patch(f"trajkit.{name}", dirty))
+    stack.enter_context(mock.patch("pyarrow.allocate_buffer", allocate))
+    stack.enter_context(mock.patch("trajkit._core.empty", empty))
     return stack
 
 

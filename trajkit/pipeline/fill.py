@@ -41,12 +41,15 @@ def row_batches(
     """
     rows = plan.rows
     rows["stored"] = np.minimum(rows["shared"], rows["stored"]) if suffix else 0
-    sizes = rows["n_tokens"] - rows["stored"]
+    offsets = _offsets(rows)
     known = row_facts(calls, links, policy, rows, facts)
     trees, choices = forest.of(calls), choices_of(policy, max_tokens)
 
     def batch(lo: int, hi: int) -> pa.RecordBatch:
-        past_caches = int(sizes[lo:hi].sum()) >= limits.STREAMING_STORE_TOKENS
+        here = offsets[:, lo : hi + 1]
+        if lo:
+            here = here - here[:, :1]
+        past_caches = int(here[0, -1]) >= limits.STREAMING_STORE_TOKENS
         write = partial(
             _core.fill_rows,
             trees,
@@ -56,25 +59,22 @@ def row_batches(
             calls.turn_index,
             uncached=past_caches,
         )
-        lists = _Lists.written(rows[lo:hi], write, policy)
+        lists = _Lists.written(rows[lo:hi], here, write, policy)
         columns = known.columns(lo, hi) | lists.of_turns(calls, links, rows[lo:hi])
         return lists.beside(columns, ROWS_SUFFIX if suffix else ROWS)
 
-    return ((rows[lo:hi], batch(lo, hi)) for lo, hi in _cuts(sizes))
+    return ((rows[lo:hi], batch(lo, hi)) for lo, hi in _cuts(offsets[0]))
 
 
-def _cuts(sizes: Longs) -> Iterator[tuple[int, int]]:
+def _cuts(offsets: Longs) -> Iterator[tuple[int, int]]:
     """Runs of rows that hold `limits.BATCH_TOKENS` tokens, or one row; one run at least."""
-    ends, lo = np.append(0, np.cumsum(sizes)), 0
-    while True:
-        hi = (
-            int(np.searchsorted(ends, ends[lo] + limits.BATCH_TOKENS, side="right")) - 1
-        )
-        hi = min(max(hi, lo + 1), len(sizes))
+    n_rows, lo = len(offsets) - 1, 0
+    while offsets[-1] - offsets[lo] > limits.BATCH_TOKENS and lo + 1 < n_rows:
+        most = offsets[lo] + limits.BATCH_TOKENS
+        hi = max(int(np.searchsorted(offsets, most, side="right")) - 1, lo + 1)
         yield lo, hi
-        if hi == len(sizes):
-            return
         lo = hi
+    yield lo, n_rows
 
 
 def batch_of(
@@ -95,8 +95,8 @@ def batch_of(
     """
     rows = plan.rows
     rows["stored"] = 0
-    lists = _Lists.written(rows, write, policy)
-    written(lists.offsets, lists.input_ids)
+    lists = _Lists.written(rows, _offsets(rows), write, policy)
+    written(lists.offsets[0], lists.input_ids)
     known = row_facts(calls, links, policy, rows, facts).columns(0, len(rows))
     return lists.beside(known | lists.of_turns(calls, links, rows), ROWS)
 
@@ -105,7 +105,7 @@ def batch_of(
 class _Lists:
     """The columns of some rows that hold lists."""
 
-    # shape (n_rows + 1,)
+    # shape (3, n_rows + 1): of tokens, spans and turns
     offsets: Longs
     # shape (n_tokens,)
     input_ids: Ints
@@ -113,55 +113,53 @@ class _Lists:
     # bitmaps
     loss_mask: npt.NDArray[np.uint8]
     given: npt.NDArray[np.uint8]
-    # shape (n_rows + 1,)
-    span_offsets: Longs
     # shape (5, n_spans)
     spans: Ints
     # shape (n_spans,)
     kinds: npt.NDArray[np.int8]
 
     @classmethod
-    def written(cls, rows: Records, write: Callable[..., int], policy: Policy) -> Self:
+    def written(
+        cls, rows: Records, offsets: Longs, write: Callable[..., int], policy: Policy
+    ) -> Self:
         """What ``write``, see `batch_of`, makes of the rows."""
-        offsets = _offsets(rows["n_tokens"] - rows["stored"])
-        span_offsets = _offsets(rows["n_spans"])
-        n_tokens, n_spans = int(offsets[-1]), int(span_offsets[-1])
+        starts, span_starts, _ = offsets
+        n_tokens, n_spans = int(starts[-1]), int(span_starts[-1])
         n_bytes = (n_tokens + 7) // 8
         input_ids, logprobs = pooled(n_tokens, np.int32), pooled(n_tokens, np.float32)
         loss_mask, valid = pooled(n_bytes, np.uint8), pooled(n_bytes, np.uint8)
         spans = np.empty((len(SPAN) - 1, n_spans), np.int32)
         kinds = np.empty(n_spans, np.int8)
         columns = _core.RowColumns(
-            offsets, span_offsets, input_ids, loss_mask, logprobs, valid, spans, kinds
+            starts, span_starts, input_ids, loss_mask, logprobs, valid, spans, kinds
         )
         missing = write(rows=rows, columns=columns)
         if missing and policy.missing_logprobs == "null_row":
-            _core.drop_partial_logprobs(offsets, loss_mask, logprobs, valid)
+            _core.drop_partial_logprobs(starts, loss_mask, logprobs, valid)
         # where the engine gave every logprob, what is valid is what is trained
         given = valid if missing else loss_mask
-        return cls(
-            offsets, input_ids, logprobs, loss_mask, given, span_offsets, spans, kinds
-        )
+        return cls(offsets, input_ids, logprobs, loss_mask, given, spans, kinds)
 
     def of_turns(
         self, calls: Calls, links: Records, rows: Records
     ) -> dict[str, Column | pa.Array]:
         """What the rows say of their turns, by column."""
         return {
-            "turns": turn_lists(calls, links, rows),
-            "weight_versions": row_versions(calls, rows, self.span_offsets, self.spans),
+            "turns": turn_lists(calls, links, rows, self.offsets[2]),
+            "weight_versions": row_versions(calls, rows, self.offsets[1], self.spans),
         }
 
     def beside(
         self, columns: Mapping[str, Column | pa.Array], schema: pa.Schema
     ) -> pa.RecordBatch:
         """One batch with the columns that hold no lists."""
-        n_rows, n_spans = len(self.offsets) - 1, len(self.kinds)
+        starts, span_starts, _ = self.offsets
+        n_rows, n_spans = len(starts) - 1, len(self.kinds)
 
         def per_token(valid: Array | None, values: Array) -> Column:
             nulls = 0 if valid is None else -1
             child = Column(len(self.input_ids), (valid, values), nulls)
-            return Column(n_rows, (None, self.offsets), children=(child,))
+            return Column(n_rows, (None, starts), children=(child,))
 
         kinds = Column(
             n_spans, (None, self.kinds), dictionary=dictionary_for(SPAN_KINDS)
@@ -176,12 +174,13 @@ class _Lists:
             **dict.fromkeys(("input_ids", "suffix_ids"), ids),
             **dict.fromkeys(("loss_mask", "suffix_mask"), masks),
             **dict.fromkeys(("logprobs", "suffix_logprobs"), logprobs),
-            "spans": Column(n_rows, (None, self.span_offsets), children=(span,)),
+            "spans": Column(n_rows, (None, span_starts), children=(span,)),
         }
         return record_batch(schema, n_rows, [every[name] for name in schema.names])
 
 
-def _offsets(sizes: Records) -> Longs:
-    offsets = np.zeros(len(sizes) + 1, np.int64)
-    np.cumsum(sizes, out=offsets[1:])
+def _offsets(rows: Records) -> Longs:
+    """Offsets of the rows' tokens, spans and turns, shape (3, n_rows + 1)."""
+    offsets = np.empty((3, len(rows) + 1), np.int64)
+    _core.measure_rows(rows, offsets)
     return offsets

@@ -1,6 +1,7 @@
 """The rows that a policy makes of linked calls, before their columns are written."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import pyarrow as pa
@@ -44,8 +45,9 @@ class Plan(Planned):
     owners: Ints
 
 
+@lru_cache(64)
 def choices_of(policy: Policy, max_tokens: int) -> Records:
-    """A policy as the kernels read it, dtype CHOICES, shape (1,)."""
+    """A policy as the kernels read it, dtype CHOICES, shape (1,); read-only."""
     end_of_turn = policy.end_of_turn_token_id
     choices = np.zeros(1, CHOICES)
     for name, value in {
@@ -64,6 +66,7 @@ def choices_of(policy: Policy, max_tokens: int) -> Records:
         "need_logprob": policy.missing_logprobs == "untrain",
     }.items():
         choices[name] = value
+    choices.flags.writeable = False
     return choices
 
 
@@ -72,22 +75,19 @@ def plan_rows(
 ) -> Plan:
     """The rows of links whose ``lcp`` is known."""
     n_calls = len(calls.calls)
-    plan = Plan(
-        pooled(n_calls, ROW),
-        np.zeros((calls.n_sessions, len(COUNTS)), np.int64),
-        np.empty(n_calls, np.int32),
-    )
+    rows, owners = pooled(n_calls, ROW), np.empty(n_calls, np.int32)
+    counts = np.zeros((calls.n_sessions, len(COUNTS)), np.int64)
     main = policy.row_selection == "main"
     n_rows = _core.plan_rows(
         forest.of(calls),
         links,
         choices_of(policy, max_tokens),
         by_creation(calls) if main else np.empty(0, np.int32),
-        plan.owners,
-        plan.rows,
-        plan.counts,
+        owners,
+        rows,
+        counts,
     )
-    return replace(plan, rows=plan.rows[:n_rows])
+    return Plan(rows[:n_rows], counts, owners)
 
 
 def report_batch(facts: pa.RecordBatch, plan: Planned) -> pa.RecordBatch:

@@ -8,7 +8,8 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit._arrow.categories import dictionary_for
-from trajkit._arrow.export import Column
+from trajkit._arrow.export import Array, Column
+from trajkit._arrow.take import take_run
 from trajkit.errors import SchemaError
 from trajkit.policies import Policy
 from trajkit.schema import ROWS, SEGMENT_KINDS
@@ -49,9 +50,7 @@ class RowFacts:
         n = hi - lo
 
         def column(
-            name: str,
-            values: npt.NDArray[np.generic],
-            dictionary: pa.Array | None = None,
+            name: str, values: Array, dictionary: pa.Array | None = None
         ) -> Column:
             valid = self.valid.get(name)
             nulls = 0 if valid is None else -1
@@ -103,7 +102,7 @@ def row_facts(
         name: bitmap if n_nulls else None
         for name, bitmap, n_nulls in zip(_NULLABLE, bits, nulls, strict=False)
     }
-    session = _of_rows(facts, rows)
+    session = take_run(facts, rows["session"])
     known = {
         "session_id": session.column("session_id"),
         "group_id": session.column("group_id"),
@@ -113,14 +112,6 @@ def row_facts(
     }
     flags = bits[len(_NULLABLE) :]
     return RowFacts(known, ints, mask_sums, weights, segments, valid, flags)
-
-
-def _of_rows(facts: pa.RecordBatch, rows: Records) -> pa.RecordBatch:
-    """The metadata of each row's session."""
-    sessions = rows["session"]
-    if len(sessions) and (np.diff(sessions) == 1).all():  # one row per session
-        return facts.slice(int(sessions[0]), len(sessions))
-    return facts.take(pa.array(sessions))
 
 
 def _rewards(
@@ -144,7 +135,7 @@ def _rewards(
 def _finish_reasons(calls: Calls, last: Records) -> pa.Array:
     column = calls.table.column("finish_reason")
     chunk = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-    return chunk.take(pa.array(last))
+    return take_run(chunk, last)
 
 
 def _steps(calls: Calls, last: Records) -> pa.Array:
@@ -155,13 +146,11 @@ def _steps(calls: Calls, last: Records) -> pa.Array:
     column = calls.table.column("step")
     if not pa.types.is_integer(column.type) and not pa.types.is_null(column.type):
         raise SchemaError(f"column 'step' of turns is {column.type}: expected integers")
-    return column.combine_chunks().take(pa.array(last)).cast(type_)
+    return take_run(column.combine_chunks(), last).cast(type_)
 
 
-def turn_lists(calls: Calls, links: Records, rows: Records) -> Column:
-    """The column ``turns`` of rows."""
-    offsets = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum(rows["n_calls"], out=offsets[1:])
+def turn_lists(calls: Calls, links: Records, rows: Records, offsets: Longs) -> Column:
+    """The column ``turns`` of rows; ``offsets`` is of `_core.measure_rows`."""
     turns = np.empty(int(offsets[-1]), np.int32)
     _core.list_turns(rows, links, calls.turn_index, offsets, turns)
     child = Column(len(turns), (None, turns))

@@ -381,10 +381,12 @@ class _Work:
                 facts,
                 suffix=self.suffix,
             )
-        plan.counted("lost_untrainable")[:] -= aborted
-        plan.counted("lost_aborted")[:] += aborted
-        plan.counted("turns_by_tokens")[:] = n_by_tokens(calls, self.policy)
-        report = report_batch(facts, plan) if self.report else None
+        report = None
+        if self.report:
+            plan.counted("lost_untrainable")[:] -= aborted
+            plan.counted("lost_aborted")[:] += aborted
+            plan.counted("turns_by_tokens")[:] = n_by_tokens(calls, self.policy)
+            report = report_batch(facts, plan)
         batches = (
             with_payloads(batch, calls, forest, planned, self.payloads, shown)
             for planned, batch in written

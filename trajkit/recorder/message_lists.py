@@ -66,6 +66,11 @@ class MessageLog:
         self.lists.fill_suffixes(numbers)
         return numbers, sizes.astype(np.int64)
 
+    def requests(self, requests: Records) -> tuple[Longs, Ids, bytes]:
+        """Fill the requests of all calls (`_core.Lists.requests`)."""
+        self.write()
+        return self.lists.requests(self.book.keys, self.book.roles, requests)
+
     def number(self, message: object, place: int) -> int:
         """The number of a message for which the kernel has no form: see `_core.Lists`."""
         where = "response_message" if place < 0 else f"prompt_messages[{place}]"

@@ -14,7 +14,7 @@ from trajkit.errors import InvalidTurnsError
 from trajkit.recorder.extra_columns import Column as ExtraColumn
 from trajkit.recorder.extra_columns import ExtraColumns, Types
 from trajkit.recorder.message_lists import MessageLog, read_messages
-from trajkit.schema import KEY_BYTES, TURNS_DELTA, VALUE_BYTES
+from trajkit.schema import TURNS_DELTA
 from trajkit.turns.calls import Calls, Ints, Longs, Records
 from trajkit.turns.flat_buffers import offsets_of
 from trajkit.turns.messages import check_text
@@ -33,7 +33,9 @@ ChatMessage: TypeAlias = dict[str, object] | tuple[bytes, str]
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 # the columns of turns that `Recording.as_calls` has
-_READ = [TURNS_DELTA.field(name) for name in ("finish_reason", "weight_versions")]
+_READ = pa.schema(
+    [TURNS_DELTA.field(name) for name in ("finish_reason", "weight_versions")]
+)
 _LOWEST, _HIGHEST = float(NO_LOGPROB), float(MAX_LOGPROB)
 # If calls add at most this many tokens each, a contiguous copy of the path costs less
 # memory than the records of the calls, and saves comparing them one by one.
@@ -197,43 +199,25 @@ class Recording(_core.Intake):
         ):
             return None
         n_calls = self.n_calls
-        self.message_log.write()
-        book, log = self.message_log.book, self.message_log.calls[:n_calls]
-        numbers, lengths = self.message_log.suffixes(n_calls)
-        replies = log["reply"]
-        # the last key is for a reply that is not there
-        keys = np.frombuffer(b"".join(book.keys) + bytes(KEY_BYTES), np.int32)
-        keys = keys.reshape(-1, 4)[np.concatenate([numbers, replies])]
-        keys[:, VALUE_BYTES // 4 :] = 0
-        roles = pa.array(book.roles, pa.string()).take(pa.array(numbers))
-        first = np.cumsum(np.maximum(lengths, 0)) - np.maximum(lengths, 0)
-        requests = np.zeros(n_calls, REQUEST)
-        requests["keys"] = keys.ctypes.data + KEY_BYTES * first
-        requests["n_keys"] = lengths
-        _, offsets, data = roles.buffers()
-        requests["role_offsets"] = offsets.address + 4 * (first + roles.offset)
-        requests["role_bytes"] = 0 if data is None else data.address
-        own = keys.ctypes.data + KEY_BYTES * (len(numbers) + np.arange(n_calls))
-        requests["reply_key"] = np.where(replies < 0, 0, own)
-        requests["shared"] = log["shared"]
-        said = np.array([*(role == "assistant" for role in book.roles), False])
-        requests["reply_is_assistant"] = said[replies]
+        requests = np.empty(n_calls, REQUEST)
+        keys, *roles = self.message_log.requests(requests)
+        schema, columns = _READ, [pa.array(reasons, _READ.field(0).type)]
+        if any(one is not None for one in versions):
+            columns.append(pa.array(versions, _READ.field(1).type))
+        else:
+            columns.append(pa.nulls(n_calls, _READ.field(1).type))
+        if extra:
+            schema = pa.schema([*_READ, *extra])
+            columns += self.extra.arrays(extra, n_calls)
         return Calls(
-            pa.Table.from_arrays(
-                [
-                    pa.array(reasons, _READ[0].type),
-                    pa.array(versions, _READ[1].type),
-                    *self.extra.arrays(extra, n_calls),
-                ],
-                schema=pa.schema([*_READ, *extra]),
-            ),
+            pa.Table.from_arrays(columns, schema=schema),
             self.calls[:n_calls],
             requests,
             np.array([0, n_calls]),
             pa.array([name]),
             np.arange(n_calls, dtype=np.int32),
-            keys.view(np.int64),
-            roles,
+            keys,
+            tuple(roles),
         )
 
     def turns(self, name: str) -> pa.Table:

@@ -63,7 +63,7 @@ class Calls:
     # buffers of requests outside the table: keys that are equal if the messages are
     # (trajkit.turns.message_equality), and roles
     keys: Longs | None = None
-    roles: pa.Array | None = None
+    roles: tuple[object, ...] = ()
 
     @property
     def n_sessions(self) -> int:
