@@ -24,7 +24,17 @@ import numpy as np
 import pyarrow as pa
 
 import trajkit as tk
-from benchmarks import drift, json_in, memory, policies, roofline, scale, stages, stream
+from benchmarks import (
+    drift,
+    json_in,
+    memory,
+    pack,
+    policies,
+    roofline,
+    scale,
+    stages,
+    stream,
+)
 from benchmarks.compare import commit, kernel_rates, machine
 from benchmarks.data import LONG, SHAPES, Size, quoted
 from benchmarks.forks import FORKS
@@ -50,15 +60,17 @@ class Form:
     streamed: int
     sampled: int  # of those, for plain Python
     held: int  # rollouts of which memory is looked at
+    packed: int  # mixed rollouts whose rows are packed
+    tried: int  # of those, for tries of tokens in Python
 
 
-FULL = Form(LONG, 9, (*SHAPES, *FORKS), 4, 64, 8, 1024, 128, 256, 10_000, 60, 8)
+FULL = Form(LONG, 9, (*SHAPES, *FORKS), 4, 64, 8, 1024, 128, 256, 10_000, 60, 8, 48, 24)
 HALF = Size(n_turns=64, context=65_536, system=6_000, reply_min=300, reply_max=700)
-QUICK = Form(HALF, 3, ("clean",), 1, 4, 4, 256, 16, 16, 60, 4, 2)
+QUICK = Form(HALF, 3, ("clean",), 1, 4, 4, 256, 16, 16, 60, 4, 2, 12, 6)
 # for the tests: that every line comes
 TINY = Form(
     Size(n_turns=8, context=2_048, system=200, reply_min=50, reply_max=100),
-    *(1, ("clean",), 1, 2, 2, 64, 16, 16, 3, 2, 1),
+    *(1, ("clean",), 1, 2, 2, 64, 16, 16, 3, 2, 1, 1, 1),
 )
 
 
@@ -243,6 +255,16 @@ def kept(form: Form) -> Iterator[Line]:
         yield Line(what, shared, "tokens", "the last context", context)
 
 
+def packs(form: Form) -> Iterator[Line]:
+    """Rows to packs, and tries of tokens as trainers build them."""
+    full, suffix = (1e6 * rate for rate in pack.rates(form.packed, form.repeats))
+    what = f"pack, {form.packed} mixed rollouts, distinct tokens, layout suffix"
+    yield Line(what, suffix, "M tokens/s", "layout full", full, more=True)
+    own, others = pack.against_tries(form.tried, form.repeats)
+    for name, taken in others:
+        yield Line(f"pack, {form.tried} mixed rollouts", own, "ms", name, taken)
+
+
 def kernel(form: Form) -> Iterator[Line]:
     """The prefix compare."""
     for n_tokens in (form.size.context, 16 * 2**20):
@@ -263,6 +285,7 @@ PARTS: dict[str, Callable[[Form], Iterator[Line]]] = {
     "memory": held,
     "growth": grown,
     "drift": kept,
+    "pack": packs,
     "kernel": kernel,
 }
 

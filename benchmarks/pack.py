@@ -232,23 +232,45 @@ def in_kernels(rows: pa.Table, limit: int, repeats: int) -> float:
     return best
 
 
-def compare(n_rollouts: int, repeats: int) -> Iterator[str]:
-    """Lines on the ways of trainers, on rows that these hold as lists."""
+def rates(n_rollouts: int, repeats: int) -> Iterator[float]:
+    """Million distinct tokens that `trajkit.pack` packs a second, full and suffix rows."""
+    table = rows_of(n_rollouts)
+    limit = 5 * longest(table) // 4
+    for rows in (table, tk.suffix_rows(table)):
+        distinct = pc.sum(tk.pack(rows, limit).column("n_tokens")).as_py()
+        seconds = fastest(repeats, lambda rows=rows: tk.pack(rows, limit))
+        yield distinct / seconds / 1e6
+
+
+def longest(rows: pa.Table) -> int:
+    """Tokens of the longest row in the full layout."""
+    return int(pc.max(pc.list_value_length(rows.column("input_ids"))).as_py())
+
+
+def against_tries(
+    n_rollouts: int, repeats: int
+) -> tuple[float, list[tuple[str, float]]]:
+    """Seconds of `trajkit.pack`, and of the ways of trainers, answers checked first."""
     table = rows_of(n_rollouts)
     check_equal(table)
     rows = table.column("input_ids").to_pylist()
     masks = table.column("loss_mask").to_pylist()
-    longest = max(map(len, rows))
-    n_tokens = sum(map(len, rows))
-    limit = 3 * longest // 2
+    limit = 3 * longest(table) // 2
     own = fastest(repeats, lambda: tk.pack(table, limit))
+    return own, [
+        ("a trie as TRL has it", fastest(1, lambda: trl(rows, masks))),
+        ("tries as AReaL has them", fastest(1, lambda: areal(rows, limit))),
+    ]
+
+
+def compare(n_rollouts: int, repeats: int) -> Iterator[str]:
+    """Lines on the ways of trainers, on rows that these hold as lists."""
+    own, others = against_tries(n_rollouts, repeats)
+    lengths = pc.list_value_length(rows_of(n_rollouts).column("input_ids"))
+    n_tokens = int(pc.sum(lengths).as_py())
     yield f"{n_rollouts} rollouts, {n_tokens:,} row tokens; the answers are equal"
     yield _rate("trajkit", n_tokens, own)
-    for name, work in (
-        ("a trie as TRL has it", lambda: trl(rows, masks)),
-        ("tries as AReaL has them", lambda: areal(rows, limit)),
-    ):
-        taken = fastest(1, work)
+    for name, taken in others:
         yield f"{_rate(name, n_tokens, taken)}: {taken / own:,.0f} times as long"
 
 
@@ -261,7 +283,7 @@ def packed(n_rollouts: int, repeats: int) -> Iterator[str]:
     """Lines on the packs of all rollouts."""
     table = rows_of(n_rollouts)
     lengths = pc.list_value_length(table.column("input_ids")).to_numpy()
-    limit = 5 * int(lengths.max()) // 4
+    limit = 5 * longest(table) // 4
     total = int(lengths.sum())
     yield f"{n_rollouts} rollouts, {len(table)} rows, {total:,} row tokens, max {limit:,}"
     for layout, rows in (("full", table), ("suffix", tk.suffix_rows(table))):

@@ -10,7 +10,8 @@ same loss is trained
 rows       row by row, causal attention by `scaled_dot_product_attention`
 varlen     rows packed end to end, attention by cu_seqlens (CUDA)
 tree       the tree pack, attention under one mask (FlexAttention on CUDA)
-trunk      the tree pack as `model_inputs` runs it by default, deepest paths apart
+trunk      the tree pack, deepest paths apart
+carried    the tree in four packs or more, keys and values carried (needs the core)
 line       one causal row of as many tokens as the tree, in the kernel of ``tree``
 flash      one causal row of as many tokens as the tree, in the kernel of ``rows``
 
@@ -34,7 +35,7 @@ from trajkit.torch.attention import TreeAttention
 from trajkit.torch.logprobs import gather_logprobs
 from trajkit.torch.losses import policy_loss
 from trajkit.torch.masks import flex_block_mask
-from trajkit.torch.models import edge_logprobs
+from trajkit.torch.models import carry_backward, edge_logprobs
 from trajkit.torch.packs import Pack
 
 CUDA = torch.cuda.is_available()
@@ -98,8 +99,10 @@ def line_of(pack: Pack, n: int) -> Pack:
     )
 
 
-def build(shape: str, n_turns: int, context: int) -> Pack:
-    """The tree pack of one rollout under the policy faithful."""
+def build(
+    shape: str, n_turns: int, context: int, max_tokens: int = 10**9
+) -> list[Pack]:
+    """The tree of one rollout under the policy faithful, in packs of a size."""
     import trajkit as tk
     from benchmarks.data import quoted, rollout
     from trajkit.torch.datasets import PackDataset
@@ -112,8 +115,8 @@ def build(shape: str, n_turns: int, context: int) -> Pack:
         records = rollout("r", size, shape, spoken=False)
     rows = tk.linearize(tk.from_records(records), "faithful", reward=1.0)
     rows = rows.append_column("advantage", rows.column("reward"))
-    packs = tk.pack(rows, 10**9, columns=["advantage"])
-    return PackDataset(packs)[0]
+    packs = tk.pack(rows, max_tokens, oversize="carry", columns=["advantage"])
+    return [*PackDataset(packs)]
 
 
 def siblings(n: int, context: int) -> Iterator[dict[str, Any]]:
@@ -433,9 +436,15 @@ def measure(name: str, model: Any, pack: Pack, ways: set[str]) -> None:
         "varlen": lambda: train_varlen(model, pack, rows),
         "tree": lambda: train_tree(model, pack, "masked"),
         "trunk": lambda: train_tree(model, pack, "trunk"),
+        "carried": lambda: carry_backward(model, cut, policy_loss),
         "line": lambda: train_tree(model, line, "masked"),
         "flash": lambda: train_flash(model, line),
     }
+    cut = []
+    if "carried" in ways:
+        shape, turns, context = name.split("-")
+        cut = build(shape, int(turns), int(context), -(-n // 4))
+        cut = cut if CUDA else [few_ids(part) for part in cut]
     took: dict[str, float] = {}
     for way, function in all_ways.items():
         if way not in ways or (way == "varlen" and not CUDA):
@@ -464,6 +473,7 @@ def verdicts(name: str, took: dict[str, float]) -> None:
     ratio("rows", "trunk", bar)
     ratio("rows", "tree", bar)
     ratio("varlen", "trunk")
+    ratio("carried", "tree")
     ratio("tree", "line", " (bar: at most 1.05)" if CUDA else "")
     ratio("trunk", "flash")
     ratio("tree", "flash")
@@ -495,7 +505,9 @@ def main() -> None:
     parser.add_argument("--save", metavar="FILE", help="write the packs and stop")
     parser.add_argument("--cases", help="names, such as tail_changed-32-33000")
     parser.add_argument(
-        "--ways", default="rows,varlen,tree,trunk,line,flash", help="ways to train"
+        "--ways",
+        default="rows,varlen,tree,trunk,line,flash",
+        help="ways to train (all but carried)",
     )
     parser.add_argument("--small", action="store_true", help="the cases for a CPU")
     options = parser.parse_args()
@@ -503,7 +515,7 @@ def main() -> None:
     if options.packs:
         packs = load(options.packs)
     else:
-        packs = {f"{s}-{n}-{c}": build(s, n, c) for s, n, c in cases}
+        packs = {f"{s}-{n}-{c}": build(s, n, c)[0] for s, n, c in cases}
     if options.save:
         save(options.save, packs)
         return

@@ -12,7 +12,9 @@ from benchmarks.lines import Line
 
 
 # those that start no process, and do not go over every policy twice
-@pytest.mark.parametrize("part", ["roofline", "record", "import", "export", "growth"])
+@pytest.mark.parametrize(
+    "part", ["roofline", "record", "import", "export", "growth", "pack"]
+)
 def test_a_part_of_the_table(monkeypatch, capsys, part):
     monkeypatch.setattr(roofline, "COPY_BYTES", 1 << 16)
     table.main(["--only", part], table.TINY)
