@@ -8,6 +8,9 @@ from http.client import HTTPConnection
 from typing import Any
 from urllib.parse import urlsplit
 
+import pyarrow as pa
+
+from trajkit.schema import SESSIONS
 from trajkit_shim.train.task import MAX_TURNS, TOOLS, Task
 
 # like most clients, the agent does not send the reasoning of a reply back
@@ -20,15 +23,16 @@ class Gateway:
     def __init__(self, url: str) -> None:
         self._address = urlsplit(url).netloc
 
-    def rollouts(self, tasks: Sequence[Task], samples: int) -> list[float]:
+    def rollouts(self, tasks: Sequence[Task], samples: int) -> pa.Table:
         """Have ``samples`` agents work on each task, all at the same time.
 
-        The sessions of a task are a group of its name. Returns the rewards, which the
-        gateway logs, too.
+        The sessions of a task are a group of its name. Returns
+        `trajkit.schema.SESSIONS` with their rewards, which the gateway logs, too.
         """
         jobs = [(task, sample) for task in tasks for sample in range(samples)]
         with ThreadPoolExecutor(len(jobs), "agent") as pool:
-            return list(pool.map(lambda job: self._rollout(*job), jobs))
+            ended = list(pool.map(lambda job: self._rollout(*job), jobs))
+        return pa.Table.from_pylist(ended, SESSIONS)
 
     def update(self, path: str, version: str) -> None:
         """Give the engine the weights in a model directory."""
@@ -36,7 +40,7 @@ class Gateway:
         self._post("/engine/update", {"model_path": path, "weight_version": version})
         self._post("/engine/resume", {})
 
-    def _rollout(self, task: Task, sample: int) -> float:
+    def _rollout(self, task: Task, sample: int) -> dict[str, Any]:
         """One agent at work on a task, from opening its session to its reward."""
         name = f"{task.task_id}.{sample}"
         opening = {
@@ -67,7 +71,7 @@ class Gateway:
                 )
         reward = float(answer == task.answer)
         self._post(f"/sessions/{name}/finish", {"reward": reward})
-        return reward
+        return {"session_id": name, "group_id": task.task_id, "reward": reward}
 
     def _post(self, path: str, body: dict[str, Any], key: str = "") -> Any:
         """The JSON answer to a request, on a connection of its own."""

@@ -34,8 +34,10 @@ from trajkit_shim.train.task import make_task
 # the longest reply is 14 tokens
 _MAX_NEW_TOKENS = 32
 # a mask on the CPU costs the square of a pack's tokens
-_PACK_TOKENS = 512
-_WARM_RUNS = 300
+_PACK_TOKENS = 256
+# of the log: a step reads only the files that it wrote
+_FILE_TURNS = 16
+_WARM_RUNS = 600
 _WARM_STEPS = 300
 _WARM_TOKENS = 2048  # of one optimizer step
 
@@ -68,14 +70,15 @@ def warm_start(out: Path, seed: int, settings: Settings) -> dict[str, Any]:
     tokenizer = make_tokenizer()
     engine = Demonstrator(tokenizer, slips=settings.slips, thinks=settings.thinks)
     with _gateway(engine, out, settings) as (gateway, log):
-        rewards: list[float] = []
+        parts = []
         for part in range(0, _WARM_RUNS, 50):
             tasks = [
                 make_task(f"{seed}.warm.{i}", f"{seed}.warm.{i}")
                 for i in range(part, part + 50)
             ]
-            rewards += gateway.rollouts(tasks, 1)
-    rows = tk.linearize(tk.read_turns(log), sessions=tk.read_sessions(log))
+            parts.append(gateway.rollouts(tasks, 1))
+    sessions = pa.concat_tables(parts)
+    rows = tk.linearize(tk.read_turns(log), sessions=sessions)
     packs = PackDataset(tk.pack(rows, _PACK_TOKENS))
     model = make_model(
         len(tokenizer), seed=seed, width=settings.width, layers=settings.layers
@@ -85,7 +88,7 @@ def warm_start(out: Path, seed: int, settings: Settings) -> dict[str, Any]:
     loss = math.nan
     for step in range(_WARM_STEPS):
         for group in optimizer.param_groups:
-            group["lr"] = 3e-3 * min(1.0, (step + 1) / 20, 2 * (1 - step / _WARM_STEPS))
+            group["lr"] = 5e-3 * min(1.0, (step + 1) / 20, 2 * (1 - step / _WARM_STEPS))
         chosen = [
             packs[draw.randrange(len(packs))]
             for _ in range(_WARM_TOKENS // _PACK_TOKENS)
@@ -100,8 +103,8 @@ def warm_start(out: Path, seed: int, settings: Settings) -> dict[str, Any]:
     model.save_pretrained(out / "model")
     return {
         "seed": seed,
-        "demonstrations": len(rewards),
-        "reward": sum(rewards) / len(rewards),
+        "demonstrations": len(sessions),
+        "reward": pc.mean(sessions["reward"]).as_py(),
         "loss": loss,
         "seconds": time.monotonic() - started,
     }
@@ -120,20 +123,21 @@ def train(
         model.parameters(), lr=settings.learning_rate, weight_decay=0.0
     )
     engine = TorchEngine(_load(start, settings, "sdpa"), version="warm-start", seed=seed)
-    lines = []
+    lines, n_turns = [], 0
     with _gateway(engine, out, settings) as (gateway, log):
         for step in range(settings.steps):
             started = time.monotonic(), time.process_time()
             names = [f"{seed}.{step}.{i}" for i in range(settings.tasks)]
             tasks = [make_task(name, name) for name in names]
-            rewards = gateway.rollouts(tasks, settings.samples)
+            sessions = gateway.rollouts(tasks, settings.samples)
             sampled = time.monotonic(), time.process_time()
-            turns, sessions = _of_step(log, names)
+            turns = _turns_of(log, sessions, n_turns)
+            n_turns += len(turns)
             line = {
                 "seed": seed,
                 "policy": policy,
                 "step": step,
-                "reward": sum(rewards) / len(rewards),
+                "reward": pc.mean(sessions["reward"]).as_py(),
                 "digest": _digest(turns),
                 **learn(model, optimizer, turns, sessions, policy, settings),
             }
@@ -194,7 +198,7 @@ def _gateway(
     app = create_app(
         engine,
         ChatRenderer(make_tokenizer()),
-        TurnLog(log, attributed=False),
+        TurnLog(log, attributed=False, max_file_turns=_FILE_TURNS),
         max_new_tokens=_MAX_NEW_TOKENS,
         prompts=settings.prompts,
         attributed=False,
@@ -220,19 +224,20 @@ def _update(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def _of_step(log: Path, groups: list[str]) -> tuple[pa.Table, pa.Table]:
-    """Turns and sessions of some groups."""
-    sessions = tk.read_sessions(log)
-    sessions = sessions.filter(pc.is_in(sessions["group_id"], pa.array(groups)))
-    turns = tk.read_turns(log)
+def _turns_of(log: Path, sessions: pa.Table, n_before: int) -> pa.Table:
+    """The turns of some sessions, which began after the first ``n_before`` of the log.
+
+    All of their replies were delivered, so no file has an amendment for them.
+    """
+    files = sorted(log.glob("turns-*.arrows"))[n_before // _FILE_TURNS :]
+    turns = pa.concat_tables(map(tk.read_turns, files))
     chosen = pc.is_in(turns["session_id"], sessions["session_id"].combine_chunks())
-    return turns.filter(chosen), sessions
+    order = [("session_id", "ascending"), ("turn_index", "ascending")]
+    return turns.filter(chosen).sort_by(order)
 
 
 def _digest(turns: pa.Table) -> str:
-    """A digest of what was sampled, independent of the order of sessions."""
-    turns = turns.select(["session_id", "turn_index", "output_ids"])
-    turns = turns.sort_by([("session_id", "ascending"), ("turn_index", "ascending")])
+    """A digest of what was sampled."""
     return hashlib.blake2b(
         repr(turns["output_ids"].to_pylist()).encode(), digest_size=8
     ).hexdigest()

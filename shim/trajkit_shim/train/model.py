@@ -99,6 +99,9 @@ def make_model(
         max_position_embeddings=512,
         bos_token_id=None,
         eos_token_id=None,
+        # a name is easily copied if it is read and written alike
+        tie_word_embeddings=True,
+        initializer_range=0.1,
     )
     config._attn_implementation = "trajkit"
     return LlamaForCausalLM(config)
