@@ -194,10 +194,13 @@ def test_every_row_that_trains_a_token_has_a_line():
         {"prompt_ids": [1, 2, 3, 4], "output_ids": [5]},
         {"prompt_ids": [1, 2, 3, 6], "output_ids": [7]},
     ]
+    calls = [{"prompt_ids": [9], "output_ids": [8]}, *calls]
     found = kinds(calls, "nemo")
-    assert found[:2] == [(0, 0, 2, "trained", 0, None), (0, 0, 2, "trained", 1, None)]
-    assert len(found) == 4
-    assert len(kinds(calls, "faithful")) == 3
+    assert found[1:3] == [(1, 0, 2, "trained", 1, None), (1, 0, 2, "trained", 2, None)]
+    assert len(found) == 5
+    assert len(kinds(calls, "faithful")) == 4
+    calls[1]["trainable"] = False
+    assert kinds(calls, "nemo")[1] == (1, 0, 2, "untrainable", 1, None)
 
 
 def test_a_long_row_is_cut_and_rows_over_the_limit_are_named():
@@ -222,3 +225,83 @@ def test_tokens_that_may_not_be_trained_name_the_row_that_has_them():
     aborted = {"prompt_ids": [1], "output_ids": [2], "finish_reason": "abort"}
     more = {"prompt_ids": [1, 2, 3], "output_ids": [4]}
     assert kinds([aborted, more], "faithful")[0] == (0, 0, 1, "aborted", 0, None)
+
+
+def test_a_loss_names_the_first_turn_that_departs_before_the_end_of_the_output():
+    calls = [
+        {"prompt_ids": [1, 2], "output_ids": [3, 4, 5]},
+        {"prompt_ids": [1, 2, 3, 4, 5, 6], "output_ids": [7]},
+        {"prompt_ids": [1, 2, 3, 9], "output_ids": [10]},
+    ]
+    assert kinds(calls, "segments", parent_by="previous")[:2] == [
+        (0, 0, 3, "absorbed", 0, 2),
+        (1, 0, 1, "absorbed", 0, 2),
+    ]
+
+
+def test_a_restarted_row_lost_some_tokens_before():
+    calls = [
+        {"prompt_ids": [1, 2], "output_ids": [3, 4, 5]},
+        {"prompt_ids": [1, 2, 3, 9], "output_ids": [7]},
+        {"prompt_ids": [1, 8], "output_ids": [9]},
+    ]
+    found = kinds(calls, "segments", parent_by="previous", keep_prefix=True)
+    assert found[:3] == [
+        (0, 0, 1, "restarted", None, 2),
+        (0, 1, 3, "absorbed", None, 1),
+        (1, 0, 1, "restarted", None, 2),
+    ]
+    # drift right after the prompt that opened the row does not restart it
+    calls[1]["prompt_ids"] = [1, 2, 9]
+    assert kinds(calls, "segments", parent_by="previous")[:2] == [
+        (0, 0, 3, "absorbed", None, 1),
+        (1, 0, 1, "restarted", None, 2),
+    ]
+
+
+def test_a_reply_that_was_rewritten_names_the_turn_that_shows_another():
+    question, answer = (
+        {"role": role, "content": "a"} for role in ("user", "assistant")
+    )
+    calls = [
+        {"prompt_messages": [question], "response_message": answer},
+        {
+            "prompt_messages": [question, {**answer, "content": "b"}, question],
+            "response_message": answer,
+        },
+    ]
+    calls[0] |= {"prompt_ids": [1], "output_ids": [2]}
+    calls[1] |= {"prompt_ids": [1, 3, 1], "output_ids": [4]}
+    assert kinds(calls, "slime")[0] == (0, 0, 1, "rewritten", None, 1)
+
+
+def test_retries_that_nothing_continues_are_quarantined():
+    calls = [
+        {"prompt_ids": prompt, "output_ids": output}
+        for prompt, output in [([1], [2]), ([1], [3]), ([1, 2, 4], [5])]
+    ]
+    found = kinds(calls, "nemo")
+    assert found[1] == (1, 0, 1, "quarantined", None, None)
+
+
+def test_a_row_that_trains_nothing_is_no_row():
+    calls = [
+        {"prompt_ids": [1], "output_ids": [2, 3]},
+        {"prompt_ids": [1, 2, 9], "output_ids": [4], "trainable": False},
+    ]
+    assert kinds(calls, "slime") == [
+        (0, 0, 2, "absorbed", None, 1),
+        (1, 0, 1, "untrainable", None, None),
+    ]
+    assert kinds(calls, "slime", keep_untrained=True) == [
+        (0, 0, 2, "absorbed", 0, 1),
+        (1, 0, 1, "untrainable", 0, None),
+    ]
+    calls = [
+        {"prompt_ids": [1], "output_ids": [2], "trainable": False},
+        {"prompt_ids": [1, 5], "output_ids": [6]},
+    ]
+    assert kinds(calls, "polar", keep_untrained=False) == [
+        (0, 0, 1, "untrainable", None, None),
+        (1, 0, 1, "no_splice_point", None, None),
+    ]

@@ -185,7 +185,6 @@ class _Outputs:
         barred[(call & self._aborted)[self._call]] = _CODES["aborted"]
         found = barred != _UNKNOWN
         self._kind[found] = barred[found]
-        self._row[found] = self._drift[found] = -1
         which = np.flatnonzero(pieces.kind == "untrainable")
         at, piece = self._tokens(pieces, which)
         self._row[at] = pieces.row[piece]
