@@ -37,18 +37,29 @@
       return app.show();
     },
 
-    async show() {
-      const before = app.state;
-      app.state = stateOf(location.hash);
-      try {
-        await render(before);
-      } catch (error) {
-        fail(error);
-        throw error;
-      }
+    // Opens a session at a turn, which is given by its number.
+    async goTurn(id, turnIndex, tab) {
+      await app.go({ s: id, tab });
+      return app.go({ t: app.session.place.get(turnIndex) });
+    },
+
+    show() {
+      // the promise of what is shown last, for whoever waits for it
+      return (app.shown = show());
     },
   };
   TK.app = app;
+
+  async function show() {
+    const before = app.state;
+    app.state = stateOf(location.hash);
+    try {
+      await render(before);
+    } catch (error) {
+      fail(error);
+      throw error;
+    }
+  }
 
   const NUMBERS = ["t", "k"];
   const hashOf = (state) => {

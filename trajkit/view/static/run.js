@@ -138,6 +138,8 @@
       h("p", { id: "sentence" }, TK.policySentence(chosen.policy, chosen)),
       chosen.tokens_out_of_context > 0 &&
         h("p", { class: "note" }, `${n(chosen.tokens_out_of_context)} of its trained tokens are in a row that, up to them, differs from the path they were sampled after.`),
+      h("h2", {}, "Drift by cause"),
+      TK.driftGroups(index.drift[TK.policyNumber()], TK.app),
     ];
   };
 })();
