@@ -7,8 +7,8 @@ import pytest
 import trajkit as tk
 from tests.generated import generated_runs
 from tests.tables import turns_table
-from trajkit.plot import forest
 from trajkit.cli import main
+from trajkit.plot import forest
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -237,9 +237,9 @@ def run(
     with _figure("Run") as figure:
         figure.set_size_inches(10, 0.6 + 2.3 * rows)
         axes = iter(figure.subplots(rows, 3, squeeze=False).flat)
-        for ax, one in zip(axes, values, strict=False):
+        for one, ax in zip(values, axes, strict=False):
             _histogram(ax, one)
-        for ax, (name, title) in zip(axes, trends.items(), strict=False):
+        for (name, title), ax in zip(trends.items(), axes, strict=False):
             known = [step for step in steps if name in steps[step]]
             means = [steps[step][name] for step in known]
             ax.plot(known, means, color=COLORS["trained"], marker="o", markersize=3)

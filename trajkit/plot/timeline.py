@@ -191,6 +191,8 @@ def _micros(table: pa.Table, name: str, what: str) -> list[int | None]:
             "(timestamps), as `trajkit serve` records them"
         )
     column = table[name]
+    if pa.types.is_null(column.type):
+        return [None] * len(column)
     if not pa.types.is_timestamp(column.type):
         raise SchemaError(
             f"{what}, column {name!r}: expected timestamps, found {column.type}"
