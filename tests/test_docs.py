@@ -1,6 +1,7 @@
 """The snippets of the pages run, and print what the pages show."""
 
 import inspect
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,6 +97,20 @@ def test_snippets_run_and_print_the_text_below_them(page, given, capsys):
     assert capsys.readouterr().out == ""
     for picture in Path().glob("*.svg"):
         assert picture.read_text() == (DOCS / picture).read_text()
+
+
+NOTEBOOKS = sorted((ROOT / "examples/notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_run_from_top_to_bottom(path):
+    assert len(NOTEBOOKS) >= 2
+    known = {}
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == []
+            assert cell["execution_count"] is None
+            exec(compile("".join(cell["source"]), path.name, "exec"), known)
 
 
 def test_the_quickstart_explains_every_loss():
