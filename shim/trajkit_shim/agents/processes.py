@@ -5,10 +5,19 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 
-from trajkit_shim.agents.sandbox import TAIL_BYTES, Command, CommandResult
+from trajkit_shim.agents.sandbox import (
+    TAIL_BYTES,
+    Command,
+    CommandResult,
+    SandboxError,
+)
+
+_LOOK_SECONDS = 0.5
+_MAX_OUTPUT = 1 << 30
 
 
 class Processes:
@@ -19,11 +28,20 @@ class Processes:
         self._lock = threading.Lock()
         self._ended = False
 
-    def run(self, command: Command, env: Mapping[str, str]) -> CommandResult:
+    def run(
+        self,
+        command: Command,
+        env: Mapping[str, str],
+        excess: Callable[[int], str | None] = lambda _: None,
+        pass_fds: Sequence[int] = (),
+    ) -> CommandResult:
         """Run a command of this machine; see `trajkit_shim.agents.sandbox.Sandbox.exec`.
 
-        ``env`` is its complete environment. After `end` nothing is run and the exit
-        code is -9. Raises `OSError`: the program cannot be started.
+        ``env`` is its complete environment. ``excess``: called twice a second with the
+        process's id; a returned text says which limit is exceeded. ``pass_fds``:
+        descriptors that it inherits. After `end` nothing is run and the exit code is
+        -9. Raises `OSError`: the program cannot be started. `SandboxError`: a limit is
+        exceeded.
         """
         with ExitStack() as stack:
             given = stack.enter_context(tempfile.TemporaryFile())
@@ -45,13 +63,11 @@ class Processes:
                     env=dict(env),
                     # its own process group
                     start_new_session=True,
+                    pass_fds=pass_fds,
                 )
                 self._running.add(process.pid)
-            code: int | None
             try:
-                code = process.wait(command.timeout_s)
-            except subprocess.TimeoutExpired:
-                code = None
+                code = _wait(process, command.timeout_s, out.fileno(), excess)
             finally:
                 # kill what it started and left running
                 with self._lock:
@@ -71,6 +87,26 @@ class Processes:
             self._ended = True
             for pid in self._running:
                 _kill(pid)
+
+
+def _wait(
+    process: subprocess.Popen[bytes],
+    timeout_s: float,
+    output: int,
+    excess: Callable[[int], str | None],
+) -> int | None:
+    """The exit code of a process, or None if it runs longer than ``timeout_s``."""
+    until = time.monotonic() + timeout_s
+    while (left := until - time.monotonic()) > 0:
+        try:
+            return process.wait(min(left, _LOOK_SECONDS))
+        except subprocess.TimeoutExpired:
+            exceeded = excess(process.pid)
+            if os.fstat(output).st_size > _MAX_OUTPUT:
+                exceeded = f"its output is longer than {_MAX_OUTPUT} bytes"
+            if exceeded is not None:
+                raise SandboxError(exceeded) from None
+    return None
 
 
 def _kill(group: int) -> None:

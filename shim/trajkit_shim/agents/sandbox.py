@@ -15,6 +15,12 @@ from typing import Required, Self, TypedDict, Unpack
 
 _COPY_SECONDS = 600.0
 
+SHARED_NETWORK = (
+    "the sandbox shares this machine's network: an agent can reach the engine and every "
+    "other server that this machine can"
+)
+"""What a sandbox exposes (`Sandbox.exposes`) without a network of its own."""
+
 TAIL_BYTES = 1 << 16
 """Size of the end of a command's log that its `CommandResult` holds."""
 
@@ -40,6 +46,7 @@ class Limits:
     cpus: float | None = None  # number of processors, may be fractional
     processes: int | None = None  # processes and threads at once
     file_mb: int | None = None  # MiB per file
+    disk_mb: int | None = None  # MiB of all files
 
     def reject(self, kind: str, *names: str) -> None:
         """Raise `SandboxError` if one of the named limits is set."""
@@ -142,6 +149,11 @@ class Sandbox(ABC):
     @abstractmethod
     def stop(self) -> None:
         """End all processes and remove everything. Idempotent."""
+
+    @property
+    def exposes(self) -> str | None:
+        """What an agent can reach that it should not; None: nothing that is known."""
+        return None
 
     def map_path(self, path: str) -> str:
         """Return the path in this sandbox for an absolute path of a task."""

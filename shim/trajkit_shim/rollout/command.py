@@ -7,6 +7,7 @@ import secrets
 import shlex
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -61,6 +62,8 @@ def add_rollout(commands: Commands) -> None:
         "differs",
         "--admin-token TOKEN": "admin token of the gateway (default: a random one); "
         f"prefer the environment variable {ADMIN_TOKEN}",
+        "--untrusted": "refuse a sandbox that exposes files, processes or the network of "
+        "this machine; see docs/sandboxes.md",
         "--install": "install the agent in each sandbox if it is missing",
         "--repeat --samples N 1": "rollouts of each task, which share its group "
         "(default: %(default)s)",
@@ -104,10 +107,12 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         summary = Summary(before=rollouts.before, rollouts=[], seconds=0.0)
         if rollouts.to_do:
             try:
-                rollouts.try_out()
+                exposes = rollouts.try_out()
             except (HarnessError, SandboxError) as error:
                 sys.stderr.write(f"trajkit: {error}\n")
                 return BAD_FILE
+            if exposes is not None:
+                sys.stderr.write(f"trajkit: warning: {exposes}\n")
             with ExitStack() as stack:
                 stack.enter_context(_terminated())
                 url = arguments.gateway or stack.enter_context(
@@ -196,6 +201,7 @@ def _settings(
         parallel=arguments.parallel,
         retry_failed=arguments.retry_failed,
         timeout_s=arguments.timeout,
+        untrusted=arguments.untrusted,
     )
 
 
@@ -261,6 +267,9 @@ def _described(summary: "Summary", out: Path, missed: int | None) -> str:
     failures = summary.failures().most_common()
     if failures:
         parts.append(text_table(("failure", "rollouts"), failures))
+    findings = Counter(found for r in summary.rollouts for found in r.findings)
+    if findings:
+        parts.append(text_table(("finding", "rollouts"), findings.most_common()))
     if missed:
         parts.append(f"failed callbacks: {missed}")
     places = []

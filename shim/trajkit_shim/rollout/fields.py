@@ -1,5 +1,6 @@
 """Reads a record from a file key by key, and rejects wrong types and unknown keys."""
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 from trajkit.errors import FormatError
@@ -52,9 +53,9 @@ class Fields:
             raise self.error(f"{name} = {number} is not at least 1")
         return number
 
-    def names(self, name: str) -> tuple[str, ...]:
-        """Return a list of strings, by default empty."""
-        values = self.take(name, list, [])
+    def names(self, name: str, default: Sequence[str] = ()) -> tuple[str, ...]:
+        """Return a list of strings."""
+        values = self.take(name, list, list(default))
         if not all(isinstance(value, str) for value in values):
             raise self.error(f"{name} is not a list of strings")
         return tuple(values)

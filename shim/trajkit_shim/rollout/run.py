@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -43,6 +43,7 @@ class Settings:
     # repeat rollouts of an earlier run that ended with an error
     retry_failed: bool = False
     timeout_s: float | None = None  # of every agent, overriding its task
+    untrusted: bool = False  # refuse a sandbox that exposes something
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,11 +125,17 @@ class Rollouts:
         folder.mkdir(exist_ok=True)
         return folder / f"{len(list(folder.iterdir())):03d}"
 
-    def try_out(self) -> None:
-        """Check that a sandbox can be created and has the harness."""
-        if self._todo:
-            with self._sandbox(self._todo[0][0], "try") as sandbox:
-                self._settings.harness.ready(sandbox, install=self._settings.install)
+    def try_out(self) -> str | None:
+        """Check that a sandbox can be created and has the harness.
+
+        Returns what the sandbox exposes (`Sandbox.exposes`). Raises `HarnessError`,
+        `SandboxError`.
+        """
+        with self._sandbox(self._todo[0][0], "try") as sandbox:
+            if sandbox.exposes and self._settings.untrusted:
+                raise SandboxError(f"--untrusted: {sandbox.exposes}")
+            self._settings.harness.ready(sandbox, install=self._settings.install)
+            return sandbox.exposes
 
     def run(self, gateway: httpx.Client, advance: Callable[[int], None]) -> Summary:
         """Run all unfinished rollouts, and write the ``sessions`` table.
@@ -219,16 +226,23 @@ class Rollouts:
         with self._sandbox(task, f"{name}-agent") as sandbox:
             workspace = Workspace(task, sandbox)
             workspace.prepare()
-            with self._warm(task, f"{name}-grade") as fresh:
-                self._agent(gateway, model, workspace, folder, rollout, known)
-                patch = workspace.diff()
-                (folder / "patch.diff").write_bytes(patch)
-                known["patch_bytes"] = len(patch)
-                copy = fresh()
-                copy.apply(patch)
-                finished = known["agent_end"] == "finished"
-                work = Work(workspace=copy, patch=patch, finished=finished)
-                known["reward"] = grade(work)
+            self._agent(gateway, model, workspace, folder, rollout, known)
+            changes = workspace.diff()
+        # the agent, its processes and everything that they could write are gone
+        (folder / "patch.diff").write_bytes(changes.patch)
+        known |= {
+            "patch_bytes": len(changes.patch),
+            "findings": [f"not graded: {name}" for name in changes.ignored],
+        }
+        if task.digest() != self._digests[task.task_id]:
+            raise StageError("grade", "the task's files changed while the agent worked")
+        with self._sandbox(task, f"{name}-grade") as sandbox:
+            copy = Workspace(task, sandbox)
+            copy.prepare()
+            copy.apply(changes.graded)
+            finished = known["agent_end"] == "finished"
+            work = Work(workspace=copy, patch=changes.graded, finished=finished)
+            known["reward"] = grade(work)
 
     def _agent(
         self,
@@ -290,22 +304,6 @@ class Rollouts:
             raise StageError("harness", str(wrong))
         if turns == 0:
             raise StageError("harness", "it ended without an answered model call")
-
-    @contextmanager
-    def _warm(self, task: Task, name: str) -> Iterator[Callable[[], Workspace]]:
-        """Prepare a fresh copy of a workspace while the agent works.
-
-        Yields a function that waits for the copy, or raises its error.
-        """
-
-        def prepared() -> Workspace:
-            workspace = Workspace(task, stack.enter_context(self._sandbox(task, name)))
-            workspace.prepare()
-            return workspace
-
-        with ExitStack() as stack, ThreadPoolExecutor(1, "rollout-copy") as thread:
-            going = thread.submit(prepared)
-            yield going.result
 
     @contextmanager
     def _sandbox(self, task: Task, name: str) -> Iterator[Sandbox]:

@@ -11,7 +11,7 @@ import os
 import secrets
 import threading
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -36,6 +36,8 @@ ROLLOUTS = pa.schema(
         pa.field("turns", pa.int32()),  # answered turns
         pa.field("patch_bytes", pa.int64()),  # null: no patch
         pa.field("started_at", pa.timestamp(_UNITS, tz="UTC")),
+        # changes that were not graded, because they could change how tests run
+        pa.field("findings", pa.list_(pa.string())),
         # of the agent, and of the entire rollout
         pa.field("agent_seconds", pa.float64()),
         pa.field("seconds", pa.float64()),
@@ -62,6 +64,7 @@ class Rollout:
     exit_code: int | None = None
     turns: int | None = None
     patch_bytes: int | None = None
+    findings: list[str] = field(default_factory=list)
     agent_seconds: float | None = None
     seconds: float | None = None
 

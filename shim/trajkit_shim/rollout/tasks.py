@@ -26,6 +26,13 @@ from trajkit_shim.rollout.fields import Fields
 # it becomes part of session ids and container names
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 
+PROTECTED = (
+    *("conftest.py", "sitecustomize.py", "usercustomize.py", "*.pth"),
+    *("pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml"),
+)
+"""The default of `Grade.protect`, but for ``swebench``: what Python's test runners read.
+New top-level modules with names of the standard library or of pytest count too."""
+
 Kind = Literal["command", "tests", "script", "reward_file", "completed", "swebench"]
 """How a task is graded; see `trajkit_shim.rollout.grade`."""
 
@@ -123,6 +130,9 @@ class Grade:
     # for ``script``: a Python program among the task's ``tests``, run in the workspace,
     # whose last line is the reward
     script: str = ""
+    # Changes of files with these names are not graded. In a pattern with a slash it is
+    # the path.
+    protect: tuple[str, ...] = ()
     # for ``swebench``: the instance as in its data set
     instance: Mapping[str, object] = field(default_factory=dict)
 
@@ -273,6 +283,7 @@ def _grade(fields: Fields) -> Grade:
         pass_to_pass=fields.names("pass_to_pass"),
         partial=fields.take("partial", bool, False),
         script=fields.text("script", ""),
+        protect=fields.names("protect", () if kind == "swebench" else PROTECTED),
         instance=fields.take("instance", dict, {}),
     )
     fields.end()
@@ -295,6 +306,7 @@ def _limits(fields: Fields) -> Limits:
         cpus=fields.number("cpus", 0.0) or None,
         processes=fields.count("processes"),
         file_mb=fields.count("file_mb"),
+        disk_mb=fields.count("disk_mb"),
     )
     fields.end()
     return limits

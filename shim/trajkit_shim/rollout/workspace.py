@@ -6,12 +6,17 @@ form one patch. Files in the workspace's own ``.gitignore`` and compiled Python 
 excluded.
 """
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import PurePosixPath
 
 from trajkit_shim.agents.sandbox import CommandResult, Sandbox, pack
 from trajkit_shim.rollout.tasks import Task
 
 _GIT_SECONDS = 300.0
+_RUNNERS = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging")
 _EXCLUDED = b"__pycache__/\n*.py[cod]\n"
 # files are compared as bytes, whatever the workspace's attributes say
 _ATTRIBUTES = b"* -text -ident -filter -working-tree-encoding\n"
@@ -57,6 +62,26 @@ class StageError(Exception):
         return ": ".join(self.args)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What an agent changed. A patch is empty if there is no change."""
+
+    patch: bytes  # all changes
+    graded: bytes  # without those of protected files (`Grade.protect`)
+    ignored: tuple[str, ...]  # these files
+
+
+def _is_protected(name: str, patterns: Sequence[str]) -> bool:
+    path = PurePosixPath(name)
+    return any(fnmatch(name if "/" in p else path.name, p) for p in patterns)
+
+
+def _shadows(name: str) -> bool:
+    """Whether a new file is imported in place of a module that test runners import."""
+    stem = PurePosixPath(name).parts[0].partition(".")[0]
+    return stem in _RUNNERS or stem in sys.stdlib_module_names
+
+
 class Workspace:
     """The workspace of a task in a running sandbox.
 
@@ -90,12 +115,27 @@ class Workspace:
         self.sandbox.put(pack(files_of_info), f"{self._base}/info")
         self._start = self._snapshot("setup")
 
-    def diff(self) -> bytes:
-        """Return the changes since `prepare` as a patch, empty if there are none."""
-        now = self._snapshot("diff")
-        options = ("--binary", "--full-index", "--no-renames", "--no-ext-diff")
-        done = self._git("diff", "diff", "--no-color", *options, self._start, now)
-        return done.stdout
+    def diff(self) -> "Changes":
+        """Return the changes since `prepare`."""
+        trees = self._start, self._snapshot("diff")
+        every = ("diff", "--no-color", "--no-renames", "--no-ext-diff")
+        names = self._git("diff", *every, "--name-status", "-z", *trees).stdout
+        status, changed = (
+            names.decode(errors="surrogateescape").split("\0")[i::2] for i in (0, 1)
+        )
+        protect = self.task.grade.protect
+        ignored = tuple(
+            name
+            for how, name in zip(status, changed, strict=False)
+            if _is_protected(name, protect)
+            or (protect and how == "A" and _shadows(name))
+        )
+        full = (*every, "--binary", "--full-index", *trees)
+        patch = graded = self._git("diff", *full).stdout
+        if ignored:
+            without = (f":(exclude,literal){name}" for name in ignored)
+            graded = self._git("diff", *full, "--", ".", *without).stdout
+        return Changes(patch=patch, graded=graded, ignored=ignored)
 
     def apply(self, patch: bytes) -> None:
         """Apply a patch."""

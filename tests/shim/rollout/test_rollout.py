@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import trajkit as tk
-from tests.shim.agents.test_sandbox import marked
+from tests.shim.agents.test_sandbox import ISOLATED, marked
 from trajkit.cli import BAD_DATA, BAD_FILE, DONE
 from trajkit.errors import FormatError
 from trajkit_shim.app import create_app
@@ -34,6 +34,10 @@ AGENT = f"{sys.executable} -S {Path(__file__).parents[1] / 'small_agent.py'}"
 EXAMPLES = Path(__file__).parents[3] / "examples/repair"
 # namespaces cost a bit; test_sandbox.py has them
 QUICK = ("--sandbox-option", "namespaces=no")
+UNSAFE = (
+    "trajkit: warning: the local sandbox isolates nothing (namespaces = 'no'): an agent "
+    "can read and change this machine's files and processes\n"
+)
 
 
 def write_tasks(path, **tasks):
@@ -56,6 +60,8 @@ def write_tasks(path, **tasks):
 def command(tasks, out, *options, harness="shell", agent=AGENT, manners=""):
     argv = [str(tasks), "--harness", harness, "-o", str(out), "--json", *options]
     if harness == "shell":
+        # an isolated sandbox sees no other folder of this repository
+        argv += ["--path", str(Path(__file__).parents[1])]
         argv += ["--argument", f"AGENT_MANNERS='{manners}' {agent}"]
     return argv
 
@@ -80,7 +86,8 @@ def do(capsys):
     def done(argv):
         code = run(argv)
         said = capsys.readouterr()
-        assert said.err == ""
+        warned = "" if "namespaces=no" not in argv else UNSAFE
+        assert said.err in (warned, "")
         return code, json.loads(said.out)
 
     return done
@@ -587,3 +594,92 @@ def test_examples_have_a_reward_where_they_were_edited_also_after_a_kill(tmp_pat
 def test_the_policy_says_a_word_where_it_knows_no_better():
     policy = solver.solve(read_tasks(EXAMPLES / "leap"))
     assert policy("<|im_start|>user\nHello<|im_end|>\n") == [Reply(("Fine.",))]
+
+
+# Agents that want the reward and not the work
+
+CHEATS = {
+    # where the copies that are graded have been, next to the agent's directory
+    "copy": "for each in $(grep -o '/[^ ]*sandboxes/[^ ]*-agent' /proc/self/mountinfo) "
+    "$PWD/../../*; do echo '{}' > ${each%-agent}-grade/work/it.py; done; true",
+    "daemon": "setsid env -i sh -c 'while :; do for each in {scratch}/*-grade/work; do "
+    'echo "def f(): return 1" > $each/it.py; done; done\' > /dev/null 2>&1 &',
+    "task": "echo 'def test_f(): pass' > {tasks}/task/tests/test_it.py",
+    "conftest": "echo 'import os; os._exit(0)' > conftest.py",
+    "settings": "printf '[pytest]\\naddopts = --collect-only\\n' > pytest.ini",
+    "pytest": "mkdir pytest; echo 'import os; os._exit(0)' > pytest/__main__.py; "
+    "touch pytest/__init__.py",
+    "random": "echo 'import os; os._exit(0)' > argparse.py",
+    "site": "echo 'import os; os._exit(0)' > sitecustomize.py; "
+    "mkdir -p ~/.local/lib/python{version}/site-packages; "
+    "cp sitecustomize.py ~/.local/lib/python{version}/site-packages",
+    "path": "mkdir -p ~/bin; printf '#!/bin/sh\\nexit 0\\n' > ~/bin/python; "
+    "chmod +x ~/bin/python; cp ~/bin/python .; echo 'PATH=~/bin:$PATH' >> ~/.profile",
+    "git": "printf '#!/bin/sh\\necho \"def f(): return 1\" > it.py' "
+    "> .git/hooks/pre-commit; "
+    "cp .git/hooks/pre-commit .git/hooks/post-checkout; chmod +x .git/hooks/*; "
+    "git config core.fsmonitor .git/hooks/pre-commit; git config diff.external true; "
+    "git config core.hooksPath $PWD/.git/hooks",
+}
+FOUND = {
+    "conftest": ["not graded: conftest.py"],
+    "settings": ["not graded: pytest.ini"],
+    "pytest": ["not graded: pytest/__init__.py", "not graded: pytest/__main__.py"],
+    "random": ["not graded: argparse.py"],
+    "site": ["not graded: sitecustomize.py"],
+}
+
+
+@pytest.mark.skipif(not ISOLATED, reason="bubblewrap does not work here")
+def test_no_cheat_is_rewarded(tmp_path, capsys):
+    """A changed task is refused where the sandbox cannot protect it."""
+    out, tasks = tmp_path / "run", tmp_path / "tasks"
+    for folder, name, text in (
+        ("workspace", "it.py", "def f(): return 0\n"),
+        ("tests", "test_it.py", "from it import f\ndef test_f(): assert f() == 1\n"),
+    ):
+        (tmp_path / "plain" / folder).mkdir(parents=True)
+        (tmp_path / "plain" / folder / name).write_text(text)
+    for name in CHEATS:
+        shutil.copytree(tmp_path / "plain", tasks / name)
+        (tasks / name / "task.toml").write_text(
+            f'prompt = "{name}"\n[grade]\ncommand = "python -m pytest -q"\n'
+        )
+    scratch, version = out / "sandboxes", f"{sys.version_info[0]}.{sys.version_info[1]}"
+    cases = ";;\n".join(
+        f"{name}) {script.replace('{scratch}', str(scratch))}\n"
+        for name, script in CHEATS.items()
+    )
+    agent = tmp_path / "bin" / "cheat.sh"
+    agent.parent.mkdir()
+    script = f'case "$TASK_PROMPT" in {cases} esac\n'
+    script = script.replace("{tasks}", str(tasks)).replace("{version}", version)
+    agent.write_text(f"{script}export TASK_PROMPT=hello\n{AGENT}")
+    argv = command(tasks, out, "--parallel", "2", "--untrusted", agent=f"sh {agent}")
+    code = run([*argv, "--path", str(agent.parent)])
+    said = capsys.readouterr()
+    assert (code, said.err) == (DONE, "")
+    lines = {line["group_id"]: line for line in sessions(out).values()}
+    assert {name: line["reward"] for name, line in lines.items()} == dict.fromkeys(
+        CHEATS, 0.0
+    )
+    assert {
+        name: line["findings"] for name, line in lines.items() if line["findings"]
+    } == FOUND
+
+
+def test_an_agent_that_may_change_its_task_is_not_graded(tmp_path, do, sure):
+    tasks = tmp_path / "task"
+    shutil.copytree(EXAMPLES / "leap", tasks)
+    agent = f"echo >> {tasks}/tests/test_leap.py; TASK_PROMPT=hello {AGENT}"
+    code, said = do(command(tasks, tmp_path / "run", *QUICK, agent=agent))
+    error = "grade: the task's files changed while the agent worked"
+    assert (code, said["failures"]) == (BAD_DATA, {error: 1})
+
+
+def test_untrusted_agents_need_a_sandbox_that_isolates(tmp_path, capsys):
+    tasks = write_tasks(tmp_path / "t.jsonl", a={})
+    argv = command(tasks, tmp_path / "run", *QUICK, "--untrusted")
+    assert run(argv) == BAD_FILE
+    assert "--untrusted: the local sandbox isolates nothing" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "turns").exists()

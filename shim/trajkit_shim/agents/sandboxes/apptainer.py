@@ -18,10 +18,11 @@ class ApptainerSandbox(ContainerSandbox):
     kind = "apptainer"
     refusals = ("FATAL:",)
     env_prefix = "APPTAINERENV_"
+    exposes = sandbox.SHARED_NETWORK
 
     def __init__(self, spec: sandbox.Spec) -> None:
         super().__init__(spec)
-        spec.limits.reject("apptainer", "file_mb")
+        spec.limits.reject("apptainer", "file_mb", "disk_mb")
         self._overlay = spec.scratch.resolve() / f"{spec.name}.overlay"
 
     def _start_arguments(self) -> list[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from trajkit_shim.agents.container import ContainerSandbox
-from trajkit_shim.agents.sandbox import MARK, SandboxKind, Spec
+from trajkit_shim.agents.sandbox import MARK, SHARED_NETWORK, SandboxKind, Spec
 
 # name of the host machine inside a container that does not use the host's network
 _HOST = "host.docker.internal"
@@ -23,7 +23,13 @@ class DockerSandbox(ContainerSandbox):
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
+        spec.limits.reject("docker", "disk_mb")
         self._network = spec.options.get("network", "host")
+
+    @property
+    def exposes(self) -> str | None:
+        """The network, if it is this machine's."""
+        return SHARED_NETWORK if self._network == "host" else None
 
     def map_url(self, url: str) -> str:
         """Return the URL with the name of the host, unless the network is the host's."""

@@ -29,7 +29,9 @@ class E2BSandbox(sandbox.Sandbox):
 
     def __init__(self, spec: sandbox.Spec) -> None:
         super().__init__(spec)
-        spec.limits.reject("E2B", "memory_mb", "cpus", "processes", "file_mb")
+        spec.limits.reject(
+            "E2B", "memory_mb", "cpus", "processes", "file_mb", "disk_mb"
+        )
         if spec.gateway is None:
             raise sandbox.SandboxError(
                 "an E2B sandbox cannot reach this machine: give the URL by which it "

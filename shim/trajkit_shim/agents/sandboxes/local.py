@@ -1,10 +1,10 @@
 """A sandbox of this machine's own processes.
 
-It has its own directory with a home, and none of the caller's environment. If the kernel
-permits, each command also gets its own user, process and mount namespace. Then none of
-its processes outlives it, and the directory has the same path in every sandbox, so equal
-prompts stay equal. This contains an agent's mistakes but not an attacker, who can read
-this machine's files and use its network.
+It has its own directory with a home, and none of the caller's environment. With
+bubblewrap (``bwrap``) each command runs in namespaces of its own. It sees the sandbox's
+directory, this machine's programs (read-only), its own processes, and the gateway, but no
+other file, process or network. Without bubblewrap nothing is isolated.
+docs/sandboxes.md lists what that means.
 """
 
 import os
@@ -16,13 +16,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from trajkit_shim.agents import sandbox
+from trajkit_shim.agents.bridge import OPEN, PORT, bridge
 from trajkit_shim.agents.processes import Processes
 
 # identifies the sandbox's processes: another run may have a sandbox of the same name
@@ -31,16 +33,28 @@ _OWNER = "TRAJKIT_OWNER"
 # variables passed on from this process; keys and proxies are not
 _KEPT = ("LD_LIBRARY_PATH", "LC_ALL")
 
-# Candidates for the mount point: directories of this machine that must be empty, so that
-# the mount hides nothing.
-_MOUNT_POINTS = ("/srv", "/media", "/mnt")
-
-# makes a process die with the thread that started it
-_LEASHED = ("setpriv", "--pdeathsig", "KILL")
-_NAMESPACES = (
-    *("unshare", "--user", "--map-root-user", "--mount", "--pid", "--mount-proc"),
-    *("--fork", "--kill-child"),
+# the sandbox's directory in its own namespaces, the same in every sandbox, so that equal
+# prompts stay equal
+_INSIDE = "/sandbox"
+# what it sees of this machine; a missing path is left out
+_SYSTEM = (
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt"),
+    *("/etc/alternatives", "/etc/ca-certificates", "/etc/group", "/etc/hosts"),
+    *("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/localtime"),
+    *("/etc/mime.types", "/etc/nsswitch.conf", "/etc/passwd", "/etc/pki"),
+    *("/etc/protocols", "/etc/resolv.conf", "/etc/services", "/etc/ssl"),
 )
+_ISOLATED = (
+    *("bwrap", "--unshare-all", "--unshare-user", "--disable-userns"),
+    *("--uid", "0", "--gid", "0", "--cap-drop", "ALL", "--hostname", "sandbox"),
+    # a process dies with the thread that started it
+    *("--new-session", "--die-with-parent", "--proc", "/proc", "--dev", "/dev"),
+    *("--size", str(64 << 20), "--tmpfs", "/dev/shm"),
+)
+
+# limits of an isolated sandbox whose task sets none
+_DISK_MB = 8192
+_PROCESSES = 1024
 
 # a killed process that still exists after this waits for a disk and does nothing more
 _DYING_SECONDS = 5.0
@@ -53,31 +67,35 @@ class LocalSandbox(sandbox.Sandbox):
     """See the module.
 
     ``options["namespaces"]`` is ``auto`` (used if available), ``no`` or ``yes``
-    (required). ``file_mb`` and ``memory_mb`` apply per process; the latter limits its
-    address space.
+    (required). ``options["network"]`` is ``gateway`` or ``host``, which shares this
+    machine's network. ``file_mb`` and ``memory_mb`` apply per process; the latter limits
+    its address space. ``disk_mb`` and ``processes`` are checked every half second.
     """
 
     def __init__(self, spec: sandbox.Spec) -> None:
         super().__init__(spec)
-        spec.limits.reject("local", "cpus", "processes")
+        spec.limits.reject("local", "cpus")
         if spec.image is not None:
             rule = "a local sandbox has no image"
             raise sandbox.SandboxError(f"image = {spec.image!r}: {rule}")
-        wanted = spec.options.get("namespaces", "auto")
-        if wanted not in ("auto", "yes", "no"):
-            rule = "is not auto, yes or no"
-            raise sandbox.SandboxError(f"namespaces = {wanted!r} {rule}")
-        mount_point = None if wanted == "no" else _find_mount_point()
-        if wanted == "yes" and mount_point is None:
-            raise sandbox.SandboxError(
-                "namespaces = 'yes': the kernel (or a missing unshare or setpriv) "
-                f"rejects them, or none of {', '.join(_MOUNT_POINTS)} is an empty directory"
-            )
+        wanted = _choice(spec, "namespaces", "auto", "yes", "no")
+        self._shares_network = _choice(spec, "network", "gateway", "host") == "host"
+        self._missing = "namespaces = 'no'" if wanted == "no" else _why_not_isolated()
+        if wanted == "yes" and self._missing:
+            raise sandbox.SandboxError(f"namespaces = 'yes': {self._missing}")
         self._root = spec.scratch.resolve() / spec.name
-        self._mounted = mount_point
+        self._gateway: tuple[str, int] | None = None
         self._processes = Processes()
         self._owner = secrets.token_hex(8)
         self._removing = threading.Lock()
+
+    @property
+    def exposes(self) -> str | None:
+        """What an agent can reach that it should not."""
+        if self._missing:
+            rule = "an agent can read and change this machine's files and processes"
+            return f"the local sandbox isolates nothing ({self._missing}): {rule}"
+        return sandbox.SHARED_NETWORK if self._shares_network else None
 
     def start(self) -> None:
         """Make its directories."""
@@ -89,23 +107,30 @@ class LocalSandbox(sandbox.Sandbox):
 
     def run(self, command: sandbox.Command) -> sandbox.CommandResult:
         """Run one command in namespaces of its own; see `Sandbox.exec`."""
-        leash = _LEASHED if _works(_LEASHED) else ()
-        namespaces = () if self._mounted is None else _NAMESPACES
         cwd = command.cwd or self.map_path("/work")
-        arguments = (
-            *(*leash, *namespaces, "sh", "-c", self._script(), "sh"),
-            *(str(self._root), self._mounted or "", cwd, *command.arguments),
-        )
+        arguments = ("sh", "-c", self._script(), "sh", cwd, *command.arguments)
         token = secrets.token_hex(8)
         env = self._environment({**command.env, sandbox.COMMAND_MARK: token})
-        try:
-            done = self._processes.run(replace(command, arguments=arguments), env)
-        except OSError as error:
-            raise sandbox.SandboxError(f"{error.filename}: {error.strerror}") from error
-        # a namespace ends with its first process, but killing takes a moment
-        if self._mounted is None or done.code is None:
-            _kill_marked(sandbox.COMMAND_MARK, token)
-        if done.code == _FAILED:
+        with ExitStack() as stack:
+            passed: tuple[int, ...] = ()
+            if self._gateway is not None:
+                passed = (stack.enter_context(bridge(*self._gateway)),)
+                helper = (sys.executable, "-I", "-S", "-c", OPEN, str(*passed))
+                arguments = (*helper, *arguments)
+            if not self._missing:
+                arguments = (*self._namespaces(), *arguments)
+            try:
+                done = self._processes.run(
+                    replace(command, arguments=arguments), env, self._excess, passed
+                )
+            except OSError as error:
+                message = f"{error.filename}: {error.strerror}"
+                raise sandbox.SandboxError(message) from error
+            finally:
+                # a namespace ends with its first process, but killing takes a moment
+                _kill_marked(sandbox.COMMAND_MARK, token)
+        failed = done.code == 1 and done.last_line.startswith("bwrap: ")
+        if done.code == _FAILED or failed:
             raise sandbox.SandboxError(f"the local sandbox failed: {done.last_line}")
         return done
 
@@ -121,21 +146,56 @@ class LocalSandbox(sandbox.Sandbox):
 
     def map_path(self, path: str) -> str:
         """Return the path below the sandbox's own directory."""
-        return (self._mounted or str(self._root)) + path
+        return (str(self._root) if self._missing else _INSIDE) + path
+
+    def map_url(self, url: str) -> str:
+        """Return the gateway's URL, which commands can reach from now on."""
+        if self._missing or self._shares_network or self.spec.gateway is not None:
+            return super().map_url(url)
+        address = urlsplit(url)
+        if address.scheme != "http":
+            rule = "an isolated local sandbox needs an http URL, or network=host"
+            raise sandbox.SandboxError(f"{url}: {rule}")
+        self._gateway = str(address.hostname), address.port or 80
+        return f"http://127.0.0.1:{PORT}"
+
+    def _namespaces(self) -> Iterator[str]:
+        """The arguments before those of an isolated command."""
+        yield from _ISOLATED
+        if self._shares_network:
+            yield "--share-net"
+        root = str(self._root)
+        yield from ("--bind", root, _INSIDE, "--bind", f"{root}/tmp", "/tmp")
+        # programs are usually linked to files next to their folder
+        folders = map(Path, self.spec.path)
+        own = (f.parent if f.name in ("bin", ".bin") else f for f in folders)
+        for path in (*_SYSTEM, sys.base_prefix, sys.prefix, *map(str, own)):
+            yield from ("--ro-bind-try", path, path)
+        yield from ("--remount-ro", "/", "--")
 
     def _script(self) -> str:
-        """Mount, limits, directory, command; a failure before that is code 125."""
+        """Limits, directory, command; a failure before that is code 125."""
         limits = self.spec.limits
-        steps = []
-        if self._mounted is not None:
-            steps.append('mount --bind "$1" "$2"')
+        steps = ["ulimit -c 0"]
         # in blocks of 512 bytes and in KiB
         if limits.file_mb is not None:
             steps.append(f"ulimit -f {limits.file_mb * 2048}")
         if limits.memory_mb is not None:
             steps.append(f"ulimit -v {limits.memory_mb * 1024}")
-        steps += ["ulimit -c 0", 'cd "$3"']
-        return f'{" && ".join(steps)} || exit {_FAILED}; shift 3; exec "$@"'
+        return f'{" && ".join(steps)} && cd "$1" || exit {_FAILED}; shift; exec "$@"'
+
+    def _excess(self, pid: int) -> str | None:
+        """The limit that a running command exceeds; ``pid`` is its first process."""
+        limits, isolated = self.spec.limits, not self._missing
+        disk_mb = limits.disk_mb or (_DISK_MB if isolated else None)
+        if disk_mb is not None and _disk_bytes(self._root) > disk_mb << 20:
+            return f"its files take more than disk_mb = {disk_mb}"
+        processes = limits.processes or (_PROCESSES if isolated else None)
+        if processes is not None:
+            found = _namespace(pid) if isolated else _marked(_OWNER, self._owner)
+            if sum(map(_threads, found)) > processes:
+                return f"it runs more than processes = {processes}"
+        return None
 
     def _environment(self, more: Mapping[str, str]) -> dict[str, str]:
         own = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
@@ -159,51 +219,86 @@ def remove(root: Path) -> None:
     for folder, names, _ in os.walk(root):
         # the content of a directory without permissions cannot be removed
         for name in names:
-            mount_point = os.path.join(folder, name)
-            if not os.path.islink(mount_point):
-                os.chmod(mount_point, stat.S_IRWXU)
+            inner = os.path.join(folder, name)
+            if not os.path.islink(inner):
+                os.chmod(inner, stat.S_IRWXU)
     shutil.rmtree(root)
+
+
+def _choice(spec: sandbox.Spec, name: str, *choices: str) -> str:
+    """The value of an option, by default the first choice."""
+    value = spec.options.get(name, choices[0])
+    if value not in choices:
+        rule = f"is not one of {', '.join(choices)}"
+        raise sandbox.SandboxError(f"{name} = {value!r} {rule}")
+    return value
+
+
+def _disk_bytes(root: Path) -> int:
+    """What the files below a directory take on the disk."""
+    found = 0
+    for folder, _, names in os.walk(root):
+        for name in names:
+            # a process may remove it at any time
+            with suppress(OSError):
+                found += os.lstat(os.path.join(folder, name)).st_blocks * 512
+    return found
+
+
+def _namespace(pid: int) -> Iterator[str]:
+    """The directories in /proc of a command's processes; ``pid`` is bubblewrap's."""
+    with suppress(OSError, IndexError):
+        first = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0]
+        inside = os.readlink(f"/proc/{first}/ns/pid")
+        for name in filter(str.isdecimal, os.listdir("/proc")):
+            with suppress(OSError):
+                if os.readlink(f"/proc/{name}/ns/pid") == inside:
+                    yield f"/proc/{name}"
+
+
+def _threads(process: str) -> int:
+    """The number of a process's threads, by its directory in /proc."""
+    try:
+        return os.stat(f"{process}/task").st_nlink - 2
+    except OSError:
+        # it has ended
+        return 0
+
+
+def _marked(variable: str, value: str) -> Iterator[str]:
+    """The directories in /proc of all processes with an environment variable."""
+    mark = f"{variable}={value}".encode()
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        # it has ended, or belongs to another user
+        with suppress(OSError):
+            if mark in entry.read_bytes().split(b"\0"):
+                yield str(entry.parent)
 
 
 def _kill_marked(variable: str, value: str) -> None:
     """Kill all processes with an environment variable, and wait for their end."""
-    mark = f"{variable}={value}".encode()
     until = time.monotonic() + _DYING_SECONDS
     while time.monotonic() < until:
-        found = False
-        for entry in Path("/proc").glob("[0-9]*/environ"):
-            # it has ended, or belongs to another user
-            with suppress(OSError):
-                if mark in entry.read_bytes().split(b"\0"):
-                    os.kill(int(entry.parent.name), signal.SIGKILL)
-                    found = True
+        found = list(_marked(variable, value))
+        for process in found:
+            with suppress(ProcessLookupError):
+                os.kill(int(process.removeprefix("/proc/")), signal.SIGKILL)
         if not found:
             return
         time.sleep(0.01)
 
 
 @cache
-def _find_mount_point() -> str | None:
-    """The mount point of sandboxes; None: namespaces are not available."""
-    for mount_point in _MOUNT_POINTS:
-        with suppress(OSError):
-            if not os.listdir(mount_point):
-                mount = ("sh", "-c", 'mount --bind /tmp "$1"', "sh", mount_point)
-                works = _works((*_LEASHED, *_NAMESPACES, *mount))
-                return mount_point if works else None
-    return None
-
-
-@cache
-def _works(command: tuple[str, ...]) -> bool:
-    """Whether a command succeeds; the bare leash gets something to run."""
-    if command == _LEASHED:
-        command = (*command, "true")
+def _why_not_isolated() -> str | None:
+    """Why commands cannot be isolated; None: they can."""
+    command = (*_ISOLATED, "--ro-bind", "/", "/", "true")
     try:
         done = subprocess.run(command, capture_output=True, check=False, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0
+    except FileNotFoundError:
+        return "bubblewrap is not installed"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return None if done.returncode == 0 else done.stderr.decode().strip()
 
 
-SANDBOX = sandbox.SandboxKind(LocalSandbox, frozenset({"namespaces"}))
+SANDBOX = sandbox.SandboxKind(LocalSandbox, frozenset({"namespaces", "network"}))

@@ -1,0 +1,250 @@
+"""Agents that cheat, and the sandboxes that stop them (docs/sandboxes.md has a table).
+
+A script that gets what it wants prints ``won``. Without isolation it does, which shows
+that the script really tries.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.shim.agents.test_sandbox import ISOLATED, marked, sandbox, sh
+from trajkit_shim.agents.sandbox import Limits, SandboxError
+from trajkit_shim.agents.sandboxes import local
+
+# "local" needs bubblewrap; the others need their program and an image with Python
+KINDS = ("local", "docker", "apptainer", "e2b")
+IMAGE = "TRAJKIT_TEST_IMAGE_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attack:
+    """One thing that a script tries.
+
+    ``stops``: the sandboxes that stop it. ``harmless``: it may be tried on this machine
+    without isolation.
+    """
+
+    script: str
+    stops: tuple[str, ...] = KINDS
+    harmless: bool = True
+
+
+# {host} is a directory of this machine with a file `secret`, {pid} a process with the
+# variable KEY=s3cret, {port} a server
+ATTACKS = {
+    "read the grader": Attack(script="grep -q right {host}/tests/test_it.py"),
+    "change the grader": Attack(script="echo pass > {host}/tests/test_it.py"),
+    "read the task's solution": Attack(script="cat {host}/solution/it.py"),
+    "read the turn log": Attack(script="cat {host}/turns/turns-00000.arrows"),
+    "change the turn log": Attack(script="echo 1 >> {host}/turns/turns-00000.arrows"),
+    "replace the rewards": Attack(script="rm {host}/rollouts.jsonl"),
+    "write to the copy of another sandbox": Attack(
+        script="cd $(dirname $(sed -n 's/^[^ ]* [^ ]* [^ ]* \\([^ ]*box[^ ]*\\) .*/\\1/p' "
+        "/proc/self/mountinfo | head -1) 2> /dev/null) 2> /dev/null; "
+        "echo yes > {host}/other/work/it.py"
+    ),
+    "patch the test runner": Attack(
+        script="echo 'import os; os._exit(0)' > {prefix}/trajkit_attack.pth",
+        harmless=False,
+    ),
+    "read the environment of others": Attack(
+        script="cat /proc/*/environ | grep s3cret"
+    ),
+    "read the arguments of others": Attack(
+        script="cat /proc/*/cmdline | tr '\\0' ' ' | grep t0k[e]n"
+    ),
+    "kill another process": Attack(script="kill -9 {pid}"),
+    "reach a server of this machine": Attack(
+        script="{python} -c 'import socket; "
+        'socket.create_connection(("127.0.0.1", {port}), 5)\'',
+        stops=("local", "e2b"),
+    ),
+    "link to a file outside": Attack(script="ln -s {host}/secret link && cat link"),
+    "hard link to a file outside": Attack(script="ln {host}/secret hard && cat hard"),
+    "change the clock": Attack(script="date -s 2001-01-01", harmless=False),
+    "mount over a directory": Attack(script="mount -t tmpfs none /usr", harmless=False),
+    "make a namespace to become root in": Attack(
+        script="unshare --user --map-root-user --mount mount -t tmpfs none /usr",
+        stops=("local",),
+    ),
+    "change the machine's settings": Attack(
+        script="echo 1 > /proc/sys/kernel/sysrq", harmless=False
+    ),
+}
+
+
+@contextmanager
+def target(tmp_path):
+    """What this machine has, by the names in `ATTACKS`."""
+    host = tmp_path / "host"
+    for name, text in {
+        "tests/test_it.py": "right",
+        "solution/it.py": "yes",
+        "turns/turns-00000.arrows": "turn",
+        "rollouts.jsonl": "{}",
+        "other/work/it.py": "no",
+        "secret": "s3cret",
+    }.items():
+        (host / name).parent.mkdir(parents=True, exist_ok=True)
+        (host / name).write_text(text)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        subprocess.Popen(
+            ["sh", "-c", "read wait # t0ken"],
+            stdin=subprocess.PIPE,
+            env={"KEY": "s3cret"},
+        ) as process,
+    ):
+        try:
+            yield {
+                "host": host,
+                "pid": process.pid,
+                "port": server.getsockname()[1],
+                "prefix": sys.prefix,
+                "python": sys.executable,
+            }
+        finally:
+            process.kill()
+
+
+@contextmanager
+def box_of(kind, tmp_path, **fields):
+    """A sandbox of a kind, or a skip with the reason why there is none."""
+    if kind == "local":
+        if not ISOLATED:
+            pytest.skip("bubblewrap does not work here")
+        kind = "local apart"
+    else:
+        fields["image"] = os.environ.get(IMAGE + kind.upper())
+        if fields["image"] is None:
+            pytest.skip(f"needs {kind} and an image: set {IMAGE}{kind.upper()}")
+    with sandbox(kind, tmp_path, **fields) as box:
+        yield box
+
+
+def wins(box, script, found):
+    for name, value in found.items():
+        script = script.replace(f"{{{name}}}", str(value))
+    return sh(box, f"{{ {script}; }} && echo && echo won").stdout.endswith(b"\nwon\n")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_is_stopped(tmp_path, name, kind):
+    attack = ATTACKS[name]
+    if kind not in attack.stops:
+        pytest.skip(f"{kind} does not stop it")
+    with target(tmp_path) as found, box_of(kind, tmp_path) as box:
+        assert not wins(box, attack.script, found)
+        assert (found["host"] / "secret").read_text() == "s3cret"
+
+
+@pytest.mark.parametrize("name", [n for n, a in ATTACKS.items() if a.harmless])
+def test_an_attack_succeeds_without_isolation(tmp_path, name):
+    with target(tmp_path) as found, sandbox("local", tmp_path) as box:
+        assert wins(box, ATTACKS[name].script, found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_daemon_ends_with_the_command_that_left_it(tmp_path, kind):
+    """Also one that cleared its environment, by which it could be found."""
+    with box_of(kind, tmp_path) as box:
+        script = "setsid env -i sh -c 'while :; do echo x >> $0; done' {} & sleep 1"
+        sh(box, script.replace("{}", box.map_path("/work/alive")))
+        before = box.get(box.map_path("/work/alive"))
+        assert before
+        assert box.get(box.map_path("/work/alive")) == before
+    assert marked(box.spec.name) == set()
+
+
+FILLS = {
+    "one file": "head -c 100000000 /dev/zero > big",
+    "many files": "i=0; while :; do head -c 100000 /dev/zero > $i; i=$((i+1)); done",
+    "memory files": "cat /dev/zero > /dev/shm/big",
+}
+
+
+@pytest.mark.skipif(not ISOLATED, reason="bubblewrap does not work here")
+@pytest.mark.parametrize("what", FILLS)
+def test_filling_the_disk_ends_the_command(tmp_path, what):
+    limits = Limits(disk_mb=20, file_mb=30)
+    with sandbox("local apart", tmp_path, limits=limits) as box:
+        # one file ends at file_mb, and memory files at the size of their file system
+        several = what == "many files"
+        rule = pytest.raises(SandboxError, match="more than disk_mb = 20")
+        with rule if several else nullcontext():
+            assert sh(box, FILLS[what]).code != 0
+
+
+@pytest.mark.skipif(not ISOLATED, reason="bubblewrap does not work here")
+def test_forking_without_end_ends_the_command(tmp_path):
+    limits = Limits(processes=50)
+    with sandbox("local apart", tmp_path, limits=limits) as box:
+        with pytest.raises(SandboxError, match="more than processes = 50"):
+            sh(box, "while :; do env -i sleep 600 & done")
+        assert marked(box.spec.name) == set()
+        assert sh(box, "echo on").stdout == b"on\n"
+
+
+@pytest.mark.skipif(not ISOLATED, reason="bubblewrap does not work here")
+def test_links_that_an_agent_leaves_are_removed_and_not_followed(tmp_path):
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "kept").write_text("x")
+    with sandbox("local apart", tmp_path) as box:
+        sh(box, f"ln -s {tmp_path}/outside folder; ln -s {tmp_path}/outside/kept file")
+    assert (tmp_path / "outside" / "kept").read_text() == "x"
+
+
+@pytest.mark.skipif(not ISOLATED, reason="bubblewrap does not work here")
+def test_an_isolated_sandbox_reaches_the_gateway_and_nothing_else(tmp_path):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as gateway,
+        socket.create_server(("127.0.0.1", 0)) as other,
+        sandbox("local apart", tmp_path) as box,
+    ):
+        url = box.map_url(f"http://127.0.0.1:{gateway.getsockname()[1]}/")
+        port = int(url.rpartition(":")[2])
+        ask = (
+            "import socket\n"
+            f"with socket.create_connection(('127.0.0.1', {port})) as line:\n"
+            "    line.sendall(b'hi')\n"
+            "try:\n"
+            f"    socket.create_connection(('127.0.0.1', {other.getsockname()[1]}), 5)\n"
+            "except OSError as error:\n"
+            "    print(type(error).__name__)\n"
+        )
+        done = box.exec([sys.executable, "-c", ask], timeout_s=60)
+        assert done.stdout == b"ConnectionRefusedError\n", done
+        with gateway.accept()[0] as line:
+            assert line.recv(10) == b"hi"
+
+
+def test_a_sandbox_says_what_it_exposes(tmp_path):
+    exposed = sandbox("local", tmp_path).exposes
+    assert exposed.startswith("the local sandbox isolates nothing (namespaces = 'no')")
+    if ISOLATED:
+        assert sandbox("local apart", tmp_path).exposes is None
+        shared = sandbox("local", tmp_path, options={"network": "host"})
+        assert "shares this machine's network" in shared.exposes
+
+
+def test_without_bubblewrap_the_reason_is_given(tmp_path, monkeypatch):
+    program = tmp_path / "bwrap"
+    program.write_text("#!/bin/sh\necho 'bwrap: no permission' >&2\nexit 1\n")
+    program.chmod(0o755)
+    check = local._why_not_isolated.__wrapped__
+    monkeypatch.setattr(local, "_why_not_isolated", check)
+    for path, reason in (
+        (str(tmp_path), "bwrap: no permission"),
+        (str(Path("/nowhere")), "bubblewrap is not installed"),
+    ):
+        monkeypatch.setenv("PATH", path)
+        options = {"namespaces": "auto"}
+        assert reason in sandbox("local", tmp_path, options=options).exposes
