@@ -228,7 +228,9 @@ def test_each_stage_validates_its_tables_once(monkeypatch):
     true = canonical.check_buffers
     for module in (canonical, lockstep):
         monkeypatch.setattr(
-            module, "check_buffers", lambda t: seen.append(t) or true(t)
+            module,
+            "check_buffers",
+            lambda t, *unread: seen.append(t) or true(t, *unread),
         )
     for stage, n in (
         (lambda: tk.linearize(TURNS, threads=3), 1),
@@ -242,6 +244,31 @@ def test_each_stage_validates_its_tables_once(monkeypatch):
         seen.clear()
         stage()
         assert len(seen) == n
+
+
+def test_policies_that_read_bodies_refuse_bodies_that_are_not_text():
+    """Others neither read nor return them, and refuse such a name of a session."""
+    record = {"session_id": "a", "prompt_ids": [1], "output_ids": [2]}
+    message = {"role": "user", "content": "x" * (1 << 19)}
+    table = tk.from_records([{**record, "prompt_messages": [message]}])
+    column = table["messages"].combine_chunks()
+    key, role, body = column.values.flatten()
+    text = pa.py_buffer(body.buffers()[2].to_pybytes().replace(b"x", b"\xff"))
+    body = pa.Array.from_buffers(body.type, 1, [None, body.buffers()[1], text])
+    struct = pa.StructArray.from_arrays(
+        [key, role, body], fields=list(column.type.value_type)
+    )
+    column = pa.LargeListArray.from_arrays(column.offsets, struct, type=column.type)
+    index = table.column_names.index("messages")
+    table = table.set_column(index, table.schema.field(index), column)
+    rows = tk.linearize(table, "faithful")
+    assert rows["input_ids"].to_pylist() == [[1, 2]]
+    for turns in (table, iter(table.to_batches())):
+        with pytest.raises(tk.errors.LayoutError, match=r"column 'messages' .* UTF8"):
+            list(tk.linearize(turns, "segments"))
+    for stage in (tk.validate, tk.compact, tk.link):
+        with pytest.raises(tk.errors.LayoutError, match=r"column 'messages' .* UTF8"):
+            stage(table)
 
 
 @pytest.mark.parametrize("name", ["arrow", "arrows", "parquet", "jsonl", "gz", "zst"])

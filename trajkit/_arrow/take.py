@@ -45,7 +45,7 @@ def take_values(column: _Column, indices: pa.Array, name: str) -> _Column:
         ) from None
 
 
-def take_run(values: _Values, indices: npt.NDArray[np.integer[Any]]) -> _Values:
+def take_run(values: _Values, indices: npt.NDArray[Any]) -> _Values:
     """The values at these indices: a slice, which costs less, if they are consecutive."""
     n = len(indices)
     if n == 1 or (n and (np.diff(indices) == 1).all()):

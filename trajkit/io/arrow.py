@@ -2,7 +2,7 @@
 
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from trajkit._arrow.take import empty_batch, without_views
 from trajkit._streams import limits
 from trajkit.errors import FormatError, LayoutError, SchemaError, TornLogWarning
 from trajkit.io.formats import Format, name_of, open_input
+from trajkit.io.memory_bound import MemoryBound
 
 _NAMES = {"parquet": "Parquet", "arrow": "Arrow IPC", "arrows": "Arrow IPC"}
 # length of the marker at the end of an IPC stream; an unfinished log has none
@@ -52,10 +53,10 @@ def read_batches(
     name = name_of(file)
     with _content_of(name, kind):
         if kind == "parquet":
-            batches = _read_parquet(source, batch_rows, skip)
+            batches = _read_parquet(source, name, batch_rows, skip)
             skip = 0
         elif _is_file_form(source):
-            batches = _read_file(source)
+            batches = _read_file(source, name)
         else:
             batches = _read_stream(source, name)
         checked: pa.Schema | None = None
@@ -102,7 +103,9 @@ def key_batches(
         if kind == "parquet":
             file = _parquet_file(source)
             found = [column for column in names if column in file.schema_arrow.names]
+            bound = MemoryBound(source, name)
             for group in range(file.num_row_groups):
+                bound.check_row_group(file.metadata, group, _leaf_indices(file, found))
                 n_bytes = file.metadata.row_group(group).total_byte_size
                 keys = file.read_row_group(group, columns=found)
                 _check_rows(file, group, keys.num_rows if found else None)
@@ -113,7 +116,7 @@ def key_batches(
             return
         # pages of a mapped file are read when they are used
         batches = (
-            _read_file(pa.memory_map(str(path)))
+            _read_file(pa.memory_map(str(path)), name)
             if _is_file_form(source)
             else _read_stream(source, name)
         )
@@ -129,9 +132,11 @@ def _is_file_form(source: pa.NativeFile) -> bool:
     return bool(magic == b"ARROW1")
 
 
-def _read_file(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
+def _read_file(source: pa.NativeFile, name: str) -> Iterator[pa.RecordBatch]:
     reader = pa.ipc.open_file(source)
-    for i in range(reader.num_record_batches):
+    bound = MemoryBound(source, name)
+    for i, start in enumerate(bound.check_file()):
+        bound.check_batch(start)
         yield reader.get_batch(i)
     if not reader.num_record_batches:
         yield empty_batch(reader.schema)
@@ -171,10 +176,16 @@ def _parquet_file(source: pa.NativeFile) -> Any:
     return file
 
 
+def _leaf_indices(file: Any, names: Collection[str]) -> list[int]:
+    """The Parquet columns that the named Arrow columns consist of."""
+    paths = [file.schema.column(k).path for k in range(len(file.schema.names))]
+    return [k for k, path in enumerate(paths) if path.partition(".")[0] in names]
+
+
 def _read_parquet(
-    source: pa.NativeFile, batch_rows: int | None, skip: int
+    source: pa.NativeFile, name: str, batch_rows: int | None, skip: int
 ) -> Iterator[pa.RecordBatch]:
-    file = _parquet_file(source)
+    file, bound = _parquet_file(source), MemoryBound(source, name)
     if file.metadata.num_rows == 0:
         yield empty_batch(file.schema_arrow)
     for group in range(file.num_row_groups):
@@ -182,11 +193,14 @@ def _read_parquet(
         if skip < n_rows:
             n_read = 0
             n_values: dict[str, npt.NDArray[np.int64]] = {}
+            bound.check_row_group(
+                file.metadata, group, range(file.metadata.num_columns)
+            )
             # group by group, so that only one is in memory undecoded
             for batch in file.iter_batches(batch_rows or n_rows, [group]):
                 n_read += batch.num_rows
-                for name, array in zip(batch.schema.names, batch.columns, strict=True):
-                    n_values[name] = _values_in(array) + n_values.get(name, 0)
+                for key, array in zip(batch.schema.names, batch.columns, strict=True):
+                    n_values[key] = _values_in(array) + n_values.get(key, 0)
                 left = batch.slice(skip)
                 skip = max(skip - batch.num_rows, 0)
                 if left.num_rows:
@@ -249,7 +263,7 @@ def _values_in(array: pa.Array) -> npt.NDArray[np.int64]:
 
 def _read_stream(source: pa.NativeFile, name: str) -> Iterator[pa.RecordBatch]:
     """Complete batches of one stream, or of several streams that were appended."""
-    size = source.size()
+    size, bound = source.size(), MemoryBound(source, name)
     good = 0
     try:
         while good < size:
@@ -258,6 +272,7 @@ def _read_stream(source: pa.NativeFile, name: str) -> Iterator[pa.RecordBatch]:
             while True:
                 # a complete schema or batch ends here
                 good = source.tell()
+                bound.check_stream()
                 try:
                     batch = reader.read_next_batch()
                 except StopIteration:

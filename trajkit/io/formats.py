@@ -146,6 +146,20 @@ class _Borrowed:
         self.closed = True
 
 
+def bytes_limit(variable: str, default: int) -> int:
+    """A bound in bytes: the environment variable's value, or the default.
+
+    Raises
+    ------
+    FormatError
+        The value is not a number of bytes.
+    """
+    text = os.environ.get(variable, str(default))
+    if not text.isdecimal() or not 0 < int(text) < 1 << 62:
+        raise FormatError(f"{variable} is {text!r}: expected a number of bytes")
+    return int(text)
+
+
 def open_input(file: Path | BinaryIO, kind: Format) -> pa.NativeFile:
     """The file's content, decompressed."""
     if isinstance(file, Path):

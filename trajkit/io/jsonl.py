@@ -1,7 +1,6 @@
 """JSON lines: turns as records of `trajkit.from_records`, other tables as objects."""
 
 import json
-import os
 import warnings
 from base64 import b64decode, b64encode
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from trajkit.errors import (
     SchemaError,
     TornLogWarning,
 )
-from trajkit.io.formats import check_text
+from trajkit.io.formats import bytes_limit, check_text
 from trajkit.io.json_numbers import IDS, ITEMS, NUMBERS, Reader, Shape
 from trajkit.schema import TURNS, TURNS_DELTA
 from trajkit.turns.deep_json import MAX_DEPTH, is_too_deep, parse
@@ -136,17 +135,8 @@ def _plain(line: bytes) -> object:
 
 
 def max_line_bytes() -> int:
-    """The most bytes of a line: the environment variable's value, or 256 MB.
-
-    Raises
-    ------
-    FormatError
-        The value is not a number of bytes.
-    """
-    text = os.environ.get(MAX_LINE_BYTES, str(1 << 28))
-    if not text.isdecimal() or not 0 < int(text) < 1 << 62:
-        raise FormatError(f"{MAX_LINE_BYTES} is {text!r}: expected a number of bytes")
-    return int(text)
+    """The most bytes of a line: 256 MB, or as the environment variable says."""
+    return bytes_limit(MAX_LINE_BYTES, 1 << 28)
 
 
 def split_lines(source: pa.NativeFile, name: str) -> Iterator[tuple[bytes, bool]]:

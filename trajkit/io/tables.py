@@ -87,7 +87,9 @@ def read_turns(
     ------
     FormatError
         The suffix or content is of an unknown format, or damaged; a line of JSON is
-        longer than 256 MB, or than the environment variable ``TRAJKIT_MAX_LINE_BYTES``.
+        longer than 256 MB, or than the environment variable ``TRAJKIT_MAX_LINE_BYTES``;
+        a compressed batch or row group needs more than 4 GB of memory, or than the
+        environment variable ``TRAJKIT_MAX_BATCH_BYTES``.
     SchemaError
         A column is missing or has another type.
     InvalidTurnsError

@@ -1,0 +1,292 @@
+"""A bound on the memory of one batch, checked before the batch is decompressed.
+
+A few kilobytes can decompress to gigabytes. A file states the sizes in front of its
+compressed bytes. Arrow allocates as much, and a codec writes no more. In an IPC message the
+sizes precede the buffers (BodyCompression in Arrow's Message.fbs); in Parquet they are in
+the headers of pages (PageHeader in parquet.thrift, compact protocol).
+"""
+
+import struct
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from trajkit.errors import FormatError
+from trajkit.io.formats import bytes_limit
+
+MAX_BATCH_BYTES = "TRAJKIT_MAX_BATCH_BYTES"
+"""The environment variable with the bound."""
+_DEFAULT = 4 << 30
+# a body up to this size is read at once, of a larger one only the lengths
+_SMALL_BODY = 1 << 20
+# MessageHeader in Message.fbs
+_DICTIONARY, _RECORDS = 2, 3
+# field numbers of Message, DictionaryBatch, RecordBatch and Footer
+_HEADER_TYPE, _HEADER, _BODY_LENGTH = 1, 2, 3
+_DATA = 1
+_BUFFERS, _COMPRESSION = 2, 3
+_DICTIONARIES, _BATCHES = 2, 3
+_BLOCK = np.dtype([("offset", "<i8"), ("head", "<i4"), ("_", "<i4"), ("body", "<i8")])
+_BUFFER = np.dtype([("offset", "<i8"), ("size", "<i8")])
+# field numbers of PageHeader, and of the headers of data pages (5, 8)
+_UNCOMPRESSED, _COMPRESSED, _N_VALUES = 2, 3, 1
+_DATA_PAGES = (5, 8)
+# bytes of a value in memory; a text has an offset
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT96": 12}
+_LEVELS = 4
+_MAX_PAGE_HEADER, _MAX_DEPTH = 16 << 20, 4
+
+
+class MemoryBound:
+    """Raises FormatError before a batch of a file that needs more than the bound.
+
+    Parameters
+    ----------
+    source : pyarrow.NativeFile
+    name : str
+        What errors call the file.
+
+    Raises
+    ------
+    FormatError
+        The environment variable is not a number of bytes.
+    """
+
+    def __init__(self, source: pa.NativeFile, name: str) -> None:
+        self._source, self._name = source, name
+        self._most = bytes_limit(MAX_BATCH_BYTES, _DEFAULT)
+
+    def check_stream(self) -> None:
+        """Check the next batch of an IPC stream, with the dictionaries before it."""
+        start = at = self._source.tell()
+        n_bytes, kind = 0, _DICTIONARY
+        try:
+            while kind != _RECORDS and (message := self._message(at)) is not None:
+                kind, size, at = message
+                n_bytes += size
+        finally:
+            self._source.seek(start)  # Arrow asks for it after reads at a position
+        self._check(n_bytes, f"the batch at byte {start}")
+
+    def check_file(self) -> list[int]:
+        """Check the dictionaries of an IPC file; return where its batches start."""
+        size = self._source.size()
+        (n_footer,) = struct.unpack("<i", self._read(size - 10, 4))
+        footer = _Flatbuffer(self._read(size - 10 - n_footer, n_footer))
+        dictionaries, batches = (
+            footer.records(footer.root, field, _BLOCK)["offset"].tolist()
+            for field in (_DICTIONARIES, _BATCHES)
+        )
+        self._check(sum(map(self._size_at, dictionaries)), "its dictionaries")
+        return list(batches)
+
+    def check_batch(self, start: int) -> None:
+        """Check the batch of an IPC file that starts at this byte."""
+        self._check(self._size_at(start), f"the batch at byte {start}")
+
+    def check_row_group(
+        self, metadata: Any, group: int, columns: Iterable[int]
+    ) -> None:
+        """Check the columns of a Parquet row group.
+
+        A value that a page repeats counts with its width and its levels; a text that it
+        repeats counts as an offset.
+        """
+        n_bytes = 0
+        for k in columns:
+            column = metadata.row_group(group).column(k)
+            width = _WIDTHS.get(column.physical_type, 8)
+            if column.physical_type == "FIXED_LEN_BYTE_ARRAY":
+                width = metadata.schema.column(k).length
+            at = column.data_page_offset
+            if column.has_dictionary_page:
+                at = min(at, column.dictionary_page_offset)
+            stop = at + column.total_compressed_size
+            while at < stop and (page := self._page(at, stop)):
+                n_values = sum(page.count(k, _N_VALUES) for k in _DATA_PAGES)
+                n_bytes += page.count(_UNCOMPRESSED) + n_values * (width + _LEVELS)
+                at += page.n_bytes + page.count(_COMPRESSED)
+        self._check(n_bytes, f"row group {group}")
+
+    def _check(self, n_bytes: int, what: str) -> None:
+        if n_bytes > self._most:
+            raise FormatError(
+                f"{self._name}: {what} needs {n_bytes} bytes of memory, more than "
+                f"{self._most}: set the environment variable {MAX_BATCH_BYTES} to allow "
+                "more"
+            )
+
+    def _read(self, at: int, size: int) -> bytes:
+        return bytes(self._source.read_at(size, at))
+
+    def _size_at(self, start: int) -> int:
+        message = self._message(start)
+        return 0 if message is None else message[1]
+
+    def _message(self, at: int) -> tuple[int, int, int] | None:
+        """Kind, decompressed bytes and end of a message; None at the end of a stream.
+
+        A message that is cut off has no bytes that could be decompressed.
+        """
+        head = self._read(at, 8)
+        marker = 4 if head[:4] == b"\xff\xff\xff\xff" else 0  # none before Arrow 0.15
+        if len(head) < 8:
+            return None
+        (n_header,) = struct.unpack_from("<i", head, marker)
+        at += marker + 4
+        header = self._read(at, max(n_header, 0))
+        if n_header <= 0 or len(header) < n_header:
+            return None
+        data = _Flatbuffer(header)
+        kind_at = data.field(data.root, _HEADER_TYPE)
+        batch = data.table(data.root, _HEADER)
+        kind = 0 if kind_at is None else data.number("<B", kind_at)
+        body = at + n_header
+        n_body = max(data.long(data.root, _BODY_LENGTH), 0)
+        if kind == _DICTIONARY and batch is not None:
+            batch = data.table(batch, _DATA)
+        if kind not in (_DICTIONARY, _RECORDS) or batch is None:
+            return kind, 0, body + n_body
+        size = n_body
+        if data.field(batch, _COMPRESSION) is not None:
+            size = self._decompressed(
+                body, n_body, data.records(batch, _BUFFERS, _BUFFER)
+            )
+        return kind, size, body + n_body
+
+    def _decompressed(self, body: int, n_body: int, buffers: Any) -> int:
+        """The bytes of a compressed body after decompression, as its buffers state them."""
+        buffers = buffers[buffers["size"] >= 8]
+        starts = buffers["offset"]
+        if n_body <= _SMALL_BODY and not (starts % 8).any():
+            content = self._read(body, n_body // 8 * 8)
+            if len(content) < n_body // 8 * 8:  # the file is cut off here
+                return 0
+            words = np.frombuffer(content, "<i8")
+            if len(starts) and not 0 <= starts.min() <= starts.max() < 8 * len(words):
+                raise pa.ArrowInvalid("a buffer lies outside its message")
+            stated = words[starts // 8]
+        else:
+            prefixes = [self._read(body + start, 8) for start in starts.tolist()]
+            stated = np.frombuffer(b"".join(p.ljust(8) for p in prefixes), "<i8")
+        return sum(np.where(stated < 0, buffers["size"], stated).tolist())
+
+    def _page(self, at: int, stop: int) -> "_PageHeader | None":
+        """The header of a page; None if it is cut off."""
+        size = 256
+        while size <= _MAX_PAGE_HEADER:
+            data = self._read(at, min(size, stop - at))
+            try:
+                return _PageHeader(data)
+            except IndexError:
+                if len(data) < size:
+                    return None
+                size *= 16
+        return None
+
+
+class _Flatbuffer:
+    """A flatbuffer: a table refers to its fields through a list of their offsets.
+
+    A reference past the end of the data raises ArrowInvalid.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.root = self._follow(0)
+
+    def field(self, table: int, number: int) -> int | None:
+        """The position of a field, or None."""
+        offsets = table - self.number("<i", table)
+        at = 4 + 2 * number
+        if at + 2 > self.number("<H", offsets):
+            return None
+        offset = self.number("<H", offsets + at)
+        return table + offset if offset else None
+
+    def table(self, table: int, number: int) -> int | None:
+        """The position of a table that a field refers to, or None."""
+        at = self.field(table, number)
+        return None if at is None else self._follow(at)
+
+    def long(self, table: int, number: int) -> int:
+        """The integer of 64 bits in a field; 0 without the field."""
+        at = self.field(table, number)
+        return 0 if at is None else self.number("<q", at)
+
+    def records(self, table: int, number: int, dtype: np.dtype[Any]) -> Any:
+        """A list of structs; shape (n_structs,)."""
+        at = self.table(table, number)
+        if at is None:
+            return np.zeros(0, dtype)
+        n = self.number("<I", at)
+        try:
+            return np.frombuffer(self._data, dtype, n, at + 4)
+        except ValueError as error:
+            raise pa.ArrowInvalid(f"a list in a header is cut off: {error}") from None
+
+    def _follow(self, at: int) -> int:
+        return at + self.number("<I", at)
+
+    def number(self, form: str, at: int) -> int:
+        try:
+            (number,) = struct.unpack_from(form, self._data, at)
+        except struct.error as error:
+            raise pa.ArrowInvalid(f"a header is cut off: {error}") from None
+        return int(number)
+
+
+class _PageHeader:
+    """The counts in a struct of thrift's compact protocol.
+
+    Raises
+    ------
+    IndexError
+        The data end before the struct does.
+    ArrowInvalid
+        No page header has such a field.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.n_bytes = 0
+        self._counts: dict[tuple[int, ...], int] = {}
+        self._read_struct(())
+
+    def count(self, *path: int) -> int:
+        """The count under these field numbers; 0 if it is missing or negative."""
+        return max(self._counts.get(path, 0), 0)
+
+    def _byte(self) -> int:
+        self.n_bytes += 1
+        return self._data[self.n_bytes - 1]
+
+    def _read_struct(self, path: tuple[int, ...]) -> None:
+        number = 0
+        while kind := self._byte():
+            number = number + (kind >> 4) if kind >> 4 else self._signed()
+            self._read_value(kind & 15, (*path, number))
+
+    def _read_value(self, kind: int, path: tuple[int, ...]) -> None:
+        if kind in (4, 5, 6):
+            self._counts[path] = self._signed()
+        elif kind == 8:  # text
+            size = self._unsigned()
+            self.n_bytes += size
+        elif kind == 12 and len(path) < _MAX_DEPTH:
+            self._read_struct(path)
+        elif kind not in (1, 2):  # true, false
+            raise pa.ArrowInvalid(f"a page header has a field of the kind {kind}")
+
+    def _signed(self) -> int:
+        number = self._unsigned()
+        return number >> 1 ^ -(number & 1)
+
+    def _unsigned(self) -> int:
+        number = shift = 0
+        while (byte := self._byte()) & 128 and shift < 63:
+            number |= (byte & 127) << shift
+            shift += 7
+        return number | (byte & 127) << shift
