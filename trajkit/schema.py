@@ -206,6 +206,16 @@ TURN_REWARDS = _schema(
 )
 """A reward per turn, as `trajkit.training.spread_rewards` takes it."""
 
+SEGMENT_REWARDS = _schema(
+    "segment_rewards",
+    _required("session_id", pa.string()),
+    # the row of the segment: under the policy segments, each row is one
+    _required("row_index", pa.int32()),
+    # null: unscorable, never 0
+    pa.field("reward", pa.float64()),
+)
+"""A reward per segment, as `trajkit.training.spread_rewards` takes it."""
+
 ATTRIBUTION = _schema(
     "turns",
     _required("session_id", pa.string()),

@@ -6,9 +6,13 @@ from types import SimpleNamespace
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.export.group_of_rows import TARGETS, one_row_each, plain, sample_rows
+from tests.strategies import runs
+from tests.tables import turns_table
 from trajkit.cli import main
 from trajkit.errors import ExportError
 from trajkit.export import (
@@ -174,6 +178,127 @@ def test_prime_rl_gives_every_token_the_temperature_of_its_rollout():
 def test_prime_rl_refuses_what_it_would_take_silently(options, said):
     with pytest.raises(ExportError, match=said):
         prime_rl.sample_fields(sample_rows(), **options)
+
+
+def test_prime_rl_micro_batches_are_those_of_its_packer():
+    due = TARGETS["prime_rl"]["micro_batches"]
+    found = prime_rl.micro_batch_fields(
+        sample_rows(), 16, env_name="demo", ranks=2, pad_to_multiple_of=8
+    )
+    assert found == [[batch] for batch in due]
+    assert [list(batch) for batches in found for batch in batches] == [
+        list(batch) for batch in due
+    ]
+
+
+def test_prime_rl_ranks_have_as_many_micro_batches():
+    """A rank without a row gets padding that trains nothing."""
+    rows = sample_rows().append_column(
+        "observation_weight",
+        pa.array([[0.0, 0.5, *[0.0] * 7], None, None], pa.list_(pa.float32())),
+    )
+    found = prime_rl.micro_batch_fields(
+        rows, 16, env_name="demo", ranks=3, weighted=True
+    )
+    assert [len(batches) for batches in found] == [1, 1, 1]
+    (first,), (second,), (padding,) = found
+    assert first["ce_weights"] == [0.0, 0.5, *[0.0] * 14]
+    assert second["ce_weights"] is None
+    weights = [
+        one["rl_weights"]
+        for one in prime_rl.sample_fields(rows, env_name="demo", weighted=True)
+    ]
+    assert first["rl_weights"] == weights[0] + weights[1]
+    assert padding["loss_mask"] == [False]
+    assert padding["input_ids"] == [1]
+    assert padding["sequence_lengths"] == [1]
+
+
+def test_prime_rl_and_tinker_take_advantages_per_token():
+    gains = [
+        [float(k + 1) for k in range(n)]
+        for n in map(len, sample_rows()["input_ids"].to_pylist())
+    ]
+    rows = sample_rows().drop_columns("advantage")
+    rows = rows.append_column("advantage", pa.array(gains))
+    first = prime_rl.sample_fields(rows, env_name="demo")[0]
+    assert first["advantages"] == [0, 0, 0, 4, 5, 0, 7, 8, 9]
+    datum = tinker.datum_fields(rows, weighted=False)[0]
+    assert plain(datum["advantages"]) == [0, 0, 4, 5, 0, 7, 8, 9]
+    for export in (trl.rollout_sample_fields, EVERY["areal"]):
+        with pytest.raises(ExportError, match="advantage is a list per token, but"):
+            export(rows)
+    short = rows.set_column(
+        rows.column_names.index("advantage"),
+        "advantage",
+        pa.array([gains[0][1:], *gains[1:]]),
+    )
+    with pytest.raises(ExportError, match="row 0: 8 advantages for 9 tokens"):
+        tinker.datum_fields(short)
+
+
+@given(
+    runs(), st.sampled_from(["faithful", "slime", "trl", "nemo", "per_call", "miles"])
+)
+def test_tinker_provenance_names_the_tokens_of_turns(turns, policy):
+    turns = [{**turn, "prompt_ids": turn["prompt_ids"] or [1]} for turn in turns]
+    table = turns_table(turns)
+    rows = tk.linearize(table, tk.policy(policy, missing_logprobs="untrain"))
+    trains = [any(mask) for mask in rows["loss_mask"].to_pylist()]
+    rows = rows.filter(pa.array(trains, pa.bool_()))
+    rows = rows.append_column("advantage", pa.array([1.0] * len(rows)))
+    known = {
+        f"{turn['session_id']}/{turn['turn_index']}": turn for turn in table.to_pylist()
+    }
+    for datum, row in zip(tinker.datum_fields(rows), rows.to_pylist(), strict=True):
+        assert (datum["session_id"], datum["row_index"]) == (
+            row["session_id"],
+            row["row_index"],
+        )
+        for name, ids in (
+            ("model_input_spans", row["input_ids"][:-1]),
+            ("loss_fn_input_spans", row["input_ids"][1:]),
+        ):
+            found = []
+            for run in datum[name]:
+                source = known[run["sequence_id"]]
+                column = {"sampled": "output_ids", "prompt": "prompt_ids"}[run["kind"]]
+                stop = run["offset"] + run["length"]
+                tokens = source[column][run["offset"] : stop]
+                assert len(tokens) == run["length"]
+                found += tokens
+            assert found == ids
+        sampled = [
+            run["kind"] == "sampled"
+            for run in datum["loss_fn_input_spans"]
+            for _ in range(run["length"])
+        ]
+        assert not any(
+            trained and not here
+            for trained, here in zip(row["loss_mask"][1:], sampled, strict=True)
+        )
+
+
+def test_tinker_provenance_takes_the_sampler_s_names():
+    rows = sample_rows()
+    turns = [
+        (row["session_id"], span["turn_index"])
+        for row in rows.to_pylist()
+        for span in row["spans"]
+    ]
+    names = pa.table(
+        {
+            "session_id": [session for session, _ in turns],
+            "turn_index": [turn for _, turn in turns],
+            "sequence_id": [f"seq-{k}" for k in range(len(turns))],
+        }
+    )
+    (first, *_) = tinker.datum_fields(rows, sequence_ids=names)
+    assert {run["sequence_id"] for run in first["model_input_spans"]} <= {
+        f"seq-{k}" for k in range(len(turns))
+    }
+    with pytest.raises(ExportError, match=r"row \d: turn \d has no sequence_id"):
+        tinker.datum_fields(rows, sequence_ids=names.slice(0, 1))
 
 
 def test_skyrl_fields_are_those_of_its_generator():

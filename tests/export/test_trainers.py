@@ -17,7 +17,7 @@ import pytest
 import trajkit as tk
 from tests.export.group_of_rows import TARGETS, one_row_each, plain, sample_rows
 from trajkit import export
-from trajkit.export import nemo_rl, sft, tinker, trl, verl
+from trajkit.export import nemo_rl, prime_rl, sft, tinker, trl, verl
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -112,6 +112,52 @@ def test_tinker_takes_exported_data_and_the_cookbook_makes_the_same():
             field = one.loss_fn_inputs[name]
             assert field.dtype == due[name]["dtype"]
             assert list(field.data) == due[name]["data"]
+
+
+def test_tinker_accepts_the_provenance_of_rows():
+    """with_provenance checks that runs tile both fields."""
+    missing("tinker")
+    for datum, row in zip(
+        tinker.datums(sample_rows()), sample_rows().to_pylist(), strict=True
+    ):
+        n_sampled = sum(
+            run.length
+            for run in datum.loss_fn_input_spans
+            if "Sampled" in str(type(run))
+        )
+        assert n_sampled == sum(row["loss_mask"])
+
+
+def test_prime_rl_files_are_what_its_trainer_decodes(tmp_path):
+    missing("msgspec")
+    import msgspec
+
+    struct = msgspec.defstruct(
+        "MicroBatch",
+        [
+            *((name, list) for name in prime_rl.MICRO_BATCH_FIELDS[:9]),
+            *((name, object, None) for name in prime_rl.MICRO_BATCH_FIELDS[9:]),
+        ],
+        array_like=True,
+        omit_defaults=True,
+    )
+    paths = prime_rl.write_micro_batches(
+        *(sample_rows(), tmp_path, 5, 16),
+        env_name="demo",
+        ranks=2,
+        pad_to_multiple_of=8,
+    )
+    assert [path.relative_to(tmp_path).as_posix() for path in paths] == [
+        "step_5/rank_0.bin",
+        "step_5/rank_1.bin",
+    ]
+    assert len([*tmp_path.rglob("*.*")]) == 2
+    found = [
+        msgspec.msgpack.decode(path.read_bytes(), type=list[struct]) for path in paths
+    ]
+    assert [msgspec.structs.asdict(one) for each in found for one in each] == TARGETS[
+        "prime_rl"
+    ]["micro_batches"]
 
 
 def test_nemo_rl_logs_are_tensors_of_one_type():

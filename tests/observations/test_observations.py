@@ -809,7 +809,9 @@ def test_a_row_is_refused_weights_of_another_length():
     rows = learned(conversation())
     short = pa.array([[1.0]], pa.large_list(pa.float32()))
     rows = rows.drop_columns("observation_weight")
-    with pytest.raises(InvalidTurnsError, match="row 0: 1 observation weights for 17"):
+    with pytest.raises(
+        InvalidTurnsError, match="row 0: 1 values of observation_weight for 17"
+    ):
         tk.training.reference_loss(
             rows.append_column("observation_weight", short), some_logprobs(rows)
         )

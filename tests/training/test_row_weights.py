@@ -315,7 +315,7 @@ def test_turn_rewards_of_other_sessions_and_zeros_are_no_fault():
         ),
         pytest.param(
             lambda r: tk.training.spread_rewards(r, turn_rewards=turn_rewards()),
-            "mode is 'copy'",
+            "mode='copy' with turn_rewards given",
             id="rewards of another mode",
         ),
         pytest.param(
@@ -475,7 +475,7 @@ def test_a_last_turn_needs_a_reward_and_a_name():
     unnamed = rows.drop_columns("last_turn")
     with pytest.raises(InvalidTurnsError, match="row 0: last_turn is null"):
         rewards_of("last_turn", unnamed, turn_rewards=turn_rewards(1.0))
-    with pytest.raises(ArgumentError, match="mode is 'last_turn', turn_rewards is not"):
+    with pytest.raises(ArgumentError, match="mode='last_turn' with turn_rewards not"):
         rewards_of("last_turn", rows)
 
 

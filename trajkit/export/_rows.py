@@ -45,7 +45,8 @@ class ExportRow:
     logprobs: Array
     prompt_length: int
     reward: float | None
-    advantage: float | None
+    # of the row, or of each token
+    advantage: float | list[float] | None
     row_weight: float
     mask_sum: int
     finish_reason: str | None
@@ -54,6 +55,10 @@ class ExportRow:
     ill_formed: bool
     # first and last weights, or None
     weight_versions: dict[str, str] | None
+    # the turn whose path the row is, if the table says so
+    last_turn: int | None
+    # as dicts
+    spans: list[dict[str, Any]]
     # the row's line in the table
     line: int
 
@@ -114,6 +119,10 @@ def _checked(table: pa.Table, response: bool, logprobs: bool) -> Iterator[Export
             if not pa.types.is_large_list(table.schema.field(name).type)
         ]
     ).to_pylist()
+    spans = table.column("spans").to_pylist()
+    gains: list[Any] = [None] * len(scalars)
+    if "advantage" in table.column_names:
+        gains = table.column("advantage").to_pylist()
     for line, facts in enumerate(scalars):
         name = facts["session_id"]
         where = f"session {name!r}, row {facts['row_index']}"
@@ -156,7 +165,7 @@ def _checked(table: pa.Table, response: bool, logprobs: bool) -> Iterator[Export
             logprobs=values,
             prompt_length=facts["prompt_length"],
             reward=facts["reward"],
-            advantage=facts.get("advantage"),
+            advantage=gains[line],
             row_weight=facts["row_weight"],
             mask_sum=facts["rollout_mask_sum"],
             finish_reason=facts["finish_reason"],
@@ -164,6 +173,8 @@ def _checked(table: pa.Table, response: bool, logprobs: bool) -> Iterator[Export
             use_tool=bool(facts["use_tool"]),
             ill_formed=bool(facts["ill_formed"]),
             weight_versions=facts.get("weight_versions"),
+            last_turn=facts.get("last_turn"),
+            spans=spans[line],
             line=line,
         )
 
@@ -208,15 +219,47 @@ def advantages_of(rows: list[ExportRow]) -> list[float]:
     Raises
     ------
     ExportError
-        The rows have no advantages, or one is null.
+        The rows have no advantages, one is null, or they have one per token.
     """
+    found = []
     for row in rows:
-        if row.advantage is None:
+        gain = _advantage(row)
+        if not isinstance(gain, float):
             raise ExportError(
-                f"{row.place}: advantage is null or absent. Add it with "
-                "trajkit.add_advantages, and filter out rows whose advantage is null"
+                f"{row.place}: advantage is a list per token, but this format has one "
+                "per row. Compute advantages of rollouts or segments"
             )
-    return [row.advantage for row in rows if row.advantage is not None]
+        found.append(gain)
+    return found
+
+
+def token_advantages(rows: list[ExportRow]) -> list[Array]:
+    """The advantage of each token, float64 of shape (n_tokens,); 0 off the mask.
+
+    Raises
+    ------
+    ExportError
+        The rows have no advantages, one is null, or a list is not as long as its row.
+    """
+    found = []
+    for row in rows:
+        gain = np.asarray(_advantage(row), np.float64)
+        if gain.ndim and len(gain) != len(row.input_ids):
+            raise ExportError(
+                f"{row.place}: {len(gain)} advantages for {len(row.input_ids)} tokens"
+            )
+        found.append(np.where(row.loss_mask, gain, 0.0))
+    return found
+
+
+def _advantage(row: ExportRow) -> Any:
+    gain = row.advantage
+    if gain is None or (isinstance(gain, list) and None in gain):
+        raise ExportError(
+            f"{row.place}: advantage is null or absent. Add it with "
+            "trajkit.add_advantages, and filter out rows whose advantage is null"
+        )
+    return gain
 
 
 def weighted_advantages(
@@ -224,13 +267,22 @@ def weighted_advantages(
 ) -> list[float]:
     """Advantages that carry the row weights into a trainer without a slot for them.
 
-    The trainer's sum or mean over the batch's trained tokens is then
-    `trajkit.training.reference_loss` of the same rows.
-
     Raises
     ------
     ExportError
         As `advantages_of`.
+    """
+    scales = token_scales(rows, normalize, reduce)
+    return [a * scale for a, scale in zip(advantages_of(rows), scales, strict=True)]
+
+
+def token_scales(
+    rows: list[ExportRow], normalize: Normalize, reduce: Reduce
+) -> list[float]:
+    """What a trained token of each row counts in the trainer's loss, for its advantage.
+
+    The trainer's sum or mean over the batch's trained tokens is then
+    `trajkit.training.reference_loss` of the same rows.
     """
     check_choice("normalize", normalize, Normalize)
     check_choice("reduce", reduce, Reduce)
@@ -239,8 +291,8 @@ def weighted_advantages(
     if normalize == "token_mean":
         scale *= sum(n_trained)
     return [
-        advantage * row.row_weight * scale / (n if reduce == "mean" else 1)
-        for row, advantage, n in zip(rows, advantages_of(rows), n_trained, strict=True)
+        row.row_weight * scale / (n if reduce == "mean" else 1)
+        for row, n in zip(rows, n_trained, strict=True)
     ]
 
 

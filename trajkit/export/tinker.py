@@ -7,32 +7,43 @@ Source: tinker 0.38.0 (``tinker/types/datum.py``), tinker-cookbook 0.6.1
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
-from trajkit._arrow.canonical import TableLike
+from trajkit._arrow.canonical import TableLike, as_table
+from trajkit.errors import ExportError
 from trajkit.export._rows import (
+    ExportRow,
     Reduce,
-    advantages_of,
     checked_rows,
-    on_mask,
-    weighted_advantages,
+    token_advantages,
+    token_scales,
 )
 
 
 def datum_fields(
-    rows: TableLike, *, weighted: bool = True, reduce: Reduce = "mean"
+    rows: TableLike,
+    *,
+    weighted: bool = True,
+    reduce: Reduce = "mean",
+    sequence_ids: TableLike | None = None,
 ) -> list[dict[str, Any]]:
     """Rows as the fields of a ``Datum``, shifted by one.
 
     Parameters
     ----------
     rows : table
-        `trajkit.schema.ROWS` or ``ROWS_SUFFIX`` with a column ``advantage``.
+        `trajkit.schema.ROWS` or ``ROWS_SUFFIX`` with a column ``advantage``, per row or
+        per token.
     weighted : bool
         Fold row weights into the advantages. Tinker sums the losses of tokens, so its loss
         is then `trajkit.training.reference_loss` of the same rows. False: every token has
         the plain advantage, as in the cookbook.
     reduce : {"mean", "sum"}
         How the row weights are meant; see `trajkit.training.reference_loss`.
+    sequence_ids : table, optional
+        ``session_id``, ``turn_index`` and ``sequence_id``: Tinker's
+        ``SampledSequence.sequence_id`` of each turn. Default:
+        ``{session_id}/{turn_index}``.
 
     Returns
     -------
@@ -41,33 +52,126 @@ def datum_fields(
         ``advantages`` and ``mask`` (float32), all of length n - 1. A token with advantage 0
         does not train; the cookbook removes ``mask`` before it sends a datum.
 
+        ``session_id`` and ``row_index`` name the row. ``model_input_spans`` and
+        ``loss_fn_input_spans`` say where each token of ``model_input`` and
+        ``target_tokens`` comes from, as lists of dicts with ``kind`` ("sampled" or
+        "prompt"), ``sequence_id``, ``offset`` and ``length``. Sampled tokens are those of
+        trained spans and of the row's last turn. All others are of the prompt of the last
+        turn, with which the row begins under every policy but ``polar``.
+
     Raises
     ------
     ExportError
-        See `trajkit.export`; or an advantage is null or absent.
+        See `trajkit.export`; or an advantage is null or absent; or a turn of a row has no
+        ``sequence_id``.
     """
     checked = checked_rows(rows)
+    gains = token_advantages(checked)
+    scales = [1.0] * len(checked)
     if weighted:
-        gains = weighted_advantages(checked, "token_sum", reduce)
-    else:
-        gains = advantages_of(checked)
-    return [
-        {
-            "model_input": row.input_ids[:-1].tolist(),
-            "target_tokens": row.input_ids[1:].astype(np.int64),
-            "logprobs": row.logprobs[1:],
-            "advantages": np.array(on_mask(row, gain)[1:], np.float32),
-            "mask": row.loss_mask[1:].astype(np.float32),
-        }
-        for row, gain in zip(checked, gains, strict=True)
-    ]
+        scales = token_scales(checked, "token_sum", reduce)
+    known = None if sequence_ids is None else _known(as_table(sequence_ids))
+    found = []
+    for row, gain, scale in zip(checked, gains, scales, strict=True):
+        spans = _provenance(row, known)
+        found.append(
+            {
+                "session_id": row.session_id,
+                "row_index": row.row_index,
+                "model_input": row.input_ids[:-1].tolist(),
+                "target_tokens": row.input_ids[1:].astype(np.int64),
+                "logprobs": row.logprobs[1:],
+                "advantages": (gain * scale)[1:].astype(np.float32),
+                "mask": row.loss_mask[1:].astype(np.float32),
+                "model_input_spans": _cut(spans, 0, len(row.input_ids) - 1),
+                "loss_fn_input_spans": _cut(spans, 1, len(row.input_ids)),
+            }
+        )
+    return found
+
+
+def _known(table: pa.Table) -> dict[tuple[str, int], str]:
+    names = ("session_id", "turn_index", "sequence_id")
+    columns = [table.column(name).to_pylist() for name in names]
+    return {(session, turn): name for session, turn, name in zip(*columns, strict=True)}
+
+
+def _provenance(
+    row: ExportRow, known: dict[tuple[str, int], str] | None
+) -> list[dict[str, Any]]:
+    """Where each token of a row comes from, as runs from the first to the last."""
+    held = [span for span in row.spans if span["stop"] > span["start"]]
+    last = row.last_turn
+    if last is None:
+        last = max(held, key=lambda span: int(span["stop"]))["turn_index"]
+
+    def name(turn: int) -> str:
+        if known is None:
+            return f"{row.session_id}/{turn}"
+        if not known.get((row.session_id, turn)):
+            raise ExportError(f"{row.place}: turn {turn} has no sequence_id")
+        return known[row.session_id, turn]
+
+    runs: list[dict[str, Any]] = []
+
+    def add(kind: str, turn: int, offset: int, length: int) -> None:
+        if length:
+            runs.append(
+                {
+                    "kind": kind,
+                    "sequence_id": name(turn),
+                    "offset": offset,
+                    "length": length,
+                }
+            )
+
+    at = 0
+    for span in sorted(held, key=lambda span: int(span["start"])):
+        if span["kind"] != "trained" and span["turn_index"] != last:
+            continue
+        start, stop = span["start"], span["stop"]
+        add("prompt", last, at, start - at)
+        add("sampled", span["turn_index"], span["output_start"], stop - start)
+        at = stop
+    add("prompt", last, at, len(row.input_ids) - at)
+    return runs
+
+
+def _cut(runs: list[dict[str, Any]], start: int, stop: int) -> list[dict[str, Any]]:
+    """The runs of tokens start:stop."""
+    found, at = [], 0
+    for run in runs:
+        first, end = max(at, start), min(at + run["length"], stop)
+        if first < end:
+            offset = run["offset"] + first - at
+            found.append(run | {"offset": offset, "length": end - first})
+        at += run["length"]
+    return found
 
 
 def datums(
-    rows: TableLike, *, weighted: bool = True, reduce: Reduce = "mean"
+    rows: TableLike,
+    *,
+    weighted: bool = True,
+    reduce: Reduce = "mean",
+    sequence_ids: TableLike | None = None,
 ) -> list[Any]:
-    """Rows as ``tinker.Datum`` objects for the RL losses; see `datum_fields`."""
+    """Rows as ``tinker.Datum`` objects for the RL losses, with their provenance.
+
+    See `datum_fields` for the parameters.
+    """
     import tinker
+
+    kinds = {
+        "prompt": tinker.PromptProvenanceSpan,
+        "sampled": tinker.SampledProvenanceSpan,
+    }
+
+    def spans(runs: list[dict[str, Any]]) -> list[Any]:
+        names = ("sequence_id", "offset", "length")
+        return [
+            kinds[run["kind"]](**{name: run[name] for name in names}) for run in runs
+        ]
 
     return [
         tinker.Datum(
@@ -76,6 +180,11 @@ def datums(
                 name: tinker.TensorData.from_numpy(each[name])
                 for name in ("target_tokens", "logprobs", "advantages", "mask")
             },
+        ).with_provenance(
+            model_input=spans(each["model_input_spans"]),
+            loss_fn_inputs=spans(each["loss_fn_input_spans"]),
         )
-        for each in datum_fields(rows, weighted=weighted, reduce=reduce)
+        for each in datum_fields(
+            rows, weighted=weighted, reduce=reduce, sequence_ids=sequence_ids
+        )
     ]

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from trajkit.training.loss import reference_loss as reference_loss
     from trajkit.training.rewards import spread_rewards as spread_rewards
     from trajkit.training.row_weights import add_weights as add_weights
+    from trajkit.training.steps import step_advantages as step_advantages
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
@@ -21,5 +22,6 @@ else:
             "advantages": "baselines",
             "reference_loss": "loss",
             "spread_rewards": "rewards",
+            "step_advantages": "steps",
         },
     )

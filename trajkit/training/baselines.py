@@ -8,12 +8,25 @@ import pyarrow as pa
 
 from trajkit._arguments import check_choice
 from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import TableLike, as_table, canonical, canonical_rows
+from trajkit._arrow.canonical import (
+    TableLike,
+    as_table,
+    canonical,
+    canonical_rows,
+    place,
+)
 from trajkit._arrow.reshape import with_column
 from trajkit._streams.lockstep import Stream, map_sessions
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.schema import SESSIONS
-from trajkit.training._checks import Bools, Longs, check_finite, check_once
+from trajkit.training._checks import (
+    Bools,
+    Longs,
+    check_finite,
+    check_once,
+    row_lengths,
+)
+from trajkit.training.rewards import segment_lines, trained_turns
 
 Baseline: TypeAlias = Literal["none", "group_mean", "leave_one_out"]
 Scale: TypeAlias = Literal["none", "group_std", "batch_std"]
@@ -125,11 +138,11 @@ def advantages(
     check_finite(table)
     scored = np.asarray(table.column("reward").is_valid())
     rewards = table.column("reward").fill_null(0.0).to_numpy()
-    group = _groups(table)
+    group = group_codes(table)
     n = np.bincount(group, scored)[group]
     mean = np.bincount(group, rewards)[group] / np.maximum(n, 1)
     constant = (n > 1) & (
-        _largest(group, rewards, scored) == -_largest(group, -rewards, scored)
+        largest(group, rewards, scored) == -largest(group, -rewards, scored)
     )
     base, known = np.zeros(len(rewards)), scored
     if baseline == "group_mean":
@@ -142,13 +155,13 @@ def advantages(
     if scale == "group_std":
         squares = np.where(scored, (rewards - mean) ** 2, 0.0)
         variance = np.bincount(group, squares)[group] / np.maximum(n - 1, 1)
-        gain = _scaled(gain, np.where(constant, 0.0, np.sqrt(variance)), epsilon)
+        gain = scaled(gain, np.where(constant, 0.0, np.sqrt(variance)), epsilon)
         valid = valid & (n > 1)
     elif scale == "batch_std":
         if np.count_nonzero(valid) < 2:
             valid = np.zeros_like(valid)
         else:
-            gain = _scaled(gain - gain[valid].mean(), gain[valid].std(ddof=1), epsilon)
+            gain = scaled(gain - gain[valid].mean(), gain[valid].std(ddof=1), epsilon)
     if clip is not None:
         gain = np.clip(gain, -clip, clip)
     trained = pa.nulls(len(rewards), pa.bool_())
@@ -173,7 +186,7 @@ def add_advantages(
 @overload
 def add_advantages(rows: TableLike, sessions: TableLike) -> pa.Table: ...
 def add_advantages(rows: TableLike | Stream, sessions: TableLike) -> pa.Table | Stream:
-    """Add the column ``advantage`` (float64): the advantage of each row's session.
+    """Add the column ``advantage``: that of each row's session, segment or turns.
 
     Parameters
     ----------
@@ -182,12 +195,15 @@ def add_advantages(rows: TableLike | Stream, sessions: TableLike) -> pa.Table | 
         is read lazily.
     sessions : table
         A table with ``session_id`` and ``advantage``, from
-        `trajkit.training.advantages`.
+        `trajkit.training.advantages`. If it also has ``turn_index`` or ``row_index``
+        (from `trajkit.training.step_advantages`), it has a line per turn or segment.
 
     Returns
     -------
     Table
-        The rows; the advantage is null if the session's is. For an iterator: an
+        The rows. ``advantage`` is a float64, null if the session's or the segment's is.
+        For advantages of turns it is a list of float64 per row: for each trained token
+        that of the turn that sampled it, 0 for other tokens. For an iterator: an
         iterator of record batches.
 
     Raises
@@ -195,22 +211,31 @@ def add_advantages(rows: TableLike | Stream, sessions: TableLike) -> pa.Table | 
     SchemaError
         A column of ``sessions`` is missing or has the wrong type.
     InvalidTurnsError
-        A session of the rows has no line in ``sessions``, or two; an advantage is NaN
-        or infinite.
+        A session, segment or trained turn of the rows has no line in ``sessions``, or
+        two; an advantage is NaN or infinite; that of a trained turn is null.
     """
     # a report is a table of sessions with more columns
     given = as_table(sessions).replace_schema_metadata(None)
     if "advantage" not in given.column_names:
         raise SchemaError("column 'advantage' of sessions is absent")
-    facts = canonical(given, _ADVANTAGES).select(_ADVANTAGES.names)
-    check_once(facts, ["session_id"])
+    steps = [name for name in ("turn_index", "row_index") if name in given.column_names]
+    schema = _ADVANTAGES
+    for name in steps:
+        schema = schema.insert(1, pa.field(name, pa.int32(), nullable=False))
+    facts = canonical(given, schema).select(schema.names)
+    check_once(facts, ["session_id", *steps])
     check_finite(facts, "advantage")
     return map_sessions(lambda rows: _with_advantages(rows, facts), ("rows", rows))
 
 
 def _with_advantages(rows: pa.Table, facts: pa.Table) -> pa.Table:
     table = canonical_rows(rows)
-    found = pc.index_in(table.column("session_id"), facts.column("session_id"))
+    if "turn_index" in facts.column_names:
+        return with_column(table, "advantage", _of_tokens(table, facts))
+    if "row_index" in facts.column_names:
+        found = pa.array(segment_lines(table, facts, "sessions"))
+    else:
+        found = pc.index_in(table.column("session_id"), facts.column("session_id"))
     if found.null_count:
         missing = table.column("session_id").filter(found.is_null())[0]
         raise InvalidTurnsError(
@@ -219,7 +244,27 @@ def _with_advantages(rows: pa.Table, facts: pa.Table) -> pa.Table:
     return with_column(table, "advantage", facts.column("advantage").take(found))
 
 
-def _groups(table: pa.Table) -> Longs:
+def _of_tokens(table: pa.Table, facts: pa.Table) -> pa.LargeListArray:
+    """Per row a list: the advantage of the turn of each trained token, else 0."""
+    row, start, stop, line = trained_turns(table, facts, "sessions")
+    unknown = np.flatnonzero(np.asarray(facts.column("advantage").is_null())[line])
+    if len(unknown):
+        at = int(line[unknown[0]])
+        raise InvalidTurnsError(
+            f"{place(facts, at)}: advantage is null, but row "
+            f"{table.column('row_index')[int(row[unknown[0]])]} trains the turn. Give it "
+            "a reward, or leave the session out"
+        )
+    offsets = np.append(0, np.cumsum(row_lengths(table)))
+    values = np.zeros(int(offsets[-1]))
+    first, n = offsets[row] + start, stop - start
+    within = np.arange(n.sum()) - np.repeat(np.cumsum(n) - n, n)
+    gains = facts.column("advantage").to_numpy()[line]
+    values[np.repeat(first, n) + within] = np.repeat(gains, n)
+    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values))
+
+
+def group_codes(table: pa.Table) -> Longs:
     """The number of each session's group; a null group_id is a group of its own."""
     ids = table.column("group_id")
     names = pc.unique(ids.drop_null())
@@ -229,14 +274,14 @@ def _groups(table: pa.Table) -> Longs:
     return codes
 
 
-def _largest(group: Longs, rewards: Floats, scored: Bools) -> Floats:
+def largest(group: Longs, rewards: Floats, scored: Bools) -> Floats:
     """The largest reward of each rollout's group, -inf in a group without one."""
     largest = np.full(int(group.max(initial=-1)) + 1, -np.inf)
     np.maximum.at(largest, group[scored], rewards[scored])
     return largest[group]
 
 
-def _scaled(gain: Floats, deviation: Floats | np.float64, epsilon: float) -> Floats:
+def scaled(gain: Floats, deviation: Floats | np.float64, epsilon: float) -> Floats:
     """Gains divided by deviations; 0 if there is no deviation at all."""
     divisor = deviation + epsilon
     return np.divide(gain, divisor, out=np.zeros_like(gain), where=divisor > 0)

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from trajkit._arguments import check_choice
 from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import TableLike, as_table, canonical, place
+from trajkit._arrow.canonical import TableLike, as_table, canonical, is_list, place
 from trajkit.errors import InvalidTurnsError
 from trajkit.schema import ROWS
 from trajkit.training._checks import session_codes
@@ -73,7 +73,8 @@ def reference_loss(
     ----------
     rows : table
         `trajkit.schema.ROWS` with a column ``advantage`` (from
-        `trajkit.add_advantages`; default: the reward) and, optionally,
+        `trajkit.add_advantages`, per row or per token; default: the reward) and,
+        optionally,
         ``observation_weight``.
     logprobs : array or torch tensor, floats, shape (n_tokens,)
         Log-probability of every token of every row given the tokens before it in its
@@ -112,21 +113,21 @@ def reference_loss(
     session, _ = session_codes(table)
     name = "advantage" if "advantage" in table.column_names else "reward"
     scored = np.asarray(table.column(name).is_valid())
-    advantage = table.column(name).fill_null(0.0).to_numpy()
+    advantage = _advantages(table, name, n_ids)
     weight = table.column("row_weight").fill_null(0.0).to_numpy()
     trained = np.flatnonzero(_flat(table, "loss_mask") & scored[row])
     of = row[trained]
     if reduce == "mean":
         weight = weight / np.maximum(np.bincount(of, minlength=len(table)), 1)
     behaviour = _behaviour(table, row, trained)
-    factor = weight[of] * advantage[of]
+    factor = weight[of] * advantage[trained]
     ratio = math.e ** (logprobs[trained] - _constant(behaviour, logprobs))
     rl_sum = -(_constant(factor, logprobs) * ratio).sum()
 
     observed = np.empty(0, np.int64)
     value = np.empty(0)
     if "observation_weight" in table.column_names:
-        values = _observation_weights(table, n_ids)
+        values = _per_token(table, "observation_weight", n_ids)
         observed = np.flatnonzero(values)
         value = values[observed].astype(np.float64)
     observation_sum = -(_constant(value, logprobs) * logprobs[observed]).sum()
@@ -136,6 +137,16 @@ def reference_loss(
     return Loss(rl_sum, len(np.unique(session[of])), observation_sum, count)
 
 
+def _advantages(
+    table: pa.Table, name: str, n_ids: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """The advantage of every token; 0 in rows without one."""
+    column = table.column(name)
+    if not is_list(column.type):
+        return np.repeat(np.asarray(column.fill_null(0.0), np.float64), n_ids)
+    return _per_token(table, name, n_ids)
+
+
 def _constant(values: npt.NDArray[np.float64], like: Tensor) -> Tensor:
     """The values as an array of the library and device of ``like``."""
     if isinstance(like, np.ndarray):
@@ -143,22 +154,22 @@ def _constant(values: npt.NDArray[np.float64], like: Tensor) -> Tensor:
     return like.new_tensor(values)
 
 
-def _observation_weights(
-    table: pa.Table, n_ids: npt.NDArray[np.int64]
+def _per_token(
+    table: pa.Table, name: str, n_ids: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """The weight of every token; 0 in rows without a list."""
-    column = table.column("observation_weight")
+    """The value of every token; 0 in rows without a list."""
+    column = table.column(name)
     given = np.asarray(column.is_valid())
     n = pc.list_value_length(column).fill_null(0).to_numpy()
     bad = np.flatnonzero(given & (n != n_ids))
     if len(bad):
         row = int(bad[0])
         raise InvalidTurnsError(
-            f"{place(table, row)}: {n[row]} observation weights for {n_ids[row]} tokens"
+            f"{place(table, row)}: {n[row]} values of {name} for {n_ids[row]} tokens"
         )
-    weights = np.zeros(int(n_ids.sum()))
-    weights[np.repeat(given, n_ids)] = _flat(table, "observation_weight")
-    return weights
+    values = np.zeros(int(n_ids.sum()))
+    values[np.repeat(given, n_ids)] = _flat(table, name)
+    return values
 
 
 def _behaviour(

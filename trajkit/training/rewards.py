@@ -18,7 +18,7 @@ from trajkit._arrow.canonical import (
 from trajkit._arrow.reshape import with_column
 from trajkit._streams.lockstep import Stream, map_sessions
 from trajkit.errors import ArgumentError, InvalidTurnsError
-from trajkit.schema import ROWS, TURN_REWARDS
+from trajkit.schema import ROWS, SEGMENT_REWARDS, TURN_REWARDS
 from trajkit.training._checks import (
     Bools,
     Longs,
@@ -29,7 +29,9 @@ from trajkit.training._checks import (
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
-Spread: TypeAlias = Literal["copy", "uniform", "final_only", "per_turn", "last_turn"]
+Spread: TypeAlias = Literal[
+    "copy", "uniform", "final_only", "per_turn", "last_turn", "per_segment"
+]
 
 
 @overload
@@ -38,16 +40,22 @@ def spread_rewards(
     mode: Spread = ...,
     *,
     turn_rewards: TableLike | None = ...,
+    segment_rewards: TableLike | None = ...,
 ) -> Stream: ...
 @overload
 def spread_rewards(
-    rows: TableLike, mode: Spread = ..., *, turn_rewards: TableLike | None = ...
+    rows: TableLike,
+    mode: Spread = ...,
+    *,
+    turn_rewards: TableLike | None = ...,
+    segment_rewards: TableLike | None = ...,
 ) -> pa.Table: ...
 def spread_rewards(
     rows: TableLike | Stream,
     mode: Spread = "copy",
     *,
     turn_rewards: TableLike | None = None,
+    segment_rewards: TableLike | None = None,
 ) -> pa.Table | Stream:
     """Spread the reward of each rollout over its rows.
 
@@ -57,7 +65,7 @@ def spread_rewards(
         `trajkit.schema.ROWS` or ``ROWS_SUFFIX`` with all rows of each session. Each row
         has the reward of its rollout, as `trajkit.linearize` writes it. An iterator (or
         a RecordBatchReader) is read lazily; a session may span consecutive batches.
-    mode : {"copy", "uniform", "final_only", "per_turn", "last_turn"}
+    mode : {"copy", "uniform", "final_only", "per_turn", "last_turn", "per_segment"}
         copy
             Every row has the reward of the rollout.
         uniform
@@ -73,8 +81,13 @@ def spread_rewards(
         last_turn
             A row has the reward of its last turn. Rewards of its earlier turns do not
             count.
+        per_segment
+            A row has the reward of its segment. Rows are those of the policy
+            ``segments``, where each row is one.
     turn_rewards : table, for per_turn and last_turn
         `trajkit.schema.TURN_REWARDS`, at most one line per turn.
+    segment_rewards : table, for per_segment
+        `trajkit.schema.SEGMENT_REWARDS`, at most one line per segment.
 
     Returns
     -------
@@ -86,10 +99,12 @@ def spread_rewards(
     Raises
     ------
     ArgumentError
-        The mode does not exist, or it does not go with ``turn_rewards``.
+        The mode does not exist, or it does not go with ``turn_rewards`` or
+        ``segment_rewards``.
     InvalidTurnsError
-        A turn has two rewards or one that is not finite; a turn that the mode needs has
-        no line; with per_turn, no row trains a turn whose reward is not 0.
+        A turn or segment has two rewards or one that is not finite; one that the mode
+        needs has no line; with per_turn, no row trains a turn whose reward is not 0;
+        with per_segment, a row has no ``segment_kind``, or a segment has no row.
 
     References
     ----------
@@ -97,26 +112,33 @@ def spread_rewards(
     SkyRL's merge of scalar rewards (spec, SkyRL 6).
     """
     check_choice("mode", mode, Spread)
-    if (turn_rewards is not None) != (mode in ("per_turn", "last_turn")):
-        raise ArgumentError(
-            "mode='per_turn' and mode='last_turn' need turn_rewards, other modes do not "
-            f"take it: mode is {mode!r}, turn_rewards is "
-            f"{'not given' if turn_rewards is None else 'given'}"
-        )
     given = None
-    if turn_rewards is not None:
-        given = as_table(turn_rewards).replace_schema_metadata(None)
-        given = canonical(given, TURN_REWARDS)
-        check_once(given, ["session_id", "turn_index"])
-        check_finite(given)
+    for name, table, schema, modes in (
+        ("turn_rewards", turn_rewards, TURN_REWARDS, ("per_turn", "last_turn")),
+        ("segment_rewards", segment_rewards, SEGMENT_REWARDS, ("per_segment",)),
+    ):
+        if (table is not None) != (mode in modes):
+            raise ArgumentError(
+                f"mode={mode!r} with {name} {'not ' if table is None else ''}given: "
+                f"{' and '.join(modes)} need {name}, and no other mode takes it"
+            )
+        if table is not None:
+            given = as_table(table).replace_schema_metadata(None)
+            given = canonical(given, schema)
+            check_once(given, schema.names[:2])
+            check_finite(given)
     return map_sessions(lambda rows: _spread_over(rows, mode, given), ("rows", rows))
 
 
 def _spread_over(rows: pa.Table, mode: Spread, given: pa.Table | None) -> pa.Table:
     table = canonical_rows(rows)
     if given is not None:
-        of_turn = _per_turn if mode == "per_turn" else _last_turn
-        return with_column(table, "reward", of_turn(table, given))
+        of_step = {
+            "per_turn": _per_turn,
+            "last_turn": _last_turn,
+            "per_segment": _per_segment,
+        }[mode]
+        return with_column(table, "reward", of_step(table, given))
     known = np.asarray(table.column("reward").is_valid())
     reward = table.column("reward").fill_null(0.0).to_numpy()
     if len(table):
@@ -168,9 +190,21 @@ def final_rows(session: Ints, index: Ints, of_kind: Bools, final: Bools) -> Bool
     return result
 
 
-def _per_turn(table: pa.Table, given: pa.Table) -> pa.Array:
-    """The sum of each row's turn rewards."""
-    names = pc.unique(table.column("session_id"))
+def trained_turns(
+    table: pa.Table, given: pa.Table, what: str
+) -> tuple[Longs, Longs, Longs, Longs]:
+    """The trained spans of rows, with the line that ``given`` has for their turns.
+
+    Returns
+    -------
+    row, start, stop : ndarray of int, shape (n_spans,)
+    line : ndarray of int64, shape (n_spans,)
+
+    Raises
+    ------
+    InvalidTurnsError
+        A trained turn has no line. ``what`` names the table.
+    """
     spans = pa.concat_arrays(
         [pa.array([], ROWS.field("spans").type.value_type)]
         + [chunk.flatten() for chunk in table.column("spans").chunks]
@@ -184,23 +218,36 @@ def _per_turn(table: pa.Table, given: pa.Table) -> pa.Array:
         for name in ("stop", "start", "turn_index")
     )
     row = row[trained]
-    session = np.asarray(pc.index_in(table.column("session_id"), names))[row]
-    ours = given.filter(pc.is_in(given.column("session_id"), names))
-    wanted = _ranks(session, turn)
-    there = _ranks(
-        np.asarray(pc.index_in(ours.column("session_id"), names)),
-        ours.column("turn_index").to_numpy(),
-    )
-    order = np.argsort(there)
-    at = np.searchsorted(there, wanted, sorter=order)
-    hit = np.append(there[order], -1)[at] == wanted
-    if not hit.all():
-        k = int(np.flatnonzero(~hit)[0])
+    lines = _lines(table.column("session_id").take(pa.array(row)), turn, given)
+    missing = np.flatnonzero(lines < 0)
+    if len(missing):
+        k = int(missing[0])
         raise InvalidTurnsError(
             f"{place(table, int(row[k]))}: trains turn {turn[k]}, which has no line "
-            "in turn_rewards"
+            f"in {what}"
         )
-    line = order[at]
+    return row, start, stop, lines
+
+
+def _lines(names: pa.ChunkedArray, index: Ints, given: pa.Table) -> Longs:
+    """The line of ``given`` for each pair of a session and an index, or -1."""
+    known = pc.unique(given.column("session_id"))
+    wanted, there = (
+        _ranks(np.asarray(pc.index_in(column, known).fill_null(-1)), number)
+        for column, number in (
+            (names, index.astype(np.int64)),
+            (given.column("session_id"), given.column(1).to_numpy()),
+        )
+    )
+    found = pc.index_in(pa.array(wanted), pa.array(there)).fill_null(-1)
+    return np.asarray(found, np.int64)
+
+
+def _per_turn(table: pa.Table, given: pa.Table) -> pa.Array:
+    """The sum of each row's turn rewards."""
+    names = pc.unique(table.column("session_id"))
+    ours = given.filter(pc.is_in(given.column("session_id"), names))
+    row, start, stop, line = trained_turns(table, ours, "turn_rewards")
     n_tokens = (stop - start).astype(np.float64)
     n_trained = np.bincount(line, n_tokens, len(ours))
     known = np.asarray(ours.column("reward").is_valid())
@@ -222,23 +269,54 @@ def _last_turn(table: pa.Table, given: pa.Table) -> pa.Array:
     if last.null_count:
         row = int(np.flatnonzero(np.asarray(last.is_null()))[0])
         raise InvalidTurnsError(f"{place(table, row)}: last_turn is null")
-    names = pc.unique(table.column("session_id"))
-    ours = given.filter(pc.is_in(given.column("session_id"), names))
-    wanted, there = (
-        _ranks(
-            np.asarray(pc.index_in(one.column("session_id"), names)),
-            one.column(turn).to_numpy(),
-        )
-        for one, turn in ((table, "last_turn"), (ours, "turn_index"))
-    )
-    line = pc.index_in(pa.array(wanted), pa.array(there))
-    if line.null_count:
-        row = int(np.flatnonzero(np.asarray(line.is_null()))[0])
+    line = _lines(table.column("session_id"), last.to_numpy(), given)
+    missing = np.flatnonzero(line < 0)
+    if len(missing):
+        row = int(missing[0])
         raise InvalidTurnsError(
             f"{place(table, row)}: ends with turn {last[row]}, which has no line in "
             "turn_rewards"
         )
-    return ours.column("reward").combine_chunks().take(line)
+    return given.column("reward").combine_chunks().take(pa.array(line))
+
+
+def _per_segment(table: pa.Table, given: pa.Table) -> pa.Array:
+    """The reward of each row's segment."""
+    line = segment_lines(table, given, "segment_rewards")
+    return given.column("reward").combine_chunks().take(pa.array(line))
+
+
+def segment_lines(table: pa.Table, given: pa.Table, what: str) -> Longs:
+    """The line that ``given`` has for the segment of each row.
+
+    Raises
+    ------
+    InvalidTurnsError
+        A row is no segment or has no line, or a line has no row. ``what`` names the
+        table.
+    """
+    without = np.flatnonzero(np.asarray(table.column("segment_kind").is_null()))
+    if len(without):
+        raise InvalidTurnsError(
+            f"{place(table, int(without[0]))}: segment_kind is null, and {what} has "
+            "lines of segments: make rows with the policy segments"
+        )
+    line = _lines(
+        table.column("session_id"), table.column("row_index").to_numpy(), given
+    )
+    missing = np.flatnonzero(line < 0)
+    if len(missing):
+        raise InvalidTurnsError(
+            f"{place(table, int(missing[0]))}: the segment has no line in {what}"
+        )
+    ours = pc.is_in(given.column("session_id"), pc.unique(table.column("session_id")))
+    unused = np.setdiff1d(np.flatnonzero(np.asarray(ours)), line)
+    if len(unused):
+        raise InvalidTurnsError(
+            f"{place(given, int(unused[0]))}: {what} has a line, but the rows have no "
+            "such segment"
+        )
+    return line
 
 
 def _ranks(session: Longs, turn: Longs) -> Longs:
