@@ -32,6 +32,7 @@ _OUTSIDE = ("sglang", "schema")
 _TYPES: dict[str, Callable[[str], object]] = {
     "N": count,
     "SECONDS": float,
+    "RATE": float,
     "PORT": int,
     "SEED": int,
     "RUN": Path,

@@ -14,16 +14,13 @@ from trajkit_shim.train.task import NUMBERS, PEOPLE, PLACES
 class Demonstrator:
     """An `Engine` that writes the replies of the scripted agent.
 
-    ``slips``: the share of its replies that do something at random. ``thinks``: the share
-    that begins with reasoning. Half of its tool calls lack the line break that the chat
-    template writes at their end.
+    Half of its replies begin with reasoning, and half of its tool calls lack the line
+    break that the chat template writes at their end. It does something at random in 20 %
+    of the replies with reasoning, and in 50 % of the others.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, *, slips: float, thinks: float
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
-        self._slips, self._thinks = slips, thinks
         self._info = base.EngineInfo(
             model="demonstrator",
             vocab_size=len(tokenizer),
@@ -61,12 +58,11 @@ class Demonstrator:
     def _reply(self, last: str, draw: random.Random) -> str:
         kinds = {"person": PEOPLE, "place": PLACES, "number": NUMBERS}
         kind = next((k for k, names in kinds.items() if last in names), None)
-        if kind is None or draw.random() < self._slips:
+        thinks = draw.random() < 0.5
+        if kind is None or draw.random() < (0.2 if thinks else 0.5):
             kind = draw.choice(list(kinds))
             last = draw.choice(kinds[kind])
-        thought = ""
-        if draw.random() < self._thinks:
-            thought = f"<think>{last} is a {kind}</think>"
+        thought = f"<think>{last} is a {kind}</think>" if thinks else ""
         if kind == "number":
             return thought + last
         tool = {"person": "ask", "place": "open"}[kind]

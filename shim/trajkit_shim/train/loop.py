@@ -33,10 +33,8 @@ from trajkit_shim.train.task import make_task
 
 # the longest reply is 14 tokens
 _MAX_NEW_TOKENS = 32
-# a mask on the CPU costs the square of a pack's tokens
-_PACK_TOKENS = 256
 # of the log: a step reads only the files that it wrote
-_FILE_TURNS = 16
+_FILE_TURNS = 64
 _WARM_RUNS = 600
 _WARM_STEPS = 300
 _WARM_TOKENS = 2048  # of one optimizer step
@@ -46,18 +44,18 @@ _WARM_TOKENS = 2048  # of one optimizer step
 class Settings:
     """How to train; the same for all seeds and policies of a run."""
 
-    steps: int = 30
+    steps: int = 25
     tasks: int = 8  # per step
     samples: int = 8  # rollouts per task, which form a group
-    epochs: int = 1
+    epochs: int = 2  # passes over the packs of a step, an update of the weights each
     width: int = 64
     layers: int = 2
     learning_rate: float = 1e-3
-    slips: float = 0.35
-    thinks: float = 0.6
+    clip: tuple[float, float] = (0.2, 0.2)
+    # a mask on the CPU costs the square of a pack's tokens
+    pack_tokens: int = 256
     prompts: Mode = "render"
     device: str = "cpu"
-    clip: tuple[float, float] = (0.2, 0.2)
 
 
 def warm_start(out: Path, seed: int, settings: Settings) -> dict[str, Any]:
@@ -68,7 +66,7 @@ def warm_start(out: Path, seed: int, settings: Settings) -> dict[str, Any]:
     _prepare()
     started = time.monotonic()
     tokenizer = make_tokenizer()
-    engine = Demonstrator(tokenizer, slips=settings.slips, thinks=settings.thinks)
+    engine = Demonstrator(tokenizer)
     with _gateway(engine, out, settings) as (gateway, log):
         parts = []
         for part in range(0, _WARM_RUNS, 50):
@@ -79,7 +77,7 @@ def warm_start(out: Path, seed: int, settings: Settings) -> dict[str, Any]:
             parts.append(gateway.rollouts(tasks, 1))
     sessions = pa.concat_tables(parts)
     rows = tk.linearize(tk.read_turns(log), sessions=sessions)
-    packs = PackDataset(tk.pack(rows, _PACK_TOKENS))
+    packs = PackDataset(tk.pack(rows, settings.pack_tokens))
     model = make_model(
         len(tokenizer), seed=seed, width=settings.width, layers=settings.layers
     ).to(settings.device)
@@ -91,7 +89,7 @@ def warm_start(out: Path, seed: int, settings: Settings) -> dict[str, Any]:
             group["lr"] = 5e-3 * min(1.0, (step + 1) / 20, 2 * (1 - step / _WARM_STEPS))
         chosen = [
             packs[draw.randrange(len(packs))]
-            for _ in range(_WARM_TOKENS // _PACK_TOKENS)
+            for _ in range(max(_WARM_TOKENS // settings.pack_tokens, 1))
         ]
         total = sum(float(pack.edge_weight.sum()) for pack in chosen)
         loss = 0.0
@@ -123,14 +121,15 @@ def train(
         model.parameters(), lr=settings.learning_rate, weight_decay=0.0
     )
     engine = TorchEngine(_load(start, settings, "sdpa"), version="warm-start", seed=seed)
+    think = make_tokenizer().convert_tokens_to_ids("<think>")
     lines, n_turns = [], 0
     with _gateway(engine, out, settings) as (gateway, log):
         for step in range(settings.steps):
-            started = time.monotonic(), time.process_time()
+            started = time.monotonic()
             names = [f"{seed}.{step}.{i}" for i in range(settings.tasks)]
             tasks = [make_task(name, name) for name in names]
             sessions = gateway.rollouts(tasks, settings.samples)
-            sampled = time.monotonic(), time.process_time()
+            sampled = time.monotonic()
             turns = _turns_of(log, sessions, n_turns)
             n_turns += len(turns)
             line = {
@@ -139,13 +138,13 @@ def train(
                 "step": step,
                 "reward": pc.mean(sessions["reward"]).as_py(),
                 "digest": _digest(turns),
+                "thinking": _share_thinking(turns, think),
                 **learn(model, optimizer, turns, sessions, policy, settings),
             }
             model.save_pretrained(out / "model")
             gateway.update(str(out / "model"), f"step-{step + 1}")
-            line["rollout_seconds"] = sampled[0] - started[0]
-            line["seconds"] = time.monotonic() - started[0]
-            line["cpu"] = (sampled[1] - started[1], time.process_time() - started[1])
+            line["rollout_seconds"] = sampled - started
+            line["seconds"] = time.monotonic() - started
             lines.append(line)
     return lines
 
@@ -166,7 +165,7 @@ def learn(
     rows, report = tk.linearize(turns, policy, sessions=sessions, report=True)
     scored = advantages(report, "group_mean", scale="group_std")
     rows = tk.add_advantages(rows, scored)
-    packs = PackDataset(tk.pack(rows, _PACK_TOKENS, columns=["advantage"]))
+    packs = PackDataset(tk.pack(rows, settings.pack_tokens, columns=["advantage"]))
     apart, loss = [], 0.0
     for epoch in range(settings.epochs):
         for pack in packs:
@@ -234,6 +233,12 @@ def _turns_of(log: Path, sessions: pa.Table, n_before: int) -> pa.Table:
     chosen = pc.is_in(turns["session_id"], sessions["session_id"].combine_chunks())
     order = [("session_id", "ascending"), ("turn_index", "ascending")]
     return turns.filter(chosen).sort_by(order)
+
+
+def _share_thinking(turns: pa.Table, think: int) -> float:
+    """The share of replies that begin with the token that opens reasoning."""
+    firsts = pc.list_element(turns["output_ids"], 0)
+    return float(pc.mean(pc.equal(firsts, think)).as_py())
 
 
 def _digest(turns: pa.Table) -> str:

@@ -101,7 +101,7 @@ def make_model(
         eos_token_id=None,
         # a name is easily copied if it is read and written alike
         tie_word_embeddings=True,
-        initializer_range=0.1,
+        initializer_range=0.8 / width**0.5,
     )
     config._attn_implementation = "trajkit"
     return LlamaForCausalLM(config)
