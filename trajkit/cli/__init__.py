@@ -28,6 +28,7 @@ from trajkit.cli.options import Commands
 from trajkit.cli.pack import add_pack
 from trajkit.cli.plot import add_plot, add_report
 from trajkit.cli.policies import add_policies
+from trajkit.cli.show import add_show
 from trajkit.cli.simulate import add_simulate
 from trajkit.cli.standard import shown, standard_files
 from trajkit.cli.verify import add_verify
@@ -160,6 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     add_plot(commands)
     add_report(commands)
     add_export(commands)
+    add_show(commands)
     add_why(commands)
     add_tree(commands)
     add_view(commands)

@@ -113,9 +113,7 @@ def from_records(
     return check_values(batch.table(), nonfinite_logprobs)
 
 
-def as_turns(
-    turns: TableLike | list[Record], unread: Collection[str] = ()
-) -> pa.Table:
+def as_turns(turns: TableLike | list[Record], unread: Collection[str] = ()) -> pa.Table:
     """A table of turns; a list of records is converted by `from_records`.
 
     ``unread`` is as in `trajkit._arrow.canonical.check_buffers`.
