@@ -245,7 +245,7 @@ def test_what_is_not_there_is_refused(capsys, turns, options, code, said):
 
 def test_wide_and_combining_characters_are_counted():
     assert [columns(text) for text in ("ab", "漢字", "e\u0301")] == [2, 4, 1]
-    assert shortened("a" * 9 + "\n", 4) == "aa ... a\\n"
+    assert shortened("a" * 9 + "\n", 4) == "aa ... \\n"
 
 
 def test_a_character_wider_than_the_screen_is_printed(capsys):

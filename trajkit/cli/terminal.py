@@ -65,12 +65,18 @@ def _char_columns(char: str) -> int:
     return 2 if unicodedata.east_asian_width(char) in "WF" else 1
 
 
+def padded(text: str, width: int) -> str:
+    """The text with spaces up to ``width`` columns."""
+    return text + " " * (width - columns(text))
+
+
 def shortened(text: str, most: int) -> str:
     """A visible text on one line, without its middle if it is long."""
-    if len(text) > most:
-        half = most // 2
-        return f"{visible(text[:half])} ... {visible(text[-half:])}"
-    return visible(text)
+    first, last = visible(text[:most]), visible(text[-most:])
+    if len(text) <= most and len(first) <= most:
+        return first
+    half = most // 2
+    return f"{first[:half]} ... {last[-half:]}"
 
 
 @dataclass(frozen=True, slots=True)
