@@ -1,5 +1,8 @@
 """Each row has one sentence that says why it begins where it does; calls form a tree."""
 
+from pathlib import Path
+
+import pyarrow as pa
 import pytest
 from hypothesis import given
 
@@ -7,8 +10,13 @@ import trajkit as tk
 from tests.strategies import policies, runs
 from tests.tables import by_session, policy_of, turns_table
 from trajkit.cli import main
-from trajkit.errors import UnknownSessionError
+from trajkit.cli.tokenizer import load_tokenizer
+from trajkit.errors import SchemaError, UnknownSessionError
 from trajkit.schema import EMPTY_KINDS
+
+TOKENIZER = (
+    Path(__file__).parents[2] / "shim/trajkit_shim/engines/embedded/tokenizer.json"
+)
 
 # turn 1 repeats all of turn 0's path, turn 2 leaves turn 1's reply, turn 3 branches off 0
 DRIFTING = [
@@ -115,11 +123,62 @@ def test_the_commands_print_sentences_and_trees(tmp_path, capsys):
     tk.write_turns(tk.from_records(records), path)
     assert main(["why", str(path), "--policy", "strict"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("session \ufffd[2Ja\ufffd\n  row 0 opens at turn 0: ")
+    assert out.startswith("session \\x1b[2Ja\\u202e\n  row 0 opens at turn 0: ")
     assert main(["tree", str(path)]) == 0
     assert capsys.readouterr().out.splitlines()[1] == "  turn 0: prompt 2, output 3"
     assert main(["why", str(path), "--session", "b"]) != 0
     assert "no session 'b'" in capsys.readouterr().err
+
+
+def test_rows_say_where_they_leave_an_earlier_row(tmp_path, capsys):
+    calls = [
+        {"session_id": "a", "prompt_ids": [1, 2], "output_ids": [3, 4, 5]},
+        {"session_id": "a", "prompt_ids": [1, 2, 3, 4, 9], "output_ids": [7]},
+        {"session_id": "a", "prompt_ids": [1, 2, 8], "output_ids": [7]},
+        {"session_id": "a", "prompt_ids": [6], "output_ids": [7]},
+    ]
+    sentences = [
+        "row 0 opens at turn 0: it shares no token with an earlier row. It trains 3 "
+        "tokens.",
+        "row 1 opens at turn 1: it leaves row 0 in turn 0's reply, at token 2. It trains "
+        "1 token.",
+        "row 2 opens at turn 2: it shares its first 2 tokens with row 0. It trains 1 "
+        "token.",
+        "row 3 opens at turn 3: it shares no token with an earlier row. It trains 1 token.",
+    ]
+    for layout in ("full", "suffix"):
+        rows = tk.linearize(tk.from_records(calls), layout=layout)
+        table = tk.analysis.why(rows)
+        assert table["sentence"].to_pylist() == sentences
+        assert table["parent"].to_pylist() == [None, 0, None, None]
+        path = tmp_path / f"{layout}.parquet"
+        tk.write_rows(rows, path)
+        assert main(["why", str(path)]) == 0
+        out = capsys.readouterr().out
+        assert out.splitlines() == ["session a", *(f"  {line}" for line in sentences)]
+    at = rows.schema.get_field_index("turns")
+    unknown = pa.nulls(4, rows.schema.field(at).type)
+    with pytest.raises(SchemaError, match="session 'a', row 0 has no list of turns"):
+        tk.analysis.why(rows.set_column(at, rows.schema.field(at), unknown))
+
+
+def test_a_tokenizer_names_causes_by_text(tmp_path, capsys):
+    tokenizer = load_tokenizer(TOKENIZER)
+
+    def ids(text):
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    head, end = ids("<|im_start|>assistant\n"), ids("<|im_end|>")
+    calls = [
+        {"session_id": "a", "prompt_ids": prompt, "output_ids": end}
+        for prompt in (head, head)
+    ]
+    calls[0]["output_ids"] = ids("It holds. \n") + end
+    calls[1]["prompt_ids"] = head + ids("It holds.") + end
+    path = tmp_path / "turns.parquet"
+    tk.write_turns(tk.from_records(calls), path)
+    assert main(["why", str(path), "--tokenizer", str(TOKENIZER)]) == 0
+    assert "(white space; " in capsys.readouterr().out
 
 
 def test_a_session_that_is_not_there_is_refused():

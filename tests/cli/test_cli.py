@@ -20,7 +20,8 @@ import pytest
 import trajkit as tk
 from trajkit import cli
 from trajkit._streams import limits
-from trajkit.cli.drift import _short
+from trajkit.analysis.tokenizer import Codec
+from trajkit.cli.drift import marked
 from trajkit.cli.policy_args import allowed, choices_of, with_choices
 from trajkit.cli.progress import Progress
 from trajkit.cli.text import text_table
@@ -480,7 +481,9 @@ def test_drift_says_why_with_a_tokenizer(tmp_path, capsys, spoken, where):
     assert cli.main(["drift", *argv]) == cli.DONE
     out, _ = capsys.readouterr()
     assert "white_space: session 'a', turn 1, from token" in out
-    assert "  path    ' \\n'\n  prompt  ''\n" in out
+    assert "1 of 1: white space changed\n" in out
+    assert "  path    ol·ds·.·[ |\\n]·<|im_end|>\n" in out
+    assert "  prompt  ol·ds·.·[]·<|im_end|>\n" in out
 
 
 @pytest.mark.parametrize(
@@ -533,9 +536,50 @@ def test_a_library_that_is_missing_is_named(monkeypatch, capsys, turns, path, li
     assert f"pip install {library}" in capsys.readouterr().err
 
 
-def test_a_long_text_is_shown_by_its_ends():
-    text = _short("a" * 60 + "b" * 100 + "c" * 60)
-    assert text == repr("a" * 60) + " ... " + repr("c" * 60)
+def test_tokens_of_an_example_are_apart_and_harmless():
+    codec = Codec(load_tokenizer(TOKENIZER))
+    tokens = codec.ids("print" + "ab" * 20 + "\x1b[2J")
+    first = marked(codec, tokens, 1, 2)
+    assert first.startswith(f"{codec.text(tokens[:1])}·[{codec.text(tokens[1:2])}]·")
+    everything = marked(codec, tokens, 0, len(tokens))
+    assert f"|... {len(tokens) - 24:,} tokens ...|" in everything
+    assert everything.endswith("|2|J]")
+    assert "\\x1b" in everything
+    assert "\x1b" not in everything
+    assert marked(codec, tokens, 0, 0).startswith("[]·")
+
+
+def test_causes_say_who_changed_the_text(tmp_path, capsys):
+    tokenizer = load_tokenizer(TOKENIZER)
+
+    def ids(text):
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    head, end = ids("<|im_start|>assistant\n"), ids("<|im_end|>")
+    shown = {**ANSWER, "content": "b"}
+    calls = [
+        one
+        for session, repeated in (("a", ANSWER), ("b", shown), ("c", ANSWER))
+        for one in (
+            call(session, head, ids("It holds. \n") + end, [QUESTION], ANSWER),
+            call(
+                session,
+                head + ids("It holds.") + end,
+                end,
+                [QUESTION, repeated, MORE],
+                ANSWER,
+            ),
+        )
+    ]
+    path = tmp_path / "turns.parquet"
+    tk.write_turns(tk.from_records(calls), path)
+    argv = [str(path), "--tokenizer", str(TOKENIZER), "--policy", "trl"]
+    (group,) = run_json(capsys, "drift", *argv)["causes"]
+    assert group["origins"] == {"template": 2, "rewritten": 1}
+    assert cli.main(["drift", *argv]) == cli.DONE
+    out = capsys.readouterr().out
+    assert "2 of 3: white space changed by the template\n" in out
+    assert "1 of 3: white space changed by the client\n" in out
 
 
 # The forms of turns

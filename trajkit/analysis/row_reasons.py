@@ -1,18 +1,22 @@
 """`why`: explain why each row of a policy begins where it does."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.canonical import TableLike, as_table
+from trajkit._arrow.canonical import TableLike, as_table, canonical_rows
 from trajkit.analysis.drift import classify_drift
+from trajkit.analysis.tokenizer import Tokenizer
+from trajkit.errors import SchemaError
 from trajkit.pipeline.links import link
 from trajkit.pipeline.rows import linearize
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.schema import EMPTY_KINDS, ROW_REASONS
+from trajkit.turns.flat_buffers import ids_of
 from trajkit.turns.records import as_turns
 
 _NO_PARENT = {
@@ -33,7 +37,12 @@ _LOSSES = {
 }
 
 
-def why(turns: TableLike, policy: str | Policy = "faithful") -> pa.Table:
+def why(
+    turns: TableLike,
+    policy: str | Policy = "faithful",
+    *,
+    tokenizer: Tokenizer | None = None,
+) -> pa.Table:
     """Explain each row of a policy: the turn that opens it, and the reason.
 
     A row may begin with turns of an earlier row. It is opened by its first turn that no
@@ -42,9 +51,13 @@ def why(turns: TableLike, policy: str | Policy = "faithful") -> pa.Table:
     Parameters
     ----------
     turns : table
-        `trajkit.schema.TURNS` in full or delta form.
+        `trajkit.schema.TURNS` in full or delta form. Or `trajkit.schema.ROWS` of either
+        layout: then a row is compared with its ``parent_row``, ``parent`` is the turn in
+        whose reply they part, and ``policy`` and ``tokenizer`` are not used.
     policy : str or Policy
         As for `trajkit.linearize`.
+    tokenizer : Tokenizer, optional
+        As for `trajkit.classify_drift`: causes are then found by comparing texts.
 
     Returns
     -------
@@ -54,7 +67,7 @@ def why(turns: TableLike, policy: str | Policy = "faithful") -> pa.Table:
     Raises
     ------
     SchemaError, InvalidTurnsError, PolicyError
-        As `trajkit.linearize`.
+        As `trajkit.linearize`; a row names no turn.
 
     Examples
     --------
@@ -70,106 +83,186 @@ def why(turns: TableLike, policy: str | Policy = "faithful") -> pa.Table:
     row 0 opens at turn 0: it is the session's first turn. It trains 2 tokens.
     row 1 opens at turn 1: no earlier turn matches its request. It trains 1 token.
     """
+    table = as_table(turns)
+    if {"spans", "loss_mask", "suffix_mask"}.intersection(table.column_names):
+        rows = canonical_rows(table)
+        return _lines(rows, _parting(rows))
     chosen = named_policy(policy)
-    table = as_turns(as_table(turns))
+    table = as_turns(table)
     links = link(table, chosen)
-    rows = linearize(table, chosen).select(
-        ["session_id", "row_index", "turns", "spans"]
-    )
-    parents = _by_turn(
-        links.select(["session_id", "turn_index", "parent", "link_reason"])
-    )
-    drift = _by_turn(classify_drift(table, links))
-    lengths = _lengths(table)
-    # the session's first turn, and the turns of its rows so far
-    firsts: dict[str, int] = {}
-    seen: dict[str, set[int]] = {}
-    for name, turn in parents:
-        firsts.setdefault(name, turn)
+    rows = linearize(table, chosen, layout="suffix")
+    return _lines(rows, _departing(table, links, tokenizer))
+
+
+_Reason: TypeAlias = tuple[str, int | None, str]
+"""One of `trajkit.schema.OPENED_BY`, the parent, and the reason in words."""
+
+
+def _lines(rows: pa.Table, reasons: Callable[[int, str, int], _Reason]) -> pa.Table:
+    """One line per row; ``reasons`` takes a row, its session and its first turn."""
+    trained, losses = _tokens(rows)
     lines = []
-    for row in rows.to_pylist():
-        name = row["session_id"]
-        earlier = seen.setdefault(name, set())
-        turn = next((t for t in row["turns"] if t not in earlier), row["turns"][-1])
-        earlier.update(row["turns"])
-        parent = parents[name, turn]["parent"]
-        if parent is None:
-            kind = parents[name, turn]["link_reason"]
-            reason = _NO_PARENT.get(kind, f"it has no parent ({kind})")
-            if turn == firsts[name]:
-                reason = "it is the session's first turn"
-            kind = "no_parent"
-        elif drift[name, turn]["size"]:
-            kind = "drift"
-            reason = _drift_text(drift[name, turn], lengths[name, parent])
-        else:
-            kind = "branch"
-            reason = f"it branches off turn {parent}, which another row continues"
-        trained, losses = _tokens(row["spans"])
+    for k, (name, index, turn) in enumerate(
+        zip(
+            rows["session_id"].to_pylist(),
+            rows["row_index"].to_pylist(),
+            _first_turns(rows),
+            strict=True,
+        )
+    ):
+        opened_by, parent, reason = reasons(k, name, turn)
+        lost = {kind: n[k] for kind, n in losses.items()}
         lines.append(
             {
                 "session_id": name,
-                "row_index": row["row_index"],
+                "row_index": index,
                 "first_turn": turn,
                 "parent": parent,
-                "opened_by": kind,
-                "tokens_trained": trained,
-                "tokens_lost": sum(losses.values()),
-                "sentence": f"row {row['row_index']} opens at turn {turn}: {reason}. "
-                + _outcome(trained, losses),
+                "opened_by": opened_by,
+                "tokens_trained": trained[k],
+                "tokens_lost": sum(lost.values()),
+                "sentence": f"row {index} opens at turn {turn}: {reason}. "
+                + _outcome(trained[k], lost),
             }
         )
     return pa.Table.from_pylist(lines, ROW_REASONS)
 
 
-def _by_turn(table: pa.Table) -> dict[tuple[str, int], dict[str, Any]]:
-    return {
-        (line["session_id"], line["turn_index"]): line for line in table.to_pylist()
+def _first_turns(rows: pa.Table) -> list[int]:
+    """The first turn of each row that no earlier row of its session has, or the last."""
+    turns = ids_of(rows.column("turns"))
+    empty = np.flatnonzero(turns.lengths == 0)
+    if len(empty):
+        k = int(empty[0])
+        raise SchemaError(
+            f"session {rows['session_id'][k].as_py()!r}, row "
+            f"{rows['row_index'][k].as_py()} has no list of turns, which is needed to "
+            "explain it: pass the turns instead"
+        )
+    sessions = rows["session_id"].combine_chunks().dictionary_encode().indices
+    keys = (sessions.to_numpy().astype(np.int64)[turns.owner] << 32) + turns.values
+    new = np.sort(np.unique(keys, return_index=True)[1])
+    at = np.append(new, len(keys))[np.searchsorted(new, turns.offsets[:-1])]
+    at = np.where(at < turns.offsets[1:], at, turns.offsets[1:] - 1)
+    found: list[int] = turns.values[at].tolist()
+    return found
+
+
+def _departing(
+    turns: pa.Table, links: pa.Table, tokenizer: Tokenizer | None
+) -> Callable[[int, str, int], _Reason]:
+    """Why turns open rows, from the links and the drift of their prompts."""
+    parents = dict(_by_turn(links, ("parent", "link_reason")))
+    found = classify_drift(turns, links, tokenizer=tokenizer)
+    drift = {key: _Drift(*values) for key, values in _by_turn(found, _Drift._fields)}
+    lengths = dict(
+        zip(parents, pc.list_value_length(turns["output_ids"]).to_pylist(), strict=True)
+    )
+    firsts: dict[str, int] = {}
+    for name, turn in parents:
+        firsts.setdefault(name, turn)
+
+    def reason(_: int, name: str, turn: int) -> _Reason:
+        parent, kind = parents[name, turn]
+        if parent is None:
+            if turn == firsts[name]:
+                return "no_parent", None, "it is the session's first turn"
+            return "no_parent", None, _NO_PARENT.get(kind, f"it has no parent ({kind})")
+        if drift[name, turn].size:
+            words = _drift_text(drift[name, turn], lengths[name, parent])
+            return "drift", parent, words
+        words = f"it branches off turn {parent}, which another row continues"
+        return "branch", parent, words
+
+    return reason
+
+
+def _parting(rows: pa.Table) -> Callable[[int, str, int], _Reason]:
+    """Why turns open rows, from where rows part from their parent rows."""
+    spans = rows["spans"]
+    places = {
+        (name, index): k
+        for k, (name, index) in enumerate(
+            zip(
+                rows["session_id"].to_pylist(),
+                rows["row_index"].to_pylist(),
+                strict=True,
+            )
+        )
     }
 
+    def reason(k: int, name: str, _: int) -> _Reason:
+        other, shared = rows["parent_row"][k].as_py(), rows["shared_length"][k].as_py()
+        if other is None:
+            return "no_parent", None, "it shares no token with an earlier row"
+        for span in spans[places[name, other]].as_py():
+            if span["start"] < shared < span["stop"]:
+                turn = span["turn_index"]
+                at = span["output_start"] + shared - span["start"]
+                words = f"it leaves row {other} in turn {turn}'s reply, at token {at}"
+                return "drift", turn, words
+        return "branch", None, f"it shares its first {_count(shared)} with row {other}"
 
-def _lengths(table: pa.Table) -> dict[tuple[str, int], int]:
-    """Output tokens of each turn."""
-    return dict(
-        zip(
-            zip(
-                table["session_id"].to_pylist(),
-                table["turn_index"].to_pylist(),
-                strict=True,
-            ),
-            pc.list_value_length(table["output_ids"]).to_pylist(),
-            strict=True,
-        )
-    )
+    return reason
 
 
-def _drift_text(drift: dict[str, Any], n_output: int) -> str:
+class _Drift(NamedTuple):
+    """Columns of `trajkit.schema.DRIFT`."""
+
+    parent: int
+    lcp: int
+    size: int
+    region: str
+    tokens_after_drift: int
+    cause: str
+
+
+def _by_turn(
+    table: pa.Table, names: Iterable[str]
+) -> Iterator[tuple[tuple[str, int], tuple[Any, ...]]]:
+    """Session and turn of each line, and its values in other columns."""
+    keys = zip(*_values(table, ("session_id", "turn_index")), strict=True)
+    return zip(keys, zip(*_values(table, names), strict=True), strict=True)
+
+
+def _values(table: pa.Table, names: Iterable[str]) -> list[list[Any]]:
+    return [table[name].to_pylist() for name in names]
+
+
+def _drift_text(drift: _Drift, n_output: int) -> str:
     """Where the prompt leaves its parent's path."""
-    parent, size = drift["parent"], drift["size"]
-    if drift["region"] == "last_reply":
-        at = n_output - size
-        where = f"turn {parent}'s reply at token {at} of {n_output}"
-    elif drift["region"] == "earlier_reply":
-        where = f"turn {parent}'s path inside an earlier reply, at token {drift['lcp']}"
+    if drift.region == "last_reply":
+        at = n_output - drift.size
+        where = f"turn {drift.parent}'s reply at token {at} of {n_output}"
+    elif drift.region == "earlier_reply":
+        where = (
+            f"turn {drift.parent}'s path inside an earlier reply, at token {drift.lcp}"
+        )
     else:
-        where = f"turn {parent}'s path outside its replies, at token {drift['lcp']}"
-    sampled = drift["tokens_after_drift"]
+        where = f"turn {drift.parent}'s path outside its replies, at token {drift.lcp}"
+    cause = _CAUSES.get(drift.cause, drift.cause.replace("_", " "))
     return (
-        f"its prompt leaves {where} ({_CAUSES[drift['cause']]}; {_count(sampled)} sampled "
+        f"its prompt leaves {where} ({cause}; {_count(drift.tokens_after_drift)} sampled "
         "after that)"
     )
 
 
-def _tokens(spans: Iterable[dict[str, Any]]) -> tuple[int, dict[str, int]]:
-    """Trained tokens of a row, and the tokens that it lost, by kind."""
-    trained, losses = 0, dict.fromkeys(EMPTY_KINDS, 0)
-    for span in spans:
-        n = span["output_stop"] - span["output_start"]
-        if span["kind"] == "trained":
-            trained += n
-        elif span["kind"] in losses:
-            losses[span["kind"]] += n
-    return trained, losses
+def _tokens(rows: pa.Table) -> tuple[list[int], dict[str, list[int]]]:
+    """Trained tokens of each row, and the tokens that it lost, by kind."""
+    spans = rows["spans"].combine_chunks()
+    row = np.asarray(pc.list_parent_indices(spans))
+    values = pc.list_flatten(spans)
+    start, stop = (
+        np.asarray(pc.struct_field(values, name))
+        for name in ("output_start", "output_stop")
+    )
+    kinds = np.asarray(pc.struct_field(values, "kind").cast(pa.string()))
+    counts = {}
+    for kind in ("trained", *EMPTY_KINDS):
+        sizes = np.where(kinds == kind, stop - start, 0)
+        counted = np.bincount(row, sizes, rows.num_rows).astype(np.int64)
+        counts[kind] = counted.tolist()
+    return counts.pop("trained"), counts
 
 
 def _outcome(trained: int, losses: dict[str, int]) -> str:

@@ -1,5 +1,6 @@
 """The tokenizer interface: ids to text and back, for tokenizers of any library."""
 
+import re
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -12,6 +13,16 @@ Ids = npt.NDArray[np.int32]
 _UNKNOWN, _ORDINARY, _SPECIAL = 0, 1, 2
 # larger ids are in no vocabulary and not cached
 _MOST_IDS = 1 << 22
+
+
+# Bytes as byte-level BPE writes them: printable ones as themselves, the others as
+# U+0100 and up, in order (openai/gpt-2, encoder.py, bytes_to_unicode).
+_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_HIDDEN = [byte for byte in range(256) if byte not in _PRINTED]
+_BYTES = {chr(byte): byte for byte in _PRINTED}
+_BYTES |= {chr(256 + k): byte for k, byte in enumerate(_HIDDEN)}
+# A byte as SentencePiece writes it.
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 @runtime_checkable
@@ -59,6 +70,28 @@ class Codec:
         """The text of ids without special tokens."""
         return self._decode(ids, skip_special_tokens=True)
 
+    def exact(self, ids: Ids) -> str:
+        """The text of ids with special tokens, and bytes of split characters as ``\\xe2``.
+
+        Bytes are known of byte-level BPE and of SentencePiece; other tokenizers leave
+        the replacement character.
+        """
+        text = self.text(ids)
+        if "\ufffd" not in text:
+            return text
+        names = [self._name(token) for token in ids.tolist()]
+        given = b"".join(map(_bytes_of, names))
+        if given.decode("utf-8", "replace") != text:
+            return text
+        return given.decode("utf-8", "backslashreplace")
+
+    def _name(self, token: int) -> str:
+        """The vocabulary's entry for an id."""
+        for method in ("id_to_token", "convert_ids_to_tokens"):
+            if hasattr(self._tokenizer, method):
+                return str(getattr(self._tokenizer, method)(token))
+        return self.text([token])
+
     def ids(self, text: str) -> Ids:
         """The ids of a text."""
         encoded = self._tokenizer.encode(text, add_special_tokens=False)
@@ -94,3 +127,13 @@ class Codec:
             given, skip_special_tokens=skip_special_tokens, **self._options
         )
         return str(text)
+
+
+def _bytes_of(name: str) -> bytes:
+    """The bytes of a vocabulary's entry."""
+    byte = _BYTE_TOKEN.fullmatch(name)
+    if byte:
+        return bytes([int(byte[1], 16)])
+    if all(char in _BYTES for char in name):
+        return bytes(_BYTES[char] for char in name)
+    return name.replace("\u2581", " ").encode()

@@ -22,14 +22,17 @@ from trajkit._arguments import did_you_mean
 from trajkit.cli.compact import add_compact, add_expand
 from trajkit.cli.drift import add_drift
 from trajkit.cli.export import add_export
+from trajkit.cli.head import add_head
 from trajkit.cli.imports import add_import
 from trajkit.cli.linearize import add_linearize
 from trajkit.cli.options import Commands
 from trajkit.cli.pack import add_pack
 from trajkit.cli.plot import add_plot, add_report
 from trajkit.cli.policies import add_policies
+from trajkit.cli.show import add_show
 from trajkit.cli.simulate import add_simulate
 from trajkit.cli.standard import shown, standard_files
+from trajkit.cli.stats import add_stats
 from trajkit.cli.verify import add_verify
 from trajkit.cli.view import add_view
 from trajkit.cli.why import add_tree, add_why
@@ -160,6 +163,9 @@ def _parser() -> argparse.ArgumentParser:
     add_plot(commands)
     add_report(commands)
     add_export(commands)
+    add_head(commands)
+    add_stats(commands)
+    add_show(commands)
     add_why(commands)
     add_tree(commands)
     add_view(commands)

@@ -2,15 +2,18 @@
 
 import argparse
 import json
-import sys
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
+import numpy as np
 import pyarrow as pa
 
 import trajkit as tk
 from trajkit._arrow import lazy_compute as pc
+from trajkit.analysis.drift_findings import other_text_cause
+from trajkit.analysis.tokenizer import Codec, Ids
 from trajkit.cli.file_options import (
     add_job_options,
     rejected_count,
@@ -19,13 +22,18 @@ from trajkit.cli.file_options import (
 )
 from trajkit.cli.options import Commands, add_policy, add_source, chosen_policy, count
 from trajkit.cli.progress import Progress
+from trajkit.cli.terminal import Screen, visible
 from trajkit.cli.text import text_table
 from trajkit.cli.tokenizer import load_tokenizer
 from trajkit.io.tables import write_tables
 from trajkit.jobs.stages import Made, Target
+from trajkit.observations.attribution import SessionCalls
+from trajkit.turns.calls import read_calls
+from trajkit.turns.table import locate
 
-# characters of an example
-_MAX_TEXT = 120
+# tokens of an example: at both ends of the span, and around it
+_MAX_TOKENS = 12
+_AROUND = 3
 
 
 def add_drift(commands: Commands) -> None:
@@ -73,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     tokenizer = None
     if arguments.tokenizer is not None:
         tokenizer = load_tokenizer(arguments.tokenizer)
+        codec = Codec(tokenizer)
     summary, causes = DriftSummary(), dict[str, CauseGroup]()
 
     def stage(turns: pa.Table) -> Made:
@@ -81,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         findings = None
         if tokenizer is not None:
             findings = tk.analysis.explain_drift(turns, links, tokenizer)
-            add_causes(causes, findings, arguments.examples)
+            add_causes(causes, turns, findings, codec, arguments.examples)
         # last, because a session that was refused would be counted twice
         summary.add(turns, links, drift)
         yield "drift", drift
@@ -108,11 +117,26 @@ def run(arguments: argparse.Namespace) -> int:
         text = rejected_note(arguments, totals) + summary.describe()
         if tokenizer is not None:
             text += "\n\n" + describe_causes(groups)
-    sys.stdout.write(text + "\n")
+    Screen.of_stdout(colour=False).print(text)
     return 0
 
 
 _EXAMPLE = ("session_id", "turn_index", "path_start", "path_text", "prompt_text")
+
+# What happened to the text, by cause, and who did it, by what messages show.
+_HAPPENED = {
+    "truncated": "text cut off",
+    "same_text": "same text in other tokens",
+    "special_tokens": "special tokens changed",
+    "boolean": "booleans written differently",
+    "tool_arguments": "tool arguments written differently",
+    "white_space": "white space changed",
+    "reasoning_dropped": "reasoning dropped",
+    "template": "text changed",
+    "rewritten": "text changed",
+    "other_text": "text changed",
+}
+_BY = {"template": " by the template", "rewritten": " by the client", "other_text": ""}
 
 
 class CauseGroup(TypedDict):
@@ -123,14 +147,21 @@ class CauseGroup(TypedDict):
     turns: int
     tokens_held: int
     tokens_shown: int
+    # findings by who changed the text: see `other_text_cause`
+    origins: dict[str, int]
     examples: list[dict[str, Any]]
 
 
 def add_causes(
-    causes: dict[str, CauseGroup], findings: pa.Table, n_examples: int
+    causes: dict[str, CauseGroup],
+    turns: pa.Table,
+    findings: pa.Table,
+    codec: Codec,
+    n_examples: int,
 ) -> None:
     """Count the findings of more sessions by cause, and keep the first few of each."""
-    turns = set()
+    counted = set()
+    sides = _Sides(turns, codec)
     for found in findings.to_pylist():
         cause = found["cause"]
         group = causes.setdefault(
@@ -141,17 +172,79 @@ def add_causes(
                 turns=0,
                 tokens_held=0,
                 tokens_shown=0,
+                origins={},
                 examples=[],
             ),
         )
         turn = cause, found["session_id"], found["turn_index"]
         group["findings"] += 1
-        group["turns"] += turn not in turns
-        turns.add(turn)
+        group["turns"] += turn not in counted
+        counted.add(turn)
         group["tokens_held"] += found["path_stop"] - found["path_start"]
         group["tokens_shown"] += found["prompt_stop"] - found["prompt_start"]
+        origin = sides.origin(found)
+        group["origins"][origin] = group["origins"].get(origin, 0) + 1
         if len(group["examples"]) < n_examples:
-            group["examples"].append({name: found[name] for name in _EXAMPLE})
+            example = {name: found[name] for name in _EXAMPLE}
+            group["examples"].append(example | sides.tokens(found))
+
+
+class _Sides:
+    """The calls of findings, one session after another."""
+
+    def __init__(self, turns: pa.Table, codec: Codec) -> None:
+        self._turns = locate(turns)
+        self._codec = codec
+        self._names = {name: k for k, name in enumerate(self._turns.ids.to_pylist())}
+        self._session: str | None = None
+
+    def origin(self, found: dict[str, Any]) -> str:
+        """Who changed the text: ``template``, ``rewritten`` or ``other_text``."""
+        parent, call = self._open(found)
+        return other_text_cause(self._shown, parent, call)
+
+    def tokens(self, found: dict[str, Any]) -> dict[str, str]:
+        """Both sides token by token, with the span in brackets."""
+        parent, call = self._open(found)
+        sides = {"path": self._shown.path(parent), "prompt": self._shown.prompt(call)}
+        return {
+            f"{side}_tokens": marked(
+                self._codec, ids, found[f"{side}_start"], found[f"{side}_stop"]
+            )
+            for side, ids in sides.items()
+        }
+
+    def _open(self, found: dict[str, Any]) -> tuple[int, int]:
+        """The finding's parent and call in the calls of its session."""
+        name = found["session_id"]
+        if name != self._session:
+            at = self._names[name]
+            self._calls = read_calls(self._turns.sessions(at, at + 1))
+            self._shown = SessionCalls(self._calls)
+            self._session = name
+        turns = np.array([found["parent"], found["turn_index"]])
+        parent, call = self._calls.named(np.zeros(2, np.int64), turns).tolist()
+        return parent, call
+
+
+def marked(codec: Codec, ids: Ids, start: int, stop: int) -> str:
+    """Tokens ``start:stop`` in brackets, with some before and after.
+
+    Tokens are separated by dots, and by bars in brackets. The middle of a long span is
+    left out.
+    """
+
+    def texts(ids: Ids) -> list[str]:
+        return [visible(codec.exact(ids[k : k + 1])) for k in range(len(ids))]
+
+    inside = ids[start:stop]
+    shown = texts(inside[:_MAX_TOKENS])
+    if len(inside) > 2 * _MAX_TOKENS:
+        shown.append(f"... {len(inside) - 2 * _MAX_TOKENS:,} tokens ...")
+    shown += texts(inside[_MAX_TOKENS:][-_MAX_TOKENS:])
+    before = texts(ids[max(start - _AROUND, 0) : start])
+    after = texts(ids[stop : stop + _AROUND])
+    return "·".join([*before, f"[{'|'.join(shown)}]", *after])
 
 
 def describe_causes(groups: list[CauseGroup]) -> str:
@@ -161,24 +254,22 @@ def describe_causes(groups: list[CauseGroup]) -> str:
         (g["cause"], g["findings"], g["turns"], g["tokens_held"], g["tokens_shown"])
         for g in groups
     ]
-    text = [text_table(head, lines)]
+    text = [text_table(head, lines), ""]
+    total = sum(group["findings"] for group in groups)
+    happened = Counter[str]()
+    for group in groups:
+        for origin, n in group["origins"].items():
+            happened[_HAPPENED[group["cause"]] + _BY[origin]] += n
+    text += [f"{n:,} of {total:,}: {words}" for words, n in happened.most_common()]
     for group in groups:
         for example in group["examples"]:
             text.append(
-                f"\n{group['cause']}: session {example['session_id']!r}, turn "
+                f"\n{group['cause']}: session {visible(example['session_id'])!r}, turn "
                 f"{example['turn_index']}, from token {example['path_start']}\n"
-                f"  path    {_short(example['path_text'])}\n"
-                f"  prompt  {_short(example['prompt_text'])}"
+                f"  path    {example['path_tokens']}\n"
+                f"  prompt  {example['prompt_tokens']}"
             )
     return "\n".join(text)
-
-
-def _short(text: str) -> str:
-    """A text on one line, without its middle if it is long."""
-    if len(text) > _MAX_TEXT:
-        half = _MAX_TEXT // 2
-        return f"{text[:half]!r} ... {text[-half:]!r}"
-    return repr(text)
 
 
 @dataclass(slots=True)

@@ -1,14 +1,13 @@
 """``trajkit why`` and ``trajkit tree``: sessions explained in the terminal."""
 
 import argparse
-import sys
-
-import pyarrow as pa
+from pathlib import Path
 
 import trajkit as tk
-from trajkit._arrow import lazy_compute as pc
 from trajkit.cli.options import Commands, add_policy, chosen_policy
-from trajkit.errors import UnknownSessionError
+from trajkit.cli.show import each_session, is_rows, of_session
+from trajkit.cli.terminal import Screen, visible
+from trajkit.cli.tokenizer import load_tokenizer
 
 
 def add_why(commands: Commands) -> None:
@@ -18,9 +17,16 @@ def add_why(commands: Commands) -> None:
         help="explain why each row begins where it does",
         description="Print a sentence for each row that a policy makes: the turn that "
         "opens it, where and why that turn leaves the path of its parent, and the tokens "
-        "that the row trains and loses.",
+        "that the row trains and loses. Of rows, without their turns: where each leaves "
+        "an earlier row.",
     )
-    _add_turns(parser)
+    _add_source(parser, "TURNS|ROWS", "turns or rows")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        type=Path,
+        help="the model's tokenizer.json, or its directory: name causes of drift by text",
+    )
     add_policy(parser)
     parser.set_defaults(run=run_why)
 
@@ -33,16 +39,17 @@ def add_tree(commands: Commands) -> None:
         description="Print the calls of each session: which call each continues under a "
         "policy, its label if it opens a branch, and where its prompt drifts.",
     )
-    _add_turns(parser)
+    _add_source(parser, "TURNS", "turns")
     add_policy(parser)
     parser.set_defaults(run=run_tree)
 
 
-def _add_turns(parser: argparse.ArgumentParser) -> None:
+def _add_source(parser: argparse.ArgumentParser, name: str, words: str) -> None:
     parser.add_argument(
         "source",
-        metavar="TURNS",
-        help="turns: Parquet, Arrow IPC or JSONL by suffix, or a directory of them",
+        metavar=name,
+        help=f"{words}: Parquet, Arrow IPC or JSONL by suffix, or a directory of turns; - "
+        "is standard input",
     )
     parser.add_argument(
         "--session", metavar="ID", help="a single session (default: all of them)"
@@ -51,38 +58,33 @@ def _add_turns(parser: argparse.ArgumentParser) -> None:
 
 def run_why(arguments: argparse.Namespace) -> int:
     """Print the sentences; the exit code is 0."""
-    turns = _turns(arguments)
-    reasons = tk.analysis.why(turns, chosen_policy(arguments))
+    screen = Screen.of_stdout(colour=True)
+    if is_rows(arguments.source):
+        table = of_session(tk.read_rows(arguments.source), arguments.session, "rows")
+        reasons = tk.analysis.why(table)
+    else:
+        tokenizer = None
+        if arguments.tokenizer is not None:
+            tokenizer = load_tokenizer(arguments.tokenizer)
+        table = of_session(tk.read_turns(arguments.source), arguments.session, "turns")
+        reasons = tk.analysis.why(table, chosen_policy(arguments), tokenizer=tokenizer)
     session = None
     for line in reasons.select(["session_id", "sentence"]).to_pylist():
         if line["session_id"] != session:
             session = line["session_id"]
-            sys.stdout.write(f"session {_printable(session)}\n")
-        sys.stdout.write(f"  {line['sentence']}\n")
+            screen.print(f"session {visible(session)}", "head")
+        screen.print(f"  {line['sentence']}")
     return 0
 
 
 def run_tree(arguments: argparse.Namespace) -> int:
     """Print the trees; the exit code is 0."""
-    turns = _turns(arguments)
+    screen = Screen.of_stdout(colour=True)
+    turns = of_session(tk.read_turns(arguments.source), arguments.session, "turns")
     policy = chosen_policy(arguments)
-    for session in pc.unique(turns["session_id"]).to_pylist():
-        sys.stdout.write(f"session {_printable(session)}\n")
-        for line in tk.analysis.call_tree(turns, session, policy):
-            sys.stdout.write(f"  {line}\n")
+    for table in each_session(turns):
+        session = table["session_id"][0].as_py()
+        screen.print(f"session {visible(session)}", "head")
+        for line in tk.analysis.call_tree(table, session, policy):
+            screen.print(f"  {line}")
     return 0
-
-
-def _turns(arguments: argparse.Namespace) -> pa.Table:
-    turns = tk.read_turns(arguments.source)
-    if arguments.session is None:
-        return turns
-    found = turns.filter(pc.equal(turns["session_id"], arguments.session))
-    if not found.num_rows:
-        raise UnknownSessionError(f"the turns have no session {arguments.session!r}")
-    return found
-
-
-def _printable(text: str) -> str:
-    """The text without characters that move the cursor or change the direction."""
-    return "".join(char if char.isprintable() else "\ufffd" for char in text)

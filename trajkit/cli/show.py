@@ -1,0 +1,318 @@
+"""``trajkit show``: the tokens of rows as text, coloured by what the rows do with them."""
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+import trajkit as tk
+from trajkit._arrow import lazy_compute as pc
+from trajkit.analysis.tokenizer import Codec, Ids
+from trajkit.cli.options import Commands, add_policy, chosen_policy, count
+from trajkit.cli.terminal import Fragment, Screen, lines_of, shortened, visible
+from trajkit.cli.tokenizer import load_tokenizer
+from trajkit.errors import ArgumentError, UnknownSessionError
+from trajkit.io.tables import iter_tables, read_any_rows
+from trajkit.schema import EMPTY_KINDS
+from trajkit.turns.table import locate
+
+# characters of a message where there is no tokenizer
+_MAX_MESSAGE = 160
+
+
+def add_show(commands: Commands) -> None:
+    """Add ``show`` to the command line."""
+    parser = commands.add_parser(
+        "show",
+        help="print rows as text: what is trained, context, or lost",
+        description="Print the tokens of rows, in order, with a label per range: trained, "
+        "context, duplicate (another row trains it), untrainable, lost. Special tokens "
+        "are in double brackets, a line break is shown as an arrow, and half a character "
+        "as its bytes. For turns, the rows are those of the policy, and lost tokens are "
+        "shown too.",
+    )
+    parser.add_argument(
+        "source",
+        metavar="TURNS|ROWS",
+        help="turns or rows: Parquet, Arrow IPC or JSONL by suffix, or a directory of "
+        "turns; - is standard input",
+    )
+    parser.add_argument(
+        "--session", metavar="ID", help="a single session (default: all of them)"
+    )
+    parser.add_argument("--row", metavar="N", type=int, help="a single row per session")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        type=Path,
+        help="the model's tokenizer.json, or its directory (default: ids and messages)",
+    )
+    parser.add_argument(
+        "--context",
+        metavar="N",
+        type=count,
+        default=16,
+        help="tokens shown at both ends of long context (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--unfold", action="store_true", help="show all context and all messages"
+    )
+    parser.add_argument("--no-color", action="store_true", help="no colours")
+    add_policy(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the rows; the exit code is 0."""
+    codec = None
+    if arguments.tokenizer is not None:
+        codec = Codec(load_tokenizer(arguments.tokenizer))
+    view = _View(
+        Screen.of_stdout(colour=not arguments.no_color),
+        codec,
+        None if arguments.unfold else arguments.context,
+    )
+    if is_rows(arguments.source):
+        rows = read_any_rows(arguments.source)
+        if "suffix_ids" in rows.column_names:
+            rows = tk.full_rows(rows)
+        rows = of_session(rows, arguments.session, "rows")
+        for row in _chosen_rows(rows, arguments.row):
+            view.row(row, {})
+        return 0
+    policy = chosen_policy(arguments)
+    turns = of_session(tk.read_turns(arguments.source), arguments.session, "turns")
+    for one in each_session(turns):
+        outputs = dict(
+            zip(
+                one["turn_index"].to_pylist(),
+                map(_ids, one["output_ids"].to_pylist()),
+                strict=True,
+            )
+        )
+        messages = {} if codec else _messages(one)
+        lines = tk.analysis.output_spans(one, policy).to_pylist()
+        drift = {(x["turn_index"], x["output_start"]): x["drift_turn"] for x in lines}
+        for row in _chosen_rows(tk.linearize(one, policy), arguments.row):
+            for span in row["spans"]:
+                place = span["turn_index"], span["output_start"]
+                span["drift_turn"] = drift.get(place)
+            view.row(row, outputs, messages.get(row["last_turn"], []))
+        if arguments.row is None:
+            view.lost([line for line in lines if line["row_index"] is None], outputs)
+    return 0
+
+
+def is_rows(source: str) -> bool:
+    """Whether a file has rows and not turns."""
+    if Path(source).is_dir():
+        return False
+    names: list[str] = []
+    for table in iter_tables(source, batch_rows=1):
+        names = table.column_names
+        break
+    return "input_ids" in names or "suffix_mask" in names
+
+
+def of_session(table: pa.Table, session: str | None, what: str) -> pa.Table:
+    """The lines of one session; of all without a name.
+
+    Raises
+    ------
+    UnknownSessionError
+        There is no such session.
+    """
+    if session is None:
+        return table
+    found = table
+    if "session_id" in table.column_names:
+        found = table.filter(pc.equal(table["session_id"], session))
+    if found is table or not found.num_rows:
+        raise UnknownSessionError(f"the {what} have no session {session!r}")
+    return found
+
+
+def each_session(turns: pa.Table) -> Iterator[pa.Table]:
+    """The turns of each session."""
+    located = locate(turns)
+    for k in range(len(located.ids)):
+        yield located.sessions(k, k + 1).table
+
+
+def _chosen_rows(rows: pa.Table, index: int | None) -> Iterator[dict[str, Any]]:
+    """The rows as dicts, one at a time."""
+    known = "row_index" in rows.column_names
+    found = False
+    for k in range(rows.num_rows):
+        at = rows["row_index"][k].as_py() if known else k
+        if index is None or at == index:
+            found = True
+            (row,) = rows.slice(k, 1).to_pylist()
+            yield {"row_index": at, **row}
+    if index is not None and not found:
+        raise ArgumentError(
+            f"--row {index}: expected an index of one of the {rows.num_rows} rows"
+        )
+
+
+def _ids(values: list[int]) -> Ids:
+    return np.array(values, np.int32)
+
+
+def _messages(turns: pa.Table) -> dict[int, list[tuple[str, str]]]:
+    """Role and text of the messages of each turn, request and reply, of one session."""
+    bodies: dict[bytes, str] = {}
+    found: dict[int, list[tuple[str, str]]] = {}
+    table = tk.expand(turns).select(["turn_index", "messages", "response"])
+    for turn in table.to_pylist():
+        shown = [*(turn["messages"] or []), turn["response"]]
+        found[turn["turn_index"]] = lines = []
+        for message in shown:
+            if message is None:
+                continue
+            if message["body"] is not None:
+                bodies[message["key"]] = message["body"]
+            lines.append((message["role"], _content(bodies.get(message["key"], ""))))
+    return found
+
+
+def _content(body: str) -> str:
+    """The text of a message; its JSON if it has more than text."""
+    try:
+        message = json.loads(body)
+    except ValueError:
+        return body
+    extra = set(message) - {"role", "content"}
+    content = message.get("content")
+    return content if isinstance(content, str) and not extra else body
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """How rows are printed."""
+
+    screen: Screen
+    # None: ids are printed
+    codec: Codec | None
+    # tokens at both ends of long context. None: all
+    context: int | None
+
+    def row(
+        self,
+        row: dict[str, Any],
+        outputs: dict[int, Ids],
+        messages: list[tuple[str, str]] | None = None,
+    ) -> None:
+        """Print a row. ``outputs`` of turns are for tokens that it lost."""
+        ids = _ids(row["input_ids"])
+        mask = row.get("loss_mask") or []
+        session = row.get("session_id")
+        place = "" if session is None else f"session {visible(str(session))}, "
+        self.screen.print(
+            f"{place}row {row['row_index']}: {len(ids):,} tokens, {sum(mask):,} trained",
+            "head",
+        )
+        for role, text in messages or []:
+            most = len(text) if self.context is None else _MAX_MESSAGE
+            self.screen.print_labelled(visible(role), [(shortened(text, most), "")])
+        first = 0
+        parts = list(_parts(row, len(ids)))
+        if self.context is not None and row.get("parent_row") is not None:
+            own = [start for kind, start, _, _ in parts if kind in ("trained", "lost")]
+            first = min([row["shared_length"], *own])
+        if first:
+            words = f"... {_count(first)} as in row {row['parent_row']} ..."
+            self.screen.print_labelled("context", [(words, "fold")])
+        for kind, start, stop, span in parts:
+            if kind == "lost":
+                self._lost(span, outputs)
+            elif stop > first:
+                self._range(kind, ids[max(start, first) : stop])
+        self.screen.print()
+
+    def lost(self, lines: list[dict[str, Any]], outputs: dict[int, Ids]) -> None:
+        """Print the sampled tokens that are in no row."""
+        if not lines:
+            return
+        session = visible(lines[0]["session_id"])
+        self.screen.print(f"session {session}, in no row", "head")
+        for line in lines:
+            self._lost(line, outputs)
+        self.screen.print()
+
+    def _range(self, kind: str, ids: Ids) -> None:
+        """Print tokens of a row; the middle of long context is folded."""
+        n = self.context
+        if n is None or kind in ("trained", "untrainable") or len(ids) <= 3 * n:
+            self.screen.print_labelled(kind, self._text(ids, kind))
+            return
+        words = f"... {_count(len(ids) - 2 * n)} of {kind} ..."
+        self.screen.print_labelled(kind, self._text(ids[:n], kind))
+        self.screen.print_labelled("", [(words, "fold")])
+        self.screen.print_labelled("", self._text(ids[-n:], kind))
+
+    def _lost(self, span: dict[str, Any], outputs: dict[int, Ids]) -> None:
+        """Print tokens that are lost, with the reason."""
+        start, stop, turn = (
+            span["output_start"],
+            span["output_stop"],
+            span["turn_index"],
+        )
+        words = f"({span['kind'].replace('_', ' ')}"
+        if span.get("drift_turn") is not None:
+            words += f" by turn {span['drift_turn']}"
+        words += f": {_count(stop - start)} of turn {turn})"
+        text: list[Fragment] = [(words, "fold")]
+        if outputs:
+            text += [(" ", ""), *self._text(outputs[turn][start:stop], "lost")]
+        self.screen.print_labelled("lost", text)
+
+    def _text(self, ids: Ids, style: str) -> Iterator[Fragment]:
+        """The text of tokens; special tokens are apart."""
+        if self.codec is None:
+            yield " ".join(map(str, ids.tolist())), style
+            return
+        special = self.codec.special(ids)
+        cuts = np.flatnonzero(special | np.append(True, special[:-1])[: len(ids)])
+        for run, first in zip(np.split(ids, cuts[1:]), cuts, strict=False):
+            text = self.codec.exact(run)
+            if special[first]:
+                yield f"⟦{visible(text)}⟧", "special"
+            else:
+                yield lines_of(text), style
+
+
+def _parts(
+    row: dict[str, Any], n_tokens: int
+) -> Iterator[tuple[str, int, int, dict[str, Any]]]:
+    """Kind, start, stop and span of each range of a row, context included."""
+    spans = row.get("spans")
+    if spans is None:
+        spans = _masked(row["loss_mask"])
+    at = 0
+    for span in spans:
+        if span["start"] > at:
+            yield "context", at, span["start"], {}
+        kind = "lost" if span["kind"] in EMPTY_KINDS else span["kind"]
+        yield kind, span["start"], span["stop"], span
+        at = span["stop"]
+    if at < n_tokens:
+        yield "context", at, n_tokens, {}
+
+
+def _masked(mask: list[bool]) -> list[dict[str, Any]]:
+    """The trained ranges of a row without spans."""
+    edges = np.flatnonzero(np.diff(np.array([False, *mask, False], np.int8)))
+    return [
+        {"kind": "trained", "start": start, "stop": stop}
+        for start, stop in edges.reshape(-1, 2).tolist()
+    ]
+
+
+def _count(n: int) -> str:
+    return f"{n:,} token" if n == 1 else f"{n:,} tokens"

@@ -1,0 +1,215 @@
+"""``trajkit stats``: the columns of a file of any table, and its totals."""
+
+import argparse
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+
+from trajkit._arrow import lazy_compute as pc
+from trajkit.cli.head import add_table, stored_tables
+from trajkit.cli.options import Commands, add_json
+from trajkit.cli.terminal import Screen, columns, padded, shortened, visible
+from trajkit.cli.text import share
+
+_HEAD = ("column", "type", "nulls", "min", "mean", "max", "of")
+_MOST_NAMES = 4
+# Texts up to this length may be names.
+_LONGEST_NAME = 32
+
+# Totals: the column that counts them, and its name for people.
+_LENGTHS = {
+    "prompt_ids": "prompt tokens",
+    "output_ids": "tokens sampled",
+    "input_ids": "tokens",
+    "suffix_ids": "tokens stored",
+    "edge_target": "tokens trained",
+}
+_SUMS = {"loss_mask": "tokens trained", "suffix_mask": "tokens trained"}
+_BASES = ("tokens", "tokens stored")
+
+
+def add_stats(commands: Commands) -> None:
+    """Add ``stats`` to the command line."""
+    parser = commands.add_parser(
+        "stats",
+        help="summarize the columns of a table",
+        description="Print, for each column of a file of any table, its type, nulls, and "
+        "the least, mean and largest value: of lists and texts the length, of flags the "
+        "share that is true, of names the counts. Then sessions and tokens.",
+    )
+    add_table(parser)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the summary; the exit code is 0."""
+    summary = Summary()
+    for table in stored_tables(arguments.source):
+        summary.add(table)
+    screen = Screen.of_stdout(colour=True)
+    if arguments.json:
+        screen.print(json.dumps(summary.to_json()))
+        return 0
+    lines = [_HEAD, *(one.texts(name) for name, one in summary.columns.items())]
+    widths = [max(map(columns, texts)) for texts in zip(*lines, strict=True)]
+    screen.print(f"{summary.lines:,} lines\n")
+    for k, line in enumerate(lines):
+        text = "  ".join(map(padded, line, widths))
+        screen.print(text.rstrip(), "" if k else "head")
+    screen.print()
+    for name, n in summary.totals.items():
+        part = ""
+        base = next((one for one in _BASES if one in summary.totals), None)
+        if name == "tokens trained" and base is not None:
+            part = f", {share(n, summary.totals[base])} of {base}"
+        screen.print(f"{name}: {n:,}{part}")
+    return 0
+
+
+@dataclass(slots=True)
+class Column:
+    """The sums of a column."""
+
+    type: str
+    # what is measured: values, lengths, or the share of true
+    of: str
+    lines: int = 0
+    nulls: int = 0
+    known: int = 0
+    total: float = 0
+    least: float | None = None
+    largest: float | None = None
+    names: Counter[str] = field(default_factory=Counter)
+
+    def add(self, values: pa.ChunkedArray) -> None:
+        """Add values."""
+        self.lines += len(values)
+        self.nulls += values.null_count
+        if pa.types.is_dictionary(values.type):
+            self._count(values)
+            return
+        numbers = _measured(values)
+        if numbers is None or numbers.null_count == len(numbers):
+            return
+        ends = pc.min_max(numbers).as_py()
+        self.least = min(ends["min"], ends["min"] if self.least is None else self.least)
+        self.largest = max(
+            ends["max"], ends["max"] if self.largest is None else self.largest
+        )
+        self.known += len(numbers) - numbers.null_count
+        self.total += pc.sum(numbers).as_py()
+        if self.of == "characters" and self.largest <= _LONGEST_NAME:
+            self._count(values)
+
+    def _count(self, names: pa.ChunkedArray) -> None:
+        for one in pc.value_counts(names.drop_null()).to_pylist():
+            self.names[str(one["values"])] += one["counts"]
+
+    def to_json(self) -> dict[str, object]:
+        """The sums as one object."""
+        return {
+            "type": self.type,
+            "of": self.of,
+            "nulls": self.nulls,
+            "min": self.least,
+            "mean": self.total / self.known if self.known else None,
+            "max": self.largest,
+            "names": dict(self.names.most_common()),
+        }
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """The cells of the column's line."""
+        mean = self.total / self.known if self.known else None
+        numbers = [_number(value) for value in (self.least, mean, self.largest)]
+        most = self.names.most_common(_MOST_NAMES)
+        of = ", ".join(f"{visible(value)} {n:,}" for value, n in most)
+        if len(self.names) > _MOST_NAMES:
+            of = f"{len(self.names):,} names"
+        nulls = f"{self.nulls:,}" if self.nulls else ""
+        named = shortened(name, 40), shortened(self.type, 24)
+        return (*named, nulls, *numbers, of or (self.of if self.known else ""))
+
+
+@dataclass(slots=True)
+class Summary:
+    """The sums of a table."""
+
+    lines: int = 0
+    columns: dict[str, Column] = field(default_factory=dict)
+    sessions: set[str] = field(default_factory=set)
+    totals: Counter[str] = field(default_factory=Counter)
+
+    def add(self, table: pa.Table) -> None:
+        """Add more lines."""
+        self.lines += table.num_rows
+        for name, values in zip(table.column_names, table.columns, strict=True):
+            if name not in self.columns:
+                self.columns[name] = Column(_type_name(values.type), _kind(values.type))
+            self.columns[name].add(values)
+            if name == "session_id":
+                self.sessions.update(pc.unique(values).to_pylist())
+                self.totals["sessions"] = len(self.sessions)
+            if _kind(values.type) != "length":
+                continue
+            if name in _LENGTHS:
+                n = pc.sum(pc.list_value_length(values)).as_py() or 0
+                self.totals[_LENGTHS[name]] += n
+            elif name in _SUMS:
+                n = pc.sum(pc.list_flatten(values)).as_py() or 0
+                self.totals[_SUMS[name]] += n
+
+    def to_json(self) -> dict[str, object]:
+        """The sums as one object."""
+        found = {name: one.to_json() for name, one in self.columns.items()}
+        return {"lines": self.lines, "columns": found, "totals": dict(self.totals)}
+
+
+def _is_list(type_: pa.DataType) -> bool:
+    return bool(
+        pa.types.is_list(type_)
+        or pa.types.is_large_list(type_)
+        or pa.types.is_fixed_size_list(type_)
+    )
+
+
+def _is_text(type_: pa.DataType) -> bool:
+    return bool(pa.types.is_string(type_) or pa.types.is_large_string(type_))
+
+
+def _type_name(type_: pa.DataType) -> str:
+    if _is_list(type_):
+        return f"list of {_type_name(type_.value_type)}"
+    if pa.types.is_struct(type_):
+        return "struct"
+    return "names" if pa.types.is_dictionary(type_) else str(type_)
+
+
+def _kind(type_: pa.DataType) -> str:
+    """What is measured of values."""
+    if _is_list(type_):
+        return "length"
+    if pa.types.is_boolean(type_):
+        return "share of true"
+    return "characters" if _is_text(type_) else "value"
+
+
+def _measured(values: pa.ChunkedArray) -> pa.ChunkedArray | None:
+    """The numbers whose least, mean and largest are shown; None: there are none."""
+    kind = _kind(values.type)
+    if kind == "length":
+        return pc.list_value_length(values)
+    if kind == "characters":
+        return pc.utf8_length(values)
+    if kind == "share of true":
+        return values.cast(pa.int8())
+    is_number = pa.types.is_integer(values.type) or pa.types.is_floating(values.type)
+    return values if is_number else None
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
