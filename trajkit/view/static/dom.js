@@ -30,7 +30,7 @@ const TK = {};
     TK.add(element, children);
     return element;
   };
-  TK.h.svgTags = new Set(["svg", "g", "path", "rect", "line", "circle", "polyline"]);
+  TK.h.svgTags = new Set(["svg", "g", "path", "rect", "line", "circle", "text"]);
 
   TK.add = (element, children) => {
     for (const child of children.flat(Infinity)) {
