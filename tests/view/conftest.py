@@ -51,5 +51,5 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def long():
     """A session of 131,072 tokens in 128 turns, whose replies lose their reasoning."""
-    records = data.rollout("long", data.LONG, "head_dropped", 1)
+    records = data.rollout("long", data.quoted("head_dropped"), "head_dropped", 1)
     return tk.from_records(list(records))

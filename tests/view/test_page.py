@@ -239,6 +239,7 @@ def test_a_session_of_131072_tokens_shows_every_token_where_it_is(tab, write, lo
     tab.open(write(long, ["slime", "faithful"]) + "#s=long&p=slime&tab=tokens&t=127")
     last = long.slice(127, 1).to_pylist()[0]
     path = last["prompt_ids"] + last["output_ids"]
+    assert len(path) == 131_072
     assert tab.run("[...TK.app.session.path(127)]") == path
     # the lines in view only
     assert tab.run("document.querySelectorAll('.text [data-k]').length") < 2_000

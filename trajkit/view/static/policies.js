@@ -140,7 +140,7 @@
           context.fillRect(start, 0, Math.max(span.length * x, trained ? 0.5 : 1), height);
         }
       context.fillStyle = TK.css("--paper");
-      if (width / session.count > 4)
+      if (width / session.count > 8)
         for (let k = 1; k < session.count; k++) context.fillRect(session.sampledBefore[k] * x - 0.5, 0, 1, height);
       if (selected !== null) {
         context.strokeStyle = TK.css("--ink");

@@ -4,7 +4,9 @@
 
 (() => {
   const { h, n } = TK;
+  // pixels
   const LINE = 20;
+  const READER = 520;
   // characters of a token that is shown by its id
   const ID = 7;
   const BODY = 20000;
@@ -128,24 +130,26 @@
       const k = event.target.closest("[data-k]")?.dataset.k;
       if (k !== undefined) app.go({ t: turn, k: Number(k) });
     });
-    own.map = TK.canvas(520, "", (context, mapWidth, height) => drawMap(context, mapWidth, height, own, view, session), { class: "minimap", "aria-hidden": "true" });
-    own.map.addEventListener("click", (event) => {
-      own.list.element.scrollTop = (event.offsetY / 520) * starts.length * LINE - own.list.element.clientHeight / 2;
+    const canvas = TK.canvas(READER, "", (context, mapWidth, height) => drawMap(context, mapWidth, height, own, view), {});
+    canvas.addEventListener("click", (event) => {
+      own.list.element.scrollTop = (event.offsetY / READER) * starts.length * LINE - own.list.element.clientHeight / 2;
     });
+    const window = h("i", {});
+    own.map = h("div", { class: "minimap", "aria-hidden": "true" }, canvas, window);
     own.list.ondraw = () => {
       own.top = own.list.element.scrollTop;
-      own.map.paint();
+      const scale = READER / (starts.length * LINE);
+      window.style.top = own.top * scale + "px";
+      window.style.height = Math.max(own.list.element.clientHeight * scale, 5) + "px";
     };
     kept = own;
     return own;
   };
 
-  // The path from top to bottom, and the part in view.
-  const drawMap = (context, width, height, own, view, session) => {
+  // The path from top to bottom.
+  const drawMap = (context, width, height, own, view) => {
     const scale = height / own.starts.length;
     const y = (k) => lineAt(own.starts, k) * scale;
-    context.fillStyle = TK.css("--panel");
-    context.fillRect(0, 0, width, height);
     for (const { start, stop, turn } of own.ranges)
       for (const span of view.spansOf.get(turn) || []) {
         const from = start + span.output_start;
@@ -154,10 +158,6 @@
         context.fillStyle = TK.color(span.kind);
         context.fillRect(0, y(from), width, Math.max(y(to - 1) + scale - y(from), 1));
       }
-    const { scrollTop, clientHeight } = own.list.element;
-    context.strokeStyle = TK.css("--ink");
-    context.lineWidth = 1.5;
-    context.strokeRect(1, (scrollTop / LINE) * scale, width - 2, Math.max((clientHeight / LINE) * scale, 4));
   };
 
   // Everything that is known of the chosen token.
