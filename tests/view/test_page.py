@@ -2,11 +2,13 @@
 
 import json
 
+import pyarrow as pa
 import pytest
 
 import trajkit as tk
 from trajkit import cli
 from trajkit.policies import PRESETS
+from trajkit.schema import SESSIONS
 from trajkit.view import page
 
 pytestmark = pytest.mark.browser
@@ -166,7 +168,160 @@ def test_a_script_that_enters_the_page_is_refused(tab, write, long):
     tab.errors.clear()
 
 
-def test_a_page_without_text_has_none(write, tmp_path, demo, tokenizer):
+def test_a_page_without_text_has_none(tab, write, demo, tokenizer):
     turns = tk.read_turns(demo)
-    write(turns, ["faithful"], text=False, tokenizer=tokenizer)
-    assert json.dumps(HOSTILE) not in (tmp_path / "page.html").read_text()
+    tab.open(write(turns, ["faithful"], text=False, tokenizer=tokenizer))
+    (session,) = turns["session_id"].unique().to_pylist()
+    tab.go(s=session, tab="tokens")
+    assert tab.run("TK.app.session.messages.map(([, body]) => body).join('')") == ""
+    assert tab.run("TK.app.vocabulary") is None
+    assert tab.run("document.querySelector('#data-vocabulary-0')") is None
+
+
+def chips(tab, side):
+    """The ids and texts of the marked tokens of the first difference."""
+    return tab.run(
+        f"[...document.querySelector('.difference').querySelectorAll('.token.{side}')]"
+        ".map((e) => [Number(e.querySelector('small').textContent),"
+        " e.querySelector('bdi')?.textContent])"
+    )
+
+
+def test_drift_is_a_difference_of_ids_and_text_with_its_cause(
+    tab, write, demo, tokenizer
+):
+    turns = tk.read_turns(demo)
+    findings = tk.analysis.explain_drift(turns, tk.link(turns), tokenizer)
+    found = findings.to_pylist()[0]
+    tab.open(write(turns, ["faithful"], tokenizer=tokenizer))
+    groups = {
+        line.split("\t")[0]: line.split("\t")[2:4]
+        for line in tab.texts("table.groups tbody tr")
+    }
+    causes = [one["cause"] for one in findings.to_pylist()]
+    assert groups.keys() == {cause.replace("_", " ") for cause in causes}
+    n = causes.count(found["cause"])
+    assert groups[found["cause"].replace("_", " ")][0] == f"{n} of {len(causes)}"
+
+    tab.run(
+        f"TK.app.goTurn({json.dumps(found['session_id'])}, {found['turn_index']}, 'drift')"
+    )
+    full = {line["turn_index"]: line for line in tk.expand(turns).to_pylist()}
+    path = full[found["parent"]]["prompt_ids"] + full[found["parent"]]["output_ids"]
+    prompt = full[found["turn_index"]]["prompt_ids"]
+    held, given = chips(tab, "held"), chips(tab, "given")
+    assert [id for id, _ in held] == path[found["path_start"] : found["path_stop"]]
+    assert [id for id, _ in given] == prompt[
+        found["prompt_start"] : found["prompt_stop"]
+    ]
+    shown = "".join(text for _, text in held)
+    assert shown.replace("·", " ").replace("↵", "\n") == found["path_text"]
+
+
+def test_calls_are_bars_in_lanes_of_rows_with_their_labels(tab, write, demo):
+    turns = tk.read_turns(demo)
+    tab.open(write(turns, ["slime"]))
+    (session,) = turns["session_id"].unique().to_pylist()
+    tab.go(s=session, tab="forest")
+    assert len(tab.texts("g.call")) == turns.num_rows
+    rows = tk.linearize(turns, "slime")
+    assert len(tab.texts("table.rows tbody tr")) == rows.num_rows
+    reasons = tk.analysis.why(turns, "slime")["sentence"].to_pylist()
+    shown = tab.texts("table.rows tbody tr td:last-child")
+    assert [f"row {k} {text}" for k, text in enumerate(shown)] == reasons
+    label = tab.run("document.querySelector('svg.forest').getAttribute('aria-label')")
+    branches = tk.analysis.label_branches(turns, tk.link(turns, "slime"))
+    for branch in branches["label"].to_pylist():
+        assert branch.replace("_", "-") in label
+
+
+def test_a_session_of_131072_tokens_shows_every_token_where_it_is(tab, write, long):
+    tab.open(write(long, ["slime", "faithful"]) + "#s=long&p=slime&tab=tokens&t=127")
+    last = long.slice(127, 1).to_pylist()[0]
+    path = last["prompt_ids"] + last["output_ids"]
+    assert len(path) == 131_072
+    assert tab.run("[...TK.app.session.path(127)]") == path
+    # the lines in view only
+    assert tab.run("document.querySelectorAll('.text [data-k]').length") < 2_000
+    at = len(last["prompt_ids"]) + 5
+    tab.go(k=at)
+    facts = dict(
+        zip(tab.texts(".facts dt"), tab.texts(".facts dd"), strict=True),
+    )
+    assert facts["id"] == str(path[at])
+    assert facts["sampled by"].startswith("turn 127, token 5 of")
+    assert float(facts["logprob"]) == pytest.approx(
+        last["output_logprobs"][5], abs=1e-4
+    )
+    assert facts["slime"].startswith("trained")
+    assert tab.text(".text .chosen").strip() == str(path[at])
+    # and scrolling moves to other tokens
+    tab.run("document.querySelector('.reader .virtual').scrollTop = 0")
+    tab.run("new Promise((done) => requestAnimationFrame(() => done(true)))")
+    assert tab.text(".text [data-k='0']").strip() == str(path[0])
+
+
+def test_tokens_of_every_turn_are_those_recorded(tab, write, demo):
+    turns = tk.expand(tk.read_turns(demo))
+    tab.open(write(turns, ["faithful"]))
+    (session,) = turns["session_id"].unique().to_pylist()
+    tab.go(s=session)
+    paths = tab.run(
+        "[...Array(TK.app.session.count).keys()].map((k) => [...TK.app.session.path(k)])"
+    )
+    assert paths == [
+        line["prompt_ids"] + line["output_ids"] for line in turns.to_pylist()
+    ]
+    requests = tab.run(
+        "[...Array(TK.app.session.count).keys()].map((k) => TK.app.session.request(k)"
+        ".map((number) => TK.app.session.messages[number]))"
+    )
+    bodies = {}
+    for line in turns.to_pylist():
+        for message in [*line["messages"], line["response"]]:
+            if message["body"] is not None:
+                bodies[message["key"]] = message["body"]
+    assert requests == [
+        [[message["role"], bodies[message["key"]]] for message in line["messages"]]
+        for line in turns.to_pylist()
+    ]
+
+
+def test_half_characters_are_shown_as_bytes(tab, write, tokenizer):
+    text = "h\u00e9\U0001f642"
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    call = {"session_id": "s", "prompt_ids": ids, "output_ids": ids}
+    tab.open(write(tk.from_records([call]), ["per_call"], tokenizer=tokenizer))
+    tab.go(s="s", tab="tokens", t=0)
+    shown = tab.texts(".text [data-k]")
+    assert "h" in shown[0]
+    joined = "".join(shown[: len(ids)])
+    assert "\\xF0" in joined
+    assert bytes.fromhex("".join(shown[: len(ids)][-4:]).replace("\\x", "")) == (
+        text[-1].encode()
+    )
+
+
+def test_a_bar_filters_the_sessions(tab, write):
+    turns = [
+        {"session_id": f"s{k}", "turn_index": t, "prompt_ids": [1], "output_ids": [2]}
+        for k in range(6)
+        for t in range(k + 1)
+    ]
+    rewards = {
+        "session_id": [f"s{k}" for k in range(6)],
+        "reward": [1.0, 1.0, 0.0, 1.0, None, 0.5],
+        "group_id": ["a", "a", "b", "b", None, None],
+        "error": [None] * 6,
+    }
+    sessions = pa.table(rewards, schema=SESSIONS)
+    tab.open(write(tk.from_records(turns), ["per_call"], sessions=sessions))
+    assert "1 of 2 groups have the same reward" in tab.text("main")
+    assert len(tab.texts("#side .line")) == 6
+    tab.run(
+        "document.querySelector('[aria-label^=\"turns 5\"]')"
+        ".dispatchEvent(new MouseEvent('click'))"
+    )
+    tab.run("TK.app.shown")
+    assert tab.texts("#side .line bdi") == ["s4"]
+    assert "f=turns" in tab.run("location.hash")

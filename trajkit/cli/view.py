@@ -188,17 +188,17 @@ def _serve(
         title=source.title,
         follow=arguments.follow,
     )
-    with ViewServer(live, source.title, arguments.port) as server:
-        sys.stdout.write(f"{server.url}\nCtrl-C ends\n")
-        sys.stdout.flush()
-        if not arguments.no_browser:
-            import webbrowser
+    try:
+        with ViewServer(live, source.title, arguments.port) as server:
+            sys.stdout.write(f"{server.url}\nCtrl-C ends\n")
+            sys.stdout.flush()
+            if not arguments.no_browser:
+                import webbrowser
 
-            webbrowser.open(server.url)
-        try:
+                webbrowser.open(server.url)
             server.serve_forever()
-        except KeyboardInterrupt:
-            return 0
+    except KeyboardInterrupt:
+        pass
     return 0
 
 

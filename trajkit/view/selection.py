@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import chain
 
 import pyarrow as pa
 
@@ -132,7 +133,5 @@ def _worst(scores: dict[str, tuple[float, float, float]], n: int) -> set[str]:
         sorted(scores, key=lambda name, k=k: -scores[name][k])  # type: ignore[misc]
         for k in range(3)
     ]
-    chosen: list[str] = []
-    for names in zip(*rankings, strict=True):
-        chosen += [name for name in names if name not in chosen]
-    return set(chosen[:n])
+    in_turn = chain.from_iterable(zip(*rankings, strict=True))
+    return set(list(dict.fromkeys(in_turn))[:n])

@@ -8,6 +8,7 @@
     ["j k", "next and previous turn"],
     ["n p", "next and previous drift"],
     ["l", "next loss of the policy"],
+    ["\u2190 \u2192", "previous and next token"],
     ["[ ]", "previous and next session"],
     ["1 2 3 4", Object.values(TABS).join(", ")],
     ["r", "the run"],
@@ -143,6 +144,7 @@
       h("header", { class: "session" }, h("h2", {}, h("bdi", {}, state.s)), h("p", { class: "note" }, facts.filter(Boolean).join(" \u00b7 "))),
       TK.policyTable(lines, view.label, (label) => app.go({ p: label })),
       TK.legend(),
+      TK.morePolicies(),
       h(
         "div",
         { class: "tabs", role: "tablist", "aria-label": "Parts of the session" },
@@ -150,7 +152,7 @@
           h("button", { role: "tab", id: "tab-" + tab, "aria-selected": String(tab === state.tab), "aria-controls": "panel", onclick: () => app.go({ tab }) }, name, tabCount(tab, view)),
         ),
       ),
-      h("section", { id: "panel", role: "tabpanel", "aria-labelledby": "tab-" + state.tab, class: state.tab }, panels[state.tab](view)),
+      h("section", { id: "panel", role: "tabpanel", "aria-labelledby": "tab-" + state.tab, class: "panel-" + state.tab }, panels[state.tab](view)),
     );
     main.scrollTop = scroll;
     TK.afterPanel?.();
@@ -200,6 +202,11 @@
       act.n = () => move(drifts, 1, "drift");
       act.p = () => move(drifts, -1, "drift");
       act.l = () => nextLoss(view);
+      if (state.tab === "tokens" && state.k !== null) {
+        const last = session.pathLength(state.t ?? 0) - 1;
+        act.ArrowRight = () => app.go({ k: Math.min(state.k + 1, last) });
+        act.ArrowLeft = () => app.go({ k: Math.max(state.k - 1, 0) });
+      }
       Object.keys(TABS).forEach((tab, k) => (act[k + 1] = () => app.go({ tab })));
     }
     if (!act[event.key]) return;
@@ -240,6 +247,7 @@
     document.getElementById("keys").addEventListener("click", () => help.showModal());
     addEventListener("keydown", key);
     addEventListener("popstate", app.show);
+    addEventListener("resize", app.show);
     await app.load();
     document.documentElement.dataset.ready = "true";
     if (TK.live) TK.follow();

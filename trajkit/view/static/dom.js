@@ -30,7 +30,7 @@ const TK = {};
     TK.add(element, children);
     return element;
   };
-  TK.h.svgTags = new Set(["svg", "g", "path", "rect", "line", "circle", "polyline"]);
+  TK.h.svgTags = new Set(["svg", "g", "path", "rect", "line", "circle", "text"]);
 
   TK.add = (element, children) => {
     for (const child of children.flat(Infinity)) {
@@ -128,9 +128,15 @@ const TK = {};
     element.paint = paint;
     return element;
   };
+
+  // A colour of the style sheet. Canvases ask for thousands, so they are kept.
+  let known = new Map();
+  TK.css = (name) => {
+    if (!known.has(name)) known.set(name, getComputedStyle(document.documentElement).getPropertyValue(name).trim());
+    return known.get(name);
+  };
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    known = new Map();
     for (const element of document.querySelectorAll("canvas")) element.paint?.();
   });
-
-  TK.css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 })();

@@ -63,8 +63,10 @@
     return h("div", { class: "tokens" }, range(start - AROUND, start), middle, range(stop, stop + AROUND));
   };
 
-  const difference = (session, path, prompt, one) =>
-    h(
+  const difference = (session, path, prompt, one) => {
+    // tokens show their text, but not all of a long side
+    const long = Math.max(one.path_stop - one.path_start, one.prompt_stop - one.prompt_start) > 2 * SHOWN;
+    return h(
       "section",
       { class: "difference" },
       h("h3", {}, TK.words(one.cause), h("small", {}, ` ${TK.plural(one.path_stop - one.path_start, "token")} of the path [${n(one.path_start)}:${n(one.path_stop)}], ${TK.plural(one.prompt_stop - one.prompt_start, "token")} of the prompt [${n(one.prompt_start)}:${n(one.prompt_stop)}]`)),
@@ -72,11 +74,12 @@
         "dl",
         { class: "sides" },
         h("dt", {}, "path as sampled"),
-        h("dd", {}, side(path, one.path_start, one.path_stop, "held"), text(one.path_text, "held")),
+        h("dd", {}, side(path, one.path_start, one.path_stop, "held"), long && text(one.path_text, "held")),
         h("dt", {}, "next prompt"),
-        h("dd", {}, side(prompt, one.prompt_start, one.prompt_stop, "given"), text(one.prompt_text, "given")),
+        h("dd", {}, side(prompt, one.prompt_start, one.prompt_stop, "given"), long && text(one.prompt_text, "given")),
       ),
     );
+  };
 
   // The text of a difference, its middle left out if it is long.
   const text = (content, kind) => {
@@ -154,11 +157,12 @@
   TK.driftGroups = (groups, app) => {
     const total = groups.reduce((sum, one) => sum + one.findings, 0);
     if (!total) return h("p", {}, "No prompt of the run drifts.");
+    const byText = !groups[0].region;
     return h(
       "table",
       { class: "groups" },
       h("caption", { class: "hidden" }, "Drift by cause"),
-      h("thead", {}, h("tr", {}, ["cause", "where", "differences", "turns", "sampled tokens after it", "examples"].map((name, k) => h("th", { scope: "col", class: k > 1 && k < 5 ? "n" : null }, name)))),
+      h("thead", {}, h("tr", {}, ["cause", byText ? null : "in", "differences", "turns", "sampled tokens after it", "examples"].map((name, k) => h("th", { scope: "col", class: k > 1 && k < 5 ? "n" : null }, name)))),
       h(
         "tbody",
         {},
@@ -167,7 +171,7 @@
             "tr",
             {},
             h("th", { scope: "row" }, TK.words(group.cause)),
-            h("td", {}, group.region ? TK.words(group.region) : "\u2013"),
+            h("td", {}, group.region && TK.words(group.region)),
             h("td", { class: "n" }, `${n(group.findings)} of ${n(total)}`),
             h("td", { class: "n" }, n(group.turns)),
             h("td", { class: "n" }, n(group.tokens)),

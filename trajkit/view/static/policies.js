@@ -75,7 +75,6 @@
   // The table at the top: a line per policy, with a strip of the session or bars of the run.
   // `lines` have label, counts, and a cell to draw.
   TK.policyTable = (lines, chosen, choose) => {
-    const cheapest = Math.min(...lines.map(({ counts }) => counts.tokens_forward_shared));
     return h(
       "table",
       { class: "policies" },
@@ -92,7 +91,7 @@
           h("th", { scope: "col", class: "n" }, "not trained"),
           h("th", { scope: "col", class: "n" }, "rows"),
           h("th", { scope: "col", class: "n", title: "tokens of all rows, which a forward pass computes" }, "forward"),
-          h("th", { scope: "col", class: "n", title: "the same with each shared prefix computed once, against the cheapest policy" }, "as a tree"),
+          h("th", { scope: "col", class: "n", title: "the same with each shared prefix computed once" }, "as a tree"),
         ),
       ),
       h(
@@ -119,7 +118,7 @@
             h("td", { class: "n", title: TK.lossText(counts) }, lost(counts) ? n(lost(counts)) : "0"),
             h("td", { class: "n" }, n(counts.rows)),
             h("td", { class: "n" }, n(counts.tokens_forward)),
-            h("td", { class: "n" }, n(counts.tokens_forward_shared), " ", h("small", {}, "\u00d7" + (counts.tokens_forward_shared / Math.max(cheapest, 1)).toFixed(2))),
+            h("td", { class: "n" }, n(counts.tokens_forward_shared)),
           ),
         ),
       ),
@@ -141,7 +140,7 @@
           context.fillRect(start, 0, Math.max(span.length * x, trained ? 0.5 : 1), height);
         }
       context.fillStyle = TK.css("--paper");
-      if (width / session.count > 4)
+      if (width / session.count > 8)
         for (let k = 1; k < session.count; k++) context.fillRect(session.sampledBefore[k] * x - 0.5, 0, 1, height);
       if (selected !== null) {
         context.strokeStyle = TK.css("--ink");

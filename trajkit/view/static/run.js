@@ -38,10 +38,10 @@
     drifts: { text: "turns with drift", value: column("drifts"), worst: -1 },
     reward: { text: "reward", value: column("reward"), worst: 1 },
     turns: { text: "turns", value: column("turns"), worst: -1 },
+    reply: { text: "tokens per reply", value: (k) => column("sampled")(k) / column("turns")(k), worst: -1 },
     sampled: { text: "sampled tokens", value: column("sampled"), worst: -1 },
     context: { text: "longest context", value: column("context"), worst: -1 },
   };
-  TK.measures = MEASURES;
   let sortBy = "";
 
   TK.runHead = () => {
@@ -103,7 +103,7 @@
     const order = h(
       "select",
       { "aria-label": "Order of sessions", onchange: () => { sortBy = order.value; refresh(); } },
-      h("option", { value: "" }, "as recorded"),
+      h("option", { value: "" }, "recorded"),
       Object.entries(MEASURES).map(([name, { text }]) => h("option", { value: name }, "worst: " + text)),
     );
     TK.replace(side, h("div", { class: "filter" }, search, order), list.element);
@@ -135,11 +135,171 @@
       h("h2", {}, "What each policy keeps and costs"),
       TK.policyTable(lines, chosen.policy, (label) => go({ p: label })),
       TK.legend(),
+      TK.morePolicies(),
       h("p", { id: "sentence" }, TK.policySentence(chosen.policy, chosen)),
       chosen.tokens_out_of_context > 0 &&
         h("p", { class: "note" }, `${n(chosen.tokens_out_of_context)} of its trained tokens are in a row that, up to them, differs from the path they were sampled after.`),
       h("h2", {}, "Drift by cause"),
       TK.driftGroups(index.drift[TK.policyNumber()], TK.app),
+      h("h2", {}, "Sessions"),
+      h("p", { class: "note" }, `${n(TK.shown.length)} of ${TK.plural(index.sessions.id.length, "session")} match the filter. A bar filters by its range.`, state.f && [" ", h("button", { onclick: () => TK.setFilter("") }, "show all")]),
+      h("div", { class: "histograms" }, Object.keys(MEASURES).map(histogram)),
+      rewards(),
+      groupTable(),
     ];
   };
+
+  const BINS = 20;
+  const [WIDE, HIGH] = [220, 64];
+
+  // How a measure is distributed over sessions; those that match the filter are darker.
+  function histogram(name) {
+    const { text, value } = MEASURES[name];
+    const ids = TK.app.index.sessions.id.map((_, k) => k).filter((k) => value(k) !== null);
+    const values = ids.map(value);
+    const [low, high] = [Math.min(...values), Math.max(...values)];
+    if (!(high > low)) return null;
+    const integers = values.every(Number.isInteger);
+    const step = integers ? Math.max(1, Math.ceil((high - low + 1) / BINS)) : (high - low) / BINS;
+    const count = Math.min(BINS, Math.floor((high - low) / step) + 1);
+    const bin = (k) => Math.min(Math.floor((value(k) - low) / step), count - 1);
+    const [all, match] = [new Array(count).fill(0), new Array(count).fill(0)];
+    const shown = new Set(TK.shown);
+    for (const k of ids) {
+      all[bin(k)]++;
+      if (shown.has(k)) match[bin(k)]++;
+    }
+    const most = Math.max(...all);
+    const format = (x) => (integers ? n(x) : x.toPrecision(3));
+    const bar = (number) => {
+      const [from, to] = [low + number * step, low + (number + 1) * step];
+      const last = number === count - 1;
+      const act = () => TK.setFilter(`${name}:${number ? from : ""}:${last ? "" : to}`);
+      const rect = (counted, props) => h("rect", { x: (number * WIDE) / count, width: WIDE / count - 1, y: HIGH * (1 - counted / most), height: (HIGH * counted) / most, ...props });
+      return h(
+        "g",
+        {
+          class: "bar", role: "button", tabindex: all[number] ? "0" : null,
+          "aria-label": `${text} ${format(from)} to ${format(last ? high : to)}: ${TK.plural(all[number], "session")}`,
+          onclick: act,
+          onkeydown: (event) => event.key === "Enter" && act(),
+        },
+        h("rect", { x: (number * WIDE) / count, width: WIDE / count, y: 0, height: HIGH, fill: "transparent" }),
+        rect(all[number], { fill: "var(--prompt)" }),
+        rect(match[number], { fill: "var(--trained)" }),
+      );
+    };
+    return h(
+      "figure",
+      {},
+      h("figcaption", {}, text, h("small", {}, ` ${format(low)} to ${format(high)}`)),
+      h("svg", { width: WIDE, height: HIGH, role: "group", "aria-label": text }, [...Array(count).keys()].map(bar)),
+    );
+  }
+
+  // Reward against sampled tokens, a point per session.
+  function rewards() {
+    const { sessions } = TK.app.index;
+    const ids = TK.shown.filter((k) => sessions.reward[k] !== null);
+    if (ids.length < 2) return null;
+    const span = (values) => [Math.min(...values), Math.max(...values)];
+    const [low, high] = span(ids.map((k) => sessions.reward[k]));
+    const [least, most] = span(ids.map((k) => sessions.sampled[k]));
+    const height = 180;
+    const place = (k, width) => [
+      10 + ((width - 20) * (sessions.sampled[k] - least)) / Math.max(most - least, 1),
+      height - 10 - ((height - 20) * (sessions.reward[k] - low)) / (high - low || 1),
+    ];
+    const canvas = TK.canvas(
+      height,
+      `Reward, ${low} to ${high}, against sampled tokens, ${n(least)} to ${n(most)}, of ${TK.plural(ids.length, "session")}`,
+      (context, width) => {
+        context.fillStyle = TK.css("--trained");
+        context.globalAlpha = 0.6;
+        for (const k of ids) {
+          const [x, y] = place(k, width);
+          context.beginPath();
+          context.arc(x, y, 4, 0, 7);
+          context.fill();
+        }
+      },
+      { class: "scatter" },
+    );
+    canvas.addEventListener("click", (event) => {
+      const distance = (k) => {
+        const [x, y] = place(k, canvas.clientWidth);
+        return (x - event.offsetX) ** 2 + (y - event.offsetY) ** 2;
+      };
+      TK.app.go({ s: sessions.id[ids.reduce((best, k) => (distance(k) < distance(best) ? k : best))] });
+    });
+    return h("figure", { class: "wide" }, h("figcaption", {}, "reward against sampled tokens", h("small", {}, ` reward ${low} to ${high}, ${n(least)} to ${n(most)} tokens`)), canvas);
+  }
+
+  // Groups of rollouts. One whose rewards are all equal has no advantage to learn from.
+  function groupTable() {
+    const { sessions } = TK.app.index;
+    const groups = Map.groupBy([...sessions.id.keys()].filter((k) => sessions.group[k] !== null), (k) => sessions.group[k]);
+    if (!groups.size) return null;
+    const lines = [...groups].map(([name, ids]) => {
+      const known = ids.map((k) => sessions.reward[k]).filter((reward) => reward !== null);
+      const mean = known.reduce((sum, reward) => sum + reward, 0) / known.length;
+      const deviation = Math.sqrt(known.reduce((sum, reward) => sum + (reward - mean) ** 2, 0) / known.length);
+      return { name, ids, known, mean, deviation };
+    });
+    const flat = lines.filter(({ known, deviation }) => known.length > 1 && deviation === 0);
+    return [
+      h("h2", {}, "Groups"),
+      h("p", {}, `${n(flat.length)} of ${TK.plural(lines.length, "group")} have the same reward in every session, so they give no gradient under a group baseline.`),
+      h(
+        "table",
+        { class: "groups" },
+        h("thead", {}, h("tr", {}, ["group", "sessions", "mean reward", "standard deviation", ""].map((name, k) => h("th", { scope: "col", class: k && k < 4 ? "n" : null }, name)))),
+        h(
+          "tbody",
+          {},
+          lines.sort((a, b) => flat.includes(b) - flat.includes(a)).slice(0, 200).map(({ name, ids, mean, deviation }) =>
+            h(
+              "tr",
+              {},
+              h("th", { scope: "row" }, h("bdi", {}, name)),
+              h("td", { class: "n" }, n(ids.length)),
+              h("td", { class: "n" }, TK.fixed(mean, 3)),
+              h("td", { class: "n" }, TK.fixed(deviation, 3)),
+              h("td", { class: "examples" }, ids.slice(0, 8).map((k) => h("button", { onclick: () => TK.app.go({ s: sessions.id[k] }) }, h("bdi", {}, sessions.id[k])))),
+            ),
+          ),
+        ),
+      ),
+    ];
+  }
+
+  // Only a served page can show other policies: their tables are made when asked for.
+  TK.morePolicies = () => {
+    if (!TK.live) return null;
+    const field = h("input", { placeholder: "slime fork_threshold=256", "aria-label": "Another policy, with its choices", size: "32" });
+    const submit = (event) => {
+      event.preventDefault();
+      TK.addPolicy(field.value.trim());
+    };
+    return h("form", { class: "tools", onsubmit: submit }, field, h("button", {}, "show this policy"));
+  };
+
+  TK.addPolicy = async (text) => {
+    const policies = [...TK.app.index.texts, text];
+    const status = document.getElementById("status");
+    try {
+      TK.app.index = await TK.source.index(policies);
+    } catch (error) {
+      return TK.replace(status, error.message);
+    }
+    TK.replace(status);
+    Object.assign(TK.app, { policies, session: null });
+    return TK.app.go({ p: TK.app.index.policies.at(-1).policy });
+  };
+
+  // A running gateway appends turns: look for them now and then.
+  TK.look = async () => {
+    if ((await TK.source.version()) !== TK.app.index.version) await TK.app.load();
+  };
+  TK.follow = () => TK.app.index.follow && setInterval(TK.look, 2000);
 })();

@@ -1,0 +1,163 @@
+"""The files of the page, and what the command writes, without a browser."""
+
+import hashlib
+import re
+from importlib.resources import files
+
+import pyarrow as pa
+import pytest
+
+import trajkit as tk
+from trajkit import cli
+from trajkit.cli import view as command
+from trajkit.schema import SESSIONS
+from trajkit.view import page, view
+from trajkit.view.document import SCRIPTS
+from trajkit.view.selection import Selection
+
+STATIC = files("trajkit.view") / "static"
+
+
+def turns_of(*names, n=1):
+    return [
+        {
+            "session_id": name,
+            "turn_index": k,
+            "prompt_ids": [1, 2],
+            "output_ids": [3] * (k + 1),
+            "output_logprobs": [-float(name[1:]) - 0.5] * (k + 1),
+        }
+        for name in names
+        for k in range(n)
+    ]
+
+
+@pytest.fixture
+def run(tmp_path):
+    path = tmp_path / "turns.parquet"
+    tk.write_turns(tk.from_records(turns_of("s0", "s1", "s2", "s3", "s4")), path)
+    return path
+
+
+def test_vendored_files_are_those_whose_hash_is_listed():
+    listed = dict(
+        re.findall(
+            r"^\| `([^`]+)` .* `([0-9a-f]{64})` \|$",
+            (STATIC / "vendor/VENDORED.md").read_text("utf-8"),
+            re.MULTILINE,
+        )
+    )
+    scripts = [name for name in SCRIPTS if name.startswith("vendor/")]
+    assert listed.keys() == {name.removeprefix("vendor/") for name in scripts}
+    for name, digest in listed.items():
+        content = (STATIC / "vendor" / name).read_bytes()
+        assert hashlib.sha256(content).hexdigest() == digest
+
+
+def test_scripts_never_take_text_as_markup():
+    markup = re.compile(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|\beval\b"
+        r"|new Function|srcdoc|createContextualFragment"
+    )
+    ours = [name for name in SCRIPTS if not name.startswith("vendor/")]
+    found = [name for name in ours if markup.search((STATIC / name).read_text("utf-8"))]
+    assert found == []
+
+
+def test_the_page_asks_for_nothing_outside_itself():
+    html = page(tk.from_records(turns_of("s0")), ["faithful"])
+    assert "default-src 'none'" in html
+    assert "connect-src 'none'" in html
+    assert not re.search(r"<(?:script|img|link|iframe)[^>]*(?:src|href)=", html)
+
+
+def test_equal_turns_give_equal_pages():
+    turns = tk.from_records(turns_of("s0", "s1"))
+    assert page(turns) == page(turns) == page(tk.compact(turns))
+
+
+def test_a_notebook_shows_the_page_in_a_frame_of_its_own(tmp_path):
+    shown = view(tk.from_records(turns_of("s0")), "strict", title='"<b>')
+    frame = shown._repr_html_()
+    assert frame.startswith('<iframe sandbox="allow-scripts"')
+    assert frame.count("<") == 2
+    shown.save(tmp_path / "page.html")
+    assert (tmp_path / "page.html").read_text(encoding="utf-8") == shown.html
+
+
+def batches(*names, n=1):
+    return tk.from_records(turns_of(*names, n=n)).to_batches(max_chunksize=1)
+
+
+def chosen(selection, *names):
+    turns, total = selection.of(iter(batches(*names)))
+    assert total == len(names)
+    return turns["session_id"].unique().to_pylist()
+
+
+def test_a_sample_is_the_same_whatever_the_order_of_sessions():
+    names = [f"s{k}" for k in range(40)]
+    sample = chosen(Selection(sample=7), *names)
+    assert len(sample) == 7
+    assert sorted(sample) == sorted(chosen(Selection(sample=7), *reversed(names)))
+    assert set(chosen(Selection(sample=3), *names)) <= set(sample)
+    assert sample != names[:7]
+
+
+def test_the_worst_sessions_come_from_each_ranking_in_turn():
+    # s2 drifts, s3 has the lowest logprobs
+    records = turns_of("s0", "s1", "s2", "s3")
+    records.insert(3, {**records[2], "turn_index": 1, "prompt_ids": [1, 2, 9, 9]})
+    records[2]["output_ids"] = [3, 4, 5]
+    records[2]["output_logprobs"] = [-0.1] * 3
+    turns = tk.from_records(records)
+    worst = Selection(worst=2, policy=tk.policy("slime"))
+    found, _ = worst.of(iter(turns.to_batches()))
+    assert found["session_id"].unique().to_pylist() == ["s2", "s3"]
+
+
+def test_the_command_says_what_the_file_has(run, tmp_path, capsys):
+    path = tmp_path / "page.html"
+    assert cli.main(["view", str(run), "-o", str(path), "--sample", "2"]) == cli.DONE
+    out = capsys.readouterr().out
+    assert "2 of 5 sessions, 2 turns" in out
+    assert "the text of all messages; --no-text leaves it out" in out
+    assert "--worst" not in out
+
+
+def test_a_large_page_names_the_options_that_make_it_smaller(
+    run, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(command, "_LARGE_BYTES", 1000)
+    path = tmp_path / "page.html"
+    assert cli.main(["view", str(run), "-o", str(path)]) == cli.DONE
+    out = capsys.readouterr().out
+    for option in ("--sessions A,B", "--sample N", "--worst N", "leave out -o"):
+        assert option in out
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "text"),
+    [
+        (["--sessions", "s1,nobody"], cli.BAD_DATA, "no session 'nobody'"),
+        (["--policy", "slim"], cli.BAD_USAGE, "did you mean 'slime'"),
+        (["--facts", "absent.parquet"], cli.BAD_FILE, "absent.parquet"),
+    ],
+)
+def test_a_wrong_choice_writes_no_page(run, tmp_path, capsys, options, code, text):
+    path = tmp_path / "page.html"
+    assert cli.main(["view", str(run), "-o", str(path), *options]) == code
+    assert text in capsys.readouterr().err
+    assert not path.exists()
+
+
+def test_sessions_that_have_not_ended_are_shown(tmp_path, capsys):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    tk.write_turns(tk.from_records(turns_of("s0", "s1")), folder / "turns.parquet")
+    ended = [{"session_id": "s0", "reward": 1.0, "group_id": None, "error": None}]
+    table = pa.Table.from_pylist(ended, SESSIONS)
+    tk.write_sessions(table, folder / "sessions.parquet")
+    path = tmp_path / "page.html"
+    assert cli.main(["view", str(folder), "-o", str(path)]) == cli.DONE
+    assert "2 of 2 sessions" in capsys.readouterr().out
