@@ -235,7 +235,8 @@ def run(
     steps = metrics_by_step(turns, report, policy)
     trends = _TRENDS if len(steps) > 1 else {}
     rows = -(-len(values) // 3) + -(-len(trends) // 3)
-    with _figure("Run") as figure:
+    title = f"{len(values[0].numbers):,} sessions, {len(values[1].numbers):,} turns"
+    with _figure(title) as figure:
         figure.set_size_inches(10, 0.6 + 2.3 * rows)
         axes = iter(figure.subplots(rows, 3, squeeze=False).flat)
         for one, ax in zip(values, axes, strict=False):
