@@ -77,16 +77,16 @@ def reported(calls, **facts):
 
 def test_rewards_and_groups():
     turns, report = reported(
-        [call(name) for name in "abcdef"],
-        reward=[1.0, 1.0, 0.0, 3.0, None, 5.0],
-        group_id=["g", "g", "h", "h", "h", None],
-        error=[None, None, None, None, "it broke", None],
+        [call(name) for name in "abcdefghi"],
+        reward=[1.0, 1.0, 0.0, 3.0, None, 5.0, 2.0, 2.0, 2.0],
+        group_id=["g", "g", "h", "h", "h", None, None, None, "one"],
+        error=[None, None, None, None, "it broke", None, None, None, None],
     )
     found = metrics(turns, report)
     expected = {
         "run/errors": 1,
         "reward/mean": 2,
-        "reward/std": pytest.approx((16 / 5) ** 0.5),
+        "reward/std": pytest.approx(2**0.5),
         "reward/min": 0,
         "reward/max": 5,
         "reward/missing": 1,
@@ -107,11 +107,12 @@ def test_lengths_logprobs_and_versions():
             ),
             call("a", prompt_ids=[1, 2, 3, 4, 5], weight_versions=version(("2", 0, 2))),
             call("b", output_logprobs=[-3.0, None]),
+            call("c", weight_versions=version(("2", 0, 1), ("2", 1, 2))),
         ]
     )
     found = metrics(turns, report)
     expected = {
-        "length/turns": 1.5,
+        "length/turns": pytest.approx(4 / 3),
         "length/output": 2,
         "length/output_max": 2,
         "length/context_max": 7,

@@ -3,7 +3,7 @@
 import sys
 from collections import Counter
 from datetime import UTC, datetime, timedelta
-from itertools import combinations
+from itertools import combinations, pairwise
 from xml.etree import ElementTree
 
 import numpy as np
@@ -62,6 +62,23 @@ def lengths(ax, color, n):
     return found
 
 
+def assert_stacked(ax, axis, size):
+    """Bars of a stack begin where others end."""
+    stacks = {}
+    for bar in ax.patches:
+        place = bar.get_xy(), (bar.get_width(), bar.get_height())
+        start, length = (of[axis] for of in place)
+        across = place[0][1 - axis] + place[1][1 - axis] / 2
+        if length:
+            stacks.setdefault(round(across), []).append((start, start + length))
+    assert max(map(len, stacks.values())) >= size
+    for parts in stacks.values():
+        parts.sort()
+        assert parts[0][0] == 0
+        for (_, end), (start, _) in pairwise(parts):
+            assert start == pytest.approx(end)
+
+
 def texts(figure):
     return [
         text.get_text() for text in figure.findobj(lambda one: hasattr(one, "get_text"))
@@ -93,6 +110,7 @@ def test_bars_of_policies_are_the_counts_of_simulate():
             shares = [100 * count / sampled for count in counts]
             assert lengths(kept, color, n) == pytest.approx(shares)
     assert len(shown) > 5
+    assert_stacked(kept, 0, 3)
     assert {text.replace(" ", "_") for text in texts(kept.figure)} >= shown
     assert [label.get_text() for label in kept.get_yticklabels()] == table[
         "policy"
@@ -142,6 +160,7 @@ def test_bars_of_turns_are_the_counts_of_the_report(policy):
             for x, _, width, height in bars(prompts, color):
                 heights[round(x + width / 2)] += height
         assert heights.tolist() == n_prompt
+        assert_stacked(prompts, 1, 1)
         assert any(
             f"{line['tokens_trained']:,} of {line['tokens_sampled']:,}" in text
             for text in texts(figure)
@@ -184,6 +203,7 @@ def test_roles_come_from_attribution_and_else_from_the_path():
             },
         ]
     )
+    assert_stacked(tk.plot.tokens(turns).axes[0], 1, 5)
     found = session_tokens(turns, "faithful", None).roles
     assert {role: counts.tolist() for role, counts in found.items()} == {
         "system": [1, 1],

@@ -288,7 +288,8 @@ def test_the_command_takes_a_folder_and_rows(tmp_path, capsys):
         (["pie", "-o", "a.svg"], "invalid choice"),
     ],
 )
-def test_wrong_usage_is_named(arguments, message, tmp_path, capsys):
+def test_wrong_usage_is_named(arguments, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     source = tmp_path / "turns.parquet"
     tk.write_turns(RUN, source)
     kind, *options = arguments

@@ -77,7 +77,7 @@ def test_rollouts_say_when_sessions_began_and_ended():
 
 
 def test_turns_without_times_are_left_out():
-    turns = timed(("a", 1, 2), ("a", None, 3), ("b", None, None))
+    turns = timed(("a", 1, 2), ("a", None, 3), ("a", 3, None), ("b", None, None))
     assert found(turns) == [("a", "generation", 0, 1, 0, 0)]
 
 

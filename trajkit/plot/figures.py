@@ -23,6 +23,7 @@ from trajkit.analysis.colors import (
 )
 from trajkit.analysis.run_metrics import metrics_by_step
 from trajkit.errors import ArgumentError
+from trajkit.plot.markup import printable
 from trajkit.plot.run_values import Values, run_values
 from trajkit.plot.timeline import slices_of
 from trajkit.plot.turn_tokens import session_tokens
@@ -234,7 +235,8 @@ def run(
     steps = metrics_by_step(turns, report, policy)
     trends = _TRENDS if len(steps) > 1 else {}
     rows = -(-len(values) // 3) + -(-len(trends) // 3)
-    with _figure("Run") as figure:
+    title = f"{len(values[0].numbers):,} sessions, {len(values[1].numbers):,} turns"
+    with _figure(title) as figure:
         figure.set_size_inches(10, 0.6 + 2.3 * rows)
         axes = iter(figure.subplots(rows, 3, squeeze=False).flat)
         for one, ax in zip(values, axes, strict=False):
@@ -303,7 +305,7 @@ def swimlanes(turns: TableLike, sessions: TableLike | None = None) -> Figure:
                         color=color,
                     )
         ax.set(xlabel="seconds since the run began", ylim=(len(lanes) - 0.5, -0.5))
-        ax.set_yticks(range(len(lanes)), [_printable(name) for name in lanes])
+        ax.set_yticks(range(len(lanes)), [printable(name) for name in lanes])
         ax.margins(x=0.01)
         labels = {
             f"{kind} {seconds[kind]:,.1f} s": color for kind, color in TIMES.items()
@@ -334,12 +336,8 @@ def _figure(title: str) -> Iterator[Figure]:
         ) from error
     with mpl.rc_context(_STYLE):
         figure = Figure(layout="constrained")
-        figure.suptitle(_printable(title), x=0.01, ha="left")
+        figure.suptitle(printable(title), x=0.01, ha="left")
         yield figure
-
-
-def _printable(text: str) -> str:
-    return "".join(char if char.isprintable() else "\ufffd" for char in text)
 
 
 def _words(name: str) -> str:

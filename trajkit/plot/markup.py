@@ -14,5 +14,9 @@ def escaped(text: object) -> str:
     >>> escaped("<b>\\x1b")
     '&lt;b&gt;\\ufffd'
     """
-    shown = (char if char.isprintable() else "\ufffd" for char in str(text))
-    return escape("".join(shown))
+    return escape(printable(str(text)))
+
+
+def printable(text: str) -> str:
+    """The text with U+FFFD for each character that is not printable."""
+    return "".join(char if char.isprintable() else "\ufffd" for char in text)
