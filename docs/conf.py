@@ -21,6 +21,7 @@ extensions = [
 ]
 html_theme = "furo"
 html_title = "trajkit"
+smartquotes = False
 
 # Links to headings of other pages are checked.
 myst_heading_anchors = 4

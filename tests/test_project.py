@@ -1,0 +1,70 @@
+"""Files about the project agree with one another and with the repository."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+
+
+def extensions() -> dict[str, list[str]]:
+    """CONTRIBUTING.md's table: what can be added, and the files that it takes."""
+    table = re.search(
+        r"^\| to add \| files .*\n\|[ -|]+\n((?:\|.*\n)+)", CONTRIBUTING, re.M
+    )
+    assert table
+    lines = [line.split(" | ") for line in table[1].splitlines()]
+    path = re.compile(r"`([\w./]+/[\w./]+)`")
+    return {name.strip("| "): path.findall(files) for name, files, _ in lines}
+
+
+@pytest.mark.parametrize(("name", "files"), extensions().items())
+def test_files_that_an_extension_takes_exist(name, files):
+    assert files
+    for file in files:
+        # NAME is what is new: other files of its kind are there
+        pattern = file.replace("test_NAME", "test_*").replace("NAME", "[a-z]*")
+        assert list(ROOT.glob(pattern)), f"{name}: {file}"
+
+
+def test_every_kind_of_extension_is_described():
+    kinds = "policy route protocol harness sandbox engine importer exporter".split()
+    assert [name.split()[1] for name in extensions()] == kinds
+
+
+def test_the_table_of_stages_lists_those_of_ci():
+    script = (ROOT / ".ci/run").read_text("utf-8")
+    steps = re.search(r"^steps=\(\n(.*?)^\)", script, re.M | re.S)
+    assert steps
+    run = set(re.findall(r"[a-z]+", steps[1]))
+    assert run == set(re.findall(r"^stage_(\w+)\(\)", script, re.M))
+    assert run == set(re.findall(r"^\| `([a-z]+)` \| ", CONTRIBUTING, re.M))
+
+
+def test_the_changelog_has_one_form():
+    """Keep a Changelog: versions, kinds of changes, and a list under each."""
+    lines = (ROOT / "CHANGELOG.md").read_text("utf-8").splitlines()
+    kinds = "Added|Changed|Deprecated|Removed|Fixed|Security"
+    version = r"\[Unreleased\]|\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d"
+    form = re.compile(rf"## ({version})|### ({kinds})|- [A-Z`].*|  \S.*|")
+    first = next(i for i, line in enumerate(lines) if line.startswith("## "))
+    assert [line for line in lines[first:] if not form.fullmatch(line)] == []
+    assert lines[first] == "## [Unreleased]"
+    titles = [line for line in lines if line.startswith("## ")]
+    assert len(set(titles)) == len(titles)
+
+
+def test_wheels_classifiers_and_workflow_name_the_same_pythons():
+    prefix = "Programming Language :: Python :: 3."
+    classifiers = PYPROJECT["project"]["classifiers"]
+    minors = [c.removeprefix(prefix) for c in classifiers if c.startswith(prefix)]
+    build = PYPROJECT["tool"]["cibuildwheel"]["build"]
+    assert build == "{" + ",".join(f"cp3{m}" for m in [*minors, "14t"]) + "}-*"
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text("utf-8")
+    listed = ", ".join(f'"3.{m}"' for m in minors)
+    assert f"python: [{listed}]" in workflow
+    assert PYPROJECT["project"]["requires-python"] == f">=3.{minors[0]}"
