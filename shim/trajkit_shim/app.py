@@ -14,6 +14,7 @@ from collections.abc import (
     Collection,
     Iterator,
 )
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TypeAlias
@@ -189,6 +190,9 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        # more than processors, because those that tokenize long texts wait for others
+        threads = ThreadPoolExecutor(64, "trajkit-call")
+        asyncio.get_running_loop().set_default_executor(threads)
         yield
         try:
             await sessions.drain(0.0)
