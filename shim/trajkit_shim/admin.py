@@ -102,8 +102,7 @@ class Admin:
             replay=body.flag("replay"),
             group_id=body.get("group_id", as_text),
         )
-        outcome = Outcome()
-        outcome.update(_outcome_fields(body))
+        outcome = Outcome().updated(_outcome_fields(body))
         session_id = body.get("session_id", as_text)
         opened = self.sessions.open(session_id, terms, outcome)
         keys = {"session_id": opened.session_id, "api_key": opened.api_key}

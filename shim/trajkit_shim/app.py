@@ -7,13 +7,22 @@ and its turn is context only, as is a turn whose answer is lost on its way.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+)
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TypeAlias
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -21,6 +30,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trajkit_shim import json_input, timing
 from trajkit_shim.admin import Admin
+from trajkit_shim.browsers import check_no_browser
 from trajkit_shim.call import (
     CallContext,
     CallSettings,
@@ -91,6 +101,7 @@ def create_app(
     max_header_bytes: int = 32 << 10,
     max_messages: int = 10_000,
     admin_token: str | None = None,
+    hosts: Collection[str] = (),
     pause_wait_seconds: float = 300.0,
     max_ended_sessions: int = 10_000,
     clock: Clock | None = None,
@@ -136,6 +147,9 @@ def create_app(
         Memory limit for the token ids of all sessions' turns, kept for ``append``.
     admin_token : str, optional
         Token required for ``/sessions`` and ``/admin``. Default: none.
+    hosts : collection of str
+        Names that clients use for this machine (``Host``), besides addresses and names of
+        private networks (`trajkit_shim.browsers`).
     pause_wait_seconds : float
         How long a call waits for the end of a pause before it is rejected with 503.
     max_ended_sessions : int
@@ -176,6 +190,9 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        # more than processors, because those that tokenize long texts wait for others
+        threads = ThreadPoolExecutor(64, "trajkit-call")
+        asyncio.get_running_loop().set_default_executor(threads)
         yield
         try:
             await sessions.drain(0.0)
@@ -205,8 +222,26 @@ def create_app(
             Exception: _answer_error,
             **dict.fromkeys((GatewayError, EngineError, HTTPException), _answer_error),
         },
+        middleware=[Middleware(_NoBrowsers, hosts)],
         lifespan=lifespan,
     )
+
+
+class _NoBrowsers:
+    """Middleware that answers requests of web pages with an error."""
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
+        self._app = app
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http":
+            try:
+                check_no_browser(Headers(scope=scope), self._hosts)
+            except GatewayError as error:
+                app = await _answer_error(Request(scope), error)
+        await app(scope, receive, send)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

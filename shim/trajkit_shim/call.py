@@ -23,6 +23,7 @@ from trajkit_shim.prompting.attribution import tool_names
 from trajkit_shim.prompting.prompts import Prompt, Prompts
 from trajkit_shim.prompting.reply_matching import RestoredRequest, next_position
 from trajkit_shim.prompting.token_cache import CachedPath
+from trajkit_shim.prompting.tokenize_cache import NO_LIMIT, TooManyTokensError
 from trajkit_shim.protocols.base import WireProtocol
 from trajkit_shim.replies.external_parsers import ReplyParser
 from trajkit_shim.replies.incremental_decode import IncrementalParser
@@ -104,18 +105,31 @@ async def prepare_call(context: CallContext) -> PreparedCall:
 async def count_tokens(request: ChatRequest, session: Session, prompts: Prompts) -> int:
     """Return the length of a call's prompt. Nothing is sampled or recorded."""
     _, prompt = await asyncio.to_thread(
-        _build_prompt, request, session, prompts, attributed=False
+        _build_prompt, request, session, prompts, attributed=False, max_tokens=NO_LIMIT
     )
     return len(prompt.ids)
 
 
 @timing.step()
 def _build_prompt(
-    request: ChatRequest, session: Session, prompts: Prompts, *, attributed: bool
+    request: ChatRequest,
+    session: Session,
+    prompts: Prompts,
+    *,
+    attributed: bool,
+    max_tokens: int,
 ) -> tuple[RestoredRequest, Prompt]:
+    # every template writes the last message; this spares a long one all other steps
+    last = str(request.messages[-1]["content"])
+    prompts.renderer.check_length(last, max_tokens)
     restored = session.replies.restore(request.messages)
     prompt = prompts.build(
-        restored, request.tools, session.replies, session.paths, attributed=attributed
+        restored,
+        request.tools,
+        session.replies,
+        session.paths,
+        attributed=attributed,
+        max_tokens=max_tokens,
     )
     return restored, prompt
 
@@ -144,12 +158,18 @@ class _Call:
 
     def build_prompt(self) -> None:
         """Render the request, or extend the prompt of an earlier turn."""
-        self.restored, self.prompt = _build_prompt(
-            self._request,
-            self._session,
-            self._settings.prompts,
-            attributed=self._settings.attributed,
-        )
+        max_tokens = self._info.max_context_tokens
+        try:
+            self.restored, self.prompt = _build_prompt(
+                self._request,
+                self._session,
+                self._settings.prompts,
+                attributed=self._settings.attributed,
+                max_tokens=max_tokens,
+            )
+        except TooManyTokensError as error:
+            length = f"at least {error.n_tokens}"
+            raise checks.too_long(length, error.n_tokens, max_tokens) from error
         checks.check_prompt(self.prompt.ids, self._info)
 
     def resolve_sampling(self) -> None:

@@ -44,6 +44,8 @@ def add_serve(commands: Commands) -> None:
         "--admin-token TOKEN": "token for requests to /sessions and /admin; required if "
         "--host can be reached from other machines. Prefer the environment variable "
         f"{ADMIN_TOKEN}, which other users of this machine cannot see",
+        "--allow-host NAME...": "name that clients use for this machine, besides addresses "
+        "and names of private networks; may be repeated",
         "--fsync": "write each turn to disk (fsync) before it is answered",
         f"--file-bytes N {1 << 30}": "maximum size of one file of the log (default: "
         "%(default)s)",
@@ -208,6 +210,7 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
         reply_parser=reply_parser,
         prompts=arguments.prompts,
         admin_token=arguments.admin_token or None,
+        hosts=arguments.allow_host,
     )
     drain = {"on_listening": say_where, "drain_seconds": arguments.drain_seconds}
     # Ctrl-C stops the server, which has answered all running calls by then

@@ -1,13 +1,19 @@
 """Runs the gateway on a socket, in the foreground or on a thread."""
 
+import asyncio
 import ipaddress
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+REQUEST_SECONDS = 120.0
+"""How long a request may take to arrive with its body, on a connection that is open."""
 
 
 def serve(
@@ -83,7 +89,10 @@ def running(
 
 def _listen(host: str, port: int) -> tuple[socket.socket, str]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=512)
+    plain = socket.create_server((host, port), family=family, backlog=512)
+    # asyncio sends small parts without delay only if the protocol is given
+    kind = family, socket.SOCK_STREAM, socket.IPPROTO_TCP
+    listener = socket.socket(*kind, fileno=plain.detach())
     name = f"[{host}]" if ":" in host else host
     return listener, f"http://{name}:{listener.getsockname()[1]}"
 
@@ -99,9 +108,48 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+class _Protocol(H11Protocol):
+    """Closes a connection whose request does not arrive in time."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop()
+        super().connection_lost(exc)
+
+    def _look(self) -> None:
+        """Start or stop waiting for the rest of a request."""
+        begun = bool(self.conn.trailing_data[0]) and self.conn.their_state is h11.IDLE
+        if not begun and self.conn.their_state is not h11.SEND_BODY:
+            self._stop()
+        elif self._late is None:
+            self._wait()
+
+    def _wait(self) -> None:
+        self._late = self.loop.call_later(REQUEST_SECONDS, self.transport.close)
+
+    def _stop(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
 def _server(app: ASGIApp, drain_seconds: int | None = None) -> uvicorn.Server:
     config = uvicorn.Config(
         app,
+        http=_Protocol,
         log_level="warning",
         # its lines would contain the key that Gemini clients put in the URL
         access_log=False,

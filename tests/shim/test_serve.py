@@ -10,6 +10,7 @@ import pytest
 
 from tests.shim.clients import http, read_log
 from tests.shim.fakes import RENDERER, TOOL, ScriptedEngine
+from trajkit_shim import serve
 from trajkit_shim.app import create_app
 from trajkit_shim.serve import running
 from trajkit_shim.sessions.turn_log import TurnLog
@@ -149,6 +150,61 @@ def test_stopping_answers_the_calls_under_way(tmp_path):
         client.close()
         released.result()
     assert read_log(log.path).num_rows == 1
+
+
+def test_a_body_that_is_much_too_long_gets_its_answer(tmp_path):
+    engine = ScriptedEngine("hello")
+    with running(create_app(engine, RENDERER, TurnLog(tmp_path))) as url:
+        with client_of(url) as client:
+            for _ in range(2):
+                with pytest.raises(openai.APIStatusError) as caught:
+                    client.chat.completions.create(
+                        model="x", messages=messages("a" * (200 << 20))
+                    )
+                assert caught.value.status_code == 413
+            client.chat.completions.create(model="x", messages=messages())
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET /healthz HTT",
+        b"POST /sessions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{}",
+        b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\nGET",
+    ],
+    ids=["nothing", "half a head", "half a body", "half of a second request"],
+)
+def test_a_connection_whose_request_does_not_arrive_is_closed(
+    tmp_path, monkeypatch, sent
+):
+    monkeypatch.setattr(serve, "REQUEST_SECONDS", 0.2)
+    with running(create_app(ScriptedEngine(), RENDERER, TurnLog(tmp_path))) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), 30) as line:
+            line.sendall(sent)
+            answer = b""
+            while data := line.recv(1 << 16):
+                answer += data
+        assert answer.count(b"HTTP/1.1 200") == sent.count(b"\r\n\r\nGET")
+        # a request that arrived has all the time that it needs
+        assert http.get(f"{url}/healthz").status_code == 200
+
+
+def test_small_parts_of_an_answer_are_sent_at_once(tmp_path, monkeypatch):
+    """Without TCP_NODELAY the second part waits for the first one's receipt."""
+    found = []
+
+    class Watched(serve._Protocol):
+        def connection_made(self, transport):
+            super().connection_made(transport)
+            line = transport.get_extra_info("socket")
+            found.append(line.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+    monkeypatch.setattr(serve, "_Protocol", Watched)
+    with running(create_app(ScriptedEngine(), RENDERER, TurnLog(tmp_path))) as url:
+        http.get(f"{url}/healthz")
+    assert found == [1]
 
 
 def test_an_address_in_use_is_refused(tmp_path):

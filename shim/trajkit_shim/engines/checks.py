@@ -43,14 +43,19 @@ def check_prompt(prompt_ids: npt.NDArray[np.int32], info: EngineInfo) -> None:
             f"{info.model!r}, [0, {info.vocab_size})",
             "token_out_of_vocabulary",
         )
-    if len(prompt_ids) >= info.max_context_tokens:
-        raise PromptError(
-            f"this model's maximum context length is {info.max_context_tokens} "
-            f"tokens; the messages and tools are {len(prompt_ids)} tokens and leave no "
-            "room for a reply",
-            "context_length_exceeded",
-            (len(prompt_ids), info.max_context_tokens),
-        )
+    n_prompt = len(prompt_ids)
+    if n_prompt >= info.max_context_tokens:
+        raise too_long(str(n_prompt), n_prompt, info.max_context_tokens)
+
+
+def too_long(length: str, n_prompt: int, max_tokens: int) -> PromptError:
+    """Return the error of a prompt that leaves no room for a reply."""
+    return PromptError(
+        f"this model's maximum context length is {max_tokens} tokens; the messages and "
+        f"tools are {length} tokens and leave no room for a reply",
+        "context_length_exceeded",
+        (n_prompt, max_tokens),
+    )
 
 
 def check_consumed(prompt_ids: npt.NDArray[np.int32], sample: Sample) -> None:

@@ -39,6 +39,7 @@ from trajkit_shim.prompting.rendered_prefix import (
 from trajkit_shim.prompting.reply_matching import START, ReplyIndex, RestoredRequest
 from trajkit_shim.prompting.template_probe import TemplateProbe, probe_template
 from trajkit_shim.prompting.token_cache import CachedPath, TokenCache
+from trajkit_shim.prompting.tokenize_cache import NO_LIMIT
 
 Mode: TypeAlias = Literal["append", "render"]
 """How prompts are built where possible."""
@@ -124,26 +125,30 @@ class Prompts:
         cache: TokenCache,
         *,
         attributed: bool,
+        max_tokens: int = NO_LIMIT,
     ) -> Prompt:
         """Return the prompt for a request.
 
         ``restored`` has the session's replies in the request's messages; ``replies`` and
         ``cache`` are the session's. ``attributed``: also determine which message each
-        appended token belongs to. Raises as `ChatRenderer.render`.
+        appended token belongs to. Raises as `ChatRenderer.render`, and
+        `TooManyTokensError` if there are surely more than ``max_tokens``.
         """
         text = self.renderer.text(restored.messages, tools)
         if self.mode == "render":
-            return Prompt(ids=self.renderer.ids_of(text), reason="chosen")
+            ids = self.renderer.ids_of(text, max_tokens)
+            return Prompt(ids=ids, reason="chosen")
         probe = self.probe(tools=tools is not None)
         if not probe.safe:
-            return Prompt(ids=self.renderer.ids_of(text), reason="template")
+            ids = self.renderer.ids_of(text, max_tokens)
+            return Prompt(ids=ids, reason="template")
         offered = _tools_digest(tools)
         last, base, reason = _find_base(restored, offered, replies, cache)
         if base is not None and base.rendered is not None:
             reply, *new = restored.messages[last:]
             end = end_of_reply(self.renderer, base.rendered, text, reply, new)
             if isinstance(end, int):
-                tail = self.renderer.encode(text[end:])
+                tail = self.renderer.encode(text[end:], max_tokens)
                 shown = None
                 if attributed:
                     # a template that trims changes what it renders
@@ -166,7 +171,7 @@ class Prompts:
                 thinks = any(message.get("reasoning_content") for message in earlier)
                 reason = "reasoning" if thinks else end
         return Prompt(
-            ids=self.renderer.ids_of(text),
+            ids=self.renderer.ids_of(text, max_tokens),
             reason=reason,
             rendered=RenderedPrefix.of(text, probe.leaves),
             tools=offered,

@@ -24,7 +24,12 @@ import numpy.typing as npt
 from trajkit_shim.errors import GatewayError, TemplateError
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.attribution import Attribution, Encoded, attribute
-from trajkit_shim.prompting.tokenize_cache import TokenizeCache
+from trajkit_shim.prompting.tokenize_cache import (
+    NO_LIMIT,
+    TokenizeCache,
+    TooManyTokensError,
+    encode,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -94,6 +99,7 @@ class ChatRenderer:
         # breaks up special tokens within text; unpredictable for clients
         self._mark = f"x{secrets.token_hex(12)}x"
         # whether the pieces between special tokens have the same ids as the complete text
+        self._longest = _longest_token(self._backend)
         self.keeps_apart = self._split_agrees(plain)
         self._probe_template()
         self._end_of_reasoning: int | None = self._backend.token_to_id("</think>")
@@ -216,28 +222,37 @@ class ChatRenderer:
             message = f"the chat template rejects the messages: {error}"
             raise TemplateError(message, code="chat_template") from error
 
-    def ids_of(self, text: str) -> Ids:
-        """Tokenize a `text`."""
+    def check_length(self, text: str, max_tokens: int) -> None:
+        """Raise `TooManyTokensError` for a text that is too long whatever its tokens."""
+        n_tokens = len(text) // self._longest
+        if n_tokens > max_tokens:
+            raise TooManyTokensError(n_tokens)
+
+    def ids_of(self, text: str, max_tokens: int = NO_LIMIT) -> Ids:
+        """Tokenize a `text`. Raises `TooManyTokensError`, like `encode`."""
+        self.check_length(self.without_mark(text), max_tokens)
         if not self.keeps_apart:
-            return self._encode_whole(text)
+            return self._encode_whole(text, max_tokens)
         runs = []
         for start, stop, _, token_id in self._cut(text):
-            runs.append(self._piece(self.without_mark(text[start:stop])).ids)
+            part = self.without_mark(text[start:stop])
+            runs.append(self._piece(part, max_tokens).ids)
             if token_id is not None:
                 runs.append(np.array([token_id], np.int32))
         return np.concatenate(runs)
 
-    def encode(self, text: str) -> Encoded:
+    def encode(self, text: str, max_tokens: int = NO_LIMIT) -> Encoded:
         """Tokenize a `text`, with the characters that each id covers."""
+        self.check_length(self.without_mark(text), max_tokens)
         if not self.keeps_apart:
-            encoded = self._backend.encode(text, add_special_tokens=False)
+            encoded = encode(self._backend, text, max_tokens)
             ids, offsets = np.array(encoded.ids, np.int32), np.array(encoded.offsets)
             return Encoded(ids, *offsets.astype(np.int64).reshape(-1, 2).T)
         runs, starts, stops = [], [_NOWHERE], [_NOWHERE]
         marked = self._mark in text
         for start, stop, end, token_id in self._cut(text):
             part = text[start:stop]
-            piece = self._piece(self.without_mark(part))
+            piece = self._piece(self.without_mark(part), max_tokens)
             runs.append(piece.ids)
             # the position of each mark in the piece without the marks before it
             marks = [m.start() for m in re.finditer(self._mark, part)] if marked else []
@@ -279,9 +294,8 @@ class ChatRenderer:
                 left += item
         return False
 
-    def _encode_whole(self, text: str) -> Ids:
-        ids = self._backend.encode(text, add_special_tokens=False).ids
-        return np.array(ids, dtype=np.int32)
+    def _encode_whole(self, text: str, max_tokens: int = NO_LIMIT) -> Ids:
+        return np.array(encode(self._backend, text, max_tokens).ids, np.int32)
 
     def _break(self, value: object) -> object:
         """``value`` with the mark inside each spelled-out special token."""
@@ -370,6 +384,25 @@ class ChatRenderer:
         late = f"{_PROBE_TEXT}2"
         system: Json = {"role": "system", "content": late}
         self._takes_late_system = late in shown(reply, system, user)
+
+
+def _longest_token(tokenizer: "Tokenizer") -> int:
+    """The most characters that one token covers, if the tokenizer bounds it."""
+    parts = json.loads(tokenizer.to_str())
+    model, normalizer = parts["model"], parts["normalizer"]
+    swallows = any(
+        token["lstrip"] or token["rstrip"] for token in parts["added_tokens"]
+    )
+    # an unknown token may cover several characters, and a normalizer may remove some
+    bounded = (
+        model["type"] == "BPE"
+        and not model.get("fuse_unk")
+        and not swallows
+        and (normalizer is None or normalizer["type"] == "NFC")
+    )
+    # NFC joins at most three characters
+    factor = 1 if normalizer is None else 3
+    return factor * max(map(len, tokenizer.get_vocab())) if bounded else NO_LIMIT
 
 
 def _one_system(messages: list[Json]) -> list[Json]:

@@ -5,17 +5,48 @@ tokens, about one per message. A piece that was seen before, in any session, is 
 tokenized again, so rendering a conversation costs only what is new.
 """
 
+import os
 from collections import OrderedDict
-from threading import Lock
+from contextlib import nullcontext
+from threading import BoundedSemaphore, Lock
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
 
 # bytes of a piece besides its characters and tokens: the entry, its key and its arrays
 _OVERHEAD = 512
+
+
+NO_LIMIT = 2**31 - 1
+"""More tokens than any text has."""
+
+_LONG = 1 << 17  # characters of a text that takes tens of milliseconds
+# short texts do not wait for the processors that long ones use
+_long_texts = BoundedSemaphore(max(1, (os.cpu_count() or 1) // 2))
+
+
+class TooManyTokensError(Exception):
+    """A text has more tokens than the context; ``n_tokens`` is how many at least."""
+
+    def __init__(self, n_tokens: int) -> None:
+        super().__init__(f"at least {n_tokens} tokens")
+        self.n_tokens = n_tokens
+
+
+def encode(tokenizer: "Tokenizer", text: str, max_tokens: int = NO_LIMIT) -> "Encoding":
+    """Tokenize a text without special tokens; other threads run meanwhile.
+
+    Raises `TooManyTokensError`: there are more than ``max_tokens``.
+    """
+    with _long_texts if len(text) > _LONG else nullcontext():
+        # unlike encode, this releases the interpreter
+        (encoded,) = tokenizer.encode_batch([text], add_special_tokens=False)
+    if len(encoded) > max_tokens:
+        raise TooManyTokensError(len(encoded))
+    return encoded
 
 
 class Piece:
@@ -23,12 +54,15 @@ class Piece:
 
     __slots__ = ("ids", "n_bytes", "offsets")
 
-    def __init__(self, text: str, tokenizer: "Tokenizer") -> None:
-        encoded = tokenizer.encode(text, add_special_tokens=False)
+    def __init__(self, text: str, tokenizer: "Tokenizer", max_tokens: int) -> None:
+        encoded = encode(tokenizer, text, max_tokens)
+        n_ids = len(encoded)
         # int32, shape (n_ids,)
         self.ids = np.array(encoded.ids, np.int32)
+        # A generator lets other threads run, which the list of all offsets does not.
+        sides = (side for i in range(n_ids) for side in encoded.token_to_chars(i) or ())
         # int32, shape (n_ids, 2): characters offsets[i, 0]:offsets[i, 1]
-        self.offsets = np.array(encoded.offsets, np.int32).reshape(-1, 2)
+        self.offsets = np.fromiter(sides, np.int32, 2 * n_ids).reshape(-1, 2)
         self.n_bytes = _OVERHEAD + 4 * len(text) + self.ids.nbytes + self.offsets.nbytes
 
 
@@ -43,14 +77,17 @@ class TokenizeCache:
         self.n_bytes = 0
         self.n_tokenized = 0  # total number of characters tokenized
 
-    def __call__(self, text: str) -> Piece:
-        """Tokenize a text; special tokens in it are encoded as text."""
+    def __call__(self, text: str, max_tokens: int = NO_LIMIT) -> Piece:
+        """Tokenize a text; special tokens in it are encoded as text.
+
+        Raises `TooManyTokensError`: these are more than ``max_tokens``.
+        """
         with self._lock:
             piece = self._pieces.get(text)
             if piece is not None:
                 self._pieces.move_to_end(text)
                 return piece
-        piece = Piece(text, self._tokenizer)
+        piece = Piece(text, self._tokenizer, max_tokens)
         with self._lock:
             self.n_tokenized += len(text)
             if text not in self._pieces and piece.n_bytes <= self._max_bytes:

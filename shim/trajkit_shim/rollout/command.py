@@ -15,6 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from trajkit.cli import BAD_DATA, BAD_FILE, DONE
 from trajkit.cli.options import Commands
@@ -161,6 +162,7 @@ def _gateway(
         tool_form=FORMS.get(arguments.tool_form),
         reply_parser=options.built_parser(arguments, renderer),
         admin_token=token,
+        hosts=[urlsplit(arguments.gateway_url or "").hostname or ""],
     )
     with running(app, arguments.host) as url:
         yield url

@@ -30,6 +30,9 @@ from trajkit_shim.sessions.used_ids import UsedIds
 # allowed in an HTTP header and in paths, except . and .., which clients resolve
 _ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:@-]{1,200}")
 
+MAX_OUTCOME = 1 << 18
+"""Maximum length of a session's metadata as JSON, together with its error."""
+
 _as_json = json.JSONEncoder(ensure_ascii=False).encode
 
 # how long requests of cancelled calls may take to answer their clients
@@ -67,11 +70,20 @@ class Outcome:
     error: str | None = None
     metadata: dict[str, object] = field(default_factory=dict)
 
-    def update(self, fields: OutcomeFields) -> None:
-        """Set the given fields; metadata is merged."""
-        self.reward = fields.get("reward", self.reward)
-        self.error = fields.get("error", self.error)
-        self.metadata = {**self.metadata, **fields.get("metadata", {})}
+    def updated(self, fields: OutcomeFields) -> "Outcome":
+        """Return it with the given fields; metadata is merged.
+
+        Raises a 413 `GatewayError` if that makes it too long.
+        """
+        metadata = {**self.metadata, **fields.get("metadata", {})}
+        error = fields.get("error", self.error)
+        length = len(error or "") + len(_as_json(metadata))
+        if length > MAX_OUTCOME:
+            message = f"metadata and error are {length} characters; the limit is "
+            message += str(MAX_OUTCOME)
+            raise GatewayError(message, 413, code="metadata_too_long", param="metadata")
+        reward = fields.get("reward", self.reward)
+        return Outcome(reward=reward, error=error, metadata=metadata)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -418,13 +430,14 @@ class SessionStore:
         is no such session.
         """
         record = self.record(session_id)
+        record.outcome.updated(fields or {})  # raises before the session closes
         session = self._open.get(session_id)
         if session is not None:
             session.closing = True
             await _over(session.requests, wait_seconds)
         # if something else ended it meanwhile, that wrote the outcome known then
         outcome_written = session is None or session.closed
-        record.outcome.update(fields or {})
+        record.outcome = record.outcome.updated(fields or {})
         if session is not None:
             self.end(session, how)
             await stop(session)

@@ -1,13 +1,26 @@
 """What was tokenized before is not tokenized again, and makes no difference."""
 
+import json
+
 import numpy as np
+import openai
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
-from tests.shim.fakes import AS_STRING, byte_renderer, byte_tokenizer
+from tests.shim.clients import in_process
+from tests.shim.fakes import (
+    AS_STRING,
+    ScriptedEngine,
+    byte_renderer,
+    byte_tokenizer,
+)
 from tests.strategies import spoken_texts
 from trajkit_shim.engines.embedded import load_tokenizer
-from trajkit_shim.prompting.render import ChatRenderer
+from trajkit_shim.prompting import tokenize_cache
+from trajkit_shim.prompting.render import ChatRenderer, _longest_token
+from trajkit_shim.prompting.tokenize_cache import NO_LIMIT
 
 EMBEDDED = load_tokenizer()
 UNCACHED = ChatRenderer(EMBEDDED, cache_bytes=0)
@@ -103,3 +116,50 @@ def test_a_tokenizer_that_begins_a_text_otherwise_is_given_it_whole():
     whole = first(renderer.text(messages, None), add_special_tokens=False)["input_ids"]
     assert renderer.render(messages, None).tolist() == whole
     assert renderer.encode(renderer.text(messages, None)).ids.tolist() == whole
+
+
+@pytest.mark.anyio
+async def test_a_prompt_that_cannot_fit_is_not_tokenized(tmp_path, monkeypatch):
+    """Its length in characters suffices. A shorter one is tokenized, and refused."""
+    renderer, encoded = byte_renderer(), []
+    encode = tokenize_cache.encode
+
+    def watched(tokenizer, text, max_tokens):
+        encoded.append(len(text))
+        return encode(tokenizer, text, max_tokens)
+
+    longest = len("</tool_call>")
+    async with in_process(ScriptedEngine(), renderer, tmp_path) as gateway:
+        client = await gateway.open()
+        monkeypatch.setattr(tokenize_cache, "encode", watched)
+        for n_chars in (2000 * longest + longest, 2500):
+            with pytest.raises(openai.BadRequestError, match="at least") as caught:
+                await client.chat.completions.create(
+                    model="x", messages=[{"role": "user", "content": "a" * n_chars}]
+                )
+            assert caught.value.code == "context_length_exceeded"
+        assert gateway.turns() == []
+    assert max(encoded) < 2600
+
+
+@pytest.mark.parametrize(
+    ("change", "bounded"),
+    [
+        (lambda parts: None, True),
+        (lambda parts: parts.update(normalizer={"type": "NFC"}), True),
+        (lambda parts: parts.update(normalizer={"type": "Lowercase"}), False),
+        (lambda parts: parts["model"].update(fuse_unk=True), False),
+        (lambda parts: parts["added_tokens"][0].update(rstrip=True), False),
+    ],
+    ids=["bytes", "NFC", "another normalizer", "fused unknown", "stripping"],
+)
+def test_the_longest_token_bounds_a_text_only_where_it_surely_does(change, bounded):
+    parts = json.loads(byte_renderer()._backend.to_str())
+    change(parts)
+    tokenizer = Tokenizer.from_str(json.dumps(parts))
+    longest = _longest_token(tokenizer)
+    assert (longest < NO_LIMIT) == bounded
+    if bounded:
+        for text in ("</tool_call>" * 9, "e\u0301" * 50, "\u1112\u1161\u11ab" * 30):
+            n_tokens = len(tokenizer.encode(text).ids)
+            assert len(text) // longest <= n_tokens

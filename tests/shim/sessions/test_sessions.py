@@ -655,6 +655,57 @@ async def test_the_trainer_s_requests_need_the_admin_token(tmp_path, headers, st
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({"origin": "https://site.example"}, "browser_refused"),
+        ({"origin": "null"}, "browser_refused"),
+        ({"host": "site.example"}, "unknown_host"),
+        ({"host": "site.example:80"}, "unknown_host"),
+        ({"host": "127.0.0.1.site.example"}, "unknown_host"),
+        ({"host": "[::1"}, "unknown_host"),
+        ({"host": "gateway:1"}, None),
+        ({"host": "127.0.0.1:1"}, None),
+        ({"host": "[::1]:1"}, None),
+        ({"host": "host.docker.internal"}, None),
+        ({"host": "mine.example:1"}, None),
+    ],
+)
+async def test_no_route_answers_a_web_page(tmp_path, headers, code):
+    async with in_process(
+        ScriptedEngine(), RENDERER, tmp_path, hosts=["mine.example"]
+    ) as gateway:
+        routes = [(r.path, m) for r in gateway.app.routes for m in r.methods]
+        assert len(routes) > 40
+        for path, method in routes:
+            url = path.replace("{model:path}", "m").replace("{", "").replace("}", "")
+            reply = await gateway.http.request(method, url, headers=headers)
+            refused = reply.status_code == 403
+            assert refused == (code is not None), (method, url, reply.text)
+            if refused and method != "HEAD" and "/v1/chat" in path:
+                assert reply.json()["error"]["code"] == code
+        assert gateway.app is not None
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("path", ["/sessions", "/sessions/a/finish"])
+async def test_the_outcome_of_a_session_has_a_limit(tmp_path, path):
+    async with in_process(ScriptedEngine("a"), RENDERER, tmp_path) as gateway:
+        client = await gateway.open(session_id="a", metadata={"a": "x" * 200_000})
+        reply = await gateway.http.post(path, json={"metadata": {"b": "x" * 300_000}})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (
+            413,
+            "metadata_too_long",
+        )
+        # together with what was known before
+        late = {"metadata": {"b": "x" * 100_000}}
+        reply = await gateway.http.post("/sessions/a/finish", json=late)
+        assert reply.status_code == 413
+        # and the session still takes calls
+        await ask(client)
+
+
+@pytest.mark.anyio
 async def test_headers_and_messages_have_their_limits(tmp_path):
     options = {"max_messages": 2, "max_header_bytes": 2000}
     async with in_process(
