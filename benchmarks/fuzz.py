@@ -4,7 +4,7 @@
 or any valid choices, compares, and goes on with others. MODE is
 
 twins
-    links, rows and report against the slow implementations in ``tests``;
+    links, rows, payloads and report against slow implementations;
 forms
     the table against its delta forms, the recorder, streams, threads and layouts, and
     `trajkit.verify` finds nothing.
@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random, SystemRandom
 from typing import Any
@@ -30,6 +31,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 import trajkit as tk
+from benchmarks.fuzz_payloads import (
+    COLUMNS,
+    PAYLOADS,
+    columns,
+    payload_difference,
+    with_payloads,
+)
 from benchmarks.fuzz_sessions import Turn, n_calls, random_policy, session
 from tests import against_twins
 from tests.tables import by_session, in_delta_form, turns_table
@@ -92,6 +100,13 @@ def drawn_case(mode: str, seed: int) -> Case:
 def difference(case: Case) -> str | None:
     """What differs in a case, or None."""
     try:
+        if case.choices.get("missing_logprobs") == "raise":
+            lacking = _lacking_logprobs(case)
+            said = _not_refused(case, lacking)
+            turns = [one for one in case.turns if one["session_id"] not in lacking]
+            if said is not None or not turns:
+                return said
+            case = replace(case, turns=turns)
         return (_from_twins if case.mode == "twins" else _between_forms)(case)
     except (tk.TrajkitError, AssertionError, IndexError, KeyError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
@@ -104,21 +119,87 @@ def _policy(case: Case) -> tk.Policy:
     return tk.policy(case.policy, **choices)
 
 
+def _lacking_logprobs(case: Case) -> list[str]:
+    """Sessions with a token that may train and has no logprob."""
+    train_aborted = _policy(case).train_aborted
+    found = {}
+    for turn in case.turns:
+        if turn["trainable"] is False:
+            continue
+        if turn["finish_reason"] == "abort" and not train_aborted:
+            continue
+        n = len(turn["output_ids"])
+        mask = turn["output_mask"] or [True] * n
+        logprobs = turn["output_logprobs"] or [None] * n
+        if any(may and p is None for may, p in zip(mask, logprobs, strict=True)):
+            found[turn["session_id"]] = True
+    return list(found)
+
+
+def _not_refused(case: Case, names: list[str]) -> str | None:
+    """What takes one of these sessions although a logprob is missing, or None."""
+    for name in names[:3]:
+        turns = by_session(case.turns)[name]
+        table = turns_table(turns)
+        recorder = tk.Recorder()
+        for turn in turns:
+            recorder.record("s", **_call_of(turn))
+        forms: dict[str, Callable[[], object]] = {
+            "table": partial(tk.linearize, table, _policy(case)),
+            "delta": partial(tk.linearize, tk.compact(table), _policy(case)),
+            "recorder": partial(recorder.rows, "s", _policy(case)),
+        }
+        for form, made in forms.items():
+            try:
+                made()
+            except tk.errors.InvalidTurnsError as error:
+                if "sampled tokens have no logprob" in str(error):
+                    continue
+                raise
+            return f"{form}: {name} lacks a logprob and is not refused"
+    return None
+
+
+def _call_of(turn: Turn) -> Turn:
+    """What `Recorder.record` takes of a turn, its other columns as payloads."""
+    taken = {k: v for k, v in turn.items() if k not in ("session_id", "turn_index")}
+    names = {*_FIELDS, *COLUMNS}
+    extra = {k: taken.pop(k) for k in list(taken) if k in names}
+    payloads = {k: v for k, v in extra.items() if v is not None}
+    return {**taken, "payloads": payloads}
+
+
 def _from_twins(case: Case) -> str | None:
-    found: str | None = against_twins.difference(
-        case.turns, _policy(case), case.max_row_tokens
-    )
-    return found
+    policy, limit = _policy(case), case.max_row_tokens
+    found: str | None = against_twins.difference(case.turns, policy, limit)
+    if found is not None:
+        return found
+    table, turns = _paid(case)
+    rows = tk.linearize(table, policy, max_row_tokens=limit, payloads=PAYLOADS)
+    return payload_difference(rows.to_pylist(), turns, policy)
+
+
+def _paid(case: Case) -> tuple[pa.Table, list[Turn]]:
+    """The turns of a case with payloads, as a table and as dicts."""
+    table = turns_table(case.turns)
+    values = columns(tk.compact(table), case.turns, case.seed)
+    turns = [
+        {**turn, **{name: column[k] for name, column in values.items()}}
+        for k, turn in enumerate(case.turns)
+    ]
+    return with_payloads(table, values), turns
 
 
 def _between_forms(case: Case) -> str | None:
     policy = _policy(case)
     draw = Random(case.seed)
-    table = turns_table(case.turns)
+    table, turns = _paid(case)
+    case = replace(case, turns=turns)
     options: dict[str, Any] = {
         "max_row_tokens": case.max_row_tokens,
         "reward": 1.0,
         "report": True,
+        "payloads": PAYLOADS,
     }
     rows, report = tk.linearize(table, policy, threads=1, **options)
     rows.validate(full=True)
@@ -137,7 +218,9 @@ def _between_forms(case: Case) -> str | None:
         lambda: same("delta", tk.linearize(tk.compact(table), policy, **options)),
         lambda: same("threads", _on_threads(table, policy, draw, options)),
         lambda: same("stream", _streamed(table, policy, draw, options)),
-        lambda: _other_layout(table, policy, rows, options),
+        lambda: _other_layout(
+            table, policy, rows.drop_columns(PAYLOADS), {**options, "payloads": ()}
+        ),
         lambda: same("recorder", _recorded(case, policy, rows, draw, options)),
         lambda: _verified(case, table, rows),
         lambda: _by_chance(case, policy, draw, options),
@@ -215,21 +298,21 @@ def _recorded(
     order = [name for name, turns in waiting.items() for _ in turns]
     draw.shuffle(order)
     for name in order:
-        turn = dict(next(calls[name]))
-        for field in ("session_id", "turn_index"):
-            del turn[field]
-        facts = {field: turn.pop(field, None) for field in _FIELDS}
-        payloads = {k: v for k, v in facts.items() if v is not None}
+        turn = _call_of(next(calls[name]))
         if by_keys and draw.random() < 0.5:
             turn |= _in_keys(turn)
-        recorder.record(name, payloads=payloads, **turn)
+        recorder.record(name, **turn)
     turns = pa.concat_tables(
         [recorder.turns(name) for name in waiting], promote_options="permissive"
     )
     ids = rows["session_id"].to_pylist()
     for name in draw.sample(list(waiting), -(-len(waiting) // 10)):
         alone = recorder.pop(
-            name, policy, max_row_tokens=case.max_row_tokens, reward=1.0
+            name,
+            policy,
+            max_row_tokens=case.max_row_tokens,
+            reward=1.0,
+            payloads=PAYLOADS,
         )
         at = ids.index(name) if name in ids else 0
         if not alone.rows.equals(rows.slice(at, ids.count(name))):
@@ -280,7 +363,7 @@ def _by_chance(
         return None
     table = turns_table(turns)
     delta = in_delta_form(table, draw.choice)
-    for field in _FIELDS:
+    for field in (*_FIELDS, *COLUMNS):
         delta = delta.append_column(field, table[field])
     made = tk.linearize(delta, policy, **options)
     whole = tk.linearize(table, policy, **options)

@@ -218,7 +218,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "row_selection": policies.ROW_SELECTIONS,
     "row_order": policies.ROW_ORDERS,
     "truncate_at": policies.TRUNCATE_AT,
-    "missing_logprobs": ("keep", "untrain", "null_row"),
+    "missing_logprobs": policies.MISSING_LOGPROBS,
     "flag_scope": policies.FLAG_SCOPES,
     "rewards": policies.REWARDS,
     "merge_rewrites": (True, False),
@@ -231,7 +231,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "end_of_turn_token_id": (None, END, 0, 7),
     "dispatch_tools": (("Task", "Agent"), (), ("bash",)),
 }
-"""What `random_policy` chooses from; ``"raise"`` would only end most sessions."""
+"""What `random_policy` chooses from."""
 
 
 def random_policy(
