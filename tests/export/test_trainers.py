@@ -83,14 +83,49 @@ def test_verl_makes_the_same_tensors_of_exported_outputs():
         assert {name: plain(made[name]) for name in due} == due
 
 
-def test_verl_gives_every_row_the_advantage_of_its_rollout():
-    missing("verl", "verl.trainer.ppo.v1.utils")
+def test_verl_computes_the_loss_of_rollouts():
+    """Its trainer v1 and its ``agg_loss`` give the reference loss of token means."""
+    missing("torch", "verl", "verl.trainer.ppo.v1.utils")
+    import torch
+    from verl.trainer.ppo.core_algos import AdvantageEstimator, agg_loss
     from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
+    rows = sample_rows()
+    data = verl.data_proto(rows, 6, 8, 0)
+    data.batch["token_level_rewards"] = data.batch["rm_scores"]
+    keys = [
+        f"{one['extra_fields']['uid']}_{k}_{index}"
+        for k, rollout in enumerate(verl.agent_loop_fields(rows))
+        for index, one in enumerate(rollout)
+    ]
+    data = compute_advantage_for_multi_trajectories(
+        data, keys, AdvantageEstimator.GRPO, norm_adv_by_std_in_grpo=False
+    )
+    gains = data.batch["advantages"]
+    due = TARGETS["verl"]["advantages_of_compute_advantage_for_multi_trajectories"]
+    np.testing.assert_allclose(plain(gains), due, atol=1e-6)
+    now = np.linspace(-2.0, -0.1, 21)
+    new = torch.zeros(gains.shape, dtype=torch.float64)
+    at = 0
+    for line, row in enumerate(rows.to_pylist()):
+        n = len(row["input_ids"])
+        response = now[at + row["prompt_length"] : at + n]
+        new[line, : len(response)] = torch.from_numpy(response)
+        at += n
+    ratio = torch.exp(new - data.batch["rollout_log_probs"])
+    mask = data.batch["response_mask"]
+    found = agg_loss(-gains * ratio, mask, loss_agg_mode="token-mean")
+    n_trained = sum(map(sum, rows["loss_mask"].to_pylist()))
+    weighed = tk.add_weights(rows, "constant", constant=n_trained / 2)
+    loss = tk.training.reference_loss(weighed, now, reduce="sum")
+    assert float(found) == pytest.approx(float(loss.total), rel=1e-5)
+
+
+def test_verl_gives_every_row_the_advantage_of_its_rollout():
+    missing("verl", "verl.trainer.ppo.v1.utils")
     data = verl.data_proto(sample_rows(), 6, 8, 0)
     data.check_consistency()
     assert plain(data.batch["responses"]) == TARGETS["verl"]["padded"]["responses"]
-    assert callable(compute_advantage_for_multi_trajectories)
     from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
     gains, _ = compute_grpo_outcome_advantage(
