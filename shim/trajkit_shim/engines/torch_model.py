@@ -52,8 +52,16 @@ class _Call:
         elif self.result.cancelled():
             self.finish_reason = "abort"
 
-    def sample(self) -> base.Sample:
-        """The finished sample."""
+    def end(self, error: EngineError | None = None) -> None:
+        """Answer the caller with the sample, or with an error, if it still waits."""
+        if self.result.done() or not self.result.set_running_or_notify_cancel():
+            return
+        if error is None:
+            self.result.set_result(self._sample())
+        else:
+            self.result.set_exception(error)
+
+    def _sample(self) -> base.Sample:
         changed = (a != b for a, b in itertools.pairwise(self.versions))
         starts = [0, *(i for i, new in enumerate(changed, 1) if new)]
         return base.Sample(
@@ -98,7 +106,8 @@ class TorchEngine:
         seed: int | None = None,
         max_batch: int = 64,
     ) -> None:
-        self._model = model.eval()
+        self._model = model
+        model.train(False)
         self._version = version
         self._random = random.Random(seed)
         self._max_batch = max_batch
@@ -148,11 +157,23 @@ class TorchEngine:
         await asyncio.to_thread(wait)
 
     async def update_weights(self, path: str, version: str) -> None:
-        """Load the weights of a model directory, while paused."""
+        """Load the weights of a model directory, while paused.
+
+        The engine keeps its weights if these are incomplete or of another shape.
+        """
+        model: Any = self._model
 
         def load() -> None:
-            loaded = type(self._model).from_pretrained(path)
-            self._model.load_state_dict(loaded.state_dict())
+            loaded, info = type(model).from_pretrained(
+                path,
+                config=model.config,
+                dtype=model.dtype,
+                attn_implementation=model.config._attn_implementation,
+                output_loading_info=True,
+            )
+            if info["missing_keys"]:
+                raise ValueError(f"missing: {', '.join(sorted(info['missing_keys']))}")
+            self._model = loaded.to(model.device).eval()
             self._version = version
 
         try:
@@ -190,12 +211,9 @@ class TorchEngine:
             # whatever failed, its callers must hear of it
             except Exception as error:
                 for call in calls:
-                    if call.result.set_running_or_notify_cancel():
-                        failed = EngineError(f"sampling failed: {error}")
-                        call.result.set_exception(failed)
-                continue
+                    call.end(EngineError(f"sampling failed: {error}"))
 
-    @torch.inference_mode()  # type: ignore[misc]
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
     def _sample(self, calls: list[_Call]) -> None:
         """Sample a batch of calls to their ends."""
         batch: _Batch | None = None
@@ -204,8 +222,8 @@ class TorchEngine:
                 self._state.wait_for(lambda: not self._paused)
                 self._computing = True
             try:
-                # new weights make the cached keys and values wrong
-                if batch is None or batch.version != self._version:
+                # the cached keys and values are those of one set of weights
+                if batch is None or batch.model is not self._model:
                     batch = _Batch(self._model, calls, self._version)
                 batch.step()
             finally:
@@ -213,9 +231,8 @@ class TorchEngine:
                     self._computing = False
                     self._state.notify_all()
             for call in calls:
-                if call.finish_reason is not None and not call.result.done():
-                    if call.result.set_running_or_notify_cancel():
-                        call.result.set_result(call.sample())
+                if call.finish_reason is not None:
+                    call.end()
 
 
 class _Batch:
@@ -224,9 +241,9 @@ class _Batch:
     def __init__(
         self, model: PreTrainedModel, calls: list[_Call], version: str
     ) -> None:
-        self._model = model
+        self.model = model
         self._calls = calls
-        self.version = version
+        self._version = version
         self._device = model.get_input_embeddings().weight.device
         self._cache: Any = None
         # calls are padded on the left, so that all continue at the same place
@@ -245,7 +262,7 @@ class _Batch:
     def step(self) -> None:
         """Draw the next token of every call that has not ended."""
         positions = (self._mask.cumsum(1) - 1).clamp(min=0)
-        output = self._model(
+        output = self.model(
             input_ids=self._next,
             attention_mask=self._mask,
             position_ids=positions[:, -self._next.shape[1] :],
@@ -261,7 +278,7 @@ class _Batch:
             self._calls, token[:, 0].tolist(), drawn, strict=True
         ):
             if call.finish_reason is None:
-                call.add(index, min(logprob, 0.0), self.version)
+                call.add(index, min(logprob, 0.0), self._version)
         self._next = token
         self._mask = torch.cat([self._mask, torch.ones_like(token)], 1)
 

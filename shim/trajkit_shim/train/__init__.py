@@ -12,8 +12,9 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
 
 from trajkit.cli.progress import Progress
 from trajkit.policies import policy as named_policy
@@ -81,7 +82,8 @@ def run_train(
             pool.submit(warm_start, folder, seed, settings): seed
             for seed, folder in folders.items()
         }
-        warm, running = [], []
+        warm: list[dict[str, Any]] = []
+        running: list[Future[list[dict[str, Any]]]] = []
         for done in as_completed(first):
             warm.append(done.result())
             progress.advance(1)
@@ -98,8 +100,8 @@ def run_train(
                 for policy in policies
             ]
         lines = []
-        for done in as_completed(running):
-            lines += done.result()
+        for run in as_completed(running):
+            lines += run.result()
             progress.advance(1)
     summary = summarise(out, policies, warm, lines, time.monotonic() - started)
     shown = json_text.dumps(summary) if json else describe(summary)

@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 import trajkit as tk
-from trajkit.torch import Pack, PackDataset, edge_logprobs, nll_loss, policy_loss
+from trajkit.torch import PackDataset, edge_logprobs, nll_loss, policy_loss
 from trajkit.training import advantages
 from trajkit_shim.app import create_app
 from trajkit_shim.engines.base import Engine
@@ -35,15 +35,17 @@ from trajkit_shim.train.task import make_task
 _MAX_NEW_TOKENS = 32
 # of the log: a step reads only the files that it wrote
 _FILE_TURNS = 64
-_WARM_RUNS = 600
-_WARM_STEPS = 300
+_AGENTS = 50  # scripted runs at the same time
 _WARM_TOKENS = 2048  # of one optimizer step
+_WARM_RATE = 5e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """How to train; the same for all seeds and policies of a run."""
 
+    warm_runs: int = 600  # scripted runs of the warm start, and its optimizer steps
+    warm_steps: int = 300
     steps: int = 25
     tasks: int = 8  # per step
     samples: int = 8  # rollouts per task, which form a group
@@ -66,43 +68,40 @@ def warm_start(out: Path, seed: int, settings: Settings) -> dict[str, Any]:
     _prepare()
     started = time.monotonic()
     tokenizer = make_tokenizer()
-    engine = Demonstrator(tokenizer)
-    with _gateway(engine, out, settings) as (gateway, log):
-        parts = []
-        for part in range(0, _WARM_RUNS, 50):
-            tasks = [
-                make_task(f"{seed}.warm.{i}", f"{seed}.warm.{i}")
-                for i in range(part, part + 50)
-            ]
+    parts = []
+    with _gateway(Demonstrator(tokenizer), out, settings) as (gateway, log):
+        names = [f"{seed}.warm.{i}" for i in range(settings.warm_runs)]
+        for start in range(0, len(names), _AGENTS):
+            tasks = [make_task(name) for name in names[start : start + _AGENTS]]
             parts.append(gateway.rollouts(tasks, 1))
     sessions = pa.concat_tables(parts)
     rows = tk.linearize(tk.read_turns(log), sessions=sessions)
     packs = PackDataset(tk.pack(rows, settings.pack_tokens))
     model = make_model(
         len(tokenizer), seed=seed, width=settings.width, layers=settings.layers
-    ).to(settings.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    )
+    torch.nn.Module.to(model, settings.device)
+    optimizer = _optimizer(model, _WARM_RATE)
     draw = random.Random(seed)
     loss = math.nan
-    for step in range(_WARM_STEPS):
-        for group in optimizer.param_groups:
-            group["lr"] = 5e-3 * min(1.0, (step + 1) / 20, 2 * (1 - step / _WARM_STEPS))
-        chosen = [
-            packs[draw.randrange(len(packs))]
-            for _ in range(max(_WARM_TOKENS // settings.pack_tokens, 1))
-        ]
-        total = sum(float(pack.edge_weight.sum()) for pack in chosen)
-        loss = 0.0
-        for pack in chosen:
-            part_loss = nll_loss(edge_logprobs(model, pack), pack) / total
-            part_loss.backward()
-            loss += part_loss.item()
+    for step in range(settings.warm_steps):
+        rate = min((step + 1) / 20, 2 * (1 - step / settings.warm_steps), 1)
+        optimizer.param_groups[0]["lr"] = _WARM_RATE * rate
+        n_packs = max(_WARM_TOKENS // settings.pack_tokens, 1)
+        batch = [packs[draw.randrange(len(packs))] for _ in range(n_packs)]
+        total = sum(float(pack.edge_weight.sum()) for pack in batch)
+        parts_of_loss = []
+        for pack in batch:
+            part = nll_loss(edge_logprobs(model, pack), pack) / total
+            part.backward()
+            parts_of_loss.append(part.item())
+        loss = sum(parts_of_loss)
         _update(model, optimizer)
     model.save_pretrained(out / "model")
     return {
         "seed": seed,
-        "demonstrations": len(sessions),
-        "reward": pc.mean(sessions["reward"]).as_py(),
+        "scripted_runs": len(sessions),
+        "scripted_reward": pc.mean(sessions["reward"]).as_py(),
         "loss": loss,
         "seconds": time.monotonic() - started,
     }
@@ -117,17 +116,17 @@ def train(
     """
     _prepare()
     model = _load(start, settings, "trajkit")
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=settings.learning_rate, weight_decay=0.0
+    optimizer = _optimizer(model, settings.learning_rate)
+    engine = TorchEngine(
+        _load(start, settings, "sdpa"), version="warm-start", seed=seed
     )
-    engine = TorchEngine(_load(start, settings, "sdpa"), version="warm-start", seed=seed)
-    think = make_tokenizer().convert_tokens_to_ids("<think>")
+    think: int = make_tokenizer().get_vocab()["<think>"]
     lines, n_turns = [], 0
     with _gateway(engine, out, settings) as (gateway, log):
         for step in range(settings.steps):
             started = time.monotonic()
             names = [f"{seed}.{step}.{i}" for i in range(settings.tasks)]
-            tasks = [make_task(name, name) for name in names]
+            tasks = [make_task(name) for name in names]
             sessions = gateway.rollouts(tasks, settings.samples)
             sampled = time.monotonic()
             turns = _turns_of(log, sessions, n_turns)
@@ -165,7 +164,8 @@ def learn(
     rows, report = tk.linearize(turns, policy, sessions=sessions, report=True)
     scored = advantages(report, "group_mean", scale="group_std")
     rows = tk.add_advantages(rows, scored)
-    packs = PackDataset(tk.pack(rows, settings.pack_tokens, columns=["advantage"]))
+    table = tk.pack(rows, settings.pack_tokens, columns=["advantage"])
+    packs = [PackDataset(table)[line] for line in range(len(table))]
     apart, loss = [], 0.0
     for epoch in range(settings.epochs):
         for pack in packs:
@@ -209,12 +209,17 @@ def _gateway(
 def _prepare() -> None:
     # one thread per process: runs share the cores, and sums keep their order
     torch.set_num_threads(1)
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _load(path: Path, settings: Settings, attention: str) -> PreTrainedModel:
-    model = LlamaForCausalLM.from_pretrained(path, attn_implementation=attention)
-    return model.to(settings.device)
+    model: Any = LlamaForCausalLM.from_pretrained(path, attn_implementation=attention)
+    placed: PreTrainedModel = model.to(settings.device)
+    return placed
+
+
+def _optimizer(model: PreTrainedModel, rate: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
 
 
 def _update(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:

@@ -75,7 +75,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in _SPECIAL])
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in _MARKUP])
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         chat_template=TEMPLATE,
         eos_token=END,

@@ -13,7 +13,13 @@ from trajkit.cli.text import share, text_table
 
 Line: TypeAlias = dict[str, Any]
 
-_COUNTS = ("rows", "tokens_sampled", "tokens_trained", "tokens_forward", "tokens_packed")
+_COUNTS = (
+    "rows",
+    "tokens_sampled",
+    "tokens_trained",
+    "tokens_forward",
+    "tokens_packed",
+)
 # the mean over the last steps is less noisy than the last one
 _LAST = 5
 _COLORS = ("#2f74c0", "#d1332e", "#2a8c4a", "#8a5cc2", "#c77d0a", "#57606a")
@@ -99,7 +105,7 @@ def _training(lines: Sequence[Line], policy: str) -> Line:
 def describe(summary: Line) -> str:
     """Return the summary as tables for people."""
     warm = summary["warm_start"]
-    scripted = sum(line["reward"] for line in warm) / len(warm)
+    scripted = sum(line["scripted_reward"] for line in warm) / len(warm)
     same = "the same for every policy" if summary["same_rollouts"] else "NOT the same"
     head = "policy", "rows", "trained", "of sampled", "forward", "as trees", "mismatch"
     first = [

@@ -8,8 +8,12 @@ import json
 import random
 from dataclasses import dataclass
 
-PEOPLE = "anna ben cleo dan emma finn gina hugo ivy jan kim leo mia nils olga paul".split()
-PLACES = "attic barn cabin desk fort garden hall inn jar kiosk lab mill nook oven port shed".split()
+PEOPLE = (
+    "anna ben cleo dan emma finn gina hugo ivy jan kim leo mia nils olga paul".split()
+)
+PLACES = (
+    "attic barn cabin desk fort garden hall inn jar kiosk lab mill nook oven port shed"
+).split()
 NUMBERS = tuple(map(str, range(40, 72)))
 
 MAX_TURNS = 6
@@ -57,9 +61,9 @@ class Task:
         return self.facts[asked] if asked in known else "error"
 
 
-def make_task(task_id: str, seed: str) -> Task:
+def make_task(task_id: str) -> Task:
     """Return a random task: a chain of one or two people, a place and a number."""
-    draw = random.Random(seed)
+    draw = random.Random(task_id)
     people, places = draw.sample(PEOPLE, len(PEOPLE)), draw.sample(PLACES, len(PLACES))
     facts = dict(zip(people, places, strict=True))
     facts |= dict(zip(places, draw.sample(NUMBERS, len(places)), strict=True))

@@ -1,0 +1,356 @@
+"""The training demo: its engine, its losses, and the loop through the gateway."""
+
+import asyncio
+import json
+import math
+import time
+
+import httpx
+import numpy as np
+import pyarrow as pa
+import pyarrow.ipc
+import pytest
+import torch
+
+import trajkit as tk
+from trajkit.schema import SESSIONS
+from trajkit_shim.app import create_app
+from trajkit_shim.engines.base import Sampling, UpdatableEngine
+from trajkit_shim.engines.torch_model import TorchEngine
+from trajkit_shim.errors import EngineError
+from trajkit_shim.prompting.render import ChatRenderer
+from trajkit_shim.sessions.turn_log import TurnLog
+from trajkit_shim.train import Settings, run_train
+from trajkit_shim.train.loop import learn
+from trajkit_shim.train.model import END, make_model, make_tokenizer
+from trajkit_shim.train.task import NUMBERS, TOOLS, make_task
+
+TOKENIZER = make_tokenizer()
+(END_ID,) = TOKENIZER.encode(END)
+
+
+def small_model(seed=0, attention="sdpa"):
+    model = make_model(len(TOKENIZER), seed=seed, width=32, layers=2)
+    model.set_attn_implementation(attention)
+    return model
+
+
+def recomputed(model, prompt, output, temperature=1.0):
+    """The logprob of each output id, from one forward pass without a cache."""
+    ids = torch.tensor([[*prompt, *output]])
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[0] / temperature
+    logprobs = logits.log_softmax(1)[len(prompt) - 1 : -1]
+    return logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+
+
+async def sampled(engine, prompt, **params):
+    defaults = {"max_new_tokens": 12, "stop_token_ids": (END_ID,)}
+    ids = np.array(prompt, np.int32)
+    sampling = Sampling(**{**defaults, **params})
+    return await engine.generate(ids, sampling, request_id="r", session_id="s")
+
+
+def run(make_engine, work):
+    """What a coroutine function of an engine returns; the engine is closed."""
+
+    async def main():
+        engine = make_engine()
+        try:
+            return await work(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(main())
+
+
+PROMPTS = [[5, 9, 11], list(range(20, 60)), [7], [100] * 17, [3, 3, 150, 2]]
+
+
+@pytest.mark.parametrize("temperature", [None, 0.7, 1.5])
+def test_logprobs_are_those_of_the_distribution_that_was_sampled(temperature):
+    model = small_model()
+
+    async def work(engine):
+        calls = [
+            sampled(engine, prompt, temperature=temperature, seed=i)
+            for i, prompt in enumerate(PROMPTS)
+        ]
+        return await asyncio.gather(*calls)
+
+    samples = run(lambda: TorchEngine(model), work)
+    for prompt, sample in zip(PROMPTS, samples, strict=True):
+        expected = recomputed(model, prompt, sample.output_ids, temperature or 1.0)
+        np.testing.assert_allclose(sample.output_logprobs, expected, atol=2e-5)
+        ended = sample.output_ids[-1] == END_ID
+        assert sample.finish_reason == ("stop" if ended else "length")
+        assert END_ID not in sample.output_ids[:-1]
+
+
+def test_draws_follow_the_distribution():
+    model = small_model()
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[5, 9, 11]])).logits[0, -1]
+    chances = logits.softmax(0)
+    likely = int(chances.argmax())
+
+    async def work(engine):
+        calls = [
+            sampled(engine, [5, 9, 11], max_new_tokens=1, seed=i) for i in range(2000)
+        ]
+        return await asyncio.gather(*calls)
+
+    samples = run(lambda: TorchEngine(model, max_batch=500), work)
+    share = np.mean([sample.output_ids[0] == likely for sample in samples])
+    chance = float(chances[likely])
+    assert abs(share - chance) < 4 * math.sqrt(chance * (1 - chance) / 2000)
+
+
+def test_a_seeded_call_does_not_depend_on_its_batch():
+    async def alone(engine):
+        return await sampled(engine, PROMPTS[0], seed=1)
+
+    async def together(engine):
+        calls = [sampled(engine, prompt, seed=1) for prompt in PROMPTS]
+        return (await asyncio.gather(*calls))[0]
+
+    one = run(lambda: TorchEngine(small_model()), alone)
+    other = run(lambda: TorchEngine(small_model()), together)
+    assert one.output_ids.tolist() == other.output_ids.tolist()
+
+
+def test_a_cancelled_call_ends_and_others_go_through():
+    async def work(engine):
+        cancelled = asyncio.ensure_future(sampled(engine, [1], max_new_tokens=400))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        sample = await sampled(engine, [2], seed=0)
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        return sample
+
+    assert len(run(lambda: TorchEngine(small_model()), work).output_ids)
+
+
+@pytest.mark.parametrize(
+    ("params", "match"),
+    [
+        pytest.param({"temperature": 0.0}, "temperature", id="greedy"),
+        pytest.param({"top_p": 0.9}, "top_p", id="top_p"),
+        pytest.param({"top_k": 3}, "top_k", id="top_k"),
+        pytest.param({"stop": ("x",)}, "stop", id="stop"),
+        pytest.param({"extra": {"regex": "a"}}, "regex", id="extra"),
+    ],
+)
+def test_parameters_that_it_lacks_are_rejected(params, match):
+    async def work(engine):
+        with pytest.raises(EngineError, match=match) as refused:
+            await sampled(engine, [1], **params)
+        assert refused.value.status == 400
+
+    run(lambda: TorchEngine(small_model()), work)
+
+
+def test_a_failure_of_the_model_reaches_the_caller():
+    async def work(engine):
+        # beyond the embedding table
+        with pytest.raises(EngineError, match="sampling failed"):
+            await sampled(engine, [10_000])
+        return await sampled(engine, [1])
+
+    assert len(run(lambda: TorchEngine(small_model()), work).output_ids)
+
+
+def test_weights_change_in_the_middle_of_a_reply(tmp_path):
+    old, new = small_model(seed=0), small_model(seed=1)
+    new.save_pretrained(tmp_path)
+    reached = asyncio.Event()
+
+    async def work(engine):
+        assert isinstance(engine, UpdatableEngine)
+        loop = asyncio.get_running_loop()
+
+        def stop_after_four(*_):
+            calls.append(None)
+            if len(calls) == 4:
+                loop.call_soon_threadsafe(reached.set)
+                while not engine._paused:
+                    time.sleep(0)
+
+        calls = []
+        hook = old.register_forward_hook(stop_after_four)
+        call = asyncio.ensure_future(
+            sampled(engine, PROMPTS[0], stop_token_ids=(), seed=3)
+        )
+        await reached.wait()
+        await engine.pause()
+        hook.remove()
+        await engine.pause()
+        await engine.update_weights(str(tmp_path), "new")
+        await engine.resume()
+        return await call
+
+    sample = run(lambda: TorchEngine(old, version="old"), work)
+    spans = [(s.version, s.start, s.stop) for s in sample.weight_versions]
+    assert spans == [("old", 0, 4), ("new", 4, 12)]
+    for model, part in ((old, slice(0, 4)), (new, slice(4, 12))):
+        expected = recomputed(model, PROMPTS[0], sample.output_ids)[part]
+        np.testing.assert_allclose(sample.output_logprobs[part], expected, atol=2e-5)
+
+
+def test_weights_that_do_not_fit_leave_the_old_ones(tmp_path):
+    make_model(len(TOKENIZER), seed=0, width=64, layers=2).save_pretrained(tmp_path)
+    partial = small_model()
+    kept = {k: v for k, v in partial.state_dict().items() if "norm" not in k}
+    partial.save_pretrained(tmp_path / "partial", state_dict=kept)
+
+    async def work(engine):
+        before = await sampled(engine, [1], seed=0)
+        for folder in ("", "partial", "absent"):
+            await engine.pause()
+            with pytest.raises(EngineError, match="do not load"):
+                await engine.update_weights(str(tmp_path / folder), "bad")
+            await engine.resume()
+        after = await sampled(engine, [1], seed=0)
+        assert after.output_ids.tolist() == before.output_ids.tolist()
+        assert after.weight_versions == before.weight_versions
+
+    run(lambda: TorchEngine(small_model()), work)
+
+
+def test_the_gateway_updates_weights_in_the_middle_of_a_session(tmp_path):
+    new = small_model(seed=1)
+    new.save_pretrained(tmp_path / "new")
+    engine = TorchEngine(small_model(), version="old", seed=0)
+    app = create_app(engine, ChatRenderer(TOKENIZER), TurnLog(tmp_path / "log"))
+    update = {"model_path": str(tmp_path / "new"), "weight_version": "new"}
+
+    async def main():
+        transport = httpx.ASGITransport(app=app)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://gateway") as http,
+        ):
+
+            async def post(path, body):
+                answer = await http.post(path, json=body)
+                assert answer.status_code == 200, answer.text
+
+            await post("/sessions", {"session_id": "a"})
+            ask = {
+                "model": "m",
+                "messages": [{"role": "user", "content": "find anna"}],
+                "max_tokens": 6,
+            }
+            await post("/s/a/v1/chat/completions", ask)
+            await post("/engine/pause", {})
+            await post("/engine/update", update)
+            await post("/engine/resume", {})
+            await post("/s/a/v1/chat/completions", ask)
+
+    asyncio.run(main())
+    turns = tk.read_turns(tmp_path / "log").to_pylist()
+    versions = [[s["version"] for s in turn["weight_versions"]] for turn in turns]
+    assert versions == [["old"], ["new"]]
+    expected = recomputed(new, turns[1]["prompt_ids"], turns[1]["output_ids"])
+    np.testing.assert_allclose(turns[1]["output_logprobs"], expected, atol=2e-5)
+
+
+def drifting_turns(model):
+    """Three turns of one session, each without the first two tokens of the reply before."""
+
+    async def work(engine):
+        records, prompt, messages = [], [5, 9, 11], [{"role": "user", "content": "0"}]
+        for turn in range(3):
+            sample = await sampled(engine, prompt, stop_token_ids=(), seed=turn)
+            output = [*sample.output_ids[:-1].tolist(), END_ID]
+            logprobs = recomputed(model, prompt, output)
+            reply = {"role": "assistant", "content": f"reply {turn}"}
+            records.append(
+                {
+                    "session_id": "a",
+                    "prompt_ids": prompt,
+                    "output_ids": output,
+                    "output_logprobs": logprobs.tolist(),
+                    "prompt_messages": [*messages],
+                    "response_message": reply,
+                    "finish_reason": "stop",
+                }
+            )
+            messages += [reply, {"role": "user", "content": str(turn + 1)}]
+            prompt = [*prompt, *output[2:], 30 + turn]
+        return records
+
+    return tk.from_records(run(lambda: TorchEngine(model), work))
+
+
+@pytest.mark.parametrize("policy", ["faithful", "slime", "trl", "polar"])
+def test_only_rows_out_of_context_have_a_mismatch(policy):
+    model = small_model()
+    turns = drifting_turns(model)
+    model.set_attn_implementation("trajkit")
+    sessions = pa.Table.from_pylist(
+        [{"session_id": "a", "reward": 1.0, "group_id": "a", "error": None}], SESSIONS
+    )
+    # a group of one has no deviation, so nothing is updated
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    line = learn(model, optimizer, turns, sessions, policy, Settings())
+    simulated = tk.simulate(turns, [policy]).to_pylist()[0]
+    assert line["tokens_trained"] == simulated["tokens_trained"]
+    assert (simulated["tokens_out_of_context"] > 0) == (policy == "polar")
+    if policy == "polar":
+        assert line["mismatch_max"] > 0.1
+    else:
+        assert line["mismatch_max"] < 2e-5
+    assert (line["tokens_trained"] == line["tokens_sampled"]) == (
+        policy in ("faithful", "polar")
+    )
+
+
+def test_a_chain_leads_to_the_answer():
+    lengths = set()
+    for i in range(20):
+        task = make_task(f"task {i}")
+        found, calls = task.start, 0
+        while found not in NUMBERS:
+            name = json.dumps({"name": found})
+            (found,) = {task.call(t["function"]["name"], name) for t in TOOLS} - {
+                "error"
+            }
+            calls += 1
+        assert found == task.answer
+        lengths.add(calls)
+    assert lengths == {2, 3}
+    assert task.call("ask", "[1]") == task.call("ask", '{"name": "attic"}') == "error"
+
+
+def test_the_demo_trains_reports_and_keeps_its_run(tmp_path, capsys):
+    settings = Settings(
+        warm_runs=60, warm_steps=40, steps=3, tasks=2, samples=4, width=32
+    )
+    policies = ["faithful", "polar"]
+    assert run_train(tmp_path, settings, policies=policies, seeds=[4], json=True) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["same_rollouts"]
+    assert [line["policy"] for line in summary["training"]] == policies
+    assert 0 < summary["warm_start"][0]["scripted_reward"] < 0.5
+    with pa.ipc.open_file(tmp_path / "steps.arrow") as file:
+        lines = file.read_all().to_pylist()
+    assert [(x["policy"], x["step"]) for x in lines] == [
+        (policy, step) for policy in policies for step in range(3)
+    ]
+    assert all(math.isfinite(line["loss"]) for line in lines)
+    for line in lines[:3]:
+        # the engine has the trainer's weights, and every token its context
+        assert line["mismatch_max"] < 1e-4
+        assert line["tokens_trained"] == line["tokens_sampled"]
+    turns = tk.read_turns(tmp_path / "faithful/4/log")
+    versions = {
+        (turn["session_id"].split(".")[1], span["version"])
+        for turn in turns.select(["session_id", "weight_versions"]).to_pylist()
+        for span in turn["weight_versions"]
+    }
+    assert versions == {("0", "warm-start"), ("1", "step-1"), ("2", "step-2")}
+    sessions = tk.read_sessions(tmp_path / "faithful/4/log")
+    assert sessions["reward"].null_count == 0
+    assert "<svg" in (tmp_path / "reward.svg").read_text()
