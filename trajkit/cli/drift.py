@@ -264,8 +264,8 @@ def describe_causes(groups: list[CauseGroup]) -> str:
     for group in groups:
         for example in group["examples"]:
             text.append(
-                f"\n{group['cause']}: session {visible(example['session_id'])!r}, turn "
-                f"{example['turn_index']}, from token {example['path_start']}\n"
+                f"\n{group['cause']}: session '{visible(example['session_id'])}', "
+                f"turn {example['turn_index']}, from token {example['path_start']}\n"
                 f"  path    {example['path_tokens']}\n"
                 f"  prompt  {example['prompt_tokens']}"
             )
