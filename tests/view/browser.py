@@ -94,9 +94,9 @@ class Tab:
             mobile=False,
         )
 
-    def dark(self):
-        """Prefer dark colours."""
-        features = [{"name": "prefers-color-scheme", "value": "dark"}]
+    def scheme(self, value):
+        """Prefer "dark" or "light" colours."""
+        features = [{"name": "prefers-color-scheme", "value": value}]
         self.send("Emulation.setEmulatedMedia", features=features)
 
     def open(self, url):
