@@ -9,7 +9,7 @@ import trajkit as tk
 from trajkit import cli
 from trajkit.policies import PRESETS
 from trajkit.schema import SESSIONS
-from trajkit.view import page
+from trajkit.view import page, view
 
 pytestmark = pytest.mark.browser
 
@@ -453,3 +453,34 @@ def test_every_control_has_a_name(tab, write, demo, tokenizer):
     for which in ("losses", "drift", "forest", "tokens"):
         tab.go(s=session, tab=which)
         assert tab.run(unnamed) == 0
+
+
+def test_messages_are_unfolded_when_asked_for(tab, write):
+    body = "x" * 50_000
+    call = {
+        "session_id": "s",
+        "prompt_ids": [1],
+        "output_ids": [2],
+        "prompt_messages": [{"role": "user", "content": body}],
+        "response_message": {"role": "assistant", "content": "<i>done</i>"},
+    }
+    tab.open(write(tk.from_records([call]), ["per_call"]) + "#s=s&tab=tokens")
+    assert tab.texts(".messages pre") == []
+    tab.click(".messages summary")
+    tab.run("new Promise((done) => requestAnimationFrame(() => done(1)))")
+    first, reply = tab.texts(".messages pre")
+    assert 19_000 < len(first) < 21_000
+    assert "<i>done</i>" in reply
+    tab.click(".messages button")
+    assert body in tab.texts(".messages pre")[0]
+
+
+def test_a_notebook_s_frame_works_without_an_address(tab, tmp_path, long):
+    shown = view(long, ["slime"])
+    path = tmp_path / "notebook.html"
+    path.write_text(f"<!doctype html><body>{shown._repr_html_()}", encoding="utf-8")
+    tab.open_frame(path.as_uri())
+    tab.go(s="long", tab="tokens", t=3)
+    assert tab.text(".tools select") != ""
+    assert tab.run("TK.app.state.t") == 3
+    assert counts(tab) == simulated(long, ["slime"])

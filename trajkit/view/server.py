@@ -191,13 +191,14 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.FORBIDDEN, b"another host\n", "text/plain")
             return
         target = urlsplit(self.path)
-        _, token, *rest = target.path.split("/")
+        _, _, path = target.path.partition("/")
+        token, _, rest = path.partition("/")
         if not secrets.compare_digest(token.encode(), self.server.token.encode()):
             self._send(HTTPStatus.NOT_FOUND, b"not found\n", "text/plain")
-        elif rest == [""]:
+        elif rest == "":
             self._send(HTTPStatus.OK, self.server.page, "text/html; charset=utf-8")
-        elif len(rest) == 2 and rest[0] == "api":
-            self._answer(rest[1], parse_qs(target.query))
+        elif rest.startswith("api/"):
+            self._answer(rest.removeprefix("api/"), parse_qs(target.query))
         else:
             self._send(HTTPStatus.NOT_FOUND, b"not found\n", "text/plain")
 

@@ -6,6 +6,7 @@ tables by session and encodes them.
 
 import gzip
 import json
+import math
 import struct
 from collections.abc import Iterable
 from functools import cached_property
@@ -305,7 +306,7 @@ class ViewTables:
         drift = self._by_parents[0].drift if self._by_parents else None
         columns: dict[str, list[Any]] = {
             "id": self.session_ids,
-            "reward": facts["reward"],
+            "reward": [_finite(reward) for reward in facts["reward"]],
             "group": facts["group_id"],
             "error": facts["error"],
         }
@@ -322,7 +323,7 @@ class ViewTables:
                 "turns": hi - lo,
                 "sampled": int(n_output[lo:hi].sum()),
                 "context": int(n_path[lo:hi].max()),
-                "logprob": pc.mean(logprobs).as_py(),
+                "logprob": _finite(pc.mean(logprobs).as_py()),
                 "drifts": 0 if own is None else len(own),
                 "at_stake": 0 if own is None else pc.sum(own).as_py() or 0,
             }.items():
@@ -475,6 +476,11 @@ def _token_columns(turns: pa.Table) -> pa.Table:
 def _is_float_list(type_: pa.DataType) -> bool:
     is_list = pa.types.is_list(type_) or pa.types.is_large_list(type_)
     return bool(is_list and pa.types.is_floating(type_.value_type))
+
+
+def _finite(number: float | None) -> float | None:
+    """The number if JSON has it."""
+    return number if number is not None and math.isfinite(number) else None
 
 
 def _plain(value: object) -> object:

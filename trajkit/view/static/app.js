@@ -18,6 +18,9 @@
   const main = document.getElementById("main");
   const status = document.getElementById("status");
 
+  // the state of a page that cannot have it in its URL
+  let address = null;
+
   const app = {
     // one index per run; `index` is that of the run shown
     indexes: [],
@@ -42,7 +45,12 @@
       const next = { ...app.state, ...change };
       if ("s" in change && change.s !== app.state.s) Object.assign(next, { t: null, k: null, ...change });
       else if ("t" in change && change.t !== app.state.t && !("k" in change)) next.k = null;
-      history.pushState(null, "", hashOf(next));
+      try {
+        history.pushState(null, "", hashOf(next));
+      } catch {
+        // the frame of a notebook has no address of its own
+        address = hashOf(next);
+      }
       return app.show();
     },
 
@@ -61,7 +69,7 @@
 
   async function show() {
     const before = app.state;
-    app.state = stateOf(location.hash);
+    app.state = stateOf(address ?? location.hash);
     try {
       await render(before);
     } catch (error) {
@@ -245,7 +253,7 @@
   app.load = async () => {
     app.policies = new URLSearchParams(location.hash.slice(1)).getAll("policy");
     app.indexes = await TK.source.indexes(app.policies);
-    app.state = stateOf(location.hash);
+    app.state = stateOf(address ?? location.hash);
     app.session = null;
     TK.sidebar();
     await app.show();

@@ -399,7 +399,12 @@
 
   // A running gateway appends turns: look for them now and then.
   TK.look = async () => {
-    if ((await TK.source.version()) !== TK.app.index.version) await TK.app.load();
+    try {
+      if ((await TK.source.version()) !== TK.app.index.version) await TK.app.load();
+    } catch (error) {
+      // the next look may succeed: a turn may have been half written
+      TK.replace(document.getElementById("status"), error.message);
+    }
   };
   TK.follow = () => TK.app.index.follow && setInterval(TK.look, 2000);
 })();
