@@ -26,6 +26,7 @@ PUBLIC = [
     trajkit.recorder,
     trajkit.training,
     trajkit.turns,
+    trajkit.view,
 ]
 
 # What no import of trajkit, and no --help, may load.

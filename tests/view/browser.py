@@ -41,12 +41,13 @@ class Tab:
     def __init__(self, commands, answers) -> None:
         self._commands, self._answers = commands, answers
         self._number, self._session, self._read = 0, None, b""
-        self._n_loaded = 0
+        self._n_loaded, self._top, self._frame = 0, None, None
         self.errors: list[str] = []
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.send(
             "Target.attachToTarget", targetId=target, flatten=True
         )["sessionId"]
+        self._top, self._frame = self._session, None
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.send(f"{domain}.enable")
         self.size(1400, 900)
@@ -76,6 +77,8 @@ class Tab:
     def _note(self, event):
         params = event.get("params", {})
         self._n_loaded += event["method"] == "Page.loadEventFired"
+        if event["method"] == "Target.attachedToTarget":
+            self._frame = params["sessionId"]
         if event["method"] == "Runtime.exceptionThrown":
             details = params["exceptionDetails"]
             self.errors.append(details.get("exception", details).get("description"))
@@ -85,7 +88,8 @@ class Tab:
             self.errors.append(params["entry"]["text"])
 
     def size(self, width, height):
-        """The size of the window, in pixels."""
+        """The size of the window, in pixels. Commands go to its page again."""
+        self._session = self._top or self._session
         self.send(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -94,10 +98,26 @@ class Tab:
             mobile=False,
         )
 
-    def dark(self):
-        """Prefer dark colours."""
-        features = [{"name": "prefers-color-scheme", "value": "dark"}]
+    def scheme(self, value):
+        """Prefer "dark" or "light" colours."""
+        features = [{"name": "prefers-color-scheme", "value": value}]
         self.send("Emulation.setEmulatedMedia", features=features)
+
+    def open_frame(self, url):
+        """Load a page, and go to its one frame, which has a process of its own."""
+        self.send("Page.navigate", url="about:blank")
+        self.send(
+            "Target.setAutoAttach",
+            autoAttach=True,
+            flatten=True,
+            waitForDebuggerOnStart=False,
+        )
+        self.send("Page.navigate", url=url)
+        while self._frame is None:
+            self._note(json.loads(self._next()))
+        self._session, self._frame = self._frame, None
+        self.send("Runtime.enable")
+        self.run(_READY)
 
     def open(self, url):
         """Load a page and wait until it is drawn."""

@@ -9,6 +9,7 @@ import pytest
 
 import trajkit as tk
 from trajkit import cli
+from trajkit.analysis.colors import COLORS
 from trajkit.cli import view as command
 from trajkit.schema import SESSIONS
 from trajkit.view import page, view
@@ -62,6 +63,13 @@ def test_scripts_never_take_text_as_markup():
     ours = [name for name in SCRIPTS if not name.startswith("vendor/")]
     found = [name for name in ours if markup.search((STATIC / name).read_text("utf-8"))]
     assert found == []
+
+
+def test_colours_are_those_of_all_displays():
+    style = (STATIC / "page.css").read_text("utf-8").partition("@media")[0]
+    used = dict(re.findall(r"--(\w+): (#\w+);", style))
+    for kind in ("trained", "absorbed", "cut", "refused"):
+        assert used[kind] == COLORS[kind]
 
 
 def test_the_page_asks_for_nothing_outside_itself():

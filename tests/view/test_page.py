@@ -9,7 +9,7 @@ import trajkit as tk
 from trajkit import cli
 from trajkit.policies import PRESETS
 from trajkit.schema import SESSIONS
-from trajkit.view import page
+from trajkit.view import page, view
 
 pytestmark = pytest.mark.browser
 
@@ -325,3 +325,162 @@ def test_a_bar_filters_the_sessions(tab, write):
     tab.run("TK.app.shown")
     assert tab.texts("#side .line bdi") == ["s4"]
     assert "f=turns" in tab.run("location.hash")
+
+
+def test_violations_are_shown_with_the_row_s_tokens(tab, write, demo):
+    turns = tk.read_turns(demo)
+    rows = tk.linearize(turns)
+    masks = rows["loss_mask"].to_pylist()
+    masks[1][-2] = False
+    column = pa.array(masks, rows.schema.field("loss_mask").type)
+    at = rows.schema.get_field_index("loss_mask")
+    rows = rows.set_column(at, rows.schema.field(at), column)
+    (found,) = tk.verify(rows, turns, "faithful").to_pylist()
+    tab.open(write(turns, ["faithful"], rows=rows))
+    assert "mask" in tab.text("table.compared")
+    tab.go(s=found["session_id"], tab="verify")
+    (line,) = tab.texts(".panel-verify tbody tr")
+    assert found["detail"] in line
+    ids = rows["input_ids"][found["row_index"]].as_py()
+    assert tab.text(".token.wrong small") == str(ids[found["token"]])
+    assert tab.run("document.querySelector('.token.wrong.masked')") is None
+
+
+def test_rows_without_violations_say_so(tab, write, demo):
+    turns = tk.read_turns(demo)
+    rows = tk.suffix_rows(tk.linearize(turns, "slime"))
+    tab.open(write(turns, ["slime"], rows=rows))
+    assert "No violations." in tab.text("main")
+    (session,) = turns["session_id"].unique().to_pylist()
+    tab.go(s=session, tab="verify")
+    assert "break no rule" in tab.text("#panel")
+
+
+@pytest.mark.parametrize("pack_tokens", [1_000, 100_000])
+def test_packs_are_those_of_the_session_s_rows(tab, write, demo, pack_tokens):
+    turns = tk.read_turns(demo)
+    packs = tk.pack(tk.linearize(turns), pack_tokens, oversize="carry")
+    (session,) = turns["session_id"].unique().to_pylist()
+    tab.open(write(turns, ["faithful"], pack_tokens=pack_tokens))
+    tab.go(s=session, tab="forest")
+    labels = tab.texts(".packs figcaption")
+    assert (
+        labels
+        == [
+            f"pack {k}: {pack['n_tokens']:,} tokens in {len(pack['segment_start'])} "
+            f"segment{'s' if len(pack['segment_start']) > 1 else ''}"
+            for k, pack in enumerate(packs.to_pylist())
+        ][:24]
+    )
+    # every segment is drawn down to the last token that attends to it
+    drawn = tab.run("TK.app.session.policies[0].packs")
+    for one, pack in zip(drawn, packs.to_pylist(), strict=True):
+        starts = [*pack["segment_start"], pack["n_tokens"]]
+        for start, stop, end in zip(starts, starts[1:], one["end"], strict=False):
+            assert set(pack["subtree_end"][start:stop]) == {end}
+
+
+def test_two_runs_are_compared(tab, write, demo, long):
+    turns = tk.read_turns(demo)
+    policies = ["faithful", "slime"]
+    tab.open(write(turns, policies, title="A", against=("B", long, None)))
+    table = tab.texts("table.compared")[0].splitlines()
+    for name, one, two in zip(
+        policies,
+        simulated(turns, policies).values(),
+        simulated(long, policies).values(),
+        strict=True,
+    ):
+        (line,) = [line for line in table if line.startswith(name)]
+        for counts_, shown in zip((one, two), line.split("\t")[1:3], strict=True):
+            share = counts_["trained"] / (counts_["trained"] + counts_["lost"])
+            assert float(shown.removesuffix(" %")) == pytest.approx(
+                100 * share, abs=0.05
+            )
+    tab.key("o")
+    assert counts(tab) == simulated(long, policies)
+    assert tab.texts("#side .line bdi") == ["long"]
+    tab.go(s="long", tab="tokens")
+    assert tab.run("TK.app.session.count") == 128
+
+
+def test_the_keys_move_by_turn_drift_and_loss(tab, write, long):
+    tab.open(write(long, ["slime"]) + "#s=long")
+
+    def state():
+        return tab.run("[TK.app.state.t, TK.app.state.tab]")
+
+    tab.key("n")
+    assert state() == [1, "drift"]
+    tab.key("n")
+    assert state() == [2, "drift"]
+    tab.key("p")
+    assert state() == [1, "drift"]
+    tab.key("k")
+    assert state()[0] == 0
+    tab.key("4")
+    tab.key("l")
+    spans = tk.analysis.output_spans(long, "slime").to_pylist()
+    lost = [span["turn_index"] for span in spans if span["kind"] != "trained"]
+    assert state() == [next(turn for turn in lost if turn > 0), "tokens"]
+    tab.key("?")
+    assert tab.run("document.getElementById('help').open")
+    tab.run("document.getElementById('help').close()")
+    tab.key("r")
+    assert "What each policy keeps" in tab.text("main")
+
+
+def test_the_page_follows_the_colour_scheme(tab, write, long):
+    tab.open(write(long, ["slime"]))
+    paper = "getComputedStyle(document.body).backgroundColor"
+    assert tab.run(paper) == "rgb(255, 255, 255)"
+    tab.scheme("dark")
+    assert tab.run(paper) == "rgb(20, 23, 27)"
+    tab.scheme("light")
+
+
+def test_every_control_has_a_name(tab, write, demo, tokenizer):
+    turns = tk.read_turns(demo)
+    tab.open(write(turns, ["slime"], tokenizer=tokenizer))
+    (session,) = turns["session_id"].unique().to_pylist()
+    unnamed = (
+        "[...document.querySelectorAll('button, input, select, canvas, svg, "
+        '[role=button], [tabindex="0"]\')].filter((e) => !(e.textContent.trim() || '
+        "e.getAttribute('aria-label') || e.closest('label') || "
+        "e.closest('[aria-hidden]'))).length"
+    )
+    assert tab.run(unnamed) == 0
+    for which in ("losses", "drift", "forest", "tokens"):
+        tab.go(s=session, tab=which)
+        assert tab.run(unnamed) == 0
+
+
+def test_messages_are_unfolded_when_asked_for(tab, write):
+    body = "x" * 50_000
+    call = {
+        "session_id": "s",
+        "prompt_ids": [1],
+        "output_ids": [2],
+        "prompt_messages": [{"role": "user", "content": body}],
+        "response_message": {"role": "assistant", "content": "<i>done</i>"},
+    }
+    tab.open(write(tk.from_records([call]), ["per_call"]) + "#s=s&tab=tokens")
+    assert tab.texts(".messages pre") == []
+    tab.click(".messages summary")
+    tab.run("new Promise((done) => requestAnimationFrame(() => done(1)))")
+    first, reply = tab.texts(".messages pre")
+    assert 19_000 < len(first) < 21_000
+    assert "<i>done</i>" in reply
+    tab.click(".messages button")
+    assert body in tab.texts(".messages pre")[0]
+
+
+def test_a_notebook_s_frame_works_without_an_address(tab, tmp_path, long):
+    shown = view(long, ["slime"])
+    path = tmp_path / "notebook.html"
+    path.write_text(f"<!doctype html><body>{shown._repr_html_()}", encoding="utf-8")
+    tab.open_frame(path.as_uri())
+    tab.go(s="long", tab="tokens", t=3)
+    assert tab.text(".tools select") != ""
+    assert tab.run("TK.app.state.t") == 3
+    assert counts(tab) == simulated(long, ["slime"])

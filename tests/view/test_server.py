@@ -19,7 +19,7 @@ from trajkit import cli
 from trajkit.cli import view
 from trajkit.errors import ArgumentError
 from trajkit.view.selection import Selection
-from trajkit.view.server import LiveRun, ViewServer
+from trajkit.view.server import LiveRun, Options, ViewServer
 
 CALLS = [
     {"session_id": "a", "prompt_ids": [1, 2], "output_ids": [3, 4, 5]},
@@ -30,9 +30,8 @@ CALLS = [
 @contextmanager
 def serving(path, **options):
     source = view._Files(str(path), None, Selection())
-    given = {"text": True, "title": "run", "follow": False, **options}
-    live = LiveRun(source, ["faithful", "slime"], view._parsed, None, **given)
-    with ViewServer(live, "run") as server:
+    live = LiveRun(source, Options(("faithful", "slime"), view._parsed, **options))
+    with ViewServer([live], "run") as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:

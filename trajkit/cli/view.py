@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from trajkit.cli.options import (
 from trajkit.cli.policy_args import setting
 from trajkit.cli.tokenizer import load_tokenizer
 from trajkit.errors import ArgumentError, FormatError
-from trajkit.io.tables import log_files
+from trajkit.io.tables import iter_tables, log_files, rows_plan
 from trajkit.policies import PRESETS
 from trajkit.schema import SESSIONS
 
@@ -79,6 +80,21 @@ def add_view(commands: Commands) -> None:
         "of sessions in the directory IN)",
     )
     parser.add_argument(
+        "--rows",
+        metavar="FILE",
+        help="show what `trajkit verify` finds in these rows, under the first --policy if "
+        "there is one",
+    )
+    parser.add_argument(
+        "--pack",
+        metavar="N",
+        type=count,
+        help="show the packs of N tokens that the rows of a session make",
+    )
+    parser.add_argument(
+        "--against", metavar="IN", help="a second run to compare with, read like IN"
+    )
+    parser.add_argument(
         "--no-text",
         action="store_true",
         help="leave out the text of messages and tokens",
@@ -128,8 +144,15 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.sessions, arguments.sample, arguments.worst, policy=first
     )
     source = _Files(arguments.source, arguments.facts, selection)
+    other = None
+    if arguments.against is not None:
+        other = _Files(arguments.against, None, selection)
+    rows = None
+    if arguments.rows is not None:
+        # as stored: rows of other systems have few columns, and verify judges them
+        rows = pa.concat_tables(iter_tables(arguments.rows, plan=rows_plan))
     if arguments.output is None:
-        return _serve(arguments, source, tokenizer)
+        return _serve(arguments, source, other, rows, tokenizer)
     if arguments.follow:
         raise ArgumentError("--follow needs the server: leave out -o")
     turns, sessions = source.load()
@@ -140,6 +163,9 @@ def run(arguments: argparse.Namespace) -> int:
         tokenizer=tokenizer,
         text=not arguments.no_text,
         title=source.title,
+        rows=rows,
+        pack_tokens=arguments.pack,
+        against=None if other is None else (other.title, *other.load()),
     ).encode()
     with open(arguments.output, "wb") as file:
         file.write(html)
@@ -169,27 +195,34 @@ def _described(
 
 
 def _serve(
-    arguments: argparse.Namespace, source: "_Files", tokenizer: Tokenizer | None
+    arguments: argparse.Namespace,
+    source: "_Files",
+    other: "_Files | None",
+    rows: pa.Table | None,
+    tokenizer: Tokenizer | None,
 ) -> int:
-    from trajkit.view.server import LiveRun, ViewServer
+    from trajkit.view.server import LiveRun, Options, ViewServer
 
-    texts = list(PRESETS)
+    texts = tuple(PRESETS)
     if arguments.policy is not None:
-        texts = [
+        texts = tuple(
             " ".join([name, *(f"{choice}={value}" for choice, value in sets)])
             for name, sets in arguments.policy
-        ]
-    live = LiveRun(
-        source,
+        )
+    options = Options(
         texts,
         _parsed,
         tokenizer,
         text=not arguments.no_text,
-        title=source.title,
+        pack_tokens=arguments.pack,
         follow=arguments.follow,
     )
+    policy = _parsed(texts[0]) if arguments.policy is not None else None
+    runs = [LiveRun(source, replace(options, rows=rows, rows_policy=policy))]
+    if other is not None:
+        runs.append(LiveRun(other, options))
     try:
-        with ViewServer(live, source.title, arguments.port) as server:
+        with ViewServer(runs, source.title, arguments.port) as server:
             sys.stdout.write(f"{server.url}\nCtrl-C ends\n")
             sys.stdout.flush()
             if not arguments.no_browser:

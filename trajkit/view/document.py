@@ -11,10 +11,12 @@ from typing import Literal
 
 from trajkit._arrow.canonical import TableLike, as_table
 from trajkit.analysis.tokenizer import Tokenizer
+from trajkit.errors import ArgumentError
 from trajkit.policies import PRESETS, Policy
 from trajkit.policies import policy as named_policy
 from trajkit.turns.records import as_turns
 from trajkit.view.tables import ViewTables, packed
+from trajkit.view.violations import Violations
 
 SCRIPTS = (
     "vendor/flechette.min.js",
@@ -109,6 +111,9 @@ def page(
     tokenizer: Tokenizer | None = None,
     text: bool = True,
     title: str = "trajkit",
+    rows: TableLike | None = None,
+    pack_tokens: int | None = None,
+    against: tuple[str, TableLike, TableLike | None] | None = None,
 ) -> str:
     """Make one HTML file of a run. It needs no server and no network.
 
@@ -127,6 +132,13 @@ def page(
         False: the page has token ids and numbers, but no text of messages or tokens.
     title : str
         The name of the run.
+    rows : table, optional
+        Rows of trajkit or of another system. The page shows what `trajkit.verify` finds
+        in them; of the first of ``policies``, if any are given.
+    pack_tokens : int, optional
+        Show the packs of at most this many tokens that the rows of a session make.
+    against : tuple, optional
+        The title, turns and sessions (or None) of a second run to compare with.
 
     Returns
     -------
@@ -137,10 +149,28 @@ def page(
     SchemaError, InvalidTurnsError, PolicyError
         As `trajkit.linearize`.
     """
-    table = as_turns(as_table(turns))
-    known = None if sessions is None else as_table(sessions)
-    tables = ViewTables(table, chosen(policies), known, tokenizer, text=text)
-    return document(title, _data(tables, title))
+    named = chosen(policies)
+    runs = [(title, turns, sessions), *([] if against is None else [against])]
+    data: list[tuple[str, bytes]] = []
+    for number, (name, own, known) in enumerate(runs):
+        table = as_turns(as_table(own))
+        facts = None if known is None else as_table(known)
+        violations = None
+        if rows is not None and number == 0:
+            policy = None if policies is None else named[0]
+            violations = Violations(as_table(rows), table, policy, facts)
+        tables = ViewTables(
+            table,
+            named,
+            facts,
+            tokenizer,
+            text=text,
+            pack_tokens=pack_tokens,
+            violations=violations,
+        )
+        data.append((f"index-{number}", packed(tables.index(name, len(runs)))))
+        data += _data(tables, number)
+    return document(title, data)
 
 
 def chosen(policies: Chosen) -> list[Policy]:
@@ -149,16 +179,20 @@ def chosen(policies: Chosen) -> list[Policy]:
         return list(PRESETS.values())
     if isinstance(policies, (str, Policy)):
         policies = [policies]
-    return [named_policy(one) for one in policies]
+    named = [named_policy(one) for one in policies]
+    if not named:
+        raise ArgumentError(
+            "no policies: expected at least one, or None for all presets"
+        )
+    return named
 
 
-def _data(tables: ViewTables, title: str) -> Iterator[tuple[str, bytes]]:
-    """Names and bytes of the page's data."""
-    yield "index-0", packed(tables.index(title))
+def _data(tables: ViewTables, run: int) -> Iterator[tuple[str, bytes]]:
+    """Names and bytes of a run's vocabulary and sessions."""
     if (vocabulary := tables.vocabulary()) is not None:
-        yield "vocabulary-0", packed(vocabulary)
+        yield f"vocabulary-{run}", packed(vocabulary)
     for number, session_id in enumerate(tables.session_ids):
-        yield f"session-0-{number}", tables.chunk(session_id)
+        yield f"session-{run}-{number}", tables.chunk(session_id)
 
 
 def document(

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +18,7 @@ from trajkit.errors import TrajkitError, UnknownSessionError
 from trajkit.policies import Policy
 from trajkit.view.document import document
 from trajkit.view.tables import ViewTables, packed
+from trajkit.view.violations import Violations
 
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -32,6 +34,8 @@ _N_KEPT = 8
 class Source(Protocol):
     """Where the server's turns come from."""
 
+    title: str
+
     def version(self) -> str:
         """A text that changes when the turns change."""
 
@@ -39,45 +43,50 @@ class Source(Protocol):
         """The turns, and the table of their sessions."""
 
 
-class LiveRun:
-    """The answers of the server: tables by name, for the policies of a request.
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the tables of a served page have, as for `trajkit.view.page`.
 
-    Parameters
+    Attributes
     ----------
-    source : Source
-    policies : sequence of str
+    policies : tuple of str
         The policies of the first page, as ``parse`` reads them.
     parse : function
         The policy of a text such as ``"slime fork_threshold=256"``.
     tokenizer : Tokenizer, optional
     text : bool
-        As for `trajkit.view.page`.
-    title : str
+    pack_tokens : int, optional
+    rows : table, optional
+        Rows to verify, of the first run.
+    rows_policy : Policy, optional
+        The policy of these rows.
     follow : bool
         The page asks now and then whether the turns have changed.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        policies: Sequence[str],
-        parse: Callable[[str], Policy],
-        tokenizer: Tokenizer | None,
-        *,
-        text: bool,
-        title: str,
-        follow: bool,
-    ) -> None:
-        self._source, self._policies, self._parse = source, list(policies), parse
-        self._tokenizer, self._text, self._title = tokenizer, text, title
-        self._follow = follow
+    policies: tuple[str, ...]
+    parse: Callable[[str], Policy]
+    tokenizer: Tokenizer | None = None
+    text: bool = True
+    pack_tokens: int | None = None
+    rows: pa.Table | None = None
+    rows_policy: Policy | None = None
+    follow: bool = False
+
+
+class LiveRun:
+    """The answers of the server for one run, for the policies of each request."""
+
+    def __init__(self, source: Source, options: Options) -> None:
+        self._source, self._options = source, options
         # one request computes at a time: tables are made lazily
         self._lock = Lock()
         self._version = ""
         self._turns: tuple[pa.Table, pa.Table | None] | None = None
-        self._whole = lru_cache(_N_KEPT)(self._of_run)
+        self._violations: Violations | None = None
+        self._of_run = lru_cache(_N_KEPT)(self._tables)
 
-    def answer(self, name: str, query: dict[str, list[str]]) -> bytes:
+    def answer(self, name: str, query: dict[str, list[str]], n_runs: int = 1) -> bytes:
         """The bytes of one kind of data.
 
         Raises
@@ -87,57 +96,57 @@ class LiveRun:
         PolicyError, ArgumentError
             A policy of the query does not exist.
         """
-        policies = tuple(query.get("policy", self._policies))
+        policies = tuple(query.get("policy", self._options.policies))
         with self._lock:
             match name:
                 case "version":
                     return packed(self._source.version())
                 case "index":
                     self._refresh()
-                    index = self._whole(policies).index(self._title)
-                    live = {"texts": policies, "follow": self._follow}
+                    tables = self._of_run(policies)
+                    index = tables.index(self._source.title, n_runs)
+                    live = {"texts": policies, "follow": self._options.follow}
                     return packed({**index, **live, "version": self._version})
                 case "vocabulary":
-                    return packed(self._whole(policies).vocabulary())
+                    return packed(self._of_run(policies).vocabulary())
                 case "session":
-                    return self._session(query["id"][0], policies)
+                    session_id = query["id"][0]
+                    return self._tables(policies, session_id).chunk(session_id)
         raise KeyError(name)
 
     def _refresh(self) -> None:
         """Read the turns again if they have changed."""
         version = self._source.version()
-        if self._turns is None or version != self._version:
-            self._turns, self._version = self._source.load(), version
-            self._whole.cache_clear()
+        if self._turns is not None and version == self._version:
+            return
+        self._turns, self._version = self._source.load(), version
+        self._of_run.cache_clear()
+        turns, sessions = self._turns
+        if self._options.rows is not None:
+            self._violations = Violations(
+                self._options.rows, turns, self._options.rows_policy, sessions
+            )
 
-    def _of_run(self, policies: tuple[str, ...]) -> ViewTables:
-        if self._turns is None:
-            self._refresh()
-        assert self._turns is not None
-        return self._tables(*self._turns, policies)
-
-    def _session(self, session_id: str, policies: tuple[str, ...]) -> bytes:
+    def _tables(
+        self, policies: tuple[str, ...], session_id: str | None = None
+    ) -> ViewTables:
+        """The tables of the run, or of one session."""
         if self._turns is None:
             self._refresh()
         assert self._turns is not None
         turns, sessions = self._turns
-        own = turns.filter(pc.equal(turns["session_id"], session_id))
-        if not own.num_rows:
-            raise UnknownSessionError(f"the turns have no session {session_id!r}")
-        return self._tables(own, sessions, policies).chunk(session_id)
-
-    def _tables(
-        self,
-        turns: pa.Table,
-        sessions: pa.Table | None,
-        policies: tuple[str, ...],
-    ) -> ViewTables:
+        if session_id is not None:
+            turns = turns.filter(pc.equal(turns["session_id"], session_id))
+            if not turns.num_rows:
+                raise UnknownSessionError(f"the turns have no session {session_id!r}")
         return ViewTables(
             turns,
-            map(self._parse, policies),
+            map(self._options.parse, policies),
             sessions,
-            self._tokenizer,
-            text=self._text,
+            self._options.tokenizer,
+            text=self._options.text,
+            pack_tokens=self._options.pack_tokens,
+            violations=self._violations,
         )
 
 
@@ -150,7 +159,8 @@ class ViewServer(ThreadingHTTPServer):
 
     Parameters
     ----------
-    run : LiveRun
+    runs : sequence of LiveRun
+        The run, and possibly a second one to compare with.
     title : str
     port : int
         0: any free one.
@@ -158,9 +168,9 @@ class ViewServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, run: LiveRun, title: str, port: int = 0) -> None:
+    def __init__(self, runs: Sequence[LiveRun], title: str, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
-        self.run = run
+        self.runs = {str(number): run for number, run in enumerate(runs)}
         self.token = secrets.token_urlsafe(16)
         self.page = document(title, mode="live").encode()
 
@@ -181,19 +191,21 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.FORBIDDEN, b"another host\n", "text/plain")
             return
         target = urlsplit(self.path)
-        _, token, *rest = target.path.split("/")
+        _, _, path = target.path.partition("/")
+        token, _, rest = path.partition("/")
         if not secrets.compare_digest(token.encode(), self.server.token.encode()):
             self._send(HTTPStatus.NOT_FOUND, b"not found\n", "text/plain")
-        elif rest == [""]:
+        elif rest == "":
             self._send(HTTPStatus.OK, self.server.page, "text/html; charset=utf-8")
-        elif len(rest) == 2 and rest[0] == "api":
-            self._answer(rest[1], parse_qs(target.query))
+        elif rest.startswith("api/"):
+            self._answer(rest.removeprefix("api/"), parse_qs(target.query))
         else:
             self._send(HTTPStatus.NOT_FOUND, b"not found\n", "text/plain")
 
     def _answer(self, name: str, query: dict[str, list[str]]) -> None:
         try:
-            content = self.server.run.answer(name, query)
+            run = self.server.runs[query.get("run", ["0"])[0]]
+            content = run.answer(name, query, len(self.server.runs))
         except KeyError as error:
             text = f"not found: {error.args[0]}\n"
             self._send(HTTPStatus.NOT_FOUND, text.encode(), "text/plain; charset=utf-8")

@@ -6,6 +6,7 @@ tables by session and encodes them.
 
 import gzip
 import json
+import math
 import struct
 from collections.abc import Iterable
 from functools import cached_property
@@ -23,12 +24,14 @@ from trajkit.analysis.row_reasons import why
 from trajkit.analysis.sampled_tokens import output_spans
 from trajkit.analysis.simulation import Simulation, label
 from trajkit.analysis.tokenizer import Tokenizer
+from trajkit.packs.packing import pack
 from trajkit.pipeline.links import link
 from trajkit.pipeline.rows import linearize
 from trajkit.policies import Policy
 from trajkit.schema import LOSSES
 from trajkit.turns.delta import compact
 from trajkit.turns.session_metadata import session_facts
+from trajkit.view.violations import Violations
 from trajkit.view.vocabulary import Vocabulary
 
 # columns of turns that go into a chunk as they are
@@ -166,7 +169,7 @@ class PolicyTables:
         self.label = label(policy)
 
     @cached_property
-    def _made(self) -> tuple[pa.Table, pa.Table]:
+    def _both(self) -> tuple[pa.Table, pa.Table]:
         rows, report = linearize(
             self._turns,
             self.policy,
@@ -177,14 +180,19 @@ class PolicyTables:
         return rows, report
 
     @cached_property
+    def made(self) -> BySession:
+        """`trajkit.schema.ROWS_SUFFIX`."""
+        return BySession(self._both[0])
+
+    @cached_property
     def report(self) -> BySession:
         """`trajkit.schema.REPORT`."""
-        return BySession(self._made[1])
+        return BySession(self._both[1])
 
     @cached_property
     def rows(self) -> BySession:
         """Each row's turns, tokens and the sentence of `trajkit.analysis.why`."""
-        rows = self._made[0]
+        rows = self.made.table
         lengths = pc.add(
             rows["suffix_start"].cast(pa.int64()),
             pc.list_value_length(rows["suffix_ids"]).cast(pa.int64()),
@@ -221,6 +229,10 @@ class ViewTables:
         For the text of tokens, and causes of drift by text.
     text : bool
         False: no message, no text of a token, and no text of drift.
+    pack_tokens : int, optional
+        Pack the rows of each session into packs of at most this many tokens.
+    violations : Violations, optional
+        What `trajkit.verify` found in rows.
     """
 
     def __init__(
@@ -231,9 +243,12 @@ class ViewTables:
         tokenizer: Tokenizer | None = None,
         *,
         text: bool = True,
+        pack_tokens: int | None = None,
+        violations: Violations | None = None,
     ) -> None:
         self._turns = BySession(compact(turns))
         self._sessions, self._text = sessions, text
+        self._pack_tokens, self._violations = pack_tokens, violations
         self._tokenizer = tokenizer if text else None
         self._facts = session_facts(None, sessions)
         self._by_parents: list[LinkTables] = []
@@ -256,7 +271,7 @@ class ViewTables:
         """The sessions, in the order of the turns."""
         return list(self._turns.ranges)
 
-    def index(self, title: str) -> dict[str, Any]:
+    def index(self, title: str, n_runs: int = 1) -> dict[str, Any]:
         """What the page reads first: policies, drift by cause, and a line per session."""
         simulation = Simulation(
             [tables.policy for tables in self.policies], sessions=self._sessions
@@ -266,12 +281,16 @@ class ViewTables:
         groups = {id(links): links.groups() for links in self._by_parents}
         return {
             "title": title,
+            "runs": n_runs,
             "losses": list(LOSSES),
             "text": self._text,
             "tokenizer": self._tokenizer is not None,
             "policies": simulation.table().to_pylist(),
             "drift": [groups[id(tables.links)] for tables in self.policies],
             "sessions": self._session_lines(),
+            "violations": None
+            if self._violations is None
+            else self._violations.rules(),
         }
 
     def _session_lines(self) -> dict[str, list[Any]]:
@@ -287,10 +306,14 @@ class ViewTables:
         drift = self._by_parents[0].drift if self._by_parents else None
         columns: dict[str, list[Any]] = {
             "id": self.session_ids,
-            "reward": facts["reward"],
+            "reward": [_finite(reward) for reward in facts["reward"]],
             "group": facts["group_id"],
             "error": facts["error"],
         }
+        if self._violations is not None:
+            columns["violations"] = [
+                self._violations.count(name) for name in self.session_ids
+            ]
         for name in ("turns", "sampled", "context", "logprob", "drifts", "at_stake"):
             columns[name] = []
         for session_id, (lo, hi) in self._turns.ranges.items():
@@ -300,7 +323,7 @@ class ViewTables:
                 "turns": hi - lo,
                 "sampled": int(n_output[lo:hi].sum()),
                 "context": int(n_path[lo:hi].max()),
-                "logprob": pc.mean(logprobs).as_py(),
+                "logprob": _finite(pc.mean(logprobs).as_py()),
                 "drifts": 0 if own is None else len(own),
                 "at_stake": 0 if own is None else pc.sum(own).as_py() or 0,
             }.items():
@@ -332,6 +355,9 @@ class ViewTables:
                 "suffix_messages": messages.lists(turns["suffix_messages"]),
                 "response": messages.numbers(turns["response"]),
                 "messages": messages.bodies,
+                "violations": None
+                if self._violations is None
+                else self._violations.of(session_id),
             },
             separators=(",", ":"),
         ).encode()
@@ -366,7 +392,25 @@ class ViewTables:
             "report": {name: n for name, n in report.items() if isinstance(n, int)},
             "rows": tables.rows.columns(session_id),
             "spans": tables.spans.columns(session_id),
+            "packs": self._packs(tables, session_id),
         }
+
+    def _packs(self, tables: PolicyTables, session_id: str) -> list[dict[str, Any]]:
+        """The packs of a session's rows, as the segments of their trees."""
+        if self._pack_tokens is None:
+            return []
+        own = tables.made.of(session_id)
+        packs = pack(own, self._pack_tokens, oversize="carry")
+        lines = packs.select(["n_tokens", "segment_start", "subtree_end"]).to_pylist()
+        return [
+            {
+                "tokens": line["n_tokens"],
+                "start": line["segment_start"],
+                # queries that attend to the segment's tokens end here
+                "end": [line["subtree_end"][start] for start in line["segment_start"]],
+            }
+            for line in lines
+        ]
 
     def _link_lines(self, tables: LinkTables, session_id: str) -> dict[str, Any]:
         findings = tables.findings
@@ -432,6 +476,11 @@ def _token_columns(turns: pa.Table) -> pa.Table:
 def _is_float_list(type_: pa.DataType) -> bool:
     is_list = pa.types.is_list(type_) or pa.types.is_large_list(type_)
     return bool(is_list and pa.types.is_floating(type_.value_type))
+
+
+def _finite(number: float | None) -> float | None:
+    """The number if JSON has it."""
+    return number if number is not None and math.isfinite(number) else None
 
 
 def _plain(value: object) -> object:

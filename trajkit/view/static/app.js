@@ -3,25 +3,36 @@
 
 (() => {
   const { h, n } = TK;
-  const TABS = { losses: "Not trained", drift: "Drift", forest: "Calls", tokens: "Tokens" };
+  const TABS = { losses: "Not trained", drift: "Drift", forest: "Calls", tokens: "Tokens", verify: "Verify" };
   const KEYS = [
     ["j k", "next and previous turn"],
     ["n p", "next and previous drift"],
     ["l", "next loss of the policy"],
     ["\u2190 \u2192", "previous and next token"],
     ["[ ]", "previous and next session"],
-    ["1 2 3 4", Object.values(TABS).join(", ")],
+    ["1 2 3 4 5", Object.values(TABS).join(", ")],
     ["r", "the run"],
+    ["o", "the other of two runs"],
     ["?", "this help"],
   ];
   const main = document.getElementById("main");
   const status = document.getElementById("status");
 
+  // the state of a page that cannot have it in its URL
+  let address = null;
+
   const app = {
-    index: null,
-    vocabulary: null,
+    // one index per run; `index` is that of the run shown
+    indexes: [],
+    get index() {
+      return app.indexes[app.state.r ?? 0] || app.indexes[0];
+    },
+    vocabularies: [],
+    get vocabulary() {
+      return app.vocabularies[app.state.r ?? 0];
+    },
     session: null,
-    // s: session, p: policy, tab, t: place of the turn, k: token of its path,
+    // r: run, s: session, p: policy, tab, t: place of the turn, k: token of its path,
     // b: background of tokens, f: filter of sessions
     state: {},
     // policies as the server takes them, where others than those of the command are shown
@@ -34,7 +45,12 @@
       const next = { ...app.state, ...change };
       if ("s" in change && change.s !== app.state.s) Object.assign(next, { t: null, k: null, ...change });
       else if ("t" in change && change.t !== app.state.t && !("k" in change)) next.k = null;
-      history.pushState(null, "", hashOf(next));
+      try {
+        history.pushState(null, "", hashOf(next));
+      } catch {
+        // the frame of a notebook has no address of its own
+        address = hashOf(next);
+      }
       return app.show();
     },
 
@@ -53,7 +69,7 @@
 
   async function show() {
     const before = app.state;
-    app.state = stateOf(location.hash);
+    app.state = stateOf(address ?? location.hash);
     try {
       await render(before);
     } catch (error) {
@@ -62,14 +78,14 @@
     }
   }
 
-  const NUMBERS = ["t", "k"];
+  const NUMBERS = ["r", "t", "k"];
   const hashOf = (state) => {
     const kept = Object.entries(state).filter(([, value]) => value !== null && value !== undefined && value !== "");
     return "#" + new URLSearchParams([...kept, ...app.policies.map((one) => ["policy", one])]);
   };
   const stateOf = (hash) => {
     const given = new URLSearchParams(hash.slice(1));
-    const state = { s: null, p: null, tab: null, t: null, k: null, b: null, f: null };
+    const state = { r: null, s: null, p: null, tab: null, t: null, k: null, b: null, f: null };
     for (const name of Object.keys(state)) if (given.get(name)) state[name] = given.get(name);
     for (const name of NUMBERS) state[name] = /^\d+$/.test(state[name] || "") ? Number(state[name]) : null;
     if (!(state.tab in TABS)) state.tab = "losses";
@@ -83,8 +99,10 @@
 
   async function open(number) {
     TK.replace(status, "opening");
-    const session = await TK.source.session(number, app.index.sessions.id[number], app.policies);
-    if (app.index.tokenizer && !app.vocabulary) app.vocabulary = await TK.source.vocabulary();
+    const run = app.state.r ?? 0;
+    const session = await TK.source.session(number, app.index.sessions.id[number], app.policies, run);
+    session.run = run;
+    if (app.index.tokenizer && !app.vocabulary) app.vocabularies[run] = await TK.source.vocabulary(run);
     TK.replace(status);
     return session;
   }
@@ -99,10 +117,11 @@
       TK.replace(main, TK.runPage());
       return;
     }
-    if (!app.session || app.session.id !== app.state.s) {
+    const isChosen = (session) => session && session.id === app.state.s && session.run === (app.state.r ?? 0);
+    if (!isChosen(app.session)) {
       const session = await open(number);
       // another session was chosen while this one was unpacked
-      if (session.id !== app.state.s) return;
+      if (!isChosen(session)) return;
       app.session = session;
     }
     if (app.state.t !== null && app.state.t >= app.session.count) app.state.t = null;
@@ -148,7 +167,7 @@
       h(
         "div",
         { class: "tabs", role: "tablist", "aria-label": "Parts of the session" },
-        Object.entries(TABS).map(([tab, name]) =>
+        Object.entries(TABS).filter(([tab]) => tab !== "verify" || session.violations).map(([tab, name]) =>
           h("button", { role: "tab", id: "tab-" + tab, "aria-selected": String(tab === state.tab), "aria-controls": "panel", onclick: () => app.go({ tab }) }, name, tabCount(tab, view)),
         ),
       ),
@@ -160,7 +179,7 @@
   }
 
   const tabCount = (tab, view) => {
-    const counts = { losses: view.lost.length, drift: view.links.drift.size, forest: app.session.count };
+    const counts = { losses: view.lost.length, drift: view.links.drift.size, forest: app.session.count, verify: app.index.sessions.violations?.[sessionNumber()] };
     return tab in counts && h("small", {}, " " + n(counts[tab]));
   };
 
@@ -169,6 +188,7 @@
     drift: (view) => TK.driftPanel(app.session, view, app),
     forest: (view) => TK.forest(app.session, view, app),
     tokens: (view) => TK.tokens(app.session, view, app),
+    verify: (view) => TK.violations(app.session, view, app),
   };
 
   // The next element of a sorted list after the current one, around its end.
@@ -185,6 +205,7 @@
     const act = {
       "?": () => document.getElementById("help").showModal(),
       r: () => app.go({ s: null }),
+      o: () => TK.otherRun(),
       "]": () => step(1),
       "[": () => step(-1),
     };
@@ -231,7 +252,8 @@
 
   app.load = async () => {
     app.policies = new URLSearchParams(location.hash.slice(1)).getAll("policy");
-    app.index = await TK.source.index(app.policies);
+    app.indexes = await TK.source.indexes(app.policies);
+    app.state = stateOf(address ?? location.hash);
     app.session = null;
     TK.sidebar();
     await app.show();

@@ -33,17 +33,23 @@
   const query = (policies, more) =>
     new URLSearchParams([...policies.map((one) => ["policy", one]), ...Object.entries(more || {})]);
 
+  const index = async (policies, run) =>
+    json(await (TK.live ? fetched("index", query(policies, { run })) : embedded("index-" + run)));
+
   TK.live = document.documentElement.dataset.mode === "live";
   // `policies` are names with choices, as "slime fork_threshold=256". A file has only those
   // that it was made with. `run` is 0, or 1 for the second of two runs.
   TK.source = {
-    index: async (policies, run = 0) =>
-      json(await (TK.live ? fetched("index", query(policies, { run })) : embedded("index-" + run))),
-    session: async (number, id, policies, run = 0) =>
+    // the index of every run: of one, or of two to compare
+    indexes: async (policies) => {
+      const first = await index(policies, 0);
+      return first.runs > 1 ? [first, await index(policies, 1)] : [first];
+    },
+    session: async (number, id, policies, run) =>
       new TK.Session(
         await (TK.live ? fetched("session", query(policies, { id, run })) : embedded(`session-${run}-${number}`)),
       ),
-    vocabulary: async (run = 0) => {
+    vocabulary: async (run) => {
       const bytes = await (TK.live ? fetched("vocabulary", query([], { run })) : embedded("vocabulary-" + run));
       return bytes && bytes.length > 4 ? new TK.Vocabulary(json(bytes)) : null;
     },
@@ -86,6 +92,7 @@
       const column = (name) => table.getChild(name);
       this.id = head.id;
       this.messages = head.messages;
+      this.violations = head.violations;
       this.facts = head.turns;
       this.count = table.numRows;
       this.turnIndex = [...column("turn_index")];
@@ -197,6 +204,7 @@
       this.report = columns.report;
       this.links = session.links[columns.links];
       this.rows = lines(columns.rows);
+      this.packs = columns.packs;
       this.spans = lines(columns.spans);
       for (const span of this.spans) {
         span.turn = session.place.get(span.turn_index);

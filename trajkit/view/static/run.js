@@ -31,7 +31,7 @@
     return sampled[k] ? 1 - trained[k][TK.policyNumber()] / sampled[k] : 0;
   };
   // What sessions are compared by: a value each, and 1 if the worst has the lowest value.
-  const column = (name) => (k) => TK.app.index.sessions[name][k];
+  const column = (name) => (k) => TK.app.index.sessions[name]?.[k] ?? null;
   const MEASURES = {
     lost: { text: "share not trained", value: lostShare, worst: -1 },
     logprob: { text: "mean logprob", value: column("logprob"), worst: 1 },
@@ -41,6 +41,7 @@
     reply: { text: "tokens per reply", value: (k) => column("sampled")(k) / column("turns")(k), worst: -1 },
     sampled: { text: "sampled tokens", value: column("sampled"), worst: -1 },
     context: { text: "longest context", value: column("context"), worst: -1 },
+    violations: { text: "violations", value: column("violations"), worst: -1 },
   };
   let sortBy = "";
 
@@ -49,7 +50,9 @@
     const total = index.sessions.sampled.reduce((sum, k) => sum + k, 0);
     TK.replace(
       document.getElementById("title"),
-      h("button", { onclick: () => TK.app.go({ s: null }), "aria-current": state.s === null ? "page" : null }, h("bdi", {}, index.title)),
+      TK.app.indexes.map((one, run) =>
+        h("button", { onclick: () => TK.app.go({ s: null, r: run || null }), "aria-current": one === index ? "page" : null }, h("bdi", {}, one.title)),
+      ),
       h(
         "span",
         { class: "note" },
@@ -61,13 +64,13 @@
 
   // The list of sessions on the left.
   TK.sidebar = () => {
-    const { sessions } = TK.app.index;
     list = new TK.VirtualList({
       rowHeight: 46,
       label: "Sessions",
       role: "list",
       rowRole: "listitem",
       render: (line) => {
+        const { sessions } = TK.app.index;
         const k = TK.shown[line];
         const chosen = sessions.id[k] === TK.app.state.s;
         const share = 1 - lostShare(k);
@@ -139,6 +142,8 @@
       h("p", { id: "sentence" }, TK.policySentence(chosen.policy, chosen)),
       chosen.tokens_out_of_context > 0 &&
         h("p", { class: "note" }, `${n(chosen.tokens_out_of_context)} of its trained tokens are in a row that, up to them, differs from the path they were sampled after.`),
+      comparison(),
+      index.violations && [h("h2", {}, "What verify finds in the rows"), rules(index.violations)],
       h("h2", {}, "Drift by cause"),
       TK.driftGroups(index.drift[TK.policyNumber()], TK.app),
       h("h2", {}, "Sessions"),
@@ -147,6 +152,101 @@
       rewards(),
       groupTable(),
     ];
+  };
+
+  // Two runs: what each policy keeps, and drift by cause, in both.
+  function comparison() {
+    const { indexes } = TK.app;
+    if (indexes.length < 2) return null;
+    const number = TK.policyNumber();
+    const turns = indexes.map((one) => one.policies[number].turns);
+    const causes = new Map();
+    indexes.forEach((one, run) => {
+      for (const group of one.drift[number]) {
+        const name = [group.cause, group.region].filter(Boolean).map(TK.words).join(", ");
+        if (!causes.has(name)) causes.set(name, [0, 0]);
+        causes.get(name)[run] += group.turns;
+      }
+    });
+    const share = (counts) => counts.tokens_trained / Math.max(counts.tokens_sampled, 1);
+    const points = (a, b) => `${b >= a ? "+" : "\u2212"}${Math.abs(100 * (b - a)).toFixed(1)}`;
+    const table = (caption, lines) =>
+      h(
+        "table",
+        { class: "compared" },
+        h("caption", {}, caption),
+        h("thead", {}, h("tr", {}, h("th"), indexes.map((one) => h("th", { scope: "col", class: "n" }, h("bdi", {}, one.title))), h("th", { scope: "col", class: "n" }, "points"))),
+        h("tbody", {}, lines.map(([name, a, b, difference]) => h("tr", {}, h("th", { scope: "row" }, name), [a, b, difference].map((cell) => h("td", { class: "n" }, cell))))),
+      );
+    return [
+      h("h2", {}, "Two runs"),
+      h(
+        "div",
+        { class: "side-by-side" },
+        table(
+          "kept by each policy",
+          indexes[0].policies.map((one, k) => {
+            const other = indexes[1].policies[k];
+            return [one.policy, TK.percent(one.tokens_trained, one.tokens_sampled), TK.percent(other.tokens_trained, other.tokens_sampled), points(share(one), share(other))];
+          }),
+        ),
+        table(
+          `turns with drift, as ${indexes[0].policies[number].policy} links them`,
+          [...causes].map(([name, counts]) => [name, ...counts.map((count, run) => `${n(count)} of ${n(turns[run])}`), points(counts[0] / Math.max(turns[0], 1), counts[1] / Math.max(turns[1], 1))]),
+        ),
+      ),
+    ];
+  }
+
+  // The same session in the other run, or that run.
+  TK.otherRun = () => {
+    const { indexes, state } = TK.app;
+    if (indexes.length < 2) return;
+    const run = state.r ? 0 : 1;
+    const known = state.s !== null && indexes[run].sessions.id.includes(state.s);
+    TK.app.go({ r: run || null, s: known ? state.s : null });
+  };
+
+  const rules = (counts) =>
+    counts.length
+      ? h(
+          "table",
+          { class: "compared" },
+          h("thead", {}, h("tr", {}, ["rule", "violations"].map((name, k) => h("th", { scope: "col", class: k ? "n" : null }, name)))),
+          h("tbody", {}, counts.map(([rule, count]) => h("tr", {}, h("th", { scope: "row" }, TK.words(rule)), h("td", { class: "n" }, n(count))))),
+        )
+      : h("p", {}, "No violations.");
+
+  // The violations of a session's rows, each with the row's tokens around it.
+  TK.violations = (session, view, app) => {
+    if (!session.violations.length) return h("p", {}, "The rows of this session break no rule.");
+    return h(
+      "table",
+      { class: "groups" },
+      h("caption", { class: "hidden" }, "Violations"),
+      h("thead", {}, h("tr", {}, ["row", "turn", "rule", "what is wrong", ""].map((name) => h("th", { scope: "col" }, name)))),
+      h(
+        "tbody",
+        {},
+        session.violations.map((one) => {
+          const turn = session.place.get(one.turn_index);
+          return h(
+            "tr",
+            {},
+            h("td", { class: "n" }, one.row_index),
+            h("td", { class: "n" }, one.turn_index),
+            h("th", { scope: "row" }, TK.words(one.rule)),
+            h(
+              "td",
+              {},
+              one.detail,
+              one.ids && h("div", { class: "tokens" }, one.ids.map((id, k) => TK.token(id, (one.mask[k] ? "masked" : "") + (one.start + k === one.token ? " wrong" : "")))),
+            ),
+            h("td", { class: "go" }, turn !== undefined && h("button", { onclick: () => app.go({ t: turn, tab: "tokens" }) }, "tokens")),
+          );
+        }),
+      ),
+    );
   };
 
   const BINS = 20;
@@ -288,7 +388,7 @@
     const policies = [...TK.app.index.texts, text];
     const status = document.getElementById("status");
     try {
-      TK.app.index = await TK.source.index(policies);
+      TK.app.indexes = await TK.source.indexes(policies);
     } catch (error) {
       return TK.replace(status, error.message);
     }
@@ -299,7 +399,12 @@
 
   // A running gateway appends turns: look for them now and then.
   TK.look = async () => {
-    if ((await TK.source.version()) !== TK.app.index.version) await TK.app.load();
+    try {
+      if ((await TK.source.version()) !== TK.app.index.version) await TK.app.load();
+    } catch (error) {
+      // the next look may succeed: a turn may have been half written
+      TK.replace(document.getElementById("status"), error.message);
+    }
   };
   TK.follow = () => TK.app.index.follow && setInterval(TK.look, 2000);
 })();

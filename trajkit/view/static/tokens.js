@@ -183,29 +183,35 @@
     return h("dl", { class: "facts" }, facts.filter(Boolean).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, h("bdi", {}, value)))));
   };
 
-  // The messages of the request and the reply, folded.
+  // The messages of the request and the reply. They may be long: they enter the page when
+  // they are unfolded, and the rest of a long one when it is asked for.
+  let unfolded = false;
   const messages = (session, turn) => {
     const numbers = session.request(turn);
     if (numbers === null) return null;
     const reply = session.response[turn];
     const all = reply === null ? numbers : [...numbers, reply];
-    return h(
-      "details",
-      { class: "messages" },
-      h("summary", {}, `${TK.plural(all.length, "message")} of the request and the reply`),
-      all.map((number, k) => {
-        const [role, body] = session.messages[number];
-        const content = h("bdi", {}, body === null ? "(no text)" : body.slice(0, BODY));
-        const rest = body !== null && body.length > BODY;
-        return h(
-          "section",
-          {},
-          h("h3", {}, `${k} `, h("bdi", {}, role), reply !== null && k === all.length - 1 && " (the reply)"),
-          h("pre", {}, content),
-          rest && h("button", { onclick: (event) => { content.append(TK.visible(body.slice(BODY))); event.target.remove(); } }, `show ${n(body.length - BODY)} more characters`),
-        );
-      }),
-    );
+    const list = h("div");
+    const one = (number, k) => {
+      const [role, body] = session.messages[number];
+      const content = h("bdi", {}, body === null ? "(no text)" : body.slice(0, BODY));
+      const more = (event) => {
+        content.append(TK.visible(body.slice(BODY)));
+        event.target.remove();
+      };
+      return h(
+        "section",
+        {},
+        h("h3", {}, `${k} `, h("bdi", {}, role), reply !== null && k === all.length - 1 && " (the reply)"),
+        h("pre", {}, content),
+        body !== null && body.length > BODY && h("button", { onclick: more }, `show ${n(body.length - BODY)} more characters`),
+      );
+    };
+    const toggle = (event) => {
+      unfolded = event.target.open;
+      TK.replace(list, unfolded && all.map(one));
+    };
+    return h("details", { class: "messages", open: unfolded, ontoggle: toggle }, h("summary", {}, `${TK.plural(all.length, "message")} of the request and the reply`), list);
   };
 
   TK.tokens = (session, view, app) => {
