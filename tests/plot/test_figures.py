@@ -154,6 +154,11 @@ def test_bars_of_turns_are_the_counts_of_the_report(policy):
             n = line["tokens_trained" if kind == "trained" else f"lost_{kind}"]
             assert sum(height for *_, height in bars(outputs, color)) == n
         session = RUN.filter(pa.compute.equal(RUN["session_id"], name))
+        delta = session_tokens(tk.compact(RUN), policy, name)
+        full = session_tokens(RUN, policy, name)
+        for counted in ("roles", "kinds"):
+            found, expected = getattr(delta, counted), getattr(full, counted)
+            assert all((found[key] == expected[key]).all() for key in expected)
         n_prompt = [len(ids) for ids in session["prompt_ids"].to_pylist()]
         heights = np.zeros(len(n_prompt))
         for color in ROLES.values():
