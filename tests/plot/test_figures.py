@@ -154,6 +154,11 @@ def test_bars_of_turns_are_the_counts_of_the_report(policy):
             n = line["tokens_trained" if kind == "trained" else f"lost_{kind}"]
             assert sum(height for *_, height in bars(outputs, color)) == n
         session = RUN.filter(pa.compute.equal(RUN["session_id"], name))
+        delta = session_tokens(tk.compact(RUN), policy, name)
+        full = session_tokens(RUN, policy, name)
+        for counted in ("roles", "kinds"):
+            found, expected = getattr(delta, counted), getattr(full, counted)
+            assert all((found[key] == expected[key]).all() for key in expected)
         n_prompt = [len(ids) for ids in session["prompt_ids"].to_pylist()]
         heights = np.zeros(len(n_prompt))
         for color in ROLES.values():
@@ -246,6 +251,7 @@ def test_lanes_show_times():
         [
             call("a", [1], [2], start=1, stop=3),
             call("a", [1, 2, 3], [4], start=2, stop=4),
+            call("a", [1, 2, 3, 4], [5], start=6, stop=7),
             call("b", [1], [2], start=3, stop=6),
             call("b", [1, 2, 3], [4], start=8, stop=9),
         ]
@@ -263,13 +269,14 @@ def test_lanes_show_times():
     approx = pytest.approx
     assert found["generation"] == [
         approx((0, 2, -0.4, 0)),
+        approx((5, 6, -0.4, 0)),
         approx((1, 3, 0, 0.4)),
         approx((2, 5, 0.6, 1.4)),
         approx((7, 8, 0.6, 1.4)),
     ]
     assert found["queue"] == [approx((0, 2, 0.6, 1.4))]
-    assert found["tool"] == [approx((5, 7, 0.6, 1.4))]
-    assert {"generation 8.0 s", "tool 2.0 s", "queue 2.0 s"} <= {*texts(figure)}
+    assert found["tool"] == [approx((3, 5, -0.4, 0.4)), approx((5, 7, 0.6, 1.4))]
+    assert {"generation 9.0 s", "tool 4.0 s", "queue 2.0 s"} <= {*texts(figure)}
 
 
 def test_hostile_names_are_text_and_files_are_the_same_again(tmp_path):

@@ -150,6 +150,10 @@ def test_every_kind_has_words_and_a_color():
     assert {*SPAN_KINDS, *OUTPUT_KINDS} <= {*COLORS}
 
 
+def test_both_forms_of_turns_have_the_same_report():
+    assert tk.plot.report(tk.compact(RUN)) == tk.plot.report(RUN)
+
+
 def test_hostile_text_is_text():
     calls = [
         call(
@@ -157,6 +161,7 @@ def test_hostile_text_is_text():
             [1, 2],
             [3, 4],
             model=HOSTILE,
+            harness=["a", "list"],
             weight_versions=[{"version": HOSTILE, "start": 0, "stop": 2}],
         ),
         call(HOSTILE, [1, 2, 3, 9], [5], model=None),

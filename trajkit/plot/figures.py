@@ -25,7 +25,7 @@ from trajkit.analysis.run_metrics import metrics_by_step
 from trajkit.errors import ArgumentError
 from trajkit.plot.markup import printable
 from trajkit.plot.run_values import Values, run_values
-from trajkit.plot.timeline import slices_of
+from trajkit.plot.timeline import Slice, slices_of
 from trajkit.plot.turn_tokens import session_tokens
 from trajkit.policies import Policy
 
@@ -284,28 +284,26 @@ def swimlanes(turns: TableLike, sessions: TableLike | None = None) -> Figure:
     seconds = dict.fromkeys(TIMES, 0.0)
     for one in slices:
         seconds[one.kind] += one.stop - one.start
-    lanes: dict[str, int] = {}
+    lanes: dict[str, list[Slice]] = {}
     for one in slices:
-        lanes[one.session_id] = max(lanes.get(one.session_id, 1), one.lane + 1)
-    with _figure(f"{len(lanes):,} sessions over time") as figure:
-        figure.set_size_inches(10, min(1.5 + 0.3 * len(lanes), 40))
+        lanes.setdefault(one.session_id, []).append(one)
+    n = len(lanes)
+    with _figure(f"{n:,} session{'s' * (n != 1)} over time") as figure:
+        figure.set_size_inches(10, min(1.5 + 0.3 * n, 40))
         ax = figure.subplots()
-        for y, name in enumerate(lanes):
-            own = [one for one in slices if one.session_id == name]
-            for kind, color in TIMES.items():
-                for lane in range(lanes[name] if kind == "generation" else 1):
-                    height = 0.8 / lanes[name] if kind == "generation" else 0.8
-                    ax.broken_barh(
-                        [
-                            (one.start, one.stop - one.start)
-                            for one in own
-                            if one.kind == kind and one.lane == lane
-                        ],
-                        (y - 0.4 + lane * height, height),
-                        color=color,
-                    )
-        ax.set(xlabel="seconds since the run began", ylim=(len(lanes) - 0.5, -0.5))
-        ax.set_yticks(range(len(lanes)), [printable(name) for name in lanes])
+        for y, own in enumerate(lanes.values()):
+            height = 0.8 / (1 + max(one.lane for one in own))
+            ranges: dict[tuple[str, int], list[tuple[float, float]]] = {}
+            for one in own:
+                line = ranges.setdefault((one.kind, one.lane), [])
+                line.append((one.start, one.stop - one.start))
+            for (kind, lane), line in ranges.items():
+                place = y - 0.4 + lane * height, height if kind == "generation" else 0.8
+                ax.broken_barh(line, place, color=TIMES[kind])
+        ax.set(xlabel="seconds since the run began", ylim=(n - 0.5, -0.5))
+        step = -(-n // 120)
+        names = [printable(name) for name in lanes]
+        ax.set_yticks(range(0, n, step), names[::step])
         ax.margins(x=0.01)
         labels = {
             f"{kind} {seconds[kind]:,.1f} s": color for kind, color in TIMES.items()

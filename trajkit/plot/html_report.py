@@ -211,11 +211,11 @@ def _recorded(run: _Run, sessions: TableLike | None) -> Iterable[str]:
     ]
     for name in ("model", "harness", "protocol", "finish_reason", "call_kind"):
         if name in run.turns.column_names:
-            values = Counter(run.turns[name].to_pylist())
-            shown = ", ".join(
-                f"{'unknown' if value is None else value} ({n:,})"
-                for value, n in values.most_common(5)
+            values = Counter(
+                "unknown" if value is None else str(value)
+                for value in run.turns[name].to_pylist()
             )
+            shown = ", ".join(f"{value} ({n:,})" for value, n in values.most_common(5))
             facts.append((_words(name), shown))
     try:
         slices = slices_of(run.turns, sessions)
