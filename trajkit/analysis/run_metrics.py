@@ -38,13 +38,13 @@ def metrics(
 
         run/sessions, run/turns, run/errors
             Sessions, turns, and sessions that ended in an error.
-        tokens/sampled, tokens/trained, tokens/trained_share, tokens/lost, tokens/lost_*
+        tokens/sampled, tokens/trained, tokens/trained_share, tokens/lost, ``tokens/lost_*``
             As in the report; the share is of sampled tokens.
         tokens/forward, tokens/forward_shared
             Tokens of all rows, and with each shared prefix counted once.
         rows/count, rows/per_session
             Rows, and their mean per session.
-        drift/turns, drift/turn_share, drift/tokens_at_stake, drift/*_turns
+        drift/turns, drift/turn_share, drift/tokens_at_stake, ``drift/*_turns``
             Turns that drift, their share of turns with a parent, sampled tokens from
             the start of the drift, and turns by cause (`trajkit.schema.CAUSES`).
         reward/mean, reward/std, reward/min, reward/max, reward/missing
