@@ -5,6 +5,7 @@ from glob import glob
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 DEBUG = os.environ.get("TRAJKIT_DEBUG") == "1"
 SANITIZE = os.environ.get("TRAJKIT_SANITIZE") == "1"
@@ -30,21 +31,29 @@ core = Extension(
     extra_link_args=sanitize,
 )
 
-setup(
-    ext_modules=cythonize(
-        [core],
-        include_path=["_native"],
-        build_dir="build/cython",
-        force=True,  # cythonize does not notice a changed directive
-        annotate=DEBUG,
-        compiler_directives={
-            "language_level": 3,
-            "boundscheck": checked,
-            "initializedcheck": checked,
-            "wraparound": False,
-            "cdivision": True,
-            "autotestdict": False,
-            "show_performance_hints": not checked,  # they ask for unchecked loops
-        },
-    ),
-)
+
+class translate_and_build(build_ext):
+    """Cython translates only where something is built, not for the package's metadata."""
+
+    def run(self):
+        (translated,) = cythonize(
+            self.extensions,
+            include_path=["_native"],
+            build_dir="build/cython",
+            force=True,  # cythonize does not notice a changed directive
+            annotate=DEBUG,
+            compiler_directives={
+                "language_level": 3,
+                "boundscheck": checked,
+                "initializedcheck": checked,
+                "wraparound": False,
+                "cdivision": True,
+                "autotestdict": False,
+                "show_performance_hints": not checked,  # they ask for unchecked loops
+            },
+        )
+        core.sources = translated.sources
+        super().run()
+
+
+setup(ext_modules=[core], cmdclass={"build_ext": translate_and_build})
