@@ -13,6 +13,7 @@ from collections.abc import (
     Callable,
     Collection,
     Iterator,
+    Mapping,
 )
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -189,11 +190,12 @@ def create_app(
     admin = Admin(sessions, gate, gateway.timings, gateway.read_body, admin_token)
 
     @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncIterator[Mapping[str, object]]:
         # more than processors, because those that tokenize long texts wait for others
         threads = ThreadPoolExecutor(64, "trajkit-call")
         asyncio.get_running_loop().set_default_executor(threads)
-        yield
+        # for the server, which ends the calls before it waits for their connections
+        yield {"drain": sessions.drain}
         try:
             await sessions.drain(0.0)
         finally:

@@ -192,7 +192,7 @@ class _Call:
         self.result = await self._settings.gate.sample(
             self._sample_once, again=lambda: self._streamed is None
         )
-        checks.check_sample(self.result, self._info)
+        checks.check_sample(self.result, self._info, self._sampling.max_new_tokens)
         checks.check_consumed(self.prompt.ids, self.result)
 
     async def _sample_once(self) -> Sample:

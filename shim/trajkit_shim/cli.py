@@ -50,8 +50,8 @@ def add_serve(commands: Commands) -> None:
         f"--file-bytes N {1 << 30}": "maximum size of one file of the log (default: "
         "%(default)s)",
         "--log-bytes N": "maximum size of all turns; calls beyond it are rejected",
-        "--drain-seconds N": "how long running calls may take after a stop signal "
-        "(default: no limit)",
+        "--drain-seconds SECONDS 30": "how long running calls may take after a stop "
+        "signal; a second signal ends them at once (default: %(default)s)",
         "--json": "print the addresses as a JSON object",
     }
     options.add_options(parser, helps, required=["--out"])

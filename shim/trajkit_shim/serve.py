@@ -2,15 +2,22 @@
 
 import asyncio
 import ipaddress
+import math
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+DRAIN_SECONDS = 30.0
+"""Default of how long running calls may take after a stop signal."""
+
+_CLOSING_SECONDS = 15
 
 REQUEST_SECONDS = 120.0
 """How long a request may take to arrive with its body, on a connection that is open."""
@@ -22,9 +29,11 @@ def serve(
     port: int = 0,
     *,
     on_listening: Callable[[str], None] | None = None,
-    drain_seconds: int | None = None,
+    drain_seconds: float = DRAIN_SECONDS,
 ) -> None:
     """Run the app until SIGINT or SIGTERM, then answer the running calls.
+
+    A second signal ends them at once.
 
     Parameters
     ----------
@@ -34,9 +43,9 @@ def serve(
         Address to listen on. Port 0: any free one.
     on_listening : callable, optional
         Called with the base URL once connections are accepted.
-    drain_seconds : int, optional
-        How long running calls may take after the signal, before they are cancelled.
-        Default: no limit.
+    drain_seconds : float
+        How long running calls may take after the signal. Then their clients get the error
+        of a closed session.
 
     Raises
     ------
@@ -55,12 +64,10 @@ def running(
     app: ASGIApp,
     host: str = "127.0.0.1",
     port: int = 0,
-    *,
-    drain_seconds: int | None = None,
 ) -> Iterator[str]:
     """Run the app on a thread while the ``with`` block runs; see `serve`.
 
-    At the end of the block the running calls are answered.
+    At the end of the block the running calls are answered, however long they take.
 
     Yields
     ------
@@ -73,7 +80,7 @@ def running(
         The address is not available.
     """
     listener, url = _listen(host, port)
-    server = _server(app, drain_seconds)
+    server = _server(app)
     thread = threading.Thread(
         target=server.run, args=([listener],), name="trajkit-gateway", daemon=True
     )
@@ -146,7 +153,38 @@ class _Protocol(H11Protocol):
             self._late = None
 
 
-def _server(app: ASGIApp, drain_seconds: int | None = None) -> uvicorn.Server:
+class _Server(uvicorn.Server):
+    """Has the app end its calls after a while, rather than cancel their requests."""
+
+    def __init__(self, config: uvicorn.Config, drain_seconds: float | None) -> None:
+        super().__init__(config)
+        self._drain_seconds = drain_seconds
+        self._draining: set[asyncio.Task[None]] = set()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        again = self.should_exit
+        super().handle_exit(sig, frame)
+        # a third one ends the process without the app's own end
+        self.force_exit = len(self._captured_signals) > 2
+        if again:
+            self._loop.call_soon_threadsafe(self._drain, 0.0)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._drain_seconds is not None:
+            self._drain(self._drain_seconds)
+        await super().shutdown(sockets)
+
+    def _drain(self, seconds: float) -> None:
+        self._draining.add(
+            self._loop.create_task(self.lifespan.state["drain"](seconds))
+        )
+
+
+def _server(app: ASGIApp, drain_seconds: float | None = None) -> uvicorn.Server:
     config = uvicorn.Config(
         app,
         http=_Protocol,
@@ -158,6 +196,9 @@ def _server(app: ASGIApp, drain_seconds: int | None = None) -> uvicorn.Server:
         # an agent's tools may run for minutes between two calls, and a call that arrives
         # while its connection is being closed is lost
         timeout_keep_alive=600,
-        timeout_graceful_shutdown=drain_seconds,
+        # for connections that outlast their calls
+        timeout_graceful_shutdown=None
+        if drain_seconds is None
+        else math.ceil(drain_seconds) + _CLOSING_SECONDS,
     )
-    return uvicorn.Server(config)
+    return _Server(config, drain_seconds)

@@ -74,6 +74,8 @@ class InProcess:
             base_url=f"{self.url}{path}",
             http_client=self._anthropic_http,
             max_retries=0,
+            # without one the client refuses a large max_tokens
+            timeout=60,
             **options,
         )
 

@@ -304,7 +304,7 @@ class Anthropic:
     ):
         fields = {
             "model": "any",
-            "max_tokens": 200,
+            "max_tokens": 10**6,
             "messages": said,
             "tools": [{"name": "f", "input_schema": PARAMETERS}],
             # not in every version of the client

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import json
 import os
+import socket
 import stat
 import subprocess
 import tempfile
@@ -31,7 +32,7 @@ from trajkit_shim import json_input
 from trajkit_shim.agents.sandbox import Spec
 from trajkit_shim.agents.sandboxes.local import SANDBOX, remove
 from trajkit_shim.app import create_app
-from trajkit_shim.engines import sglang, vllm
+from trajkit_shim.engines import http, sglang, vllm
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.retries import is_retry
 from trajkit_shim.rollout.callback import Callback
@@ -374,3 +375,61 @@ def test_directories_that_an_agent_closed_are_removed():
             assert stat.S_IMODE(os.stat(outside).st_mode) == 0o755
     finally:
         os.seteuid(user)
+
+
+# what engines do
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_reply_longer_than_asked_is_the_engine_s_fault(tmp_path, stream):
+    engine = ScriptedEngine("hello")
+    body = {"messages": [USER], "max_tokens": 5, "stream": stream}
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        key = await gateway.open_key()
+        answer = await gateway.http.post(f"/s/{key}/v1/chat/completions", json=body)
+        assert answer.status_code == 502
+        assert "6 output ids, but 5 were asked for" in answer.text
+        assert gateway.turns() == []
+
+
+@pytest.mark.parametrize("ids", [[1.0], ["1"], [None], [2**31]])
+def test_an_output_id_that_is_no_integer_is_the_engine_s_fault(ids):
+    meta = {
+        "finish_reason": {"type": "stop"},
+        "output_token_logprobs": [[-0.5, 1, None]],
+        "completion_tokens": 1,
+    }
+    reply = {"output_ids": ids, "meta_info": meta}
+    with pytest.raises(EngineError, match="cannot be read"):
+        sglang.read_sample(reply, sampling_logprobs=False)
+    with pytest.raises(EngineError, match="cannot be read"):
+        sglang.StreamedReply().add(reply)
+    with pytest.raises(EngineError, match="cannot be read"):
+        vllm.StreamedReply().add({"choices": [{"token_ids": ids}]})
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_an_engine_that_falls_silent_is_given_up(monkeypatch, streams):
+    monkeypatch.setattr(http, "_TIMEOUT", httpx.Timeout(0.2))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        server = http.EngineServer("SGLang", url)
+        asked = server.post("/generate", {})
+        if streams:
+            asked.close()
+            asked = anext(server.events("/generate", {}))
+        with pytest.raises(EngineError, match="cannot be reached: ReadTimeout"):
+            await asked
+        await server.close()
+
+
+async def test_connections_to_an_engine_notice_that_it_is_gone(tmp_path):
+    """Its machine sends nothing then, and does not close them either."""
+    app = create_app(ScriptedEngine(), RENDERER, TurnLog(tmp_path / "log"))
+    with running(app) as url:
+        server = http.EngineServer("SGLang", url)
+        answer = await server.client.get(f"{url}/healthz")
+        line = answer.extensions["network_stream"].get_extra_info("socket")
+        assert line.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert line.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 15
+        await server.close()

@@ -111,7 +111,8 @@ async def test_a_call_that_fails(tmp_path, name, stream, case):
     options = {"max_body_bytes": 4000, "pause_wait_seconds": 0.0}
     async with in_process(engine, RENDERER, tmp_path, **options) as gateway:
         limit = "max_output_tokens" if case == "no token left" else "max_turns"
-        session = await gateway.open_key(**{limit: 1})
+        # "first" has six tokens
+        session = await gateway.open_key(**{limit: 6 if "tokens" in limit else 1})
         said = driver.user("hi")
         before = 0
         if case == "an unknown session":
@@ -222,11 +223,11 @@ async def test_a_call_that_is_cut_off(tmp_path, name, what, when, stream):
     if when == MIDDLE:
         engine = PiecewiseEngine("first", reply, size=3, gate=stalled)
     elif when == SENDING:
-        engine = ScriptedEngine("first", "x" * 600_000)
+        engine = ScriptedEngine("first", "x" * 600_000, context=10**6)
     else:
         engine = ScriptedEngine("first", stalled, "hello")
     answer, failure = None, None
-    async with on_socket(engine, RENDERER, tmp_path) as gateway:
+    async with on_socket(engine, RENDERER, tmp_path, max_new_tokens=10**6) as gateway:
         session = await gateway.open_key()
         client = driver.client(gateway, session)
         # a turn that was answered before

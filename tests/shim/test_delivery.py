@@ -134,8 +134,9 @@ async def test_the_server_looks_for_the_client_before_a_short_body(gateway, stre
 async def test_a_client_that_leaves_in_the_midst_of_a_long_answer(
     tmp_path, lost_after, told
 ):
-    engine = ScriptedEngine("x" * 100_000)
-    async with in_process(engine, RENDERER, tmp_path) as gateway:
+    engine = ScriptedEngine("x" * 100_000, context=10**6)
+    options = {"max_new_tokens": 10**6}
+    async with in_process(engine, RENDERER, tmp_path, **options) as gateway:
         line = Line(await gateway.open_key(), lost_after=lost_after)
         await line.ask(gateway)
         assert logged(gateway) == [told]
@@ -287,8 +288,8 @@ def test_a_turn_trains_once_any_connection_was_reached(steps):
 def test_a_client_that_hangs_up_on_a_socket(tmp_path):
     """The reply is longer than what the two ends of the connection can hold."""
     log = TurnLog(tmp_path)
-    engine = ScriptedEngine(sampled("x" * 600_000), "b")
-    app = create_app(engine, RENDERER, log)
+    engine = ScriptedEngine(sampled("x" * 600_000), "b", context=10**6)
+    app = create_app(engine, RENDERER, log, max_new_tokens=10**6)
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     host, port = listener.getsockname()

@@ -3,8 +3,10 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -54,6 +56,79 @@ def test_serve_records_until_it_is_interrupted(tmp_path):
     assert where["prompts"]["template"]["with_tools"]["drops_reasoning"] == ["user"]
     turns = tk.read_turns(run)
     assert turns["session_id"].to_pylist() == [opened["session_id"]]
+
+
+SLOW = """
+import asyncio, sys
+from pathlib import Path
+from trajkit_shim.engines.embedded import engine
+async def stalled(self, *given, **options):
+    Path(sys.argv.pop()).touch()
+    await asyncio.sleep(600)
+engine.EmbeddedEngine.generate = engine.EmbeddedEngine.stream = stalled
+"""
+
+
+@pytest.mark.parametrize(
+    ("drain_seconds", "signals"), [("0.2", 1), ("600", 2)], ids=["in time", "twice"]
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stopped_gateway_closes_its_sessions(
+    tmp_path, drain_seconds, signals, stream
+):
+    """Its clients get the error in their protocol, and it prints nothing."""
+    asked = tmp_path / "asked"
+    argv = ["serve", "--out", str(tmp_path / "run"), "--port", "0", "--json"]
+    argv += ["--drain-seconds", drain_seconds]
+    code = f"{SLOW}\nfrom trajkit.cli import main\nmain({argv!r})"
+    with (
+        httpx.Client(trust_env=False, timeout=60) as client,
+        ThreadPoolExecutor(1) as pool,
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", code, str(asked)],
+            env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'shim'}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as server,
+    ):
+        try:
+            url = json.loads(server.stdout.readline())["url"]
+            key = client.post(f"{url}/sessions").json()["api_key"]
+            call = pool.submit(
+                client.post,
+                f"{url}/v1/messages",
+                headers={"x-api-key": key},
+                json={
+                    "max_tokens": 9,
+                    "messages": [{"role": "user", "content": "hi"}],
+                    "stream": stream,
+                },
+            )
+            while not asked.exists():
+                assert server.poll() is None
+            server.send_signal(signal.SIGTERM)
+            if signals > 1:
+                # signals that are pending at once are one
+                while _listens(url):
+                    assert server.poll() is None
+                server.send_signal(signal.SIGTERM)
+            answer = call.result()
+        finally:
+            _, said = server.communicate(timeout=60)
+    assert answer.status_code == 410
+    assert "is closed" in answer.json()["error"]["message"]
+    assert said == ""
+    (line,) = tk.read_sessions(tmp_path / "run").to_pylist()
+    assert line["ended_by"] == "shutdown"
+
+
+def _listens(url):
+    try:
+        socket.create_connection(url.removeprefix("http://").split(":")).close()
+    except ConnectionRefusedError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize(

@@ -83,15 +83,18 @@ def check_streamed(ids: Sequence[int], info: EngineInfo) -> None:
             )
 
 
-def check_sample(sample: Sample, info: EngineInfo) -> None:
+def check_sample(sample: Sample, info: EngineInfo, max_new_tokens: int) -> None:
     """Raise `EngineError` for a sample that cannot be correct.
 
-    An id is outside the vocabulary; the number of logprobs differs from that of ids; a
-    logprob is not finite, is above 0 by more than rounding, or is the -9999 that some
-    engines write for a missing one; or the weight versions do not exactly cover the
-    output.
+    It is longer than ``max_new_tokens``; an id is outside the vocabulary; the number of
+    logprobs differs from that of ids; a logprob is not finite, is above 0 by more than
+    rounding, or is the -9999 that some engines write for a missing one; or the weight
+    versions do not exactly cover the output.
     """
     ids, logprobs = sample.output_ids, sample.output_logprobs
+    if len(ids) > max_new_tokens:
+        asked = f"{max_new_tokens} were asked for"
+        raise EngineError(f"the engine gave {len(ids)} output ids, but {asked}")
     wrong = _first((ids < 0) | (ids >= info.vocab_size))
     if wrong is not None:
         raise EngineError(
@@ -127,15 +130,16 @@ async def check_engine(engine: Engine) -> None:
     Raises `ConnectionError` if it cannot be reached, samples nothing, or returns no
     logprobs.
     """
+    n_tokens = 2
     try:
         info = await engine.info()
         sample = await engine.generate(
             np.zeros(1, np.int32),
-            Sampling(max_new_tokens=2, temperature=1.0),
+            Sampling(max_new_tokens=n_tokens, temperature=1.0),
             request_id=uuid.uuid4().hex,
             session_id="probe",
         )
-        check_sample(sample, info)
+        check_sample(sample, info, n_tokens)
     except EngineError as error:
         raise ConnectionError(f"the engine does not work: {error}") from error
     finally:

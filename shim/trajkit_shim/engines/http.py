@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import operator
+import socket
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar, Protocol, cast
@@ -20,8 +22,16 @@ from trajkit_shim.engines.base import (
 from trajkit_shim.errors import EngineError
 from trajkit_shim.json_input import Json
 
-# A reply may take any time; a running server accepts a connection at once.
-_TIMEOUT = httpx.Timeout(None, connect=10.0)
+# A long reply takes minutes; a running server accepts a connection at once.
+_TIMEOUT = httpx.Timeout(1800.0, connect=10.0)
+# A machine that is gone is noticed after half a minute, also while its reply is awaited.
+_KEEP_ALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000),
+)
 _NO_HEADERS: Mapping[str, str] = {}
 
 # raised by a reply with missing, mistyped or too large fields
@@ -42,7 +52,13 @@ class EngineServer:
         self._base_url = base_url.rstrip("/")
         # sessions bound the number of concurrent calls, so the pool does not
         self.client = client or httpx.AsyncClient(
-            timeout=_TIMEOUT, limits=httpx.Limits(max_connections=None), trust_env=False
+            timeout=_TIMEOUT,
+            transport=httpx.AsyncHTTPTransport(
+                limits=httpx.Limits(max_connections=None),
+                socket_options=_KEEP_ALIVE,
+                trust_env=False,
+            ),
+            trust_env=False,
         )
 
     async def get(self, path: str) -> Json:
@@ -252,8 +268,11 @@ def reading(server: str, what: str) -> Iterator[None]:
 
 
 def token_ids(values: Iterable[Any]) -> list[int]:
-    """Return the ids of a reply; `OverflowError` if one is not an int32."""
-    ids: list[int] = np.array([int(token) for token in values], np.int32).tolist()
+    """Return the ids of a reply.
+
+    Raises `TypeError` if one is not an integer, `OverflowError` if not an int32.
+    """
+    ids: list[int] = np.array(list(map(operator.index, values)), np.int32).tolist()
     return ids
 
 

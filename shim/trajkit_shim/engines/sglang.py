@@ -176,7 +176,7 @@ class StreamedReply:
         """Add an event and return its new output ids."""
         with reading("SGLang", "stream of /generate"):
             meta = dict(event["meta_info"])
-            ids = [int(token) for token in event["output_ids"]]
+            ids = token_ids(event["output_ids"])
             total = int(meta["completion_tokens"])
             known = len(self._ids)
             repeats = len(ids) == total

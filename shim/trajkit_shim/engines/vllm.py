@@ -195,7 +195,7 @@ class StreamedReply:
         new: list[int] = []
         with reading("vLLM", f"stream of {_GENERATE}"):
             for choice in event["choices"]:
-                new += [int(token) for token in choice["token_ids"] or ()]
+                new += token_ids(choice["token_ids"] or ())
                 self._scored += (choice.get("logprobs") or {}).get("content") or ()
                 if choice.get("finish_reason") is not None:
                     self._choice["finish_reason"] = choice["finish_reason"]

@@ -149,7 +149,7 @@ async def test_what_is_read():
         info = await engine.info()
         first, cached, aborted = [await sample(engine) for _ in range(3)]
         for one in (first, cached, aborted):
-            check_sample(one, info)
+            check_sample(one, info, 1000)
     assert (info.model, info.vocab_size, info.max_context_tokens) == (
         "tiny",
         4032,

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_an_engine_that_serves():
-    engine = ScriptedEngine("ab")
+    engine = ScriptedEngine("a")
     await check_engine(engine)
     assert engine.closed
     assert engine.samplings[0].max_new_tokens == 2

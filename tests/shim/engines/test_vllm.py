@@ -200,8 +200,8 @@ async def test_what_is_read():
     async with engine_of(double) as engine:
         info = await engine.info()
         first, second = await sample(engine), await sample(engine)
-        check_sample(first, info)
-        check_sample(second, info)
+        check_sample(first, info, 1000)
+        check_sample(second, info, 1000)
     assert (info.model, info.vocab_size, info.max_context_tokens) == (
         "tiny",
         4032,
@@ -348,7 +348,7 @@ async def test_a_missing_logprob_is_no_logprob():
     async with engine_of(Double(reply(logprob=-9999.0))) as engine:
         result = await sample(engine)
         with pytest.raises(EngineError, match="not a log-probability"):
-            check_sample(result, await engine.info())
+            check_sample(result, await engine.info(), 1000)
 
 
 async def test_cancelling_aborts_the_call_at_the_server():

@@ -29,14 +29,14 @@ CALL = '<tool_call>\n{"name": "bash", "arguments": {"n":  1.50e1}}\n</tool_call>
 
 async def ask(client, messages=(USER,), **fields):
     return await client.messages.create(
-        model="any", max_tokens=100, messages=list(messages), **fields
+        model="any", max_tokens=200, messages=list(messages), **fields
     )
 
 
 async def streamed(client, messages=(USER,), **fields):
     """The message of a streamed reply, put together by the client library."""
     async with client.messages.stream(
-        model="any", max_tokens=100, messages=list(messages), **fields
+        model="any", max_tokens=200, messages=list(messages), **fields
     ) as stream:
         return await stream.get_final_message()
 
@@ -44,7 +44,7 @@ async def streamed(client, messages=(USER,), **fields):
 async def beta(client, messages=(USER,), **fields):
     """As Claude Code asks: ``/v1/messages?beta=true``."""
     return await client.beta.messages.create(
-        model="any", max_tokens=100, messages=list(messages), **fields
+        model="any", max_tokens=200, messages=list(messages), **fields
     )
 
 

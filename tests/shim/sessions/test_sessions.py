@@ -757,7 +757,7 @@ async def test_no_secret_is_logged(tmp_path, caplog):
 
 @pytest.mark.anyio
 async def test_a_full_log_takes_no_call(tmp_path):
-    engine = ScriptedEngine(sampled("a" * 3000), "b")
+    engine = ScriptedEngine(sampled("a" * 3000), "b", context=10**4)
     async with in_process(engine, RENDERER, tmp_path) as gateway:
         client = await gateway.open()
         # room for a short turn, not for this one
