@@ -29,6 +29,10 @@ from trajkit.io.tables import iter_tables
 
 VIOLATED = 1
 SHOWN = 20
+_NO_POLICY = (
+    "without --policy, every sampled token that may be trained is expected to be trained "
+    "exactly once"
+)
 
 
 def add_verify(commands: Commands) -> None:
@@ -90,7 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
             _print_json(iter_tables(output), totals)
         else:
             text = describe(iter_tables(output))
-            sys.stdout.write(f"{text}\n{rejected_note(arguments, totals)}")
+            note = "" if policy is not None else f"{_NO_POLICY}\n"
+            sys.stdout.write(f"{text}\n{note}{rejected_note(arguments, totals)}")
     return VIOLATED if totals["violations"] else 0
 
 
