@@ -77,33 +77,42 @@ def run_train(
         ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool,
     ):
         progress.begin(len(seeds) * (1 + len(policies)))
-        folders = {seed: out / "warm-start" / str(seed) for seed in seeds}
-        first = {
-            pool.submit(warm_start, folder, seed, settings): seed
-            for seed, folder in folders.items()
-        }
-        warm: list[dict[str, Any]] = []
-        running: list[Future[list[dict[str, Any]]]] = []
-        for done in as_completed(first):
-            warm.append(done.result())
-            progress.advance(1)
-            seed = first[done]
-            running += [
-                pool.submit(
-                    train,
-                    out / policy / str(seed),
-                    folders[seed] / "model",
-                    seed,
-                    policy,
-                    settings,
-                )
-                for policy in policies
-            ]
-        lines = []
-        for run in as_completed(running):
-            lines += run.result()
-            progress.advance(1)
+        try:
+            warm, lines = _runs(pool, out, settings, policies, seeds, progress)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
     summary = summarise(out, policies, warm, lines, time.monotonic() - started)
     shown = json_text.dumps(summary) if json else describe(summary)
     sys.stdout.write(shown + "\n")
     return 0
+
+
+def _runs(
+    pool: ProcessPoolExecutor,
+    out: Path,
+    settings: Settings,
+    policies: Sequence[str],
+    seeds: Sequence[int],
+    progress: Progress,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """A line per warm start, and one per step of every run; see `run_train`."""
+    folders = {seed: out / "warm-start" / str(seed) for seed in seeds}
+    first = {
+        pool.submit(warm_start, folder, seed, settings): seed
+        for seed, folder in folders.items()
+    }
+    warm = []
+    running: list[Future[list[dict[str, Any]]]] = []
+    for done in as_completed(first):
+        warm.append(done.result())
+        progress.advance(1)
+        seed = first[done]
+        for policy in policies:
+            folder, model = out / policy / str(seed), folders[seed] / "model"
+            running.append(pool.submit(train, folder, model, seed, policy, settings))
+    lines = []
+    for run in as_completed(running):
+        lines += run.result()
+        progress.advance(1)
+    return warm, lines
