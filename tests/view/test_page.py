@@ -308,15 +308,16 @@ def test_a_bar_filters_the_sessions(tab, write):
         for k in range(6)
         for t in range(k + 1)
     ]
+    # of three groups, "a" has equal rewards, and "c" has one session
     rewards = {
         "session_id": [f"s{k}" for k in range(6)],
         "reward": [1.0, 1.0, 0.0, 1.0, None, 0.5],
-        "group_id": ["a", "a", "b", "b", None, None],
+        "group_id": ["a", "a", "b", "b", None, "c"],
         "error": [None] * 6,
     }
     sessions = pa.table(rewards, schema=SESSIONS)
     tab.open(write(tk.from_records(turns), ["per_call"], sessions=sessions))
-    assert "1 of 2 groups have the same reward" in tab.text("main")
+    assert "1 of 3 groups have the same reward" in tab.text("main")
     assert len(tab.texts("#side .line")) == 6
     tab.run(
         "document.querySelector('[aria-label^=\"turns 5\"]')"

@@ -26,6 +26,7 @@ SCRIPTS = (
     "drift.js",
     "forest.js",
     "tokens.js",
+    "compare.js",
     "run.js",
     "app.js",
 )

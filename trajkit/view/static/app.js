@@ -95,7 +95,11 @@
   const fail = (error) => TK.replace(status, `This page failed: ${error.message}`);
 
   const sessionNumber = () => app.index.sessions.id.indexOf(app.state.s);
-  TK.policyNumber = () => Math.max(0, app.index.policies.findIndex((one) => one.policy === app.state.p));
+  TK.policyNumber = () =>
+    Math.max(
+      0,
+      app.index.policies.findIndex((one) => one.policy === app.state.p),
+    );
 
   async function open(number) {
     TK.replace(status, "opening");
@@ -134,7 +138,8 @@
     const scroll = before && before.s === state.s ? main.scrollTop : 0;
     const choose = (turn, offset, span) => {
       const place = { t: turn, k: session.promptLength[turn] + offset };
-      if (!span || span.kind === "trained" || span.drift === null) return app.go({ ...place, tab: state.tab === "drift" ? "losses" : state.tab });
+      if (!span || span.kind === "trained" || span.drift === null)
+        return app.go({ ...place, tab: state.tab === "drift" ? "losses" : state.tab });
       return app.go({ tab: "drift", t: span.drift });
     };
     const lines = session.policies.map((one) => ({
@@ -160,18 +165,40 @@
     ];
     TK.replace(
       main,
-      h("header", { class: "session" }, h("h2", {}, h("bdi", {}, state.s)), h("p", { class: "note" }, facts.filter(Boolean).join(" \u00b7 "))),
+      h(
+        "header",
+        { class: "session" },
+        h("h2", {}, h("bdi", {}, state.s)),
+        h("p", { class: "note" }, facts.filter(Boolean).join(" \u00b7 ")),
+      ),
       TK.policyTable(lines, view.label, (label) => app.go({ p: label })),
       TK.legend(),
       TK.morePolicies(),
       h(
         "div",
         { class: "tabs", role: "tablist", "aria-label": "Parts of the session" },
-        Object.entries(TABS).filter(([tab]) => tab !== "verify" || session.violations).map(([tab, name]) =>
-          h("button", { role: "tab", id: "tab-" + tab, "aria-selected": String(tab === state.tab), "aria-controls": "panel", onclick: () => app.go({ tab }) }, name, tabCount(tab, view)),
-        ),
+        Object.entries(TABS)
+          .filter(([tab]) => tab !== "verify" || session.violations)
+          .map(([tab, name]) =>
+            h(
+              "button",
+              {
+                role: "tab",
+                id: "tab-" + tab,
+                "aria-selected": String(tab === state.tab),
+                "aria-controls": "panel",
+                onclick: () => app.go({ tab }),
+              },
+              name,
+              tabCount(tab, view),
+            ),
+          ),
       ),
-      h("section", { id: "panel", role: "tabpanel", "aria-labelledby": "tab-" + state.tab, class: "panel-" + state.tab }, panels[state.tab](view)),
+      h(
+        "section",
+        { id: "panel", role: "tabpanel", "aria-labelledby": "tab-" + state.tab, class: "panel-" + state.tab },
+        panels[state.tab](view),
+      ),
     );
     main.scrollTop = scroll;
     TK.afterPanel?.();
@@ -179,7 +206,12 @@
   }
 
   const tabCount = (tab, view) => {
-    const counts = { losses: view.lost.length, drift: view.links.drift.size, forest: app.session.count, verify: app.index.sessions.violations?.[sessionNumber()] };
+    const counts = {
+      losses: view.lost.length,
+      drift: view.links.drift.size,
+      forest: app.session.count,
+      verify: app.index.sessions.violations?.[sessionNumber()],
+    };
     return tab in counts && h("small", {}, " " + n(counts[tab]));
   };
 
@@ -263,7 +295,22 @@
     const help = document.getElementById("help");
     TK.add(help, [
       h("h2", {}, "Keys"),
-      h("table", {}, KEYS.map(([keys, text]) => h("tr", {}, h("th", {}, keys.split(" ").map((one) => h("kbd", {}, one))), h("td", {}, text)))),
+      h(
+        "table",
+        {},
+        KEYS.map(([keys, text]) =>
+          h(
+            "tr",
+            {},
+            h(
+              "th",
+              {},
+              keys.split(" ").map((one) => h("kbd", {}, one)),
+            ),
+            h("td", {}, text),
+          ),
+        ),
+      ),
       h("form", { method: "dialog" }, h("button", {}, "Close")),
     ]);
     document.getElementById("keys").addEventListener("click", () => help.showModal());
@@ -274,5 +321,10 @@
     document.documentElement.dataset.ready = "true";
     if (TK.live) TK.follow();
   }
-  addEventListener("DOMContentLoaded", () => start().catch((error) => { fail(error); throw error; }));
+  addEventListener("DOMContentLoaded", () =>
+    start().catch((error) => {
+      fail(error);
+      throw error;
+    }),
+  );
 })();

@@ -30,11 +30,9 @@
     return inflate(new Uint8Array(await answer.arrayBuffer()));
   };
 
-  const query = (policies, more) =>
-    new URLSearchParams([...policies.map((one) => ["policy", one]), ...Object.entries(more || {})]);
+  const query = (policies, more) => new URLSearchParams([...policies.map((one) => ["policy", one]), ...Object.entries(more || {})]);
 
-  const index = async (policies, run) =>
-    json(await (TK.live ? fetched("index", query(policies, { run })) : embedded("index-" + run)));
+  const index = async (policies, run) => json(await (TK.live ? fetched("index", query(policies, { run })) : embedded("index-" + run)));
 
   TK.live = document.documentElement.dataset.mode === "live";
   // `policies` are names with choices, as "slime fork_threshold=256". A file has only those
@@ -46,9 +44,7 @@
       return first.runs > 1 ? [first, await index(policies, 1)] : [first];
     },
     session: async (number, id, policies, run) =>
-      new TK.Session(
-        await (TK.live ? fetched("session", query(policies, { id, run })) : embedded(`session-${run}-${number}`)),
-      ),
+      new TK.Session(await (TK.live ? fetched("session", query(policies, { id, run })) : embedded(`session-${run}-${number}`))),
     vocabulary: async (run) => {
       const bytes = await (TK.live ? fetched("vocabulary", query([], { run })) : embedded("vocabulary-" + run));
       return bytes && bytes.length > 4 ? new TK.Vocabulary(json(bytes)) : null;
@@ -132,7 +128,7 @@
       const path = new Int32Array(this.pathLength(k));
       path.set(this.output.at(k), this.promptLength[k]);
       // each part comes from the nearest turn that has it as its own
-      for (let turn = k, stop = this.promptLength[k]; turn !== null && stop > 0; ) {
+      for (let turn = k, stop = this.promptLength[k]; turn !== null && stop > 0;) {
         const shared = Math.min(this.shared[turn], stop);
         const prompt = Math.min(stop, this.promptLength[turn]);
         if (prompt > shared) path.set(this.suffix.at(turn).slice(0, prompt - shared), shared);
@@ -151,7 +147,7 @@
       const own = this.suffixMessages[k];
       if (own === null) return null;
       const parts = [own];
-      for (let turn = k, stop = this.sharedMessages[k] || 0; turn !== null && stop > 0; ) {
+      for (let turn = k, stop = this.sharedMessages[k] || 0; turn !== null && stop > 0;) {
         turn = this.base[turn];
         const list = [...this.suffixMessages[turn]];
         const shared = this.sharedMessages[turn] || 0;
@@ -188,7 +184,7 @@
     // Ranges of a turn's path that were sampled: by which turn, from which token of its output.
     sampledIn(session, k) {
       const ranges = [];
-      for (let turn = k, stop = session.pathLength(k); turn !== null; ) {
+      for (let turn = k, stop = session.pathLength(k); turn !== null;) {
         const start = session.promptLength[turn];
         if (stop > start) ranges.unshift({ start, stop: Math.min(stop, session.pathLength(turn)), turn });
         stop = Math.min(stop, this.leaves[turn]);

@@ -10,16 +10,13 @@ const TK = {};
   const HIDDEN =
     /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/g;
 
-  TK.visible = (text) =>
-    text.replace(HIDDEN, (c) => "\u27e8U+" + c.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0") + "\u27e9");
+  TK.visible = (text) => text.replace(HIDDEN, (c) => "\u27e8U+" + c.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0") + "\u27e9");
 
   // An element: h("td", {class: "n", onclick: f, "aria-label": "x"}, "text", child, ...).
   // `style` is an object, since the content security policy forbids style attributes.
   TK.h = (tag, props, ...children) => {
     const svg = TK.h.svgTags.has(tag);
-    const element = svg
-      ? document.createElementNS("http://www.w3.org/2000/svg", tag)
-      : document.createElement(tag);
+    const element = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
     for (const [name, value] of Object.entries(props || {})) {
       if (value === null || value === undefined || value === false) continue;
       if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
@@ -39,6 +36,18 @@ const TK = {};
     }
     return element;
   };
+
+  // The head of a table; `isNumber(k)` tells which columns have numbers.
+  TK.head = (names, isNumber = () => false) =>
+    TK.h(
+      "thead",
+      {},
+      TK.h(
+        "tr",
+        {},
+        names.map((name, k) => TK.h("th", { scope: "col", class: isNumber(k) ? "n" : null }, name)),
+      ),
+    );
 
   TK.replace = (element, ...children) => {
     element.replaceChildren();
@@ -66,11 +75,7 @@ const TK = {};
       this.count = 0;
       this.rowRole = rowRole;
       this.spacer = TK.h("div", { class: "spacer" });
-      this.element = TK.h(
-        "div",
-        { class: "virtual", role, "aria-label": label, tabindex: "0", onscroll: () => this.draw() },
-        this.spacer,
-      );
+      this.element = TK.h("div", { class: "virtual", role, "aria-label": label, tabindex: "0", onscroll: () => this.draw() }, this.spacer);
       new ResizeObserver(() => this.draw()).observe(this.element);
     }
 
@@ -103,8 +108,7 @@ const TK = {};
     show(k) {
       const top = k * this.rowHeight;
       const { scrollTop, clientHeight } = this.element;
-      if (top < scrollTop || top + this.rowHeight > scrollTop + clientHeight)
-        this.element.scrollTop = Math.max(0, top - clientHeight / 3);
+      if (top < scrollTop || top + this.rowHeight > scrollTop + clientHeight) this.element.scrollTop = Math.max(0, top - clientHeight / 3);
       this.draw();
     }
   };

@@ -46,9 +46,7 @@
     const drift = links.drift.get(k);
     const pathStop = drift.resync_path ?? session.pathLength(links.parent[k]);
     const promptStop = drift.resync_prompt ?? session.promptLength[k];
-    return [
-      { cause: drift.cause, path_start: drift.lcp, path_stop: pathStop, prompt_start: drift.lcp, prompt_stop: promptStop },
-    ];
+    return [{ cause: drift.cause, path_start: drift.lcp, path_stop: pathStop, prompt_start: drift.lcp, prompt_stop: promptStop }];
   };
 
   // One side of a difference: what comes before, the range, and what comes after.
@@ -56,12 +54,18 @@
     const range = (from, to, name) => [...ids.subarray(Math.max(from, 0), Math.max(to, 0))].map((id) => TK.token(id, name));
     const middle =
       stop - start > 2 * SHOWN
-        ? [range(start, start + SHOWN, kind), h("span", { class: "more" }, `${n(stop - start - 2 * SHOWN)} more tokens`), range(stop - SHOWN, stop, kind)]
+        ? [
+            range(start, start + SHOWN, kind),
+            h("span", { class: "more" }, `${n(stop - start - 2 * SHOWN)} more tokens`),
+            range(stop - SHOWN, stop, kind),
+          ]
         : stop > start
           ? range(start, stop, kind)
           : h("span", { class: "more" }, "nothing");
     return h("div", { class: "tokens" }, range(start - AROUND, start), middle, range(stop, stop + AROUND));
   };
+
+  const range = (start, stop) => `${TK.plural(stop - start, "token")} [${n(start)}:${n(stop)}]`;
 
   const difference = (session, path, prompt, one) => {
     // tokens show their text, but not all of a long side
@@ -69,7 +73,12 @@
     return h(
       "section",
       { class: "difference" },
-      h("h3", {}, TK.words(one.cause), h("small", {}, ` ${TK.plural(one.path_stop - one.path_start, "token")} of the path [${n(one.path_start)}:${n(one.path_stop)}], ${TK.plural(one.prompt_stop - one.prompt_start, "token")} of the prompt [${n(one.prompt_start)}:${n(one.prompt_stop)}]`)),
+      h(
+        "h3",
+        {},
+        TK.words(one.cause),
+        h("small", {}, ` ${range(one.path_start, one.path_stop)} of the path, ${range(one.prompt_start, one.prompt_stop)} of the prompt`),
+      ),
       h(
         "dl",
         { class: "sides" },
@@ -84,7 +93,9 @@
   // The text of a difference, its middle left out if it is long.
   const text = (content, kind) => {
     if (!content) return null;
-    const short = content.length > 1200 ? `${content.slice(0, 600)}\n\u2026 ${n(content.length - 1200)} more characters \u2026\n${content.slice(-600)}` : content;
+    let short = content;
+    if (content.length > 1200)
+      short = `${content.slice(0, 600)}\n\u2026 ${n(content.length - 1200)} more characters \u2026\n${content.slice(-600)}`;
     return h("pre", { class: kind }, h("bdi", {}, short));
   };
 
@@ -98,7 +109,11 @@
     const shown = now[before.length];
     if (shown === undefined) return h("p", { class: "note" }, "The request has no message in the place of the reply.");
     if (shown === reply)
-      return h("p", { class: "note" }, "The request repeats the reply's message unchanged: the chat template or the tokenizer made the difference.");
+      return h(
+        "p",
+        { class: "note" },
+        "The request repeats the reply's message unchanged: the chat template or the tokenizer made the difference.",
+      );
     const bodies = [reply, shown].map((number) => session.messages[number][1]);
     if (bodies.includes(null)) return h("p", { class: "note" }, "The request shows another message in the place of the reply.");
     let same = 0;
@@ -111,7 +126,21 @@
         { class: "sides" },
         ["reply as recorded", "message in the next request"].map((name, side) => [
           h("dt", {}, name),
-          h("dd", {}, h("pre", {}, h("bdi", {}, from ? "\u2026" : "", bodies[side].slice(from, same), h("mark", { class: side ? "given" : "held" }, bodies[side].slice(same, same + 600))))),
+          h(
+            "dd",
+            {},
+            h(
+              "pre",
+              {},
+              h(
+                "bdi",
+                {},
+                from ? "\u2026" : "",
+                bodies[side].slice(from, same),
+                h("mark", { class: side ? "given" : "held" }, bodies[side].slice(same, same + 600)),
+              ),
+            ),
+          ),
         ]),
       ),
     ];
@@ -162,7 +191,7 @@
       "table",
       { class: "groups" },
       h("caption", { class: "hidden" }, "Drift by cause"),
-      h("thead", {}, h("tr", {}, ["cause", byText ? null : "in", "differences", "turns", "sampled tokens after it", "examples"].map((name, k) => h("th", { scope: "col", class: k > 1 && k < 5 ? "n" : null }, name)))),
+      TK.head(["cause", byText ? null : "in", "differences", "turns", "sampled tokens after it", "examples"], (k) => k > 1 && k < 5),
       h(
         "tbody",
         {},
@@ -178,9 +207,11 @@
             h(
               "td",
               { class: "examples" },
-              group.examples.slice(0, 6).map(([session, turn]) =>
-                h("button", { onclick: () => app.goTurn(session, turn, "drift") }, h("bdi", {}, session), ` turn ${turn}`),
-              ),
+              group.examples
+                .slice(0, 6)
+                .map(([session, turn]) =>
+                  h("button", { onclick: () => app.goTurn(session, turn, "drift") }, h("bdi", {}, session), ` turn ${turn}`),
+                ),
             ),
           ),
         ),

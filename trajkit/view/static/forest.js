@@ -49,7 +49,8 @@
     const x = (token) => LEFT + ((width - LEFT - 8) * Math.max(token - low, 0)) / Math.max(high - low, 1);
     const laneOf = new Map(lanes.flatMap((lane, number) => lane.calls.map((k) => [k, number])));
     const y = (k) => TOP + LANE * laneOf.get(k);
-    const rect = (from, to, top, props) => h("rect", { x: x(from).toFixed(1), y: top, width: Math.max(x(to) - x(from), 0.5).toFixed(1), height: BAR, ...props });
+    const rect = (from, to, top, props) =>
+      h("rect", { x: x(from).toFixed(1), y: top, width: Math.max(x(to) - x(from), 0.5).toFixed(1), height: BAR, ...props });
 
     const bar = (k) => {
       const start = session.promptLength[k];
@@ -120,7 +121,9 @@
       "p",
       { "aria-live": "polite" },
       `Turn ${session.turnIndex[k]}: ${n(session.promptLength[k])} tokens of prompt, ${n(session.outputLength[k])} sampled; `,
-      parent === null ? `no parent (${TK.words(view.links.reason[k])}). ` : `continues turn ${session.turnIndex[parent]} (${TK.words(view.links.reason[k])}). `,
+      parent === null
+        ? `no parent (${TK.words(view.links.reason[k])}). `
+        : `continues turn ${session.turnIndex[parent]} (${TK.words(view.links.reason[k])}). `,
       branch && `It is a ${TK.label(branch)}: ${branch.evidence}. `,
       view.links.drift.has(k) && h("button", { onclick: () => app.go({ tab: "drift" }) }, "drift"),
       " ",
@@ -168,21 +171,23 @@
       "table",
       { class: "rows" },
       h("caption", { class: "hidden" }, `Rows of ${view.label}`),
-      h("thead", {}, h("tr", {}, ["row", "turns", "tokens", "trained", "why it begins there"].map((name, k) => h("th", { scope: "col", class: k < 4 ? "n" : null }, name)))),
+      TK.head(["row", "turns", "tokens", "trained", "why it begins there"], (k) => k < 4),
       h(
         "tbody",
         {},
-        view.rows.slice(0, MOST).map((row) =>
-          h(
-            "tr",
-            {},
-            h("td", { class: "n" }, h("button", { onclick: () => app.go({ t: session.place.get(row.turns.at(-1)) }) }, row.row_index)),
-            h("td", { class: "n" }, row.turns.length),
-            h("td", { class: "n" }, n(row.tokens)),
-            h("td", { class: "n" }, n(row.trained)),
-            h("td", {}, row.sentence.replace(/^row \d+ opens/, "opens")),
+        view.rows
+          .slice(0, MOST)
+          .map((row) =>
+            h(
+              "tr",
+              {},
+              h("td", { class: "n" }, h("button", { onclick: () => app.go({ t: session.place.get(row.turns.at(-1)) }) }, row.row_index)),
+              h("td", { class: "n" }, row.turns.length),
+              h("td", { class: "n" }, n(row.tokens)),
+              h("td", { class: "n" }, n(row.trained)),
+              h("td", {}, row.sentence.replace(/^row \d+ opens/, "opens")),
+            ),
           ),
-        ),
       ),
     );
 })();

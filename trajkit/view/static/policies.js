@@ -68,7 +68,9 @@
       { class: "sharebar", "aria-hidden": "true" },
       parts
         .filter(([, count]) => count)
-        .map(([kind, count]) => h("i", { style: { background: TK.color(kind), flexGrow: count }, title: `${TK.words(kind)}: ${n(count)}` })),
+        .map(([kind, count]) =>
+          h("i", { style: { background: TK.color(kind), flexGrow: count }, title: `${TK.words(kind)}: ${n(count)}` }),
+        ),
     );
   };
 
@@ -108,11 +110,7 @@
               "data-rows": counts.rows,
               "data-forward": counts.tokens_forward,
             },
-            h(
-              "th",
-              { scope: "row" },
-              h("button", { "aria-pressed": String(label === chosen), onclick: () => choose(label) }, label),
-            ),
+            h("th", { scope: "row" }, h("button", { "aria-pressed": String(label === chosen), onclick: () => choose(label) }, label)),
             h("td", { class: "n" }, TK.percent(counts.tokens_trained, counts.tokens_sampled)),
             h("td", { class: "wide" }, cell),
             h("td", { class: "n", title: TK.lossText(counts) }, lost(counts) ? n(lost(counts)) : "0"),
@@ -188,7 +186,7 @@
         "table",
         { class: "losses" },
         h("caption", { class: "hidden" }, `Tokens that ${view.label} does not train`),
-        h("thead", {}, h("tr", {}, ["turn", "sampled tokens", "", "why", ""].map((name) => h("th", { scope: "col" }, name)))),
+        TK.head(["turn", "sampled tokens", "", "why", ""]),
         h(
           "tbody",
           {},
@@ -197,8 +195,17 @@
               "tr",
               { class: span.turn === app.state.t ? "chosen" : null },
               h("td", { class: "n" }, session.turnIndex[span.turn]),
-              h("td", {}, `${n(span.length)} of ${n(session.outputLength[span.turn])}`, h("small", {}, ` [${span.output_start}:${span.output_stop}]`)),
-              h("td", {}, h("span", { class: "kind" }, h("i", { class: "swatch", style: { background: TK.color(span.kind) } }), TK.words(span.kind))),
+              h(
+                "td",
+                {},
+                `${n(span.length)} of ${n(session.outputLength[span.turn])}`,
+                h("small", {}, ` [${span.output_start}:${span.output_stop}]`),
+              ),
+              h(
+                "td",
+                {},
+                h("span", { class: "kind" }, h("i", { class: "swatch", style: { background: TK.color(span.kind) } }), TK.words(span.kind)),
+              ),
               h("td", {}, TK.lossReason(session, view, span)),
               h(
                 "td",
@@ -206,7 +213,11 @@
                 span.drift !== null &&
                   view.links.drift.has(span.drift) &&
                   h("button", { onclick: () => app.go({ tab: "drift", t: span.drift }) }, "drift"),
-                h("button", { onclick: () => app.go({ tab: "tokens", t: span.turn, k: session.promptLength[span.turn] + span.output_start }) }, "tokens"),
+                h(
+                  "button",
+                  { onclick: () => app.go({ tab: "tokens", t: span.turn, k: session.promptLength[span.turn] + span.output_start }) },
+                  "tokens",
+                ),
               ),
             ),
           ),

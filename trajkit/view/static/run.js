@@ -51,12 +51,19 @@
     TK.replace(
       document.getElementById("title"),
       TK.app.indexes.map((one, run) =>
-        h("button", { onclick: () => TK.app.go({ s: null, r: run || null }), "aria-current": one === index ? "page" : null }, h("bdi", {}, one.title)),
+        h(
+          "button",
+          { onclick: () => TK.app.go({ s: null, r: run || null }), "aria-current": one === index ? "page" : null },
+          h("bdi", {}, one.title),
+        ),
       ),
       h(
         "span",
         { class: "note" },
-        `${TK.plural(index.sessions.id.length, "session")} \u00b7 ${TK.plural(index.sessions.turns.reduce((sum, k) => sum + k, 0), "turn")} \u00b7 ${TK.plural(total, "sampled token")}`,
+        `${TK.plural(index.sessions.id.length, "session")} \u00b7 ${TK.plural(
+          index.sessions.turns.reduce((sum, k) => sum + k, 0),
+          "turn",
+        )} \u00b7 ${TK.plural(total, "sampled token")}`,
       ),
     );
     refresh();
@@ -88,7 +95,11 @@
               sessions.reward[k] !== null && ` \u00b7 reward ${TK.fixed(sessions.reward[k], 2)}`,
               sessions.error[k] !== null && " \u00b7 error",
             ),
-            h("i", { class: "meter", title: `${TK.percent(share, 1)} trained` }, h("i", { style: { width: 100 * share + "%", background: TK.color("trained") } })),
+            h(
+              "i",
+              { class: "meter", title: `${TK.percent(share, 1)} trained` },
+              h("i", { style: { width: 100 * share + "%", background: TK.color("trained") } }),
+            ),
           ),
         );
       },
@@ -105,7 +116,13 @@
     });
     const order = h(
       "select",
-      { "aria-label": "Order of sessions", onchange: () => { sortBy = order.value; refresh(); } },
+      {
+        "aria-label": "Order of sessions",
+        onchange: () => {
+          sortBy = order.value;
+          refresh();
+        },
+      },
       h("option", { value: "" }, "recorded"),
       Object.entries(MEASURES).map(([name, { text }]) => h("option", { value: name }, "worst: " + text)),
     );
@@ -141,112 +158,26 @@
       TK.morePolicies(),
       h("p", { id: "sentence" }, TK.policySentence(chosen.policy, chosen)),
       chosen.tokens_out_of_context > 0 &&
-        h("p", { class: "note" }, `${n(chosen.tokens_out_of_context)} of its trained tokens are in a row that, up to them, differs from the path they were sampled after.`),
-      comparison(),
-      index.violations && [h("h2", {}, "What verify finds in the rows"), rules(index.violations)],
+        h(
+          "p",
+          { class: "note" },
+          `${n(chosen.tokens_out_of_context)} of its trained tokens are in a row that, up to them, differs from the path they were sampled after.`,
+        ),
+      TK.comparison(),
+      index.violations && [h("h2", {}, "What verify finds in the rows"), TK.rules(index.violations)],
       h("h2", {}, "Drift by cause"),
       TK.driftGroups(index.drift[TK.policyNumber()], TK.app),
       h("h2", {}, "Sessions"),
-      h("p", { class: "note" }, `${n(TK.shown.length)} of ${TK.plural(index.sessions.id.length, "session")} match the filter. A bar filters by its range.`, state.f && [" ", h("button", { onclick: () => TK.setFilter("") }, "show all")]),
+      h(
+        "p",
+        { class: "note" },
+        `${n(TK.shown.length)} of ${TK.plural(index.sessions.id.length, "session")} match the filter. A bar filters by its range.`,
+        state.f && [" ", h("button", { onclick: () => TK.setFilter("") }, "show all")],
+      ),
       h("div", { class: "histograms" }, Object.keys(MEASURES).map(histogram)),
       rewards(),
       groupTable(),
     ];
-  };
-
-  // Two runs: what each policy keeps, and drift by cause, in both.
-  function comparison() {
-    const { indexes } = TK.app;
-    if (indexes.length < 2) return null;
-    const number = TK.policyNumber();
-    const turns = indexes.map((one) => one.policies[number].turns);
-    const causes = new Map();
-    indexes.forEach((one, run) => {
-      for (const group of one.drift[number]) {
-        const name = [group.cause, group.region].filter(Boolean).map(TK.words).join(", ");
-        if (!causes.has(name)) causes.set(name, [0, 0]);
-        causes.get(name)[run] += group.turns;
-      }
-    });
-    const share = (counts) => counts.tokens_trained / Math.max(counts.tokens_sampled, 1);
-    const points = (a, b) => `${b >= a ? "+" : "\u2212"}${Math.abs(100 * (b - a)).toFixed(1)}`;
-    const table = (caption, lines) =>
-      h(
-        "table",
-        { class: "compared" },
-        h("caption", {}, caption),
-        h("thead", {}, h("tr", {}, h("th"), indexes.map((one) => h("th", { scope: "col", class: "n" }, h("bdi", {}, one.title))), h("th", { scope: "col", class: "n" }, "points"))),
-        h("tbody", {}, lines.map(([name, a, b, difference]) => h("tr", {}, h("th", { scope: "row" }, name), [a, b, difference].map((cell) => h("td", { class: "n" }, cell))))),
-      );
-    return [
-      h("h2", {}, "Two runs"),
-      h(
-        "div",
-        { class: "side-by-side" },
-        table(
-          "kept by each policy",
-          indexes[0].policies.map((one, k) => {
-            const other = indexes[1].policies[k];
-            return [one.policy, TK.percent(one.tokens_trained, one.tokens_sampled), TK.percent(other.tokens_trained, other.tokens_sampled), points(share(one), share(other))];
-          }),
-        ),
-        table(
-          `turns with drift, as ${indexes[0].policies[number].policy} links them`,
-          [...causes].map(([name, counts]) => [name, ...counts.map((count, run) => `${n(count)} of ${n(turns[run])}`), points(counts[0] / Math.max(turns[0], 1), counts[1] / Math.max(turns[1], 1))]),
-        ),
-      ),
-    ];
-  }
-
-  // The same session in the other run, or that run.
-  TK.otherRun = () => {
-    const { indexes, state } = TK.app;
-    if (indexes.length < 2) return;
-    const run = state.r ? 0 : 1;
-    const known = state.s !== null && indexes[run].sessions.id.includes(state.s);
-    TK.app.go({ r: run || null, s: known ? state.s : null });
-  };
-
-  const rules = (counts) =>
-    counts.length
-      ? h(
-          "table",
-          { class: "compared" },
-          h("thead", {}, h("tr", {}, ["rule", "violations"].map((name, k) => h("th", { scope: "col", class: k ? "n" : null }, name)))),
-          h("tbody", {}, counts.map(([rule, count]) => h("tr", {}, h("th", { scope: "row" }, TK.words(rule)), h("td", { class: "n" }, n(count))))),
-        )
-      : h("p", {}, "No violations.");
-
-  // The violations of a session's rows, each with the row's tokens around it.
-  TK.violations = (session, view, app) => {
-    if (!session.violations.length) return h("p", {}, "The rows of this session break no rule.");
-    return h(
-      "table",
-      { class: "groups" },
-      h("caption", { class: "hidden" }, "Violations"),
-      h("thead", {}, h("tr", {}, ["row", "turn", "rule", "what is wrong", ""].map((name) => h("th", { scope: "col" }, name)))),
-      h(
-        "tbody",
-        {},
-        session.violations.map((one) => {
-          const turn = session.place.get(one.turn_index);
-          return h(
-            "tr",
-            {},
-            h("td", { class: "n" }, one.row_index),
-            h("td", { class: "n" }, one.turn_index),
-            h("th", { scope: "row" }, TK.words(one.rule)),
-            h(
-              "td",
-              {},
-              one.detail,
-              one.ids && h("div", { class: "tokens" }, one.ids.map((id, k) => TK.token(id, (one.mask[k] ? "masked" : "") + (one.start + k === one.token ? " wrong" : "")))),
-            ),
-            h("td", { class: "go" }, turn !== undefined && h("button", { onclick: () => app.go({ t: turn, tab: "tokens" }) }, "tokens")),
-          );
-        }),
-      ),
-    );
   };
 
   const BINS = 20;
@@ -275,11 +206,20 @@
       const [from, to] = [low + number * step, low + (number + 1) * step];
       const last = number === count - 1;
       const act = () => TK.setFilter(`${name}:${number ? from : ""}:${last ? "" : to}`);
-      const rect = (counted, props) => h("rect", { x: (number * WIDE) / count, width: WIDE / count - 1, y: HIGH * (1 - counted / most), height: (HIGH * counted) / most, ...props });
+      const rect = (counted, props) =>
+        h("rect", {
+          x: (number * WIDE) / count,
+          width: WIDE / count - 1,
+          y: HIGH * (1 - counted / most),
+          height: (HIGH * counted) / most,
+          ...props,
+        });
       return h(
         "g",
         {
-          class: "bar", role: "button", tabindex: all[number] ? "0" : null,
+          class: "bar",
+          role: "button",
+          tabindex: all[number] ? "0" : null,
           "aria-label": `${text} ${format(from)} to ${format(last ? high : to)}: ${TK.plural(all[number], "session")}`,
           onclick: act,
           onkeydown: (event) => event.key === "Enter" && act(),
@@ -332,13 +272,21 @@
       };
       TK.app.go({ s: sessions.id[ids.reduce((best, k) => (distance(k) < distance(best) ? k : best))] });
     });
-    return h("figure", { class: "wide" }, h("figcaption", {}, "reward against sampled tokens", h("small", {}, ` reward ${low} to ${high}, ${n(least)} to ${n(most)} tokens`)), canvas);
+    return h(
+      "figure",
+      { class: "wide" },
+      h("figcaption", {}, "reward against sampled tokens", h("small", {}, ` reward ${low} to ${high}, ${n(least)} to ${n(most)} tokens`)),
+      canvas,
+    );
   }
 
   // Groups of rollouts. One whose rewards are all equal has no advantage to learn from.
   function groupTable() {
     const { sessions } = TK.app.index;
-    const groups = Map.groupBy([...sessions.id.keys()].filter((k) => sessions.group[k] !== null), (k) => sessions.group[k]);
+    const groups = Map.groupBy(
+      [...sessions.id.keys()].filter((k) => sessions.group[k] !== null),
+      (k) => sessions.group[k],
+    );
     if (!groups.size) return null;
     const lines = [...groups].map(([name, ids]) => {
       const known = ids.map((k) => sessions.reward[k]).filter((reward) => reward !== null);
@@ -349,25 +297,38 @@
     const flat = lines.filter(({ known, deviation }) => known.length > 1 && deviation === 0);
     return [
       h("h2", {}, "Groups"),
-      h("p", {}, `${n(flat.length)} of ${TK.plural(lines.length, "group")} have the same reward in every session, so they give no gradient under a group baseline.`),
+      h(
+        "p",
+        {},
+        `${n(flat.length)} of ${TK.plural(lines.length, "group")} have the same reward in every session, so they give no gradient under a group baseline.`,
+      ),
       h(
         "table",
         { class: "groups" },
-        h("thead", {}, h("tr", {}, ["group", "sessions", "mean reward", "standard deviation", ""].map((name, k) => h("th", { scope: "col", class: k && k < 4 ? "n" : null }, name)))),
+        TK.head(["group", "sessions", "mean reward", "standard deviation", ""], (k) => k && k < 4),
         h(
           "tbody",
           {},
-          lines.sort((a, b) => flat.includes(b) - flat.includes(a)).slice(0, 200).map(({ name, ids, mean, deviation }) =>
-            h(
-              "tr",
-              {},
-              h("th", { scope: "row" }, h("bdi", {}, name)),
-              h("td", { class: "n" }, n(ids.length)),
-              h("td", { class: "n" }, TK.fixed(mean, 3)),
-              h("td", { class: "n" }, TK.fixed(deviation, 3)),
-              h("td", { class: "examples" }, ids.slice(0, 8).map((k) => h("button", { onclick: () => TK.app.go({ s: sessions.id[k] }) }, h("bdi", {}, sessions.id[k])))),
+          lines
+            .sort((a, b) => flat.includes(b) - flat.includes(a))
+            .slice(0, 200)
+            .map(({ name, ids, mean, deviation }) =>
+              h(
+                "tr",
+                {},
+                h("th", { scope: "row" }, h("bdi", {}, name)),
+                h("td", { class: "n" }, n(ids.length)),
+                h("td", { class: "n" }, TK.fixed(mean, 3)),
+                h("td", { class: "n" }, TK.fixed(deviation, 3)),
+                h(
+                  "td",
+                  { class: "examples" },
+                  ids
+                    .slice(0, 8)
+                    .map((k) => h("button", { onclick: () => TK.app.go({ s: sessions.id[k] }) }, h("bdi", {}, sessions.id[k]))),
+                ),
+              ),
             ),
-          ),
         ),
       ),
     ];

@@ -106,12 +106,18 @@
     const { vocabulary } = app;
     const token = (k) => {
       const origin = originOf(ranges, k);
-      const text = vocabulary ? vocabulary.text(path[k]).replaceAll("\n", "\u21b5").replaceAll("\t", "\u21e5\t") : String(path[k]).padEnd(ID);
+      const text = vocabulary
+        ? vocabulary.text(path[k]).replaceAll("\n", "\u21b5").replaceAll("\t", "\u21e5\t")
+        : String(path[k]).padEnd(ID);
       const chosen = app.state.k === k ? " chosen" : "";
       const special = vocabulary && vocabulary.special(path[k]) ? " special" : "";
       return h(
         "span",
-        { class: (origin ? "sampled" : "given-token") + chosen + special, "data-k": k, style: { background: (origin && paint(origin)) || "" } },
+        {
+          class: (origin ? "sampled" : "given-token") + chosen + special,
+          "data-k": k,
+          style: { background: (origin && paint(origin)) || "" },
+        },
         text,
       );
     };
@@ -168,19 +174,33 @@
     const { vocabulary } = TK.app;
     const origin = originOf(own.ranges, k);
     const span = origin && view.span(origin.turn, origin.offset);
-    const values = origin ? session.values.map((name) => [TK.words(name.replace(/^output_logprobs$/, "logprob")), TK.fixed(session.column(name).at(origin.turn)?.[origin.offset], 4)]) : [];
+    const values = origin
+      ? session.values.map((name) => [
+          TK.words(name.replace(/^output_logprobs$/, "logprob")),
+          TK.fixed(session.column(name).at(origin.turn)?.[origin.offset], 4),
+        ])
+      : [];
     const facts = [
       ["id", id],
       vocabulary && ["text", JSON.stringify(vocabulary.text(id))],
       vocabulary && ["bytes", vocabulary.bytes(id) ?? "not in the vocabulary"],
       ["position", n(k)],
-      ["sampled by", origin ? `turn ${session.turnIndex[origin.turn]}, token ${origin.offset} of ${session.outputLength[origin.turn]}` : "no turn of this path"],
+      [
+        "sampled by",
+        origin
+          ? `turn ${session.turnIndex[origin.turn]}, token ${origin.offset} of ${session.outputLength[origin.turn]}`
+          : "no turn of this path",
+      ],
       ...values,
       span && [view.label, `${TK.words(span.kind)}: ${TK.reasonText(span.kind)}`],
       span && ["row", span.row_index ?? "none"],
       origin && ["weight version", session.version(origin.turn, origin.offset) ?? "\u2013"],
     ];
-    return h("dl", { class: "facts" }, facts.filter(Boolean).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, h("bdi", {}, value)))));
+    return h(
+      "dl",
+      { class: "facts" },
+      facts.filter(Boolean).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, h("bdi", {}, value)))),
+    );
   };
 
   // The messages of the request and the reply. They may be long: they enter the page when
@@ -211,7 +231,12 @@
       unfolded = event.target.open;
       TK.replace(list, unfolded && all.map(one));
     };
-    return h("details", { class: "messages", open: unfolded, ontoggle: toggle }, h("summary", {}, `${TK.plural(all.length, "message")} of the request and the reply`), list);
+    return h(
+      "details",
+      { class: "messages", open: unfolded, ontoggle: toggle },
+      h("summary", {}, `${TK.plural(all.length, "message")} of the request and the reply`),
+      list,
+    );
   };
 
   TK.tokens = (session, view, app) => {
@@ -245,7 +270,12 @@
         { class: "tools" },
         turns,
         h("label", {}, "background ", background),
-        h("span", { class: "note" }, `${n(session.promptLength[turn])} tokens of prompt, ${n(session.outputLength[turn])} sampled`, session.facts.finish_reason?.[turn] && `, finished by ${session.facts.finish_reason[turn]}`),
+        h(
+          "span",
+          { class: "note" },
+          `${n(session.promptLength[turn])} tokens of prompt, ${n(session.outputLength[turn])} sampled`,
+          session.facts.finish_reason?.[turn] && `, finished by ${session.facts.finish_reason[turn]}`,
+        ),
       ),
       h("div", { class: "reader" }, own.list.element, own.map),
       h("div", { class: "inspector", "aria-live": "polite" }, inspector(session, view, own, k)),
