@@ -9,6 +9,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import TypeAlias
 
 from starlette.requests import Request
@@ -29,6 +30,7 @@ from trajkit_shim.responses import cancel_on_disconnect
 from trajkit_shim.sessions.quotas import Limits
 from trajkit_shim.sessions.sampling import parse_client_sampling, parse_pins
 from trajkit_shim.sessions.sessions import (
+    FILTERS,
     EndedBy,
     Outcome,
     OutcomeFields,
@@ -51,6 +53,9 @@ PAUSE_FIELDS = frozenset({"wait_seconds", "abort", "max_seconds"})
 _SECONDS = partial(as_number, minimum=0.0, maximum=24 * 3600.0)
 _POSITIVE = partial(as_integer, minimum=1)
 
+# sessions of a list whose request sets no limit
+_LISTED = 100
+
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 ReadBody: TypeAlias = Callable[[Request], Awaitable[bytes]]
 
@@ -70,6 +75,7 @@ class Admin:
         session = "/sessions/{session_id}"
         for path, method, endpoint in (
             ("/sessions", "POST", self.open),
+            ("/sessions", "GET", self.list),
             (session, "GET", self.show),
             (session, "DELETE", self._ending("close")),
             (f"{session}/close", "POST", self._ending("close")),
@@ -80,6 +86,7 @@ class Admin:
             ("/admin/resume", "POST", self.resume),
             ("/admin/drain", "POST", self.drain),
             ("/admin/timings", "GET", self.show_timings),
+            ("/metrics", "GET", self.metrics),
             *more,
         ):
             yield Route(path, self._guarded(endpoint), methods=[method])
@@ -107,6 +114,17 @@ class Admin:
         opened = self.sessions.open(session_id, terms, outcome)
         keys = {"session_id": opened.session_id, "api_key": opened.api_key}
         return JSONResponse(keys)
+
+    async def list(self, request: Request) -> Response:
+        asked = Fields({**request.query_params})
+        asked.only({"limit", *FILTERS})
+        # of a query every value is a text
+        limit = asked.json.pop("limit", str(_LISTED))
+        wanted = {name: asked.text(name) for name in asked.json}
+        if not str(limit).isdecimal():
+            asked.refuse("limit", f"{limit!r}: not a number of sessions")
+        found = self.sessions.matching(wanted)
+        return JSONResponse({"sessions": [*islice(found, int(str(limit)))]})
 
     async def show(self, request: Request) -> Response:
         return JSONResponse(self.sessions.describe(request.path_params["session_id"]))
@@ -148,6 +166,30 @@ class Admin:
         body = await self._fields(request, {"wait_seconds"})
         await self.sessions.drain(_wait(body, default=60.0))
         return JSONResponse(self.sessions.counts())
+
+    async def metrics(self, _: Request) -> Response:
+        counts = self.sessions.counts()
+        times = self.timings.describe()
+        lines = [
+            "# TYPE trajkit_sessions gauge",
+            f'trajkit_sessions{{state="open"}} {counts["open"]}',
+            f'trajkit_sessions{{state="closed"}} {counts["closed"]}',
+            "# TYPE trajkit_calls_in_flight gauge",
+            f"trajkit_calls_in_flight {counts['in_flight']}",
+            "# TYPE trajkit_turns_total counter",
+            f"trajkit_turns_total {counts['turns']}",
+            "# TYPE trajkit_paused gauge",
+            f"trajkit_paused {int(self.gate.paused)}",
+            "# TYPE trajkit_turn_milliseconds gauge",
+        ]
+        for part in ("gateway", "busy", "engine"):
+            measured = times.get(f"{part}_ms", {})
+            assert isinstance(measured, dict)
+            for name, value in measured.items():
+                labels = f'{{part="{part}",statistic="{name}"}}'
+                lines.append(f"trajkit_turn_milliseconds{labels} {value}")
+        form = "text/plain; version=0.0.4; charset=utf-8"
+        return Response("\n".join([*lines, ""]), headers={"content-type": form})
 
     async def show_timings(self, _: Request) -> Response:
         return JSONResponse(self.timings.describe())

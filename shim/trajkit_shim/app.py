@@ -95,6 +95,7 @@ def create_app(
     images: Images = "refuse",
     ping_seconds: float = 10.0,
     attributed: bool = True,
+    train_side_calls: bool = False,
     tool_form: ToolForm | None = None,
     reply_parser: ReplyParser | None = None,
     prompts: Mode = "append",
@@ -135,6 +136,9 @@ def create_app(
         Record which message each prompt token belongs to (the columns
         `trajkit.schema.ATTRIBUTION`) if it can be determined exactly; a session counts
         the other turns (``unattributed``). This doubles the size of the log.
+    train_side_calls : bool
+        Train the harness's own calls too, such as compactions and titles
+        (`sessions.client_identity`), rather than log them as context only.
     tool_form : ToolForm, optional
         How the model writes tool calls (`replies.parsers`). Default: detected from the
         chat template.
@@ -173,6 +177,7 @@ def create_app(
         prompts=Prompts(renderer, prompts),
         max_new_tokens=max_new_tokens,
         attributed=attributed,
+        train_side_calls=train_side_calls,
         tool_form=tool_form or form_of(renderer.chat_template),
         reply_parser=reply_parser,
     )

@@ -51,6 +51,7 @@ class CallSettings:
     prompts: Prompts
     max_new_tokens: int
     attributed: bool
+    train_side_calls: bool
     tool_form: ToolForm
     reply_parser: ReplyParser | None
 
@@ -266,6 +267,8 @@ class _Call:
                 position=next_position(self.restored.position, response.key),
                 message=len(messages),
             )
+        caller = self._context.caller
+        untrained = caller.is_side_call and not settings.train_side_calls
         turn = LoggedTurn(
             session_id=self._session.session_id,
             request_id=self._request_id,
@@ -278,7 +281,7 @@ class _Call:
             response=None if aborted else response,
             use_tool=bool(parsed.tool_calls),
             ill_formed=parsed.ill_formed,
-            trainable=not aborted,
+            trainable=not aborted and not untrained,
             weight_versions=sample.weight_versions,
             sampling=json.dumps(asdict(self._sampling), sort_keys=True),
             cached_tokens=sample.cached_tokens,
@@ -286,7 +289,7 @@ class _Call:
             started_at=self._started_at,
             ended_at=self._ended_at,
             protocol=self._context.protocol.name,
-            **asdict(self._context.caller),
+            **asdict(caller),
             prompt_message_index=getattr(attribution, "message_index", None),
             prompt_is_content=getattr(attribution, "is_content", None),
             message_tool_names=tool_names(messages) if settings.attributed else None,

@@ -206,6 +206,7 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
         log,
         images=arguments.images,
         attributed=not arguments.no_attribution,
+        train_side_calls=arguments.train_side_calls,
         tool_form=FORMS.get(arguments.tool_form),
         reply_parser=reply_parser,
         prompts=arguments.prompts,

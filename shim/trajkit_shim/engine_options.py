@@ -80,6 +80,8 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "whose prompt differs",
         "--routed-experts": "log which experts each token was routed to; needs an SGLang "
         "server with --enable-return-routed-experts",
+        "--train-side-calls": "train the calls that a known agent makes for itself too, "
+        "such as compactions and titles",
         "--model DIR": "the model's config, tokenizer and chat template (not for "
         "embedded)",
         "--tool-form NAME": "how the model writes tool calls: hermes, qwen3-coder, glm "

@@ -159,6 +159,7 @@ def _gateway(
         engine,
         renderer,
         TurnLog(log, routed_experts=arguments.routed_experts),
+        train_side_calls=arguments.train_side_calls,
         tool_form=FORMS.get(arguments.tool_form),
         reply_parser=options.built_parser(arguments, renderer),
         admin_token=token,

@@ -1,7 +1,8 @@
 """Who calls, and what for: harness, agent, and whether it is a side call.
 
 A signature describes what a harness's requests look like; a new harness needs one here.
-The result is only recorded with the turn; nothing depends on it.
+The result is recorded with the turn. A side call is not trained unless the gateway is
+asked to.
 """
 
 from collections.abc import Mapping
@@ -82,6 +83,11 @@ class Caller:
     agent_id: str | None = None
     parent_agent_id: str | None = None
     call_kind: str | None = None
+
+    @property
+    def is_side_call(self) -> bool:
+        """Whether the harness made the call for itself, not for the agent's task."""
+        return self.call_kind not in (None, AGENT)
 
 
 def identify(headers: Mapping[str, str], request: ChatRequest) -> Caller:

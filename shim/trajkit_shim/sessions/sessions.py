@@ -38,6 +38,9 @@ _as_json = json.JSONEncoder(ensure_ascii=False).encode
 # how long requests of cancelled calls may take to answer their clients
 _GRACE_SECONDS = 5.0
 
+FILTERS = ("status", "ended_by", "group_id")
+"""Fields by which sessions can be listed."""
+
 EndedBy: TypeAlias = Literal["finish", "close", "drop", "idle", "shutdown"]
 
 
@@ -357,6 +360,18 @@ class SessionStore:
         """Return the session for ``GET /sessions/{id}``."""
         session = self._open.get(session_id)
         return (session or self.record(session_id)).describe()
+
+    def matching(self, wanted: Mapping[str, str]) -> Iterator[dict[str, object]]:
+        """Yield the sessions with the given values of `FILTERS`, open ones first."""
+        opened = (session.record for session in self._open.values())
+        for record in [*opened, *self._ended.values()]:
+            facts = {
+                "status": "open" if record.ended_by is None else "closed",
+                "ended_by": record.ended_by,
+                "group_id": record.terms.group_id,
+            }
+            if all(facts[name] == value for name, value in wanted.items()):
+                yield self.describe(record.session_id)
 
     def authorise(self, claims: Iterable[str]) -> Session:
         """Return the open session whose key a call has.

@@ -81,7 +81,7 @@ async def test_a_reply_of_text(tmp_path, send):
     assert turn["session_id"] == gateway.ids[client.api_key]
     sampling = engine.samplings[0]
     assert (sampling.temperature, sampling.top_k) == (0.5, 7)
-    assert (sampling.stop, sampling.max_new_tokens) == (("END",), 100)
+    assert (sampling.stop, sampling.max_new_tokens) == (("END",), 200)
 
 
 @SENDS

@@ -188,3 +188,18 @@ async def test_the_caller_is_written_beside_the_turn(tmp_path):
     assert turn["harness"] == "claude-code"
     assert (turn["agent_id"], turn["parent_agent_id"]) == ("a1", None)
     assert (turn["call_kind"], turn["protocol"]) == ("agent", "anthropic")
+
+
+@pytest.mark.parametrize("asked_for", [False, True])
+async def test_side_calls_train_only_if_asked_for(tmp_path, asked_for):
+    engine = ScriptedEngine("x", "y")
+    options = {"train_side_calls": asked_for}
+    async with in_process(engine, RENDERER, tmp_path, **options) as gateway:
+        key = await gateway.open_key()
+        for text in ("hi", "Your task is to create a detailed summary of it"):
+            body = {**CALLS["/v1/messages"]}
+            body["messages"] = [{"role": "user", "content": text}]
+            await gateway.http.post(f"/s/{key}/v1/messages", headers=CLAUDE, json=body)
+        turns = gateway.turns()
+    assert [turn["call_kind"] for turn in turns] == ["agent", "compaction"]
+    assert [turn["trainable"] for turn in turns] == [True, asked_for]

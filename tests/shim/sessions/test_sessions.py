@@ -641,9 +641,9 @@ async def test_the_trainer_s_requests_need_the_admin_token(tmp_path, headers, st
             (route.path, method)
             for route in gateway.app.routes
             for method in route.methods - {"HEAD"}
-            if route.path.startswith(("/sessions", "/admin", "/engine"))
+            if route.path.startswith(("/sessions", "/admin", "/engine", "/metrics"))
         }
-        assert len(reached) == 15
+        assert len(reached) == 17
         for path, method in reached:
             url = path.format(session_id="x")
             # a session's key is no admin token
@@ -794,3 +794,32 @@ async def test_timings_are_of_turns_that_were_sampled(tmp_path):
     assert set(shown) == {"gateway_ms", "busy_ms", "engine_ms"}
     for times in shown.values():
         assert 0 <= times["median"] <= times["p99"]
+
+
+@pytest.mark.anyio
+async def test_sessions_are_listed_by_what_is_known_of_them(tmp_path):
+    async with in_process(ScriptedEngine("a"), RENDERER, tmp_path) as gateway:
+        for name, group in (("a", "g"), ("b", "h"), ("c", "g")):
+            client = await gateway.open(session_id=name, group_id=group)
+        await ask(client)
+        await gateway.http.post("/sessions/a/finish")
+
+        async def listed(query):
+            answer = (await gateway.http.get(f"/sessions?{query}")).json()
+            return [session["session_id"] for session in answer["sessions"]]
+
+        assert await listed("") == ["b", "c", "a"]
+        assert await listed("limit=2") == ["b", "c"]
+        assert await listed("group_id=g&status=open") == ["c"]
+        assert await listed("ended_by=finish") == ["a"]
+        for query in ("limit=x", "color=red"):
+            assert (await gateway.http.get(f"/sessions?{query}")).status_code == 400
+        answer = await gateway.http.get("/metrics")
+        assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+        values = dict(
+            line.rsplit(" ", 1) for line in answer.text.splitlines() if line[0] != "#"
+        )
+    assert values['trajkit_sessions{state="open"}'] == "2"
+    assert values['trajkit_sessions{state="closed"}'] == "1"
+    assert values["trajkit_turns_total"] == "1"
+    assert float(values['trajkit_turn_milliseconds{part="busy",statistic="p99"}']) > 0
