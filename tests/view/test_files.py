@@ -15,6 +15,7 @@ from trajkit.schema import SESSIONS
 from trajkit.view import page, view
 from trajkit.view.document import SCRIPTS
 from trajkit.view.selection import Selection
+from trajkit.view.vocabulary import Vocabulary
 
 STATIC = files("trajkit.view") / "static"
 
@@ -169,3 +170,31 @@ def test_sessions_that_have_not_ended_are_shown(tmp_path, capsys):
     path = tmp_path / "page.html"
     assert cli.main(["view", str(folder), "-o", str(path)]) == cli.DONE
     assert "2 of 2 sessions" in capsys.readouterr().out
+
+
+class Pieces:
+    """A tokenizer of SentencePiece's kind: words with their space, and bytes."""
+
+    words = ("<s>", "\u2581Hello", "\u2581", "lo", "<0xE2>", "\u2581\u2581x")
+
+    def id_to_token(self, token):
+        return self.words[token]
+
+    def encode(self, text, *, add_special_tokens):
+        return [self.words.index(text)]
+
+    def decode(self, ids, *, skip_special_tokens):
+        words = [self.words[token] for token in ids]
+        if skip_special_tokens:
+            words = [word for word in words if word != "<s>"]
+        text = "".join("\ufffd" if word == "<0xE2>" else word for word in words)
+        # the first space of a text is dropped
+        return text.replace("\u2581", " ").removeprefix(" ")
+
+
+def test_a_token_s_own_space_and_bytes_are_kept():
+    pieces = Vocabulary(Pieces()).pieces([5, 4, 3, 2, 1, 0])
+    assert pieces["id"] == [0, 1, 2, 3, 4, 5]
+    assert pieces["text"] == ["<s>", " Hello", " ", "lo", None, "  x"]
+    assert pieces["hex"] == [None, None, None, None, "e2", None]
+    assert pieces["special"] == [1, 0, 0, 0, 0, 0]

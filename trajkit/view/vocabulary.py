@@ -5,6 +5,8 @@ from typing import Any
 from trajkit.analysis.tokenizer import Codec, Tokenizer
 
 _REPLACEMENT = "\ufffd"
+# how SentencePiece writes a space
+_SPACE = "\u2581"
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -42,10 +44,16 @@ class Vocabulary:
         for token in ids:
             text = self._codec.text([token])
             raw = self._bytes(token) if _REPLACEMENT in text else None
-            texts.append(text if raw is None else None)
+            texts.append(self._spaced(token, text) if raw is None else None)
             hexes.append(None if raw is None else raw.hex())
             special.append(int(bool(text) and not self._codec.plain([token])))
         return {"id": ids, "text": texts, "hex": hexes, "special": special}
+
+    def _spaced(self, token: int, text: str) -> str:
+        """The text with the space that SentencePiece drops at the start of a text."""
+        piece = self._piece(token)
+        spaced = (piece or "").replace(_SPACE, " ")
+        return spaced if spaced.lstrip(" ") == text.lstrip(" ") else text
 
     def _bytes(self, token: int) -> bytes | None:
         """The token's bytes by its entry in the vocabulary; None if it shows none."""
