@@ -944,7 +944,10 @@ def test_a_dash_is_standard_input_and_output(tmp_path, monkeypatch, capsys, suff
     assert code == cli.DONE
     assert tk.read_turns(io.BytesIO(small), format="arrows") == tk.compact(turns)
     code, _, text = piped(monkeypatch, ["verify", "-", str(path)], content)
-    assert (code, text.startswith("no violations\nwithout --policy, ")) == (cli.DONE, True)
+    assert (code, text.startswith("no violations\nwithout --policy, ")) == (
+        cli.DONE,
+        True,
+    )
 
 
 @pytest.mark.parametrize(
