@@ -485,3 +485,13 @@ def test_a_notebook_s_frame_works_without_an_address(tab, tmp_path, long):
     assert tab.text(".tools select") != ""
     assert tab.run("TK.app.state.t") == 3
     assert counts(tab) == simulated(long, ["slime"])
+
+
+def test_runs_without_turns_or_sampled_tokens_are_shown(tab, write):
+    tab.open(write(tk.from_records([])))
+    assert "The run has no turns." in tab.text("main")
+    call = {"session_id": "s", "prompt_ids": [1], "output_ids": []}
+    tab.open(write(tk.from_records([call])))
+    for which in ("losses", "drift", "forest", "tokens"):
+        tab.go(s="s", tab=which)
+    assert [one.strip() for one in tab.texts(".text [data-k]")] == ["1"]
