@@ -235,18 +235,19 @@ def test_the_gateway_updates_weights_in_the_middle_of_a_session(tmp_path):
             async def post(path, body):
                 answer = await http.post(path, json=body)
                 assert answer.status_code == 200, answer.text
+                return answer.json()
 
-            await post("/sessions", {"session_id": "a"})
+            key = (await post("/sessions", {}))["api_key"]
             ask = {
                 "model": "m",
                 "messages": [{"role": "user", "content": "find anna"}],
                 "max_tokens": 6,
             }
-            await post("/s/a/v1/chat/completions", ask)
+            await post(f"/s/{key}/v1/chat/completions", ask)
             await post("/engine/pause", {})
             await post("/engine/update", update)
             await post("/engine/resume", {})
-            await post("/s/a/v1/chat/completions", ask)
+            await post(f"/s/{key}/v1/chat/completions", ask)
 
     asyncio.run(main())
     turns = tk.read_turns(tmp_path / "log").to_pylist()
