@@ -102,6 +102,8 @@ def test_the_demo_writes_rows_of_each_policy_that_polars_reads(demo):
 def printed_commands():
     """The commands in the code blocks of README and docs, in order of appearance."""
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        if page.name in OWN_TESTS:
+            continue
         blocks = re.findall(
             r"^```\w*\n(.*?)^```|^((?:    .*\n)+)", page.read_text("utf-8"), re.M | re.S
         )
@@ -110,30 +112,32 @@ def printed_commands():
                 yield shlex.split(line, comments=True)[1:]
 
 
-# they need an engine, a harness, or what another system recorded
-ELSEWHERE = ("serve", "rollout", "import")
-# the reader's own file
-OWN = "turns.jsonl"
+# tests/cli/test_look_page.py runs it
+OWN_TESTS = ("look.md",)
+# they take long, or need an engine, a harness, or what another system recorded
+ELSEWHERE = ("demo", "serve", "rollout", "import", "train-demo")
+# the reader's own file, and the rows that the page makes with a command before
+OWN, ROWS = "turns.jsonl", "rows.parquet"
 
 
 @pytest.mark.parametrize("command", list(printed_commands()), ids=" ".join)
 def test_printed_commands_run_on_what_the_demo_wrote(
     tmp_path, monkeypatch, capsys, demo, command
 ):
-    if command[0] in ELSEWHERE:
+    serves = command[0] == "view" and "-o" not in command
+    if command[0] in ELSEWHERE or serves:
         cli._parser().parse_args(command)
         return
     (tmp_path / "runs").symlink_to(Path(demo["turns"]).parents[1])
+    (tmp_path / "shim").symlink_to(ROOT / "shim")
+    (tmp_path / "docs/pictures").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     if OWN in command:
         assert cli.main(["expand", demo["turns"], "-o", OWN]) == cli.DONE
-    if command[0] == "verify":
-        # the page makes these rows with the command before
-        policy = command[command.index("--policy") :]
-        rows = ["linearize", command[2], "-o", command[1], *policy]
+    if ROWS in command and command[command.index(ROWS) - 1] != "-o":
+        policy = command[command.index("--policy") :] if "--policy" in command else []
+        rows = ["linearize", demo["turns"], "-o", ROWS, *policy]
         assert cli.main(rows) == cli.DONE
-    if command[0] == "export":
-        assert cli.main(["linearize", demo["turns"], "-o", command[1]]) == cli.DONE
     assert cli.main(command) == cli.DONE, capsys.readouterr().err
 
 
