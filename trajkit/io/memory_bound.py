@@ -101,8 +101,13 @@ class MemoryBound:
             if column.physical_type == "FIXED_LEN_BYTE_ARRAY":
                 width = metadata.schema.column(k).length
             at = column.data_page_offset
-            if column.has_dictionary_page and not 0 < at < column.dictionary_page_offset:
-                at = column.dictionary_page_offset  # a column without values has no other
+            if (
+                column.has_dictionary_page
+                and not 0 < at < column.dictionary_page_offset
+            ):
+                at = (
+                    column.dictionary_page_offset
+                )  # a column without values has no other
             stop = at + column.total_compressed_size
             while at < stop and (page := self._page(at, stop)):
                 n_values = sum(page.count(k, _N_VALUES) for k in _DATA_PAGES)
