@@ -161,7 +161,9 @@ async def test_a_narrow_context_is_the_session_s_own(tmp_path):
 
 @pytest.mark.anyio
 async def test_a_prompt_that_fits_exactly_is_taken(tmp_path):
-    engine = ScriptedEngine(*"abcd")
+    # the last two replies are cut at the one token that they have room for
+    cut = sampled("c", finish_reason="length")
+    engine = ScriptedEngine("a", "b", cut, cut)
     async with in_process(engine, RENDERER, tmp_path) as gateway:
         await ask(await gateway.open())
         n = len(engine.prompts[0])
