@@ -74,6 +74,23 @@ def test_policies_with_choices_count_what_simulate_counts(tab, write, long):
     assert "slime(fork_threshold=64)" in counts(tab)
 
 
+@pytest.mark.parametrize(
+    ("policy", "rule"),
+    [
+        ("faithful", "Where a prompt drifts: a new row starts."),
+        ("slime", "fewer than 1,024 tokens"),
+        ("segments", "No token of a reply that drifted is then trained."),
+        ("trl", "trained up to the drift"),
+        ("polar", "keeps the reply as sampled"),
+        ("miles", "A call is refused if its prompt drifts by 1 or more tokens."),
+        ("per_call", "Every call is a row."),
+    ],
+)
+def test_the_page_says_what_a_policy_does_with_drift(tab, write, long, policy, rule):
+    tab.open(write(long, [policy]))
+    assert rule in tab.text("#rule")
+
+
 def test_a_click_on_a_loss_leads_to_the_drift_that_caused_it(tab, write, long):
     tab.open(write(long, ["slime"]) + "#s=long")
     assert tab.text("[role=tab][aria-selected=true]").startswith("Not trained")

@@ -286,6 +286,7 @@ class ViewTables:
             "text": self._text,
             "tokenizer": self._tokenizer is not None,
             "policies": simulation.table().to_pylist(),
+            "rules": [_rule(tables.policy) for tables in self.policies],
             "drift": [groups[id(tables.links)] for tables in self.policies],
             "sessions": self._session_lines(),
             "violations": None
@@ -481,6 +482,32 @@ def _is_float_list(type_: pa.DataType) -> bool:
 def _finite(number: float | None) -> float | None:
     """The number if JSON has it."""
     return number if number is not None and math.isfinite(number) else None
+
+
+def _rule(policy: Policy) -> str:
+    """What a policy does where a prompt drifts, in a sentence or two."""
+    n = policy.fork_threshold
+    if policy.parent_by == "none":
+        return "Every call is a row."
+    if policy.parent_by == "generations":
+        return f"A call is refused if its prompt drifts by {n:,} or more tokens."
+    rule = {
+        "fork": "A new row starts.",
+        "absorb_short_reply": f"If the next reply has fewer than {n:,} tokens, the row "
+        "continues with the prompt's tokens; otherwise a new row starts.",
+        "absorb_short_drift": f"If fewer than {n:,} tokens of the row differ, the row "
+        "continues with the prompt's tokens; otherwise a new row starts.",
+        "absorb_any": "The row continues with the prompt's tokens.",
+        "splice": "The row keeps the reply as sampled and continues after the prompt's "
+        "next end of turn.",
+    }[policy.on_drift]
+    if policy.on_drift.startswith("absorb"):
+        rule += (
+            " A reply that drifted is then trained up to the drift."
+            if policy.keep_prefix
+            else " No token of a reply that drifted is then trained."
+        )
+    return "Where a prompt drifts: " + rule[0].lower() + rule[1:]
 
 
 def _plain(value: object) -> object:

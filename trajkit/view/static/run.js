@@ -157,6 +157,13 @@
       TK.legend(),
       TK.morePolicies(),
       h("p", { id: "sentence" }, TK.policySentence(chosen.policy, chosen)),
+      h("p", { id: "rule" }, index.rules[TK.policyNumber()]),
+      h(
+        "p",
+        { class: "note" },
+        "Click a policy to choose it, a session to see its tokens. forward: tokens of all rows; as a tree: shared prefixes once.",
+        !index.tokenizer && index.text && " Tokens are shown as ids; with --tokenizer the page has their text.",
+      ),
       chosen.tokens_out_of_context > 0 &&
         h(
           "p",
