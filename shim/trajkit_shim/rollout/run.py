@@ -13,11 +13,10 @@ from typing import Any, Self
 
 import httpx
 
-from trajkit.errors import FormatError
 from trajkit.io.tables import write_table
 from trajkit_shim.agents.harness import Harness, HarnessError, Job
 from trajkit_shim.agents.sandbox import Sandbox, SandboxError, SandboxKind, Spec
-from trajkit_shim.agents.sandboxes.local import remove
+from trajkit_shim.agents.sandboxes.local import clear
 from trajkit_shim.rollout.grade import Work, grade
 from trajkit_shim.rollout.run_log import Rollout, RunLog
 from trajkit_shim.rollout.tasks import Task
@@ -98,7 +97,10 @@ class Rollouts:
         try:
             for task_id, digest in self._digests.items():
                 self._journal.check(task_id, digest)
-        except FormatError:
+            if self._scratch.exists():  # left by a killed run
+                clear(self._scratch)
+            self._scratch.mkdir()
+        except BaseException:
             self._journal.close()
             raise
         # group by group, so that the first groups are complete early
@@ -109,10 +111,6 @@ class Rollouts:
             if not self._journal.done(task.task_id, sample, settings.retry_failed)
         ]
         self.before = len(wanted) - len(self._todo)  # finished in earlier calls
-        # left by a killed run
-        if self._scratch.exists():
-            remove(self._scratch)
-        self._scratch.mkdir()
 
     @property
     def to_do(self) -> int:

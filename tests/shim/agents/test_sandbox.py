@@ -27,7 +27,7 @@ from trajkit_shim.agents.sandbox import (
     Spec,
     pack,
 )
-from trajkit_shim.agents.sandboxes.local import _why_not_isolated
+from trajkit_shim.agents.sandboxes.local import _why_not_isolated, clear
 
 HERE = Path(__file__).parents[1]
 ISOLATED = _why_not_isolated() is None
@@ -385,3 +385,20 @@ def test_a_killed_runner_takes_its_sandboxes_processes_along(tmp_path):
             runner.send_signal(signal.SIGKILL)
     while marked("left"):
         pass
+
+
+def test_what_a_killed_run_left_is_ended_before_its_files_are_removed(tmp_path):
+    left = tmp_path / "trajkit-left-agent"
+    left.mkdir()
+    script = "while :; do mkdir -p d; echo x > d/$RANDOM; done"
+    with subprocess.Popen(
+        ["bash", "-c", script], cwd=left, env={**os.environ, MARK: left.name}
+    ) as process:
+        try:
+            while not (left / "d").exists():
+                assert process.poll() is None
+            clear(tmp_path)
+            assert not tmp_path.exists()
+            assert process.wait(10) == -signal.SIGKILL
+        finally:
+            process.kill()

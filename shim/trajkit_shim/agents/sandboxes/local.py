@@ -213,6 +213,13 @@ class LocalSandbox(sandbox.Sandbox):
         }
 
 
+def clear(scratch: Path) -> None:
+    """Kill the processes of sandboxes that a killed run left, and remove their files."""
+    for name in os.listdir(scratch):
+        _kill_marked(sandbox.MARK, name)
+    remove(scratch)
+
+
 def remove(root: Path) -> None:
     """Remove a directory with its content, whatever permissions the agent set."""
     os.chmod(root, stat.S_IRWXU)
