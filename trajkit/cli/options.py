@@ -120,7 +120,20 @@ def checked_policy(
     return policy
 
 
-class NamePolicy(argparse.Action):
+def add_policies(parser: argparse.ArgumentParser, help: str) -> None:
+    """Add ``--policy`` and ``--set``, which may be repeated, as a list of policies."""
+    parser.add_argument("--policy", metavar="NAME", action=_NamePolicy, help=help)
+    parser.add_argument(
+        "--set",
+        metavar="CHOICE=VALUE",
+        action=_SetChoice,
+        dest="policy",
+        type=setting,
+        help="change a choice of the policy before it; may be repeated",
+    )
+
+
+class _NamePolicy(argparse.Action):
     """A repeatable ``--policy``: appends its name and a list for its choices."""
 
     def __call__(
@@ -134,7 +147,7 @@ class NamePolicy(argparse.Action):
         setattr(namespace, self.dest, [*before, (values, [])])
 
 
-class SetChoice(argparse.Action):
+class _SetChoice(argparse.Action):
     """A ``--set`` for the ``--policy`` before it."""
 
     def __call__(

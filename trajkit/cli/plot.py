@@ -11,13 +11,11 @@ import trajkit as tk
 from trajkit.analysis.tokenizer import Tokenizer
 from trajkit.cli.options import (
     Commands,
-    NamePolicy,
-    SetChoice,
+    add_policies,
     add_policy,
     checked_policy,
     chosen_policy,
 )
-from trajkit.cli.policy_args import setting
 from trajkit.cli.tokenizer import load_tokenizer
 from trajkit.errors import ArgumentError
 from trajkit.io.tables import sessions_below
@@ -65,20 +63,10 @@ def add_plot(commands: Commands) -> None:
         metavar="ID",
         help="forest, tokens: the session (default: the one with the most turns)",
     )
-    parser.add_argument(
-        "--policy",
-        metavar="NAME",
-        action=NamePolicy,
-        help="the policy (default: faithful). forest, policies: may be repeated (default: "
+    add_policies(
+        parser,
+        "the policy (default: faithful). forest, policies: may be repeated (default: "
         "all)",
-    )
-    parser.add_argument(
-        "--set",
-        metavar="CHOICE=VALUE",
-        action=SetChoice,
-        dest="policy",
-        type=setting,
-        help="change a choice of the policy before it; may be repeated",
     )
     parser.set_defaults(run=run_plot)
 

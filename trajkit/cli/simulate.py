@@ -15,16 +15,14 @@ from trajkit.cli.file_options import (
 )
 from trajkit.cli.options import (
     Commands,
-    NamePolicy,
-    SetChoice,
     add_facts,
     add_max_row_tokens,
+    add_policies,
     add_source,
     checked_policy,
     count,
     known_sessions,
 )
-from trajkit.cli.policy_args import setting
 from trajkit.cli.progress import Progress
 from trajkit.cli.text import share, text_table
 from trajkit.jobs.stages import Made
@@ -40,19 +38,9 @@ def add_simulate(commands: Commands) -> None:
         "all rows; 'shared once' counts each shared prefix once.",
     )
     add_source(parser)
-    parser.add_argument(
-        "--policy",
-        metavar="NAME",
-        action=NamePolicy,
-        help="a policy to compare; may be repeated (default: all)",
-    )
-    parser.add_argument(
-        "--set",
-        metavar="CHOICE=VALUE",
-        action=SetChoice,
-        dest="policy",
-        type=setting,
-        help="change a choice of the policy before it; may be repeated",
+    add_policies(
+        parser,
+        "a policy to compare; may be repeated (default: all)",
     )
     add_facts(parser, reward=False)
     parser.add_argument(

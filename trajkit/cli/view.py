@@ -12,8 +12,7 @@ import trajkit as tk
 from trajkit.analysis.tokenizer import Tokenizer
 from trajkit.cli.options import (
     Commands,
-    NamePolicy,
-    SetChoice,
+    add_policies,
     checked_policy,
     count,
 )
@@ -51,19 +50,9 @@ def add_view(commands: Commands) -> None:
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="write the page to an HTML file"
     )
-    parser.add_argument(
-        "--policy",
-        metavar="NAME",
-        action=NamePolicy,
-        help="a policy to show; may be repeated (default: all)",
-    )
-    parser.add_argument(
-        "--set",
-        metavar="CHOICE=VALUE",
-        action=SetChoice,
-        dest="policy",
-        type=setting,
-        help="change a choice of the policy before it; may be repeated",
+    add_policies(
+        parser,
+        "a policy to show; may be repeated (default: all)",
     )
     parser.add_argument(
         "--tokenizer",
