@@ -155,7 +155,10 @@ cdef int _read_turn(
                 call.valid = <int64_t><intptr_t>items.buffers[0]
                 call.valid_bit = items.offset + run.start
 
-    call.length_stop = _is_word(columns[COL_FINISH], i, _word(b"length", 6))
+    if _is_word(columns[COL_FINISH], i, _word(b"length", 6)):
+        call.stop = STOP_LENGTH
+    elif _is_word(columns[COL_FINISH], i, _word(b"abort", 5)):
+        call.stop = STOP_ABORT
     call.use_tool = _flag(columns[COL_USE_TOOL], i, False)
     call.ill_formed = _flag(columns[COL_ILL_FORMED], i, False)
     call.trainable = _flag(columns[COL_TRAINABLE], i, True)

@@ -240,7 +240,7 @@ cdef void _measure_row(const Plan* plan, Row* row, int64_t* totals) noexcept nog
     row.n_spans = 0
     row.n_trained = 0
     row.use_tool = row.ill_formed = 0
-    row.truncated = calls[row.last].length_stop
+    row.truncated = calls[row.last].stop == STOP_LENGTH
     row.n_tokens = row.stored = min(_row_len(calls, row), choices.max_tokens)
     for i in range(row.n_calls):
         owned = plan.owners[call] == row.owner
@@ -508,7 +508,7 @@ cdef void _plan_chain(
         if plan.choices.cut_at_calls:
             _cut_at_calls(plan, &row, totals)
         if plan.choices.chain_flags:
-            row.truncated = plan.paths.calls[leaf].length_stop
+            row.truncated = plan.paths.calls[leaf].stop == STOP_LENGTH
             row.use_tool = plan.flags[leaf] & CALL_USE_TOOL != 0
             row.ill_formed = plan.flags[leaf] & CALL_ILL_FORMED != 0
         if _keep_row(plan, &row, totals, below, report):

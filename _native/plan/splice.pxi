@@ -153,7 +153,7 @@ cdef void _splice_chain(
                 totals[part.kind] += part.out_stop - part.out_start
         row.use_tool |= calls[call].use_tool
         row.ill_formed |= calls[call].ill_formed
-        row.truncated = calls[call].length_stop
+        row.truncated = calls[call].stop == STOP_LENGTH
         row.n_calls += 1
         row.last = call
         n_tokens = splice.places[call] + calls[call].out_len
@@ -170,7 +170,7 @@ cdef void _splice_chain(
         if plan.choices.chain_flags:
             row.use_tool |= calls[call].use_tool
             row.ill_formed |= calls[call].ill_formed
-            row.truncated = calls[call].length_stop
+            row.truncated = calls[call].stop == STOP_LENGTH
         call = splice.next_call[call]
     row.n_trained = totals[SPAN_TRAINED]
     row.n_tokens = n_tokens

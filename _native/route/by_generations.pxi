@@ -45,7 +45,7 @@ cdef int32_t _refusal_reason(
     """REASON_REFUSED_*, or -1 if the call may continue its parent."""
     cdef const Call* calls = paths.calls
     cdef pos_t shared, drift
-    if calls[parent].length_stop:
+    if calls[parent].stop == STOP_LENGTH:
         return REASON_REFUSED_TRUNCATED
     shared = _shared_of(paths, parent, index)
     drift = _held_len(&calls[parent]) - shared

@@ -127,7 +127,10 @@ cdef class Intake:
         call.trainable = trainable is not False
         call.use_tool = use_tool is True
         call.ill_formed = ill_formed is True
-        call.length_stop = finish_reason == "length"
+        if finish_reason == "length":
+            call.stop = STOP_LENGTH
+        elif finish_reason == "abort":
+            call.stop = STOP_ABORT
         self.lists.add(self.paths.base)
         if self.lists.mixed:
             self.lists.mixed = False

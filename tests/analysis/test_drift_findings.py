@@ -479,4 +479,4 @@ def test_paths_that_are_refused(call, start, size, match):
     forest = grow(calls)
     out = np.empty(size, np.int32)
     with pytest.raises(LayoutError, match=match):
-        _core.copy_path(forest.of(calls), call, start, out)
+        _core.copy_path(forest.paths, call, start, out)

@@ -73,7 +73,7 @@ def fill_rows(change, shifted=None):
     calls, forest, links, policy = linked("faithful")
     plan = plan_rows(calls, forest, links, policy, NO_LIMIT)
     return _core.fill_rows(
-        forest.of(calls),
+        forest.paths,
         links,
         choices_of(policy, NO_LIMIT),
         plan.owners,
@@ -87,7 +87,7 @@ def fill_splices(change, shifted=None):
     calls, forest, links, policy = linked("polar")
     plan = plan_splices(calls, forest, links, policy, NO_LIMIT)
     return _core.fill_splices(
-        forest.of(calls),
+        forest.paths,
         choices_of(policy, NO_LIMIT),
         plan.next_calls,
         plan.starts,

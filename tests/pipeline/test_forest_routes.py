@@ -768,9 +768,7 @@ def test_prefix_routing_refuses_what_ranks_no_calls(places, match):
     calls = read_calls(turns_table(FORKED))
     forest = grow(calls)
     with pytest.raises(LayoutError, match=match):
-        _core.route_prefix(
-            forest.of(calls), np.array(places, np.int32), np.zeros(3, LINK)
-        )
+        _core.route_prefix(forest.paths, np.array(places, np.int32), np.zeros(3, LINK))
 
 
 def test_parents_in_a_circle_are_refused():

@@ -10,11 +10,13 @@ from trajkit.analysis.drift import DESCRIBED
 from trajkit.analysis.drift_text import Stretch
 from trajkit.pipeline import row_scalars
 from trajkit.pipeline.plan import COUNTS
+from trajkit.turns.structs import STOPS
 
 NATIVE = Path(__file__).parents[2] / "_native"
 
 # file, prefix of the members, the list in Python
 MIRRORED = [
+    ("structs.pxd", "STOP", STOPS),
     ("route/route.pxi", "REASON", schema.LINK_REASONS),
     ("route/route.pxi", "TIE_BREAK", policies.TIE_BREAKS),
     ("route/by_agents.pxi", "SEGMENT", ("none", *schema.SEGMENT_KINDS)),

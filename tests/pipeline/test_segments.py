@@ -359,7 +359,7 @@ def test_the_kernel_refuses_what_leads_outside(name, change, match):
     calls = classes.keyed(calls)
     forest = grow(calls)
     good = {
-        "forest": forest.of(calls),
+        "forest": forest.paths,
         "requests": calls.requests,
         "dispatches": np.full(3, -1, np.int32),
         "answer_offsets": np.zeros(len(classes.bodies) + 1, np.int64),

@@ -146,7 +146,7 @@ def drift_table(
     found = dict(zip(DESCRIBED, described, strict=True))
     for name in ("resync_path", "resync_prompt", "resync_length"):
         found[name][:] = -1
-    _core.describe_drift(forest.of(calls), links, min_run, described)
+    _core.describe_drift(forest.paths, links, min_run, described)
     rows = np.flatnonzero(links["parent"] >= 0)
     found = {name: line[rows] for name, line in found.items()}
     linked = links[rows]

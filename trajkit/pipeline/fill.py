@@ -43,7 +43,7 @@ def row_batches(
     rows["stored"] = np.minimum(rows["shared"], rows["stored"]) if suffix else 0
     offsets = _offsets(rows)
     known = row_facts(calls, links, policy, rows, facts)
-    trees, choices = forest.of(calls), choices_of(policy, max_tokens)
+    trees, choices = forest.paths, choices_of(policy, max_tokens)
 
     def batch(lo: int, hi: int) -> pa.RecordBatch:
         here = offsets[:, lo : hi + 1]

@@ -94,7 +94,7 @@ def find_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
     if policy.parent_by == "messages":
         keyed = with_equality(calls, policy.message_equality)
         _core.route_messages(
-            forest.of(calls),
+            forest.paths,
             keyed.requests,
             policy.merge_threshold,
             TIE_BREAKS.index(policy.tie_break),
@@ -105,7 +105,7 @@ def find_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
         keyed = classes.keyed(calls)
         dispatches = find_dispatches(classes, policy.dispatch_tools)
         _core.route_agents(
-            forest.of(calls),
+            forest.paths,
             keyed.requests,
             dispatches.calls,
             dispatches.offsets,
@@ -113,16 +113,16 @@ def find_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
             links,
         )
     elif policy.parent_by == "tokens":
-        _core.route_tokens(forest.of(calls), links)
+        _core.route_tokens(forest.paths, links)
     elif policy.parent_by == "generations":
         keyed = with_equality(calls, policy.message_equality)
         _core.route_generations(
-            forest.of(calls), keyed.requests, policy.fork_threshold, links
+            forest.paths, keyed.requests, policy.fork_threshold, links
         )
     elif policy.parent_by == "prefix":
-        _core.route_prefix(forest.of(calls), by_prompt(calls), links)
+        _core.route_prefix(forest.paths, by_prompt(calls), links)
     elif policy.parent_by == "prompts":
-        paths = forest.of(calls)
+        paths = forest.paths
         inside = np.empty(n_calls, np.int32)
         _core.find_prompt_ends(paths, inside)
         by_place = np.lexsort((calls.calls["prompt_len"], inside))
@@ -169,7 +169,7 @@ def n_by_tokens(calls: Calls, policy: Policy) -> Longs:
 
 def measure(calls: Calls, forest: Forest, links: Records) -> None:
     """Fill ``lcp`` of every link: tokens that parent's path and prompt share."""
-    _core.measure_links(forest.of(calls), links)
+    _core.measure_links(forest.paths, links)
 
 
 def links_table(calls: Calls, links: Records) -> pa.Table:

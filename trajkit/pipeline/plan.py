@@ -79,7 +79,7 @@ def plan_rows(
     counts = np.zeros((calls.n_sessions, len(COUNTS)), np.int64)
     main = policy.row_selection == "main"
     n_rows = _core.plan_rows(
-        forest.of(calls),
+        forest.paths,
         links,
         choices_of(policy, max_tokens),
         by_creation(calls) if main else np.empty(0, np.int32),

@@ -50,7 +50,7 @@ def plan_splices(
         np.empty(n_calls, np.int64),
     )
     n_rows = _core.plan_splices(
-        forest.of(calls),
+        forest.paths,
         links,
         choices_of(policy, max_tokens),
         ended(calls),
@@ -85,7 +85,7 @@ def splice_batch(
     """`trajkit.schema.ROWS` of a plan, in which what rows share is completed."""
     write = partial(
         _core.fill_splices,
-        forest.of(calls),
+        forest.paths,
         choices_of(policy, max_tokens),
         plan.next_calls,
         plan.starts,

@@ -194,7 +194,7 @@ class Recording(_core.Intake):
         extra = self.extra.fields()
         if (
             self.valid
-            or any(one is not None for one in masks)
+            or any(mask is not None for mask in masks)
             or any(one.name in OF_TURNS for one in extra)
         ):
             return None
@@ -202,7 +202,7 @@ class Recording(_core.Intake):
         requests = np.empty(n_calls, REQUEST)
         keys, *roles = self.message_log.requests(requests)
         schema, columns = _READ, [pa.array(reasons, _READ.field(0).type)]
-        if any(one is not None for one in versions):
+        if versions.count(None) < len(versions):
             columns.append(pa.array(versions, _READ.field(1).type))
         else:
             columns.append(pa.nulls(n_calls, _READ.field(1).type))

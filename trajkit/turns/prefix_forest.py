@@ -22,12 +22,8 @@ class Forest:
     shared: Longs
     # shape (n_calls,): a call that has them, or -1
     shared_with: Ints
-
-    def of(self, calls: Calls) -> _core.CallForest:
-        """The forest and the calls it was grown from, as kernels take them."""
-        return _core.CallForest(
-            calls.calls, calls.session_offsets, self.nodes, self.ends
-        )
+    # the forest and the calls it was grown from, as kernels take them
+    paths: _core.CallForest
 
 
 def grow(calls: Calls) -> Forest:
@@ -53,7 +49,9 @@ def grow_paths(paths: Records, session_offsets: Longs) -> Forest:
         shared,
         shared_with,
     )
-    return Forest(nodes[:n_nodes], ends, shared, shared_with)
+    nodes = nodes[:n_nodes]
+    grown = _core.CallForest(paths, session_offsets, nodes, ends)
+    return Forest(nodes, ends, shared, shared_with, grown)
 
 
 class Paths:
@@ -61,7 +59,7 @@ class Paths:
 
     def __init__(self, calls: Calls, forest: Forest) -> None:
         self._calls = calls
-        self._forest = forest.of(calls)
+        self._forest = forest.paths
 
     def held(self, call: int) -> Ints:
         """Prompt, then output."""

@@ -9,6 +9,9 @@ _Item = TypeVar("_Item", bound=np.generic)
 
 _i8, _i4, _u1 = np.int64, np.int32, np.uint8
 
+STOPS = ("other", "length", "abort")
+"""The finish reasons that decide something: ``stop`` of a call is an index in them."""
+
 CALL = np.dtype(
     [
         ("own", _i8),
@@ -23,7 +26,7 @@ CALL = np.dtype(
         ("mask_bit", _i8),
         ("base", _i4),
         ("trainable", _u1),
-        ("length_stop", _u1),
+        ("stop", _u1),
         ("use_tool", _u1),
         ("ill_formed", _u1),
     ],

@@ -5,22 +5,19 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from trajkit._arrow import lazy_compute as pc
 from trajkit.errors import InvalidTurnsError
 from trajkit.policies import Policy
 from trajkit.turns.calls import Calls, Longs
 from trajkit.turns.flat_buffers import lacking_logprobs
+from trajkit.turns.structs import STOPS
 
 Bools = npt.NDArray[np.bool_]
 
-ABORT = "abort"
-"""The finish_reason of an output whose generation was aborted."""
-
 
 def aborted_calls(calls: Calls) -> Bools:
-    """Calls whose finish_reason is `ABORT`, shape (n_calls,)."""
-    same = pc.equal(calls.table.column("finish_reason"), ABORT).fill_null(False)
-    return np.asarray(same, np.bool_)
+    """Calls whose finish_reason is "abort", shape (n_calls,)."""
+    aborted: Bools = calls.calls["stop"] == STOPS.index("abort")
+    return aborted
 
 
 def without_aborted(calls: Calls, policy: Policy) -> tuple[Calls, Longs]:
@@ -35,11 +32,9 @@ def without_aborted(calls: Calls, policy: Policy) -> tuple[Calls, Longs]:
     n_tokens = np.zeros(calls.n_sessions, np.int64)
     if policy.train_aborted:
         return calls, n_tokens
-    # most runs have none, and finding that out costs half
-    reasons = calls.table.column("finish_reason")
-    if reasons.null_count == len(reasons) or pc.index(reasons, ABORT).as_py() < 0:
-        return calls, n_tokens
     now = aborted_calls(calls) & (calls.calls["trainable"] != 0)
+    if not now.any():
+        return calls, n_tokens
     np.add.at(n_tokens, calls.session_of()[now], calls.calls["out_len"][now])
     records = calls.calls.copy()
     records["trainable"][now] = False
