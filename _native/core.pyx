@@ -33,7 +33,7 @@ from libc.stdint cimport (
 from libc.string cimport memchr, memcmp, memcpy, memset
 
 from structs cimport (
-    STOP_ABORT, STOP_LENGTH,
+    STOP_ABORT, STOP_LENGTH, STOP_OTHER,
     Call, Choices, Heard, Link, Message, Node, PackRow, Place, Request, Row, pos_t,
     token_t
 )

@@ -119,6 +119,19 @@ cdef Text _word(const char* data, int64_t n) noexcept nogil:
     return text
 
 
+cdef inline uint8_t _stop(const ArrowArray* array, int64_t i) noexcept nogil:
+    """STOP_* of one element of finish_reason."""
+    cdef Text reason
+    if not _is_valid(array, i):
+        return STOP_OTHER
+    reason = _text(array, i)
+    if reason.n == 6 and memcmp(reason.data, b"length", 6) == 0:
+        return STOP_LENGTH
+    if reason.n == 5 and memcmp(reason.data, b"abort", 5) == 0:
+        return STOP_ABORT
+    return STOP_OTHER
+
+
 cdef int _read_turn(
     const ArrowArray* const* columns, int64_t i, Call* call, Request* request
 ) noexcept nogil:
@@ -155,10 +168,7 @@ cdef int _read_turn(
                 call.valid = <int64_t><intptr_t>items.buffers[0]
                 call.valid_bit = items.offset + run.start
 
-    if _is_word(columns[COL_FINISH], i, _word(b"length", 6)):
-        call.stop = STOP_LENGTH
-    elif _is_word(columns[COL_FINISH], i, _word(b"abort", 5)):
-        call.stop = STOP_ABORT
+    call.stop = _stop(columns[COL_FINISH], i)
     call.use_tool = _flag(columns[COL_USE_TOOL], i, False)
     call.ill_formed = _flag(columns[COL_ILL_FORMED], i, False)
     call.trainable = _flag(columns[COL_TRAINABLE], i, True)
