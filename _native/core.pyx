@@ -53,6 +53,7 @@ cdef extern from *:
 BUILD = TRAJKIT_BUILD.decode("ascii")
 
 include "bounds.pxi"
+include "dtypes.pxi"
 include "forest/prefix.pxi"
 include "text/batched_memcmp.pxi"
 include "text/python_lists.pxi"

@@ -24,6 +24,9 @@ _Taken = TypeVar("_Taken")
 # release, debug or sanitize
 BUILD: str
 
+# dtypes.pxi: by the name of the struct
+DTYPES: dict[str, np.dtype[np.void]]
+
 # forest/prefix.pxi
 def lcp(a: _I32, b: _I32) -> int: ...
 
