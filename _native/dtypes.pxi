@@ -2,7 +2,7 @@
 
 Made from the structs themselves, so that a buffer of another layout cannot be meant.
 """
-from numpy import asarray
+from numpy import asarray, dtype
 
 cdef Call _call
 cdef Request _request
@@ -14,8 +14,13 @@ cdef Row _row
 cdef PackRow _pack_row
 cdef Choices _choices
 
+
+def _aligned(layout):
+    return dtype([(name, layout[name]) for name in layout.names], align=True)
+
+
 DTYPES = {
-    name: asarray(one).dtype
+    name: _aligned(asarray(one).dtype)
     for name, one in (
         ("Call", <Call[:1]>&_call),
         ("Request", <Request[:1]>&_request),
