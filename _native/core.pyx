@@ -16,13 +16,12 @@ arrays. What goes to Arrow is freed by Arrow (arrow/export.pxi).
 """
 cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
-from cpython.dict cimport PyDict_GetItemWithError
+from cpython.dict cimport PyDict_GetItemWithError, PyDict_Next
 from cpython.float cimport PyFloat_AS_DOUBLE, PyFloat_CheckExact
 from cpython.list cimport PyList_GET_ITEM
 from cpython.long cimport PyLong_AsDouble, PyLong_CheckExact
 from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
-from cpython.tuple cimport PyTuple_GET_ITEM
 from cpython.unicode cimport (
     PyUnicode_DATA, PyUnicode_FromObject, PyUnicode_KIND, PyUnicode_New
 )
@@ -52,7 +51,11 @@ cdef extern from *:
 
 BUILD = TRAJKIT_BUILD.decode("ascii")
 
+cdef enum:
+    DEPTH = 32  # recursion into messages ends here, for the sake of the C stack
+
 include "bounds.pxi"
+include "dtypes.pxi"
 include "forest/prefix.pxi"
 include "text/batched_memcmp.pxi"
 include "text/python_lists.pxi"
@@ -62,7 +65,7 @@ include "fill/streaming_store.pxi"
 include "forest/forest.pxi"
 include "forest/call_forest.pxi"
 include "forest/growth.pxi"
-include "text/flat_message.pxi"
+include "text/message_copy.pxi"
 include "text/message_tree.pxi"
 include "text/record_call.pxi"
 include "route/route.pxi"

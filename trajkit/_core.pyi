@@ -24,6 +24,9 @@ _Taken = TypeVar("_Taken")
 # release, debug or sanitize
 BUILD: str
 
+# dtypes.pxi: by the name of the struct
+DTYPES: dict[str, np.dtype[np.void]]
+
 # forest/prefix.pxi
 def lcp(a: _I32, b: _I32) -> int: ...
 
@@ -98,9 +101,6 @@ class Growth:
     def fault(self) -> tuple[int, int, int] | None: ...
     def insert(self) -> tuple[int, int, bool]: ...
 
-# text/flat_message.pxi
-def message_of(form: tuple[object, ...]) -> dict[str, object]: ...
-
 # text/message_tree.pxi
 class _Numbers(Protocol):
     def number(self, message: object, place: int, /) -> int: ...
@@ -110,8 +110,8 @@ class _Numbers(Protocol):
 class Lists:
     def __new__(
         cls,
-        said: list[tuple[object, ...]],
-        by_hash: dict[int, int | list[int]],
+        said: list[dict[str, object] | tuple[object, ...]],
+        by_hash: dict[int, list[int]],
         counted: list[int],
     ) -> Self: ...
     def attach(self, places: _Records, heard: _Records) -> None: ...
@@ -145,19 +145,7 @@ class Intake:
         high: float,
     ) -> None: ...
     def add(
-        self,
-        prompt_ids: object,
-        output_ids: object,
-        output_logprobs: object,
-        finish_reason: object,
-        ill_formed: object,
-        use_tool: object,
-        trainable: object,
-        prompt_messages: object,
-        response_message: object,
-        weight_versions: object,
-        output_mask: object,
-        payloads: object,
+        self, call: tuple[object, ...], payloads: object
     ) -> tuple[int, int, bool]: ...
 
 # route/route.pxi

@@ -111,13 +111,9 @@ cdef class Growth:
                 high = middle
         return low
 
-    def take(
-        self,
-        const token_t[::1] prompt not None,
-        const token_t[::1] output not None,
-        const float[::1] logprobs,
-        float low,
-        float high,
+    cpdef bytes take(
+        self, const token_t[::1] prompt, const token_t[::1] output,
+        const float[::1] logprobs, float low, float high,
     ):
         """Find where a prompt departs from the paths, and copy what the call brings.
 
@@ -138,12 +134,6 @@ cdef class Growth:
             The ids of the prompt that no path has, those of the output, and logprobs: four
             bytes each. `fault` tells whether they keep the rules.
         """
-        return self._take(prompt, output, logprobs, low, high)
-
-    cdef bytes _take(
-        self, const token_t[::1] prompt, const token_t[::1] output,
-        const float[::1] logprobs, float low, float high,
-    ):
         cdef:
             pos_t n_logprobs = 0 if logprobs is None else logprobs.shape[0]
             const token_t* at = &prompt[0] if prompt.shape[0] else NULL

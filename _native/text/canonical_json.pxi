@@ -242,12 +242,15 @@ cdef str _valid_utf8(str text):
 cdef bint _same(object a, object b, int depth) except -1:
     """Whether a and b are written the same in canonical JSON, by type and value.
 
-    False is no promise: types that are not exactly JSON's own always differ.
+    False is no promise: types that are not exactly JSON's own always differ, and so does what
+    is nested deeper than `DEPTH` levels.
     """
-    cdef Py_ssize_t i
-    cdef object key, x
+    cdef Py_ssize_t i = 0, k = 0
     cdef double p, q
-    cdef PyObject* found
+    cdef PyObject* key = NULL
+    cdef PyObject* other = NULL
+    cdef PyObject* x = NULL
+    cdef PyObject* y = NULL
     if a is b:
         return True
     if type(a) is not type(b):
@@ -255,20 +258,18 @@ cdef bint _same(object a, object b, int depth) except -1:
     if type(a) is str:
         return <str>a == <str>b
     if type(a) is dict:
-        if len(<dict>a) != len(<dict>b):
+        if len(<dict>a) != len(<dict>b) or depth == DEPTH:
             return False
-        if depth == 32:  # so far the C stack, from here on a list
-            return _same_deep(a, b)
-        for key, x in (<dict>a).items():
-            found = PyDict_GetItemWithError(b, key)
-            if found is NULL or not _same(x, <object>found, depth + 1):
+        while PyDict_Next(a, &i, &key, &x):
+            # keys of both usually come in one order
+            if not PyDict_Next(b, &k, &other, &y) or other != key:
+                y = PyDict_GetItemWithError(b, <object>key)
+            if y is NULL or (x != y and not _same(<object>x, <object>y, depth + 1)):
                 return False
         return True
     if type(a) is list:
-        if len(<list>a) != len(<list>b):
+        if len(<list>a) != len(<list>b) or depth == DEPTH:
             return False
-        if depth == 32:
-            return _same_deep(a, b)
         for i in range(len(<list>a)):
             if not _same((<list>a)[i], (<list>b)[i], depth + 1):
                 return False
@@ -277,37 +278,9 @@ cdef bint _same(object a, object b, int depth) except -1:
         return a == b
     if type(a) is float:
         p, q = a, b
-        return memcmp(&p, &q, sizeof(double)) == 0  # -0.0 is written unlike 0.0
+        # -0.0 is written unlike 0.0, and every NaN the same
+        return memcmp(&p, &q, sizeof(double)) == 0 or (p != p and q != q)
     return False
-
-
-cdef bint _same_deep(object a, object b) except -1:
-    """As `_same` for two dicts or two lists, with a list of what is still to compare."""
-    cdef list pending = [(a, b)]
-    cdef object key, x, y
-    cdef PyObject* found
-    while pending:
-        a, b = pending.pop()
-        if type(a) is not type(b) or len(a) != len(b):
-            return False
-        if type(a) is dict:
-            pairs = []
-            for key, x in (<dict>a).items():
-                found = PyDict_GetItemWithError(b, key)
-                if found is NULL:
-                    return False
-                pairs.append((x, <object>found))
-        else:
-            pairs = zip(a, b)
-        for x, y in pairs:
-            if type(x) is dict or type(x) is list:
-                if type(y) is not type(x):
-                    return False
-                if x is not y:
-                    pending.append((x, y))
-            elif not _same(x, y, 0):
-                return False
-    return True
 
 
 def match_messages(

@@ -20,10 +20,10 @@ cdef class Lists:
     Parameters
     ----------
     said : list
-        Filled: every distinct message, by its number: its form, or a tuple of its key and its
+        Filled: every distinct message, by its number: a copy, or a tuple of its key and its
         role; an empty tuple never matches.
     by_hash : dict
-        Filled: numbers of forms by their hash, one or a list of them.
+        Filled: the numbers of copies by their hash.
     counted : list
         Filled: the numbers of messages that were added with a call, in order.
     """
@@ -32,8 +32,7 @@ cdef class Lists:
     cdef list said, counted
     cdef dict by_hash
     cdef bytearray has_counted  # by number
-    cdef bint has_pairs
-    cdef bint mixed       # a dict was counted since, which a pair may stand for
+    cdef bint has_pairs   # of key and role
     cdef int32_t n_places
     cdef int32_t n_calls
     cdef int32_t n_placed  # messages that may stand in the tree: those with a smaller number
@@ -46,7 +45,7 @@ cdef class Lists:
     def __cinit__(self, list said not None, dict by_hash not None, list counted not None):
         self.said, self.by_hash, self.counted = said, by_hash, counted
         self.new, self.has_counted = [], bytearray()
-        self.has_pairs = self.mixed = False
+        self.has_pairs = False
         self.n_places = self.n_calls = self.n_placed = 0
         self.silent, self.reached, self.reply = True, 0, -1
 
@@ -79,24 +78,6 @@ cdef class Lists:
             self.places[node].sibling = self.places[parent].child
             self.places[parent].child = node
         return node
-
-    def read(self, list messages, object reply, other not None):
-        """Number a call's messages; nothing changes until `add`.
-
-        Parameters
-        ----------
-        messages : list of dict and pairs of key and role, or None
-        reply : dict, pair of key and role, or None
-        other : object
-            Its method ``number`` numbers a message that is no dict with a form, given it and
-            its place (-1: the reply): it puts it into ``said``, or finds it there, or raises.
-
-        Returns
-        -------
-        int
-            Nodes that are in use once the call is added, at most.
-        """
-        return self._read(messages, reply, other)
 
     def match(self, list messages not None, int32_t base, object other not None):
         """Find the call whose messages a list begins with for longest, and add nothing.
@@ -155,26 +136,41 @@ cdef class Lists:
         """Whether there is no room for one more call, or for ``n_places`` places."""
         return self.n_calls >= self.heard.shape[0] or n_places > self.places.shape[0]
 
-    cdef int64_t _read(self, list messages, object reply, object other) except -1:
-        cdef Py_ssize_t i
-        cdef int32_t number = -1, child
+    cpdef int64_t read(self, list messages, object reply, object other) except -1:
+        """Number a call's messages; nothing changes until `add`.
+
+        Parameters
+        ----------
+        messages : list of dict and pairs of key and role, or None
+        reply : dict, pair of key and role, or None
+        other : object
+            Its method ``number`` numbers a message that has no copy, given it and its place
+            (-1: the reply): it puts it into ``said``, or finds it there, or raises.
+
+        Returns
+        -------
+        int
+            Nodes that are in use once the call is added, at most.
+        """
+        cdef Py_ssize_t i = 0
+        cdef int32_t number, child
         if self.n_places == 0:
             raise LayoutError("there is no room for lists")
         self.silent, self.reached, self.reply = messages is None, 0, -1
         self.new = []
-        if messages is not None:
-            i = self._follow(messages, 0)
-            while i < len(messages):
-                # a message known elsewhere, or one of many that stand at this place
-                number = self._number(messages[i], i, other)
-                child = self._child(self.reached, number)
-                i += 1
-                if child < 0:
-                    self.new.append(number)
-                    self._realign(messages, i, other)
-                    break
-                self.reached = child
+        while messages is not None and i < len(messages):
+            if not self.new:
                 i = self._follow(messages, i)
+                if i >= len(messages):
+                    break
+            # a message known elsewhere, or one of many that stand at this place
+            number = self._number(messages[i], i, other)
+            child = -1 if self.new else self._child(self.reached, number)
+            if child < 0:
+                self.new.append(number)
+            else:
+                self.reached = child
+            i += 1
         if reply is not None:
             self.reply = self._number(reply, -1, other)
         return self.n_places + len(self.new) + 1
@@ -185,65 +181,45 @@ cdef class Lists:
         At most `TRIES` children of a node are compared, newest first, so a message that is
         not found may still be there.
         """
-        cdef int32_t at
+        cdef int32_t node
         cdef int tries
-        cdef PyObject* message
+        cdef object message
         while i < len(messages):
-            message = PyList_GET_ITEM(messages, i)
-            at, tries = self.places[self.reached].child, 0
-            while at >= 0 and tries < TRIES:
-                if self._is_said(self.places[at].message, message):
+            message = messages[i]
+            node, tries = self.places[self.reached].child, 0
+            while node >= 0 and tries < TRIES:
+                if self._is_said(self.places[node].message, message):
                     break
-                at = self.places[at].sibling
+                node = self.places[node].sibling
                 tries += 1
-            if at < 0 or tries == TRIES:
+            if node < 0 or tries == TRIES:
                 break
-            self.reached = at
+            self.reached = node
             i += 1
         return i
 
-    cdef bint _is_said(self, int32_t number, PyObject* message) except -1:
-        """Whether a message is the one with this number. Runs no code of the caller's."""
-        cdef PyObject* held = PyList_GET_ITEM(self.said, number)
-        cdef PyObject** cell
-        if held == message:  # a pair, which cannot change
-            return True
-        if is_dict(message):
-            if tuple_size(held) <= 2:
-                return False
-            cell = tuple_cells(held, 0)
-            return _same_form(&cell, message)
-        return is_tuple(message) and _same_pair(<tuple>held, <tuple>message)
-
-    cdef _realign(self, list messages, Py_ssize_t i, object other):
-        """Number the messages from i on, after the first unknown one.
-
-        Messages that the newest list continuing here also contains are found in it, even if
-        others come between, unless the search takes longer than the two lists are.
-        """
-        cdef Py_ssize_t budget = 64 + 4 * (len(messages) - i)
-        cdef int32_t at, number, node = self.places[self.reached].child
-        while i < len(messages):
-            number, at = -1, node
-            while at >= 0 and budget > 0:
-                if self._is_said(self.places[at].message, PyList_GET_ITEM(messages, i)):
-                    number = self.places[at].message
-                    node = self.places[at].child
-                    break
-                at = self.places[at].child
-                budget -= 1
-            if number < 0:
-                number = self._number(messages[i], i, other)
-            self.new.append(number)
-            i += 1
+    cdef bint _is_said(self, int32_t number, object message) except -1:
+        """Whether a message is the one with this number."""
+        cdef object known = self.said[number]
+        if type(known) is dict:
+            return _same(known, message, 0)
+        # a pair, which cannot change
+        return known is message or (
+            type(message) is tuple and _same_pair(<tuple>known, <tuple>message)
+        )
 
     cdef int32_t _number(self, object message, Py_ssize_t place, object other) except -1:
         """The number of a message, which is new or known elsewhere."""
-        cdef list form = []
         cdef uint64_t digest = 0
+        cdef object copy = _copy_of(message, &digest)
         cdef int32_t number
-        if _has_form(message, form, &digest):
-            return self._number_of(tuple(form), digest)
+        if copy is not NotImplemented:
+            number = self._one_of(digest, copy)
+            if number < 0:
+                number = <int32_t>len(self.said)
+                self.said.append(copy)
+                self.by_hash.setdefault(digest, []).append(number)
+            return number
         self.has_pairs |= isinstance(message, tuple)
         number = other.number(message, place)
         if not 0 <= number < len(self.said):
@@ -252,43 +228,17 @@ cdef class Lists:
 
     cdef int32_t _find(self, object message, Py_ssize_t place, object other) except -2:
         """The number of a message, or -1 for one that is new."""
-        cdef list form = []
         cdef uint64_t digest = 0
-        cdef object known
-        if _has_form(message, form, &digest):
-            known = self.by_hash.get(digest)
-            return -1 if known is None else self._one_of(known, tuple(form))
+        cdef object copy = _copy_of(message, &digest)
+        if copy is not NotImplemented:
+            return self._one_of(digest, copy)
         return other.find(message, place)
 
-    cdef int32_t _number_of(self, tuple form, uint64_t digest) except -1:
-        """The number of the message that has a form."""
-        cdef object known = self.by_hash.get(digest)
-        cdef int32_t number = -1 if known is None else self._one_of(known, form)
-        if number >= 0:
-            self.said[number] = form  # its keys in the order of now
-            return number
-        number = <int32_t>len(self.said)
-        self.said.append(form)
-        if known is None:
-            self.by_hash[digest] = number
-        elif type(known) is list:
-            known.append(number)
-        else:
-            self.by_hash[digest] = [known, number]
-        return number
-
-    cdef int32_t _one_of(self, object known, tuple form) except -2:
-        """The known number of an equal message, or -1."""
+    cdef int32_t _one_of(self, uint64_t digest, object copy) except -2:
+        """The number of the message with an equal copy, or -1."""
         cdef int32_t number
-        cdef tuple held
-        cdef tuple ordered = None
-        for number in known if type(known) is list else (known,):
-            held = self.said[number]
-            if _equal_forms(form, held):
-                return number
-            if ordered is None:
-                ordered = _ordered(form)
-            if _equal_forms(ordered, _ordered(held)):
+        for number in self.by_hash.get(digest, ()):
+            if _same(self.said[number], copy, 0):
                 return number
         return -1
 
@@ -346,8 +296,6 @@ cdef class Lists:
             self.has_counted.extend(bytes(len(self.said) - n))
         if not self.has_counted[number]:
             self.has_counted[number] = 1
-            if self.has_pairs and tuple_size(PyList_GET_ITEM(self.said, number)) != 2:
-                self.mixed = True
             self.counted.append(number)
 
     cdef Py_ssize_t _n_suffixes(self) noexcept:
@@ -442,13 +390,12 @@ cdef class Lists:
         return 0
 
 
-cdef bint _has_form(object message, list form, uint64_t* digest) except -1:
-    """Whether a message is a dict that has a form: `_lay_out` fills it, and its hash."""
-    cdef object role
-    if not isinstance(message, dict):
-        return False
-    role = message.get("role")
-    return isinstance(role, str) and str.isascii(role) and _lay_out(message, form, 0, digest)
+cdef object _copy_of(object message, uint64_t* digest):
+    """A copy of a message that is a dict, and its hash; NotImplemented if it has none."""
+    cdef object role = message.get("role") if isinstance(message, dict) else None
+    if isinstance(role, str) and str.isascii(role):
+        return _copied(message, 0, digest)
+    return NotImplemented
 
 
 cdef bint _same_pair(tuple a, tuple b):

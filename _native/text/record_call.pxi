@@ -26,8 +26,8 @@ cdef class Intake:
         The messages as a list.
     ``number(message, place)``
         See `Lists.read`.
-    ``mean()``
-        Use keys for dicts as well, if there are pairs of key and role.
+    ``index_keys()``
+        Use keys for dicts as well, since there are pairs of key and role.
     ``refusal(held, fault)``
         The error for `Growth.fault`.
     ``make_room(n_tokens, n_places)``
@@ -62,19 +62,31 @@ cdef class Intake:
         self.paths, self.lists, self.held, self.facts = paths, lists, held, facts
         self.low, self.high, self.n_calls = low, high, 0
 
-    def add(
-        self, prompt_ids, output_ids, output_logprobs, finish_reason, ill_formed, use_tool,
-        trainable, prompt_messages, response_message, weight_versions, output_mask, payloads,
-    ):
-        """Add a call. All arguments are those of `trajkit.Recorder.record`.
+    def add(self, tuple call not None, payloads):
+        """Add a call.
 
         What can be refused, or lack memory, is done before anything changes.
+
+        Parameters
+        ----------
+        call : tuple
+            prompt_ids, output_ids, output_logprobs, finish_reason, ill_formed, use_tool,
+            trainable, prompt_messages, response_message, weight_versions and output_mask, as
+            `trajkit.Recorder.record` takes them.
+        payloads : object
+            As `trajkit.Recorder.record` takes them.
 
         Returns
         -------
         base, shared, clean
             As of `Growth.insert`.
         """
+        cdef object prompt_ids, output_ids, output_logprobs, prompt_messages, response
+        cdef object reason, ill_formed, use_tool, trainable, versions, mask
+        (
+            prompt_ids, output_ids, output_logprobs, reason, ill_formed, use_tool, trainable,
+            prompt_messages, response, versions, mask,
+        ) = call
         cdef:
             const token_t[::1] prompt = self._ids(prompt_ids, "prompt_ids")
             const token_t[::1] output = self._ids(output_ids, "output_ids")
@@ -82,66 +94,62 @@ cdef class Intake:
             const float[::1] logprobs = None
             object valid = None, read = None
             int64_t n_places
-            Call* call
+            Call* record
             bytes held
-            tuple facts, found
+            tuple found
         if output_logprobs is not None:
             logprobs = _reals(output_logprobs)
             if logprobs is None or logprobs.shape[0] != n_output:
                 logprobs, valid = self.read_logprobs(output_logprobs, n_output)
-        held = self.paths._take(prompt, output, logprobs, self.low, self.high)
+        held = self.paths.take(prompt, output, logprobs, self.low, self.high)
         if self.paths.any_fault():
             # the copy was checked, so that what is kept is what was checked
             raise self.refusal(held, self.paths.fault)
         if use_tool is None:
-            use_tool = isinstance(response_message, dict) and bool(
-                response_message.get("tool_calls")
-            )
-        elif use_tool is not True and use_tool is not False:
-            use_tool = self.read_flag(use_tool, "use_tool")
-        if not (ill_formed is None or ill_formed is False or ill_formed is True):
-            ill_formed = self.read_flag(ill_formed, "ill_formed")
-        if not (trainable is None or trainable is False or trainable is True):
-            trainable = self.read_flag(trainable, "trainable")
-        if finish_reason is not None:
-            if type(finish_reason) is not str or not (<str>finish_reason).isascii():
-                finish_reason = self.read_reason(finish_reason)
-        if weight_versions is not None:
-            weight_versions = self.read_versions(weight_versions, n_output)
-        if output_mask is not None:
-            output_mask = self.read_mask(output_mask, n_output)
+            use_tool = isinstance(response, dict) and bool(response.get("tool_calls"))
+        use_tool = self._flag(use_tool, "use_tool")
+        ill_formed = self._flag(ill_formed, "ill_formed")
+        trainable = self._flag(trainable, "trainable")
+        if reason is not None:
+            if type(reason) is not str or not (<str>reason).isascii():
+                reason = self.read_reason(reason)
+        if versions is not None:
+            versions = self.read_versions(versions, n_output)
+        if mask is not None:
+            mask = self.read_mask(mask, n_output)
         if payloads is not None:
             read = self.read_payloads(payloads)
         if prompt_messages is not None and type(prompt_messages) is not list:
             prompt_messages = self.read_messages(prompt_messages)
-        n_places = self.lists._read(prompt_messages, response_message, self)
-        facts = (
-            finish_reason, use_tool, ill_formed, trainable, weight_versions, output_mask
-        )
+        n_places = self.lists.read(prompt_messages, response, self)
         if self.paths.lacks_room() or self.lists.lacks_room(n_places):
             self.make_room(prompt.shape[0] + n_output, n_places)
 
         self.held.append(held)
         found = self.paths.insert()
-        call = &self.paths.calls[self.n_calls]
-        call.trainable = trainable is not False
-        call.use_tool = use_tool is True
-        call.ill_formed = ill_formed is True
-        if finish_reason == "length":
-            call.stop = STOP_LENGTH
-        elif finish_reason == "abort":
-            call.stop = STOP_ABORT
+        record = &self.paths.calls[self.n_calls]
+        record.trainable = trainable is not False
+        record.use_tool = use_tool is True
+        record.ill_formed = ill_formed is True
+        if reason == "length":
+            record.stop = STOP_LENGTH
+        elif reason == "abort":
+            record.stop = STOP_ABORT
         self.lists.add(self.paths.base)
-        if self.lists.mixed:
-            self.lists.mixed = False
-            self.mean()
-        self.facts.append(facts)
+        if self.lists.has_pairs:
+            self.index_keys()
+        self.facts.append((reason, use_tool, ill_formed, trainable, versions, mask))
         if valid is not None:
             self.add_valid(valid)
         if read is not None:
             self.add_payloads(read)
         self.n_calls += 1
         return found
+
+    cdef _flag(self, object value, str name):
+        if value is None or value is False or value is True:
+            return value
+        return self.read_flag(value, name)
 
     cdef const token_t[::1] _ids(self, object values, str name):
         if type(values) is ndarray:  # a subclass may mean more by it, as masks do

@@ -87,13 +87,13 @@ def test_a_match_keeps_nothing_of_its_messages():
     recorder.record("a", **call([1], [2], prompt_messages=[USER]))
     log = recorder._sessions["a"].message_log
     log.write()
-    before = copy.deepcopy((log.forms, log.by_hash, log.book))
+    before = copy.deepcopy((log.copies, log.by_hash, log.book))
     new = {"role": "user", "content": "é"}
     deep = {"role": "tool", "content": {"a": [[[{"b": 2**70}]]]}}
     for messages in ([USER, new], [deep], [USER, deep], [(b"k" * 16, "user")]):
         recorder.match("a", prompt_messages=messages)
     log.write()
-    assert (log.forms, log.by_hash, log.book) == before
+    assert (log.copies, log.by_hash, log.book) == before
 
 
 def test_match_of_a_session_without_calls():

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests.reference_talk import Numbers
 from tests.strategies import NAN, heard_calls, json_messages
-from trajkit import _core
-from trajkit.errors import LayoutError
 from trajkit.recorder.message_lists import MessageLog
 from trajkit.turns.messages import message_body, message_key
 
@@ -83,13 +81,14 @@ def kinds(value):
 
 @given(json_messages)
 @example({"role": "user", "content": 2**63})
-def test_a_form_says_what_the_message_does(message):
+def test_a_copy_says_what_the_message_does(message):
     talk = MessageLog()
     heard(talk, [message], None, -1, True, 0)
-    if talk.forms == [()]:  # none: an integer beyond 64 bits
+    if talk.copies == [()]:  # none: an integer beyond 64 bits
         assert talk.book.bodies == [message_body(message)]
         return
-    back = _core.message_of(talk.forms[0])
+    [back] = talk.copies
+    assert back is not message
     assert kinds(back) == kinds(message)
     assert message_body(back) == message_body(message)
 
@@ -125,7 +124,7 @@ def test_messages_with_one_hash_are_told_apart():
     heard(talk, None, said("a")[0], -1, True, 0)
     heard(talk, None, said("b")[0], -1, True, 1)
     digest = list(talk.by_hash)[1]
-    talk.by_hash[digest] = 0
+    talk.by_hash[digest] = [0]
     for value in ("b", "b", "a"):
         n_calls = len(talk.counted) + 2
         heard(talk, None, said(value)[0], -1, True, n_calls)
@@ -146,15 +145,7 @@ def test_a_key_is_looked_up_among_dicts_that_were_not_written():
     assert recorder.turns("a")["shared_messages"].to_pylist() == [0, 1, 1, 1]
 
 
-@pytest.mark.parametrize("cells", [0, 1, 2, 3])
-def test_a_form_that_ends_too_early_is_refused(cells):
-    talk = MessageLog()
-    heard(talk, said("a"), None, -1, True, 0)
-    with pytest.raises(LayoutError, match=f"a form of {cells} cells ends"):
-        _core.message_of(talk.forms[0][:cells])
-
-
-# long texts are compared as pages of 4096 bytes: sizes in bytes
+# sizes in bytes
 EDGES = [1, 63, 64, 65, 4095, 4096, 4097, 8191, 8192, 8193, 20_480, 36_001]
 # of one byte a character (ASCII and not), two and four
 LETTERS = ["a", "é", "語", "\U0001d11e"]
@@ -216,8 +207,8 @@ def test_mixed_texts_are_told_apart(sizes, changes):
     assert numbers(first, again) == [list(range(len(texts))), expected]
 
 
-def test_messages_of_other_shapes_than_the_form_are_told_apart():
-    """A key, a message refused a form, and one with more parts than its form has."""
+def test_messages_of_other_shapes_than_the_copy_are_told_apart():
+    """A key, a message without a copy, and one with more parts than its copy has."""
     key = message_key({"role": "user", "c": 1}), "user"
     wide = {"role": "user", **{str(k): [k, {"t": str(k)}] for k in range(40)}}
     first = [key, {"role": "user", "c": 2**63}, *said("a", [{"t": "b"}]), wide]

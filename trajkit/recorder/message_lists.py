@@ -17,15 +17,13 @@ from trajkit.turns.structs import HEARD, PLACE, longer
 class MessageLog:
     """The messages of a session's calls.
 
-    A message that occurred before is compared with its stored form, as Python compares
-    dicts, and not encoded again. Stored forms do not change with the caller's objects:
-    dicts and lists are flattened, and strings are shared. Bodies and keys are computed
-    when they are first needed (`write`).
+    A message that occurred before is compared with a copy, as Python compares dicts, and
+    not encoded again. Bodies and keys are computed when they are first needed (`write`).
     """
 
     # the arguments of `_core.Lists`
-    forms: list[tuple[object, ...]] = field(default_factory=list)
-    by_hash: dict[int, int | list[int]] = field(default_factory=dict)
+    copies: list[dict[str, object] | tuple[object, ...]] = field(default_factory=list)
+    by_hash: dict[int, list[int]] = field(default_factory=dict)
     counted: list[int] = field(default_factory=list)
     lists: _core.Lists = field(init=False)
     places: Records = field(init=False)
@@ -37,7 +35,7 @@ class MessageLog:
     n_known: int = 0
 
     def __post_init__(self) -> None:
-        self.lists = _core.Lists(self.forms, self.by_hash, self.counted)
+        self.lists = _core.Lists(self.copies, self.by_hash, self.counted)
         self.places = np.empty(1, PLACE)
         self.lists.attach(self.places, self.calls)
 
@@ -72,7 +70,7 @@ class MessageLog:
         return self.lists.requests(self.book.keys, self.book.roles, requests)
 
     def number(self, message: object, place: int) -> int:
-        """The number of a message for which the kernel has no form: see `_core.Lists`."""
+        """The number of a message for which the kernel makes no copy: see `_core.Lists`."""
         where = "response_message" if place < 0 else f"prompt_messages[{place}]"
         said: tuple[object, ...] = ()  # equal to no message
         if isinstance(message, tuple):
@@ -84,8 +82,8 @@ class MessageLog:
         else:
             self.write()
             number = self.book.add(message, where)
-        if number == len(self.forms):
-            self.forms.append(said)
+        if number == len(self.copies):
+            self.copies.append(said)
         return number
 
     def find(self, message: object, place: int) -> int:
@@ -100,8 +98,8 @@ class MessageLog:
 
     def write(self) -> None:
         """Compute the bodies and keys of messages that have none yet."""
-        for number in range(len(self.book.bodies), len(self.forms)):
-            self.book.add(_core.message_of(self.forms[number]), "")
+        for number in range(len(self.book.bodies), len(self.copies)):
+            self.book.add(self.copies[number], "")
 
     def index_keys(self) -> None:
         """Index the counted messages by key and role; those with a body have priority."""
@@ -112,7 +110,7 @@ class MessageLog:
             known = self.by_key.setdefault(name, number)
             if bodies[known] is None and known != number:
                 self.by_key[name] = number
-                self.forms[known] = ()  # from now on its key finds the other message
+                self.copies[known] = ()  # from now on its key finds the other message
         self.n_known = len(self.counted)
 
 

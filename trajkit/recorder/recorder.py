@@ -259,7 +259,7 @@ class Recorder:
                 index = session.n_calls
                 try:
                     columns = with_metadata(payloads, metadata)
-                    base, shared, clean = session.add(*given, columns)
+                    base, shared, clean = session.add(given, columns)
                 except (InvalidTurnsError, RecursionError) as error:
                     reason = f"session {session_id!r}, turn {index}: {error}"
                     if isinstance(error, RecursionError):

@@ -127,7 +127,7 @@ class Recording(_core.Intake):
     def find(self, message: object, place: int) -> int:
         return self.message_log.find(message, place)
 
-    def mean(self) -> None:
+    def index_keys(self) -> None:
         self.message_log.index_keys()
 
     def refusal(self, values: bytes, fault: tuple[int, int, int]) -> InvalidTurnsError:

@@ -1,0 +1,35 @@
+"""The numpy dtypes of the records that kernels share.
+
+Made from the structs themselves, so that a buffer of another layout cannot be meant.
+"""
+from numpy import asarray, dtype
+
+cdef Call _call
+cdef Request _request
+cdef Node _node
+cdef Place _place
+cdef Heard _heard
+cdef Link _link
+cdef Row _row
+cdef PackRow _pack_row
+cdef Choices _choices
+
+
+def _aligned(layout):
+    return dtype([(name, layout[name]) for name in layout.names], align=True)
+
+
+DTYPES = {
+    name: _aligned(asarray(one).dtype)
+    for name, one in (
+        ("Call", <Call[:1]>&_call),
+        ("Request", <Request[:1]>&_request),
+        ("Node", <Node[:1]>&_node),
+        ("Place", <Place[:1]>&_place),
+        ("Heard", <Heard[:1]>&_heard),
+        ("Link", <Link[:1]>&_link),
+        ("Row", <Row[:1]>&_row),
+        ("PackRow", <PackRow[:1]>&_pack_row),
+        ("Choices", <Choices[:1]>&_choices),
+    )
+}
