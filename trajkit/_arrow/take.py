@@ -53,6 +53,12 @@ def take_run(values: _Values, indices: npt.NDArray[Any]) -> _Values:
     return values.take(pa.array(indices))
 
 
+def list_values(column: pa.ChunkedArray) -> pa.Array:
+    """The elements of all lists of a column, concatenated."""
+    nothing = pa.array([], column.type.value_type)
+    return pa.concat_arrays([nothing, *(chunk.flatten() for chunk in column.chunks)])
+
+
 def empty_batch(schema: pa.Schema) -> pa.RecordBatch:
     """A batch without rows, of any schema (`from_pylist` fails on categories of views)."""
     return pa.RecordBatch.from_arrays(
