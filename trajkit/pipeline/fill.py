@@ -21,6 +21,7 @@ from trajkit.policies import Policy
 from trajkit.schema import ROWS, ROWS_SUFFIX, SPAN, SPAN_KINDS
 from trajkit.turns.calls import Calls, Ints, Longs, Records
 from trajkit.turns.prefix_forest import Forest
+from trajkit.turns.table import runs_of
 
 
 def row_batches(
@@ -64,18 +65,8 @@ def row_batches(
         columns |= lists.of_turns(calls, links, rows[lo:hi])
         return lists.beside(columns, ROWS_SUFFIX if suffix else ROWS)
 
-    return ((rows[lo:hi], batch(lo, hi)) for lo, hi in _cuts(offsets[0]))
-
-
-def _cuts(offsets: Longs) -> Iterator[tuple[int, int]]:
-    """Runs of rows that hold `limits.BATCH_TOKENS` tokens, or one row; one run at least."""
-    n_rows, lo = len(offsets) - 1, 0
-    while offsets[-1] - offsets[lo] > limits.BATCH_TOKENS and lo + 1 < n_rows:
-        most = offsets[lo] + limits.BATCH_TOKENS
-        hi = max(int(np.searchsorted(offsets, most, side="right")) - 1, lo + 1)
-        yield lo, hi
-        lo = hi
-    yield lo, n_rows
+    runs = list(runs_of(np.diff(offsets[0]), limits.BATCH_TOKENS)) or [(0, 0)]
+    return ((rows[lo:hi], batch(lo, hi)) for lo, hi in runs)
 
 
 def batch_of(
