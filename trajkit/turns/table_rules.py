@@ -126,12 +126,14 @@ def parents_first(table: pa.Table) -> Iterator[Violation]:
     before = np.where(followed, order[at], -1)
     session = np.searchsorted(run_starts(table), np.arange(len(table)), side="right")
     later = np.unique(session[followed & (at > np.arange(len(table)))])
-    unordered = (before >= order) & np.isin(session, later)
+    rule = "order {}, but its parent has no order, so it is in no row"
+    yield broken(followed & (before < 0), rule, order)
     yield broken(
-        followed & ((before < 0) | unordered),
-        "order {} does not come after its parent's, {}",
+        followed & (before >= order) & np.isin(session, later),
+        "order {} does not come after its parent's, {}, in a session with a parent that "
+        "is a later turn",
         order,
-        np.where(before < 0, "null", before.astype(str)),
+        before,
     )
 
 
