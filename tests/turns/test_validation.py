@@ -298,7 +298,7 @@ BAD = [
         [but(LINK, parent=2, order=0), but(CHILD, parent=None)],
         "order 0 does not come after its parent's, 1",
     ),
-    ("links", [but(LINK, order=None), CHILD], "after its parent's, null"),
+    ("links", [but(LINK, order=None), CHILD], "its parent has no order"),
     ("links", [LINK, but(CHILD, order=0)], "order 0 is repeated"),
     ("links", [but(LINK, order=-1)], "order is -1"),
     ("links", [LINK, but(CHILD, rewritten_by=0)], "rewritten_by 0 is not a later turn"),

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from trajkit._arrow import lazy_compute as pc
 from trajkit.errors import SchemaError
 
 _Column = TypeVar("_Column", pa.Array, pa.ChunkedArray)
@@ -51,6 +52,24 @@ def take_run(values: _Values, indices: npt.NDArray[Any]) -> _Values:
     if n == 1 or (n and (np.diff(indices) == 1).all()):
         return values.slice(int(indices[0]), n)
     return values.take(pa.array(indices))
+
+
+def list_values(column: pa.ChunkedArray) -> pa.Array:
+    """The elements of all lists of a column, concatenated."""
+    parts = [chunk.flatten() for chunk in column.chunks]
+    if len(parts) == 1:
+        return parts[0]
+    return pa.concat_arrays([pa.array([], column.type.value_type), *parts])
+
+
+def row_lengths(rows: pa.Table) -> npt.NDArray[np.int64]:
+    """Tokens of each row, in either layout of rows."""
+    if "suffix_ids" in rows.column_names:
+        n = pc.list_value_length(rows.column("suffix_ids"))
+        n = pc.add(n, rows.column("suffix_start"))
+    else:
+        n = pc.list_value_length(rows.column("input_ids"))
+    return np.asarray(n, np.int64)
 
 
 def empty_batch(schema: pa.Schema) -> pa.RecordBatch:

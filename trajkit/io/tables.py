@@ -45,7 +45,7 @@ from trajkit.schema import AMENDMENTS, ROWS, SESSIONS, TURNS
 from trajkit.turns.amendments import Amendments
 from trajkit.turns.records import from_records
 from trajkit.turns.session_metadata import last_lines
-from trajkit.turns.validation import Nonfinite, check_rows, check_turns
+from trajkit.turns.validation import Nonfinite, check_table, check_turns
 
 Source: TypeAlias = str | os.PathLike[str] | BinaryIO | TableLike
 Sink: TypeAlias = str | os.PathLike[str] | BinaryIO
@@ -219,7 +219,7 @@ def read_rows(source: Source, *, format: Format | None = None) -> pa.Table:
     """
     tables = iter_tables(source, format=format, plan=rows_schema)
     rows = _concat([canonical_rows(table) for table in tables], ROWS)
-    return normalize_categories(check_rows(gather(rows, "row_index")))
+    return normalize_categories(check_table(gather(rows, "row_index"), "rows"))
 
 
 def scan_rows(

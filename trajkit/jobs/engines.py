@@ -11,21 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
-from trajkit._arrow.take import take_rows
+from trajkit._arrow.take import row_lengths, take_rows
 from trajkit._streams import limits
 from trajkit.errors import ArgumentError, InvalidTurnsError
 from trajkit.io.tables import turn_files
 from trajkit.jobs.group_sessions import index_sessions, scan_turns
 from trajkit.pipeline.rows import Layout, linearize
-from trajkit.pipeline.suffix_layout import row_lengths
 from trajkit.policies import Policy
 from trajkit.schema import ROWS, ROWS_SUFFIX
 from trajkit.turns.amendments import Amendments
 from trajkit.turns.session_metadata import Reward
+from trajkit.turns.table import runs_of
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -87,14 +86,9 @@ class LinearizeStep:
 
 def _split(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     """Parts with few enough tokens for offsets of 32 bits; at least one row each."""
-    ends = np.cumsum(row_lengths(pa.Table.from_batches([batch])))
-    start = 0
-    while start < batch.num_rows:
-        before = ends[start - 1] if start else 0
-        stop = int(np.searchsorted(ends, before + limits.PART_TOKENS, side="right"))
-        stop = max(stop, start + 1)
-        yield batch.slice(start, stop - start)
-        start = stop
+    sizes = row_lengths(pa.Table.from_batches([batch]))
+    for lo, hi in runs_of(sizes, limits.PART_TOKENS):
+        yield batch.slice(lo, hi - lo)
 
 
 def _plain_field(field: pa.Field) -> pa.Field:

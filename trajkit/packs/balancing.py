@@ -11,8 +11,8 @@ import pyarrow as pa
 from trajkit._arguments import check_choice, chosen_int
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table, canonical
+from trajkit._arrow.take import list_values
 from trajkit.errors import ArgumentError, InvalidTurnsError
-from trajkit.packs.row_buffers import flat_values
 from trajkit.schema import ASSIGNMENT, PACKS
 from trajkit.turns.flat_buffers import offsets_of
 
@@ -123,7 +123,7 @@ def _check_sessions(tables: list[pa.Table]) -> None:
     """Raise InvalidTurnsError where two steps have rows of one session."""
     seen: dict[str, int] = {}
     for step, table in enumerate(tables):
-        for name in flat_values(table.column("sessions")).unique().to_pylist():
+        for name in list_values(table.column("sessions")).unique().to_pylist():
             if seen.setdefault(name, step) != step:
                 raise InvalidTurnsError(
                     f"session {name!r} is in packs of steps {seen[name]} and {step}: the "
@@ -136,7 +136,7 @@ def pack_pairs(packs: pa.Table) -> npt.NDArray[np.int64]:
     """Pairs of a token and one that it attends, itself included, of each pack."""
     column = packs.column("position_ids")
     ends = offsets_of(np.asarray(pc.list_value_length(column), np.int64))
-    sums = offsets_of(flat_values(column).to_numpy().astype(np.int64) + 1)
+    sums = offsets_of(list_values(column).to_numpy().astype(np.int64) + 1)
     return np.diff(sums[ends])
 
 

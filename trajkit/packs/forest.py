@@ -7,9 +7,9 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit._arrow.take import without_views
+from trajkit._arrow.take import list_values, without_views
 from trajkit.errors import SchemaError
-from trajkit.packs.row_buffers import Records, column_of, flat_values, per_token
+from trajkit.packs.row_buffers import Records, column_of, per_token
 from trajkit.turns.calls import Longs
 from trajkit.turns.flat_buffers import offsets_of
 
@@ -74,7 +74,7 @@ def _agree(
     column: pa.ChunkedArray, name: str, n_tokens: Longs, rows: Longs, others: Longs
 ) -> Longs:
     """At how many tokens from the first on each row has the values of the other one."""
-    values = flat_values(column)
+    values = list_values(column)
     width = 1
     while pa.types.is_fixed_size_list(values.type):
         width *= values.type.list_size
@@ -127,7 +127,7 @@ def join_groups(table: pa.Table, records: Records, same: Sequence[str]) -> Recor
     names = table.column("group_id").take(pa.array(root)).to_pylist()
     groups = list(zip(names, *kinds, strict=True))
     name = "suffix_ids" if "suffix_ids" in table.column_names else "input_ids"
-    values = flat_values(table.column(name)).to_numpy()
+    values = list_values(table.column(name)).to_numpy()
     ends = offsets_of(records["length"] - records["stored"])
     ids = {int(row): values[ends[row] : ends[row + 1]] for row in root}
     ranked = sorted(

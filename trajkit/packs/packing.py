@@ -13,7 +13,7 @@ from trajkit._arguments import check_choice, chosen_int
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.buffers import pooled
 from trajkit._arrow.canonical import TableLike, as_table, canonical_rows, place
-from trajkit._arrow.take import take_values
+from trajkit._arrow.take import list_values, row_lengths, take_values
 from trajkit._streams.lockstep import Stream, batches_in, batches_of, is_stream
 from trajkit._streams.session_batches import concat, whole_sessions
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
@@ -25,11 +25,10 @@ from trajkit.packs.row_buffers import (
     Records,
     add_observed,
     column_of,
-    flat_values,
     per_token,
     row_records,
 )
-from trajkit.pipeline.suffix_layout import full_rows, row_lengths
+from trajkit.pipeline.suffix_layout import full_rows
 from trajkit.schema import PACKS
 from trajkit.training.loss import Reduce
 from trajkit.turns.calls import Ints, Longs
@@ -651,7 +650,7 @@ def _of_edges(
         values, at = column.combine_chunks(), line
         valid = None
     else:
-        values = flat_values(column)
+        values = list_values(column)
         n = np.asarray(pc.list_value_length(column).fill_null(0), np.int64)
         at = offsets_of(n)[line] + position
         valid = np.asarray(column.is_valid())[line]

@@ -9,6 +9,7 @@ import pyarrow as pa
 from trajkit._arguments import did_you_mean
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import is_list, place
+from trajkit._arrow.take import list_values
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.turns.calls import Longs
 from trajkit.turns.flat_buffers import offsets_of, positions
@@ -89,14 +90,6 @@ def _lists(column: pa.ChunkedArray) -> tuple[Longs, Longs, Longs, Longs]:
     return data, valid, first, n
 
 
-def flat_values(column: pa.ChunkedArray) -> pa.Array:
-    """The elements of a list column, end to end."""
-    parts = [chunk.flatten() for chunk in column.chunks]
-    if len(parts) == 1:
-        return parts[0]
-    return pa.concat_arrays([pa.array([], column.type.value_type), *parts])
-
-
 def column_of(table: pa.Table, name: str, argument: str) -> pa.ChunkedArray:
     """A column of rows that an argument names.
 
@@ -159,10 +152,10 @@ def add_observed(table: pa.Table, records: Records) -> tuple[Bools, list[Any]]:
     column = column_of(table, OBSERVED, "columns")
     if not per_token(table, OBSERVED, records["length"]):
         raise SchemaError(f"{OBSERVED} is {column.type}: expected a weight per token")
-    trained = np.asarray(flat_values(table.column("loss_mask")))
+    trained = np.asarray(list_values(table.column("loss_mask")))
     observed = np.zeros(len(trained), np.bool_)
     at = positions(offsets[:-1], pc.list_value_length(column).fill_null(0).to_numpy())
-    observed[at] = np.asarray(flat_values(column).fill_null(0)) != 0
+    observed[at] = np.asarray(list_values(column).fill_null(0)) != 0
     bits = np.packbits(trained | observed, bitorder="little")
     records["mask"], records["mask_bit"] = bits.ctypes.data, offsets[:-1]
     return trained, [bits]

@@ -14,9 +14,8 @@ from trajkit._arrow.canonical import (
     canonical_rows,
     place,
 )
+from trajkit._arrow.take import list_values, row_lengths
 from trajkit.errors import InvalidTurnsError
-from trajkit.packs.row_buffers import flat_values
-from trajkit.pipeline.suffix_layout import row_lengths
 from trajkit.schema import PACKS
 from trajkit.turns.flat_buffers import offsets_of
 
@@ -61,7 +60,7 @@ def unpack(packs: TableLike, values: Any, rows: TableLike) -> pa.LargeListArray:
     given = canonical(as_table(packs), PACKS)
     table = canonical_rows(as_table(rows))
     row, position = (
-        flat_values(given.column(name)).to_numpy().astype(np.int64)
+        list_values(given.column(name)).to_numpy().astype(np.int64)
         for name in ("edge_row", "edge_position")
     )
     numbers = _flat(values)

@@ -15,12 +15,13 @@ from trajkit._arrow.categories import dictionary_for
 from trajkit._arrow.export import Array, Column, record_batch
 from trajkit._streams import limits
 from trajkit.pipeline.plan import Plan, Planned, choices_of
-from trajkit.pipeline.row_scalars import row_facts, turn_lists
+from trajkit.pipeline.row_scalars import row_scalars, sliced, turn_lists
 from trajkit.pipeline.weight_versions import row_versions
 from trajkit.policies import Policy
 from trajkit.schema import ROWS, ROWS_SUFFIX, SPAN, SPAN_KINDS
 from trajkit.turns.calls import Calls, Ints, Longs, Records
 from trajkit.turns.prefix_forest import Forest
+from trajkit.turns.table import runs_of
 
 
 def row_batches(
@@ -42,7 +43,7 @@ def row_batches(
     rows = plan.rows
     rows["stored"] = np.minimum(rows["shared"], rows["stored"]) if suffix else 0
     offsets = _offsets(rows)
-    known = row_facts(calls, links, policy, rows, facts)
+    known = row_scalars(calls, links, policy, rows, facts)
     trees, choices = forest.paths, choices_of(policy, max_tokens)
 
     def batch(lo: int, hi: int) -> pa.RecordBatch:
@@ -60,21 +61,12 @@ def row_batches(
             uncached=past_caches,
         )
         lists = _Lists.written(rows[lo:hi], here, write, policy)
-        columns = known.columns(lo, hi) | lists.of_turns(calls, links, rows[lo:hi])
+        columns = {name: sliced(known[name], lo, hi - lo) for name in known}
+        columns |= lists.of_turns(calls, links, rows[lo:hi])
         return lists.beside(columns, ROWS_SUFFIX if suffix else ROWS)
 
-    return ((rows[lo:hi], batch(lo, hi)) for lo, hi in _cuts(offsets[0]))
-
-
-def _cuts(offsets: Longs) -> Iterator[tuple[int, int]]:
-    """Runs of rows that hold `limits.BATCH_TOKENS` tokens, or one row; one run at least."""
-    n_rows, lo = len(offsets) - 1, 0
-    while offsets[-1] - offsets[lo] > limits.BATCH_TOKENS and lo + 1 < n_rows:
-        most = offsets[lo] + limits.BATCH_TOKENS
-        hi = max(int(np.searchsorted(offsets, most, side="right")) - 1, lo + 1)
-        yield lo, hi
-        lo = hi
-    yield lo, n_rows
+    runs = list(runs_of(np.diff(offsets[0]), limits.BATCH_TOKENS)) or [(0, 0)]
+    return ((rows[lo:hi], batch(lo, hi)) for lo, hi in runs)
 
 
 def batch_of(
@@ -97,7 +89,10 @@ def batch_of(
     rows["stored"] = 0
     lists = _Lists.written(rows, _offsets(rows), write, policy)
     written(lists.offsets[0], lists.input_ids)
-    known = row_facts(calls, links, policy, rows, facts).columns(0, len(rows))
+    known = {
+        name: sliced(column, 0, len(rows))
+        for name, column in row_scalars(calls, links, policy, rows, facts).items()
+    }
     return lists.beside(known | lists.of_turns(calls, links, rows), ROWS)
 
 
@@ -135,7 +130,7 @@ class _Lists:
         )
         missing = write(rows=rows, columns=columns)
         if missing and policy.missing_logprobs == "null_row":
-            _core.drop_partial_logprobs(starts, loss_mask, logprobs, valid)
+            _drop_partial(starts, loss_mask, logprobs, valid)
         # where the engine gave every logprob, what is valid is what is trained
         given = valid if missing else loss_mask
         return cls(offsets, input_ids, logprobs, loss_mask, given, spans, kinds)
@@ -181,6 +176,25 @@ class _Lists:
 
 def _offsets(rows: Records) -> Longs:
     """Offsets of the rows' tokens, spans and turns, shape (3, n_rows + 1)."""
-    offsets = np.empty((3, len(rows) + 1), np.int64)
-    _core.measure_rows(rows, offsets)
+    offsets = np.zeros((3, len(rows) + 1), np.int64)
+    lengths = [rows["n_tokens"] - rows["stored"], rows["n_spans"], rows["n_calls"]]
+    np.cumsum(lengths, axis=1, out=offsets[:, 1:])
     return offsets
+
+
+def _drop_partial(
+    starts: Longs,
+    loss_mask: npt.NDArray[np.uint8],
+    logprobs: npt.NDArray[np.float32],
+    valid: npt.NDArray[np.uint8],
+) -> None:
+    """Leave a row no logprob if ``valid`` lacks one that ``loss_mask`` trains."""
+    lacking, given = (
+        np.unpackbits(bits, count=len(logprobs), bitorder="little")
+        for bits in (loss_mask & ~valid, valid)
+    )
+    n_lacking = np.append(0, np.cumsum(lacking))[starts]
+    drops = np.repeat(np.diff(n_lacking) > 0, np.diff(starts))
+    logprobs[drops] = 0.0
+    given[drops] = 0
+    valid[:] = np.packbits(given, bitorder="little")

@@ -24,6 +24,7 @@ from trajkit.turns.message_equality import (
 from trajkit.turns.prefix_forest import Forest, grow
 from trajkit.turns.records import as_turns
 from trajkit.turns.structs import LINK
+from trajkit.turns.validation import check_table
 
 BY_MESSAGES: tuple[ParentBy, ...] = ("messages", "agents", "generations")
 
@@ -207,23 +208,24 @@ def read_links(calls: Calls, table: pa.Table) -> Records:
     Raises
     ------
     InvalidTurnsError
-        It is not one row per turn in the same order, or a row names a turn that is no
-        other turn of its session, or parents do not come first.
+        It breaks a rule of `trajkit.validate`, is not one row per turn in the same
+        order, or its ranks are not from 0 on.
     """
-    table = canonical(table, LINKS)
+    table = check_table(canonical(table, LINKS), "links")
     _check_same_turns(calls, table)
     links = np.zeros(len(calls.calls), LINK)
+    session = calls.session_of()
     for name in ("parent", "rewritten_by"):
-        links[name] = find_turns(calls, table.column(name), name)
-    own = np.flatnonzero(links["parent"] == np.arange(len(links)))
-    if len(own):
-        call = int(own[0])
-        raise InvalidTurnsError(
-            f"{calls.place(call)}: parent {table.column('parent')[call].as_py()} is no "
-            "other turn"
-        )
+        column = table.column(name).fill_null(-1)
+        links[name] = calls.named(session, column.to_numpy())
     links["order"] = table.column("order").fill_null(-1).to_numpy()
-    _check_ranks(calls, links)
+    beyond = np.flatnonzero(links["order"] >= np.diff(calls.session_offsets)[session])
+    if len(beyond):
+        call = int(beyond[0])
+        raise InvalidTurnsError(
+            f"{calls.place(call)}: order {links['order'][call]}: expected ranks from "
+            "0, each once in a session"
+        )
     why = table.column("link_reason").combine_chunks()
     names = why.dictionary.to_pylist()
     ranks = np.array([LINK_REASONS.index(name) for name in names], np.int32)
@@ -245,61 +247,6 @@ def _check_same_turns(calls: Calls, table: pa.Table) -> None:
             f"links has {table.num_rows} rows for {len(calls.calls)} turns, or in "
             "another order: expected one row per turn, in the order of turns"
         )
-
-
-def _check_ranks(calls: Calls, links: Records) -> None:
-    """Raise unless ``order`` ranks the turns of each session without a repeat."""
-    placed = np.flatnonzero(links["order"] >= 0)
-    sizes = np.diff(calls.session_offsets)
-    session = calls.session_of()[placed]
-    rank = links["order"][placed]
-    beyond = rank >= sizes[session]
-    ranked = np.lexsort((rank, session))
-    again = np.zeros(len(placed), np.bool_)
-    repeats = np.diff(session[ranked]) == 0
-    repeats &= np.diff(rank[ranked]) == 0
-    again[ranked[1:][repeats]] = True
-    bad = np.flatnonzero(beyond | again)
-    if len(bad):
-        call = int(placed[bad[0]])
-        raise InvalidTurnsError(
-            f"{calls.place(call)}: order {links['order'][call]}: expected ranks from "
-            "0, each once in a session"
-        )
-    followed = (links["parent"] >= 0) & (links["order"] >= 0)
-    before = np.where(followed, links["order"][links["parent"]], -1)
-    orphans = np.flatnonzero(followed & (before < 0))
-    if len(orphans):
-        call = int(orphans[0])
-        raise InvalidTurnsError(
-            f"{calls.place(call)}: its parent has no order, so it is in no row"
-        )
-    # parents come first in turns, or else, throughout a session, in order
-    session = calls.session_of()
-    later = np.unique(session[followed & (links["parent"] > np.arange(len(links)))])
-    late = np.flatnonzero(
-        followed & (before >= links["order"]) & np.isin(session, later)
-    )
-    if len(late):
-        call = int(late[0])
-        raise InvalidTurnsError(
-            f"{calls.place(call)}: order {links['order'][call]} does not come after "
-            f"its parent's, {before[call]}, in a session with a parent that is a later "
-            "turn"
-        )
-
-
-def find_turns(calls: Calls, wanted: pa.ChunkedArray, name: str) -> Ints:
-    """The call that each row of a column of turn indices names, or -1."""
-    given = wanted.is_valid().to_numpy()
-    found = calls.named(calls.session_of(), wanted.fill_null(-1).to_numpy())
-    absent = np.flatnonzero(given & (found < 0))
-    if len(absent):
-        call = int(absent[0])
-        raise InvalidTurnsError(
-            f"{calls.place(call)}: {name} {wanted[call]} is no turn of the session"
-        )
-    return found.astype(np.int32)
 
 
 def read_lcp(calls: Calls, links: Records, table: TableLike) -> None:

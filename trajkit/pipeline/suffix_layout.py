@@ -8,16 +8,17 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trajkit import _core
-from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, canonical_rows, rows_schema
 from trajkit._arrow.reshape import Columns, check_no_clash, replace_columns
+from trajkit._arrow.take import list_values, row_lengths
 from trajkit._streams import limits
 from trajkit._streams.lockstep import Stream, map_sessions, one_batch
 from trajkit.schema import ROWS, ROWS_SUFFIX
 from trajkit.turns.calls import Ints, Longs
 from trajkit.turns.flat_buffers import Runs, ids_of, offsets_of, positions
 from trajkit.turns.structs import CALL
-from trajkit.turns.turn_rules import lookup, nulls, run_starts
+from trajkit.turns.table import runs_of
+from trajkit.turns.turn_rules import lengths, lookup, nulls, run_starts
 from trajkit.turns.validation import check_layout
 
 
@@ -108,22 +109,14 @@ def _convert(
 
 
 def row_pieces(rows: pa.Table) -> Iterator[pa.Table]:
-    """Split rows into tables of at most ``_PIECE`` tokens, or of one row.
+    """Split rows into tables of at most `limits.BATCH_TOKENS` tokens, or of one row.
 
     Yields at least one table. Each is released after use if the caller keeps no
     reference to ``rows``.
     """
     column = "suffix_ids" if "suffix_ids" in rows.column_names else "input_ids"
-    ends = offsets_of(np.asarray(pc.list_value_length(rows.column(column)), np.int64))
-    parts: list[pa.Table] = []
-    lo = 0
-    while lo < rows.num_rows or not parts:
-        hi = (
-            int(np.searchsorted(ends, ends[lo] + limits.BATCH_TOKENS, side="right")) - 1
-        )
-        hi = min(max(hi, lo + 1), rows.num_rows)
-        parts.append(rows.slice(lo, hi - lo))
-        lo = hi
+    runs = runs_of(lengths(rows.column(column)), limits.BATCH_TOKENS)
+    parts = [rows.slice(lo, hi - lo) for lo, hi in runs] or [rows]
     del rows
     parts.reverse()
     while parts:
@@ -138,24 +131,15 @@ def full_pieces(rows: pa.Table) -> Iterator[pa.Table]:
     suffixes = ids_of(rows.column("suffix_ids"))
     start = rows.column("suffix_start").to_numpy().astype(np.int64)
     parents = lookup(rows, "row_index", rows.column("parent_row"))[0]
-    ends = np.cumsum(start + suffixes.lengths)
-    lo = 0
-    while lo < rows.num_rows:
-        before = int(ends[lo - 1]) if lo else 0
-        hi = max(
-            int(np.searchsorted(ends, before + limits.BATCH_TOKENS, side="right")),
-            lo + 1,
-        )
-        part = rows.slice(lo, hi - lo)
-        ids = np.frombuffer(
-            pa.allocate_buffer(4 * int(ends[hi - 1] - before)), np.int32
-        )
+    sizes = start + suffixes.lengths
+    for lo, hi in runs_of(sizes, limits.BATCH_TOKENS):
+        offsets = offsets_of(sizes[lo:hi])
+        ids = np.frombuffer(pa.allocate_buffer(4 * int(offsets[-1])), np.int32)
         for row in range(lo, hi):
-            target = ids[(int(ends[row - 1]) if row else 0) - before :]
-            _write_row(target, row, suffixes, start, parents)
-        made = _per_token(part, offsets_of(row_lengths(part)), ids)
+            _write_row(ids[offsets[row - lo] :], row, suffixes, start, parents)
+        part = rows.slice(lo, hi - lo)
+        made = _per_token(part, offsets, ids)
         yield replace_columns(part, ROWS_SUFFIX, ROWS, [made])
-        lo = hi
 
 
 def _write_row(
@@ -172,25 +156,11 @@ def _write_row(
 
 
 def _parts(table: pa.Table) -> Iterator[pa.Table]:
-    """Split at sessions into parts of at most ``_PART`` tokens, or of one session."""
+    """Split at sessions into parts of at most `limits.PART_TOKENS`, or of one session."""
     starts = np.append(run_starts(table), table.num_rows)
-    ends = offsets_of(row_lengths(table))[starts]
-    s = 0
-    while s < len(starts) - 1:
-        stop = (
-            int(np.searchsorted(ends, ends[s] + limits.PART_TOKENS, side="right")) - 1
-        )
-        stop = max(stop, s + 1)
-        yield table.slice(starts[s], starts[stop] - starts[s])
-        s = stop
-
-
-def row_lengths(table: pa.Table) -> Longs:
-    """Tokens of each full row, in either layout."""
-    suffixes = "suffix_ids" in table.column_names
-    column = table.column("suffix_ids" if suffixes else "input_ids")
-    n: Longs = np.asarray(pc.list_value_length(column), np.int64)
-    return n + table.column("suffix_start").to_numpy() if suffixes else n
+    sizes = np.diff(offsets_of(row_lengths(table))[starts])
+    for lo, hi in runs_of(sizes, limits.PART_TOKENS):
+        yield table.slice(starts[lo], starts[hi] - starts[lo])
 
 
 def _full_columns(table: pa.Table) -> Columns:
@@ -254,21 +224,16 @@ def _lists(offsets: Longs, values: pa.Array) -> pa.LargeListArray:
     return pa.LargeListArray.from_arrays(pa.array(offsets), values)
 
 
-def _flat(column: pa.ChunkedArray) -> pa.Array:
-    parts = [chunk.flatten() for chunk in column.chunks]
-    return pa.concat_arrays([pa.array([], column.type.value_type), *parts])
-
-
 def _marks(column: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
-    return np.asarray(_flat(column).to_numpy(zero_copy_only=False))
+    return np.asarray(list_values(column).to_numpy(zero_copy_only=False))
 
 
 def _numbers(column: pa.ChunkedArray) -> npt.NDArray[np.float32]:
-    return np.asarray(_flat(column).fill_null(0.0).to_numpy())
+    return np.asarray(list_values(column).fill_null(0.0).to_numpy())
 
 
 def _given(column: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
-    return np.asarray(_flat(column).is_valid().to_numpy(zero_copy_only=False))
+    return np.asarray(list_values(column).is_valid().to_numpy(zero_copy_only=False))
 
 
 def _floats(numbers: npt.NDArray[np.float32], given: npt.NDArray[np.bool_]) -> pa.Array:

@@ -25,16 +25,6 @@ def trained_tokens(table: pa.Table) -> Longs:
     return np.concatenate(parts)
 
 
-def row_lengths(table: pa.Table) -> Longs:
-    """Tokens of each row, in either layout."""
-    if "input_ids" in table.column_names:
-        n = pc.list_value_length(table.column("input_ids"))
-    else:
-        n = pc.list_value_length(table.column("suffix_ids"))
-        n = pc.add(n, table.column("suffix_start"))
-    return np.asarray(n).astype(np.int64)
-
-
 def session_codes(table: pa.Table) -> tuple[Longs, int]:
     """The number of each row's session, and how many there are."""
     names = pc.unique(table.column("session_id"))

@@ -16,6 +16,7 @@ from trajkit._arrow.canonical import (
     place,
 )
 from trajkit._arrow.reshape import with_column
+from trajkit._arrow.take import row_lengths
 from trajkit._streams.lockstep import Stream, map_sessions
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.schema import SESSIONS
@@ -24,7 +25,6 @@ from trajkit.training._checks import (
     Longs,
     check_finite,
     check_once,
-    row_lengths,
 )
 from trajkit.training.rewards import segment_lines, trained_turns
 

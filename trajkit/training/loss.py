@@ -15,6 +15,7 @@ import pyarrow as pa
 from trajkit._arguments import check_choice
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table, canonical, is_list, place
+from trajkit._arrow.take import list_values
 from trajkit.errors import InvalidTurnsError
 from trajkit.schema import ROWS
 from trajkit.training._checks import session_codes
@@ -115,7 +116,9 @@ def reference_loss(
     scored = np.asarray(table.column(name).is_valid())
     advantage = _advantages(table, name, n_ids)
     weight = table.column("row_weight").fill_null(0.0).to_numpy()
-    trained = np.flatnonzero(_flat(table, "loss_mask") & scored[row])
+    trained = np.flatnonzero(
+        np.asarray(list_values(table.column("loss_mask"))) & scored[row]
+    )
     of = row[trained]
     if reduce == "mean":
         weight = weight / np.maximum(np.bincount(of, minlength=len(table)), 1)
@@ -168,14 +171,14 @@ def _per_token(
             f"{place(table, row)}: {n[row]} values of {name} for {n_ids[row]} tokens"
         )
     values = np.zeros(int(n_ids.sum()))
-    values[np.repeat(given, n_ids)] = _flat(table, name)
+    values[np.repeat(given, n_ids)] = np.asarray(list_values(column))
     return values
 
 
 def _behaviour(
     table: pa.Table, row: npt.NDArray[np.int64], trained: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    given = _values(table, "logprobs").take(pa.array(trained))
+    given = list_values(table.column("logprobs")).take(pa.array(trained))
     if given.null_count:
         at = trained[int(np.flatnonzero(np.asarray(given.is_null()))[0])]
         token = at - np.searchsorted(row, row[at])
@@ -184,14 +187,3 @@ def _behaviour(
             "logprob: the ratio needs the engine's"
         )
     return np.asarray(given, np.float64)
-
-
-def _flat(table: pa.Table, name: str) -> npt.NDArray[np.generic]:
-    return np.asarray(_values(table, name))
-
-
-def _values(table: pa.Table, name: str) -> pa.Array:
-    """The elements of a list column, concatenated."""
-    column = table.column(name)
-    nothing = pa.array([], column.type.value_type)
-    return pa.concat_arrays([nothing, *(chunk.flatten() for chunk in column.chunks)])

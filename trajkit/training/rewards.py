@@ -16,9 +16,10 @@ from trajkit._arrow.canonical import (
     place,
 )
 from trajkit._arrow.reshape import with_column
+from trajkit._arrow.take import list_values
 from trajkit._streams.lockstep import Stream, map_sessions
 from trajkit.errors import ArgumentError, InvalidTurnsError
-from trajkit.schema import ROWS, SEGMENT_REWARDS, TURN_REWARDS
+from trajkit.schema import SEGMENT_REWARDS, TURN_REWARDS
 from trajkit.training._checks import (
     Bools,
     Longs,
@@ -205,10 +206,7 @@ def trained_turns(
     InvalidTurnsError
         A trained turn has no line. ``what`` names the table.
     """
-    spans = pa.concat_arrays(
-        [pa.array([], ROWS.field("spans").type.value_type)]
-        + [chunk.flatten() for chunk in table.column("spans").chunks]
-    )
+    spans = list_values(table.column("spans"))
     row = np.repeat(
         np.arange(len(table)), pc.list_value_length(table.column("spans")).to_numpy()
     )

@@ -1,12 +1,13 @@
 """The rules of the sessions, links, drift and rows tables (see `turns.turn_rules`)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import Rows, Violation, violation
+from trajkit._arrow.take import list_values
 from trajkit.schema import (
     CAUSES,
     EMPTY_KINDS,
@@ -19,10 +20,14 @@ from trajkit.schema import (
 from trajkit.turns.turn_rules import (
     Bools,
     Check,
+    broken,
+    broken_items,
     flat_chunks,
+    lacks,
     lengths,
     logprobs,
     lookup,
+    no_null,
     nulls,
     owners,
     run_starts,
@@ -33,10 +38,17 @@ from trajkit.turns.turn_rules import (
 def one_row_per_session(table: pa.Table) -> Iterator[Violation]:
     """Each session has one row."""
     names = table.column("session_id").combine_chunks()
-    codes = names.dictionary_encode().indices.to_numpy()
-    first = np.unique(codes, return_index=True)[1]
-    again = np.setdiff1d(np.arange(len(codes)), first)
-    yield violation(again, "the session has a row already")
+    yield broken(
+        _repeated(names.dictionary_encode().indices.to_numpy()),
+        "the session has a row already",
+    )
+
+
+def _repeated(values: Rows) -> Bools:
+    """Where a value occurred before."""
+    again = np.ones(len(values), np.bool_)
+    again[np.unique(values, return_index=True)[1]] = False
+    return again
 
 
 def finite(name: str) -> Check:
@@ -44,10 +56,8 @@ def finite(name: str) -> Check:
 
     def check(table: pa.Table) -> Iterator[Violation]:
         values = table.column(name).fill_null(0.0).to_numpy()
-        rows = np.flatnonzero(~np.isfinite(values))
-        yield violation(
-            rows, f"{name} is {{}}: expected a finite number or null", values[rows]
-        )
+        rule = f"{name} is {{}}: expected a finite number or null"
+        yield broken(~np.isfinite(values), rule, values)
 
     return check
 
@@ -58,10 +68,7 @@ def not_negative(*names: str) -> Check:
     def check(table: pa.Table) -> Iterator[Violation]:
         for name in names:
             values = table.column(name).fill_null(0).to_numpy()
-            rows = np.flatnonzero(values < 0)
-            yield violation(
-                rows, f"{name} is {{}}: it must not be negative", values[rows]
-            )
+            yield broken(values < 0, f"{name} is {{}}: it must not be negative", values)
 
     return check
 
@@ -71,47 +78,26 @@ def one_of(name: str, known: tuple[str, ...]) -> Check:
 
     def check(table: pa.Table) -> Iterator[Violation]:
         text = table.column(name).cast(pa.string())
-        rows = np.flatnonzero(_unknown(text, known))
-        yield violation(
-            rows,
-            f"{name} is {{!r}}: expected one of {', '.join(known)}",
-            text.take(pa.array(rows)).to_pylist(),
+        unknown = pc.and_(
+            pc.invert(pc.is_in(text, value_set=pa.array(known))), text.is_valid()
         )
+        rule = f"{name} is {{!r}}: expected one of {', '.join(known)}"
+        yield broken(unknown, rule, text)
 
     return check
 
 
-def _unknown(text: pa.Array | pa.ChunkedArray, known: tuple[str, ...]) -> Bools:
-    unknown = pc.invert(pc.is_in(text, value_set=pa.array(known)))
-    return np.asarray(pc.and_(unknown, text.is_valid()))
-
-
-def earlier(name: str, index: str) -> Check:
-    """The check that a reference is to an earlier index, or null."""
+def refers(
+    name: str, index: str, fits: Callable[[Rows, Rows], Bools], what: str
+) -> Check:
+    """The check that a reference is null, or an index that fits the row's own."""
 
     def check(table: pa.Table) -> Iterator[Violation]:
         column = table.column(name)
         values = column.fill_null(-1).to_numpy()
-        late = (values < 0) | (values >= table.column(index).to_numpy())
-        rows = np.flatnonzero(late & ~nulls(column))
-        yield violation(
-            rows, f"{name} {{}} is not an earlier {index} of the session", values[rows]
-        )
-
-    return check
-
-
-def another(name: str, index: str) -> Check:
-    """The check that a reference is to another index, or null."""
-
-    def check(table: pa.Table) -> Iterator[Violation]:
-        column = table.column(name)
-        values = column.fill_null(-1).to_numpy()
-        same = (values < 0) | (values == table.column(index).to_numpy())
-        rows = np.flatnonzero(same & ~nulls(column))
-        yield violation(
-            rows, f"{name} {{}} is not another {index} of the session", values[rows]
-        )
+        good = (values >= 0) & fits(values, table.column(index).to_numpy())
+        rule = f"{name} {{}} is not {what} of the session"
+        yield broken(~good & ~nulls(column), rule, values)
 
     return check
 
@@ -123,11 +109,8 @@ def turns_exist(*names: str) -> Check:
         for name in names:
             column = table.column(name)
             found = lookup(table, "turn_index", column)[1]
-            rows = np.flatnonzero(~found & ~nulls(column))
-            values = column.fill_null(-1).to_numpy()
-            yield violation(
-                rows, f"{name} {{}} is not a turn of the session", values[rows]
-            )
+            rule = f"{name} {{}} is not a turn of the session"
+            yield broken(~found & ~nulls(column), rule, column)
 
     return check
 
@@ -143,64 +126,43 @@ def parents_first(table: pa.Table) -> Iterator[Violation]:
     before = np.where(followed, order[at], -1)
     session = np.searchsorted(run_starts(table), np.arange(len(table)), side="right")
     later = np.unique(session[followed & (at > np.arange(len(table)))])
-    unordered = (before >= order) & np.isin(session, later)
-    rows = np.flatnonzero(followed & ((before < 0) | unordered))
-    yield violation(
-        rows,
-        "order {} does not come after its parent's, {}",
-        order[rows],
-        np.where(before[rows] < 0, "null", before[rows].astype(str)),
-    )
-
-
-def rewritten_later(table: pa.Table) -> Iterator[Violation]:
-    """A turn is excluded from training by a later turn."""
-    column = table.column("rewritten_by")
-    values = column.fill_null(-1).to_numpy()
-    late = values > table.column("turn_index").to_numpy()
-    rows = np.flatnonzero(~nulls(column) & ~late)
-    yield violation(
-        rows, "rewritten_by {} is not a later turn of the session", values[rows]
+    rule = "order {}, but its parent has no order, so it is in no row"
+    yield broken(followed & (before < 0), rule, order)
+    yield broken(
+        followed & (before >= order) & np.isin(session, later),
+        "order {} does not come after its parent's, {}, in a session with a parent that "
+        "is a later turn",
+        order,
+        before,
     )
 
 
 def orders_differ(table: pa.Table) -> Iterator[Violation]:
     """Ranks are unique in each session."""
     column = table.column("order")
-    given = np.flatnonzero(~nulls(column))
-    values = column.fill_null(0).to_numpy()
-    session = np.searchsorted(run_starts(table), given, side="right") << 32
-    first = np.unique(session + values[given], return_index=True)[1]
-    again = np.delete(given, first)
-    yield violation(again, "order {} is repeated within the session", values[again])
+    session = np.searchsorted(run_starts(table), np.arange(len(table)), side="right")
+    values = (session << 32) + column.fill_null(0).to_numpy()
+    again = ~nulls(column)
+    again[again] = _repeated(values[again])
+    yield broken(again, "order {} is repeated within the session", column)
 
 
 def drift_agrees(table: pa.Table) -> Iterator[Violation]:
     """The columns of a drift table agree."""
     size = table.column("size").to_numpy()
-    tokens_after_drift = table.column("tokens_after_drift").to_numpy()
-    rows = np.flatnonzero(tokens_after_drift > size)
-    yield violation(
-        rows,
-        "tokens_after_drift {} exceeds the size {}",
-        tokens_after_drift[rows],
-        size[rows],
-    )
+    after = table.column("tokens_after_drift").to_numpy()
+    rule = "tokens_after_drift {} exceeds the size {}"
+    yield broken(after > size, rule, after, size)
     for name, word in (("region", "none"), ("cause", "clean")):
         text = table.column(name).cast(pa.string())
         equal = pc.equal(text, word).fill_null(False).to_numpy()
-        rows = np.flatnonzero(~nulls(text) & (equal != (size == 0)))
-        yield violation(
-            rows,
-            f"{name} is {{!r}} with a size of {{}}: expected {word!r} exactly for size 0",
-            text.take(pa.array(rows)).to_pylist(),
-            size[rows],
-        )
+        rule = f"{name} is {{!r}} with a size of {{}}: expected {word!r} exactly for size 0"
+        yield broken(~nulls(text) & (equal != (size == 0)), rule, text, size)
     path, prompt, length = (
         nulls(table.column(f"resync_{name}")) for name in ("path", "prompt", "length")
     )
-    rows = np.flatnonzero((path != prompt) | (path != length))
-    yield violation(rows, "the three resync columns are null together")
+    rule = "the three resync columns are null together"
+    yield broken((path != prompt) | (path != length), rule)
 
 
 def _per_token(table: pa.Table) -> tuple[str, str, str]:
@@ -224,93 +186,50 @@ def row_lengths(table: pa.Table) -> Iterator[Violation]:
     ids, *others = _per_token(table)
     for name in others:
         n_here = lengths(table.column(name))
-        rows = np.flatnonzero(n_here != n_stored)
-        yield violation(
-            rows,
-            f"{{}} elements of {name} for {{}} {ids}",
-            n_here[rows],
-            n_stored[rows],
-        )
+        rule = f"{{}} elements of {name} for {{}} {ids}"
+        yield broken(n_here != n_stored, rule, n_here, n_stored)
     shared = table.column("shared_length").to_numpy()
-    rows = np.flatnonzero((first < 0) | (first > shared))
-    yield violation(
-        rows,
-        "suffix_start is {}: expected 0 to {}, the shared_length",
-        first[rows],
-        shared[rows],
-    )
+    rule = "suffix_start is {}: expected 0 to {}, the shared_length"
+    yield broken((first < 0) | (first > shared), rule, first, shared)
     n_ids = first + n_stored
     for name in ("prompt_length", "shared_length"):
         values = table.column(name).to_numpy()
-        rows = np.flatnonzero(values > n_ids)
-        yield violation(
-            rows, f"{name} is {{}} in a row of {{}} tokens", values[rows], n_ids[rows]
-        )
+        rule = f"{name} is {{}} in a row of {{}} tokens"
+        yield broken(values > n_ids, rule, values, n_ids)
     parent = table.column("parent_row")
-    rows = np.flatnonzero(nulls(parent) & (shared > 0))
-    yield violation(rows, "shared_length is {} without a parent_row", shared[rows])
+    rule = "shared_length is {} without a parent_row"
+    yield broken(nulls(parent) & (shared > 0), rule, shared)
     parent_at, found = lookup(table, "row_index", parent)
-    rows = np.flatnonzero(found & (shared > n_ids[parent_at]))
-    yield violation(
-        rows,
-        "shared_length is {}, but the parent row has {} tokens",
-        shared[rows],
-        n_ids[parent_at[rows]],
-    )
-    rows = np.flatnonzero((first > 0) & ~found)
-    yield violation(
-        rows,
-        "parent_row {} is missing, which stores the first {} tokens",
-        parent.fill_null(-1).to_numpy()[rows],
-        first[rows],
-    )
+    of_parent = np.where(found, n_ids[parent_at], 0)
+    rule = "shared_length is {}, but the parent row has {} tokens"
+    yield broken(found & (shared > of_parent), rule, shared, of_parent)
+    rule = "parent_row {} is missing, which stores the first {} tokens"
+    yield broken((first > 0) & ~found, rule, parent.fill_null(-1).to_numpy(), first)
 
 
 def mask_not_null(table: pa.Table) -> Iterator[Violation]:
     """Each element of the mask is true or false."""
-    name = _per_token(table)[1]
-    for start, ends, values in flat_chunks(table.column(name)):
-        if values.null_count:
-            rows, at = owners(np.flatnonzero(np.asarray(values.is_null())), ends)
-            yield violation(start + rows, f"{name}[{{}}] is null", at)
+    return no_null(_per_token(table)[1])(table)
 
 
 def masks(table: pa.Table) -> Iterator[Violation]:
     """Prompt tokens are not trained, and only trained tokens have a logprob."""
     _, mask_name, logprobs_name = _per_token(table)
-    mask = np.asarray(_values(table, mask_name))
+    mask = np.asarray(list_values(table.column(mask_name)))
     first, n_stored = _stored(table)
     ends = np.cumsum(n_stored)
     owner, offset = owners(np.flatnonzero(mask), ends)
-    prompt = table.column("prompt_length").to_numpy()
-    inside = np.flatnonzero(first[owner] + offset < prompt[owner])
-    yield violation(
-        owner[inside],
-        f"{mask_name}[{{}}] is true within the prompt of {{}} tokens",
-        offset[inside],
-        prompt[owner[inside]],
-    )
-    given = np.asarray(_values(table, logprobs_name).is_valid())
-    rows, at = owners(np.flatnonzero(given & ~mask), ends)
-    yield violation(
-        rows, f"{logprobs_name}[{{}}] is not null, but {mask_name} is false", at
-    )
+    prompt = table.column("prompt_length").to_numpy()[owner]
+    bad = np.flatnonzero(first[owner] + offset < prompt)
+    rule = f"{mask_name}[{{}}] is true within the prompt of {{}} tokens"
+    yield violation(owner[bad], rule, offset[bad], prompt[bad])
+    given = np.asarray(list_values(table.column(logprobs_name)).is_valid())
+    rule = f"{logprobs_name}[{{}}] is not null, but {mask_name} is false"
+    yield broken_items(0, ends, given & ~mask, rule)
     n_trained = np.bincount(owner, minlength=len(table))
     sums = table.column("rollout_mask_sum").to_numpy()
-    rows = np.flatnonzero(sums < n_trained)
-    yield violation(
-        rows,
-        "rollout_mask_sum is {} in a row that trains {} tokens",
-        sums[rows],
-        n_trained[rows],
-    )
-
-
-def _values(table: pa.Table, name: str) -> pa.Array:
-    """All values of a list column, concatenated."""
-    type_ = table.schema.field(name).type.value_type
-    chunks = [chunk.flatten() for chunk in table.column(name).chunks]
-    return pa.concat_arrays([pa.array([], type_), *chunks])
+    rule = "rollout_mask_sum is {} in a row that trains {} tokens"
+    yield broken(sums < n_trained, rule, sums, n_trained)
 
 
 _SPAN_NUMBERS = ("start", "stop", "turn_index", "output_start", "output_stop")
@@ -318,34 +237,27 @@ _SPAN_NUMBERS = ("start", "stop", "turn_index", "output_start", "output_stop")
 
 def spans_not_null(table: pa.Table) -> Iterator[Violation]:
     """Every span has all its fields."""
-    for first, ends, spans in flat_chunks(table.column("spans")):
-        broken = np.asarray(spans.is_null())
-        for name in (*_SPAN_NUMBERS, "kind"):
-            broken = broken | np.asarray(pc.struct_field(spans, name).is_null())
-        rows, at = owners(np.flatnonzero(broken), ends)
-        yield violation(first + rows, "spans[{}] has a null", at)
+    for start, ends, spans in flat_chunks(table.column("spans")):
+        lacking = lacks(spans, *_SPAN_NUMBERS, "kind")
+        yield broken_items(start, ends, lacking, "spans[{}] has a null")
 
 
 def spans(table: pa.Table) -> Iterator[Violation]:
     """Spans ascend within the row, and trained spans are where the mask is true."""
     first, n_stored = _stored(table)
     n_ids = first + n_stored
-    kinds, columns = [], []
-    for chunk in table.column("spans").chunks:
-        spans = chunk.flatten()
-        kinds.append(pc.struct_field(spans, "kind").cast(pa.string()))
-        columns.append([pc.struct_field(spans, name) for name in _SPAN_NUMBERS])
-    kind = np.asarray(pa.concat_arrays([pa.array([], pa.string()), *kinds]))
+    listed = list_values(table.column("spans"))
+    kind = np.asarray(pc.struct_field(listed, "kind").cast(pa.string()))
     start, stop, turn, out_start, out_stop = (
-        np.asarray(pa.concat_arrays([pa.array([], pa.int32()), *parts]))
-        for parts in (zip(*columns, strict=True) if columns else [[]] * 5)
+        np.asarray(pc.struct_field(listed, name)) for name in _SPAN_NUMBERS
     )
-    row, at = owners(np.arange(len(kind)), np.cumsum(lengths(table.column("spans"))))
-    before = np.concatenate([[0], stop[:-1]])[: len(stop)]
+    ends = np.cumsum(lengths(table.column("spans")))
+    row, at = owners(np.arange(len(kind)), ends)
+    before = np.append(0, stop)[: len(stop)]
     before[at == 0] = 0
     inside = (start >= 0) & (stop >= start) & (stop <= n_ids[row])
-    mask = np.asarray(_values(table, _per_token(table)[1]))
-    trues = np.concatenate([[0], np.cumsum(mask)])
+    mask = np.asarray(list_values(table.column(_per_token(table)[1])))
+    trues = np.append(0, np.cumsum(mask))
     base = np.cumsum(n_stored) - n_stored
     # tokens that are not stored are not trained
     low = np.where(inside, base[row] + np.maximum(start - first[row], 0), 0)
@@ -367,33 +279,19 @@ def spans(table: pa.Table) -> Iterator[Violation]:
             "loss_mask is true in trained spans, and only there",
         ),
     ):
-        wrong = np.flatnonzero(bad)
-        yield violation(
-            row[wrong],
-            f"spans[{{}}] is {{}}:{{}} of kind {{!r}}: {rule}",
-            at[wrong],
-            start[wrong],
-            stop[wrong],
-            kind[wrong],
-        )
+        rule = f"spans[{{}}] is {{}}:{{}} of kind {{!r}}: {rule}"
+        yield broken_items(0, ends, bad, rule, start, stop, kind)
     claimed = np.bincount(row, np.where(trained, stop - start, 0), len(table))
     masked = trues[base + n_stored] - trues[base]
-    rows = np.flatnonzero(claimed != masked)
-    yield violation(
-        rows,
-        "loss_mask is true for {} tokens, but the trained spans have {:.0f}",
-        masked[rows],
-        claimed[rows],
-    )
+    rule = "loss_mask is true for {} tokens, but the trained spans have {:.0f}"
+    yield broken(claimed != masked, rule, masked, claimed)
 
 
 def weights(table: pa.Table) -> Iterator[Violation]:
     """A row's weight is in [0, 1]: its share of the rollout."""
     values = table.column("row_weight").fill_null(0.0).to_numpy()
-    rows = np.flatnonzero((values < 0) | (values > 1))
-    yield violation(
-        rows, "row_weight is {}: it is a share of the rollout", values[rows]
-    )
+    rule = "row_weight is {}: it is a share of the rollout"
+    yield broken((values < 0) | (values > 1), rule, values)
 
 
 def every_token_counted(table: pa.Table) -> Iterator[Violation]:
@@ -402,28 +300,23 @@ def every_token_counted(table: pa.Table) -> Iterator[Violation]:
     counted = table.column("tokens_trained").to_numpy().copy()
     for reason in LOSSES:
         counted += table.column(f"lost_{reason}").to_numpy()
-    bad = np.flatnonzero(sampled != counted)
-    yield violation(
-        bad,
-        "{} tokens sampled, but {} trained or lost",
-        sampled[bad],
-        counted[bad],
-    )
+    rule = "{} tokens sampled, but {} trained or lost"
+    yield broken(sampled != counted, rule, sampled, counted)
 
 
 SESSIONS: tuple[Check, ...] = (one_row_per_session, finite("reward"))
 REPORT: tuple[Check, ...] = (*SESSIONS, every_token_counted)
 LINKS: tuple[Check, ...] = (
-    another("parent", "turn_index"),
+    refers("parent", "turn_index", np.not_equal, "another turn_index"),
     turns_exist("parent", "rewritten_by"),
-    rewritten_later,
+    refers("rewritten_by", "turn_index", np.greater, "a later turn"),
     one_of("link_reason", LINK_REASONS),
     not_negative("order"),
     orders_differ,
     parents_first,
 )
 DRIFT: tuple[Check, ...] = (
-    another("parent", "turn_index"),
+    refers("parent", "turn_index", np.not_equal, "another turn_index"),
     not_negative(
         "lcp",
         "size",
@@ -438,7 +331,7 @@ DRIFT: tuple[Check, ...] = (
 )
 LAYOUT: tuple[Check, ...] = (
     not_negative("prompt_length", "shared_length", "rollout_mask_sum"),
-    earlier("parent_row", "row_index"),
+    refers("parent_row", "row_index", np.less, "an earlier row_index"),
     row_lengths,
     mask_not_null,
 )

@@ -5,8 +5,8 @@ tests complete columns. It yields texts with column, value and rule, to which
 `trajkit.validate` adds session and turn.
 """
 
-from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -50,25 +50,50 @@ def sessions_contiguous(table: pa.Table) -> Iterator[Violation]:
     )
 
 
+def broken(
+    bad: npt.ArrayLike, template: str, *columns: Sequence[object] | npt.NDArray[Any]
+) -> Violation:
+    """The rows where ``bad`` is true; a row's value of each column fills the template."""
+    rows = np.flatnonzero(bad)
+    return rows, lambda k: template.format(
+        *(_plain(column, rows[k]) for column in columns)
+    )
+
+
+def broken_items(
+    start: int,
+    ends: Rows,
+    bad: npt.ArrayLike,
+    template: str,
+    *columns: Sequence[object] | npt.NDArray[Any],
+) -> Violation:
+    """As `broken`, for the elements of lists, see `flat_chunks`.
+
+    The template first gets the index of the element in its list.
+    """
+    at = np.flatnonzero(bad)
+    rows, index = owners(at, ends)
+    return start + rows, lambda k: template.format(
+        index[k], *(_plain(column, at[k]) for column in columns)
+    )
+
+
+def _plain(column: Any, at: np.integer[Any]) -> object:
+    value = column[int(at)]
+    return value.as_py() if isinstance(value, pa.Scalar) else value
+
+
 def ascending(index: str) -> Check:
     """The check that `index` ascends within each session, from 0 or above."""
 
     def check(table: pa.Table) -> Iterator[Violation]:
         values = table.column(index).to_numpy()
-        negative = np.flatnonzero(values < 0)
-        yield violation(negative, f"{index} is negative: it counts from 0")
-        before = np.concatenate([[-1], values[:-1]])
-        opens = np.zeros(len(values), np.bool_)
-        opens[run_starts(table)] = True
-        rows = np.flatnonzero(~opens & (values == before))
-        yield violation(rows, f"{index} is repeated within the session")
-        rows = np.flatnonzero(~opens & (values < before))
-        yield violation(
-            rows,
-            f"{index} {{}} follows {{}}: it must ascend within a session",
-            values[rows],
-            before[rows],
-        )
+        yield broken(values < 0, f"{index} is negative: it counts from 0")
+        before = np.append(-1, values)[: len(values)]
+        before[run_starts(table)] = -1
+        yield broken(values == before, f"{index} is repeated within the session")
+        rule = f"{index} {{}} follows {{}}: it must ascend within a session"
+        yield broken(values < before, rule, values, before)
 
     return check
 
@@ -79,19 +104,14 @@ def token_ids(name: str) -> Check:
     def check(table: pa.Table) -> Iterator[Violation]:
         for start, ends, values in flat_chunks(table.column(name)):
             if values.null_count:
-                rows, at = owners(_true(values.is_null()), ends)
-                yield violation(start + rows, f"{name}[{{}}] is null", at)
+                yield broken_items(
+                    start, ends, values.is_null(), f"{name}[{{}}] is null"
+                )
                 continue
             ids = values.to_numpy()
             if len(ids) and ids.min() < 0:
-                bad = np.flatnonzero(ids < 0)
-                rows, at = owners(bad, ends)
-                yield violation(
-                    start + rows,
-                    f"{name}[{{}}] is {{}}: token ids are not negative",
-                    at,
-                    ids[bad],
-                )
+                rule = f"{name}[{{}}] is {{}}: token ids are not negative"
+                yield broken_items(start, ends, ids < 0, rule, ids)
 
     return check
 
@@ -103,9 +123,8 @@ def prompts_not_empty(table: pa.Table) -> Iterator[Violation]:
     else:
         n_prompt = lengths(table.column("suffix_ids"))
         n_prompt = n_prompt + table.column("shared_length").to_numpy()
-    yield violation(
-        np.flatnonzero(n_prompt == 0),
-        "prompt_ids is empty: an engine samples after some token",
+    yield broken(
+        n_prompt == 0, "prompt_ids is empty: an engine samples after some token"
     )
 
 
@@ -115,23 +134,18 @@ def logprobs(name: str, ids: str) -> Check:
     def check(table: pa.Table) -> Iterator[Violation]:
         column = table.column(name)
         n_logprobs, n_ids = lengths(column), lengths(table.column(ids))
-        odd = np.flatnonzero((n_logprobs != n_ids) & ~nulls(column))
-        yield violation(odd, f"{{}} {name} for {{}} {ids}", n_logprobs[odd], n_ids[odd])
+        odd = (n_logprobs != n_ids) & ~nulls(column)
+        yield broken(odd, f"{{}} {name} for {{}} {ids}", n_logprobs, n_ids)
         for start, ends, values in flat_chunks(column):
             numbers = raw_floats(values)
-            given = np.ones(len(numbers), np.bool_)
-            if values.null_count:
-                given = np.asarray(values.is_valid())
+            given = np.asarray(values.is_valid()) if values.null_count else True
             for wrong, rule in (
                 (np.isnan(numbers), _NO_NUMBER),
                 (numbers <= NO_LOGPROB, _NO_LOGPROB),
                 (numbers > MAX_LOGPROB, _POSITIVE),
             ):
-                bad = np.flatnonzero(wrong & given)
-                rows, at = owners(bad, ends)
-                yield violation(
-                    start + rows, f"{name}[{{}}] is {{}}: {rule}", at, numbers[bad]
-                )
+                rule = f"{name}[{{}}] is {{}}: {rule}"
+                yield broken_items(start, ends, wrong & given, rule, numbers)
 
     return check
 
@@ -140,14 +154,22 @@ def output_mask(table: pa.Table) -> Iterator[Violation]:
     """One bool per output id, or none at all."""
     column = table.column("output_mask")
     n_mask, n_ids = lengths(column), lengths(table.column("output_ids"))
-    odd = np.flatnonzero((n_mask != n_ids) & ~nulls(column))
-    yield violation(
-        odd, "{} elements of output_mask for {} output_ids", n_mask[odd], n_ids[odd]
-    )
-    for start, ends, values in flat_chunks(column):
-        if values.null_count:
-            rows, at = owners(_true(values.is_null()), ends)
-            yield violation(start + rows, "output_mask[{}] is null", at)
+    odd = (n_mask != n_ids) & ~nulls(column)
+    yield broken(odd, "{} elements of output_mask for {} output_ids", n_mask, n_ids)
+    yield from no_null("output_mask")(table)
+
+
+def no_null(name: str) -> Check:
+    """The check that no element of a list column is null."""
+
+    def check(table: pa.Table) -> Iterator[Violation]:
+        for start, ends, values in flat_chunks(table.column(name)):
+            if values.null_count:
+                yield broken_items(
+                    start, ends, values.is_null(), f"{name}[{{}}] is null"
+                )
+
+    return check
 
 
 def not_logprobs(numbers: npt.NDArray[np.float32]) -> Bools:
@@ -160,44 +182,46 @@ def weight_versions(table: pa.Table) -> Iterator[Violation]:
     column = table.column("weight_versions")
     n_output, given = lengths(table.column("output_ids")), ~nulls(column)
     for start, ends, spans in flat_chunks(column):
-        broken = np.asarray(spans.is_null())
-        for name in ("version", "start", "stop"):
-            broken = broken | np.asarray(pc.struct_field(spans, name).is_null())
-        rows, at = owners(np.flatnonzero(broken), ends)
-        yield violation(
-            start + rows,
-            "weight_versions[{}] has a null: version, start and stop are needed",
-            at,
-        )
-        if broken.any():
+        lacking = lacks(spans, "version", "start", "stop")
+        rule = "weight_versions[{}] has a null: version, start and stop are needed"
+        yield broken_items(start, ends, lacking, rule)
+        if lacking.any():
             continue
         lows = np.asarray(pc.struct_field(spans, "start"))
         highs = np.asarray(pc.struct_field(spans, "stop"))
-        begins = np.concatenate([[0], ends[:-1]])
+        begins = np.append(0, ends)[:-1]
         filled = np.flatnonzero(ends > begins)
-        due = np.concatenate([[0], highs[:-1]])[: len(lows)]
+        due = np.append(0, highs)[: len(lows)]
         due[begins[filled]] = 0
-        bad = np.flatnonzero((lows != due) | (highs < lows))
-        rows, at = owners(bad, ends)
-        yield violation(
-            start + rows,
+        yield broken_items(
+            start,
+            ends,
+            (lows != due) | (highs < lows),
             "weight_versions[{}] is {}:{}, expected a start of {}: the spans tile the "
             "output",
-            at,
-            lows[bad],
-            highs[bad],
-            due[bad],
+            lows,
+            highs,
+            due,
         )
-        last = np.zeros(len(ends), np.int64)
-        last[filled] = highs[ends[filled] - 1]
-        here = slice(start, start + len(ends))
-        rows = np.flatnonzero(given[here] & (last != n_output[here]))
-        yield violation(
-            start + rows,
+        last = np.zeros(len(table), np.int64)
+        last[start + filled] = highs[ends[filled] - 1]
+        here = np.zeros(len(table), np.bool_)
+        here[start : start + len(ends)] = True
+        yield broken(
+            here & given & (last != n_output),
             "weight_versions end at {} of {} output ids: the spans tile the output",
-            last[rows],
-            n_output[here][rows],
+            last,
+            n_output,
         )
+
+
+def lacks(structs: pa.StructArray, *names: str) -> Bools:
+    """Where a struct, or one of these fields, is null."""
+    fields = (pc.struct_field(structs, name) for name in names)
+    found: Bools = np.any(
+        [np.asarray(part.is_null()) for part in (structs, *fields)], axis=0
+    )
+    return found
 
 
 def messages(name: str) -> Check:
@@ -205,12 +229,10 @@ def messages(name: str) -> Check:
 
     def check(table: pa.Table) -> Iterator[Violation]:
         for start, ends, values in flat_chunks(table.column(name)):
-            rows, at = owners(_true(values.is_null()), ends)
-            yield violation(start + rows, f"{name}[{{}}] is null", at)
+            yield broken_items(start, ends, values.is_null(), f"{name}[{{}}] is null")
             for field in ("key", "role"):
-                lacks = _true(pc.struct_field(values, field).is_null())
-                rows, at = owners(lacks, ends)
-                yield violation(start + rows, f"{name}[{{}}] has no {field}", at)
+                lacking = pc.struct_field(values, field).is_null()
+                yield broken_items(start, ends, lacking, f"{name}[{{}}] has no {field}")
 
     return check
 
@@ -219,8 +241,8 @@ def response(table: pa.Table) -> Iterator[Violation]:
     """Every response that is not null has a key and a role."""
     column = table.column("response").combine_chunks()
     for field in ("key", "role"):
-        lacks = pc.and_(column.is_valid(), pc.struct_field(column, field).is_null())
-        yield violation(_true(lacks), f"response has no {field}")
+        lacking = pc.and_(column.is_valid(), pc.struct_field(column, field).is_null())
+        yield broken(lacking, f"response has no {field}")
 
 
 def bodies(name: str) -> Check:
@@ -296,39 +318,34 @@ def delta(table: pa.Table) -> Iterator[Violation]:
     bases = table.column("base_turn")
     none = nulls(bases)
     base_row, found = lookup(table, "turn_index", bases)
-    given = bases.fill_null(-1).to_numpy()
-    late = given >= table.column("turn_index").to_numpy()
-    rows = np.flatnonzero(~none & (~found | late))
-    yield violation(
-        rows, "base_turn {} is not an earlier turn of the session", given[rows]
-    )
-    if len(rows):
+    late = base_row >= np.arange(len(table))
+    bad = ~none & (~found | late)
+    yield broken(bad, "base_turn {} is not an earlier turn of the session", bases)
+    if bad.any():
         return
 
     shared = table.column("shared_length").to_numpy()
     full = shared + lengths(table.column("suffix_ids"))
     path_len = np.where(none, 0, (full + lengths(table.column("output_ids")))[base_row])
-    rows = np.flatnonzero((shared < 0) | (shared > path_len))
-    yield violation(
-        rows,
+    yield broken(
+        (shared < 0) | (shared > path_len),
         "shared_length is {}: expected 0 to {}, tokens of the base turn",
-        shared[rows],
-        path_len[rows],
+        shared,
+        path_len,
     )
     listed, shares = table.column("suffix_messages"), table.column("shared_messages")
-    rows = np.flatnonzero(
-        nulls(listed) & ~nulls(shares) | ~nulls(listed) & nulls(shares)
+    yield broken(
+        nulls(listed) != nulls(shares),
+        "shared_messages and suffix_messages are null together",
     )
-    yield violation(rows, "shared_messages and suffix_messages are null together")
     n_shared = shares.fill_null(0).to_numpy()
     total = n_shared + lengths(listed) + ~nulls(table.column("response"))
     there = np.where(none | nulls(listed)[base_row], 0, total[base_row])
-    rows = np.flatnonzero((n_shared < 0) | (n_shared > there))
-    yield violation(
-        rows,
+    yield broken(
+        (n_shared < 0) | (n_shared > there),
         "shared_messages is {}: expected 0 to {}, messages of the base turn",
-        n_shared[rows],
-        there[rows],
+        n_shared,
+        there,
     )
 
 
@@ -364,10 +381,6 @@ def lengths(column: pa.ChunkedArray | pa.Array) -> Rows:
 def nulls(column: pa.ChunkedArray) -> Bools:
     """Where the column is null."""
     return np.asarray(column.is_null().to_numpy())
-
-
-def _true(marks: pa.BooleanArray) -> Rows:
-    return np.flatnonzero(np.asarray(marks))
 
 
 def flat_chunks(column: pa.ChunkedArray) -> Iterator[tuple[int, Rows, pa.Array]]:

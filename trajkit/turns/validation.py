@@ -1,6 +1,6 @@
 """Check a table against the rules of its schema; errors name the row."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal, TypeAlias, overload
 
 import numpy as np
@@ -129,10 +129,7 @@ def validate(
         plan, table_checks = _plan(source, kind, bodies)
         check_columns(source, plan)
         _raise_first(source, misfits(source, plan))
-        out = _settle(cast(source, plan), nonfinite_logprobs)
-        for check in table_checks:
-            _raise_first(out, check(out))
-        return out
+        return _checked(_settle(cast(source, plan), nonfinite_logprobs), table_checks)
 
     return map_sessions(one, (kind or "tables", table))
 
@@ -211,34 +208,27 @@ def _reject(
 
 def check_values(turns: pa.Table, nonfinite_logprobs: Nonfinite) -> pa.Table:
     """As `validate`, for turns whose ids and messages were checked before."""
-    turns = _settle(turns, nonfinite_logprobs)
-    for check in _VALUES:
-        _raise_first(turns, check(turns))
-    return turns
+    return _checked(_settle(turns, nonfinite_logprobs), _VALUES)
 
 
 def check_turns(turns: pa.Table, nonfinite_logprobs: Nonfinite) -> pa.Table:
     """As `validate`, for turns in canonical form, without bodies and empty prompts."""
-    turns = _settle(turns, nonfinite_logprobs)
-    for check in _turn_checks(turns_schema(turns.column_names), bodies=False):
-        if check is not turn_rules.prompts_not_empty:
-            _raise_first(turns, check(turns))
-    return turns
+    return _checked(_settle(turns, nonfinite_logprobs), _stored_checks(turns)[1])
 
 
 def reject_turns(turns: pa.Table, nonfinite: Nonfinite) -> tuple[pa.Table, pa.Table]:
     """As `reject_sessions`, by the rules of `check_turns`."""
-    plan = turns_schema(turns.column_names)
-    rules = _turn_checks(plan, bodies=False)
-    rules = tuple(rule for rule in rules if rule is not turn_rules.prompts_not_empty)
-    return _reject(turns, plan, rules, nonfinite)
+    return _reject(turns, *_stored_checks(turns), nonfinite)
 
 
-def check_rows(rows: pa.Table) -> pa.Table:
-    """As `validate`, for rows of either layout in canonical form."""
-    for check in _plan(rows, "rows", bodies=False)[1]:
-        _raise_first(rows, check(rows))
-    return rows
+def _stored_checks(turns: pa.Table) -> tuple[pa.Schema, tuple[Check, ...]]:
+    plan, checks = _plan(turns, "turns", bodies=False)
+    return plan, tuple(one for one in checks if one is not turn_rules.prompts_not_empty)
+
+
+def check_table(table: pa.Table, kind: Kind) -> pa.Table:
+    """As `validate`, for a table in canonical form."""
+    return _checked(table, _plan(table, kind, bodies=False)[1])
 
 
 def check_layout(rows: pa.Table, *, read_ids: bool = True) -> None:
@@ -248,12 +238,14 @@ def check_layout(rows: pa.Table, *, read_ids: bool = True) -> None:
     """
     ids = "suffix_ids" if "suffix_ids" in rows.column_names else "input_ids"
     read_ids |= any(chunk.values.null_count for chunk in rows.column(ids).chunks)
-    for check in (
-        *_ROWS_IN_ORDER,
-        *((turn_rules.token_ids(ids),) if read_ids else ()),
-        *table_rules.LAYOUT,
-    ):
-        _raise_first(rows, check(rows))
+    of_ids = (turn_rules.token_ids(ids),) if read_ids else ()
+    _checked(rows, (*_ROWS_IN_ORDER, *of_ids, *table_rules.LAYOUT))
+
+
+def _checked(table: pa.Table, checks: Iterable[Check]) -> pa.Table:
+    for check in checks:
+        _raise_first(table, check(table))
+    return table
 
 
 def _plan(
