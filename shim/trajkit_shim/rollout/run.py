@@ -89,7 +89,7 @@ class Rollouts:
         self._digests = {task.task_id: task.digest() for task in tasks}
         out.mkdir(parents=True, exist_ok=True)
         self._journal = RunLog(
-            out / "rollouts.jsonl", settings.harness.name, settings.sandbox_name
+            out / "rollouts.log", settings.harness.name, settings.sandbox_name
         )
         self._stopping = threading.Event()
         self._live: set[Sandbox] = set()

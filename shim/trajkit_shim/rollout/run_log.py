@@ -70,7 +70,7 @@ class Rollout:
 
 
 class RunLog:
-    """``rollouts.jsonl`` of a run, locked by one process at a time.
+    """``rollouts.log`` of a run, locked by one process at a time.
 
     Raises `FormatError` if another process has locked it, it is invalid, or it was
     started with another harness or sandbox.
