@@ -90,7 +90,8 @@ class TorchEngine:
         seed: int | None = None,
         max_batch: int = 64,
     ) -> None:
-        self._model = model.eval()
+        self._model = model
+        model.train(False)
         self._version = version
         self._random = random.Random(seed)
         self._max_batch = max_batch
