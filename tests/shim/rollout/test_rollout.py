@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -373,7 +373,7 @@ def test_one_process_works_on_a_run(tmp_path):
     path = tmp_path / "rollouts.log"
     tasks = write_tasks(tmp_path / "t.jsonl", a={})
     with (
-        RunLog(path, "shell", "local"),
+        closing(RunLog(path, "shell", "local")),
         pytest.raises(FormatError, match="another process works on this run"),
     ):
         run(command(tasks, tmp_path))
@@ -523,12 +523,12 @@ def test_people_are_shown_groups_and_failures(tmp_path, capsys, sure):
 
 def test_a_journal_that_is_none_is_refused(tmp_path):
     path = tmp_path / "rollouts.log"
-    for text, said in (("[1]\n", "not an object"), ("x\n", "rollouts.log:1")):
+    for text, said in (("[1]\n", "rollouts.log:1"), ("x\n", "rollouts.log:1")):
         path.write_text(text)
         with pytest.raises(FormatError, match=said):
             RunLog(path, "shell", "local")
     path.write_text("")
-    with RunLog(path, "shell", "local") as journal:
+    with closing(RunLog(path, "shell", "local")) as journal:
         empty = Rollout(
             session_id="",
             group_id="g",
