@@ -96,7 +96,7 @@ class RunLog:
                 try:
                     self._take_up(json.loads(line), head if number == 1 else {})
                 except (AttributeError, KeyError, TypeError, ValueError) as error:
-                    raise FormatError(f"{path}:{number}: {error!r}") from error
+                    raise FormatError(f"{path}:{number}: {error}") from error
             if os.fstat(self._file.fileno()).st_size == 0:
                 self._write({"run": self.run_id, **head})
             stack.pop_all()
@@ -105,9 +105,9 @@ class RunLog:
         """Read a line; ``head`` is what the first one must be."""
         for name, value in head.items():
             if record.get(name) != value:
-                raise FormatError(
-                    f"{self.path}: the run was started with {name} {record.get(name)!r}, "
-                    f"not {value!r}"
+                was = record.get(name)
+                raise ValueError(
+                    f"the run was started with {name} {was!r}, not {value!r}"
                 )
         if head:
             self.run_id = str(record["run"])
