@@ -23,8 +23,9 @@ def check_prompt(prompt_ids: npt.NDArray[np.int32], info: EngineInfo) -> None:
     their embedding table and crash, with every other call. Raises `EngineError` if the
     prompt is empty, contains such an id, or leaves no room in the context for a reply.
     """
-    if not len(prompt_ids):
-        raise EngineError("the prompt has no tokens", 400, code="empty_prompt")
+    if prompt_ids.ndim != 1 or not len(prompt_ids):
+        message = f"the prompt has no tokens: its shape is {prompt_ids.shape}"
+        raise EngineError(message, 400, code="empty_prompt")
     wrong = _first((prompt_ids < 0) | (prompt_ids >= info.vocab_size))
     if wrong is not None:
         raise EngineError(
