@@ -227,7 +227,7 @@ def create_app(
         exception_handlers={
             ClientDisconnect: _answer_nobody,
             Exception: _answer_error,
-            **dict.fromkeys((GatewayError, EngineError, HTTPException), _answer_error),
+            **dict.fromkeys((GatewayError, HTTPException), _answer_error),
         },
         middleware=[Middleware(_NoBrowsers, hosts)],
         lifespan=lifespan,
@@ -444,11 +444,10 @@ class _Gateway:
                 return Response(status_code=499)
             answered = call.finish()
             must_end = False
-        except (GatewayError, EngineError) as error:
-            shown = as_gateway_error(error)
-            if events is None or shown.code not in asked.protocol.streamed_errors:
+        except GatewayError as error:
+            if events is None or error.code not in asked.protocol.streamed_errors:
                 raise
-            return _stream(events.opening() + events.error(shown))
+            return _stream(events.opening() + events.error(error))
         finally:
             if must_end:
                 await watched.end()

@@ -3,35 +3,13 @@
 from dataclasses import KW_ONLY, dataclass
 
 
-class EngineError(Exception):
-    """The engine rejected or failed a call.
-
-    ``message``: what went wrong, in the engine's words if it gave any. ``status``: HTTP
-    status for the client: 4xx if the request is wrong, 5xx if the engine failed.
-    """
-
-    # machine-readable
-    code = "engine_error"
-    # length of a prompt that is too long, and of the context
-    overflow: tuple[int, int] | None = None
-    retry_after: int | None = None  # seconds after which a retry may succeed
-
-    def __init__(self, message: str, status: int = 502) -> None:
-        super().__init__(message, status)
-        self.message = message
-        self.status = status
-
-    def __str__(self) -> str:
-        return self.message
-
-
 @dataclass(eq=False, repr=False)
 class GatewayError(Exception):
     """A call that ends with an error answer. It is not recorded.
 
     The message names the place, the value and the rule. ``param`` is the path of the
     invalid request parameter, such as ``messages[3].content``; ``code`` is
-    machine-readable; for ``overflow`` and ``retry_after`` see `EngineError`.
+    machine-readable.
     """
 
     message: str
@@ -39,11 +17,25 @@ class GatewayError(Exception):
     _: KW_ONLY
     code: str | None = None
     param: str | None = None
+    # length of a prompt that is too long, and of the context
     overflow: tuple[int, int] | None = None
-    retry_after: int | None = None
+    retry_after: int | None = None  # seconds after which a retry may succeed
 
     def __str__(self) -> str:
         return self.message
+
+
+@dataclass(eq=False, repr=False)
+class EngineError(GatewayError):
+    """The engine rejected or failed a call.
+
+    ``message``: what went wrong, in the engine's words if it gave any. ``status``: 4xx if
+    the request is wrong, 5xx if the engine failed.
+    """
+
+    status: int = 502
+    _: KW_ONLY
+    code: str | None = "engine_error"
 
 
 class TemplateError(GatewayError):
@@ -58,14 +50,6 @@ def as_gateway_error(error: Exception) -> GatewayError:
     """Return the error that a client sees for any exception."""
     if isinstance(error, GatewayError):
         return error
-    if isinstance(error, EngineError):
-        return GatewayError(
-            error.message,
-            error.status,
-            code=error.code,
-            overflow=error.overflow,
-            retry_after=error.retry_after,
-        )
     return GatewayError("the gateway failed", 500, code="internal_error")
 
 

@@ -17,13 +17,6 @@ from trajkit_shim.errors import EngineError, GatewayError
 _RETRY_AFTER = 5
 
 
-class PausedError(EngineError):
-    """A call waited too long for the end of a pause."""
-
-    code = "paused"
-    retry_after = _RETRY_AFTER
-
-
 class Gate:
     """Lets calls through to the engine, except during a pause.
 
@@ -55,8 +48,8 @@ class Gate:
 
         ``start``: starts the call; called again if a pause cut it off. ``again``:
         whether it may start again. It may not once its client has seen output. Raises
-        `PausedError`: the pause took too long, or cut off a call that cannot start
-        again. `EngineError`: from the engine.
+        `EngineError`: from the engine; ``paused``: the pause took too long, or cut off a
+        call that cannot start again.
         """
         while True:
             await self._wait()
@@ -73,7 +66,7 @@ class Gate:
                 self._calls.discard(call)
                 self._cut.discard(call)
             if not again():
-                raise PausedError("a pause of the engine cut off the call", 503)
+                raise _paused("a pause of the engine cut off the call")
 
     async def pause(
         self, *, wait_seconds: float, abort: bool, max_seconds: float | None
@@ -127,9 +120,13 @@ class Gate:
             except TimeoutError:
                 limit = f"{self._wait_seconds:g} seconds"
                 message = f"the engine is paused, for more than {limit}"
-                raise PausedError(message, 503) from None
+                raise _paused(message) from None
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _paused(message: str) -> EngineError:
+    return EngineError(message, 503, code="paused", retry_after=_RETRY_AFTER)

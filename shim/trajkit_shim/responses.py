@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from trajkit_shim import timing
 from trajkit_shim.chat.reply import Reply
 from trajkit_shim.delivery import Delivery
-from trajkit_shim.errors import EngineError, GatewayError, as_gateway_error
+from trajkit_shim.errors import GatewayError, as_gateway_error
 from trajkit_shim.protocols.blocks import Events
 from trajkit_shim.retries import SharedCall
 
@@ -207,7 +207,7 @@ class StreamingResponse:
             answered = self.watched.call.finish()
         except Exception as error:
             await write(self.events.error(as_gateway_error(error)), more=False)
-            if isinstance(error, (GatewayError, EngineError)):
+            if isinstance(error, GatewayError):
                 return
             # the server logs it with its traceback
             raise

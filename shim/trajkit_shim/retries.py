@@ -85,7 +85,7 @@ class SharedCall:
         if self._outcome is None:
             try:
                 self._outcome = self._record()
-            except (GatewayError, EngineError) as error:
+            except GatewayError as error:
                 self._outcome = error
             finally:
                 self._over()

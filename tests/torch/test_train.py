@@ -174,7 +174,7 @@ def test_weights_change_in_the_middle_of_a_reply(tmp_path):
             calls.append(None)
             if len(calls) == 4:
                 loop.call_soon_threadsafe(reached.set)
-                while not engine._paused:
+                while engine._running.is_set():
                     time.sleep(0)
 
         calls = []

@@ -1,32 +1,64 @@
 """``trajkit demo``: real coding agents on the gateway, and the resulting rows.
 
-mini-swe-agent works on small tasks, in its own processes and scratch git repositories,
-against the gateway with the embedded engine. The agents do what real agents do: they
-make an invalid call and are asked again (a fork), lose a reply and repeat the request (a
-retry), start a second agent (a sub-agent), and their client and the chat template return
-every reply slightly changed (drift).
+mini-swe-agent works on small tasks in sandboxes (`trajkit_shim.rollout`), against the
+gateway with the embedded engine. The agents do what real agents do: they make an invalid
+call and are asked again, lose a reply and repeat the request (a retry), start a second
+agent (a sub-agent), and their client and the chat template return every reply slightly
+changed (drift).
 """
 
 import json as json_text
+import shlex
 import sys
-import time
-from collections.abc import Sequence
+from collections import Counter
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from trajkit_shim.demo.agents import record
-from trajkit_shim.demo.summary import describe, summarise
-from trajkit_shim.demo.tasks import TASKS
+import httpx
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+import trajkit as tk
+from trajkit.analysis.simulation import Simulation, cheapest_lossless
+from trajkit.cli.drift import DriftSummary
+from trajkit.cli.progress import Progress
+from trajkit.cli.simulate import describe
+from trajkit.cli.text import text_table
+from trajkit.policies import PRESETS
+from trajkit.schema import LABELS
+from trajkit_shim.agents.harness import Job
+from trajkit_shim.agents.harnesses.mini_swe_agent import HARNESS
+from trajkit_shim.agents.sandboxes import local
+from trajkit_shim.app import create_app
+from trajkit_shim.demo.proxy import LossyProxy
+from trajkit_shim.demo.scripted_model import REVIEWER, write_code
+from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
+from trajkit_shim.prompting.render import ChatRenderer
+from trajkit_shim.rollout.run import Rollouts, Settings
+from trajkit_shim.rollout.run_log import Rollout
+from trajkit_shim.rollout.tasks import Task, Texts, read_tasks
+from trajkit_shim.serve import running
+from trajkit_shim.sessions.turn_log import TurnLog
 
 __all__ = ["run_demo"]
 
+# index of the reply that each session loses
+_LOST = 3
+# the sub-agent works while a command of the first agent runs
+_OPTIONS = ("-c", "environment.timeout=240", "-c", "agent.step_limit=30")
+_SUBAGENT = """#!/bin/sh
+# subagent TASK: a second agent, with another system prompt, on the same session
+{command} "$1" > "$TMPDIR/log" 2>&1
+code=$?
+tail -n 20 "$TMPDIR/log"
+exit $code
+"""
+
 
 def run_demo(
-    out: str | Path,
-    *,
-    sessions: int = 3,
-    tasks: Sequence[str] | None = None,
-    seed: int | None = None,
-    json: bool = False,
+    out: str | Path, *, sessions: int = 3, seed: int | None = None, json: bool = False
 ) -> int:
     """Record a run of real agents, turn it into rows, and print a summary.
 
@@ -34,12 +66,9 @@ def run_demo(
     ----------
     out : path
         Directory of the run, created if missing: the turn log, the rows of each policy,
-        and a folder per agent. It must not contain a run.
+        and in ``agents`` what `trajkit rollout` writes. It must not contain a run.
     sessions : int
         Number of concurrent agents, at least 1.
-    tasks : sequence of str, optional
-        Names of the tasks that the sessions take in turn. Default: ``median``, ``slug``,
-        ``roman``. The first one alone shows everything.
     seed : int, optional
         Of the engine. With several sessions the order of their calls matters too.
     json : bool
@@ -53,26 +82,110 @@ def run_demo(
     Raises
     ------
     ValueError
-        There is no such task, or ``sessions`` is below 1.
+        ``sessions`` is below 1.
     ModuleNotFoundError
         mini-swe-agent is not installed.
     FileExistsError
         ``out`` contains a run.
-    subprocess.CalledProcessError
-        git could not create a scratch repository.
+    HarnessError, SandboxError
+        The agents cannot run here.
     """
-    started = time.monotonic()
     if sessions < 1:
         raise ValueError(f"sessions = {sessions}: at least 1 is needed")
-    known = {task.name: task for task in TASKS}
-    for name in tasks or ():
-        if name not in known:
-            raise ValueError(f"task {name!r} is not one of {', '.join(known)}")
-    chosen = [known[name] for name in tasks or known]
-    turns_path, ends = record(
-        Path(out), [chosen[i % len(chosen)] for i in range(sessions)], seed
+    if find_spec("minisweagent") is None:
+        raise ModuleNotFoundError("No module named 'minisweagent'", name="minisweagent")
+    out = Path(out)
+    log = TurnLog(out)
+    tasks = _tasks(sessions)
+    engine = EmbeddedEngine(write_code(tasks), seed=seed)
+    # rendered prompts drift, which the demo is to show
+    gateway = create_app(engine, ChatRenderer(load_tokenizer()), log, prompts="render")
+    settings = Settings(
+        harness=HARNESS,
+        arguments=_OPTIONS,
+        sandbox=local.SANDBOX,
+        sandbox_name="local",
+        parallel=sessions,
     )
-    summary = summarise(Path(out), turns_path, ends, started)
-    shown = json_text.dumps(summary, ensure_ascii=False) if json else describe(summary)
-    sys.stdout.write(shown + "\n")
-    return 0 if all(end.error is None and end.solved for end in ends) else 1
+    with (
+        Rollouts(tasks, settings, out / "agents") as rollouts,
+        running(LossyProxy(gateway, _LOST)) as url,
+        httpx.Client(base_url=url, timeout=60, trust_env=False) as client,
+        Progress("agents at work", "agents") as progress,
+    ):
+        rollouts.try_out()
+        progress.begin(rollouts.to_do)
+        summary = rollouts.run(client, progress.advance)
+    facts, shown = _summary(log.path, summary.rollouts)
+    sys.stdout.write((json_text.dumps(facts) if json else shown) + "\n")
+    return 0 if all(rollout.reward == 1 for rollout in summary.rollouts) else 1
+
+
+def _tasks(n_tasks: int) -> list[Task]:
+    """The tasks in turn, with a program that starts a second agent."""
+    job = Job(
+        base_url="",
+        api_key="",
+        model="trajkit-embedded",
+        prompt="",
+        home="/tmp",
+        workspace="",
+        arguments=(*_OPTIONS, "-c", f"agent.system_template={REVIEWER}"),
+    )
+    *command, _ = HARNESS.launch(job).command
+    subagent = _SUBAGENT.format(command=shlex.join(command))
+    known = read_tasks(Path(__file__).parent / "tasks")
+    tasks = []
+    for i in range(n_tasks):
+        task, again = known[i % len(known)], i // len(known)
+        assert isinstance(task.workspace, Texts)
+        tasks.append(
+            replace(
+                task,
+                task_id=f"{task.task_id}-{again + 1}" if again else task.task_id,
+                workspace=Texts({**task.workspace.texts, "subagent": subagent}),
+            )
+        )
+    return tasks
+
+
+def _summary(path: Path, rollouts: list[Rollout]) -> tuple[dict[str, Any], str]:
+    """Write the rows of each policy; return the counts, for programs and for people."""
+    out = path.parent
+    turns, ended = tk.read_turns(path), pq.read_table(out / "agents/sessions.parquet")
+    for policy in PRESETS:
+        rows = tk.linearize(turns, policy, sessions=ended)
+        tk.write_rows(rows, out / f"rows-{policy}.parquet")
+    links = tk.link(turns)
+    table = tk.classify_drift(turns, links)
+    table = table.filter(pc.greater(table["size"], 0))
+    drift, policies = DriftSummary(), Simulation(sessions=ended)
+    drift.add(turns, links, table)
+    policies.add(turns)
+    drifting = Counter(table["session_id"].to_pylist())
+    branches = tk.analysis.label_branches(turns, links).to_pylist()
+    labels = Counter((line["session_id"], line["label"]) for line in branches)
+    sessions: list[dict[str, Any]] = [
+        {
+            "session_id": rollout.session_id,
+            "end": rollout.error or ("solved" if rollout.reward == 1 else "unsolved"),
+            "turns": rollout.turns,
+            "drifting": drifting[rollout.session_id],
+            **{label: labels[rollout.session_id, label] for label in LABELS},
+        }
+        for rollout in rollouts
+    ]
+    counts = policies.table()
+    facts = {
+        "turns": str(path),
+        "sessions": sessions,
+        "drift": drift.to_json()["groups"],
+        "policies": counts.to_pylist(),
+    }
+    parts = [
+        text_table([*sessions[0]], [[*line.values()] for line in sessions]),
+        drift.describe(),
+        describe(counts, cheapest_lossless(counts)),
+        f"turns  {path}\nrows   {out}/rows-POLICY.parquet\nagents {out}/agents",
+    ]
+    return facts, "\n\n".join(parts)

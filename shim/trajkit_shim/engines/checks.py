@@ -11,17 +11,6 @@ from trajkit_shim.engines.base import Engine, EngineInfo, Sample, Sampling
 from trajkit_shim.errors import EngineError
 
 
-class PromptError(EngineError):
-    """An invalid prompt, for which no engine call is made."""
-
-    def __init__(
-        self, message: str, code: str, overflow: tuple[int, int] | None = None
-    ) -> None:
-        super().__init__(message, 400)
-        self.code = code
-        self.overflow = overflow
-
-
 def _first(wrong: npt.NDArray[np.bool_]) -> int | None:
     """The index of the first true value."""
     return int(np.argmax(wrong)) if wrong.any() else None
@@ -31,30 +20,33 @@ def check_prompt(prompt_ids: npt.NDArray[np.int32], info: EngineInfo) -> None:
     """Reject a prompt that the engine cannot take.
 
     Some engines do not check ids: an id outside the vocabulary makes them read past
-    their embedding table and crash, with every other call. Raises `PromptError` if the
+    their embedding table and crash, with every other call. Raises `EngineError` if the
     prompt is empty, contains such an id, or leaves no room in the context for a reply.
     """
-    if not len(prompt_ids):
-        raise PromptError("the prompt has no tokens", "empty_prompt")
+    if prompt_ids.ndim != 1 or not len(prompt_ids):
+        message = f"the prompt has no tokens: its shape is {prompt_ids.shape}"
+        raise EngineError(message, 400, code="empty_prompt")
     wrong = _first((prompt_ids < 0) | (prompt_ids >= info.vocab_size))
     if wrong is not None:
-        raise PromptError(
+        raise EngineError(
             f"prompt_ids[{wrong}] = {prompt_ids[wrong]} is outside the vocabulary of "
             f"{info.model!r}, [0, {info.vocab_size})",
-            "token_out_of_vocabulary",
+            400,
+            code="token_out_of_vocabulary",
         )
     n_prompt = len(prompt_ids)
     if n_prompt >= info.max_context_tokens:
         raise too_long(str(n_prompt), n_prompt, info.max_context_tokens)
 
 
-def too_long(length: str, n_prompt: int, max_tokens: int) -> PromptError:
+def too_long(length: str, n_prompt: int, max_tokens: int) -> EngineError:
     """Return the error of a prompt that leaves no room for a reply."""
-    return PromptError(
+    return EngineError(
         f"this model's maximum context length is {max_tokens} tokens; the messages and "
         f"tools are {length} tokens and leave no room for a reply",
-        "context_length_exceeded",
-        (n_prompt, max_tokens),
+        400,
+        code="context_length_exceeded",
+        overflow=(n_prompt, max_tokens),
     )
 
 

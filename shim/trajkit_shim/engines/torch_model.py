@@ -1,17 +1,14 @@
 """An engine that samples from a causal language model of transformers, in this process.
 
-It computes prompts in batches on one thread and returns the logprobs of the distribution
-that it drew from. Its weights can change in the middle of a reply. Needs torch.
+It computes prompts in batches and returns the logprobs of the distribution that it drew
+from. Its weights can change in the middle of a reply. Needs torch.
 """
 
 import asyncio
 import itertools
 import math
 import random
-import threading
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -35,39 +32,29 @@ class _Call:
     n_prompt: int
     sampling: base.Sampling
     draw: random.Random
-    result: "Future[base.Sample]" = field(default_factory=Future)
+    result: "asyncio.Future[base.Sample]" = field(default_factory=asyncio.Future)
     logprobs: list[float] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)  # of each sampled token
-    finish_reason: str | None = None
 
     def add(self, token: int, logprob: float, version: str) -> None:
-        """Append a sampled token, and decide whether it is the last."""
+        """Append a sampled token; answer the caller if it is the last."""
+        if self.result.done():
+            return
         self.ids.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
         if token in self.sampling.stop_token_ids:
-            self.finish_reason = "stop"
+            self.result.set_result(self._sample("stop"))
         elif len(self.logprobs) == self.sampling.max_new_tokens:
-            self.finish_reason = "length"
-        elif self.result.cancelled():
-            self.finish_reason = "abort"
+            self.result.set_result(self._sample("length"))
 
-    def end(self, error: EngineError | None = None) -> None:
-        """Answer the caller with the sample, or with an error, if it still waits."""
-        if self.result.done() or not self.result.set_running_or_notify_cancel():
-            return
-        if error is None:
-            self.result.set_result(self._sample())
-        else:
-            self.result.set_exception(error)
-
-    def _sample(self) -> base.Sample:
+    def _sample(self, finish_reason: str) -> base.Sample:
         changed = (a != b for a, b in itertools.pairwise(self.versions))
         starts = [0, *(i for i, new in enumerate(changed, 1) if new)]
         return base.Sample(
             output_ids=np.array(self.ids[self.n_prompt :], np.int32),
             output_logprobs=np.array(self.logprobs, np.float32),
-            finish_reason=str(self.finish_reason),
+            finish_reason=finish_reason,
             weight_versions=tuple(
                 base.WeightSpan(self.versions[start], start, stop)
                 for start, stop in itertools.pairwise([*starts, len(self.versions)])
@@ -87,8 +74,6 @@ class TorchEngine:
     ----------
     model : PreTrainedModel
         A causal language model, which the engine owns from now on.
-    name : str
-        The name that clients see.
     version : str
         The version of the weights until the first update.
     seed : int, optional
@@ -101,7 +86,6 @@ class TorchEngine:
         self,
         model: PreTrainedModel,
         *,
-        name: str = "torch",
         version: str = "initial",
         seed: int | None = None,
         max_batch: int = 64,
@@ -113,18 +97,15 @@ class TorchEngine:
         self._max_batch = max_batch
         config = model.config.get_text_config(decoder=True)
         self._info = base.EngineInfo(
-            model=name,
+            model="torch",
             vocab_size=config.vocab_size,
             max_context_tokens=config.max_position_embeddings,
         )
-        self._waiting: SimpleQueue[_Call | None] = SimpleQueue()
-        # guards the two flags; the model computes outside of it
-        self._state = threading.Condition()
-        self._paused = self._computing = False
-        self._thread = threading.Thread(
-            target=self._run, name="trajkit-sampler", daemon=True
-        )
-        self._thread.start()
+        self._waiting: list[_Call] = []
+        self._sampler: asyncio.Task[None] | None = None
+        self._running = asyncio.Event()  # set unless paused
+        self._running.set()
+        self._computing = asyncio.Lock()
 
     async def info(self) -> base.EngineInfo:
         """Model name, vocabulary size and context length."""
@@ -143,18 +124,16 @@ class TorchEngine:
         seed = self._random.getrandbits(64) if sampling.seed is None else sampling.seed
         ids = np.asarray(prompt_ids).tolist()
         call = _Call(ids, len(ids), sampling, random.Random(seed))
-        self._waiting.put(call)
-        return await asyncio.wrap_future(call.result)
+        self._waiting.append(call)
+        if self._sampler is None or self._sampler.done():
+            self._sampler = asyncio.create_task(self._run())
+        return await call.result
 
     async def pause(self) -> None:
         """Stop after the current token; running calls wait."""
-
-        def wait() -> None:
-            with self._state:
-                self._paused = True
-                self._state.wait_for(lambda: not self._computing)
-
-        await asyncio.to_thread(wait)
+        self._running.clear()
+        async with self._computing:
+            return
 
     async def update_weights(self, path: str, version: str) -> None:
         """Load the weights of a model directory, while paused.
@@ -163,7 +142,7 @@ class TorchEngine:
         """
         model: Any = self._model
 
-        def load() -> None:
+        def load() -> PreTrainedModel:
             loaded, info = type(model).from_pretrained(
                 path,
                 config=model.config,
@@ -173,94 +152,79 @@ class TorchEngine:
             )
             if info["missing_keys"]:
                 raise ValueError(f"missing: {', '.join(sorted(info['missing_keys']))}")
-            self._model = loaded.to(model.device).eval()
-            self._version = version
+            placed: PreTrainedModel = loaded.to(model.device).eval()
+            return placed
 
         try:
-            await asyncio.to_thread(load)
+            self._model = await asyncio.to_thread(load)
         except (OSError, ValueError, RuntimeError) as error:
             raise EngineError(f"the weights in {path} do not load: {error}") from error
+        self._version = version
 
     async def resume(self) -> None:
         """Continue sampling."""
-        with self._state:
-            self._paused = False
-            self._state.notify_all()
+        self._running.set()
 
     async def close(self) -> None:
-        """Finish the calls that were accepted, and end the thread."""
+        """Finish the calls that were accepted."""
         await self.resume()
-        self._waiting.put(None)
-        await asyncio.to_thread(self._thread.join)
+        if self._sampler is not None:
+            await self._sampler
 
-    def _run(self) -> None:
-        """Sample batch after batch until the engine closes."""
-        closing = False
-        while not closing:
-            batch = [self._waiting.get()]
-            while batch[-1] is not None and len(batch) < self._max_batch:
-                try:
-                    batch.append(self._waiting.get(timeout=_GATHER_S))
-                except Empty:
-                    break
-            closing = batch[-1] is None
-            calls = [call for call in batch if call is not None]
+    async def _run(self) -> None:
+        """Sample batch after batch while calls wait."""
+        while self._waiting:
+            n_waiting = 0
+            while n_waiting < len(self._waiting) < self._max_batch:
+                n_waiting = len(self._waiting)
+                await asyncio.sleep(_GATHER_S)
+            calls = self._waiting[: self._max_batch]
+            del self._waiting[: self._max_batch]
             try:
-                if calls:
-                    self._sample(calls)
+                await self._sample(calls)
             # whatever failed, its callers must hear of it
             except Exception as error:
                 for call in calls:
-                    call.end(EngineError(f"sampling failed: {error}"))
+                    if not call.result.done():
+                        failure = EngineError(f"sampling failed: {error}")
+                        call.result.set_exception(failure)
 
-    @torch.inference_mode()  # type: ignore[untyped-decorator]
-    def _sample(self, calls: list[_Call]) -> None:
+    async def _sample(self, calls: list[_Call]) -> None:
         """Sample a batch of calls to their ends."""
         batch: _Batch | None = None
-        while any(call.finish_reason is None for call in calls):
-            with self._state:
-                self._state.wait_for(lambda: not self._paused)
-                self._computing = True
-            try:
+        while not all(call.result.done() for call in calls):
+            await self._running.wait()
+            async with self._computing:
                 # the cached keys and values are those of one set of weights
                 if batch is None or batch.model is not self._model:
-                    batch = _Batch(self._model, calls, self._version)
-                batch.step()
-            finally:
-                with self._state:
-                    self._computing = False
-                    self._state.notify_all()
-            for call in calls:
-                if call.finish_reason is not None:
-                    call.end()
+                    batch = _Batch(self._model, calls)
+                numbers = [call.draw.random() for call in calls]
+                tokens, logprobs = await asyncio.to_thread(batch.step, numbers)
+            for call, token, logprob in zip(calls, tokens, logprobs, strict=True):
+                call.add(token, min(logprob, 0.0), self._version)
 
 
 class _Batch:
     """Calls of one batch under one version of the weights, with their cache."""
 
-    def __init__(
-        self, model: PreTrainedModel, calls: list[_Call], version: str
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, calls: list[_Call]) -> None:
         self.model = model
-        self._calls = calls
-        self._version = version
-        self._device = model.get_input_embeddings().weight.device
         self._cache: Any = None
+        device = model.get_input_embeddings().weight.device
         # calls are padded on the left, so that all continue at the same place
         length = max(len(call.ids) for call in calls)
-        ids = np.zeros((len(calls), length), np.int64)
-        self._mask = torch.zeros(ids.shape, dtype=torch.int64, device=self._device)
-        for row, call in enumerate(calls):
-            ids[row, length - len(call.ids) :] = call.ids
-            self._mask[row, length - len(call.ids) :] = 1
-        self._next = torch.from_numpy(ids).to(self._device)
-        temperatures = [
-            1.0 if t is None else t for t in (c.sampling.temperature for c in calls)
-        ]
-        self._temperature = torch.tensor(temperatures, device=self._device)[:, None]
+        gaps = [length - len(call.ids) for call in calls]
+        ids = [[0] * gap + call.ids for gap, call in zip(gaps, calls, strict=True)]
+        mask = [[0] * gap + [1] * (length - gap) for gap in gaps]
+        self._next = torch.tensor(ids, device=device)
+        self._mask = torch.tensor(mask, device=device)
+        given = (call.sampling.temperature for call in calls)
+        temperatures = [1.0 if t is None else t for t in given]
+        self._temperature = torch.tensor(temperatures, device=device)[:, None]
 
-    def step(self) -> None:
-        """Draw the next token of every call that has not ended."""
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    def step(self, numbers: list[float]) -> tuple[list[int], list[float]]:
+        """Draw the next token of every call with its number; return their logprobs too."""
         positions = (self._mask.cumsum(1) - 1).clamp(min=0)
         output = self.model(
             input_ids=self._next,
@@ -272,15 +236,10 @@ class _Batch:
         )
         self._cache = output.past_key_values
         logprobs = (output.logits[:, -1].float() / self._temperature).log_softmax(1)
-        token = _drawn(logprobs, [call.draw.random() for call in self._calls])
-        drawn = logprobs.gather(1, token)[:, 0].tolist()
-        for call, index, logprob in zip(
-            self._calls, token[:, 0].tolist(), drawn, strict=True
-        ):
-            if call.finish_reason is None:
-                call.add(index, min(logprob, 0.0), self._version)
+        token = _drawn(logprobs, numbers)
         self._next = token
         self._mask = torch.cat([self._mask, torch.ones_like(token)], 1)
+        return token[:, 0].tolist(), logprobs.gather(1, token)[:, 0].tolist()
 
 
 def _drawn(logprobs: Tensor, numbers: list[float]) -> Tensor:

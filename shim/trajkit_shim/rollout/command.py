@@ -8,12 +8,11 @@ import shlex
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from itertools import groupby
 from pathlib import Path
-from types import FrameType
+from statistics import fmean
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -26,7 +25,6 @@ from trajkit_shim.engine_options import ADMIN_TOKEN
 
 if TYPE_CHECKING:
     from trajkit_shim.rollout.run import Settings, Summary
-    from trajkit_shim.rollout.run_log import Rollout
     from trajkit_shim.rollout.tasks import Task
 
 
@@ -211,28 +209,15 @@ def _settings(
 @contextmanager
 def _terminated() -> Iterator[None]:
     """Treat SIGTERM as an interrupt, so that sandboxes are removed."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _groups(rollouts: Sequence["Rollout"]) -> Mapping[str, list["Rollout"]]:
-    ordered = sorted(rollouts, key=lambda r: r.group_id)
-    return {name: list(of) for name, of in groupby(ordered, key=lambda r: r.group_id)}
-
-
-def _mean(rewards: Sequence[float]) -> float | None:
-    return sum(rewards) / len(rewards) if rewards else None
-
-
 def _as_json(summary: "Summary", out: Path, missed: int | None) -> str:
-    rewards = [r.reward for r in summary.rollouts if r.reward is not None]
+    rewards = summary.rewards()
     turns = out / "turns"  # missing if another gateway has them
     return json.dumps(
         {
@@ -241,7 +226,7 @@ def _as_json(summary: "Summary", out: Path, missed: int | None) -> str:
             "over_before": summary.before,
             "over": len(summary.rollouts),
             "graded": len(rewards),
-            "mean_reward": _mean(rewards),
+            "mean_reward": fmean(rewards) if rewards else None,
             "failures": dict(summary.failures()),
             "callbacks_missed": missed,
             "seconds": summary.seconds,
@@ -251,33 +236,28 @@ def _as_json(summary: "Summary", out: Path, missed: int | None) -> str:
 
 
 def _described(summary: "Summary", out: Path, missed: int | None) -> str:
-    rewards = [r.reward for r in summary.rollouts if r.reward is not None]
     per_minute = 60 * len(summary.rollouts) / summary.seconds if summary.seconds else 0
     parts = [
         f"rollouts {len(summary.rollouts):,} ({summary.before:,} finished before), graded "
-        f"{len(rewards):,}, {summary.seconds:.0f} s, {per_minute:.1f} per minute"
+        f"{len(summary.rewards()):,}, {summary.seconds:.0f} s, {per_minute:.1f} per minute"
     ]
-    if summary.rollouts:
-        lines = []
-        for name, group in _groups(summary.rollouts).items():
-            graded = [r.reward for r in group if r.reward is not None]
-            mean = _mean(graded)
-            shown = "" if mean is None else f"{mean:.2f}"
-            turns = sum(r.turns or 0 for r in group)
-            lines.append((name, len(group), len(graded), shown, turns))
-        head = ("task", "rollouts", "graded", "mean reward", "turns")
-        parts.append(text_table(head, lines))
-    failures = summary.failures().most_common()
-    if failures:
-        parts.append(text_table(("failure", "rollouts"), failures))
+    lines = []
+    for name in sorted({rollout.group_id for rollout in summary.rollouts}):
+        group = [r for r in summary.rollouts if r.group_id == name]
+        graded = summary.rewards(name)
+        mean = f"{fmean(graded):.2f}" if graded else ""
+        turns = sum(r.turns or 0 for r in group)
+        lines.append((name, len(group), len(graded), mean, turns))
     findings = Counter(found for r in summary.rollouts for found in r.findings)
-    if findings:
-        parts.append(text_table(("finding", "rollouts"), findings.most_common()))
+    for head, counted in (
+        (("task", "rollouts", "graded", "mean reward", "turns"), lines),
+        (("failure", "rollouts"), summary.failures().most_common()),
+        (("finding", "rollouts"), findings.most_common()),
+    ):
+        if counted:
+            parts.append(text_table(head, counted))
     if missed:
         parts.append(f"failed callbacks: {missed}")
-    places = []
-    for name, path in (("turns", "turns"), ("sessions", "sessions.parquet")):
-        if (out / path).exists():
-            places.append(f"{name:<10}{shlex.quote(f'{out}/{path}')}")
-    parts.append("\n".join(places))
-    return "\n\n".join(parts)
+    places = (("turns", out / "turns"), ("sessions", out / "sessions.parquet"))
+    known = (f"{n:<10}{shlex.quote(str(path))}" for n, path in places if path.exists())
+    return "\n\n".join([*parts, "\n".join(known)])

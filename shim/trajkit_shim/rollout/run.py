@@ -5,7 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,9 +53,23 @@ class Summary:
     rollouts: list[Rollout]
     seconds: float
 
+    def rewards(self, group_id: str | None = None) -> list[float]:
+        """Return the rewards of graded rollouts, of all groups or of one."""
+        chosen = (r for r in self.rollouts if group_id in (None, r.group_id))
+        return [r.reward for r in chosen if r.reward is not None]
+
     def failures(self) -> Counter[str]:
         """Return the number of rollouts with each error."""
         return Counter(r.error for r in self.rollouts if r.error is not None)
+
+
+# errors of a rollout, with the stage that they name
+_STAGES: dict[type[Exception], str] = {
+    StageError: "",
+    SandboxError: "sandbox: ",
+    HarnessError: "harness: ",
+    httpx.HTTPError: "gateway: ",
+}
 
 
 class _Stopped(Exception):
@@ -89,7 +103,7 @@ class Rollouts:
         self._digests = {task.task_id: task.digest() for task in tasks}
         out.mkdir(parents=True, exist_ok=True)
         self._journal = RunLog(
-            out / "rollouts.jsonl", settings.harness.name, settings.sandbox_name
+            out / "rollouts.log", settings.harness.name, settings.sandbox_name
         )
         self._stopping = threading.Event()
         self._live: set[Sandbox] = set()
@@ -142,14 +156,12 @@ class Rollouts:
         next call on the directory. ``advance`` is called with 1 after each rollout.
         """
         started = time.monotonic()
-        model = _ask(gateway, "GET", "/v1/models")["data"][0]["id"]
+        self._gateway = gateway
+        self._model = self._ask("GET", "/v1/models")["data"][0]["id"]
         ended = []
         pool = ThreadPoolExecutor(self._settings.parallel, "rollout")
         try:
-            futures: list[Future[Rollout]] = [
-                pool.submit(self._one, gateway, model, task, sample)
-                for task, sample in self._todo
-            ]
+            futures = [pool.submit(self._one, *one) for one in self._todo]
             for future in as_completed(futures):
                 ended.append(future.result())
                 advance(1)
@@ -172,9 +184,7 @@ class Rollouts:
         self._journal.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def _one(
-        self, gateway: httpx.Client, model: str, task: Task, sample: int
-    ) -> Rollout:
+    def _one(self, task: Task, sample: int) -> Rollout:
         """Run one rollout, from its line in the log to its result."""
         if self._stopping.is_set():
             raise _Stopped
@@ -193,13 +203,10 @@ class Rollouts:
         known: dict[str, Any] = {}
         clock = time.monotonic()
         try:
-            self._work(gateway, model, task, began, known)
-        except StageError as error:
-            known |= {"error": str(error), "reward": None}
-        except SandboxError as error:
-            known |= {"error": f"sandbox: {error}", "reward": None}
-        except httpx.HTTPError as error:
-            known |= {"error": f"gateway: {error}", "reward": None}
+            self._work(task, began, known)
+        except tuple(_STAGES) as error:
+            stage = next(v for k, v in _STAGES.items() if isinstance(error, k))
+            known |= {"error": f"{stage}{error}", "reward": None}
         if self._stopping.is_set():
             # its processes were killed, so its result is not valid
             raise _Stopped
@@ -209,14 +216,7 @@ class Rollouts:
             self._on_end(rollout)
         return rollout
 
-    def _work(
-        self,
-        gateway: httpx.Client,
-        model: str,
-        task: Task,
-        rollout: Rollout,
-        known: dict[str, Any],
-    ) -> None:
+    def _work(self, task: Task, rollout: Rollout, known: dict[str, Any]) -> None:
         """Run the agent and grade its work; ``known`` gets fields of the rollout."""
         name = rollout.session_id
         folder = self._out / "sessions" / name
@@ -224,7 +224,7 @@ class Rollouts:
         with self._sandbox(task, f"{name}-agent") as sandbox:
             workspace = Workspace(task, sandbox)
             workspace.prepare()
-            self._agent(gateway, model, workspace, folder, rollout, known)
+            self._agent(workspace, folder, rollout, known)
             changes = workspace.diff()
         # the agent, its processes and everything that they could write are gone
         (folder / "patch.diff").write_bytes(changes.patch)
@@ -244,8 +244,6 @@ class Rollouts:
 
     def _agent(
         self,
-        gateway: httpx.Client,
-        model: str,
         workspace: Workspace,
         folder: Path,
         rollout: Rollout,
@@ -254,24 +252,21 @@ class Rollouts:
         """Have the agent work; `StageError` if it failed."""
         task, sandbox = workspace.task, workspace.sandbox
         harness, limit = self._settings.harness, self._settings.timeout_s
-        try:
-            harness.ready(sandbox, install=self._settings.install)
-        except HarnessError as error:
-            raise StageError("harness", str(error)) from error
+        harness.ready(sandbox, install=self._settings.install)
         opening = {
             "session_id": rollout.session_id,
             "max_turns": task.max_turns,
             "metadata": {"task": task.task_id, "sample": rollout.sample},
         }
-        key = _ask(gateway, "POST", "/sessions", opening)["api_key"]
+        key = self._ask("POST", "/sessions", opening)["api_key"]
         clock = time.monotonic()
         try:
             done = harness.run(
                 sandbox,
                 Job(
-                    base_url=sandbox.map_url(str(gateway.base_url).rstrip("/")),
+                    base_url=sandbox.map_url(str(self._gateway.base_url).rstrip("/")),
                     api_key=key,
-                    model=model,
+                    model=self._model,
                     prompt=task.prompt,
                     home=sandbox.map_path("/home"),
                     workspace=workspace.path,
@@ -281,11 +276,9 @@ class Rollouts:
                 timeout_s=task.agent_timeout_s if limit is None else limit,
                 log=folder / "agent.log",
             )
-        except HarnessError as error:
-            raise StageError("harness", str(error)) from error
         finally:
             known["agent_seconds"] = time.monotonic() - clock
-            closed = _ask(gateway, "DELETE", f"/sessions/{rollout.session_id}")
+            closed = self._ask("DELETE", f"/sessions/{rollout.session_id}")
             known["turns"] = turns = closed["answered"]
         wrong = None if done.code is None else harness.failed(done)
         if done.code is None:
@@ -330,8 +323,7 @@ class Rollouts:
                 self._live.discard(sandbox)
             sandbox.stop()
 
-
-def _ask(gateway: httpx.Client, method: str, path: str, body: object = None) -> Any:
-    answer = gateway.request(method, path, json=body)
-    answer.raise_for_status()
-    return answer.json()
+    def _ask(self, method: str, path: str, body: object = None) -> Any:
+        answer = self._gateway.request(method, path, json=body)
+        answer.raise_for_status()
+        return answer.json()

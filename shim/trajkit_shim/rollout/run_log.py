@@ -10,67 +10,61 @@ import json
 import os
 import secrets
 import threading
-from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, get_args, get_type_hints
 
 import pyarrow as pa
 
 from trajkit.errors import FormatError
 from trajkit.schema import SESSIONS
 
-_UNITS = "us"
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One session of a run; a row of the ``sessions`` table."""
+
+    session_id: str
+    group_id: str
+    sample: int  # index among the task's rollouts
+    attempt: int  # from 1
+    harness: str
+    sandbox: str
+    started_at: float  # Unix time; in the table a timestamp
+    reward: float | None = None
+    error: str | None = None
+    # finished, timed_out, turn_limit or failed; None: it did not run
+    agent_end: str | None = None
+    exit_code: int | None = None  # None: killed
+    turns: int | None = None  # answered turns
+    patch_bytes: int | None = None  # None: no patch
+    # changes that were not graded, because they could change how tests run
+    findings: list[str] = field(default_factory=list)
+    # of the agent, and of the entire rollout
+    agent_seconds: float | None = None
+    seconds: float | None = None
+
+
+def _column(name: str, kind: object) -> pa.Field:
+    types = {str: pa.string(), int: pa.int64(), float: pa.float64()}
+    special = {
+        "started_at": pa.timestamp("us", tz="UTC"),
+        "findings": pa.list_(pa.string()),
+    }
+    return pa.field(name, special.get(name) or types[(*get_args(kind), kind)[0]])
+
+
+_OWN = {k: v for k, v in get_type_hints(Rollout).items() if k not in SESSIONS.names}
 ROLLOUTS = pa.schema(
-    [
-        *SESSIONS,
-        # index among the task's rollouts, and number of the attempt, from 1
-        pa.field("sample", pa.int32()),
-        pa.field("attempt", pa.int32()),
-        pa.field("harness", pa.string()),
-        pa.field("sandbox", pa.string()),
-        # finished, timed_out, turn_limit or failed; null: it did not run
-        pa.field("agent_end", pa.string()),
-        pa.field("exit_code", pa.int32()),  # null: killed
-        pa.field("turns", pa.int32()),  # answered turns
-        pa.field("patch_bytes", pa.int64()),  # null: no patch
-        pa.field("started_at", pa.timestamp(_UNITS, tz="UTC")),
-        # changes that were not graded, because they could change how tests run
-        pa.field("findings", pa.list_(pa.string())),
-        # of the agent, and of the entire rollout
-        pa.field("agent_seconds", pa.float64()),
-        pa.field("seconds", pa.float64()),
-    ],
+    [*SESSIONS, *(_column(name, kind) for name, kind in _OWN.items())],
     metadata=SESSIONS.metadata,
 )
 """``sessions``, with the columns of a rollout."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
-    """One session of a run; the columns of `ROLLOUTS`."""
-
-    session_id: str
-    group_id: str
-    sample: int
-    attempt: int
-    harness: str
-    sandbox: str
-    started_at: float  # Unix time
-    reward: float | None = None
-    error: str | None = None
-    agent_end: str | None = None
-    exit_code: int | None = None
-    turns: int | None = None
-    patch_bytes: int | None = None
-    findings: list[str] = field(default_factory=list)
-    agent_seconds: float | None = None
-    seconds: float | None = None
-
-
 class RunLog:
-    """``rollouts.jsonl`` of a run, locked by one process at a time.
+    """``rollouts.log`` of a run, locked by one process at a time.
 
     Raises `FormatError` if another process has locked it, it is invalid, or it was
     started with another harness or sandbox.
@@ -84,61 +78,46 @@ class RunLog:
         self._attempts: dict[tuple[str, int], list[str]] = {}
         self._digests: dict[str, str] = {}
         self._lock = threading.Lock()
-        self._file = path.open("a+b")
-        try:
-            self._hold()
-            head = {"version": 1, "harness": harness, "sandbox": sandbox}
-            lines = list(self._whole_lines())
-            if lines:
-                self._take_up(lines, head)
-            else:
-                self.run_id = secrets.token_hex(4)
+        self.run_id = secrets.token_hex(4)
+        head = {"version": 1, "harness": harness, "sandbox": sandbox}
+        with ExitStack() as stack:
+            self._file = stack.enter_context(path.open("a+b"))
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                message = f"{path}: another process works on this run"
+                raise FormatError(message) from error
+            self._file.seek(0)
+            for number, line in enumerate(self._file.readlines(), 1):
+                if not line.endswith(b"\n"):
+                    # torn when its write was interrupted
+                    os.ftruncate(self._file.fileno(), self._file.tell() - len(line))
+                    break
+                try:
+                    self._take_up(json.loads(line), head if number == 1 else {})
+                except (AttributeError, KeyError, TypeError, ValueError) as error:
+                    raise FormatError(f"{path}:{number}: {error}") from error
+            if os.fstat(self._file.fileno()).st_size == 0:
                 self._write({"run": self.run_id, **head})
-        except BaseException:
-            self._file.close()
-            raise
+            stack.pop_all()
 
-    def _hold(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            message = f"{self.path}: another process works on this run"
-            raise FormatError(message) from error
-
-    def _whole_lines(self) -> Iterator[dict[str, object]]:
-        """Yield all lines; remove a torn last line of an interrupted write."""
-        self._file.seek(0)
-        for number, line in enumerate(self._file.readlines(), 1):
-            if not line.endswith(b"\n"):
-                os.ftruncate(self._file.fileno(), self._file.tell() - len(line))
-                return
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise FormatError(f"{self.path}:{number}: {error}") from error
-            if not isinstance(record, dict):
-                raise FormatError(f"{self.path}:{number}: not an object")
-            yield record
-
-    def _take_up(self, lines: list[dict[str, object]], head: dict[str, object]) -> None:
-        first, *rest = lines
+    def _take_up(self, record: dict[str, Any], head: dict[str, object]) -> None:
+        """Read a line; ``head`` is what the first one must be."""
         for name, value in head.items():
-            if first.get(name) != value:
-                raise FormatError(
-                    f"{self.path}: the run was started with {name} {first.get(name)!r}, "
-                    f"not {value!r}"
+            if record.get(name) != value:
+                was = record.get(name)
+                raise ValueError(
+                    f"the run was started with {name} {was!r}, not {value!r}"
                 )
-        self.run_id = str(first["run"])
-        for number, record in enumerate(rest, 2):
-            event, digest = record.pop("event", None), record.pop("task", None)
-            try:
-                rollout = Rollout(**record)  # type: ignore[arg-type]
-            except TypeError as error:
-                raise FormatError(f"{self.path}:{number}: {error}") from error
-            if event == "began":
-                self._note(rollout, str(digest))
-            else:
-                self._ended[rollout.session_id] = rollout
+        if head:
+            self.run_id = str(record["run"])
+            return
+        event, digest = record.pop("event", None), record.pop("task", None)
+        rollout = Rollout(**record)
+        if event == "began":
+            self._note(rollout, str(digest))
+        else:
+            self._ended[rollout.session_id] = rollout
 
     def check(self, task_id: str, digest: str) -> None:
         """Raise `FormatError` if a task has changed since the run started."""
@@ -185,12 +164,6 @@ class RunLog:
     def close(self) -> None:
         """Close the file and unlock it."""
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _note(self, rollout: Rollout, digest: str) -> None:
         with self._lock:

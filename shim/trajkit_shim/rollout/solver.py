@@ -20,8 +20,8 @@ _SHELLS = (
     ("Bash", "command"),
     ("bash", "command"),
 )
-# informs mini-swe-agent that the work is done
-_SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+"""Informs mini-swe-agent that the work is done."""
 
 
 def solve(tasks: Sequence[Task], odds: float = 0.75) -> Policy:
@@ -41,7 +41,7 @@ def solve(tasks: Sequence[Task], odds: float = 0.75) -> Policy:
         if shell is None or edit is None:
             return [Reply(("Fine.",))]
         done = n_responses(read)
-        submits = any(_SUBMIT in m.text for m in read)
+        submits = any(SUBMIT in m.text for m in read)
         steps = _steps(shell, edit, odds, submits)
         return steps[min(done, len(steps) - 1)]
 
@@ -67,7 +67,7 @@ def _steps(
     again = acts(thoughts, ["git diff"], shell)
     end = [Reply(("That is all.",)), Reply((" I am done.",))]
     if submits:
-        end = acts(["Done.\n\n"], [f"echo {_SUBMIT}"], shell)
+        end = acts(["Done.\n\n"], [f"echo {SUBMIT}"], shell)
     return [look, change, again, end]
 
 

@@ -13,15 +13,26 @@ import subprocess
 import tarfile
 import tempfile
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 from trajkit.errors import FormatError
 from trajkit_shim.agents.sandbox import Limits, pack
-from trajkit_shim.rollout.fields import Fields
+from trajkit_shim.errors import GatewayError
+from trajkit_shim.json_input import (
+    as_flag,
+    as_integer,
+    as_list,
+    as_name,
+    as_number,
+    as_object,
+    as_text,
+    refuse,
+)
 
 # it becomes part of session ids and container names
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
@@ -117,7 +128,7 @@ class Checkout:
 class Grade:
     """How a task is graded."""
 
-    kind: Kind
+    kind: Kind = "command"
     # For ``command``, ``tests`` and ``reward_file``: a shell command, run in the
     # workspace. ``{tests}`` and ``{logs}`` are replaced by the sandbox's paths of
     # ``/tests`` and ``/logs/verifier``.
@@ -132,7 +143,7 @@ class Grade:
     script: str = ""
     # Changes of files with these names are not graded. In a pattern with a slash it is
     # the path.
-    protect: tuple[str, ...] = ()
+    protect: tuple[str, ...] = PROTECTED
     # for ``swebench``: the instance as in its data set
     instance: Mapping[str, object] = field(default_factory=dict)
 
@@ -188,18 +199,21 @@ def read_tasks(path: Path) -> list[Task]:
             lines = path.read_text(encoding="utf-8").split("\n")
         for number, line in enumerate(lines, 1):
             if line.strip():
-                location = f"{path}:{number}"
-                with _located(location):
-                    record = json.loads(line)
-                tasks.append(_task(record, location, path.parent))
+                with _located(f"{path}:{number}"):
+                    tasks.append(_task(json.loads(line), path.parent))
     else:
         folders = [path] if (path / "task.toml").exists() else sorted(path.iterdir())
-        for file in (folder / "task.toml" for folder in folders):
+        for folder in folders:
+            file = folder / "task.toml"
             if file.is_file():
                 with _located(file):
                     record = tomllib.loads(file.read_text(encoding="utf-8"))
-                record = {"id": file.parent.name, **record}
-                tasks.append(_task(record, str(file), file.parent))
+                    found = {
+                        name: Folder(folder / name)
+                        for name in ("workspace", "tests", "solution")
+                        if (folder / name).is_dir()
+                    }
+                    tasks.append(_task({"id": folder.name, **record}, folder, found))
     if not tasks:
         raise FormatError(f"{path} has no task: no line, or no folder with task.toml")
     seen: set[str] = set()
@@ -215,78 +229,111 @@ def _located(place: Path | str) -> Iterator[None]:
     """Turn an invalid file or line into a `FormatError` that names it."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, GatewayError) as error:
         raise FormatError(f"{place}: {error}") from error
 
 
-def _task(record: object, location: str, base: Path) -> Task:
-    fields = Fields(record, location)
-    task_id = fields.text("id")
-    if not _ID.fullmatch(task_id):
-        raise fields.error(f"id = {task_id!r}: 1 to 100 letters, digits, _ and -")
-    setup, agent = fields.section("setup"), fields.section("agent")
-    workdir = fields.text("workdir", "/work")
-    if not workdir.startswith("/") or workdir == "/":
-        raise fields.error(f"workdir = {workdir!r} is not an absolute path below /")
-    task = Task(
-        task_id=task_id,
-        prompt=fields.text("prompt"),
-        workspace=_checkout(fields, base) or _files(fields, "workspace", base),
-        tests=_files(fields, "tests", base),
-        solution=_files(fields, "solution", base),
-        workdir=workdir,
-        image=fields.text("image", "") or None,
-        setup=setup.text("command", ""),
-        setup_timeout_s=setup.number("timeout_s", 300.0),
-        agent_timeout_s=agent.number("timeout_s", 1800.0),
-        max_turns=agent.count("max_turns"),
-        grade=_grade(fields.section("grade")),
-        limits=_limits(fields.section("limits")),
+def _texts(value: object, where: str) -> Texts:
+    texts = as_object(value, where)
+    return Texts(
+        {name: as_text(text, f"{where}.{name}") for name, text in texts.items()}
     )
-    for section in (fields, setup, agent):
-        section.end()
-    if task.grade.kind == "script" and task.tests is None:
-        raise fields.error("grade.script needs the task's tests")
-    return task
 
 
-def _checkout(fields: Fields, base: Path) -> Checkout | None:
-    repository = fields.text("repository", "")
-    revision = fields.text("revision", "HEAD" if repository else "")
-    if revision and not repository:
-        raise fields.error("revision without a repository")
-    return Checkout(base / repository, revision) if repository else None
+def _names(value: object, where: str) -> tuple[str, ...]:
+    texts = enumerate(as_list(value, where))
+    return tuple(as_text(text, f"{where}[{i}]") for i, text in texts)
 
 
-def _files(fields: Fields, name: str, base: Path) -> Files | None:
-    texts = fields.texts(name)
-    if texts is not None:
-        return Texts(texts)
-    # a line of a JSONL file has no folders
-    folder = base / name
-    if fields.location.endswith("task.toml") and folder.is_dir():
-        return Folder(folder)
-    return None
+def _kind(value: object, where: str) -> str:
+    if value not in get_args(Kind):
+        refuse(where, f"{value!r} is not one of {', '.join(get_args(Kind))}")
+    return str(value)
 
 
-def _grade(fields: Fields) -> Grade:
-    kind = fields.text("kind", "command")
-    if kind not in get_args(Kind):
-        known = ", ".join(get_args(Kind))
-        raise FormatError(f"{fields.location}.kind = {kind!r} is not one of {known}")
-    command = fields.text("command", "bash {tests}/test.sh" * (kind == "reward_file"))
-    grade = Grade(
-        kind=kind,  # type: ignore[arg-type]
-        command=command,
-        timeout_s=fields.number("timeout_s", 300.0),
-        fail_to_pass=fields.names("fail_to_pass"),
-        pass_to_pass=fields.names("pass_to_pass"),
-        partial=fields.take("partial", bool, False),
-        script=fields.text("script", ""),
-        protect=fields.names("protect", () if kind == "swebench" else PROTECTED),
-        instance=fields.take("instance", dict, {}),
+_count = partial(as_integer, minimum=1)
+_positive = partial(as_number, minimum=1e-3, maximum=1e9)
+_NO_FILES: Mapping[str, Files] = {}
+_Readers: TypeAlias = Mapping[str, Callable[[object, str], object]]
+_TASK: _Readers = {
+    **dict.fromkeys(("id", "prompt", "workdir", "image", "repository"), as_name),
+    **dict.fromkeys(("workspace", "tests", "solution"), _texts),
+    **dict.fromkeys(("setup", "agent", "grade", "limits"), as_object),
+    "revision": as_name,
+}
+_SETUP: _Readers = {"command": as_text, "timeout_s": _positive}
+_AGENT: _Readers = {"timeout_s": _positive, "max_turns": _count}
+_GRADE: _Readers = {
+    "kind": _kind,
+    "command": as_text,
+    "timeout_s": _positive,
+    **dict.fromkeys(("fail_to_pass", "pass_to_pass", "protect"), _names),
+    "partial": as_flag,
+    "script": as_text,
+    "instance": as_object,
+}
+_LIMITS: _Readers = {
+    **dict.fromkeys(("memory_mb", "processes", "file_mb", "disk_mb"), _count),
+    "cpus": _positive,
+}
+
+
+def _read(value: object, where: str, readers: _Readers) -> dict[str, Any]:
+    """The fields of an object; each must have a reader."""
+    values = {}
+    for name, given in as_object(value, where or "task").items():
+        path = f"{where}.{name}" if where else name
+        if name not in readers:
+            refuse(path, f"unknown key, not one of {', '.join(readers)}")
+        values[name] = readers[name](given, path)
+    return values
+
+
+def _task(record: object, base: Path, files: Mapping[str, Files] = _NO_FILES) -> Task:
+    """Read a task; ``files`` are those in folders of its directory."""
+    given = {"workdir": "/work", **files, **_read(record, "", _TASK)}
+    for name in ("id", "prompt"):
+        if name not in given:
+            refuse(name, "missing")
+    if not _ID.fullmatch(given["id"]):
+        refuse("id", f"{given['id']!r}: 1 to 100 letters, digits, _ and -")
+    if not given["workdir"].startswith("/") or given["workdir"] == "/":
+        refuse("workdir", f"{given['workdir']!r} is not an absolute path below /")
+    if "revision" in given and "repository" not in given:
+        refuse("revision", "needs a repository")
+    setup = _read(given.get("setup", {}), "setup", _SETUP)
+    agent = _read(given.get("agent", {}), "agent", _AGENT)
+    if "repository" in given:
+        revision = given.get("revision", "HEAD")
+        given["workspace"] = Checkout(base / given["repository"], revision)
+    grade = _grade(given.get("grade", {}))
+    if grade.kind == "script" and "tests" not in given:
+        refuse("grade.script", "needs the task's tests")
+    return Task(
+        task_id=given["id"],
+        prompt=given["prompt"],
+        workspace=given.get("workspace"),
+        tests=given.get("tests"),
+        solution=given.get("solution"),
+        workdir=given["workdir"],
+        image=given.get("image"),
+        setup=setup.get("command", ""),
+        setup_timeout_s=setup.get("timeout_s", 300.0),
+        agent_timeout_s=agent.get("timeout_s", 1800.0),
+        max_turns=agent.get("max_turns"),
+        grade=grade,
+        limits=Limits(**_read(given.get("limits", {}), "limits", _LIMITS)),
     )
-    fields.end()
+
+
+def _grade(record: object) -> Grade:
+    given = _read(record, "grade", _GRADE)
+    kind = given.get("kind", "command")
+    if kind == "reward_file":
+        given.setdefault("command", "bash {tests}/test.sh")
+    if kind == "swebench":
+        given.setdefault("protect", ())
+    grade = Grade(**given)
     needed = {
         "command": grade.command,
         "tests": grade.command and grade.fail_to_pass + grade.pass_to_pass,
@@ -296,17 +343,5 @@ def _grade(fields: Fields) -> Grade:
         "swebench": grade.instance,
     }
     if not needed[kind]:
-        raise fields.error(f"kind {kind!r} lacks keys that it needs")
+        refuse("grade", f"kind {kind!r} lacks keys that it needs")
     return grade
-
-
-def _limits(fields: Fields) -> Limits:
-    limits = Limits(
-        memory_mb=fields.count("memory_mb"),
-        cpus=fields.number("cpus", 0.0) or None,
-        processes=fields.count("processes"),
-        file_mb=fields.count("file_mb"),
-        disk_mb=fields.count("disk_mb"),
-    )
-    fields.end()
-    return limits

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,9 @@ def run_train(
         named_policy(name)
     if jobs is None:
         jobs = (os.cpu_count() or 1) if settings.device == "cpu" else 1
+    folders = {seed: out / "warm-start" / str(seed) for seed in seeds}
+    warm: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
     with (
         Progress("training", "runs") as progress,
         # forked processes would share the state of torch's threads
@@ -78,7 +81,25 @@ def run_train(
     ):
         progress.begin(len(seeds) * (1 + len(policies)))
         try:
-            warm, lines = _runs(pool, out, settings, policies, seeds, progress)
+            first = {
+                pool.submit(warm_start, folder, seed, settings): seed
+                for seed, folder in folders.items()
+            }
+            running = []
+            for done in as_completed(first):
+                warm.append(done.result())
+                progress.advance(1)
+                seed = first[done]
+                model = folders[seed] / "model"
+                running += [
+                    pool.submit(
+                        train, out / name / str(seed), model, seed, name, settings
+                    )
+                    for name in policies
+                ]
+            for run in as_completed(running):
+                lines += run.result()
+                progress.advance(1)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -86,33 +107,3 @@ def run_train(
     shown = json_text.dumps(summary) if json else describe(summary)
     sys.stdout.write(shown + "\n")
     return 0
-
-
-def _runs(
-    pool: ProcessPoolExecutor,
-    out: Path,
-    settings: Settings,
-    policies: Sequence[str],
-    seeds: Sequence[int],
-    progress: Progress,
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """A line per warm start, and one per step of every run; see `run_train`."""
-    folders = {seed: out / "warm-start" / str(seed) for seed in seeds}
-    first = {
-        pool.submit(warm_start, folder, seed, settings): seed
-        for seed, folder in folders.items()
-    }
-    warm = []
-    running: list[Future[list[dict[str, Any]]]] = []
-    for done in as_completed(first):
-        warm.append(done.result())
-        progress.advance(1)
-        seed = first[done]
-        for policy in policies:
-            folder, model = out / policy / str(seed), folders[seed] / "model"
-            running.append(pool.submit(train, folder, model, seed, policy, settings))
-    lines = []
-    for run in as_completed(running):
-        lines += run.result()
-        progress.advance(1)
-    return warm, lines

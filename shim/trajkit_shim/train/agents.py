@@ -1,13 +1,11 @@
 """The agent of the training demo, which speaks to the gateway over HTTP."""
 
-import json
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPConnection
 from typing import Any
-from urllib.parse import urlsplit
 
+import httpx
 import pyarrow as pa
 
 from trajkit.schema import SESSIONS
@@ -21,7 +19,10 @@ class Gateway:
     """A client of one gateway, for agents and for the trainer."""
 
     def __init__(self, url: str) -> None:
-        self._address = urlsplit(url).netloc
+        limits = httpx.Limits(max_connections=None)
+        self._client = httpx.Client(
+            base_url=url, timeout=None, limits=limits, trust_env=False
+        )
 
     def rollouts(self, tasks: Sequence[Task], samples: int) -> pa.Table:
         """Have ``samples`` agents work on each task, all at the same time.
@@ -74,19 +75,9 @@ class Gateway:
         return {"session_id": name, "group_id": task.task_id, "reward": reward}
 
     def _post(self, path: str, body: dict[str, Any], key: str = "") -> Any:
-        """The JSON answer to a request, on a connection of its own."""
-        connection = HTTPConnection(self._address)
-        try:
-            headers = {
-                "authorization": f"Bearer {key}",
-                "content-type": "application/json",
-                "connection": "close",
-            }
-            connection.request("POST", path, json.dumps(body), headers)
-            answer = connection.getresponse()
-            text = answer.read().decode()
-        finally:
-            connection.close()
-        if answer.status != 200:
-            raise ConnectionError(f"POST {path} gave {answer.status}: {text}")
-        return json.loads(text)
+        """The JSON answer to a request."""
+        headers = {"x-session-key": key}
+        answer = self._client.post(path, json=body, headers=headers)
+        if answer.is_error:
+            raise ConnectionError(f"POST {path}: {answer.status_code} {answer.text}")
+        return answer.json()

@@ -1,13 +1,15 @@
 """What came out of a training run: tables, files and a picture."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.ipc
+import pyarrow.feather
 
 from trajkit.cli.text import share, text_table
 
@@ -36,68 +38,66 @@ def summarise(
 
     ``warm`` has a line per seed, ``lines`` one per policy, seed and step.
     """
-    order = {policy: i for i, policy in enumerate(policies)}
-    lines = sorted(lines, key=lambda x: (order[x["policy"]], x["seed"], x["step"]))
+    lines = sorted(
+        lines, key=lambda x: (policies.index(x["policy"]), x["seed"], x["step"])
+    )
     table = pa.Table.from_pylist(lines)
-    with pa.ipc.new_file(str(out / "steps.arrow"), table.schema) as file:
-        file.write_table(table)
-    (out / "reward.svg").write_text(draw(policies, lines), encoding="utf-8")
+    pyarrow.feather.write_feather(table, out / "steps.arrow", "uncompressed")
+    runs = {name: [x for x in lines if x["policy"] == name] for name in policies}
+    rewards = {name: _by_seed(own, "reward") for name, own in runs.items()}
+    (out / "reward.svg").write_text(draw(rewards), encoding="utf-8")
     first = [line for line in lines if line["step"] == 0]
     seeds = sorted({line["seed"] for line in lines})
     digests = {(line["seed"], line["digest"]) for line in first}
     summary = {
         "seeds": seeds,
-        "steps": 1 + max(line["step"] for line in lines),
+        "steps": len(lines) // len(first),
         "seconds": seconds,
         "warm_start": sorted(warm, key=lambda line: line["seed"]),
         # every policy began with the same rollouts
         "same_rollouts": len(digests) == len(seeds),
-        "first_step": [_first_step(first, policy) for policy in policies],
-        "training": [_training(lines, policy) for policy in policies],
+        "first_step": [
+            _counted([line for line in own if line["step"] == 0])
+            for own in runs.values()
+        ],
+        "training": [_training(own) for own in runs.values()],
         "files": [str(out / name) for name in ("steps.arrow", "reward.svg")],
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
     return summary
 
 
-def _first_step(first: Sequence[Line], policy: str) -> Line:
-    """What a policy makes of the rollouts of the warm start, over all seeds."""
-    own = [line for line in first if line["policy"] == policy]
-    trained = sum(line["tokens_trained"] for line in own)
+def _by_seed(own: Sequence[Line], name: str) -> npt.NDArray[np.float64]:
+    """A column of one policy's lines, of shape (seeds, steps)."""
+    n_seeds = len({line["seed"] for line in own})
+    return np.array([line[name] for line in own], np.float64).reshape(n_seeds, -1)
+
+
+def _counted(own: Sequence[Line]) -> Line:
+    """Sums and mismatch over some lines of one policy."""
+    sums = {name: sum(line[name] for line in own) for name in _COUNTS}
     off = sum(line["mismatch_mean"] * line["tokens_trained"] for line in own)
     return {
-        "policy": policy,
-        **{name: sum(line[name] for line in own) for name in _COUNTS},
-        "mismatch_mean": off / trained,
+        "policy": own[0]["policy"],
+        **sums,
+        "mismatch_mean": off / sums["tokens_trained"],
         "mismatch_max": max(line["mismatch_max"] for line in own),
     }
 
 
-def _training(lines: Sequence[Line], policy: str) -> Line:
+def _training(own: Sequence[Line]) -> Line:
     """How a policy's runs went: means over seeds, sums over seeds and steps."""
-    own = [line for line in lines if line["policy"] == policy]
-    n_steps = 1 + max(line["step"] for line in own)
-    runs = [
-        [line for line in own if line["seed"] == seed]
-        for seed in sorted({line["seed"] for line in own})
-    ]
-
-    def mean(name: str, start: int, stop: int) -> list[float]:
-        parts = [[line[name] for line in run[max(start, 0) : stop]] for run in runs]
-        return [sum(part) / len(part) for part in parts]
-
-    last = mean("reward", n_steps - _LAST, n_steps)
-    middle = mean("reward", n_steps // 2 - _LAST // 2, n_steps // 2 + _LAST // 2 + 1)
+    reward, thinking = _by_seed(own, "reward"), _by_seed(own, "thinking")
+    middle = reward.shape[1] // 2
+    span = slice(max(middle - _LAST // 2, 0), middle + _LAST // 2 + 1)
     return {
-        "policy": policy,
-        "reward_first": sum(mean("reward", 0, 1)) / len(runs),
-        "reward_middle": sum(middle) / len(runs),
-        "reward_last": sum(last) / len(runs),
-        "reward_last_per_seed": last,
-        "thinking_first": sum(mean("thinking", 0, 1)) / len(runs),
-        "thinking_last": sum(mean("thinking", n_steps - _LAST, n_steps)) / len(runs),
-        **{name: sum(line[name] for line in own) for name in _COUNTS},
-        "mismatch_max": max(line["mismatch_max"] for line in own),
+        **_counted(own),
+        "reward_first": reward[:, 0].mean(),
+        "reward_middle": reward[:, span].mean(),
+        "reward_last": reward[:, -_LAST:].mean(),
+        "reward_last_per_seed": reward[:, -_LAST:].mean(1).tolist(),
+        "thinking_first": thinking[:, 0].mean(),
+        "thinking_last": thinking[:, -_LAST:].mean(),
         "seconds": sum(line["seconds"] for line in own),
     }
 
@@ -143,17 +143,18 @@ def describe(summary: Line) -> str:
     )
 
 
-def draw(policies: Sequence[str], lines: Sequence[Line]) -> str:
-    """Reward over steps as SVG: a thin line per seed, a thick one for their mean."""
-    width, height, left, top = 560, 260, 44, 14
-    n_steps = 1 + max(line["step"] for line in lines)
+def draw(rewards: Mapping[str, npt.NDArray[np.float64]]) -> str:
+    """Reward over steps as SVG: a thin line per seed, a thick one for their mean.
 
-    def path(rewards: Sequence[float], style: str) -> str:
-        points = " ".join(
-            f"{left + width * step / max(n_steps - 1, 1):.1f},"
-            f"{top + height * (1 - reward):.1f}"
-            for step, reward in enumerate(rewards)
-        )
+    ``rewards`` has an array of shape (seeds, steps) for each policy.
+    """
+    width, height, left, top = 560, 260, 44, 14
+    n_steps = max(run.shape[1] for run in rewards.values())
+    xs = left + width * np.arange(n_steps) / max(n_steps - 1, 1)
+
+    def path(run: npt.NDArray[np.float64], style: str) -> str:
+        ys = top + height * (1 - run)
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(xs, ys, strict=True))
         return f'<polyline points="{points}" fill="none" {style}/>'
 
     def parts() -> Iterator[str]:
@@ -161,20 +162,13 @@ def draw(policies: Sequence[str], lines: Sequence[Line]) -> str:
             y = top + height * (1 - tick)
             yield f'<path d="M{left} {y}h{width}" stroke="#d8dee4"/>'
             yield f'<text x="{left - 6}" y="{y + 4}" text-anchor="end">{tick}</text>'
+        y = top + height + 18
         for step in range(0, n_steps, 5):
-            x = left + width * step / max(n_steps - 1, 1)
-            y = top + height + 18
-            yield f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{step}</text>'
-        for i, policy in enumerate(policies):
+            yield f'<text x="{xs[step]:.1f}" y="{y}" text-anchor="middle">{step}</text>'
+        for i, (policy, runs) in enumerate(rewards.items()):
             color = f'stroke="{_COLORS[i % len(_COLORS)]}"'
-            runs: dict[int, list[float]] = {}
-            for line in lines:
-                if line["policy"] == policy:
-                    runs.setdefault(line["seed"], []).append(line["reward"])
-            for rewards in runs.values():
-                yield path(rewards, f'{color} stroke-opacity="0.3"')
-            means = [sum(step) / len(step) for step in zip(*runs.values(), strict=True)]
-            yield path(means, f'{color} stroke-width="2.5"')
+            yield from (path(run, f'{color} stroke-opacity="0.3"') for run in runs)
+            yield path(runs.mean(0), f'{color} stroke-width="2.5"')
             x, y = left + 110 * i, top + height + 42
             yield f'<path d="M{x} {y - 4}h20" {color} stroke-width="2.5"/>'
             yield f'<text x="{x + 26}" y="{y}">{escape(policy)}</text>'

@@ -44,7 +44,7 @@ ATTACKS = {
     "read the task's solution": Attack(script="cat {host}/solution/it.py"),
     "read the turn log": Attack(script="cat {host}/turns/turns-00000.arrows"),
     "change the turn log": Attack(script="echo 1 >> {host}/turns/turns-00000.arrows"),
-    "replace the rewards": Attack(script="rm {host}/rollouts.jsonl"),
+    "replace the rewards": Attack(script="rm {host}/rollouts.log"),
     "write to the copy of another sandbox": Attack(
         script="cd $(dirname $(sed -n 's/^[^ ]* [^ ]* [^ ]* \\([^ ]*box[^ ]*\\) .*/\\1/p' "
         "/proc/self/mountinfo | head -1) 2> /dev/null) 2> /dev/null; "
@@ -88,7 +88,7 @@ def target(tmp_path):
         "tests/test_it.py": "right",
         "solution/it.py": "yes",
         "turns/turns-00000.arrows": "turn",
-        "rollouts.jsonl": "{}",
+        "rollouts.log": "{}",
         "other/work/it.py": "no",
         "secret": "s3cret",
     }.items():

@@ -20,13 +20,16 @@ from starlette.routing import Route
 import trajkit as tk
 from trajkit import cli
 from trajkit.policies import PRESETS
+from trajkit_shim import demo as demo_package
 from trajkit_shim.demo import run_demo
 from trajkit_shim.demo.proxy import LossyProxy
-from trajkit_shim.demo.scripted_model import REVIEWER, SUBMIT, write_code
-from trajkit_shim.demo.tasks import TASKS
+from trajkit_shim.demo.scripted_model import REVIEWER, write_code
 from trajkit_shim.engines.embedded import Special
+from trajkit_shim.rollout.solver import SUBMIT
+from trajkit_shim.rollout.tasks import read_tasks
 
 ROOT = Path(__file__).parents[3]
+TASKS = read_tasks(Path(demo_package.__file__).parent / "tasks")
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +52,14 @@ def demo(tmp_path_factory):
     return json.loads(done.stdout)
 
 
-def test_a_real_agent_drifts_forks_retries_and_starts_another(demo):
+def test_a_real_agent_drifts_slips_retries_and_starts_another(demo):
     (session,) = demo["sessions"]
     assert session["end"] == "solved"
     assert session["drifting"] > 0
-    assert (session["forks"], session["retries"], session["subagents"]) == (1, 1, 1)
-    assert sum(line["turns"] for line in demo["drift"]) == session["drifting"]
-    assert all(line["tokens_after_drift"] > 0 for line in demo["drift"])
+    assert (session["retry"], session["sub_agent"]) == (1, 1)
+    drift = [line for line in demo["drift"] if line["cause"] != "none"]
+    assert sum(line["turns"] for line in drift) == session["drifting"]
+    assert all(line["tokens_after_drift"] > 0 for line in drift)
 
     turns = tk.read_turns(demo["turns"])
     assert turns.num_rows == session["turns"]
@@ -72,13 +76,20 @@ def test_a_real_agent_drifts_forks_retries_and_starts_another(demo):
     assert tk.classify_drift(turns, links)["size"].to_numpy().max() > 0
 
 
+LOSSY = ("slime", "trl", "segments", "nemo", "miles", "polar")
+
+
+def rows_of(demo, policy):
+    return pl.read_parquet(Path(demo["turns"]).parent / f"rows-{policy}.parquet")
+
+
 def test_the_demo_writes_rows_of_each_policy_that_polars_reads(demo):
     turns = tk.read_turns(demo["turns"])
     sampled = sum(map(len, turns["output_ids"].to_pylist()))
     policies = {line["policy"]: line for line in demo["policies"]}
     assert list(policies) == list(PRESETS)
     for line in demo["policies"]:
-        rows = pl.read_parquet(line["path"])
+        rows = rows_of(demo, line["policy"])
         assert rows.height == line["rows"] > 0
         masks = rows["loss_mask"].list.sum().sum()
         # where every row that holds a claim trains it, masks count it again
@@ -88,14 +99,14 @@ def test_the_demo_writes_rows_of_each_policy_that_polars_reads(demo):
             if again
             else masks == line["tokens_trained"]
         )
-        assert line["tokens_trained"] + line["tokens_lost"] == sampled
+        lost = sum(n for name, n in line.items() if name.startswith("lost_"))
+        assert line["tokens_trained"] + lost == sampled
+        assert (lost > 0) == (line["policy"] in LOSSY)
         assert rows["input_ids"].list.len().sum() == line["tokens_forward"]
         spread = PRESETS[line["policy"]].rewards == "uniform"
         each = 1 / rows.height if spread else 1.0
         assert rows["reward"].to_list() == [each] * rows.height
         assert rows["group_id"].to_list() == ["median"] * rows.height
-    assert policies["faithful"]["tokens_lost"] == 0
-    assert policies["slime"]["tokens_lost"] > 0
     assert policies["strict"]["rows"] < policies["per_call"]["rows"]
 
 
@@ -156,8 +167,7 @@ def test_logprobs_in_the_rows_are_those_that_the_engine_gave(demo):
     given = turns["output_logprobs"].explode().to_numpy()
     assert np.isfinite(given).all()
     assert (given <= 0).all()
-    (line,) = [line for line in demo["policies"] if line["policy"] == "per_call"]
-    rows = pl.read_parquet(line["path"])
+    rows = rows_of(demo, "per_call")
     kept = rows["logprobs"].explode().drop_nulls().to_numpy()
     assert kept.tolist() == given.tolist()
 
@@ -166,7 +176,6 @@ def test_logprobs_in_the_rows_are_those_that_the_engine_gave(demo):
     ("choices", "says"),
     [
         pytest.param({"sessions": 0}, "sessions = 0", id="no session"),
-        pytest.param({"tasks": ["mean"]}, "'mean' is not one of", id="no such task"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_anything_is_written(
@@ -184,7 +193,7 @@ def test_a_directory_that_holds_a_run_is_refused(tmp_path):
 
 
 def conversation(task, *later, system="You help."):
-    opening = [("system", f"{system}\n\ntools"), ("user", f"Solve: {task.issue}")]
+    opening = [("system", f'{system} "name": "bash"'), ("user", task.prompt)]
     return "".join(
         f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in [*opening, *later]
     )
@@ -202,43 +211,43 @@ def command(reply):
 
 
 SEEN = ("user", "<tool_response>\n...\n</tool_response>")
+SLIPPED = ("user", "Tool call error:\n\n<error>...")
+HOW = ("user", f"Submit with {SUBMIT}")
+policy = write_code(TASKS)
 
 
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def commands(prompt):
+    return {command(reply) for reply in policy(prompt)}
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.task_id)
 def test_every_edit_the_policy_makes_mends_the_fault(tmp_path, task):
-    for number, reply in enumerate(write_code(conversation(task, SEEN, SEEN))):
+    edits = commands(conversation(task, SEEN, SLIPPED))
+    for number, edit in enumerate(edits):
         folder = tmp_path / str(number)
         folder.mkdir()
-        (folder / task.module).write_text(task.source)
-        (folder / "test.py").write_text(task.test)
-        test = [sys.executable, "-B", "test.py"]
+        for name, text in task.workspace.texts.items():
+            (folder / name).write_text(text)
+        test = task.grade.command.replace("python", sys.executable).split()
         before = subprocess.run(test, cwd=folder, capture_output=True, check=False)
         assert before.returncode == 1
-        subprocess.run(["sh", "-c", command(reply)], cwd=folder, check=True)
-        assert (folder / task.module).read_text() == task.fixed
+        subprocess.run(["sh", "-c", edit], cwd=folder, check=True)
         subprocess.run(test, cwd=folder, capture_output=True, check=True)
 
 
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
-def test_the_policy_slips_once_where_the_task_says_so_and_submits_last(task):
-    first = [command(reply) for reply in write_code(conversation(task, SEEN))]
-    assert (None in first) == task.slips
-    asked_again = ("user", "Tool call error:\n\n<error>...")
-    second = write_code(conversation(task, SEEN, asked_again))
-    assert {command(reply) for reply in second} == {f"python test_{task.module}"}
-    steps = 5 if task.reviews else 4
-    last = write_code(conversation(task, *[SEEN] * steps))
-    assert {command(reply) for reply in last} == {SUBMIT}
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.task_id)
+def test_the_policy_slips_once_asks_for_a_review_and_submits_last(task):
+    assert commands(conversation(task, SEEN)) == {None}
+    (review,) = commands(conversation(task, HOW, SLIPPED, *[SEEN] * 3))
+    assert review.startswith("./subagent")
+    last = conversation(task, HOW, SLIPPED, *[SEEN] * 4)
+    assert commands(last) == {f"echo {SUBMIT}"}
 
 
 def test_the_reviewer_follows_a_script_of_its_own():
-    prompt = conversation(TASKS[0], system=REVIEWER)
-    assert {command(reply) for reply in write_code(prompt)} == {"git diff"}
-
-
-def test_a_prompt_that_names_no_task_is_an_error():
-    with pytest.raises(ValueError, match="no task of the demo"):
-        write_code("<|im_start|>user\nHello.<|im_end|>\n")
+    assert commands(conversation(TASKS[0], system=REVIEWER)) == {"git diff"}
+    later = conversation(TASKS[0], SEEN, system=REVIEWER)
+    assert commands(later) == {f"echo {SUBMIT}"}
 
 
 def test_the_proxy_loses_the_replies_that_it_is_told_to_lose():
@@ -251,7 +260,7 @@ def test_the_proxy_loses_the_replies_that_it_is_told_to_lose():
         Route("/v1/chat/completions", complete, methods=["POST"]),
         Route("/sessions", complete, methods=["POST"]),
     ]
-    proxy = LossyProxy(Starlette(routes=routes), {"a": (1,), "b": (0,)})
+    proxy = LossyProxy(Starlette(routes=routes), 1)
 
     def statuses(key, path="/v1/chat/completions"):
         async def ask():
@@ -266,8 +275,7 @@ def test_the_proxy_loses_the_replies_that_it_is_told_to_lose():
         return asyncio.run(ask())
 
     assert statuses("a") == [200, 504, 200]
-    assert statuses("b") == [504, 200, 200]
-    assert statuses("c") == [200, 200, 200]
     assert statuses("b", "/sessions") == [200, 200, 200]
+    assert statuses("b") == [200, 504, 200]
     # the gateway answered all of them
-    assert len(answered) == 12
+    assert len(answered) == 9

@@ -28,8 +28,7 @@ from trajkit_shim.engines.embedded import (
     load_tokenizer,
     tool_call,
 )
-from trajkit_shim.engines.embedded.distribution import Lattice, shaped, start
-from trajkit_shim.engines.embedded.engine import _log, _shaped
+from trajkit_shim.engines.embedded.distribution import lattice, shaped, start
 from trajkit_shim.engines.embedded.vocabulary import END, shipped
 from trajkit_shim.errors import EngineError
 
@@ -70,13 +69,13 @@ def score(engine, prompt_ids, output_ids, sampling=None):
     -inf from the first id on that cannot be drawn. ``sampling``: its temperature,
     ``top_k`` and ``top_p`` apply.
     """
-    state = engine._start(prompt_ids, 65_536)
+    state = engine._start(prompt_ids)
     logprobs = np.full(len(output_ids), -np.inf, np.float32)
     for i, token in enumerate(output_ids.tolist()):
-        chances = state.next() if sampling is None else _shaped(state, sampling)
+        chances = shaped(state.next(), sampling or Sampling(max_new_tokens=1))
         if token not in chances:
             break
-        logprobs[i] = _log(chances[token])
+        logprobs[i] = min(math.log(chances[token]), 0.0)
         state = state.after(token)
     return logprobs
 
@@ -149,7 +148,7 @@ def test_score_is_the_probability_counted_over_all_spellings(said, drift):
 
 @given(replies, st.sampled_from([0.05, 0.5, 1.0]))
 def test_next_token_probabilities_add_up_to_one_wherever_one_can_get(said, drift):
-    states = [start([(r.weight, Lattice(VOCAB, r.parts, drift)) for r in said])]
+    states = [start([(r.weight, lattice(VOCAB, r.parts, drift)) for r in said])]
     for _ in range(40):
         if not states:
             break
@@ -295,9 +294,11 @@ def test_what_cannot_be_drawn_scores_minus_infinity():
 @pytest.mark.parametrize(
     ("prompt", "choices", "says"),
     [
-        pytest.param([1, 3009], {}, "3009 at position 1", id="id past the vocabulary"),
-        pytest.param([-1], {}, "-1 at position 0", id="negative id"),
-        pytest.param([], {}, "no ids", id="empty prompt"),
+        pytest.param(
+            [1, 3009], {}, r"prompt_ids\[1\] = 3009", id="id past the vocabulary"
+        ),
+        pytest.param([-1], {}, r"prompt_ids\[0\] = -1", id="negative id"),
+        pytest.param([], {}, "no tokens", id="empty prompt"),
         pytest.param([[1]], {}, "shape", id="two dimensions"),
         pytest.param([1] * 91, {}, "91 prompt tokens", id="over-long prompt"),
         pytest.param([1], {"max_new_tokens": 101}, "room for 0", id="over-long output"),
@@ -389,13 +390,17 @@ def test_faults_come_one_per_call_in_order():
 def test_top_k_and_top_p_keep_the_likeliest(weights):
     total = sum(weights.values())
     chances = {token: weight / total for token, weight in weights.items()}
+
+    def cut(**params):
+        return shaped(chances, Sampling(max_new_tokens=1, **params))
+
     likeliest = min(chances, key=lambda token: (-chances[token], token))
-    assert shaped(chances, temperature=0.0) == {likeliest: 1.0}
-    assert shaped(chances, top_k=1) == {likeliest: 1.0}
-    assert shaped(chances, top_p=1e-9) == {likeliest: 1.0}
-    assert len(shaped(chances, 0.5, top_k=2)) == min(2, len(chances))
-    nucleus = shaped(chances, top_p=0.6)
-    for kept in (nucleus, shaped(chances, 0.5, top_k=2)):
+    assert cut(temperature=0.0) == {likeliest: 1.0}
+    assert cut(top_k=1) == {likeliest: 1.0}
+    assert cut(top_p=1e-9) == {likeliest: 1.0}
+    assert len(cut(temperature=0.5, top_k=2)) == min(2, len(chances))
+    nucleus = cut(top_p=0.6)
+    for kept in (nucleus, cut(temperature=0.5, top_k=2)):
         assert math.isclose(sum(kept.values()), 1)
         assert min(chances[t] for t in kept) >= max(
             (chances[t] for t in chances if t not in kept), default=0

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -263,7 +263,7 @@ def killed_run(argv, out, ended, *, by=signal.SIGKILL, turns=0):
         env={**os.environ, "PYTHONPATH": paths},
         stdout=subprocess.DEVNULL,
     ) as runner:
-        journal = out / "rollouts.jsonl"
+        journal = out / "rollouts.log"
         try:
             while not (
                 journal.exists()
@@ -292,10 +292,10 @@ def test_a_run_that_was_killed_is_taken_up_where_it_was(tmp_path, do, sure):
     tasks = write_tasks(tmp_path / "t.jsonl", **{f"t{i}": {} for i in range(6)})
     out = tmp_path / "run"
     killed_run(command(tasks, out, "--parallel", "2", manners="orphan"), out, 2)
-    with (out / "rollouts.jsonl").open("a") as journal:
+    with (out / "rollouts.log").open("a") as journal:
         journal.write('{"event": "began", "torn')
     events = [
-        json.loads(x) for x in (out / "rollouts.jsonl").read_text().split("\n")[:-1]
+        json.loads(x) for x in (out / "rollouts.log").read_text().split("\n")[:-1]
     ]
     over = {e["session_id"] for e in events if e.get("event") == "ended"}
     began = {e["session_id"] for e in events if e.get("event") == "began"}
@@ -370,10 +370,10 @@ def test_what_a_run_was_begun_with_cannot_change(tmp_path, do, sure):
 
 
 def test_one_process_works_on_a_run(tmp_path):
-    path = tmp_path / "rollouts.jsonl"
+    path = tmp_path / "rollouts.log"
     tasks = write_tasks(tmp_path / "t.jsonl", a={})
     with (
-        RunLog(path, "shell", "local"),
+        closing(RunLog(path, "shell", "local")),
         pytest.raises(FormatError, match="another process works on this run"),
     ):
         run(command(tasks, tmp_path))
@@ -522,13 +522,13 @@ def test_people_are_shown_groups_and_failures(tmp_path, capsys, sure):
 
 
 def test_a_journal_that_is_none_is_refused(tmp_path):
-    path = tmp_path / "rollouts.jsonl"
-    for text, said in (("[1]\n", "not an object"), ("x\n", "rollouts.jsonl:1")):
+    path = tmp_path / "rollouts.log"
+    for text, said in (("[1]\n", "rollouts.log:1"), ("x\n", "rollouts.log:1")):
         path.write_text(text)
         with pytest.raises(FormatError, match=said):
             RunLog(path, "shell", "local")
     path.write_text("")
-    with RunLog(path, "shell", "local") as journal:
+    with closing(RunLog(path, "shell", "local")) as journal:
         empty = Rollout(
             session_id="",
             group_id="g",

@@ -3,14 +3,15 @@
 import asyncio
 import math
 import random
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import numpy.typing as npt
 
 from trajkit_shim.engines import base
-from trajkit_shim.engines.embedded.distribution import Lattice, State, shaped, start
-from trajkit_shim.engines.embedded.script import Policy, Special, converse
+from trajkit_shim.engines.checks import check_prompt
+from trajkit_shim.engines.embedded.distribution import State, lattice, shaped, start
+from trajkit_shim.engines.embedded.script import Policy, converse
 from trajkit_shim.engines.embedded.vocabulary import END, shipped
 from trajkit_shim.errors import EngineError
 
@@ -62,11 +63,7 @@ class EmbeddedEngine:
             max_context_tokens=max_context_tokens,
         )
 
-        @lru_cache(maxsize=256)
-        def lattice(parts: tuple[str | Special, ...]) -> Lattice:
-            return Lattice(self.vocabulary, parts, drift)
-
-        self._lattice = lattice
+        self._lattice = lru_cache(256)(partial(lattice, self.vocabulary, drift=drift))
 
     async def info(self) -> base.EngineInfo:
         """Model name, vocabulary size and context length."""
@@ -82,9 +79,13 @@ class EmbeddedEngine:
         on_tokens: base.OnTokens | None = None,
     ) -> base.Sample:
         """See `StreamingEngine`."""
-        self._check_sampling(sampling)
+        check_prompt(prompt_ids, self._info)
+        _check_sampling(sampling)
         room = self._info.max_context_tokens - sampling.max_new_tokens
-        state = self._start(prompt_ids, room)
+        if len(prompt_ids) > room:
+            message = f"{len(prompt_ids)} prompt tokens, and room for {max(room, 0)}"
+            raise EngineError(f"{message} before the output", 400)
+        state = self._start(prompt_ids)
         seed = self._random.getrandbits(64) if sampling.seed is None else sampling.seed
         draw = random.Random(seed)
         ends = {self.vocabulary.added[END], *sampling.stop_token_ids}
@@ -94,10 +95,11 @@ class EmbeddedEngine:
         logprobs: list[float] = []
         finish_reason = "length"
         while len(ids) < sampling.max_new_tokens:
-            chances = _shaped(state, sampling)
-            token = _drawn(chances, draw.random())
+            chances = shaped(state.next(), sampling)
+            (token,) = draw.choices([*chances], [*chances.values()])
             ids.append(token)
-            logprobs.append(_log(chances[token]))
+            # rounding may leave a probability slightly above 1
+            logprobs.append(min(math.log(chances[token]), 0.0))
             text += self.vocabulary.spelling[token]
             if token in ends or any(stop in text for stop in stops):
                 finish_reason = "stop"
@@ -119,66 +121,23 @@ class EmbeddedEngine:
     async def close(self) -> None:
         """Nothing to release."""
 
-    def _start(self, prompt_ids: npt.NDArray[np.int32], room: int) -> State:
-        """The state after a prompt of at most ``room`` tokens."""
-        ids = np.asarray(prompt_ids)
-        if ids.ndim != 1 or len(ids) == 0:
-            raise EngineError(f"prompt of shape {ids.shape}: there are no ids", 400)
-        if len(ids) > room:
-            raise EngineError(
-                f"{len(ids)} prompt tokens, and room for {max(room, 0)} before the "
-                f"output in a context of {self._info.max_context_tokens}",
-                400,
-            )
-        outside = np.flatnonzero((ids < 0) | (ids >= self._info.vocab_size))
-        if len(outside):
-            index = int(outside[0])
-            raise EngineError(
-                f"prompt id {ids[index]} at position {index} is outside the vocabulary "
-                f"of {self._info.vocab_size}",
-                400,
-            )
-        replies = self._policy(self.vocabulary.decode(ids.tolist()))
+    def _start(self, prompt_ids: npt.NDArray[np.int32]) -> State:
+        """The state after a prompt."""
+        replies = self._policy(self.vocabulary.decode(prompt_ids.tolist()))
         return start([(reply.weight, self._lattice(reply.parts)) for reply in replies])
 
-    def _check_sampling(self, sampling: base.Sampling) -> None:
-        """Reject invalid parameters."""
-        length, top_k = sampling.max_new_tokens, sampling.top_k
-        temperature, top_p = sampling.temperature, sampling.top_p
-        if length < 1:
-            raise EngineError(f"max_new_tokens = {length} is not at least 1", 400)
-        if temperature is not None and not 0 <= temperature < math.inf:
-            raise EngineError(f"temperature = {temperature} is not in [0, inf)", 400)
-        if top_p is not None and not 0 < top_p <= 1:
-            raise EngineError(f"top_p = {top_p} is not in (0, 1]", 400)
-        if top_k is not None and top_k < 1 and top_k != -1:
-            raise EngineError(f"top_k = {top_k} is neither -1 nor at least 1", 400)
-        if "" in sampling.stop:
-            raise EngineError("stop = '' matches before any token", 400)
-        for name in sampling.extra:
-            raise EngineError(f"the embedded engine has no parameter {name!r}", 400)
 
-
-def _shaped(state: State, sampling: base.Sampling) -> dict[int, float]:
-    return shaped(
-        state.next(),
-        1.0 if sampling.temperature is None else sampling.temperature,
-        None if sampling.top_k == -1 else sampling.top_k,
-        1.0 if sampling.top_p is None else sampling.top_p,
-    )
-
-
-def _drawn(chances: dict[int, float], number: float) -> int:
-    """The token whose part of [0, 1) contains the number."""
-    token = -1
-    for token, chance in chances.items():  # noqa: B007
-        number -= chance
-        if number < 0:
-            break
-    # past the last part only by rounding
-    return token
-
-
-def _log(chance: float) -> float:
-    """A logprob; rounding may leave a probability slightly above 1."""
-    return min(math.log(chance), 0.0)
+def _check_sampling(sampling: base.Sampling) -> None:
+    """Reject invalid parameters."""
+    temperature, top_k, top_p = sampling.temperature, sampling.top_k, sampling.top_p
+    for name, valid, rule in (
+        ("max_new_tokens", sampling.max_new_tokens >= 1, "at least 1"),
+        ("temperature", 0 <= (temperature or 0) < math.inf, "in [0, inf)"),
+        ("top_p", top_p is None or 0 < top_p <= 1, "in (0, 1]"),
+        ("top_k", top_k in (None, -1) or top_k >= 1, "-1 or at least 1"),
+        ("stop", "" not in sampling.stop, "a text, as '' matches before any token"),
+    ):
+        if not valid:
+            raise EngineError(f"{name} = {getattr(sampling, name)} is not {rule}", 400)
+    for name in sampling.extra:
+        raise EngineError(f"the embedded engine has no parameter {name!r}", 400)
