@@ -26,8 +26,9 @@ from trajkit_shim.prompting.token_cache import CachedPath
 from trajkit_shim.prompting.tokenize_cache import NO_LIMIT, TooManyTokensError
 from trajkit_shim.protocols.base import WireProtocol
 from trajkit_shim.replies.external_parsers import ReplyParser
+from trajkit_shim.replies.grammar import grammar
 from trajkit_shim.replies.incremental_decode import IncrementalParser
-from trajkit_shim.replies.parse import Parsed, Parser
+from trajkit_shim.replies.parse import THINK, Parsed, Parser
 from trajkit_shim.replies.parsers import ToolForm
 from trajkit_shim.replies.reply_builder import (
     Identity,
@@ -185,6 +186,13 @@ class _Call:
             room=self._info.max_context_tokens - n_prompt,
             end_ids=self._renderer.end_ids,
             client=terms.client_sampling,
+            structural_tag=grammar(
+                self._request,
+                None if self._settings.reply_parser else self._settings.tool_form,
+                terms.pins.extra,
+                opened=self._renderer.opens_reasoning(self.prompt.ids),
+                reasons=THINK in self._renderer.chat_template,
+            ),
         )
         reservation.reserve(n_prompt, self._sampling.max_new_tokens)
 

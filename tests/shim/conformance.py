@@ -23,6 +23,7 @@ ENDS = {
     "a call, then cut": ("length", "max_tokens", "incomplete", "MAX_TOKENS"),
     "a stop string of the client": ("stop", "stop_sequence", None, "STOP"),
     "after a tool that failed": ("stop", "end_turn", "completed", "STOP"),
+    "a call that was required": ("tool_calls", "tool_use", "completed", "STOP"),
 }
 # What a call that fails is told, by case: the status, and the word for machines.
 FAILURES = {
@@ -70,14 +71,9 @@ FAILURES = {
         400,
         (None, "invalid_request_error", None, "INVALID_ARGUMENT"),
     ),
-    "a forced tool call": (
+    "a required tool that is not offered": (
         400,
-        (
-            "unsupported_value",
-            "invalid_request_error",
-            "unsupported_value",
-            "INVALID_ARGUMENT",
-        ),
+        (None, "invalid_request_error", None, "INVALID_ARGUMENT"),
     ),
     "a tool that is no function": (
         400,
@@ -269,9 +265,11 @@ class Chat:
         url = {"url": f"data:image/png;base64,{IMAGE}"}
         return [{"role": "user", "content": [{"type": "image_url", "image_url": url}]}]
 
-    def refused(self, case):
-        if case == "a forced tool call":
+    def asks(self, case):
+        if case == "a call that was required":
             return {"tool_choice": "required"}
+        if case == "a required tool that is not offered":
+            return {"tool_choice": {"type": "function", "function": {"name": "g"}}}
         return {"tools": [{"type": "custom", "custom": {"name": "f"}}]}
 
     def _tool(self):
@@ -348,9 +346,11 @@ class Anthropic:
         source = {"type": "base64", "media_type": "image/png", "data": IMAGE}
         return [{"role": "user", "content": [{"type": "image", "source": source}]}]
 
-    def refused(self, case):
-        if case == "a forced tool call":
+    def asks(self, case):
+        if case == "a call that was required":
             return {"tool_choice": {"type": "any"}}
+        if case == "a required tool that is not offered":
+            return {"tool_choice": {"type": "tool", "name": "g"}}
         return {"tools": [{"type": "bash_20250124", "name": "bash"}]}
 
 
@@ -416,9 +416,11 @@ class Responses:
         part = {"type": "input_image", "image_url": url, "detail": "auto"}
         return [{"role": "user", "content": [part]}]
 
-    def refused(self, case):
-        if case == "a forced tool call":
+    def asks(self, case):
+        if case == "a call that was required":
             return {"tool_choice": "required"}
+        if case == "a required tool that is not offered":
+            return {"tool_choice": {"type": "function", "name": "g"}}
         return {"tools": [{"type": "custom", "name": "f"}]}
 
 
@@ -496,12 +498,107 @@ class Gemini:
         )
         return [types.Content(role="user", parts=[part])]
 
-    def refused(self, case):
-        if case == "a forced tool call":
-            mode = types.FunctionCallingConfig(mode="ANY")
-            return {"tool_config": types.ToolConfig(function_calling_config=mode)}
+    def asks(self, case):
+        if "required" in case:
+            names = ["g"] if "not offered" in case else None
+            calling = types.FunctionCallingConfig(
+                mode="ANY", allowed_function_names=names
+            )
+            return {"tool_config": types.ToolConfig(function_calling_config=calling)}
         browser = types.ComputerUse(environment="ENVIRONMENT_BROWSER")
         return {"tools": [types.Tool(computer_use=browser)]}
+
+
+# What a request may require of its reply: as the table shows it, the fields of the body
+# of a request that offers the tool ``f``, and what is read from them. None: the protocol
+# has no field for it.
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+_NAMED = {"type": "function", "name": "f"}
+_NESTED = {"type": "function", "function": {"name": "f"}}
+_FORMAT = {"type": "json_schema", "schema": _SCHEMA}
+_STRICT = {"name": "f", "strict": True}
+_JSON = {"responseMimeType": "application/json"}
+
+
+def _calling(**config):
+    return {"toolConfig": {"functionCallingConfig": config}}
+
+
+def _allowed(tool):
+    return {"type": "allowed_tools", "mode": "auto", "tools": [tool]}
+
+
+REQUIRED = {
+    "a call": (
+        {"call": True},
+        ("tool_choice: required", {"tool_choice": "required"}),
+        ("tool_choice: any", {"tool_choice": {"type": "any"}}),
+        ("tool_choice: required", {"tool_choice": "required"}),
+        ("mode: ANY", _calling(mode="ANY")),
+    ),
+    "a call of one tool": (
+        {"call": True, "names": ("f",)},
+        ("tool_choice: function", {"tool_choice": _NESTED}),
+        ("tool_choice: tool", {"tool_choice": {"type": "tool", "name": "f"}}),
+        ("tool_choice: function", {"tool_choice": _NAMED}),
+        ("allowedFunctionNames", _calling(mode="ANY", allowedFunctionNames=["f"])),
+    ),
+    "calls of some tools only": (
+        {"names": ("f",)},
+        (
+            "tool_choice: allowed_tools",
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": _allowed(_NESTED),
+                }
+            },
+        ),
+        None,
+        ("tool_choice: allowed_tools", {"tool_choice": _allowed(_NAMED)}),
+        (
+            "allowedFunctionNames",
+            _calling(mode="VALIDATED", allowedFunctionNames=["f"]),
+        ),
+    ),
+    "one call at most": (
+        {"parallel": False},
+        ("parallel_tool_calls: false", {"parallel_tool_calls": False}),
+        (
+            "disable_parallel_tool_use: true",
+            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        ),
+        ("parallel_tool_calls: false", {"parallel_tool_calls": False}),
+        None,
+    ),
+    "arguments of the tool's schema": (
+        {"strict": ["f"]},
+        ("strict: true", {"tools": [{"type": "function", "function": _STRICT}]}),
+        ("strict: true", {"tools": [{**_STRICT, "input_schema": {}}]}),
+        ("strict: true", {"tools": [{**_STRICT, "type": "function"}]}),
+        ("mode: VALIDATED", _calling(mode="VALIDATED")),
+    ),
+    "text that is a JSON object": (
+        {"schema": {"type": "object"}},
+        ("response_format: json_object", {"response_format": {"type": "json_object"}}),
+        None,
+        ("text.format: json_object", {"text": {"format": {"type": "json_object"}}}),
+        ("responseMimeType: application/json", {"generationConfig": _JSON}),
+    ),
+    "text of a JSON schema": (
+        {"schema": _SCHEMA},
+        (
+            "response_format: json_schema",
+            {"response_format": {"type": "json_schema", "json_schema": _FORMAT}},
+        ),
+        ("output_config.format: json_schema", {"output_config": {"format": _FORMAT}}),
+        ("text.format: json_schema", {"text": {"format": _FORMAT}}),
+        (
+            "responseJsonSchema",
+            {"generationConfig": {**_JSON, "responseJsonSchema": _SCHEMA}},
+        ),
+    ),
+}
 
 
 DRIVERS = dict(zip(NAMES, (Chat(), Anthropic(), Responses(), Gemini()), strict=True))
@@ -533,6 +630,15 @@ def cuts() -> str:
     return "\n".join(lines) + "\n"
 
 
+def requirements() -> str:
+    """How each protocol requires a form of the reply, in Markdown."""
+    lines = [f"| what is required | {' | '.join(TITLES)} |", "| --- |" + " --- |" * 4]
+    for what, (_, *cells) in REQUIRED.items():
+        shown = ("" if cell is None else f"`{cell[0]}`" for cell in cells)
+        lines.append(f"| {what} | {' | '.join(shown)} |")
+    return "\n".join(lines) + "\n"
+
+
 def _line(case, status, words) -> str:
     cells = ["" if word is None else f"`{word}`" for word in words]
     return f"| {case} | {status} | {' | '.join(cells)} |"
@@ -541,4 +647,4 @@ def _line(case, status, words) -> str:
 if __name__ == "__main__":
     import sys
 
-    sys.stdout.write(f"{table()}\n{cuts()}")
+    sys.stdout.write(f"{table()}\n{cuts()}\n{requirements()}")

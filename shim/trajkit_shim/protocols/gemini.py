@@ -15,6 +15,7 @@ from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import (
     Fields,
     Json,
+    as_list,
     as_object,
     objects,
     refuse,
@@ -32,7 +33,6 @@ NEUTRAL: dict[str, object] = {
     "candidateCount": 1,
     "frequencyPenalty": 0,
     "presencePenalty": 0,
-    "responseMimeType": "text/plain",
     "responseModalities": ["TEXT"],
 }
 _LIMITS: dict[str, str | None] = {
@@ -41,7 +41,10 @@ _LIMITS: dict[str, str | None] = {
     "top_k": "topK",
     "stop": "stopSequences",
 }
-_OTHERS = "maxOutputTokens seed stopSequences temperature thinkingConfig topK topP"
+_OTHERS = (
+    "maxOutputTokens responseJsonSchema responseMimeType responseSchema seed "
+    "stopSequences temperature thinkingConfig topK topP"
+)
 _CONFIG = frozenset({*NEUTRAL, *_OTHERS.split()})
 # run by the provider; the model cannot call them because it does not see them
 HOSTED = frozenset(
@@ -60,11 +63,26 @@ def read(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
     messages: list[Json] = [{"role": "system", "content": system}] if system else []
     messages += _Conversation(reading).read(fields)
     tools, left_out = _tools(fields)
-    offered = _may_call(fields) and bool(tools)
+    calling = fields.section("toolConfig").section("functionCallingConfig")
+    calling.only({"allowedFunctionNames", "mode"})
+    mode = calling.json.get("mode", "AUTO")
+    if mode not in ("ANY", "AUTO", "MODE_UNSPECIFIED", "NONE", "VALIDATED"):
+        calling.refuse("mode", f"{mode!r} is not supported", "unsupported_value")
+    config = fields.section("generationConfig")
+    offered = tools if tools and mode != "NONE" else []
+    names = calling.get("allowedFunctionNames", as_list) or []
+    strict = (str(chat.function_of(tool)["name"]) for tool in offered)
     return chat.ChatRequest(
         messages=messages,
-        tools=tools if offered else None,
-        sampling=_sampling(fields.section("generationConfig")),
+        tools=offered or None,
+        required=chat.Required(
+            call=mode == "ANY",
+            names=tuple(map(str, names)),
+            # both modes promise arguments of the schema
+            strict=tuple(strict) if mode in ("ANY", "VALIDATED") else (),
+            schema=_schema_of_text(config),
+        ),
+        sampling=_sampling(config),
         stream=False,
         left_out=left_out,
     )
@@ -212,13 +230,19 @@ def _json_schema(value: object) -> object:
     }
 
 
-def _may_call(fields: Fields) -> bool:
-    calling = fields.section("toolConfig").section("functionCallingConfig")
-    calling.only({"mode"})
-    mode = calling.json.get("mode")
-    if mode not in (None, "AUTO", "NONE", "MODE_UNSPECIFIED"):
-        calling.refuse("mode", f"{mode!r} is not supported", "unsupported_value")
-    return mode != "NONE"
+def _schema_of_text(config: Fields) -> Json | None:
+    kind = config.get_text("responseMimeType") or "text/plain"
+    given = config.get_object("responseJsonSchema")
+    if given is None and config.get_object("responseSchema") is not None:
+        given = as_object(_json_schema(config.json["responseSchema"]), config.path)
+    if kind not in ("application/json", "text/plain"):
+        rule = f"{kind!r} is not supported"
+        config.refuse("responseMimeType", rule, "unsupported_value")
+    if kind == "text/plain" and given is not None:
+        config.refuse("responseMimeType", "a schema needs 'application/json'")
+    if given is None and kind == "application/json":
+        return chat.ANY_OBJECT
+    return given
 
 
 def _sampling(config: Fields) -> SamplingParams:

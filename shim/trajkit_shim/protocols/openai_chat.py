@@ -9,6 +9,7 @@ from trajkit_shim.errors import GatewayError, error_body
 from trajkit_shim.json_input import (
     Fields,
     Json,
+    as_flag,
     as_object,
     objects,
     refuse,
@@ -31,12 +32,13 @@ NEUTRAL: dict[str, object] = {
     "logprobs": False,
     "modalities": ["text"],
     "n": 1,
-    "parallel_tool_calls": True,
     "presence_penalty": 0,
-    "response_format": {"type": "text"},
     "top_logprobs": 0,
 }
-_OTHERS = "messages model stream stream_options tool_choice tools"
+_OTHERS = (
+    "messages model parallel_tool_calls response_format stream stream_options "
+    "tool_choice tools"
+)
 KNOWN = frozenset({*HINTS, *NEUTRAL, *PARAM_NAMES, *_OTHERS.split()})
 # fields that clients add to messages and that mean nothing to the model
 _SILENT = frozenset({"annotations", "cache_control", "provider_specific_fields"})
@@ -61,38 +63,67 @@ def read(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
         refuse("stream_options", "only allowed in a streaming request")
     options = fields.section("stream_options")
     options.only({"include_usage", "include_obfuscation"})
+    tools, strict = _tools(fields)
+    choice, names = tool_choice(fields)
     return chat.ChatRequest(
         messages=[
             canonical_message(message.json, message.path, reading)
             for message in fields.filled("messages")
         ],
-        tools=_tools(fields),
+        tools=tools if tools and choice != "none" else None,
+        required=chat.Required(
+            call=choice == "required",
+            names=names,
+            parallel=fields.get("parallel_tool_calls", as_flag) is not False,
+            strict=strict,
+            schema=chat.text_schema(fields, "response_format"),
+        ),
         sampling=parse_sampling(fields),
         stream=stream,
         include_usage=options.flag("include_usage"),
     )
 
 
-def tools_allowed(choice: object) -> bool:
-    """Return whether a ``tool_choice`` allows tools; reject one that forces a call."""
-    if choice not in (None, "auto", "none"):
-        refuse("tool_choice", f"{choice!r} is not supported", code="unsupported_value")
-    return choice != "none"
+def tool_choice(fields: Fields) -> tuple[str, tuple[str, ...]]:
+    """Return a request's ``tool_choice``, and the tools that may be called.
+
+    It is ``none``, ``auto`` or ``required``; no tools: all of them. Raises
+    `GatewayError` for another choice.
+    """
+    given = fields.json.get("tool_choice") or "auto"
+    names: tuple[str, ...] = ()
+    if isinstance(given, dict):
+        choice = fields.object("tool_choice")
+        given = choice.name("type")
+        if given == "function":
+            given, names = "required", (_named(choice),)
+        elif given == "allowed_tools":
+            allowed = choice.object(given) if given in choice.json else choice
+            given = allowed.name("mode")
+            names = tuple(map(_named, allowed.filled("tools")))
+    if given not in ("auto", "none", "required"):
+        refuse("tool_choice", f"{given!r} is not supported", code="unsupported_value")
+    return str(given), names
 
 
-def _tools(fields: Fields) -> list[Json] | None:
-    allowed = tools_allowed(fields.json.get("tool_choice"))
-    tools = []
+def _named(choice: Fields) -> str:
+    """The name of a chosen tool, which Chat Completions nest and Responses do not."""
+    nested = "function" in choice.json
+    return (choice.object("function") if nested else choice).name("name")
+
+
+def _tools(fields: Fields) -> tuple[list[Json], list[str]]:
+    """The tools, and the names of those whose arguments must match their schema."""
+    tools, strict = [], []
     for tool in fields.objects("tools"):
         kind = tool.json.get("type")
         if kind != "function":
             tool.refuse("type", f"{kind!r} is not 'function'", "unsupported_tool")
         function = tool.object("function")
-        function.name("name")
-        if function.json.get("strict"):
-            function.refuse("strict", "replies are not constrained to a schema")
+        name = function.name("name")
+        strict += [name] * function.flag("strict")
         tools.append(tool.json)
-    return tools if tools and allowed else None
+    return tools, strict
 
 
 def canonical_message(

@@ -25,6 +25,7 @@ from trajkit_shim.errors import GatewayError, error_body
 from trajkit_shim.json_input import (
     Fields,
     Json,
+    as_flag,
     as_list,
     as_name,
     objects,
@@ -32,7 +33,7 @@ from trajkit_shim.json_input import (
 )
 from trajkit_shim.protocols.base import WireProtocol
 from trajkit_shim.protocols.blocks import Block, Events, Step, Thought, blocks
-from trajkit_shim.protocols.openai_chat import tools_allowed
+from trajkit_shim.protocols.openai_chat import tool_choice
 from trajkit_shim.protocols.sse import event
 
 # accepted and ignored
@@ -44,13 +45,12 @@ HINTS = frozenset(
 # accepted with the one value that has no effect
 NEUTRAL: dict[str, object] = {
     "background": False,
-    "parallel_tool_calls": True,
     "top_logprobs": 0,
     "truncation": "disabled",
 }
 _OTHERS = (
-    "include input instructions max_output_tokens model stream temperature text "
-    "tool_choice tools top_p"
+    "include input instructions max_output_tokens model parallel_tool_calls stream "
+    "temperature text tool_choice tools top_p"
 )
 KNOWN = frozenset({*HINTS, *NEUTRAL, *_OTHERS.split()})
 # run by the provider; the model cannot call them because it does not see them
@@ -78,16 +78,25 @@ def read(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
     fields.only(KNOWN)
     fields.only_neutral(NEUTRAL)
     fields.get_text("model")
-    _check_format(fields)
+    _check_include(fields)
     text = fields.get_text("instructions")
     messages: list[Json] = [{"role": "system", "content": text}] if text else []
     messages += _messages(fields, reading)
     tools = _Tools()
     tools.add_all(fields)
-    offered = tools_allowed(body.get("tool_choice")) and tools.functions
+    choice, names = tool_choice(fields)
+    format = fields.section("text")
+    format.only({"format", "verbosity"})
     return chat.ChatRequest(
         messages=messages,
-        tools=tools.functions if offered else None,
+        tools=tools.functions if tools.functions and choice != "none" else None,
+        required=chat.Required(
+            call=choice == "required",
+            names=names,
+            parallel=fields.get("parallel_tool_calls", as_flag) is not False,
+            strict=tools.strict,
+            schema=chat.text_schema(format, "format"),
+        ),
         sampling=parse_sampling(fields, _NAMES),
         stream=fields.flag("stream"),
         left_out=tuple(tools.left_out),
@@ -95,12 +104,7 @@ def read(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
     )
 
 
-def _check_format(fields: Fields) -> None:
-    text = fields.section("text")
-    text.only({"format", "verbosity"})
-    if text.json.get("format") not in (None, {"type": "text"}):
-        rule = "replies are not constrained to a format"
-        text.refuse("format", rule, "unsupported_value")
+def _check_include(fields: Fields) -> None:
     for i, name in enumerate(fields.get("include", as_list) or []):
         if name == "message.output_text.logprobs":
             refuse(f"include[{i}]", "not supported by this gateway")
@@ -111,6 +115,7 @@ class _Tools:
     """The tools of a request."""
 
     functions: list[Json] = field(default_factory=list)
+    strict: list[str] = field(default_factory=list)  # names
     left_out: list[str] = field(default_factory=list)
     namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)
 
@@ -130,8 +135,6 @@ class _Tools:
 
     def _add_function(self, tool: Fields, namespace: str | None) -> None:
         name = tool.name("name")
-        if tool.json.get("strict"):
-            tool.refuse("strict", "replies are not constrained to a schema")
         if namespace is not None:
             known_as = f"{namespace}__{name}"
             self.namespaces[known_as] = (namespace, name)
@@ -141,6 +144,7 @@ class _Tools:
             tool.get_object("parameters"),
         )
         self.functions.append(chat.function_tool(name, text, schema))
+        self.strict += [name] * tool.flag("strict")
 
 
 @dataclass(slots=True)

@@ -292,9 +292,14 @@ def test_a_count_of_a_whole_request():
             id="two candidates",
         ),
         pytest.param(
-            {"generationConfig": {"responseMimeType": "application/json"}},
+            {"generationConfig": {"responseMimeType": "text/x.enum"}},
             "generationConfig.responseMimeType",
-            id="JSON",
+            id="an enumeration",
+        ),
+        pytest.param(
+            {"generationConfig": {"responseSchema": {"type": "OBJECT"}}},
+            "generationConfig.responseMimeType",
+            id="a schema of plain text",
         ),
         pytest.param(
             {"generationConfig": {"topP": 2}}, "generationConfig.topP", id="topP"
@@ -303,9 +308,9 @@ def test_a_count_of_a_whole_request():
             {"generationConfig": {"topK": 1.5}}, "generationConfig.topK", id="topK"
         ),
         pytest.param(
-            {"toolConfig": {"functionCallingConfig": {"mode": "ANY"}}},
+            {"toolConfig": {"functionCallingConfig": {"mode": "SOME"}}},
             "toolConfig.functionCallingConfig.mode",
-            id="a forced call",
+            id="a mode",
         ),
     ],
 )

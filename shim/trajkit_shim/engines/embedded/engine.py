@@ -155,6 +155,8 @@ class EmbeddedEngine:
             raise EngineError(f"top_k = {top_k} is neither -1 nor at least 1", 400)
         if "" in sampling.stop:
             raise EngineError("stop = '' matches before any token", 400)
+        if sampling.structural_tag is not None:
+            raise EngineError("the embedded engine cannot sample under a grammar", 400)
         for name in sampling.extra:
             raise EngineError(f"the embedded engine has no parameter {name!r}", 400)
 
