@@ -41,7 +41,7 @@ from trajkit_shim.call import (
 )
 from trajkit_shim.chat.request import ChatRequest, Images, ReadOptions
 from trajkit_shim.clock import Clock
-from trajkit_shim.delivery import Answered, Delivery
+from trajkit_shim.delivery import Amend, Answered, Delivery
 from trajkit_shim.engines.base import Engine
 from trajkit_shim.errors import (
     EngineError,
@@ -463,8 +463,9 @@ class _Gateway:
             protocol=asked.protocol,
             caller=identify(asked.http.headers, asked.chat),
             request=asked.chat,
-            reservation=session.admit(),
-            on_partial=None if asked.events is None else partial.update,
+            reservation=session.admit(asked.chat.n),
+            # several replies are streamed once all are complete
+            on_partial=partial.update if asked.events and asked.chat.n == 1 else None,
         )
         work = asyncio.create_task(prepare_call(context))
 
@@ -475,11 +476,10 @@ class _Gateway:
                 raise closed_error(session.session_id)
             prepared = work.result()
             earlier = session.retries.earlier(digest)
-            turn = replace(prepared.turn, resend_of=earlier)
-            answered = self._record(session, replace(prepared, turn=turn))
+            answered = self._record(session, prepared, earlier)
             session.counts.left_out.update(asked.chat.left_out)
-            session.counts.ignored_params.update(prepared.ignored_params)
-            session.retries.remember(digest, turn.request_id, answered)
+            session.counts.ignored_params.update(prepared[0].ignored_params)
+            session.retries.remember(digest, prepared[0].turn.request_id, answered)
             return answered
 
         def over() -> None:
@@ -494,8 +494,37 @@ class _Gateway:
         session.retries.running[digest] = call
         return call
 
-    def _record(self, session: Session, call: PreparedCall) -> Answered:
-        """Write and count the turn. Does not await, so no other call interferes."""
+    def _record(
+        self, session: Session, calls: list[PreparedCall], earlier: str | None
+    ) -> Answered:
+        """Write and count the turns of one request.
+
+        Does not await, so no other call interferes. If a turn cannot be written, or the
+        engine aborted it, the others are context only.
+        """
+        amends: list[Amend] = []
+
+        def amend(reason: str, trainable: bool | None) -> None:
+            for each in amends:
+                each(reason, trainable)
+
+        try:
+            for call in calls:
+                turn = replace(call.turn, resend_of=earlier)
+                amends.append(self._record_turn(session, replace(call, turn=turn)))
+            for call in calls:
+                if call.reply is None:
+                    n_output = len(call.turn.output_ids)
+                    message = f"the engine aborted the call after {n_output} tokens"
+                    raise EngineError(message, 503)
+        except (EngineError, GatewayError):
+            amend("undelivered", False)
+            raise
+        first, *others = (call.reply for call in calls if call.reply)
+        return Answered(first.joined(others), Delivery(amend))
+
+    def _record_turn(self, session: Session, call: PreparedCall) -> Amend:
+        """Write and count one turn; return what amends it."""
         counts, turn = session.counts, call.turn
         turn_index = counts.recorded
         try:
@@ -515,9 +544,9 @@ class _Gateway:
             counts.unattributed += turn.prompt_message_index is None
         session.logged_keys |= added
         session.replies.count(call.restored)
-        if call.reply is None:
-            message = f"the engine aborted the call after {n_output} tokens"
-            raise EngineError(message, 503)
+        if not answered:
+            # it is context only by itself
+            return lambda reason, trainable: None
         session.replies.remember(call.restored.position, call.message)
         if call.path is not None:
             session.paths.remember(call.path, self.cache_budget)
@@ -528,7 +557,7 @@ class _Gateway:
                 self.log.amend(session.session_id, [turn_index], reason, trainable)
             counts.undelivered += 1 if reason == "undelivered" else -1
 
-        return Answered(call.reply, Delivery(amend))
+        return amend
 
 
 class _WithCallback:

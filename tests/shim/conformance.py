@@ -186,6 +186,8 @@ class Answer:
     # to be sent back, and the ids of its calls
     echo: list = field(default_factory=list)
     ids: list = field(default_factory=list)
+    # text and logprob of each token
+    logprobs: list = field(default_factory=list)
 
 
 @dataclass
@@ -251,6 +253,7 @@ class Chat:
         choice = reply.choices[0]
         message = choice.message.model_dump(exclude_none=True)
         calls = choice.message.tool_calls or []
+        scored = choice.logprobs.content if choice.logprobs else []
         return Answer(
             end=choice.finish_reason,
             text=choice.message.content or "",
@@ -259,6 +262,7 @@ class Chat:
             tokens=(reply.usage.prompt_tokens, reply.usage.completion_tokens),
             echo=[message],
             ids=[c.id for c in calls],
+            logprobs=[(t.token, t.logprob) for t in scored],
         )
 
     def image(self):
@@ -401,12 +405,16 @@ class Responses:
             raise Failure(400, reply.error.code, reply.error.message)
         thoughts = [i.content[0].text for i in reply.output if i.type == "reasoning"]
         calls = [item for item in reply.output if item.type == "function_call"]
+        parts = [i.content[0] for i in reply.output if i.type == "message"]
         return Answer(
             end=reply.status,
             text=reply.output_text,
             reasoning="".join(thoughts) or None,
             calls=[(item.name, item.arguments) for item in calls],
             tokens=(reply.usage.input_tokens, reply.usage.output_tokens),
+            logprobs=[
+                (t.token, t.logprob) for part in parts for t in part.logprobs or []
+            ],
             echo=[item.model_dump(exclude_none=True) for item in reply.output],
             ids=[item.call_id for item in calls],
         )
@@ -479,6 +487,7 @@ class Gemini:
         calls = [part.function_call for part in parts if part.function_call]
         texts = [part for part in parts if part.text]
         usage = reply.usage_metadata
+        scored = reply.candidates[0].logprobs_result
         return Answer(
             end=reply.candidates[0].finish_reason.name,
             text="".join(part.text for part in texts if not part.thought),
@@ -488,6 +497,10 @@ class Gemini:
                 usage.prompt_token_count,
                 usage.candidates_token_count + (usage.thoughts_token_count or 0),
             ),
+            logprobs=[
+                (t.token, t.log_probability)
+                for t in (scored.chosen_candidates if scored else [])
+            ],
             echo=[types.Content(role="model", parts=parts)],
             ids=[call.id for call in calls],
         )

@@ -19,7 +19,7 @@ from itertools import groupby
 from typing import Literal, TypeAlias
 
 from trajkit_shim.chat.sampling_params import SamplingParams
-from trajkit_shim.json_input import Fields, Json
+from trajkit_shim.json_input import Fields, Json, as_integer
 
 Images: TypeAlias = Literal["refuse", "omit"]
 
@@ -62,6 +62,8 @@ class ChatRequest:
     sampling: SamplingParams
     stream: bool
     required: Required = Required()
+    n: int = 1  # number of replies, each a turn
+    logprobs: bool = False  # the reply has the logprobs of its tokens
     # end a stream with token counts (OpenAI Chat Completions)
     include_usage: bool = False
     # types of tools that only a provider can run; they are not shown to the model
@@ -69,6 +71,11 @@ class ChatRequest:
     # the client's (namespace, name) of each tool whose name for the model combines both
     # (OpenAI Responses)
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+
+def as_choices(value: object, where: str) -> int:
+    """Return a number of replies, or raise a 400."""
+    return as_integer(value, where, minimum=1, maximum=128)
 
 
 def text_schema(fields: Fields, name: str) -> Json | None:

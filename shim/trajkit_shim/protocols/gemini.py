@@ -30,8 +30,8 @@ KNOWN = frozenset(
 )
 # accepted with the one value that has no effect
 NEUTRAL: dict[str, object] = {
-    "candidateCount": 1,
     "frequencyPenalty": 0,
+    "logprobs": 0,
     "presencePenalty": 0,
     "responseModalities": ["TEXT"],
 }
@@ -42,8 +42,8 @@ _LIMITS: dict[str, str | None] = {
     "stop": "stopSequences",
 }
 _OTHERS = (
-    "maxOutputTokens responseJsonSchema responseMimeType responseSchema seed "
-    "stopSequences temperature thinkingConfig topK topP"
+    "candidateCount maxOutputTokens responseJsonSchema responseLogprobs responseMimeType "
+    "responseSchema seed stopSequences temperature thinkingConfig topK topP"
 )
 _CONFIG = frozenset({*NEUTRAL, *_OTHERS.split()})
 # run by the provider; the model cannot call them because it does not see them
@@ -83,6 +83,8 @@ def read(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
             schema=_schema_of_text(config),
         ),
         sampling=_sampling(config),
+        n=config.get("candidateCount", chat.as_choices) or 1,
+        logprobs=config.flag("responseLogprobs"),
         stream=False,
         left_out=left_out,
     )
@@ -257,8 +259,13 @@ def _sampling(config: Fields) -> SamplingParams:
 
 def write(reply: Reply, _: chat.ChatRequest) -> Json:
     """Return the body of a reply that is not streamed."""
-    parts = [_part(block, reply) for block in blocks(reply, done=True)]
-    return _chunk(reply, parts, last=True)
+    candidates = [
+        _candidate(
+            one, [_part(b, one) for b in blocks(one, done=True)], index, last=True
+        )
+        for index, one in enumerate(reply.choices)
+    ]
+    return _chunk(reply, candidates)
 
 
 def _part(block: Block, reply: Reply) -> Json:
@@ -271,12 +278,26 @@ def _part(block: Block, reply: Reply) -> Json:
     return {"text": block.text, "thought": True, "thoughtSignature": signed}
 
 
-def _chunk(reply: Reply, parts: list[Json], *, last: bool) -> Json:
-    candidate: Json = {"content": {"role": "model", "parts": parts}, "index": 0}
+def _candidate(reply: Reply, parts: list[Json], index: int, *, last: bool) -> Json:
+    candidate: Json = {"content": {"role": "model", "parts": parts}, "index": index}
     if last:
         candidate["finishReason"] = "MAX_TOKENS" if reply.cut else "STOP"
+        if reply.tokens is not None:
+            chosen = [
+                {
+                    "token": token.text,
+                    "tokenId": token.token_id,
+                    "logProbability": token.logprob,
+                }
+                for token in reply.tokens
+            ]
+            candidate["logprobsResult"] = {"chosenCandidates": chosen}
+    return candidate
+
+
+def _chunk(reply: Reply, candidates: list[Json]) -> Json:
     return {
-        "candidates": [candidate],
+        "candidates": candidates,
         "usageMetadata": _usage(reply.usage),
         "modelVersion": reply.model,
         "responseId": reply.reply_id,
@@ -304,14 +325,17 @@ class Chunks(Events):
         return b"\n"
 
     def reply(self, reply: Reply) -> Iterator[bytes]:
-        *before, last = [*self._parts(reply, done=True)] or [{"text": ""}]
-        for part in before:
-            yield event(_chunk(reply, [part], last=False))
-        yield event(_chunk(reply, [last], last=True))
+        for index, one in enumerate(reply.choices):
+            chunks = Chunks() if index else self
+            parts = [*chunks._parts(one, done=True)] or [{"text": ""}]
+            for number, part in enumerate(parts, 1):
+                last = number == len(parts)
+                candidate = _candidate(one, [part], index, last=last)
+                yield event(_chunk(reply, [candidate]))
 
     def _new(self, reply: Reply, *, done: bool) -> Iterator[bytes]:
         for part in self._parts(reply, done=done):
-            yield event(_chunk(reply, [part], last=False))
+            yield event(_chunk(reply, [_candidate(reply, [part], 0, last=False)]))
 
     def _parts(self, reply: Reply, *, done: bool) -> Iterator[Json]:
         for step in self._progress.steps(blocks(reply, done=done), done=done):

@@ -1,9 +1,9 @@
 """OpenAI Chat Completions: requests, replies, chunks and errors."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from trajkit_shim.chat import request as chat
-from trajkit_shim.chat.reply import Call, Reply, Usage
+from trajkit_shim.chat.reply import Call, Reply, Token, Usage
 from trajkit_shim.chat.sampling_params import PARAM_NAMES, parse_sampling
 from trajkit_shim.errors import GatewayError, error_body
 from trajkit_shim.json_input import (
@@ -29,15 +29,13 @@ HINTS = frozenset(
 NEUTRAL: dict[str, object] = {
     "frequency_penalty": 0,
     "logit_bias": {},
-    "logprobs": False,
     "modalities": ["text"],
-    "n": 1,
     "presence_penalty": 0,
     "top_logprobs": 0,
 }
 _OTHERS = (
-    "messages model parallel_tool_calls response_format stream stream_options "
-    "tool_choice tools"
+    "logprobs messages model n parallel_tool_calls response_format stream "
+    "stream_options tool_choice tools"
 )
 KNOWN = frozenset({*HINTS, *NEUTRAL, *PARAM_NAMES, *_OTHERS.split()})
 # fields that clients add to messages and that mean nothing to the model
@@ -79,6 +77,8 @@ def read(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
             schema=chat.text_schema(fields, "response_format"),
         ),
         sampling=parse_sampling(fields),
+        n=fields.get("n", chat.as_choices) or 1,
+        logprobs=fields.flag("logprobs"),
         stream=stream,
         include_usage=options.flag("include_usage"),
     )
@@ -188,14 +188,36 @@ def _tool_call(call: Fields) -> Json:
 
 def write(reply: Reply, _: chat.ChatRequest) -> Json:
     """Return the body of a reply that is not streamed."""
-    choice = {
-        "index": 0,
-        "message": {**_message(reply), "refusal": None},
-        "logprobs": None,
-        "finish_reason": _finish_reason(reply),
-    }
+    choices = [
+        {
+            "index": index,
+            "message": {**_message(one), "refusal": None},
+            "logprobs": _logprobs(one),
+            "finish_reason": _finish_reason(one),
+        }
+        for index, one in enumerate(reply.choices)
+    ]
     head = _head(reply, "chat.completion")
-    return {**head, "choices": [choice], "usage": _usage(reply.usage)}
+    return {**head, "choices": choices, "usage": _usage(reply.usage)}
+
+
+def _logprobs(reply: Reply) -> Json | None:
+    if reply.tokens is None:
+        return None
+    return {"content": token_logprobs(reply.tokens), "refusal": None}
+
+
+def token_logprobs(tokens: Sequence[Token]) -> list[Json]:
+    """Return tokens with their logprobs, in the form of OpenAI's protocols."""
+    return [
+        {
+            "token": token.text,
+            "bytes": [*token.text.encode("utf-8", "replace")],
+            "logprob": token.logprob,
+            "top_logprobs": [],
+        }
+        for token in tokens
+    ]
 
 
 def _message(reply: Reply) -> Json:
@@ -222,13 +244,14 @@ def _finish_reason(reply: Reply) -> str:
 class Chunks(Events):
     """The chunks of a streamed reply, including ``[DONE]``.
 
-    Role; reasoning, content and tool calls in sampled order; the finish reason; then the
-    usage, if the client asked for it.
+    Role; reasoning, content and tool calls in sampled order; the finish reason with all
+    logprobs; the same for each other choice; then the usage, if the client asked for it.
     """
 
-    def __init__(self, include_usage: bool) -> None:
+    def __init__(self, include_usage: bool, index: int = 0) -> None:
         super().__init__()
         self._include_usage = include_usage
+        self._index = index
         self._begun = False
         self._calls = 0
 
@@ -236,8 +259,10 @@ class Chunks(Events):
         return b": waiting for the engine\n\n"
 
     def reply(self, reply: Reply) -> Iterator[bytes]:
-        yield from self._new(reply, done=True)
-        yield self._chunk(reply, {}, finish=_finish_reason(reply))
+        for index, one in enumerate(reply.choices):
+            chunks = Chunks(self._include_usage, index) if index else self
+            yield from chunks._new(one, done=True)
+            yield chunks._chunk(one, {}, finish=_finish_reason(one))
         if self._include_usage:
             yield event({**_head(reply), "choices": [], "usage": _usage(reply.usage)})
         yield DONE
@@ -266,7 +291,12 @@ class Chunks(Events):
                 yield self._chunk(reply, {"content": step.text})
 
     def _chunk(self, reply: Reply, delta: Json, *, finish: str | None = None) -> bytes:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+        choice = {
+            "index": self._index,
+            "delta": delta,
+            "logprobs": None if finish is None else _logprobs(reply),
+            "finish_reason": finish,
+        }
         # with include_usage every chunk but the last has a null usage
         usage: Json = {"usage": None} if self._include_usage else {}
         return event({**_head(reply), "choices": [choice], **usage})

@@ -29,11 +29,10 @@ from trajkit_shim.json_input import (
     as_list,
     as_name,
     objects,
-    refuse,
 )
 from trajkit_shim.protocols.base import WireProtocol
 from trajkit_shim.protocols.blocks import Block, Events, Step, Thought, blocks
-from trajkit_shim.protocols.openai_chat import tool_choice
+from trajkit_shim.protocols.openai_chat import token_logprobs, tool_choice
 from trajkit_shim.protocols.sse import event
 
 # accepted and ignored
@@ -59,6 +58,7 @@ HOSTED = frozenset(
     "web_search_preview web_search_preview_2025_03_11".split()
 )
 _NAMES = {"max_tokens": "max_output_tokens", "stop": None, "seed": None, "top_k": None}
+_LOGPROBS = "message.output_text.logprobs"
 _TEXTS = frozenset({"input_text", "output_text", "text"})
 _ROLES = {
     **{role: role for role in ("assistant", "system", "user")},
@@ -78,7 +78,6 @@ def read(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
     fields.only(KNOWN)
     fields.only_neutral(NEUTRAL)
     fields.get_text("model")
-    _check_include(fields)
     text = fields.get_text("instructions")
     messages: list[Json] = [{"role": "system", "content": text}] if text else []
     messages += _messages(fields, reading)
@@ -98,16 +97,11 @@ def read(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
             schema=chat.text_schema(format, "format"),
         ),
         sampling=parse_sampling(fields, _NAMES),
+        logprobs=_LOGPROBS in (fields.get("include", as_list) or ()),
         stream=fields.flag("stream"),
         left_out=tuple(tools.left_out),
         namespaces=tools.namespaces,
     )
-
-
-def _check_include(fields: Fields) -> None:
-    for i, name in enumerate(fields.get("include", as_list) or []):
-        if name == "message.output_text.logprobs":
-            refuse(f"include[{i}]", "not supported by this gateway")
 
 
 @dataclass(slots=True)
@@ -335,11 +329,16 @@ def _items(reply: Reply, request: chat.ChatRequest, found: list[Block]) -> list[
             if block.name in request.namespaces:
                 item["namespace"], item["name"] = request.namespaces[block.name]
         else:
+            part: Json = {"type": "output_text", "text": block, "annotations": []}
+            if reply.tokens is not None:
+                # of the complete reply, with its first text
+                first = not any(item["type"] == "message" for item in items)
+                part["logprobs"] = token_logprobs(reply.tokens if first else ())
             item = {
                 "type": "message",
                 "id": f"msg_{reply.reply_id}_{number}",
                 "role": "assistant",
-                "content": [{"type": "output_text", "text": block, "annotations": []}],
+                "content": [part],
             }
         items.append({**item, "status": "completed"})
         number += not isinstance(block, Thought)
@@ -422,17 +421,19 @@ class Stream(Events):
         assert isinstance(content, list)
         (part,) = content
         kind = f"response.{part['type']}"
-        # clients expect logprobs only of a message's text; none are returned
-        logprobs: Json = {"logprobs": []} if item["type"] == "message" else {}
+        # clients expect logprobs only of a message's text; all come at its end
+        none: Json = {"logprobs": []} if item["type"] == "message" else {}
         if step.what == "begin":
-            added = {**location, "part": {**part, "text": ""}}
+            empty = {**part, "text": "", **({} if "logprobs" not in part else none)}
+            added = {**location, "part": empty}
             yield self._event("response.content_part.added", added)
         elif step.what == "text":
-            delta = {**location, "delta": step.text, **logprobs}
+            delta = {**location, "delta": step.text, **none}
             yield self._event(f"{kind}.delta", delta)
         else:
-            text = part["text"]
-            yield self._event(f"{kind}.done", {**location, "text": text, **logprobs})
+            logprobs = {name: part.get(name, []) for name in none}
+            complete = {**location, "text": part["text"], **logprobs}
+            yield self._event(f"{kind}.done", complete)
             yield self._event("response.content_part.done", {**location, "part": part})
 
 

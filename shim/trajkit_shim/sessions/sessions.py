@@ -196,10 +196,10 @@ class Session:
         if self.closing or self.closed:
             raise closed_error(self.session_id)
 
-    def admit(self) -> Reservation:
+    def admit(self, n: int) -> Reservation:
         """Return what one more call may use (`Budget.admit`); raise if not open."""
         self.check_open()
-        return self.budget.admit()
+        return self.budget.admit(n)
 
     @contextmanager
     def request(self) -> Iterator[Callable[[], None]]:

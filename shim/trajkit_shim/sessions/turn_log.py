@@ -36,6 +36,8 @@ _PROVENANCE = pa.schema(
         pa.field("request_id", pa.string()),  # the id of the engine call
         # request_id of the session's first turn with an identical request; null: none
         pa.field("resend_of", pa.string()),
+        # index among the replies to one request; null: it asked for one
+        pa.field("choice", pa.int32()),
         pa.field("model", pa.string()),
         pa.field("protocol", pa.string()),  # protocol of the client
         # who called, and what for (client_identity); null: unknown
@@ -107,6 +109,7 @@ class LoggedTurn:
     render_reason: str | None = None
     prompt_digest: bytes | None = None
     resend_of: str | None = None
+    choice: int | None = None
     protocol: str | None = None
     harness: str | None = None
     agent_id: str | None = None

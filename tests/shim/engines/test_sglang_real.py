@@ -180,7 +180,8 @@ async def test_a_required_call(tmp_path, unreasoned, form):
     await engine_.close()
     (call,) = reply.choices[0].message.tool_calls
     assert call.function.name == "write"
-    assert json.loads(call.function.arguments)["path"] in LETTERS["enum"]
+    # xgrammar allows white space around values between tags
+    assert json.loads(call.function.arguments)["path"].strip() in LETTERS["enum"]
     assert reply.choices[0].finish_reason == "tool_calls"
     assert turn["output_ids"][-1] == unreasoned.end_ids[0]
     assert json.loads(turn["sampling"])["structural_tag"]

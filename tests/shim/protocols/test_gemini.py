@@ -287,9 +287,14 @@ def test_a_count_of_a_whole_request():
         ),
         pytest.param({"cachedContent": "c"}, "cachedContent", id="cached content"),
         pytest.param(
-            {"generationConfig": {"candidateCount": 2}},
+            {"generationConfig": {"candidateCount": 0}},
             "generationConfig.candidateCount",
-            id="two candidates",
+            id="no candidates",
+        ),
+        pytest.param(
+            {"generationConfig": {"responseLogprobs": True, "logprobs": 1}},
+            "generationConfig.logprobs",
+            id="top logprobs",
         ),
         pytest.param(
             {"generationConfig": {"responseMimeType": "text/x.enum"}},

@@ -234,10 +234,13 @@ def part(kind: str) -> dict[str, object]:
             "tool_choice.name",
             id="a choice without a name",
         ),
-        pytest.param({"n": 2}, "n", id="two choices"),
+        pytest.param({"n": 0}, "n", id="no choice"),
+        pytest.param({"n": 129}, "n", id="too many choices"),
         pytest.param({"n": True}, "n", id="true choices"),
         pytest.param({"logit_bias": {"1": 5}}, "logit_bias", id="logit_bias"),
-        pytest.param({"logprobs": True}, "logprobs", id="logprobs"),
+        pytest.param(
+            {"logprobs": True, "top_logprobs": 1}, "top_logprobs", id="top logprobs"
+        ),
         pytest.param({"logprobs": 0}, "logprobs", id="logprobs as a number"),
         pytest.param({"presence_penalty": 0.1}, "presence_penalty", id="a penalty"),
         pytest.param(

@@ -358,9 +358,8 @@ def test_images_by_policy():
             "text.format.schema",
             id="no schema",
         ),
-        pytest.param(
-            {"include": ["message.output_text.logprobs"]}, "include[0]", id="logprobs"
-        ),
+        pytest.param({"include": "logprobs"}, "include", id="include as text"),
+        pytest.param({"top_logprobs": 1}, "top_logprobs", id="top logprobs"),
         pytest.param(
             {"tool_choice": {"type": "web_search"}}, "tool_choice", id="a hosted choice"
         ),
