@@ -17,8 +17,8 @@ from collections.abc import (
 )
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import TypeAlias
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from typing import Any, TypeAlias
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -70,7 +70,7 @@ from trajkit_shim.responses import (
     WatchedCall,
 )
 from trajkit_shim.retries import PartialReply, SharedCall, is_retry, request_digest
-from trajkit_shim.sessions.client_identity import identify
+from trajkit_shim.sessions.client_identity import Caller, identify
 from trajkit_shim.sessions.sessions import Session, SessionStore, closed_error
 from trajkit_shim.sessions.turn_log import LogFullError, TurnLog
 from trajkit_shim.timing import Timings
@@ -476,7 +476,7 @@ class _Gateway:
                 raise closed_error(session.session_id)
             prepared = work.result()
             earlier = session.retries.earlier(digest)
-            answered = self._record(session, prepared, earlier)
+            answered = self._record(session, prepared, context.caller, earlier)
             session.counts.left_out.update(asked.chat.left_out)
             session.counts.ignored_params.update(prepared[0].ignored_params)
             session.retries.remember(digest, prepared[0].turn.request_id, answered)
@@ -495,7 +495,11 @@ class _Gateway:
         return call
 
     def _record(
-        self, session: Session, calls: list[PreparedCall], earlier: str | None
+        self,
+        session: Session,
+        calls: list[PreparedCall],
+        caller: Caller,
+        earlier: str | None,
     ) -> Answered:
         """Write and count the turns of one request.
 
@@ -503,6 +507,11 @@ class _Gateway:
         engine aborted it, the others are context only.
         """
         amends: list[Amend] = []
+        start = session.agent_starts.find(calls[0].restored, caller)
+        same: dict[str, Any] = {
+            "resend_of": earlier,
+            **(asdict(start) if start else {}),
+        }
 
         def amend(reason: str, trainable: bool | None) -> None:
             for each in amends:
@@ -510,7 +519,7 @@ class _Gateway:
 
         try:
             for call in calls:
-                turn = replace(call.turn, resend_of=earlier)
+                turn = replace(call.turn, **same)
                 amends.append(self._record_turn(session, replace(call, turn=turn)))
             for call in calls:
                 if call.reply is None:
@@ -548,6 +557,7 @@ class _Gateway:
             # it is context only by itself
             return lambda reason, trainable: None
         session.replies.remember(call.restored.position, call.message)
+        session.agent_starts.add(turn_index, turn.agent_id, call.message)
         if call.path is not None:
             session.paths.remember(call.path, self.cache_budget)
 

@@ -23,6 +23,7 @@ from trajkit_shim.json_input import refuse
 from trajkit_shim.prompting.reply_matching import Known, ReplyIndex
 from trajkit_shim.prompting.token_cache import TokenCache
 from trajkit_shim.retries import RetryIndex
+from trajkit_shim.sessions.agent_starts import AgentStarts
 from trajkit_shim.sessions.delta_writer import DeltaEncoder
 from trajkit_shim.sessions.quotas import Budget, Limits, Reservation
 from trajkit_shim.sessions.used_ids import UsedIds
@@ -185,6 +186,7 @@ class Session:
         # the token ids of its prompts and replies
         self.paths = TokenCache()
         self.retries = RetryIndex()
+        self.agent_starts = AgentStarts()
         # requests until their last byte was sent, and the tasks that serve them
         self.requests: dict[asyncio.Future[None], asyncio.Task[Any] | None] = {}
         self.timer: Handle | None = None
@@ -415,6 +417,7 @@ class SessionStore:
             session.replies,
             session.paths,
             session.retries,
+            session.agent_starts,
         ):
             memory.clear()
         session.logged_keys.clear()

@@ -45,6 +45,10 @@ _PROVENANCE = pa.schema(
         pa.field("agent_id", pa.string()),
         pa.field("parent_agent_id", pa.string()),
         pa.field("call_kind", pa.string()),
+        # the turn and the id of the tool call that started the agent of a conversation's
+        # first turn (agent_starts); null: none, or unknown
+        pa.field("started_by_turn", pa.int32()),
+        pa.field("started_by_call", pa.string()),
         pa.field("sampling", pa.string()),  # parameters of the engine call, as JSON
         # append or render; and why it was rendered (prompting.prompts.Reason)
         pa.field("prompt_built", pa.string()),
@@ -115,6 +119,8 @@ class LoggedTurn:
     agent_id: str | None = None
     parent_agent_id: str | None = None
     call_kind: str | None = None
+    started_by_turn: int | None = None
+    started_by_call: str | None = None
     # the columns of schema.ATTRIBUTION. None: unknown, or not requested
     prompt_message_index: npt.NDArray[np.int32] | None = None
     prompt_is_content: npt.NDArray[np.bool_] | None = None
