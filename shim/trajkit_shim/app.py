@@ -70,7 +70,7 @@ from trajkit_shim.responses import (
     WatchedCall,
 )
 from trajkit_shim.retries import PartialReply, SharedCall, is_retry, request_digest
-from trajkit_shim.sessions.client_identity import Caller, identify
+from trajkit_shim.sessions.client_identity import identify
 from trajkit_shim.sessions.sessions import Session, SessionStore, closed_error
 from trajkit_shim.sessions.turn_log import LogFullError, TurnLog
 from trajkit_shim.timing import Timings
@@ -96,6 +96,7 @@ def create_app(
     ping_seconds: float = 10.0,
     attributed: bool = True,
     train_side_calls: bool = False,
+    train_retried: bool = True,
     tool_form: ToolForm | None = None,
     reply_parser: ReplyParser | None = None,
     prompts: Mode = "append",
@@ -139,6 +140,9 @@ def create_app(
     train_side_calls : bool
         Train the harness's own calls too, such as compactions and titles
         (`sessions.client_identity`), rather than log them as context only.
+    train_retried : bool
+        Train a turn whose delivered reply an unmarked retry asks for again (`retries`),
+        rather than make it context only unless a later request contains the reply.
     tool_form : ToolForm, optional
         How the model writes tool calls (`replies.parsers`). Default: detected from the
         chat template.
@@ -178,6 +182,7 @@ def create_app(
         max_new_tokens=max_new_tokens,
         attributed=attributed,
         train_side_calls=train_side_calls,
+        train_retried=train_retried,
         tool_form=tool_form or form_of(renderer.chat_template),
         reply_parser=reply_parser,
     )
@@ -468,6 +473,7 @@ class _Gateway:
             on_partial=partial.update if asked.events and asked.chat.n == 1 else None,
         )
         work = asyncio.create_task(prepare_call(context))
+        retried = session.retries.retried(digest, session.clock.time())
 
         @timing.step()
         def record() -> Answered:
@@ -475,11 +481,24 @@ class _Gateway:
             if session.closed:
                 raise closed_error(session.session_id)
             prepared = work.result()
-            earlier = session.retries.earlier(digest)
-            answered = self._record(session, prepared, context.caller, earlier)
+            restored = prepared[0].restored
+            if restored.known:
+                session.retries.confirm(restored.known[-1][0])
+            start = session.agent_starts.find(restored, context.caller)
+            again = None if retried and retried.delivery.confirmed else retried
+            shared = {
+                "resend_of": session.retries.earlier(digest),
+                "retry_of": again and again.request_id,
+                **(asdict(start) if start else {}),
+            }
+            answered = self._record(session, prepared, shared)
+            if again is not None:
+                session.counts.retried += 1
+                if not self.settings.train_retried:
+                    again.delivery.retry()
             session.counts.left_out.update(asked.chat.left_out)
             session.counts.ignored_params.update(prepared[0].ignored_params)
-            session.retries.remember(digest, prepared[0].turn.request_id, answered)
+            session.retries.remember(digest, answered)
             return answered
 
         def over() -> None:
@@ -498,20 +517,14 @@ class _Gateway:
         self,
         session: Session,
         calls: list[PreparedCall],
-        caller: Caller,
-        earlier: str | None,
+        shared: dict[str, Any],
     ) -> Answered:
-        """Write and count the turns of one request.
+        """Write and count the turns of one request, with the fields that they share.
 
         Does not await, so no other call interferes. If a turn cannot be written, or the
         engine aborted it, the others are context only.
         """
         amends: list[Amend] = []
-        start = session.agent_starts.find(calls[0].restored, caller)
-        same: dict[str, Any] = {
-            "resend_of": earlier,
-            **(asdict(start) if start else {}),
-        }
 
         def amend(reason: str, trainable: bool | None) -> None:
             for each in amends:
@@ -519,7 +532,7 @@ class _Gateway:
 
         try:
             for call in calls:
-                turn = replace(call.turn, **same)
+                turn = replace(call.turn, **shared)
                 amends.append(self._record_turn(session, replace(call, turn=turn)))
             for call in calls:
                 if call.reply is None:
@@ -530,7 +543,12 @@ class _Gateway:
             amend("undelivered", False)
             raise
         first, *others = (call.reply for call in calls if call.reply)
-        return Answered(first.joined(others), Delivery(amend))
+        return Answered(
+            calls[0].turn.request_id,
+            tuple(call.position for call in calls),
+            first.joined(others),
+            Delivery(amend, session.clock.time),
+        )
 
     def _record_turn(self, session: Session, call: PreparedCall) -> Amend:
         """Write and count one turn; return what amends it."""
@@ -565,7 +583,7 @@ class _Gateway:
             # a dropped turn stays dropped
             if turn_index >= counts.dropped:
                 self.log.amend(session.session_id, [turn_index], reason, trainable)
-            counts.undelivered += 1 if reason == "undelivered" else -1
+            counts.undelivered += {"undelivered": 1, "delivered": -1}.get(reason, 0)
 
         return amend
 

@@ -54,6 +54,7 @@ class CallSettings:
     max_new_tokens: int
     attributed: bool
     train_side_calls: bool
+    train_retried: bool
     tool_form: ToolForm
     reply_parser: ReplyParser | None
 
@@ -85,6 +86,7 @@ class PreparedCall:
     message: Json  # the reply in canonical form
     # prompt and output, for later prompts to extend; None: they cannot
     path: CachedPath | None
+    position: bytes  # after the reply
     ignored_params: list[str]  # sampling parameters of the client that were not used
 
 
@@ -285,12 +287,13 @@ class _Call:
         if settings.attributed:
             tools = self._request.tools
             attribution = settings.prompts.attribution(prompt, messages, tools)
+        position = next_position(self.restored.position, response.key)
         if not aborted:
             path = settings.prompts.cacheable_path(
                 prompt,
                 attribution,
                 sample.output_ids,
-                position=next_position(self.restored.position, response.key),
+                position=position,
                 message=len(messages),
             )
         caller = self._context.caller
@@ -330,6 +333,7 @@ class _Call:
             reply=None if aborted else reply,
             message=message,
             path=path,
+            position=position,
             ignored_params=ignored_params(self._request.sampling, self._sampling),
         )
 

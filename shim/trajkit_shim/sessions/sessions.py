@@ -97,6 +97,7 @@ class Counts:
     recorded: int = 0  # recorded turns, including aborted ones; the next turn's index
     answered: int = 0  # turns with an answer
     undelivered: int = 0  # answered turns whose answer was lost
+    retried: int = 0  # unmarked retries
     dropped: int = 0  # turns below this index were dropped
     unattributed: int = 0  # recorded turns without attribution
     # recorded turns by how their prompts were built: append, or why not
@@ -132,6 +133,7 @@ class Record:
             "turns": counts.recorded,
             "answered": counts.answered,
             "undelivered": counts.undelivered,
+            "retried": counts.retried,
             "dropped": counts.dropped,
             "unattributed": counts.unattributed,
             "in_flight": in_flight,
@@ -190,7 +192,7 @@ class Session:
         # requests until their last byte was sent, and the tasks that serve them
         self.requests: dict[asyncio.Future[None], asyncio.Task[Any] | None] = {}
         self.timer: Handle | None = None
-        self._clock = clock
+        self.clock = clock
         self.active_at = clock.time()
 
     def check_open(self) -> None:
@@ -211,11 +213,11 @@ class Session:
         """
         answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.requests[answered] = asyncio.current_task()
-        self.active_at = self._clock.time()
+        self.active_at = self.clock.time()
 
         def end() -> None:
             self.requests.pop(answered, None)
-            self.active_at = self._clock.time()
+            self.active_at = self.clock.time()
             if not answered.done():
                 answered.set_result(None)
 

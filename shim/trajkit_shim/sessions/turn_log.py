@@ -36,6 +36,9 @@ _PROVENANCE = pa.schema(
         pa.field("request_id", pa.string()),  # the id of the engine call
         # request_id of the session's first turn with an identical request; null: none
         pa.field("resend_of", pa.string()),
+        # request_id of the turn whose delivered reply an unmarked retry asks for again
+        # (retries); null: it is none
+        pa.field("retry_of", pa.string()),
         # index among the replies to one request; null: it asked for one
         pa.field("choice", pa.int32()),
         pa.field("model", pa.string()),
@@ -113,6 +116,7 @@ class LoggedTurn:
     render_reason: str | None = None
     prompt_digest: bytes | None = None
     resend_of: str | None = None
+    retry_of: str | None = None
     choice: int | None = None
     protocol: str | None = None
     harness: str | None = None
