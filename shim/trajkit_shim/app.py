@@ -17,8 +17,8 @@ from collections.abc import (
 )
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import TypeAlias
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from typing import Any, TypeAlias
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -41,7 +41,7 @@ from trajkit_shim.call import (
 )
 from trajkit_shim.chat.request import ChatRequest, Images, ReadOptions
 from trajkit_shim.clock import Clock
-from trajkit_shim.delivery import Answered, Delivery
+from trajkit_shim.delivery import Amend, Answered, Delivery
 from trajkit_shim.engines.base import Engine
 from trajkit_shim.errors import (
     EngineError,
@@ -96,6 +96,7 @@ def create_app(
     ping_seconds: float = 10.0,
     attributed: bool = True,
     train_side_calls: bool = False,
+    train_retried: bool = True,
     tool_form: ToolForm | None = None,
     reply_parser: ReplyParser | None = None,
     prompts: Mode = "append",
@@ -139,6 +140,9 @@ def create_app(
     train_side_calls : bool
         Train the harness's own calls too, such as compactions and titles
         (`sessions.client_identity`), rather than log them as context only.
+    train_retried : bool
+        Train a turn whose delivered reply an unmarked retry asks for again (`retries`),
+        rather than make it context only unless a later request contains the reply.
     tool_form : ToolForm, optional
         How the model writes tool calls (`replies.parsers`). Default: detected from the
         chat template.
@@ -178,6 +182,7 @@ def create_app(
         max_new_tokens=max_new_tokens,
         attributed=attributed,
         train_side_calls=train_side_calls,
+        train_retried=train_retried,
         tool_form=tool_form or form_of(renderer.chat_template),
         reply_parser=reply_parser,
     )
@@ -462,10 +467,12 @@ class _Gateway:
             protocol=asked.protocol,
             caller=identify(asked.http.headers, asked.chat),
             request=asked.chat,
-            reservation=session.admit(),
-            on_partial=None if asked.events is None else partial.update,
+            reservation=session.admit(asked.chat.n),
+            # several replies are streamed once all are complete
+            on_partial=partial.update if asked.events and asked.chat.n == 1 else None,
         )
         work = asyncio.create_task(prepare_call(context))
+        retried = session.retries.retried(digest, session.clock.time())
 
         @timing.step()
         def record() -> Answered:
@@ -473,12 +480,24 @@ class _Gateway:
             if session.closed:
                 raise closed_error(session.session_id)
             prepared = work.result()
-            earlier = session.retries.earlier(digest)
-            turn = replace(prepared.turn, resend_of=earlier)
-            answered = self._record(session, replace(prepared, turn=turn))
+            restored = prepared[0].restored
+            if restored.known:
+                session.retries.confirm(restored.known[-1][0])
+            start = session.agent_starts.find(restored, context.caller)
+            again = None if retried and retried.delivery.confirmed else retried
+            shared = {
+                "resend_of": session.retries.earlier(digest),
+                "retry_of": again and again.request_id,
+                **(asdict(start) if start else {}),
+            }
+            answered = self._record(session, prepared, shared)
+            if again is not None:
+                session.counts.retried += 1
+                if not self.settings.train_retried:
+                    again.delivery.retry()
             session.counts.left_out.update(asked.chat.left_out)
-            session.counts.ignored_params.update(prepared.ignored_params)
-            session.retries.remember(digest, turn.request_id, answered)
+            session.counts.ignored_params.update(prepared[0].ignored_params)
+            session.retries.remember(digest, answered)
             return answered
 
         def over() -> None:
@@ -493,8 +512,45 @@ class _Gateway:
         session.retries.running[digest] = call
         return call
 
-    def _record(self, session: Session, call: PreparedCall) -> Answered:
-        """Write and count the turn. Does not await, so no other call interferes."""
+    def _record(
+        self,
+        session: Session,
+        calls: list[PreparedCall],
+        shared: dict[str, Any],
+    ) -> Answered:
+        """Write and count the turns of one request, with the fields that they share.
+
+        Does not await, so no other call interferes. If a turn cannot be written, or the
+        engine aborted it, the others are context only.
+        """
+        amends: list[Amend] = []
+
+        def amend(reason: str, trainable: bool | None) -> None:
+            for each in amends:
+                each(reason, trainable)
+
+        try:
+            for call in calls:
+                turn = replace(call.turn, **shared)
+                amends.append(self._record_turn(session, replace(call, turn=turn)))
+            for call in calls:
+                if call.reply is None:
+                    n_output = len(call.turn.output_ids)
+                    message = f"the engine aborted the call after {n_output} tokens"
+                    raise EngineError(message, 503)
+        except (EngineError, GatewayError):
+            amend("undelivered", False)
+            raise
+        first, *others = (call.reply for call in calls if call.reply)
+        return Answered(
+            calls[0].turn.request_id,
+            tuple(call.position for call in calls),
+            first.joined(others),
+            Delivery(amend, session.clock.time),
+        )
+
+    def _record_turn(self, session: Session, call: PreparedCall) -> Amend:
+        """Write and count one turn; return what amends it."""
         counts, turn = session.counts, call.turn
         turn_index = counts.recorded
         try:
@@ -514,10 +570,11 @@ class _Gateway:
             counts.unattributed += turn.prompt_message_index is None
         session.logged_keys |= added
         session.replies.count(call.restored)
-        if call.reply is None:
-            message = f"the engine aborted the call after {n_output} tokens"
-            raise EngineError(message, 503)
+        if not answered:
+            # it is context only by itself
+            return lambda reason, trainable: None
         session.replies.remember(call.restored.position, call.message)
+        session.agent_starts.add(turn_index, turn.agent_id, call.message)
         if call.path is not None:
             session.paths.remember(call.path, self.cache_budget)
 
@@ -525,9 +582,9 @@ class _Gateway:
             # a dropped turn stays dropped
             if turn_index >= counts.dropped:
                 self.log.amend(session.session_id, [turn_index], reason, trainable)
-            counts.undelivered += 1 if reason == "undelivered" else -1
+            counts.undelivered += {"undelivered": 1, "delivered": -1}.get(reason, 0)
 
-        return Answered(call.reply, Delivery(amend))
+        return amend
 
 
 class _WithCallback:

@@ -7,12 +7,13 @@ import asyncio
 import json
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from copy import copy
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 
 from trajkit_shim import timing
 from trajkit_shim.chat.logged_message import logged_message
-from trajkit_shim.chat.reply import Reply, Usage
+from trajkit_shim.chat.reply import Reply, Token, Usage
 from trajkit_shim.chat.request import ChatRequest
 from trajkit_shim.engines import checks
 from trajkit_shim.engines.base import Engine, EngineInfo, Sample, StreamingEngine
@@ -26,8 +27,9 @@ from trajkit_shim.prompting.token_cache import CachedPath
 from trajkit_shim.prompting.tokenize_cache import NO_LIMIT, TooManyTokensError
 from trajkit_shim.protocols.base import WireProtocol
 from trajkit_shim.replies.external_parsers import ReplyParser
-from trajkit_shim.replies.incremental_decode import IncrementalParser
-from trajkit_shim.replies.parse import Parsed, Parser
+from trajkit_shim.replies.grammar import grammar
+from trajkit_shim.replies.incremental_decode import Decoder, IncrementalParser
+from trajkit_shim.replies.parse import THINK, Parsed, Parser
 from trajkit_shim.replies.parsers import ToolForm
 from trajkit_shim.replies.reply_builder import (
     Identity,
@@ -52,6 +54,7 @@ class CallSettings:
     max_new_tokens: int
     attributed: bool
     train_side_calls: bool
+    train_retried: bool
     tool_form: ToolForm
     reply_parser: ReplyParser | None
 
@@ -83,11 +86,12 @@ class PreparedCall:
     message: Json  # the reply in canonical form
     # prompt and output, for later prompts to extend; None: they cannot
     path: CachedPath | None
+    position: bytes  # after the reply
     ignored_params: list[str]  # sampling parameters of the client that were not used
 
 
-async def prepare_call(context: CallContext) -> PreparedCall:
-    """Render, sample and parse one call.
+async def prepare_call(context: CallContext) -> list[PreparedCall]:
+    """Render, sample and parse one call; return one per reply that is asked for.
 
     Raises `GatewayError`: the messages cannot be rendered, the session has no tokens
     left for them, or the reply does not start with what was streamed of it.
@@ -97,10 +101,16 @@ async def prepare_call(context: CallContext) -> PreparedCall:
     call = _Call(context, info)
     await asyncio.to_thread(call.build_prompt)
     call.resolve_sampling()
-    await call.sample()
-    await call.parse_externally()
+    calls = [call, *(call.sibling(i) for i in range(1, context.request.n))]
+    try:
+        async with asyncio.TaskGroup() as group:
+            for each in calls:
+                group.create_task(each.sample())
+    except ExceptionGroup as errors:
+        # the first cancelled the others
+        raise errors.exceptions[0] from None
     # decoding and hashing a long history would delay every other call
-    return await asyncio.to_thread(call.finish)
+    return await asyncio.to_thread(lambda: [each.finish() for each in calls])
 
 
 async def count_tokens(request: ChatRequest, session: Session, prompts: Prompts) -> int:
@@ -156,6 +166,17 @@ class _Call:
         self._streamed: Reply | None = None
         # the reply by an external parser, and the stop string that ended it
         self._parsed: tuple[Parsed, str | None] | None = None
+        self._choice = None if context.request.n == 1 else 0
+
+    def sibling(self, choice: int) -> "_Call":
+        """Return a call for another reply to this prompt, before any was sampled."""
+        other = copy(self)
+        other._choice, other._request_id = choice, uuid.uuid4().hex
+        other._identity = Identity(self._context.protocol.call_prefix)
+        if self._sampling.seed is not None:
+            # a pair of equal replies is of no use
+            other._sampling = replace(self._sampling, seed=self._sampling.seed + choice)
+        return other
 
     def build_prompt(self) -> None:
         """Render the request, or extend the prompt of an earlier turn."""
@@ -185,16 +206,36 @@ class _Call:
             room=self._info.max_context_tokens - n_prompt,
             end_ids=self._renderer.end_ids,
             client=terms.client_sampling,
+            structural_tag=grammar(
+                self._request,
+                None if self._settings.reply_parser else self._settings.tool_form,
+                terms.pins.extra,
+                opened=self._renderer.opens_reasoning(self.prompt.ids),
+                reasons=THINK in self._renderer.chat_template,
+            ),
         )
         reservation.reserve(n_prompt, self._sampling.max_new_tokens)
 
     async def sample(self) -> None:
-        """Sample at the engine, again if a pause cut the call off before it streamed."""
+        """Sample at the engine, again if a pause cut the call off before it streamed.
+
+        An external parser reads the reply.
+        """
         self.result = await self._settings.gate.sample(
             self._sample_once, again=lambda: self._streamed is None
         )
         checks.check_sample(self.result, self._info, self._sampling.max_new_tokens)
         checks.check_consumed(self.prompt.ids, self.result)
+        if self._settings.reply_parser is not None:
+            text, matched = self._text()
+            parsed = await self._settings.reply_parser.parse(
+                text,
+                self._request.tools,
+                self.prompt.ids,
+                opened=self._renderer.opens_reasoning(self.prompt.ids),
+            )
+            self._parsed = parsed, matched
+        self._ended_at = datetime.now(UTC)
 
     async def _sample_once(self) -> Sample:
         engine, prompt_ids = self._settings.engine, self.prompt.ids
@@ -226,29 +267,16 @@ class _Call:
             raise EngineError("the engine's output ids are not those that it streamed")
         return sample
 
-    async def parse_externally(self) -> None:
-        """Have the external parser read the reply, if there is one."""
-        if self._settings.reply_parser is not None:
-            text, matched = self._text()
-            parsed = await self._settings.reply_parser.parse(
-                text,
-                self._request.tools,
-                self.prompt.ids,
-                opened=self._renderer.opens_reasoning(self.prompt.ids),
-            )
-            self._parsed = parsed, matched
-        self._ended_at = datetime.now(UTC)
-
     @timing.step()
     def finish(self) -> PreparedCall:
         """Parse the reply and put the turn together."""
         parsed, stop_sequence = self._parsed or self._parse()
         sample, prompt, settings = self.result, self.prompt, self._settings
         aborted = sample.finish_reason == "abort"
-        usage = self._usage(
-            len(sample.output_ids), sample.cached_tokens, self._reasoning_tokens(parsed)
-        )
-        reply = self._reply(parsed, sample.finish_reason, usage, stop_sequence)
+        n_reasoning = self._reasoning_tokens(parsed)
+        usage = self._usage(len(sample.output_ids), sample.cached_tokens, n_reasoning)
+        tokens = self._tokens(n_reasoning) if self._request.logprobs else None
+        reply = self._reply(parsed, sample.finish_reason, usage, stop_sequence, tokens)
         if not aborted and self._streamed and not extends(reply, self._streamed):
             wrong = "the reply does not start with what was streamed of it"
             raise GatewayError(wrong, 500)
@@ -259,12 +287,13 @@ class _Call:
         if settings.attributed:
             tools = self._request.tools
             attribution = settings.prompts.attribution(prompt, messages, tools)
+        position = next_position(self.restored.position, response.key)
         if not aborted:
             path = settings.prompts.cacheable_path(
                 prompt,
                 attribution,
                 sample.output_ids,
-                position=next_position(self.restored.position, response.key),
+                position=position,
                 message=len(messages),
             )
         caller = self._context.caller
@@ -288,6 +317,7 @@ class _Call:
             routed_experts=sample.routed_experts,
             started_at=self._started_at,
             ended_at=self._ended_at,
+            choice=self._choice,
             protocol=self._context.protocol.name,
             **asdict(caller),
             prompt_message_index=getattr(attribution, "message_index", None),
@@ -303,6 +333,7 @@ class _Call:
             reply=None if aborted else reply,
             message=message,
             path=path,
+            position=position,
             ignored_params=ignored_params(self._request.sampling, self._sampling),
         )
 
@@ -317,7 +348,12 @@ class _Call:
         )
 
     def _reply(
-        self, parsed: Parsed, finish: str, usage: Usage, stop: str | None = None
+        self,
+        parsed: Parsed,
+        finish: str,
+        usage: Usage,
+        stop: str | None = None,
+        tokens: tuple[Token, ...] | None = None,
     ) -> Reply:
         return make_reply(
             parsed,
@@ -326,6 +362,21 @@ class _Call:
             usage=usage,
             identity=self._identity,
             stop_sequence=stop,
+            tokens=tokens,
+        )
+
+    def _tokens(self, start: int) -> tuple[Token, ...]:
+        """The output's tokens from ``start`` on, without the end of the message."""
+        ids, logprobs = self.result.output_ids, self.result.output_logprobs
+        if logprobs is None:
+            raise EngineError("the engine gives no logprobs", 400)
+        decoder = Decoder(self._renderer)
+        return tuple(
+            Token(decoder.feed([token]), token, logprob)
+            for token, logprob in zip(
+                ids[start:].tolist(), logprobs[start:].tolist(), strict=True
+            )
+            if token not in self._renderer.end_ids
         )
 
     def _parser(self) -> Parser:

@@ -207,6 +207,7 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
         images=arguments.images,
         attributed=not arguments.no_attribution,
         train_side_calls=arguments.train_side_calls,
+        train_retried=not arguments.skip_retried,
         tool_form=FORMS.get(arguments.tool_form),
         reply_parser=reply_parser,
         prompts=arguments.prompts,

@@ -82,6 +82,8 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "server with --enable-return-routed-experts",
         "--train-side-calls": "train the calls that a known agent makes for itself too, "
         "such as compactions and titles",
+        "--skip-retried": "turns whose delivered reply is asked for again, by a request "
+        "that is not marked as a retry, are context only",
         "--model DIR": "the model's config, tokenizer and chat template (not for "
         "embedded)",
         "--tool-form NAME": "how the model writes tool calls: hermes, qwen3-coder, glm "

@@ -4,6 +4,9 @@ A client whose connection broke sends its request again. If a header marks it as
 or the session was opened with ``replay``, the request joins the call that is still
 running or gets the recorded reply, rather than a new sample. Any other request whose
 bytes equal an earlier one is sampled, and its turn names the earlier one.
+
+Such a request is an unmarked retry if the reply to the latest equal one was delivered at
+most `UNMARKED_SECONDS` before, and no request has contained that reply since.
 """
 
 import asyncio
@@ -14,11 +17,17 @@ from hashlib import blake2b
 from typing import Any
 
 from trajkit_shim.chat.reply import Reply
-from trajkit_shim.delivery import Answered
+from trajkit_shim.delivery import Answered, Delivery
 from trajkit_shim.errors import EngineError, GatewayError
 
 KEPT = 8
 """Number of a session's latest replies that can be sent again."""
+
+UNMARKED_SECONDS = 60.0
+"""How long after the delivery of its reply a request is an unmarked retry. Claude Code
+waits up to 38 seconds (spec: engines-and-clients 6.1)."""
+
+_KEPT_DELIVERIES = 256
 
 # the retry count of OpenAI's and Anthropic's clients
 _RETRY_HEADER = "x-stainless-retry-count"
@@ -113,6 +122,8 @@ class RetryIndex:
     running: dict[bytes, SharedCall] = field(default_factory=dict)
     replayed: int = 0  # requests that got an earlier reply or joined a running call
     _replies: OrderedDict[bytes, Answered] = field(default_factory=OrderedDict)
+    # of the latest replies, by the position after them
+    _deliveries: OrderedDict[bytes, Delivery] = field(default_factory=OrderedDict)
     _request_ids: dict[bytes, str] = field(default_factory=dict)
 
     def reply(self, digest: bytes) -> Answered | None:
@@ -123,15 +134,31 @@ class RetryIndex:
         """Return the ``request_id`` of the first turn with an equal request."""
         return self._request_ids.get(digest)
 
-    def remember(self, digest: bytes, request_id: str, reply: Answered) -> None:
+    def retried(self, digest: bytes, now: float) -> Answered | None:
+        """Return the reply that an unmarked retry asks for again, if it is one."""
+        known = self._replies.get(digest)
+        if known is None or known.delivery.confirmed:
+            return None
+        at = known.delivery.reached_at
+        return known if at is not None and now - at <= UNMARKED_SECONDS else None
+
+    def confirm(self, position: bytes) -> None:
+        """Note that a request contains the reply before a position as its last."""
+        if position in self._deliveries:
+            self._deliveries[position].confirm()
+
+    def remember(self, digest: bytes, reply: Answered) -> None:
         """Keep the reply to a request."""
-        self._request_ids.setdefault(digest, request_id)
+        self._request_ids.setdefault(digest, reply.request_id)
         self._replies[digest] = reply
         self._replies.move_to_end(digest)
-        while len(self._replies) > KEPT:
-            self._replies.popitem(last=False)
+        self._deliveries |= dict.fromkeys(reply.positions, reply.delivery)
+        for kept, most in (self._replies, KEPT), (self._deliveries, _KEPT_DELIVERIES):
+            while len(kept) > most:
+                kept.popitem(last=False)
 
     def clear(self) -> None:
         """Forget everything except the count."""
         self._replies.clear()
+        self._deliveries.clear()
         self._request_ids.clear()

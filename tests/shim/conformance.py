@@ -23,6 +23,7 @@ ENDS = {
     "a call, then cut": ("length", "max_tokens", "incomplete", "MAX_TOKENS"),
     "a stop string of the client": ("stop", "stop_sequence", None, "STOP"),
     "after a tool that failed": ("stop", "end_turn", "completed", "STOP"),
+    "a call that was required": ("tool_calls", "tool_use", "completed", "STOP"),
 }
 # What a call that fails is told, by case: the status, and the word for machines.
 FAILURES = {
@@ -70,14 +71,9 @@ FAILURES = {
         400,
         (None, "invalid_request_error", None, "INVALID_ARGUMENT"),
     ),
-    "a forced tool call": (
+    "a required tool that is not offered": (
         400,
-        (
-            "unsupported_value",
-            "invalid_request_error",
-            "unsupported_value",
-            "INVALID_ARGUMENT",
-        ),
+        (None, "invalid_request_error", None, "INVALID_ARGUMENT"),
     ),
     "a tool that is no function": (
         400,
@@ -190,6 +186,8 @@ class Answer:
     # to be sent back, and the ids of its calls
     echo: list = field(default_factory=list)
     ids: list = field(default_factory=list)
+    # text and logprob of each token
+    logprobs: list = field(default_factory=list)
 
 
 @dataclass
@@ -255,6 +253,7 @@ class Chat:
         choice = reply.choices[0]
         message = choice.message.model_dump(exclude_none=True)
         calls = choice.message.tool_calls or []
+        scored = choice.logprobs.content if choice.logprobs else []
         return Answer(
             end=choice.finish_reason,
             text=choice.message.content or "",
@@ -263,15 +262,18 @@ class Chat:
             tokens=(reply.usage.prompt_tokens, reply.usage.completion_tokens),
             echo=[message],
             ids=[c.id for c in calls],
+            logprobs=[(t.token, t.logprob) for t in scored],
         )
 
     def image(self):
         url = {"url": f"data:image/png;base64,{IMAGE}"}
         return [{"role": "user", "content": [{"type": "image_url", "image_url": url}]}]
 
-    def refused(self, case):
-        if case == "a forced tool call":
+    def asks(self, case):
+        if case == "a call that was required":
             return {"tool_choice": "required"}
+        if case == "a required tool that is not offered":
+            return {"tool_choice": {"type": "function", "function": {"name": "g"}}}
         return {"tools": [{"type": "custom", "custom": {"name": "f"}}]}
 
     def _tool(self):
@@ -348,9 +350,11 @@ class Anthropic:
         source = {"type": "base64", "media_type": "image/png", "data": IMAGE}
         return [{"role": "user", "content": [{"type": "image", "source": source}]}]
 
-    def refused(self, case):
-        if case == "a forced tool call":
+    def asks(self, case):
+        if case == "a call that was required":
             return {"tool_choice": {"type": "any"}}
+        if case == "a required tool that is not offered":
+            return {"tool_choice": {"type": "tool", "name": "g"}}
         return {"tools": [{"type": "bash_20250124", "name": "bash"}]}
 
 
@@ -401,12 +405,16 @@ class Responses:
             raise Failure(400, reply.error.code, reply.error.message)
         thoughts = [i.content[0].text for i in reply.output if i.type == "reasoning"]
         calls = [item for item in reply.output if item.type == "function_call"]
+        parts = [i.content[0] for i in reply.output if i.type == "message"]
         return Answer(
             end=reply.status,
             text=reply.output_text,
             reasoning="".join(thoughts) or None,
             calls=[(item.name, item.arguments) for item in calls],
             tokens=(reply.usage.input_tokens, reply.usage.output_tokens),
+            logprobs=[
+                (t.token, t.logprob) for part in parts for t in part.logprobs or []
+            ],
             echo=[item.model_dump(exclude_none=True) for item in reply.output],
             ids=[item.call_id for item in calls],
         )
@@ -416,9 +424,11 @@ class Responses:
         part = {"type": "input_image", "image_url": url, "detail": "auto"}
         return [{"role": "user", "content": [part]}]
 
-    def refused(self, case):
-        if case == "a forced tool call":
+    def asks(self, case):
+        if case == "a call that was required":
             return {"tool_choice": "required"}
+        if case == "a required tool that is not offered":
+            return {"tool_choice": {"type": "function", "name": "g"}}
         return {"tools": [{"type": "custom", "name": "f"}]}
 
 
@@ -477,6 +487,7 @@ class Gemini:
         calls = [part.function_call for part in parts if part.function_call]
         texts = [part for part in parts if part.text]
         usage = reply.usage_metadata
+        scored = reply.candidates[0].logprobs_result
         return Answer(
             end=reply.candidates[0].finish_reason.name,
             text="".join(part.text for part in texts if not part.thought),
@@ -486,6 +497,10 @@ class Gemini:
                 usage.prompt_token_count,
                 usage.candidates_token_count + (usage.thoughts_token_count or 0),
             ),
+            logprobs=[
+                (t.token, t.log_probability)
+                for t in (scored.chosen_candidates if scored else [])
+            ],
             echo=[types.Content(role="model", parts=parts)],
             ids=[call.id for call in calls],
         )
@@ -496,12 +511,107 @@ class Gemini:
         )
         return [types.Content(role="user", parts=[part])]
 
-    def refused(self, case):
-        if case == "a forced tool call":
-            mode = types.FunctionCallingConfig(mode="ANY")
-            return {"tool_config": types.ToolConfig(function_calling_config=mode)}
+    def asks(self, case):
+        if "required" in case:
+            names = ["g"] if "not offered" in case else None
+            calling = types.FunctionCallingConfig(
+                mode="ANY", allowed_function_names=names
+            )
+            return {"tool_config": types.ToolConfig(function_calling_config=calling)}
         browser = types.ComputerUse(environment="ENVIRONMENT_BROWSER")
         return {"tools": [types.Tool(computer_use=browser)]}
+
+
+# What a request may require of its reply: as the table shows it, the fields of the body
+# of a request that offers the tool ``f``, and what is read from them. None: the protocol
+# has no field for it.
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+_NAMED = {"type": "function", "name": "f"}
+_NESTED = {"type": "function", "function": {"name": "f"}}
+_FORMAT = {"type": "json_schema", "schema": _SCHEMA}
+_STRICT = {"name": "f", "strict": True}
+_JSON = {"responseMimeType": "application/json"}
+
+
+def _calling(**config):
+    return {"toolConfig": {"functionCallingConfig": config}}
+
+
+def _allowed(tool):
+    return {"type": "allowed_tools", "mode": "auto", "tools": [tool]}
+
+
+REQUIRED = {
+    "a call": (
+        {"call": True},
+        ("tool_choice: required", {"tool_choice": "required"}),
+        ("tool_choice: any", {"tool_choice": {"type": "any"}}),
+        ("tool_choice: required", {"tool_choice": "required"}),
+        ("mode: ANY", _calling(mode="ANY")),
+    ),
+    "a call of one tool": (
+        {"call": True, "names": ("f",)},
+        ("tool_choice: function", {"tool_choice": _NESTED}),
+        ("tool_choice: tool", {"tool_choice": {"type": "tool", "name": "f"}}),
+        ("tool_choice: function", {"tool_choice": _NAMED}),
+        ("allowedFunctionNames", _calling(mode="ANY", allowedFunctionNames=["f"])),
+    ),
+    "calls of some tools only": (
+        {"names": ("f",)},
+        (
+            "tool_choice: allowed_tools",
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": _allowed(_NESTED),
+                }
+            },
+        ),
+        None,
+        ("tool_choice: allowed_tools", {"tool_choice": _allowed(_NAMED)}),
+        (
+            "allowedFunctionNames",
+            _calling(mode="VALIDATED", allowedFunctionNames=["f"]),
+        ),
+    ),
+    "one call at most": (
+        {"parallel": False},
+        ("parallel_tool_calls: false", {"parallel_tool_calls": False}),
+        (
+            "disable_parallel_tool_use: true",
+            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        ),
+        ("parallel_tool_calls: false", {"parallel_tool_calls": False}),
+        None,
+    ),
+    "arguments of the tool's schema": (
+        {"strict": ["f"]},
+        ("strict: true", {"tools": [{"type": "function", "function": _STRICT}]}),
+        ("strict: true", {"tools": [{**_STRICT, "input_schema": {}}]}),
+        ("strict: true", {"tools": [{**_STRICT, "type": "function"}]}),
+        ("mode: VALIDATED", _calling(mode="VALIDATED")),
+    ),
+    "text that is a JSON object": (
+        {"schema": {"type": "object"}},
+        ("response_format: json_object", {"response_format": {"type": "json_object"}}),
+        None,
+        ("text.format: json_object", {"text": {"format": {"type": "json_object"}}}),
+        ("responseMimeType: application/json", {"generationConfig": _JSON}),
+    ),
+    "text of a JSON schema": (
+        {"schema": _SCHEMA},
+        (
+            "response_format: json_schema",
+            {"response_format": {"type": "json_schema", "json_schema": _FORMAT}},
+        ),
+        ("output_config.format: json_schema", {"output_config": {"format": _FORMAT}}),
+        ("text.format: json_schema", {"text": {"format": _FORMAT}}),
+        (
+            "responseJsonSchema",
+            {"generationConfig": {**_JSON, "responseJsonSchema": _SCHEMA}},
+        ),
+    ),
+}
 
 
 DRIVERS = dict(zip(NAMES, (Chat(), Anthropic(), Responses(), Gemini()), strict=True))
@@ -533,6 +643,15 @@ def cuts() -> str:
     return "\n".join(lines) + "\n"
 
 
+def requirements() -> str:
+    """How each protocol requires a form of the reply, in Markdown."""
+    lines = [f"| what is required | {' | '.join(TITLES)} |", "| --- |" + " --- |" * 4]
+    for what, (_, *cells) in REQUIRED.items():
+        shown = ("" if cell is None else f"`{cell[0]}`" for cell in cells)
+        lines.append(f"| {what} | {' | '.join(shown)} |")
+    return "\n".join(lines) + "\n"
+
+
 def _line(case, status, words) -> str:
     cells = ["" if word is None else f"`{word}`" for word in words]
     return f"| {case} | {status} | {' | '.join(cells)} |"
@@ -541,4 +660,4 @@ def _line(case, status, words) -> str:
 if __name__ == "__main__":
     import sys
 
-    sys.stdout.write(f"{table()}\n{cuts()}")
+    sys.stdout.write(f"{table()}\n{cuts()}\n{requirements()}")

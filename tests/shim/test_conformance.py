@@ -19,6 +19,7 @@ from tests.shim.conformance import (
     SENDING,
     Failure,
     cuts,
+    requirements,
     table,
 )
 from tests.shim.fakes import RENDERER, PiecewiseEngine, ScriptedEngine, sampled
@@ -45,6 +46,7 @@ SAMPLED = {
     "a call, then cut": (sampled(CALL + "an", finish_reason="length"), "an", None, 1),
     "a stop string of the client": ("one END two", "one ", None, 0),
     "after a tool that failed": ("I see.", "I see.", None, 0),
+    "a call that was required": (CALL, "", None, 1),
 }
 
 
@@ -72,7 +74,8 @@ async def test_a_call_that_is_answered(tmp_path, name, stream, case):
             first = await driver.ask(client, said, stream=stream)
             said += first.echo + driver.failed(first, "no such file")
         stop = ["END"] if "stop string" in case else None
-        answer = await driver.ask(client, said, stream=stream, stop=stop)
+        more = driver.asks(case) if "required" in case else {}
+        answer = await driver.ask(client, said, stream=stream, stop=stop, **more)
         turn = gateway.turns()[-1]
         # and the conversation goes on from there
         engine.script.append("more")
@@ -130,8 +133,8 @@ async def test_a_call_that_fails(tmp_path, name, stream, case):
             await driver.ask(driver.client(gateway, session), said, stream=stream)
             before = 1
         temperature = 9.0 if case == "a parameter out of range" else None
-        refused = {"a forced tool call", "a tool that is no function"}
-        more = driver.refused(case) if case in refused else {}
+        asked = {"a required tool that is not offered", "a tool that is no function"}
+        more = driver.asks(case) if case in asked else {}
         with pytest.raises(Failure) as caught:
             await driver.ask(
                 driver.client(gateway, session),
@@ -273,6 +276,8 @@ async def test_a_call_that_is_cut_off(tmp_path, name, what, when, stream):
         assert when == MIDDLE or failure.status == 410
 
 
-@pytest.mark.parametrize("shown", [table(), cuts()], ids=["cases", "cuts"])
+@pytest.mark.parametrize(
+    "shown", [table(), cuts(), requirements()], ids=["cases", "cuts", "required"]
+)
 def test_the_documented_table_is_the_one_that_is_tested(shown):
     assert shown in (ROOT / "docs/serving.md").read_text("utf-8")

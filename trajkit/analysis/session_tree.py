@@ -19,7 +19,9 @@ def call_tree(
     """Draw a session's calls with box characters, one line per call.
 
     A call that only continues its parent is on the next line. Branches are indented. Each
-    line has the turn, its prompt and output tokens, its branch label and its drift.
+    line has the turn, its prompt and output tokens, its branch label and its drift; a
+    sub-agent's first also the turn whose tool call started it, if the turns have the
+    gateway's column ``started_by_turn``.
 
     Parameters
     ----------
@@ -97,6 +99,12 @@ def _texts(table: pa.Table, links: pa.Table) -> dict[int, str]:
         for line in classify_drift(table, links).to_pylist()
         if line["size"]
     }
+    started_by: dict[int, int | None] = {}
+    if "started_by_turn" in table.column_names:
+        turns, starts = (
+            table[name].to_pylist() for name in ("turn_index", "started_by_turn")
+        )
+        started_by = dict(zip(turns, starts, strict=True))
     texts = {}
     for turn, n_prompt, n_output in zip(
         table["turn_index"].to_pylist(),
@@ -107,6 +115,8 @@ def _texts(table: pa.Table, links: pa.Table) -> dict[int, str]:
         parts = [f"turn {turn}: prompt {n_prompt:,}, output {n_output:,}"]
         if turn in labels:
             parts.append(labels[turn])
+        if started_by.get(turn) is not None:
+            parts.append(f"started by turn {started_by[turn]}")
         if turn in drift:
             found = drift[turn]
             parts.append(

@@ -1,6 +1,7 @@
 """The reply to a chat request, the same for every protocol."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,16 @@ class Call:
     arguments: str  # JSON text as sampled
 
 
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One sampled token of a reply."""
+
+    # a character of several tokens is in the last one
+    text: str
+    token_id: int
+    logprob: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     """One assistant message."""
@@ -35,6 +46,29 @@ class Reply:
     cut: bool  # truncated by a token limit
     stop_sequence: str | None  # the client's stop string that ended it
     usage: Usage
+    # tokens after the reasoning, without the end of the message; None: not asked for
+    tokens: tuple[Token, ...] | None = None
+    # the other replies to the same request; the usage is of all of them
+    others: "tuple[Reply, ...]" = ()
+
+    @property
+    def choices(self) -> "tuple[Reply, ...]":
+        """All replies to the request."""
+        return (self, *self.others)
+
+    def joined(self, others: "Sequence[Reply]") -> "Reply":
+        """Return this reply with the others to the same request."""
+        every = [self.usage, *(other.usage for other in others)]
+        usage = replace(
+            self.usage,
+            output_tokens=sum(one.output_tokens for one in every),
+            reasoning_tokens=sum(one.reasoning_tokens for one in every),
+        )
+        siblings = tuple(
+            replace(other, reply_id=self.reply_id, created=self.created)
+            for other in others
+        )
+        return replace(self, usage=usage, others=siblings)
 
     @property
     def text(self) -> str:

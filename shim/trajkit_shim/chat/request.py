@@ -13,13 +13,13 @@ recorded one.
 - Fields without meaning to the model (cache hints, annotations, ...) are dropped.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal, TypeAlias
 
 from trajkit_shim.chat.sampling_params import SamplingParams
-from trajkit_shim.json_input import Json
+from trajkit_shim.json_input import Fields, Json, as_integer
 
 Images: TypeAlias = Literal["refuse", "omit"]
 
@@ -39,6 +39,21 @@ DEFAULT_OPTIONS = ReadOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Required:
+    """The form that a client requires of a reply. The default requires nothing."""
+
+    call: bool = False  # at least one tool call
+    names: Collection[str] = ()  # the tools that may be called; empty: all
+    parallel: bool = True  # several calls in one reply are allowed
+    strict: Collection[str] = ()  # tools whose arguments must match their schema
+    schema: Json | None = None  # JSON schema of the text
+
+
+ANY_OBJECT: Json = {"type": "object"}
+"""The schema of any JSON object."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
     """One request for an assistant message."""
 
@@ -46,6 +61,9 @@ class ChatRequest:
     tools: list[Json] | None  # in OpenAI's format; None: no tool may be called
     sampling: SamplingParams
     stream: bool
+    required: Required = Required()
+    n: int = 1  # number of replies, each a turn
+    logprobs: bool = False  # the reply has the logprobs of its tokens
     # end a stream with token counts (OpenAI Chat Completions)
     include_usage: bool = False
     # types of tools that only a provider can run; they are not shown to the model
@@ -53,6 +71,36 @@ class ChatRequest:
     # the client's (namespace, name) of each tool whose name for the model combines both
     # (OpenAI Responses)
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+
+def as_choices(value: object, where: str) -> int:
+    """Return a number of replies, or raise a 400."""
+    return as_integer(value, where, minimum=1, maximum=128)
+
+
+def text_schema(fields: Fields, name: str) -> Json | None:
+    """Return the JSON schema that a format field requires of the text, if any.
+
+    It is the field of OpenAI's and Anthropic's protocols: an object with a type, and a
+    schema of its own or within ``json_schema``. Raises `GatewayError` for other formats.
+    """
+    if fields.json.get(name) is None:
+        return None
+    given = fields.object(name)
+    kind = given.json.get("type")
+    if kind == "json_schema":
+        inner = "json_schema" in given.json
+        return (given.object(kind) if inner else given).object("schema").json
+    if kind not in ("text", "json_object"):
+        given.refuse("type", f"{kind!r} is not supported", "unsupported_value")
+    return ANY_OBJECT if kind == "json_object" else None
+
+
+def function_of(tool: Json) -> Json:
+    """Return the function of a tool in OpenAI's format."""
+    function = tool["function"]
+    assert isinstance(function, dict)
+    return function
 
 
 def assistant_message(

@@ -23,6 +23,9 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    # grammar of the reply, as a structural tag of xgrammar; an engine that cannot sample
+    # under it raises a 400
+    structural_tag: dict[str, object] | None = None
     # engine-specific parameters, passed on unchanged (regex, json_schema, ...)
     extra: dict[str, object] = field(default_factory=dict)
 

@@ -282,6 +282,9 @@ def sampling_fields(sampling: Sampling, names: Mapping[str, str]) -> Json:
     for name in ("stop", "stop_token_ids"):
         values[name] = list(values[name]) or None
     del values["extra"]
+    if sampling.structural_tag is not None:
+        # SGLang and vLLM take its JSON as a text
+        values["structural_tag"] = json.dumps(sampling.structural_tag)
     return {names.get(k, k): value for k, value in values.items() if value is not None}
 
 

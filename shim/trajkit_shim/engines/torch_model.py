@@ -259,6 +259,7 @@ def _check_sampling(sampling: base.Sampling) -> None:
         "top_p": sampling.top_p not in (None, 1.0),
         "top_k": sampling.top_k not in (None, -1),
         "stop": bool(sampling.stop),
+        "structural_tag": sampling.structural_tag is not None,
         **dict.fromkeys(sampling.extra, True),
     }
     for name, used in given.items():

@@ -209,6 +209,8 @@ class StreamedReply:
 
 def _sampling_params(sampling: Sampling) -> Json:
     named = sampling_fields(sampling, {"max_new_tokens": "max_tokens"})
+    if "structural_tag" in named:
+        named["structured_outputs"] = {"structural_tag": named.pop("structural_tag")}
     params = {**_UNSHAPED, **sampling.extra, **named, **_AS_SAMPLED}
     if params["temperature"] == 0:
         params |= {"temperature": 1.0, "top_p": 1.0, "top_k": 1}

@@ -25,8 +25,8 @@ from trajkit_shim.protocols.sse import RawJson, event
 
 KNOWN = frozenset(
     "betas cache_control context_management inference_geo max_tokens messages metadata "
-    "model output_config service_tier speed stop_sequences stream system temperature "
-    "thinking tool_choice tools top_k top_p".split()
+    "model output_config output_format service_tier speed stop_sequences stream system "
+    "temperature thinking tool_choice tools top_k top_p".split()
 )
 # fields of a block or tool that mean nothing to the model
 _SILENT = frozenset({"type", "cache_control"})
@@ -46,7 +46,7 @@ _ROLES = {
 _IN_RESULT = frozenset({"text", "image", "document"})
 _TOOL = frozenset(
     "allowed_callers description eager_input_streaming input_examples input_schema "
-    "name".split()
+    "name strict".split()
 )
 
 # Start of a line that Claude Code puts before its system prompt, for its provider. It
@@ -68,13 +68,32 @@ def read_for_count(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
     fields.get_text("model")
     for name in ("thinking", "metadata", "context_management"):
         fields.get_object(name)
-    fields.section("output_config").only({"effort", "task_budget"})
+    config = fields.section("output_config")
+    config.only({"effort", "format", "task_budget"})
     messages = _messages(fields, reading)
     if messages[-1]["role"] == "assistant":
         refuse("messages", "the last one is the assistant's: no reply is continued")
+    tools, strict = _tools(fields)
+    choice = fields.section("tool_choice")
+    choice.only({"type", "name", "disable_parallel_tool_use"})
+    chosen = choice.json.get("type", "auto")
+    if chosen not in ("any", "auto", "none", "tool"):
+        choice.refuse("type", f"{chosen!r} is not supported", "unsupported_value")
+    # the format had a field of its own before
+    schemas = [
+        chat.text_schema(config, "format"),
+        chat.text_schema(fields, "output_format"),
+    ]
     return chat.ChatRequest(
         messages=messages,
-        tools=_tools(fields),
+        tools=tools if tools and chosen != "none" else None,
+        required=chat.Required(
+            call=chosen in ("any", "tool"),
+            names=(choice.name("name"),) if chosen == "tool" else (),
+            parallel=not choice.flag("disable_parallel_tool_use"),
+            strict=strict,
+            schema=next((s for s in schemas if s is not None), None),
+        ),
         sampling=parse_sampling(fields, {"stop": "stop_sequences", "seed": None}),
         stream=fields.flag("stream"),
     )
@@ -166,18 +185,10 @@ def _assistant(found: list[Fields]) -> Json:
     return chat.assistant_message("".join(texts), "".join(thoughts), calls)
 
 
-def _tools(fields: Fields) -> list[Json] | None:
-    chosen = "auto"
-    if fields.json.get("tool_choice") is not None:
-        choice = fields.object("tool_choice")
-        choice.only({"type", "disable_parallel_tool_use"})
-        chosen = choice.name("type")
-        if chosen not in ("auto", "none"):
-            choice.refuse("type", f"{chosen!r} is not supported", "unsupported_value")
-        if choice.json.get("disable_parallel_tool_use"):
-            rule = "replies are not constrained to one call"
-            choice.refuse("disable_parallel_tool_use", rule, "unsupported_value")
+def _tools(fields: Fields) -> tuple[list[Json], list[str]]:
+    """The tools, and the names of those whose arguments must match their schema."""
     tools: list[Json] = []
+    strict: list[str] = []
     for tool in fields.objects("tools"):
         kind = tool.json.get("type")
         if kind not in (None, "custom"):
@@ -185,9 +196,10 @@ def _tools(fields: Fields) -> list[Json] | None:
             tool.refuse("type", f"{rule}available here", "unsupported_tool")
         tool.only(_TOOL | _SILENT)
         schema = tool.need("input_schema", as_object)
-        text = tool.get_text("description")
-        tools.append(chat.function_tool(tool.name("name"), text, schema))
-    return tools if tools and chosen != "none" else None
+        name, text = tool.name("name"), tool.get_text("description")
+        tools.append(chat.function_tool(name, text, schema))
+        strict += [name] * tool.flag("strict")
+    return tools, strict
 
 
 def write(reply: Reply, _: chat.ChatRequest) -> Json:

@@ -15,6 +15,7 @@ from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import (
     Fields,
     Json,
+    as_list,
     as_object,
     objects,
     refuse,
@@ -29,10 +30,9 @@ KNOWN = frozenset(
 )
 # accepted with the one value that has no effect
 NEUTRAL: dict[str, object] = {
-    "candidateCount": 1,
     "frequencyPenalty": 0,
+    "logprobs": 0,
     "presencePenalty": 0,
-    "responseMimeType": "text/plain",
     "responseModalities": ["TEXT"],
 }
 _LIMITS: dict[str, str | None] = {
@@ -41,7 +41,10 @@ _LIMITS: dict[str, str | None] = {
     "top_k": "topK",
     "stop": "stopSequences",
 }
-_OTHERS = "maxOutputTokens seed stopSequences temperature thinkingConfig topK topP"
+_OTHERS = (
+    "candidateCount maxOutputTokens responseJsonSchema responseLogprobs responseMimeType "
+    "responseSchema seed stopSequences temperature thinkingConfig topK topP"
+)
 _CONFIG = frozenset({*NEUTRAL, *_OTHERS.split()})
 # run by the provider; the model cannot call them because it does not see them
 HOSTED = frozenset(
@@ -60,11 +63,28 @@ def read(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
     messages: list[Json] = [{"role": "system", "content": system}] if system else []
     messages += _Conversation(reading).read(fields)
     tools, left_out = _tools(fields)
-    offered = _may_call(fields) and bool(tools)
+    calling = fields.section("toolConfig").section("functionCallingConfig")
+    calling.only({"allowedFunctionNames", "mode"})
+    mode = calling.json.get("mode", "AUTO")
+    if mode not in ("ANY", "AUTO", "MODE_UNSPECIFIED", "NONE", "VALIDATED"):
+        calling.refuse("mode", f"{mode!r} is not supported", "unsupported_value")
+    config = fields.section("generationConfig")
+    offered = tools if tools and mode != "NONE" else []
+    names = calling.get("allowedFunctionNames", as_list) or []
+    strict = (str(chat.function_of(tool)["name"]) for tool in offered)
     return chat.ChatRequest(
         messages=messages,
-        tools=tools if offered else None,
-        sampling=_sampling(fields.section("generationConfig")),
+        tools=offered or None,
+        required=chat.Required(
+            call=mode == "ANY",
+            names=tuple(map(str, names)),
+            # both modes promise arguments of the schema
+            strict=tuple(strict) if mode in ("ANY", "VALIDATED") else (),
+            schema=_schema_of_text(config),
+        ),
+        sampling=_sampling(config),
+        n=config.get("candidateCount", chat.as_choices) or 1,
+        logprobs=config.flag("responseLogprobs"),
         stream=False,
         left_out=left_out,
     )
@@ -212,13 +232,19 @@ def _json_schema(value: object) -> object:
     }
 
 
-def _may_call(fields: Fields) -> bool:
-    calling = fields.section("toolConfig").section("functionCallingConfig")
-    calling.only({"mode"})
-    mode = calling.json.get("mode")
-    if mode not in (None, "AUTO", "NONE", "MODE_UNSPECIFIED"):
-        calling.refuse("mode", f"{mode!r} is not supported", "unsupported_value")
-    return mode != "NONE"
+def _schema_of_text(config: Fields) -> Json | None:
+    kind = config.get_text("responseMimeType") or "text/plain"
+    given = config.get_object("responseJsonSchema")
+    if given is None and config.get_object("responseSchema") is not None:
+        given = as_object(_json_schema(config.json["responseSchema"]), config.path)
+    if kind not in ("application/json", "text/plain"):
+        rule = f"{kind!r} is not supported"
+        config.refuse("responseMimeType", rule, "unsupported_value")
+    if kind == "text/plain" and given is not None:
+        config.refuse("responseMimeType", "a schema needs 'application/json'")
+    if given is None and kind == "application/json":
+        return chat.ANY_OBJECT
+    return given
 
 
 def _sampling(config: Fields) -> SamplingParams:
@@ -233,8 +259,13 @@ def _sampling(config: Fields) -> SamplingParams:
 
 def write(reply: Reply, _: chat.ChatRequest) -> Json:
     """Return the body of a reply that is not streamed."""
-    parts = [_part(block, reply) for block in blocks(reply, done=True)]
-    return _chunk(reply, parts, last=True)
+    candidates = [
+        _candidate(
+            one, [_part(b, one) for b in blocks(one, done=True)], index, last=True
+        )
+        for index, one in enumerate(reply.choices)
+    ]
+    return _chunk(reply, candidates)
 
 
 def _part(block: Block, reply: Reply) -> Json:
@@ -247,12 +278,26 @@ def _part(block: Block, reply: Reply) -> Json:
     return {"text": block.text, "thought": True, "thoughtSignature": signed}
 
 
-def _chunk(reply: Reply, parts: list[Json], *, last: bool) -> Json:
-    candidate: Json = {"content": {"role": "model", "parts": parts}, "index": 0}
+def _candidate(reply: Reply, parts: list[Json], index: int, *, last: bool) -> Json:
+    candidate: Json = {"content": {"role": "model", "parts": parts}, "index": index}
     if last:
         candidate["finishReason"] = "MAX_TOKENS" if reply.cut else "STOP"
+        if reply.tokens is not None:
+            chosen = [
+                {
+                    "token": token.text,
+                    "tokenId": token.token_id,
+                    "logProbability": token.logprob,
+                }
+                for token in reply.tokens
+            ]
+            candidate["logprobsResult"] = {"chosenCandidates": chosen}
+    return candidate
+
+
+def _chunk(reply: Reply, candidates: list[Json]) -> Json:
     return {
-        "candidates": [candidate],
+        "candidates": candidates,
         "usageMetadata": _usage(reply.usage),
         "modelVersion": reply.model,
         "responseId": reply.reply_id,
@@ -280,14 +325,17 @@ class Chunks(Events):
         return b"\n"
 
     def reply(self, reply: Reply) -> Iterator[bytes]:
-        *before, last = [*self._parts(reply, done=True)] or [{"text": ""}]
-        for part in before:
-            yield event(_chunk(reply, [part], last=False))
-        yield event(_chunk(reply, [last], last=True))
+        for index, one in enumerate(reply.choices):
+            chunks = Chunks() if index else self
+            parts = [*chunks._parts(one, done=True)] or [{"text": ""}]
+            for number, part in enumerate(parts, 1):
+                last = number == len(parts)
+                candidate = _candidate(one, [part], index, last=last)
+                yield event(_chunk(reply, [candidate]))
 
     def _new(self, reply: Reply, *, done: bool) -> Iterator[bytes]:
         for part in self._parts(reply, done=done):
-            yield event(_chunk(reply, [part], last=False))
+            yield event(_chunk(reply, [_candidate(reply, [part], 0, last=False)]))
 
     def _parts(self, reply: Reply, *, done: bool) -> Iterator[Json]:
         for step in self._progress.steps(blocks(reply, done=done), done=done):

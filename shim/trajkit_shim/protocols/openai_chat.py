@@ -1,14 +1,15 @@
 """OpenAI Chat Completions: requests, replies, chunks and errors."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from trajkit_shim.chat import request as chat
-from trajkit_shim.chat.reply import Call, Reply, Usage
+from trajkit_shim.chat.reply import Call, Reply, Token, Usage
 from trajkit_shim.chat.sampling_params import PARAM_NAMES, parse_sampling
 from trajkit_shim.errors import GatewayError, error_body
 from trajkit_shim.json_input import (
     Fields,
     Json,
+    as_flag,
     as_object,
     objects,
     refuse,
@@ -28,15 +29,14 @@ HINTS = frozenset(
 NEUTRAL: dict[str, object] = {
     "frequency_penalty": 0,
     "logit_bias": {},
-    "logprobs": False,
     "modalities": ["text"],
-    "n": 1,
-    "parallel_tool_calls": True,
     "presence_penalty": 0,
-    "response_format": {"type": "text"},
     "top_logprobs": 0,
 }
-_OTHERS = "messages model stream stream_options tool_choice tools"
+_OTHERS = (
+    "logprobs messages model n parallel_tool_calls response_format stream "
+    "stream_options tool_choice tools"
+)
 KNOWN = frozenset({*HINTS, *NEUTRAL, *PARAM_NAMES, *_OTHERS.split()})
 # fields that clients add to messages and that mean nothing to the model
 _SILENT = frozenset({"annotations", "cache_control", "provider_specific_fields"})
@@ -61,38 +61,69 @@ def read(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
         refuse("stream_options", "only allowed in a streaming request")
     options = fields.section("stream_options")
     options.only({"include_usage", "include_obfuscation"})
+    tools, strict = _tools(fields)
+    choice, names = tool_choice(fields)
     return chat.ChatRequest(
         messages=[
             canonical_message(message.json, message.path, reading)
             for message in fields.filled("messages")
         ],
-        tools=_tools(fields),
+        tools=tools if tools and choice != "none" else None,
+        required=chat.Required(
+            call=choice == "required",
+            names=names,
+            parallel=fields.get("parallel_tool_calls", as_flag) is not False,
+            strict=strict,
+            schema=chat.text_schema(fields, "response_format"),
+        ),
         sampling=parse_sampling(fields),
+        n=fields.get("n", chat.as_choices) or 1,
+        logprobs=fields.flag("logprobs"),
         stream=stream,
         include_usage=options.flag("include_usage"),
     )
 
 
-def tools_allowed(choice: object) -> bool:
-    """Return whether a ``tool_choice`` allows tools; reject one that forces a call."""
-    if choice not in (None, "auto", "none"):
-        refuse("tool_choice", f"{choice!r} is not supported", code="unsupported_value")
-    return choice != "none"
+def tool_choice(fields: Fields) -> tuple[str, tuple[str, ...]]:
+    """Return a request's ``tool_choice``, and the tools that may be called.
+
+    It is ``none``, ``auto`` or ``required``; no tools: all of them. Raises
+    `GatewayError` for another choice.
+    """
+    given = fields.json.get("tool_choice") or "auto"
+    names: tuple[str, ...] = ()
+    if isinstance(given, dict):
+        choice = fields.object("tool_choice")
+        given = choice.name("type")
+        if given == "function":
+            given, names = "required", (_named(choice),)
+        elif given == "allowed_tools":
+            allowed = choice.object(given) if given in choice.json else choice
+            given = allowed.name("mode")
+            names = tuple(map(_named, allowed.filled("tools")))
+    if given not in ("auto", "none", "required"):
+        refuse("tool_choice", f"{given!r} is not supported", code="unsupported_value")
+    return str(given), names
 
 
-def _tools(fields: Fields) -> list[Json] | None:
-    allowed = tools_allowed(fields.json.get("tool_choice"))
-    tools = []
+def _named(choice: Fields) -> str:
+    """The name of a chosen tool, which Chat Completions nest and Responses do not."""
+    nested = "function" in choice.json
+    return (choice.object("function") if nested else choice).name("name")
+
+
+def _tools(fields: Fields) -> tuple[list[Json], list[str]]:
+    """The tools, and the names of those whose arguments must match their schema."""
+    tools, strict = [], []
     for tool in fields.objects("tools"):
         kind = tool.json.get("type")
         if kind != "function":
             tool.refuse("type", f"{kind!r} is not 'function'", "unsupported_tool")
         function = tool.object("function")
-        function.name("name")
-        if function.json.get("strict"):
-            function.refuse("strict", "replies are not constrained to a schema")
+        name = function.name("name")
+        strict += [name] * function.flag("strict")
         tools.append(tool.json)
-    return tools if tools and allowed else None
+    return tools, strict
 
 
 def canonical_message(
@@ -157,14 +188,36 @@ def _tool_call(call: Fields) -> Json:
 
 def write(reply: Reply, _: chat.ChatRequest) -> Json:
     """Return the body of a reply that is not streamed."""
-    choice = {
-        "index": 0,
-        "message": {**_message(reply), "refusal": None},
-        "logprobs": None,
-        "finish_reason": _finish_reason(reply),
-    }
+    choices = [
+        {
+            "index": index,
+            "message": {**_message(one), "refusal": None},
+            "logprobs": _logprobs(one),
+            "finish_reason": _finish_reason(one),
+        }
+        for index, one in enumerate(reply.choices)
+    ]
     head = _head(reply, "chat.completion")
-    return {**head, "choices": [choice], "usage": _usage(reply.usage)}
+    return {**head, "choices": choices, "usage": _usage(reply.usage)}
+
+
+def _logprobs(reply: Reply) -> Json | None:
+    if reply.tokens is None:
+        return None
+    return {"content": token_logprobs(reply.tokens), "refusal": None}
+
+
+def token_logprobs(tokens: Sequence[Token]) -> list[Json]:
+    """Return tokens with their logprobs, in the form of OpenAI's protocols."""
+    return [
+        {
+            "token": token.text,
+            "bytes": [*token.text.encode("utf-8", "replace")],
+            "logprob": token.logprob,
+            "top_logprobs": [],
+        }
+        for token in tokens
+    ]
 
 
 def _message(reply: Reply) -> Json:
@@ -191,13 +244,14 @@ def _finish_reason(reply: Reply) -> str:
 class Chunks(Events):
     """The chunks of a streamed reply, including ``[DONE]``.
 
-    Role; reasoning, content and tool calls in sampled order; the finish reason; then the
-    usage, if the client asked for it.
+    Role; reasoning, content and tool calls in sampled order; the finish reason with all
+    logprobs; the same for each other choice; then the usage, if the client asked for it.
     """
 
-    def __init__(self, include_usage: bool) -> None:
+    def __init__(self, include_usage: bool, index: int = 0) -> None:
         super().__init__()
         self._include_usage = include_usage
+        self._index = index
         self._begun = False
         self._calls = 0
 
@@ -205,8 +259,10 @@ class Chunks(Events):
         return b": waiting for the engine\n\n"
 
     def reply(self, reply: Reply) -> Iterator[bytes]:
-        yield from self._new(reply, done=True)
-        yield self._chunk(reply, {}, finish=_finish_reason(reply))
+        for index, one in enumerate(reply.choices):
+            chunks = Chunks(self._include_usage, index) if index else self
+            yield from chunks._new(one, done=True)
+            yield chunks._chunk(one, {}, finish=_finish_reason(one))
         if self._include_usage:
             yield event({**_head(reply), "choices": [], "usage": _usage(reply.usage)})
         yield DONE
@@ -235,7 +291,12 @@ class Chunks(Events):
                 yield self._chunk(reply, {"content": step.text})
 
     def _chunk(self, reply: Reply, delta: Json, *, finish: str | None = None) -> bytes:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+        choice = {
+            "index": self._index,
+            "delta": delta,
+            "logprobs": None if finish is None else _logprobs(reply),
+            "finish_reason": finish,
+        }
         # with include_usage every chunk but the last has a null usage
         usage: Json = {"usage": None} if self._include_usage else {}
         return event({**_head(reply), "choices": [choice], **usage})

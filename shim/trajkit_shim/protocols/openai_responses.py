@@ -25,14 +25,14 @@ from trajkit_shim.errors import GatewayError, error_body
 from trajkit_shim.json_input import (
     Fields,
     Json,
+    as_flag,
     as_list,
     as_name,
     objects,
-    refuse,
 )
 from trajkit_shim.protocols.base import WireProtocol
 from trajkit_shim.protocols.blocks import Block, Events, Step, Thought, blocks
-from trajkit_shim.protocols.openai_chat import tools_allowed
+from trajkit_shim.protocols.openai_chat import token_logprobs, tool_choice
 from trajkit_shim.protocols.sse import event
 
 # accepted and ignored
@@ -44,13 +44,12 @@ HINTS = frozenset(
 # accepted with the one value that has no effect
 NEUTRAL: dict[str, object] = {
     "background": False,
-    "parallel_tool_calls": True,
     "top_logprobs": 0,
     "truncation": "disabled",
 }
 _OTHERS = (
-    "include input instructions max_output_tokens model stream temperature text "
-    "tool_choice tools top_p"
+    "include input instructions max_output_tokens model parallel_tool_calls stream "
+    "temperature text tool_choice tools top_p"
 )
 KNOWN = frozenset({*HINTS, *NEUTRAL, *_OTHERS.split()})
 # run by the provider; the model cannot call them because it does not see them
@@ -59,6 +58,7 @@ HOSTED = frozenset(
     "web_search_preview web_search_preview_2025_03_11".split()
 )
 _NAMES = {"max_tokens": "max_output_tokens", "stop": None, "seed": None, "top_k": None}
+_LOGPROBS = "message.output_text.logprobs"
 _TEXTS = frozenset({"input_text", "output_text", "text"})
 _ROLES = {
     **{role: role for role in ("assistant", "system", "user")},
@@ -78,32 +78,30 @@ def read(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
     fields.only(KNOWN)
     fields.only_neutral(NEUTRAL)
     fields.get_text("model")
-    _check_format(fields)
     text = fields.get_text("instructions")
     messages: list[Json] = [{"role": "system", "content": text}] if text else []
     messages += _messages(fields, reading)
     tools = _Tools()
     tools.add_all(fields)
-    offered = tools_allowed(body.get("tool_choice")) and tools.functions
+    choice, names = tool_choice(fields)
+    format = fields.section("text")
+    format.only({"format", "verbosity"})
     return chat.ChatRequest(
         messages=messages,
-        tools=tools.functions if offered else None,
+        tools=tools.functions if tools.functions and choice != "none" else None,
+        required=chat.Required(
+            call=choice == "required",
+            names=names,
+            parallel=fields.get("parallel_tool_calls", as_flag) is not False,
+            strict=tools.strict,
+            schema=chat.text_schema(format, "format"),
+        ),
         sampling=parse_sampling(fields, _NAMES),
+        logprobs=_LOGPROBS in (fields.get("include", as_list) or ()),
         stream=fields.flag("stream"),
         left_out=tuple(tools.left_out),
         namespaces=tools.namespaces,
     )
-
-
-def _check_format(fields: Fields) -> None:
-    text = fields.section("text")
-    text.only({"format", "verbosity"})
-    if text.json.get("format") not in (None, {"type": "text"}):
-        rule = "replies are not constrained to a format"
-        text.refuse("format", rule, "unsupported_value")
-    for i, name in enumerate(fields.get("include", as_list) or []):
-        if name == "message.output_text.logprobs":
-            refuse(f"include[{i}]", "not supported by this gateway")
 
 
 @dataclass(slots=True)
@@ -111,6 +109,7 @@ class _Tools:
     """The tools of a request."""
 
     functions: list[Json] = field(default_factory=list)
+    strict: list[str] = field(default_factory=list)  # names
     left_out: list[str] = field(default_factory=list)
     namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)
 
@@ -130,8 +129,6 @@ class _Tools:
 
     def _add_function(self, tool: Fields, namespace: str | None) -> None:
         name = tool.name("name")
-        if tool.json.get("strict"):
-            tool.refuse("strict", "replies are not constrained to a schema")
         if namespace is not None:
             known_as = f"{namespace}__{name}"
             self.namespaces[known_as] = (namespace, name)
@@ -141,6 +138,7 @@ class _Tools:
             tool.get_object("parameters"),
         )
         self.functions.append(chat.function_tool(name, text, schema))
+        self.strict += [name] * tool.flag("strict")
 
 
 @dataclass(slots=True)
@@ -331,11 +329,16 @@ def _items(reply: Reply, request: chat.ChatRequest, found: list[Block]) -> list[
             if block.name in request.namespaces:
                 item["namespace"], item["name"] = request.namespaces[block.name]
         else:
+            part: Json = {"type": "output_text", "text": block, "annotations": []}
+            if reply.tokens is not None:
+                # of the complete reply, with its first text
+                first = not any(item["type"] == "message" for item in items)
+                part["logprobs"] = token_logprobs(reply.tokens if first else ())
             item = {
                 "type": "message",
                 "id": f"msg_{reply.reply_id}_{number}",
                 "role": "assistant",
-                "content": [{"type": "output_text", "text": block, "annotations": []}],
+                "content": [part],
             }
         items.append({**item, "status": "completed"})
         number += not isinstance(block, Thought)
@@ -418,17 +421,19 @@ class Stream(Events):
         assert isinstance(content, list)
         (part,) = content
         kind = f"response.{part['type']}"
-        # clients expect logprobs only of a message's text; none are returned
-        logprobs: Json = {"logprobs": []} if item["type"] == "message" else {}
+        # clients expect logprobs only of a message's text; all come at its end
+        none: Json = {"logprobs": []} if item["type"] == "message" else {}
         if step.what == "begin":
-            added = {**location, "part": {**part, "text": ""}}
+            empty = {**part, "text": "", **({} if "logprobs" not in part else none)}
+            added = {**location, "part": empty}
             yield self._event("response.content_part.added", added)
         elif step.what == "text":
-            delta = {**location, "delta": step.text, **logprobs}
+            delta = {**location, "delta": step.text, **none}
             yield self._event(f"{kind}.delta", delta)
         else:
-            text = part["text"]
-            yield self._event(f"{kind}.done", {**location, "text": text, **logprobs})
+            logprobs = {name: part.get(name, []) for name in none}
+            complete = {**location, "text": part["text"], **logprobs}
+            yield self._event(f"{kind}.done", complete)
             yield self._event("response.content_part.done", {**location, "part": part})
 
 

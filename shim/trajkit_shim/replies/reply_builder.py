@@ -5,7 +5,7 @@ import time
 import uuid
 from itertools import pairwise
 
-from trajkit_shim.chat.reply import Call, Reply, Usage
+from trajkit_shim.chat.reply import Call, Reply, Token, Usage
 from trajkit_shim.chat.request import assistant_message, tool_call
 from trajkit_shim.json_input import Json
 from trajkit_shim.replies.parse import Parsed
@@ -35,11 +35,13 @@ def make_reply(
     usage: Usage,
     identity: Identity | None = None,
     stop_sequence: str | None = None,
+    tokens: tuple[Token, ...] | None = None,
 ) -> Reply:
     """Build the reply to a client.
 
     ``finish``: the engine's finish reason. ``identity``: by default a new one.
-    ``stop_sequence``: the client's stop string that ended the text.
+    ``stop_sequence``: the client's stop string that ended the text. ``tokens``: its
+    tokens, if the client asked for logprobs.
     """
     known = identity or Identity()
     numbers = itertools.count()
@@ -58,6 +60,7 @@ def make_reply(
         cut=finish == "length",
         stop_sequence=stop_sequence,
         usage=usage,
+        tokens=tokens,
     )
 
 

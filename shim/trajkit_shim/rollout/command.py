@@ -158,6 +158,7 @@ def _gateway(
         renderer,
         TurnLog(log, routed_experts=arguments.routed_experts),
         train_side_calls=arguments.train_side_calls,
+        train_retried=not arguments.skip_retried,
         tool_form=FORMS.get(arguments.tool_form),
         reply_parser=options.built_parser(arguments, renderer),
         admin_token=token,

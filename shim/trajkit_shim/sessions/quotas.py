@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from trajkit_shim.engines.base import EngineInfo
 from trajkit_shim.errors import GatewayError
 
+_TURNS = "max_turns"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -31,15 +33,19 @@ class Budget:
     # prompt and output tokens of running calls
     _reserved: "dict[Reservation, tuple[int, int]]" = field(default_factory=dict)
 
-    def admit(self) -> "Reservation":
-        """Admit one more call, which counts as a turn until it is released.
+    def admit(self, n: int = 1) -> "Reservation":
+        """Admit a call of ``n`` replies, which counts as ``n`` turns until its release.
 
-        Raises `GatewayError`: 403: no turns or no tokens are left.
+        Raises `GatewayError`: 403: fewer turns or no tokens are left.
         """
-        _check(self.turns + len(self._reserved), self.limits.max_turns, "max_turns")
-        _check(self.prompt_tokens, self.limits.max_prompt_tokens, "max_prompt_tokens")
-        _check(self.output_tokens, self.limits.max_output_tokens, "max_output_tokens")
-        reservation = Reservation(self)
+        limits, turns = self.limits, self.turns + sum(call.n for call in self._reserved)
+        if limits.max_turns is not None and turns < limits.max_turns < turns + n:
+            left = f"{limits.max_turns - turns} of the session's {limits.max_turns}"
+            raise _exceeded(f"{n} replies are requested; {left} turns are left", _TURNS)
+        _check(turns, limits.max_turns, _TURNS)
+        _check(self.prompt_tokens, limits.max_prompt_tokens, "max_prompt_tokens")
+        _check(self.output_tokens, limits.max_output_tokens, "max_output_tokens")
+        reservation = Reservation(self, n)
         self._reserved[reservation] = (0, 0)
         return reservation
 
@@ -51,10 +57,11 @@ class Budget:
 
 
 class Reservation:
-    """What one call may use."""
+    """What one call of ``n`` replies may use; each counts the prompt again."""
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: Budget, n: int) -> None:
         self._budget = budget
+        self.n = n
 
     def narrow(self, info: EngineInfo) -> EngineInfo:
         """Return ``info`` with the session's context length, if that is shorter."""
@@ -64,7 +71,7 @@ class Reservation:
         return replace(info, max_context_tokens=context)
 
     def max_new_tokens(self, prompt_tokens: int, max_tokens: int) -> int:
-        """Return how many tokens may be sampled, at most ``max_tokens``.
+        """Return how many tokens each reply may have, at most ``max_tokens``.
 
         Raises `GatewayError`: 403: the prompt exceeds the quota, or no output tokens
         are left.
@@ -73,23 +80,25 @@ class Reservation:
         others = [used for call, used in budget._reserved.items() if call is not self]
         if limits.max_prompt_tokens is not None:
             used = budget.prompt_tokens + sum(prompt for prompt, _ in others)
-            if used + prompt_tokens > limits.max_prompt_tokens:
+            needed = self.n * prompt_tokens
+            if used + needed > limits.max_prompt_tokens:
                 used_up = f"{used} of the session's {limits.max_prompt_tokens}"
-                message = (
-                    f"the prompt has {prompt_tokens} tokens, but {used_up} are used "
-                )
+                message = f"the prompt has {needed} tokens, but {used_up} are used "
                 message += "or reserved"
                 raise _exceeded(message, "max_prompt_tokens")
         if limits.max_output_tokens is None:
             return max_tokens
         used = budget.output_tokens + sum(output for _, output in others)
-        _check(used, limits.max_output_tokens, "max_output_tokens")
-        return min(max_tokens, limits.max_output_tokens - used)
+        # a token for each reply
+        most = limits.max_output_tokens
+        _check(used + self.n - 1, most, "max_output_tokens")
+        return min(max_tokens, (most - used) // self.n)
 
     def reserve(self, prompt_tokens: int, output_tokens: int) -> None:
-        """Reserve tokens until the call is released."""
+        """Reserve the tokens of prompt and reply until the call is released."""
         if self in self._budget._reserved:
-            self._budget._reserved[self] = (prompt_tokens, output_tokens)
+            tokens = self.n * prompt_tokens, self.n * output_tokens
+            self._budget._reserved[self] = tokens
 
     def release(self) -> None:
         """End the call. Idempotent."""

@@ -17,7 +17,7 @@ from trajkit_shim.chat.sampling_params import (
     parse_sampling,
 )
 from trajkit_shim.engines.base import Sampling
-from trajkit_shim.json_input import Fields, as_list, as_object, refuse
+from trajkit_shim.json_input import Fields, Json, as_list, as_object, refuse
 
 T = TypeVar("T")
 
@@ -55,12 +55,14 @@ def resolve(
     room: int,
     end_ids: tuple[int, ...],
     client: Collection[str] = (),
+    structural_tag: Json | None = None,
 ) -> Sampling:
     """Return the parameters of one engine call.
 
     The limit on new tokens is the smallest of the client's (``requested``), the
     session's (``pins``), the gateway's (``max_tokens``) and the ``room`` left in the
-    context. ``client`` has the names in `SHAPING` that the client may set.
+    context. ``client`` has the names in `SHAPING` that the client may set,
+    ``structural_tag`` the grammar of the reply (`trajkit_shim.replies.grammar`).
     """
     shaping = {name: getattr(pins, name) for name in SHAPING}
     for name in client:
@@ -72,6 +74,7 @@ def resolve(
         stop=_first(pins.stop, requested.stop) or (),
         stop_token_ids=end_ids,
         seed=_first(pins.seed, requested.seed),
+        structural_tag=structural_tag,
         extra=dict(pins.extra),
     )
 

@@ -23,6 +23,7 @@ from trajkit_shim.json_input import refuse
 from trajkit_shim.prompting.reply_matching import Known, ReplyIndex
 from trajkit_shim.prompting.token_cache import TokenCache
 from trajkit_shim.retries import RetryIndex
+from trajkit_shim.sessions.agent_starts import AgentStarts
 from trajkit_shim.sessions.delta_writer import DeltaEncoder
 from trajkit_shim.sessions.quotas import Budget, Limits, Reservation
 from trajkit_shim.sessions.used_ids import UsedIds
@@ -96,6 +97,7 @@ class Counts:
     recorded: int = 0  # recorded turns, including aborted ones; the next turn's index
     answered: int = 0  # turns with an answer
     undelivered: int = 0  # answered turns whose answer was lost
+    retried: int = 0  # unmarked retries
     dropped: int = 0  # turns below this index were dropped
     unattributed: int = 0  # recorded turns without attribution
     # recorded turns by how their prompts were built: append, or why not
@@ -131,6 +133,7 @@ class Record:
             "turns": counts.recorded,
             "answered": counts.answered,
             "undelivered": counts.undelivered,
+            "retried": counts.retried,
             "dropped": counts.dropped,
             "unattributed": counts.unattributed,
             "in_flight": in_flight,
@@ -185,10 +188,11 @@ class Session:
         # the token ids of its prompts and replies
         self.paths = TokenCache()
         self.retries = RetryIndex()
+        self.agent_starts = AgentStarts()
         # requests until their last byte was sent, and the tasks that serve them
         self.requests: dict[asyncio.Future[None], asyncio.Task[Any] | None] = {}
         self.timer: Handle | None = None
-        self._clock = clock
+        self.clock = clock
         self.active_at = clock.time()
 
     def check_open(self) -> None:
@@ -196,10 +200,10 @@ class Session:
         if self.closing or self.closed:
             raise closed_error(self.session_id)
 
-    def admit(self) -> Reservation:
+    def admit(self, n: int) -> Reservation:
         """Return what one more call may use (`Budget.admit`); raise if not open."""
         self.check_open()
-        return self.budget.admit()
+        return self.budget.admit(n)
 
     @contextmanager
     def request(self) -> Iterator[Callable[[], None]]:
@@ -209,11 +213,11 @@ class Session:
         """
         answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.requests[answered] = asyncio.current_task()
-        self.active_at = self._clock.time()
+        self.active_at = self.clock.time()
 
         def end() -> None:
             self.requests.pop(answered, None)
-            self.active_at = self._clock.time()
+            self.active_at = self.clock.time()
             if not answered.done():
                 answered.set_result(None)
 
@@ -415,6 +419,7 @@ class SessionStore:
             session.replies,
             session.paths,
             session.retries,
+            session.agent_starts,
         ):
             memory.clear()
         session.logged_keys.clear()

@@ -36,6 +36,11 @@ _PROVENANCE = pa.schema(
         pa.field("request_id", pa.string()),  # the id of the engine call
         # request_id of the session's first turn with an identical request; null: none
         pa.field("resend_of", pa.string()),
+        # request_id of the turn whose delivered reply an unmarked retry asks for again
+        # (retries); null: it is none
+        pa.field("retry_of", pa.string()),
+        # index among the replies to one request; null: it asked for one
+        pa.field("choice", pa.int32()),
         pa.field("model", pa.string()),
         pa.field("protocol", pa.string()),  # protocol of the client
         # who called, and what for (client_identity); null: unknown
@@ -43,6 +48,10 @@ _PROVENANCE = pa.schema(
         pa.field("agent_id", pa.string()),
         pa.field("parent_agent_id", pa.string()),
         pa.field("call_kind", pa.string()),
+        # the turn and the id of the tool call that started the agent of a conversation's
+        # first turn (agent_starts); null: none, or unknown
+        pa.field("started_by_turn", pa.int32()),
+        pa.field("started_by_call", pa.string()),
         pa.field("sampling", pa.string()),  # parameters of the engine call, as JSON
         # append or render; and why it was rendered (prompting.prompts.Reason)
         pa.field("prompt_built", pa.string()),
@@ -107,11 +116,15 @@ class LoggedTurn:
     render_reason: str | None = None
     prompt_digest: bytes | None = None
     resend_of: str | None = None
+    retry_of: str | None = None
+    choice: int | None = None
     protocol: str | None = None
     harness: str | None = None
     agent_id: str | None = None
     parent_agent_id: str | None = None
     call_kind: str | None = None
+    started_by_turn: int | None = None
+    started_by_call: str | None = None
     # the columns of schema.ATTRIBUTION. None: unknown, or not requested
     prompt_message_index: npt.NDArray[np.int32] | None = None
     prompt_is_content: npt.NDArray[np.bool_] | None = None

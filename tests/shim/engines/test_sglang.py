@@ -117,7 +117,8 @@ async def test_what_is_sent():
             stop=("\n",),
             stop_token_ids=(2,),
             seed=7,
-            extra={"regex": "a", "skip_special_tokens": True},
+            structural_tag={"type": "structural_tag"},
+            extra={"min_p": 0.0, "skip_special_tokens": True},
         )
     as_sampled = {
         "skip_special_tokens": False,
@@ -136,7 +137,8 @@ async def test_what_is_sent():
         "stop": ["\n"],
         "stop_token_ids": [2],
         "sampling_seed": 7,
-        "regex": "a",
+        "structural_tag": '{"type": "structural_tag"}',
+        "min_p": 0.0,
         **as_sampled,
     }
     assert double.headers == ["s1", "s1"]

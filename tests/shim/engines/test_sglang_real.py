@@ -12,13 +12,14 @@ import pytest
 
 import trajkit as tk
 from tests.shim.clients import in_process, read_log
-from tests.shim.fakes import TOOL
+from tests.shim.fakes import AS_STRING, TOOL
 from trajkit_shim.engines.base import Sampling
 from trajkit_shim.engines.model_config import vocab_size
 from trajkit_shim.engines.sglang import SGLangEngine
 from trajkit_shim.errors import EngineError
 from trajkit_shim.prompting.render import load_renderer
 from trajkit_shim.replies.external_parsers import SGLangParser
+from trajkit_shim.replies.parsers import FORMS
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sglang]
 
@@ -36,6 +37,12 @@ USER = {"role": "user", "content": "What is in the file?"}
 @pytest.fixture(scope="module")
 def renderer():
     return load_renderer(MODEL)
+
+
+@pytest.fixture(scope="module")
+def unreasoned():
+    """With a template without reasoning, which a random model would not end."""
+    return load_renderer(MODEL, AS_STRING)
 
 
 def engine() -> SGLangEngine:
@@ -133,6 +140,69 @@ async def test_logprobs_are_those_of_what_was_sampled_from(sampling, most):
     assert sample.output_logprobs == pytest.approx(
         np.full(8, -np.log(most)), abs=0 if most == 1 else 1.0
     )
+
+
+LETTERS = {"type": "string", "enum": ["a.txt", "b.txt"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"path": LETTERS},
+    "required": ["path"],
+    "additionalProperties": False,
+}
+
+
+def tool(name):
+    function = {"name": name, "strict": True, "parameters": SCHEMA}
+    return {"type": "function", "function": function}
+
+
+def forced(logprobs):
+    """A grammar leaves most tokens no choice, and this model little between others."""
+    assert max(logprobs) == pytest.approx(0, abs=1e-4)
+    assert min(logprobs) < -0.1
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_a_required_call(tmp_path, unreasoned, form):
+    engine_ = engine()
+    options = {"tool_form": FORMS[form]}
+    async with in_process(engine_, unreasoned, tmp_path, **options) as gateway:
+        client = await gateway.open()
+        reply = await ask(
+            client,
+            [USER],
+            tools=[tool("read"), tool("write")],
+            tool_choice={"type": "function", "function": {"name": "write"}},
+            parallel_tool_calls=False,
+            max_tokens=300,
+        )
+        (turn,) = gateway.turns()
+    await engine_.close()
+    (call,) = reply.choices[0].message.tool_calls
+    assert call.function.name == "write"
+    # xgrammar allows white space around values between tags
+    assert json.loads(call.function.arguments)["path"].strip() in LETTERS["enum"]
+    assert reply.choices[0].finish_reason == "tool_calls"
+    assert turn["output_ids"][-1] == unreasoned.end_ids[0]
+    assert json.loads(turn["sampling"])["structural_tag"]
+    forced(turn["output_logprobs"])
+
+
+async def test_a_required_schema(tmp_path, unreasoned):
+    engine_ = engine()
+    schema = {"name": "file", "schema": SCHEMA}
+    async with in_process(engine_, unreasoned, tmp_path) as gateway:
+        client = await gateway.open()
+        reply = await ask(
+            client,
+            [USER],
+            response_format={"type": "json_schema", "json_schema": schema},
+            max_tokens=300,
+        )
+        (turn,) = gateway.turns()
+    await engine_.close()
+    assert json.loads(reply.choices[0].message.content)["path"] in LETTERS["enum"]
+    forced(turn["output_logprobs"])
 
 
 async def test_what_the_server_must_never_see(renderer):

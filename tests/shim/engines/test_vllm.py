@@ -163,6 +163,7 @@ async def test_what_is_sent():
             stop=("\n",),
             stop_token_ids=(2,),
             seed=7,
+            structural_tag={"type": "structural_tag"},
             extra={"min_tokens": 1, "logprobs": 5},
         )
     as_sampled = {
@@ -188,6 +189,7 @@ async def test_what_is_sent():
         "stop": ["\n"],
         "stop_token_ids": [2],
         "seed": 7,
+        "structured_outputs": {"structural_tag": '{"type": "structural_tag"}'},
         "min_tokens": 1,
         **as_sampled,
     }
@@ -228,6 +230,7 @@ async def test_what_is_read():
         pytest.param({"extra": {"min_p": 0.1}}, id="min_p"),
         pytest.param({"extra": {"repetition_penalty": 1.1}}, id="penalty"),
         pytest.param({"extra": {"structured_outputs": {"regex": "a"}}}, id="regex"),
+        pytest.param({"structural_tag": {"type": "structural_tag"}}, id="grammar"),
     ],
 )
 async def test_logprobs_are_those_of_what_was_sampled_from(sampling):

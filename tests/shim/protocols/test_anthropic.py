@@ -438,21 +438,23 @@ def said_by_model(**fields):
         ),
         pytest.param({"tools": [{"name": "f"}]}, "tools[0].input_schema", id="a tool"),
         pytest.param(
-            {"tools": [{**BASH, "strict": True}]}, "tools[0].strict", id="strict"
+            {"tools": [{**BASH, "strict": 1}]}, "tools[0].strict", id="strict"
         ),
         pytest.param(
-            {"tool_choice": {"type": "any"}}, "tool_choice.type", id="a forced call"
+            {"tool_choice": {"type": "tool"}},
+            "tool_choice.name",
+            id="a nameless choice",
         ),
         pytest.param(
-            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
-            "tool_choice.disable_parallel_tool_use",
-            id="one call at most",
+            {"tool_choice": {"type": "required"}}, "tool_choice.type", id="a choice"
         ),
         pytest.param({"stop_sequences": [""]}, "stop_sequences[0]", id="empty stop"),
         pytest.param({"top_p": 2}, "top_p", id="top_p"),
         pytest.param({"n": 2}, "n", id="an unknown field of the body"),
         pytest.param(
-            {"output_config": {"format": {}}}, "output_config.format", id="a format"
+            {"output_config": {"format": {}}},
+            "output_config.format.type",
+            id="no format",
         ),
     ],
 )

@@ -287,14 +287,24 @@ def test_a_count_of_a_whole_request():
         ),
         pytest.param({"cachedContent": "c"}, "cachedContent", id="cached content"),
         pytest.param(
-            {"generationConfig": {"candidateCount": 2}},
+            {"generationConfig": {"candidateCount": 0}},
             "generationConfig.candidateCount",
-            id="two candidates",
+            id="no candidates",
         ),
         pytest.param(
-            {"generationConfig": {"responseMimeType": "application/json"}},
+            {"generationConfig": {"responseLogprobs": True, "logprobs": 1}},
+            "generationConfig.logprobs",
+            id="top logprobs",
+        ),
+        pytest.param(
+            {"generationConfig": {"responseMimeType": "text/x.enum"}},
             "generationConfig.responseMimeType",
-            id="JSON",
+            id="an enumeration",
+        ),
+        pytest.param(
+            {"generationConfig": {"responseSchema": {"type": "OBJECT"}}},
+            "generationConfig.responseMimeType",
+            id="a schema of plain text",
         ),
         pytest.param(
             {"generationConfig": {"topP": 2}}, "generationConfig.topP", id="topP"
@@ -303,9 +313,9 @@ def test_a_count_of_a_whole_request():
             {"generationConfig": {"topK": 1.5}}, "generationConfig.topK", id="topK"
         ),
         pytest.param(
-            {"toolConfig": {"functionCallingConfig": {"mode": "ANY"}}},
+            {"toolConfig": {"functionCallingConfig": {"mode": "SOME"}}},
             "toolConfig.functionCallingConfig.mode",
-            id="a forced call",
+            id="a mode",
         ),
     ],
 )

@@ -225,27 +225,29 @@ def part(kind: str) -> dict[str, object]:
             "tools[0].function.name",
             id="a nameless tool",
         ),
+        pytest.param({"tool_choice": "any"}, "tool_choice", id="another choice"),
         pytest.param(
-            {
-                "tools": [
-                    {"type": "function", "function": {"name": "f", "strict": True}}
-                ]
-            },
-            "tools[0].function.strict",
-            id="a strict tool",
+            {"tool_choice": {"type": "custom"}}, "tool_choice", id="a custom choice"
         ),
-        pytest.param({"tool_choice": "required"}, "tool_choice", id="a forced call"),
-        pytest.param({"tool_choice": TOOL}, "tool_choice", id="a forced tool"),
-        pytest.param({"n": 2}, "n", id="two choices"),
+        pytest.param(
+            {"tool_choice": {"type": "function"}},
+            "tool_choice.name",
+            id="a choice without a name",
+        ),
+        pytest.param({"n": 0}, "n", id="no choice"),
+        pytest.param({"n": 129}, "n", id="too many choices"),
         pytest.param({"n": True}, "n", id="true choices"),
         pytest.param({"logit_bias": {"1": 5}}, "logit_bias", id="logit_bias"),
-        pytest.param({"logprobs": True}, "logprobs", id="logprobs"),
+        pytest.param(
+            {"logprobs": True, "top_logprobs": 1}, "top_logprobs", id="top logprobs"
+        ),
         pytest.param({"logprobs": 0}, "logprobs", id="logprobs as a number"),
         pytest.param({"presence_penalty": 0.1}, "presence_penalty", id="a penalty"),
         pytest.param(
-            {"response_format": {"type": "json_object"}}, "response_format", id="json"
+            {"response_format": {"type": "xml"}}, "response_format.type", id="xml"
         ),
-        pytest.param({"parallel_tool_calls": False}, "parallel_tool_calls", id="one"),
+        pytest.param({"response_format": {}}, "response_format.type", id="no format"),
+        pytest.param({"parallel_tool_calls": 1}, "parallel_tool_calls", id="one"),
         pytest.param({"best_of": 2}, "best_of", id="an unknown parameter"),
         pytest.param({"model": 3}, "model", id="a model that is no name"),
         pytest.param({"stream": "yes"}, "stream", id="stream as text"),

@@ -352,14 +352,17 @@ def test_images_by_policy():
         ),
         pytest.param({"conversation": "c"}, "conversation", id="a conversation"),
         pytest.param({"background": True}, "background", id="in the background"),
-        pytest.param({"parallel_tool_calls": False}, "parallel_tool_calls", id="one"),
+        pytest.param({"parallel_tool_calls": 1}, "parallel_tool_calls", id="one"),
         pytest.param(
-            {"text": {"format": {"type": "json_schema"}}}, "text.format", id="format"
+            {"text": {"format": {"type": "json_schema"}}},
+            "text.format.schema",
+            id="no schema",
         ),
+        pytest.param({"include": "logprobs"}, "include", id="include as text"),
+        pytest.param({"top_logprobs": 1}, "top_logprobs", id="top logprobs"),
         pytest.param(
-            {"include": ["message.output_text.logprobs"]}, "include[0]", id="logprobs"
+            {"tool_choice": {"type": "web_search"}}, "tool_choice", id="a hosted choice"
         ),
-        pytest.param({"tool_choice": "required"}, "tool_choice", id="a forced call"),
         pytest.param(
             {"tools": [{"type": "custom", "name": "apply_patch"}]},
             "tools[0].type",
@@ -371,7 +374,7 @@ def test_images_by_policy():
             id="a namespace within one",
         ),
         pytest.param(
-            {"tools": [{**BASH, "strict": True}]}, "tools[0].strict", id="strict"
+            {"tools": [{**BASH, "strict": 1}]}, "tools[0].strict", id="strict"
         ),
         pytest.param(
             {"input": [{"type": "custom_tool_call"}]}, "input[0].type", id="its call"

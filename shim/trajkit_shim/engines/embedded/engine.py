@@ -139,5 +139,7 @@ def _check_sampling(sampling: base.Sampling) -> None:
     ):
         if not valid:
             raise EngineError(f"{name} = {getattr(sampling, name)} is not {rule}", 400)
+    if sampling.structural_tag is not None:
+        raise EngineError("the embedded engine cannot sample under a grammar", 400)
     for name in sampling.extra:
         raise EngineError(f"the embedded engine has no parameter {name!r}", 400)

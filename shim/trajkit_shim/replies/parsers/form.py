@@ -34,8 +34,21 @@ class ToolForm:
     # change when the text grows.
     read: Callable[[str, int, Tools], tuple[ToolCall, int] | None]
     lead: str = ""  # what must follow after white space; may be empty
+    # what precedes and follows the arguments of a call of a tool, as the chat template
+    # writes it, and the arguments' style in xgrammar's structural tags
+    begin: Callable[[str], str]
+    end: str
+    style: str = "json"
     # a chat template that contains all of them uses this format
     known_by: tuple[str, ...] = ()
+
+    def tag(self, name: str, schema: Json) -> Json:
+        """Return the tag of a grammar (`replies.grammar`) that a tool's call matches."""
+        content: Json = {"type": "json_schema", "json_schema": schema}
+        if self.style != "json":
+            content["style"] = self.style
+        begin, end = self.begin(name), self.end
+        return {"type": "tag", "begin": begin, "content": content, "end": end}
 
     def hopeless(self, text: str, offset: int) -> bool:
         """Return whether the text at ``offset`` can never become a call."""

@@ -43,5 +43,12 @@ def _read(text: str, offset: int, tools: Tools) -> tuple[ToolCall, int] | None:
 
 
 GLM = ToolForm(
-    name="glm", opens=_OPEN, closes=_CLOSE, read=_read, known_by=(_KEY, _VALUE)
+    name="glm",
+    opens=_OPEN,
+    closes=_CLOSE,
+    read=_read,
+    begin=lambda name: f"{_OPEN}{name}\n",
+    end=f"\n{_CLOSE}",
+    style="glm_xml",
+    known_by=(_KEY, _VALUE),
 )

@@ -5,6 +5,8 @@
 </tool_call>
 """
 
+import json
+
 from trajkit_shim.replies.parsers.form import ToolCall, ToolForm, Tools, skip
 from trajkit_shim.replies.parsers.json_text import named_at
 
@@ -24,6 +26,17 @@ def _read(text: str, offset: int, _: Tools) -> tuple[ToolCall, int] | None:
     return ToolCall(name, arguments), end + len(_CLOSE)
 
 
+def _begin(name: str) -> str:
+    return f'{_OPEN}\n{{"name": {json.dumps(name)}, "arguments": '
+
+
 HERMES = ToolForm(
-    name="hermes", opens=_OPEN, lead="{", closes=_CLOSE, read=_read, known_by=(_OPEN,)
+    name="hermes",
+    opens=_OPEN,
+    lead="{",
+    closes=_CLOSE,
+    read=_read,
+    begin=_begin,
+    end=f"}}\n{_CLOSE}",
+    known_by=(_OPEN,),
 )

@@ -6,6 +6,8 @@ An object is a call if its first field is its name, and its parameters, or argum
 an object. Other objects are text.
 """
 
+import json
+
 from trajkit_shim.replies.parsers.form import ToolCall, ToolForm, Tools
 from trajkit_shim.replies.parsers.json_text import named_at
 
@@ -27,5 +29,7 @@ PLAIN_JSON = ToolForm(
     lead=":",
     closes="}",
     read=_read,
+    begin=lambda name: f'{{"name": {json.dumps(name)}, "parameters": ',
+    end="}",
     known_by=('{"name"', '"parameters"'),
 )

@@ -68,5 +68,8 @@ QWEN3_CODER = ToolForm(
     lead=_FUNCTION,
     closes=_CLOSE,
     read=_read,
+    begin=lambda name: f"{_OPEN}\n{_FUNCTION}{name}>\n",
+    end=f"\n{_END_FUNCTION}\n{_CLOSE}",
+    style="qwen_xml",
     known_by=(_FUNCTION, _PARAMETER),
 )

@@ -1,0 +1,109 @@
+"""Grammars of the replies that clients require, as structural tags of xgrammar (0.2).
+
+SGLang and vLLM sample under such a grammar, and give the logprobs of the distribution
+that it leaves.
+"""
+
+from collections.abc import Collection, Mapping
+
+from trajkit_shim.chat.request import ANY_OBJECT, ChatRequest, function_of
+from trajkit_shim.errors import GatewayError
+from trajkit_shim.json_input import Json
+from trajkit_shim.replies.parse import END_THINK, THINK
+from trajkit_shim.replies.parsers import ToolForm
+
+PINNED = frozenset("ebnf json_schema regex structural_tag structured_outputs".split())
+"""Parameters of the engines that hold a grammar."""
+
+
+def grammar(
+    request: ChatRequest,
+    form: ToolForm | None,
+    pinned: Mapping[str, object],
+    *,
+    opened: bool,
+    reasons: bool,
+) -> Json | None:
+    """Return the structural tag that a request requires of its reply, or None.
+
+    Arguments match the tool's schema if that is required, else they are any object. A
+    reply without a required call may have text before each call, and if only one call
+    is allowed none after it. Reasoning may come first.
+
+    Parameters
+    ----------
+    request : ChatRequest
+    form : ToolForm or None
+        How the model writes calls; None: unknown.
+    pinned : mapping
+        The session's parameters of the engine.
+    opened : bool
+        The prompt ends within the reasoning.
+    reasons : bool
+        The model may begin its reply with reasoning.
+
+    Raises
+    ------
+    GatewayError
+        400: a required tool is not offered, the session has a grammar of its own, or the
+        form of calls is unknown.
+    """
+    required = request.required
+    functions = [function_of(tool) for tool in request.tools or ()]
+    offered = [function["name"] for function in functions]
+    wanted = [name for name in required.names if name not in offered]
+    if wanted or (required.call and not offered):
+        which = f"the tool {wanted[0]!r}" if wanted else "a tool"
+        raise GatewayError(f"a call of {which} is required, which is not offered")
+    limited = (
+        required.call or required.names or required.strict or not required.parallel
+    )
+    calls = bool(offered and (limited or required.schema))
+    if not calls and required.schema is None:
+        return None
+    own = PINNED & pinned.keys()
+    if own:
+        message = f"the session fixes {min(own)}: a request cannot require another form"
+        raise GatewayError(message, code="unsupported_value")
+    elements: list[Json] = []
+    if required.schema is not None and not required.call:
+        elements.append({"type": "json_schema", "json_schema": required.schema})
+    if calls:
+        if form is None:
+            message = "the parser of replies does not define how calls are written: "
+            message += "no form of a reply can be required"
+            raise GatewayError(message, code="unsupported_value")
+        tags = [
+            form.tag(str(one["name"]), _schema(one, required.strict))
+            for one in functions
+            if one["name"] in (required.names or offered)
+        ]
+        found: Json = {"tags": tags, "stop_after_first": not required.parallel}
+        if required.call or required.schema is not None:
+            kind = {"type": "tags_with_separator", "separator": "\n"}
+            elements.append({**kind, **found, "at_least_one": True})
+        else:
+            elements.append(
+                {"type": "triggered_tags", "triggers": [form.opens], **found}
+            )
+    reply: Json = (
+        elements[0] if len(elements) == 1 else {"type": "or", "elements": elements}
+    )
+    if opened or reasons:
+        reply = {"type": "sequence", "elements": [*_reasoning(opened), reply]}
+    return {"type": "structural_tag", "format": reply}
+
+
+def _reasoning(opened: bool) -> list[Json]:
+    """The reasoning before a reply; it is optional unless the prompt opened it."""
+    inside: Json = {"type": "tag", "content": {"type": "any_text"}, "end": END_THINK}
+    inside["begin"] = "" if opened else THINK
+    gap: Json = {"type": "regex", "pattern": "\\n{0,2}"}
+    return [inside if opened else {"type": "optional", "content": inside}, gap]
+
+
+def _schema(function: Json, strict: Collection[str]) -> Json:
+    schema = function.get("parameters")
+    if isinstance(schema, dict) and function["name"] in strict:
+        return schema
+    return ANY_OBJECT

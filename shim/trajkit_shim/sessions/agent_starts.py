@@ -1,0 +1,107 @@
+"""Which tool call started a sub-agent.
+
+A request that contains no reply of its session begins a conversation. It is a sub-agent's
+if its user messages contain the prompt of an earlier tool call: the longest text among
+the call's arguments with one of `PROMPTS` as name, without outer white space. The longest
+such prompt counts, then the earliest call. If the harness names its agents, the call must
+be one of the parent agent, and the main agent's conversations have none.
+
+A call starts one sub-agent, so sub-agents with equal prompts get their calls in the order
+of their requests. A request that is sent again, and another conversation of the same
+agent, have the call of the first. A prompt that the client changes is not found.
+"""
+
+import json
+from collections import deque
+from dataclasses import dataclass, field
+
+from trajkit_shim.json_input import Json
+from trajkit_shim.prompting.reply_matching import RestoredRequest
+from trajkit_shim.sessions.client_identity import Caller
+
+PROMPTS = ("prompt", "message", "task", "objective", "goal", "instructions")
+"""Names of arguments that are the prompt of a sub-agent: in Claude Code, opencode and
+qwen-code; in Codex; and in others."""
+
+# calls of a session that are kept, and the length in characters of their arguments
+_KEPT = 256
+_LONGEST = 1 << 16
+# a shorter text is found in many messages by chance
+_SHORTEST = 12
+
+
+@dataclass(frozen=True, slots=True)
+class AgentStart:
+    """The tool call that started a sub-agent."""
+
+    started_by_turn: int  # index of the turn that sampled it
+    started_by_call: str  # its id
+
+
+@dataclass(slots=True)
+class AgentStarts:
+    """The tool calls of one session, and the sub-agents that they started."""
+
+    # calls that started none: the agent that made it, its prompt, and what is recorded
+    _calls: deque[tuple[str | None, str, AgentStart]] = field(
+        default_factory=lambda: deque(maxlen=_KEPT)
+    )
+    # by the agent's id, else by the position after its first request
+    _found: dict[str | bytes, AgentStart] = field(default_factory=dict)
+
+    def add(self, turn_index: int, agent_id: str | None, reply: Json) -> None:
+        """Add the tool calls of a recorded reply, a canonical message."""
+        calls = reply.get("tool_calls", [])
+        assert isinstance(calls, list)
+        for call in calls:
+            prompt = _prompt(call["function"]["arguments"])
+            if len(prompt) >= _SHORTEST:
+                start = AgentStart(turn_index, call["id"])
+                self._calls.append((agent_id, prompt, start))
+
+    def find(self, restored: RestoredRequest, caller: Caller) -> AgentStart | None:
+        """Return what started the agent of a request that begins a conversation."""
+        if any(known != "new" for _, known in restored.known):
+            return None
+        if caller.harness is not None and caller.agent_id is None:
+            return None
+        agent = caller.agent_id or restored.position
+        if agent in self._found and caller.agent_id:
+            return self._found[agent]
+        text = "\n".join(
+            str(message["content"])
+            for message in restored.messages
+            if message["role"] == "user"
+        )
+        fitting = [
+            call
+            for call in self._calls
+            if call[1] in text
+            and (caller.harness is None or call[0] == caller.parent_agent_id)
+        ]
+        if not fitting:
+            return self._found.get(agent)
+        # the first of the longest
+        call = max(fitting, key=lambda one: len(one[1]))
+        self._calls.remove(call)
+        self._found[agent] = call[2]
+        return call[2]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._calls.clear()
+        self._found.clear()
+
+
+def _prompt(arguments: str) -> str:
+    if len(arguments) > _LONGEST:
+        return ""
+    try:
+        given = json.loads(arguments)
+    # as sampled, arguments may be too deep
+    except (ValueError, RecursionError):
+        return ""
+    texts = (
+        text.strip() for name in PROMPTS if isinstance(text := given.get(name), str)
+    )
+    return max(texts, key=len, default="")

@@ -1,0 +1,156 @@
+"""Sub-agents are linked to the tool calls that started them."""
+
+import json
+
+import pytest
+
+import trajkit as tk
+from tests.shim.clients import in_process
+from tests.shim.fakes import RENDERER, ScriptedEngine
+
+pytestmark = pytest.mark.anyio
+
+PROMPT = "Find every caller of f."
+OTHER = "Find every caller of f. Then list them."
+CLAUDE = {"x-claude-code-session-id": "s"}
+
+
+def dispatch(*prompts, tool="Agent", name="prompt"):
+    """A reply that starts sub-agents."""
+    calls = [
+        {"name": tool, "arguments": {"description": "look", name: prompt}}
+        for prompt in prompts
+    ]
+    return "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
+
+
+class Agents:
+    """The agents of one session, which ask with Anthropic's protocol."""
+
+    def __init__(self, gateway, key):
+        self.gateway, self.key = gateway, key
+
+    async def ask(self, *messages, **headers):
+        """The blocks of the reply to these messages, and the turn."""
+        body = {
+            "max_tokens": 100_000,
+            "messages": [*messages],
+            "tools": [{"name": "Agent", "input_schema": {"type": "object"}}],
+        }
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        reply = await self.gateway.http.post(
+            "/v1/messages",
+            headers={"x-session-key": self.key, **names},
+            json=body,
+        )
+        assert reply.status_code == 200, reply.text
+        return reply.json()["content"], self.gateway.turns()[-1]
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def started(turn):
+    return turn["started_by_turn"], turn["started_by_call"]
+
+
+NOTHING = (None, None)
+
+
+async def session_of(gateway):
+    return Agents(gateway, await gateway.open_key())
+
+
+def claude(agent=None, parent=None):
+    named = {"x-claude-code-agent-id": agent, "x-claude-code-parent-agent-id": parent}
+    return {**CLAUDE, **{name: value for name, value in named.items() if value}}
+
+
+async def test_a_conversation_with_the_prompt_of_a_call(tmp_path):
+    engine = ScriptedEngine("hi", dispatch(f"  {PROMPT}\n"), "a", "b", "c")
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        agents = await session_of(gateway)
+        hello, first = await agents.ask(user("Do it."))
+        said = [user("Do it."), {"role": "assistant", "content": hello}, user("Now.")]
+        (call,), second = await agents.ask(*said)
+        # the client puts a reminder around the prompt
+        reply, root = await agents.ask(user(f"<reminder/>\n{PROMPT}\n"))
+        _, later = await agents.ask(
+            user(f"<reminder/>\n{PROMPT}\n"),
+            {"role": "assistant", "content": reply},
+            user("Go on."),
+        )
+        _, other = await agents.ask(user("Something that no call contains."))
+    assert started(first) == started(second) == NOTHING
+    assert started(root) == (1, call["id"])
+    assert started(later) == started(other) == NOTHING
+    lines = tk.analysis.call_tree(tk.read_turns(tmp_path), root["session_id"])
+    assert [line for line in lines if "started" in line] == [
+        line for line in lines if "turn 2:" in line
+    ]
+    assert any(line.endswith("sub-agent, started by turn 1") for line in lines)
+
+
+async def test_equal_prompts_get_their_calls_in_order(tmp_path):
+    engine = ScriptedEngine(dispatch(PROMPT, OTHER, PROMPT), *"abcde")
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        agents = await session_of(gateway)
+        calls, _ = await agents.ask(user("Do it."))
+        one, two, three = (call["id"] for call in calls)
+        found = [
+            started((await agents.ask(user(prompt)))[1])[1]
+            # the longer prompt contains the shorter one; a fifth request is a resend
+            for prompt in (PROMPT, OTHER, PROMPT, PROMPT, OTHER)
+        ]
+    assert found == [one, two, three, three, two]
+
+
+async def test_a_named_agent_has_one_start(tmp_path):
+    engine = ScriptedEngine(dispatch(PROMPT, PROMPT), *"abcd")
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        agents = await session_of(gateway)
+        calls, _ = await agents.ask(user("Do it."), **claude())
+        one, two = (call["id"] for call in calls)
+        _, root = await agents.ask(user(PROMPT), **claude("x"))
+        _, again = await agents.ask(user(PROMPT), **claude("x"))
+        _, compacted = await agents.ask(user("What was done: much."), **claude("x"))
+        _, twin = await agents.ask(user(PROMPT), **claude("y"))
+    assert [started(t)[1] for t in (root, again, compacted, twin)] == [one] * 3 + [two]
+
+
+async def test_only_a_call_of_the_parent_starts_a_named_agent(tmp_path):
+    engine = ScriptedEngine(dispatch(PROMPT), dispatch(PROMPT), *"abc")
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        agents = await session_of(gateway)
+        (outer,), _ = await agents.ask(user("Do it."), **claude())
+        (inner,), child = await agents.ask(user(PROMPT), **claude("x"))
+        _, nested = await agents.ask(user(PROMPT), **claude("y", "x"))
+        _, stranger = await agents.ask(user(PROMPT), **claude("z", "w"))
+        _, main = await agents.ask(user(f"Done: {PROMPT}"), **claude())
+    assert started(child) == (0, outer["id"])
+    assert started(nested) == (1, inner["id"])
+    assert started(stranger) == started(main) == NOTHING
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        pytest.param(dispatch("Look at f."), id="a short prompt"),
+        pytest.param(dispatch(PROMPT, name="command"), id="another argument"),
+        pytest.param(dispatch(PROMPT + "x" * (1 << 16)), id="long arguments"),
+        pytest.param(dispatch(PROMPT.replace("every", "each")), id="changed"),
+        pytest.param(
+            '<tool_call>\n{"name": "Agent", "arguments": {"prompt": 3}}\n</tool_call>',
+            id="no text",
+        ),
+    ],
+)
+async def test_what_is_not_linked(tmp_path, reply):
+    engine = ScriptedEngine(reply, "a", context=10**6)
+    options = {"max_new_tokens": 10**6}
+    async with in_process(engine, RENDERER, tmp_path, **options) as gateway:
+        agents = await session_of(gateway)
+        await agents.ask(user("Do it."))
+        _, root = await agents.ask(user(f"Look at f. {PROMPT}"))
+    assert started(root) == NOTHING
