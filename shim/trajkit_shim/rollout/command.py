@@ -5,7 +5,6 @@ import json
 import os
 import secrets
 import shlex
-import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -30,16 +28,39 @@ if TYPE_CHECKING:
     from trajkit_shim.rollout.tasks import Task
 
 
+_DESCRIPTION = (
+    "Run a coding agent on each task in a sandbox of its own, record its model calls, and "
+    "grade its changes in a fresh copy. RUN gets the turns and a sessions table with "
+    "reward, group and error. Run the same command again to continue a stopped run. The "
+    "exit code is 1 if a rollout failed."
+)
+
+
 def add_rollout(commands: Commands) -> None:
     """Add ``rollout`` to the command line."""
     parser = commands.add_parser(
         "rollout",
         help="have an agent work on tasks, record it, and grade what it did",
-        description="Run a coding agent on each task in a sandbox of its own, record its "
-        "model calls, and grade its changes in a fresh copy. RUN gets the turns and "
-        "a sessions table with reward, group and error. Run the same command again to "
-        "continue a stopped run. The exit code is 1 if a rollout failed.",
+        description=_DESCRIPTION,
     )
+    _add_options(parser, launches=False)
+
+
+def add_up(commands: Commands) -> None:
+    """Add ``up`` to the command line: ``rollout`` with the server of ``--launch``."""
+    parser = commands.add_parser(
+        "up",
+        help="start an SGLang server, and have an agent work on tasks with it",
+        description="trajkit rollout --engine sglang --launch MODEL, in short: start an "
+        f"SGLang server and a gateway, and end them with the run. {_DESCRIPTION} "
+        "Arguments after -- are the server's.",
+    )
+    parser.add_argument("launch", metavar="MODEL", help="directory of the model")
+    _add_options(parser, launches=True)
+    parser.set_defaults(engine="sglang", engine_url=[])
+
+
+def _add_options(parser: argparse.ArgumentParser, *, launches: bool) -> None:
     parser.add_argument(
         "tasks",
         metavar="TASKS",
@@ -80,7 +101,7 @@ def add_rollout(commands: Commands) -> None:
         "a hyphen",
     }
     options.add_options(parser, helps, required=["--harness", "--out"])
-    options.add_engine(parser)
+    options.add_engine(parser, launches=launches)
     parser.set_defaults(admin_token=os.environ.get(ADMIN_TOKEN))
     parser.set_defaults(run=lambda arguments: _rollout(parser, arguments))
 
@@ -96,6 +117,10 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         from trajkit_shim.rollout.run import Rollouts, Summary
         from trajkit_shim.rollout.tasks import read_tasks
     settings = _settings(parser, arguments)
+    if arguments.gateway is not None and arguments.launch is not None:
+        parser.error(
+            "a gateway that runs elsewhere has its engine: leave out --gateway"
+        )
     if arguments.gateway is not None and not arguments.admin_token:
         parser.error(f"--gateway {arguments.gateway} needs its token: --admin-token")
     token = arguments.admin_token or secrets.token_hex(16)
@@ -115,7 +140,7 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
             if exposes is not None:
                 sys.stderr.write(f"trajkit: warning: {exposes}\n")
             with ExitStack() as stack:
-                stack.enter_context(_terminated())
+                stack.enter_context(options.terminable())
                 url = arguments.gateway or stack.enter_context(
                     _gateway(parser, arguments, tasks, rollouts.next_log(), token)
                 )
@@ -147,26 +172,24 @@ def _gateway(
 ) -> Iterator[str]:
     """Run a gateway of the chosen engine; yield its URL."""
     from trajkit_shim.app import create_app
-    from trajkit_shim.replies.parsers import FORMS
     from trajkit_shim.rollout.solver import solve
     from trajkit_shim.serve import running
     from trajkit_shim.sessions.turn_log import TurnLog
 
-    engine, renderer = options.built_engine(
+    chosen_engine = options.running_engine(
         parser, arguments, policy=solve(tasks), seed=arguments.seed
     )
-    app = create_app(
-        engine,
-        renderer,
-        TurnLog(log, routed_experts=arguments.routed_experts),
-        train_side_calls=arguments.train_side_calls,
-        tool_form=FORMS.get(arguments.tool_form),
-        reply_parser=options.built_parser(arguments, renderer),
-        admin_token=token,
-        hosts=[urlsplit(arguments.gateway_url or "").hostname or ""],
-    )
-    with running(app, arguments.host) as url:
-        yield url
+    with chosen_engine as (engine, renderer, chosen):
+        app = create_app(
+            engine,
+            renderer,
+            TurnLog(log, routed_experts=arguments.routed_experts),
+            admin_token=token,
+            hosts=[urlsplit(arguments.gateway_url or "").hostname or ""],
+            **chosen,
+        )
+        with running(app, arguments.host) as url:
+            yield url
 
 
 def _settings(
@@ -206,20 +229,6 @@ def _settings(
         timeout_s=arguments.timeout,
         untrusted=arguments.untrusted,
     )
-
-
-@contextmanager
-def _terminated() -> Iterator[None]:
-    """Treat SIGTERM as an interrupt, so that sandboxes are removed."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _groups(rollouts: Sequence["Rollout"]) -> Mapping[str, list["Rollout"]]:
