@@ -77,7 +77,7 @@ class SGLangEngine(HttpEngine):
 
     async def update_weights(self, path: str, version: str) -> None:
         """Load weights from a directory that the servers can read."""
-        await self._update("disk", version, {"model_path": path})
+        await self._update("disk", version, {"model_path": path}, repr(path))
 
     async def update_tensors(
         self, tensors: Sequence[str], load_format: str | None, version: str
@@ -85,15 +85,17 @@ class SGLangEngine(HttpEngine):
         """See `TensorEngine`. The texts are those of SGLang's MultiprocessingSerializer."""
         body: Json = {"serialized_named_tensors": list(tensors)}
         body["load_format"] = load_format
-        await self._update("tensor", version, body)
+        await self._update("tensor", version, body, f"{len(tensors)} texts")
 
-    async def _update(self, form: str, version: str, body: Json) -> None:
+    async def _update(self, form: str, version: str, body: Json, source: str) -> None:
         """Update the weights of all servers."""
         path = f"/update_weights_from_{form}"
         body |= {"weight_version": version, "flush_cache": True}
         for answer in await self._post_to_all(path, body):
             if answer.get("success") is not True:
-                failure = f"did not load the weights: {answer.get('message')}"
+                failure = (
+                    f"did not load the weights of {source}: {answer.get('message')}"
+                )
                 raise EngineError(f"the SGLang server {failure}")
 
     async def resume(self) -> None:
