@@ -4,11 +4,12 @@ Their dependencies come with an extra, and are imported when a command runs.
 """
 
 import argparse
+import errno
 import itertools
 import json
 import os
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -164,7 +165,6 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
     with options.needs_extra(parser, "shim"):
         from trajkit_shim.app import create_app
         from trajkit_shim.prompting.prompts import Prompts
-        from trajkit_shim.replies.parsers import FORMS
         from trajkit_shim.serve import is_loopback, serve
         from trajkit_shim.sessions.turn_log import TurnLog
 
@@ -173,49 +173,54 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
                 f"--host {arguments.host} can be reached from other machines: give "
                 "--admin-token"
             )
-        engine, renderer = options.built_engine(parser, arguments)
-        reply_parser = options.built_parser(arguments, renderer)
-    log = TurnLog(
-        arguments.out,
-        form=arguments.log,
-        fsync=arguments.fsync,
-        max_file_bytes=arguments.file_bytes,
-        max_total_bytes=arguments.log_bytes,
-        routed_experts=arguments.routed_experts,
-        attributed=not arguments.no_attribution,
-    )
+    attributed = not arguments.no_attribution
+    # before an engine is launched, which takes minutes
+    for log in arguments.out.glob("turns-*.arrows"):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(log))
+    with ExitStack() as stack:
+        stack.enter_context(options.terminable())
+        with options.needs_extra(parser, "shim"):
+            engine, renderer, chosen = stack.enter_context(
+                options.running_engine(parser, arguments)
+            )
+        log = TurnLog(
+            arguments.out,
+            form=arguments.log,
+            fsync=arguments.fsync,
+            max_file_bytes=arguments.file_bytes,
+            max_total_bytes=arguments.log_bytes,
+            routed_experts=arguments.routed_experts,
+            attributed=attributed,
+        )
 
-    def say_where(url: str) -> None:
-        where = {
-            "url": url,
-            "openai_base_url": f"{url}/v1",
-            "turns": str(log.directory),
-        }
-        built = Prompts(renderer, arguments.prompts)
-        if arguments.json:
-            text = json.dumps({**where, "prompts": built.describe()})
-        else:
-            where["prompts"] = built.summary()
-            text = "\n".join(f"{name:<16}{value}" for name, value in where.items())
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+        def say_where(url: str) -> None:
+            where = {
+                "url": url,
+                "openai_base_url": f"{url}/v1",
+                "turns": str(log.directory),
+            }
+            built = Prompts(renderer, arguments.prompts)
+            if arguments.json:
+                text = json.dumps({**where, "prompts": built.describe()})
+            else:
+                where["prompts"] = built.summary()
+                text = "\n".join(f"{name:<16}{value}" for name, value in where.items())
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
 
-    app = create_app(
-        engine,
-        renderer,
-        log,
-        images=arguments.images,
-        attributed=not arguments.no_attribution,
-        train_side_calls=arguments.train_side_calls,
-        train_retried=not arguments.skip_retried,
-        tool_form=FORMS.get(arguments.tool_form),
-        reply_parser=reply_parser,
-        prompts=arguments.prompts,
-        admin_token=arguments.admin_token or None,
-        hosts=arguments.allow_host,
-    )
-    drain = {"on_listening": say_where, "drain_seconds": arguments.drain_seconds}
-    # Ctrl-C stops the server, which has answered all running calls by then
-    with suppress(KeyboardInterrupt):
-        serve(app, arguments.host, arguments.port, **drain)
+        app = create_app(
+            engine,
+            renderer,
+            log,
+            images=arguments.images,
+            attributed=attributed,
+            prompts=arguments.prompts,
+            admin_token=arguments.admin_token or None,
+            hosts=arguments.allow_host,
+            **chosen,
+        )
+        drain = {"on_listening": say_where, "drain_seconds": arguments.drain_seconds}
+        # a stop signal ends the server, which has answered all running calls by then
+        with suppress(KeyboardInterrupt):
+            serve(app, arguments.host, arguments.port, **drain)
     return 0

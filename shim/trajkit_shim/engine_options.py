@@ -6,9 +6,13 @@ The dependencies of an engine come with an extra, and are imported when a comman
 import argparse
 import asyncio
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+import signal
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from trajkit.cli import BAD_USAGE
@@ -70,12 +74,27 @@ def add_options(
         parser.add_argument(*names, help=text, **more)
 
 
-def add_engine(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose an engine; `built_engine` reads them."""
-    helps = {
+def add_engine(parser: argparse.ArgumentParser, *, launches: bool = False) -> None:
+    """Add the options that choose an engine; `running_engine` reads them.
+
+    ``launches``: the command always launches an SGLang server.
+    """
+    choices = {
         "--engine {embedded,sglang,vllm}": "embedded: a small scripted engine, for "
         "trying things out (the default)",
-        "--engine-url URL": "of the server (not for embedded)",
+        "--engine-url URL...": "of the server (not for embedded); repeat it for several "
+        "servers of one model: each session stays on one of them",
+        "--launch MODEL": "start an SGLang server of this model directory, and end it "
+        "with the command. Arguments after -- are the server's. Its log is "
+        "RUN/engine.log",
+    }
+    helps = {
+        "--launch-python FILE": "the Python that SGLang is installed for (default: the "
+        "one of this command)",
+        "--launch-seconds SECONDS 1800": "how long the server may take to start "
+        "(default: %(default)s)",
+        "--launch-restarts N 3": "how often the server is restarted within an hour if it "
+        "ends (default: %(default)s)",
         "--check-prompts": "have the SGLang server return each prompt, and fail a call "
         "whose prompt differs",
         "--routed-experts": "log which experts each token was routed to; needs an SGLang "
@@ -90,76 +109,101 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "or plain-json (default: detected from its chat template); sglang: that "
         "server's own parsers; schema: the tokenizer's response template",
     }
-    add_options(parser, helps)
+    add_options(parser, helps if launches else choices | helps)
+    parse = parser.parse_known_args
+
+    def parse_known_args(
+        args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        # argparse cannot tell them from positional arguments
+        words = list(sys.argv[1:] if args is None else args)
+        end = words.index("--") if "--" in words else len(words)
+        parsed, unknown = parse(words[:end], namespace)
+        parsed.server_arguments = words[end + 1 :]
+        return parsed, unknown
+
+    parser.parse_known_args = parse_known_args  # type: ignore[assignment,method-assign]
 
 
-def built_engine(
+@contextmanager
+def running_engine(
     parser: argparse.ArgumentParser,
     arguments: argparse.Namespace,
     *,
     policy: "Policy | None" = None,
     seed: int | None = None,
-) -> "tuple[Engine, ChatRenderer]":
-    """Return the chosen engine, and the renderer of its model.
+) -> "Iterator[tuple[Engine, ChatRenderer, dict[str, Any]]]":
+    """Yield the chosen engine, its model's renderer, and further options of the app.
 
-    ``policy`` and ``seed`` are for the embedded engine. Raises `SystemExit`: options
-    are missing, or do not apply to that engine. `FormatError`: the model cannot be
-    read.
+    A server that the options launch runs while the ``with`` block runs. ``policy`` and
+    ``seed`` are for the embedded engine. Raises `SystemExit`: options are missing, or do
+    not apply to that engine. `FormatError`: the model cannot be read. `ConnectionError`:
+    the engine does not work.
     """
     from trajkit_shim.replies.parsers import FORMS
 
-    served = arguments.engine != "embedded"
-    options = {"--engine-url": arguments.engine_url, "--model": arguments.model}
-    for option, value in options.items():
-        if served and value is None:
-            parser.error(f"--engine {arguments.engine} needs {option}")
-        if not served and value is not None:
-            parser.error(f"{option} does not apply to the embedded engine")
-    forms = (*FORMS, *_OUTSIDE)
-    if arguments.tool_form not in (None, *forms):
-        known = ", ".join(forms)
-        parser.error(f"--tool-form {arguments.tool_form} is not one of {known}")
     for option, given in (
+        ("--launch", arguments.launch),
         ("--tool-form sglang", arguments.tool_form == "sglang"),
         ("--check-prompts", arguments.check_prompts),
         ("--routed-experts", arguments.routed_experts),
     ):
         if given and arguments.engine != "sglang":
             parser.error(f"{option} needs --engine sglang")
-    return _served(arguments) if served else _embedded(policy, seed)
+    served = arguments.engine != "embedded"
+    options = {
+        "--engine-url": arguments.engine_url or arguments.launch,
+        "--model": arguments.model or arguments.launch,
+    }
+    for option, value in options.items():
+        if served and not value:
+            parser.error(f"--engine {arguments.engine} needs {option}")
+        if not served and value:
+            parser.error(f"{option} does not apply to the embedded engine")
+    forms = (*FORMS, *_OUTSIDE)
+    if arguments.tool_form not in (None, *forms):
+        known = ", ".join(forms)
+        parser.error(f"--tool-form {arguments.tool_form} is not one of {known}")
+    _check_launch(parser, arguments)
+    with ExitStack() as stack:
+        if served:
+            engine, renderer = _served(arguments, stack)
+        else:
+            engine, renderer = _embedded(policy, seed)
+        yield (
+            engine,
+            renderer,
+            {
+                "tool_form": FORMS.get(arguments.tool_form),
+                "reply_parser": _external_parser(arguments, renderer),
+                "train_side_calls": arguments.train_side_calls,
+                "train_retried": not arguments.skip_retried,
+            },
+        )
 
 
-def built_parser(
-    arguments: argparse.Namespace, renderer: "ChatRenderer"
-) -> "ReplyParser | None":
-    """Return the external parser of replies that ``--tool-form`` names, if any.
+def _check_launch(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace
+) -> None:
+    """Exit with an error if a server cannot be launched as the options say."""
+    from trajkit_shim.engines.launch import check_arguments
 
-    Raises `FormatError`: the tokenizer has no response template. `ConnectionError`: the
-    server has no parsers.
-    """
-    from trajkit_shim.errors import EngineError
-    from trajkit_shim.replies.external_parsers import SchemaParser, SGLangParser
-
-    if arguments.tool_form == "schema":
-        try:
-            return SchemaParser(renderer)
-        except ValueError as error:
-            raise FormatError(f"--tool-form schema: {error}") from error
-    if arguments.tool_form != "sglang":
-        return None
-
-    async def ask() -> None:
-        parser = SGLangParser(arguments.engine_url)
-        try:
-            await parser.names()
-        except EngineError as error:
-            raise ConnectionError(f"--tool-form sglang: {error}") from error
-        finally:
-            await parser.close()
-
-    # connections belong to the event loop that opened them
-    asyncio.run(ask())
-    return SGLangParser(arguments.engine_url)
+    given = arguments.server_arguments
+    if arguments.launch is None:
+        if given:
+            parser.error(f"{given[0]} after -- is for the server of --launch")
+        return
+    if arguments.engine_url:
+        parser.error("--launch starts a server of its own: leave out --engine-url")
+    if sys.platform != "linux":
+        parser.error("--launch needs Linux: use --engine-url")
+    try:
+        check_arguments(given)
+    except ValueError as error:
+        parser.error(f"argument after --: {error}")
+    with needs_extra(parser, "sglang"):
+        if arguments.launch_python is None and find_spec("sglang") is None:
+            raise ModuleNotFoundError(name="sglang")
 
 
 def _embedded(
@@ -172,8 +216,10 @@ def _embedded(
     return engine, ChatRenderer(load_tokenizer())
 
 
-def _served(arguments: argparse.Namespace) -> "tuple[Engine, ChatRenderer]":
-    """The engine of a server that returns everything that is recorded."""
+def _served(
+    arguments: argparse.Namespace, stack: ExitStack
+) -> "tuple[Engine, ChatRenderer]":
+    """The engine of servers that return everything that is recorded."""
     from trajkit_shim.engines.checks import check_engine
     from trajkit_shim.engines.model_config import vocab_size
     from trajkit_shim.engines.routed_experts import experts_per_token
@@ -181,28 +227,108 @@ def _served(arguments: argparse.Namespace) -> "tuple[Engine, ChatRenderer]":
     from trajkit_shim.engines.vllm import VLLMEngine
     from trajkit_shim.prompting.render import load_renderer
 
+    model = arguments.model or arguments.launch
     try:
-        renderer = load_renderer(arguments.model)
-        n_vocab = vocab_size(arguments.model)
+        renderer = load_renderer(model)
+        n_vocab = vocab_size(model)
         per_token = None
         if arguments.routed_experts:
-            per_token = experts_per_token(arguments.model)
+            per_token = experts_per_token(model)
     except ValueError as error:
-        raise FormatError(f"{arguments.model}: {error}") from error
+        raise FormatError(f"{model}: {error}") from error
 
-    def engine() -> "Engine":
+    def engine(*urls: str) -> "Engine":
         if arguments.engine == "vllm":
-            return VLLMEngine(arguments.engine_url, vocab_size=n_vocab)
+            return VLLMEngine(*urls, vocab_size=n_vocab)
         return SGLangEngine(
-            arguments.engine_url,
+            *urls,
             vocab_size=n_vocab,
             check_prompts=arguments.check_prompts,
             experts_per_token=per_token,
         )
 
+    if arguments.launch is not None:
+        arguments.engine_url = [stack.enter_context(_launched(arguments))]
     # connections belong to the event loop that opened them
-    asyncio.run(check_engine(engine()))
-    return engine(), renderer
+    served = {
+        url: asyncio.run(check_engine(engine(url))) for url in arguments.engine_url
+    }
+    if len(set(served.values())) > 1:
+        raise ConnectionError(f"the servers of --engine-url differ: {served}")
+    return engine(*served), renderer
+
+
+@contextmanager
+def _launched(arguments: argparse.Namespace) -> Iterator[str]:
+    """Run the server of ``--launch``; yield its URL."""
+    from trajkit_shim.engines.launch import (
+        reserved_port,
+        running_server,
+        sglang_command,
+    )
+
+    experts = ["--enable-return-routed-experts"] if arguments.routed_experts else []
+    with reserved_port() as port:
+        command = sglang_command(
+            arguments.launch_python or sys.executable,
+            arguments.launch,
+            port,
+            [*experts, *arguments.server_arguments],
+        )
+        log = arguments.out / "engine.log"
+        sys.stderr.write(f"trajkit: starting the engine's server; its log is {log}\n")
+        with running_server(
+            command,
+            port,
+            log,
+            start_seconds=arguments.launch_seconds,
+            restarts=arguments.launch_restarts,
+        ):
+            yield f"http://127.0.0.1:{port}"
+
+
+def _external_parser(
+    arguments: argparse.Namespace, renderer: "ChatRenderer"
+) -> "ReplyParser | None":
+    """The external parser of replies that ``--tool-form`` names, if any."""
+    from trajkit_shim.errors import EngineError
+    from trajkit_shim.replies.external_parsers import SchemaParser, SGLangParser
+
+    if arguments.tool_form == "schema":
+        try:
+            return SchemaParser(renderer)
+        except ValueError as error:
+            raise FormatError(f"--tool-form schema: {error}") from error
+    if arguments.tool_form != "sglang":
+        return None
+    url = arguments.engine_url[0]
+
+    async def ask() -> None:
+        parser = SGLangParser(url)
+        try:
+            await parser.names()
+        except EngineError as error:
+            raise ConnectionError(f"--tool-form sglang: {error}") from error
+        finally:
+            await parser.close()
+
+    # connections belong to the event loop that opened them
+    asyncio.run(ask())
+    return SGLangParser(url)
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Treat SIGTERM as an interrupt, so that what runs for a command is ended."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -7,16 +7,16 @@ of its tokens were sampled with which weights.
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from trajkit_shim.engines.base import Engine, UpdatableEngine
+from trajkit_shim.engines.base import Engine, TensorEngine, UpdatableEngine
 from trajkit_shim.errors import EngineError, GatewayError
-from trajkit_shim.json_input import Fields, as_number, parse_object
+from trajkit_shim.json_input import Fields, as_list, as_name, as_number, parse_object
 from trajkit_shim.responses import cancel_on_disconnect
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
@@ -65,10 +65,13 @@ class Weights:
             self._end_lease()
             self._lease = asyncio.create_task(self._expire(engine, seconds))
 
-    async def update(self, path: str, version: str) -> None:
+    async def update(
+        self, source: str | Sequence[str], version: str, load_format: str | None = None
+    ) -> None:
         """Load weights while the engine is paused.
 
-        Raises `GatewayError`: 409: it is not paused. 501: this engine cannot be
+        ``source``: a model directory, or serialized tensors in ``load_format``. Raises
+        `GatewayError`: 409: the engine is not paused. 501: this engine cannot be
         updated. `EngineError`: the engine failed to load them; it is still paused.
         """
         engine = self._updatable()
@@ -77,7 +80,12 @@ class Weights:
                 rule = "POST /engine/pause first, and renew the pause before it expires"
                 message = f"the engine is not paused: {rule}"
                 raise GatewayError(message, 409, code="not_paused")
-            await engine.update_weights(path, version)
+            if isinstance(source, str):
+                await engine.update_weights(source, version)
+            elif isinstance(engine, TensorEngine):
+                await engine.update_tensors(source, load_format, version)
+            else:
+                raise _not_updatable(engine, "updated from tensors")
             self.version = version
 
     async def resume(self) -> None:
@@ -122,8 +130,15 @@ class Weights:
 
         async def update(request: Request) -> Response:
             body = Fields(parse_object(await read_body(request)))
-            body.only({"model_path", "weight_version"})
-            await self.update(body.name("model_path"), body.name("weight_version"))
+            tensors = body.get("tensors", _names)
+            form = {"model_path"} if tensors is None else {"tensors", "load_format"}
+            body.only({"weight_version", *form})
+            source = body.name("model_path") if tensors is None else tensors
+            version, load_format = (
+                body.name("weight_version"),
+                body.get_text("load_format"),
+            )
+            await self.update(source, version, load_format)
             return JSONResponse(self.describe())
 
         async def resume(_: Request) -> Response:
@@ -143,8 +158,7 @@ class Weights:
 
     def _updatable(self) -> UpdatableEngine:
         if not isinstance(self._engine, UpdatableEngine):
-            message = f"{type(self._engine).__name__} cannot be paused"
-            raise GatewayError(message, 501, code="engine_not_updatable")
+            raise _not_updatable(self._engine, "paused")
         return self._engine
 
     def _end_lease(self) -> None:
@@ -164,3 +178,14 @@ class Weights:
         with contextlib.suppress(EngineError, TimeoutError):
             async with asyncio.timeout(self._at_once_s):
                 await engine.resume()
+
+
+def _names(value: object, where: str) -> list[str]:
+    return [
+        as_name(text, f"{where}[{i}]") for i, text in enumerate(as_list(value, where))
+    ]
+
+
+def _not_updatable(engine: Engine, what: str) -> GatewayError:
+    message = f"{type(engine).__name__} cannot be {what}"
+    return GatewayError(message, 501, code="engine_not_updatable")

@@ -5,9 +5,10 @@ import os
 import pytest
 
 _NEEDS = {
-    "engines/test_sglang_real.py": {"TRAJKIT_SGLANG_URL"},
+    "engines/test_sglang_real.py": {"TRAJKIT_SGLANG_PYTHON"},
+    "engines/test_sglang_launch.py": {"TRAJKIT_SGLANG_PYTHON"},
     "agents/test_real_clients.py": {"TRAJKIT_CLIENTS"},
-    "engines/test_sglang_clients.py": {"TRAJKIT_CLIENTS", "TRAJKIT_SGLANG_URL"},
+    "engines/test_sglang_clients.py": {"TRAJKIT_CLIENTS", "TRAJKIT_SGLANG_PYTHON"},
 }
 collect_ignore = [name for name, needs in _NEEDS.items() if not needs <= {*os.environ}]
 

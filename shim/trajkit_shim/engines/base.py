@@ -134,3 +134,18 @@ class UpdatableEngine(Engine, Protocol):
     async def resume(self) -> None:
         """Continue sampling. Idempotent."""
         ...
+
+
+@runtime_checkable
+class TensorEngine(UpdatableEngine, Protocol):
+    """An engine that can take weights from a trainer's memory."""
+
+    async def update_tensors(
+        self, tensors: Sequence[str], load_format: str | None, version: str
+    ) -> None:
+        """Load weights while paused, and name them ``version``.
+
+        ``tensors``: serialized as the engine's server requires it, a text per process of
+        the server. ``load_format``: how it reads them.
+        """
+        ...

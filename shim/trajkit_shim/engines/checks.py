@@ -116,8 +116,8 @@ def check_sample(sample: Sample, info: EngineInfo, max_new_tokens: int) -> None:
         )
 
 
-async def check_engine(engine: Engine) -> None:
-    """Sample two tokens, and close the engine.
+async def check_engine(engine: Engine) -> EngineInfo:
+    """Sample two tokens, close the engine, and return what it serves.
 
     Raises `ConnectionError` if it cannot be reached, samples nothing, or returns no
     logprobs.
@@ -142,3 +142,4 @@ async def check_engine(engine: Engine) -> None:
             f"{'no ' if sample.output_logprobs is None else ''}logprobs for a prompt of "
             "one token: its samples could not be trained"
         )
+    return info

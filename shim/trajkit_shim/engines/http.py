@@ -5,6 +5,7 @@ import contextlib
 import json
 import operator
 import socket
+import zlib
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar, Protocol, cast
@@ -36,6 +37,12 @@ _NO_HEADERS: Mapping[str, str] = {}
 
 # raised by a reply with missing, mistyped or too large fields
 _UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
+
+class DownError(EngineError):
+    """No server accepts the connection, as while it restarts."""
+
+    retry_after = 5
 
 
 class EngineServer:
@@ -138,7 +145,10 @@ class EngineServer:
 
     def _unreachable(self, error: httpx.HTTPError) -> EngineError:
         reason = f"cannot be reached: {type(error).__name__}: {error}"
-        return EngineError(f"the {self.name} server at {self._base_url} {reason}")
+        text = f"the {self.name} server at {self._base_url} {reason}"
+        if isinstance(error, httpx.ConnectError):
+            return DownError(text, 503)
+        return EngineError(text)
 
     def _refusal(self, response: httpx.Response) -> EngineError:
         try:
@@ -175,8 +185,9 @@ class HttpEngine:
 
     Parameters
     ----------
-    base_url : str
-        Server or router, for example ``http://127.0.0.1:30000``.
+    *base_urls : str
+        Server or router, for example ``http://127.0.0.1:30000``. With several servers
+        of one model, each session stays on one of them.
     vocab_size : int
         Of the model (`engines.model_config.vocab_size`). The servers do not report it,
         and an id outside it can crash them.
@@ -191,15 +202,16 @@ class HttpEngine:
 
     def __init__(
         self,
-        base_url: str,
-        *,
+        *base_urls: str,
         vocab_size: int,
         max_context_tokens: int | None = None,
         client: httpx.AsyncClient | None = None,
     ) -> None:
         self._vocab_size = vocab_size
         self._max_context_tokens = max_context_tokens
-        self._server = EngineServer(self.server_name, base_url, client)
+        self._servers = [
+            EngineServer(self.server_name, url, client) for url in base_urls
+        ]
         self._info: EngineInfo | None = None
 
     async def info(self) -> EngineInfo:
@@ -208,7 +220,7 @@ class HttpEngine:
             name = await self._model_name()
             context = self._max_context_tokens
             if context is None or name is None:
-                served = await self._server.get("/v1/models")
+                served = await self._servers[0].get("/v1/models")
                 try:
                     model = cast(Any, served)["data"][0]
                     context = context or int(model["max_model_len"])
@@ -224,7 +236,23 @@ class HttpEngine:
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._server.close()
+        for server in self._servers:
+            await server.close()
+
+    def _server_of(self, session_id: str) -> EngineServer:
+        """The server of a session, whose prefix cache has its earlier calls."""
+        return self._servers[zlib.crc32(session_id.encode()) % len(self._servers)]
+
+    async def _post_to_all(self, path: str, body: Json) -> list[Json]:
+        """Send a request to all servers; return once none is under way."""
+        answers = await asyncio.gather(
+            *(server.post(path, body) for server in self._servers),
+            return_exceptions=True,
+        )
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return cast("list[Json]", answers)
 
     async def _model_name(self) -> str | None:
         """The model's name, if it is not the one in ``/v1/models``."""
@@ -232,27 +260,28 @@ class HttpEngine:
 
     async def _exchange(
         self,
+        server: EngineServer,
         request: Json,
         headers: Mapping[str, str],
         streamed: StreamedReply,
         on_tokens: OnTokens | None,
         abort: tuple[str, Json],
     ) -> Json:
-        """Send a generate request and return its reply.
+        """Send a generate request to a server and return its reply.
 
         If the call fails or is cancelled, ``abort`` (path and body) is sent, because the
         server would continue to sample.
         """
         try:
             if on_tokens is None:
-                return await self._server.post(self.generate_path, request, headers)
-            async for event in self._server.events(
+                return await server.post(self.generate_path, request, headers)
+            async for event in server.events(
                 self.generate_path, {**request, "stream": True}, headers
             ):
                 on_tokens(streamed.add(event))
             return streamed.reply
         except (asyncio.CancelledError, EngineError):
-            await asyncio.shield(self._server.notify(*abort))
+            await asyncio.shield(server.notify(*abort))
             raise
 
 

@@ -4,7 +4,7 @@ Field names and behaviour as of SGLang 0.5.23.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
@@ -38,14 +38,14 @@ _REPEATING_EVENTS = 128
 
 
 class SGLangEngine(HttpEngine):
-    """One SGLang server or router.
+    """SGLang servers of one model, or a router.
 
     Logprobs are those of the distribution that was sampled from. If the sampling
     parameters cut off its tail, the server is asked for the logprobs after the cut.
 
     Parameters
     ----------
-    base_url, **options
+    *base_urls, **options
         See `HttpEngine`.
     check_prompts : bool
         Have the server return each prompt, and compare it with what was sent. The
@@ -60,13 +60,12 @@ class SGLangEngine(HttpEngine):
 
     def __init__(
         self,
-        base_url: str,
-        *,
+        *base_urls: str,
         check_prompts: bool = False,
         experts_per_token: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(base_url, **options)
+        super().__init__(*base_urls, **options)
         self._check_prompts = check_prompts
         self._experts_per_token = experts_per_token
         self._preferred: Json = {}
@@ -74,23 +73,37 @@ class SGLangEngine(HttpEngine):
 
     async def pause(self) -> None:
         """Stop sampling. Running calls lose their cache and continue after `resume`."""
-        await self._server.post("/pause_generation", {"mode": "retract"})
+        await self._post_to_all("/pause_generation", {"mode": "retract"})
 
     async def update_weights(self, path: str, version: str) -> None:
-        """Load weights from a directory that the server can read."""
-        body: Json = {"model_path": path, "weight_version": version}
-        body["flush_cache"] = True
-        answer = await self._server.post("/update_weights_from_disk", body)
-        if answer.get("success") is not True:
-            failure = f"did not load the weights of {path!r}: {answer.get('message')}"
-            raise EngineError(f"the SGLang server {failure}")
+        """Load weights from a directory that the servers can read."""
+        await self._update("disk", version, {"model_path": path}, repr(path))
+
+    async def update_tensors(
+        self, tensors: Sequence[str], load_format: str | None, version: str
+    ) -> None:
+        """See `TensorEngine`. The texts are those of SGLang's MultiprocessingSerializer."""
+        body: Json = {"serialized_named_tensors": list(tensors)}
+        body["load_format"] = load_format
+        await self._update("tensor", version, body, f"{len(tensors)} texts")
+
+    async def _update(self, form: str, version: str, body: Json, source: str) -> None:
+        """Update the weights of all servers."""
+        path = f"/update_weights_from_{form}"
+        body |= {"weight_version": version, "flush_cache": True}
+        for answer in await self._post_to_all(path, body):
+            if answer.get("success") is not True:
+                failure = (
+                    f"did not load the weights of {source}: {answer.get('message')}"
+                )
+                raise EngineError(f"the SGLang server {failure}")
 
     async def resume(self) -> None:
         """Continue sampling."""
-        await self._server.post("/continue_generation", {})
+        await self._post_to_all("/continue_generation", {})
 
     async def _model_name(self) -> str:
-        model = await self._server.get("/model_info")
+        model = await self._servers[0].get("/model_info")
         preferred = model.get("preferred_sampling_params")
         self._preferred = preferred if isinstance(preferred, dict) else {}
         return str(model.get("served_model_name") or model.get("model_path"))
@@ -126,6 +139,7 @@ class SGLangEngine(HttpEngine):
             interval = await self._stream_interval(sampling.max_new_tokens)
             params.setdefault("stream_interval", interval)
         reply = await self._exchange(
+            self._server_of(session_id),
             request,
             # lets a router keep a session on one prefix cache
             {"X-SMG-Routing-Key": session_id},
@@ -150,7 +164,7 @@ class SGLangEngine(HttpEngine):
             self._incremental = False
             # a router may not have this path
             with suppress(EngineError):
-                info = await self._server.get("/server_info")
+                info = await self._servers[0].get("/server_info")
                 self._incremental = info.get("incremental_streaming_output") is True
         repeated = 0 if self._incremental else max_tokens // _REPEATING_EVENTS
         return max(_TOKENS_PER_EVENT, repeated)

@@ -53,7 +53,7 @@ _SHAPING = {
 
 
 class VLLMEngine(HttpEngine):
-    """One vLLM server or router; for the parameters see `HttpEngine`.
+    """vLLM servers of one model, or a router; for the parameters see `HttpEngine`.
 
     Logprobs are those of the distribution that was sampled from. A greedy call is sent
     with ``top_k`` 1, for which vLLM returns them. A call that shapes the distribution is
@@ -124,6 +124,7 @@ class VLLMEngine(HttpEngine):
         if on_tokens is not None:
             request["stream_options"] = {"include_usage": True}
         return await self._exchange(
+            self._server_of(session_id),
             request,
             # for routers: a session stays on one prefix cache, a request keeps its id
             {"X-Session-ID": session_id, "X-Request-Id": request_id},

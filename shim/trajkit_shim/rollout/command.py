@@ -5,7 +5,6 @@ import json
 import os
 import secrets
 import shlex
-import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -28,16 +27,39 @@ if TYPE_CHECKING:
     from trajkit_shim.rollout.tasks import Task
 
 
+_DESCRIPTION = (
+    "Run a coding agent on each task in a sandbox of its own, record its model calls, and "
+    "grade its changes in a fresh copy. RUN gets the turns and a sessions table with "
+    "reward, group and error. Run the same command again to continue a stopped run. The "
+    "exit code is 1 if a rollout failed."
+)
+
+
 def add_rollout(commands: Commands) -> None:
     """Add ``rollout`` to the command line."""
     parser = commands.add_parser(
         "rollout",
         help="have an agent work on tasks, record it, and grade what it did",
-        description="Run a coding agent on each task in a sandbox of its own, record its "
-        "model calls, and grade its changes in a fresh copy. RUN gets the turns and "
-        "a sessions table with reward, group and error. Run the same command again to "
-        "continue a stopped run. The exit code is 1 if a rollout failed.",
+        description=_DESCRIPTION,
     )
+    _add_options(parser, launches=False)
+
+
+def add_up(commands: Commands) -> None:
+    """Add ``up`` to the command line: ``rollout`` with the server of ``--launch``."""
+    parser = commands.add_parser(
+        "up",
+        help="start an SGLang server, and have an agent work on tasks with it",
+        description="trajkit rollout --engine sglang --launch MODEL, in short: start an "
+        f"SGLang server and a gateway, and end them with the run. {_DESCRIPTION} "
+        "Arguments after -- are the server's.",
+    )
+    parser.add_argument("launch", metavar="MODEL", help="directory of the model")
+    _add_options(parser, launches=True)
+    parser.set_defaults(engine="sglang", engine_url=[])
+
+
+def _add_options(parser: argparse.ArgumentParser, *, launches: bool) -> None:
     parser.add_argument(
         "tasks",
         metavar="TASKS",
@@ -78,7 +100,7 @@ def add_rollout(commands: Commands) -> None:
         "a hyphen",
     }
     options.add_options(parser, helps, required=["--harness", "--out"])
-    options.add_engine(parser)
+    options.add_engine(parser, launches=launches)
     parser.set_defaults(admin_token=os.environ.get(ADMIN_TOKEN))
     parser.set_defaults(run=lambda arguments: _rollout(parser, arguments))
 
@@ -94,6 +116,10 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         from trajkit_shim.rollout.run import Rollouts, Summary
         from trajkit_shim.rollout.tasks import read_tasks
     settings = _settings(parser, arguments)
+    if arguments.gateway is not None and arguments.launch is not None:
+        parser.error(
+            "a gateway that runs elsewhere has its engine: leave out --gateway"
+        )
     if arguments.gateway is not None and not arguments.admin_token:
         parser.error(f"--gateway {arguments.gateway} needs its token: --admin-token")
     token = arguments.admin_token or secrets.token_hex(16)
@@ -113,7 +139,7 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
             if exposes is not None:
                 sys.stderr.write(f"trajkit: warning: {exposes}\n")
             with ExitStack() as stack:
-                stack.enter_context(_terminated())
+                stack.enter_context(options.terminable())
                 url = arguments.gateway or stack.enter_context(
                     _gateway(parser, arguments, tasks, rollouts.next_log(), token)
                 )
@@ -145,27 +171,24 @@ def _gateway(
 ) -> Iterator[str]:
     """Run a gateway of the chosen engine; yield its URL."""
     from trajkit_shim.app import create_app
-    from trajkit_shim.replies.parsers import FORMS
     from trajkit_shim.rollout.solver import solve
     from trajkit_shim.serve import running
     from trajkit_shim.sessions.turn_log import TurnLog
 
-    engine, renderer = options.built_engine(
+    chosen_engine = options.running_engine(
         parser, arguments, policy=solve(tasks), seed=arguments.seed
     )
-    app = create_app(
-        engine,
-        renderer,
-        TurnLog(log, routed_experts=arguments.routed_experts),
-        train_side_calls=arguments.train_side_calls,
-        train_retried=not arguments.skip_retried,
-        tool_form=FORMS.get(arguments.tool_form),
-        reply_parser=options.built_parser(arguments, renderer),
-        admin_token=token,
-        hosts=[urlsplit(arguments.gateway_url or "").hostname or ""],
-    )
-    with running(app, arguments.host) as url:
-        yield url
+    with chosen_engine as (engine, renderer, chosen):
+        app = create_app(
+            engine,
+            renderer,
+            TurnLog(log, routed_experts=arguments.routed_experts),
+            admin_token=token,
+            hosts=[urlsplit(arguments.gateway_url or "").hostname or ""],
+            **chosen,
+        )
+        with running(app, arguments.host) as url:
+            yield url
 
 
 def _settings(
@@ -205,16 +228,6 @@ def _settings(
         timeout_s=arguments.timeout,
         untrusted=arguments.untrusted,
     )
-
-
-@contextmanager
-def _terminated() -> Iterator[None]:
-    """Treat SIGTERM as an interrupt, so that sandboxes are removed."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _as_json(summary: "Summary", out: Path, missed: int | None) -> str:

@@ -289,7 +289,9 @@ async def test_a_server_that_is_not_there():
     engine = SGLangEngine("http://127.0.0.1:9", vocab_size=10)
     with pytest.raises(EngineError, match="cannot be reached: ConnectError") as caught:
         await engine.info()
-    assert caught.value.status == 502
+    # it may be back soon
+    assert caught.value.status == 503
+    assert caught.value.retry_after == 5
     await engine.close()
 
 

@@ -6,7 +6,6 @@ a trained policy, in a spelling that is the model's own. The clients know nothin
 """
 
 import json
-import os
 import re
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,6 +24,7 @@ from tests.shim.agents.test_real_clients import (
     write_codex_config,
 )
 from tests.shim.clients import http
+from tests.shim.sglang_cpu.servers import served
 from trajkit_shim.app import create_app
 from trajkit_shim.engines.embedded.script import messages
 from trajkit_shim.engines.model_config import vocab_size
@@ -35,8 +35,6 @@ from trajkit_shim.sessions.turn_log import TurnLog
 
 pytestmark = [pytest.mark.clients, pytest.mark.sglang]
 
-URL = os.environ["TRAJKIT_SGLANG_URL"]
-MODEL = os.environ["TRAJKIT_SGLANG_MODEL"]
 # long prompts take a CPU its time
 SECONDS = 500
 
@@ -57,7 +55,7 @@ class Constrained:
 
     def __init__(self, engine, renderer, scripts):
         self._engine = engine
-        self._renderer = renderer
+        self.renderer = renderer
         self._scripts = scripts
         # of each call, what its reply had to match, and what was sampled
         self.sampled = []
@@ -66,12 +64,12 @@ class Constrained:
         return await self._engine.info()
 
     async def generate(self, prompt_ids, sampling, **names):
-        regex = rule(self._scripts, self._renderer.decode(prompt_ids, ended=False))
+        regex = rule(self._scripts, self.renderer.decode(prompt_ids, ended=False))
         sample = await self._engine.generate(
             prompt_ids, replace(sampling, extra={"regex": regex}), **names
         )
         self.sampled.append(
-            (regex, self._renderer.decode(sample.output_ids, ended=True))
+            (regex, self.renderer.decode(sample.output_ids, ended=True))
         )
         return sample
 
@@ -90,11 +88,19 @@ def call(name, arguments):
     return r"<tool_call>\n" + literally(body) + r"\n</tool_call>"
 
 
+@pytest.fixture(scope="module")
+def server(tiny_model, tmp_path_factory):
+    """The URL of the server, and its model."""
+    with served(tiny_model, tmp_path_factory.mktemp("server")) as url:
+        yield url, tiny_model
+
+
 @contextmanager
-def gateway(directory, scripts):
+def gateway(directory, scripts, server):
     """A session of a gateway on the server: its URL, key, log and engine."""
-    renderer = load_renderer(MODEL)
-    sglang = SGLangEngine(URL, vocab_size=vocab_size(MODEL))
+    url, model = server
+    renderer = load_renderer(model)
+    sglang = SGLangEngine(url, vocab_size=vocab_size(model))
     engine = Constrained(sglang, renderer, scripts)
     log = TurnLog(directory / "run")
     with running(create_app(engine, renderer, log)) as url:
@@ -108,9 +114,10 @@ def check_sampled(turns, engine):
     """Each turn was sampled under its rule, by the server's weights, with logprobs."""
     assert len(turns) == len(engine.sampled)
     sampled = {text: regex for regex, text in engine.sampled}
-    renderer = load_renderer(MODEL)
     for turn in turns:
-        text = renderer.decode(np.array(turn["output_ids"], np.int32), ended=True)
+        text = engine.renderer.decode(
+            np.array(turn["output_ids"], np.int32), ended=True
+        )
         assert re.fullmatch(sampled[text], text), text
         assert len(turn["output_logprobs"]) == len(turn["output_ids"])
         assert {span["version"] for span in turn["weight_versions"]} == {"default"}
@@ -127,7 +134,7 @@ THINKS = pytest.mark.parametrize(
 
 @THINKS
 @pytest.mark.skipif(not CLAUDE.exists(), reason="Claude Code is not installed")
-def test_claude_code(tmp_path, thought):
+def test_claude_code(tmp_path, thought, server):
     write = '{"command": "echo 42 >  answer.txt", "timeout": 1.0e4}'
     look = '{"command":"cat answer.txt",  "description": "caf\\u00e9"}'
     agent = '{"description": "check", "prompt": "SUBTASK", "subagent_type": "claude"}'
@@ -140,7 +147,7 @@ def test_claude_code(tmp_path, thought):
             r" Done: 42\.",
         ],
     }
-    with gateway(tmp_path, scripts) as (url, session, log, engine):
+    with gateway(tmp_path, scripts, server) as (url, session, log, engine):
         environment = claude_environment(url, session)
         said, work = run(
             tmp_path,
@@ -165,7 +172,7 @@ def test_claude_code(tmp_path, thought):
 
 @THINKS
 @pytest.mark.skipif(CODEX is None, reason="Codex is not installed")
-def test_codex(tmp_path, thought):
+def test_codex(tmp_path, thought, server):
     write = '{"cmd": "echo 42 >  answer.txt", "yield_time_ms":  1000}'
     look = '{"cmd":"cat answer.txt"}'
     scripts = {
@@ -175,7 +182,7 @@ def test_codex(tmp_path, thought):
             r" Done: 42\.",
         ],
     }
-    with gateway(tmp_path, scripts) as (url, session, log, engine):
+    with gateway(tmp_path, scripts, server) as (url, session, log, engine):
         write_codex_config(tmp_path, url)
         said, work = run(
             tmp_path,

@@ -1,9 +1,12 @@
-"""The gateway and the real SGLang server: `.ci/sglang` starts one and runs these."""
+"""The gateway and the real SGLang server, which `.ci/sglang` makes possible."""
 
 import asyncio
 import json
-import os
 import re
+import subprocess
+import uuid
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import openai
@@ -13,6 +16,8 @@ import pytest
 import trajkit as tk
 from tests.shim.clients import in_process, read_log
 from tests.shim.fakes import AS_STRING, TOOL
+from tests.shim.sglang_cpu import servers
+from tests.shim.sglang_cpu.servers import served
 from trajkit_shim.engines.base import Sampling
 from trajkit_shim.engines.model_config import vocab_size
 from trajkit_shim.engines.sglang import SGLangEngine
@@ -23,8 +28,6 @@ from trajkit_shim.replies.parsers import FORMS
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sglang]
 
-URL = os.environ["TRAJKIT_SGLANG_URL"]
-MODEL = os.environ["TRAJKIT_SGLANG_MODEL"]
 # a grammar makes a random model call tools, in a spelling of its own
 CALLS = (
     r"Let me look\.\n<tool_call>\n"
@@ -35,18 +38,27 @@ USER = {"role": "user", "content": "What is in the file?"}
 
 
 @pytest.fixture(scope="module")
-def renderer():
-    return load_renderer(MODEL)
+def renderer(tiny_model):
+    return load_renderer(tiny_model)
 
 
 @pytest.fixture(scope="module")
-def unreasoned():
+def unreasoned(tiny_model):
     """With a template without reasoning, which a random model would not end."""
-    return load_renderer(MODEL, AS_STRING)
+    return load_renderer(tiny_model, AS_STRING)
 
 
-def engine() -> SGLangEngine:
-    return SGLangEngine(URL, vocab_size=vocab_size(MODEL))
+@pytest.fixture(scope="module")
+def url(tiny_model, tmp_path_factory):
+    with served(tiny_model, tmp_path_factory.mktemp("server")) as url:
+        yield url
+
+
+@pytest.fixture
+async def engine(url, tiny_model):
+    engine = SGLangEngine(url, vocab_size=vocab_size(tiny_model))
+    yield engine
+    await engine.close()
 
 
 async def ask(client, messages, **fields):
@@ -55,9 +67,8 @@ async def ask(client, messages, **fields):
     )
 
 
-async def test_a_conversation_with_tools(tmp_path, renderer):
-    engine_ = engine()
-    async with in_process(engine_, renderer, tmp_path) as gateway:
+async def test_a_conversation_with_tools(tmp_path, renderer, engine):
+    async with in_process(engine, renderer, tmp_path) as gateway:
         client = await gateway.open(sampling={"extra": {"regex": CALLS}})
         messages = [{"role": "system", "content": "be brief"}, USER]
         for _ in range(3):
@@ -73,7 +84,6 @@ async def test_a_conversation_with_tools(tmp_path, renderer):
                 {"role": "tool", "tool_call_id": call.id, "content": "no such file"},
             ]
         log = read_log(gateway.log.path)
-    await engine_.close()
     turns = log.to_pylist()
     tk.validate(log)
     assert [turn["use_tool"] for turn in turns] == [True] * 3
@@ -99,9 +109,8 @@ async def test_a_conversation_with_tools(tmp_path, renderer):
     assert pc.sum(pc.list_flatten(rows["loss_mask"])).as_py() == sampled
 
 
-async def test_a_streamed_reply(tmp_path, renderer):
-    engine_ = engine()
-    async with in_process(engine_, renderer, tmp_path) as gateway:
+async def test_a_streamed_reply(tmp_path, renderer, engine):
+    async with in_process(engine, renderer, tmp_path) as gateway:
         client = await gateway.open()
         stream = await ask(
             client,
@@ -113,7 +122,6 @@ async def test_a_streamed_reply(tmp_path, renderer):
         )
         chunks = [chunk async for chunk in stream]
         (turn,) = gateway.turns()
-    await engine_.close()
     assert chunks[-1].usage.completion_tokens == len(turn["output_ids"]) == 8
     assert chunks[-2].choices[0].finish_reason == "length"
     text = "".join(c.choices[0].delta.content or "" for c in chunks[:-1])
@@ -127,16 +135,14 @@ async def test_a_streamed_reply(tmp_path, renderer):
         pytest.param({"temperature": 0.0}, 1, id="greedy"),
     ],
 )
-async def test_logprobs_are_those_of_what_was_sampled_from(sampling, most):
+async def test_logprobs_are_those_of_what_was_sampled_from(sampling, most, engine):
     """Of a random model's 3,000 tokens each has about the same logprob, of 4 also."""
-    engine_ = engine()
-    sample = await engine_.generate(
+    sample = await engine.generate(
         np.arange(10, 20, dtype=np.int32),
         Sampling(max_new_tokens=8, **sampling),
         request_id=f"logprobs-{most}",
         session_id="s",
     )
-    await engine_.close()
     assert sample.output_logprobs == pytest.approx(
         np.full(8, -np.log(most)), abs=0 if most == 1 else 1.0
     )
@@ -163,10 +169,9 @@ def forced(logprobs):
 
 
 @pytest.mark.parametrize("form", FORMS)
-async def test_a_required_call(tmp_path, unreasoned, form):
-    engine_ = engine()
+async def test_a_required_call(tmp_path, unreasoned, engine, form):
     options = {"tool_form": FORMS[form]}
-    async with in_process(engine_, unreasoned, tmp_path, **options) as gateway:
+    async with in_process(engine, unreasoned, tmp_path, **options) as gateway:
         client = await gateway.open()
         reply = await ask(
             client,
@@ -177,7 +182,6 @@ async def test_a_required_call(tmp_path, unreasoned, form):
             max_tokens=300,
         )
         (turn,) = gateway.turns()
-    await engine_.close()
     (call,) = reply.choices[0].message.tool_calls
     assert call.function.name == "write"
     # xgrammar allows white space around values between tags
@@ -188,10 +192,9 @@ async def test_a_required_call(tmp_path, unreasoned, form):
     forced(turn["output_logprobs"])
 
 
-async def test_a_required_schema(tmp_path, unreasoned):
-    engine_ = engine()
+async def test_a_required_schema(tmp_path, unreasoned, engine):
     schema = {"name": "file", "schema": SCHEMA}
-    async with in_process(engine_, unreasoned, tmp_path) as gateway:
+    async with in_process(engine, unreasoned, tmp_path) as gateway:
         client = await gateway.open()
         reply = await ask(
             client,
@@ -200,115 +203,133 @@ async def test_a_required_schema(tmp_path, unreasoned):
             max_tokens=300,
         )
         (turn,) = gateway.turns()
-    await engine_.close()
     assert json.loads(reply.choices[0].message.content)["path"] in LETTERS["enum"]
     forced(turn["output_logprobs"])
 
 
-async def test_what_the_server_must_never_see(renderer):
+async def test_what_the_server_must_never_see(renderer, engine):
     """An id outside the vocabulary would end the server: it is still there."""
-    engine_ = engine()
-    info = await engine_.info()
+    info = await engine.info()
     assert info.model == "tiny"
     assert info.max_context_tokens == 65536
     assert info.vocab_size >= renderer.n_tokens
     with pytest.raises(EngineError, match="outside the vocabulary"):
-        await engine_.generate(
+        await engine.generate(
             np.array([info.vocab_size], np.int32),
             Sampling(max_new_tokens=1),
             request_id="out",
             session_id="s",
         )
-    await engine_.generate(
+    await engine.generate(
         np.array([info.vocab_size - 1], np.int32),
         Sampling(max_new_tokens=1),
         request_id="in",
         session_id="s",
     )
-    await engine_.close()
 
 
-async def test_a_prompt_that_leaves_no_room(tmp_path, renderer):
-    engine_ = engine()
-    async with in_process(engine_, renderer, tmp_path) as gateway:
+async def test_a_prompt_that_leaves_no_room(tmp_path, renderer, engine):
+    async with in_process(engine, renderer, tmp_path) as gateway:
         client = await gateway.open()
         with pytest.raises(openai.BadRequestError) as caught:
             await ask(client, [{"role": "user", "content": "\x00" * 66_000}])
         assert gateway.turns() == []
-    await engine_.close()
     assert caught.value.code == "context_length_exceeded"
 
 
-async def test_what_the_server_refuses(tmp_path, renderer):
-    engine_ = engine()
-    async with in_process(engine_, renderer, tmp_path) as gateway:
+async def test_what_the_server_refuses(tmp_path, renderer, engine):
+    async with in_process(engine, renderer, tmp_path) as gateway:
         client = await gateway.open(sampling={"extra": {"min_new_tokens": -3}})
         with pytest.raises(openai.BadRequestError, match="SGLang server answered 400"):
             await ask(client, [USER], max_tokens=4)
         assert gateway.turns() == []
-    await engine_.close()
 
 
-async def test_cancelling_ends_the_call_at_the_server(tmp_path, renderer):
-    engine_ = engine()
-    async with in_process(
-        engine_, renderer, tmp_path, max_new_tokens=30_000
-    ) as gateway:
+async def test_cancelling_ends_the_call_at_the_server(tmp_path, renderer, engine):
+    async with in_process(engine, renderer, tmp_path, max_new_tokens=30_000) as gateway:
         client = await gateway.open(sampling={"extra": {"ignore_eos": True}})
         call = asyncio.create_task(ask(client, [USER]))
-        await until_running(engine_, 1)
+        await until_running(engine, 1)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        await until_running(engine_, 0)
+        await until_running(engine, 0)
         assert gateway.turns() == []
-    await engine_.close()
 
 
 async def until_running(engine: SGLangEngine, wanted: int) -> None:
     """Ask the server until it has so many calls under way."""
     async with asyncio.timeout(60):
         while True:
-            loads = (await engine._server.client.get(f"{URL}/v1/loads")).json()["loads"]
+            loads = (await engine._servers[0].get("/v1/loads"))["loads"]
             if sum(load["num_running_reqs"] for load in loads) == wanted:
                 return
 
 
-async def test_weights_that_change_in_the_middle_of_a_turn(tmp_path, renderer):
-    engine_ = engine()
-    update = {"model_path": MODEL, "weight_version": "step-1"}
-    async with in_process(engine_, renderer, tmp_path, max_new_tokens=400) as gateway:
+@contextmanager
+def weights(form, model):
+    """The fields of an update: the model's directory, or other weights in memory."""
+    if form == "disk":
+        yield {"model_path": model}
+        return
+    script = str(Path(servers.__file__).with_name("share_weights.py"))
+    with subprocess.Popen(
+        [servers.PYTHON, script, model], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as sharing:
+        yield {"tensors": json.loads(sharing.stdout.readline())}
+        sharing.stdin.close()
+
+
+async def greedy(engine):
+    sample = await engine.generate(
+        np.arange(10, 20, dtype=np.int32),
+        Sampling(max_new_tokens=8, temperature=0.0),
+        request_id=uuid.uuid4().hex,
+        session_id="s",
+    )
+    return sample.output_ids.tolist()
+
+
+@pytest.mark.parametrize("form", ["disk", "tensor"])
+async def test_weights_that_change_in_the_middle_of_a_turn(
+    tmp_path, renderer, engine, tiny_model, form
+):
+    before = await greedy(engine)
+    async with in_process(engine, renderer, tmp_path, max_new_tokens=200) as gateway:
         client = await gateway.open(sampling={"extra": {"ignore_eos": True}})
         call = asyncio.create_task(ask(client, [USER]))
-        await until_running(engine_, 1)
-        paused = await gateway.http.post("/engine/pause", json={"timeout_s": 60})
+        await until_running(engine, 1)
+        paused = await gateway.http.post("/engine/pause", json={"timeout_s": 300})
         assert paused.status_code == 200, paused.text
-        updated = await gateway.http.post("/engine/update", json=update)
+        with weights(form, tiny_model) as source:
+            updated = await gateway.http.post(
+                "/engine/update", json={**source, "weight_version": "step-1"}
+            )
         assert updated.status_code == 200, updated.text
         assert not call.done()
         await gateway.http.post("/engine/resume")
         await call
         (turn,) = gateway.turns()
+        assert (await greedy(engine) == before) is (form == "disk")
         # later tests find the server as it was
-        await gateway.http.post("/engine/pause")
-        await gateway.http.post(
-            "/engine/update", json={**update, "weight_version": "default"}
-        )
+        await gateway.http.post("/engine/pause", json={"timeout_s": 300})
+        old = {"model_path": tiny_model, "weight_version": "default"}
+        assert (await gateway.http.post("/engine/update", json=old)).status_code == 200
         await gateway.http.post("/engine/resume")
-    await engine_.close()
+    assert await greedy(engine) == before
     spans = turn["weight_versions"]
     assert [span["version"] for span in spans] == ["default", "step-1"]
     assert spans[0]["start"] == 0
     assert spans[0]["stop"] == spans[1]["start"]
-    assert spans[1]["stop"] == len(turn["output_ids"]) == 400
+    assert spans[1]["stop"] == len(turn["output_ids"]) == 200
 
 
-async def test_the_servers_own_parsers(tmp_path, renderer):
-    engine_, parser = engine(), SGLangParser(URL)
+async def test_the_servers_own_parsers(tmp_path, renderer, engine, url):
+    parser = SGLangParser(url)
     assert await parser.names() == ("qwen", "qwen3")
     pins = {"extra": {"regex": r"<think>\nhm\n</think>\n\n" + CALLS}}
     options = {"reply_parser": parser}
-    async with in_process(engine_, renderer, tmp_path, **options) as gateway:
+    async with in_process(engine, renderer, tmp_path, **options) as gateway:
         client = await gateway.open(sampling=pins)
         messages = [USER]
         for _ in range(2):
@@ -327,7 +348,6 @@ async def test_the_servers_own_parsers(tmp_path, renderer):
             ]
         session = await gateway.session(client)
         log = read_log(gateway.log.path)
-    await engine_.close()
     await parser.close()
     assert session["echo"]["new"] == 0
     assert session["prompts"] == {"opening": 1, "append": 1}

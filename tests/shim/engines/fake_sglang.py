@@ -1,0 +1,93 @@
+"""A stand-in for ``python -m sglang.launch_server``, as a program of its own.
+
+It takes SGLang's arguments and samples the same text for every prompt. ``--fake WORD``
+makes it misbehave: `mute` never becomes healthy, `broken` ends at once with a line without
+newline, `stubborn` ignores SIGTERM, `once` does not listen after a restart. ``--pids
+FILE`` gets a line per process. ``GET /die`` ends it with exit code 3.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+parser = argparse.ArgumentParser()
+parser.add_argument("-m", dest="module")
+parser.add_argument("--model-path")
+parser.add_argument("--host")
+parser.add_argument("--port", type=int)
+parser.add_argument("--incremental-streaming-output", action="store_true")
+parser.add_argument("--served-model-name", default="fake")
+parser.add_argument("--ids", type=json.loads, default=[104, 105])
+parser.add_argument("--fake")
+parser.add_argument("--pids")
+options = parser.parse_args()
+if options.fake == "broken":
+    sys.exit(os.write(2, b"loading\nthere is no GPU"))
+state = {"version": "default", "paused": False, "updates": []}
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        if self.path == "/die":
+            os._exit(3)
+        if self.path == "/health":
+            self.answer({}, 503 if options.fake == "mute" else 200)
+        elif self.path == "/v1/models":
+            self.answer(
+                {"data": [{"id": options.served_model_name, "max_model_len": 65536}]}
+            )
+        elif self.path == "/model_info":
+            self.answer({"served_model_name": options.served_model_name})
+        else:
+            self.answer(state)
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path == "/generate":
+            ids = options.ids[: body["sampling_params"]["max_new_tokens"]]
+            version = {"version": state["version"], "start": 0, "end": len(ids)}
+            meta = {
+                "output_token_logprobs": [[-0.5, token, None] for token in ids],
+                "finish_reason": {"type": "stop"},
+                "prompt_tokens": len(body["input_ids"]),
+                "completion_tokens": len(ids),
+                "cached_tokens": 0,
+                "weight_versions": [version],
+            }
+            self.answer({"output_ids": ids, "meta_info": meta})
+            return
+        if "weight_version" in body:
+            state["updates"].append([self.path, body])
+            state["version"] = body["weight_version"]
+        elif self.path.endswith("_generation"):
+            state["paused"] = self.path == "/pause_generation"
+        self.answer({"success": True})
+
+    def answer(self, value, status=200):
+        body = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+if options.fake == "once" and os.path.exists(options.pids):
+    signal.pause()
+if options.fake == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+server = ThreadingHTTPServer((options.host, options.port), Handler)
+if options.pids:
+    # a worker that leaves its parent's session, and ignores signals as that does
+    worker = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    with open(options.pids, "a") as pids:
+        pids.write(f"{os.getpid()}\n{worker.pid}\n")
+server.serve_forever()

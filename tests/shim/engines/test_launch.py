@@ -1,0 +1,437 @@
+"""Servers that are launched for a gateway: they are restarted, and end with it."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+import trajkit as tk
+from trajkit import cli
+from trajkit_shim.engine_options import terminable
+from trajkit_shim.engines.base import Sampling
+from trajkit_shim.engines.embedded import load_tokenizer
+from trajkit_shim.engines.launch import (
+    check_arguments,
+    reserved_port,
+    running_server,
+    sglang_command,
+)
+from trajkit_shim.engines.sglang import SGLangEngine
+from trajkit_shim.errors import EngineError
+from trajkit_shim.weight_updates import Weights
+
+ROOT = Path(__file__).parents[3]
+FAKE = Path(__file__).with_name("fake_sglang.py")
+
+
+@pytest.fixture
+def python(tmp_path):
+    """A program that takes the arguments of Python, and is the fake server."""
+    path = tmp_path / "python"
+    path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -I {FAKE} "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def model(tmp_path):
+    path = tmp_path / "model"
+    load_tokenizer().save_pretrained(path)
+    (path / "config.json").write_text(json.dumps({"vocab_size": 4032}))
+    return str(path)
+
+
+@contextmanager
+def launched(python, tmp_path, *arguments, **options):
+    """The URL of a launched server."""
+    with reserved_port() as port:
+        command = sglang_command(python, "m", port, arguments)
+        log = tmp_path / "logs" / "engine.log"
+        with running_server(command, port, log, **options):
+            yield f"http://127.0.0.1:{port}"
+
+
+def get(url):
+    with httpx.Client(trust_env=False, timeout=60) as client:
+        return client.get(url)
+
+
+def until(condition):
+    """Ask until the answer is true."""
+    deadline = time.monotonic() + 60
+    while not (answer := condition()):
+        assert time.monotonic() < deadline
+    return answer
+
+
+def read_pids(path):
+    return [int(pid) for pid in path.read_text().split()] if path.exists() else []
+
+
+def runs(pid):
+    """Whether a process runs; one that ended and was not waited for does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+@pytest.mark.parametrize("manner", ["polite", "stubborn"])
+def test_a_server_ends_with_every_process_it_started(python, tmp_path, manner):
+    pids = tmp_path / "pids"
+    options = ["--pids", str(pids), "--fake", manner]
+    with launched(python, tmp_path, *options, stop_seconds=0.1) as url:
+        assert get(f"{url}/health").status_code == 200
+        server, worker = read_pids(pids)
+        assert runs(server)
+        assert runs(worker)
+    assert not runs(server)
+    assert not runs(worker)
+
+
+def test_a_server_that_ends_at_start(python, tmp_path, capfd):
+    reason = r"ended with exit code \d+ before it was healthy.*logs/engine\.log"
+    with (
+        pytest.raises(ConnectionError, match=reason),
+        launched(python, tmp_path, "--fake", "broken"),
+    ):
+        pytest.fail("it is not healthy")
+    assert capfd.readouterr().err == "loading\nthere is no GPU\n"
+
+
+def test_the_log_of_an_earlier_server_is_kept_and_not_shown(python, tmp_path, capfd):
+    log = tmp_path / "logs" / "engine.log"
+    log.parent.mkdir()
+    log.write_text("an earlier one\n")
+    with pytest.raises(ConnectionError), launched(python, tmp_path, "--fake", "broken"):
+        pass
+    assert log.read_text() == "an earlier one\nloading\nthere is no GPU"
+    assert "earlier" not in capfd.readouterr().err
+
+
+def test_a_server_that_never_gets_healthy(python, tmp_path):
+    pids = tmp_path / "pids"
+    options = ["--fake", "mute", "--pids", str(pids)]
+    with (
+        pytest.raises(ConnectionError, match=r"did not answer within 1 seconds before"),
+        launched(python, tmp_path, *options, start_seconds=1),
+    ):
+        pytest.fail("it is not healthy")
+    assert not any(map(runs, read_pids(pids)))
+
+
+def test_a_program_that_does_not_exist(tmp_path):
+    with (
+        pytest.raises(ConnectionError, match=r"cannot start: .*No such file"),
+        launched(str(tmp_path / "absent"), tmp_path),
+    ):
+        pytest.fail("it cannot start")
+
+
+def test_a_port_that_is_taken(python, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = sglang_command(python, "m", port, [])
+        with (
+            pytest.raises(ConnectionError, match=f"listens on its port {port}"),
+            running_server(command, port, tmp_path / "log"),
+        ):
+            pytest.fail("it is another server")
+
+
+def test_a_reserved_port_is_for_the_server_only(python, tmp_path):
+    with reserved_port() as port:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        command = sglang_command(python, "m", port, [])
+        with running_server(command, port, tmp_path / "log"):
+            assert get(f"http://127.0.0.1:{port}/health").status_code == 200
+
+
+def test_a_server_that_ends_is_restarted_on_its_port(python, tmp_path, capfd):
+    pids = tmp_path / "pids"
+    with launched(python, tmp_path, "--pids", str(pids), restarts=2) as url:
+        for n in (1, 2):
+            server, worker = read_pids(pids)[-2:]
+            os.kill(server, signal.SIGKILL)
+            until(lambda n=n: len(read_pids(pids)) == 2 * (n + 1))
+            assert not runs(worker)
+            until(lambda: _answers(url))
+    assert not any(map(runs, read_pids(pids)))
+    ends = re.findall(r"ended with exit code -9: restart (.*)", capfd.readouterr().err)
+    assert ends == ["1 of 2 within an hour", "2 of 2 within an hour"]
+
+
+def _answers(url):
+    try:
+        return get(f"{url}/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_a_server_that_ends_too_often_ends_the_command(python, tmp_path):
+    pids = tmp_path / "pids"
+    reason = "exit code 3, and was restarted 1 times within an hour"
+    options = ["--pids", str(pids)]
+
+    def run():
+        with terminable(), launched(python, tmp_path, *options, restarts=1) as url:
+            while True:
+                _die(url)
+
+    with pytest.raises(ConnectionError, match=reason):
+        run()
+    assert len(read_pids(pids)) == 4
+
+
+def _die(url):
+    try:
+        get(f"{url}/die")
+    except httpx.TransportError:
+        pass
+
+
+@contextmanager
+def serving(tmp_path, python, model, *options, server=()):
+    """``trajkit serve --launch`` as a process, with pipes."""
+    argv = ["serve", "--engine", "sglang", "--launch", model, "--json", "--port", "0"]
+    argv += ["--launch-python", python, "--out", str(tmp_path / "run"), *options]
+    argv += ["--", "--pids", str(tmp_path / "pids"), *server]
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"from trajkit.cli import main\nexit(main({argv!r}))"],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'shim'}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def chat(client, url, key):
+    return client.post(
+        f"{url}/v1/chat/completions",
+        headers={"Authorization": f"Bearer {key}"},
+        json={"model": "any", "messages": [{"role": "user", "content": "hi"}]},
+    )
+
+
+def test_serve_launches_records_and_ends(tmp_path, python, model):
+    with (
+        httpx.Client(trust_env=False, timeout=60) as client,
+        serving(tmp_path, python, model) as gateway,
+    ):
+        url = json.loads(gateway.stdout.readline())["url"]
+        key = client.post(f"{url}/sessions").json()["api_key"]
+        assert chat(client, url, key).status_code == 200
+        gateway.send_signal(signal.SIGTERM)
+        _, errors = gateway.communicate(timeout=60)
+    assert gateway.returncode == cli.DONE
+    assert f"its log is {tmp_path}/run/engine.log" in errors
+    assert not any(map(runs, read_pids(tmp_path / "pids")))
+    (turn,) = tk.read_turns(tmp_path / "run").to_pylist()
+    assert turn["output_ids"] == [104, 105]
+    assert turn["weight_versions"] == [{"version": "default", "start": 0, "stop": 2}]
+
+
+def test_calls_while_the_server_restarts_are_to_be_repeated(tmp_path, python, model):
+    with (
+        httpx.Client(trust_env=False, timeout=60) as client,
+        serving(tmp_path, python, model, server=["--fake", "once"]) as gateway,
+    ):
+        url = json.loads(gateway.stdout.readline())["url"]
+        key = client.post(f"{url}/sessions").json()["api_key"]
+        os.kill(read_pids(tmp_path / "pids")[0], signal.SIGKILL)
+        refused = until(lambda: _refused(chat(client, url, key)))
+        gateway.send_signal(signal.SIGINT)
+        gateway.communicate(timeout=60)
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"] == "5"
+    assert refused.headers["x-should-retry"] == "true"
+    assert refused.json()["error"]["code"] == "engine_error"
+
+
+def _refused(reply):
+    # a call that the server was answering as it ended gets 502
+    return reply if reply.status_code == 503 else None
+
+
+def test_a_gateway_that_is_killed_leaves_no_process(tmp_path, python, model):
+    with serving(tmp_path, python, model) as gateway:
+        gateway.stdout.readline()
+        pids = read_pids(tmp_path / "pids")
+        assert len(pids) == 2
+        gateway.kill()
+        gateway.communicate(timeout=60)
+        until(lambda: not any(map(runs, pids)))
+
+
+def test_sigterm_while_the_server_starts(tmp_path, python, model):
+    pids = tmp_path / "pids"
+    with serving(tmp_path, python, model, server=["--fake", "mute"]) as gateway:
+        until(lambda: len(read_pids(pids)) == 2)
+        gateway.send_signal(signal.SIGTERM)
+        output, errors = gateway.communicate(timeout=60)
+    assert gateway.returncode == cli.INTERRUPTED
+    assert output == ""
+    assert errors.endswith("trajkit: interrupted\n")
+    assert not any(map(runs, read_pids(pids)))
+
+
+@pytest.mark.parametrize(
+    ("argument", "refused"),
+    [
+        ("--port=1", "--port"),
+        ("--host", "--host"),
+        ("--model", "--model-path"),
+        ("--skip-tok", "--skip-tokenizer-init"),
+        ("--api_key", "--api-key"),
+        ("--config", "--config"),
+    ],
+)
+def test_a_server_argument_that_contradicts_the_gateway(argument, refused):
+    with pytest.raises(ValueError, match=rf"{argument} \({refused}\) is refused: "):
+        check_arguments(["--tp", "2", argument])
+
+
+def test_other_server_arguments():
+    check_arguments(["--tp", "2", "--mem-fraction-static=0.8", "-1", "--", "--context"])
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--launch", "m"], "--launch needs --engine sglang"),
+        (
+            ["--engine", "sglang", "--launch", "m", "--engine-url", "http://a"],
+            "leave out --engine-url",
+        ),
+        (["--", "--tp", "2"], "--tp after -- is for the server of --launch"),
+        (
+            ["--engine", "sglang", "--launch", "m", "--", "--port", "1"],
+            "argument after --: --port",
+        ),
+        (["--engine", "sglang", "--launch", "m"], "pip install 'trajkit[sglang]'"),
+    ],
+)
+def test_options_that_do_not_fit(tmp_path, capsys, options, error):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", "--out", str(tmp_path / "run"), *options])
+    assert ended.value.code == cli.BAD_USAGE
+    assert error in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def generate(engine, session):
+    return engine.generate(
+        np.arange(3, dtype=np.int32),
+        Sampling(max_new_tokens=1),
+        request_id=f"{session} asks",
+        session_id=session,
+    )
+
+
+@pytest.mark.anyio
+async def test_several_servers_each_keep_their_sessions(python, tmp_path):
+    """Pauses and new weights reach all of them."""
+    with (
+        launched(python, tmp_path, "--ids", "[1]") as one,
+        launched(python, tmp_path, "--ids", "[2]") as other,
+    ):
+        engine = SGLangEngine(one, other, vocab_size=10)
+        served = {}
+        for session in map(str, range(20)):
+            replies = [await generate(engine, session) for _ in range(2)]
+            first, second = (reply.output_ids.tolist() for reply in replies)
+            assert first == second
+            served[session] = first
+        assert {tuple(ids) for ids in served.values()} == {(1,), (2,)}
+        weights = Weights(engine)
+        await weights.pause(60)
+        assert [get(url).json()["paused"] for url in (one, other)] == [True, True]
+        await weights.update("/new", "step-1")
+        await weights.update(["aGk="], "step-2", "flattened_bucket")
+        await weights.resume()
+        for url in (one, other):
+            state = get(url).json()
+            assert state["paused"] is False
+            (_, disk), (tensor, memory) = state["updates"]
+            assert disk["model_path"] == "/new"
+            assert tensor == "/update_weights_from_tensor"
+            assert memory["serialized_named_tensors"] == ["aGk="]
+            assert memory["load_format"] == "flattened_bucket"
+        replies = [await generate(engine, session) for session in served]
+        assert {span.version for r in replies for span in r.weight_versions} == {
+            "step-2"
+        }
+        await weights.close()
+        await engine.close()
+
+
+@pytest.mark.anyio
+async def test_an_update_that_one_of_several_servers_cannot_take(python, tmp_path):
+    with launched(python, tmp_path) as one:
+        with launched(python, tmp_path) as other:
+            engine = SGLangEngine(other, one, vocab_size=10)
+            weights = Weights(engine)
+            await weights.pause(60)
+        with pytest.raises(EngineError, match=f"{other} cannot be reached"):
+            await weights.update("/new", "step-1")
+        assert weights.version is None
+        # it was complete before the error
+        assert len(get(one).json()["updates"]) == 1
+        assert weights.paused
+        await weights.close()
+        await engine.close()
+
+
+def test_servers_of_different_models(python, model, tmp_path, capsys):
+    with (
+        launched(python, tmp_path) as one,
+        launched(python, tmp_path, "--served-model-name", "other") as other,
+    ):
+        argv = ["serve", "--engine", "sglang", "--model", model]
+        argv += ["--out", str(tmp_path / "run"), "--port", "0"]
+        argv += ["--engine-url", one, "--engine-url", other]
+        assert cli.main(argv) == cli.BAD_FILE
+    assert "the servers of --engine-url differ" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_up_runs_server_gateway_and_rollouts(python, model, tmp_path, capsys):
+    agent = (
+        f"{sys.executable} -c 'import json, os, urllib.request as r; "
+        'r.urlopen(r.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", '
+        'json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]})'
+        '.encode(), {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}))\''
+    )
+    tasks = tmp_path / "tasks.jsonl"
+    task = {"id": "t", "prompt": "p", "workspace": {"a": "a"}}
+    tasks.write_text(json.dumps({**task, "grade": {"kind": "completed"}}))
+    out, pids = tmp_path / "run", tmp_path / "pids"
+    argv = ["up", model, "--harness", "shell", "--argument", agent, str(tasks)]
+    argv += ["--out", str(out), "--launch-python", python, "--json"]
+    argv += ["--sandbox-option", "namespaces=no", "--", "--pids", str(pids)]
+    assert cli.main(argv) == cli.DONE
+    (rollout,) = json.loads(capsys.readouterr().out)["rollouts"]
+    assert rollout["reward"] == 1.0
+    (turn,) = tk.read_turns(out / "turns").to_pylist()
+    assert turn["output_ids"] == [104, 105]
+    assert (out / "engine.log").exists()
+    assert len(read_pids(pids)) == 2
+    assert not any(map(runs, read_pids(pids)))

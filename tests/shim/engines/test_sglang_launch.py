@@ -1,0 +1,79 @@
+"""``trajkit serve --launch`` with the real SGLang server on a CPU."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import openai
+import pytest
+
+import trajkit as tk
+from tests.shim.clients import http
+from tests.shim.sglang_cpu.servers import ARGUMENTS, PYTHON
+from trajkit import cli
+
+pytestmark = pytest.mark.sglang
+
+ROOT = Path(__file__).parents[3]
+
+
+def marked(marker):
+    """Command lines by ids of the processes with a marker in their environment."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if marker.encode() in (process / "environ").read_bytes():
+                command = (process / "cmdline").read_bytes().decode()
+                found[int(process.name)] = command.split("\0")
+        except OSError:
+            # another user's, or it ended
+            continue
+    return found
+
+
+def ask(client):
+    message = {"role": "user", "content": "hi"}
+    client.chat.completions.create(model="tiny", messages=[message], max_tokens=4)
+
+
+def test_a_launched_server_is_restarted_and_leaves_no_process(tmp_path, tiny_model):
+    argv = ["serve", "--engine", "sglang", "--launch", tiny_model, "--json"]
+    argv += ["--launch-python", PYTHON, "--launch-seconds", "300", "--port", "0"]
+    argv += ["--out", str(tmp_path / "run"), "--", *ARGUMENTS]
+    marker = uuid.uuid4().hex
+    path = f"{ROOT}{os.pathsep}{ROOT / 'shim'}"
+    with subprocess.Popen(
+        [sys.executable, "-c", f"from trajkit.cli import main\nexit(main({argv!r}))"],
+        env=os.environ | {"PYTHONPATH": path, "TRAJKIT_MARKER": marker},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as gateway:
+        try:
+            url = json.loads(gateway.stdout.readline())["url"]
+            key = http.post(f"{url}/sessions").json()["api_key"]
+            # it waits as the gateway says, until the server is back
+            client = openai.OpenAI(api_key=key, base_url=f"{url}/v1", max_retries=60)
+            ask(client)
+            (server,) = (
+                pid
+                for pid, command in marked(marker).items()
+                if command[1:3] == ["-m", "sglang.launch_server"]
+            )
+            os.kill(server, signal.SIGKILL)
+            ask(client)
+            client.close()
+            gateway.send_signal(signal.SIGTERM)
+            _, errors = gateway.communicate(timeout=120)
+        finally:
+            gateway.kill()
+    assert gateway.returncode == cli.DONE, errors
+    assert "ended with exit code -9: restart 1 of 3" in errors
+    assert marked(marker) == {}
+    turns = tk.read_turns(tmp_path / "run").to_pylist()
+    assert [len(turn["output_ids"]) for turn in turns] == [4, 4]
+    assert "Uvicorn running" in (tmp_path / "run" / "engine.log").read_text()

@@ -1,0 +1,39 @@
+"""Tiny models, and real SGLang servers of them on a CPU."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trajkit_shim.engines.launch import reserved_port, running_server, sglang_command
+
+PYTHON = os.environ["TRAJKIT_SGLANG_PYTHON"]
+# without the second, it takes 15 GB for its cache; with the fourth, it uses no CPU if idle
+ARGUMENTS = (
+    *("--device", "cpu"),
+    *("--max-total-tokens", "262144"),
+    *("--max-running-requests", "16"),
+    "--sleep-on-idle",
+    *("--served-model-name", "tiny"),
+    *("--tool-call-parser", "qwen"),
+    *("--reasoning-parser", "qwen3"),
+)
+
+
+def make_model(directory: Path, script: str = "make_model.py") -> str:
+    """Make a random model with a script of this folder; return its directory."""
+    path = str(directory / "model")
+    command = [PYTHON, str(Path(__file__).with_name(script)), path]
+    subprocess.run(command, check=True, timeout=120)
+    return path
+
+
+@contextmanager
+def served(model: str, directory: Path, *arguments: str) -> Iterator[str]:
+    """The URL of a server of a model; its log is in the directory."""
+    with reserved_port() as port:
+        command = sglang_command(PYTHON, model, port, [*ARGUMENTS, *arguments])
+        log = directory / "engine.log"
+        with running_server(command, port, log, start_seconds=300, stop_seconds=1):
+            yield f"http://127.0.0.1:{port}"
