@@ -14,7 +14,9 @@ from trajkit._arrow.buffers import pooled
 from trajkit._arrow.categories import dictionary_for
 from trajkit._arrow.export import Array, Column, record_batch
 from trajkit._streams import limits
+from trajkit.pipeline.payloads import PathRanges
 from trajkit.pipeline.plan import Plan, Planned, choices_of
+from trajkit.pipeline.row_items import row_items
 from trajkit.pipeline.row_scalars import row_facts, turn_lists
 from trajkit.pipeline.weight_versions import row_versions
 from trajkit.policies import Policy
@@ -61,6 +63,8 @@ def row_batches(
         )
         lists = _Lists.written(rows[lo:hi], here, write, policy)
         columns = known.columns(lo, hi) | lists.of_turns(calls, links, rows[lo:hi])
+        shown = PathRanges.of_paths(rows[lo:hi])
+        columns["mm_items"] = row_items(calls, hi - lo, shown)
         return lists.beside(columns, ROWS_SUFFIX if suffix else ROWS)
 
     return ((rows[lo:hi], batch(lo, hi)) for lo, hi in _cuts(offsets[0]))
@@ -85,20 +89,22 @@ def batch_of(
     facts: pa.RecordBatch,
     write: Callable[..., int],
     written: Callable[[Longs, Ints], None],
+    mm_items: pa.Array,
 ) -> pa.RecordBatch:
     """`trajkit.schema.ROWS` of a plan whose rows share what is known once they are written.
 
-    ``write`` takes ``rows`` and ``columns`` as ``_core.fill_rows`` does, fills the
-    columns, and returns how many logprobs the engine did not give. ``written`` then
-    gets the offsets of the rows and their tokens, and completes ``parent_row`` and
-    ``shared`` of the rows.
+    ``mm_items`` is that column of the rows. ``write`` takes ``rows`` and ``columns`` as
+    ``_core.fill_rows`` does, fills the columns, and returns how many logprobs the engine
+    did not give. ``written`` then gets the offsets of the rows and their tokens, and
+    completes ``parent_row`` and ``shared`` of the rows.
     """
     rows = plan.rows
     rows["stored"] = 0
     lists = _Lists.written(rows, _offsets(rows), write, policy)
     written(lists.offsets[0], lists.input_ids)
     known = row_facts(calls, links, policy, rows, facts).columns(0, len(rows))
-    return lists.beside(known | lists.of_turns(calls, links, rows), ROWS)
+    known |= lists.of_turns(calls, links, rows)
+    return lists.beside(known | {"mm_items": mm_items}, ROWS)
 
 
 @dataclass(frozen=True, slots=True)
