@@ -49,6 +49,28 @@ WEIGHT_VERSION = pa.struct(
 )
 """Output tokens ``start:stop`` were sampled with the weights ``version``."""
 
+MM_ITEM = pa.struct(
+    [
+        # what it is: image
+        pa.field("kind", pa.string()),
+        # SHA-256 of the original bytes, 64 hexadecimal digits; a log has them in a file
+        # of this name in its folder images
+        pa.field("hash", pa.string()),
+        # the id that the engine has at each of its tokens
+        pa.field("token_id", pa.int32()),
+        # its tokens are start:stop of the prompt or row
+        pa.field("start", pa.int32()),
+        pa.field("stop", pa.int32()),
+    ]
+)
+"""An image in a prompt.
+
+Its tokens are content ids: ids beyond every vocabulary that depend on kind, hash and
+number of tokens (`trajkit.turns.mm_items.content_ids`). Hence prompts with different
+images differ in their ids, and every stage that compares tokens compares images too.
+`trajkit.turns.engine_ids` gives the ids that the engine consumed.
+"""
+
 SPAN_KINDS = (
     "trained",
     "duplicate",
@@ -101,7 +123,7 @@ TURNS = _schema(
     _required("session_id", pa.string()),
     # commit order within the session; ascending, gaps allowed
     _required("turn_index", pa.int32()),
-    # the ids that the engine consumed, unchanged
+    # the ids that the engine consumed, unchanged; content ids for images (MM_ITEM)
     _required("prompt_ids", pa.large_list(pa.int32())),
     # the ids that the engine sampled, unchanged
     _required("output_ids", pa.large_list(pa.int32())),
@@ -123,6 +145,8 @@ TURNS = _schema(
     pa.field("output_mask", pa.large_list(pa.bool_())),
     # the weights that sampled each range of output tokens
     pa.field("weight_versions", pa.large_list(WEIGHT_VERSION)),
+    # the images of the prompt, in order, also in delta form. null: none
+    pa.field("mm_items", pa.large_list(MM_ITEM)),
 )
 """One row per model call. Only the not-null columns are required; others may be absent,
 and unknown extra columns pass through."""
@@ -157,6 +181,7 @@ TURNS_DELTA = _schema(
             "trainable",
             "output_mask",
             "weight_versions",
+            "mm_items",
         )
     ),
 )
@@ -629,6 +654,9 @@ ROWS = _schema(
     pa.field("weight_versions", ROW_VERSIONS),
     # the training step of the last turn, if turns have this column. null: unknown
     pa.field("step", pa.int64()),
+    # its images, in order. An image that max_row_tokens cuts has its stop beyond the
+    # row. null: none
+    pa.field("mm_items", pa.large_list(MM_ITEM)),
 )
 """One row per training sequence."""
 
@@ -778,6 +806,8 @@ PACKS = _schema(
     _required("prefix_source", pa.large_list(pa.int32())),
     # as subtree_end, of the tokens of the prefix: q attends it if q < prefix_end
     _required("prefix_end", pa.large_list(pa.int32())),
+    # its images, by position in the pack; rows that share one have it once. null: none
+    pa.field("mm_items", pa.large_list(MM_ITEM)),
 )
 """Rows that share prefixes as trees of tokens, one line per micro-batch. ``columns`` of
 `trajkit.pack` add a list ``edge_<name>`` each."""
@@ -895,6 +925,7 @@ RULES = (
     "turns",
     "weight_versions",
     "flags",
+    "mm_items",
 )
 """The rules that `trajkit.verify` checks.
 
@@ -942,6 +973,9 @@ turns
     They end with ``last_turn`` and contain the turns of the row's spans in order.
 weight_versions
     Those of the row's first and last sampled token with known weights.
+mm_items
+    Each is an image of the session, its tokens are that image's content ids, and no
+    other token is a content id.
 """
 
 VIOLATIONS = _schema(

@@ -1,6 +1,7 @@
 """The fields of every format are those that the trainers' own code made or took."""
 
 import json
+from hashlib import sha256
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +9,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 import trajkit as tk
 from tests.export.group_of_rows import TARGETS, one_row_each, plain, sample_rows
@@ -29,6 +31,7 @@ from trajkit.export import (
     verl,
 )
 from trajkit.export.files import TARGETS as TARGETS_OF_FILES
+from trajkit.turns import content_ids
 
 
 def subset(found, due):
@@ -569,3 +572,56 @@ def test_every_file_format_is_written(tmp_path, capsys):
     samples = (tmp_path / "tinker" / "fields.jsonl").read_text().splitlines()
     gains = [max(json.loads(line)["advantages"], key=abs) for line in samples]
     assert np.sign(gains).tolist() == [1.0, -1.0]
+
+
+def rows_with_an_image(folder, **choices):
+    """A turn before the image and one after it, and the image's file."""
+    folder.mkdir(exist_ok=True)
+    image = Image.new("RGB", (5, 3), (200, 10, 10))
+    image.save(folder / "drawn.png")
+    data = (folder / "drawn.png").read_bytes()
+    digest = sha256(data).hexdigest()
+    (folder / digest).write_bytes(data)
+    item = {"kind": "image", "hash": digest, "token_id": 7, "start": 3, "stop": 6}
+    ids = [1, 2, 3, *content_ids("image", digest, 3).tolist(), 4]
+    call = {"session_id": "a", "output_logprobs": [-1.0]}
+    turns = tk.from_records(
+        [
+            {**call, "prompt_ids": [1, 2], "output_ids": [3]},
+            {**call, "prompt_ids": ids, "output_ids": [5], "mm_items": [item]},
+        ]
+    )
+    return tk.linearize(turns, "faithful", reward=1.0, **choices)
+
+
+def test_verl_gets_images_and_the_ids_of_the_engine(tmp_path):
+    rows = rows_with_an_image(tmp_path / "images")
+    ((fields,),) = verl.agent_loop_fields(rows, images=tmp_path / "images")
+    assert fields["prompt_ids"] + fields["response_ids"] == [1, 2, 3, 7, 7, 7, 4, 5]
+    (image,) = fields["multi_modal_data"]["images"]
+    assert (image.size, image.getpixel((0, 0))) == ((5, 3), (200, 10, 10))
+    with pytest.raises(ExportError, match="No such file"):
+        verl.agent_loop_fields(rows, images=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "export",
+    [
+        slime.sample_fields,
+        verl.agent_loop_fields,
+        trl.rollout_func_fields,
+        sft.labels_table,
+        skyrl.generator_fields,
+        nemo_rl.message_log_fields,
+    ],
+)
+def test_a_format_without_images_refuses_them(tmp_path, export):
+    with pytest.raises(ExportError, match="has images, which this format"):
+        export(rows_with_an_image(tmp_path))
+
+
+def test_a_row_that_ends_in_an_image_is_refused(tmp_path):
+    rows = rows_with_an_image(tmp_path, max_row_tokens=5)
+    assert len(rows["input_ids"][0]) == 5
+    with pytest.raises(ExportError, match="ends in an image"):
+        verl.agent_loop_fields(rows, images=tmp_path)

@@ -22,6 +22,7 @@ from tests.strategies import runs
 from tests.tables import turns_table
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.schema import PACKS, ROWS
+from trajkit.turns import content_ids, engine_ids
 
 POLICIES = ["faithful", "nemo", "per_call", "slime", "trl", "miles"]
 
@@ -456,3 +457,36 @@ def test_parts_go_to_the_fullest_pack_that_has_room():
     packs = tk.pack(tk.linearize(tk.from_records(turns)), 10)
     # 7 + 3, 6 + 4, 6 + 4, 2
     assert packs["n_tokens"].to_pylist() == [10, 10, 10, 2]
+
+
+def test_packs_have_each_image_once():
+    """Two rows share a prompt with an image; the third has another one in its place."""
+    first, other = "ab" * 32, "cd" * 32
+
+    def call(digest, tail, output):
+        image = {"kind": "image", "hash": digest, "token_id": 7, "start": 1, "stop": 4}
+        ids = [1, *content_ids("image", digest, 3).tolist(), 2, *tail]
+        return {
+            "session_id": "a",
+            "prompt_ids": ids,
+            "output_ids": output,
+            "output_logprobs": [-1.0],
+            "mm_items": [image],
+        }
+
+    calls = [call(first, [], [3]), call(first, [5], [4]), call(other, [], [3])]
+    rows = tk.linearize(tk.from_records(calls), "per_call", reward=1.0)
+    packs = tk.pack(rows, 32)
+    (shown,) = packs["mm_items"].to_pylist()
+    assert [(one["hash"], one["start"], one["stop"]) for one in shown] == [
+        (first, 1, 4),
+        (other, 8, 11),
+    ]
+    assert engine_ids(packs)["input_ids"].to_pylist() == [
+        [1, 7, 7, 7, 2, 3, 5, 4, 7, 7, 7, 2, 3]
+    ]
+    assert tk.verify_packs(packs, rows).num_rows == 0
+    (apart,) = tk.pack(rows, 32, layout="rows")["mm_items"].to_pylist()
+    assert [one["start"] for one in apart] == [1, 7, 14]
+    with pytest.raises(InvalidTurnsError, match="of an image of which the pack"):
+        tk.pack(rows, 3, oversize="carry")

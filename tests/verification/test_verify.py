@@ -29,6 +29,7 @@ from trajkit.schema import (
     RULES,
     VIOLATIONS,
 )
+from trajkit.turns import content_ids
 
 KEEPS_ALL = ("faithful", "strict", "per_call", "skyrl", "graph")
 OTHER = 77  # an id that no strategy draws
@@ -986,6 +987,27 @@ def test_no_turns_and_no_rows():
     ]
     found = tk.verify(tk.linearize(tk.from_records(CLEAN)), turns)
     assert found["rule"].to_pylist() == ["session"]
+
+
+def test_images_that_are_not_the_session_s():
+    image = {"kind": "image", "hash": "ab" * 32, "token_id": 7, "start": 1, "stop": 4}
+    prompt = [1, *content_ids("image", image["hash"], 3).tolist(), 2]
+    turns = tk.from_records([turn(prompt, [3, 9], mm_items=[image])])
+    rows = tk.linearize(turns, "faithful", reward=1.0)
+    assert tk.verify(rows, turns, "faithful").num_rows == 0
+    for items, token in [
+        (None, 1),
+        ([image | {"hash": "cd" * 32}], 1),
+        ([image | {"token_id": 8}], 1),
+        ([image | {"stop": 3}], 1),
+        ([image | {"start": 0, "stop": 3}], 0),
+        ([image | {"start": 7, "stop": 10}], 1),
+    ]:
+        at = rows.column_names.index("mm_items")
+        column = pa.array([items], ROWS.field("mm_items").type)
+        found = tk.verify(rows.set_column(at, ROWS.field("mm_items"), column), turns)
+        first = found.to_pylist()[0]
+        assert (first["rule"], first["token"]) == ("mm_items", token)
 
 
 def test_every_rule_has_a_fault():

@@ -14,6 +14,7 @@ from trajkit._arrow.canonical import TableLike, as_table, canonical_rows, place
 from trajkit.errors import ExportError
 from trajkit.pipeline.suffix_layout import full_rows
 from trajkit.training._checks import session_codes
+from trajkit.turns.mm_items import engine_ids
 
 Array: TypeAlias = npt.NDArray[Any]
 Normalize: TypeAlias = Literal["token_mean", "token_sum"]
@@ -59,6 +60,8 @@ class ExportRow:
     last_turn: int | None
     # as dicts
     spans: list[dict[str, Any]]
+    # its images, in order, as dicts
+    mm_items: list[dict[str, Any]]
     # the row's line in the table
     line: int
 
@@ -74,7 +77,11 @@ class ExportRow:
 
 
 def checked_rows(
-    rows: TableLike, *, response: bool = False, logprobs: bool = True
+    rows: TableLike,
+    *,
+    response: bool = False,
+    logprobs: bool = True,
+    images: bool = False,
 ) -> list[ExportRow]:
     """The rows, checked for what every trainer needs.
 
@@ -86,19 +93,38 @@ def checked_rows(
         The format has prompt and response, and a mask for the response only.
     logprobs : bool
         Trained tokens need a logprob.
+    images : bool
+        The format carries images. Token ids are then those of the engine.
 
     Raises
     ------
     ExportError
-        A row trains nothing, trains its first token, trains a token of the prompt
+        A row has images that the format does not carry, or a part of an image; a row
+        trains nothing, trains its first token, trains a token of the prompt
         although the format cannot express it, or lacks a logprob; the lists of a row
         differ in length; the rows of a session are not contiguous.
     """
     table = full_rows(canonical_rows(as_table(rows)))
-    return list(_checked(table, response, logprobs))
+    items = table.column("mm_items").to_pylist()
+    for line in np.flatnonzero(table.column("mm_items").is_valid()):
+        where = place(table, int(line))
+        if not images:
+            raise ExportError(
+                f"{where}: the row has images, which this format does not carry. Take "
+                "trajkit.turns.engine_ids(rows) and the column mm_items, or "
+                "trajkit.export.verl.agent_loop_fields"
+            )
+        if items[line][-1]["stop"] > len(table.column("input_ids")[line]):
+            raise ExportError(
+                f"{where}: the row ends in an image, because max_row_tokens cut it. "
+                "Linearize with another value"
+            )
+    return list(_checked(engine_ids(table), response, logprobs, items))
 
 
-def _checked(table: pa.Table, response: bool, logprobs: bool) -> Iterator[ExportRow]:
+def _checked(
+    table: pa.Table, response: bool, logprobs: bool, items: list[Any]
+) -> Iterator[ExportRow]:
     ids, mask, given = (
         table.column(name).combine_chunks()
         for name in ("input_ids", "loss_mask", "logprobs")
@@ -175,6 +201,7 @@ def _checked(table: pa.Table, response: bool, logprobs: bool) -> Iterator[Export
             weight_versions=facts.get("weight_versions"),
             last_turn=facts.get("last_turn"),
             spans=spans[line],
+            mm_items=items[line] or [],
             line=line,
         )
 

@@ -4,25 +4,37 @@ Source: verl 0.9.1 (``experimental/agent_loop/agent_loop.py``, ``protocol.py``,
 ``trainer/ppo/v1/utils.py``); spec, training formats 2.
 """
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trajkit._arrow.canonical import TableLike
 from trajkit.errors import ExportError
-from trajkit.export._rows import checked_rows, padded, rewards_of, routed_experts
+from trajkit.export._rows import (
+    ExportRow,
+    checked_rows,
+    padded,
+    rewards_of,
+    routed_experts,
+)
 
 EXPERTS = "routed_experts"
 """The payload that becomes ``routed_experts``."""
 
 
-def agent_loop_fields(rows: TableLike) -> list[list[dict[str, Any]]]:
+def agent_loop_fields(
+    rows: TableLike, *, images: str | Path | None = None
+) -> list[list[dict[str, Any]]]:
     """Rows as the keyword arguments of ``AgentLoopOutput``, one list per rollout.
 
     Parameters
     ----------
     rows : table
         `trajkit.schema.ROWS` or ``ROWS_SUFFIX``.
+    images : path, optional
+        The folder ``images`` of the log, for rows with images: ``multi_modal_data`` then
+        has them as ``PIL.Image``.
 
     Returns
     -------
@@ -36,7 +48,7 @@ def agent_loop_fields(rows: TableLike) -> list[list[dict[str, Any]]]:
     ExportError
         See `trajkit.export`; or a reward is null.
     """
-    checked = checked_rows(rows, response=True)
+    checked = checked_rows(rows, response=True, images=images is not None)
     experts = routed_experts(rows, EXPERTS)
     rollouts: list[list[dict[str, Any]]] = []
     for row, reward in zip(checked, rewards_of(checked), strict=True):
@@ -63,17 +75,34 @@ def agent_loop_fields(rows: TableLike) -> list[list[dict[str, Any]]]:
             if known[-1] is None:
                 known = [*known[:-1], np.zeros_like(known[0])]
             fields["routed_experts"] = np.array(known, np.int16)
+        if images is not None and row.mm_items:
+            fields["multi_modal_data"] = {"images": _opened(row, Path(images))}
         rollouts[row.rollout].append(fields)
     return rollouts
 
 
-def agent_loop_outputs(rows: TableLike) -> list[list[Any]]:
+def _opened(row: ExportRow, folder: Path) -> list[Any]:
+    from PIL import Image
+
+    images = []
+    for item in row.mm_items:
+        try:
+            with Image.open(folder / item["hash"]) as image:
+                images.append(image.convert("RGB"))
+        except OSError as error:
+            raise ExportError(f"{row.place}: {error}") from error
+    return images
+
+
+def agent_loop_outputs(
+    rows: TableLike, *, images: str | Path | None = None
+) -> list[list[Any]]:
     """Rows as ``AgentLoopOutput`` objects; see `agent_loop_fields`."""
     from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
     return [
         [AgentLoopOutput(**fields) for fields in rollout]
-        for rollout in agent_loop_fields(rows)
+        for rollout in agent_loop_fields(rows, images=images)
     ]
 
 

@@ -19,6 +19,7 @@ from trajkit._streams.session_batches import concat, whole_sessions
 from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.packs import forest
 from trajkit.packs.bins import Bins, fill_bins
+from trajkit.packs.items import pack_items
 from trajkit.packs.row_buffers import (
     OBSERVED,
     Bools,
@@ -133,7 +134,8 @@ def pack(
         Pad packs to a multiple of this many tokens; it must divide ``max_tokens``.
     same : sequence of str
         Rows share tokens only if these columns agree: lists with a value per token
-        (routed experts), or one value per row (a digest of its images).
+        (routed experts), or one value per row. Images need no such column, since
+        rows with different images differ in their ids.
     columns : sequence of str
         Columns, per token or per row, to copy to edges as ``edge_<name>``, such as
         ``advantage``. With ``observation_weight``, tokens with such a weight also get
@@ -154,7 +156,8 @@ def pack(
         A column is absent, or has a type that cannot be taken for its own; one of
         ``columns`` has the name of an edge's own.
     InvalidTurnsError
-        A tree or a row is too large; a row trains its first token, which nothing
+        A tree or a row is too large; a pack has a part of an image, because
+        ``max_row_tokens`` or ``carry`` cut it; a row trains its first token, which nothing
         predicts; a row that trains something has no row_weight; a parent_row is not
         there; a session or a group comes back after another began.
     ArgumentError
@@ -544,6 +547,9 @@ class _Packs:
         columns["cu_seqlens"] = self._cu_seqlens(starts, plain)
         for name, values in self._edges.items():
             columns[name] = _lists(self._edge_offsets, values)
+        columns["mm_items"] = pa.array(
+            pack_items(self._table, self._ids, offsets), PACKS.field("mm_items").type
+        )
         prefixes = [self._prefixes.get(k) for k in range(n_packs)]
         columns["prefix_pack"] = pa.array(
             [

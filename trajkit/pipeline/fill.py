@@ -14,7 +14,9 @@ from trajkit._arrow.buffers import pooled
 from trajkit._arrow.categories import dictionary_for
 from trajkit._arrow.export import Array, Column, record_batch
 from trajkit._streams import limits
+from trajkit.pipeline.payloads import PathRanges
 from trajkit.pipeline.plan import Plan, Planned, choices_of
+from trajkit.pipeline.row_items import row_items
 from trajkit.pipeline.row_scalars import row_scalars, sliced, turn_lists
 from trajkit.pipeline.weight_versions import row_versions
 from trajkit.policies import Policy
@@ -63,6 +65,8 @@ def row_batches(
         lists = _Lists.written(rows[lo:hi], here, write, policy)
         columns = {name: sliced(known[name], lo, hi - lo) for name in known}
         columns |= lists.of_turns(calls, links, rows[lo:hi])
+        shown = PathRanges.of_paths(rows[lo:hi])
+        columns["mm_items"] = row_items(calls, hi - lo, shown)
         return lists.beside(columns, ROWS_SUFFIX if suffix else ROWS)
 
     runs = list(runs_of(np.diff(offsets[0]), limits.BATCH_TOKENS)) or [(0, 0)]
@@ -77,13 +81,14 @@ def batch_of(
     facts: pa.RecordBatch,
     write: Callable[..., int],
     written: Callable[[Longs, Ints], None],
+    mm_items: pa.Array,
 ) -> pa.RecordBatch:
     """`trajkit.schema.ROWS` of a plan whose rows share what is known once they are written.
 
-    ``write`` takes ``rows`` and ``columns`` as ``_core.fill_rows`` does, fills the
-    columns, and returns how many logprobs the engine did not give. ``written`` then
-    gets the offsets of the rows and their tokens, and completes ``parent_row`` and
-    ``shared`` of the rows.
+    ``mm_items`` is that column of the rows. ``write`` takes ``rows`` and ``columns`` as
+    ``_core.fill_rows`` does, fills the columns, and returns how many logprobs the engine
+    did not give. ``written`` then gets the offsets of the rows and their tokens, and
+    completes ``parent_row`` and ``shared`` of the rows.
     """
     rows = plan.rows
     rows["stored"] = 0
@@ -93,7 +98,8 @@ def batch_of(
         name: sliced(column, 0, len(rows))
         for name, column in row_scalars(calls, links, policy, rows, facts).items()
     }
-    return lists.beside(known | lists.of_turns(calls, links, rows), ROWS)
+    known |= lists.of_turns(calls, links, rows)
+    return lists.beside(known | {"mm_items": mm_items}, ROWS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,13 @@ class PathRanges:
     first: Longs
     length: Longs
 
+    @classmethod
+    def of_paths(cls, planned: Records) -> Self:
+        """The ranges of rows that are their last call's path."""
+        nowhere = np.zeros(len(planned), np.int64)
+        rows, last = np.arange(len(planned)), planned["last"].astype(np.int64)
+        return cls(rows, nowhere, last, nowhere, planned["n_tokens"])
+
 
 def payload_names(payloads: object) -> tuple[str, ...]:
     """Check the payload names that the caller gave.
@@ -160,9 +167,7 @@ def with_payloads(
         return batch
     schema = rows_schema(calls.table.schema, names)
     if shown is None:
-        nowhere = np.zeros(len(planned), np.int64)
-        rows, last = np.arange(len(planned)), planned["last"].astype(np.int64)
-        shown = PathRanges(rows, nowhere, last, nowhere, planned["n_tokens"])
+        shown = PathRanges.of_paths(planned)
     sampled = _sampled(batch, calls, planned)
     columns = [
         _Lists.read(calls, name).of_rows(forest, planned, (sampled, shown))

@@ -12,8 +12,11 @@ from trajkit._arrow import lazy_compute as pc
 from trajkit.pipeline.fill import batch_of
 from trajkit.pipeline.payloads import PathRanges
 from trajkit.pipeline.plan import COUNTS, Planned, choices_of
+from trajkit.pipeline.row_items import row_items
 from trajkit.policies import Policy
+from trajkit.schema import ROWS
 from trajkit.turns.calls import Calls, Ints, Longs, Records
+from trajkit.turns.mm_items import has_items
 from trajkit.turns.prefix_forest import Forest, grow_paths
 from trajkit.turns.structs import CALL, ROW
 
@@ -92,9 +95,11 @@ def splice_batch(
         plan.places,
         calls.turn_index,
     )
-    return batch_of(
-        calls, links, policy, plan, facts, write, partial(_find_shared, plan)
-    )
+    items = pa.nulls(len(plan.rows), ROWS.field("mm_items").type)
+    if has_items(calls.table):
+        items = row_items(calls, len(plan.rows), splice_ranges(calls, links, plan))
+    shared = partial(_find_shared, plan)
+    return batch_of(calls, links, policy, plan, facts, write, shared, items)
 
 
 def _find_shared(plan: SplicePlan, token_offsets: Longs, input_ids: Ints) -> None:
@@ -123,7 +128,7 @@ def splice_ranges(calls: Calls, links: Records, plan: SplicePlan) -> PathRanges:
     """The stretches of each row that are stretches of its calls' prompts.
 
     Those of prompts that the row starts with come before the parts that were spliced in.
-    Needed only where payloads are carried; one by one per call.
+    Needed only where payloads or images are carried; one by one per call.
     """
     rows, heads, found = plan.rows, [], []
     prompt_len = calls.calls["prompt_len"]

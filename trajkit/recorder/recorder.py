@@ -174,6 +174,7 @@ class Recorder:
         weight_versions: Sequence[Mapping[str, object]] | None = None,
         payloads: Mapping[str, object] | None = None,
         output_mask: object = None,
+        mm_items: Sequence[Mapping[str, object]] | None = None,
         request_id: str | None = None,
         model: str | None = None,
         agent_id: str | None = None,
@@ -221,6 +222,9 @@ class Recorder:
             sessions, have one type, or types that Arrow widens to one.
         output_mask : bools, one per output id, optional
             False: the token is context only. None: all may be trained.
+        mm_items : sequence of dict, optional
+            The images of the prompt, as `trajkit.schema.MM_ITEM` has them; their tokens
+            in ``prompt_ids`` are `trajkit.turns.content_ids`.
         request_id, model, agent_id, call_kind : str, optional
             Columns of `turns` under these names, as are the next three.
         started_at, ended_at : datetime with a time zone, optional
@@ -259,7 +263,11 @@ class Recorder:
                 index = session.n_calls
                 try:
                     columns = with_metadata(payloads, metadata)
+                    if mm_items is not None:
+                        mm_items = session.check_items(mm_items, prompt_ids)
                     base, shared, clean = session.add(given, columns)
+                    if mm_items:
+                        session.mm_items[index] = mm_items
                 except (InvalidTurnsError, RecursionError) as error:
                     reason = f"session {session_id!r}, turn {index}: {error}"
                     if isinstance(error, RecursionError):
@@ -268,8 +276,8 @@ class Recorder:
         except InvalidTurnsError as error:
             if self._raises:
                 raise
-            names = (*_ARGUMENTS, *METADATA)
-            values = zip(names, (*given, payloads, *metadata), strict=True)
+            names = (*_ARGUMENTS, *METADATA, "mm_items")
+            values = zip(names, (*given, payloads, *metadata, mm_items), strict=True)
             call = {name: copied(one) for name, one in values if one is not None}
             with self._lock:
                 self._rejected.append(RejectedCall(session_id, index, str(error), call))

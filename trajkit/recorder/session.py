@@ -18,15 +18,17 @@ from trajkit.schema import TURNS_DELTA
 from trajkit.turns.calls import Calls, Ints, Longs, Records
 from trajkit.turns.flat_buffers import offsets_of
 from trajkit.turns.messages import check_text
+from trajkit.turns.mm_items import Item
 from trajkit.turns.python_lists import ID_RULE, fill_logprobs, given_logprobs, read_ids
 from trajkit.turns.records import (
     message_columns,
+    read_mm_items,
     read_output_mask,
     read_weight_versions,
 )
 from trajkit.turns.session_metadata import OF_TURNS
 from trajkit.turns.structs import CALL, NODE, REQUEST, longer
-from trajkit.turns.turn_rules import MAX_LOGPROB, NO_LOGPROB, Bools
+from trajkit.turns.turn_rules import MAX_LOGPROB, NO_LOGPROB, Bools, item_fault
 
 ChatMessage: TypeAlias = dict[str, object] | tuple[bytes, str]
 """A message as a dict, or as its key (`trajkit.turns.message_key`) and its role."""
@@ -34,7 +36,10 @@ ChatMessage: TypeAlias = dict[str, object] | tuple[bytes, str]
 Floats: TypeAlias = npt.NDArray[np.float32]
 # the columns of turns that `Recording.as_calls` has
 _READ = pa.schema(
-    [TURNS_DELTA.field(name) for name in ("finish_reason", "weight_versions")]
+    [
+        TURNS_DELTA.field(name)
+        for name in ("finish_reason", "weight_versions", "mm_items")
+    ]
 )
 _LOWEST, _HIGHEST = float(NO_LOGPROB), float(MAX_LOGPROB)
 # If calls add at most this many tokens each, a contiguous copy of the path costs less
@@ -69,6 +74,8 @@ class Recording(_core.Intake):
         # by call: its values of the columns `_METADATA`
         self.metadata: list[tuple[object, ...]] = []
         self.extra = ExtraColumns(types)
+        # by call, if its prompt has images
+        self.mm_items: dict[int, Sequence[Item]] = {}
         self.begin(
             self.paths,
             self.message_log.lists,
@@ -206,6 +213,7 @@ class Recording(_core.Intake):
             columns.append(pa.array(versions, _READ.field(1).type))
         else:
             columns.append(pa.nulls(n_calls, _READ.field(1).type))
+        columns.append(self._items())
         if extra:
             schema = pa.schema([*_READ, *extra])
             columns += self.extra.arrays(extra, n_calls)
@@ -251,6 +259,7 @@ class Recording(_core.Intake):
             _METADATA, zip(*self.metadata, strict=True), strict=True
         ):
             columns[column] = pa.array(values, TURNS_DELTA.field(column).type)
+        columns["mm_items"] = self._items()
         batch = record_batch(
             TURNS_DELTA, n_calls, [columns[name] for name in TURNS_DELTA.names]
         )
@@ -261,6 +270,21 @@ class Recording(_core.Intake):
             [*batch.columns, *self.extra.arrays(extra, n_calls)],
             schema=pa.schema([*TURNS_DELTA, *extra], metadata=TURNS_DELTA.metadata),
         )
+
+    def check_items(self, value: object, prompt_ids: object) -> Sequence[Item]:
+        """The images of a call's prompt; raises `InvalidTurnsError`."""
+        items = read_mm_items(value, "") or []
+        fault = item_fault(items, self.read_ids(prompt_ids, "prompt_ids"))
+        if fault is not None:
+            raise InvalidTurnsError(fault)
+        return items
+
+    def _items(self) -> pa.Array:
+        """The column ``mm_items``."""
+        type_ = TURNS_DELTA.field("mm_items").type
+        if not self.mm_items:
+            return pa.nulls(self.n_calls, type_)
+        return pa.array(map(self.mm_items.get, range(self.n_calls)), type_)
 
     def _token_columns(self, calls: Records) -> dict[str, Column]:
         """The columns with one value per token."""

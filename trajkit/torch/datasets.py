@@ -21,6 +21,7 @@ from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.pipeline.suffix_layout import full_rows
 from trajkit.schema import PACKS
 from trajkit.torch.packs import Pack
+from trajkit.turns.mm_items import engine_ids, has_items
 
 _PER_TOKEN = (
     "input_ids",
@@ -64,6 +65,8 @@ class PackDataset:
 
     def __init__(self, packs: TableLike) -> None:
         self._table = canonical(as_table(packs), PACKS)
+        if has_items(self._table):
+            self._table = engine_ids(self._table)
         self._continues = np.asarray(self._table.column("prefix_pack").is_valid())
         for line in np.flatnonzero(self._continues).tolist():
             _check_prefix(self._table, line)
@@ -145,6 +148,8 @@ class RowDataset:
 
     def __init__(self, rows: TableLike, columns: Sequence[str] = ()) -> None:
         self._table = full_rows(canonical_rows(as_table(rows)))
+        if has_items(self._table):
+            self._table = engine_ids(self._table)
         self._names = [*_PADDING, "row_weight", *columns]
         missing = [n for n in columns if n not in self._table.column_names]
         if missing:

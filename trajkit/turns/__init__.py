@@ -8,12 +8,16 @@ if TYPE_CHECKING:
     from trajkit.turns.messages import message_body as message_body
     from trajkit.turns.messages import message_key as message_key
     from trajkit.turns.messages import message_record as message_record
+    from trajkit.turns.mm_items import content_ids as content_ids
+    from trajkit.turns.mm_items import engine_ids as engine_ids
     from trajkit.turns.prefix import lcp as lcp
     from trajkit.turns.validation import reject_sessions as reject_sessions
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
+            "content_ids": "mm_items",
+            "engine_ids": "mm_items",
             "lcp": "prefix",
             "message_body": "messages",
             "message_key": "messages",

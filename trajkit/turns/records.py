@@ -4,7 +4,7 @@ import reprlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import index
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ import pyarrow as pa
 from trajkit._arguments import near_miss, whole_number
 from trajkit._arrow.canonical import TableLike, as_table
 from trajkit.errors import InvalidTurnsError
-from trajkit.schema import TURNS, WEIGHT_VERSION
+from trajkit.schema import MM_ITEM, TURNS, WEIGHT_VERSION
 from trajkit.turns.calls import Longs
 from trajkit.turns.deep_json import MAX_DEPTH, is_too_deep
 from trajkit.turns.flat_buffers import offsets_of
@@ -37,6 +37,7 @@ FIELDS = (
     "trainable",
     "output_mask",
     "weight_versions",
+    "mm_items",
 )
 _SPELLED = {name.replace("_", ""): name for name in FIELDS}
 # as an extra column it would silently leave the turns without logprobs
@@ -86,6 +87,9 @@ def from_records(
             False: the token is context only. Missing or None: all may be trained.
         ``weight_versions`` : list of dict
             With ``version`` (str), ``start`` and ``stop``.
+        ``mm_items`` : list of dict
+            The images of the prompt, as `trajkit.schema.MM_ITEM` has them; their tokens
+            in ``prompt_ids`` are `trajkit.turns.content_ids`.
     nonfinite_logprobs : {"raise", "null"}
         How to treat NaN, the infinities, and values of -9999 and below, which engines
         write if they have no logprob.
@@ -159,6 +163,7 @@ class _Batch:
     )
     output_masks: list[object] = field(default_factory=list)
     weight_versions: list[object] = field(default_factory=list)
+    mm_items: list[object] = field(default_factory=list)
     extras: dict[str, list[object]] = field(default_factory=dict)
 
     def add(self, record: Record, number: int) -> None:
@@ -199,6 +204,7 @@ class _Batch:
         self.weight_versions.append(
             read_weight_versions(record.get("weight_versions"), where)
         )
+        self.mm_items.append(read_mm_items(record.get("mm_items"), where))
         for name, value in record.items():
             if name not in FIELDS:
                 check_depth(name, value, where)
@@ -249,6 +255,7 @@ class _Batch:
             "weight_versions": pa.array(
                 self.weight_versions, pa.large_list(WEIGHT_VERSION)
             ),
+            "mm_items": pa.array(self.mm_items, pa.large_list(MM_ITEM)),
             **{name: self._extra(name) for name in self.extras},
         }
         order = np.lexsort((np.array(self.turn_indices, np.int64), numbers))
@@ -492,3 +499,23 @@ def read_weight_versions(value: object, where: str) -> list[Record] | None:
                     "an integer in [0, 2**31)"
                 )
     return list(value)
+
+
+def read_mm_items(value: object, where: str) -> list[Record] | None:
+    """A call's mm_items: dicts with the fields of `trajkit.schema.MM_ITEM`."""
+    if value is None:
+        return None
+    items: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
+    for i, item in enumerate(items):
+        if not isinstance(item, Mapping) or set(item) != set(MM_ITEM.names):
+            raise InvalidTurnsError(
+                f"{where}mm_items[{i}] is {item!r}: expected a dict of "
+                f"{', '.join(MM_ITEM.names)}"
+            )
+        try:
+            pa.scalar(item, MM_ITEM)
+        except (pa.ArrowException, OverflowError) as error:
+            raise InvalidTurnsError(
+                f"{where}mm_items[{i}] is {item!r}: {error}"
+            ) from None
+    return items

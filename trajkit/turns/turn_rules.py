@@ -15,6 +15,13 @@ import pyarrow as pa
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import Rows, Violation, violation
 from trajkit.turns.deep_json import parse
+from trajkit.turns.mm_items import (
+    FIRST_CONTENT_ID,
+    Ints,
+    Item,
+    has_items,
+    item_ids,
+)
 
 Check: TypeAlias = Callable[[pa.Table], Iterator[Violation]]
 Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -222,6 +229,49 @@ def lacks(structs: pa.StructArray, *names: str) -> Bools:
         [np.asarray(part.is_null()) for part in (structs, *fields)], axis=0
     )
     return found
+
+
+def mm_items(table: pa.Table) -> Iterator[Violation]:
+    """Images are in the prompt, in order, and their tokens are their content ids."""
+    if not has_items(table):
+        return
+    name, first = "prompt_ids", np.zeros(len(table), np.int64)
+    if name not in table.column_names:
+        name, first = "suffix_ids", table.column("shared_length").to_numpy()
+    faults: dict[int, str] = {}
+    for row, listed in enumerate(table.column("mm_items").to_pylist()):
+        if listed:
+            ids = table.column(name)[row].values.to_numpy()
+            fault = item_fault(listed, ids, int(first[row]))
+            if fault is not None:
+                faults[row] = fault
+    yield violation(np.array([*faults], np.int64), "{}", list(faults.values()))
+
+
+def item_fault(items: Sequence[Item | None], ids: Ints, first: int = 0) -> str | None:
+    """What is wrong with the images of a prompt whose ids from ``first`` on are given."""
+    last = 0
+    for i, item in enumerate(items):
+        if item is None or None in item.values():
+            return f"mm_items[{i}] has a null: every field is needed"
+        start, stop = item["start"], item["stop"]
+        if not last <= start < stop <= first + len(ids):
+            return (
+                f"mm_items[{i}] is {start}:{stop}: expected tokens from {last} to "
+                f"{first + len(ids)}, the end of the prompt"
+            )
+        if not 0 <= item["token_id"] < FIRST_CONTENT_ID:
+            return f"mm_items[{i}] has the token_id {item['token_id']}, a content id"
+        low, high = max(start, first), max(stop, first)
+        if not np.array_equal(
+            ids[low - first : high - first], item_ids(item)[low - start :]
+        ):
+            return (
+                f"the tokens {start}:{stop} are not the content ids of mm_items[{i}]: "
+                "make them with trajkit.turns.content_ids"
+            )
+        last = stop
+    return None
 
 
 def messages(name: str) -> Check:

@@ -48,6 +48,7 @@ _VALUES: tuple[Check, ...] = (
     turn_rules.logprobs("output_logprobs", "output_ids"),
     turn_rules.output_mask,
     turn_rules.weight_versions,
+    turn_rules.mm_items,
 )
 _IN_ORDER: tuple[Check, ...] = (
     turn_rules.sessions_contiguous,

@@ -14,6 +14,7 @@ from trajkit import _core
 from trajkit._arrow.canonical import Rows
 from trajkit.turns.calls import Ints, Longs
 from trajkit.turns.flat_buffers import Index, Pieces, Runs
+from trajkit.turns.mm_items import FIRST_CONTENT_ID, Item, has_items, item_ids
 from trajkit.turns.turn_rules import Bools
 from trajkit.verification.context import Case
 
@@ -404,6 +405,40 @@ def weight_versions(case: Case, pieces: Pieces) -> None:
                 f"weight_versions is {given}, expected {due.get(row)}",
                 row=row,
             )
+
+
+def mm_items(case: Case) -> None:
+    """The images of a row are the session's, and its content ids are theirs."""
+    table, ids = case.rows.table, case.rows.ids
+    turns = case.turns.calls.table
+    if "mm_items" not in table.column_names or not has_items(turns):
+        return
+    sessions, known = case.turns.calls.session_of(), set()
+    for session, listed in zip(
+        sessions, turns.column("mm_items").to_pylist(), strict=True
+    ):
+        known |= {(session, *_same_image(item)) for item in listed or ()}
+    for row, listed in enumerate(table.column("mm_items").to_pylist()):
+        unclaimed = ids[row] >= FIRST_CONTENT_ID
+        for item in listed or ():
+            start, stop = item["start"], item["stop"]
+            here, due = ids[row][start:stop], item_ids(item)
+            if (case.session[row], *_same_image(item)) not in known:
+                detail = f"{item} is in no prompt of the session"
+                case.report("mm_items", detail, row=row, token=start)
+            elif start < 0 or not len(here) or (here != due[: len(here)]).any():
+                detail = f"the tokens {start}:{stop} are not the content ids of {item}"
+                case.report("mm_items", detail, row=row, token=start)
+            else:
+                unclaimed[start:stop] = False
+        for token in np.flatnonzero(unclaimed)[:1]:
+            detail = f"{ids[row][token]} is a content id of no item"
+            case.report("mm_items", detail, row=row, token=token)
+
+
+def _same_image(item: Item) -> tuple[object, ...]:
+    length = item["stop"] - item["start"]
+    return item["kind"], item["hash"], item["token_id"], length
 
 
 def flags(case: Case, pieces: Pieces) -> None:

@@ -340,5 +340,6 @@ def _verify_own(case: Case, known: tuple[str, ...], weigh_by: WeighBy) -> None:
     row_rules.facts(case, known=known)
     row_rules.turns(case, pieces)
     row_rules.weight_versions(case, pieces)
+    row_rules.mm_items(case)
     if case.policy is not None and case.policy.flag_scope == "row" and not case.splices:
         row_rules.flags(case, pieces)

@@ -40,4 +40,14 @@ def assign_req_to_token_pool_cpu(pool_rows, table, starts, stops, locations, wid
         taken += stop - start
 
 
+# The module of Qwen's image processors imports models that look these up. None is called.
+_operators = torch.library.Library(__name__, "FRAGMENT")
+for _name in (
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    "fused_sigmoid_mul_cpu",
+):
+    _operators.define(f"{_name}(Tensor x) -> Tensor")
+
 stand_in(__name__, may_be_called=False)

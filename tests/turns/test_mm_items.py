@@ -1,0 +1,218 @@
+"""Images in turns: content ids make every stage tell different images apart."""
+
+from itertools import chain
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trajkit as tk
+from tests.strategies import fewer_examples
+from trajkit.errors import InvalidTurnsError
+from trajkit.turns import content_ids, engine_ids
+
+PAD = 7
+HASHES = ("ab" * 32, "cd" * 32)
+# what a prompt is made of in these tests: an id, or an image as (hash, tokens)
+images = st.tuples(st.sampled_from(HASHES), st.integers(1, 3))
+symbols = st.integers(0, 2) | images
+POLICIES = ("faithful", "strict", "slime", "trl", "nemo", "polar", "per_call")
+
+
+@st.composite
+def sessions(draw):
+    """Calls as (prompt symbols, output ids); prompts extend or leave earlier paths."""
+    calls = []
+    for _ in range(draw(st.integers(1, 5))):
+        before = []
+        if calls and draw(st.booleans()):
+            prompt, output = draw(st.sampled_from(calls))
+            path = [*prompt, *output]
+            before = path[: draw(st.sampled_from([len(path), len(prompt), 1]))]
+        new = draw(st.lists(symbols, min_size=1, max_size=4))
+        calls.append(([*before, *new], draw(st.lists(st.integers(0, 2), max_size=3))))
+    return calls
+
+
+def item(content_hash, start, n_tokens):
+    return {
+        "kind": "image",
+        "hash": content_hash,
+        "token_id": PAD,
+        "start": start,
+        "stop": start + n_tokens,
+    }
+
+
+def with_images(prompt):
+    """The recorded ids of a prompt, its images, and what the engine consumed."""
+    ids, items, consumed = [], [], []
+    for symbol in prompt:
+        if isinstance(symbol, int):
+            ids.append(symbol)
+            consumed.append(symbol)
+            continue
+        content_hash, n_tokens = symbol
+        items.append(item(content_hash, len(ids), n_tokens))
+        ids += content_ids("image", content_hash, n_tokens).tolist()
+        consumed += [PAD] * n_tokens
+    return ids, items, consumed
+
+
+def numbered(prompt):
+    """The prompt with numbers of its own for each token of each image."""
+
+    def ids_of(symbol):
+        if isinstance(symbol, int):
+            return [symbol]
+        first = 100 + 10 * (3 * HASHES.index(symbol[0]) + symbol[1])
+        return range(first, first + symbol[1])
+
+    return [*chain.from_iterable(map(ids_of, prompt))]
+
+
+def recorded(calls, **fields):
+    return [
+        {
+            "session_id": "a",
+            "prompt_ids": ids,
+            "output_ids": output,
+            "output_logprobs": [-1.0] * len(output),
+            "finish_reason": "stop",
+            "mm_items": items or None,
+            **fields,
+        }
+        for (prompt, output) in calls
+        for ids, items, _ in [with_images(prompt)]
+    ]
+
+
+def twin_of(calls):
+    return tk.from_records(
+        {**record, "prompt_ids": numbered(prompt), "mm_items": None}
+        for record, (prompt, _) in zip(recorded(calls), calls, strict=True)
+    )
+
+
+def without_ids(rows):
+    return rows.drop_columns(["input_ids", "mm_items"])
+
+
+@given(sessions(), st.none() | st.integers(1, 12))
+@fewer_examples
+def test_rows_are_those_of_prompts_with_a_number_per_image(calls, cap):
+    table, twin = tk.from_records(recorded(calls)), twin_of(calls)
+    for policy in POLICIES:
+        choices = {"policy": policy, "reward": 1.0, "max_row_tokens": cap}
+        rows, report = tk.linearize(table, report=True, **choices)
+        due, due_report = tk.linearize(twin, report=True, **choices)
+        assert without_ids(rows) == without_ids(due)
+        assert report == due_report
+        assert tk.verify(rows, table, policy=policy, max_row_tokens=cap).num_rows == 0
+        if policy == "polar":
+            continue
+        for row in rows.to_pylist():
+            ids, items, _ = with_images(calls[row["last_turn"]][0])
+            ids += calls[row["last_turn"]][1]
+            n_tokens = len(row["input_ids"])
+            assert row["input_ids"] == ids[:n_tokens]
+            shown = [one for one in items if one["start"] < n_tokens]
+            assert row["mm_items"] == (shown or None)
+
+
+@given(sessions())
+def test_links_drift_and_the_delta_form_are_those_of_the_twin(calls):
+    table, twin = tk.from_records(recorded(calls)), twin_of(calls)
+    links, due = tk.link(table, "slime"), tk.link(twin, "slime")
+    assert links == due
+    assert tk.classify_drift(table, links) == tk.classify_drift(twin, due)
+    delta = tk.compact(table)
+    names = ["base_turn", "shared_length"]
+    assert delta.select(names) == tk.compact(twin).select(names)
+    assert tk.validate(delta) == delta
+    assert tk.expand(delta) == table
+    consumed = [with_images(prompt)[2] for prompt, _ in calls]
+    assert engine_ids(table)["prompt_ids"].to_pylist() == consumed
+    shared = delta["shared_length"].to_pylist()
+    assert engine_ids(delta)["suffix_ids"].to_pylist() == [
+        ids[n:] for ids, n in zip(consumed, shared, strict=True)
+    ]
+
+
+@given(sessions())
+@fewer_examples
+def test_a_recorder_keeps_images(calls):
+    recorder = tk.Recorder()
+    for record in recorded(calls):
+        recorder.record(**record)
+    table = tk.from_records(recorded(calls))
+    assert tk.expand(recorder.turns("a")) == tk.expand(tk.compact(table))
+    for policy in POLICIES:
+        rows = tk.linearize(table, policy=policy, reward=1.0)
+        assert recorder.rows("a", policy, reward=1.0) == rows
+        suffix = tk.linearize(table, policy=policy, reward=1.0, layout="suffix")
+        assert tk.full_rows(suffix) == rows
+
+
+def broken(**fields):
+    (record,) = recorded([([1, (HASHES[0], 2), 2], [3])])
+    return {**record, **fields}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        pytest.param(
+            {"mm_items": [item(HASHES[1], 1, 2)]}, "not the content ids", id="other"
+        ),
+        pytest.param(
+            {"mm_items": [item(HASHES[0], 0, 2)]}, "not the content ids", id="moved"
+        ),
+        pytest.param({"mm_items": [item(HASHES[0], 3, 2)]}, "is 3:5", id="beyond"),
+        pytest.param({"mm_items": [item(HASHES[0], 1, 0)]}, "is 1:1", id="empty"),
+        pytest.param({"mm_items": [item(HASHES[0], 1, 2)] * 2}, "is 1:3", id="twice"),
+        pytest.param({"mm_items": [{"kind": "image"}]}, "expected a dict", id="fields"),
+        pytest.param({"mm_items": 3}, "expected a dict", id="no-list"),
+        pytest.param(
+            {"mm_items": [{**item(HASHES[0], 1, 2), "hash": None}]}, "null", id="null"
+        ),
+        pytest.param(
+            {"mm_items": [{**item(HASHES[0], 1, 2), "start": "1"}]}, "start", id="type"
+        ),
+        pytest.param(
+            {"mm_items": [{**item(HASHES[0], 1, 2), "token_id": 1 << 30}]},
+            "token_id",
+            id="token",
+        ),
+    ],
+)
+def test_an_item_that_is_not_in_the_prompt_is_refused(fields, words):
+    assert tk.from_records([broken()]).num_rows == 1
+    with pytest.raises(InvalidTurnsError, match=words):
+        tk.from_records([broken(**fields)])
+    recorder = tk.Recorder()
+    with pytest.raises(InvalidTurnsError, match=words):
+        recorder.record(**broken(**fields))
+    assert recorder.n_turns("a") == 0
+
+
+def test_a_content_id_without_an_item_has_no_engine_id():
+    table = tk.from_records([broken(mm_items=None)])
+    with pytest.raises(
+        InvalidTurnsError, match=r"prompt_ids\[1\] is \d+, a content id"
+    ):
+        engine_ids(table)
+
+
+def test_what_has_no_content_ids_is_returned_as_it_is():
+    table = tk.from_records([broken(prompt_ids=[1, 2], mm_items=None)])
+    assert engine_ids(table) is table
+
+
+def test_stored_tables_have_their_images(tmp_path):
+    table = tk.from_records([broken()])
+    for name in ("turns.parquet", "turns.arrow", "turns.jsonl"):
+        tk.write_turns(table, tmp_path / name)
+        read = tk.read_turns(tmp_path / name)
+        assert pa.table(read)["mm_items"] == table["mm_items"]

@@ -1,0 +1,125 @@
+"""Images in prompts: content ids, and the ids that the engine consumed."""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from hashlib import sha256
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trajkit._arrow import lazy_compute as pc
+from trajkit._arrow.canonical import TableLike, as_table, place
+from trajkit.errors import InvalidTurnsError
+
+Ints: TypeAlias = npt.NDArray[np.int32]
+Item: TypeAlias = Mapping[str, Any]
+"""A `trajkit.schema.MM_ITEM` as a dict."""
+
+FIRST_CONTENT_ID = 1 << 30
+"""Content ids are at least this, and every engine's ids are below it."""
+
+_COLUMNS = ("prompt_ids", "suffix_ids", "input_ids")
+_IDS = pa.large_list(pa.int32())
+
+
+@lru_cache(maxsize=4096)
+def content_ids(kind: str, content_hash: str, n_tokens: int) -> Ints:
+    """Return the content ids of an image.
+
+    Parameters
+    ----------
+    kind, content_hash : str
+        As in `trajkit.schema.MM_ITEM`.
+    n_tokens : int
+        Number of its tokens.
+
+    Returns
+    -------
+    ndarray of int32, shape (n_tokens,), read-only
+
+    Notes
+    -----
+    Each id has 30 bits of a SHA-256 digest of the arguments, eight ids the complete
+    digest, again and again. Two images (or one image in two sizes) thus differ at their
+    first token, except with probability 2**-30.
+    """
+    digest = sha256(f"{kind}:{content_hash}:{n_tokens}".encode()).digest()
+    words = np.frombuffer(digest, "<u4") % FIRST_CONTENT_ID + FIRST_CONTENT_ID
+    ids: Ints = np.resize(words.astype(np.int32), n_tokens)
+    ids.flags.writeable = False
+    return ids
+
+
+def item_ids(item: Item) -> Ints:
+    """Return the content ids of an item."""
+    return content_ids(item["kind"], item["hash"], item["stop"] - item["start"])
+
+
+def has_items(table: pa.Table) -> bool:
+    """Whether a turn, row or pack has images."""
+    column = table.column("mm_items")
+    return bool(column.null_count < len(column))
+
+
+def engine_ids(table: TableLike) -> pa.Table:
+    """Replace content ids by the ids that the engine consumed.
+
+    Parameters
+    ----------
+    table : table
+        Turns, rows or packs, with their column ``mm_items``. In delta form and in the
+        suffix layout, ``shared_length`` and ``suffix_start`` are the position of the
+        first stored id.
+
+    Returns
+    -------
+    Table
+        The same columns. Prompts with different images may now have equal ids, so no
+        stage of trajkit should read it.
+
+    Raises
+    ------
+    InvalidTurnsError
+        A content id is in no item of its list.
+    """
+    source = as_table(table)
+    (name,) = (name for name in _COLUMNS if name in source.column_names)
+    lists = pa.concat_arrays(source.column(name).chunks or [pa.array([], _IDS)])
+    ids = lists.flatten().to_numpy()
+    if not (ids >= FIRST_CONTENT_ID).any():
+        return source
+    ids = ids.copy()
+    ends = np.cumsum(pc.list_value_length(lists).fill_null(0).to_numpy())
+    first = np.zeros(len(ends), np.int64)
+    for given in ("shared_length", "suffix_start"):
+        if name == "suffix_ids" and given in source.column_names:
+            first = source.column(given).to_numpy()
+    items: list[Any] = [None] * len(ends)
+    if "mm_items" in source.column_names:
+        items = source.column("mm_items").to_pylist()
+    for line, (start, stop) in enumerate(pairwise([0, *ends.tolist()])):
+        restore(ids[start:stop], items[line] or (), int(first[line]))
+        bad = np.flatnonzero(ids[start:stop] >= FIRST_CONTENT_ID)
+        if len(bad):
+            raise InvalidTurnsError(
+                f"{place(source, line)}: {name}[{bad[0]}] is {ids[start + bad[0]]}, a "
+                "content id, but no item of mm_items has this token"
+            )
+    offsets = pa.array(np.append(0, ends), pa.int64())
+    restored = pa.LargeListArray.from_arrays(offsets, pa.array(ids))
+    at = source.column_names.index(name)
+    field = pa.field(name, restored.type, nullable=False)
+    return source.set_column(at, field, restored)
+
+
+def restore(ids: Ints, items: Sequence[Item], first: int = 0) -> None:
+    """Replace content ids by the engine's, in place.
+
+    ``ids[0]`` has the position ``first`` of the prompt or row that ``items`` are of.
+    """
+    for item in items:
+        start, stop = (max(item[name] - first, 0) for name in ("start", "stop"))
+        ids[start:stop] = item["token_id"]
