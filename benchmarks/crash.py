@@ -1,11 +1,13 @@
-"""What a gateway that is killed leaves behind.
+"""What a gateway that is killed leaves behind, and how a run continues.
 
     python -m benchmarks.crash --kills 100 --seed 0
 
-kills a gateway under load so often, each time at another moment, and compares its log
-with what its clients were told: every acknowledged turn is there, once and whole, under
-its own session, and so is every session that was opened or finished. It exits with 1
-where anything is wrong.
+kills a gateway under load as often as asked, each time at another moment. After each kill the
+next gateway of the run writes a log of its own, and samples again what was not finished,
+under new names. The logs of the run are compared with what the clients received: every
+acknowledged turn is there, once and complete, under its own session, and so is every
+session that was opened or finished. Their rows verify. It exits with 1 where anything is
+wrong.
 """
 
 import argparse
@@ -15,11 +17,15 @@ import random
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
+import trajkit as tk
+from benchmarks.compare import commit, machine
 from benchmarks.gateway import (
     Host,
     Told,
@@ -28,9 +34,12 @@ from benchmarks.gateway import (
     finish_session,
     open_session,
 )
+from trajkit.errors import TornLogWarning
 
 # sessions at a time, and conversations that each has at once
 _SESSIONS, _AT_ONCE = 6, 2
+# gateways that one run loses
+_KILLS_PER_RUN = 5
 # what a client is told when its gateway dies
 _BROKEN = (OSError, EOFError)
 
@@ -45,6 +54,8 @@ class Outcome:
     logged: int = 0
     sessions: int = 0
     finished: int = 0
+    # sessions that were not finished and were sampled again by the next gateway
+    resumed: int = 0
     # files that ended within an entry
     torn: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -52,8 +63,9 @@ class Outcome:
     def __str__(self) -> str:
         return (
             f"{self.kills} kills: {self.acknowledged} acknowledged turns of "
-            f"{self.sessions} sessions ({self.finished} finished), {self.logged} turns "
-            f"in the logs, {self.torn} files torn, {len(self.wrong)} things wrong"
+            f"{self.sessions} sessions ({self.finished} finished, {self.resumed} "
+            f"sampled again), {self.logged} turns in the logs, {self.torn} files torn, "
+            f"{len(self.wrong)} things wrong"
         )
 
 
@@ -68,41 +80,64 @@ def run(kills: int, seed: int, directory: Path) -> Iterator[Outcome]:
     """
     outcome = Outcome()
     with Host() as host:
-        for k in range(kills):
-            # each kill's moment is its own, whatever came before
-            draw = random.Random(f"{seed} {k}")
-            log = directory / f"{k:04d}"
-            told = Told()
-            options = {
-                "max_file_turns": draw.choice([3, 10, 1000]),
-                "fsync": draw.random() < 0.25,
-                "form": draw.choice(["full", "delta"]),
-            }
-            pid, url = host.start(log, **options)
-            asyncio.run(_load_and_kill(url, pid, told, draw))
-            host.wait(pid)
-            found = check_log(log, told)
-            outcome.kills += 1
-            outcome.acknowledged += told.n_replies
+        for first in range(0, kills, _KILLS_PER_RUN):
+            told, torn = Told(), 0
+            folder = directory / f"{first:04d}"
+            form = random.Random(f"{seed} {first} form").choice(["full", "delta"])
+            for k in range(first, min(first + _KILLS_PER_RUN, kills)):
+                # each kill's moment is its own, whatever came before
+                draw = random.Random(f"{seed} {k}")
+                options = {
+                    "max_file_turns": draw.choice([3, 10, 1000]),
+                    "fsync": draw.random() < 0.25,
+                    "form": form,
+                }
+                left = [name for name in told.replies if name not in told.finished]
+                again = [f"{name}~" for name in left if f"{name}~" not in told.replies]
+                before = told.n_replies
+                pid, url = host.start(folder / str(k), **options)
+                asyncio.run(_load_and_kill(url, pid, told, draw, again, f"s{k}"))
+                host.wait(pid)
+                outcome.kills += 1
+                outcome.acknowledged += told.n_replies - before
+                outcome.resumed += sum(name in told.replies for name in again)
+                found = check_log(folder, told)
+                wrong = found.wrong + _rows_that_do_not_verify(folder)
+                outcome.wrong += [f"kill {k}: {each}" for each in wrong]
+                outcome.torn, torn = outcome.torn + found.torn - torn, found.torn
+                yield outcome
             outcome.logged += found.turns
             outcome.sessions += len(told.replies)
             outcome.finished += len(told.finished)
-            outcome.torn += found.torn
-            outcome.wrong += [f"kill {k}: {each}" for each in found.wrong]
             yield outcome
 
 
-async def _load_and_kill(url: str, pid: int, told: Told, draw: random.Random) -> None:
+def _rows_that_do_not_verify(folder: Path) -> list[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TornLogWarning)
+        turns = tk.read_turns(folder)
+    found = tk.verify(tk.linearize(turns, "faithful", reward=1.0), turns)
+    return [str(each) for each in found.to_pylist()]
+
+
+async def _load_and_kill(
+    url: str,
+    pid: int,
+    told: Told,
+    draw: random.Random,
+    again: Iterable[str],
+    prefix: str,
+) -> None:
     """Load a gateway without a pause, and kill it at some moment.
 
     That is after some replies, and up to 20 ms on: anywhere in the work on a call.
+    ``again``: names of its first sessions; the others begin with ``prefix``.
     """
-    after, then = draw.randrange(60), draw.random() * 0.02
-    numbers = count()
+    after, then = told.n_replies + draw.randrange(60), draw.random() * 0.02
+    names = chain(again, (f"{prefix}-{n}" for n in count()))
 
     async def loaded() -> None:
-        while True:
-            session = f"s{next(numbers)}"
+        for session in names:
             await open_session(url, session, told)
             # side by side in one session, each a conversation of its own
             ends = await asyncio.gather(
@@ -139,11 +174,14 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    outcome = Outcome()
+    print(f"{machine()}, commit {commit()}, load average {os.getloadavg()[0]:.1f}\n")
+    outcome, start = Outcome(), time.perf_counter()
     with tempfile.TemporaryDirectory() as directory:
         for outcome in run(arguments.kills, arguments.seed, Path(directory)):
-            print(outcome, flush=True)
-    print(*outcome.wrong, sep="\n")
+            sys.stdout.write(f"\r{outcome}")
+            sys.stdout.flush()
+    print(f"\n{time.perf_counter() - start:.0f} s")
+    print(*outcome.wrong[:20], sep="\n")
     return 1 if outcome.wrong else 0
 
 

@@ -10,6 +10,7 @@ number, so that a turn that is lost, doubled or under the wrong session can be t
 import asyncio
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -22,13 +23,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute
 
 import trajkit as tk
 from trajkit.errors import TornLogWarning
+from trajkit_shim.engines import base
 from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
 from trajkit_shim.engines.embedded.script import Reply, messages
+from trajkit_shim.engines.embedded.vocabulary import END
 from trajkit_shim.serve import serve
 
 ROOT = Path(__file__).parents[1]
@@ -36,9 +41,51 @@ Json: TypeAlias = dict[str, Any]
 
 
 def repeat(prompt: str) -> list[Reply]:
-    """The policy: it says after the user what the user said last."""
+    """The policy: it says after the user how the user's last message begins."""
     said = [message.text for message in messages(prompt) if message.role == "user"]
-    return [Reply((f"You said {said[-1]}.",))]
+    return [Reply((reply_to(said[-1]),))]
+
+
+def reply_to(text: str) -> str:
+    """The reply to a message: its session and number."""
+    return f"You said {' '.join(text.split()[:2])}."
+
+
+class SlowEngine(EmbeddedEngine):
+    """It takes its time, but hardly any of the processor's.
+
+    ``seconds``: each reply takes between half and one and a half times as long.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seed=0)
+        self._seconds = seconds
+        self._tokenizer = load_tokenizer()
+
+    async def generate(
+        self,
+        prompt_ids: npt.NDArray[np.int32],
+        sampling: base.Sampling,
+        *,
+        request_id: str,
+        session_id: str,
+        on_tokens: base.OnTokens | None = None,
+    ) -> base.Sample:
+        """Reply as `repeat` does."""
+        await asyncio.sleep(self._seconds * random.uniform(0.5, 1.5))
+        added = self.vocabulary.added
+        start = np.flatnonzero(prompt_ids == added["<|im_start|>"])[-2]
+        said = self.vocabulary.decode(prompt_ids[start : start + 80].tolist())
+        text = reply_to(said.partition("user\n")[2].partition("<|im_end|>")[0])
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return base.Sample(
+            output_ids=np.array([*ids, added[END]], np.int32),
+            output_logprobs=np.full(len(ids) + 1, -0.1, np.float32),
+            finish_reason="stop",
+            weight_versions=(base.WeightSpan("scripted", 0, len(ids) + 1),),
+        )
+
+    stream = generate
 
 
 # The host
@@ -82,8 +129,9 @@ def _fork(asked: dict[str, object], tokenizer: object) -> dict[str, object]:
     status = 1
     try:
         log = TurnLog(asked["directory"], **asked.get("log", {}))
+        seconds = asked.get("engine_seconds")
         app = create_app(
-            EmbeddedEngine(repeat, seed=0),
+            EmbeddedEngine(repeat, seed=0) if seconds is None else SlowEngine(seconds),
             ChatRenderer(tokenizer),
             log,
             attributed=False,
@@ -127,9 +175,21 @@ class Host:
         self._process.wait()
         self._process.stdout.close()
 
-    def start(self, directory: Path, **log: object) -> tuple[int, str]:
-        """The process id and the URL of a new gateway; the rest is `TurnLog`'s."""
-        answer = self._ask({"directory": str(directory), "log": log})
+    def start(
+        self, directory: Path, engine_seconds: float | None = None, **log: object
+    ) -> tuple[int, str]:
+        """The process id and the URL of a new gateway.
+
+        ``engine_seconds``: of a `SlowEngine`; default: the embedded engine. The rest is
+        `TurnLog`'s.
+        """
+        answer = self._ask(
+            {
+                "directory": str(directory),
+                "engine_seconds": engine_seconds,
+                "log": log,
+            }
+        )
         return answer["pid"], answer["url"]
 
     def wait(self, pid: int) -> None:
@@ -162,6 +222,7 @@ class Told:
     finished: dict[str, float] = field(default_factory=dict)
     # calls that got no answer, where the session's name and number stand for each
     unanswered: set[tuple[str, int]] = field(default_factory=set)
+    most_at_once: int = 0
 
     @property
     def n_replies(self) -> int:
@@ -169,9 +230,13 @@ class Told:
         return sum(map(len, self.replies.values()))
 
 
-def said(session: str, number: int) -> str:
-    """What a session says."""
-    return f"{session} {number}"
+_SOURCE = Path(asyncio.__file__).with_name("base_events.py").read_text()
+
+
+def said(session: str, number: int, length: int = 0) -> str:
+    """What a session says, and so many characters of source code."""
+    start = hash((session, number)) % (len(_SOURCE) - length)
+    return f"{session} {number} {_SOURCE[start : start + length]}".strip()
 
 
 class Line:
@@ -228,17 +293,26 @@ async def open_session(url: str, session: str, told: Told) -> None:
 
 
 async def converse(
-    url: str, session: str, turns: int, told: Told, *, first: int = 0
+    url: str,
+    session: str,
+    turns: int,
+    told: Told,
+    *,
+    first: int = 0,
+    length: int = 0,
 ) -> None:
     """One call after the other, the whole conversation in each.
 
-    ``first``, a multiple of 1000, numbers the conversation's calls.
+    ``first``, a multiple of 1000, numbers the conversation's calls. ``length``: of each
+    message, in characters.
     """
     conversation: list[object] = []
     with closing(Line(url)) as line:
         for number in range(first, first + turns):
-            conversation.append({"role": "user", "content": said(session, number)})
+            text = said(session, number, length)
+            conversation.append({"role": "user", "content": text})
             told.unanswered.add((session, number))
+            told.most_at_once = max(told.most_at_once, len(told.unanswered))
             answer = await line.ask(
                 "/v1/chat/completions", {"messages": conversation}, told.keys[session]
             )
@@ -325,9 +399,9 @@ def _check_turns(turns: pa.Table, told: Told, found: Found) -> None:
             if not text.removeprefix("You said ").startswith(f"{session} "):
                 wrong.append(f"{where}: {text!r} is another session's")
         asked, reply = texts[-2:]
-        if reply != f"You said {asked}.":
+        if reply != reply_to(asked):
             wrong.append(f"{where}: {reply!r} answers another call")
-        number = int(asked.rpartition(" ")[2])
+        number = int(asked.split()[1])
         if number in logged.setdefault(session, {}):
             wrong.append(f"{where}: number {number} is there twice")
         logged[session][number] = reply

@@ -127,10 +127,10 @@ def check_answers(source: Path) -> None:
         sys.exit("this does not hold: plain Python gives the same rows")
 
 
-def resident(line: str = "VmRSS") -> int:
-    """Bytes of this process that are in memory, or were at most (VmHWM)."""
+def resident(line: str = "VmRSS", *, pid: int | str = "self") -> int:
+    """Bytes of a process that are in memory, or were at most (VmHWM)."""
     # getrusage would tell the parent's peak where that is higher
-    text = Path("/proc/self/status").read_text()
+    text = Path(f"/proc/{pid}/status").read_text()
     found = next(words for words in text.splitlines() if words.startswith(line))
     return int(found.split()[1]) * 1024
 

@@ -41,9 +41,10 @@ class HarnessSignature:
     name: str
     header: str  # a header, and the start of its value
     starts: str = ""
-    # headers with the ids of the agent (null: the main one) and of its parent
-    agent: str
-    parent: str
+    # headers with the ids of the agent (null: the main one) and of its parent; empty:
+    # it does not name them
+    agent: str = ""
+    parent: str = ""
     side_calls: tuple[SideCall, ...]
 
 
@@ -72,7 +73,39 @@ CODEX = HarnessSignature(
     parent="x-codex-parent-thread-id",
     side_calls=(SideCall(kind="compaction", last="CONTEXT CHECKPOINT COMPACTION"),),
 )
-HARNESSES = (CLAUDE_CODE, CODEX)
+# The texts in the client, version 0.61.0.
+GEMINI_CLI = HarnessSignature(
+    name="gemini-cli",
+    header="user-agent",
+    starts="GeminiCLI",
+    side_calls=(
+        SideCall(kind="compaction", system="distilling chat history into a structured"),
+    ),
+)
+# The texts in the client, version 1.18.33. Each agent is a session of its own.
+OPENCODE = HarnessSignature(
+    name="opencode",
+    header="user-agent",
+    starts="opencode/",
+    agent="x-session-id",
+    parent="x-parent-session-id",
+    side_calls=(
+        SideCall(kind="title", system="You are a title generator"),
+        SideCall(kind="compaction", last="Here is the conversation so far:"),
+    ),
+)
+# The texts in the client, version 0.15.10.
+QWEN_CODE = HarnessSignature(
+    name="qwen-code",
+    header="user-agent",
+    starts="QwenCode/",
+    side_calls=(
+        SideCall(kind="compaction", system="summarizes internal chat history into a"),
+        SideCall(kind="memory", system="the managed memory extraction subagent"),
+        SideCall(kind="title", system="Generate a concise, sentence-case title"),
+    ),
+)
+HARNESSES = (CLAUDE_CODE, CODEX, GEMINI_CLI, OPENCODE, QWEN_CODE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,8 @@ def _launch(job: Job) -> Launch:
         "privacy": {"usageStatisticsEnabled": False},
         "telemetry": {"enabled": False},
         "general": {"enableAutoUpdate": False},
+        # a second agent would read the conversation after each task
+        "memory": {"enableManagedAutoMemory": False},
     }
     return Launch(
         command=(
