@@ -15,13 +15,9 @@ cdef PackRow _pack_row
 cdef Choices _choices
 
 
-def _aligned(layout):
-    return dtype([(name, layout[name]) for name in layout.names], align=True)
-
-
 DTYPES = {
-    name: _aligned(asarray(one).dtype)
-    for name, one in (
+    name: dtype([(field, one[field]) for field in one.names], align=True)
+    for name, record in (
         ("Call", <Call[:1]>&_call),
         ("Request", <Request[:1]>&_request),
         ("Node", <Node[:1]>&_node),
@@ -32,4 +28,5 @@ DTYPES = {
         ("PackRow", <PackRow[:1]>&_pack_row),
         ("Choices", <Choices[:1]>&_choices),
     )
+    for one in [asarray(record).dtype]
 }

@@ -125,6 +125,15 @@ def test_stored_keys_are_used_where_no_number_has_a_simpler_type():
         assert (with_equality(read, "values").keys is None) == expected
 
 
+def test_lists_without_any_message_may_have_a_short_buffer_of_keys():
+    turns = tk.from_records([{"session_id": "s", "prompt_ids": [1], "output_ids": [2]}])
+    lists = TURNS.field("messages").type
+    # Arrow gives empty arrays of nulls a buffer of four bytes
+    none = pa.LargeListArray.from_arrays([0, 0], pa.nulls(0, lists.value_type))
+    place = turns.column_names.index("messages")
+    assert tk.link(turns.set_column(place, "messages", none.cast(lists))).num_rows == 1
+
+
 def test_cache_control_is_left_out_at_any_depth():
     block = {"type": "text", "text": "a"}
     deep = {"role": "user", "content": [{**block, "cache_control": {"type": "x"}}]}

@@ -52,11 +52,11 @@ def _by_value(calls: Calls) -> Calls:
     lists = calls.stored_messages
     chunks = [chunk.flatten() for chunk in lists.chunks]
     words = [
-        np.frombuffer(keys.buffers()[1] or b"", np.int64)[
-            _KEY_WORDS * keys.offset : _KEY_WORDS * (keys.offset + len(keys))
-        ]
+        np.frombuffer(keys.buffers()[1], np.int64, _KEY_WORDS * len(keys), start)
         for chunk in [*chunks, *calls.table.column("response").chunks]
         for keys in [chunk.field("key")]
+        if len(keys)
+        for start in [8 * _KEY_WORDS * keys.offset]
     ]
     # usually no message has a number that could have a simpler type
     if not any(part.view(np.int32)[3::4].any() for part in words):
