@@ -85,8 +85,6 @@ class SlowEngine(EmbeddedEngine):
             weight_versions=(base.WeightSpan("scripted", 0, len(ids) + 1),),
         )
 
-    stream = generate
-
 
 # The host
 

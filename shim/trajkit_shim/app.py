@@ -234,26 +234,24 @@ def create_app(
             Exception: _answer_error,
             **dict.fromkeys((GatewayError, HTTPException), _answer_error),
         },
-        middleware=[Middleware(_NoBrowsers, hosts)],
+        middleware=[Middleware(_no_browsers, hosts)],
         lifespan=lifespan,
     )
 
 
-class _NoBrowsers:
+def _no_browsers(app: ASGIApp, hosts: Collection[str]) -> ASGIApp:
     """Middleware that answers requests of web pages with an error."""
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
-        self._app = app
-        self._hosts = hosts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        answer = app
         if scope["type"] == "http":
             try:
-                check_no_browser(Headers(scope=scope), self._hosts)
+                check_no_browser(Headers(scope=scope), hosts)
             except GatewayError as error:
-                app = await _answer_error(Request(scope), error)
-        await app(scope, receive, send)
+                answer = await _answer_error(Request(scope), error)
+        await answer(scope, receive, send)
+
+    return checked
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
@@ -359,13 +357,8 @@ class _Gateway:
 
     async def models(self, _: Request) -> Response:
         info = await self.settings.engine.info()
-        model = {
-            "id": info.model,
-            "object": "model",
-            "created": 0,
-            "owned_by": "trajkit",
-        }
-        model["max_model_len"] = info.max_context_tokens
+        model = {"id": info.model, "max_model_len": info.max_context_tokens}
+        model |= {"object": "model", "created": 0, "owned_by": "trajkit"}
         return JSONResponse({"object": "list", "data": [model]})
 
     async def read_body(self, request: Request) -> bytes:
@@ -385,11 +378,14 @@ class _Gateway:
             with session.request() as answered:
                 app = await self._serve(protocol, verb, session, request)
 
-            def end() -> None:
-                answered()
-                self.timings.add(timed)
+            async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+                try:
+                    await app(scope, receive, send)
+                finally:
+                    answered()
+                    self.timings.add(timed)
 
-            return _WithCallback(app, end)
+            return answer
 
         return endpoint
 
@@ -585,20 +581,6 @@ class _Gateway:
             counts.undelivered += {"undelivered": 1, "delivered": -1}.get(reason, 0)
 
         return amend
-
-
-class _WithCallback:
-    """An ASGI app that calls a function once it has answered."""
-
-    def __init__(self, app: ASGIApp, then: Callable[[], None]) -> None:
-        self._app = app
-        self._then = then
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._then()
 
 
 def _log_full(why: str) -> GatewayError:

@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 
 from trajkit_shim import timing
 from trajkit_shim.chat.logged_message import logged_message
 from trajkit_shim.chat.reply import Reply, Token, Usage
 from trajkit_shim.chat.request import ChatRequest
 from trajkit_shim.engines import checks
-from trajkit_shim.engines.base import Engine, EngineInfo, Sample, StreamingEngine
+from trajkit_shim.engines.base import Engine, EngineInfo, Sample
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.json_input import Json
 from trajkit_shim.pause import Gate
@@ -238,32 +239,28 @@ class _Call:
         self._ended_at = datetime.now(UTC)
 
     async def _sample_once(self) -> Sample:
-        engine, prompt_ids = self._settings.engine, self.prompt.ids
-        ids = {
-            "request_id": self._request_id,
-            "session_id": self._session.session_id,
-        }
+        generate = partial(
+            self._settings.engine.generate,
+            self.prompt.ids,
+            self._sampling,
+            request_id=self._request_id,
+            session_id=self._session.session_id,
+        )
         on_partial = self._context.on_partial
         # an external parser needs the complete reply
-        if (
-            on_partial is None
-            or self._settings.reply_parser is not None
-            or not isinstance(engine, StreamingEngine)
-        ):
-            return await engine.generate(prompt_ids, self._sampling, **ids)
-        partial = IncrementalParser(self._renderer, self._parser(), self._sampling.stop)
+        if on_partial is None or self._settings.reply_parser is not None:
+            return await generate()
+        parser = IncrementalParser(self._renderer, self._parser(), self._sampling.stop)
 
         def on_tokens(new_ids: Sequence[int]) -> None:
             checks.check_streamed(new_ids, self._info)
-            known = partial.feed(new_ids)
+            known = parser.feed(new_ids)
             if known is not None:
-                self._streamed = self._reply(known, "", self._usage(len(partial.ids)))
+                self._streamed = self._reply(known, "", self._usage(len(parser.ids)))
                 on_partial(self._streamed)
 
-        sample = await engine.stream(
-            prompt_ids, self._sampling, **ids, on_tokens=on_tokens
-        )
-        if sample.output_ids[: len(partial.ids)].tolist() != partial.ids:
+        sample = await generate(on_tokens=on_tokens)
+        if sample.output_ids[: len(parser.ids)].tolist() != parser.ids:
             raise EngineError("the engine's output ids are not those that it streamed")
         return sample
 

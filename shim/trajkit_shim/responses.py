@@ -187,11 +187,11 @@ class StreamingResponse:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream. The client may disconnect at any time."""
         try:
-            await self._stream(scope, receive, send)
+            await self._stream(send)
         finally:
             await self.watched.end()
 
-    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _stream(self, send: Send) -> None:
         head = Response(media_type=STREAM_TYPE, headers=STREAM_HEADERS)
         headers = [pair for pair in head.raw_headers if pair[0] != b"content-length"]
         await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -120,7 +120,13 @@ class ScriptedEngine:
         return self.limits
 
     async def generate(
-        self, prompt_ids: Ids, sampling: Sampling, *, request_id: str, session_id: str
+        self,
+        prompt_ids: Ids,
+        sampling: Sampling,
+        *,
+        request_id: str,
+        session_id: str,
+        on_tokens: Callable[[list[int]], None] | None = None,
     ) -> Sample:
         self.prompts.append(prompt_ids)
         self.samplings.append(sampling)
@@ -153,18 +159,20 @@ class PiecewiseEngine(ScriptedEngine):
         self.size = size
         self.gate = gate
 
-    async def stream(
+    async def generate(
         self,
         prompt_ids: Ids,
         sampling: Sampling,
         *,
         request_id: str,
         session_id: str,
-        on_tokens: Callable[[list[int]], None],
+        on_tokens: Callable[[list[int]], None] | None = None,
     ) -> Sample:
-        sample = await self.generate(
+        sample = await super().generate(
             prompt_ids, sampling, request_id=request_id, session_id=session_id
         )
+        if on_tokens is None:
+            return sample
         ids = sample.output_ids.tolist()
         for start in range(0, len(ids), self.size):
             on_tokens(ids[start : start + self.size])

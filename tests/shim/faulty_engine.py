@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trajkit_shim.engines.base import Engine, EngineInfo, Sample, Sampling
+from trajkit_shim.engines.base import Engine, EngineInfo, OnTokens, Sample, Sampling
 from trajkit_shim.errors import EngineError
 
 
@@ -61,6 +61,7 @@ class FaultyEngine:
         *,
         request_id: str,
         session_id: str,
+        on_tokens: OnTokens | None = None,
     ) -> Sample:
         """Sample with the other engine and apply the fault."""
         self.calls += 1
@@ -70,7 +71,11 @@ class FaultyEngine:
             if fault.error is not None:
                 raise fault.error
             sample = await self._engine.generate(
-                prompt_ids, sampling, request_id=request_id, session_id=session_id
+                prompt_ids,
+                sampling,
+                request_id=request_id,
+                session_id=session_id,
+                on_tokens=on_tokens,
             )
         except asyncio.CancelledError:
             self.cancelled += 1

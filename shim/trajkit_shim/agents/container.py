@@ -1,7 +1,6 @@
 """What the sandboxes of container clients (Docker, Apptainer) have in common."""
 
 import os
-import secrets
 import shutil
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -16,13 +15,8 @@ from trajkit_shim.agents.sandbox import Command, CommandResult, SandboxError
 _START = Command(arguments=(), timeout_s=1800.0)
 _STOP_SECONDS = 60.0
 
-# some clients set HOME themselves and do not accept another one from outside
-_SCRIPT = (
-    'PATH="$1$PATH" HOME=/home TMPDIR=/tmp; export PATH HOME TMPDIR; shift; exec "$@"'
-)
 
-
-class ContainerSandbox(sandbox.Sandbox):
+class ContainerSandbox(sandbox.ForeignSandbox):
     """A sandbox that a command-line client starts, enters and removes.
 
     ``options["binary"]`` names the client.
@@ -56,23 +50,14 @@ class ContainerSandbox(sandbox.Sandbox):
             raise SandboxError(f"{self._image}: cannot be started: {done.summary}")
         self._shell("mkdir -p /home /tmp /work", cwd="/")
 
-    def run(self, command: Command) -> CommandResult:
-        """Run one command in the container; see `Sandbox.exec`."""
-        token = secrets.token_hex(8)
-        marks = {sandbox.MARK: self.spec.name, sandbox.COMMAND_MARK: token}
-        env = {**command.env, **marks}
-        first = "".join(f"{folder}:" for folder in self.spec.path)
+    def _enter(self, command: Command) -> CommandResult:
         done = self._client(
-            *self._enter(command.cwd or "/work", env),
-            *("sh", "-c", _SCRIPT, "sh", first, *command.arguments),
+            *self._exec_arguments(command),
+            *command.arguments,
             command=command,
             # the client reads the values from its environment: no process list shows them
-            env={self.env_prefix + name: value for name, value in env.items()},
+            env={self.env_prefix + name: value for name, value in command.env.items()},
         )
-        if done.code is None:
-            # killing the client did not kill the command
-            kill = sandbox.kill_script(sandbox.COMMAND_MARK, token)
-            self._client(*self._enter("/", {}), "sh", "-c", kill)
         if done.code and done.last_line.startswith(self.refusals):
             raise SandboxError(f"{self.spec.name}: {done.last_line}")
         return done
@@ -88,7 +73,7 @@ class ContainerSandbox(sandbox.Sandbox):
     def _start_arguments(self) -> list[str]: ...
 
     @abstractmethod
-    def _enter(self, cwd: str, env: Mapping[str, str]) -> list[str]:
+    def _exec_arguments(self, command: Command) -> list[str]:
         """The client's arguments before those of a command."""
 
     @abstractmethod

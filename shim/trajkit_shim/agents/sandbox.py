@@ -5,15 +5,21 @@ kind of sandbox needs only the abstract methods of `Sandbox`.
 """
 
 import io
+import secrets
 import shlex
 import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Required, Self, TypedDict, Unpack
 
 _COPY_SECONDS = 600.0
+_STOP_SECONDS = 60.0
+# some container clients set HOME themselves and do not accept another one from outside
+_SCRIPT = (
+    'PATH="$1$PATH" HOME=/home TMPDIR=/tmp; export PATH HOME TMPDIR; shift; exec "$@"'
+)
 
 SHARED_NETWORK = (
     "the sandbox shares this machine's network: an agent can reach the engine and every "
@@ -201,6 +207,32 @@ class Sandbox(ABC):
         self.stop()
 
 
+class ForeignSandbox(Sandbox):
+    """A sandbox whose processes this one cannot end itself, such as a container."""
+
+    def run(self, command: Command) -> CommandResult:
+        """Run one command, and end its processes if it takes too long; see `exec`."""
+        token = secrets.token_hex(8)
+        first = "".join(f"{folder}:" for folder in self.spec.path)
+        marks = {MARK: self.spec.name, COMMAND_MARK: token}
+        done = self._enter(
+            replace(
+                command,
+                arguments=("sh", "-c", _SCRIPT, "sh", first, *command.arguments),
+                cwd=command.cwd or "/work",
+                env={**command.env, **marks},
+            )
+        )
+        if done.code is None:
+            kill = ("sh", "-c", _kill_script(token))
+            self._enter(Command(arguments=kill, timeout_s=_STOP_SECONDS, cwd="/"))
+        return done
+
+    @abstractmethod
+    def _enter(self, command: Command) -> CommandResult:
+        """Run one command, whose processes may continue after its timeout."""
+
+
 @dataclass(frozen=True, slots=True)
 class SandboxKind:
     """A kind of sandbox: the ``SANDBOX`` of its module."""
@@ -230,11 +262,9 @@ def pack(files: Mapping[str, bytes]) -> bytes:
     return buffer.getvalue()
 
 
-def kill_script(variable: str, value: str) -> str:
-    """Return a shell script that kills all processes with an environment variable."""
-    mark = shlex.quote(f"{variable}={value}")
+def _kill_script(token: str) -> str:
+    """A shell script that kills all processes of one command."""
     return (
-        "for each in /proc/[0-9]*; do "
-        f"tr '\\0' '\\n' < $each/environ 2> /dev/null | grep -qxF {mark} && "
-        "kill -9 ${each#/proc/}; done; true"
+        "for each in /proc/[0-9]*; do tr '\\0' '\\n' < $each/environ 2> /dev/null | "
+        f"grep -qxF {COMMAND_MARK}={token} && kill -9 ${{each#/proc/}}; done; true"
     )

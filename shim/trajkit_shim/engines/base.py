@@ -68,6 +68,10 @@ class EngineInfo:
     max_context_tokens: int  # prompt and output together
 
 
+OnTokens: TypeAlias = Callable[[Sequence[int]], None]
+"""Receives new output ids."""
+
+
 class Engine(Protocol):
     """One inference engine. Implementations are safe for concurrent calls."""
 
@@ -80,40 +84,19 @@ class Engine(Protocol):
         *,
         request_id: str,
         session_id: str,
+        on_tokens: OnTokens | None = None,
     ) -> Sample:
         """Draw one sample for one prompt.
 
-        Cancelling the awaiting task aborts the call at the engine. Raises `EngineError`:
-        400 if the prompt or a parameter is invalid, 5xx if the engine failed.
+        ``on_tokens`` is called on the event loop with output ids as they come, any number
+        at a time; an engine that cannot report them ignores it. All reported ids together
+        are a prefix of the sample's ``output_ids``. Cancelling the awaiting task aborts
+        the call at the engine. Raises `EngineError`: 400 if the prompt or a parameter is
+        invalid, 5xx if the engine failed.
         """
         ...
 
     async def close(self) -> None: ...
-
-
-OnTokens: TypeAlias = Callable[[Sequence[int]], None]
-"""Receives new output ids."""
-
-
-@runtime_checkable
-class StreamingEngine(Engine, Protocol):
-    """An engine that can report output ids while it samples."""
-
-    async def stream(
-        self,
-        prompt_ids: npt.NDArray[np.int32],
-        sampling: Sampling,
-        *,
-        request_id: str,
-        session_id: str,
-        on_tokens: OnTokens,
-    ) -> Sample:
-        """Sample as `generate` does, and report the output ids as they come.
-
-        ``on_tokens`` is called on the event loop, with any number of ids at a time. All
-        reported ids together are a prefix of the sample's ``output_ids``.
-        """
-        ...
 
 
 @runtime_checkable

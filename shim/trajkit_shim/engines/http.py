@@ -39,12 +39,6 @@ _NO_HEADERS: Mapping[str, str] = {}
 _UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
-class DownError(EngineError):
-    """No server accepts the connection, as while it restarts."""
-
-    retry_after = 5
-
-
 class EngineServer:
     """One server or router; ``name`` is its name in error messages.
 
@@ -147,7 +141,8 @@ class EngineServer:
         reason = f"cannot be reached: {type(error).__name__}: {error}"
         text = f"the {self.name} server at {self._base_url} {reason}"
         if isinstance(error, httpx.ConnectError):
-            return DownError(text, 503)
+            # as while it restarts
+            return EngineError(text, 503, retry_after=5)
         return EngineError(text)
 
     def _refusal(self, response: httpx.Response) -> EngineError:

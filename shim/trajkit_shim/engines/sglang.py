@@ -117,7 +117,7 @@ class SGLangEngine(HttpEngine):
         session_id: str,
         on_tokens: OnTokens | None = None,
     ) -> Sample:
-        """See `StreamingEngine`."""
+        """See `Engine`."""
         check_prompt(prompt_ids, await self.info())
         named = sampling_fields(sampling, {"seed": "sampling_seed"})
         params = {**sampling.extra, **named, **_AS_SAMPLED}
@@ -155,8 +155,6 @@ class SGLangEngine(HttpEngine):
         # about ten million numbers for a long call
         experts = await asyncio.to_thread(read_experts, packed, n_tokens, per_token)
         return replace(sample, routed_experts=experts)
-
-    stream = generate
 
     async def _stream_interval(self, max_tokens: int) -> int:
         """Tokens per event of a reply of up to ``max_tokens``."""

@@ -118,6 +118,7 @@ class TorchEngine:
         *,
         request_id: str,
         session_id: str,
+        on_tokens: base.OnTokens | None = None,
     ) -> base.Sample:
         """See `Engine`. Of the parameters, it takes the temperature and the seed."""
         _check_sampling(sampling)

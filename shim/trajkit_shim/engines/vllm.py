@@ -73,7 +73,7 @@ class VLLMEngine(HttpEngine):
         session_id: str,
         on_tokens: OnTokens | None = None,
     ) -> Sample:
-        """See `StreamingEngine`."""
+        """See `Engine`."""
         check_prompt(prompt_ids, await self.info())
         params = _sampling_params(sampling)
         shapes = _shapes(params)
@@ -85,8 +85,6 @@ class VLLMEngine(HttpEngine):
             raise EngineError(message + "--logprobs-mode processed_logprobs", 400)
         ids = request_id, session_id
         return read_sample(await self._call(prompt_ids, params, *ids, on_tokens))
-
-    stream = generate
 
     async def _gives_processed(
         self, prompt_ids: npt.NDArray[np.int32], session_id: str

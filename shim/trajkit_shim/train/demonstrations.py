@@ -38,6 +38,7 @@ class Demonstrator:
         *,
         request_id: str,
         session_id: str,
+        on_tokens: base.OnTokens | None = None,
     ) -> base.Sample:
         """Write a reply to the last message of a prompt."""
         text = str(self._tokenizer.decode(np.asarray(prompt_ids).tolist()))

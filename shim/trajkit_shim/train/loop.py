@@ -33,8 +33,6 @@ from trajkit_shim.train.task import make_task
 
 # the longest reply is 14 tokens
 _MAX_NEW_TOKENS = 32
-# of the log: a step reads only the files that it wrote
-_FILE_TURNS = 64
 _AGENTS = 50  # scripted runs at the same time
 _WARM_TOKENS = 2048  # of one optimizer step
 _WARM_RATE = 5e-3
@@ -121,7 +119,7 @@ def train(
         _load(start, settings, "sdpa"), version="warm-start", seed=seed
     )
     think: int = make_tokenizer().get_vocab()["<think>"]
-    lines, n_turns = [], 0
+    lines = []
     with _gateway(engine, out, settings) as (gateway, log):
         for step in range(settings.steps):
             started = time.monotonic()
@@ -129,8 +127,11 @@ def train(
             tasks = [make_task(name) for name in names]
             sessions = gateway.rollouts(tasks, settings.samples)
             sampled = time.monotonic()
-            turns = _turns_of(log, sessions, n_turns)
-            n_turns += len(turns)
+            turns = tk.read_turns(log)
+            own = sessions["session_id"].combine_chunks()
+            turns = turns.filter(pc.is_in(turns["session_id"], own))
+            order = ("session_id", "turn_index")
+            turns = turns.sort_by([(name, "ascending") for name in order])
             line = {
                 "seed": seed,
                 "policy": policy,
@@ -197,7 +198,7 @@ def _gateway(
     app = create_app(
         engine,
         ChatRenderer(make_tokenizer()),
-        TurnLog(log, attributed=False, max_file_turns=_FILE_TURNS),
+        TurnLog(log, attributed=False),
         max_new_tokens=_MAX_NEW_TOKENS,
         prompts=settings.prompts,
         attributed=False,
@@ -226,18 +227,6 @@ def _update(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-
-
-def _turns_of(log: Path, sessions: pa.Table, n_before: int) -> pa.Table:
-    """The turns of some sessions, which began after the first ``n_before`` of the log.
-
-    All of their replies were delivered, so no file has an amendment for them.
-    """
-    files = sorted(log.glob("turns-*.arrows"))[n_before // _FILE_TURNS :]
-    turns = pa.concat_tables(map(tk.read_turns, files))
-    chosen = pc.is_in(turns["session_id"], sessions["session_id"].combine_chunks())
-    order = [("session_id", "ascending"), ("turn_index", "ascending")]
-    return turns.filter(chosen).sort_by(order)
 
 
 def _share_thinking(turns: pa.Table, think: int) -> float:

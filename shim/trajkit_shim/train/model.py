@@ -1,5 +1,6 @@
 """The model of the training demo: its tokenizer, its chat template and its weights."""
 
+import re
 import string
 
 import torch
@@ -68,7 +69,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(
         models.WordLevel({word: i for i, word in enumerate(vocabulary)}, "<unk>")
     )
-    escaped = "|".join(map(_escaped, longest_first))
+    escaped = "|".join(map(re.escape, longest_first))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(
         Regex(rf"{escaped}|[\s\S]"), "isolated"
     )
@@ -105,7 +106,3 @@ def make_model(
     )
     config._attn_implementation = "trajkit"
     return LlamaForCausalLM(config)
-
-
-def _escaped(text: str) -> str:
-    return "".join(c if c.isalnum() else f"\\x{ord(c):02x}" for c in text)

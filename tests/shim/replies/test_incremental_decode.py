@@ -26,7 +26,6 @@ from tests.strategies import call_shards
 from trajkit_shim.chat.reply import Usage
 from trajkit_shim.chat.request import ChatRequest
 from trajkit_shim.chat.sampling_params import SamplingParams
-from trajkit_shim.engines.base import StreamingEngine
 from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
 from trajkit_shim.errors import EngineError
 from trajkit_shim.prompting.render import ChatRenderer
@@ -465,8 +464,8 @@ async def test_a_request_that_comes_again_is_told_from_the_beginning(tmp_path):
 @pytest.mark.anyio
 async def test_an_engine_that_takes_back_what_it_told(tmp_path):
     class Other(PiecewiseEngine):
-        async def stream(self, *given, **named):
-            await super().stream(*given, **named)
+        async def generate(self, *given, **named):
+            await super().generate(*given, **named)
             return sampled("other")
 
     async with in_process(Other("hello"), RENDERER, tmp_path) as gateway:
@@ -479,7 +478,6 @@ async def test_an_engine_that_takes_back_what_it_told(tmp_path):
 @pytest.mark.anyio
 async def test_the_embedded_engine_tells_what_it_samples(tmp_path):
     engine = EmbeddedEngine(seed=1)
-    assert isinstance(engine, StreamingEngine)
     async with in_process(engine, EMBEDDED, tmp_path) as gateway:
         wire = Wire(gateway, await gateway.open_key(), max_tokens=500)
         await wire.task

@@ -1,7 +1,6 @@
 """A sandbox in an instance of Apptainer, which clusters have instead of Docker."""
 
 import shutil
-from collections.abc import Mapping
 
 from trajkit_shim.agents import sandbox
 from trajkit_shim.agents.container import ContainerSandbox
@@ -31,8 +30,9 @@ class ApptainerSandbox(ContainerSandbox):
         options += self._limit_options("M")
         return ["instance", "start", *options, self._image, self.spec.name]
 
-    def _enter(self, cwd: str, env: Mapping[str, str]) -> list[str]:
-        return ["exec", "--cleanenv", "--pwd", cwd, f"instance://{self.spec.name}"]
+    def _exec_arguments(self, command: sandbox.Command) -> list[str]:
+        where = ["--pwd", str(command.cwd), f"instance://{self.spec.name}"]
+        return ["exec", "--cleanenv", *where]
 
     def _remove_arguments(self) -> list[str]:
         return ["instance", "stop", "--force", self.spec.name]

@@ -1,9 +1,7 @@
 """A sandbox in a container of Docker, or of a client with the same commands."""
 
-from collections.abc import Mapping
-
 from trajkit_shim.agents.container import ContainerSandbox
-from trajkit_shim.agents.sandbox import MARK, SHARED_NETWORK, SandboxKind, Spec
+from trajkit_shim.agents.sandbox import MARK, SHARED_NETWORK, Command, SandboxKind, Spec
 
 # name of the host machine inside a container that does not use the host's network
 _HOST = "host.docker.internal"
@@ -49,9 +47,10 @@ class DockerSandbox(ContainerSandbox):
         options += ["--entrypoint", "sleep", self._image, "infinity"]
         return ["run", "--detach", *options]
 
-    def _enter(self, cwd: str, env: Mapping[str, str]) -> list[str]:
-        named = [part for name in env for part in ("--env", name)]
-        return ["exec", "--interactive", *named, "--workdir", cwd, self.spec.name]
+    def _exec_arguments(self, command: Command) -> list[str]:
+        named = [part for name in command.env for part in ("--env", name)]
+        where = ["--workdir", str(command.cwd)]
+        return ["exec", "--interactive", *named, *where, self.spec.name]
 
     def _remove_arguments(self) -> list[str]:
         return ["rm", "--force", "--volumes", self.spec.name]

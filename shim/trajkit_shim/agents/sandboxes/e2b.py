@@ -19,7 +19,7 @@ _LIFETIME = 7200
 _SHORT_SECONDS = 60.0
 
 
-class E2BSandbox(sandbox.Sandbox):
+class E2BSandbox(sandbox.ForeignSandbox):
     """See the module.
 
     The image is an E2B template; None: E2B's base. ``options["lifetime"]`` is the number
@@ -55,33 +55,24 @@ class E2BSandbox(sandbox.Sandbox):
                 template=self.spec.image,
                 timeout=self._lifetime,
                 metadata={sandbox.MARK: self.spec.name},
-                envs={sandbox.MARK: self.spec.name, "HOME": "/home", "TMPDIR": "/tmp"},
+                envs={sandbox.MARK: self.spec.name},
             )
-            self._bash("mkdir -p /home /tmp /work", _SHORT_SECONDS)
         except self._e2b.SandboxException as error:
             raise sandbox.SandboxError(f"e2b: {error}") from error
+        self._shell("mkdir -p /home /tmp /work", cwd="/")
 
-    def run(self, command: sandbox.Command) -> sandbox.CommandResult:
-        """Run one command in the sandbox; see `Sandbox.exec`."""
+    def _enter(self, command: sandbox.Command) -> sandbox.CommandResult:
         box = self._box
         if box is None:
             raise sandbox.SandboxError("the sandbox was stopped")
         token = secrets.token_hex(8)
         given, out, err = (f"/tmp/.{token}.{name}" for name in ("in", "out", "err"))
-        first = "".join(f"{folder}:" for folder in self.spec.path)
-        script = (
-            f"PATH={shlex.quote(first)}$PATH; cd {shlex.quote(command.cwd or '/work')} && "
-            f"exec {shlex.join(command.arguments)} < {given} > {out} "
-            + ("2>&1" if command.log is not None else f"2> {err}")
-        )
+        to = "&1" if command.log is not None else err
+        script = f"exec {shlex.join(command.arguments)} < {given} > {out} 2>{to}"
+        script = f"cd {shlex.quote(str(command.cwd))} && {script}"
         try:
             box.files.write(given, command.stdin, user="root")
-            env = {**command.env, sandbox.COMMAND_MARK: token}
-            code = self._bash(script, command.timeout_s, env)
-            if code is None:
-                self._bash(
-                    sandbox.kill_script(sandbox.COMMAND_MARK, token), _SHORT_SECONDS
-                )
+            code = self._bash(script, command.timeout_s, command.env)
             output = bytes(box.files.read(out, format="bytes", user="root"))
             if command.log is None:
                 errors = bytes(box.files.read(err, format="bytes", user="root"))

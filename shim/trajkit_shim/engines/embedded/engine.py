@@ -78,7 +78,7 @@ class EmbeddedEngine:
         session_id: str,
         on_tokens: base.OnTokens | None = None,
     ) -> base.Sample:
-        """See `StreamingEngine`."""
+        """See `Engine`."""
         check_prompt(prompt_ids, self._info)
         _check_sampling(sampling)
         room = self._info.max_context_tokens - sampling.max_new_tokens
@@ -115,8 +115,6 @@ class EmbeddedEngine:
             finish_reason=finish_reason,
             weight_versions=(base.WeightSpan("scripted", 0, len(ids)),),
         )
-
-    stream = generate
 
     async def close(self) -> None:
         """Nothing to release."""
