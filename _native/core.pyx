@@ -57,7 +57,6 @@ cdef enum:
 include "bounds.pxi"
 include "dtypes.pxi"
 include "forest/prefix.pxi"
-include "text/batched_memcmp.pxi"
 include "text/python_lists.pxi"
 include "text/canonical_json.pxi"
 include "text/json_numbers.pxi"

@@ -4,10 +4,6 @@ Fills call records and nodes of the forest, one call at a time. Each call costs 
 prompt compared at the speed of memory + new tokens + log(nodes on the path)).
 """
 
-cdef enum:
-    PAGE_TOKENS = TRAJKIT_PAGE // 4
-
-
 @cython.auto_pickle(False)
 @cython.final
 cdef class Growth:
@@ -266,35 +262,27 @@ cdef class Growth:
         )
 
     cdef pos_t _surely(self, const token_t* prompt, pos_t n) noexcept nogil:
-        """How far the prompt repeats the previous path, by complete pages of memory.
+        """How far the prompt repeats the previous path, by complete nodes.
 
         It may repeat more than this.
         """
         cdef:
-            Pages pages
-            pos_t position = 0, size
+            pos_t position = 0
             int32_t slot, node, depth = self.cursor.depth
-        _begin_pages(&pages)
         for slot in range(1, depth):
             node = self.stack[slot]
-            size = (self.nodes[node].stop - position) * <pos_t>sizeof(token_t)
-            if self.nodes[node].stop > n:
-                break
             # they lie elsewhere than those before them: nothing else would have them ready
             if slot + 8 < depth:
                 __builtin_prefetch(&self.nodes[self.stack[slot + 8]])
             if slot + 4 < depth:
                 __builtin_prefetch(&self.calls[self.nodes[self.stack[slot + 4]].source])
-            if size < TRAJKIT_PAGE:
-                if memcmp(self._run(node), prompt + position, size) != 0:
-                    break
-            elif not _add_pages(
-                &pages, <const char*>self._run(node), <const char*>(prompt + position), size,
-                position, PAGE_TOKENS,
-            ):
+            if self.nodes[node].stop > n or memcmp(
+                self._run(node), prompt + position,
+                (self.nodes[node].stop - position) * sizeof(token_t),
+            ) != 0:
                 break
             position = self.nodes[node].stop
-        return position if _end_pages(&pages) else pages.differs
+        return position
 
     def insert(self):
         """Add the call that was taken. Its bytes must stay for as long as this object is used.

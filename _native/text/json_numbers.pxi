@@ -1,50 +1,11 @@
-"""Numbers of a JSON text into flat buffers, and the positions of its keys and values.
+"""Token ids of a JSON text into flat buffers, and the positions of its keys and values.
 
-Fills arrays of ids or floats from the text, in O(bytes). A text is one ``bytes`` object, whose
+Fills arrays of ids from the text, in O(bytes). A text is one ``bytes`` object, whose
 last byte Python follows with a 0: a loop that stops at every unexpected byte cannot run past
 it. Nothing here checks that a text is JSON: what is not cut out of it goes to Python's own
 parser afterwards. Kept for speed: reading turns takes a tenth of the time of ``json.loads``
 (docs/benchmarks.md, import).
 """
-
-cdef extern from "Python.h":
-    double PyOS_string_to_double(const char*, char**, PyObject*) except? -1.0
-
-cdef extern from *:
-    """
-    #include <math.h>
-    /* w / 10**k rounded once, half to even, for w > 0 and 0 < k <= 27: all in integers, as
-       5**27 has less than 64 bits. */
-    #ifdef __SIZEOF_INT128__
-    #define TRAJKIT_WIDE 1
-    static double trajkit_ratio(unsigned long long w, int k) {
-        unsigned long long p = 1, q, m, low, half;
-        unsigned __int128 top;
-        int a, b, shift, i;
-        for (i = 0; i < k; i++) p *= 5;
-        a = __builtin_clzll(w), b = __builtin_clzll(p);
-        top = (unsigned __int128)(w << a) << 62;
-        p <<= b;
-        q = (unsigned long long)(top / p);
-        shift = 64 - __builtin_clzll(q) - 53;
-        m = q >> shift, low = q & ((1ULL << shift) - 1), half = 1ULL << (shift - 1);
-        if (low > half || (low == half && (q * (unsigned __int128)p != top || (m & 1)))) m++;
-        return ldexp((double)m, shift - 62 + b - a - k);
-    }
-    #else
-    #define TRAJKIT_WIDE 0
-    static double trajkit_ratio(unsigned long long w, int k) { return 0; }
-    #endif
-    """
-    const bint TRAJKIT_WIDE
-    double trajkit_ratio(uint64_t w, int k) noexcept nogil
-
-# powers of ten that a double holds exactly
-cdef double[23] _TENS
-cdef int _power
-for _power in range(23):
-    _TENS[_power] = 10.0 ** _power
-
 
 cdef inline bint _is_space(char c) noexcept nogil:
     return c == 32 or c == 10 or c == 13 or c == 9
@@ -234,106 +195,3 @@ def json_ids(bytes text not None, Py_ssize_t at, token_t[::1] out not None):
                     break
                 s = _past_space(s + 1)
     return i == n and n > 0 and s[0] == 93
-
-
-cdef const char* _past_number(const char* s, double* value, bint* slow) noexcept nogil:
-    """The byte after the number at s, or NULL if no number is read here.
-
-    `slow`: its value is still to be found.
-    """
-    cdef bint negative = s[0] == 45, whole = True
-    cdef uint64_t digits = 0
-    cdef pos_t n_digits = 0, scale = 0, power = 0
-    cdef bint down = False
-    cdef const char* start
-    slow[0] = False
-    if negative:
-        s += 1
-    start = s
-    while 48 <= s[0] <= 57:
-        if n_digits or s[0] != 48:
-            n_digits += 1
-        digits = digits * 10 + (s[0] - 48)
-        s += 1
-    if s == start or (start[0] == 48 and s - start > 1):
-        return NULL
-    if s[0] == 46:
-        whole = False
-        s += 1
-        start = s
-        while 48 <= s[0] <= 57:
-            if n_digits or s[0] != 48:
-                n_digits += 1
-            digits = digits * 10 + (s[0] - 48)
-            s += 1
-        if s == start:
-            return NULL
-        scale = s - start
-    if s[0] == 101 or s[0] == 69:
-        whole = False
-        s += 1
-        if s[0] == 43 or s[0] == 45:
-            down = s[0] == 45
-            s += 1
-        start = s
-        while 48 <= s[0] <= 57:
-            if power < 100000:
-                power = power * 10 + (s[0] - 48)
-            s += 1
-        if s == start:
-            return NULL
-        scale -= -power if down else power
-    if whole:
-        if n_digits > 15:
-            return NULL
-        # the integer that it is has no negative zero
-        value[0] = -<double>digits if negative and digits else <double>digits
-        return s
-    if n_digits > 19:
-        slow[0] = True
-        return s
-    if digits == 0:
-        value[0] = 0.0
-    elif digits < <uint64_t>1 << 53 and 0 <= scale <= 22:
-        value[0] = <double>digits / _TENS[scale]
-    elif digits < <uint64_t>1 << 53 and -22 <= scale < 0:
-        value[0] = <double>digits * _TENS[-scale]
-    elif TRAJKIT_WIDE and 0 < scale <= 27:
-        value[0] = trajkit_ratio(digits, <int>scale)
-    else:
-        slow[0] = True
-    if negative:
-        value[0] = -value[0]
-    return s
-
-
-def json_numbers(bytes text not None, Py_ssize_t at, double[::1] out not None):
-    """Read numbers with commas between them, up to a closing bracket.
-
-    Parameters and result as for `json_ids`; a float is the one that Python reads. An
-    integer of more than 15 digits, and a value beyond every float, are no such numbers.
-    """
-    if not 0 <= at <= len(text):
-        raise LayoutError(f"{at} is outside of a text of {len(text)} bytes")
-    cdef const char* s = _past_space(PyBytes_AS_STRING(text) + at)
-    cdef const char* start
-    cdef char* end
-    cdef Py_ssize_t i, n = out.shape[0]
-    cdef double value = 0
-    cdef bint slow = False
-    for i in range(n):
-        if i:
-            if s[0] != 44:
-                return False
-            s = _past_space(s + 1)
-        start = s
-        s = _past_number(s, &value, &slow)
-        if s == NULL:
-            return False
-        if slow:  # Python's own, for which the interpreter must not be let go of
-            value = PyOS_string_to_double(start, &end, NULL)
-            if end != s or value - value != 0:
-                return False
-        out[i] = value
-        s = _past_space(s)
-    return n > 0 and s[0] == 93

@@ -1,6 +1,5 @@
 import io
 import json
-import math
 from unittest import mock
 
 import numpy as np
@@ -9,18 +8,18 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.strategies import call_lines, json_floats
+from tests.strategies import call_lines
 from trajkit import _core
 from trajkit.errors import LayoutError, TrajkitError
 from trajkit.io import json_numbers
-from trajkit.io.json_numbers import EACH, IDS, ITEMS, NUMBERS, Reader
+from trajkit.io.json_numbers import EACH, IDS, ITEMS, Reader
 from trajkit.io.jsonl import _CALL, lines
 from trajkit.turns.deep_json import parse
 
 PATH = {
     "response": {
         "prompt_token_ids": IDS,
-        "choices": {EACH: {"token_ids": IDS, "logprobs": NUMBERS}},
+        "choices": {EACH: {"token_ids": IDS}},
     }
 }
 
@@ -65,12 +64,6 @@ def compare(reader, texts):
     for text in texts:
         expected = outcome(lambda text=text: parse(text.decode()))
         found = outcome(lambda text=text: reader.read(text))
-        # numbers may be an array of float64, which has no integers
-        for value in (expected, found):
-            if isinstance(value, dict):
-                one = value.get("output_logprobs")
-                if isinstance(one, list) and all(type(x) in (int, float) for x in one):
-                    value["output_logprobs"] = [float(x) for x in one]
         assert plain(found) == plain(expected)
 
 
@@ -80,34 +73,6 @@ def test_a_log_gives_the_same_turns_and_the_same_errors_either_way(texts):
     with mock.patch.multiple(json_numbers, _WORTH=0, _KEPT=2):
         fast = read(log, lambda file, name: lines(file, name, _CALL))
     assert fast == read(log, lines)
-
-
-@given(st.lists(json_floats, min_size=1, max_size=5))
-@example(["-0.30000000000000004", "1e-7", "-8.5", "0.1", "123456789.125e-3"])
-@example(["9007199254740993.0", "-0.9007199254740993", "4503599627370497.5"])
-def test_a_float_is_the_one_that_python_reads(texts):
-    out = np.full(len(texts), 99.0)
-    text = f"[{', '.join(texts)}]".encode()
-    if not _core.json_numbers(text, 1, out):
-        return
-    for found, said in zip(out.tolist(), texts, strict=True):
-        expected = float(said)
-        assert found == expected
-        assert math.copysign(1, found) == math.copysign(1, expected) or (
-            "." not in said and "e" not in said
-        )
-
-
-@given(st.integers(1, 2**64 - 1), st.integers(0, 27))
-@example(2**64 - 1, 27)
-@example(2**53 + 1, 1)
-@example(12345678901234565, 1)
-@example(9007199254740993, 16)
-def test_a_ratio_is_rounded_once(digits, scale):
-    out = np.empty(1)
-    text = f"[{digits}e-{scale}]".encode()
-    if _core.json_numbers(text, 1, out):
-        assert out[0] == float(f"{digits}e-{scale}")
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), min_size=1), st.sampled_from([",", ", "]))
@@ -141,7 +106,7 @@ def test_arrays_are_found_along_the_shape_and_nowhere_else():
     assert isinstance(response["prompt_token_ids"], np.ndarray)
     first, second, *_ = response["choices"]
     assert first["token_ids"].dtype == np.int32
-    assert first["logprobs"].tolist() == [-1.0, -0.5]
+    assert first["logprobs"] == [-1.0, -0.5]
     assert first["message"]["token_ids"] == [3]
     assert second["token_ids"] == []
     assert value["token_ids"] == [1]
@@ -176,5 +141,3 @@ def test_a_place_outside_of_the_text_is_refused():
         _core.json_array_end(b"[]", -1)
     with pytest.raises(LayoutError):
         _core.json_ids(b"[]", 3, np.empty(1, np.int32))
-    with pytest.raises(LayoutError):
-        _core.json_numbers(b"[]", 3, np.empty(1))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from trajkit.importers.findings import Finding, Head, Options, text_of, time_of
 from trajkit.importers.json_files import objects
-from trajkit.io.json_numbers import IDS, NUMBERS, Shape
+from trajkit.io.json_numbers import IDS, Shape
 
 NAME = "nemo"
 
@@ -14,7 +14,6 @@ _NEWEST = 3
 _SHAPE: Shape = {
     "prompt_token_ids": IDS,
     "generation_token_ids": IDS,
-    "generation_log_probs": NUMBERS,
 }
 
 

@@ -18,7 +18,7 @@ from trajkit.importers.findings import (
     unless_empty,
     versions_of,
 )
-from trajkit.io.json_numbers import IDS, ITEMS, NUMBERS, Reader, Shape
+from trajkit.io.json_numbers import IDS, ITEMS, Reader, Shape
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -30,7 +30,6 @@ _SHAPE: Shape = {
     "prompt_token_ids": IDS,
     "prompt_delta_token_ids": IDS,
     "completion_token_ids": IDS,
-    "logprobs": NUMBERS,
 }
 _ORDER = """
 SELECT s.session_id, {run}, t.trace_id, t.data

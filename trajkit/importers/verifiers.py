@@ -22,21 +22,13 @@ from trajkit.importers.findings import (
     unless_empty,
 )
 from trajkit.importers.json_files import objects
-from trajkit.io.json_numbers import EACH, IDS, NUMBERS, Shape
+from trajkit.io.json_numbers import EACH, IDS, Shape
 
 NAME = "verifiers"
 
 _SHAPE: Shape = {
-    "nodes": {EACH: {"token_ids": IDS, "logprobs": NUMBERS}},
-    "trajectory": {
-        EACH: {
-            "tokens": {
-                "prompt_ids": IDS,
-                "completion_ids": IDS,
-                "completion_logprobs": NUMBERS,
-            }
-        }
-    },
+    "nodes": {EACH: {"token_ids": IDS}},
+    "trajectory": {EACH: {"tokens": {"prompt_ids": IDS, "completion_ids": IDS}}},
 }
 
 _Ids = npt.NDArray[np.int32]

@@ -1,4 +1,4 @@
-"""JSON to Python values, with long arrays of numbers as numpy arrays.
+"""JSON to Python values, with long arrays of token ids as numpy arrays.
 
 A `Reader` knows the keys of such arrays in a text (its shape), parses them itself, and
 leaves the rest to `trajkit.turns.deep_json`. An array that does not fit the shape (an id of
@@ -20,22 +20,21 @@ import numpy.typing as npt
 from trajkit import _core
 from trajkit.turns.deep_json import parse
 
-Leaf: TypeAlias = Literal["ids", "numbers", "items"]
+Leaf: TypeAlias = Literal["ids", "items"]
 Shape: TypeAlias = Mapping[str, Union["Shape", Leaf]]
 """The long arrays of an object by key; `EACH` stands for the elements of an array.
 
-`IDS` is an array of integers in [0, 2**31), which becomes one of int32. `NUMBERS` is an
-array of numbers, which becomes one of float64. `ITEMS` is an array of anything; its
-elements are the same objects as in an earlier line with the same text.
+`IDS` is an array of integers in [0, 2**31), which becomes one of int32. `ITEMS` is an
+array of anything; its elements are the same objects as in an earlier line with the same
+text.
 """
 
 IDS: Final[Leaf] = "ids"
-NUMBERS: Final[Leaf] = "numbers"
 ITEMS: Final[Leaf] = "items"
 EACH: Final = "*"
 
 _Ids: TypeAlias = npt.NDArray[np.int32]
-_Cut: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.float64] | list[object]
+_Cut: TypeAlias = _Ids | list[object]
 
 # replaces an array in the text; the parser calls a hook for it
 _HOLE = b"NaN"
@@ -184,20 +183,15 @@ class Reader:
         cut: _Cut | None
         if slot.leaf == ITEMS:
             items, ends, stop = _read_items(line, start, before, same)
-            seen = _Seen(line, start, stop, _NOTHING.ids, items, ends)
-            slot.keep(seen, before, same)
+            slot.keep(_Seen(line, start, stop, _NOTHING.ids, items, ends), before, same)
             cut = items
         else:
             stop = _core.json_array_end(line, start + same)
             if stop < 0:
                 raise _OddError
-            if slot.leaf == NUMBERS:
-                cut = _read_numbers(line, start, stop)
-            else:
-                cut = ids = _read_ids(line, start, stop, before, same)
-                if ids is not None:
-                    seen = _Seen(line, start, stop, ids, [], [])
-                    slot.keep(seen, before, same)
+            cut = ids = _read_ids(line, start, stop, before, same)
+            if ids is not None:
+                slot.keep(_Seen(line, start, stop, ids, [], []), before, same)
         if cut is None:
             return _end(line, at)
         if len(cut):
@@ -205,12 +199,6 @@ class Reader:
             self._at = stop + 1
             self._cut.append(cut)
         return stop + 1
-
-
-def _read_numbers(line: bytes, start: int, stop: int) -> npt.NDArray[np.float64] | None:
-    """The numbers in ``line[start:stop]``; None if there is anything else."""
-    numbers = np.empty(_core.json_commas(line, start, stop) + 1)
-    return numbers if _core.json_numbers(line, start, numbers) else None
 
 
 def _read_ids(

@@ -19,7 +19,7 @@ from trajkit.errors import (
     TornLogWarning,
 )
 from trajkit.io.formats import bytes_limit, check_text
-from trajkit.io.json_numbers import IDS, ITEMS, NUMBERS, Reader, Shape
+from trajkit.io.json_numbers import IDS, ITEMS, Reader, Shape
 from trajkit.schema import TURNS, TURNS_DELTA
 from trajkit.turns.deep_json import MAX_DEPTH, is_too_deep, parse
 
@@ -40,13 +40,12 @@ _CHAT = ("prompt_messages", "response_message")
 _CALL: Shape = {
     "prompt_ids": IDS,
     "output_ids": IDS,
-    "output_logprobs": NUMBERS,
     "prompt_messages": ITEMS,
 }
 
 
 def calls(source: pa.NativeFile, name: str) -> Iterator[Record]:
-    """`lines` of recorded calls, with ids and logprobs as numpy arrays."""
+    """`lines` of recorded calls, with ids as numpy arrays."""
     return lines(source, name, _CALL)
 
 
