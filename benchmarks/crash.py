@@ -2,12 +2,12 @@
 
     python -m benchmarks.crash --kills 100 --seed 0
 
-kills a gateway under load as often as asked, each time at another moment. After each kill the
-next gateway of the run writes a log of its own, and samples again what was not finished,
-under new names. The logs of the run are compared with what the clients received: every
-acknowledged turn is there, once and complete, under its own session, and so is every
-session that was opened or finished. Their rows verify. It exits with 1 where anything is
-wrong.
+kills a gateway under load as often as asked, each time at another moment. After each kill
+the next gateway of the run writes a log of its own, and samples again what was not
+finished, under new names. The logs of the run are compared with what the clients
+received: every acknowledged turn is there, once and complete, under its own session, and
+so is every session that was opened or finished. Their rows verify. It exits with 1 where
+anything is wrong.
 """
 
 import argparse

@@ -119,7 +119,9 @@ def _in_succession(host: Host, directory: Path, sessions: int) -> list[str]:
         goal = round(sessions * part)
         asyncio.run(_finish(url, done, goal, told))
         done = goal
-        print(f"{done:>8} sessions finished{resident(pid=pid) / MiB:10.1f} MiB resident")
+        print(
+            f"{done:>8} sessions finished{resident(pid=pid) / MiB:10.1f} MiB resident"
+        )
     return _ended(host, pid, directory, told).wrong
 
 

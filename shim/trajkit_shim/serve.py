@@ -3,6 +3,7 @@
 import asyncio
 import ipaddress
 import math
+import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +19,9 @@ DRAIN_SECONDS = 30.0
 """Default of how long running calls may take after a stop signal."""
 
 _CLOSING_SECONDS = 15
+
+# more would slow programs down that look at every file they may have
+_FILES = 1 << 16
 
 REQUEST_SECONDS = 120.0
 """How long a request may take to arrive with its body, on a connection that is open."""
@@ -95,6 +99,7 @@ def running(
 
 
 def _listen(host: str, port: int) -> tuple[socket.socket, str]:
+    _allow_files()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     plain = socket.create_server((host, port), family=family, backlog=512)
     # asyncio sends small parts without delay only if the protocol is given
@@ -102,6 +107,15 @@ def _listen(host: str, port: int) -> tuple[socket.socket, str]:
     listener = socket.socket(*kind, fileno=plain.detach())
     name = f"[{host}]" if ":" in host else host
     return listener, f"http://{name}:{listener.getsockname()[1]}"
+
+
+def _allow_files() -> None:
+    """Raise the soft limit of open files, often 1,024: each connection is one."""
+    unlimited = resource.RLIM_INFINITY
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if hard == unlimited else min(hard, _FILES)
+    if soft != unlimited and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def is_loopback(host: str) -> bool:

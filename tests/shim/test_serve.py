@@ -1,9 +1,12 @@
 """The gateway on a socket."""
 
 import asyncio
+import os
+import resource
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import openai
 import pytest
@@ -205,6 +208,23 @@ def test_small_parts_of_an_answer_are_sent_at_once(tmp_path, monkeypatch):
     with running(create_app(ScriptedEngine(), RENDERER, TurnLog(tmp_path))) as url:
         http.get(f"{url}/healthz")
     assert found == [1]
+
+
+def test_more_connections_than_the_soft_limit_of_files(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = len(os.listdir("/proc/self/fd"))
+    app = create_app(ScriptedEngine(), RENDERER, TurnLog(tmp_path))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 50, before[1]))
+    try:
+        with running(app) as url, ExitStack() as lines:
+            host, port = url.removeprefix("http://").split(":")
+            for _ in range(100):
+                line = socket.create_connection((host, int(port)), 30)
+                lines.enter_context(line)
+                line.sendall(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
+                assert line.recv(12) == b"HTTP/1.1 200"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_an_address_in_use_is_refused(tmp_path):

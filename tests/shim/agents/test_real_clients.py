@@ -75,6 +75,9 @@ COMPACTIONS = (
 )
 
 
+SUMMARY = ("<state_snapshot>SUMMARY: it is 42.</state_snapshot>",)
+
+
 def line_of(scripts, prompt):
     """The line that follows a prompt; None: the scripts have none.
 
@@ -152,7 +155,7 @@ TOKENIZER = load_tokenizer()
 # What the log owes
 
 
-def check(log, name, directory):
+def check(log, name, directory, tokenizer=TOKENIZER):
     """Every call once; tokens of trainable turns are trained once; rows verify.
 
     Returns the turns, the session as the gateway shows it, and of each turn that drifts
@@ -170,18 +173,29 @@ def check(log, name, directory):
     assert n_trained == len(pc.list_flatten(sampled))
     links = tk.link(turns)
     causes: dict[int, set[str]] = {}
-    for finding in tk.analysis.explain_drift(turns, links, TOKENIZER).to_pylist():
+    for finding in tk.analysis.explain_drift(turns, links, tokenizer).to_pylist():
         causes.setdefault(finding["turn_index"], set()).add(finding["cause"])
     parents = links["parent"].to_pylist()
-    return [
-        {**turn, "parent": parent}
-        for turn, parent in zip(turns.to_pylist(), parents, strict=True)
-    ], shown, causes
+    return (
+        [
+            {**turn, "parent": parent}
+            for turn, parent in zip(turns.to_pylist(), parents, strict=True)
+        ],
+        shown,
+        causes,
+    )
 
 
 def roots(turns):
     """The number of turns that continue no other."""
     return sum(turn["parent"] is None for turn in turns)
+
+
+def without_thoughts(turns):
+    """The turns whose prompt omits what was thought, as the template has it."""
+    return {
+        turn["turn_index"] for turn in turns if turn["render_reason"] == "reasoning"
+    }
 
 
 # Sessions
@@ -333,10 +347,9 @@ def scripts_of(name, thought=()):
     return {
         # what the client shows after it compacted, and what it asks for to compact
         "SUMMARY": [("Still 42.",)],
-        **dict.fromkeys(
-            COMPACTIONS, [("<state_snapshot>SUMMARY: it is 42.</state_snapshot>",)]
-        ),
-        **dict.fromkeys(("SUBONE", "SUBTWO"), [look, ends]),
+        **{key: [SUMMARY] for key in COMPACTIONS},
+        "SUBONE": [look, ends],
+        "SUBTWO": [look, ends],
         "MAINTASK": [
             (*thought, "Let me write it. \n\n", *client.call(client.write)),
             (*agents[0], *agents[1]),
@@ -387,10 +400,7 @@ def test_a_session_with_two_sub_agents_at_once_that_is_resumed(tmp_path, name, t
         assert agents == {None: n_turns}
     else:
         assert sorted(agents.values()) == [2, 2, n_turns - 4]
-    rendered = {
-        turn["turn_index"] for turn in turns if turn["render_reason"] == "reasoning"
-    }
-    assert {*causes} == rendered
+    assert {*causes} == without_thoughts(turns)
     for found in causes.values():
         assert "reasoning_dropped" in found
         assert found <= {"reasoning_dropped", "white_space", "same_text"}

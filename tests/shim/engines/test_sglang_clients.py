@@ -7,6 +7,7 @@ a trained policy, in a spelling that is the model's own. The clients know nothin
 
 import json
 import re
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -14,19 +15,15 @@ import numpy as np
 import pytest
 
 from tests.shim.agents.test_real_clients import (
-    CLAUDE,
-    CLAUDE_OPTIONS,
-    CODEX,
-    CODEX_OPTIONS,
     check,
-    claude_environment,
-    run,
-    write_codex_config,
+    line_of,
+    roots,
+    start,
+    without_thoughts,
 )
 from tests.shim.clients import http
 from tests.shim.sglang_cpu.servers import served
 from trajkit_shim.app import create_app
-from trajkit_shim.engines.embedded.script import messages
 from trajkit_shim.engines.model_config import vocab_size
 from trajkit_shim.engines.sglang import SGLangEngine
 from trajkit_shim.prompting.render import load_renderer
@@ -37,17 +34,6 @@ pytestmark = [pytest.mark.clients, pytest.mark.sglang]
 
 # long prompts take a CPU its time
 SECONDS = 500
-
-
-def rule(scripts, prompt):
-    """The expression of a reply: the k-th line of the script whose key the user wrote."""
-    read = messages(prompt)
-    asked = " ".join(message.text for message in read if message.role == "user")
-    said = sum(message.role == "assistant" for message in read)
-    for key, lines in scripts.items():
-        if key in asked:
-            return lines[min(said, len(lines) - 1)]
-    return r"Fine\."
 
 
 class Constrained:
@@ -64,7 +50,8 @@ class Constrained:
         return await self._engine.info()
 
     async def generate(self, prompt_ids, sampling, **names):
-        regex = rule(self._scripts, self.renderer.decode(prompt_ids, ended=False))
+        prompt = self.renderer.decode(prompt_ids, ended=False)
+        regex = line_of(self._scripts, prompt) or r"Fine\."
         sample = await self._engine.generate(
             prompt_ids, replace(sampling, extra={"regex": regex}), **names
         )
@@ -133,7 +120,6 @@ THINKS = pytest.mark.parametrize(
 
 
 @THINKS
-@pytest.mark.skipif(not CLAUDE.exists(), reason="Claude Code is not installed")
 def test_claude_code(tmp_path, thought, server):
     write = '{"command": "echo 42 >  answer.txt", "timeout": 1.0e4}'
     look = '{"command":"cat answer.txt",  "description": "caf\\u00e9"}'
@@ -147,31 +133,24 @@ def test_claude_code(tmp_path, thought, server):
             r" Done: 42\.",
         ],
     }
-    with gateway(tmp_path, scripts, server) as (url, session, log, engine):
-        environment = claude_environment(url, session)
-        said, work = run(
-            tmp_path,
-            [CLAUDE, "-p", "MAINTASK", *CLAUDE_OPTIONS],
-            environment,
-            seconds=SECONDS,
-        )
+    with gateway(tmp_path, scripts, server) as (*at, log, engine):
+        tokenizer = engine.renderer.tokenizer
+        said = start(tmp_path, "claude-code", at, "MAINTASK", seconds=SECONDS)
+    turns, shown, causes = check(log, "claude-code", tmp_path, tokenizer)
+    assert "Done: 42." in said
+    assert (tmp_path / "work/answer.txt").read_text() == "42\n"
     # the sub-agent's conversation is one of its own
-    turns, shown = check(log, tmp_path, roots=2)
+    assert roots(turns) == 2
     if not thought:
         assert shown["prompts"] == {"opening": 2, "append": 4}
-    assert json.loads(said)["result"].strip() == "Done: 42."
-    assert (work / "answer.txt").read_text() == "42\n"
-    assert {turn["harness"] for turn in turns} == {"claude-code"}
-    assert len({turn["session_id"] for turn in turns}) == 1
+    assert {*causes} == without_thoughts(turns)
     agents = [turn["agent_id"] for turn in turns]
     assert agents.count(None) == 4
-    assert len(agents) == 6
     assert len({*agents}) == 2
     check_sampled(turns, engine)
 
 
 @THINKS
-@pytest.mark.skipif(CODEX is None, reason="Codex is not installed")
 def test_codex(tmp_path, thought, server):
     write = '{"cmd": "echo 42 >  answer.txt", "yield_time_ms":  1000}'
     look = '{"cmd":"cat answer.txt"}'
@@ -181,22 +160,22 @@ def test_codex(tmp_path, thought, server):
             call("exec_command", look) + r"\n" + call("exec_command", look),
             r" Done: 42\.",
         ],
+        "Sure?": [r" Sure: 42\."],
     }
-    with gateway(tmp_path, scripts, server) as (url, session, log, engine):
-        write_codex_config(tmp_path, url)
-        said, work = run(
-            tmp_path,
-            [CODEX, "exec", *CODEX_OPTIONS, "MAINTASK"],
-            {"OPENAI_API_KEY": session},
-            seconds=SECONDS,
+    with gateway(tmp_path, scripts, server) as (*at, log, engine):
+        tokenizer = engine.renderer.tokenizer
+        said = start(tmp_path, "codex", at, "MAINTASK", seconds=SECONDS)
+        again = start(
+            tmp_path, "codex", at, "Sure?", "resume", "--last", seconds=SECONDS
         )
-    turns, shown = check(log, tmp_path, roots=1)
-    if not thought:
-        assert shown["prompts"] == {"opening": 1, "append": 2}
-    last = json.loads(said.splitlines()[-2])
-    assert last["item"]["text"].strip() == "Done: 42."
-    assert (work / "answer.txt").read_text() == "42\n"
-    assert len(turns) == 3
-    assert {turn["harness"] for turn in turns} == {"codex"}
+    turns, shown, causes = check(log, "codex", tmp_path, tokenizer)
+    assert "Done: 42." in said
+    assert "Sure: 42." in again
+    assert (tmp_path / "work/answer.txt").read_text() == "42\n"
+    assert roots(turns) == 1
+    # the template omits what was thought before the user spoke
+    last = "reasoning" if thought else "append"
+    assert Counter(shown["prompts"]) == Counter(["opening", "append", "append", last])
+    assert {*causes} == without_thoughts(turns)
     assert len({turn["agent_id"] for turn in turns}) == 1
     check_sampled(turns, engine)

@@ -1,6 +1,7 @@
 """Sessions from their opening to their end, and what a trainer asks of the gateway."""
 
 import asyncio
+import gc
 import json
 import logging
 from collections import deque
@@ -13,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trajkit as tk
-from tests.shim.clients import in_process
+from tests.shim.clients import in_process, on_socket
 from tests.shim.fakes import RENDERER, Held, ScriptedEngine, sampled
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.pause import Gate
 from trajkit_shim.sessions.quotas import Budget, Limits
-from trajkit_shim.sessions.sessions import SessionStore, Terms
+from trajkit_shim.sessions.sessions import Session, SessionStore, Terms
 from trajkit_shim.sessions.used_ids import UsedIds
 
 USER = {"role": "user", "content": "hi"}
@@ -367,6 +368,28 @@ async def test_a_session_that_is_finished_has_no_timer():
     lines.store.end(session, "finish")
     lines.clock.advance(100)
     assert [line["ended_by"] for line in lines.sessions] == [None, "finish"]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("how", ["finish", "drop", "idle"])
+async def test_an_ended_session_is_released(tmp_path, how):
+    """Its connections stay open, and one of its calls failed."""
+    clock, engine = Clock(), ScriptedEngine("a", EngineError("no"))
+    async with on_socket(engine, RENDERER, tmp_path, clock=clock) as gateway:
+        client = await gateway.open(session_id="released", ttl_seconds=10)
+        await ask(client)
+        with pytest.raises(openai.APIStatusError):
+            await ask(client)
+        if how == "idle":
+            clock.advance(10)
+        else:
+            await post(gateway, f"/sessions/released/{how}")
+        clock.advance(0)  # it forgets cancelled timers
+        gc.collect()
+        alive = [each for each in gc.get_objects() if isinstance(each, Session)]
+        shown = (await gateway.http.get("/prompts")).json()
+    assert "released" not in [each.session_id for each in alive]
+    assert shown["cache_bytes"] == 0
 
 
 def test_a_hundred_thousand_sessions_leave_little_behind():
