@@ -173,10 +173,14 @@ def check(log, name, directory):
     for finding in tk.analysis.explain_drift(turns, links, TOKENIZER).to_pylist():
         causes.setdefault(finding["turn_index"], set()).add(finding["cause"])
     parents = links["parent"].to_pylist()
-    return [
-        {**turn, "parent": parent}
-        for turn, parent in zip(turns.to_pylist(), parents, strict=True)
-    ], shown, causes
+    return (
+        [
+            {**turn, "parent": parent}
+            for turn, parent in zip(turns.to_pylist(), parents, strict=True)
+        ],
+        shown,
+        causes,
+    )
 
 
 def roots(turns):
