@@ -190,7 +190,7 @@ def test_parsers_of_an_sglang_that_is_not_installed(tmp_path, capsys, monkeypatc
     form = "sglang:qwen25,qwen3"
     argv = ["serve", "--out", str(tmp_path / "run"), "--tool-form", form]
     assert cli.main(argv) == cli.BAD_FILE
-    assert f"--tool-form {form}: import of sglang" in capsys.readouterr().err
+    assert f"--tool-form {form}: No module named 'sglang" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
