@@ -199,6 +199,7 @@ class _Call:
         """Decide the parameters, and reserve their tokens in the session's quota."""
         n_prompt = len(self.prompt.ids)
         reservation, terms = self._context.reservation, self._session.terms
+        parser = self._settings.reply_parser
         limit = self._settings.max_new_tokens
         self._sampling = resolve(
             self._request.sampling,
@@ -209,7 +210,7 @@ class _Call:
             client=terms.client_sampling,
             structural_tag=grammar(
                 self._request,
-                None if self._settings.reply_parser else self._settings.tool_form,
+                parser.form if parser else self._settings.tool_form,
                 terms.pins.extra,
                 opened=self._renderer.opens_reasoning(self.prompt.ids),
                 reasons=THINK in self._renderer.chat_template,

@@ -30,6 +30,7 @@ ADMIN_TOKEN = "TRAJKIT_ADMIN_TOKEN"
 
 # values of --tool-form that select an external parser
 _OUTSIDE = ("sglang", "schema")
+_INSTALLED = "sglang:"
 
 
 # types of values by their names; others are text
@@ -107,7 +108,9 @@ def add_engine(parser: argparse.ArgumentParser, *, launches: bool = False) -> No
         "embedded)",
         "--tool-form NAME": "how the model writes tool calls: hermes, qwen3-coder, glm "
         "or plain-json (default: detected from its chat template); sglang: that "
-        "server's own parsers; schema: the tokenizer's response template",
+        "server's own parsers; sglang:CALLS,REASONING: the parsers of an installed "
+        "SGLang by their names, of which one may be empty; schema: the tokenizer's "
+        "response template",
     }
     add_options(parser, helps if launches else choices | helps)
     parse = parser.parse_known_args
@@ -161,7 +164,8 @@ def running_engine(
         if not served and value:
             parser.error(f"{option} does not apply to the embedded engine")
     forms = (*FORMS, *_OUTSIDE)
-    if arguments.tool_form not in (None, *forms):
+    installed = (arguments.tool_form or "").startswith(_INSTALLED)
+    if arguments.tool_form not in (None, *forms) and not installed:
         known = ", ".join(forms)
         parser.error(f"--tool-form {arguments.tool_form} is not one of {known}")
     _check_launch(parser, arguments)
@@ -292,14 +296,22 @@ def _external_parser(
 ) -> "ReplyParser | None":
     """The external parser of replies that ``--tool-form`` names, if any."""
     from trajkit_shim.errors import EngineError
-    from trajkit_shim.replies.external_parsers import SchemaParser, SGLangParser
+    from trajkit_shim.replies.external_parsers import (
+        InstalledParser,
+        SchemaParser,
+        SGLangParser,
+    )
 
-    if arguments.tool_form == "schema":
-        try:
+    form = arguments.tool_form or ""
+    try:
+        if form == "schema":
             return SchemaParser(renderer)
-        except ValueError as error:
-            raise FormatError(f"--tool-form schema: {error}") from error
-    if arguments.tool_form != "sglang":
+        if form.startswith(_INSTALLED):
+            names = form.removeprefix(_INSTALLED).partition(",")
+            return InstalledParser(names[0] or None, names[2] or None)
+    except (ModuleNotFoundError, ValueError) as error:
+        raise FormatError(f"--tool-form {form}: {error}") from error
+    if form != "sglang":
         return None
     url = arguments.engine_url[0]
 

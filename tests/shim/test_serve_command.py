@@ -183,6 +183,14 @@ def test_serve_names_a_tokenizer_without_a_response_template(tmp_path, capsys):
     argv = ["serve", "--out", str(tmp_path / "run"), "--tool-form", "schema"]
     assert cli.main(argv) == cli.BAD_FILE
     assert "--tool-form schema: the tokenizer has no" in capsys.readouterr().err
+
+
+def test_parsers_of_an_sglang_that_is_not_installed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    form = "sglang:qwen25,qwen3"
+    argv = ["serve", "--out", str(tmp_path / "run"), "--tool-form", form]
+    assert cli.main(argv) == cli.BAD_FILE
+    assert f"--tool-form {form}: No module named 'sglang" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

@@ -8,7 +8,9 @@ used. Replies are not streamed before they are complete.
 
 import asyncio
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
@@ -19,13 +21,19 @@ from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.attribution import Ids
 from trajkit_shim.replies.parse import THINK, Parsed, parse
 from trajkit_shim.replies.parsers import ToolCall, Tools
+from trajkit_shim.replies.parsers.form import CallForm, json_tag
 
 if TYPE_CHECKING:
     from trajkit_shim.prompting.render import ChatRenderer
 
 
 class ReplyParser(Protocol):
-    """Parses a complete reply."""
+    """Parses a complete reply.
+
+    ``form``: how the model writes calls, for grammars; None: unknown.
+    """
+
+    form: CallForm | None
 
     async def parse(
         self, text: str, tools: Tools | None, prompt_ids: Ids, *, opened: bool
@@ -48,6 +56,8 @@ class SGLangParser:
     The server's ``--tool-call-parser`` and ``--reasoning-parser`` are used. Without one
     of them that part is not parsed.
     """
+
+    form: CallForm | None = None
 
     def __init__(self, base_url: str, client: httpx.AsyncClient | None = None) -> None:
         self._server = EngineServer("SGLang", base_url, client)
@@ -75,29 +85,23 @@ class SGLangParser:
     async def parse(
         self, text: str, tools: Tools | None, prompt_ids: Ids, *, opened: bool
     ) -> Parsed:
-        """See `ReplyParser`. A reply that the server rejects stays text."""
+        """See `ReplyParser`. A reply that the parsers reject stays text."""
         calls_parser, reasoning_parser = await self.names()
         reasoning, rest, calls = "", text, []
         try:
             if reasoning_parser is not None:
-                body: Json = {"text": f"{THINK}{text}" if opened else text}
-                body["reasoning_parser"] = reasoning_parser
-                answer = await self._server.post("/separate_reasoning", body)
-                reasoning = str(answer.get("reasoning_text") or "")
-                rest = str(answer.get("text") or "")
+                opening = f"{THINK}{text}" if opened else text
+                separated = await self._separate(reasoning_parser, opening)
+                reasoning, rest = (part or "" for part in separated)
             if calls_parser is not None and tools:
-                body = {"text": rest, "tools": list(tools)}
-                body["tool_call_parser"] = calls_parser
-                answer = await self._server.post("/parse_function_call", body)
-                rest = str(answer.get("normal_text") or "")
-                found: Any = answer.get("calls") or []
+                rest, found = await self._find_calls(calls_parser, rest, tools)
                 calls = [(str(call["name"]), str(call["parameters"])) for call in found]
         except EngineError as error:
             if error.status != 400:
                 raise
             return _unread(text)
         except (LookupError, TypeError) as error:
-            message = f"the SGLang server's calls cannot be read: {error}"
+            message = f"the calls of SGLang's parser cannot be read: {error}"
             raise EngineError(message) from error
         return await asyncio.to_thread(_parsed, text, reasoning, rest, calls)
 
@@ -105,12 +109,97 @@ class SGLangParser:
         """Close the connections."""
         await self._server.close()
 
+    async def _separate(self, parser: str, text: str) -> tuple[Any, Any]:
+        """The reasoning of a reply and the rest of its text; None: none."""
+        body: Json = {"text": text, "reasoning_parser": parser}
+        answer = await self._server.post("/separate_reasoning", body)
+        return answer.get("reasoning_text"), answer.get("text")
+
+    async def _find_calls(
+        self, parser: str, text: str, tools: Tools
+    ) -> tuple[str, Any]:
+        """A text without its calls, and their names and parameters."""
+        body: Json = {"text": text, "tools": list(tools), "tool_call_parser": parser}
+        answer = await self._server.post("/parse_function_call", body)
+        return str(answer.get("normal_text") or ""), answer.get("calls") or []
+
+
+class InstalledParser(SGLangParser):
+    """The parsers of an installed SGLang (0.5.23), by name, in this process.
+
+    Importing them takes about five seconds and 0.4 GB.
+
+    Parameters
+    ----------
+    calls, reasoning : str or None
+        Names of the parsers. None: that part is not parsed.
+
+    Raises
+    ------
+    ValueError
+        SGLang has no parser of that name.
+    ModuleNotFoundError
+        SGLang is not installed.
+    """
+
+    def __init__(self, calls: str | None, reasoning: str | None) -> None:
+        modules = ("entrypoints.openai.protocol", "function_call.function_call_parser")
+        self._protocol, self._calls, self._reasoning = (
+            import_module(f"sglang.srt.{name}")
+            for name in (*modules, "parser.reasoning_parser")
+        )
+        known = self._calls.FunctionCallParser.ToolCallParserEnum
+        for name, names in (
+            (calls, known),
+            (reasoning, self._reasoning.ReasoningParser.DetectorMap),
+        ):
+            if name is not None and name not in names:
+                raise ValueError(f"{name!r} is not one of {', '.join(sorted(names))}")
+        self._names = calls, reasoning
+        if calls is not None:
+            detector = self._calls.FunctionCallParser([], calls).detector
+            # some forms are not described by what precedes and follows the arguments
+            with suppress(NotImplementedError):
+                if detector.supports_structural_tag():
+                    self.form = _DetectorForm(detector.structure_info())
+
+    async def close(self) -> None:
+        """It has no connections."""
+
+    async def _separate(self, parser: str, text: str) -> tuple[Any, Any]:
+        parse = self._reasoning.ReasoningParser(parser).parse_non_stream
+        separated: tuple[Any, Any] = await asyncio.to_thread(parse, text)
+        return separated
+
+    async def _find_calls(
+        self, parser: str, text: str, tools: Tools
+    ) -> tuple[str, Any]:
+        offered = [self._protocol.Tool.model_validate(tool) for tool in tools]
+        parse = self._calls.FunctionCallParser(offered, parser).parse_non_stream
+        rest, calls = await asyncio.to_thread(parse, text)
+        return rest, [call.model_dump() for call in calls]
+
+
+class _DetectorForm:
+    """How a model writes calls, by a detector of SGLang."""
+
+    def __init__(self, info: Callable[[str], Any]) -> None:
+        self._info = info
+        self.opens: str = info("").trigger
+
+    def tag(self, name: str, schema: Json) -> Json:
+        """See `CallForm`."""
+        info = self._info(name)
+        return json_tag(info.begin, info.end, schema)
+
 
 class SchemaParser:
     """The response template of a tokenizer (``parse_response`` of transformers 5).
 
     Raises `ValueError`: the tokenizer has no response template, or an invalid one.
     """
+
+    form: CallForm | None = None
 
     def __init__(self, renderer: "ChatRenderer") -> None:
         self._tokenizer = renderer.tokenizer

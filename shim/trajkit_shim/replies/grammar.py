@@ -10,7 +10,7 @@ from trajkit_shim.chat.request import ANY_OBJECT, ChatRequest, function_of
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import Json
 from trajkit_shim.replies.parse import END_THINK, THINK
-from trajkit_shim.replies.parsers import ToolForm
+from trajkit_shim.replies.parsers.form import CallForm
 
 PINNED = frozenset("ebnf json_schema regex structural_tag structured_outputs".split())
 """Parameters of the engines that hold a grammar."""
@@ -18,7 +18,7 @@ PINNED = frozenset("ebnf json_schema regex structural_tag structured_outputs".sp
 
 def grammar(
     request: ChatRequest,
-    form: ToolForm | None,
+    form: CallForm | None,
     pinned: Mapping[str, object],
     *,
     opened: bool,
@@ -33,7 +33,7 @@ def grammar(
     Parameters
     ----------
     request : ChatRequest
-    form : ToolForm or None
+    form : CallForm or None
         How the model writes calls; None: unknown.
     pinned : mapping
         The session's parameters of the engine.

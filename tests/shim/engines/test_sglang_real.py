@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import subprocess
+import sys
 import uuid
 from contextlib import contextmanager
 from pathlib import Path
@@ -146,6 +147,35 @@ async def test_logprobs_are_those_of_what_was_sampled_from(sampling, most, engin
     assert sample.output_logprobs == pytest.approx(
         np.full(8, -np.log(most)), abs=0 if most == 1 else 1.0
     )
+
+
+def test_the_installed_parsers():
+    """SGLang's parsers by name, in SGLang's own environment."""
+    script = Path(__file__).parents[1] / "replies/installed_parsers.py"
+    # what only the project has comes last
+    code = (
+        f"import runpy, sys; sys.path += {sys.path!r}; runpy.run_path({str(script)!r})"
+    )
+    ran = subprocess.run(
+        [servers.PYTHON, "-c", code],
+        capture_output=True,
+        check=True,
+        timeout=300,
+        text=True,
+    )
+    found = json.loads(ran.stdout)
+    assert "is not one of apertus2509" in found.pop("unknown")
+    for read in found.values():
+        assert (read["reasoning"], read["text"]) == ("hm", "Look.")
+        ((name, arguments),) = read["calls"]
+        assert (name, json.loads(arguments)) == ("f", {"n": 15})
+        assert not read["ill_formed"]
+    # as they were sampled
+    assert found["qwen25"]["calls"][0][1] == '{"n":  1.50e1}'
+    opens, tag = found["qwen25"]["tag"]
+    assert tag["begin"] == f'{opens}\n{{"name":"f", "arguments":'
+    # this form has no JSON arguments between two texts
+    assert found["qwen3_coder"]["tag"] is None
 
 
 LETTERS = {"type": "string", "enum": ["a.txt", "b.txt"]}

@@ -1,8 +1,11 @@
 """Replies that other parsers than the gateway's take apart."""
 
 import json
+import sys
+from types import MappingProxyType, SimpleNamespace
 
 import httpx
+import openai
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -17,6 +20,7 @@ from trajkit_shim.engines.embedded import load_tokenizer
 from trajkit_shim.errors import EngineError
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.replies.external_parsers import (
+    InstalledParser,
     SchemaParser,
     SGLangParser,
     as_sampled,
@@ -103,13 +107,132 @@ def schema_parser(template=TEMPLATE):
 BOTH = {"tool_call_parser": "qwen25", "reasoning_parser": "qwen3"}
 
 
+class Detector:
+    """How a call is written, in SGLang's words."""
+
+    supported = True
+
+    def supports_structural_tag(self):
+        return self.supported
+
+    def structure_info(self):
+        if self.supported is None:
+            raise NotImplementedError
+        return lambda name: SimpleNamespace(
+            begin=f'<tool_call>{{"name":"{name}", "arguments":',
+            end="}</tool_call>",
+            trigger="<tool_call>",
+        )
+
+
+class FunctionCallParser:
+    ToolCallParserEnum = MappingProxyType({"qwen25": Detector})
+
+    def __init__(self, tools, name):
+        self.tools, self.detector = tools, self.ToolCallParserEnum[name]()
+
+    def parse_non_stream(self, text):
+        found = parse(text, tools=self.tools, opened=False)
+        calls = [
+            Model(name=one.name, parameters=json.dumps(json.loads(one.arguments)))
+            for one in found.tool_calls
+        ]
+        return found.content.strip(), calls
+
+
+class ReasoningParser:
+    DetectorMap = MappingProxyType({"qwen3": None})
+
+    def __init__(self, name):
+        assert name in self.DetectorMap
+
+    def parse_non_stream(self, text):
+        found = parse(text, tools=None, opened=False)
+        return found.reasoning, text.rpartition("</think>")[2].strip()
+
+
+class Model(SimpleNamespace):
+    def model_dump(self):
+        return vars(self)
+
+    @staticmethod
+    def model_validate(tool):
+        return tool
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """An SGLang that is installed, with the gateway's own parsers in its place."""
+    for name, module in {
+        "entrypoints.openai.protocol": SimpleNamespace(Tool=Model),
+        "function_call.function_call_parser": SimpleNamespace(
+            FunctionCallParser=FunctionCallParser
+        ),
+        "parser.reasoning_parser": SimpleNamespace(ReasoningParser=ReasoningParser),
+    }.items():
+        monkeypatch.setitem(sys.modules, f"sglang.srt.{name}", module)
+
+
+def parser_of(kind):
+    if kind == "installed":
+        return InstalledParser("qwen25", "qwen3")
+    return Server(**BOTH).parser() if kind == "sglang" else schema_parser()
+
+
+@pytest.mark.parametrize(
+    ("supported", "known"), [(True, True), (False, False), (None, False)]
+)
+def test_the_form_of_an_installed_parser(installed, monkeypatch, supported, known):
+    monkeypatch.setattr(Detector, "supported", supported)
+    form = InstalledParser("qwen25", None).form
+    assert (form is not None) == known
+    if known:
+        assert form.opens == "<tool_call>"
+        assert form.tag("f", {"type": "object"}) == {
+            "type": "tag",
+            "begin": '<tool_call>{"name":"f", "arguments":',
+            "content": {"type": "json_schema", "json_schema": {"type": "object"}},
+            "end": "}</tool_call>",
+        }
+    assert InstalledParser(None, "qwen3").form is None
+
+
+@pytest.mark.parametrize("names", [("qwen9", None), (None, "qwen9")])
+def test_an_unknown_parser(installed, names):
+    with pytest.raises(ValueError, match="'qwen9' is not one of qwen"):
+        InstalledParser(*names)
+
+
+@pytest.mark.parametrize("kind", ["sglang", "schema", "installed"])
+async def test_a_required_call_needs_a_known_form(tmp_path, installed, kind):
+    engine = PiecewiseEngine(CALL)
+    parser = parser_of(kind)
+    async with in_process(engine, RENDERER, tmp_path, reply_parser=parser) as gateway:
+        client = await gateway.open()
+        tool = {"type": "function", "function": {"name": "f"}}
+        asked = client.chat.completions.create(
+            model="m",
+            messages=[{"role": "user", "content": "hi"}],
+            tools=[tool],
+            tool_choice="required",
+        )
+        if kind == "installed":
+            reply = await asked
+            assert reply.choices[0].message.tool_calls[0].function.name == "f"
+            assert '"name":"f", ' in str(engine.samplings[0].structural_tag)
+        else:
+            with pytest.raises(openai.BadRequestError, match="how calls are written"):
+                await asked
+    await parser.close()
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", ["sglang", "schema"])
+@pytest.mark.parametrize("kind", ["sglang", "schema", "installed"])
 async def test_a_conversation_goes_on_from_what_was_sampled(
-    tmp_path, kind, name, stream
+    tmp_path, installed, kind, name, stream
 ):
-    parser = Server(**BOTH).parser() if kind == "sglang" else schema_parser()
+    parser = parser_of(kind)
     driver = DRIVERS[name]
     renderer = ChatRenderer(load_tokenizer())
     engine = PiecewiseEngine(context=5000)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from trajkit_shim.json_input import Json
 
@@ -21,6 +21,27 @@ class ToolCall:
 
     name: str
     arguments: str
+
+
+class CallForm(Protocol):
+    """How a model writes tool calls, as far as a grammar needs it."""
+
+    @property
+    def opens(self) -> str:
+        """The start of every call."""
+        ...
+
+    def tag(self, name: str, schema: Json) -> Json:
+        """Return the tag of a grammar (`replies.grammar`) that a tool's call matches."""
+        ...
+
+
+def json_tag(begin: str, end: str, schema: Json, style: str = "json") -> Json:
+    """Return a tag of xgrammar: a value of a schema, between two texts."""
+    content: Json = {"type": "json_schema", "json_schema": schema}
+    if style != "json":
+        content["style"] = style
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +64,8 @@ class ToolForm:
     known_by: tuple[str, ...] = ()
 
     def tag(self, name: str, schema: Json) -> Json:
-        """Return the tag of a grammar (`replies.grammar`) that a tool's call matches."""
-        content: Json = {"type": "json_schema", "json_schema": schema}
-        if self.style != "json":
-            content["style"] = self.style
-        begin, end = self.begin(name), self.end
-        return {"type": "tag", "begin": begin, "content": content, "end": end}
+        """See `CallForm`."""
+        return json_tag(self.begin(name), self.end, schema, self.style)
 
     def hopeless(self, text: str, offset: int) -> bool:
         """Return whether the text at ``offset`` can never become a call."""
