@@ -33,16 +33,11 @@ _KEEP_ALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000),
 )
+_RETRY_AFTER = 5
 _NO_HEADERS: Mapping[str, str] = {}
 
 # raised by a reply with missing, mistyped or too large fields
 _UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-
-
-class DownError(EngineError):
-    """No server accepts the connection, as while it restarts."""
-
-    retry_after = 5
 
 
 class EngineServer:
@@ -147,7 +142,8 @@ class EngineServer:
         reason = f"cannot be reached: {type(error).__name__}: {error}"
         text = f"the {self.name} server at {self._base_url} {reason}"
         if isinstance(error, httpx.ConnectError):
-            return DownError(text, 503)
+            # a server that restarts is back soon
+            return EngineError(text, 503, retry_after=_RETRY_AFTER)
         return EngineError(text)
 
     def _refusal(self, response: httpx.Response) -> EngineError:
