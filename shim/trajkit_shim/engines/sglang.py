@@ -87,11 +87,15 @@ class SGLangEngine(HttpEngine):
         body: Json = {"serialized_named_tensors": list(tensors)}
         body |= {"load_format": load_format, "weight_version": version}
         body["flush_cache"] = True
-        await self._order("begin_weight_update", {})
         try:
+            await self._order("begin_weight_update", {})
             await self._order("update_weights_from_tensor", body)
-        finally:
-            await self._order("end_weight_update", {})
+        except EngineError:
+            # some of the servers may have begun
+            with suppress(EngineError):
+                await self._order("end_weight_update", {})
+            raise
+        await self._order("end_weight_update", {})
 
     async def _order(self, name: str, body: Json) -> None:
         """Send a request of a weight update to all servers; it must succeed."""
