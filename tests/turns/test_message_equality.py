@@ -22,7 +22,7 @@ from tests.strategies import (
 from tests.tables import in_delta_form, link_by, turns_table
 from trajkit import _core
 from trajkit.errors import InvalidTurnsError, LayoutError, PolicyError
-from trajkit.schema import VALUE_BYTES
+from trajkit.schema import TURNS, VALUE_BYTES
 from trajkit.turns.calls import read_calls
 from trajkit.turns.message_equality import (
     classify,

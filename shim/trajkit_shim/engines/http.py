@@ -33,6 +33,7 @@ _KEEP_ALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000),
 )
+_RETRY_AFTER = 5
 _NO_HEADERS: Mapping[str, str] = {}
 
 # raised by a reply with missing, mistyped or too large fields
@@ -141,8 +142,8 @@ class EngineServer:
         reason = f"cannot be reached: {type(error).__name__}: {error}"
         text = f"the {self.name} server at {self._base_url} {reason}"
         if isinstance(error, httpx.ConnectError):
-            # as while it restarts
-            return EngineError(text, 503, retry_after=5)
+            # a server that restarts is back soon
+            return EngineError(text, 503, retry_after=_RETRY_AFTER)
         return EngineError(text)
 
     def _refusal(self, response: httpx.Response) -> EngineError:

@@ -123,8 +123,7 @@ def _is_healthy(port: int) -> bool:
 
 def _end(server: subprocess.Popen[bytes], seconds: float) -> None:
     """End a server and all processes that it started."""
-    with suppress(ProcessLookupError):
-        os.killpg(server.pid, signal.SIGTERM)
+    server.terminate()
     with suppress(subprocess.TimeoutExpired):
         server.wait(seconds)
     children = Path(f"/proc/self/task/{os.getpid()}/children")

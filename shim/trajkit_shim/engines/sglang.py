@@ -77,25 +77,32 @@ class SGLangEngine(HttpEngine):
 
     async def update_weights(self, path: str, version: str) -> None:
         """Load weights from a directory that the servers can read."""
-        await self._update("disk", version, {"model_path": path}, repr(path))
+        body: Json = {"model_path": path, "weight_version": version}
+        await self._order("update_weights_from_disk", {**body, "flush_cache": True})
 
     async def update_tensors(
         self, tensors: Sequence[str], load_format: str | None, version: str
     ) -> None:
         """See `TensorEngine`. The texts are those of SGLang's MultiprocessingSerializer."""
         body: Json = {"serialized_named_tensors": list(tensors)}
-        body["load_format"] = load_format
-        await self._update("tensor", version, body, f"{len(tensors)} texts")
+        body |= {"load_format": load_format, "weight_version": version}
+        body["flush_cache"] = True
+        try:
+            await self._order("begin_weight_update", {})
+            await self._order("update_weights_from_tensor", body)
+        except EngineError:
+            # some of the servers may have begun
+            with suppress(EngineError):
+                await self._order("end_weight_update", {})
+            raise
+        await self._order("end_weight_update", {})
 
-    async def _update(self, form: str, version: str, body: Json, source: str) -> None:
-        """Update the weights of all servers."""
-        path = f"/update_weights_from_{form}"
-        body |= {"weight_version": version, "flush_cache": True}
-        for answer in await self._post_to_all(path, body):
+    async def _order(self, name: str, body: Json) -> None:
+        """Send a request of a weight update to all servers; it must succeed."""
+        for answer in await self._post_to_all(f"/{name}", body):
             if answer.get("success") is not True:
-                failure = (
-                    f"did not load the weights of {source}: {answer.get('message')}"
-                )
+                source = body.get("model_path", "")
+                failure = f"failed at {name} {source}: {answer.get('message')}"
                 raise EngineError(f"the SGLang server {failure}")
 
     async def resume(self) -> None:

@@ -188,8 +188,8 @@ def test_a_server_that_ends_too_often_ends_the_command(python, tmp_path):
 
     def run():
         with terminable(), launched(python, tmp_path, *options, restarts=1) as url:
-            while True:
-                _die(url)
+            # the signal ends it
+            until(lambda: _die(url))
 
     with pytest.raises(ConnectionError, match=reason):
         run()

@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from trajkit_shim.engines.base import (
     Sampling,
+    TensorEngine,
     UpdatableEngine,
     WeightSpan,
 )
@@ -449,20 +450,23 @@ async def test_pausing_and_updating():
 
     async def answer(request: Request) -> Response:
         told.append((request.url.path, await request.json()))
-        success = "bad" not in str(told[-1])
+        success = "bad" not in str(told[-1]) and len(told) != 10
         return JSONResponse({"success": success, "message": "no such directory"})
 
-    paths = ("pause_generation", "continue_generation", "update_weights_from_disk")
-    app = Starlette(
-        routes=[Route(f"/{path}", answer, methods=["POST"]) for path in paths]
-    )
+    app = Starlette(routes=[Route("/{path}", answer, methods=["POST"])])
     double.app = lambda: app
     async with engine_of(double) as engine:
         assert isinstance(engine, UpdatableEngine)
         await engine.pause()
         await engine.update_weights("/new", "step-1")
-        with pytest.raises(EngineError, match="'/bad': no such directory"):
+        with pytest.raises(EngineError, match="from_disk /bad: no such directory"):
             await engine.update_weights("/bad", "step-2")
+        assert isinstance(engine, TensorEngine)
+        await engine.update_tensors(["aGk="], "flattened_bucket", "step-3")
+        with pytest.raises(EngineError, match="from_tensor : no such directory"):
+            await engine.update_tensors(["bad"], None, "step-4")
+        with pytest.raises(EngineError, match="begin_weight_update : no such"):
+            await engine.update_tensors(["aGk="], None, "step-5")
         await engine.resume()
     update = {"model_path": "/new", "weight_version": "step-1", "flush_cache": True}
     assert told == [
@@ -472,6 +476,32 @@ async def test_pausing_and_updating():
             "/update_weights_from_disk",
             {**update, "model_path": "/bad", "weight_version": "step-2"},
         ),
+        # the server takes tensors only between these two
+        ("/begin_weight_update", {}),
+        (
+            "/update_weights_from_tensor",
+            {
+                "serialized_named_tensors": ["aGk="],
+                "load_format": "flattened_bucket",
+                "weight_version": "step-3",
+                "flush_cache": True,
+            },
+        ),
+        ("/end_weight_update", {}),
+        ("/begin_weight_update", {}),
+        (
+            "/update_weights_from_tensor",
+            {
+                "serialized_named_tensors": ["bad"],
+                "load_format": None,
+                "weight_version": "step-4",
+                "flush_cache": True,
+            },
+        ),
+        ("/end_weight_update", {}),
+        # this one failed
+        ("/begin_weight_update", {}),
+        ("/end_weight_update", {}),
         ("/continue_generation", {}),
     ]
 

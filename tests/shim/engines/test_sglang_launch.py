@@ -35,8 +35,8 @@ def marked(marker):
     return found
 
 
-def ask(client):
-    message = {"role": "user", "content": "hi"}
+def ask(client, text):
+    message = {"role": "user", "content": text}
     client.chat.completions.create(model="tiny", messages=[message], max_tokens=4)
 
 
@@ -58,14 +58,14 @@ def test_a_launched_server_is_restarted_and_leaves_no_process(tmp_path, tiny_mod
             key = http.post(f"{url}/sessions").json()["api_key"]
             # it waits as the gateway says, until the server is back
             client = openai.OpenAI(api_key=key, base_url=f"{url}/v1", max_retries=60)
-            ask(client)
+            ask(client, "before")
             (server,) = (
                 pid
                 for pid, command in marked(marker).items()
                 if command[1:3] == ["-m", "sglang.launch_server"]
             )
             os.kill(server, signal.SIGKILL)
-            ask(client)
+            ask(client, "after")
             client.close()
             gateway.send_signal(signal.SIGTERM)
             _, errors = gateway.communicate(timeout=120)

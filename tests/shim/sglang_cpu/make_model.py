@@ -1,4 +1,4 @@
-"""A Qwen3 of a million random parameters, with the embedded engine's tokenizer.
+"""A Qwen3 of a million random parameters, for the tokenizer in the directory.
 
 python make_model.py DIRECTORY
 """
@@ -6,13 +6,10 @@ python make_model.py DIRECTORY
 import sys
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
-
-from trajkit_shim.engines.embedded import load_tokenizer
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 directory = sys.argv[1]
-tokenizer = load_tokenizer()
-tokenizer.save_pretrained(directory)
+tokenizer = AutoTokenizer.from_pretrained(directory)
 torch.manual_seed(0)
 config = Qwen3Config(
     # ids beyond the tokenizer's are in the table, as they are in real models

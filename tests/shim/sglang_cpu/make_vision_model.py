@@ -2,26 +2,28 @@
 
 python make_vision_model.py DIRECTORY
 
-Needs torch. Without it, `trajkit_shim`'s tests write the tokenizer and the processor only.
+This needs torch. Tests, which need none, have written tokenizer and processor before.
 """
 
 import json
 import sys
 from pathlib import Path
 
-from trajkit_shim.engines.embedded import load_tokenizer
-
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+TOKENS = {
+    name: f"<|{name}|>"
+    for name in ("vision_start", "vision_end", "image_pad", "video_pad")
+}
 _PART = "{{- part.text -}}"
 _SHOWN = f'{{{{- "{IMAGE}" if part.type == "image" else part.text -}}}}'
 
 
 def write_processor(directory):
-    """Write a tokenizer with places for images, and the processor; return its ids."""
+    """Write a tokenizer with places for images, and the processor."""
+    from trajkit_shim.engines.embedded import load_tokenizer
+
     tokenizer = load_tokenizer()
-    names = ["vision_start", "vision_end", "image_pad", "video_pad"]
-    tokens = [f"<|{name}|>" for name in names]
-    tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+    tokenizer.add_special_tokens({"additional_special_tokens": list(TOKENS.values())})
     assert _PART in tokenizer.chat_template
     tokenizer.chat_template = tokenizer.chat_template.replace(_PART, _SHOWN)
     tokenizer.save_pretrained(directory)
@@ -35,15 +37,18 @@ def write_processor(directory):
     }
     path = Path(directory) / "preprocessor_config.json"
     path.write_text(json.dumps(settings), "utf-8")
-    ids = dict(zip(names, tokenizer.convert_tokens_to_ids(tokens), strict=True))
-    return tokenizer, ids
 
 
 def main(directory):
     import torch
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+    from transformers import (
+        AutoTokenizer,
+        Qwen2_5_VLConfig,
+        Qwen2_5_VLForConditionalGeneration,
+    )
 
-    tokenizer, ids = write_processor(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    ids = {name: tokenizer.convert_tokens_to_ids(TOKENS[name]) for name in TOKENS}
     torch.manual_seed(0)
     size = {"hidden_size": 128, "intermediate_size": 256}
     config = Qwen2_5_VLConfig(

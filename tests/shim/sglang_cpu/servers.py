@@ -2,10 +2,11 @@
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from trajkit_shim.engines.embedded import load_tokenizer
 from trajkit_shim.engines.launch import reserved_port, running_server, sglang_command
 
 PYTHON = os.environ["TRAJKIT_SGLANG_PYTHON"]
@@ -21,9 +22,22 @@ ARGUMENTS = (
 )
 
 
-def make_model(directory: Path, script: str = "make_model.py") -> str:
-    """Make a random model with a script of this folder; return its directory."""
+def write_tokenizer(directory: str) -> None:
+    """Write the embedded engine's tokenizer."""
+    load_tokenizer().save_pretrained(directory)
+
+
+def make_model(
+    directory: Path,
+    script: str = "make_model.py",
+    prepare: Callable[[str], None] = write_tokenizer,
+) -> str:
+    """Make a random model with a script of this folder; return its directory.
+
+    ``prepare`` writes the tokenizer, for which the environment of SGLang lacks modules.
+    """
     path = str(directory / "model")
+    prepare(path)
     command = [PYTHON, str(Path(__file__).with_name(script)), path]
     subprocess.run(command, check=True, timeout=120)
     return path
