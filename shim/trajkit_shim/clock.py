@@ -1,13 +1,8 @@
 """The clock that measures idle sessions and pauses."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Protocol
-
-
-class Handle(Protocol):
-    """Of a scheduled callback."""
-
-    def cancel(self) -> None: ...
 
 
 class Clock(Protocol):
@@ -17,6 +12,8 @@ class Clock(Protocol):
         """Seconds since an arbitrary moment."""
         ...
 
-    def call_later(self, delay: float, callback: Callable[[], object], /) -> Handle:
+    def call_later(
+        self, delay: float, callback: Callable[[], object], /
+    ) -> asyncio.TimerHandle:
         """Schedule a call in ``delay`` seconds."""
         ...

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from trajkit_shim import timing
-from trajkit_shim.clock import Clock, Handle
+from trajkit_shim.clock import Clock
 from trajkit_shim.engines.base import Sample
 from trajkit_shim.errors import EngineError, GatewayError
 
@@ -32,7 +32,7 @@ class Gate:
         self._cut: set[asyncio.Future[Any]] = set()
         self._running = asyncio.Event()  # set unless paused
         self._running.set()
-        self._timer: Handle | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def paused(self) -> bool:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
 from trajkit_shim.chat.sampling_params import SamplingParams
-from trajkit_shim.clock import Clock, Handle
+from trajkit_shim.clock import Clock
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import refuse
 from trajkit_shim.prompting.reply_matching import Known, ReplyIndex
@@ -191,7 +191,7 @@ class Session:
         self.agent_starts = AgentStarts()
         # requests until their last byte was sent, and the tasks that serve them
         self.requests: dict[asyncio.Future[None], asyncio.Task[Any] | None] = {}
-        self.timer: Handle | None = None
+        self.timer: asyncio.TimerHandle | None = None
         self.clock = clock
         self.active_at = clock.time()
 
