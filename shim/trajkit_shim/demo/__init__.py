@@ -22,14 +22,16 @@ import pyarrow.parquet as pq
 
 import trajkit as tk
 from trajkit.analysis.simulation import Simulation, cheapest_lossless
+from trajkit.cli import BAD_FILE
 from trajkit.cli.drift import DriftSummary
 from trajkit.cli.progress import Progress
 from trajkit.cli.simulate import describe
 from trajkit.cli.text import text_table
 from trajkit.policies import PRESETS
 from trajkit.schema import LABELS
-from trajkit_shim.agents.harness import Job
+from trajkit_shim.agents.harness import HarnessError, Job
 from trajkit_shim.agents.harnesses.mini_swe_agent import HARNESS
+from trajkit_shim.agents.sandbox import SandboxError
 from trajkit_shim.agents.sandboxes import local
 from trajkit_shim.app import create_app
 from trajkit_shim.demo.proxy import LossyProxy
@@ -77,7 +79,7 @@ def run_demo(
     Returns
     -------
     int
-        0; 1 if an agent failed or did not solve its task.
+        0; 1 if an agent failed or did not solve its task; 3 if none can run here.
 
     Raises
     ------
@@ -87,8 +89,6 @@ def run_demo(
         mini-swe-agent is not installed.
     FileExistsError
         ``out`` contains a run.
-    HarnessError, SandboxError
-        The agents cannot run here.
     """
     if sessions < 1:
         raise ValueError(f"sessions = {sessions}: at least 1 is needed")
@@ -113,7 +113,11 @@ def run_demo(
         httpx.Client(base_url=url, timeout=60, trust_env=False) as client,
         Progress("agents at work", "agents") as progress,
     ):
-        rollouts.try_out()
+        try:
+            rollouts.try_out()
+        except (HarnessError, SandboxError) as error:
+            sys.stderr.write(f"trajkit: {error}\n")
+            return BAD_FILE
         progress.begin(rollouts.to_do)
         summary = rollouts.run(client, progress.advance)
     facts, shown = _summary(log.path, summary.rollouts)

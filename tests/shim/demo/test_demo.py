@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -184,6 +185,13 @@ def test_what_cannot_be_run_is_refused_before_anything_is_written(
     with pytest.raises(ValueError, match=says):
         run_demo(tmp_path / "run", **choices)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_agent_that_does_not_start_ends_the_demo(tmp_path, capsys, monkeypatch):
+    missing = replace(demo_package.HARNESS, check=("no-such-agent",))
+    monkeypatch.setattr(demo_package, "HARNESS", missing)
+    assert run_demo(tmp_path, sessions=1) == cli.BAD_FILE
+    assert "no-such-agent is not installed" in capsys.readouterr().err
 
 
 def test_a_directory_that_holds_a_run_is_refused(tmp_path):
