@@ -209,18 +209,7 @@ class _Style:
 
 
 _CHOICES: dict[str, tuple[object, ...]] = {
-    "parent_by": policies.PARENT_BY,
-    "message_equality": policies.MESSAGE_EQUALITIES,
-    "tie_break": policies.TIE_BREAKS,
-    "chain_order": policies.CHAIN_ORDERS,
-    "on_drift": policies.ON_DRIFT,
-    "train_in": policies.TRAIN_IN,
-    "row_selection": policies.ROW_SELECTIONS,
-    "row_order": policies.ROW_ORDERS,
-    "truncate_at": policies.TRUNCATE_AT,
-    "missing_logprobs": policies.MISSING_LOGPROBS,
-    "flag_scope": policies.FLAG_SCOPES,
-    "rewards": policies.REWARDS,
+    **policies.NAMED_CHOICES,
     "merge_rewrites": (True, False),
     "keep_prefix": (True, False),
     "train_aborted": (True, False),

@@ -1,7 +1,7 @@
 """Every rule of the field as one frozen record of choices."""
 
 from dataclasses import dataclass, fields, replace
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args, get_origin
 
 from trajkit._arguments import check_choice, chosen_int, did_you_mean, tool_names
 from trajkit.errors import PolicyError
@@ -32,40 +32,6 @@ RowSelection: TypeAlias = Literal["all", "main"]
 RowOrder: TypeAlias = Literal["turn", "prompt"]
 TruncateAt: TypeAlias = Literal["tokens", "calls"]
 
-PARENT_BY: tuple[ParentBy, ...] = get_args(ParentBy)
-MESSAGE_EQUALITIES: tuple[MessageEquality, ...] = get_args(MessageEquality)
-ON_DRIFT: tuple[OnDrift, ...] = get_args(OnDrift)
-TIE_BREAKS: tuple[TieBreak, ...] = get_args(TieBreak)
-TRAIN_IN: tuple[TrainIn, ...] = get_args(TrainIn)
-MISSING_LOGPROBS: tuple[MissingLogprobs, ...] = get_args(MissingLogprobs)
-CHAIN_ORDERS: tuple[ChainOrder, ...] = get_args(ChainOrder)
-FLAG_SCOPES: tuple[FlagScope, ...] = get_args(FlagScope)
-ROW_SELECTIONS: tuple[RowSelection, ...] = get_args(RowSelection)
-ROW_ORDERS: tuple[RowOrder, ...] = get_args(RowOrder)
-TRUNCATE_AT: tuple[TruncateAt, ...] = get_args(TruncateAt)
-REWARDS: tuple[Rewards, ...] = get_args(Rewards)
-
-_NAMED: dict[str, tuple[str, ...]] = {
-    "parent_by": PARENT_BY,
-    "message_equality": MESSAGE_EQUALITIES,
-    "tie_break": TIE_BREAKS,
-    "chain_order": CHAIN_ORDERS,
-    "on_drift": ON_DRIFT,
-    "train_in": TRAIN_IN,
-    "row_selection": ROW_SELECTIONS,
-    "row_order": ROW_ORDERS,
-    "truncate_at": TRUNCATE_AT,
-    "missing_logprobs": MISSING_LOGPROBS,
-    "flag_scope": FLAG_SCOPES,
-    "rewards": REWARDS,
-}
-_FLAGS = (
-    "merge_rewrites",
-    "keep_prefix",
-    "train_aborted",
-    "keep_untrained",
-    "keep_empty",
-)
 _LAST_TOKEN = 2**31 - 1
 
 # choices that have no rule for spliced rows
@@ -245,11 +211,12 @@ class Policy:
     end_of_turn_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        for name in _NAMED:
-            check_choice(name, getattr(self, name), _NAMED[name], PolicyError)
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise PolicyError(f"{name}={getattr(self, name)!r}: expected a bool")
+        for name, known in NAMED_CHOICES.items():
+            check_choice(name, getattr(self, name), known, PolicyError)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type is bool and not isinstance(value, bool):
+                raise PolicyError(f"{field.name}={value!r}: expected a bool")
         chosen_int("fork_threshold", self.fork_threshold, error=PolicyError)
         if self.max_rows is not None:
             chosen_int("max_rows", self.max_rows, 1, PolicyError)
@@ -306,6 +273,13 @@ class Policy:
             return False
         return self.places_all and self.row_selection == "all"
 
+
+NAMED_CHOICES: dict[str, tuple[str, ...]] = {
+    field.name: get_args(field.type)
+    for field in fields(Policy)
+    if get_origin(field.type) is Literal
+}
+"""The values of each choice that is one of several names."""
 
 PRESETS: dict[str, Policy] = {
     # nothing that was sampled is lost; a retry or a sibling is a branch of its own

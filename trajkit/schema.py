@@ -166,24 +166,10 @@ DELTA_FIELDS = (
 """Columns of the delta form. The first three replace ``prompt_ids``, the last two
 replace ``messages``; all use the same base turn."""
 
+_DELTA = {"prompt_ids": DELTA_FIELDS[:3], "messages": DELTA_FIELDS[3:]}
+
 TURNS_DELTA = _schema(
-    "turns",
-    *(TURNS.field(name) for name in ("session_id", "turn_index")),
-    *DELTA_FIELDS[:3],
-    *(TURNS.field(name) for name in ("output_ids", "output_logprobs", "finish_reason")),
-    *DELTA_FIELDS[3:],
-    *(
-        TURNS.field(name)
-        for name in (
-            "response",
-            "use_tool",
-            "ill_formed",
-            "trainable",
-            "output_mask",
-            "weight_versions",
-            "mm_items",
-        )
-    ),
+    "turns", *(new for old in TURNS for new in _DELTA.get(old.name, (old,)))
 )
 """``turns`` in delta form: its size is linear in the context, not quadratic."""
 

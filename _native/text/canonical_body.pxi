@@ -84,14 +84,29 @@ cdef inline bint _before(
     return order < 0 or (order == 0 and n_a < n_b)
 
 
+cdef inline int64_t _end_of_leaf(
+    const uint8_t* text, int64_t at, int64_t n, bint is_field
+) noexcept nogil:
+    """The position after a string or a null, or -1; a field is neither "" nor null."""
+    cdef bint escapes
+    cdef int64_t end = -1
+    if text[at] == c'"':
+        end = _end_of_text(text, at + 1, n, &escapes)
+        if is_field and end == at + 2:
+            end = -1
+    elif not is_field and n - at >= 4 and memcmp(text + at, b"null", 4) == 0:
+        end = at + 4
+    return end
+
+
 cdef bint _is_plain(
     const uint8_t* text, int64_t n, const uint8_t* names, int64_t n_names,
-    const uint8_t* roles, const uint8_t* never, int64_t n_never
+    const uint8_t* roles
 ) noexcept nogil:
     """Whether a body is canonical JSON of the named fields alone, none of them empty.
 
     No number and no truth value may stand in it, which have several spellings, and no key
-    of `never` at any depth. A name with a role may stand only where "role" is that text.
+    "index" at any depth. A name with a role may stand only where "role" is that text.
     False is no promise.
     """
     cdef:
@@ -127,7 +142,7 @@ cdef bint _is_plain(
                     return False
                 seen |= <uint64_t>1 << place
                 is_role = size == 4 and memcmp(text + start, b"role", 4) == 0
-            if _place_of(text + start, size, never, n_never) >= 0:
+            if size == 5 and memcmp(text + start, b"index", 5) == 0:
                 return False
             check_write("last_key", depth, 1, DEEPEST + 1)
             last_key[depth] = start
@@ -136,19 +151,7 @@ cdef bint _is_plain(
         # a value
         if at == n:
             return False
-        if text[at] == c'"':
-            start = at + 1
-            at = _end_of_text(text, start, n, &escapes)
-            if at < 0 or (depth == 1 and at == start + 1):
-                return False
-            if depth == 1 and is_role:
-                role = start
-                role_size = at - 1 - start
-        elif text[at] == c'n':
-            if depth == 1 or n - at < 4 or memcmp(text + at, b"null", 4) != 0:
-                return False
-            at += 4
-        elif text[at] == c'{' or text[at] == c'[':
+        if text[at] == c'{' or text[at] == c'[':
             closing = c'}' if text[at] == c'{' else c']'
             at += 1
             if at == n:
@@ -164,7 +167,13 @@ cdef bint _is_plain(
                 last_size[depth] = -1 if closing == c'}' else -2
                 continue
         else:
-            return False
+            start = at
+            at = _end_of_leaf(text, at, n, depth == 1)
+            if at < 0:
+                return False
+            if depth == 1 and is_role:
+                role = start + 1
+                role_size = at - start - 2
         # what is complete, closed
         while True:
             if at == n:
@@ -195,7 +204,6 @@ def find_plain(
     const uint8_t[::1] bodies not None,
     const uint8_t[::1] names not None,
     const uint8_t[::1] roles not None,
-    const uint8_t[::1] never not None,
     uint8_t[::1] plain not None,
 ):
     """Fill 1 for each body that is canonical JSON of the named fields alone.
@@ -203,8 +211,8 @@ def find_plain(
     Body i is the UTF-8 bytes ``bodies[offsets[i]:offsets[i + 1]]``; ``offsets`` has one entry
     more than ``plain``. Each name ends with a zero byte, and there are at most 64; so do the
     ``roles``, one per name: the role of the messages that may have such a field, or empty. No
-    field may be null, "" or [], no number and no truth value stand anywhere, and no key of
-    ``never``. What is 0 may be so too.
+    field may be null, "" or [], no number and no truth value stand anywhere, and no key
+    "index". What is 0 may be so too.
     """
     cdef int64_t i, n = plain.shape[0], n_names = _count_ends(names)
     _check_length("offsets", offsets.shape[0], n + 1)
@@ -213,7 +221,6 @@ def find_plain(
             raise LayoutError(
                 f"body {i} is {offsets[i]}:{offsets[i + 1]} of {bodies.shape[0]} bytes"
             )
-    _count_ends(never)
     if n_names > 64 or _count_ends(roles) != n_names:
         raise LayoutError(
             f"{_count_ends(roles)} roles for {n_names} names: one each, at most 64"
@@ -227,5 +234,4 @@ def find_plain(
                 &bodies[0] + offsets[i], offsets[i + 1] - offsets[i],
                 &names[0] if n_names else NULL, names.shape[0],
                 &roles[0] if n_names else NULL,
-                &never[0] if never.shape[0] else NULL, never.shape[0],
             )

@@ -101,11 +101,103 @@ cdef object _refusal(list frames, tuple here, str reason):
     return InvalidTurnsError("".join(path) + (" " if path else "") + reason)
 
 
-cdef str _number(object value, list frames, tuple here):
-    try:
+cdef str _leaf(object value, bint simplest, bint* simpler):
+    """The JSON of a value that is no container; None for what JSON does not know.
+
+    ``simpler`` becomes true if it is a number that has a simpler type.
+    """
+    cdef double number
+    if isinstance(value, str):
+        return _quoted(value)
+    if value is None:
+        return "null"
+    if value is True or value is False:
+        simpler[0] = True
+        if simplest:
+            return "1" if value else "0"
+        return "true" if value else "false"
+    if isinstance(value, int):
         return int.__repr__(value)
-    except ValueError:  # the interpreter's limit on digits
-        raise _refusal(frames, here, "is an integer of too many digits") from None
+    if not isinstance(value, float):
+        return None
+    number = value
+    if number != number:
+        return "NaN"
+    if number - number != 0:
+        return "Infinity" if number > 0 else "-Infinity"
+    if number == floor(number):
+        simpler[0] = True
+        if simplest:
+            return int.__repr__(int(number))
+    return float.__repr__(value)
+
+
+cdef tuple _opened(object value, list frames, tuple here, set open_ids):
+    """The sorted keys of a container (None: it is a list), and its values."""
+    if len(frames) >= 1000:
+        # whatever holds itself gets here; sooner, the set would only cost time
+        if id(value) in open_ids:
+            raise _refusal(frames, here, "holds itself")
+        open_ids.add(id(value))
+    if not isinstance(value, dict):
+        return None, list(value)
+    for key in value:
+        if not isinstance(key, str):
+            raise _refusal(frames, here, f"has the key {key!r}: JSON keys are strings")
+    keys = sorted(value)
+    return keys, [value[key] for key in keys]
+
+
+cdef str _encoded(object message, bint simplest, bint* simpler):
+    """Canonical JSON of a message; ``simplest``: with each number in its simplest type."""
+    cdef list parts = [], frames = [], keys, values
+    cdef set open_ids = set()  # containers on the path, looked at once it is long
+    cdef Py_ssize_t i = 0, n = 0
+    cdef object value = message, container
+    cdef tuple here
+    cdef str text
+    # the container being written: its sorted keys (None: a list), values, place and itself
+    keys = values = None
+    container = None
+    while True:
+        # write `value`: a leaf entirely, a container's opening bracket
+        if isinstance(value, (dict, list)):
+            here = (keys, values, i, container)
+            keys, values = _opened(value, frames, here, open_ids)
+            frames.append(here)
+            container, n, i = value, len(values), -1
+            text = "[" if keys is None else "{"
+        else:
+            try:
+                text = _leaf(value, simplest, simpler)
+            except ValueError:  # the interpreter's limit on digits
+                raise _refusal(
+                    frames, (keys, values, i, container), "is an integer of too many digits"
+                ) from None
+            if text is None:
+                raise _refusal(
+                    frames,
+                    (keys, values, i, container),
+                    f"is of type {type(value).__name__}: no JSON value",
+                )
+        parts.append(text)
+        # on to the next value, closing what is complete
+        i += 1
+        while i == n:
+            parts.append("]" if keys is None else "}")
+            if open_ids:
+                open_ids.discard(id(container))
+            keys, values, i, container = frames.pop()
+            if not frames:
+                return _valid_utf8("".join(parts))
+            n = len(values)
+            i += 1
+        if i:
+            parts.append(",")
+        if keys is not None:
+            parts.append(_quoted(keys[i]))
+            parts.append(":")
+        value = values[i]
 
 
 def encode_message(object message not None):
@@ -131,101 +223,9 @@ def encode_message(object message not None):
         A value that JSON does not know, or a container that holds itself. The text starts
         with the path.
     """
-    cdef list body = [], value_text = None, frames = [], keys, values
-    cdef set open_ids = set()  # containers on the path, looked at once it is long
-    cdef Py_ssize_t i = 0, n
-    cdef object value = message, container
-    cdef tuple here
-    cdef str text, normal
-    cdef double number
-    # the container being written: its sorted keys (None: a list), values, place and itself
-    keys = values = None
-    container = None
-    n = 0
-    while True:
-        # write `value`: a leaf entirely, a container's opening bracket
-        normal = None
-        if isinstance(value, str):
-            text = _quoted(value)
-        elif value is None:
-            text = "null"
-        elif value is True:
-            text, normal = "true", "1"
-        elif value is False:
-            text, normal = "false", "0"
-        elif isinstance(value, int):
-            text = _number(value, frames, (keys, values, i, container))
-        elif isinstance(value, float):
-            number = value
-            if number != number:
-                text = "NaN"
-            elif number - number != 0:
-                text = "Infinity" if number > 0 else "-Infinity"
-            else:
-                text = float.__repr__(value)
-                if number == floor(number):
-                    normal = int.__repr__(int(number))
-        elif isinstance(value, (dict, list)):
-            if len(frames) >= 1000:
-                # whatever holds itself gets here; sooner, the set would only cost time
-                if id(value) in open_ids:
-                    raise _refusal(frames, (keys, values, i, container), "holds itself")
-                open_ids.add(id(value))
-            here = (keys, values, i, container)
-            if isinstance(value, dict):
-                for key in value:
-                    if not isinstance(key, str):
-                        raise _refusal(
-                            frames, here, f"has the key {key!r}: JSON keys are strings"
-                        )
-                keys = sorted(value)
-                values = [value[key] for key in keys]
-                text = "{"
-            else:
-                keys, values = None, list(value)
-                text = "["
-            frames.append(here)
-            container, n, i = value, len(values), -1
-        else:
-            raise _refusal(
-                frames,
-                (keys, values, i, container),
-                f"is of type {type(value).__name__}: no JSON value",
-            )
-        if normal is not None and value_text is None:
-            value_text = list(body)
-        body.append(text)
-        if value_text is not None:
-            value_text.append(text if normal is None else normal)
-
-        # on to the next value, closing what is complete
-        i += 1
-        while i == n:
-            text = "]" if keys is None else "}"
-            body.append(text)
-            if value_text is not None:
-                value_text.append(text)
-            if open_ids:
-                open_ids.discard(id(container))
-            keys, values, i, container = frames.pop()
-            if not frames:
-                whole = _valid_utf8("".join(body))
-                if value_text is None:
-                    return whole, whole
-                return whole, _valid_utf8("".join(value_text))
-            n = len(values)
-            i += 1
-        if i:
-            text = ","
-        else:
-            text = ""
-        if keys is not None:
-            text += _quoted(keys[i]) + ":"
-        if text:
-            body.append(text)
-            if value_text is not None:
-                value_text.append(text)
-        value = values[i]
+    cdef bint simpler = False
+    cdef str body = _encoded(message, False, &simpler)
+    return body, (_encoded(message, True, &simpler) if simpler else body)
 
 
 cdef str _valid_utf8(str text):

@@ -55,14 +55,6 @@ cdef const char* _past_value(const char* s, const char* stop) noexcept nogil:
     return s if depth == 0 else NULL
 
 
-def json_space_end(bytes text not None, Py_ssize_t at):
-    """The first position from `at` on without white space."""
-    if not 0 <= at <= len(text):
-        raise LayoutError(f"{at} is outside of a text of {len(text)} bytes")
-    cdef const char* s = PyBytes_AS_STRING(text)
-    return _past_space(s + at) - s
-
-
 def json_value_end(bytes text not None, Py_ssize_t at):
     """The end of the value that begins at `at`; -1 if the text ends first."""
     if not 0 <= at <= len(text):
@@ -73,31 +65,6 @@ def json_value_end(bytes text not None, Py_ssize_t at):
     with nogil:
         end = _past_value(s + at, s + n)
     return -1 if end == NULL else end - s
-
-
-def json_key(bytes text not None, Py_ssize_t at):
-    """The key at `at`, and the position of its value.
-
-    Returns
-    -------
-    tuple of (bytes, int), or None
-        The key as written; None if there is no key, or one with an escape.
-    """
-    if not 0 <= at <= len(text):
-        raise LayoutError(f"{at} is outside of a text of {len(text)} bytes")
-    cdef const char* s = PyBytes_AS_STRING(text)
-    cdef const char* key = _past_space(s + at)
-    cdef const char* end
-    if key[0] != 34:
-        return None
-    end = _past_string(key, s + len(text))
-    if end == NULL or memchr(key, 92, end - key) != NULL:
-        return None
-    name = key[1 : end - key - 1]
-    end = _past_space(end)
-    if end[0] != 58:
-        return None
-    return name, _past_space(end + 1) - s
 
 
 def json_shared(bytes text not None, Py_ssize_t at, bytes before not None, Py_ssize_t start,
@@ -120,31 +87,6 @@ def json_shared(bytes text not None, Py_ssize_t at, bytes before not None, Py_ss
             else:
                 block //= 2
     return i
-
-
-def json_array_end(bytes text not None, Py_ssize_t at):
-    """The position of the first closing bracket from `at` on, or -1."""
-    if not 0 <= at <= len(text):
-        raise LayoutError(f"{at} is outside of a text of {len(text)} bytes")
-    cdef const char* s = PyBytes_AS_STRING(text)
-    cdef const char* end
-    cdef Py_ssize_t n = len(text)
-    with nogil:
-        end = <const char*>memchr(s + at, 93, n - at)
-    return -1 if end == NULL else end - s
-
-
-def json_commas(bytes text not None, Py_ssize_t start, Py_ssize_t stop):
-    """The number of commas in ``text[start:stop]``."""
-    if not 0 <= start <= stop <= len(text):
-        raise LayoutError(f"{start}:{stop} is no part of a text of {len(text)} bytes")
-    cdef const char* s = PyBytes_AS_STRING(text)
-    cdef Py_ssize_t i
-    cdef pos_t n = 0
-    with nogil:
-        for i in range(start, stop):
-            n += s[i] == 44
-    return n
 
 
 def json_ids(bytes text not None, Py_ssize_t at, token_t[::1] out not None):

@@ -17,10 +17,10 @@ NATIVE = Path(__file__).parents[2] / "_native"
 MIRRORED = [
     ("structs.pxd", "STOP", STOPS),
     ("route/route.pxi", "REASON", schema.LINK_REASONS),
-    ("route/route.pxi", "TIE_BREAK", policies.TIE_BREAKS),
+    ("route/route.pxi", "TIE_BREAK", policies.NAMED_CHOICES["tie_break"]),
     ("route/by_agents.pxi", "SEGMENT", ("none", *schema.SEGMENT_KINDS)),
-    ("plan/plan.pxi", "ON_DRIFT", policies.ON_DRIFT),
-    ("plan/plan.pxi", "TRAIN_IN", policies.TRAIN_IN),
+    ("plan/plan.pxi", "ON_DRIFT", policies.NAMED_CHOICES["on_drift"]),
+    ("plan/plan.pxi", "TRAIN_IN", policies.NAMED_CHOICES["train_in"]),
     ("plan/plan.pxi", "SPAN", schema.SPAN_KINDS),
     ("plan/plan.pxi", "REPORT", COUNTS),
     ("fill/fill.pxi", "LINE", [field.name for field in schema.SPAN][:-1]),

@@ -30,7 +30,7 @@ from tests.strategies import (
 from tests.tables import by_session, link_by, policy_of, turns_table
 from trajkit import _core
 from trajkit.errors import InvalidTurnsError, LayoutError, UnknownSessionError
-from trajkit.policies import MESSAGE_EQUALITIES, PRESETS
+from trajkit.policies import NAMED_CHOICES, PRESETS
 from trajkit.turns.structs import CALL, HEARD, NODE, PLACE
 
 
@@ -1146,7 +1146,7 @@ POLICIES = [
     *(
         tk.policy("faithful", parent_by=route, message_equality=equality)
         for route in ("messages", "agents", "generations")
-        for equality in MESSAGE_EQUALITIES
+        for equality in NAMED_CHOICES["message_equality"]
         if route != "agents" or equality in ("values", "text")
     ),
 ]

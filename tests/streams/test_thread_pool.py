@@ -45,17 +45,6 @@ def test_one_thread_is_the_calling_one():
     )
 
 
-def test_what_a_busy_pool_does_not_take_is_done_by_the_caller(monkeypatch):
-    free = threading.Event()
-    busy = thread_pool.ThreadPoolExecutor(1)
-    blocked = busy.submit(free.wait, 60)
-    monkeypatch.setattr(thread_pool, "_pools", [busy])
-    assert thread_pool.parallel_map(lambda part: part, range(3), 3) == [0, 1, 2]
-    free.set()
-    assert blocked.result()
-    busy.shutdown()
-
-
 def _work_in_child(results):
     results.put(thread_pool.parallel_map(lambda part: part, range(4), 2))
 

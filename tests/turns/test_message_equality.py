@@ -285,7 +285,7 @@ def test_what_is_no_canonical_body_is_not_plain(text):
 
 
 def test_the_scan_refuses_offsets_beyond_the_text():
-    names, roles, never, plain = (np.zeros(n, np.uint8) for n in (1, 1, 0, 1))
+    names, roles, plain = (np.zeros(n, np.uint8) for n in (1, 1, 1))
     for offsets, named in (
         ([0, 3], names),
         ([1, 0], names),
@@ -298,17 +298,16 @@ def test_the_scan_refuses_offsets_beyond_the_text():
                 np.zeros(2, np.uint8),
                 named,
                 roles,
-                never,
                 plain,
             )
     bodies = np.array([0, 2], np.int32), np.zeros(2, np.uint8)
-    for wrong in ((names + 1, roles, never), (names, roles, np.ones(1, np.uint8))):
+    for wrong in ((names + 1, roles), (names, np.ones(1, np.uint8))):
         with pytest.raises(LayoutError, match="zero byte"):
             _core.find_plain(*bodies, *wrong, plain)
     for n_names, n_roles in ((1, 2), (1, 0), (65, 65)):
         counts = np.zeros(n_names, np.uint8), np.zeros(n_roles, np.uint8)
         with pytest.raises(LayoutError, match=f"{n_roles} roles for {n_names} names"):
-            _core.find_plain(*bodies, *counts, never, plain)
+            _core.find_plain(*bodies, *counts, plain)
 
 
 def called(call_id, **more):

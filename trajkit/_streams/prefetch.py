@@ -1,9 +1,8 @@
 """An iterator that is advanced by a thread of its own."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from queue import SimpleQueue
-from threading import Event, Semaphore, Thread
 from typing import TypeVar
 
 _Item = TypeVar("_Item")
@@ -15,48 +14,24 @@ def prefetch(items: Iterator[_Item], stack: ExitStack) -> Iterator[_Item]:
     Parameters
     ----------
     items : iterator
-        Only the thread advances it. The thread closes it when the stack ends.
+        Only the thread advances it. It is closed when the stack ends.
     stack : ExitStack
         Ends the thread.
     """
-    queue: SimpleQueue[tuple[bool, _Item | BaseException | None]] = SimpleQueue()
-    room, ended = Semaphore(1), Event()
-
-    def read() -> None:
-        try:
-            for item in items:
-                queue.put((True, item))
-                del item
-                room.acquire()
-                if ended.is_set():
-                    break
-            else:
-                queue.put((False, None))
-        except BaseException as error:  # raised again by the thread that asks
-            queue.put((False, error))
-        finally:
-            close = getattr(items, "close", None)
-            if close is not None:
-                close()
-
-    thread = Thread(target=read, name="trajkit prefetch")
-
-    def end() -> None:
-        ended.set()
-        room.release()
-        thread.join()
+    pool = ThreadPoolExecutor(1, "trajkit prefetch")
+    end = object()
 
     def received() -> Iterator[_Item]:
-        while True:
-            more, item = queue.get()
-            if not more:
-                if isinstance(item, BaseException):
-                    raise item
-                return
-            room.release()
+        while (item := coming.pop().result()) is not end:
+            coming.append(pool.submit(next, items, end))
             yield item  # type: ignore[misc]
             del item
 
-    thread.start()
-    stack.callback(end)
+    def close() -> None:
+        pool.shutdown()
+        if hasattr(items, "close"):
+            items.close()
+
+    stack.callback(close)
+    coming = [pool.submit(next, items, end)]
     return received()

@@ -11,7 +11,7 @@ from trajkit._arrow.canonical import TableLike, canonical
 from trajkit._streams.lockstep import Stream, map_sessions
 from trajkit.errors import InvalidTurnsError
 from trajkit.pipeline.subagents import find_dispatches
-from trajkit.policies import TIE_BREAKS, ParentBy, Policy
+from trajkit.policies import NAMED_CHOICES, ParentBy, Policy
 from trajkit.policies import policy as chosen_policy
 from trajkit.schema import DRIFT, LINK_REASONS, LINKS, SEGMENT_KINDS
 from trajkit.turns.call_order import by_prompt
@@ -98,7 +98,7 @@ def find_links(calls: Calls, forest: Forest, policy: Policy) -> Records:
             forest.paths,
             keyed.requests,
             policy.merge_threshold,
-            TIE_BREAKS.index(policy.tie_break),
+            NAMED_CHOICES["tie_break"].index(policy.tie_break),
             links,
         )
     elif policy.parent_by == "agents":

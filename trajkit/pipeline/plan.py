@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit._arrow.buffers import pooled
-from trajkit.policies import ON_DRIFT, TRAIN_IN, Policy
+from trajkit.policies import NAMED_CHOICES, Policy
 from trajkit.schema import REPORT
 from trajkit.turns.call_order import by_creation
 from trajkit.turns.calls import Calls, Ints, Longs, Records
@@ -55,8 +55,8 @@ def choices_of(policy: Policy, max_tokens: int) -> Records:
         "max_tokens": max_tokens,
         "max_rows": NO_LIMIT if policy.max_rows is None else policy.max_rows,
         "end_of_turn": -1 if end_of_turn is None else end_of_turn,
-        "on_drift": ON_DRIFT.index(policy.on_drift),
-        "train_in": TRAIN_IN.index(policy.train_in),
+        "on_drift": NAMED_CHOICES["on_drift"].index(policy.on_drift),
+        "train_in": NAMED_CHOICES["train_in"].index(policy.train_in),
         "keep_prefix": policy.keep_prefix,
         "keep_untrained": policy.keep_untrained,
         "keep_empty": policy.keep_empty,

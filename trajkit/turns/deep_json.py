@@ -3,20 +3,11 @@
 import json
 import re
 from collections.abc import Iterable, Mapping
-from json import decoder
 
-_SPACE = re.compile(r"[ \t\n\r]*")
-_NUMBER = re.compile(r"(-?(?:0|[1-9][0-9]*))(\.[0-9]+)?([eE][-+]?[0-9]+)?")
-_WORDS = {
-    "null": None,
-    "true": True,
-    "false": False,
-    "NaN": float("nan"),
-    "Infinity": float("inf"),
-    "-Infinity": float("-inf"),
-}
-_WORD = re.compile("|".join(_WORDS))
-_OPEN: dict[str, type[dict[str, object]] | type[list[object]]] = {"{": dict, "[": list}
+# a sign, a string, or a number or word
+_TOKEN = re.compile(
+    r'[ \t\n\r]*([][{},:]|"[^"\\]*(?:\\.[^"\\]*)*"|[^][{},:" \t\n\r]+)', re.DOTALL
+)
 
 
 MAX_DEPTH = 32
@@ -62,78 +53,55 @@ def parse(text: str) -> object:
 
 
 def _parse_deep(text: str) -> object:
-    # open containers, innermost last, and the keys that wait for their values
-    stack: list[object] = []
-    keys: list[str] = []
-    at = _skip(text, 0)
+    # open containers, innermost last, each with the key that waits for its value
+    stack: list[tuple[dict[str, object] | list[object], str]] = []
+    at = 0
+
+    def token() -> str:
+        nonlocal at
+        found = _TOKEN.match(text, at)
+        if found is None:
+            raise json.JSONDecodeError("Expecting value", text, at)
+        at = found.end()
+        return found[1]
+
+    def key(quoted: str) -> str:
+        if quoted[0] != '"' or token() != ":":
+            raise json.JSONDecodeError("Expecting a key and ':'", text, at)
+        return str(json.loads(quoted))
+
+    sign = token()
     while True:
-        opening = _OPEN.get(text[at : at + 1])
-        if opening is not None:
-            value: object = opening()
-            at = _skip(text, at + 1)
-            if text[at : at + 1] != ("}" if opening is dict else "]"):
-                stack.append(value)
-                if opening is dict:
-                    at = _key(text, at, keys)
-                continue
-            at += 1
-        else:
-            value, at = _leaf(text, at)
-        # add the value to its container, then close every container that ends here
-        while True:
-            at = _skip(text, at)
-            if not stack:
-                if at != len(text):
-                    raise json.JSONDecodeError("Extra data", text, at)
-                return value
-            within = stack[-1]
-            if isinstance(within, dict):
-                within[keys.pop()] = value
-                closing = "}"
-            elif isinstance(within, list):
-                within.append(value)
-                closing = "]"
-            sign = text[at : at + 1]
-            if sign == ",":
-                at = _skip(text, at + 1)
-                if isinstance(within, dict):
-                    at = _key(text, at, keys)
-                break
+        # a value begins with the sign; what opens is closed at once if it is empty
+        value: object
+        if sign in ("{", "["):
+            value, closing = ({}, "}") if sign == "{" else ([], "]")
+            sign = token()
             if sign != closing:
+                is_dict = isinstance(value, dict)
+                stack.append((value, key(sign) if is_dict else ""))  # type: ignore[arg-type]
+                sign = token() if is_dict else sign
+                continue
+        else:
+            value = json.loads(sign)
+        # add the value to its container, then close every container that ends here
+        while stack:
+            within, name = stack.pop()
+            if isinstance(within, dict):
+                within[name] = value
+            else:
+                within.append(value)
+            sign = token()
+            if sign == ",":
+                sign = token()
+                if isinstance(within, dict):
+                    name, sign = key(sign), token()
+                stack.append((within, name))
+                break
+            if sign != ("}" if isinstance(within, dict) else "]"):
                 raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
-            at += 1
-            value = stack.pop()
-
-
-def _skip(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    return at if found is None else found.end()
-
-
-def _key(text: str, at: int, keys: list[str]) -> int:
-    if text[at : at + 1] != '"':
-        raise json.JSONDecodeError("Expecting a property name in quotes", text, at)
-    key, at = _string(text, at + 1)
-    at = _skip(text, at)
-    if text[at : at + 1] != ":":
-        raise json.JSONDecodeError("Expecting ':' delimiter", text, at)
-    keys.append(key)
-    return _skip(text, at + 1)
-
-
-def _string(text: str, at: int) -> tuple[str, int]:
-    value, end = decoder.scanstring(text, at, True)  # type: ignore[attr-defined]
-    return value, end
-
-
-def _leaf(text: str, at: int) -> tuple[object, int]:
-    if text[at : at + 1] == '"':
-        return _string(text, at + 1)
-    word = _WORD.match(text, at)
-    if word is not None:
-        return _WORDS[word[0]], word.end()
-    number = _NUMBER.match(text, at)
-    if number is None:
-        raise json.JSONDecodeError("Expecting value", text, at)
-    whole = number[2] is None and number[3] is None
-    return (int(number[0]) if whole else float(number[0])), number.end()
+            value = within
+        else:
+            if text[at:].strip(" \t\n\r"):
+                raise json.JSONDecodeError("Extra data", text, at)
+            return value

@@ -349,7 +349,6 @@ def find_plain_bodies(
         np.frombuffer(data or b"", np.uint8),
         _ended(*names),
         _ended(*roles or ("",) * len(names)),
-        _ended("index"),
         plain,
     )
     return plain.view(np.bool_)

@@ -20,7 +20,7 @@ _Number = TypeVar("_Number", bound=np.generic)
 
 
 class ListBuilder(Generic[_Number]):
-    """Lists of numbers, appended to blocks whose addresses never change.
+    """Lists of numbers, appended to arrays that are never copied.
 
     Parameters
     ----------
@@ -28,77 +28,63 @@ class ListBuilder(Generic[_Number]):
         ``np.int32`` or ``np.float32``.
     """
 
-    # elements of the first block; each next block is four times as large, up to 64 MiB.
-    # Unwritten pages cost nothing, but every block costs its reader time.
+    # elements of the first array; each next one is four times as large, up to 64 MiB.
+    # Unwritten pages cost nothing, but every array costs its reader time.
     _FIRST, _LARGEST = 1 << 16, 1 << 24
 
     def __init__(self, dtype: type[_Number]) -> None:
-        self._dtype = dtype
-        self._blocks: list[_Block[_Number]] = []
+        self._type = pa.large_list(pa.from_numpy_dtype(dtype))
+        self._chunks: list[pa.Array] = []
+        self._begin(np.empty(0, dtype))
+
+    def _begin(self, values: npt.NDArray[_Number]) -> None:
+        self._values = values
+        self._offsets = [0]
+        self._null_lists: list[int] = []
+        self._null_values: list[npt.NDArray[np.int64]] = []
 
     def append(self, length: int) -> npt.NDArray[_Number]:
         """Append a list whose values are undefined."""
-        if not self._blocks or self._blocks[-1].room < length:
-            size = min(self._FIRST << 2 * len(self._blocks), self._LARGEST)
-            self._blocks.append(_Block(np.empty(max(size, length), self._dtype)))
-        return self._blocks[-1].append(length)
+        start = self._offsets[-1]
+        if len(self._values) - start < length:
+            start, size = 0, self._FIRST << 2 * len(self._chunks)
+            self._finish()
+            size = max(min(size, self._LARGEST), length)
+            self._begin(np.empty(size, self._values.dtype))
+        self._offsets.append(start + length)
+        return self._values[start : start + length]
 
     def append_null(self) -> None:
         """Append a null."""
         self.append(0)
-        self._blocks[-1].null_lists.append(len(self._blocks[-1].lengths) - 1)
+        self._null_lists.append(len(self._offsets) - 2)
 
     def null_values(self, valid: npt.NDArray[np.uint8]) -> None:
         """Make the values of the last list null where ``valid`` is 0."""
-        block = self._blocks[-1]
-        block.null_values.append(block.used - len(valid) + np.flatnonzero(valid == 0))
+        self._null_values.append(self._offsets[-2] + np.flatnonzero(valid == 0))
 
-    def last(self) -> npt.NDArray[_Number]:
-        """The values of the last list."""
-        block = self._blocks[-1]
-        return block.values[block.used - block.lengths[-1] : block.used]
+    def _finish(self) -> None:
+        """Make an Arrow array of the lists since the last one, if there are any."""
+        if len(self._offsets) == 1:
+            return
+        nulls, mask = None, None
+        if self._null_values:
+            nulls = np.zeros(self._offsets[-1], np.bool_)
+            nulls[np.concatenate(self._null_values)] = True
+        if self._null_lists:
+            mask = np.zeros(len(self._offsets) - 1, np.bool_)
+            mask[self._null_lists] = True
+            mask = pa.array(mask)
+        values = pa.array(self._values[: self._offsets[-1]], mask=nulls)
+        offsets = pa.array(self._offsets, pa.int64())
+        self._chunks.append(
+            pa.LargeListArray.from_arrays(offsets, values, type=self._type, mask=mask)
+        )
 
     def lists(self) -> pa.ChunkedArray:
         """The lists as ``large_list``, without a copy of the values."""
-        type_ = pa.large_list(pa.from_numpy_dtype(self._dtype))
-        return pa.chunked_array([block.lists(type_) for block in self._blocks], type_)
-
-
-class _Block(Generic[_Number]):
-    def __init__(self, values: npt.NDArray[_Number]) -> None:
-        self.values = values
-        self.used = 0
-        self.lengths: list[int] = []
-        self.null_lists: list[int] = []
-        self.null_values: list[npt.NDArray[np.int64]] = []
-
-    @property
-    def room(self) -> int:
-        return len(self.values) - self.used
-
-    def append(self, length: int) -> npt.NDArray[_Number]:
-        start = self.used
-        self.used += length
-        self.lengths.append(length)
-        return self.values[start : self.used]
-
-    def lists(self, type_: pa.DataType) -> pa.LargeListArray:
-        offsets = np.zeros(len(self.lengths) + 1, np.int64)
-        np.cumsum(self.lengths, out=offsets[1:])
-        mask = None
-        if self.null_lists:
-            mask = np.zeros(len(self.lengths), np.bool_)
-            mask[self.null_lists] = True
-        nulls = None
-        if self.null_values:
-            nulls = np.zeros(self.used, np.bool_)
-            nulls[np.concatenate(self.null_values)] = True
-        return pa.LargeListArray.from_arrays(
-            pa.array(offsets),
-            pa.array(self.values[: self.used], mask=nulls),
-            type=type_,
-            mask=None if mask is None else pa.array(mask),
-        )
+        self._finish()
+        return pa.chunked_array(self._chunks, self._type)
 
 
 def write_ids(
