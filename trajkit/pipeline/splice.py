@@ -1,6 +1,6 @@
 """Rows of raw outputs between stretches of later prompts (_native/plan/splice.pxi)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -64,9 +64,7 @@ def plan_splices(
         plan.rows,
         plan.counts,
     )
-    return SplicePlan(
-        plan.rows[:n_rows], plan.counts, plan.next_calls, plan.starts, plan.places
-    )
+    return replace(plan, rows=plan.rows[:n_rows])
 
 
 def ended(calls: Calls) -> npt.NDArray[np.uint8]:
