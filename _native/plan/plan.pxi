@@ -362,22 +362,23 @@ cdef void _count_call(
 
 
 cdef bint _keep_row(
-    const Plan* plan, const Row* row, const int64_t* totals, int below, int64_t* report
+    const Choices* choices, const Row* row, pos_t full, const int64_t* totals, int below,
+    int64_t* report,
 ) noexcept nogil:
     """Whether the policy keeps a measured row; its tokens are counted either way.
 
-    ``below`` is how the next call of the chain meets the row.
+    ``full`` is its length without max_tokens; ``below`` is how the next call of the chain
+    meets the row.
     """
-    cdef pos_t full = _row_len(plan.paths.calls, row)
     report[REPORT_LOST_ABSORBED] += totals[SPAN_ABSORBED]
     if below == MEET_RESTART:
         report[REPORT_LOST_RESTARTED] += totals[SPAN_TRAINED] + totals[SPAN_CUT]
         return False
-    if not plan.choices.keep_empty and full == row.prompt_len:
+    if not choices.keep_empty and full == row.prompt_len:
         report[REPORT_ROWS_UNTRAINED] += 1
         report[REPORT_LOST_CUT] += totals[SPAN_CUT]  # if it was cut to a call
         return False
-    if not plan.choices.keep_untrained and row.n_trained + totals[SPAN_CUT] == 0:
+    if not choices.keep_untrained and row.n_trained + totals[SPAN_CUT] == 0:
         report[REPORT_ROWS_UNTRAINED] += 1
         return False
     if row.n_tokens < full and row.n_tokens <= row.prompt_len:
@@ -492,6 +493,7 @@ cdef void _plan_chain(
     cdef int32_t top = _first_new_call(plan, leaf, report), call = leaf
     cdef int64_t low = plan.n_rows, high
     cdef int below = MEET_FORK  # how the next row of the chain begins
+    cdef pos_t full
     cdef int64_t[N_SPAN_KINDS] totals
     cdef Row row
     while True:
@@ -511,7 +513,8 @@ cdef void _plan_chain(
             row.truncated = plan.paths.calls[leaf].stop == STOP_LENGTH
             row.use_tool = plan.flags[leaf] & CALL_USE_TOOL != 0
             row.ill_formed = plan.flags[leaf] & CALL_ILL_FORMED != 0
-        if _keep_row(plan, &row, totals, below, report):
+        full = _row_len(plan.paths.calls, &row)
+        if _keep_row(plan.choices, &row, full, totals, below, report):
             check_write("rows", plan.n_rows, 1, room)  # one per call of the sessions so far
             plan.rows[plan.n_rows] = row
             plan.n_rows += 1

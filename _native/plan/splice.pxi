@@ -31,24 +31,14 @@ cdef pos_t _find_id(
     const Call* call, pos_t start, pos_t stop, token_t wanted
 ) noexcept nogil:
     """First position in [start, stop) of the call's path with this id; -1: none."""
-    cdef pos_t n, i, k
+    cdef pos_t n, i
     cdef const token_t* run
-    cdef int hit
     while start < stop:
         run = _tokens_at(call, start, &n)
         n = min(n, stop - start)
-        i = 0
-        while i + 16 <= n:  # the compiler compares a block at once
-            hit = 0
-            for k in range(16):
-                hit |= run[i + k] == wanted
-            if hit:
-                break
-            i += 16
-        while i < n:
+        for i in range(n):
             if run[i] == wanted:
                 return start + i
-            i += 1
         start += n
     return -1
 
@@ -223,16 +213,7 @@ cdef void _splice_session(SplicePlan* plan, int32_t session, int64_t* report) no
         _splice_chain(plan, &row, totals, report)
         full = row.n_tokens
         row.n_tokens = min(full, plan.choices.max_tokens)
-        if not plan.choices.keep_empty and full == row.prompt_len:
-            report[REPORT_ROWS_UNTRAINED] += 1
-        elif not plan.choices.keep_untrained and totals[SPAN_TRAINED] + totals[SPAN_CUT] == 0:
-            report[REPORT_ROWS_UNTRAINED] += 1
-        elif row.n_tokens < full and row.n_tokens <= row.prompt_len:
-            report[REPORT_ROWS_CUT] += 1
-            report[REPORT_LOST_CUT] += totals[SPAN_TRAINED] + totals[SPAN_CUT]
-        else:
-            report[REPORT_LOST_CUT] += totals[SPAN_CUT]
-            report[REPORT_TOKENS_TRAINED] += totals[SPAN_TRAINED]
+        if _keep_row(plan.choices, &row, full, totals, MEET_FORK, report):
             check_write("rows", plan.n_rows, 1, hi)  # one per call of the sessions so far
             plan.rows[plan.n_rows] = row
             plan.n_rows += 1

@@ -238,17 +238,23 @@ cdef void _rank(const Tree* tree, Link* links) noexcept nogil:
         node = tree.nodes[node].sibling
 
 
+cdef inline pos_t _shared_of(const Paths* paths, int32_t call, int32_t other) noexcept nogil:
+    """Tokens that the path of a call and the prompt of another share."""
+    return _shared_by(paths.calls, paths.nodes, paths.ends, call, other)
+
+
 cdef int32_t _nearest_by_tokens(
-    const Tree* tree, const Call* calls, const Node* nodes, const int32_t* ends, int32_t node,
-    int32_t index,
+    const Tree* tree, const Paths* paths, int32_t node, int32_t index, bint full_path
 ) noexcept nogil:
-    """Of the nearest call above and its equal siblings, the one that the prompt continues.
+    """Of the nearest call above and its equal siblings, the one that the prompt continues; or -1.
 
     That is the one whose path the prompt repeats for longest; of equals, the one with the
-    shortest path (so one that it repeats entirely), then the first; or -1.
+    shortest path (so one that it repeats entirely), then the first. With ``full_path``, it is
+    the last of those whose path the prompt repeats entirely.
     """
     cdef int32_t other, call, best
     cdef pos_t shared, most, size, least = 0
+    cdef bint better
     while node > 0:
         best = -1
         most = -1
@@ -256,34 +262,17 @@ cdef int32_t _nearest_by_tokens(
         while other >= 0:
             call = tree.nodes[other].call
             if call >= 0:
-                shared = _shared_by(calls, nodes, ends, call, index)
-                size = _held_len(&calls[call])
-                if shared > most or shared == most and (
-                    size < least or size == least and call < best
-                ):
+                shared = _shared_of(paths, call, index)
+                size = _held_len(&paths.calls[call])
+                if full_path:
+                    better = shared == size and call > best
+                else:
+                    better = shared > most or shared == most and (
+                        size < least or size == least and call < best
+                    )
+                if better:
                     most = shared
                     least = size
-                    best = call
-            other = tree.nodes[other].equal
-        if best >= 0:
-            return best
-        node = tree.nodes[node].parent
-    return -1
-
-
-cdef int32_t _nearest_full_path(
-    const Tree* tree, const Call* calls, const Node* nodes, const int32_t* ends, int32_t node,
-    int32_t index,
-) noexcept nogil:
-    """The nearest call above whose path the prompt repeats entirely, the last of equals; or -1."""
-    cdef int32_t other, call, best
-    while node > 0:
-        best = -1
-        other = node
-        while other >= 0:
-            call = tree.nodes[other].call
-            if call > best and _held_len(&calls[call]) <= calls[index].prompt_len:
-                if _shared_by(calls, nodes, ends, call, index) == _held_len(&calls[call]):
                     best = call
             other = tree.nodes[other].equal
         if best >= 0:
@@ -384,11 +373,6 @@ cdef void _begin_index(const Paths* paths, TokenIndex* index) noexcept nogil:
     for i in range(paths.n_nodes):
         index.replies[i] = NOT_YET if index.replies[i] < 0 else -1
         index.reply_up[i] = nodes[i].parent
-
-
-cdef inline pos_t _shared_of(const Paths* paths, int32_t call, int32_t other) noexcept nogil:
-    """Tokens that the path of a call and the prompt of another share."""
-    return _shared_by(paths.calls, paths.nodes, paths.ends, call, other)
 
 
 cdef int32_t _longest_repeated(Router* router, int32_t first, int32_t index) noexcept nogil:
@@ -580,16 +564,12 @@ cdef void _route_session_by_messages(
             node = _route_call(
                 tree, paths.calls, router.requests, router.links, i, before, merge_threshold
             )
-            if tie_break == TIE_BREAK_FULL_PATH:
-                link.parent = _nearest_full_path(
-                    tree, paths.calls, paths.nodes, paths.ends, node, i
-                )
-            elif tie_break == TIE_BREAK_TOKENS:
-                link.parent = _nearest_by_tokens(
-                    tree, paths.calls, paths.nodes, paths.ends, node, i
-                )
-            else:
+            if tie_break == TIE_BREAK_FIRST:
                 link.parent = tree.nodes[node].above
+            else:
+                link.parent = _nearest_by_tokens(
+                    tree, paths, node, i, tie_break == TIE_BREAK_FULL_PATH
+                )
             if link.parent < 0 and link.reason == REASON_MESSAGES:
                 link.reason = REASON_ROOT
             _place_reply(tree, request, node, i)

@@ -596,8 +596,7 @@ def test_an_outlet_hands_back_what_went_wrong(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_no_more_than_is_allowed_waits_for_its_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(limits, "ROW_GROUP_BYTES", 0)
+def test_no_more_than_is_allowed_waits_for_its_file(tmp_path):
     rows = tk.linearize(tk.from_records(some_sessions(2)))
     handed, ahead = [], []
 

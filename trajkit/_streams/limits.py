@@ -38,7 +38,7 @@ PAGE_BYTES = 1 << 20
 FILE_TURNS = 1 << 15
 """A part file ends with the tables that bring it to this many turns."""
 ROW_GROUP_BYTES = 64 << 20
-"""A Parquet row group by Arrow; also the tables that wait for a writer thread."""
+"""A Parquet row group by Arrow."""
 DICTIONARY_BYTES = 16 << 20
 """Distinct texts of a row group; beyond that each text is written in full."""
 POLARS_FILE_BYTES = 32 << 20

@@ -8,15 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Condition, Thread
+from queue import Queue
+from threading import Thread
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 import pyarrow as pa
 
 from trajkit._arrow.take import empty_batch
-from trajkit._streams import limits
 from trajkit.errors import FormatError
 from trajkit.io.formats import naming
 
@@ -26,6 +25,9 @@ MANIFEST = "_manifest.json"
 """The manifest's file name; readers of directories skip names with an underscore."""
 
 _VERSION = 1
+
+# tables in memory that a writer thread has not taken yet
+_MAX_WAITING = 1
 
 
 class _Abandoned(Exception):
@@ -45,30 +47,22 @@ class AtomicWriter:
     """
 
     def __init__(self, path: Path, write: Write, target: Path) -> None:
-        self._changes = Condition()
-        self._waiting = 0
-        self._queue: SimpleQueue[pa.Table | BaseException | None] = SimpleQueue()
+        self._queue: Queue[pa.Table | BaseException | None] = Queue(_MAX_WAITING)
+        self._ended = False
         self._error: BaseException | None = None
         self._write, self._path, self._target = write, path, target
         self._thread = Thread(target=self._run, name=f"trajkit writes {target.name}")
 
     def put(self, table: pa.Table) -> None:
-        """Queue a table; wait while more than a row group is queued.
+        """Queue a table; wait while `_MAX_WAITING` others are queued.
 
         Raises
         ------
         Exception
             The error of an earlier table.
         """
-        with self._changes:
-            self._changes.wait_for(
-                lambda: (
-                    self._waiting <= limits.ROW_GROUP_BYTES or self._error is not None
-                )
-            )
-            if self._error is not None:
-                raise self._error
-            self._waiting += table.nbytes
+        if self._error is not None:
+            raise self._error
         self._queue.put(table)
 
     def __enter__(self) -> Self:
@@ -81,7 +75,9 @@ class AtomicWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._queue.put(None if error is None else _Abandoned())
+        if error is not None:
+            self._queue.put(_Abandoned())
+        self._queue.put(None)
         self._thread.join()
         if error is None and self._error is not None:
             raise self._error
@@ -91,21 +87,19 @@ class AtomicWriter:
             with naming(self._path, self._target):
                 self._write(self._batches(), self._path)
         except BaseException as error:  # raised again in the thread that calls `put`
-            with self._changes:
-                self._error = error
-                self._changes.notify()
+            self._error = error
+            while not self._ended:  # that thread may wait for room in the queue
+                self._ended = self._queue.get() is None
 
     def _batches(self) -> Iterator[pa.RecordBatch]:
         while (table := self._queue.get()) is not None:
             if isinstance(table, BaseException):
                 raise table
-            with self._changes:
-                self._waiting -= table.nbytes
-                self._changes.notify()
             # one batch, so that row groups do not depend on the number of threads
             batches = table.combine_chunks().to_batches() or [empty_batch(table.schema)]
             del table
             yield from batches
+        self._ended = True
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from trajkit._arrow.categories import dictionary_for
 from trajkit._arrow.export import Array, Column, record_batch
 from trajkit._streams import limits
 from trajkit.pipeline.payloads import PathRanges
-from trajkit.pipeline.plan import Plan, Planned, choices_of
+from trajkit.pipeline.plan import Plan, choices_of
 from trajkit.pipeline.row_items import row_items
 from trajkit.pipeline.row_scalars import row_scalars, sliced, turn_lists
 from trajkit.pipeline.weight_versions import row_versions
@@ -44,7 +44,7 @@ def row_batches(
     """
     rows = plan.rows
     rows["stored"] = np.minimum(rows["shared"], rows["stored"]) if suffix else 0
-    offsets = _offsets(rows)
+    offsets = row_offsets(rows)
     known = row_scalars(calls, links, policy, rows, facts)
     trees, choices = forest.paths, choices_of(policy, max_tokens)
 
@@ -62,48 +62,19 @@ def row_batches(
             calls.turn_index,
             uncached=past_caches,
         )
-        lists = _Lists.written(rows[lo:hi], here, write, policy)
+        lists = RowLists.written(rows[lo:hi], here, write, policy)
         columns = {name: sliced(known[name], lo, hi - lo) for name in known}
-        columns |= lists.of_turns(calls, links, rows[lo:hi])
         shown = PathRanges.of_paths(rows[lo:hi])
         columns["mm_items"] = row_items(calls, hi - lo, shown)
-        return lists.beside(columns, ROWS_SUFFIX if suffix else ROWS)
+        schema = ROWS_SUFFIX if suffix else ROWS
+        return lists.batch(calls, links, rows[lo:hi], columns, schema)
 
     runs = list(runs_of(np.diff(offsets[0]), limits.BATCH_TOKENS)) or [(0, 0)]
     return ((rows[lo:hi], batch(lo, hi)) for lo, hi in runs)
 
 
-def batch_of(
-    calls: Calls,
-    links: Records,
-    policy: Policy,
-    plan: Planned,
-    facts: pa.RecordBatch,
-    write: Callable[..., int],
-    written: Callable[[Longs, Ints], None],
-    mm_items: pa.Array,
-) -> pa.RecordBatch:
-    """`trajkit.schema.ROWS` of a plan whose rows share what is known once they are written.
-
-    ``mm_items`` is that column of the rows. ``write`` takes ``rows`` and ``columns`` as
-    ``_core.fill_rows`` does, fills the columns, and returns how many logprobs the engine
-    did not give. ``written`` then gets the offsets of the rows and their tokens, and
-    completes ``parent_row`` and ``shared`` of the rows.
-    """
-    rows = plan.rows
-    rows["stored"] = 0
-    lists = _Lists.written(rows, _offsets(rows), write, policy)
-    written(lists.offsets[0], lists.input_ids)
-    known = {
-        name: sliced(column, 0, len(rows))
-        for name, column in row_scalars(calls, links, policy, rows, facts).items()
-    }
-    known |= lists.of_turns(calls, links, rows)
-    return lists.beside(known | {"mm_items": mm_items}, ROWS)
-
-
 @dataclass(frozen=True, slots=True)
-class _Lists:
+class RowLists:
     """The columns of some rows that hold lists."""
 
     # shape (3, n_rows + 1): of tokens, spans and turns
@@ -123,7 +94,11 @@ class _Lists:
     def written(
         cls, rows: Records, offsets: Longs, write: Callable[..., int], policy: Policy
     ) -> Self:
-        """What ``write``, see `batch_of`, makes of the rows."""
+        """What ``write`` makes of the rows.
+
+        It takes ``rows`` and ``columns`` as ``_core.fill_rows`` does, fills the columns,
+        and returns how many logprobs the engine did not give.
+        """
         starts, span_starts, _ = offsets
         n_tokens, n_spans = int(starts[-1]), int(span_starts[-1])
         n_bytes = (n_tokens + 7) // 8
@@ -141,19 +116,15 @@ class _Lists:
         given = valid if missing else loss_mask
         return cls(offsets, input_ids, logprobs, loss_mask, given, spans, kinds)
 
-    def of_turns(
-        self, calls: Calls, links: Records, rows: Records
-    ) -> dict[str, Column | pa.Array]:
-        """What the rows say of their turns, by column."""
-        return {
-            "turns": turn_lists(calls, links, rows, self.offsets[2]),
-            "weight_versions": row_versions(calls, rows, self.offsets[1], self.spans),
-        }
-
-    def beside(
-        self, columns: Mapping[str, Column | pa.Array], schema: pa.Schema
+    def batch(
+        self,
+        calls: Calls,
+        links: Records,
+        rows: Records,
+        columns: Mapping[str, Column | pa.Array],
+        schema: pa.Schema,
     ) -> pa.RecordBatch:
-        """One batch with the columns that hold no lists."""
+        """The rows as one batch; ``columns`` are those that have no lists."""
         starts, span_starts, _ = self.offsets
         n_rows, n_spans = len(starts) - 1, len(self.kinds)
 
@@ -172,6 +143,8 @@ class _Lists:
         logprobs = per_token(self.given, self.logprobs)
         every = {
             **columns,
+            "turns": turn_lists(calls, links, rows, self.offsets[2]),
+            "weight_versions": row_versions(calls, rows, span_starts, self.spans),
             **dict.fromkeys(("input_ids", "suffix_ids"), ids),
             **dict.fromkeys(("loss_mask", "suffix_mask"), masks),
             **dict.fromkeys(("logprobs", "suffix_logprobs"), logprobs),
@@ -180,7 +153,7 @@ class _Lists:
         return record_batch(schema, n_rows, [every[name] for name in schema.names])
 
 
-def _offsets(rows: Records) -> Longs:
+def row_offsets(rows: Records) -> Longs:
     """Offsets of the rows' tokens, spans and turns, shape (3, n_rows + 1)."""
     offsets = np.zeros((3, len(rows) + 1), np.int64)
     lengths = [rows["n_tokens"] - rows["stored"], rows["n_spans"], rows["n_calls"]]

@@ -212,7 +212,8 @@ def read_links(calls: Calls, table: pa.Table) -> Records:
         order, or its ranks are not from 0 on.
     """
     table = check_table(canonical(table, LINKS), "links")
-    _check_same_turns(calls, table)
+    rule = "turns, or in another order: expected one row per turn"
+    _check_keys(table, calls.table, "links", rule)
     links = np.zeros(len(calls.calls), LINK)
     session = calls.session_of()
     for name in ("parent", "rewritten_by"):
@@ -226,26 +227,22 @@ def read_links(calls: Calls, table: pa.Table) -> Records:
             f"{calls.place(call)}: order {links['order'][call]}: expected ranks from "
             "0, each once in a session"
         )
-    why = table.column("link_reason").combine_chunks()
-    names = why.dictionary.to_pylist()
-    ranks = np.array([LINK_REASONS.index(name) for name in names], np.int32)
-    codes = why.indices.fill_null(0).to_numpy()
-    links["link_reason"] = ranks[codes] if len(names) else 0
+    reasons = table.column("link_reason").cast(pa.string())
+    found = pc.index_in(reasons, pa.array(LINK_REASONS)).fill_null(0)
+    links["link_reason"] = found.to_numpy()
     kinds = table.column("segment_kind").cast(pa.string())
     found = pc.index_in(kinds, pa.array(SEGMENT_KINDS)).fill_null(-1)
     links["segment"] = found.to_numpy() + 1
     return links
 
 
-def _check_same_turns(calls: Calls, table: pa.Table) -> None:
-    same = table.num_rows == len(calls.calls)
-    if same:
-        same = table.column("turn_index").equals(calls.table.column("turn_index"))
-        same &= table.column("session_id").equals(calls.table.column("session_id"))
-    if not same:
+def _check_keys(given: pa.Table, turns: pa.Table, what: str, rule: str) -> None:
+    """Raise unless a table has a row for each of these turns, in their order."""
+    names = ("session_id", "turn_index")
+    if not all(given.column(name).equals(turns.column(name)) for name in names):
         raise InvalidTurnsError(
-            f"links has {table.num_rows} rows for {len(calls.calls)} turns, or in "
-            "another order: expected one row per turn, in the order of turns"
+            f"{what} has {given.num_rows} rows for {turns.num_rows} {rule}, in the order "
+            "of turns"
         )
 
 
@@ -261,17 +258,12 @@ def read_lcp(calls: Calls, links: Records, table: TableLike) -> None:
     """
     table = canonical(table, DRIFT)
     rows = np.flatnonzero(links["parent"] >= 0)
-    taken = calls.table.select(["session_id", "turn_index"]).take(rows)
-    same = table.num_rows == len(rows)
-    same = same and all(
-        table.column(name).equals(taken.column(name)) for name in taken.column_names
+    _check_keys(
+        table,
+        calls.table.select(["session_id", "turn_index"]).take(rows),
+        "drift",
+        "linked turns, or in another order: expected one row per turn that has a parent",
     )
-    if not same:
-        raise InvalidTurnsError(
-            f"drift has {table.num_rows} rows for {len(rows)} linked turns, or in "
-            "another order: expected one row per turn that has a parent, in the order "
-            "of turns"
-        )
     parents, most = links["parent"][rows], links["lcp"][rows]
     lcp = table.column("lcp").to_numpy()
     other = table.column("parent").to_numpy() != calls.turn_index[parents]

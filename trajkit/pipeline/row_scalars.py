@@ -49,7 +49,7 @@ def row_scalars(
             np.maximum(kinds, 0), np.int8, kinds >= 0, dictionary_for(SEGMENT_KINDS)
         ),
         **{
-            name: _column(np.packbits(rows[name], bitorder="little"), np.uint8)
+            name: Column(len(rows), (None, np.packbits(rows[name], bitorder="little")))
             for name in ("truncated", "use_tool", "ill_formed")
         },
     }
@@ -61,13 +61,12 @@ def _column(
     valid: Bools | None = None,
     dictionary: pa.Array | None = None,
 ) -> Column:
-    """A column of all rows; `sliced` sets its length."""
     bits = None
     if valid is not None and not valid.all():
         bits = np.packbits(valid, bitorder="little")
     nulls = 0 if bits is None else -1
-    buffers = (bits, values.astype(dtype))
-    return Column(0, buffers, nulls, dictionary=dictionary)
+    buffers = bits, values.astype(dtype)
+    return Column(len(values), buffers, nulls, dictionary=dictionary)
 
 
 def sliced(column: Column | pa.Array, start: int, length: int) -> Column | pa.Array:

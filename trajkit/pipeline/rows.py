@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, overload
+from typing import Literal, TypeAlias, TypedDict, Unpack, overload
 
 import numpy as np
 import pyarrow as pa
@@ -47,65 +47,51 @@ Layout: TypeAlias = Literal["full", "suffix"]
 _NO_CAP = np.iinfo(np.int64).max
 
 
+class _Options(TypedDict, total=False):
+    reward: Reward
+    sessions: TableLike | None
+    max_row_tokens: int | None
+    payloads: Sequence[str]
+    threads: int | None
+    layout: Layout
+
+
+class _TableOptions(_Options, total=False):
+    links: TableLike | None
+    drift: TableLike | None
+
+
 @overload
 def linearize(
-    turns: Iterator[pa.RecordBatch] | pa.RecordBatchReader,
+    turns: Stream | pa.RecordBatchReader,
     policy: str | Policy = ...,
     *,
-    reward: Reward = ...,
-    sessions: TableLike | None = ...,
-    max_row_tokens: int | None = ...,
-    links: None = ...,
-    drift: None = ...,
     report: Literal[False] = ...,
-    payloads: Sequence[str] = ...,
-    threads: int | None = ...,
-    layout: Layout = ...,
-) -> Iterator[pa.RecordBatch]: ...
+    **options: Unpack[_Options],
+) -> Stream: ...
 @overload
 def linearize(
-    turns: Iterator[pa.RecordBatch] | pa.RecordBatchReader,
+    turns: Stream | pa.RecordBatchReader,
     policy: str | Policy = ...,
     *,
-    reward: Reward = ...,
-    sessions: TableLike | None = ...,
-    max_row_tokens: int | None = ...,
-    links: None = ...,
-    drift: None = ...,
     report: Literal[True],
-    payloads: Sequence[str] = ...,
-    threads: int | None = ...,
-    layout: Layout = ...,
+    **options: Unpack[_Options],
 ) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]: ...
 @overload
 def linearize(
     turns: TableLike,
     policy: str | Policy = ...,
     *,
-    reward: Reward = ...,
-    sessions: TableLike | None = ...,
-    max_row_tokens: int | None = ...,
-    links: TableLike | None = ...,
-    drift: TableLike | None = ...,
     report: Literal[False] = ...,
-    payloads: Sequence[str] = ...,
-    threads: int | None = ...,
-    layout: Layout = ...,
+    **options: Unpack[_TableOptions],
 ) -> pa.Table: ...
 @overload
 def linearize(
     turns: TableLike,
     policy: str | Policy = ...,
     *,
-    reward: Reward = ...,
-    sessions: TableLike | None = ...,
-    max_row_tokens: int | None = ...,
-    links: TableLike | None = ...,
-    drift: TableLike | None = ...,
     report: Literal[True],
-    payloads: Sequence[str] = ...,
-    threads: int | None = ...,
-    layout: Layout = ...,
+    **options: Unpack[_TableOptions],
 ) -> tuple[pa.Table, pa.Table]: ...
 def linearize(
     turns: TableLike | Iterator[pa.RecordBatch],

@@ -1,6 +1,6 @@
 """Rows of raw outputs between stretches of later prompts (_native/plan/splice.pxi)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -9,10 +9,11 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit._arrow import lazy_compute as pc
-from trajkit.pipeline.fill import batch_of
+from trajkit.pipeline.fill import RowLists, row_offsets
 from trajkit.pipeline.payloads import PathRanges
 from trajkit.pipeline.plan import COUNTS, Planned, choices_of
 from trajkit.pipeline.row_items import row_items
+from trajkit.pipeline.row_scalars import row_scalars
 from trajkit.policies import Policy
 from trajkit.schema import ROWS
 from trajkit.turns.calls import Calls, Ints, Longs, Records
@@ -63,9 +64,7 @@ def plan_splices(
         plan.rows,
         plan.counts,
     )
-    return SplicePlan(
-        plan.rows[:n_rows], plan.counts, plan.next_calls, plan.starts, plan.places
-    )
+    return replace(plan, rows=plan.rows[:n_rows])
 
 
 def ended(calls: Calls) -> npt.NDArray[np.uint8]:
@@ -95,11 +94,16 @@ def splice_batch(
         plan.places,
         calls.turn_index,
     )
-    items = pa.nulls(len(plan.rows), ROWS.field("mm_items").type)
+    rows = plan.rows
+    rows["stored"] = 0
+    lists = RowLists.written(rows, row_offsets(rows), write, policy)
+    _find_shared(plan, lists.offsets[0], lists.input_ids)
+    columns = row_scalars(calls, links, policy, rows, facts)
+    columns["mm_items"] = pa.nulls(len(rows), ROWS.field("mm_items").type)
     if has_items(calls.table):
-        items = row_items(calls, len(plan.rows), splice_ranges(calls, links, plan))
-    shared = partial(_find_shared, plan)
-    return batch_of(calls, links, policy, plan, facts, write, shared, items)
+        shown = splice_ranges(calls, links, plan)
+        columns["mm_items"] = row_items(calls, len(rows), shown)
+    return lists.batch(calls, links, rows, columns, ROWS)
 
 
 def _find_shared(plan: SplicePlan, token_offsets: Longs, input_ids: Ints) -> None:

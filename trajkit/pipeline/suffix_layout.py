@@ -194,7 +194,7 @@ def _per_token(table: pa.Table, offsets: Longs, ids: Ints) -> Columns:
     return {
         "input_ids": _lists(offsets, pa.array(ids)),
         "loss_mask": _lists(offsets, pa.array(mask)),
-        "logprobs": _lists(offsets, _floats(logprobs, given)),
+        "logprobs": _lists(offsets, pa.array(logprobs, mask=~given)),
     }
 
 
@@ -216,7 +216,7 @@ def _suffix_columns(table: pa.Table) -> Columns:
         "suffix_start": pa.array(start.astype(np.int32)),
         "suffix_ids": _lists(offsets, pa.array(ids.values[at])),
         "suffix_mask": _lists(offsets, pa.array(mask[at])),
-        "suffix_logprobs": _lists(offsets, _floats(logprobs, given)),
+        "suffix_logprobs": _lists(offsets, pa.array(logprobs, mask=~given)),
     }
 
 
@@ -234,11 +234,3 @@ def _numbers(column: pa.ChunkedArray) -> npt.NDArray[np.float32]:
 
 def _given(column: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
     return np.asarray(list_values(column).is_valid().to_numpy(zero_copy_only=False))
-
-
-def _floats(numbers: npt.NDArray[np.float32], given: npt.NDArray[np.bool_]) -> pa.Array:
-    """Floats with a validity bitmap; the bytes of nulls are 0.0."""
-    valid = pa.array(given).buffers()[1]
-    return pa.Array.from_buffers(
-        pa.float32(), len(numbers), [valid, pa.py_buffer(numbers)]
-    )

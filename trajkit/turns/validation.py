@@ -358,11 +358,7 @@ def _settle_chunk(chunk: pa.LargeListArray, make_null: bool) -> pa.LargeListArra
     # the schema promises 0.0 in the bytes, not -0.0 or NaN
     if not (make_null and absent.any()) and not numbers[absent].tobytes().strip(b"\0"):
         return chunk
-    numbers = np.where(absent, np.float32(0), numbers)
-    validity = pa.array(~absent).buffers()[1]
-    fresh = pa.Array.from_buffers(
-        values.type, len(numbers), [validity, pa.py_buffer(numbers)]
-    )
+    fresh = pa.array(np.where(absent, np.float32(0), numbers), mask=absent)
     return pa.LargeListArray.from_arrays(
         pa.array(np.append(0, np.cumsum(turn_rules.lengths(chunk)))),
         fresh,

@@ -277,11 +277,7 @@ def sums(case: Case, trained: Pieces, weigh_by: WeighBy) -> None:
         total = np.bincount(case.session, share).astype(np.int64)[case.session]
     for k, weight in enumerate(table.column("row_weight").to_pylist()):
         due = share[k] / total[k] if of_session[k] else None
-        if weight is None or due is None:
-            wrong = weight is not due
-        else:
-            wrong = not math.isclose(weight, due, rel_tol=0, abs_tol=_ROUNDING)
-        if wrong:
+        if _differ(weight, due):
             case.report(
                 "row_weight",
                 f"row_weight is {_null(weight)}, expected {_null(due)} ({share[k]} of "
@@ -345,11 +341,7 @@ def _shares(
     for row, share in zip(rows, shares, strict=True):
         due = None if reward is None else reward * share
         here = given[row]
-        if here is None or due is None:
-            wrong = here is not due
-        else:
-            wrong = not math.isclose(here, due, rel_tol=_ROUNDING, abs_tol=_ROUNDING)
-        if wrong:
+        if _differ(here, due):
             case.report(
                 "reward",
                 f"reward is {_null(here)}, expected {_null(due)}: the row's share of the "
@@ -496,6 +488,12 @@ def _unseen(case: Case, row: Index, name: str, silent: Bools) -> bool:
         and calls["prompt_len"][call] >= min(opened, len(ids))
         for call in case.turns.calls_of(int(case.session[row]))
     )
+
+
+def _differ(given: float | None, due: float | None) -> bool:
+    if given is None or due is None:
+        return given is not due
+    return not math.isclose(given, due, rel_tol=_ROUNDING, abs_tol=_ROUNDING)
 
 
 def _null(value: object) -> object:
