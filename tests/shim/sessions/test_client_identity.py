@@ -175,7 +175,7 @@ CODEX = {"originator": "codex_exec", "thread-id": "t1"}
             {"user-agent": "GeminiCLI-tui/0.61.0/m (linux; x64; terminal)"},
             asked(
                 "hi",
-                system="You are responsible for distilling chat history into a structured XML",
+                system="distilling chat history into a structured XML",
             ),
             Caller(harness="gemini-cli", call_kind="compaction"),
             id="a compaction of Gemini CLI",
@@ -201,7 +201,7 @@ CODEX = {"originator": "codex_exec", "thread-id": "t1"}
             {"user-agent": "QwenCode/0.15.10 (linux; x64)"},
             asked(
                 "hi",
-                system="You are now acting as the managed memory extraction subagent for",
+                system="acting as the managed memory extraction subagent",
             ),
             Caller(harness="qwen-code", call_kind="memory"),
             id="memories of Qwen Code",
