@@ -92,6 +92,7 @@ def asked(*texts, system=None, max_tokens=99):
 
 
 CLAUDE = {"x-claude-code-session-id": "s"}
+OPENCODE = {"user-agent": "opencode/1.18.33 ai-sdk", "x-session-id": "s1"}
 CODEX = {"originator": "codex_exec", "thread-id": "t1"}
 
 
@@ -169,6 +170,50 @@ CODEX = {"originator": "codex_exec", "thread-id": "t1"}
             asked("You are performing a CONTEXT CHECKPOINT COMPACTION."),
             Caller(harness="codex", agent_id="t1", call_kind="compaction"),
             id="a compaction of Codex",
+        ),
+        pytest.param(
+            {"user-agent": "GeminiCLI-tui/0.61.0/m (linux; x64; terminal)"},
+            asked(
+                "hi",
+                system="distilling chat history into a structured XML",
+            ),
+            Caller(harness="gemini-cli", call_kind="compaction"),
+            id="a compaction of Gemini CLI",
+        ),
+        pytest.param(
+            {**OPENCODE, "x-parent-session-id": "s0"},
+            asked("hi"),
+            Caller(
+                harness="opencode",
+                agent_id="s1",
+                parent_agent_id="s0",
+                call_kind="agent",
+            ),
+            id="a session of a session",
+        ),
+        pytest.param(
+            OPENCODE,
+            asked("Here is the conversation so far:\n\n<conversation>"),
+            Caller(harness="opencode", agent_id="s1", call_kind="compaction"),
+            id="a compaction of OpenCode",
+        ),
+        pytest.param(
+            {"user-agent": "QwenCode/0.15.10 (linux; x64)"},
+            asked(
+                "hi",
+                system="acting as the managed memory extraction subagent",
+            ),
+            Caller(harness="qwen-code", call_kind="memory"),
+            id="memories of Qwen Code",
+        ),
+        pytest.param(
+            {"user-agent": "QwenCode/0.15.10 (linux; x64)"},
+            asked(
+                "hi",
+                system="the component that summarizes internal chat history into a given",
+            ),
+            Caller(harness="qwen-code", call_kind="compaction"),
+            id="a compaction of Qwen Code",
         ),
     ],
 )

@@ -14,3 +14,4 @@ def test_a_killed_gateway_keeps_every_acknowledged_turn(tmp_path):
     assert outcome.acknowledged > 10 * KILLS
     assert outcome.logged >= outcome.acknowledged
     assert outcome.finished > 0
+    assert outcome.resumed > 0
