@@ -35,8 +35,6 @@ def add_serve(commands: Commands) -> None:
         "--out RUN": "directory of the turn log; made if missing",
         "--log {full,delta}": "delta: store only what each prompt adds to an earlier "
         "turn, compressed (default: %(default)s)",
-        "--images {refuse,omit}": "reject requests with images (the default), or replace "
-        "images by a text",
         "--prompts {append,render}": "append: extend the token ids of an earlier turn if "
         "the chat template permits (the default); render: render every prompt from its "
         "messages",
@@ -212,7 +210,6 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
             engine,
             renderer,
             log,
-            images=arguments.images,
             attributed=attributed,
             prompts=arguments.prompts,
             admin_token=arguments.admin_token or None,

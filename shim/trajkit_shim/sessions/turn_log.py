@@ -22,6 +22,7 @@ from trajkit.io.ipc_compression import IpcCompressor
 from trajkit_shim.chat.logged_message import LoggedMessage
 from trajkit_shim.engines.base import WeightSpan
 from trajkit_shim.engines.routed_experts import COLUMN, experts_cell
+from trajkit_shim.json_input import Json
 from trajkit_shim.sessions.append_log import AppendLog
 from trajkit_shim.sessions.delta_writer import DeltaEncoder
 
@@ -130,6 +131,7 @@ class LoggedTurn:
     prompt_is_content: npt.NDArray[np.bool_] | None = None
     message_tool_names: list[str | None] | None = None
     routed_experts: npt.NDArray[np.int16] | None = None  # as `Sample.routed_experts`
+    mm_items: list[Json] | None = None  # the images of the prompt
 
 
 class LogFullError(OSError):
@@ -186,6 +188,7 @@ class TurnLog:
         attributed: bool = True,
     ) -> None:
         self.directory = Path(directory)
+        self.fsync = fsync
         self._form = form
         columns = LOG_SCHEMA if form == "full" else DELTA_LOG_SCHEMA
         kept = [field for field in columns if attributed or field not in _SHOWN]
