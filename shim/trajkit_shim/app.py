@@ -178,7 +178,7 @@ def create_app(
     Raises
     ------
     ValueError
-        ``images`` is an `ImageModel`, and the engine takes no images.
+        ``images`` is an `ImageModel`, and the engine or the log takes no images.
     """
     gate = Gate(wait_seconds=pause_wait_seconds, clock=clock)
     sessions = SessionStore(
@@ -191,8 +191,9 @@ def create_app(
     reading = ReadOptions()
     if isinstance(images, str):
         reading = ReadOptions(images=images)
-    elif not getattr(engine, "takes_images", False):
-        raise ValueError(f"{type(engine).__name__} takes no images")
+    elif not getattr(engine, "takes_images", False) or not log.images:
+        what = f"{type(engine).__name__} or the log"
+        raise ValueError(f"{what} takes no images")
     else:
         store = ImageStore(log.directory / "images", image_limits, fsync=log.fsync)
         places, reading = ImagePlaces(images, store), ReadOptions(images=store)

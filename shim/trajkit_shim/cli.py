@@ -189,6 +189,7 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
             max_total_bytes=arguments.log_bytes,
             routed_experts=arguments.routed_experts,
             attributed=attributed,
+            images="image_limits" in chosen,
         )
 
         def say_where(url: str) -> None:

@@ -168,6 +168,8 @@ class TurnLog:
     attributed : bool
         Include the columns `trajkit.schema.ATTRIBUTION`. Columns of nulls would take
         0.4 kB per turn.
+    images : bool
+        Include ``mm_items``, for a model that takes images.
 
     Raises
     ------
@@ -186,12 +188,16 @@ class TurnLog:
         max_total_bytes: int | None = None,
         routed_experts: bool = False,
         attributed: bool = True,
+        images: bool = False,
     ) -> None:
         self.directory = Path(directory)
         self.fsync = fsync
+        self.images = images
         self._form = form
         columns = LOG_SCHEMA if form == "full" else DELTA_LOG_SCHEMA
-        kept = [field for field in columns if attributed or field not in _SHOWN]
+        left_out = [] if attributed else [*_SHOWN]
+        left_out += [] if images else [columns.field("mm_items")]
+        kept = [field for field in columns if field not in left_out]
         kept += [COLUMN] if routed_experts else []
         self._schema = pa.schema(kept, columns.metadata)
         self._attributed = attributed
