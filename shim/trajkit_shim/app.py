@@ -39,7 +39,9 @@ from trajkit_shim.call import (
     count_tokens,
     prepare_call,
 )
-from trajkit_shim.chat.request import ChatRequest, Images, ReadOptions
+from trajkit_shim.chat.image_store import ImageLimits, ImageStore
+from trajkit_shim.chat.images import NoImages
+from trajkit_shim.chat.request import ChatRequest, ReadOptions
 from trajkit_shim.clock import Clock
 from trajkit_shim.delivery import Amend, Answered, Delivery
 from trajkit_shim.engines.base import Engine
@@ -51,6 +53,7 @@ from trajkit_shim.errors import (
 )
 from trajkit_shim.json_input import Json
 from trajkit_shim.pause import Gate
+from trajkit_shim.prompting.image_places import ImageModel, ImagePlaces
 from trajkit_shim.prompting.prompts import Mode, Prompts
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.prompting.token_cache import CacheBudget
@@ -92,7 +95,8 @@ def create_app(
     *,
     max_new_tokens: int = 4096,
     max_body_bytes: int = 16 << 20,
-    images: Images = "refuse",
+    images: NoImages | ImageModel = "refuse",
+    image_limits: ImageLimits | None = None,
     ping_seconds: float = 10.0,
     attributed: bool = True,
     train_side_calls: bool = False,
@@ -128,8 +132,12 @@ def create_app(
         limit. The room left in the context limits it too.
     max_body_bytes, max_header_bytes, max_messages : int
         Limits of a request; it is rejected with 413, 431 and 413 respectively.
-    images : "refuse" or "omit"
-        Reject a request with an image (400), or replace the image by a text.
+    images : ImageModel, "refuse" or "omit"
+        What the model does with images (`prompting.image_places`). Otherwise reject a
+        request with an image (400), or replace the image by a text. Images are stored in
+        the folder ``images`` of the log.
+    image_limits : ImageLimits, optional
+        Sizes of images, and whether those at URLs are fetched (default: no).
     ping_seconds : float
         How long a streaming client waits for its reply before the stream starts, and
         then between keep-alive events.
@@ -167,6 +175,10 @@ def create_app(
     clock : Clock, optional
         Measures idle sessions and pauses. Default: the event loop.
 
+    Raises
+    ------
+    ValueError
+        ``images`` is an `ImageModel`, and the engine or the log takes no images.
     """
     gate = Gate(wait_seconds=pause_wait_seconds, clock=clock)
     sessions = SessionStore(
@@ -175,10 +187,20 @@ def create_app(
         clock=clock,
         max_ended=max_ended_sessions,
     )
+    places = None
+    reading = ReadOptions()
+    if isinstance(images, str):
+        reading = ReadOptions(images=images)
+    elif not getattr(engine, "takes_images", False) or not log.images:
+        what = f"{type(engine).__name__} or the log"
+        raise ValueError(f"{what} takes no images")
+    else:
+        store = ImageStore(log.directory / "images", image_limits, fsync=log.fsync)
+        places, reading = ImagePlaces(images, store), ReadOptions(images=store)
     settings = CallSettings(
         engine=engine,
         gate=gate,
-        prompts=Prompts(renderer, prompts),
+        prompts=Prompts(renderer, prompts, places),
         max_new_tokens=max_new_tokens,
         attributed=attributed,
         train_side_calls=train_side_calls,
@@ -190,7 +212,7 @@ def create_app(
         settings,
         log,
         sessions,
-        ReadOptions(images=images),
+        reading,
         CacheBudget(cache_bytes),
         ping_seconds=ping_seconds,
         max_body_bytes=max_body_bytes,
@@ -404,7 +426,9 @@ class _Gateway:
 
         # A long body would delay every other call; a short one takes less time than
         # a thread switch.
-        short = len(body) <= _SHORT_BODY
+        # Images are written, and maybe fetched.
+        text_only = isinstance(self.read_options.images, str)
+        short = text_only and len(body) <= _SHORT_BODY
         chat = parse() if short else await asyncio.to_thread(parse)
         if len(chat.messages) > self.max_messages:
             message = f"{len(chat.messages)} messages; the limit is {self.max_messages}"

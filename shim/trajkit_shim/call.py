@@ -11,8 +11,10 @@ from copy import copy
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
+from typing import Any
 
 from trajkit_shim import timing
+from trajkit_shim.chat.images import hashes_of, texts_of
 from trajkit_shim.chat.logged_message import logged_message
 from trajkit_shim.chat.reply import Reply, Token, Usage
 from trajkit_shim.chat.request import ChatRequest
@@ -21,7 +23,8 @@ from trajkit_shim.engines.base import Engine, EngineInfo, Sample
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.json_input import Json
 from trajkit_shim.pause import Gate
-from trajkit_shim.prompting.attribution import tool_names
+from trajkit_shim.prompting.attribution import Ids, tool_names
+from trajkit_shim.prompting.image_places import PlacedImage
 from trajkit_shim.prompting.prompts import Prompt, Prompts
 from trajkit_shim.prompting.reply_matching import RestoredRequest, next_position
 from trajkit_shim.prompting.token_cache import CachedPath
@@ -132,8 +135,8 @@ def _build_prompt(
     max_tokens: int,
 ) -> tuple[RestoredRequest, Prompt]:
     # every template writes the last message; this spares a long one all other steps
-    last = str(request.messages[-1]["content"])
-    prompts.renderer.check_length(last, max_tokens)
+    for last in texts_of(request.messages[-1]["content"]):
+        prompts.renderer.check_length(last, max_tokens)
     restored = session.replies.restore(request.messages)
     prompt = prompts.build(
         restored,
@@ -151,6 +154,9 @@ class _Call:
 
     restored: RestoredRequest
     prompt: Prompt
+    # the prompt as the engine consumes it, and its images
+    _engine_ids: Ids
+    _images: list[PlacedImage]
     result: Sample
 
     def __init__(self, context: CallContext, info: EngineInfo) -> None:
@@ -193,7 +199,12 @@ class _Call:
         except TooManyTokensError as error:
             length = f"at least {error.n_tokens}"
             raise checks.too_long(length, error.n_tokens, max_tokens) from error
-        checks.check_prompt(self.prompt.ids, self._info)
+        self._engine_ids, self._images = self.prompt.ids, []
+        places, messages = self._settings.prompts.places, self.restored.messages
+        if places is not None and hashes_of(messages):
+            self._images = places.items(self.prompt.ids, messages)
+            self._engine_ids = places.engine_ids(self.prompt.ids, self._images)
+        checks.check_prompt(self._engine_ids, self._info)
 
     def resolve_sampling(self) -> None:
         """Decide the parameters, and reserve their tokens in the session's quota."""
@@ -227,25 +238,31 @@ class _Call:
             self._sample_once, again=lambda: self._streamed is None
         )
         checks.check_sample(self.result, self._info, self._sampling.max_new_tokens)
-        checks.check_consumed(self.prompt.ids, self.result)
+        checks.check_consumed(self._engine_ids, self.result)
         if self._settings.reply_parser is not None:
             text, matched = self._text()
             parsed = await self._settings.reply_parser.parse(
                 text,
                 self._request.tools,
-                self.prompt.ids,
+                self._engine_ids,
                 opened=self._renderer.opens_reasoning(self.prompt.ids),
             )
             self._parsed = parsed, matched
         self._ended_at = datetime.now(UTC)
 
     async def _sample_once(self) -> Sample:
+        more: dict[str, Any] = {}
+        if self._images:
+            places = self._settings.prompts.places
+            assert places is not None
+            more["images"] = await asyncio.to_thread(places.load, self._images)
         generate = partial(
             self._settings.engine.generate,
-            self.prompt.ids,
+            self._engine_ids,
             self._sampling,
             request_id=self._request_id,
             session_id=self._session.session_id,
+            **more,
         )
         on_partial = self._context.on_partial
         # an external parser needs the complete reply
@@ -324,6 +341,7 @@ class _Call:
             prompt_built=prompt.built,
             render_reason=prompt.reason,
             prompt_digest=prompt.digest,
+            mm_items=[image.item() for image in self._images] or None,
         )
         return PreparedCall(
             turn=turn,

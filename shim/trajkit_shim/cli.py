@@ -35,8 +35,6 @@ def add_serve(commands: Commands) -> None:
         "--out RUN": "directory of the turn log; made if missing",
         "--log {full,delta}": "delta: store only what each prompt adds to an earlier "
         "turn, compressed (default: %(default)s)",
-        "--images {refuse,omit}": "reject requests with images (the default), or replace "
-        "images by a text",
         "--prompts {append,render}": "append: extend the token ids of an earlier turn if "
         "the chat template permits (the default); render: render every prompt from its "
         "messages",
@@ -191,6 +189,7 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
             max_total_bytes=arguments.log_bytes,
             routed_experts=arguments.routed_experts,
             attributed=attributed,
+            images="image_limits" in chosen,
         )
 
         def say_where(url: str) -> None:
@@ -212,7 +211,6 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
             engine,
             renderer,
             log,
-            images=arguments.images,
             attributed=attributed,
             prompts=arguments.prompts,
             admin_token=arguments.admin_token or None,

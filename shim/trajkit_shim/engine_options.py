@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 ADMIN_TOKEN = "TRAJKIT_ADMIN_TOKEN"
 """Environment variable of the admin token."""
 
+# maximum length of a request with images
+_IMAGE_BODY = 64 << 20
 # values of --tool-form that select an external parser
 _OUTSIDE = ("sglang", "schema")
 _INSTALLED = "sglang:"
@@ -111,6 +113,12 @@ def add_engine(parser: argparse.ArgumentParser, *, launches: bool = False) -> No
         "server's own parsers; sglang:CALLS,REASONING: the parsers of an installed "
         "SGLang by their names, of which one may be empty; schema: the tokenizer's "
         "response template",
+        "--images {auto,refuse,omit}": "auto: accept images if the model takes them (only "
+        "with SGLang), else reject requests with images (the default); refuse: reject "
+        "them; omit: replace each image by a text",
+        "--fetch-images": "fetch images that requests name by a URL, from public hosts",
+        f"--image-bytes N {8 << 20}": "maximum size of one image (default: %(default)s)",
+        "--images-per-prompt N 100": "maximum number of images (default: %(default)s)",
     }
     add_options(parser, helps if launches else choices | helps)
     parse = parser.parse_known_args
@@ -169,6 +177,7 @@ def running_engine(
         known = ", ".join(forms)
         parser.error(f"--tool-form {arguments.tool_form} is not one of {known}")
     _check_launch(parser, arguments)
+    images = _image_options(arguments)
     with ExitStack() as stack:
         if served:
             engine, renderer = _served(arguments, stack)
@@ -182,8 +191,38 @@ def running_engine(
                 "reply_parser": _external_parser(arguments, renderer),
                 "train_side_calls": arguments.train_side_calls,
                 "train_retried": not arguments.skip_retried,
+                **images,
             },
         )
+
+
+def _image_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of the app for images.
+
+    Raises `FormatError`: the model's processor cannot be read.
+    """
+    if arguments.images != "auto":
+        return {"images": arguments.images}
+    if arguments.engine != "sglang":
+        return {}
+    from trajkit_shim.chat.image_store import ImageLimits
+    from trajkit_shim.prompting.image_places import load_image_model
+
+    directory = arguments.model or arguments.launch
+    try:
+        model = load_image_model(directory)
+    except (OSError, ValueError) as error:
+        raise FormatError(f"{directory}: {error}") from error
+    if model is None:
+        return {}
+    limits = ImageLimits(
+        max_bytes=arguments.image_bytes,
+        max_images=arguments.images_per_prompt,
+        max_total_bytes=getattr(arguments, "log_bytes", None),
+        fetch=arguments.fetch_images,
+    )
+    # a client sends the images of a conversation with every request
+    return {"images": model, "image_limits": limits, "max_body_bytes": _IMAGE_BODY}
 
 
 def _check_launch(

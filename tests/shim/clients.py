@@ -18,6 +18,7 @@ from tests.shim.fakes import Held
 from trajkit_shim.app import create_app
 from trajkit_shim.engines.base import Engine
 from trajkit_shim.json_input import Json
+from trajkit_shim.prompting.image_places import ImageModel
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.serve import _server
 from trajkit_shim.sessions.turn_log import TurnLog
@@ -46,7 +47,8 @@ class InProcess:
         self, engine: Engine, renderer: ChatRenderer, directory: Path, **options: object
     ) -> None:
         logged = {name: options.pop(name) for name in _LOG_OPTIONS & options.keys()}
-        self.log = TurnLog(directory, **logged)
+        images = isinstance(options.get("images"), ImageModel)
+        self.log = TurnLog(directory, images=images, **logged)
         self.app = create_app(engine, renderer, self.log, **options)
         self.http = self._http(http)
         self._anthropic_http = self._http(http_of(anthropic.DefaultAsyncHttpxClient))

@@ -4,7 +4,8 @@ Messages are canonical: they do not depend on the protocol, nor on whether they 
 a client or are the gateway's own reply. So a reply that a client sends back equals the
 recorded one.
 
-- ``role`` is ``system``, ``user``, ``assistant`` or ``tool``; ``content`` is a string.
+- ``role`` is ``system``, ``user``, ``assistant`` or ``tool``; ``content`` is a string,
+  or a list of texts and images (`trajkit_shim.chat.images`).
 - An assistant message may have ``reasoning_content`` and ``tool_calls`` in OpenAI's
   format, with ``arguments`` as sampled JSON text. If text was sampled after a call,
   ``sampled`` holds the reply after its reasoning unchanged. Only the gateway writes it
@@ -16,22 +17,16 @@ recorded one.
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Literal, TypeAlias
 
+from trajkit_shim.chat.images import Images, joined
 from trajkit_shim.chat.sampling_params import SamplingParams
 from trajkit_shim.json_input import Fields, Json, as_integer
-
-Images: TypeAlias = Literal["refuse", "omit"]
-
-OMITTED_IMAGE = "[image omitted]"
-"""Replaces an image with ``images="omit"``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
     """How to read request parts that no model here supports."""
 
-    # refuse: reject with 400. omit: replace by `OMITTED_IMAGE`
     images: Images = "refuse"
 
 
@@ -115,25 +110,28 @@ def assistant_message(
     return message
 
 
-def tool_message(call_id: str, content: str, *, failed: bool = False) -> Json:
+def tool_message(
+    call_id: str, content: str | list[Json], *, failed: bool = False
+) -> Json:
     """Return a canonical tool message."""
     message: Json = {"role": "tool", "content": content, "tool_call_id": call_id}
     return {**message, "is_error": True} if failed else message
 
 
 def user_messages(parts: Iterable[str | Json]) -> list[Json]:
-    """Return a user's turn: its tool messages, and a message per group of texts.
+    """Return a user's turn: its tool messages, and a message per group of other parts.
 
-    A group has the texts between two tool messages, without empty ones.
+    A group has the texts and images between two tool messages, without empty texts.
     """
     messages: list[Json] = []
-    for texts, group in groupby(
-        filter(None, parts), lambda part: isinstance(part, str)
+    given: Iterable[str | Json] = filter(None, parts)
+    for results, group in groupby(
+        given, lambda part: isinstance(part, dict) and "role" in part
     ):
-        if texts:
-            messages.append({"role": "user", "content": "\n".join(map(str, group))})
-        else:
+        if results:
             messages += (part for part in group if isinstance(part, dict))
+        else:
+            messages.append({"role": "user", "content": joined(group)})
     return messages or [{"role": "user", "content": ""}]
 
 

@@ -72,8 +72,22 @@ OnTokens: TypeAlias = Callable[[Sequence[int]], None]
 """Receives new output ids."""
 
 
+@dataclass(frozen=True, slots=True)
+class PromptImage:
+    """An image in a prompt: all ids in ``start:stop`` are the model's for an image."""
+
+    start: int
+    stop: int
+    media_type: str  # image/png, image/jpeg, ...
+    data: bytes
+
+
 class Engine(Protocol):
-    """One inference engine. Implementations are safe for concurrent calls."""
+    """One inference engine. Implementations are safe for concurrent calls.
+
+    If it has a true ``takes_images``, its `generate` also takes ``images``
+    (sequence of `PromptImage`, in order).
+    """
 
     async def info(self) -> EngineInfo: ...
 

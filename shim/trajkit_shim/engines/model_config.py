@@ -1,12 +1,21 @@
 """Numbers from a model's ``config.json``."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 
 def vocab_size(model_dir: str | Path) -> int:
     """Return the size of a model's embedding table; raises as `config_number`."""
     return config_number(model_dir, "vocab_size")
+
+
+def image_token_id(model_dir: str | Path) -> int | None:
+    """Return the id that stands for an image; None: the model takes none."""
+    for name in ("image_token_id", "image_token_index"):
+        with suppress(ValueError):
+            return config_number(model_dir, name)
+    return None
 
 
 def config_number(model_dir: str | Path, name: str) -> int:

@@ -4,6 +4,7 @@ Field names and behaviour as of SGLang 0.5.23.
 """
 
 import asyncio
+import base64
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -12,7 +13,13 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from trajkit_shim.engines.base import OnTokens, Sample, Sampling, WeightSpan
+from trajkit_shim.engines.base import (
+    OnTokens,
+    PromptImage,
+    Sample,
+    Sampling,
+    WeightSpan,
+)
 from trajkit_shim.engines.checks import check_prompt
 from trajkit_shim.engines.http import (
     HttpEngine,
@@ -57,6 +64,7 @@ class SGLangEngine(HttpEngine):
 
     server_name = "SGLang"
     generate_path = "/generate"
+    takes_images = True
 
     def __init__(
         self,
@@ -123,25 +131,32 @@ class SGLangEngine(HttpEngine):
         request_id: str,
         session_id: str,
         on_tokens: OnTokens | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> Sample:
-        """See `Engine`."""
+        """See `Engine`.
+
+        The server expands one id per image itself. It must return a prompt with images,
+        because it may tokenize it again.
+        """
         check_prompt(prompt_ids, await self.info())
         named = sampling_fields(sampling, {"seed": "sampling_seed"})
         params = {**sampling.extra, **named, **_AS_SAMPLED}
         cut = _cuts_the_tail({**self._preferred, **params})
         request: Json = {
             "rid": request_id,
-            "input_ids": prompt_ids.tolist(),
+            "input_ids": _one_id_per_image(prompt_ids, images).tolist(),
             "sampling_params": params,
             "return_logprob": True,
         }
         per_token = self._experts_per_token
         wanted = {
             "return_sampling_mask": cut,
-            "return_prompt_token_ids": self._check_prompts,
+            "return_prompt_token_ids": self._check_prompts or len(images) > 0,
             "return_routed_experts": per_token is not None,
         }
         request |= {name: True for name, want in wanted.items() if want}
+        if images:
+            request["image_data"] = await asyncio.to_thread(_data_urls, images)
         if on_tokens is not None:
             interval = await self._stream_interval(sampling.max_new_tokens)
             params.setdefault("stream_interval", interval)
@@ -173,6 +188,22 @@ class SGLangEngine(HttpEngine):
                 self._incremental = info.get("incremental_streaming_output") is True
         repeated = 0 if self._incremental else max_tokens // _REPEATING_EVENTS
         return max(_TOKENS_PER_EVENT, repeated)
+
+
+def _one_id_per_image(
+    ids: npt.NDArray[np.int32], images: Sequence[PromptImage]
+) -> npt.NDArray[np.int32]:
+    keep = np.ones(len(ids), np.bool_)
+    for image in images:
+        keep[image.start + 1 : image.stop] = False
+    return ids[keep]
+
+
+def _data_urls(images: Sequence[PromptImage]) -> list[str]:
+    return [
+        f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}"
+        for image in images
+    ]
 
 
 class StreamedReply:

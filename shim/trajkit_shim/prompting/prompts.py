@@ -19,10 +19,12 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from trajkit_shim.chat.images import hashes_of
 from trajkit_shim.errors import TemplateError
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.attribution import (
     Attribution,
+    Encoded,
     Ids,
     Spans,
     attribution_of,
@@ -30,6 +32,7 @@ from trajkit_shim.prompting.attribution import (
     joined,
     locate_contents,
 )
+from trajkit_shim.prompting.image_places import ImagePlaces
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.prompting.rendered_prefix import (
     Departure,
@@ -78,9 +81,15 @@ class Prompt:
 class Prompts:
     """Builds prompts with one renderer. Safe to use from several threads at once."""
 
-    def __init__(self, renderer: ChatRenderer, mode: Mode = "append") -> None:
+    def __init__(
+        self,
+        renderer: ChatRenderer,
+        mode: Mode = "append",
+        places: ImagePlaces | None = None,
+    ) -> None:
         self.renderer = renderer
         self.mode = mode
+        self.places = places  # None: no message has an image
         self._probes: dict[bool, TemplateProbe] = {}
         self._lock = Lock()
 
@@ -136,11 +145,11 @@ class Prompts:
         """
         text = self.renderer.text(restored.messages, tools)
         if self.mode == "render":
-            ids = self.renderer.ids_of(text, max_tokens)
+            ids = self._ids(text, restored.messages, max_tokens)
             return Prompt(ids=ids, reason="chosen")
         probe = self.probe(tools=tools is not None)
         if not probe.safe:
-            ids = self.renderer.ids_of(text, max_tokens)
+            ids = self._ids(text, restored.messages, max_tokens)
             return Prompt(ids=ids, reason="template")
         offered = _tools_digest(tools)
         last, base, reason = _find_base(restored, offered, replies, cache)
@@ -148,7 +157,7 @@ class Prompts:
             reply, *new = restored.messages[last:]
             end = end_of_reply(self.renderer, base.rendered, text, reply, new)
             if isinstance(end, int):
-                tail = self.renderer.encode(text[end:], max_tokens)
+                tail = self._encode(text[end:], new, max_tokens)
                 shown = None
                 if attributed:
                     # a template that trims changes what it renders
@@ -171,18 +180,35 @@ class Prompts:
                 thinks = any(message.get("reasoning_content") for message in earlier)
                 reason = "reasoning" if thinks else end
         return Prompt(
-            ids=self.renderer.ids_of(text, max_tokens),
+            ids=self._ids(text, restored.messages, max_tokens),
             reason=reason,
             rendered=RenderedPrefix.of(text, probe.leaves),
             tools=offered,
         )
+
+    def _ids(self, text: str, messages: list[Json], max_tokens: int) -> Ids:
+        """The ids of a text, with the images of its messages."""
+        if not hashes_of(messages):
+            return self.renderer.ids_of(text, max_tokens)
+        return self._encode(text, messages, max_tokens).ids
+
+    def _encode(self, text: str, messages: list[Json], max_tokens: int) -> Encoded:
+        encoded = self.renderer.encode(text, max_tokens)
+        if self.places is None:
+            return encoded
+        return self.places.expand(encoded, messages)
 
     def attribution(
         self, prompt: Prompt, messages: list[Json], tools: list[Json] | None
     ) -> Attribution | None:
         """Return which message each token belongs to, or None if unknown."""
         if prompt.base is None:
-            return self.renderer.attribute(messages, tools, prompt.ids)
+            return self.renderer.attribute(
+                messages,
+                tools,
+                prompt.ids,
+                lambda text: self._encode(text, messages, NO_LIMIT),
+            )
         if prompt.tail_attribution is None:
             return None
         return joined([prompt.base.attribution(), prompt.tail_attribution])

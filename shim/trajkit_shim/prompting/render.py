@@ -12,7 +12,7 @@ Everything here is safe to use from several threads at once.
 import json
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import takewhile
 from os.path import commonprefix
 from pathlib import Path
@@ -125,18 +125,23 @@ class ChatRenderer:
         return self.ids_of(self.text(messages, tools))
 
     def attribute(
-        self, messages: list[Json], tools: list[Json] | None, prompt_ids: Ids
+        self,
+        messages: list[Json],
+        tools: list[Json] | None,
+        prompt_ids: Ids,
+        encode: Callable[[str], Encoded] | None = None,
     ) -> Attribution | None:
         """Return which message each prompt token belongs to, or None if unknown.
 
         ``messages`` and ``tools`` are those that ``prompt_ids`` were rendered from.
+        ``encode`` tokenizes their text. Default: `encode`.
         """
         try:
             return attribute(
                 messages,
                 prompt_ids,
                 text_of=lambda marked: self.text(marked, tools),
-                encode=self.encode,
+                encode=encode or self.encode,
                 special=list(self._special.values()),
             )
         except TemplateError:

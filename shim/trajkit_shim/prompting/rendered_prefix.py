@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from trajkit_shim.chat.images import texts_of
 from trajkit_shim.json_input import Json
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ def end_of_reply(
         return "reasoning"
     rest = renderer.without_mark(text[end[1] :])
     # if the reply has no end, this may be the end of a later message
-    if not all(str(message["content"]).strip() in rest for message in new):
+    texts = (text for message in new for text in texts_of(message["content"]))
+    if not all(text.strip() in rest for text in texts):
         return "hidden"
     return end[1]
 

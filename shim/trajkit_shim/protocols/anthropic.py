@@ -7,8 +7,10 @@ whether the model reasons), ``context_management`` (the gateway edits nothing),
 
 import json
 from collections.abc import Iterator
+from functools import partial
 
 from trajkit_shim.chat import request as chat
+from trajkit_shim.chat.images import data_url, joined, read_image, refuse_content
 from trajkit_shim.chat.reply import Call, Reply, Usage
 from trajkit_shim.chat.sampling_params import parse_sampling
 from trajkit_shim.errors import GatewayError
@@ -150,26 +152,33 @@ def _user_part(block: Fields, reading: chat.ReadOptions) -> str | Json:
     found = [] if content is None else _blocks(content, where, _IN_RESULT)
     return chat.tool_message(
         block.text("tool_use_id"),
-        "\n".join(_readable(part, reading) for part in found),
+        joined(_readable(part, reading) for part in found),
         failed=block.flag("is_error"),
     )
 
 
-def _readable(block: Fields, reading: chat.ReadOptions) -> str:
-    """The text of a block of a user or of a tool."""
+def _readable(block: Fields, reading: chat.ReadOptions) -> str | Json:
+    """The text or image of a block of a user or of a tool."""
     if block.json["type"] == "text":
         return block.text("text")
     if block.json["type"] == "image":
-        if reading.images == "omit":
-            return chat.OMITTED_IMAGE
-        rule = "'image' is not supported: messages are text"
-        block.refuse("type", rule, "unsupported_content")
+        return read_image(block, "type", partial(_url, block), reading.images)
     source = block.object("source")
     kind = source.json.get("type")
     if kind != "text":
         rule = f"{kind!r} is not 'text': documents are text"
         source.refuse("type", rule, "unsupported_content")
     return source.text("data")
+
+
+def _url(block: Fields) -> str:
+    """The source of an image."""
+    source = block.object("source")
+    if source.json.get("type") == "base64":
+        return data_url(source, "media_type", "data")
+    if source.json.get("type") != "url":
+        refuse_content(source, "type", source.json.get("type"))
+    return source.text("url")
 
 
 def _assistant(found: list[Fields]) -> Json:

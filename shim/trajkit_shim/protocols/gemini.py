@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 
 from trajkit_shim.chat import request as chat
+from trajkit_shim.chat.images import data_url, read_image, refuse_content
 from trajkit_shim.chat.reply import Call, Reply, Usage
 from trajkit_shim.chat.sampling_params import SamplingParams, parse_sampling
 from trajkit_shim.errors import GatewayError
@@ -188,12 +189,18 @@ def _text(part: Fields) -> str:
     return part.get_text("text") or ""
 
 
-def _image(part: Fields, name: str, reading: chat.ReadOptions) -> str:
-    kind = part.object(name).json.get("mimeType")
-    if reading.images != "omit" or not str(kind).startswith("image/"):
-        rule = f"{kind!r} is not supported: messages are text"
-        part.refuse(name, rule, "unsupported_content")
-    return chat.OMITTED_IMAGE
+def _image(part: Fields, name: str, reading: chat.ReadOptions) -> str | Json:
+    given = part.object(name)
+    kind = given.json.get("mimeType")
+    if reading.images == "refuse" or not str(kind).startswith("image/"):
+        refuse_content(part, name, kind)
+
+    def url() -> str:
+        if name == "inlineData":
+            return data_url(given, "mimeType", "data")
+        return given.text("fileUri")
+
+    return read_image(part, name, url, reading.images)
 
 
 def _tools(fields: Fields) -> tuple[list[Json], tuple[str, ...]]:

@@ -1,8 +1,10 @@
 """OpenAI Chat Completions: requests, replies, chunks and errors."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from trajkit_shim.chat import request as chat
+from trajkit_shim.chat.images import Images, joined, read_image, refuse_content
 from trajkit_shim.chat.reply import Call, Reply, Token, Usage
 from trajkit_shim.chat.sampling_params import PARAM_NAMES, parse_sampling
 from trajkit_shim.errors import GatewayError, error_body
@@ -146,8 +148,9 @@ def canonical_message(
     content = message.json.get("content")
     if content is None and role != "assistant":
         message.refuse("content", f"missing in a {role} message")
-    text = _text(content, message.at("content"), reading)
-    canonical: Json = {"role": role, "content": text}
+    shows = role in ("user", "tool")
+    found = _content(content, message.at("content"), reading.images, shows=shows)
+    canonical: Json = {"role": role, "content": found}
     for name in ("name", "reasoning_content"):
         if message.json.get(name) is not None:
             canonical[name] = message.text(name)
@@ -159,21 +162,30 @@ def canonical_message(
     return canonical
 
 
-def _text(content: object, where: str, reading: chat.ReadOptions) -> str:
+def _content(
+    content: object, where: str, images: Images, *, shows: bool
+) -> str | list[Json]:
+    """The content of a message that may show images or not."""
     if isinstance(content, str):
         return content
-    parts = []
+    parts: list[str | Json] = []
     for part in objects([] if content is None else content, where):
         kind = part.json.get("type")
-        if kind == "image_url" and reading.images == "omit":
-            parts.append(chat.OMITTED_IMAGE)
+        if kind == "image_url" and (shows or images == "omit"):
+            parts.append(read_image(part, "type", partial(_url, part), images))
             continue
         if kind != "text":
-            rule = f"{kind!r} is not supported: messages are text"
-            part.refuse("type", rule, "unsupported_content")
+            refuse_content(part, "type", kind)
         part.only({"type", "text", *_SILENT})
         parts.append(part.text("text"))
-    return "\n".join(parts)
+    return joined(parts)
+
+
+def _url(part: Fields) -> str:
+    """The source of an image, whose ``detail`` does not apply to the model's processor."""
+    image = part.object("image_url")
+    image.only({"url", "detail"})
+    return image.text("url")
 
 
 def _tool_call(call: Fields) -> Json:

@@ -17,8 +17,10 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from trajkit_shim.chat import request as chat
+from trajkit_shim.chat.images import Images, joined, read_image, refuse_content
 from trajkit_shim.chat.reply import Call, Reply, Usage
 from trajkit_shim.chat.sampling_params import parse_sampling
 from trajkit_shim.errors import GatewayError, error_body
@@ -158,7 +160,8 @@ class _Turn:
 
     def add(self, kind: str, item: Fields, reading: chat.ReadOptions) -> None:
         if kind == "message":
-            self.texts += _texts(item, "content", reading)
+            images: Images = "omit" if reading.images == "omit" else "refuse"
+            self.texts += map(str, _content(item, "content", images))
         elif kind == "function_call":
             self.calls.append(_function_call(item))
         elif kind == "reasoning":
@@ -185,12 +188,14 @@ def _messages(fields: Fields, reading: chat.ReadOptions) -> list[Json]:
             if role not in _ROLES:
                 item.refuse("role", f"{role!r} is not one of {', '.join(_ROLES)}")
             if role != "assistant":
-                text = "\n".join(_texts(item, "content", reading))
-                found.append({"role": _ROLES[role], "content": text})
+                shows = role == "user" or reading.images == "omit"
+                images = reading.images if shows else "refuse"
+                content = joined(_content(item, "content", images))
+                found.append({"role": _ROLES[role], "content": content})
                 continue
         elif kind == "function_call_output":
-            text = "\n".join(_texts(item, "output", reading))
-            found.append(chat.tool_message(item.text("call_id"), text))
+            output = joined(_content(item, "output", reading.images))
+            found.append(chat.tool_message(item.text("call_id"), output))
             continue
         item_id = item.json.get("id")
         named = _ITEM_ID.fullmatch(item_id) if isinstance(item_id, str) else None
@@ -203,21 +208,22 @@ def _messages(fields: Fields, reading: chat.ReadOptions) -> list[Json]:
     return [each.message() if isinstance(each, _Turn) else each for each in found]
 
 
-def _texts(item: Fields, name: str, reading: chat.ReadOptions) -> list[str]:
+def _content(item: Fields, name: str, images: Images) -> list[str | Json]:
+    """The texts and images of a message or of a function's output."""
     value = item.json.get(name)
     if isinstance(value, str):
         return [value]
-    texts = []
+    found: list[str | Json] = []
     for part in objects(value, item.at(name)):
         kind = part.json.get("type")
-        if kind == "input_image" and reading.images == "omit":
-            texts.append(chat.OMITTED_IMAGE)
+        if kind == "input_image":
+            url = partial(part.text, "image_url")
+            found.append(read_image(part, "type", url, images))
         elif isinstance(kind, str) and kind in _TEXTS:
-            texts.append(part.text("text"))
+            found.append(part.text("text"))
         else:
-            rule = f"{kind!r} is not supported: messages are text"
-            part.refuse("type", rule, "unsupported_content")
-    return texts
+            refuse_content(part, "type", kind)
+    return found
 
 
 def _function_call(item: Fields) -> Json:

@@ -182,7 +182,11 @@ def _gateway(
         app = create_app(
             engine,
             renderer,
-            TurnLog(log, routed_experts=arguments.routed_experts),
+            TurnLog(
+                log,
+                routed_experts=arguments.routed_experts,
+                images="image_limits" in chosen,
+            ),
             admin_token=token,
             hosts=[urlsplit(arguments.gateway_url or "").hostname or ""],
             **chosen,

@@ -22,6 +22,7 @@ from trajkit.io.ipc_compression import IpcCompressor
 from trajkit_shim.chat.logged_message import LoggedMessage
 from trajkit_shim.engines.base import WeightSpan
 from trajkit_shim.engines.routed_experts import COLUMN, experts_cell
+from trajkit_shim.json_input import Json
 from trajkit_shim.sessions.append_log import AppendLog
 from trajkit_shim.sessions.delta_writer import DeltaEncoder
 
@@ -130,6 +131,7 @@ class LoggedTurn:
     prompt_is_content: npt.NDArray[np.bool_] | None = None
     message_tool_names: list[str | None] | None = None
     routed_experts: npt.NDArray[np.int16] | None = None  # as `Sample.routed_experts`
+    mm_items: list[Json] | None = None  # the images of the prompt
 
 
 class LogFullError(OSError):
@@ -166,6 +168,8 @@ class TurnLog:
     attributed : bool
         Include the columns `trajkit.schema.ATTRIBUTION`. Columns of nulls would take
         0.4 kB per turn.
+    images : bool
+        Include ``mm_items``, for a model that takes images.
 
     Raises
     ------
@@ -184,11 +188,16 @@ class TurnLog:
         max_total_bytes: int | None = None,
         routed_experts: bool = False,
         attributed: bool = True,
+        images: bool = False,
     ) -> None:
         self.directory = Path(directory)
+        self.fsync = fsync
+        self.images = images
         self._form = form
         columns = LOG_SCHEMA if form == "full" else DELTA_LOG_SCHEMA
-        kept = [field for field in columns if attributed or field not in _SHOWN]
+        left_out = [] if attributed else [*_SHOWN]
+        left_out += [] if images else [columns.field("mm_items")]
+        kept = [field for field in columns if field not in left_out]
         kept += [COLUMN] if routed_experts else []
         self._schema = pa.schema(kept, columns.metadata)
         self._attributed = attributed

@@ -82,7 +82,7 @@ def test_a_delta_log_is_the_full_log_compacted(tmp_path_factory, calls):
 
 
 def test_a_write_that_fails_is_no_base(tmp_path, monkeypatch):
-    log = TurnLog(tmp_path / "run", form="delta")
+    log = TurnLog(tmp_path / "run", form="delta", images=True)
     book = DeltaEncoder()
     shown = log.append(turn(), 0, set(), book)
 

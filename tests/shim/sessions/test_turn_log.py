@@ -52,7 +52,7 @@ def turn(**changes) -> LoggedTurn:
 
 
 def test_what_is_written_is_read_and_valid(tmp_path):
-    log = TurnLog(tmp_path / "run", fsync=True)
+    log = TurnLog(tmp_path / "run", fsync=True, images=True)
     shown = log.append(turn(), 0, set())
     log.append(
         turn(

@@ -1,0 +1,183 @@
+"""The places of images in a prompt.
+
+A chat template writes one token per image, which stands for as many tokens as the model's
+processor makes of an image of that size. In the recorded ids these are content ids
+(`trajkit.turns.content_ids`), so a prompt with another image is another prompt. The
+engine gets the template's token once per image, and does the rest itself.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from trajkit.turns import content_ids
+from trajkit.turns.mm_items import FIRST_CONTENT_ID
+from trajkit_shim.chat.image_store import ImageStore
+from trajkit_shim.chat.images import hashes_of
+from trajkit_shim.engines.base import PromptImage
+from trajkit_shim.engines.model_config import image_token_id
+from trajkit_shim.errors import GatewayError, TemplateError
+from trajkit_shim.json_input import Json
+from trajkit_shim.prompting.attribution import Encoded, Ids
+
+KIND = "image"
+
+CountTokens: TypeAlias = Callable[[int, int], int]
+"""The number of tokens of an image of a height and a width."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageModel:
+    """What a model does with images."""
+
+    token_id: int  # of the token that stands for one
+    count: CountTokens
+
+
+class ImagePlaces:
+    """Places images in token ids, for one model."""
+
+    def __init__(self, model: ImageModel, store: ImageStore) -> None:
+        self._model = model
+        self._store = store
+
+    def expand(self, encoded: Encoded, messages: Sequence[Json]) -> Encoded:
+        """Replace the token of each image by the image's content ids.
+
+        ``encoded`` has the text of ``messages``, and maybe of others without images.
+        Raises `TemplateError` if the template has not written each image once, and
+        `GatewayError` if there are too many.
+        """
+        names = hashes_of(messages)
+        at = np.flatnonzero(encoded.ids == self._model.token_id)
+        if len(at) != len(names):
+            raise TemplateError(
+                f"the chat template has {len(at)} places for {len(names)} images: it "
+                "leaves out images of some messages",
+                code="chat_template",
+            )
+        limit = self._store.limits.max_images
+        if len(names) > limit:
+            message = f"{len(names)} images; the limit is {limit}"
+            raise GatewayError(message, code="too_many_images")
+        if not names:
+            return encoded
+        counts = np.ones(len(encoded.ids), np.int64)
+        counts[at] = [self._n_tokens(name) for name in names]
+        ids = np.repeat(encoded.ids, counts)
+        starts = (np.cumsum(counts) - counts)[at].tolist()
+        for name, start, n in zip(names, starts, counts[at].tolist(), strict=True):
+            ids[start : start + n] = content_ids(KIND, name, n)
+        spans = (np.repeat(side, counts) for side in (encoded.starts, encoded.stops))
+        return Encoded(ids, *spans)
+
+    def items(self, ids: Ids, messages: Sequence[Json]) -> "list[PlacedImage]":
+        """Return where the images of messages are in a prompt's recorded ids.
+
+        Raises `GatewayError` if an earlier reply contains the token of an image, which
+        the engine would take for one.
+        """
+        names = hashes_of(messages)
+        if names and (ids == self._model.token_id).any():
+            raise GatewayError(
+                "an earlier reply contains the token that stands for an image, so the "
+                "engine cannot place the images of this request",
+                code="image_token_sampled",
+            )
+        inside = np.flatnonzero(ids >= FIRST_CONTENT_ID)
+        found, n_before = [], 0
+        for name in names:
+            n = self._n_tokens(name)
+            start = int(inside[n_before])
+            found.append(PlacedImage(name, self._model.token_id, start, start + n))
+            n_before += n
+        assert n_before == len(inside)
+        return found
+
+    def engine_ids(self, ids: Ids, images: "Sequence[PlacedImage]") -> Ids:
+        """Return the ids that the engine consumes for a prompt's recorded ids."""
+        ids = ids.copy()
+        for image in images:
+            ids[image.start : image.stop] = image.token_id
+        return ids
+
+    def load(self, images: "Sequence[PlacedImage]") -> list[PromptImage]:
+        """Return images with their bytes."""
+        return [
+            PromptImage(
+                image.start,
+                image.stop,
+                self._store[image.name].media_type,
+                self._store.data(image.name),
+            )
+            for image in images
+        ]
+
+    def _n_tokens(self, name: str) -> int:
+        image = self._store[name]
+        try:
+            return self._model.count(image.height, image.width)
+        except ValueError as error:
+            message = f"the model's processor refuses the image {name[:12]}: {error}"
+            raise GatewayError(message, code="invalid_image") from error
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedImage:
+    """An image and its tokens in a prompt."""
+
+    name: str  # SHA-256
+    token_id: int
+    start: int
+    stop: int
+
+    def item(self) -> Json:
+        """Return it as a `trajkit.schema.MM_ITEM`."""
+        span = {"start": self.start, "stop": self.stop}
+        return {"kind": KIND, "hash": self.name, "token_id": self.token_id, **span}
+
+
+def load_image_model(path: str | Path) -> ImageModel | None:
+    """Return what the model in a directory does with images; None: it takes none.
+
+    The model's processor counts the tokens. Where its parts for video need torch, which
+    is not installed, its image processor does, if it works as Qwen's.
+
+    Raises `ValueError` if the number of tokens per image cannot be determined.
+    """
+    from transformers import AutoImageProcessor, AutoProcessor
+
+    directory = Path(path)
+    names = ("preprocessor_config.json", "processor_config.json")
+    token_id = image_token_id(directory)
+    if token_id is None or not any((directory / name).exists() for name in names):
+        return None
+    loaders: Any = AutoProcessor, AutoImageProcessor
+    load, load_pixels = (
+        partial(one.from_pretrained, str(directory), local_files_only=True)
+        for one in loaders
+    )
+    try:
+        sizes = load()._get_num_multimodal_tokens
+    except (ImportError, AttributeError):
+        pixels = load_pixels()
+        if not hasattr(pixels, "get_number_of_image_patches"):
+            raise ValueError(
+                "its processor does not say how many tokens an image takes: install "
+                "torch and torchvision, or serve with --images refuse"
+            ) from None
+
+        def by_patches(height: int, width: int) -> int:
+            n_patches = pixels.get_number_of_image_patches(height, width)
+            return int(n_patches) // int(pixels.merge_size) ** 2
+
+        return ImageModel(token_id, by_patches)
+
+    def by_processor(height: int, width: int) -> int:
+        return int(sizes(image_sizes=[(height, width)]).num_image_tokens[0])
+
+    return ImageModel(token_id, by_processor)

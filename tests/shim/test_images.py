@@ -1,0 +1,429 @@
+"""Images in every protocol: placed in prompts, given to the engine, stored, logged."""
+
+import base64
+import io
+import json
+import threading
+from contextlib import AsyncExitStack
+from hashlib import sha256
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers import AutoImageProcessor
+
+import trajkit as tk
+from tests.shim.clients import InProcess, in_process, read_log
+from tests.shim.sglang_cpu.make_vision_model import write_processor
+from trajkit.turns import engine_ids
+from trajkit_shim.chat import fetch_image
+from trajkit_shim.chat.image_store import ImageLimits, ImageStore
+from trajkit_shim.engines.base import EngineInfo, Sample
+from trajkit_shim.errors import GatewayError
+from trajkit_shim.prompting.image_places import load_image_model
+from trajkit_shim.prompting.render import load_renderer
+
+pytestmark = pytest.mark.anyio
+
+VOCAB = 3072
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model's directory: tokenizer, processor, and the ids in its configuration."""
+    directory = tmp_path_factory.mktemp("vision")
+    write_processor(directory)
+    token = load_renderer(directory).tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    config = {"image_token_id": token, "vocab_size": VOCAB}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+class SeeingEngine:
+    """Gives the scripted ids, and keeps the prompts and images."""
+
+    takes_images = True
+
+    def __init__(self, *script):
+        self.script = list(script)
+        self.prompts, self.images = [], []
+
+    async def info(self):
+        return EngineInfo(model="m", vocab_size=VOCAB, max_context_tokens=10_000)
+
+    async def generate(
+        self, prompt_ids, sampling, *, request_id, session_id, on_tokens=None, images=()
+    ):
+        self.prompts.append(prompt_ids.tolist())
+        self.images.append(list(images))
+        ids = np.array(self.script.pop(0), np.int32)
+        return Sample(
+            output_ids=ids,
+            output_logprobs=np.full(len(ids), -0.5, np.float32),
+            finish_reason="stop",
+        )
+
+    async def close(self):
+        pass
+
+
+def drawn(kind, size, colour):
+    file = io.BytesIO()
+    Image.new("RGB", size, colour).save(file, kind)
+    return file.getvalue()
+
+
+PNG = drawn("PNG", (80, 100), (200, 10, 10))
+JPEG = drawn("JPEG", (300, 60), (10, 200, 10))
+TYPES = {PNG: "image/png", JPEG: "image/jpeg"}
+
+
+def encoded(data):
+    return base64.b64encode(data).decode()
+
+
+def url_of(data):
+    return f"data:{TYPES[data]};base64,{encoded(data)}"
+
+
+def chat(data, **fields):
+    part = {"type": "image_url", "image_url": {"url": url_of(data), "detail": "high"}}
+    content = [{"type": "text", "text": "What is it?"}, part]
+    return {"messages": [{"role": "user", "content": content}], **fields}
+
+
+def responses(data):
+    text = {"type": "input_text", "text": "What is it?"}
+    part = {"type": "input_image", "image_url": url_of(data), "detail": "auto"}
+    return {"input": [{"role": "user", "content": [text, part]}]}
+
+
+def anthropic(data):
+    source = {"type": "base64", "media_type": TYPES[data], "data": encoded(data)}
+    text = {"type": "text", "text": "What is it?"}
+    content = [text, {"type": "image", "source": source}]
+    return {"max_tokens": 9, "messages": [{"role": "user", "content": content}]}
+
+
+def gemini(data):
+    part = {"inlineData": {"mimeType": TYPES[data], "data": encoded(data)}}
+    return {"contents": [{"parts": [{"text": "What is it?"}, part]}]}
+
+
+PROTOCOLS = {
+    "/v1/chat/completions": chat,
+    "/v1/responses": responses,
+    "/v1/messages": anthropic,
+    "/v1beta/models/m:generateContent": gemini,
+}
+
+
+class Gateway:
+    """A gateway of the model, and one session."""
+
+    def __init__(self, gateway, renderer, engine, key):
+        self.gateway, self.renderer, self.engine, self.key = (
+            *(gateway, renderer, engine),
+            key,
+        )
+
+    async def post(self, path, body):
+        headers = {"x-session-key": self.key}
+        return await self.gateway.http.post(path, json=body, headers=headers)
+
+    def reply(self, text):
+        return [*self.renderer.encode(text).ids.tolist(), self.renderer.end_ids[0]]
+
+
+@pytest.fixture
+async def opened(model, tmp_path):
+    """Start a gateway with limits, and open a session."""
+    async with AsyncExitStack() as stack:
+
+        async def start(limits=None, **options):
+            renderer, engine = load_renderer(model), SeeingEngine()
+            gateway = await stack.enter_async_context(
+                in_process(
+                    engine,
+                    renderer,
+                    tmp_path / "run",
+                    images=load_image_model(model),
+                    image_limits=limits,
+                    **options,
+                )
+            )
+            return Gateway(gateway, renderer, engine, await gateway.open_key())
+
+        yield start
+
+
+def n_tokens_of(model, data):
+    """What the model's own processor makes of the pixels."""
+    processor = AutoImageProcessor.from_pretrained(model)
+    (grid,) = processor(images=[Image.open(io.BytesIO(data))])["image_grid_thw"]
+    return int(np.prod(grid)) // processor.merge_size**2
+
+
+@pytest.mark.parametrize("data", [PNG, JPEG], ids=["png", "jpeg"])
+@pytest.mark.parametrize("path", PROTOCOLS)
+async def test_an_image_is_placed_sent_stored_and_logged(opened, model, path, data):
+    gateway = await opened()
+    gateway.engine.script = [gateway.reply("A colour.")]
+    answer = await gateway.post(path, PROTOCOLS[path](data))
+    assert answer.status_code == 200, answer.text
+    renderer, name = gateway.renderer, sha256(data).hexdigest()
+    before = renderer.ids_of("<|im_start|>user\nWhat is it?<|vision_start|>").tolist()
+    after = renderer.ids_of(
+        "<|vision_end|><|im_end|>\n<|im_start|>assistant\n"
+    ).tolist()
+    n, token = n_tokens_of(model, data), load_image_model(model).token_id
+    consumed = [*before, *[token] * n, *after]
+    assert gateway.engine.prompts == [consumed]
+    ((image,),) = gateway.engine.images
+    span = (len(before), len(before) + n)
+    assert (image.start, image.stop) == span
+    assert (image.media_type, image.data) == (TYPES[data], data)
+    stored = gateway.gateway.log.directory / "images"
+    assert [each.name for each in stored.iterdir()] == [name]
+    assert (stored / name).read_bytes() == data
+    log = read_log(gateway.gateway.log.path)
+    tk.validate(log)
+    assert engine_ids(log)["prompt_ids"].to_pylist() == [consumed]
+    assert log["mm_items"].to_pylist() == [
+        [
+            {
+                "kind": "image",
+                "hash": name,
+                "token_id": token,
+                "start": span[0],
+                "stop": span[1],
+            }
+        ]
+    ]
+    body = json.loads(log["messages"][0][0]["body"].as_py())
+    assert body["content"] == [
+        {"type": "text", "text": "What is it?"},
+        {"type": "image", "sha256": name},
+    ]
+
+
+@pytest.mark.parametrize("form", ["full", "delta"])
+async def test_a_conversation_with_images_is_appended_and_is_one_row(opened, form):
+    gateway = await opened(form=form)
+    gateway.engine.script = [gateway.reply(text) for text in ("red", "green", "both")]
+    body = chat(PNG)
+    for text, data in (("red", JPEG), ("green", PNG), ("both", None)):
+        answer = await gateway.post("/v1/chat/completions", body)
+        assert answer.status_code == 200, answer.text
+        body["messages"].append({"role": "assistant", "content": text})
+        if data is not None:
+            body["messages"] += chat(data)["messages"]
+    engine = gateway.engine
+    sent = [[image.data for image in images] for images in engine.images]
+    assert sent == [[PNG], [PNG, JPEG], [PNG, JPEG, PNG]]
+    turns = tk.read_turns(gateway.gateway.log.directory)
+    assert turns["render_reason"].to_pylist() == ["opening", None, None]
+    assert engine_ids(tk.expand(turns))["prompt_ids"].to_pylist() == engine.prompts
+    if form == "delta":
+        assert turns["base_turn"].to_pylist() == [None, 0, 1]
+    rows = tk.linearize(turns, "faithful", reward=1.0)
+    (items,) = rows["mm_items"].to_pylist()
+    names = [sha256(data).hexdigest() for data in (PNG, JPEG, PNG)]
+    assert [item["hash"] for item in items] == names
+    assert tk.verify(rows, turns, "faithful").num_rows == 0
+    # the texts beside the images are attributed, what is in them is not
+    shown = tk.expand(turns)["prompt_message_index"].to_pylist()
+    assert all(indices is not None for indices in shown)
+
+
+async def test_another_image_in_its_place_is_another_prompt(opened):
+    gateway = await opened()
+    other = drawn("PNG", (80, 100), (10, 10, 200))
+    TYPES[other] = "image/png"
+    gateway.engine.script = [gateway.reply("red"), gateway.reply("blue")]
+    body = chat(PNG)
+    await gateway.post("/v1/chat/completions", body)
+    changed = chat(other)["messages"]
+    changed += [{"role": "assistant", "content": "red"}, *chat(PNG)["messages"]]
+    answer = await gateway.post("/v1/chat/completions", {"messages": changed})
+    assert answer.status_code == 200
+    turns = tk.read_turns(gateway.gateway.log.directory)
+    assert turns["render_reason"].to_pylist() == ["opening", "moved"]
+    first, second = engine_ids(turns)["prompt_ids"].to_pylist()
+    assert second[: len(first)] == first
+    start = turns["mm_items"][0][0]["start"].as_py()
+    assert tk.compact(turns)["shared_length"].to_pylist() == [0, start]
+    assert tk.linearize(turns, "faithful", reward=1.0).num_rows == 2
+
+
+async def test_a_tool_s_result_may_be_an_image(opened):
+    gateway = await opened()
+    gateway.engine.script = [gateway.reply("seen")]
+    body = anthropic(JPEG)
+    result = {"type": "tool_result", "tool_use_id": "t", "content": None}
+    (message,) = body["messages"]
+    result["content"] = message["content"]
+    call = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
+    body["messages"] = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result, {"type": "text", "text": "well?"}]},
+    ]
+    answer = await gateway.post("/v1/messages", body)
+    assert answer.status_code == 200, answer.text
+    ((image,),) = gateway.engine.images
+    assert image.data == JPEG
+
+
+async def test_the_name_of_the_token_in_a_text_is_no_image(opened):
+    gateway = await opened()
+    gateway.engine.script = [gateway.reply("hm")]
+    body = chat(PNG)
+    body["messages"][0]["content"][0]["text"] = "<|image_pad|>"
+    answer = await gateway.post("/v1/chat/completions", body)
+    assert answer.status_code == 200, answer.text
+    ((image,),) = gateway.engine.images
+    text = gateway.renderer.decode(np.array(gateway.engine.prompts[0]), ended=False)
+    assert text.count("<|image_pad|>") == 1 + image.stop - image.start
+
+
+async def test_a_reply_with_the_token_of_an_image_ends_the_use_of_images(opened, model):
+    gateway = await opened()
+    token = load_image_model(model).token_id
+    gateway.engine.script = [[token, gateway.renderer.end_ids[0]], gateway.reply("x")]
+    body = chat(PNG)
+    answer = await gateway.post("/v1/chat/completions", body)
+    body["messages"].append(answer.json()["choices"][0]["message"])
+    body["messages"].append({"role": "user", "content": "and?"})
+    answer = await gateway.post("/v1/chat/completions", body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "image_token_sampled"
+
+
+@pytest.mark.parametrize(
+    ("url", "limits", "code"),
+    [
+        pytest.param(url_of(PNG), {"max_bytes": 99}, "image_too_large", id="bytes"),
+        pytest.param(url_of(PNG), {"max_pixels": 99}, "image_too_large", id="pixels"),
+        pytest.param(url_of(PNG), {"max_images": 0}, "too_many_images", id="count"),
+        pytest.param(url_of(PNG), {"max_total_bytes": 9}, "log_full", id="total"),
+        pytest.param("data:image/png;base64,?", {}, "invalid_image", id="base64"),
+        pytest.param("data:image/png;base64,eA==", {}, "invalid_image", id="no-image"),
+        pytest.param("http://example.org/", {}, "image_not_fetched", id="url"),
+        pytest.param(
+            "file:///etc/passwd", {"fetch": True}, "image_not_fetched", id="file"
+        ),
+        pytest.param(
+            "http://127.0.0.1/", {"fetch": True}, "image_not_fetched", id="private"
+        ),
+    ],
+)
+async def test_what_is_refused(opened, url, limits, code):
+    gateway = await opened(ImageLimits(**limits))
+    body = chat(PNG)
+    body["messages"][0]["content"][1]["image_url"]["url"] = url
+    answer = await gateway.post("/v1/chat/completions", body)
+    assert answer.status_code == (507 if code == "log_full" else 400)
+    assert answer.json()["error"]["code"] == code
+    assert gateway.engine.prompts == []
+    images = gateway.gateway.log.directory / "images"
+    assert code == "too_many_images" or not images.exists() or not [*images.iterdir()]
+
+
+async def test_system_prompts_and_replies_have_no_images(opened):
+    gateway = await opened()
+    for role in ("system", "assistant"):
+        body = chat(PNG)
+        body["messages"][0]["role"] = role
+        answer = await gateway.post("/v1/chat/completions", body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "unsupported_content"
+
+
+async def test_a_template_that_leaves_an_image_out(opened):
+    gateway = await opened()
+    gateway.renderer.chat_template = "{{ messages[0].role }}<|im_end|>"
+    answer = await gateway.post("/v1/chat/completions", chat(PNG))
+    assert answer.status_code == 400
+    assert "0 places for 1 images" in answer.json()["error"]["message"]
+
+
+def test_an_engine_without_images_is_refused(model, tmp_path):
+    engine = SeeingEngine()
+    engine.takes_images = False
+    with pytest.raises(ValueError, match="takes no images"):
+        in_process_now(engine, model, tmp_path)
+
+
+def in_process_now(engine, model, directory):
+    return InProcess(
+        engine, load_renderer(model), directory, images=load_image_model(model)
+    )
+
+
+def test_a_model_of_text_takes_no_images(tmp_path):
+    (tmp_path / "config.json").write_text('{"vocab_size": 9}')
+    assert load_image_model(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("127.0.0.1", "0.0.0.0", "10.1.2.3", "192.168.0.1", "169.254.169.254"),
+        *("100.64.0.1", "224.0.0.1", "[::1]", "[fe80::1]", "[::ffff:127.0.0.1]"),
+        *("[64:ff9b::7f00:1]", "[2002:7f00:1::]", "localhost", "2130706433"),
+    ],
+)
+def test_private_hosts_are_never_asked(tmp_path, monkeypatch, host):
+    def never(*_):
+        raise AssertionError("connected")
+
+    monkeypatch.setattr(fetch_image, "_download", never)
+    store = ImageStore(tmp_path, ImageLimits(fetch=True))
+    with pytest.raises(GatewayError, match="not public"):
+        store.fetch(f"http://{host}/image.png", "url")
+
+
+def test_a_public_address_is_public():
+    assert fetch_image.is_public("93.184.216.34")
+    assert fetch_image.is_public("2606:2800:220:1::")
+
+
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self):
+        path, _, length = self.path.partition("-")
+        self.send_response(302 if path == "/moved" else 200)
+        self.send_header("location", "/image")
+        self.end_headers()
+        self.wfile.write(PNG + b"x" * int(length or 0))
+        self.server.hosts.append(self.headers["host"])
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def web():
+    server = HTTPServer(("127.0.0.1", 0), Answers)
+    server.hosts = []
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_an_image_is_fetched_from_the_address_that_was_checked(
+    tmp_path, monkeypatch, web
+):
+    monkeypatch.setattr(fetch_image, "is_public", lambda _: True)
+    store = ImageStore(tmp_path, ImageLimits(fetch=True, max_bytes=len(PNG) + 5))
+    url = f"http://localhost:{web.server_port}"
+    name = store.fetch(f"{url}/image", "url")
+    assert (tmp_path / name).read_bytes() == PNG
+    assert web.hosts == [f"localhost:{web.server_port}"]
+    for path, words in (("moved", "answered 302"), ("image-9", "longer than")):
+        with pytest.raises(GatewayError, match=words):
+            store.fetch(f"{url}/{path}", "url")
