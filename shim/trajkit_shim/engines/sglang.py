@@ -170,6 +170,8 @@ class SGLangEngine(HttpEngine):
             ("/abort_request", {"rid": request_id}),
         )
         sample = read_sample(reply, sampling_logprobs=cut)
+        if images and sample.prompt_ids is None:
+            raise EngineError("the SGLang server did not return a prompt with images")
         if per_token is None:
             return sample
         packed = cast("Mapping[str, object]", reply["meta_info"]).get("routed_experts")

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from trajkit_shim.engines.base import (
+    PromptImage,
     Sampling,
     TensorEngine,
     UpdatableEngine,
@@ -563,3 +564,28 @@ async def test_the_prompt_that_the_server_consumed():
     check_consumed(other, plain)
     with pytest.raises(EngineError, match=r"consumed 80 as token 3 .* was given 7"):
         check_consumed(other, checked)
+
+
+async def test_images_are_sent_with_one_id_each_and_the_prompt_is_returned():
+    """The real server expands the ids, as `engines.test_sglang_images` tests."""
+    images = [
+        PromptImage(1, 4, "image/png", b"one"),
+        PromptImage(5, 7, "image/jpeg", b"two"),
+    ]
+    recorded = deepcopy(RECORDED["basic"]["reply"])
+    told = {**recorded, "prompt_token_ids": PROMPT.tolist()}
+    double = Double(JSONResponse(told), "basic")
+    async with engine_of(double) as engine:
+        more = {"request_id": "r", "session_id": "s", "images": images}
+        sampling = Sampling(max_new_tokens=4)
+        seen = await engine.generate(PROMPT, sampling, **more)
+        with pytest.raises(EngineError, match="did not return a prompt with images"):
+            await engine.generate(PROMPT, sampling, **more)
+    assert seen.prompt_ids.tolist() == PROMPT.tolist()
+    request = double.requests[0]
+    assert request["input_ids"] == np.delete(PROMPT, [2, 3, 6]).tolist()
+    assert request["return_prompt_token_ids"] is True
+    assert request["image_data"] == [
+        "data:image/png;base64,b25l",
+        "data:image/jpeg;base64,dHdv",
+    ]

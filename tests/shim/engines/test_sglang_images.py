@@ -1,7 +1,5 @@
 """Images and the real SGLang server, which `.ci/sglang` makes possible."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -124,5 +122,4 @@ async def test_pixels_reach_the_model(model, url):
         )
     await engine.close()
     # what the grammar leaves open has a probability of the model
-    print(found)
     assert found[0] != found[1]
