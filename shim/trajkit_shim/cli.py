@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from contextlib import ExitStack, suppress
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -133,19 +134,10 @@ def _train_demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
     with options.needs_extra(parser, "train"):
         from trajkit_shim.train import Settings, run_train
 
+    names, given = {field.name for field in fields(Settings)}, vars(arguments)
     return run_train(
         arguments.out or _free(Path("runs/train")),
-        Settings(
-            steps=arguments.steps,
-            tasks=arguments.tasks,
-            samples=arguments.samples,
-            prompts=arguments.prompts,
-            width=arguments.width,
-            layers=arguments.layers,
-            learning_rate=arguments.learning_rate,
-            pack_tokens=arguments.pack_tokens,
-            device=arguments.device,
-        ),
+        Settings(**{key: given[key] for key in given.keys() & names}),
         policies=arguments.policy or None,
         seeds=range(arguments.seed, arguments.seed + arguments.seeds),
         jobs=arguments.jobs,

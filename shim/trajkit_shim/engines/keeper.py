@@ -41,18 +41,8 @@ def keep(
 ) -> None:
     """Run a server until standard input ends, or it cannot be restarted.
 
-    A server that ends before the first one was healthy is not restarted.
-
-    Parameters
-    ----------
-    command
-        Starts the server.
-    port : int
-        Of 127.0.0.1, on which ``GET /health`` answers 200 once the server is ready.
-    start_seconds, stop_seconds : float
-        How long it may take to become healthy, and to end after SIGTERM.
-    restarts : int
-        Number of restarts within one hour.
+    For the parameters see `engines.launch.running_server`. A server that ends before the
+    first one was healthy is not restarted.
     """
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
     # with this, the process ends below

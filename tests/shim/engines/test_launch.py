@@ -54,8 +54,8 @@ def model(tmp_path):
 
 @contextmanager
 def launched(python, tmp_path, *arguments, **options):
-    """The URL of a launched server."""
-    with reserved_port() as port:
+    """The URL of a launched server, whose loss interrupts the test."""
+    with terminable(), reserved_port() as port:
         command = sglang_command(python, "m", port, arguments)
         log = tmp_path / "logs" / "engine.log"
         with running_server(command, port, log, **options):
@@ -187,7 +187,7 @@ def test_a_server_that_ends_too_often_ends_the_command(python, tmp_path):
     options = ["--pids", str(pids)]
 
     def run():
-        with terminable(), launched(python, tmp_path, *options, restarts=1) as url:
+        with launched(python, tmp_path, *options, restarts=1) as url:
             # the signal ends it
             until(lambda: _die(url))
 
