@@ -135,11 +135,12 @@ class RetryIndex:
         return self._request_ids.get(digest)
 
     def retried(self, digest: bytes, now: float) -> Answered | None:
-        """Return the reply that an unmarked retry asks for again, if it is one."""
+        """Return the reply that an unmarked retry asks for again, if it is one.
+
+        A request that contains the reply may still come (`Delivery.confirmed`).
+        """
         known = self._replies.get(digest)
-        if known is None or known.delivery.confirmed:
-            return None
-        at = known.delivery.reached_at
+        at = None if known is None else known.delivery.reached_at
         return known if at is not None and now - at <= UNMARKED_SECONDS else None
 
     def confirm(self, position: bytes) -> None:

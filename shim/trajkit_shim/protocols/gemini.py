@@ -66,7 +66,7 @@ def read(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
     tools, left_out = _tools(fields)
     calling = fields.section("toolConfig").section("functionCallingConfig")
     calling.only({"allowedFunctionNames", "mode"})
-    mode = calling.json.get("mode", "AUTO")
+    mode = calling.json.get("mode") or "AUTO"
     if mode not in ("ANY", "AUTO", "MODE_UNSPECIFIED", "NONE", "VALIDATED"):
         calling.refuse("mode", f"{mode!r} is not supported", "unsupported_value")
     config = fields.section("generationConfig")

@@ -63,21 +63,15 @@ def read(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
         refuse("stream_options", "only allowed in a streaming request")
     options = fields.section("stream_options")
     options.only({"include_usage", "include_obfuscation"})
-    tools, strict = _tools(fields)
-    choice, names = tool_choice(fields)
+    schema = chat.text_schema(fields, "response_format")
+    tools, required = read_required(fields, *_tools(fields), schema)
     return chat.ChatRequest(
         messages=[
             canonical_message(message.json, message.path, reading)
             for message in fields.filled("messages")
         ],
-        tools=tools if tools and choice != "none" else None,
-        required=chat.Required(
-            call=choice == "required",
-            names=names,
-            parallel=fields.get("parallel_tool_calls", as_flag) is not False,
-            strict=strict,
-            schema=chat.text_schema(fields, "response_format"),
-        ),
+        tools=tools,
+        required=required,
         sampling=parse_sampling(fields),
         n=fields.get("n", chat.as_choices) or 1,
         logprobs=fields.flag("logprobs"),
@@ -86,11 +80,13 @@ def read(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
     )
 
 
-def tool_choice(fields: Fields) -> tuple[str, tuple[str, ...]]:
-    """Return a request's ``tool_choice``, and the tools that may be called.
+def read_required(
+    fields: Fields, tools: list[Json], strict: list[str], schema: Json | None
+) -> tuple[list[Json] | None, chat.Required]:
+    """Return the tools that may be called, and the required form of the reply.
 
-    It is ``none``, ``auto`` or ``required``; no tools: all of them. Raises
-    `GatewayError` for another choice.
+    They follow from ``tool_choice`` and ``parallel_tool_calls``, the tools with the names
+    of strict ones, and the schema of the text. Raises `GatewayError` for another choice.
     """
     given = fields.json.get("tool_choice") or "auto"
     names: tuple[str, ...] = ()
@@ -105,7 +101,13 @@ def tool_choice(fields: Fields) -> tuple[str, tuple[str, ...]]:
             names = tuple(map(_named, allowed.filled("tools")))
     if given not in ("auto", "none", "required"):
         refuse("tool_choice", f"{given!r} is not supported", code="unsupported_value")
-    return str(given), names
+    return tools if tools and given != "none" else None, chat.Required(
+        call=given == "required",
+        names=names,
+        parallel=fields.get("parallel_tool_calls", as_flag) is not False,
+        strict=strict,
+        schema=schema,
+    )
 
 
 def _named(choice: Fields) -> str:

@@ -27,14 +27,13 @@ from trajkit_shim.errors import GatewayError, error_body
 from trajkit_shim.json_input import (
     Fields,
     Json,
-    as_flag,
     as_list,
     as_name,
     objects,
 )
 from trajkit_shim.protocols.base import WireProtocol
 from trajkit_shim.protocols.blocks import Block, Events, Step, Thought, blocks
-from trajkit_shim.protocols.openai_chat import token_logprobs, tool_choice
+from trajkit_shim.protocols.openai_chat import read_required, token_logprobs
 from trajkit_shim.protocols.sse import event
 
 # accepted and ignored
@@ -85,19 +84,14 @@ def read(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
     messages += _messages(fields, reading)
     tools = _Tools()
     tools.add_all(fields)
-    choice, names = tool_choice(fields)
     format = fields.section("text")
     format.only({"format", "verbosity"})
+    schema = chat.text_schema(format, "format")
+    offered, required = read_required(fields, tools.functions, tools.strict, schema)
     return chat.ChatRequest(
         messages=messages,
-        tools=tools.functions if tools.functions and choice != "none" else None,
-        required=chat.Required(
-            call=choice == "required",
-            names=names,
-            parallel=fields.get("parallel_tool_calls", as_flag) is not False,
-            strict=tools.strict,
-            schema=chat.text_schema(format, "format"),
-        ),
+        tools=offered,
+        required=required,
         sampling=parse_sampling(fields, _NAMES),
         logprobs=_LOGPROBS in (fields.get("include", as_list) or ()),
         stream=fields.flag("stream"),

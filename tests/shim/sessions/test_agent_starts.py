@@ -100,10 +100,10 @@ async def test_equal_prompts_get_their_calls_in_order(tmp_path):
         one, two, three = (call["id"] for call in calls)
         found = [
             started((await agents.ask(user(prompt)))[1])[1]
-            # the longer prompt contains the shorter one; a fifth request is a resend
-            for prompt in (PROMPT, OTHER, PROMPT, PROMPT, OTHER)
+            # the longer prompt contains the shorter one; the last two are resends
+            for prompt in (OTHER, PROMPT, PROMPT, PROMPT, OTHER)
         ]
-    assert found == [one, two, three, three, two]
+    assert found == [two, one, three, three, two]
 
 
 async def test_a_named_agent_has_one_start(tmp_path):
@@ -120,10 +120,11 @@ async def test_a_named_agent_has_one_start(tmp_path):
 
 
 async def test_only_a_call_of_the_parent_starts_a_named_agent(tmp_path):
-    engine = ScriptedEngine(dispatch(PROMPT), dispatch(PROMPT), *"abc")
+    engine = ScriptedEngine(dispatch(PROMPT, PROMPT), dispatch(PROMPT), *"abc")
     async with in_process(engine, RENDERER, tmp_path) as gateway:
         agents = await session_of(gateway)
-        (outer,), _ = await agents.ask(user("Do it."), **claude())
+        # the second call starts none
+        (outer, _), _ = await agents.ask(user("Do it."), **claude())
         (inner,), child = await agents.ask(user(PROMPT), **claude("x"))
         _, nested = await agents.ask(user(PROMPT), **claude("y", "x"))
         _, stranger = await agents.ask(user(PROMPT), **claude("z", "w"))
