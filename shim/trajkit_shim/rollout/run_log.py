@@ -47,9 +47,10 @@ class Rollout:
 
 
 def _column(name: str, kind: object) -> pa.Field:
-    types = {str: pa.string(), int: pa.int64(), float: pa.float64()}
+    types = {str: pa.string(), int: pa.int32(), float: pa.float64()}
     special = {
         "started_at": pa.timestamp("us", tz="UTC"),
+        "patch_bytes": pa.int64(),
         "findings": pa.list_(pa.string()),
     }
     return pa.field(name, special.get(name) or types[(*get_args(kind), kind)[0]])
