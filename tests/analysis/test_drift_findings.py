@@ -459,7 +459,7 @@ def test_paths_are_prompt_and_output_in_either_form(turns, data):
         for i, line in enumerate(table.to_pylist()):
             assert paths.prompt(i).tolist() == line["prompt_ids"]
             assert paths.output(i).tolist() == line["output_ids"]
-            assert paths.held(i).tolist() == line["prompt_ids"] + line["output_ids"]
+            assert paths.path(i).tolist() == line["prompt_ids"] + line["output_ids"]
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,8 @@ def _branches(turns: pa.Table, links: pa.Table, opening_tokens: int) -> pa.Table
             pa.array([one.shared_messages for one in found], pa.int32()),
             pa.array([one.shared_tokens for one in found], pa.int32()),
             pa.array(
-                [calls.held[one.other] - one.shared_tokens for one in found], pa.int32()
+                [calls.path_len[one.other] - one.shared_tokens for one in found],
+                pa.int32(),
             ),
             pa.array([one.evidence for one in found], pa.string()),
         ],
@@ -328,10 +329,10 @@ class _Session:
         around |= set(self._children.get(parent, [])) if parent >= 0 else set()
         known = agent.calls & around
         prompt = self._paths.prompt(call)
-        shared = {c: _core.lcp(self._paths.held(c), prompt) for c in known}
+        shared = {c: _core.lcp(self._paths.path(c), prompt) for c in known}
         other = max(known, key=lambda c: (shared[c], c))
         k, turn = shared[other], self._turn(other)
-        if k == self._calls.held[other]:
+        if k == self._calls.path_len[other]:
             return None
         if k == len(prompt):
             return "rollback", other, f"its {k} tokens are the first ones of {turn}"
@@ -339,7 +340,7 @@ class _Session:
         sizes = f"a prompt of {len(prompt)} tokens, {turn} has {n_before}"
         if len(prompt) >= n_before:
             return "rewrite", other, f"token {k} differs; {sizes}"
-        if any(self._calls.held[c] == k == shared[c] for c in known):
+        if any(self._calls.path_len[c] == k == shared[c] for c in known):
             return "rollback", other, f"departs after token {k - 1}; {sizes}"
         return "compaction", other, f"departs at token {k}; {sizes}"
 
@@ -348,7 +349,7 @@ class _Session:
         request = self._requests[call - self._range.start]
         before = self._requests[parent - self._range.start]
         if request is None or before is None:
-            path = self._paths.held(parent)
+            path = self._paths.path(parent)
             return _core.lcp(path, self._paths.prompt(call)) == len(path)
         reply = self._replies[parent - self._range.start]
         state = [*before, *([reply] if reply else [])]
@@ -364,7 +365,7 @@ class _Session:
             pairs = zip(request, state, strict=False)
             shared = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
             shared = min(len(request), len(state)) if shared is None else shared
-        tokens = _core.lcp(self._paths.held(other), self._paths.prompt(call))
+        tokens = _core.lcp(self._paths.path(other), self._paths.prompt(call))
         return Branch(call, other, label, shared, tokens, evidence)
 
     def _turn(self, call: int) -> str:

@@ -151,7 +151,7 @@ def drift_table(
     found = {name: line[rows] for name, line in found.items()}
     linked = links[rows]
     nowhere = found["resync_length"] < 0
-    size = calls.held[linked["parent"]] - linked["lcp"]
+    size = calls.path_len[linked["parent"]] - linked["lcp"]
 
     def names(codes: Longs, of: tuple[str, ...]) -> pa.Array:
         return pa.DictionaryArray.from_arrays(codes.astype(np.int8), pa.array(of))

@@ -147,10 +147,10 @@ def find_causes(
         session = SessionCalls(calls.sessions(s, s + 1))
         for call in range(lo, hi):
             parent, lcp = links["parent"][call].item(), links["lcp"][call].item()
-            if parent < 0 or lcp == calls.held[parent]:
+            if parent < 0 or lcp == calls.path_len[parent]:
                 continue
             held, prompt = (
-                Side(codec, ids) for ids in (paths.held(parent), paths.prompt(call))
+                Side(codec, ids) for ids in (paths.path(parent), paths.prompt(call))
             )
             other = other_text_cause(session, parent - lo, call - lo)
             causes = _explained(held, prompt, lcp, min_run, other)

@@ -16,11 +16,11 @@ from trajkit.policies import policy as named_policy
 from trajkit.schema import EMPTY_KINDS, LINK_REASONS, OUTPUT_KINDS, OUTPUT_SPANS
 from trajkit.turns.calls import Calls, Ints, Longs, read_calls
 from trajkit.turns.flat_buffers import (
-    Pieces,
+    Spans,
     flat_turns,
     ids_of,
-    pieces_of,
     sessions_of,
+    spans_of,
 )
 from trajkit.turns.prefix_forest import grow
 from trajkit.turns.records import as_turns
@@ -136,7 +136,7 @@ class _Outputs:
         self._drop_rows()
         return self._lines(rows, pieces)
 
-    def _rows(self, policy: Policy, cap: int) -> tuple[pa.Table, Pieces]:
+    def _rows(self, policy: Policy, cap: int) -> tuple[pa.Table, Spans]:
         """The rows under a policy, without their tokens, and their spans."""
         calls = self._calls
         rows = linearize(
@@ -146,9 +146,9 @@ class _Outputs:
             max_row_tokens=None if cap == NO_LIMIT else cap,
             layout="suffix",
         ).select(["session_id", "row_index", "turns", "spans"])
-        return rows, pieces_of(rows, self._sampled, sessions_of(rows, calls))
+        return rows, spans_of(rows, self._sampled, sessions_of(rows, calls))
 
-    def _add(self, rows: pa.Table, pieces: Pieces) -> tuple[Longs, Longs]:
+    def _add(self, rows: pa.Table, pieces: Spans) -> tuple[Longs, Longs]:
         """Mark the tokens without a mark that these spans train or lost.
 
         Returns
@@ -165,7 +165,7 @@ class _Outputs:
         self._drift[at] = self._absorbed_by(rows, pieces)[piece]
         return at, piece
 
-    def _tokens(self, pieces: Pieces, which: Longs) -> tuple[Longs, Longs]:
+    def _tokens(self, pieces: Spans, which: Longs) -> tuple[Longs, Longs]:
         """The sampled tokens of some spans, last span first, and the span of each.
 
         Values assigned to them in this order are those of a token's first span.
@@ -174,7 +174,7 @@ class _Outputs:
         at = pieces.take(which).sampled(self._sampled)
         return at, np.repeat(which, (pieces.out_stop - pieces.out_start)[which])
 
-    def _bar(self, pieces: Pieces) -> None:
+    def _bar(self, pieces: Spans) -> None:
         """Mark the tokens that may not be trained, with the first row that has them."""
         sampled, barred = self._sampled, np.full(len(self._kind), _UNKNOWN, np.int8)
         if self._policy.missing_logprobs == "untrain":
@@ -278,7 +278,7 @@ class _Outputs:
                     self._drift[tokens] = by
                     end = kept
 
-    def _absorbed_by(self, rows: pa.Table, pieces: Pieces) -> Ints:
+    def _absorbed_by(self, rows: pa.Table, pieces: Spans) -> Ints:
         """The call that absorbed each span: the first of its row that departs in it."""
         by = np.full(len(pieces), -1, np.int32)
         which = np.flatnonzero(pieces.kind == "absorbed")
@@ -305,7 +305,7 @@ class _Outputs:
         by[which] = np.where(inside, later, -1)
         return by
 
-    def _lines(self, rows: pa.Table, pieces: Pieces) -> pa.Table:
+    def _lines(self, rows: pa.Table, pieces: Spans) -> pa.Table:
         """One line per run of equal tokens, and one per further row that trains it."""
         calls, offsets = self._calls, self._sampled.outputs.offsets
         n_tokens = len(self._kind)

@@ -24,11 +24,11 @@ from trajkit.policies import policy as named_policy
 from trajkit.schema import LOSSES, SIMULATION
 from trajkit.turns.calls import Longs, read_calls
 from trajkit.turns.flat_buffers import (
-    Sampled,
+    TurnTokens,
     flat_turns,
     ids_of,
-    pieces_of,
     sessions_of,
+    spans_of,
 )
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import session_facts
@@ -207,12 +207,12 @@ class _Totals:
         other._counts = dict(self._counts)
         return other
 
-    def add(self, rows: pa.Table, report: pa.Table, sampled: Sampled) -> None:
+    def add(self, rows: pa.Table, report: pa.Table, sampled: TurnTokens) -> None:
         """Add the rows that the policy made from the calls ``sampled``."""
         for name in COUNTS:
             self._counts[name] += int(report.column(name).to_numpy().sum())
         ids = ids_of(rows.column("input_ids"))
-        pieces = pieces_of(rows, sampled, sessions_of(rows, sampled.calls))
+        pieces = spans_of(rows, sampled, sessions_of(rows, sampled.calls))
         trained = pieces.take(np.flatnonzero(pieces.kind == _TRAINED))
         in_context = trained.in_context(ids, sampled)
         self._out_of_context += int((trained.stop - trained.start - in_context).sum())

@@ -69,7 +69,7 @@ class SessionCalls:
         self.shared = calls.calls["own_start"]
         self.is_delta = calls.is_delta
         self.n_prompt = calls.calls["prompt_len"]
-        self.path_len = calls.held
+        self.path_len = calls.path_len
         self._prompts: dict[int, Ints] = {}
         self._messages: dict[int, Messages | None] = {}
 

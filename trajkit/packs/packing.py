@@ -33,7 +33,7 @@ from trajkit.pipeline.suffix_layout import full_rows
 from trajkit.schema import PACKS
 from trajkit.training.loss import Reduce
 from trajkit.turns.calls import Ints, Longs
-from trajkit.turns.flat_buffers import Runs, offsets_of, positions
+from trajkit.turns.flat_buffers import Ragged, offsets_of, positions
 from trajkit.turns.validation import check_layout
 
 Layout: TypeAlias = Literal["tree", "rows"]
@@ -540,7 +540,7 @@ class _Packs:
         columns |= self._segments()
         columns |= self._trees()
         starts = columns["tree_start"]
-        starts = Runs(starts.values.to_numpy(), starts.offsets.to_numpy())
+        starts = Ragged(starts.values.to_numpy(), starts.offsets.to_numpy())
         n_segments = columns["segment_start"].value_lengths().to_numpy()
         plain = n_segments == starts.lengths
         plain[list(self._prefixes)] = False
@@ -574,7 +574,7 @@ class _Packs:
         )
 
     def _segments(self) -> dict[str, pa.Array]:
-        """Runs of tokens whose subtrees end at one token: they have no branch inside."""
+        """Ragged of tokens whose subtrees end at one token: they have no branch inside."""
         ends, offsets = self._ends, self._offsets
         begins = np.ones(len(ends), np.bool_)
         np.not_equal(ends[1:], ends[:-1], out=begins[1:])
@@ -634,7 +634,7 @@ class _Packs:
             ),
         }
 
-    def _cu_seqlens(self, starts: Runs, plain: Bools) -> pa.Array:
+    def _cu_seqlens(self, starts: Ragged, plain: Bools) -> pa.Array:
         """The bounds of the sequences of packs without a branch; null for the others."""
         lists: list[Longs | None] = []
         for k in range(len(starts)):

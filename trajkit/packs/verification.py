@@ -20,7 +20,13 @@ from trajkit.pipeline.suffix_layout import full_rows
 from trajkit.schema import PACK_VIOLATIONS, PACKS
 from trajkit.training.loss import Reduce
 from trajkit.turns.calls import Longs
-from trajkit.turns.flat_buffers import FlatRows, Runs, flat_rows, offsets_of, positions
+from trajkit.turns.flat_buffers import (
+    FlatRows,
+    Ragged,
+    flat_rows,
+    offsets_of,
+    positions,
+)
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -99,7 +105,7 @@ class _Packs:
     """The lists of packs, end to end. None: the packs lack the column."""
 
     table: pa.Table
-    lists: dict[str, Runs | None]
+    lists: dict[str, Ragged | None]
     # where an edge has a logprob
     given: Bools
 
@@ -130,7 +136,7 @@ class _Packs:
         return runs[line]
 
 
-def _runs(column: pa.ChunkedArray) -> Runs | None:
+def _runs(column: pa.ChunkedArray) -> Ragged | None:
     """Lists end to end, null numbers as -1; None where no pack has one."""
     if column.null_count == len(column) > 0:
         return None
@@ -139,7 +145,7 @@ def _runs(column: pa.ChunkedArray) -> Runs | None:
     values = pa.chunked_array(parts, column.type.value_type)
     if pa.types.is_integer(values.type) or pa.types.is_floating(values.type):
         values = values.fill_null(-1)
-    return Runs(values.to_numpy(zero_copy_only=False), offsets_of(n))
+    return Ragged(values.to_numpy(zero_copy_only=False), offsets_of(n))
 
 
 @dataclass(frozen=True, slots=True)

@@ -300,7 +300,7 @@ def _places(calls: Calls, name: str, length: Longs) -> tuple[Longs, Bools]:
 
     If a length is ambiguous, the other lists of the session decide.
     """
-    prompt, held = calls.calls["prompt_len"], calls.held
+    prompt, held = calls.calls["prompt_len"], calls.path_len
     own = calls.calls["own_start"]
     session = calls.session_of()
 
@@ -350,12 +350,12 @@ def _given_starts(
         raise SchemaError(f"{name}{_START} is {column.type}: expected integers")
     given = column.is_valid().to_numpy()
     starts = column.cast(pa.int64()).fill_null(0).to_numpy()
-    bad = np.flatnonzero(given & ((starts < 0) | (starts + length > calls.held)))
+    bad = np.flatnonzero(given & ((starts < 0) | (starts + length > calls.path_len)))
     if len(bad):
         call = int(bad[0])
         raise InvalidTurnsError(
             f"{calls.place(call)}: {name}{_START} is {starts[call]} and {name} has "
             f"{max(length[call], 0)} elements: they must fit into the "
-            f"{calls.held[call]} ids of prompt and output"
+            f"{calls.path_len[call]} ids of prompt and output"
         )
     return np.where(given, starts, first), np.where(given, starts > 0, partial)

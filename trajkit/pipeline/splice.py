@@ -145,7 +145,9 @@ def splice_ranges(calls: Calls, links: Records, plan: SplicePlan) -> PathRanges:
             inside = max(min(length, n_tokens - place), 0)
             found.append((row, place, call, int(plan.starts[call]), inside))
             if before >= 0:
-                same &= links["lcp"][call] == calls.held[before] == plan.starts[call]
+                same &= (
+                    links["lcp"][call] == calls.path_len[before] == plan.starts[call]
+                )
                 if same:
                     heads.append((row, 0, call, 0, min(place, n_tokens)))
             before, call = call, int(plan.next_calls[call])

@@ -15,7 +15,7 @@ from trajkit._streams import limits
 from trajkit._streams.lockstep import Stream, map_sessions, one_batch
 from trajkit.schema import ROWS, ROWS_SUFFIX
 from trajkit.turns.calls import Ints, Longs
-from trajkit.turns.flat_buffers import Runs, ids_of, offsets_of, positions
+from trajkit.turns.flat_buffers import Ragged, ids_of, offsets_of, positions
 from trajkit.turns.structs import CALL
 from trajkit.turns.table import runs_of
 from trajkit.turns.turn_rules import lengths, lookup, nulls, run_starts
@@ -143,7 +143,7 @@ def full_pieces(rows: pa.Table) -> Iterator[pa.Table]:
 
 
 def _write_row(
-    target: Ints, row: int, suffixes: Runs, start: Longs, parents: Longs
+    target: Ints, row: int, suffixes: Ragged, start: Longs, parents: Longs
 ) -> None:
     """Write the tokens of a full row, each from its nearest ancestor that stores it."""
     stop = int(start[row] + suffixes.lengths[row])

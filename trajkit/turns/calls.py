@@ -80,10 +80,10 @@ class Calls:
         return self.table.column("suffix_messages" if self.is_delta else "messages")
 
     @property
-    def held(self) -> Longs:
+    def path_len(self) -> Longs:
         """Length of each call's path, shape (n_calls,)."""
-        held: Longs = self.calls["prompt_len"] + self.calls["out_len"]
-        return held
+        path_len: Longs = self.calls["prompt_len"] + self.calls["out_len"]
+        return path_len
 
     def session_of(self) -> Ints:
         """The number of each call's session, shape (n_calls,)."""
@@ -141,7 +141,7 @@ class Calls:
 
     def split(self, most: int) -> Iterator["Calls"]:
         """Groups of sessions whose paths have at most this many tokens, or one session."""
-        ends = np.append(0, np.cumsum(self.held))[self.session_offsets]
+        ends = np.append(0, np.cumsum(self.path_len))[self.session_offsets]
         for start, stop in runs_of(np.diff(ends), most):
             yield self.sessions(start, stop)
 

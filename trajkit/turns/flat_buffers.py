@@ -20,7 +20,7 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
+class Ragged:
     """Lists of numbers, concatenated."""
 
     # shape (n_values,)
@@ -65,13 +65,13 @@ def positions(starts: Longs, lengths: Longs) -> Longs:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class TurnTokens:
     """Prompts and outputs of calls."""
 
     calls: Calls
     # by call
     prompts: Sequence[Ints]
-    outputs: Runs
+    outputs: Ragged
     # one per sampled token, 0.0 if the engine gave none
     logprobs: Floats
     # whether it gave one
@@ -87,7 +87,7 @@ class Sampled:
             return n
         return n + _core.lcp(ids[n:], self.outputs[call])
 
-    def held(self, call: Index) -> int:
+    def path_len(self, call: Index) -> int:
         """Length of a call's path."""
         record = self.calls.calls[call]
         return int(record["prompt_len"]) + int(record["out_len"])
@@ -104,7 +104,7 @@ def sessions_of(rows: pa.Table, calls: Calls) -> Rows:
     return np.asarray(found.fill_null(-1), np.int64)
 
 
-def flat_turns(calls: Calls, *, prompts: bool = True) -> Sampled:
+def flat_turns(calls: Calls, *, prompts: bool = True) -> TurnTokens:
     """Ids and logprobs of calls; only prompts in delta form are copied.
 
     Without ``prompts`` there are none, which saves that copy.
@@ -113,7 +113,7 @@ def flat_turns(calls: Calls, *, prompts: bool = True) -> Sampled:
     outputs = ids_of(table.column("output_ids"))
     logprobs, given = _logprobs(calls, outputs)
     shown = _prompts(calls) if prompts else []
-    return Sampled(calls, shown, outputs, logprobs, given, _unmasked(calls, outputs))
+    return TurnTokens(calls, shown, outputs, logprobs, given, _unmasked(calls, outputs))
 
 
 def lacking_logprobs(calls: Calls) -> Longs:
@@ -123,7 +123,7 @@ def lacking_logprobs(calls: Calls) -> Longs:
     return np.diff(np.append(0, np.cumsum(lacking))[outputs.offsets])
 
 
-def _logprobs(calls: Calls, outputs: Runs) -> tuple[Floats, Bools]:
+def _logprobs(calls: Calls, outputs: Ragged) -> tuple[Floats, Bools]:
     """The logprob of each sampled token (0.0 if missing), and whether it is given."""
     logprobs = np.zeros(len(outputs.values), np.float32)
     given = np.zeros(len(outputs.values), np.bool_)
@@ -133,7 +133,7 @@ def _logprobs(calls: Calls, outputs: Runs) -> tuple[Floats, Bools]:
     return logprobs, given
 
 
-def _unmasked(calls: Calls, outputs: Runs) -> Bools:
+def _unmasked(calls: Calls, outputs: Ragged) -> Bools:
     """Whether ``output_mask`` allows training, one per sampled token."""
     may = np.ones(len(outputs.values), np.bool_)
     for at, values in _per_output_id(calls, "output_mask", outputs):
@@ -142,7 +142,7 @@ def _unmasked(calls: Calls, outputs: Runs) -> Bools:
 
 
 def _per_output_id(
-    calls: Calls, name: str, outputs: Runs
+    calls: Calls, name: str, outputs: Ragged
 ) -> Iterator[tuple[Longs, pa.Array]]:
     """The values of each chunk of a column, and their positions in ``outputs.values``."""
     for first, ends, values in flat_chunks(calls.table.column(name)):
@@ -177,7 +177,7 @@ class FlatRows:
     """Concatenated rows. Every per-token array has the length of the ids."""
 
     table: pa.Table
-    ids: Runs
+    ids: Ragged
     # false if the mask is null or too short
     mask: Bools
     # true unless the mask is null or too short
@@ -234,7 +234,7 @@ def flat_rows(table: pa.Table, *, align_right: bool = False) -> FlatRows:
 _EMPTY = np.empty(0, np.int64)
 
 
-def ids_of(column: pa.ChunkedArray) -> Runs:
+def ids_of(column: pa.ChunkedArray) -> Ragged:
     """A column of ids; -1 for null."""
     lengths, parts = [_EMPTY], []
     for chunk in column.chunks:
@@ -242,11 +242,11 @@ def ids_of(column: pa.ChunkedArray) -> Runs:
         parts.append(chunk.flatten())
     values = pa.concat_arrays([pa.array([], pa.int32()), *parts])
     values = values.fill_null(-1) if values.null_count else values
-    return Runs(values.to_numpy(), offsets_of(np.concatenate(lengths)))
+    return Ragged(values.to_numpy(), offsets_of(np.concatenate(lengths)))
 
 
 def _per_token(
-    table: pa.Table, name: str, ids: Runs, align_right: bool
+    table: pa.Table, name: str, ids: Ragged, align_right: bool
 ) -> tuple[Array, Bools, Longs]:
     """Values, validity and lengths of a column, one value per id."""
     n_tokens = ids.lengths
@@ -272,7 +272,7 @@ def _per_token(
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class Spans:
     """The spans of rows as arrays of shape (n_spans,)."""
 
     row: Longs
@@ -297,16 +297,16 @@ class Pieces:
         """The spans at these positions."""
         return type(self)(*(getattr(self, field.name)[which] for field in fields(self)))
 
-    def tokens(self, ids: Runs) -> Longs:
+    def tokens(self, ids: Ragged) -> Longs:
         """Positions in ``ids.values`` of all tokens of all spans."""
         return positions(ids.offsets[self.row] + self.start, self.stop - self.start)
 
-    def sampled(self, turns: Sampled) -> Longs:
+    def sampled(self, turns: TurnTokens) -> Longs:
         """Positions in ``turns.outputs.values`` of all tokens of their ranges."""
         starts = turns.outputs.offsets[self.call] + self.out_start
         return positions(starts, self.out_stop - self.out_start)
 
-    def in_context(self, ids: Runs, turns: Sampled) -> Longs:
+    def in_context(self, ids: Ragged, turns: TurnTokens) -> Longs:
         """Number of leading tokens of each span that have the context they were sampled in.
 
         A token has it if the row up to this token is a prefix of the turn's path.
@@ -319,7 +319,7 @@ class Pieces:
         return np.maximum(n, 0)
 
 
-def pieces_of(table: pa.Table, turns: Sampled, sessions: Rows) -> Pieces:
+def spans_of(table: pa.Table, turns: TurnTokens, sessions: Rows) -> Spans:
     """The spans of rows; ``sessions`` as `sessions_of` returns them."""
     flat = [(_EMPTY, pa.array([], table.schema.field("spans").type.value_type))]
     for first, ends, values in flat_chunks(table.column("spans")):
@@ -340,7 +340,7 @@ def pieces_of(table: pa.Table, turns: Sampled, sessions: Rows) -> Pieces:
     kind = pc.struct_field(values, "kind").cast(pa.string())
     broken = broken | np.asarray(kind.is_null())
     first_of_row = np.searchsorted(row, np.arange(table.num_rows))
-    return Pieces(
+    return Spans(
         row,
         start,
         stop,

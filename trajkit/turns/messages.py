@@ -30,7 +30,21 @@ def message_key(message: dict[str, object]) -> bytes:
     """The 16-byte key of a chat message: the same for messages of the same JSON.
 
     The first 12 bytes are the same for messages that are ``==``, such as those that
-    differ in ``1`` and ``1.0`` alone. Parameters and errors as for `message_record`.
+    differ in ``1`` and ``1.0`` alone.
+
+    Parameters
+    ----------
+    message : dict
+        Of JSON values throughout.
+
+    Returns
+    -------
+    bytes
+
+    Raises
+    ------
+    InvalidTurnsError
+        As for `message_record`.
     """
     return message_record(message)[0]
 
@@ -39,7 +53,21 @@ def message_body(message: dict[str, object]) -> str:
     """Canonical JSON: keys sorted, no white space, numbers as they are, valid UTF-8.
 
     Two lone surrogates side by side are written as the pair that they look like; their
-    key is still their own. Parameters and errors as for `message_record`.
+    key is still their own.
+
+    Parameters
+    ----------
+    message : dict
+        Of JSON values throughout.
+
+    Returns
+    -------
+    str
+
+    Raises
+    ------
+    InvalidTurnsError
+        As for `message_record`.
     """
     return _core.encode_message(message)[0]
 

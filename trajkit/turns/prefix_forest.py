@@ -61,9 +61,9 @@ class Paths:
         self._calls = calls
         self._forest = forest.paths
 
-    def held(self, call: int) -> Ints:
+    def path(self, call: int) -> Ints:
         """Prompt, then output."""
-        return self._ids(call, 0, int(self._calls.held[call]))
+        return self._ids(call, 0, int(self._calls.path_len[call]))
 
     def prompt(self, call: int) -> Ints:
         """The prompt ids."""
@@ -72,7 +72,7 @@ class Paths:
     def output(self, call: int) -> Ints:
         """The output ids."""
         start = int(self._calls.calls["prompt_len"][call])
-        return self._ids(call, start, int(self._calls.held[call]))
+        return self._ids(call, start, int(self._calls.path_len[call]))
 
     def _ids(self, call: int, start: int, stop: int) -> Ints:
         ids = np.empty(stop - start, np.int32)

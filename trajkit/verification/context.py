@@ -10,7 +10,7 @@ from trajkit._arrow.canonical import Rows
 from trajkit.policies import Policy
 from trajkit.schema import RULES, VIOLATIONS
 from trajkit.turns.calls import Longs
-from trajkit.turns.flat_buffers import FlatRows, Index, Sampled
+from trajkit.turns.flat_buffers import FlatRows, Index, TurnTokens
 from trajkit.turns.session_metadata import errored
 from trajkit.turns.trainability import aborted_calls
 from trajkit.turns.turn_rules import Bools
@@ -68,7 +68,7 @@ class Case:
     """Complete sessions: their rows, their turns, and the options of the check."""
 
     rows: FlatRows
-    turns: Sampled
+    turns: TurnTokens
     # the session of each row in ``turns.calls``, shape (n_rows,)
     session: Rows
     # None: unknown
@@ -147,7 +147,7 @@ class Case:
 
     @property
     def may_train(self) -> Bools:
-        """Sampled tokens that may be trained, shape (n_sampled,)."""
+        """TurnTokens tokens that may be trained, shape (n_sampled,)."""
         tokens = self.trainable[self.turns.outputs.owner] & self.turns.unmasked
         if self.policy is not None and self.policy.missing_logprobs == "untrain":
             tokens &= self.turns.given
@@ -155,7 +155,7 @@ class Case:
 
     @property
     def must_train(self) -> Bools:
-        """Sampled tokens that some row must train, shape (n_sampled,).
+        """TurnTokens tokens that some row must train, shape (n_sampled,).
 
         All are False if the policy may lose tokens: it absorbs, rewrites, quarantines
         or omits rows. Such a policy only promises how often a token trains. Splicing

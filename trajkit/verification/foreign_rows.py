@@ -248,7 +248,7 @@ def _in_context(case: Case, row: int, call: int) -> _Place | None:
     stop = case.turns.shared(ids, call)
     if stop <= n_prompt:
         return None
-    complete = stop == min(case.turns.held(call), len(ids))
+    complete = stop == min(case.turns.path_len(call), len(ids))
     return _Place(call, n_prompt, stop, complete, in_context=True)
 
 

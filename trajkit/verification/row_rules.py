@@ -13,7 +13,7 @@ import numpy as np
 from trajkit import _core
 from trajkit._arrow.canonical import Rows
 from trajkit.turns.calls import Ints, Longs
-from trajkit.turns.flat_buffers import Index, Pieces, Runs
+from trajkit.turns.flat_buffers import Index, Ragged, Spans
 from trajkit.turns.mm_items import FIRST_CONTENT_ID, Item, has_items, item_ids
 from trajkit.turns.turn_rules import Bools
 from trajkit.verification.context import Case
@@ -79,7 +79,7 @@ def lengths(case: Case) -> None:
             )
 
 
-def tokens(case: Case, pieces: Pieces) -> None:
+def tokens(case: Case, pieces: Spans) -> None:
     """A row is the path of one turn, truncated or trimmed as the policy defines.
 
     Its finish_reason is that turn's.
@@ -122,7 +122,7 @@ def tokens(case: Case, pieces: Pieces) -> None:
             )
 
 
-def _last_calls(case: Case, pieces: Pieces) -> Longs:
+def _last_calls(case: Case, pieces: Spans) -> Longs:
     """The call of each row's last span, or -1."""
     last = np.full(len(case.rows.ids), -1)
     last[pieces.row] = pieces.call  # in ascending order: the last assignment wins
@@ -133,7 +133,7 @@ def _is_path(case: Case, row: Index, call: int) -> bool:
     ids = case.rows.ids[row]
     if case.turns.shared(ids, call) != len(ids):
         return False
-    n = case.turns.held(call)
+    n = case.turns.path_len(call)
     return min(n, case.cap or n) == len(ids) or _is_trimmed(case, call, len(ids))
 
 
@@ -158,13 +158,13 @@ def _departs(case: Case, row: Index, own: int) -> int:
     ids = case.rows.ids[row]
     if own >= 0:
         n = case.turns.shared(ids, own)
-        if n < min(len(ids), case.turns.held(own)):
+        if n < min(len(ids), case.turns.path_len(own)):
             return n
     calls = case.turns.calls_of(int(case.session[row]))
     return max((case.turns.shared(ids, call) for call in calls), default=0)
 
 
-def prompt_length(case: Case, pieces: Pieces) -> None:
+def prompt_length(case: Case, pieces: Spans) -> None:
     """prompt_length is the prompt length of the row's first call.
 
     That is the call of the first span, or an earlier call without a span: its output
@@ -221,7 +221,7 @@ def shared_prefixes(case: Case) -> None:
                 )
 
 
-def longest_shared(ids: Runs, rows: Rows) -> tuple[Longs, Longs]:
+def longest_shared(ids: Ragged, rows: Rows) -> tuple[Longs, Longs]:
     """For each of ``rows``, the earlier row with the longest shared prefix.
 
     Returns
@@ -255,7 +255,7 @@ def longest_shared(ids: Runs, rows: Rows) -> tuple[Longs, Longs]:
     return np.where(shared > 0, first, 0), shared
 
 
-def sums(case: Case, trained: Pieces, weigh_by: WeighBy) -> None:
+def sums(case: Case, trained: Spans, weigh_by: WeighBy) -> None:
     """rollout_mask_sum and row_weight count the tokens that the session's rows train."""
     table = case.rows.table
     mine = np.bincount(
@@ -350,7 +350,7 @@ def _shares(
             )
 
 
-def turns(case: Case, pieces: Pieces) -> None:
+def turns(case: Case, pieces: Spans) -> None:
     """A row's turns end with last_turn and contain the turns of its spans, in order."""
     starts = np.searchsorted(pieces.row, np.arange(len(case.rows.ids) + 1))
     for row, listed in enumerate(case.rows.table.column("turns").to_pylist()):
@@ -376,7 +376,7 @@ def turns(case: Case, pieces: Pieces) -> None:
             case.report("turns", f"turns {odd} are not in the session", row=row)
 
 
-def weight_versions(case: Case, pieces: Pieces) -> None:
+def weight_versions(case: Case, pieces: Spans) -> None:
     """weight_versions are those of the row's first and last token with known weights."""
     column = case.rows.table.column("weight_versions")
     if column.null_count == len(column):  # the column is optional
@@ -433,7 +433,7 @@ def _same_image(item: Item) -> tuple[object, ...]:
     return item["kind"], item["hash"], item["token_id"], length
 
 
-def flags(case: Case, pieces: Pieces) -> None:
+def flags(case: Case, pieces: Spans) -> None:
     """truncated, use_tool and ill_formed follow from the row's calls."""
     table, calls = case.rows.table, case.turns.calls.calls
     truncated = table.column("truncated").to_pylist()

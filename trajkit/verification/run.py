@@ -28,7 +28,7 @@ from trajkit.pipeline.suffix_layout import full_rows
 from trajkit.policies import Policy
 from trajkit.policies import policy as named_policy
 from trajkit.turns.calls import Calls, read_calls
-from trajkit.turns.flat_buffers import flat_rows, flat_turns, pieces_of, sessions_of
+from trajkit.turns.flat_buffers import flat_rows, flat_turns, sessions_of, spans_of
 from trajkit.turns.records import as_turns
 from trajkit.turns.session_metadata import Reward, SessionFacts, session_facts
 from trajkit.verification import row_rules, span_rules, splice_rules
@@ -318,7 +318,7 @@ def _parts(calls: Calls, session: Rows) -> Iterator[tuple[Calls, Rows]]:
 
 def _verify_own(case: Case, known: tuple[str, ...], weigh_by: WeighBy) -> None:
     """Check rows that have spans."""
-    pieces = pieces_of(case.rows.table, case.turns, case.session)
+    pieces = spans_of(case.rows.table, case.turns, case.session)
     pieces = span_rules.well_formed(case, pieces)
     trained = pieces.take(np.flatnonzero(pieces.kind == "trained"))
     row_rules.row_index(case)

@@ -8,12 +8,12 @@ import numpy as np
 
 from trajkit.schema import EMPTY_KINDS, SPAN_KINDS
 from trajkit.turns.calls import Longs
-from trajkit.turns.flat_buffers import Index, Pieces
+from trajkit.turns.flat_buffers import Index, Spans
 from trajkit.turns.turn_rules import Bools
 from trajkit.verification.context import Case, consecutive
 
 
-def well_formed(case: Case, pieces: Pieces) -> Pieces:
+def well_formed(case: Case, pieces: Spans) -> Spans:
     """The spans that name a range of their row and a range of an output.
 
     Reports every other span once, under the first rule that it breaks.
@@ -99,7 +99,7 @@ def well_formed(case: Case, pieces: Pieces) -> Pieces:
     return pieces.take(np.flatnonzero(good))
 
 
-def _loss_start(case: Case, pieces: Pieces) -> Longs:
+def _loss_start(case: Case, pieces: Spans) -> Longs:
     """Where each span begins in its output, or where the loss began that it continues.
 
     Lost tokens that may not train have no span, so an absorbed span may start later
@@ -119,7 +119,7 @@ def _loss_start(case: Case, pieces: Pieces) -> Longs:
     return np.where((pieces.kind == "absorbed") & unnamed, named, pieces.out_start)
 
 
-def _words(pieces: Pieces, k: Index) -> str:
+def _words(pieces: Spans, k: Index) -> str:
     return (
         f"spans[{pieces.index[k]}] ({pieces.start[k]}:{pieces.stop[k]}, turn "
         f"{pieces.turn_index[k]}, output {pieces.out_start[k]}:{pieces.out_stop[k]}, "
@@ -127,7 +127,7 @@ def _words(pieces: Pieces, k: Index) -> str:
     )
 
 
-def span_tokens(case: Case, pieces: Pieces) -> None:
+def span_tokens(case: Case, pieces: Spans) -> None:
     """The tokens of a span are those of its output range."""
     pieces = pieces.take(np.flatnonzero(~np.isin(pieces.kind, EMPTY_KINDS)))
     at, source = pieces.tokens(case.rows.ids), pieces.sampled(case.turns)
@@ -147,7 +147,7 @@ def span_tokens(case: Case, pieces: Pieces) -> None:
         )
 
 
-def untrainable(case: Case, pieces: Pieces) -> None:
+def untrainable(case: Case, pieces: Spans) -> None:
     """A span is untrainable exactly if none of its tokens may be trained."""
     may = np.concatenate([[0], np.cumsum(case.may_train)])
     start = case.turns.outputs.offsets[pieces.call]
@@ -169,7 +169,7 @@ def untrainable(case: Case, pieces: Pieces) -> None:
         )
 
 
-def masks(case: Case, trained: Pieces) -> None:
+def masks(case: Case, trained: Spans) -> None:
     """The mask is true exactly for the tokens of trained spans."""
     ids = case.rows.ids
     at = trained.tokens(ids)
@@ -196,7 +196,7 @@ def masks(case: Case, trained: Pieces) -> None:
         )
 
 
-def logprobs(case: Case, trained: Pieces) -> None:
+def logprobs(case: Case, trained: Spans) -> None:
     """Logprobs are the engine's for trained tokens and null for all others."""
     rows, ids = case.rows, case.rows.ids
     at, source = trained.tokens(ids), trained.sampled(case.turns)
@@ -233,7 +233,7 @@ def logprobs(case: Case, trained: Pieces) -> None:
         )
 
 
-def context(case: Case, trained: Pieces) -> None:
+def context(case: Case, trained: Spans) -> None:
     """The tokens before a trained token are those it was sampled after."""
     n_prompt = case.turns.calls.calls["prompt_len"][trained.call]
     in_context = trained.in_context(case.rows.ids, case.turns)
@@ -253,7 +253,7 @@ def context(case: Case, trained: Pieces) -> None:
             case.report("context", detail, row=row, call=call, token=first)
 
 
-def each_once(case: Case, pieces: Pieces) -> None:
+def each_once(case: Case, pieces: Spans) -> None:
     """Every sampled token is in at most one trained or lost span.
 
     Under ``train_in="every"`` the limit is one per row. Tokens that the policy promises

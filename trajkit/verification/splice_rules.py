@@ -15,7 +15,7 @@ import numpy as np
 from trajkit import _core
 from trajkit.pipeline.splice import ended
 from trajkit.turns.calls import Ints
-from trajkit.turns.flat_buffers import Pieces
+from trajkit.turns.flat_buffers import Spans
 from trajkit.turns.turn_rules import Bools
 from trajkit.verification import span_rules
 from trajkit.verification.context import Case
@@ -23,7 +23,7 @@ from trajkit.verification.context import Case
 _ACCOUNTED = ("trained", "cut", "no_splice_point")
 
 
-def rows(case: Case, pieces: Pieces) -> None:
+def rows(case: Case, pieces: Spans) -> None:
     """A row is the splice of its turns, and it could not continue with dropped turns.
 
     Its finish_reason is its last turn's. Its flags follow from its turns.
@@ -39,7 +39,7 @@ def rows(case: Case, pieces: Pieces) -> None:
         _check(_Reading(case, row, mine, has_ended, speaks))
 
 
-def accounted_for(case: Case, pieces: Pieces) -> None:
+def accounted_for(case: Case, pieces: Spans) -> None:
     """Every token that may be trained is trained, or lost in a span of some row.
 
     Skipped for policies that rewrite or quarantine turns or omit rows, and for turns
@@ -79,7 +79,7 @@ class _Reading:
     """One row, parsed into the calls that make it up."""
 
     def __init__(
-        self, case: Case, row: int, pieces: Pieces, has_ended: Bools, speaks: Bools
+        self, case: Case, row: int, pieces: Spans, has_ended: Bools, speaks: Bools
     ) -> None:
         self.case, self.row = case, row
         self._ended = has_ended
