@@ -112,8 +112,7 @@ def observation_weights(
     ----------
     turns : table, or iterator of record batches
         `trajkit.schema.TURNS` in full or delta form, with the columns
-        `trajkit.schema.ATTRIBUTION`. An iterator (or a RecordBatchReader) is read lazily;
-        a session may extend over several consecutive batches.
+        `trajkit.schema.ATTRIBUTION`. Iterators as for `trajkit.linearize`.
     rows : table, or iterator of record batches
         `trajkit.schema.ROWS`, made of these turns, with all rows of each session that
         occurs. An iterator has the sessions in the order of ``turns``.

@@ -43,9 +43,8 @@ def link(
     Parameters
     ----------
     turns : table, or iterator of record batches
-        `trajkit.schema.TURNS` in full or delta form. An iterator (or a
-        RecordBatchReader) is read lazily, and may hold a session in several consecutive
-        batches.
+        `trajkit.schema.TURNS` in full or delta form. Iterators as for
+        `trajkit.linearize`.
     policy : str or Policy
         A name (see `trajkit.policy`) or a policy, as for `trajkit.linearize`. Links
         depend on ``parent_by``, ``dispatch_tools``, ``merge_rewrites``,

@@ -33,8 +33,7 @@ def full_rows(rows: TableLike | Stream) -> pa.Table | Stream:
     ----------
     rows : table, or iterator of record batches
         `trajkit.schema.ROWS_SUFFIX` with all rows of each session. Full rows are
-        returned unchanged. An iterator (or a RecordBatchReader) is read lazily; a
-        session may span consecutive batches.
+        returned unchanged. Iterators as for `trajkit.linearize`.
 
     Returns
     -------

@@ -191,8 +191,7 @@ def add_advantages(rows: TableLike | Stream, sessions: TableLike) -> pa.Table | 
     Parameters
     ----------
     rows : table, or iterator of record batches
-        `trajkit.schema.ROWS` or ``ROWS_SUFFIX``. An iterator (or a RecordBatchReader)
-        is read lazily.
+        `trajkit.schema.ROWS` or ``ROWS_SUFFIX``. Iterators as for `trajkit.linearize`.
     sessions : table
         A table with ``session_id`` and ``advantage``, from
         `trajkit.training.advantages`. If it also has ``turn_index`` or ``row_index``

@@ -64,8 +64,8 @@ def spread_rewards(
     ----------
     rows : table, or iterator of record batches
         `trajkit.schema.ROWS` or ``ROWS_SUFFIX`` with all rows of each session. Each row
-        has the reward of its rollout, as `trajkit.linearize` writes it. An iterator (or
-        a RecordBatchReader) is read lazily; a session may span consecutive batches.
+        has the reward of its rollout, as `trajkit.linearize` writes it. Iterators as
+        for `trajkit.linearize`.
     mode : {"copy", "uniform", "final_only", "per_turn", "last_turn", "per_segment"}
         copy
             Every row has the reward of the rollout.

@@ -53,9 +53,8 @@ def add_weights(
     Parameters
     ----------
     rows : table, or iterator of record batches
-        `trajkit.schema.ROWS` or ``ROWS_SUFFIX`` with all rows of each session. An
-        iterator (or a RecordBatchReader) is read lazily; a session may span consecutive
-        batches.
+        `trajkit.schema.ROWS` or ``ROWS_SUFFIX`` with all rows of each session.
+        Iterators as for `trajkit.linearize`.
     by : {"token", "row", "rollout", "constant"}
         The definition of the weight; see the table.
     constant : float, for by="constant"

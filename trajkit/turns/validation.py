@@ -97,9 +97,8 @@ def validate(
     ----------
     table : Table, RecordBatch, any Arrow stream, or iterator of record batches
         Turns (in full or delta form), sessions, links, drift, report or rows, in any
-        layout that polars, Parquet or pyarrow produce. An iterator (or a
-        RecordBatchReader) is read lazily; a session may extend over several consecutive
-        batches.
+        layout that polars, Parquet or pyarrow produce. Iterators as for
+        `trajkit.linearize`.
     kind : {"turns", "sessions", "links", "drift", "rows"}, optional
         None: taken from the table's metadata or, without metadata, from its columns.
     nonfinite_logprobs : {"raise", "null"}
