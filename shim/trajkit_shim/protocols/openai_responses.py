@@ -81,15 +81,14 @@ def read(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
     fields.only_neutral(NEUTRAL)
     fields.get_text("model")
     text = fields.get_text("instructions")
-    messages: list[Json] = [{"role": "system", "content": text}] if text else []
-    messages += _messages(fields, reading)
+    front: list[Json] = [{"role": "system", "content": text}] if text else []
     tools = _Tools()
     tools.add_all(fields)
     choice, names = tool_choice(fields)
     format = fields.section("text")
     format.only({"format", "verbosity"})
     return chat.ChatRequest(
-        messages=messages,
+        messages=front + _messages(fields, reading),
         tools=tools.functions if tools.functions and choice != "none" else None,
         required=chat.Required(
             call=choice == "required",
@@ -103,6 +102,7 @@ def read(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
         stream=fields.flag("stream"),
         left_out=tuple(tools.left_out),
         namespaces=tools.namespaces,
+        n_front=len(front),
     )
 
 
@@ -452,6 +452,7 @@ def _failure(error: GatewayError) -> str:
 
 OPENAI_RESPONSES = WireProtocol(
     name="openai_responses",
+    history="input",
     paths={"/v1/responses": "reply", "/v1/responses/input_tokens": "count"},
     call_prefix="call_",
     read=read,
