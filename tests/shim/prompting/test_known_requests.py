@@ -266,7 +266,7 @@ def test_an_error_names_the_place_in_the_complete_request():
 # Sessions
 
 CALL = '<tool_call>\n{"name": "bash", "arguments": {"command":  "ls"}}\n</tool_call>'
-SAMPLING = [{}, {"temperature": 0.5}, {"max_tokens": 50}]
+SAMPLING = [{}, {"temperature": 0.5}, {"max_tokens": 500}]
 
 numbers = st.integers(0, 7)
 steps = st.one_of(
@@ -361,10 +361,10 @@ class Client:
 
 async def run(directory, script, *, known, form):
     """The table of a session's turns, and what it counted."""
-    ids = (SimpleNamespace(hex=f"{i:032x}") for i in itertools.count())
-    replies = itertools.cycle(["Yes {}.", " \nNo {} <|im_start|>\n", CALL + "{}"])
+    ids = (SimpleNamespace(hex=f"{i:x}".ljust(32, "-")) for i in itertools.count())
+    replies = itertools.cycle(["Yes %d.", " \nNo %d\n", CALL + "%d"])
     engine = ScriptedEngine(
-        *(reply.format(i) for i, reply in zip(range(40), replies, strict=False)),
+        *(reply % i for i, reply in zip(range(40), replies, strict=False)),
         context=1 << 20,
     )
     client = Client()
