@@ -140,7 +140,6 @@ def _train_demo(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
             tasks=arguments.tasks,
             samples=arguments.samples,
             prompts=arguments.prompts,
-            check_prompts=arguments.check_prompts,
             width=arguments.width,
             layers=arguments.layers,
             learning_rate=arguments.learning_rate,
