@@ -41,7 +41,7 @@ from trajkit_shim.call import (
 )
 from trajkit_shim.chat.image_store import ImageLimits, ImageStore
 from trajkit_shim.chat.images import NoImages
-from trajkit_shim.chat.request import ChatRequest, ReadOptions
+from trajkit_shim.chat.request import ReadOptions
 from trajkit_shim.clock import Clock
 from trajkit_shim.delivery import Amend, Answered, Delivery
 from trajkit_shim.engines.base import Engine
@@ -54,6 +54,11 @@ from trajkit_shim.errors import (
 from trajkit_shim.json_input import Json
 from trajkit_shim.pause import Gate
 from trajkit_shim.prompting.image_places import ImageModel, ImagePlaces
+from trajkit_shim.prompting.known_requests import (
+    ReadRequest,
+    find_known,
+    read_request,
+)
 from trajkit_shim.prompting.prompts import Mode, Prompts
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.prompting.token_cache import CacheBudget
@@ -104,6 +109,7 @@ def create_app(
     tool_form: ToolForm | None = None,
     reply_parser: ReplyParser | None = None,
     prompts: Mode = "append",
+    check_prompts: bool = False,
     cache_bytes: int = 1 << 30,
     max_header_bytes: int = 32 << 10,
     max_messages: int = 10_000,
@@ -160,8 +166,12 @@ def create_app(
     prompts : "append" or "render"
         Append new messages to the token ids of an earlier turn if template and request
         permit, or render every prompt from its messages (`prompting.prompts`).
+    check_prompts : bool
+        Compare every prompt with the template's complete text, rather than whenever a
+        conversation has doubled.
     cache_bytes : int
-        Memory limit for the token ids of all sessions' turns, kept for ``append``.
+        Memory limit for what is kept of all sessions for ``append``: the token ids of
+        their turns, and their latest requests.
     admin_token : str, optional
         Token required for ``/sessions`` and ``/admin``. Default: none.
     hosts : collection of str
@@ -200,7 +210,7 @@ def create_app(
     settings = CallSettings(
         engine=engine,
         gate=gate,
-        prompts=Prompts(renderer, prompts, places),
+        prompts=Prompts(renderer, prompts, places, check=check_prompts),
         max_new_tokens=max_new_tokens,
         attributed=attributed,
         train_side_calls=train_side_calls,
@@ -320,7 +330,7 @@ class _Asked:
     http: Request
     protocol: WireProtocol
     session: Session
-    chat: ChatRequest
+    read: ReadRequest
     digest: bytes
     events: Events | None  # of a streaming client
 
@@ -334,7 +344,7 @@ class _Asked:
 
         def make() -> Response:
             if self.events is None:
-                return _json(self.protocol.write(answered.reply, self.chat))
+                return _json(self.protocol.write(answered.reply, self.read.chat))
             events = self.events.opening(), *self.events.reply(answered.reply)
             return _stream(b"".join(events))
 
@@ -418,27 +428,35 @@ class _Gateway:
         body = await self.read_body(request)
         counts = verb == "count" and protocol.read_for_count
         read = counts or protocol.read
+        with timing.step():
+            known = find_known(body, protocol.history, session.paths.requests())
 
         @timing.step()
-        def parse() -> ChatRequest:
-            chat = read(json_input.parse_object(body), self.read_options)
-            return replace(chat, stream=True) if verb == "stream" else chat
+        def parse() -> ReadRequest:
+            options = self.read_options
+            found = read_request(body, protocol.history, read, options, known)
+            if verb == "stream":
+                found.chat = replace(found.chat, stream=True)
+            return found
 
         # A long body would delay every other call; a short one takes less time than
         # a thread switch.
         # Images are written, and maybe fetched.
         text_only = isinstance(self.read_options.images, str)
-        short = text_only and len(body) <= _SHORT_BODY
-        chat = parse() if short else await asyncio.to_thread(parse)
+        n_new = len(body) - (0 if known is None else known.n_shared)
+        short = text_only and n_new <= _SHORT_BODY
+        found = parse() if short else await asyncio.to_thread(parse)
+        chat = found.chat
         if len(chat.messages) > self.max_messages:
             message = f"{len(chat.messages)} messages; the limit is {self.max_messages}"
             raise GatewayError(message, 413, code="too_many_messages")
         if verb == "count":
-            tokens = await count_tokens(chat, session, self.settings.prompts)
+            prompts = self.settings.prompts
+            tokens = await count_tokens(chat, found.head, session, prompts)
             return _json(protocol.count(tokens))
-        digest = request_digest(f"{protocol.name} {verb}", body)
+        digest = request_digest(f"{protocol.name} {verb}", found.identity)
         events = protocol.events(chat) if chat.stream else None
-        asked = _Asked(request, protocol, session, chat, digest, events)
+        asked = _Asked(request, protocol, session, found, digest, events)
         return await self._reply(asked)
 
     async def _reply(self, asked: _Asked) -> ASGIApp:
@@ -485,11 +503,14 @@ class _Gateway:
             settings=self.settings,
             session=session,
             protocol=asked.protocol,
-            caller=identify(asked.http.headers, asked.chat),
-            request=asked.chat,
-            reservation=session.admit(asked.chat.n),
+            caller=identify(asked.http.headers, asked.read.chat),
+            request=asked.read.chat,
+            head=asked.read.head,
+            reservation=session.admit(asked.read.chat.n),
             # several replies are streamed once all are complete
-            on_partial=partial.update if asked.events and asked.chat.n == 1 else None,
+            on_partial=partial.update
+            if asked.events and asked.read.chat.n == 1
+            else None,
         )
         work = asyncio.create_task(prepare_call(context))
         retried = session.retries.retried(digest, session.clock.time())
@@ -510,12 +531,12 @@ class _Gateway:
                 "retry_of": again and again.request_id,
                 **(asdict(start) if start else {}),
             }
-            answered = self._record(session, prepared, shared)
+            answered = self._record(asked, prepared, shared)
             if again is not None:
                 session.counts.retried += 1
                 if not self.settings.train_retried:
                     again.delivery.retry()
-            session.counts.left_out.update(asked.chat.left_out)
+            session.counts.left_out.update(asked.read.chat.left_out)
             session.counts.ignored_params.update(prepared[0].ignored_params)
             session.retries.remember(digest, answered)
             return answered
@@ -534,7 +555,7 @@ class _Gateway:
 
     def _record(
         self,
-        session: Session,
+        asked: _Asked,
         calls: list[PreparedCall],
         shared: dict[str, Any],
     ) -> Answered:
@@ -551,8 +572,9 @@ class _Gateway:
 
         try:
             for call in calls:
-                turn = replace(call.turn, **shared)
-                amends.append(self._record_turn(session, replace(call, turn=turn)))
+                for name, value in shared.items():
+                    setattr(call.turn, name, value)
+                amends.append(self._record_turn(asked, call))
             for call in calls:
                 if call.reply is None:
                     n_output = len(call.turn.output_ids)
@@ -566,12 +588,13 @@ class _Gateway:
             calls[0].turn.request_id,
             tuple(call.position for call in calls),
             first.joined(others),
-            Delivery(amend, session.clock.time),
+            Delivery(amend, asked.session.clock.time),
         )
 
-    def _record_turn(self, session: Session, call: PreparedCall) -> Amend:
+    def _record_turn(self, asked: _Asked, call: PreparedCall) -> Amend:
         """Write and count one turn; return what amends it."""
-        counts, turn = session.counts, call.turn
+        session, turn = asked.session, call.turn
+        counts = session.counts
         turn_index = counts.recorded
         try:
             keys, encoder = session.logged_keys, session.encoder
@@ -596,7 +619,8 @@ class _Gateway:
         session.replies.remember(call.restored.position, call.message)
         session.agent_starts.add(turn_index, turn.agent_id, call.message)
         if call.path is not None:
-            session.paths.remember(call.path, self.cache_budget)
+            known = asked.read.known(asked.protocol.history, call.restored)
+            session.paths.remember(call.path, self.cache_budget, known)
 
         def amend(reason: str, trainable: bool | None) -> None:
             # a dropped turn stays dropped

@@ -8,7 +8,7 @@ import json
 import uuid
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -19,11 +19,11 @@ from trajkit_shim.chat.logged_message import logged_message
 from trajkit_shim.chat.reply import Reply, Token, Usage
 from trajkit_shim.chat.request import ChatRequest
 from trajkit_shim.engines import checks
-from trajkit_shim.engines.base import Engine, EngineInfo, Sample
+from trajkit_shim.engines.base import Engine, EngineInfo, Sample, Sampling
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.json_input import Json
 from trajkit_shim.pause import Gate
-from trajkit_shim.prompting.attribution import Ids, tool_names
+from trajkit_shim.prompting.attribution import Ids
 from trajkit_shim.prompting.image_places import PlacedImage
 from trajkit_shim.prompting.prompts import Prompt, Prompts
 from trajkit_shim.prompting.reply_matching import RestoredRequest, next_position
@@ -72,6 +72,7 @@ class CallContext:
     protocol: WireProtocol
     caller: Caller
     request: ChatRequest
+    head: RestoredRequest  # of its messages that are known; it is completed
     reservation: Reservation
     # receives what is known of the reply while it is sampled, if the engine streams;
     # the complete reply starts with it
@@ -117,10 +118,18 @@ async def prepare_call(context: CallContext) -> list[PreparedCall]:
     return await asyncio.to_thread(lambda: [each.finish() for each in calls])
 
 
-async def count_tokens(request: ChatRequest, session: Session, prompts: Prompts) -> int:
+async def count_tokens(
+    request: ChatRequest, head: RestoredRequest, session: Session, prompts: Prompts
+) -> int:
     """Return the length of a call's prompt. Nothing is sampled or recorded."""
     _, prompt = await asyncio.to_thread(
-        _build_prompt, request, session, prompts, attributed=False, max_tokens=NO_LIMIT
+        _build_prompt,
+        request,
+        head,
+        session,
+        prompts,
+        attributed=False,
+        max_tokens=NO_LIMIT,
     )
     return len(prompt.ids)
 
@@ -128,6 +137,7 @@ async def count_tokens(request: ChatRequest, session: Session, prompts: Prompts)
 @timing.step()
 def _build_prompt(
     request: ChatRequest,
+    head: RestoredRequest,
     session: Session,
     prompts: Prompts,
     *,
@@ -137,7 +147,8 @@ def _build_prompt(
     # every template writes the last message; this spares a long one all other steps
     for last in texts_of(request.messages[-1]["content"]):
         prompts.renderer.check_length(last, max_tokens)
-    restored = session.replies.restore(request.messages)
+    new = request.messages[len(head.messages) :]
+    restored = session.replies.restore(new, head)
     prompt = prompts.build(
         restored,
         request.tools,
@@ -147,6 +158,11 @@ def _build_prompt(
         max_tokens=max_tokens,
     )
     return restored, prompt
+
+
+def _fields(record: Sampling | Caller) -> dict[str, Any]:
+    """The fields of a record, not copied."""
+    return {name: getattr(record, name) for name in record.__slots__}
 
 
 class _Call:
@@ -191,6 +207,7 @@ class _Call:
         try:
             self.restored, self.prompt = _build_prompt(
                 self._request,
+                self._context.head,
                 self._session,
                 self._settings.prompts,
                 attributed=self._settings.attributed,
@@ -204,7 +221,9 @@ class _Call:
         if places is not None and hashes_of(messages):
             self._images = places.items(self.prompt.ids, messages)
             self._engine_ids = places.engine_ids(self.prompt.ids, self._images)
-        checks.check_prompt(self._engine_ids, self._info)
+        # those of the earlier turn were checked then
+        n_checked = 0 if self._images else self.prompt.n_base
+        checks.check_prompt(self._engine_ids, self._info, n_checked)
 
     def resolve_sampling(self) -> None:
         """Decide the parameters, and reserve their tokens in the session's quota."""
@@ -322,22 +341,26 @@ class _Call:
             output_logprobs=sample.output_logprobs,
             finish_reason=sample.finish_reason,
             messages=self.restored.logged,
+            positions=self.restored.positions,
+            n_logged=self.restored.seen.messages,
             response=None if aborted else response,
             use_tool=bool(parsed.tool_calls),
             ill_formed=parsed.ill_formed,
             trainable=not aborted and not untrained,
             weight_versions=sample.weight_versions,
-            sampling=json.dumps(asdict(self._sampling), sort_keys=True),
+            sampling=json.dumps(_fields(self._sampling), sort_keys=True),
             cached_tokens=sample.cached_tokens,
             routed_experts=sample.routed_experts,
             started_at=self._started_at,
             ended_at=self._ended_at,
             choice=self._choice,
             protocol=self._context.protocol.name,
-            **asdict(caller),
+            **_fields(caller),
             prompt_message_index=getattr(attribution, "message_index", None),
             prompt_is_content=getattr(attribution, "is_content", None),
-            message_tool_names=tool_names(messages) if settings.attributed else None,
+            message_tool_names=self.restored.tool_names
+            if settings.attributed
+            else None,
             prompt_built=prompt.built,
             render_reason=prompt.reason,
             prompt_digest=prompt.digest,

@@ -98,7 +98,8 @@ def add_engine(parser: argparse.ArgumentParser, *, launches: bool = False) -> No
         "(default: %(default)s)",
         "--launch-restarts N 3": "how often the server is restarted within an hour if it "
         "ends (default: %(default)s)",
-        "--check-prompts": "have the SGLang server return each prompt, and fail a call "
+        "--check-prompts": "render every conversation completely, also where only new "
+        "messages are needed; have the SGLang server return each prompt, and fail a call "
         "whose prompt differs",
         "--routed-experts": "log which experts each token was routed to; needs an SGLang "
         "server with --enable-return-routed-experts",
@@ -156,7 +157,6 @@ def running_engine(
     for option, given in (
         ("--launch", arguments.launch),
         ("--tool-form sglang", arguments.tool_form == "sglang"),
-        ("--check-prompts", arguments.check_prompts),
         ("--routed-experts", arguments.routed_experts),
     ):
         if given and arguments.engine != "sglang":

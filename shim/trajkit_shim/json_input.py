@@ -24,13 +24,15 @@ def refuse(where: str, rule: str, *, code: str | None = None) -> NoReturn:
 
 async def read_body(chunks: AsyncIterator[bytes], max_bytes: int) -> bytes:
     """Return a request's body; raise a 413 once it is longer than ``max_bytes``."""
-    body = bytearray()
+    received, length = [], 0
     async for chunk in chunks:
-        body += chunk
-        if len(body) > max_bytes:
+        # the last chunk may be empty; joining the only one does not copy it
+        received += [chunk] if chunk else []
+        length += len(chunk)
+        if length > max_bytes:
             message = f"the body is longer than {max_bytes} bytes"
             raise GatewayError(message, 413, code="body_too_long")
-    return bytes(body)
+    return b"".join(received)
 
 
 def parse_object(body: bytes) -> Json:

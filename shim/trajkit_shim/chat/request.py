@@ -25,9 +25,11 @@ from trajkit_shim.json_input import Fields, Json, as_integer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
-    """How to read request parts that no model here supports."""
+    """How to read a request."""
 
     images: Images = "refuse"
+    # calls without an id before the messages to read (Gemini)
+    unnamed_calls: int = 0
 
 
 DEFAULT_OPTIONS = ReadOptions()
@@ -66,6 +68,10 @@ class ChatRequest:
     # the client's (namespace, name) of each tool whose name for the model combines both
     # (OpenAI Responses)
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    # number of leading messages from other fields than the conversation's
+    n_front: int = 0
+    # calls without an id up to its end (Gemini)
+    unnamed_calls: int = 0
 
 
 def as_choices(value: object, where: str) -> int:

@@ -16,8 +16,12 @@ def _first(wrong: npt.NDArray[np.bool_]) -> int | None:
     return int(np.argmax(wrong)) if wrong.any() else None
 
 
-def check_prompt(prompt_ids: npt.NDArray[np.int32], info: EngineInfo) -> None:
+def check_prompt(
+    prompt_ids: npt.NDArray[np.int32], info: EngineInfo, n_checked: int = 0
+) -> None:
     """Reject a prompt that the engine cannot take.
+
+    ``n_checked``: how many of its ids were checked before.
 
     Some engines do not check ids: an id outside the vocabulary makes them read past
     their embedding table and crash, with every other call. Raises `EngineError` if the
@@ -26,8 +30,10 @@ def check_prompt(prompt_ids: npt.NDArray[np.int32], info: EngineInfo) -> None:
     if prompt_ids.ndim != 1 or not len(prompt_ids):
         message = f"the prompt has no tokens: its shape is {prompt_ids.shape}"
         raise EngineError(message, 400, code="empty_prompt")
-    wrong = _first((prompt_ids < 0) | (prompt_ids >= info.vocab_size))
+    new_ids = prompt_ids[n_checked:]
+    wrong = _first((new_ids < 0) | (new_ids >= info.vocab_size))
     if wrong is not None:
+        wrong += n_checked
         raise EngineError(
             f"prompt_ids[{wrong}] = {prompt_ids[wrong]} is outside the vocabulary of "
             f"{info.model!r}, [0, {info.vocab_size})",

@@ -35,6 +35,10 @@ class Attribution:
     message_index: Ids  # int32, shape (n_prompt,)
     is_content: Bools  # shape (n_prompt,)
 
+    def part(self, start: int, stop: int | None = None) -> "Attribution":
+        """Return that of some of the tokens, as views."""
+        return Attribution(self.message_index[start:stop], self.is_content[start:stop])
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
@@ -57,6 +61,11 @@ def attribution_of(encoded: Encoded, spans: Spans) -> Attribution:
     """Return the attribution of a text with the given contents."""
     index = message_index(encoded, spans)
     return Attribution(index, index >= 0)
+
+
+def unknown(n_tokens: int) -> Attribution:
+    """Return an attribution in which all tokens are structure."""
+    return Attribution(np.full(n_tokens, -1, np.int32), np.zeros(n_tokens, np.bool_))
 
 
 def attribute(
@@ -124,25 +133,37 @@ def message_index(encoded: Encoded, spans: Spans) -> Ids:
     return index
 
 
-def tool_names(messages: list[Json]) -> list[str | None]:
-    """Return the tool whose output each message is; None: not a tool's, or unknown.
+def tool_names(messages: list[Json], first: int = 0) -> list[str | None]:
+    """Return the tool whose output each message from ``first`` on is.
 
-    It is the message's ``name``, else the name in the nearest earlier call with its
-    ``tool_call_id``.
+    None: not a tool's, or unknown. It is the message's ``name``, else the name in the
+    nearest earlier call with its ``tool_call_id``.
     """
     called: dict[object, str] = {}
+    read = first  # of the messages before the first, those from here on are in called
     names: list[str | None] = []
-    for message in messages:
+    for message in messages[first:]:
         name = None
         if message["role"] == "tool":
-            stated = message.get("name")
-            known = called.get(message.get("tool_call_id"))
-            name = stated if isinstance(stated, str) and stated else known
+            stated, call_id = message.get("name"), message.get("tool_call_id")
+            if isinstance(stated, str) and stated:
+                name = stated
+            else:
+                while call_id not in called and read > 0:
+                    read -= 1
+                    for earlier, tool in dict(_called(messages[read])).items():
+                        called.setdefault(earlier, tool)
+                name = called.get(call_id)
         names.append(name)
-        calls = message.get("tool_calls")
-        for call in calls if isinstance(calls, list) else []:
-            called[call["id"]] = str(call["function"]["name"])
+        called.update(_called(message))
     return names
+
+
+def _called(message: Json) -> Iterator[tuple[object, str]]:
+    """Yield id and tool of each call in a message."""
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else []:
+        yield call["id"], str(call["function"]["name"])
 
 
 def _has_text(message: Json) -> bool:

@@ -11,6 +11,7 @@ itself, and the template's text for the request starts with its text for that tu
 """
 
 import json
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -31,6 +32,7 @@ from trajkit_shim.prompting.attribution import (
     find_verbatim,
     joined,
     locate_contents,
+    unknown,
 )
 from trajkit_shim.prompting.image_places import ImagePlaces
 from trajkit_shim.prompting.render import ChatRenderer
@@ -40,8 +42,13 @@ from trajkit_shim.prompting.rendered_prefix import (
     end_of_reply,
 )
 from trajkit_shim.prompting.reply_matching import START, ReplyIndex, RestoredRequest
-from trajkit_shim.prompting.template_probe import TemplateProbe, probe_template
-from trajkit_shim.prompting.token_cache import CachedPath, TokenCache
+from trajkit_shim.prompting.template_probe import (
+    STAND_IN,
+    STAND_IN_TOOL,
+    TemplateProbe,
+    probe_template,
+)
+from trajkit_shim.prompting.token_cache import Branch, CachedPath, Run, TokenCache
 from trajkit_shim.prompting.tokenize_cache import NO_LIMIT
 
 Mode: TypeAlias = Literal["append", "render"]
@@ -61,11 +68,12 @@ class Prompt:
 
     ids: Ids
     reason: Reason | None  # None: appended to an earlier turn
-    base: CachedPath | None = None  # that turn, and how many of the ids are its
-    n_base: int = 0
+    hasher: blake2b  # BLAKE2b of the ids as little-endian int32
+    base: CachedPath | None = None  # that turn
     tail_attribution: Attribution | None = None  # of the appended ids; None: unknown
     rendered: RenderedPrefix | None = None  # None: no later prompt may extend this one
     tools: bytes = b""  # digest of the offered tools
+    reasons: bool = False  # a message has reasoning
 
     @property
     def built(self) -> Mode:
@@ -73,31 +81,51 @@ class Prompt:
         return "append" if self.reason is None else "render"
 
     @property
+    def n_base(self) -> int:
+        """How many of the ids are those of the earlier turn."""
+        return 0 if self.base is None else self.base.n_ids
+
+    @property
     def digest(self) -> bytes:
-        """A 16-byte digest of the ids as little-endian int32."""
-        return blake2b(self.ids.astype("<i4").tobytes(), digest_size=16).digest()
+        """A 16-byte digest of the ids."""
+        return self.hasher.digest()
 
 
 class Prompts:
-    """Builds prompts with one renderer. Safe to use from several threads at once."""
+    """Builds prompts with one renderer. Safe to use from several threads at once.
+
+    ``check``: render every request completely, also where only the text of its new
+    messages is needed.
+    """
 
     def __init__(
         self,
         renderer: ChatRenderer,
         mode: Mode = "append",
         places: ImagePlaces | None = None,
+        *,
+        check: bool = False,
     ) -> None:
         self.renderer = renderer
         self.mode = mode
         self.places = places  # None: no message has an image
+        self._check = check
         self._probes: dict[bool, TemplateProbe] = {}
+        # the text of the stand-in, with and without tools
+        self._stand_ins: dict[bool, RenderedPrefix] = {}
         self._lock = Lock()
 
     def probe(self, *, tools: bool) -> TemplateProbe:
         """Return what the template does, with or without tools; computed once."""
         with self._lock:
             if tools not in self._probes:
-                self._probes[tools] = probe_template(self.renderer, tools=tools)
+                probe = probe_template(self.renderer, tools=tools)
+                if probe.tail:
+                    text = self.renderer.text(
+                        STAND_IN, [STAND_IN_TOOL] if tools else None
+                    )
+                    self._stand_ins[tools] = RenderedPrefix.of(text, probe.leaves)
+                self._probes[tools] = probe
             return self._probes[tools]
 
     def describe(self) -> Json:
@@ -143,47 +171,59 @@ class Prompts:
         appended token belongs to. Raises as `ChatRenderer.render`, and
         `TooManyTokensError` if there are surely more than ``max_tokens``.
         """
-        text = self.renderer.text(restored.messages, tools)
-        if self.mode == "render":
-            ids = self._ids(text, restored.messages, max_tokens)
-            return Prompt(ids=ids, reason="chosen")
-        probe = self.probe(tools=tools is not None)
-        if not probe.safe:
-            ids = self._ids(text, restored.messages, max_tokens)
-            return Prompt(ids=ids, reason="template")
+        messages = restored.messages
+        appends = self.mode == "append"
+        probe = self.probe(tools=tools is not None) if appends else None
+        if probe is None or not probe.safe:
+            ids = self._ids(self.renderer.text(messages, tools), messages, max_tokens)
+            reason: Reason = "chosen" if probe is None else "template"
+            return Prompt(ids=ids, reason=reason, hasher=_hashed(ids))
         offered = _tools_digest(tools)
         last, base, reason = _find_base(restored, offered, replies, cache)
-        if base is not None and base.rendered is not None:
-            reply, *new = restored.messages[last:]
-            end = end_of_reply(self.renderer, base.rendered, text, reply, new)
-            if isinstance(end, int):
-                tail = self._encode(text[end:], new, max_tokens)
+        text = None
+        if base is not None:
+            reply, *new = messages[last:]
+            reasons = base.reasons or bool(reply.get("reasoning_content"))
+            tail_only = self._tail_only(probe, base, new, reasons)
+            for view in self._views(base, messages, last, tools, tail_only):
+                end = end_of_reply(self.renderer, view.before, view.text, reply, new)
+                if not isinstance(end, int):
+                    text, reason = view.text, end
+                    continue
+                tail = self._encode(view.text[end:], new, max_tokens)
                 shown = None
                 if attributed:
                     # a template that trims changes what it renders
-                    plain, messages = not probe.trims_new, restored.messages
-                    spans = self._find_new(messages, tools, last, text, end, plain)
+                    spans = self._find_new(view, end, verbatim=not probe.trims_new)
                     shown = None if spans is None else attribution_of(tail, spans)
-                before = base.ids()
+                more = view.text[view.before.length :]
+                full = view.before is base.rendered
                 return Prompt(
-                    ids=np.concatenate([before, tail.ids]),
+                    ids=np.concatenate([*(run.ids for run in base.runs()), tail.ids]),
                     reason=None,
+                    hasher=_hashed(tail.ids, base.hasher),
                     base=base,
-                    n_base=len(before),
                     tail_attribution=shown,
-                    rendered=base.rendered.extend(text, probe.leaves),
+                    rendered=base.rendered.extend(more, probe.leaves, checked=full),
                     tools=offered,
+                    reasons=reasons,
                 )
-            reason = end
-            if end == "rewritten" and probe.drops_reasoning:
-                earlier = restored.messages[: last + 1]
-                thinks = any(message.get("reasoning_content") for message in earlier)
-                reason = "reasoning" if thinks else end
+            if reason == "rewritten" and tail_only:
+                # what was proven of short conversations is not true of this one
+                with self._lock:
+                    self._probes[tools is not None] = replace(probe, tail=False)
+            if reason == "rewritten" and probe.drops_reasoning and reasons:
+                reason = "reasoning"
+        if text is None:
+            text = self.renderer.text(messages, tools)
+        ids = self._ids(text, messages, max_tokens)
         return Prompt(
-            ids=self._ids(text, restored.messages, max_tokens),
+            ids=ids,
             reason=reason,
+            hasher=_hashed(ids),
             rendered=RenderedPrefix.of(text, probe.leaves),
             tools=offered,
+            reasons=any(message.get("reasoning_content") for message in messages),
         )
 
     def _ids(self, text: str, messages: list[Json], max_tokens: int) -> Ids:
@@ -198,6 +238,41 @@ class Prompts:
             return encoded
         return self.places.expand(encoded, messages)
 
+    def _tail_only(
+        self, probe: TemplateProbe, base: CachedPath, new: list[Json], reasons: bool
+    ) -> bool:
+        """Whether the text of new messages does not depend on the head, nor it on them."""
+        roles = {message["role"] for message in new}
+        # the probe had these roles
+        known = bool(roles) and roles <= {"user", "tool"}
+        drops = reasons and not roles.isdisjoint(probe.drops_reasoning)
+        return probe.tail and known and not drops
+
+    def _views(
+        self,
+        base: CachedPath,
+        messages: list[Json],
+        last: int,
+        tools: list[Json] | None,
+        tail_only: bool,
+    ) -> "Iterator[_View]":
+        """Yield the texts in which the new messages are looked for.
+
+        The text of a short conversation that ends with them, then that of the request.
+        """
+        # until the text has twice the length that was compared
+        unchecked = base.rendered.length < 2 * base.rendered.checked
+        if tail_only and unchecked and not self._check:
+            short = [*STAND_IN, *messages[last:]]
+            few = None if tools is None else [STAND_IN_TOOL]
+            before = self._stand_ins[tools is not None]
+            # the template may reject the stand-in
+            with suppress(TemplateError):
+                text = self.renderer.text(short, few)
+                yield _View(text, before, short, few, len(STAND_IN), last)
+        text = self.renderer.text(messages, tools)
+        yield _View(text, base.rendered, messages, tools, last, last)
+
     def attribution(
         self, prompt: Prompt, messages: list[Json], tools: list[Json] | None
     ) -> Attribution | None:
@@ -211,7 +286,8 @@ class Prompts:
             )
         if prompt.tail_attribution is None:
             return None
-        return joined([prompt.base.attribution(), prompt.tail_attribution])
+        parts = (run.shown or unknown(len(run.ids)) for run in prompt.base.runs())
+        return joined([*parts, prompt.tail_attribution])
 
     def cacheable_path(
         self,
@@ -230,72 +306,75 @@ class Prompts:
         """
         if prompt.rendered is None:
             return None
-        path = CachedPath(
-            position=position,
-            base=None,
-            own_ids=output_ids[:0],
-            own_attribution=None,
-            closed=False,
-            rendered=prompt.rendered,
-            tools=prompt.tools,
-        )
-        if not len(output_ids) or int(output_ids[-1]) not in self.renderer.end_ids:
-            # recognized later, but not extended
-            return path
-        own_attribution = None
-        if shown is not None:
+        runs: tuple[Run, ...] = ()
+        closed = bool(len(output_ids)) and int(output_ids[-1]) in self.renderer.end_ids
+        # one that is not closed is recognized later, but not extended
+        if closed:
             content = np.ones(len(output_ids), np.bool_)
             # the end-of-message token is not content
             content[-1] = False
             index = np.full(len(output_ids), message, np.int32)
-            new = slice(prompt.n_base, None)
-            prompt_part = Attribution(shown.message_index[new], shown.is_content[new])
-            own_attribution = joined([prompt_part, Attribution(index, content)])
-        return replace(
-            path,
+            reply = None if shown is None else Attribution(index, content)
+            runs = Run(prompt.ids, shown), Run(output_ids, reply)
+        return CachedPath(
+            position=position,
             base=prompt.base,
-            own_ids=np.concatenate([prompt.ids[prompt.n_base :], output_ids]),
-            own_attribution=own_attribution,
-            closed=True,
+            branch=Branch(runs),
+            n_ids=sum(len(run.ids) for run in runs),
+            closed=closed,
+            rendered=prompt.rendered,
+            tools=prompt.tools,
+            reasons=prompt.reasons,
+            hasher=_hashed(output_ids, prompt.hasher),
         )
 
-    def _find_new(
-        self,
-        messages: list[Json],
-        tools: list[Json] | None,
-        last: int,
-        text: str,
-        end: int,
-        verbatim: bool,
-    ) -> Spans | None:
-        """The contents of the messages after ``last`` in a text after its ``end``.
+    def _find_new(self, view: "_View", end: int, *, verbatim: bool) -> Spans | None:
+        """The contents of the new messages in a text after its ``end``.
 
         Contents that the template writes as they are (``verbatim``), and that occur
         exactly once, are located without rendering again.
         """
+        first, later = view.reply + 1, view.last - view.reply
+        spans = None
         # text that spells a special token contains a mark, so it does not match
-        if verbatim and not self.renderer.spells_special(messages[last + 1 :]):
-            spans = find_verbatim(messages, last + 1, text[end:])
-            if spans is not None:
-                return spans
+        if verbatim and not self.renderer.spells_special(view.messages[first:]):
+            spans = find_verbatim(view.messages, first, view.text[end:])
+        if spans is not None:
+            return [(i + later, start, stop) for i, start, stop in spans]
         # the template may reject the marks
         with suppress(TemplateError):
-            for rendered, spans in locate_contents(
-                messages, lambda marked: self.renderer.text(marked, tools), last + 1
+            for rendered, marked in locate_contents(
+                view.messages, lambda each: self.renderer.text(each, view.tools), first
             ):
-                if rendered == text:
-                    return [(i, start - end, stop - end) for i, start, stop in spans]
+                if rendered == view.text:
+                    return [
+                        (i + later, start - end, stop - end)
+                        for i, start, stop in marked
+                    ]
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A rendered text that ends with a reply and the messages after it."""
+
+    text: str
+    before: RenderedPrefix  # what it starts with, up to the reply
+    messages: list[Json]
+    tools: list[Json] | None
+    reply: int  # index of the reply in its messages
+    last: int  # and in those of the request
 
 
 def _find_base(
     restored: RestoredRequest, offered: bytes, replies: ReplyIndex, cache: TokenCache
 ) -> tuple[int, CachedPath | None, Reason]:
     """The index of a request's last reply, and its path, or why it has no path."""
-    roles = [message["role"] for message in restored.messages]
-    if "assistant" not in roles:
+    last = len(restored.messages) - 1
+    while last >= 0 and restored.messages[last]["role"] != "assistant":
+        last -= 1
+    if last < 0:
         return -1, None, "opening"
-    last = len(roles) - 1 - roles[::-1].index("assistant")
     path = cache.get(restored.positions[last])
     if path is None:
         _, taken_for = restored.known[-1]
@@ -314,3 +393,10 @@ def _find_base(
 def _tools_digest(tools: list[Json] | None) -> bytes:
     # not sorted, because a template may render the fields in order
     return blake2b(json.dumps(tools).encode(), digest_size=16).digest()
+
+
+def _hashed(ids: Ids, before: blake2b | None = None) -> blake2b:
+    """The digest of ids, after those that were hashed before."""
+    hasher = blake2b(digest_size=16) if before is None else before.copy()
+    hasher.update(ids.astype("<i4", copy=False).tobytes())
+    return hasher

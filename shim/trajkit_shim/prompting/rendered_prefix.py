@@ -3,10 +3,11 @@
 The text of each prompt is kept as its length and digest. The next prompt's text must
 start with it, followed by the rendered reply, the token that ends it, and the new
 messages. Only the last part is taken from the new text; the ids of everything before it
-stay as the engine consumed and sampled them.
+stay as the engine consumed and sampled them. Where the template was proven not to look
+back (`TemplateProbe.tail`), that part is rendered after a short stand-in for the rest.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -26,30 +27,31 @@ class RenderedPrefix:
     """The part of a prompt's text that every later prompt must start with."""
 
     length: int  # in characters
-    digest: bytes
-    # state from which `extend` continues
-    hasher: blake2b = field(compare=False, repr=False)
+    hasher: blake2b
+    # its length when it was last compared with the text of a complete rendering
+    checked: int
 
     @classmethod
     def of(cls, text: str, leaves: str) -> "RenderedPrefix":
         """Return the prefix for a text without ``leaves`` (`TemplateProbe`) at its end."""
         stays = text.removesuffix(leaves)
         hasher = blake2b(_encoded(stays), digest_size=16)
-        return cls(len(stays), hasher.digest(), hasher)
+        return cls(len(stays), hasher, len(stays))
 
     def begins(self, text: str) -> bool:
         """Return whether a text starts with it."""
         hasher = blake2b(_encoded(text[: self.length]), digest_size=16)
-        return hasher.digest() == self.digest
+        return hasher.digest() == self.hasher.digest()
 
-    def extend(self, text: str, leaves: str) -> "RenderedPrefix":
-        """Return `of` a text that starts with this prefix, hashing only the rest."""
-        stays = text.removesuffix(leaves)
-        if len(stays) < self.length:
-            return RenderedPrefix.of(text, leaves)
-        hasher = self.hasher.copy()
-        hasher.update(_encoded(stays[self.length :]))
-        return RenderedPrefix(len(stays), hasher.digest(), hasher)
+    def extend(self, more: str, leaves: str, *, checked: bool) -> "RenderedPrefix":
+        """Return the prefix of a text that continues with ``more``.
+
+        ``checked``: all of the text was rendered, not only ``more``.
+        """
+        more = more.removesuffix(leaves)
+        length, hasher = self.length + len(more), self.hasher.copy()
+        hasher.update(_encoded(more))
+        return RenderedPrefix(length, hasher, length if checked else self.checked)
 
 
 def end_of_reply(

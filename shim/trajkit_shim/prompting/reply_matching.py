@@ -16,11 +16,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Literal, TypeAlias, cast
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 from trajkit_shim.chat.logged_message import LoggedMessage, logged_message
 from trajkit_shim.chat.request import assistant_message
 from trajkit_shim.json_input import Json
+from trajkit_shim.prompting.attribution import tool_names
 
 Known: TypeAlias = Literal["as_sent", "restored", "new"]
 """What an assistant message of a request is: an exact reply (``as_sent``), a reply in
@@ -33,16 +34,58 @@ START = b""
 """The position of the first message."""
 
 
+class Lengths(NamedTuple):
+    """The length of each list of a `RestoredRequest`."""
+
+    messages: int
+    known: int
+    renamed: int
+
+
+_NOTHING = Lengths(0, 0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class RestoredRequest:
-    """The messages of one request, with the session's replies restored."""
+    """The messages of one request, with the session's replies restored.
 
-    messages: list[Json]
-    logged: list[LoggedMessage]
-    position: bytes  # of the next reply
+    The lists do not change once a request is complete.
+    """
+
+    messages: list[Json] = field(default_factory=list)
+    logged: list[LoggedMessage] = field(default_factory=list)
+    positions: list[bytes] = field(default_factory=list)  # after each message
+    # the tool whose output each message is (`attribution.tool_names`)
+    tool_names: list[str | None] = field(default_factory=list)
     # for each assistant message: the position after it, and what it is
-    known: list[tuple[bytes, Known]]
-    positions: list[bytes]  # after each message
+    known: list[tuple[bytes, Known]] = field(default_factory=list)
+    # the client's ids of calls, and the calls' own
+    renamed: list[tuple[str, str]] = field(default_factory=list)
+    # how much of it was restored for an earlier request, which was answered
+    seen: Lengths = _NOTHING
+
+    @property
+    def position(self) -> bytes:
+        """The position of the next reply."""
+        return self.positions[-1] if self.positions else START
+
+    @property
+    def lengths(self) -> Lengths:
+        """The lengths of its lists."""
+        return Lengths(len(self.messages), len(self.known), len(self.renamed))
+
+    def head(self, lengths: Lengths) -> "RestoredRequest":
+        """Return a copy of the first messages, for a later request to start with."""
+        n = lengths.messages
+        return RestoredRequest(
+            self.messages[:n],
+            self.logged[:n],
+            self.positions[:n],
+            self.tool_names[:n],
+            self.known[: lengths.known],
+            self.renamed[: lengths.renamed],
+            lengths,
+        )
 
 
 @dataclass(slots=True)
@@ -63,15 +106,19 @@ class ReplyIndex:
     _counted: set[bytes] = field(default_factory=set)
     counts: Counter[Known] = field(default_factory=Counter)
 
-    def restore(self, messages: list[Json]) -> RestoredRequest:
-        """Replace recognized replies in canonical messages by what was sampled."""
-        restored: list[Json] = []
-        logged: list[LoggedMessage] = []
-        known: list[tuple[bytes, Known]] = []
+    def restore(
+        self, messages: list[Json], head: RestoredRequest | None = None
+    ) -> RestoredRequest:
+        """Replace recognized replies in canonical messages by what was sampled.
+
+        ``head``: the start of the request, if it was restored before; it is completed.
+        ``messages`` are those after it. Its last message is not an assistant's, because
+        a reply may be split into several messages.
+        """
+        restored = head or RestoredRequest()
         # call ids of the client, by which it refers to our calls
-        renamed: dict[str, str] = {}
-        positions: list[bytes] = []
-        position = START
+        renamed = dict(restored.renamed)
+        position = restored.position
         index = 0
         while index < len(messages):
             message, step = messages[index], 1
@@ -79,18 +126,23 @@ class ReplyIndex:
             if message["role"] == "assistant":
                 message, step, as_what = self._known(messages, index, position)
                 if as_what == "restored":
-                    renamed |= _renamed(messages[index : index + step], message)
+                    new = _renamed(messages[index : index + step], message)
+                    restored.renamed.extend(new.items())
+                    renamed |= new
             elif message.get("tool_call_id") in renamed:
                 new_id = renamed[str(message["tool_call_id"])]
                 message = {**message, "tool_call_id": new_id}
             index += step
-            restored.append(message)
-            logged.append(self._records.get(id(message)) or _logged(message))
-            position = next_position(position, logged[-1].key)
-            positions.append(position)
+            record = self._records.get(id(message)) or _logged(message)
+            position = next_position(position, record.key)
+            restored.messages.append(message)
+            restored.logged.append(record)
+            restored.positions.append(position)
             if as_what is not None:
-                known.append((position, as_what))
-        return RestoredRequest(restored, logged, position, known, positions)
+                restored.known.append((position, as_what))
+        first = len(restored.tool_names)
+        restored.tool_names.extend(tool_names(restored.messages, first))
+        return restored
 
     def has_reply_at(self, position: bytes) -> bool:
         """Return whether a reply was sampled at a position."""
@@ -110,7 +162,7 @@ class ReplyIndex:
 
     def count(self, restored: RestoredRequest) -> None:
         """Count the assistant messages of a request, each position once."""
-        for position, as_what in restored.known:
+        for position, as_what in restored.known[restored.seen.known :]:
             if position not in self._counted:
                 self._counted.add(position)
                 self.counts[as_what] += 1

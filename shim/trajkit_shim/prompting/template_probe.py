@@ -34,7 +34,7 @@ _TROUBLE: dict[Departure, str] = {
     "unended": "no token ends a reply",
     "hidden": "the content of a new message is missing after the reply",
 }
-_TOOL = function_tool("probe", "probe", {"type": "object", "properties": {}})
+STAND_IN_TOOL = function_tool("probe", "probe", {"type": "object", "properties": {}})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +54,9 @@ class TemplateProbe:
     # the template changes white space around replies; rendered prompts drift there
     trims: bool = False
     trims_new: bool = False  # it changes white space around messages of users and tools
+    # The text of a reply and of the user and tool messages after it does not depend on
+    # the messages and tools before it, so a prompt may be extended by it alone.
+    tail: bool = False
 
     def describe(self) -> Json:
         """As JSON."""
@@ -70,7 +73,7 @@ def probe_template(renderer: "ChatRenderer", *, tools: bool) -> TemplateProbe:
         why = "the tokenizer does not encode a text piece by piece"
         return TemplateProbe(safe=False, why=why)
     try:
-        return _Probe(renderer, [_TOOL] if tools else None).result()
+        return _Probe(renderer, [STAND_IN_TOOL] if tools else None).result()
     except (TemplateError, _UnsafeError) as error:
         return TemplateProbe(safe=False, why=str(error))
 
@@ -115,7 +118,36 @@ class _Probe:
             drops_reasoning=tuple(drops),
             trims=spaced not in shown,
             trims_new=self._trims_new(opening, spaced),
+            tail=self._looks_at_the_tail(leaves),
         )
+
+    def _looks_at_the_tail(self, leaves: str) -> bool:
+        """Whether a step has the same text after a longer head, with other tools."""
+        system: list[Json] = [{"role": "system", "content": "system"}]
+        head = [_user(), _calling(_WORDS[2]), _result(), _reply(_WORDS[1]), _user()]
+        with suppress(TemplateError):
+            self._text([*system, *head])
+            head = [*system, *head]
+        offers = [self._tools]
+        if self._tools is not None:
+            offers.append([function_tool("other", None, {}), *self._tools])
+        both: Step = (_calling(_WORDS[0]), [_result(), _user()])
+        for reply, new in (*_TALK, *_WORK, both):
+            found: set[str | None] = set()
+            for before in (STAND_IN, head):
+                for tools in offers:
+                    try:
+                        text = self._renderer.text([*before, reply, *new], tools)
+                        stays = self._renderer.text(before, tools).removesuffix(leaves)
+                    except TemplateError:
+                        found.add(None)
+                        continue
+                    if not text.startswith(stays):
+                        return False
+                    found.add(text.removeprefix(stays))
+            if len(found) > 1:
+                return False
+        return True
 
     def _trims_new(self, opening: list[Json], spaced: str) -> bool:
         """Whether the template changes a message of the user or of one of two tools."""
@@ -182,6 +214,9 @@ def _calling(content: str, n_calls: int = 1, *, thought: bool = False) -> Json:
     ]
     return {**_reply(content, thought=thought), "tool_calls": calls}
 
+
+STAND_IN: list[Json] = [_user()]
+"""Stands for the messages before a reply where only the text after it is needed."""
 
 _TALK: list[Step] = [(_reply(_WORDS[0]), [_user()]), (_reply(_WORDS[1]), [_user()])]
 _WORK: list[Step] = [

@@ -1,77 +1,110 @@
 """Cached token paths of a session: what the engine consumed and sampled, by position.
 
-A path is a prompt followed by its output. A path that extends another one refers to it
-instead of repeating it, so a conversation is stored once however many turns and forks it
-has. The memory of all sessions together is bounded; beyond that the session that was
-idle longest loses its oldest paths.
+A path is a prompt followed by its output. Paths that extend each other are one branch,
+whose ids are stored once, as the arrays of its last turn. A fork is a branch of its own
+that refers to the path that it leaves. The memory of all sessions together is bounded;
+beyond that the session that was idle longest loses its oldest branches.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import islice
+from typing import NamedTuple
 
-import numpy as np
-
-from trajkit_shim.prompting.attribution import Attribution, Ids, joined
+from trajkit_shim.prompting.attribution import Attribution, Ids
+from trajkit_shim.prompting.known_requests import KnownRequest
 from trajkit_shim.prompting.rendered_prefix import RenderedPrefix
 
-# bytes of a path besides its tokens: the object, its position and its arrays
-_OVERHEAD = 1024
+# bytes of a path besides its tokens: the object, its position and two digests
+_OVERHEAD = 1536
+# branches whose latest request is compared with a new one
+_COMPARED = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Run(NamedTuple):
+    """Consecutive tokens of a path."""
+
+    ids: Ids  # int32, shape (n_ids,)
+    shown: Attribution | None  # None: unknown
+
+    def part(self, start: int, stop: int | None = None) -> "Run":
+        """Return a slice, as views."""
+        shown = None if self.shown is None else self.shown.part(start, stop)
+        return Run(self.ids[start:stop], shown)
+
+
+@dataclass(slots=True, eq=False)
+class Branch:
+    """The tokens of paths that extend each other."""
+
+    runs: tuple[Run, ...]  # after those of the base
+    base: "CachedPath | None" = None  # the path of another branch that it extends
+    positions: list[bytes] = field(default_factory=list)  # of its paths
+    request: KnownRequest | None = None  # its latest
+
+    @property
+    def n_ids(self) -> int:
+        """Length of its longest path."""
+        n_base = 0 if self.base is None else self.base.n_ids
+        return n_base + sum(len(run.ids) for run in self.runs)
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory of the branch without its base."""
+        n_tokens = sum(
+            len(run.ids) * (4 if run.shown is None else 9) for run in self.runs
+        )
+        n_request = 0 if self.request is None else self.request.n_bytes
+        return n_tokens + n_request + _OVERHEAD * max(1, len(self.positions))
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class CachedPath:
     """One prompt and its output."""
 
     position: bytes  # after its reply (`RestoredRequest.positions`)
     base: "CachedPath | None"  # the path that it extends
-    own_ids: Ids  # shape (n_own,): the ids after the base, up to the end of the output
-    own_attribution: Attribution | None  # of own_ids; None: unknown
+    branch: Branch
+    n_ids: int
     closed: bool  # the output ends with an end-of-message token
-    # of the prompt; None: the template is not safe to append to
-    rendered: RenderedPrefix | None
+    rendered: RenderedPrefix  # of the prompt
     tools: bytes  # digest of the offered tools
+    reasons: bool  # a message of its prompt has reasoning
+    hasher: blake2b  # BLAKE2b of its ids
 
-    def ids(self) -> Ids:
-        """Return prompt and output ids, int32 of shape (n_path,)."""
-        return np.concatenate([path.own_ids for path in self._from_start()])
+    def runs(self) -> list[Run]:
+        """Return the tokens of prompt and output."""
+        return [run for path in self._from_start() for run in path._own_runs()]
 
-    def attribution(self) -> Attribution:
-        """Return the attribution of `ids`; unknown tokens count as structure."""
-        return joined([path._own_attribution() for path in self._from_start()])
-
-    def bases(self) -> "Iterator[CachedPath]":
-        """Yield the path, the one that it extends, and so on to the first."""
-        path: CachedPath | None = self
-        while path is not None:
-            yield path
-            path = path.base
-
-    @property
-    def n_bytes(self) -> int:
-        """Memory of this path without its base."""
-        n_shown = 0 if self.own_attribution is None else 5 * len(self.own_ids)
-        return _OVERHEAD + 4 * len(self.own_ids) + n_shown
+    def _own_runs(self) -> Iterator[Run]:
+        """Those of its branch."""
+        base = self.branch.base
+        left = self.n_ids - (0 if base is None else base.n_ids)
+        for run in self.branch.runs:
+            yield run.part(0, left)
+            left -= min(left, len(run.ids))
 
     def _from_start(self) -> "list[CachedPath]":
-        return [*self.bases()][::-1]
-
-    def _own_attribution(self) -> Attribution:
-        if self.own_attribution is not None:
-            return self.own_attribution
-        n = len(self.own_ids)
-        return Attribution(np.full(n, -1, np.int32), np.zeros(n, np.bool_))
+        """The path, after those that its branch and their branches extend."""
+        found = [self]
+        while (base := found[-1].branch.base) is not None:
+            found.append(base)
+        return found[::-1]
 
 
 class TokenCache:
     """The paths of one session, by the position after their reply.
 
-    `get` only reads, and may run on another thread during calls of the others.
+    `get` and `requests` only read, and may run on another thread during calls of the
+    others.
     """
 
     def __init__(self) -> None:
-        # most recently used last, and each path after all that extend it
-        self._paths: OrderedDict[bytes, CachedPath] = OrderedDict()
+        self._paths: dict[bytes, CachedPath] = {}
+        # most recently used last, and each branch after all that fork from it
+        self._branches: OrderedDict[Branch, None] = OrderedDict()
         self._budget: CacheBudget | None = None
 
     def __len__(self) -> int:
@@ -81,34 +114,81 @@ class TokenCache:
         """Return the path whose reply ends at a position."""
         return self._paths.get(position)
 
-    def remember(self, path: CachedPath, budget: "CacheBudget") -> None:
+    def requests(self) -> list[KnownRequest]:
+        """Return the latest request of each branch used lately, latest first."""
+        latest = islice(reversed(self._branches), _COMPARED)
+        return [each.request for each in latest if each.request is not None]
+
+    def remember(
+        self,
+        path: CachedPath,
+        budget: "CacheBudget",
+        request: KnownRequest | None = None,
+    ) -> None:
         """Store the path of a reply; of equal replies the last one is kept.
 
-        ``budget`` is the gateway's, always the same one.
+        ``path`` has a branch of its own, with all its tokens. ``budget`` is the
+        gateway's, always the same one. ``request``: for `requests`.
         """
         self._budget = budget
-        self._drop(path.position)
+        replaced = self._paths.pop(path.position, None)
+        own, base = path.branch, path.base
+        branch = own
+        if base is not None and base.branch in self._branches and own.runs:
+            if base.n_ids == base.branch.n_ids:
+                branch = base.branch
+                start = 0 if branch.base is None else branch.base.n_ids
+            else:
+                branch.base, start = base, base.n_ids
+            if start:
+                prompt, *output = own.runs
+                # a view would keep the tokens of the base in memory once more
+                own.runs = _copied(prompt.part(start)), *output
+        before = branch.n_bytes if branch in self._branches else 0
+        branch.runs, path.branch = own.runs, branch
+        branch.positions.append(path.position)
+        branch.request = request
         self._paths[path.position] = path
-        for each in path.bases():
-            # a replaced path stays alive as the base of those that extend it
-            if self._paths.get(each.position) is each:
-                self._paths.move_to_end(each.position)
-        budget.add(self, path.n_bytes)
+        used: Branch | None = branch
+        while used is not None:
+            self._branches[used] = None
+            self._branches.move_to_end(used)
+            used = None if used.base is None else used.base.branch
+        if replaced is not None and not self._needs(replaced.branch):
+            self._release(replaced.branch)
+        budget.add(self, branch.n_bytes - before)
 
     def release_oldest(self) -> None:
-        """Drop one path that no other extends."""
-        self._drop(next(iter(self._paths)))
+        """Drop one branch that no other extends."""
+        self._release(next(iter(self._branches)))
 
     def clear(self) -> None:
         """Drop all paths."""
-        while self._paths:
+        while self._branches:
             self.release_oldest()
 
-    def _drop(self, position: bytes) -> None:
-        path = self._paths.pop(position, None)
-        if path is not None:
-            assert self._budget is not None
-            self._budget.remove(self, path.n_bytes)
+    def _needs(self, branch: Branch) -> bool:
+        """Whether a branch has a path, or another branch extends it."""
+        paths = map(self._paths.get, branch.positions)
+        bases = (other.base for other in self._branches)
+        return any(
+            path is not None and path.branch is branch for path in (*paths, *bases)
+        )
+
+    def _release(self, branch: Branch) -> None:
+        del self._branches[branch]
+        for position in branch.positions:
+            if (path := self._paths.get(position)) and path.branch is branch:
+                del self._paths[position]
+        assert self._budget is not None
+        self._budget.remove(self, branch.n_bytes, last=not self._branches)
+
+
+def _copied(run: Run) -> Run:
+    shown = run.shown
+    if shown is not None:
+        shown = Attribution(shown.message_index.copy(), shown.is_content.copy())
+    return Run(run.ids.copy(), shown)
 
 
 class CacheBudget:
@@ -121,15 +201,15 @@ class CacheBudget:
         self._sessions: OrderedDict[TokenCache, None] = OrderedDict()
 
     def add(self, paths: TokenCache, n_bytes: int) -> None:
-        """Count a path, and drop the oldest ones if the limit is exceeded."""
+        """Count a path, and drop the oldest branches if the limit is exceeded."""
         self.n_bytes += n_bytes
         self._sessions[paths] = None
         self._sessions.move_to_end(paths)
         while self.n_bytes > self.max_bytes:
             next(iter(self._sessions)).release_oldest()
 
-    def remove(self, paths: TokenCache, n_bytes: int) -> None:
-        """Uncount a path."""
+    def remove(self, paths: TokenCache, n_bytes: int, *, last: bool) -> None:
+        """Uncount a branch, the session's last one or not."""
         self.n_bytes -= n_bytes
-        if not len(paths):
+        if last:
             del self._sessions[paths]

@@ -8,6 +8,7 @@ tokenized again, so rendering a conversation costs only what is new.
 import os
 from collections import OrderedDict
 from contextlib import nullcontext
+from itertools import chain
 from threading import BoundedSemaphore, Lock
 from typing import TYPE_CHECKING
 
@@ -59,8 +60,12 @@ class Piece:
         n_ids = len(encoded)
         # int32, shape (n_ids,)
         self.ids = np.array(encoded.ids, np.int32)
-        # A generator lets other threads run, which the list of all offsets does not.
-        sides = (side for i in range(n_ids) for side in encoded.token_to_chars(i) or ())
+        sides = chain.from_iterable(
+            encoded.offsets
+            if len(text) <= _LONG
+            # lets other threads run, which the list of all offsets does not
+            else (encoded.token_to_chars(i) or () for i in range(n_ids))
+        )
         # int32, shape (n_ids, 2): characters offsets[i, 0]:offsets[i, 1]
         self.offsets = np.fromiter(sides, np.int32, 2 * n_ids).reshape(-1, 2)
         self.n_bytes = _OVERHEAD + 4 * len(text) + self.ids.nbytes + self.offsets.nbytes

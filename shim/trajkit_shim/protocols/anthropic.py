@@ -72,7 +72,8 @@ def read_for_count(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
         fields.get_object(name)
     config = fields.section("output_config")
     config.only({"effort", "format", "task_budget"})
-    messages = _messages(fields, reading)
+    front = _front(fields)
+    messages = front + _messages(fields, reading)
     if messages[-1]["role"] == "assistant":
         refuse("messages", "the last one is the assistant's: no reply is continued")
     tools, strict = _tools(fields)
@@ -98,14 +99,19 @@ def read_for_count(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
         ),
         sampling=parse_sampling(fields, {"stop": "stop_sequences", "seed": None}),
         stream=fields.flag("stream"),
+        n_front=len(front),
     )
+
+
+def _front(fields: Fields) -> list[Json]:
+    if fields.json.get("system") is None:
+        return []
+    system = _system(fields.json["system"], "system")
+    return [{"role": "system", "content": system}] if system else []
 
 
 def _messages(fields: Fields, reading: chat.ReadOptions) -> list[Json]:
     messages: list[Json] = []
-    if fields.json.get("system") is not None:
-        system = _system(fields.json["system"], "system")
-        messages += [{"role": "system", "content": system}] if system else []
     for message in fields.filled("messages"):
         message.only({"role", "content"})
         role = message.name("role")
@@ -364,6 +370,7 @@ def error_body(error: GatewayError) -> Json:
 
 ANTHROPIC = WireProtocol(
     name="anthropic",
+    history="messages",
     paths={"/v1/messages": "reply", "/v1/messages/count_tokens": "count"},
     call_prefix="toolu_",
     read=read,

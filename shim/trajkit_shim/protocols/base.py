@@ -20,6 +20,7 @@ class WireProtocol:
     """One protocol: pure functions between its JSON and the gateway's records."""
 
     name: str
+    history: str  # the field of a request with the conversation, a list
     paths: Mapping[str, Verb]  # paths below the gateway's URL, and what each returns
     call_prefix: str  # prefix of the ids of tool calls
     # raises `GatewayError` for missing, invalid or unsupported fields

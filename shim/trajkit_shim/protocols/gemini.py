@@ -61,8 +61,8 @@ def read(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
     fields.only(KNOWN)
     parts = _parts(fields.section("systemInstruction"))
     system = "\n".join(filter(None, map(_text, parts)))
-    messages: list[Json] = [{"role": "system", "content": system}] if system else []
-    messages += _Conversation(reading).read(fields)
+    front: list[Json] = [{"role": "system", "content": system}] if system else []
+    conversation = _Conversation(reading)
     tools, left_out = _tools(fields)
     calling = fields.section("toolConfig").section("functionCallingConfig")
     calling.only({"allowedFunctionNames", "mode"})
@@ -74,7 +74,7 @@ def read(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
     names = calling.get("allowedFunctionNames", as_list) or []
     strict = (str(chat.function_of(tool)["name"]) for tool in offered)
     return chat.ChatRequest(
-        messages=messages,
+        messages=front + conversation.read(fields),
         tools=offered or None,
         required=chat.Required(
             call=mode == "ANY",
@@ -88,6 +88,8 @@ def read(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
         logprobs=config.flag("responseLogprobs"),
         stream=False,
         left_out=left_out,
+        n_front=len(front),
+        unnamed_calls=conversation.unnamed_calls,
     )
 
 
@@ -104,7 +106,7 @@ class _Conversation:
         self._reading = reading
         # id and name of each call
         self._open: list[tuple[str, str]] = []
-        self._unnamed = 0
+        self.unnamed_calls = reading.unnamed_calls
 
     def read(self, fields: Fields) -> list[Json]:
         messages: list[Json] = []
@@ -145,8 +147,8 @@ class _Conversation:
         name, call_id = call.name("name"), call.get_text("id")
         if call_id is None:
             # clients may omit ids; the number in the conversation is stable
-            self._unnamed += 1
-            call_id = f"{name}-{self._unnamed}"
+            self.unnamed_calls += 1
+            call_id = f"{name}-{self.unnamed_calls}"
         self._open.append((call_id, name))
         given = json.dumps(call.section("args").json, ensure_ascii=False)
         return chat.tool_call(call_id, name, given)
@@ -385,6 +387,7 @@ _VERBS: dict[str, Verb] = {
 
 GEMINI = WireProtocol(
     name="gemini",
+    history="contents",
     paths={
         f"/{version}/models/{{model:path}}:{method}": verb
         for version in ("v1", "v1beta")

@@ -341,6 +341,7 @@ def _usage(usage: Usage) -> Json:
 
 OPENAI_CHAT = WireProtocol(
     name="openai_chat",
+    history="messages",
     paths={"/v1/chat/completions": "reply"},
     call_prefix="call_",
     read=read,

@@ -80,8 +80,7 @@ def read(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
     fields.only_neutral(NEUTRAL)
     fields.get_text("model")
     text = fields.get_text("instructions")
-    messages: list[Json] = [{"role": "system", "content": text}] if text else []
-    messages += _messages(fields, reading)
+    front: list[Json] = [{"role": "system", "content": text}] if text else []
     tools = _Tools()
     tools.add_all(fields)
     format = fields.section("text")
@@ -89,7 +88,7 @@ def read(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
     schema = chat.text_schema(format, "format")
     offered, required = read_required(fields, tools.functions, tools.strict, schema)
     return chat.ChatRequest(
-        messages=messages,
+        messages=front + _messages(fields, reading),
         tools=offered,
         required=required,
         sampling=parse_sampling(fields, _NAMES),
@@ -97,6 +96,7 @@ def read(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
         stream=fields.flag("stream"),
         left_out=tuple(tools.left_out),
         namespaces=tools.namespaces,
+        n_front=len(front),
     )
 
 
@@ -446,6 +446,7 @@ def _failure(error: GatewayError) -> str:
 
 OPENAI_RESPONSES = WireProtocol(
     name="openai_responses",
+    history="input",
     paths={"/v1/responses": "reply", "/v1/responses/input_tokens": "count"},
     call_prefix="call_",
     read=read,

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajkit import Recorder
+from trajkit_shim.prompting.reply_matching import START
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,52 +33,54 @@ class DeltaEncoder:
         """Forget all turns, so that the next one is written in full."""
         self._recorder = Recorder()
         self._turns: list[int] = []  # the turn index of each turn in the recorder
-        # a tree of message lists, with the empty list as node 0
-        self._nodes: dict[tuple[int, bytes, str], int] = {}
-        self._parents = [-1]
-        self._depths = [0]
-        # for each turn, the node of its messages and its reply
-        self._shown: list[int] = []
+        # a tree of message lists: the position before each, and its length
+        self._nodes: dict[bytes, tuple[bytes, int]] = {}
+        # for each turn, the position after its messages and its reply
+        self._shown: list[bytes] = []
 
     def add(
         self,
         turn_index: int,
         prompt_ids: npt.NDArray[np.int32],
         output_ids: npt.NDArray[np.int32],
-        messages: Sequence[tuple[bytes, str]],
-        response: tuple[bytes, str] | None,
+        positions: Sequence[bytes],
+        reply_position: bytes | None,
         n_bare: int,
     ) -> Delta:
         """Add a turn, and return what it shares with an earlier one.
 
-        ``n_bare``: number of leading messages written without their bodies. Only these
-        can be shared.
+        ``positions``: after each message (`reply_matching.next_position`), and
+        ``reply_position`` after the reply, if later requests contain it. ``n_bare``:
+        number of leading messages written without their bodies. Only these can be
+        shared.
         """
         recorded = self._recorder.record(
             "", prompt_ids=prompt_ids, output_ids=output_ids
         )
-        path = [0]
-        for key, role in messages:
-            path.append(self._node(path[-1], key, role))
         base = recorded.base_turn
         delta = Delta()
         if base is not None:
-            shared = min(self._common(path, self._shown[base]), n_bare)
+            shared = min(self._common(positions, self._shown[base]), n_bare)
             delta = Delta(self._turns[base], recorded.shared_length, shared)
+        depth = len(positions)
+        # all before a known one are known
+        while depth and positions[depth - 1] not in self._nodes:
+            depth -= 1
+            before = positions[depth - 1] if depth else START
+            self._nodes[positions[depth]] = before, depth + 1
+        shown = positions[-1] if positions else START
+        if reply_position is not None:
+            self._nodes[reply_position] = shown, len(positions) + 1
+            shown = reply_position
         self._turns.append(turn_index)
-        replied = path[-1] if response is None else self._node(path[-1], *response)
-        self._shown.append(replied)
+        self._shown.append(shown)
         return delta
 
-    def _node(self, parent: int, key: bytes, role: str) -> int:
-        node = self._nodes.setdefault((parent, key, role), len(self._parents))
-        if node == len(self._parents):
-            self._parents.append(parent)
-            self._depths.append(self._depths[parent] + 1)
-        return node
-
-    def _common(self, path: list[int], node: int) -> int:
-        """The length of the common prefix of a path and the path to a node."""
-        while (depth := self._depths[node]) >= len(path) or path[depth] != node:
-            node = self._parents[node]
-        return depth
+    def _common(self, positions: Sequence[bytes], position: bytes) -> int:
+        """The length of the common prefix of two message lists, one by its end."""
+        while position != START:
+            before, depth = self._nodes[position]
+            if depth <= len(positions) and positions[depth - 1] == position:
+                return depth
+            position = before
+        return 0

@@ -23,8 +23,9 @@ from trajkit_shim.chat.logged_message import LoggedMessage
 from trajkit_shim.engines.base import WeightSpan
 from trajkit_shim.engines.routed_experts import COLUMN, experts_cell
 from trajkit_shim.json_input import Json
+from trajkit_shim.prompting.reply_matching import START, next_position
 from trajkit_shim.sessions.append_log import AppendLog
-from trajkit_shim.sessions.delta_writer import DeltaEncoder
+from trajkit_shim.sessions.delta_writer import Delta, DeltaEncoder
 
 Form: TypeAlias = Literal["full", "delta"]
 """Whether the log holds full prompts, or only what each adds to an earlier turn."""
@@ -92,7 +93,7 @@ SESSION_LINES = pa.schema(
 one for each end or later update; the last line counts."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class LoggedTurn:
     """One model call, complete except for its index in the session."""
 
@@ -105,6 +106,10 @@ class LoggedTurn:
     finish_reason: str
     messages: list[LoggedMessage]
     response: LoggedMessage | None  # None: no client will send it back
+    # for the delta form: the position after each message (`reply_matching`), and how many
+    # messages the session's log has with their bodies
+    positions: list[bytes]
+    n_logged: int = 0
     use_tool: bool
     ill_formed: bool
     trainable: bool
@@ -203,6 +208,7 @@ class TurnLog:
         self._attributed = attributed
         self._with_experts = routed_experts
         self._squeeze = IpcCompressor(self._schema)
+        self._row = _Row(self._schema)
         self._max_total_bytes = max_total_bytes
         opened = partial(
             AppendLog, self.directory, fsync=fsync, max_file_bytes=max_file_bytes
@@ -234,6 +240,12 @@ class TurnLog:
         ``shown``. Raises `LogFullError`: the log would exceed ``max_total_bytes``.
         `OSError`: the turn could not be written. The log is unchanged.
         """
+        if not self._with_experts and turn.routed_experts is not None:
+            raise ValueError("the log was opened without routed_experts=True")
+        if not self._attributed and any(
+            getattr(turn, field.name) is not None for field in _SHOWN
+        ):
+            raise ValueError("the log was opened with attributed=False")
         added: set[bytes] = set()
 
         def fields(message: LoggedMessage) -> dict[str, object]:
@@ -242,29 +254,24 @@ class TurnLog:
             body = None if known else message.body
             return {"key": message.key, "role": message.role, "body": body}
 
-        messages = list(map(fields, turn.messages))
-        made: dict[str, object] = {
-            "turn_index": turn_index,
-            "messages": messages,
-            "response": None if turn.response is None else fields(turn.response),
-            "output_mask": None,
-            "weight_versions": [asdict(span) for span in turn.weight_versions] or None,
-        }
+        made: dict[str, object] = {"turn_index": turn_index, "output_mask": None}
+        made["weight_versions"] = list(map(asdict, turn.weight_versions)) or None
         if self._with_experts:
             made[COLUMN.name] = experts_cell(turn.routed_experts)
-        elif turn.routed_experts is not None:
-            raise ValueError("the log was opened without routed_experts=True")
-        if not self._attributed and any(
-            getattr(turn, field.name) is not None for field in _SHOWN
-        ):
-            raise ValueError("the log was opened with attributed=False")
+        response = turn.response
         if self._form == "full":
-            self._write(_batch(turn, made, self._schema).serialize())
+            made["messages"] = list(map(fields, turn.messages))
+            made["response"] = None if response is None else fields(response)
+            self._write(self._row.batch(turn, made).serialize())
             return added
         deltas = deltas or DeltaEncoder()
-        made |= _delta_fields(turn, turn_index, messages, deltas)
+        delta = _delta(turn, turn_index, shown, deltas)
+        made |= asdict(delta)
+        made["suffix_ids"] = turn.prompt_ids[delta.shared_length :]
+        made["suffix_messages"] = [*map(fields, turn.messages[delta.shared_messages :])]
+        made["response"] = None if response is None else fields(response)
         try:
-            self._write(self._squeeze(_batch(turn, made, self._schema)))
+            self._write(self._squeeze(self._row.batch(turn, made)))
         except (OSError, pa.ArrowException):
             # no later turn may use this one as its base
             deltas.clear()
@@ -302,48 +309,73 @@ class TurnLog:
             journal.close()
 
 
-def _delta_fields(
-    turn: LoggedTurn,
-    turn_index: int,
-    messages: list[dict[str, object]],
-    deltas: DeltaEncoder,
-) -> dict[str, object]:
-    """The columns that replace the prompt's ids and the messages."""
-    with_body = (i for i, message in enumerate(messages) if message["body"] is not None)
-    delta = deltas.add(
+def _delta(
+    turn: LoggedTurn, turn_index: int, shown: Set[bytes], deltas: DeltaEncoder
+) -> Delta:
+    """What a turn shares with an earlier one."""
+    n_bare, response = turn.n_logged, turn.response
+    while n_bare < len(turn.messages) and turn.messages[n_bare].key in shown:
+        n_bare += 1
+    before = turn.positions[-1] if turn.positions else START
+    return deltas.add(
         turn_index,
         turn.prompt_ids,
         turn.output_ids,
-        [(message.key, message.role) for message in turn.messages],
-        None if turn.response is None else (turn.response.key, turn.response.role),
-        next(with_body, len(messages)),
+        turn.positions,
+        None if response is None else next_position(before, response.key),
+        n_bare,
     )
-    return {
-        **asdict(delta),
-        "suffix_ids": turn.prompt_ids[delta.shared_length :],
-        "suffix_messages": messages[delta.shared_messages :],
-    }
 
 
-def _batch(
-    turn: LoggedTurn, made: Mapping[str, object], log_schema: pa.Schema
-) -> pa.RecordBatch:
-    """One turn: the columns in ``made``, and the others from its attributes."""
-    return pa.RecordBatch.from_arrays(
-        [
-            _cell(made[name] if name in made else getattr(turn, name), type_)
-            for name, type_ in zip(log_schema.names, log_schema.types, strict=True)
-        ],
-        schema=log_schema,
+class _Row:
+    """Builds batches of one turn.
+
+    Values that are not arrays are converted together, which takes less time.
+    """
+
+    def __init__(self, log_schema: pa.Schema) -> None:
+        self._schema = log_schema
+        self._arrays = [_is_array(type_) for type_ in log_schema.types]
+        others = zip(log_schema, self._arrays, strict=True)
+        self._others = pa.struct([field for field, array in others if not array])
+
+    def batch(self, turn: LoggedTurn, made: Mapping[str, object]) -> pa.RecordBatch:
+        """Return a turn: the columns in ``made``, and the others from its attributes."""
+        names = self._schema.names
+        values = [made[name] if name in made else getattr(turn, name) for name in names]
+        row = dict(zip(names, values, strict=True))
+        others = iter(pa.array([row], self._others).flatten())
+        return pa.RecordBatch.from_arrays(
+            [
+                _cell(value, type_) if array else next(others)
+                for value, type_, array in zip(
+                    values, self._schema.types, self._arrays, strict=True
+                )
+            ],
+            schema=self._schema,
+        )
+
+
+def _is_array(type_: pa.DataType) -> bool:
+    """Whether the values of a column are numpy or Arrow arrays, or null."""
+    if not pa.types.is_large_list(type_):
+        return False
+    return not (
+        pa.types.is_struct(type_.value_type) or pa.types.is_string(type_.value_type)
     )
 
 
 def _cell(value: object, type_: pa.DataType) -> pa.Array:
     """An array of one element."""
+    if value is None:
+        return pa.nulls(1, type_)
     if isinstance(value, pa.Array):
         return value
-    if isinstance(value, np.ndarray):
-        return pa.LargeListArray.from_arrays(
-            pa.array([0, len(value)], pa.int64()), pa.array(value, type_.value_type)
-        )
-    return pa.array([value], type_)
+    assert isinstance(value, np.ndarray)
+    if value.dtype == np.bool_:
+        bits = pa.py_buffer(np.packbits(value, bitorder="little"))
+        values = pa.Array.from_buffers(pa.bool_(), len(value), [None, bits])
+    else:
+        values = pa.array(value, type_.value_type)
+    offsets = pa.array([0, len(value)], pa.int64())
+    return pa.LargeListArray.from_arrays(offsets, values)

@@ -29,8 +29,15 @@ from trajkit_shim.engines.embedded import EmbeddedEngine, load_tokenizer
 from trajkit_shim.errors import EngineError
 from trajkit_shim.prompting.prompts import Prompts
 from trajkit_shim.prompting.render import ChatRenderer
+from trajkit_shim.prompting.rendered_prefix import RenderedPrefix
 from trajkit_shim.prompting.reply_matching import ReplyIndex, next_position
-from trajkit_shim.prompting.token_cache import CacheBudget, CachedPath, TokenCache
+from trajkit_shim.prompting.token_cache import (
+    Branch,
+    CacheBudget,
+    CachedPath,
+    Run,
+    TokenCache,
+)
 from trajkit_shim.replies.parse import parse
 from trajkit_shim.replies.reply_builder import canonical_reply, make_reply
 
@@ -178,9 +185,9 @@ def test_a_tokenizer_that_does_not_encode_piece_by_piece():
 class Conversation:
     """A session's books, and what a gateway does with each call."""
 
-    def __init__(self, renderer, mode="append", *, cache_bytes=1 << 30):
+    def __init__(self, renderer, mode="append", *, cache_bytes=1 << 30, check=False):
         self.renderer = renderer
-        self.prompts = Prompts(renderer, mode)
+        self.prompts = Prompts(renderer, mode, check=check)
         self.echo, self.held = ReplyIndex(), TokenCache()
         self.budget = CacheBudget(cache_bytes)
 
@@ -474,11 +481,92 @@ def test_a_template_that_is_not_safe():
     ],
 )
 def test_a_template_that_shows_its_whims_later(change, expected):
-    conversation = Conversation(byte_renderer(AS_STRING.replace(*change)))
+    renderer = byte_renderer(AS_STRING.replace(*change))
+    conversation = Conversation(renderer, check=True)
     messages = start(conversation)
     assert conversation.prompts.probe(tools=False).safe
     assert reason(conversation, [*messages, NEXT]) == expected
     assert reason(conversation, [*messages, said("user", "other")]) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "tail"),
+    [
+        pytest.param(AS_STRING, True, id="ChatML"),
+        pytest.param(DROPS_REASONING, True, id="drops reasoning"),
+        pytest.param(TRIMS, True, id="trims"),
+        pytest.param(
+            AS_STRING.replace(
+                "{{ message.role }}", "{{ message.role }}{{ loop.index }}"
+            ),
+            False,
+            id="numbers messages",
+        ),
+        pytest.param(
+            AS_STRING.replace(
+                "{%- if add_gen", "{{ messages[0].content }}{%- if add_gen"
+            ),
+            False,
+            id="repeats the first message",
+        ),
+        pytest.param(
+            AS_STRING.replace(
+                "{%- if add_gen",
+                "{% if tools %}{{ tools | length }}{% endif %}{%- if add_gen",
+            ),
+            False,
+            id="counts tools",
+        ),
+    ],
+)
+def test_templates_whose_tail_does_not_depend_on_the_head(template, tail):
+    # without tools none is counted
+    assert probed(template).tail == tail
+
+
+def test_only_the_tail_is_rendered_where_that_was_proven(monkeypatch):
+    renderer, lengths = byte_renderer(), []
+    conversation, checked = Conversation(renderer), Conversation(renderer, check=True)
+    for each in (conversation, checked):
+        each.prompts.probe(tools=False)
+    text = renderer.text
+    monkeypatch.setattr(
+        renderer, "text", lambda said, *a: lengths.append(len(said)) or text(said, *a)
+    )
+    messages = [said("user", "u" * 100)]
+    n_whole = 0
+    for i in range(40):
+        checked.ask(messages, attributed=False)
+        lengths.clear()
+        prompt = conversation.ask(messages, attributed=False)
+        assert lengths in ([3], [len(messages)])
+        n_whole += lengths == [len(messages)]
+        assert prompt.ids.tolist() == checked.prompt.ids.tolist()
+        assert prompt.digest == checked.prompt.digest
+        ids = canonical(RENDERER, f"reply {i}")
+        replies = [each.reply(ids) for each in (conversation, checked)]
+        messages = [*messages, replies[0], said("user", "next")]
+    # the opening, the first one (which has three messages), and each doubling
+    assert 4 <= n_whole <= 7
+
+
+def test_a_template_that_looks_back_late_is_found_and_rendered():
+    """It is proven with short contents, and the check of all comes by itself."""
+    looks_back = (
+        LATER,
+        "{% if messages[-1].content == 'x' * 50 %}!{% endif %}" + LATER,
+    )
+    conversation = Conversation(byte_renderer(AS_STRING.replace(*looks_back)))
+    assert conversation.prompts.probe(tools=False).tail
+    messages, reasons = [said("user", "u")], []
+    for _ in range(6):
+        conversation.ask(messages)
+        reasons.append(conversation.prompt.reason)
+        reply = conversation.reply(canonical(RENDERER, "Yes."))
+        messages = [*messages, reply, said("user", "x" * 50)]
+    assert reasons[0] == "opening"
+    assert "rewritten" in reasons
+    assert not conversation.prompts.probe(tools=False).tail
 
 
 def test_reasoning_stays_until_the_template_drops_it():
@@ -556,7 +644,9 @@ def test_a_fork_goes_on_from_its_own_path():
     assert reason(conversation, [*other, NEXT]) is None
     assert len(conversation.held) == 4
     # the trunk's ids are held once
-    own = sum(len(path.own_ids) for path in conversation.held._paths.values())
+    branches = {path.branch for path in conversation.held._paths.values()}
+    assert len(branches) == 3
+    own = sum(len(run.ids) for branch in branches for run in branch.runs)
     assert own < sum(len(ids) for _, ids, _ in ways)
 
 
@@ -573,46 +663,105 @@ def test_of_equal_replies_the_last_one_is_gone_on_from():
 
 
 def path(position, base=None, n=100):
+    """A path with that many tokens after its base."""
+    n += 0 if base is None else base.n_ids
     return CachedPath(
         position=position,
         base=base,
-        own_ids=np.zeros(n, np.int32),
-        own_attribution=None,
+        branch=Branch((Run(np.arange(n, dtype=np.int32), None),)),
+        n_ids=n,
         closed=True,
-        rendered=None,
+        rendered=RenderedPrefix.of("", ""),
         tools=b"",
+        reasons=False,
+        hasher=blake2b(),
     )
 
 
+def ids_of(path):
+    return np.concatenate([run.ids for run in path.runs()]).tolist()
+
+
 def test_what_was_quiet_for_longest_is_released_first():
-    one = path(b"one")
-    budget = CacheBudget(4 * one.n_bytes)
+    n_bytes = path(b"one").branch.n_bytes
+    budget = CacheBudget(10 * n_bytes)
     first, second = TokenCache(), TokenCache()
+    one = path(b"one")
     first.remember(one, budget)
+    first.remember(path(b"two", one), budget)
+    # it leaves the branch that goes on with the second path
     fork = path(b"fork", one)
     first.remember(fork, budget)
     second.remember(path(b"one"), budget)
-    # which uses the one that it goes on from
-    leaf = path(b"leaf", one)
-    first.remember(leaf, budget)
-    assert budget.n_bytes == budget.max_bytes
+    # each token is counted once
+    assert budget.n_bytes == 4 * n_bytes
+    assert [len(first), len(second)] == [3, 1]
+    for name in (b"one", b"two", b"fork"):
+        found = first.get(name)
+        assert ids_of(found) == list(range(found.n_ids))
+    first.remember(path(b"leaf", fork), budget)
+    budget.max_bytes = budget.n_bytes
     second.remember(path(b"two"), budget)
-    # the fork was used before the leaf and the one that both go on from
-    assert first.get(b"fork") is None
-    assert first.get(b"one") is one
-    first.remember(path(b"next", leaf), budget)
-    assert second.get(b"one") is None
-    assert len(second) == 1
-    assert budget.n_bytes == budget.max_bytes
-    # one position, one path
-    first.remember(path(b"next", leaf, 50), budget)
-    assert len(first) == 3
+    # the branch of the fork, which is extended by none
+    assert [first.get(name) is None for name in (b"fork", b"leaf")] == [True, True]
+    assert (len(first), len(second)) == (2, 2)
+    assert budget.n_bytes == 4 * n_bytes
     first.clear()
     second.clear()
     assert budget.n_bytes == 0
     huge = path(b"huge", n=10_000)
     first.remember(huge, budget)
     assert (len(first), budget.n_bytes) == (0, 0)
+
+
+def test_a_branch_is_released_before_the_one_that_it_leaves():
+    cache, budget = TokenCache(), CacheBudget(1 << 20)
+    names = "other", "trunk", "next", "fork"
+    trunk = path(b"trunk")
+    cache.remember(trunk, budget)
+    cache.remember(path(b"other"), budget)
+    cache.remember(path(b"next", trunk), budget)
+    fork = path(b"fork", trunk)
+    cache.remember(fork, budget)
+    for left in (["trunk", "next", "fork"], ["trunk", "next"], []):
+        cache.release_oldest()
+        found = [name for name in names if cache.get(name.encode())]
+        assert found == left
+    assert budget.n_bytes == 0
+    # a path whose base was released has all its tokens
+    late = path(b"late", fork)
+    cache.remember(late, budget)
+    assert ids_of(late) == list(range(late.n_ids))
+
+
+def test_one_position_has_one_path():
+    cache, budget = TokenCache(), CacheBudget(1 << 20)
+    trunk = path(b"trunk")
+    cache.remember(trunk, budget)
+    sizes = set()
+    for n in (50, 60, 60, 60):
+        cache.remember(path(b"again", trunk, n), budget)
+        assert len(cache) == 2
+        assert cache.get(b"again").n_ids == 100 + n
+        sizes.add(budget.n_bytes)
+    # the first one stays as the end of the trunk's branch, which has its tokens
+    assert len(sizes) == 2
+    opening = TokenCache()
+    for _ in range(3):
+        opening.remember(path(b"one"), budget)
+        sizes.add(budget.n_bytes)
+    assert (len(opening), len(sizes)) == (1, 3)
+
+
+def test_a_fork_of_a_fork_of_many_forks():
+    cache, budget = TokenCache(), CacheBudget(1 << 30)
+    last = path(b"0", n=1)
+    cache.remember(last, budget)
+    for i in range(1, 2000):
+        cache.remember(path(b"tip", last, 1), budget)
+        last = path(str(i).encode(), last, 1)
+        cache.remember(last, budget)
+    assert ids_of(last) == list(range(2000))
 
 
 def test_what_is_released_is_rendered():

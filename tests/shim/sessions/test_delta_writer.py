@@ -189,11 +189,11 @@ def test_the_log_takes_little_more_than_the_table_that_it_is(tmp_path):
 
 
 def test_a_message_that_is_written_with_its_body_is_not_shared():
-    encoder, message = DeltaEncoder(), (bytes(16), "user")
+    encoder, positions = DeltaEncoder(), [bytes(16)]
     prompts = np.array([1], np.int32), np.array([1, 2, 3], np.int32)
     output = np.array([2], np.int32)
-    encoder.add(0, prompts[0], output, [message], None, n_bare=0)
-    assert encoder.add(1, prompts[1], output, [message], None, n_bare=0).base_turn == 0
+    encoder.add(0, prompts[0], output, positions, None, n_bare=0)
+    assert encoder.add(1, prompts[1], output, positions, None, n_bare=0).base_turn == 0
     for n_bare in (0, 1):
-        delta = encoder.add(2, prompts[1], output, [message], None, n_bare=n_bare)
+        delta = encoder.add(2, prompts[1], output, positions, None, n_bare=n_bare)
         assert delta.shared_messages == n_bare

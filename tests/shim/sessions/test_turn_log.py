@@ -7,7 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from itertools import count
+from itertools import accumulate, count
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from trajkit import schema
 from trajkit.errors import TornLogWarning
 from trajkit_shim.chat.logged_message import logged_message
 from trajkit_shim.engines.base import WeightSpan
+from trajkit_shim.prompting.reply_matching import START, next_position
 from trajkit_shim.sessions.append_log import END_OF_STREAM
 from trajkit_shim.sessions.turn_log import LOG_SCHEMA, LogFullError, LoggedTurn, TurnLog
 
@@ -48,7 +49,10 @@ def turn(**changes) -> LoggedTurn:
         "started_at": WHEN,
         "ended_at": WHEN,
     }
-    return LoggedTurn(**{**fields, **changes})
+    fields |= changes
+    keys = [message.key for message in fields["messages"]]
+    positions = [*accumulate(keys, next_position, initial=START)][1:]
+    return LoggedTurn(**{"positions": positions, **fields})
 
 
 def test_what_is_written_is_read_and_valid(tmp_path):

@@ -1,0 +1,225 @@
+"""Recognizes, by its bytes, the part of a request that its session has seen.
+
+A client sends the entire conversation with each request. Of each branch of a session the
+latest answered request is kept. A body that begins with the same bytes up to the end of an
+earlier history is parsed, read and restored from there on only. Any other body is read
+completely.
+"""
+
+import json
+import re
+import secrets
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from hashlib import blake2b
+from itertools import takewhile
+from operator import itemgetter
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from trajkit_shim.chat.request import ChatRequest, ReadOptions
+from trajkit_shim.errors import GatewayError
+from trajkit_shim.json_input import Json, parse_object
+from trajkit_shim.prompting.reply_matching import Lengths, RestoredRequest
+
+Read: TypeAlias = Callable[[Json, ReadOptions], ChatRequest]
+
+SHORT = 1 << 13
+"""Bytes of a body. A shorter one is read completely, which takes less than a lookup."""
+
+# bytes that are hashed at once, and words of 8 bytes that are compared at once
+_HASHED, _BLOCK = 1 << 13, 1 << 15
+_SPACE = b" \t\n\r"
+# bytes of a message besides its text
+_OVERHEAD = 1024
+# stands for the known messages of a history; unpredictable for clients
+_KNOWN = secrets.token_hex(16)
+
+_value_end = json.JSONDecoder().raw_decode
+
+
+class Mark(NamedTuple):
+    """The end of the history of an answered request."""
+
+    offset: int  # in the body
+    lengths: Lengths  # of what was restored of it
+    unnamed_calls: int  # `ChatRequest.unnamed_calls`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownRequest:
+    """An answered request, and the ends of the histories that it begins with."""
+
+    history: str  # the field with the conversation (`WireProtocol.history`)
+    body: bytes
+    digests: list[bytes]  # of its start, one per `_HASHED` bytes
+    fields: Json  # those before the history
+    n_front: int  # `ChatRequest.n_front`
+    marks: list[Mark]
+    restored: RestoredRequest
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory, about: the body, its messages and their records."""
+        return 3 * len(self.body) + _OVERHEAD * len(self.restored.messages)
+
+
+class Match(NamedTuple):
+    """A known request, and how many of a body's bytes it begins with."""
+
+    known: KnownRequest
+    n_shared: int
+
+
+@dataclass(slots=True, kw_only=True)
+class ReadRequest:
+    """A request, and what is known of its start."""
+
+    body: bytes
+    digests: list[bytes]  # see `KnownRequest`
+    chat: ChatRequest = field(init=False)
+    # of the messages that are known; `ReplyIndex.restore` adds the others
+    head: RestoredRequest = field(default_factory=RestoredRequest)
+    marks: list[Mark] = field(default_factory=list)  # in the known part
+    # the end of the history, and the fields before it; -1: not found
+    end: int = -1
+    fields: Json = field(default_factory=dict)
+
+    @property
+    def identity(self) -> bytes:
+        """Return what is equal for equal bodies only, and short."""
+        last = self.digests[-1] if self.digests else b""
+        return last + self.body[len(self.digests) * _HASHED :]
+
+    def known(self, history: str, restored: RestoredRequest) -> KnownRequest | None:
+        """Return what to keep once it was answered; None: nothing of it."""
+        marks = self.marks
+        # the next message may belong to an assistant's last one
+        if self.end >= 0 and restored.messages[-1]["role"] != "assistant":
+            end = Mark(self.end, restored.lengths, self.chat.unnamed_calls)
+            marks = [*marks, end]
+        if not marks:
+            return None
+        return KnownRequest(
+            history=history,
+            body=self.body,
+            digests=self.digests,
+            fields=self.fields,
+            n_front=self.chat.n_front,
+            marks=marks,
+            restored=restored,
+        )
+
+
+def find_known(
+    body: bytes, history: str, known: Iterable[KnownRequest]
+) -> Match | None:
+    """Return the known request that shares the most bytes with a body, if it is long."""
+    best = None
+    if len(body) < SHORT:
+        return None
+    for request in known:
+        if request.history == history:
+            shared = _n_shared(body, request.body)
+            if best is None or shared > best.n_shared:
+                best = Match(request, shared)
+            if shared >= request.marks[-1].offset:
+                break
+    return best
+
+
+def read_request(
+    body: bytes, history: str, read: Read, options: ReadOptions, match: Match | None
+) -> ReadRequest:
+    """Read a request. Raises `GatewayError` as `parse_object` and ``read``."""
+    digests = [] if match is None else match.known.digests[: match.n_shared // _HASHED]
+    for start in range(len(digests) * _HASHED, len(body) - _HASHED + 1, _HASHED):
+        before = digests[-1] if digests else b""
+        block = before + body[start : start + _HASHED]
+        digests.append(blake2b(block, digest_size=16).digest())
+    request = ReadRequest(body=body, digests=digests)
+    if match is not None:
+        marks = match.known.marks
+        n_marks = bisect_right(marks, match.n_shared, key=itemgetter(0))
+        # a request that is sent again has nothing after the last one
+        for n_used in range(n_marks, max(0, n_marks - 2), -1):
+            if _continue(request, match.known, marks[:n_used], read, options):
+                return request
+    request.chat = read(parse_object(body), options)
+    if len(body) < SHORT:
+        return request
+    found = _list_start(history).search(body)
+    if found is not None:
+        before = body[: found.start()].rstrip(_SPACE).removesuffix(b",")
+        # another field may have that name
+        with suppress(GatewayError):
+            request.fields = parse_object(before + b"}")
+            request.end = _list_end(body, found.end() - 1)
+    return request
+
+
+def _continue(
+    request: ReadRequest,
+    known: KnownRequest,
+    marks: list[Mark],
+    read: Read,
+    options: ReadOptions,
+) -> bool:
+    """Read a request that begins like a known one up to the last mark, if it goes."""
+    mark, name = marks[-1], known.history
+    start = f'{{"{name}":["{_KNOWN}"'.encode()
+    tail = start + request.body[mark.offset :]
+    try:
+        fields = parse_object(tail)
+        history = fields[name]
+        # the field may be there twice
+        if not isinstance(history, list) or history[0] != _KNOWN or len(history) < 2:
+            return False
+        chat = read(
+            {**known.fields, **fields, name: history[1:]},
+            replace(options, unnamed_calls=mark.unnamed_calls),
+        )
+    except GatewayError:
+        # the error of the complete body names the right place
+        return False
+    head = known.restored.head(mark.lengths)
+    n_front = known.n_front
+    if chat.n_front != n_front or chat.messages[:n_front] != head.messages[:n_front]:
+        return False
+    request.chat = replace(chat, messages=head.messages + chat.messages[n_front:])
+    request.head, request.marks, request.fields = head, marks, known.fields
+    end = _list_end(tail, len(start) - len(f'["{_KNOWN}"'))
+    request.end = mark.offset + end - len(start)
+    return True
+
+
+def _n_shared(one: bytes, other: bytes) -> int:
+    """The length of the common prefix."""
+    n_both = min(len(one), len(other))
+    words = [np.frombuffer(each, np.uint64, n_both // 8) for each in (one, other)]
+    start = 0
+    for first in range(0, n_both // 8, _BLOCK):
+        left, right = (each[first : first + _BLOCK] for each in words)
+        differ = left != right
+        if differ.any():
+            start = 8 * (first + int(np.argmax(differ)))
+            break
+        start = 8 * (first + len(left))
+    rest = zip(one[start : start + 8], other[start : start + 8], strict=False)
+    return start + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], rest))
+
+
+@lru_cache
+def _list_start(name: str) -> re.Pattern[bytes]:
+    return re.compile(rb'"%s"[ \t\n\r]*:[ \t\n\r]*\[' % name.encode())
+
+
+def _list_end(body: bytes, start: int) -> int:
+    """The end of the last value of the list that starts at a byte of a JSON text."""
+    text = body[start:].decode()
+    _, end = _value_end(text)
+    return start + len(text[: end - 1].encode().rstrip(_SPACE))
