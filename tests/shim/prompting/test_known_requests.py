@@ -211,11 +211,11 @@ def test_fields_before_the_conversation_stay_and_those_after_it_do_not():
     sampling = request.chat.sampling
     assert (sampling.temperature, sampling.stop, sampling.seed) == (1.0, None, 1)
     # a field after it counts if it is there twice
-    third = second.replace(b'"seed": 1', b'"temperature": 0, "messages": [%s]')
-    third %= json.dumps(user("c")).encode()
+    third = second.replace(b'"seed": 1', b'"temperature": 0, "messages": [%s, %s]')
+    third %= 2 * (json.dumps(user("c")).encode(),)
     request, _ = reader.read(third)
     assert request.chat == read_completely("openai_chat", third)
-    assert len(request.chat.messages) == 1
+    assert len(request.chat.messages) == 2
 
 
 def test_another_field_of_that_name_is_not_the_conversation():
