@@ -25,9 +25,7 @@ CHAT = "/v1/chat/completions"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("vision")
-    (directory / "model").mkdir()
-    write_processor(directory / "model")
-    return make_model(directory, "make_vision_model.py")
+    return make_model(directory, "make_vision_model.py", write_processor)
 
 
 @pytest.fixture(scope="module")
