@@ -613,7 +613,7 @@ async def test_a_bad_request_names_its_parameter(tmp_path):
     async with in_process(ScriptedEngine(), RENDERER, tmp_path) as gateway:
         client = await gateway.open()
         with pytest.raises(openai.BadRequestError) as caught:
-            await ask(client, best_of=2)
+            await ask(client, extra_body={"best_of": 2})
     assert caught.value.param == "best_of"
     assert caught.value.type == "invalid_request_error"
 
