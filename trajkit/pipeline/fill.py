@@ -17,7 +17,7 @@ from trajkit._streams import limits
 from trajkit.pipeline.payloads import PathRanges
 from trajkit.pipeline.plan import Plan, choices_of
 from trajkit.pipeline.row_items import row_items
-from trajkit.pipeline.row_scalars import row_scalars, sliced, turn_lists
+from trajkit.pipeline.row_scalars import row_scalars, turn_lists
 from trajkit.pipeline.weight_versions import row_versions
 from trajkit.policies import Policy
 from trajkit.schema import ROWS, ROWS_SUFFIX, SPAN, SPAN_KINDS
@@ -63,13 +63,15 @@ def row_batches(
             uncached=past_caches,
         )
         lists = RowLists.written(rows[lo:hi], here, write, policy)
-        columns = {name: sliced(known[name], lo, hi - lo) for name in known}
-        shown = PathRanges.of_paths(rows[lo:hi])
+        columns = known.columns(lo, hi)
+        shown = partial(PathRanges.of_paths, rows[lo:hi])
         columns["mm_items"] = row_items(calls, hi - lo, shown)
         schema = ROWS_SUFFIX if suffix else ROWS
         return lists.batch(calls, links, rows[lo:hi], columns, schema)
 
-    runs = list(runs_of(np.diff(offsets[0]), limits.BATCH_TOKENS)) or [(0, 0)]
+    runs = [(0, len(rows))]
+    if offsets[0, -1] > limits.BATCH_TOKENS:
+        runs = list(runs_of(np.diff(offsets[0]), limits.BATCH_TOKENS))
     return ((rows[lo:hi], batch(lo, hi)) for lo, hi in runs)
 
 
@@ -155,9 +157,8 @@ class RowLists:
 
 def row_offsets(rows: Records) -> Longs:
     """Offsets of the rows' tokens, spans and turns, shape (3, n_rows + 1)."""
-    offsets = np.zeros((3, len(rows) + 1), np.int64)
-    lengths = [rows["n_tokens"] - rows["stored"], rows["n_spans"], rows["n_calls"]]
-    np.cumsum(lengths, axis=1, out=offsets[:, 1:])
+    offsets = np.empty((3, len(rows) + 1), np.int64)
+    _core.measure_rows(rows, offsets)
     return offsets
 
 

@@ -1,5 +1,7 @@
 """The column ``mm_items`` of rows: the images that a row has from its calls' prompts."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pyarrow as pa
 
@@ -13,10 +15,11 @@ from trajkit.turns.mm_items import has_items
 _TYPE = ROWS.field("mm_items").type
 
 
-def row_items(calls: Calls, n_rows: int, shown: PathRanges) -> pa.Array:
+def row_items(calls: Calls, n_rows: int, ranges: Callable[[], PathRanges]) -> pa.Array:
     """The items that start in ranges of the rows, with their positions in the row."""
     if not has_items(calls.table):
         return pa.nulls(n_rows, _TYPE)
+    shown = ranges()
     lists = calls.table.column("mm_items").combine_chunks()
     items = lists.flatten()
     call = pc.list_parent_indices(lists).to_numpy().astype(np.int64)

@@ -1,6 +1,6 @@
 """The columns of planned rows with one value per row."""
 
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -8,72 +8,113 @@ import pyarrow as pa
 
 from trajkit import _core
 from trajkit._arrow.categories import dictionary_for
-from trajkit._arrow.export import Column
+from trajkit._arrow.export import Array, Column
 from trajkit._arrow.take import take_run
 from trajkit.errors import SchemaError
 from trajkit.policies import Policy
 from trajkit.schema import ROWS, SEGMENT_KINDS
 from trajkit.training.rewards import final_rows, spread
-from trajkit.turns.calls import Calls, Longs, Records
-from trajkit.turns.trainability import Bools
+from trajkit.turns.calls import Calls, Ints, Longs, Records
+
+# columns in the order in which the kernel fills them (_native/fill/row_scalars.pxi)
+_INTS = (
+    "row_index",
+    "suffix_start",
+    "prompt_length",
+    "parent_row",
+    "shared_length",
+    "last_turn",
+)
+_FLAGS = ("truncated", "use_tool", "ill_formed")
+_NULLABLE = ("parent_row", "row_weight", "segment_kind")
+
+
+@dataclass(frozen=True, slots=True)
+class RowScalars:
+    """The columns of `trajkit.schema.ROWS_SUFFIX` that are not lists."""
+
+    # session_id, group_id, reward, finish_reason, step
+    known: dict[str, pa.Array]
+    # shape (len(_INTS), n_rows)
+    ints: Ints
+    # shape (n_rows,)
+    mask_sums: Longs
+    weights: npt.NDArray[np.float64]
+    segments: npt.NDArray[np.int8]
+    # validity bitmaps of nullable columns, and bitmaps of the flags
+    valid: dict[str, npt.NDArray[np.uint8] | None]
+    flags: npt.NDArray[np.uint8]
+
+    def columns(self, lo: int, hi: int) -> dict[str, Column | pa.Array]:
+        """The columns of the rows lo:hi, by name."""
+        n = hi - lo
+
+        def column(
+            name: str, values: Array, dictionary: pa.Array | None = None
+        ) -> Column:
+            valid = self.valid.get(name)
+            nulls = 0 if valid is None else -1
+            return Column(n, (valid, values), nulls, lo, (), dictionary)
+
+        return {
+            **{
+                name: array if len(array) == n else array.slice(lo, n)
+                for name, array in self.known.items()
+            },
+            **{
+                name: column(name, values)
+                for name, values in zip(_INTS, self.ints, strict=True)
+            },
+            "rollout_mask_sum": column("rollout_mask_sum", self.mask_sums),
+            "row_weight": column("row_weight", self.weights),
+            **{
+                name: column(name, bits)
+                for name, bits in zip(_FLAGS, self.flags, strict=True)
+            },
+            "segment_kind": column(
+                "segment_kind", self.segments, dictionary_for(SEGMENT_KINDS)
+            ),
+        }
 
 
 def row_scalars(
-    calls: Calls, links: Records, policy: Policy, rows: Records, facts: pa.RecordBatch
-) -> dict[str, Column | pa.Array]:
-    """The columns of `trajkit.schema.ROWS_SUFFIX` that are not lists.
-
-    ``rows`` are all rows of the sessions of ``calls``.
-    """
-    session, last, n_trained = rows["session"], rows["last"], rows["n_trained"]
-    trained = np.bincount(session, n_trained, calls.n_sessions)[session]
-    kinds = links["segment"][last] - 1
-    facts = take_run(facts, session)
-    return {
-        "session_id": facts.column("session_id"),
-        "group_id": facts.column("group_id"),
-        "reward": _rewards(facts.column("reward"), policy, rows, links),
-        "finish_reason": _finish_reasons(calls, last),
-        "step": _steps(calls, last),
-        "row_index": _column(rows["index"], np.int32),
-        "suffix_start": _column(rows["stored"], np.int32),
-        "prompt_length": _column(rows["prompt_len"], np.int32),
-        "parent_row": _column(rows["parent_row"], np.int32, rows["parent_row"] >= 0),
-        "shared_length": _column(rows["shared"], np.int32),
-        "last_turn": _column(calls.turn_index[last], np.int32),
-        "rollout_mask_sum": _column(trained, np.int64),
-        "row_weight": _column(
-            n_trained / np.maximum(trained, 1), np.float64, trained > 0
-        ),
-        "segment_kind": _column(
-            np.maximum(kinds, 0), np.int8, kinds >= 0, dictionary_for(SEGMENT_KINDS)
-        ),
-        **{
-            name: Column(len(rows), (None, np.packbits(rows[name], bitorder="little")))
-            for name in ("truncated", "use_tool", "ill_formed")
-        },
+    calls: Calls,
+    links: Records,
+    policy: Policy,
+    rows: Records,
+    facts: pa.RecordBatch,
+) -> RowScalars:
+    """Compute the scalar columns. ``rows`` are all rows of the sessions of ``calls``."""
+    n_rows = len(rows)
+    ints = np.empty((len(_INTS), n_rows), np.int32)
+    mask_sums, weights = np.empty(n_rows, np.int64), np.empty(n_rows, np.float64)
+    segments = np.empty(n_rows, np.int8)
+    bits = np.zeros((len(_NULLABLE) + len(_FLAGS), (n_rows + 7) // 8), np.uint8)
+    nulls = _core.fill_scalars(
+        rows,
+        links,
+        calls.turn_index,
+        calls.n_sessions,
+        ints,
+        mask_sums,
+        weights,
+        segments,
+        bits,
+    )
+    valid = {
+        name: bitmap if n_nulls else None
+        for name, bitmap, n_nulls in zip(_NULLABLE, bits, nulls, strict=False)
     }
-
-
-def _column(
-    values: npt.NDArray[Any],
-    dtype: type[np.generic],
-    valid: Bools | None = None,
-    dictionary: pa.Array | None = None,
-) -> Column:
-    bits = None
-    if valid is not None and not valid.all():
-        bits = np.packbits(valid, bitorder="little")
-    nulls = 0 if bits is None else -1
-    buffers = bits, values.astype(dtype)
-    return Column(len(values), buffers, nulls, dictionary=dictionary)
-
-
-def sliced(column: Column | pa.Array, start: int, length: int) -> Column | pa.Array:
-    """A range of a column's values."""
-    if isinstance(column, Column):
-        return column._replace(length=length, offset=start)
-    return column.slice(start, length)
+    session = take_run(facts, rows["session"])
+    known = {
+        "session_id": session.column("session_id"),
+        "group_id": session.column("group_id"),
+        "reward": _rewards(session.column("reward"), policy, rows, links),
+        "finish_reason": _finish_reasons(calls, rows["last"]),
+        "step": _steps(calls, rows["last"]),
+    }
+    flags = bits[len(_NULLABLE) :]
+    return RowScalars(known, ints, mask_sums, weights, segments, valid, flags)
 
 
 def _rewards(
@@ -112,7 +153,7 @@ def _steps(calls: Calls, last: Records) -> pa.Array:
 
 
 def turn_lists(calls: Calls, links: Records, rows: Records, offsets: Longs) -> Column:
-    """The column ``turns`` of rows; ``offsets`` are where each row's list starts."""
+    """The column ``turns`` of rows; ``offsets`` is of `_core.measure_rows`."""
     turns = np.empty(int(offsets[-1]), np.int32)
     _core.list_turns(rows, links, calls.turn_index, offsets, turns)
     child = Column(len(turns), (None, turns))

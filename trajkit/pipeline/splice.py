@@ -17,7 +17,6 @@ from trajkit.pipeline.row_scalars import row_scalars
 from trajkit.policies import Policy
 from trajkit.schema import ROWS
 from trajkit.turns.calls import Calls, Ints, Longs, Records
-from trajkit.turns.mm_items import has_items
 from trajkit.turns.prefix_forest import Forest, grow_paths
 from trajkit.turns.structs import CALL, ROW
 
@@ -98,11 +97,9 @@ def splice_batch(
     rows["stored"] = 0
     lists = RowLists.written(rows, row_offsets(rows), write, policy)
     _find_shared(plan, lists.offsets[0], lists.input_ids)
-    columns = row_scalars(calls, links, policy, rows, facts)
-    columns["mm_items"] = pa.nulls(len(rows), ROWS.field("mm_items").type)
-    if has_items(calls.table):
-        shown = splice_ranges(calls, links, plan)
-        columns["mm_items"] = row_items(calls, len(rows), shown)
+    columns = row_scalars(calls, links, policy, rows, facts).columns(0, len(rows))
+    shown = partial(splice_ranges, calls, links, plan)
+    columns["mm_items"] = row_items(calls, len(rows), shown)
     return lists.batch(calls, links, rows, columns, ROWS)
 
 

@@ -73,6 +73,10 @@ class Recording(_core.Intake):
         self.message_log = MessageLog()
         # by call: its values of the columns `_METADATA`
         self.metadata: list[tuple[object, ...]] = []
+        # whether a call may have weight versions, or an output mask
+        self.versioned = self.masked = False
+        # the session's id as an array
+        self.id: pa.Array | None = None
         self.extra = ExtraColumns(types)
         # by call, if its prompt has images
         self.mm_items: dict[int, Sequence[Item]] = {}
@@ -111,12 +115,14 @@ class Recording(_core.Intake):
         return value
 
     def read_versions(self, value: object, n_output: int) -> object:
+        self.versioned = True
         spans = read_weight_versions(value, "")
         if spans is not None:
             _check_tiles(spans, n_output)
         return spans
 
     def read_mask(self, value: object, n_output: int) -> object:
+        self.masked = True
         return read_output_mask(value, n_output, "")
 
     def read_payloads(self, given: object) -> dict[str, ExtraColumn]:
@@ -197,19 +203,17 @@ class Recording(_core.Intake):
         needed: for output masks, null logprobs, and columns ``reward`` and ``group_id``.
         No call may be recorded while the result is in use.
         """
-        reasons, *_, versions, masks = zip(*self.metadata, strict=True)
         extra = self.extra.fields()
-        if (
-            self.valid
-            or any(mask is not None for mask in masks)
-            or any(one.name in OF_TURNS for one in extra)
-        ):
+        if self.valid or self.masked or any(one.name in OF_TURNS for one in extra):
             return None
+        reasons, *_, versions, _ = zip(*self.metadata, strict=True)
+        if self.id is None:
+            self.id = pa.array([name])
         n_calls = self.n_calls
         requests = np.empty(n_calls, REQUEST)
         keys, *roles = self.message_log.requests(requests)
         schema, columns = _READ, [pa.array(reasons, _READ.field(0).type)]
-        if versions.count(None) < len(versions):
+        if self.versioned:
             columns.append(pa.array(versions, _READ.field(1).type))
         else:
             columns.append(pa.nulls(n_calls, _READ.field(1).type))
@@ -222,7 +226,7 @@ class Recording(_core.Intake):
             self.calls[:n_calls],
             requests,
             np.array([0, n_calls]),
-            pa.array([name]),
+            self.id,
             np.arange(n_calls, dtype=np.int32),
             keys,
             tuple(roles),

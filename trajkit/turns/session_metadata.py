@@ -76,14 +76,11 @@ class SessionFacts:
         """
         n = len(session_ids)
         if self.table is None:
+            rewards, none = pa.nulls(n, pa.float64()), pa.nulls(n, pa.string())
+            if self.reward is not None:
+                rewards = pa.array(np.full(n, self.reward))
             return pa.RecordBatch.from_arrays(
-                [
-                    session_ids,
-                    pa.repeat(pa.scalar(self.reward, pa.float64()), n),
-                    pa.nulls(n, pa.string()),
-                    pa.nulls(n, pa.string()),
-                ],
-                schema=SESSIONS,
+                [session_ids, rewards, none, none], schema=SESSIONS
             )
         found = pc.index_in(session_ids, self.table.column("session_id"))
         if found.null_count:

@@ -32,9 +32,10 @@ def without_aborted(calls: Calls, policy: Policy) -> tuple[Calls, Longs]:
     n_tokens = np.zeros(calls.n_sessions, np.int64)
     if policy.train_aborted:
         return calls, n_tokens
-    now = aborted_calls(calls) & (calls.calls["trainable"] != 0)
-    if not now.any():
+    aborted = aborted_calls(calls)
+    if not aborted.any():
         return calls, n_tokens
+    now = aborted & (calls.calls["trainable"] != 0)
     np.add.at(n_tokens, calls.session_of()[now], calls.calls["out_len"][now])
     records = calls.calls.copy()
     records["trainable"][now] = False

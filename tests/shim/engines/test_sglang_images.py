@@ -97,23 +97,28 @@ async def test_another_image_is_another_prompt(gateway):
     assert again["cached_tokens"] >= stop
 
 
-async def test_pixels_reach_the_model(model, url):
+async def test_pixels_reach_the_model(gateway, model, url):
     """Logprobs of one reply are those of its image."""
     from trajkit_shim.engines.base import PromptImage, Sampling
 
+    (turn,) = engine_ids(await replies(gateway, chat(PNG)["messages"])).to_pylist()
+    ids = np.array(turn["prompt_ids"], np.int32)
+    (item,) = turn["mm_items"]
+    start, stop = item["start"], item["stop"]
     engine = SGLangEngine(url, vocab_size=vocab_size(model))
-    token = load_image_model(model).token_id
-    ids = np.array([20, *[token] * 16, 21], np.int32)
     found = []
     for shade in (250, 90):
-        image = PromptImage(1, 17, "image/png", drawn("PNG", (112, 112), (shade, 0, 0)))
-        sampling = Sampling(max_new_tokens=4, extra={"regex": "aaaa"})
+        data = drawn("PNG", (80, 100), (shade, 0, 0))
+        image = PromptImage(start, stop, "image/png", data)
+        sampling = Sampling(
+            max_new_tokens=4, extra={"regex": "[a-p]{4}"}, temperature=0.0
+        )
         sample = await engine.generate(
             ids, sampling, request_id=f"r{shade}", session_id="s", images=[image]
         )
         assert sample.prompt_ids.tolist() == ids.tolist()
         found.append(sample.output_logprobs.tolist())
-    broken = PromptImage(1, 17, "image/png", b"\x89PNG no image")
+    broken = PromptImage(start, stop, "image/png", b"\x89PNG no image")
     with pytest.raises(EngineError):
         await engine.generate(
             ids, sampling, request_id="broken", session_id="s", images=[broken]
