@@ -1,10 +1,10 @@
-"""The whole table: every stage beside what is done without trajkit.
+"""The table of all figures: every stage, and its alternative without trajkit.
 
     python -m benchmarks
     python -m benchmarks --quick
 
 prints a line of Markdown for each figure as it is measured. The measuring is that of the
-modules beside this one, which also say more about each; all of them check the answers
+other modules of this folder, which also say more about each; all of them check the answers
 before they time. `--quick` takes small numbers of everything: it shows that all works,
 and roughly where things stand.
 """
@@ -52,7 +52,7 @@ class Form:
     repeats: int
     shapes: tuple[str, ...]  # of the runs that every policy goes over
     sessions: int  # of each of them
-    rollouts: int  # of the table beside copying
+    rollouts: int  # of the table that is compared with copying
     checked: int  # of those, against plain Python
     most_turns: int  # of the rollouts that grow
     most_sessions: int
@@ -85,8 +85,8 @@ def linearized(form: Form) -> Iterator[Line]:
             yield Line(f"linearize, {policy}, {shape}", ours, "ms", PLAIN, rule)
 
 
-def beside_copying(form: Form) -> Iterator[Line]:
-    """Slime's rule beside plain Python and a trie, and the roofline."""
+def against_copying(form: Form) -> Iterator[Line]:
+    """Slime's rule, compared with plain Python, a trie and copying."""
     compact = roofline.compacted(form.size, form.rollouts)
     rows = tk.linearize(compact, "slime")
     for k in range(min(form.checked, form.rollouts)):
@@ -96,21 +96,25 @@ def beside_copying(form: Form) -> Iterator[Line]:
         found = roofline.Against.copying(turns, rows, form.rollouts, form.repeats)
         times = [fastest(taken) for taken in found.times]
         for k, (taken, floor) in enumerate(zip(times, found.floors, strict=True), 1):
-            what = f"linearize, slime, {label}, threads: {k}"
+            what = f"linearize, slime, {label}, {('one thread', 'two threads')[k - 1]}"
             yield Line(what, taken, "ms", PLAIN, plain)
             yield Line(what, taken, "ms", "a trie over token ids", trie)
-            yield Line(what, taken, "ms", "copying the bytes", floor)
+            yield Line(what, taken, "ms", "copying as many bytes", floor)
         one, two = times
         yield Line(
-            f"linearize, slime, {label}, two threads", two, "ms", "one thread", one
+            f"linearize, slime, {label}, two threads",
+            two,
+            "ms",
+            "trajkit, one thread",
+            one,
         )
 
 
 def recorded(form: Form) -> Iterator[Line]:
     """A call into the recorder."""
     mine, alone = stages.record(form.size, form.repeats)
-    beside = "comparing the prompts alone"
-    yield Line("record, per turn", fastest(mine), "us", beside, fastest(alone))
+    alternative = "comparing the prompts alone"
+    yield Line("record, per turn", fastest(mine), "us", alternative, fastest(alone))
 
 
 def changed(form: Form) -> Iterator[Line]:
@@ -121,9 +125,9 @@ def changed(form: Form) -> Iterator[Line]:
         yield Line(label, fastest(taken), "ms", "copying the prompts", copy)
     n_turns, context = form.size.n_turns, form.size.context
     forms = dict(scale.sizes(quoted("clean", n_turns, context)))
-    text = forms.pop("JSON lines, in full")
+    text = forms.pop("JSON lines, full")
     for label, n_bytes in forms.items():
-        yield Line(label, n_bytes, "bytes", "JSON lines, in full", text)
+        yield Line(label, n_bytes, "bytes", "JSON lines, full", text)
     drifting = quoted("tail_changed", n_turns, context, 100)
     full, suffix = scale.layouts(drifting)
     what = "rows of faithful, every reply drifts, layout suffix"
@@ -146,15 +150,17 @@ def imported(form: Form) -> Iterator[Line]:
     plain = rates["json.loads, all lines held"]
     for name, rate in rates.items():
         if name.startswith("trajkit"):
-            beside = "json.loads into lists"
-            yield Line(f"import, {name}", rate, "GB/s", beside, plain, more=True)
+            alternative = "json.loads into lists"
+            yield Line(f"import, {name}", rate, "GB/s", alternative, plain, more=True)
 
 
 def exported(form: Form) -> Iterator[Line]:
     """Rows out."""
     mine, plain = stages.export(form.size, form.repeats)
-    beside = "pyarrow, from lists"
-    yield Line("export to Parquet, a row", fastest(mine), "ms", beside, fastest(plain))
+    alternative = "pyarrow, from lists"
+    yield Line(
+        "export to Parquet, per row", fastest(mine), "ms", alternative, fastest(plain)
+    )
 
 
 def streamed(form: Form) -> Iterator[Line]:
@@ -168,20 +174,20 @@ def streamed(form: Form) -> Iterator[Line]:
     )
     for label, ours, plain in rates:
         yield Line(f"{what}, {label}", ours, "M tokens/s", PLAIN, plain, more=True)
-    beside = f"{PLAIN}, full prompts"
+    alternative = f"{PLAIN}, full prompts"
     ours, plain = found.ours_delta, found.plain_full
-    yield Line(f"{what}, delta form", ours, "M tokens/s", beside, plain, more=True)
+    yield Line(f"{what}, delta form", ours, "M tokens/s", alternative, plain, more=True)
     what = "Arrow IPC to Arrow IPC, trl, delta form"
     ours = found.ours_streams
-    yield Line(what, ours, "M tokens/s", beside, plain, more=True)
+    yield Line(what, ours, "M tokens/s", alternative, plain, more=True)
     what = "Parquet to Parquet, trl"
     peak, first = found.run["peak"], found.run["first_half"]
-    what = f"{what}, {form.streamed:,} rollouts, peak of memory"
+    what = f"{what}, {form.streamed:,} rollouts, peak memory"
     yield Line(what, peak, "MiB", "in the first half", first)
 
 
 def held(form: Form) -> Iterator[Line]:
-    """The peak of memory of each stage, above its inputs."""
+    """The peak memory of each stage, above its inputs."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         memory.written(folder, form.size, form.held)
@@ -211,14 +217,14 @@ def grown(form: Form) -> Iterator[Line]:
         least = min(times)
         for n_turns, taken in times.items():
             each = a_token(n_turns, taken) * 1e-9
-            what = f"a token, {policy}, {shape}, {n_turns} turns"
+            what = f"per token, {policy}, {shape}, {n_turns} turns"
             first = a_token(least, times[least]) * 1e-9
             yield Line(what, each, "ns", f"{least} turns", first)
     for shape in ("clean", "tail_changed"):
         sizes = scale.bytes_a_token(shape, form.most_turns)
         least = min(sizes)
         for n_turns, each in sizes.items():
-            what = f"1,000 tokens, Arrow IPC, delta form, {shape}, {n_turns} turns"
+            what = f"per 1,000 tokens, Arrow IPC, delta form, {shape}, {n_turns} turns"
             first = 1000 * sizes[least]
             yield Line(what, 1000 * each, "bytes", f"{least} turns", first)
     n_turns = form.size.n_turns
@@ -229,11 +235,11 @@ def grown(form: Form) -> Iterator[Line]:
         each = a_token(size.n_turns, taken) * 1e-9
         first = a_token(size.n_turns, times[least]) * 1e-9
         yield Line(
-            f"a token, slime, clean, {n} sessions",
+            f"per token, slime, clean, {n} sessions",
             *(each, "ns", f"{least} of them", first),
         )
     one, two = scale.threads(size, form.threaded, form.repeats)
-    what = f"a rollout of {form.threaded}, slime, delta form, two threads"
+    what = f"per rollout of {form.threaded}, slime, delta form, two threads"
     yield Line(what, fastest(two), "ms", "one thread", fastest(one))
 
 
@@ -276,7 +282,7 @@ def kernel(form: Form) -> Iterator[Line]:
 
 PARTS: dict[str, Callable[[Form], Iterator[Line]]] = {
     "linearize": linearized,
-    "roofline": beside_copying,
+    "roofline": against_copying,
     "record": recorded,
     "forms": changed,
     "import": imported,
@@ -313,7 +319,7 @@ def main(words: list[str] | None = None, form: Form | None = None) -> None:
     )
     print(
         f"    data     rollouts of {form.size.n_turns} turns and {form.size.context:,} "
-        "tokens; times are of a rollout where nothing else is said"
+        "tokens; times are per rollout unless stated otherwise"
     )
     print(f"\n{HEAD}", flush=True)
     start = time.monotonic()

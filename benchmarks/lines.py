@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 HEAD = """\
-| what | trajkit | beside | | times as good |
+| what | trajkit | compared with | | speedup |
 | --- | ---: | --- | ---: | ---: |"""
 
 # of a second, a byte or one, by the unit that they are shown in
@@ -19,11 +19,11 @@ class Line:
     ----------
     what : str
     figure : float
-        In seconds, bytes, tokens, or one of them a second.
+        In seconds, bytes, tokens, or one of them per second.
     unit : str
         In which both figures are shown.
-    beside : str
-        The alternative; empty: there is none.
+    alternative : str
+        Its name; empty if there is none.
     other : float
         Its figure.
     more : bool
@@ -33,22 +33,22 @@ class Line:
     what: str
     figure: float
     unit: str
-    beside: str = ""
+    alternative: str = ""
     other: float = 0.0
     more: bool = False
 
     @property
-    def times(self) -> float:
-        """How many times as good as the alternative: faster, smaller, or at more."""
-        times = self.other / self.figure
-        return 1 / times if self.more else times
+    def speedup(self) -> float:
+        """The alternative's figure by this one, or the inverse if more is better."""
+        speedup = self.other / self.figure
+        return 1 / speedup if self.more else speedup
 
     def __str__(self) -> str:
         figure = _shown(self.figure, self.unit)
-        if not self.beside:
+        if not self.alternative:
             return f"| {self.what} | {figure} | | | |"
-        other, times = _shown(self.other, self.unit), _digits(self.times)
-        return f"| {self.what} | {figure} | {self.beside} | {other} | {times} |"
+        other, speedup = _shown(self.other, self.unit), _digits(self.speedup)
+        return f"| {self.what} | {figure} | {self.alternative} | {other} | {speedup} |"
 
 
 def _shown(value: float, unit: str) -> str:

@@ -135,16 +135,16 @@ def sizes(size: Size) -> Iterator[tuple[str, int]]:
     full = without_bodies(tk.from_records(rollout("s", size)))
     delta = tk.compact(full)
     check(tk.expand(delta) == full, "expand gives back what was compacted")
-    yield "JSON lines, in full", json_bytes(full)
-    for label, table in (("in full", full), ("delta form", delta)):
+    yield "JSON lines, full", json_bytes(full)
+    for label, table in (("full", full), ("delta form", delta)):
         yield f"Arrow IPC, {label}", file_bytes(table, "arrow")
         yield f"Parquet zstd, {label}", file_bytes(table, "parquet")
     log = turn_by_turn(delta)
     yield (
-        "Arrow IPC, delta form, a batch a turn",
+        "Arrow IPC, delta form, one batch per turn",
         file_bytes(pa.Table.from_batches(log), "arrows"),
     )
-    yield "Arrow IPC, delta form, a batch a turn, as logged", squeezed_bytes(log)
+    yield "Arrow IPC, delta form, one batch per turn, as logged", squeezed_bytes(log)
 
 
 def print_sizes(size: Size) -> None:
