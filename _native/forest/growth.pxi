@@ -4,6 +4,7 @@ Fills call records and nodes of the forest, one call at a time. Each call costs 
 prompt compared at the speed of memory + new tokens + log(nodes on the path)).
 """
 
+
 @cython.auto_pickle(False)
 @cython.final
 cdef class Growth:

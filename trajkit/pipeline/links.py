@@ -210,9 +210,10 @@ def read_links(calls: Calls, table: pa.Table) -> Records:
         It breaks a rule of `trajkit.validate`, is not one row per turn in the same
         order, or its ranks are not from 0 on.
     """
-    table = check_table(canonical(table, LINKS), "links")
+    table = canonical(table, LINKS)
     rule = "turns, or in another order: expected one row per turn"
     _check_keys(table, calls.table, "links", rule)
+    check_table(table, "links")
     links = np.zeros(len(calls.calls), LINK)
     session = calls.session_of()
     for name in ("parent", "rewritten_by"):
