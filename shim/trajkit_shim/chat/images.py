@@ -6,7 +6,6 @@ image are in the store (`chat.image_store`), under the SHA-256 of the bytes.
 """
 
 import base64
-import binascii
 import re
 from collections.abc import Callable, Iterable
 from itertools import groupby
@@ -56,7 +55,8 @@ def read_image(
         return _part(images.fetch(url, where))
     try:
         data = base64.b64decode(url[given.end() :], validate=True)
-    except binascii.Error as error:
+    # or not even ASCII
+    except ValueError as error:
         part.refuse(name, f"the image is not base64: {error}", "invalid_image")
     return _part(images.add(data, where))
 
