@@ -58,7 +58,7 @@ def grammar(
     limited = (
         required.call or required.names or required.strict or not required.parallel
     )
-    calls = bool(offered and (limited or required.schema))
+    calls = bool(offered and (limited or required.schema is not None))
     if not calls and required.schema is None:
         return None
     own = PINNED & pinned.keys()

@@ -85,6 +85,17 @@ def free(*tags, one=False):
             id="a schema or calls",
         ),
         pytest.param(
+            {"schema": {}},
+            {
+                "type": "or",
+                "elements": [
+                    {"type": "json_schema", "json_schema": {}},
+                    forced(tag("f"), tag("g")),
+                ],
+            },
+            id="any JSON or calls",
+        ),
+        pytest.param(
             {"schema": SCHEMA, "call": True},
             forced(tag("f"), tag("g")),
             id="a schema and a call",
