@@ -237,6 +237,57 @@ async def test_a_conversation_with_images_is_appended_and_is_one_row(opened, for
     assert all(indices is not None for indices in shown)
 
 
+async def test_the_limit_of_images_is_that_of_the_complete_prompt(opened):
+    gateway = await opened(ImageLimits(max_images=1))
+    gateway.engine.script = [gateway.reply("red")]
+    body = chat(PNG)
+    assert (await gateway.post("/v1/chat/completions", body)).status_code == 200
+    body["messages"].append({"role": "assistant", "content": "red"})
+    body["messages"] += chat(JPEG)["messages"]
+    answer = await gateway.post("/v1/chat/completions", body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "2 images; the limit is 1"
+
+
+NUMBERED = r"""
+{%- set n = namespace(images=0) -%}
+{%- for m in messages -%}
+    {{- "<|im_start|>" ~ m.role ~ "\n" -}}
+    {%- if m.content is string -%}
+        {{- m.content -}}
+    {%- else -%}
+        {%- for part in m.content -%}
+            {%- if part.type == "text" -%}
+                {{- part.text -}}
+            {%- else -%}
+                {%- set n.images = n.images + 1 -%}
+                {{- n.images ~ ": <|image_pad|>" -}}
+            {%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+    {{- "<|im_end|>\n" -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- "<|im_start|>assistant\n" -}}{%- endif -%}
+"""
+
+
+async def test_a_template_that_numbers_the_images(opened):
+    gateway = await opened()
+    renderer = gateway.renderer
+    renderer.chat_template = NUMBERED
+    gateway.engine.script = [gateway.reply("red"), gateway.reply("green")]
+    body = chat(PNG)
+    await gateway.post("/v1/chat/completions", body)
+    body["messages"].append({"role": "assistant", "content": "red"})
+    body["messages"] += chat(JPEG)["messages"]
+    answer = await gateway.post("/v1/chat/completions", body)
+    assert answer.status_code == 200, answer.text
+    turns = tk.read_turns(gateway.gateway.log.directory)
+    assert turns["render_reason"].to_pylist() == ["opening", None]
+    text = renderer.decode(np.array(gateway.engine.prompts[1]), ended=False)
+    assert "What is it?2: <|image_pad|>" in text
+
+
 async def test_another_image_in_its_place_is_another_prompt(opened):
     gateway = await opened()
     other = drawn("PNG", (80, 100), (10, 10, 200))
@@ -309,6 +360,7 @@ async def test_a_reply_with_the_token_of_an_image_ends_the_use_of_images(opened,
         pytest.param(url_of(PNG), {"max_images": 0}, "too_many_images", id="count"),
         pytest.param(url_of(PNG), {"max_total_bytes": 9}, "log_full", id="total"),
         pytest.param("data:image/png;base64,?", {}, "invalid_image", id="base64"),
+        pytest.param("data:image/png;base64,é", {}, "invalid_image", id="not-ascii"),
         pytest.param("data:image/png;base64,eA==", {}, "invalid_image", id="no-image"),
         pytest.param("http://example.org/", {}, "image_not_fetched", id="url"),
         pytest.param(

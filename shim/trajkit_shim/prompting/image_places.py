@@ -49,8 +49,7 @@ class ImagePlaces:
         """Replace the token of each image by the image's content ids.
 
         ``encoded`` has the text of ``messages``, and maybe of others without images.
-        Raises `TemplateError` if the template has not written each image once, and
-        `GatewayError` if there are too many.
+        Raises `TemplateError` if the template has not written each image once.
         """
         names = hashes_of(messages)
         at = np.flatnonzero(encoded.ids == self._model.token_id)
@@ -60,10 +59,6 @@ class ImagePlaces:
                 "leaves out images of some messages",
                 code="chat_template",
             )
-        limit = self._store.limits.max_images
-        if len(names) > limit:
-            message = f"{len(names)} images; the limit is {limit}"
-            raise GatewayError(message, code="too_many_images")
         if not names:
             return encoded
         counts = np.ones(len(encoded.ids), np.int64)
@@ -78,10 +73,14 @@ class ImagePlaces:
     def items(self, ids: Ids, messages: Sequence[Json]) -> "list[PlacedImage]":
         """Return where the images of messages are in a prompt's recorded ids.
 
-        Raises `GatewayError` if an earlier reply contains the token of an image, which
-        the engine would take for one.
+        Raises `GatewayError` if there are too many, or an earlier reply contains the
+        token of an image, which the engine would take for one.
         """
         names = hashes_of(messages)
+        limit = self._store.limits.max_images
+        if len(names) > limit:
+            message = f"{len(names)} images; the limit is {limit}"
+            raise GatewayError(message, code="too_many_images")
         if names and (ids == self._model.token_id).any():
             raise GatewayError(
                 "an earlier reply contains the token that stands for an image, so the "

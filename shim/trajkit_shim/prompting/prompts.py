@@ -243,8 +243,8 @@ class Prompts:
     ) -> bool:
         """Whether the text of new messages does not depend on the head, nor it on them."""
         roles = {message["role"] for message in new}
-        # the probe had these roles
-        known = bool(roles) and roles <= {"user", "tool"}
+        # the probe had these roles, and no images, which a template may number
+        known = bool(roles) and roles <= {"user", "tool"} and not hashes_of(new)
         drops = reasons and not roles.isdisjoint(probe.drops_reasoning)
         return probe.tail and known and not drops
 
