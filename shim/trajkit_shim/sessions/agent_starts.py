@@ -15,6 +15,7 @@ import json
 from collections import deque
 from dataclasses import dataclass, field
 
+from trajkit_shim.chat.images import texts_of
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.reply_matching import RestoredRequest
 from trajkit_shim.sessions.client_identity import Caller
@@ -69,9 +70,10 @@ class AgentStarts:
         if agent in self._found and caller.agent_id:
             return self._found[agent]
         text = "\n".join(
-            str(message["content"])
+            text
             for message in restored.messages
             if message["role"] == "user"
+            for text in texts_of(message["content"])
         )
         fitting = [
             call
@@ -100,6 +102,9 @@ def _prompt(arguments: str) -> str:
         given = json.loads(arguments)
     # as sampled, arguments may be too deep
     except (ValueError, RecursionError):
+        return ""
+    # an external parser may give another value
+    if not isinstance(given, dict):
         return ""
     texts = (
         text.strip() for name in PROMPTS if isinstance(text := given.get(name), str)

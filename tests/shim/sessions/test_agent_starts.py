@@ -7,6 +7,10 @@ import pytest
 import trajkit as tk
 from tests.shim.clients import in_process
 from tests.shim.fakes import RENDERER, ScriptedEngine
+from trajkit_shim.chat.request import assistant_message, tool_call
+from trajkit_shim.prompting.reply_matching import RestoredRequest
+from trajkit_shim.sessions.agent_starts import AgentStart, AgentStarts
+from trajkit_shim.sessions.client_identity import Caller
 
 pytestmark = pytest.mark.anyio
 
@@ -155,3 +159,22 @@ async def test_what_is_not_linked(tmp_path, reply):
         await agents.ask(user("Do it."))
         _, root = await agents.ask(user(f"Look at f. {PROMPT}"))
     assert started(root) == NOTHING
+
+
+def test_a_prompt_of_several_lines_next_to_an_image():
+    starts, prompt = AgentStarts(), 'Find "f".\nList every caller.'
+    call = tool_call("c", "Agent", json.dumps({"prompt": prompt}))
+    starts.add(3, None, assistant_message("", calls=[call]))
+    parts = [{"type": "text", "text": prompt}, {"type": "image", "sha256": "0" * 64}]
+    opening = RestoredRequest([{"role": "user", "content": parts}])
+    assert starts.find(opening, Caller()) == AgentStart(3, "c")
+
+
+@pytest.mark.parametrize("arguments", ['["a text that is no prompt"]', "null", "7"])
+def test_arguments_that_are_no_object(arguments):
+    """An external parser of replies may give such."""
+    starts = AgentStarts()
+    call = tool_call("c", "Agent", arguments)
+    starts.add(0, None, assistant_message("", calls=[call]))
+    opening = RestoredRequest([{"role": "user", "content": arguments}])
+    assert starts.find(opening, Caller()) is None
