@@ -18,7 +18,6 @@ from typing import Any
 
 from trajkit_shim.chat.reply import Reply
 from trajkit_shim.delivery import Answered, Delivery
-from trajkit_shim.errors import EngineError, GatewayError
 
 KEPT = 8
 """Number of a session's latest replies that can be sent again."""
@@ -84,17 +83,18 @@ class SharedCall:
         self._record = record
         self._over = over
         self._waiting = 0
-        self._outcome: Answered | GatewayError | EngineError | None = None
+        self._outcome: Answered | Exception | None = None
 
     def finish(self) -> Answered:
         """Return the reply of the call, whose work is done; record it the first time.
 
-        Raises `GatewayError`, `EngineError`: the call failed, or could not be recorded.
+        Raises `GatewayError`: the call failed, or could not be recorded.
         """
         if self._outcome is None:
             try:
                 self._outcome = self._record()
-            except GatewayError as error:
+            except Exception as error:
+                # it may have been recorded in part
                 self._outcome = error
             finally:
                 self._over()

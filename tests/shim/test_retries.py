@@ -10,7 +10,13 @@ import trajkit as tk
 from tests.shim.clients import http_of, in_process
 from tests.shim.fakes import RENDERER, Held, ScriptedEngine, sampled
 from trajkit_shim.errors import EngineError
-from trajkit_shim.retries import KEPT, UNMARKED_SECONDS, is_retry
+from trajkit_shim.retries import (
+    KEPT,
+    UNMARKED_SECONDS,
+    PartialReply,
+    SharedCall,
+    is_retry,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -147,6 +153,22 @@ async def test_a_failure_is_no_answer_to_give_again(tmp_path, failed, turns):
         assert len(gateway.turns()) == turns
         again = await session.ask()
     assert again.json()["choices"][0]["message"]["content"] == "b"
+
+
+async def test_a_call_is_recorded_once_however_that_fails():
+    """Otherwise each connection would write the turns again."""
+    recorded = []
+
+    def record():
+        recorded.append(1)
+        raise OSError("the disk is full")
+
+    work = asyncio.create_task(asyncio.sleep(0))
+    call = SharedCall(work, record, lambda: None, PartialReply())
+    for _ in range(2):
+        with pytest.raises(OSError, match="disk"):
+            call.finish()
+    assert recorded == [1]
 
 
 async def test_a_closed_session_gives_nothing_again(tmp_path):
