@@ -29,6 +29,8 @@ _SUBREAPER = 36
 _HOST = "127.0.0.1"
 _LOOK_SECONDS = 0.1
 _WINDOW_SECONDS = 3600.0
+# as a shell reports it
+_TERMINATED = 128 + signal.SIGTERM
 
 
 def keep(
@@ -46,7 +48,7 @@ def keep(
     """
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
     # with this, the process ends below
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
     lost: list[float] = []
     healthy = False
     while True:
@@ -113,6 +115,8 @@ def _is_healthy(port: int) -> bool:
 
 def _end(server: subprocess.Popen[bytes], seconds: float) -> None:
     """End a server and all processes that it started."""
+    # a signal that arrives meanwhile has its effect afterwards
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     server.terminate()
     with suppress(subprocess.TimeoutExpired):
         server.wait(seconds)
@@ -122,6 +126,7 @@ def _end(server: subprocess.Popen[bytes], seconds: float) -> None:
         for pid in pids:
             os.kill(int(pid), signal.SIGKILL)
         os.waitpid(-1, 0)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
 
 def _tell(line: str) -> None:

@@ -169,8 +169,11 @@ def running_server(
                 watching.join()
     if lost:
         sys.stderr.write(_tail(log, begin))
+        reason, code = lost[0], process.returncode
+        if code:
+            reason = f"lost the process that keeps it, with exit code {code}"
         raise ConnectionError(
-            f"the engine's server {lost[0]}. The end of its log, {log}, is above"
+            f"the engine's server {reason}. The end of its log, {log}, is above"
         )
 
 

@@ -203,6 +203,47 @@ def _die(url):
         pass
 
 
+def keeper_of(server):
+    """The parent of a server's process."""
+    return int(Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
+def test_a_keeper_that_ends_ends_the_command(python, tmp_path, number, code):
+    pids = tmp_path / "pids"
+
+    def run():
+        with launched(python, tmp_path, "--pids", str(pids)):
+            os.kill(keeper_of(read_pids(pids)[0]), number)
+            # the signal ends it
+            until(lambda: False)
+
+    reason = f"lost the process that keeps it, with exit code {code}"
+    with pytest.raises(ConnectionError, match=reason):
+        run()
+    for pid in read_pids(pids):
+        if number == signal.SIGKILL:
+            # nobody is left who could
+            os.kill(pid, signal.SIGKILL)
+        assert number == signal.SIGKILL or not runs(pid)
+
+
+def test_repeated_signals_leave_no_process(python, tmp_path):
+    pids = tmp_path / "pids"
+
+    def run():
+        options = ["--pids", str(pids), "--fake", "stubborn"]
+        with launched(python, tmp_path, *options, stop_seconds=0.5):
+            keeper = keeper_of(read_pids(pids)[0])
+            until(lambda: os.kill(keeper, signal.SIGTERM))
+
+    with pytest.raises(ConnectionError):
+        run()
+    assert not any(map(runs, read_pids(pids)))
+
+
 @contextmanager
 def serving(tmp_path, python, model, *options, server=()):
     """``trajkit serve --launch`` as a process, with pipes."""
