@@ -4,7 +4,7 @@ import base64
 import io
 import json
 import threading
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -425,6 +425,7 @@ def test_a_model_of_text_takes_no_images(tmp_path):
         *("127.0.0.1", "0.0.0.0", "10.1.2.3", "192.168.0.1", "169.254.169.254"),
         *("100.64.0.1", "224.0.0.1", "[::1]", "[fe80::1]", "[::ffff:127.0.0.1]"),
         *("[64:ff9b::7f00:1]", "[2002:7f00:1::]", "localhost", "2130706433"),
+        *("[::7f00:1]", "[fec0::1]"),
     ],
 )
 def test_private_hosts_are_never_asked(tmp_path, monkeypatch, host):
@@ -446,10 +447,23 @@ class Answers(BaseHTTPRequestHandler):
     def do_GET(self):
         path, _, length = self.path.partition("-")
         self.send_response(302 if path == "/moved" else 200)
+        if path == "/slow":
+            self.drip()
         self.send_header("location", "/image")
         self.end_headers()
         self.wfile.write(PNG + b"x" * int(length or 0))
         self.server.hosts.append(self.headers["host"])
+        self.server.encodings.append(self.headers["accept-encoding"])
+
+    def drip(self):
+        """Send a header every now and then, until the client has left."""
+        self.flush_headers()
+        never = threading.Event()
+        with suppress(ConnectionError):
+            for _ in range(200):
+                never.wait(0.02)
+                self.wfile.write(b"x: y\r\n")
+            self.server.patient += 1
 
     def log_message(self, *_):
         pass
@@ -458,7 +472,7 @@ class Answers(BaseHTTPRequestHandler):
 @pytest.fixture
 def web():
     server = HTTPServer(("127.0.0.1", 0), Answers)
-    server.hosts = []
+    server.hosts, server.encodings, server.patient = [], [], 0
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
@@ -476,6 +490,18 @@ def test_an_image_is_fetched_from_the_address_that_was_checked(
     name = store.fetch(f"{url}/image", "url")
     assert (tmp_path / name).read_bytes() == PNG
     assert web.hosts == [f"localhost:{web.server_port}"]
+    # the bytes are taken as they come
+    assert web.encodings == ["identity"]
     for path, words in (("moved", "answered 302"), ("image-9", "longer than")):
         with pytest.raises(GatewayError, match=words):
             store.fetch(f"{url}/{path}", "url")
+
+
+def test_a_server_that_never_ends_its_headers(tmp_path, monkeypatch, web):
+    monkeypatch.setattr(fetch_image, "is_public", lambda _: True)
+    monkeypatch.setattr(fetch_image, "_SECONDS", 0.2)
+    store = ImageStore(tmp_path, ImageLimits(fetch=True))
+    with pytest.raises(GatewayError, match=r"it took longer than 0\.2 seconds"):
+        store.fetch(f"http://localhost:{web.server_port}/slow", "url")
+    # it would have sent the image in the end
+    assert web.patient == 0
