@@ -432,20 +432,19 @@ class _Gateway:
             known = find_known(body, protocol.history, session.paths.requests())
 
         @timing.step()
-        def parse() -> ReadRequest:
+        def parse(most: int) -> ReadRequest | None:
             options = self.read_options
-            found = read_request(body, protocol.history, read, options, known)
-            if verb == "stream":
-                found.chat = replace(found.chat, stream=True)
-            return found
+            return read_request(body, protocol.history, read, options, known, most)
 
         # A long body would delay every other call; a short one takes less time than
-        # a thread switch.
-        # Images are written, and maybe fetched.
+        # a thread switch. Images are written, and maybe fetched.
         text_only = isinstance(self.read_options.images, str)
-        n_new = len(body) - (0 if known is None else known.n_shared)
-        short = text_only and n_new <= _SHORT_BODY
-        found = parse() if short else await asyncio.to_thread(parse)
+        found = parse(_SHORT_BODY) if text_only else None
+        if found is None:
+            found = await asyncio.to_thread(parse, len(body))
+        assert found is not None
+        if verb == "stream":
+            found.chat = replace(found.chat, stream=True)
         chat = found.chat
         if len(chat.messages) > self.max_messages:
             message = f"{len(chat.messages)} messages; the limit is {self.max_messages}"

@@ -7,6 +7,7 @@ completely.
 """
 
 import json
+import math
 import re
 import secrets
 from bisect import bisect_right
@@ -133,9 +134,17 @@ def find_known(
 
 
 def read_request(
-    body: bytes, history: str, read: Read, options: ReadOptions, match: Match | None
-) -> ReadRequest:
-    """Read a request. Raises `GatewayError` as `parse_object` and ``read``."""
+    body: bytes,
+    history: str,
+    read: Read,
+    options: ReadOptions,
+    match: Match | None,
+    most: float = math.inf,
+) -> ReadRequest | None:
+    """Read a request; None: more than ``most`` bytes would have to be parsed.
+
+    Raises `GatewayError` as `parse_object` and ``read``.
+    """
     digests = [] if match is None else match.known.digests[: match.n_shared // _HASHED]
     for start in range(len(digests) * _HASHED, len(body) - _HASHED + 1, _HASHED):
         before = digests[-1] if digests else b""
@@ -147,8 +156,12 @@ def read_request(
         n_marks = bisect_right(marks, match.n_shared, key=itemgetter(0))
         # a request that is sent again has nothing after the last one
         for n_used in range(n_marks, max(0, n_marks - 2), -1):
+            if len(body) - marks[n_used - 1].offset > most:
+                return None
             if _continue(request, match.known, marks[:n_used], read, options):
                 return request
+    if len(body) > most:
+        return None
     request.chat = read(parse_object(body), options)
     if len(body) < SHORT:
         return request

@@ -108,7 +108,7 @@ class Reader:
         self.protocol = BY_NAME[name]
         self.known = []
 
-    def read(self, body):
+    def read(self, body, **options):
         """The request, and how many elements of its conversation were read."""
         history, lengths = self.protocol.history, []
 
@@ -117,7 +117,7 @@ class Reader:
             return self.protocol.read(fields, options)
 
         match = find_known(body, history, self.known)
-        request = read_request(body, history, read, DEFAULT_OPTIONS, match)
+        request = read_request(body, history, read, DEFAULT_OPTIONS, match, **options)
         return request, lengths
 
     def answer(self, request):
@@ -253,6 +253,22 @@ def test_a_short_request_is_read_completely():
     reader = Reader("openai_chat")
     request, _ = reader.read(body_of("openai_chat", {}, [user("a")], {}))
     assert request.end == -1
+
+
+def test_a_long_part_is_not_read_where_only_a_short_one_may_be():
+    name, history = "openai_chat", [user(LONG)]
+    reader = Reader(name)
+    first = body_of(name, {}, history, {})
+    reader.answer(reader.read(first)[0])
+    history += [{"role": "assistant", "content": "b"}, user("c")]
+    second = body_of(name, {}, history, {})
+    assert reader.read(second, most=100)[0].chat == read_completely(name, second)
+    wrong = body_of(name, {}, [*history, {"role": "nobody"}], {})
+    # sent again, invalid, and begun by nothing that is known
+    for body in (first, wrong, second.replace(b"x", b"y")):
+        assert reader.read(body, most=100)[0] is None
+    reader.answer(reader.read(second)[0])
+    assert reader.read(second, most=100)[0].chat == read_completely(name, second)
 
 
 def test_an_error_names_the_place_in_the_complete_request():
