@@ -429,7 +429,7 @@ class _Gateway:
         counts = verb == "count" and protocol.read_for_count
         read = counts or protocol.read
         with timing.step():
-            known = find_known(body, protocol.history, session.paths.requests())
+            known = find_known(body, protocol.name, session.paths.requests())
 
         @timing.step()
         def parse(most: int) -> ReadRequest | None:
@@ -618,7 +618,8 @@ class _Gateway:
         session.replies.remember(call.restored.position, call.message)
         session.agent_starts.add(turn_index, turn.agent_id, call.message)
         if call.path is not None:
-            known = asked.read.known(asked.protocol.history, call.restored)
+            name, history = asked.protocol.name, asked.protocol.history
+            known = asked.read.known(name, history, call.restored)
             session.paths.remember(call.path, self.cache_budget, known)
 
         def amend(reason: str, trainable: bool | None) -> None:

@@ -55,6 +55,7 @@ class Mark(NamedTuple):
 class KnownRequest:
     """An answered request, and the ends of the histories that it begins with."""
 
+    protocol: str  # its name
     history: str  # the field with the conversation (`WireProtocol.history`)
     body: bytes
     digests: list[bytes]  # of its start, one per `_HASHED` bytes
@@ -96,7 +97,9 @@ class ReadRequest:
         last = self.digests[-1] if self.digests else b""
         return last + self.body[len(self.digests) * _HASHED :]
 
-    def known(self, history: str, restored: RestoredRequest) -> KnownRequest | None:
+    def known(
+        self, protocol: str, history: str, restored: RestoredRequest
+    ) -> KnownRequest | None:
         """Return what to keep once it was answered; None: nothing of it."""
         marks = self.marks
         # the next message may belong to an assistant's last one
@@ -106,6 +109,7 @@ class ReadRequest:
         if not marks:
             return None
         return KnownRequest(
+            protocol=protocol,
             history=history,
             body=self.body,
             digests=self.digests,
@@ -117,14 +121,14 @@ class ReadRequest:
 
 
 def find_known(
-    body: bytes, history: str, known: Iterable[KnownRequest]
+    body: bytes, protocol: str, known: Iterable[KnownRequest]
 ) -> Match | None:
-    """Return the known request that shares the most bytes with a body, if it is long."""
+    """Return a protocol's request that shares the most bytes with a body, if it is long."""
     best = None
     if len(body) < SHORT:
         return None
     for request in known:
-        if request.history == history:
+        if request.protocol == protocol:
             shared = _n_shared(body, request.body)
             if best is None or shared > best.n_shared:
                 best = Match(request, shared)

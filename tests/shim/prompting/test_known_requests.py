@@ -116,7 +116,7 @@ class Reader:
             lengths.append(len(fields.get(history) or ()))
             return self.protocol.read(fields, options)
 
-        match = find_known(body, history, self.known)
+        match = find_known(body, self.protocol.name, self.known)
         request = read_request(body, history, read, DEFAULT_OPTIONS, match, **options)
         return request, lengths
 
@@ -124,7 +124,8 @@ class Reader:
         """Keep a request, as the gateway does once it was answered."""
         new = request.chat.messages[len(request.head.messages) :]
         restored = ReplyIndex().restore(new, request.head)
-        self.known.insert(0, request.known(self.protocol.history, restored))
+        name, history = self.protocol.name, self.protocol.history
+        self.known.insert(0, request.known(name, history, restored))
 
 
 def read_completely(name, body):
@@ -224,7 +225,7 @@ def test_another_field_of_that_name_is_not_the_conversation():
     request, _ = reader.read(body_of("openai_chat", before, [user("a")], {}))
     assert request.end == -1
     restored = ReplyIndex().restore(request.chat.messages)
-    assert request.known("messages", restored) is None
+    assert request.known("openai_chat", "messages", restored) is None
 
 
 def test_another_system_prompt_after_the_conversation():
@@ -246,7 +247,7 @@ def test_nothing_is_cut_inside_the_messages_of_an_assistant():
     history = [user(LONG), {"role": "assistant", "content": "a"}]
     request, _ = reader.read(body_of("openai_chat", {}, history, {}))
     restored = ReplyIndex().restore(request.chat.messages)
-    assert request.known("messages", restored) is None
+    assert request.known("openai_chat", "messages", restored) is None
 
 
 def test_a_short_request_is_read_completely():
@@ -269,6 +270,17 @@ def test_a_long_part_is_not_read_where_only_a_short_one_may_be():
         assert reader.read(body, most=100)[0] is None
     reader.answer(reader.read(second)[0])
     assert reader.read(second, most=100)[0].chat == read_completely(name, second)
+
+
+def test_the_same_bytes_may_mean_something_else_in_another_protocol():
+    parts = [{"type": "text", "text": text} for text in "ab"]
+    history = [user(LONG), {"role": "assistant", "content": parts}, user("c")]
+    before = {"max_tokens": 9}
+    reader, other = Reader("openai_chat"), Reader("anthropic")
+    reader.answer(reader.read(body_of("openai_chat", before, history, {}))[0])
+    other.known = reader.known
+    body = body_of("anthropic", before, [*history, user("d")], {})
+    assert other.read(body)[0].chat == read_completely("anthropic", body)
 
 
 def test_an_error_names_the_place_in_the_complete_request():
