@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import numpy as np
 import pytest
 from PIL import Image
-from transformers import AutoImageProcessor
+from transformers import AutoImageProcessor, AutoProcessor
 
 import trajkit as tk
 from tests.shim.clients import InProcess, in_process, read_log
@@ -417,6 +417,17 @@ def in_process_now(engine, model, directory):
 def test_a_model_of_text_takes_no_images(tmp_path):
     (tmp_path / "config.json").write_text('{"vocab_size": 9}')
     assert load_image_model(tmp_path) is None
+
+
+def test_a_processor_whose_libraries_are_missing(model, monkeypatch):
+    def absent(*_, **__):
+        raise ImportError("\nIt requires the PIL library.\nInstall it.\n")
+
+    for processor in (AutoProcessor, AutoImageProcessor):
+        monkeypatch.setattr(processor, "from_pretrained", absent)
+    rule = r"It requires the PIL library\. Install it\. Or serve with --images refuse"
+    with pytest.raises(ValueError, match=rule):
+        load_image_model(model)
 
 
 @pytest.mark.parametrize(

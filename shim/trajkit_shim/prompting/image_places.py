@@ -163,7 +163,12 @@ def load_image_model(path: str | Path) -> ImageModel | None:
     try:
         sizes = load()._get_num_multimodal_tokens
     except (ImportError, AttributeError):
-        pixels = load_pixels()
+        try:
+            pixels = load_pixels()
+        except ImportError as error:
+            missing = " ".join(str(error).split())
+            message = f"{missing} Or serve with --images refuse"
+            raise ValueError(message) from error
         if not hasattr(pixels, "get_number_of_image_patches"):
             raise ValueError(
                 "its processor does not say how many tokens an image takes: install "
