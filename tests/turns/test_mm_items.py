@@ -173,7 +173,10 @@ def broken(**fields):
         pytest.param({"mm_items": [item(HASHES[0], 1, 0)]}, "is 1:1", id="empty"),
         pytest.param({"mm_items": [item(HASHES[0], 1, 2)] * 2}, "is 1:3", id="twice"),
         pytest.param({"mm_items": [{"kind": "image"}]}, "expected a dict", id="fields"),
-        pytest.param({"mm_items": 3}, "expected a dict", id="no-list"),
+        pytest.param({"mm_items": 3}, "expected a list", id="no-list"),
+        pytest.param(
+            {"mm_items": item(HASHES[0], 1, 2)}, "expected a list", id="one-dict"
+        ),
         pytest.param(
             {"mm_items": [{**item(HASHES[0], 1, 2), "hash": None}]}, "null", id="null"
         ),
@@ -195,6 +198,15 @@ def test_an_item_that_is_not_in_the_prompt_is_refused(fields, words):
     with pytest.raises(InvalidTurnsError, match=words):
         recorder.record(**broken(**fields))
     assert recorder.n_turns("a") == 0
+
+
+def test_a_recorder_copies_items_and_reads_their_numbers():
+    recorder, items = tk.Recorder(), [item(HASHES[0], 1, 2)]
+    items[0]["start"] = 1.0
+    recorder.record(**broken(mm_items=items))
+    items[0]["token_id"] = PAD + 1
+    (read,) = recorder.turns("a")["mm_items"].to_pylist()
+    assert read == [item(HASHES[0], 1, 2)]
 
 
 def test_a_content_id_without_an_item_has_no_engine_id():
