@@ -200,6 +200,38 @@ def test_an_item_that_is_not_in_the_prompt_is_refused(fields, words):
     assert recorder.n_turns("a") == 0
 
 
+@pytest.mark.parametrize(
+    ("items", "words"),
+    [
+        pytest.param([None], "null", id="null"),
+        pytest.param([item(HASHES[0], 1, 0)], "is 1:1", id="empty"),
+        pytest.param([item(HASHES[0], 5, 2)], "is 5:7", id="beyond"),
+        pytest.param([item(HASHES[1], 1, 2)], "not the content ids", id="other"),
+        pytest.param([item(HASHES[0], 1, 2)] * 2, "is 1:3", id="twice"),
+    ],
+)
+def test_an_item_that_is_not_in_the_row_is_refused(items, words):
+    for layout in ("full", "suffix"):
+        rows = tk.linearize(tk.from_records([broken()]), layout=layout)
+        at = rows.column_names.index("mm_items")
+        column = pa.array([items], rows.schema.field(at).type)
+        rows = rows.set_column(at, rows.schema.field(at), column)
+        for read in (tk.validate, lambda rows: tk.pack(rows, 64)):
+            with pytest.raises(InvalidTurnsError, match=words):
+                read(rows)
+
+
+@given(sessions(), st.none() | st.integers(1, 12))
+@fewer_examples
+def test_rows_keep_the_rules_of_images(calls, cap):
+    table = tk.from_records(recorded(calls))
+    for layout in ("full", "suffix"):
+        for policy in POLICIES:
+            tk.validate(
+                tk.linearize(table, policy, max_row_tokens=cap, layout=layout), "rows"
+            )
+
+
 def test_a_recorder_copies_items_and_reads_their_numbers():
     recorder, items = tk.Recorder(), [item(HASHES[0], 1, 2)]
     items[0]["start"] = 1.0
