@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.strategies import fewer_examples
-from trajkit.errors import InvalidTurnsError
+from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.turns import content_ids, engine_ids
 
 PAD = 7
@@ -247,6 +247,15 @@ def test_a_content_id_without_an_item_has_no_engine_id():
         InvalidTurnsError, match=r"prompt_ids\[1\] is \d+, a content id"
     ):
         engine_ids(table)
+
+
+def test_engine_ids_are_those_of_the_table_s_own_column():
+    table = tk.from_records([broken()])
+    ids = engine_ids(table)["prompt_ids"]
+    extra = table.append_column("input_ids", pa.array([[1]]))
+    assert engine_ids(extra)["prompt_ids"] == ids
+    with pytest.raises(SchemaError, match="prompt_ids or suffix_ids or input_ids"):
+        engine_ids(table.select(["session_id"]))
 
 
 def test_what_has_no_content_ids_is_returned_as_it_is():
