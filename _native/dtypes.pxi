@@ -1,6 +1,6 @@
 """The numpy dtypes of the records that kernels share.
 
-Made from the structs themselves, so that a buffer of another layout cannot be meant.
+Made from the structs, so that arrays have the layout that kernels read.
 """
 from numpy import asarray, dtype
 

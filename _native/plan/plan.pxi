@@ -13,14 +13,14 @@ cdef enum:  # how a call meets the row that its parent ended
     MEET_FORK
     MEET_RESTART              # a fork after which nothing of that row remains
 
-cdef enum:  # trajkit.policies.ON_DRIFT
+cdef enum:  # trajkit.policies.OnDrift
     ON_DRIFT_FORK, ON_DRIFT_ABSORB_SHORT_REPLY, ON_DRIFT_ABSORB_SHORT_DRIFT
     ON_DRIFT_ABSORB_ANY, ON_DRIFT_SPLICE
 
 cdef enum:
     NEVER = 0x7FFFFFFFFFFFFFFF  # a position beyond every row
 
-cdef enum:  # trajkit.policies.TRAIN_IN
+cdef enum:  # trajkit.policies.TrainIn
     TRAIN_IN_FIRST, TRAIN_IN_EARLIEST, TRAIN_IN_EVERY
 
 cdef enum:  # trajkit.schema.SPAN_KINDS

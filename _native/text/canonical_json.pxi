@@ -251,6 +251,7 @@ cdef bint _same(object a, object b, int depth) except -1:
     cdef PyObject* other = NULL
     cdef PyObject* x = NULL
     cdef PyObject* y = NULL
+    cdef object name, one, two
     if a is b:
         return True
     if type(a) is not type(b):
@@ -260,19 +261,25 @@ cdef bint _same(object a, object b, int depth) except -1:
     if type(a) is dict:
         if len(<dict>a) != len(<dict>b) or depth == DEPTH:
             return False
+        # owned, because to compare keys may run code that changes either dict
         while PyDict_Next(a, &i, &key, &x):
+            name, one = <object>key, <object>x
             # keys of both usually come in one order
             if not PyDict_Next(b, &k, &other, &y) or other != key:
-                y = PyDict_GetItemWithError(b, <object>key)
-            if y is NULL or (x != y and not _same(<object>x, <object>y, depth + 1)):
+                y = PyDict_GetItemWithError(b, name)
+                if y is NULL:
+                    return False
+            two = <object>y
+            if one is not two and not _same(one, two, depth + 1):
                 return False
         return True
     if type(a) is list:
         if len(<list>a) != len(<list>b) or depth == DEPTH:
             return False
-        for i in range(len(<list>a)):
-            if not _same((<list>a)[i], (<list>b)[i], depth + 1):
+        while i < len(<list>a):
+            if i >= len(<list>b) or not _same((<list>a)[i], (<list>b)[i], depth + 1):
                 return False
+            i += 1
         return True
     if type(a) is int:
         return a == b
@@ -302,10 +309,11 @@ def match_messages(
     ids : buffer of int32, shape (len(messages),)
         Filled: the id, or -1 for a message that is not the same.
     """
-    cdef Py_ssize_t i, n = min(len(messages), len(before))
+    cdef Py_ssize_t i
     if before_ids.shape[0] != len(before) or ids.shape[0] != len(messages):
         raise LayoutError("one id is needed for each message")
     for i in range(len(messages)):
         ids[i] = -1
-        if i < n and _same(before[i], messages[i], 0):
+        # the lengths of now: to compare keys may run code that changes the lists
+        if i < min(len(before), len(messages)) and _same(before[i], messages[i], 0):
             ids[i] = before_ids[i]

@@ -89,8 +89,8 @@ cdef class Lists:
             Compare with this call alone; -1: compare with every call, the first of
             equals counts.
         other : object
-            Its method ``find`` returns the number of a message that is no dict with a form,
-            given it and its index, or -1; or it raises.
+            Its method ``find`` returns the number of a message that has no copy, given it and
+            its index, or -1; or it raises.
 
         Returns
         -------
@@ -204,9 +204,7 @@ cdef class Lists:
         if type(known) is dict:
             return _same(known, message, 0)
         # a pair, which cannot change
-        return known is message or (
-            type(message) is tuple and _same_pair(<tuple>known, <tuple>message)
-        )
+        return type(message) is tuple and _same_pair(<tuple>known, <tuple>message)
 
     cdef int32_t _number(self, object message, Py_ssize_t place, object other) except -1:
         """The number of a message, which is new or known elsewhere."""
@@ -399,9 +397,9 @@ cdef object _copy_of(object message, uint64_t* digest):
 
 
 cdef bint _same_pair(tuple a, tuple b):
-    return (
-        len(a) == 2 == len(b)
-        and type(a[0]) is bytes is type(b[0])
+    return len(a) == 2 == len(b) and (
+        a is b
+        or type(a[0]) is bytes is type(b[0])
         and type(a[1]) is str is type(b[1])
         and <bytes>a[0] == <bytes>b[0]
         and <str>a[1] == <str>b[1]

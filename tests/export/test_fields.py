@@ -604,6 +604,18 @@ def test_verl_gets_images_and_the_ids_of_the_engine(tmp_path):
         verl.agent_loop_fields(rows, images=tmp_path)
 
 
+def test_an_empty_list_of_images_is_none(tmp_path):
+    call = {"prompt_ids": [1], "output_ids": [2], "output_logprobs": [-1.0]}
+    turns = tk.from_records([{**call, "session_id": "a"}])
+    rows = tk.linearize(turns, "faithful", reward=1.0)
+    at = rows.column_names.index("mm_items")
+    empty = pa.array([[]], rows.schema.field(at).type)
+    rows_with = rows.set_column(at, rows.schema.field(at), empty)
+    for images in (None, tmp_path):
+        found = verl.agent_loop_fields(rows_with, images=images)
+        assert found == verl.agent_loop_fields(rows, images=images)
+
+
 @pytest.mark.parametrize(
     "export",
     [

@@ -2,6 +2,9 @@
 
 import copy
 import json
+import os
+import subprocess
+import sys
 from collections import OrderedDict
 
 import numpy as np
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 import trajkit as tk
 from tests.reference_talk import Numbers
 from tests.strategies import NAN, heard_calls, json_messages
+from trajkit.errors import InvalidTurnsError
 from trajkit.recorder.message_lists import MessageLog
 from trajkit.turns.messages import message_body, message_key
 
@@ -216,3 +220,50 @@ def test_messages_of_other_shapes_than_the_copy_are_told_apart():
     others = [*said("a"), wide, *said({"u": 1}, {"t": ["b"]}), first[2]]
     assert numbers(first, others)[1] == [2, 4, 5, 6, 2]
     assert numbers([*said({"t": "b"}), *said("a") * 9], [key, wide])[1] == [2, 3]
+
+
+def test_an_empty_tuple_is_no_message():
+    nested = []
+    for _ in range(40):
+        nested = [nested]
+    recorder, deep = tk.Recorder(), {"role": "user", "content": nested}
+    recorder.record("s", prompt_ids=[1], output_ids=[2], prompt_messages=[deep])
+    with pytest.raises(InvalidTurnsError, match=r"prompt_messages\[0\] is \(\)"):
+        recorder.record("s", prompt_ids=[1], output_ids=[3], prompt_messages=[()])
+
+
+CHANGES_WHILE_COMPARED = """
+import trajkit as tk
+
+class Key(str):
+    __hash__ = str.__hash__
+    def __eq__(self, other):
+        change()
+        return str.__eq__(self, other)
+
+names = [f"k{i}" for i in range(20)]
+
+def matched(known, new):
+    recorder = tk.Recorder()
+    known = [{"role": "user", "content": known}]
+    recorder.record("s", prompt_ids=[1], output_ids=[2], prompt_messages=known)
+    return recorder.match("s", prompt_messages=[{"role": "user", "content": new}])
+
+inner = [{Key(name): "x" for name in names}]
+change = inner.clear
+matched([dict.fromkeys(names, "x")], inner)
+texts = [{Key("k"): "x"}, *map(str, range(100))]
+change = texts.clear
+print(matched([{"k": "x"}, *map(str, range(100))], texts).shared_messages)
+"""
+
+
+def test_a_message_that_changes_while_it_is_compared():
+    """Freed memory is overwritten here, so that a read of it ends the process."""
+    done = subprocess.run(
+        [sys.executable, "-c", CHANGES_WHILE_COMPARED],
+        env={**os.environ, "PYTHONMALLOC": "debug"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import trajkit as tk
 from tests.strategies import fewer_examples
-from trajkit.errors import InvalidTurnsError
+from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.turns import content_ids, engine_ids
 
 PAD = 7
@@ -173,7 +173,10 @@ def broken(**fields):
         pytest.param({"mm_items": [item(HASHES[0], 1, 0)]}, "is 1:1", id="empty"),
         pytest.param({"mm_items": [item(HASHES[0], 1, 2)] * 2}, "is 1:3", id="twice"),
         pytest.param({"mm_items": [{"kind": "image"}]}, "expected a dict", id="fields"),
-        pytest.param({"mm_items": 3}, "expected a dict", id="no-list"),
+        pytest.param({"mm_items": 3}, "expected a list", id="no-list"),
+        pytest.param(
+            {"mm_items": item(HASHES[0], 1, 2)}, "expected a list", id="one-dict"
+        ),
         pytest.param(
             {"mm_items": [{**item(HASHES[0], 1, 2), "hash": None}]}, "null", id="null"
         ),
@@ -197,12 +200,62 @@ def test_an_item_that_is_not_in_the_prompt_is_refused(fields, words):
     assert recorder.n_turns("a") == 0
 
 
+@pytest.mark.parametrize(
+    ("items", "words"),
+    [
+        pytest.param([None], "null", id="null"),
+        pytest.param([item(HASHES[0], 1, 0)], "is 1:1", id="empty"),
+        pytest.param([item(HASHES[0], 5, 2)], "is 5:7", id="beyond"),
+        pytest.param([item(HASHES[1], 1, 2)], "not the content ids", id="other"),
+        pytest.param([item(HASHES[0], 1, 2)] * 2, "is 1:3", id="twice"),
+    ],
+)
+def test_an_item_that_is_not_in_the_row_is_refused(items, words):
+    for layout in ("full", "suffix"):
+        rows = tk.linearize(tk.from_records([broken()]), layout=layout)
+        at = rows.column_names.index("mm_items")
+        column = pa.array([items], rows.schema.field(at).type)
+        rows = rows.set_column(at, rows.schema.field(at), column)
+        for read in (tk.validate, lambda rows: tk.pack(rows, 64)):
+            with pytest.raises(InvalidTurnsError, match=words):
+                read(rows)
+
+
+@given(sessions(), st.none() | st.integers(1, 12))
+@fewer_examples
+def test_rows_keep_the_rules_of_images(calls, cap):
+    table = tk.from_records(recorded(calls))
+    for layout in ("full", "suffix"):
+        for policy in POLICIES:
+            tk.validate(
+                tk.linearize(table, policy, max_row_tokens=cap, layout=layout), "rows"
+            )
+
+
+def test_a_recorder_copies_items_and_reads_their_numbers():
+    recorder, items = tk.Recorder(), [item(HASHES[0], 1, 2)]
+    items[0]["start"] = 1.0
+    recorder.record(**broken(mm_items=items))
+    items[0]["token_id"] = PAD + 1
+    (read,) = recorder.turns("a")["mm_items"].to_pylist()
+    assert read == [item(HASHES[0], 1, 2)]
+
+
 def test_a_content_id_without_an_item_has_no_engine_id():
     table = tk.from_records([broken(mm_items=None)])
     with pytest.raises(
         InvalidTurnsError, match=r"prompt_ids\[1\] is \d+, a content id"
     ):
         engine_ids(table)
+
+
+def test_engine_ids_are_those_of_the_table_s_own_column():
+    table = tk.from_records([broken()])
+    ids = engine_ids(table)["prompt_ids"]
+    extra = table.append_column("input_ids", pa.array([[1]]))
+    assert engine_ids(extra)["prompt_ids"] == ids
+    with pytest.raises(SchemaError, match="prompt_ids or suffix_ids or input_ids"):
+        engine_ids(table.select(["session_id"]))
 
 
 def test_what_has_no_content_ids_is_returned_as_it_is():

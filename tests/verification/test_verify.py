@@ -1002,12 +1002,25 @@ def test_images_that_are_not_the_session_s():
         ([image | {"stop": 3}], 1),
         ([image | {"start": 0, "stop": 3}], 0),
         ([image | {"start": 7, "stop": 10}], 1),
+        ([image | {"start": 4, "stop": 1}], 1),
+        ([image | {"stop": None}], None),
+        ([None], None),
     ]:
         at = rows.column_names.index("mm_items")
         column = pa.array([items], ROWS.field("mm_items").type)
         found = tk.verify(rows.set_column(at, ROWS.field("mm_items"), column), turns)
         first = found.to_pylist()[0]
         assert (first["rule"], first["token"]) == ("mm_items", token)
+
+
+def test_an_image_of_a_session_without_images():
+    image = {"kind": "image", "hash": "ab" * 32, "token_id": 7, "start": 0, "stop": 1}
+    turns = tk.from_records([turn([1], [3])])
+    rows = tk.linearize(turns, "faithful", reward=1.0)
+    at = rows.column_names.index("mm_items")
+    column = pa.array([[image]], ROWS.field("mm_items").type)
+    found = tk.verify(rows.set_column(at, ROWS.field("mm_items"), column), turns)
+    assert found["rule"].to_pylist() == ["mm_items"]
 
 
 def test_every_rule_has_a_fault():

@@ -15,6 +15,7 @@ from trajkit.errors import ExportError
 from trajkit.pipeline.suffix_layout import full_rows
 from trajkit.training._checks import session_codes
 from trajkit.turns.mm_items import engine_ids
+from trajkit.turns.turn_rules import lengths
 
 Array: TypeAlias = npt.NDArray[Any]
 Normalize: TypeAlias = Literal["token_mean", "token_sum"]
@@ -106,7 +107,7 @@ def checked_rows(
     """
     table = full_rows(canonical_rows(as_table(rows)))
     items = table.column("mm_items").to_pylist()
-    for line in np.flatnonzero(table.column("mm_items").is_valid()):
+    for line in np.flatnonzero(lengths(table.column("mm_items"))):
         where = place(table, int(line))
         if not images:
             raise ExportError(

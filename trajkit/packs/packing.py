@@ -574,7 +574,7 @@ class _Packs:
         )
 
     def _segments(self) -> dict[str, pa.Array]:
-        """Ragged of tokens whose subtrees end at one token: they have no branch inside."""
+        """Runs of tokens whose subtrees end at one token: they have no branch inside."""
         ends, offsets = self._ends, self._offsets
         begins = np.ones(len(ends), np.bool_)
         np.not_equal(ends[1:], ends[:-1], out=begins[1:])

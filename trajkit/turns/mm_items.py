@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table, place
-from trajkit.errors import InvalidTurnsError
+from trajkit.errors import InvalidTurnsError, SchemaError
 
 Ints: TypeAlias = npt.NDArray[np.int32]
 Item: TypeAlias = Mapping[str, Any]
@@ -82,11 +82,17 @@ def engine_ids(table: TableLike) -> pa.Table:
 
     Raises
     ------
+    SchemaError
+        It has no column of ids.
     InvalidTurnsError
         A content id is in no item of its list.
     """
     source = as_table(table)
-    (name,) = (name for name in _COLUMNS if name in source.column_names)
+    name = next((name for name in _COLUMNS if name in source.column_names), None)
+    if name is None:
+        raise SchemaError(
+            f"a table without {' or '.join(_COLUMNS)}: expected turns, rows or packs"
+        )
     lists = pa.concat_arrays(source.column(name).chunks or [pa.array([], _IDS)])
     ids = lists.flatten().to_numpy()
     if not (ids >= FIRST_CONTENT_ID).any():

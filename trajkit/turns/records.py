@@ -4,7 +4,7 @@ import reprlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -498,22 +498,27 @@ def read_weight_versions(value: object, where: str) -> list[Record] | None:
                     f"{where}weight_versions[{i}].{name} is {span[name]!r}: expected "
                     "an integer in [0, 2**31)"
                 )
-    return list(value)
+    return [dict(span) for span in value]
 
 
 def read_mm_items(value: object, where: str) -> list[Record] | None:
     """A call's mm_items: dicts with the fields of `trajkit.schema.MM_ITEM`."""
     if value is None:
         return None
-    items: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
-    for i, item in enumerate(items):
+    if not isinstance(value, (list, tuple)):
+        raise InvalidTurnsError(
+            f"{where}mm_items is {value!r}: expected a list of dicts"
+        )
+    items: list[Record] = []
+    for i, item in enumerate(value):
         if not isinstance(item, Mapping) or set(item) != set(MM_ITEM.names):
             raise InvalidTurnsError(
                 f"{where}mm_items[{i}] is {item!r}: expected a dict of "
                 f"{', '.join(MM_ITEM.names)}"
             )
         try:
-            pa.scalar(item, MM_ITEM)
+            # a copy, with the types of the column
+            items.append(pa.scalar(item, MM_ITEM).as_py())
         except (pa.ArrowException, OverflowError) as error:
             raise InvalidTurnsError(
                 f"{where}mm_items[{i}] is {item!r}: {error}"

@@ -79,9 +79,9 @@ def locate(turns: pa.Table) -> Turns:
 
 
 def runs_of(sizes: _Longs, most: int) -> Iterator[tuple[int, int]]:
-    """Group consecutive sessions, as pairs (start, stop).
+    """Group consecutive sessions or rows, as pairs (start, stop).
 
-    The sizes of a group add up to ``most`` at most, unless it is a single session.
+    The sizes of a group add up to ``most`` at most, unless it has a single member.
     """
     ends = np.append(0, np.cumsum(sizes))
     start = 0

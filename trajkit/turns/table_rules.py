@@ -27,6 +27,7 @@ from trajkit.turns.turn_rules import (
     lengths,
     logprobs,
     lookup,
+    mm_items,
     no_null,
     nulls,
     owners,
@@ -334,8 +335,9 @@ LAYOUT: tuple[Check, ...] = (
     refers("parent_row", "row_index", np.less, "an earlier row_index"),
     row_lengths,
     mask_not_null,
+    mm_items,
 )
-"""What `pipeline.suffix_layout` requires of the rows that it converts."""
+"""What conversions of the layout and packs require of rows."""
 
 _ROWS: tuple[Check, ...] = (
     masks,

@@ -232,40 +232,51 @@ def lacks(structs: pa.StructArray, *names: str) -> Bools:
 
 
 def mm_items(table: pa.Table) -> Iterator[Violation]:
-    """Images are in the prompt, in order, and their tokens are their content ids."""
+    """Images are in the prompt or row, in order; their tokens are their content ids."""
     if not has_items(table):
         return
-    name, first = "prompt_ids", np.zeros(len(table), np.int64)
+    of_rows = "row_index" in table.column_names
+    name, first = "input_ids" if of_rows else "prompt_ids", np.zeros(len(table))
     if name not in table.column_names:
-        name, first = "suffix_ids", table.column("shared_length").to_numpy()
+        stored_from = "suffix_start" if of_rows else "shared_length"
+        name, first = "suffix_ids", table.column(stored_from).to_numpy()
     faults: dict[int, str] = {}
     for row, listed in enumerate(table.column("mm_items").to_pylist()):
         if listed:
             ids = table.column(name)[row].values.to_numpy()
-            fault = item_fault(listed, ids, int(first[row]))
+            fault = item_fault(listed, ids, int(first[row]), may_be_cut=of_rows)
             if fault is not None:
                 faults[row] = fault
     yield violation(np.array([*faults], np.int64), "{}", list(faults.values()))
 
 
-def item_fault(items: Sequence[Item | None], ids: Ints, first: int = 0) -> str | None:
-    """What is wrong with the images of a prompt whose ids from ``first`` on are given."""
-    last = 0
+def item_fault(
+    items: Sequence[Item | None],
+    ids: Ints,
+    first: int = 0,
+    *,
+    may_be_cut: bool = False,
+) -> str | None:
+    """What is wrong with the images of a prompt or row.
+
+    ``ids`` are its ids from ``first`` on; ``may_be_cut``: it may end within an image.
+    """
+    last, end = 0, first + len(ids)
     for i, item in enumerate(items):
         if item is None or None in item.values():
             return f"mm_items[{i}] has a null: every field is needed"
         start, stop = item["start"], item["stop"]
-        if not last <= start < stop <= first + len(ids):
+        inside = start < end if may_be_cut else stop <= end
+        if not (last <= start < stop and inside):
             return (
                 f"mm_items[{i}] is {start}:{stop}: expected tokens from {last} to "
-                f"{first + len(ids)}, the end of the prompt"
+                f"{end}, the end of the {'row' if may_be_cut else 'prompt'}"
             )
         if not 0 <= item["token_id"] < FIRST_CONTENT_ID:
             return f"mm_items[{i}] has the token_id {item['token_id']}, a content id"
-        low, high = max(start, first), max(stop, first)
-        if not np.array_equal(
-            ids[low - first : high - first], item_ids(item)[low - start :]
-        ):
+        low, high = max(start, first), min(max(stop, first), end)
+        due = item_ids(item)[low - start : high - start]
+        if not np.array_equal(ids[low - first : high - first], due):
             return (
                 f"the tokens {start}:{stop} are not the content ids of mm_items[{i}]: "
                 "make them with trajkit.turns.content_ids"

@@ -147,7 +147,7 @@ class Case:
 
     @property
     def may_train(self) -> Bools:
-        """TurnTokens tokens that may be trained, shape (n_sampled,)."""
+        """Sampled tokens that may be trained, shape (n_sampled,)."""
         tokens = self.trainable[self.turns.outputs.owner] & self.turns.unmasked
         if self.policy is not None and self.policy.missing_logprobs == "untrain":
             tokens &= self.turns.given
@@ -155,7 +155,7 @@ class Case:
 
     @property
     def must_train(self) -> Bools:
-        """TurnTokens tokens that some row must train, shape (n_sampled,).
+        """Sampled tokens that some row must train, shape (n_sampled,).
 
         All are False if the policy may lose tokens: it absorbs, rewrites, quarantines
         or omits rows. Such a policy only promises how often a token trains. Splicing

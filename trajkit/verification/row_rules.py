@@ -403,7 +403,9 @@ def mm_items(case: Case) -> None:
     """The images of a row are the session's, and its content ids are theirs."""
     table, ids = case.rows.table, case.rows.ids
     turns = case.turns.calls.table
-    if "mm_items" not in table.column_names or not has_items(turns):
+    if "mm_items" not in table.column_names:
+        return
+    if not has_items(turns) and not has_items(table):
         return
     sessions, known = case.turns.calls.session_of(), set()
     for session, listed in zip(
@@ -413,12 +415,20 @@ def mm_items(case: Case) -> None:
     for row, listed in enumerate(table.column("mm_items").to_pylist()):
         unclaimed = ids[row] >= FIRST_CONTENT_ID
         for item in listed or ():
+            if item is None or None in item.values():
+                detail = f"{item} is or has a null: every field is needed"
+                case.report("mm_items", detail, row=row)
+                continue
             start, stop = item["start"], item["stop"]
-            here, due = ids[row][start:stop], item_ids(item)
+            here = ids[row][start:stop]
             if (case.session[row], *_same_image(item)) not in known:
                 detail = f"{item} is in no prompt of the session"
                 case.report("mm_items", detail, row=row, token=start)
-            elif start < 0 or not len(here) or (here != due[: len(here)]).any():
+            elif (
+                start < 0
+                or not len(here)
+                or (here != item_ids(item)[: len(here)]).any()
+            ):
                 detail = f"the tokens {start}:{stop} are not the content ids of {item}"
                 case.report("mm_items", detail, row=row, token=start)
             else:
