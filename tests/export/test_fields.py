@@ -604,6 +604,19 @@ def test_verl_gets_images_and_the_ids_of_the_engine(tmp_path):
         verl.agent_loop_fields(rows, images=tmp_path)
 
 
+def test_verl_opens_no_file_outside_the_folder(tmp_path):
+    rows = rows_with_an_image(tmp_path / "images")
+    (tmp_path / "other").mkdir()
+    at = rows.column_names.index("mm_items")
+    [items] = [listed for listed in rows.column(at).to_pylist() if listed]
+    named = [None, [{**items[0], "hash": "../images/drawn.png"}]][-len(rows) :]
+    changed = rows.set_column(
+        at, rows.schema.field(at), pa.array(named, rows.schema.field(at).type)
+    )
+    with pytest.raises(ExportError, match="is not the SHA-256"):
+        verl.agent_loop_fields(changed, images=tmp_path / "other")
+
+
 def test_an_empty_list_of_images_is_none(tmp_path):
     call = {"prompt_ids": [1], "output_ids": [2], "output_logprobs": [-1.0]}
     turns = tk.from_records([{**call, "session_id": "a"}])

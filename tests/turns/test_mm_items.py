@@ -184,6 +184,9 @@ def broken(**fields):
             {"mm_items": [{**item(HASHES[0], 1, 2), "start": "1"}]}, "start", id="type"
         ),
         pytest.param(
+            {"mm_items": [{**item(HASHES[0], 1, 2), "hash": "../x"}]}, "hash", id="hash"
+        ),
+        pytest.param(
             {"mm_items": [{**item(HASHES[0], 1, 2), "token_id": 1 << 30}]},
             "token_id",
             id="token",

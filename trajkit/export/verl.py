@@ -18,6 +18,7 @@ from trajkit.export._rows import (
     rewards_of,
     routed_experts,
 )
+from trajkit.turns.mm_items import CONTENT_HASH
 
 EXPERTS = "routed_experts"
 """The payload that becomes ``routed_experts``."""
@@ -86,6 +87,10 @@ def _opened(row: ExportRow, folder: Path) -> list[Any]:
 
     images = []
     for item in row.mm_items:
+        if not CONTENT_HASH.fullmatch(item["hash"]):
+            raise ExportError(
+                f"{row.place}: {item['hash']!r} is not the SHA-256 of an image"
+            )
         try:
             with Image.open(folder / item["hash"]) as image:
                 images.append(image.convert("RGB"))

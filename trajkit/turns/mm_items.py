@@ -1,5 +1,6 @@
 """Images in prompts: content ids, and the ids that the engine consumed."""
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from hashlib import sha256
@@ -23,6 +24,10 @@ FIRST_CONTENT_ID = 1 << 30
 
 _COLUMNS = ("prompt_ids", "suffix_ids", "input_ids")
 _IDS = pa.large_list(pa.int32())
+
+
+CONTENT_HASH = re.compile("[0-9a-f]{64}")
+"""A SHA-256 in hexadecimal: the hash of an item, and the name of its file."""
 
 
 @lru_cache(maxsize=4096)

@@ -16,6 +16,7 @@ from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import Rows, Violation, violation
 from trajkit.turns.deep_json import parse
 from trajkit.turns.mm_items import (
+    CONTENT_HASH,
     FIRST_CONTENT_ID,
     Ints,
     Item,
@@ -265,6 +266,11 @@ def item_fault(
     for i, item in enumerate(items):
         if item is None or None in item.values():
             return f"mm_items[{i}] has a null: every field is needed"
+        if not CONTENT_HASH.fullmatch(item["hash"]):
+            return (
+                f"mm_items[{i}] has the hash {item['hash']!r}: expected a SHA-256, 64 "
+                "hexadecimal digits in lower case"
+            )
         start, stop = item["start"], item["stop"]
         inside = start < end if may_be_cut else stop <= end
         if not (last <= start < stop and inside):
