@@ -236,7 +236,7 @@ _SOURCE = Path(asyncio.__file__).with_name("base_events.py").read_text()
 
 
 def said(session: str, number: int, length: int = 0) -> str:
-    """What a session says, and so many characters of source code."""
+    """The name of a session, then a number of characters of source code."""
     start = hash((session, number)) % (len(_SOURCE) - length)
     return f"{session} {number} {_SOURCE[start : start + length]}".strip()
 

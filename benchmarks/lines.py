@@ -23,7 +23,7 @@ class Line:
     unit : str
         In which both figures are shown.
     alternative : str
-        Its name; empty if there is none.
+        Its name, or an empty string.
     other : float
         Its figure.
     more : bool

@@ -12,13 +12,13 @@ same from one session that is alone.
     python -m benchmarks.load --sessions 2000 --engine-seconds 20 --characters 2500
 
 has an engine that takes 20 seconds for a reply and nearly no processor time, so that
-all sessions wait at once. Each message has so many characters. It also prints the
+all sessions wait at once. Each message has 2,500 characters. It also prints the
 processor time of the gateway's process per turn, which says how many turns per second one
 process can serve.
 
     python -m benchmarks.load --finish 20000
 
-opens so many sessions, lets each make a turn, finishes it, and prints the gateway's
+opens 20,000 sessions, lets each make a turn, finishes it, and prints the gateway's
 resident memory on the way.
 
 All of them exit with 1 if a turn is lost, doubled or in the wrong session.
@@ -68,7 +68,7 @@ async def _load(url: str, sessions: int, turns: int, length: int, told: Told) ->
 def _at_once(
     host: Host, directory: Path, sessions: int, turns: int, choices: argparse.Namespace
 ) -> list[str]:
-    """Print what a gateway costs that serves so many sessions; what is wrong."""
+    """Print what a gateway costs that serves these sessions; return what is wrong."""
     told = Told()
     pid, url = host.start(directory, choices.engine_seconds)
     at_first, start = processor_seconds(pid), time.perf_counter()

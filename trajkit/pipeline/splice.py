@@ -129,7 +129,7 @@ def splice_ranges(calls: Calls, links: Records, plan: SplicePlan) -> PathRanges:
     """The stretches of each row that are stretches of its calls' prompts.
 
     Those of prompts that the row starts with come before the parts that were spliced in.
-    Needed only where payloads or images are carried; one by one per call.
+    Needed only if payloads or images are carried. The loop runs once per call.
     """
     rows, heads, found = plan.rows, [], []
     prompt_len = calls.calls["prompt_len"]

@@ -110,11 +110,9 @@ def token_ids(name: str) -> Check:
     """The check that a column of ids has no null and no negative element."""
 
     def check(table: pa.Table) -> Iterator[Violation]:
+        yield from no_null(name)(table)
         for start, ends, values in flat_chunks(table.column(name)):
             if values.null_count:
-                yield broken_items(
-                    start, ends, values.is_null(), f"{name}[{{}}] is null"
-                )
                 continue
             ids = values.to_numpy()
             if len(ids) and ids.min() < 0:

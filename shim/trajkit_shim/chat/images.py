@@ -42,8 +42,8 @@ def read_image(
     Raises
     ------
     GatewayError
-        Images are refused; the source is none of these; or as `ImageStore.add` and
-        `ImageStore.fetch`.
+        Images are refused, or the source is something else. See also `ImageStore.add`
+        and `ImageStore.fetch`.
     """
     if images == "omit":
         return OMITTED_IMAGE

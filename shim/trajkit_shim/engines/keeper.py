@@ -7,7 +7,8 @@ event: `HEALTHY`, or why a server was lost. Everything that the server writes go
 standard error.
 
 Linux only: orphaned processes of the server become children of this one
-(PR_SET_CHILD_SUBREAPER of prctl(2)), so that none can escape.
+(PR_SET_CHILD_SUBREAPER of prctl(2)), so that it can end them too. A SIGKILL of this
+process itself leaves the server running.
 """
 
 import ctypes

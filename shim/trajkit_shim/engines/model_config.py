@@ -11,7 +11,7 @@ def vocab_size(model_dir: str | Path) -> int:
 
 
 def image_token_id(model_dir: str | Path) -> int | None:
-    """Return the id that stands for an image; None: the model takes none."""
+    """Return the id of an image's token, or None if the model takes no images."""
     for name in ("image_token_id", "image_token_index"):
         with suppress(ValueError):
             return config_number(model_dir, name)

@@ -1,6 +1,6 @@
 """The places of images in a prompt.
 
-A chat template writes one token per image, which stands for as many tokens as the model's
+A chat template writes one token per image, in the place of as many tokens as the model's
 processor makes of an image of that size. In the recorded ids these are content ids
 (`trajkit.turns.content_ids`), so a prompt with another image is another prompt. The
 engine gets the template's token once per image, and does the rest itself.
@@ -34,7 +34,7 @@ CountTokens: TypeAlias = Callable[[int, int], int]
 class ImageModel:
     """What a model does with images."""
 
-    token_id: int  # of the token that stands for one
+    token_id: int  # of the token in the place of one
     count: CountTokens
 
 
@@ -83,7 +83,7 @@ class ImagePlaces:
             raise GatewayError(message, code="too_many_images")
         if names and (ids == self._model.token_id).any():
             raise GatewayError(
-                "an earlier reply contains the token that stands for an image, so the "
+                "an earlier reply contains the token of an image, so the "
                 "engine cannot place the images of this request",
                 code="image_token_sampled",
             )

@@ -37,7 +37,7 @@ _HASHED, _BLOCK = 1 << 13, 1 << 15
 _SPACE = b" \t\n\r"
 # bytes of a message besides its text
 _OVERHEAD = 1024
-# stands for the known messages of a history; unpredictable for clients
+# in the place of a history's known messages; unpredictable for clients
 _KNOWN = secrets.token_hex(16)
 
 _value_end = json.JSONDecoder().raw_decode

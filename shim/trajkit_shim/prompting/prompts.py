@@ -260,9 +260,9 @@ class Prompts:
 
         The text of a short conversation that ends with them, then that of the request.
         """
-        # until the text has twice the length that was compared
-        unchecked = base.rendered.length < 2 * base.rendered.checked
-        if tail_only and unchecked and not self._check:
+        # the last complete comparison counts until the text has twice its length
+        is_recent = base.rendered.length < 2 * base.rendered.checked
+        if tail_only and is_recent and not self._check:
             short = [*STAND_IN, *messages[last:]]
             few = None if tools is None else [STAND_IN_TOOL]
             before = self._stand_ins[tools is not None]

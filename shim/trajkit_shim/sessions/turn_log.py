@@ -39,7 +39,7 @@ _PROVENANCE = pa.schema(
         # request_id of the session's first turn with an identical request; null: none
         pa.field("resend_of", pa.string()),
         # request_id of the turn whose delivered reply an unmarked retry asks for again
-        # (retries); null: it is none
+        # (retries); null if this turn is not a retry
         pa.field("retry_of", pa.string()),
         # index among the replies to one request; null: it asked for one
         pa.field("choice", pa.int32()),

@@ -48,7 +48,7 @@ ATTACKS = {
     "write to the copy of another sandbox": Attack(
         script="cd $(dirname $(sed -n 's/^[^ ]* [^ ]* [^ ]* \\([^ ]*box[^ ]*\\) .*/\\1/p' "
         "/proc/self/mountinfo | head -1) 2> /dev/null) 2> /dev/null; "
-        "echo yes > {host}/other/work/it.py"
+        "echo yes > {host}/other/copy/it.py"
     ),
     "patch the test runner": Attack(
         script="echo 'import os; os._exit(0)' > {prefix}/trajkit_attack.pth",
@@ -89,7 +89,7 @@ def target(tmp_path):
         "solution/it.py": "yes",
         "turns/turns-00000.arrows": "turn",
         "rollouts.log": "{}",
-        "other/work/it.py": "no",
+        "other/copy/it.py": "no",
         "secret": "s3cret",
     }.items():
         (host / name).parent.mkdir(parents=True, exist_ok=True)
@@ -157,10 +157,11 @@ def test_a_daemon_ends_with_the_command_that_left_it(tmp_path, kind):
     """Also one that cleared its environment, by which it could be found."""
     with box_of(kind, tmp_path) as box:
         script = "setsid env -i sh -c 'while :; do echo x >> $0; done' {} & sleep 1"
-        sh(box, script.replace("{}", box.map_path("/work/alive")))
-        before = box.get(box.map_path("/work/alive"))
+        alive = box.map_path("/work") + "/alive"
+        sh(box, script.replace("{}", alive))
+        before = box.get(alive)
         assert before
-        assert box.get(box.map_path("/work/alive")) == before
+        assert box.get(alive) == before
     assert marked(box.spec.name) == set()
 
 

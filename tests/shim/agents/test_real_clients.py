@@ -97,7 +97,7 @@ def line_of(scripts, prompt):
 
 
 def scripted(scripts):
-    """A policy that follows scripts, and says one word where there is none."""
+    """A policy that follows scripts, and replies with one word to other prompts."""
     return lambda prompt: [Reply(line_of(scripts, prompt) or ("Fine.",))]
 
 
