@@ -40,10 +40,10 @@ _REAPER = f"""
 import os, signal, sys
 from pathlib import Path
 mark = b"{_MARK}=" + sys.stdin.buffer.read()
-for path in Path("/proc").glob("[0-9]*/environ"):
+for path in Path("/proc").glob("[0-9]*"):
     try:
-        if mark in path.read_bytes().split(b"\\0"):
-            os.kill(int(path.parent.name), signal.SIGKILL)
+        if mark in (path / "environ").read_bytes().split(b"\\0"):
+            os.kill(int(path.name), signal.SIGKILL)
     except OSError:
         pass
 """

@@ -27,6 +27,7 @@ from trajkit_shim.agents.sandbox import (
     Spec,
     pack,
 )
+from trajkit_shim.agents.sandboxes import local
 from trajkit_shim.agents.sandboxes.local import _why_not_isolated, clear
 
 HERE = Path(__file__).parents[1]
@@ -108,10 +109,11 @@ def sh(box, script, **options):
 def marked(name):
     """The processes of a sandbox, seen from outside."""
     found = set()
-    for entry in Path("/proc").glob("[0-9]*/environ"):
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            if f"{MARK}={name}".encode() in entry.read_bytes().split(b"\0"):
-                found.add(int(entry.parent.name))
+            environment = (process / "environ").read_bytes().split(b"\0")
+            if f"{MARK}={name}".encode() in environment:
+                found.add(int(process.name))
         except OSError:
             continue
     return found
@@ -400,5 +402,20 @@ def test_what_a_killed_run_left_is_ended_before_its_files_are_removed(tmp_path):
             clear(tmp_path)
             assert not tmp_path.exists()
             assert process.wait(10) == -signal.SIGKILL
+        finally:
+            process.kill()
+
+
+def test_a_process_that_ends_while_others_are_searched_is_passed_over(monkeypatch):
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    names = [str(ended.pid), *os.listdir("/proc")]
+    monkeypatch.setattr(local.os, "listdir", lambda path: names)
+    mark = "search"
+    command = ["sleep", "60"]
+    with subprocess.Popen(command, env={**os.environ, MARK: mark}) as process:
+        try:
+            names.append(str(process.pid))
+            assert list(local._marked(MARK, mark)) == [f"/proc/{process.pid}"]
         finally:
             process.kill()

@@ -275,11 +275,11 @@ def _threads(process: str) -> int:
 def _marked(variable: str, value: str) -> Iterator[str]:
     """The directories in /proc of all processes with an environment variable."""
     mark = f"{variable}={value}".encode()
-    for entry in Path("/proc").glob("[0-9]*/environ"):
+    for name in filter(str.isdecimal, os.listdir("/proc")):
         # it has ended, or belongs to another user
         with suppress(OSError):
-            if mark in entry.read_bytes().split(b"\0"):
-                yield str(entry.parent)
+            if mark in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
+                yield f"/proc/{name}"
 
 
 def _kill_marked(variable: str, value: str) -> None:
