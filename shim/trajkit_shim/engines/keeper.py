@@ -21,8 +21,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 HEALTHY = "healthy"
@@ -48,8 +48,9 @@ def keep(
     first one was healthy is not restarted.
     """
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
-    # with this, the process ends below
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
+    # a signal has its effect in `_terminable` alone, or a server would be left
+    _mask(signal.SIG_BLOCK)
+    signal.signal(signal.SIGTERM, _terminate)
     lost: list[float] = []
     healthy = False
     while True:
@@ -57,12 +58,17 @@ def keep(
             return _tell(f"cannot start: another process listens on its port {port}")
         try:
             server = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                start_new_session=True,
+                preexec_fn=lambda: _mask(signal.SIG_UNBLOCK),
             )
         except OSError as error:
             return _tell(f"cannot start: {error}")
         try:
-            became_healthy, reason = _watch(server, port, start_seconds)
+            with _terminable():
+                became_healthy, reason = _watch(server, port, start_seconds)
         finally:
             _end(server, stop_seconds)
         if reason is None:
@@ -116,8 +122,6 @@ def _is_healthy(port: int) -> bool:
 
 def _end(server: subprocess.Popen[bytes], seconds: float) -> None:
     """End a server and all processes that it started."""
-    # a signal that arrives meanwhile has its effect afterwards
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     server.terminate()
     with suppress(subprocess.TimeoutExpired):
         server.wait(seconds)
@@ -127,7 +131,26 @@ def _end(server: subprocess.Popen[bytes], seconds: float) -> None:
         for pid in pids:
             os.kill(int(pid), signal.SIGKILL)
         os.waitpid(-1, 0)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+
+def _mask(how: int) -> None:
+    signal.pthread_sigmask(how, [signal.SIGTERM])
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Within, SIGTERM ends this process."""
+    try:
+        _mask(signal.SIG_UNBLOCK)
+        yield
+    finally:
+        _mask(signal.SIG_BLOCK)
+
+
+def _terminate(number: int, frame: object) -> None:
+    # or the next signal would interrupt what this one causes
+    _mask(signal.SIG_BLOCK)
+    sys.exit(_TERMINATED)
 
 
 def _tell(line: str) -> None:
