@@ -6,7 +6,7 @@ import json
 import operator
 import socket
 import zlib
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, ClassVar, Protocol, cast
 
@@ -62,6 +62,10 @@ class EngineServer:
             ),
             trust_env=False,
         )
+
+    def at(self, base_url: str) -> "EngineServer":
+        """Another server, on the connections of this one."""
+        return EngineServer(self.name, base_url, self.client)
 
     async def get(self, path: str) -> Json:
         """Return the JSON object at a path."""
@@ -216,7 +220,7 @@ class HttpEngine:
             name = await self._model_name()
             context = self._max_context_tokens
             if context is None or name is None:
-                served = await self._servers[0].get("/v1/models")
+                served = await (await self._members())[0].get("/v1/models")
                 try:
                     model = cast(Any, served)["data"][0]
                     context = context or int(model["max_model_len"])
@@ -239,10 +243,14 @@ class HttpEngine:
         """The server of a session, whose prefix cache has its earlier calls."""
         return self._servers[zlib.crc32(session_id.encode()) % len(self._servers)]
 
+    async def _members(self) -> Sequence[EngineServer]:
+        """The servers of the model; at least one."""
+        return self._servers
+
     async def _post_to_all(self, path: str, body: Json) -> list[Json]:
         """Send a request to all servers; return once none is under way."""
         answers = await asyncio.gather(
-            *(server.post(path, body) for server in self._servers),
+            *(server.post(path, body) for server in await self._members()),
             return_exceptions=True,
         )
         for answer in answers:

@@ -22,6 +22,7 @@ from trajkit_shim.engines.base import (
 )
 from trajkit_shim.engines.checks import check_prompt
 from trajkit_shim.engines.http import (
+    EngineServer,
     HttpEngine,
     make_sample,
     reading,
@@ -118,10 +119,25 @@ class SGLangEngine(HttpEngine):
         await self._post_to_all("/continue_generation", {})
 
     async def _model_name(self) -> str:
-        model = await self._servers[0].get("/model_info")
+        model = await (await self._members())[0].get("/model_info")
         preferred = model.get("preferred_sampling_params")
         self._preferred = preferred if isinstance(preferred, dict) else {}
         return str(model.get("served_model_name") or model.get("model_path"))
+
+    async def _members(self) -> Sequence[EngineServer]:
+        """See `HttpEngine`. A router passes on only calls, but lists its servers."""
+        found = []
+        for server in self._servers:
+            try:
+                workers = cast(Any, (await server.get("/workers"))["workers"])
+            except (EngineError, KeyError):
+                # it is a server
+                found.append(server)
+                continue
+            found += [server.at(str(worker["url"])) for worker in workers]
+        if not found:
+            raise EngineError("the SGLang router has no server", 503)
+        return found
 
     async def generate(
         self,
@@ -184,9 +200,8 @@ class SGLangEngine(HttpEngine):
         """Tokens per event of a reply of up to ``max_tokens``."""
         if self._incremental is None:
             self._incremental = False
-            # a router may not have this path
             with suppress(EngineError):
-                info = await self._servers[0].get("/server_info")
+                info = await (await self._members())[0].get("/server_info")
                 self._incremental = info.get("incremental_streaming_output") is True
         repeated = 0 if self._incremental else max_tokens // _REPEATING_EVENTS
         return max(_TOKENS_PER_EVENT, repeated)

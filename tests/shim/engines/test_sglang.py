@@ -99,6 +99,56 @@ async def engine_of(double: Double, **options):
     assert client.is_closed
 
 
+class Router:
+    """Answers as SGLang's router: calls are passed on, the other paths are unknown."""
+
+    def __init__(self, *servers: str) -> None:
+        self.asked: list[tuple[str, str]] = []
+        self.workers = [{"url": url} for url in servers]
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        host, path = request.url.host, request.url.path
+        self.asked.append((host, path))
+        if host == "router":
+            replies = {"/workers": {"workers": self.workers}}
+            replies["/generate"] = RECORDED["basic"]["reply"]
+        else:
+            replies = {"/model_info": RECORDED["model_info"]["reply"]}
+            replies["/v1/models"] = RECORDED["models"]["reply"]
+            replies["/pause_generation"] = {}
+        if path not in replies:
+            return httpx.Response(404)
+        return httpx.Response(200, json=replies[path])
+
+    def engine(self) -> SGLangEngine:
+        client = httpx.AsyncClient(transport=httpx.MockTransport(self))
+        return SGLangEngine("http://router", vocab_size=4032, client=client)
+
+
+async def test_calls_go_to_the_router_and_pauses_to_its_servers():
+    router = Router("http://one", "http://two")
+    engine = router.engine()
+    await sample(engine)
+    await engine.pause()
+    await engine.close()
+    known = [asked for asked in router.asked if asked[1] != "/workers"]
+    assert known == [
+        ("one", "/model_info"),
+        ("one", "/v1/models"),
+        ("router", "/generate"),
+        ("one", "/pause_generation"),
+        ("two", "/pause_generation"),
+    ]
+
+
+async def test_a_router_without_servers():
+    engine = Router().engine()
+    with pytest.raises(EngineError, match="the SGLang router has no server") as caught:
+        await sample(engine)
+    await engine.close()
+    assert caught.value.status == 503
+
+
 async def sample(engine, prompt=PROMPT, **sampling):
     return await engine.generate(
         prompt,
