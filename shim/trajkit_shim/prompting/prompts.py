@@ -28,10 +28,11 @@ from trajkit_shim.prompting.attribution import (
     Encoded,
     Ids,
     Spans,
-    attribution_of,
     find_verbatim,
     joined,
     locate_contents,
+    message_index,
+    of_reply,
     unknown,
 )
 from trajkit_shim.prompting.image_places import ImagePlaces
@@ -195,7 +196,9 @@ class Prompts:
                 if attributed:
                     # a template that trims changes what it renders
                     spans = self._find_new(view, end, verbatim=not probe.trims_new)
-                    shown = None if spans is None else attribution_of(tail, spans)
+                    shown = None
+                    if spans is not None:
+                        shown = Attribution.of(message_index(tail, spans))
                 more = view.text[view.before.length :]
                 full = view.before is base.rendered
                 return Prompt(
@@ -310,11 +313,7 @@ class Prompts:
         closed = bool(len(output_ids)) and int(output_ids[-1]) in self.renderer.end_ids
         # one that is not closed is recognized later, but not extended
         if closed:
-            content = np.ones(len(output_ids), np.bool_)
-            # the end-of-message token is not content
-            content[-1] = False
-            index = np.full(len(output_ids), message, np.int32)
-            reply = None if shown is None else Attribution(index, content)
+            reply = None if shown is None else of_reply(len(output_ids), message)
             runs = Run(prompt.ids, shown), Run(output_ids, reply)
         return CachedPath(
             position=position,

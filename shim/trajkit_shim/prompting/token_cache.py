@@ -54,7 +54,8 @@ class Branch:
     def n_bytes(self) -> int:
         """Memory of the branch without its base."""
         n_tokens = sum(
-            len(run.ids) * (4 if run.shown is None else 9) for run in self.runs
+            run.ids.nbytes + (0 if run.shown is None else run.shown.runs.nbytes)
+            for run in self.runs
         )
         n_request = 0 if self.request is None else self.request.n_bytes
         return n_tokens + n_request + _OVERHEAD * max(1, len(self.positions))
@@ -143,7 +144,8 @@ class TokenCache:
             if start:
                 prompt, *output = own.runs
                 # a view would keep the tokens of the base in memory once more
-                own.runs = _copied(prompt.part(start)), *output
+                rest = prompt.part(start)
+                own.runs = rest._replace(ids=rest.ids.copy()), *output
         before = branch.n_bytes if branch in self._branches else 0
         branch.runs, path.branch = own.runs, branch
         branch.positions.append(path.position)
@@ -182,13 +184,6 @@ class TokenCache:
                 del self._paths[position]
         assert self._budget is not None
         self._budget.remove(self, branch.n_bytes, last=not self._branches)
-
-
-def _copied(run: Run) -> Run:
-    shown = run.shown
-    if shown is not None:
-        shown = Attribution(shown.message_index.copy(), shown.is_content.copy())
-    return Run(run.ids.copy(), shown)
 
 
 class CacheBudget:
