@@ -107,15 +107,17 @@ async def prepare_call(context: CallContext) -> list[PreparedCall]:
     await asyncio.to_thread(call.build_prompt)
     call.resolve_sampling()
     calls = [call, *(call.sibling(i) for i in range(1, context.request.n))]
-    try:
-        async with asyncio.TaskGroup() as group:
-            for each in calls:
-                group.create_task(each.sample())
-    except ExceptionGroup as errors:
-        # the first cancelled the others
-        raise errors.exceptions[0] from None
-    # decoding and hashing a long history would delay every other call
-    return await asyncio.to_thread(lambda: [each.finish() for each in calls])
+    if len(calls) == 1:
+        await call.sample()
+    else:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for each in calls:
+                    group.create_task(each.sample())
+        except ExceptionGroup as errors:
+            # the first cancelled the others
+            raise errors.exceptions[0] from None
+    return [each.finish() for each in calls]
 
 
 async def count_tokens(

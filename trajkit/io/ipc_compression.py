@@ -16,6 +16,8 @@ import pyarrow as pa
 # shorter buffers are not compressed: a zstd frame adds a dozen bytes
 _MIN_BYTES = 256
 _UNCOMPRESSED = struct.pack("<q", -1)
+# to a multiple of 8 bytes
+_PADDING = [bytes(-n % 8) for n in range(8)]
 # bytes of a message before its header: continuation marker and header length
 _HEAD = 8
 # field numbers in the flatbuffer tables Message and RecordBatch
@@ -62,25 +64,28 @@ class IpcCompressor:
         made.length[:], made.nodes[:] = source.length, source.nodes
         body = bytearray()
         locations = []
-        content = data[source.size :]
         for start, size in source.buffers.tolist():
-            buffer = self._compressed(content[start : start + size])
-            locations.append((len(body), len(buffer)))
-            body += buffer
-            body += bytes(-len(body) % 8)
+            begin = len(body)
+            # of an empty buffer the length is not written either
+            if size:
+                stop = source.size + start + size
+                self._write(body, data[source.size + start : stop])
+            locations.append((begin, len(body) - begin))
+            body += _PADDING[len(body) % 8]
         made.buffers[:] = locations
         made.body_length[:] = len(body)
         return pa.py_buffer(made.data + body)
 
-    def _compressed(self, buffer: memoryview) -> bytes:
-        """A buffer of a compressed body: its length (-1: uncompressed) and its bytes."""
-        if not buffer:
-            return b""
+    def _write(self, body: bytearray, buffer: memoryview) -> None:
+        """Append a buffer: its length (-1: uncompressed) and its bytes."""
         if len(buffer) >= _MIN_BYTES:
-            smaller: bytes = self._codec.compress(buffer, asbytes=True)
+            smaller = self._codec.compress(buffer, asbytes=True)
             if len(smaller) < len(buffer):
-                return struct.pack("<q", len(buffer)) + smaller
-        return _UNCOMPRESSED + buffer
+                body += struct.pack("<q", len(buffer))
+                body += smaller
+                return
+        body += _UNCOMPRESSED
+        body += buffer
 
 
 class _IpcHeader:

@@ -32,12 +32,37 @@ class Attribution:
     than they would be rendered.
     """
 
-    message_index: Ids  # int32, shape (n_prompt,)
-    is_content: Bools  # shape (n_prompt,)
+    # Consecutive tokens with equal values: their number, index, and 1 for content.
+    # int32, shape (n_runs, 3)
+    runs: Ids
+
+    @classmethod
+    def of(cls, index: Ids) -> "Attribution":
+        """Return that of tokens that are content if they have an index."""
+        first = np.flatnonzero(np.diff(index, prepend=-2))
+        number = np.diff(first, append=len(index))
+        runs = [number, index[first], index[first] >= 0]
+        return cls(np.column_stack(runs).astype(np.int32))
+
+    @property
+    def message_index(self) -> Ids:
+        """Int32, shape (n_tokens,)."""
+        return np.repeat(self.runs[:, 1], self.runs[:, 0])
+
+    @property
+    def is_content(self) -> Bools:
+        """Shape (n_tokens,)."""
+        return np.repeat(self.runs[:, 2] == 1, self.runs[:, 0])
 
     def part(self, start: int, stop: int | None = None) -> "Attribution":
-        """Return that of some of the tokens, as views."""
-        return Attribution(self.message_index[start:stop], self.is_content[start:stop])
+        """Return that of some of the tokens."""
+        ends = np.cumsum(self.runs[:, 0])
+        left, right = (
+            np.clip(side, start, stop) for side in (ends - self.runs[:, 0], ends)
+        )
+        runs = self.runs.copy()
+        runs[:, 0] = right - left
+        return Attribution(runs[runs[:, 0] > 0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,21 +76,18 @@ class Encoded:
 
 def joined(parts: Sequence[Attribution]) -> Attribution:
     """Return the attribution of consecutive parts of a prompt."""
-    return Attribution(
-        np.concatenate([part.message_index for part in parts]),
-        np.concatenate([part.is_content for part in parts]),
-    )
+    return Attribution(np.concatenate([part.runs for part in parts]))
 
 
-def attribution_of(encoded: Encoded, spans: Spans) -> Attribution:
-    """Return the attribution of a text with the given contents."""
-    index = message_index(encoded, spans)
-    return Attribution(index, index >= 0)
+def of_reply(n_tokens: int, message: int) -> Attribution:
+    """Return that of a sampled reply, whose last token ends the message."""
+    runs = [(n_tokens - 1, message, 1), (1, message, 0)]
+    return Attribution(np.array(runs, np.int32))
 
 
 def unknown(n_tokens: int) -> Attribution:
     """Return an attribution in which all tokens are structure."""
-    return Attribution(np.full(n_tokens, -1, np.int32), np.zeros(n_tokens, np.bool_))
+    return Attribution(np.array([(n_tokens, -1, 0)], np.int32))
 
 
 def attribute(
@@ -97,7 +119,7 @@ def attribute(
             for i, message in enumerate(messages)
         ):
             index = np.where(positions >= 0, of_text[positions], -1).astype(np.int32)
-            return Attribution(index, index >= 0)
+            return Attribution.of(index)
     return None
 
 

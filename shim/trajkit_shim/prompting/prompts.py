@@ -28,10 +28,11 @@ from trajkit_shim.prompting.attribution import (
     Encoded,
     Ids,
     Spans,
-    attribution_of,
     find_verbatim,
     joined,
     locate_contents,
+    message_index,
+    of_reply,
     unknown,
 )
 from trajkit_shim.prompting.image_places import ImagePlaces
@@ -48,7 +49,14 @@ from trajkit_shim.prompting.template_probe import (
     TemplateProbe,
     probe_template,
 )
-from trajkit_shim.prompting.token_cache import Branch, CachedPath, Run, TokenCache
+from trajkit_shim.prompting.token_cache import (
+    Branch,
+    CachedPath,
+    IdBuffer,
+    Run,
+    TokenCache,
+    extended,
+)
 from trajkit_shim.prompting.tokenize_cache import NO_LIMIT
 
 Mode: TypeAlias = Literal["append", "render"]
@@ -61,6 +69,8 @@ Reason: TypeAlias = (
 )
 """Why a prompt was rendered (docs/serving.md has a table)."""
 
+_NO_IDS = np.empty(0, np.int32)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
@@ -69,6 +79,7 @@ class Prompt:
     ids: Ids
     reason: Reason | None  # None: appended to an earlier turn
     hasher: blake2b  # BLAKE2b of the ids as little-endian int32
+    buffer: IdBuffer | None = None  # that the ids are in
     base: CachedPath | None = None  # that turn
     tail_attribution: Attribution | None = None  # of the appended ids; None: unknown
     rendered: RenderedPrefix | None = None  # None: no later prompt may extend this one
@@ -195,11 +206,16 @@ class Prompts:
                 if attributed:
                     # a template that trims changes what it renders
                     spans = self._find_new(view, end, verbatim=not probe.trims_new)
-                    shown = None if spans is None else attribution_of(tail, spans)
+                    shown = None
+                    if spans is not None:
+                        shown = Attribution.of(message_index(tail, spans))
                 more = view.text[view.before.length :]
                 full = view.before is base.rendered
+                before = [run.ids for run in base.runs()]
+                ids, buffer = extended(before, tail.ids, base.branch.buffer)
                 return Prompt(
-                    ids=np.concatenate([*(run.ids for run in base.runs()), tail.ids]),
+                    ids=ids,
+                    buffer=buffer,
                     reason=None,
                     hasher=_hashed(tail.ids, base.hasher),
                     base=base,
@@ -306,21 +322,18 @@ class Prompts:
         """
         if prompt.rendered is None:
             return None
-        runs: tuple[Run, ...] = ()
         closed = bool(len(output_ids)) and int(output_ids[-1]) in self.renderer.end_ids
         # one that is not closed is recognized later, but not extended
+        ids, buffer = _NO_IDS, None
         if closed:
-            content = np.ones(len(output_ids), np.bool_)
-            # the end-of-message token is not content
-            content[-1] = False
-            index = np.full(len(output_ids), message, np.int32)
-            reply = None if shown is None else Attribution(index, content)
-            runs = Run(prompt.ids, shown), Run(output_ids, reply)
+            ids, buffer = extended([prompt.ids], output_ids, prompt.buffer)
+            if shown is not None:
+                shown = joined([shown, of_reply(len(output_ids), message)])
         return CachedPath(
             position=position,
             base=prompt.base,
-            branch=Branch(runs),
-            n_ids=sum(len(run.ids) for run in runs),
+            branch=Branch(Run(ids, shown), buffer),
+            n_ids=len(ids),
             closed=closed,
             rendered=prompt.rendered,
             tools=prompt.tools,

@@ -7,11 +7,14 @@ beyond that the session that was idle longest loses its oldest branches.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
+from threading import Lock
 from typing import NamedTuple
+
+import numpy as np
 
 from trajkit_shim.prompting.attribution import Attribution, Ids
 from trajkit_shim.prompting.known_requests import KnownRequest
@@ -23,6 +26,46 @@ _OVERHEAD = 1536
 _COMPARED = 8
 
 
+class IdBuffer:
+    """Room for the ids of paths that extend each other.
+
+    Ids in it do not change, so that a prompt and the ones that extend it are views of
+    one array, and each costs only what it adds.
+    """
+
+    def __init__(self, n_ids: int) -> None:
+        self._ids = np.empty(n_ids + n_ids // 8 + 1024, np.int32)
+        self._n_used = 0
+        self._lock = Lock()
+
+    def extend(self, n_ids: int, new: Ids) -> Ids | None:
+        """Return the first ``n_ids`` and new ones; None: others follow, or no room."""
+        with self._lock:
+            end = n_ids + len(new)
+            if n_ids != self._n_used or end > len(self._ids):
+                return None
+            self._n_used = end
+        self._ids[n_ids:end] = new
+        return self._ids[:end]
+
+
+def extended(
+    before: Sequence[Ids], new: Ids, buffer: IdBuffer | None
+) -> tuple[Ids, IdBuffer]:
+    """Return ids with new ones after them, and their buffer.
+
+    ``buffer``: has the ids, unless they are not in one. If others were appended to them
+    there, all are copied to another one.
+    """
+    n_before = sum(map(len, before))
+    ids = None if buffer is None else buffer.extend(n_before, new)
+    if buffer is None or ids is None:
+        buffer = IdBuffer(n_before + len(new))
+        ids = buffer.extend(0, np.concatenate([*before, new]))
+        assert ids is not None
+    return ids, buffer
+
+
 class Run(NamedTuple):
     """Consecutive tokens of a path."""
 
@@ -31,6 +74,8 @@ class Run(NamedTuple):
 
     def part(self, start: int, stop: int | None = None) -> "Run":
         """Return a slice, as views."""
+        if not start and stop == len(self.ids):
+            return self
         shown = None if self.shown is None else self.shown.part(start, stop)
         return Run(self.ids[start:stop], shown)
 
@@ -39,23 +84,22 @@ class Run(NamedTuple):
 class Branch:
     """The tokens of paths that extend each other."""
 
-    runs: tuple[Run, ...]  # after those of the base
+    run: Run  # after those of the base
+    buffer: IdBuffer | None = None  # with its ids
     base: "CachedPath | None" = None  # the path of another branch that it extends
     positions: list[bytes] = field(default_factory=list)  # of its paths
     request: KnownRequest | None = None  # its latest
 
     @property
-    def n_ids(self) -> int:
-        """Length of its longest path."""
-        n_base = 0 if self.base is None else self.base.n_ids
-        return n_base + sum(len(run.ids) for run in self.runs)
+    def n_base(self) -> int:
+        """Length of its base."""
+        return 0 if self.base is None else self.base.n_ids
 
     @property
     def n_bytes(self) -> int:
         """Memory of the branch without its base."""
-        n_tokens = sum(
-            len(run.ids) * (4 if run.shown is None else 9) for run in self.runs
-        )
+        shown = self.run.shown
+        n_tokens = self.run.ids.nbytes + (0 if shown is None else shown.runs.nbytes)
         n_request = 0 if self.request is None else self.request.n_bytes
         return n_tokens + n_request + _OVERHEAD * max(1, len(self.positions))
 
@@ -76,22 +120,13 @@ class CachedPath:
 
     def runs(self) -> list[Run]:
         """Return the tokens of prompt and output."""
-        return [run for path in self._from_start() for run in path._own_runs()]
-
-    def _own_runs(self) -> Iterator[Run]:
-        """Those of its branch."""
-        base = self.branch.base
-        left = self.n_ids - (0 if base is None else base.n_ids)
-        for run in self.branch.runs:
-            yield run.part(0, left)
-            left -= min(left, len(run.ids))
-
-    def _from_start(self) -> "list[CachedPath]":
-        """The path, after those that its branch and their branches extend."""
-        found = [self]
-        while (base := found[-1].branch.base) is not None:
-            found.append(base)
-        return found[::-1]
+        found, path = [], self
+        while True:
+            branch = path.branch
+            found.append(branch.run.part(0, path.n_ids - branch.n_base))
+            if branch.base is None:
+                return found[::-1]
+            path = branch.base
 
 
 class TokenCache:
@@ -134,18 +169,17 @@ class TokenCache:
         replaced = self._paths.pop(path.position, None)
         own, base = path.branch, path.base
         branch = own
-        if base is not None and base.branch in self._branches and own.runs:
-            if base.n_ids == base.branch.n_ids:
+        if base is not None and base.branch in self._branches and len(own.run.ids):
+            if base.n_ids == base.branch.n_base + len(base.branch.run.ids):
                 branch = base.branch
-                start = 0 if branch.base is None else branch.base.n_ids
             else:
-                branch.base, start = base, base.n_ids
-            if start:
-                prompt, *output = own.runs
+                branch.base = base
+            if branch.base is not None:
+                rest = own.run.part(branch.n_base)
                 # a view would keep the tokens of the base in memory once more
-                own.runs = _copied(prompt.part(start)), *output
+                own.run, own.buffer = rest._replace(ids=rest.ids.copy()), None
         before = branch.n_bytes if branch in self._branches else 0
-        branch.runs, path.branch = own.runs, branch
+        branch.run, branch.buffer, path.branch = own.run, own.buffer, branch
         branch.positions.append(path.position)
         branch.request = request
         self._paths[path.position] = path
@@ -182,13 +216,6 @@ class TokenCache:
                 del self._paths[position]
         assert self._budget is not None
         self._budget.remove(self, branch.n_bytes, last=not self._branches)
-
-
-def _copied(run: Run) -> Run:
-    shown = run.shown
-    if shown is not None:
-        shown = Attribution(shown.message_index.copy(), shown.is_content.copy())
-    return Run(run.ids.copy(), shown)
 
 
 class CacheBudget:

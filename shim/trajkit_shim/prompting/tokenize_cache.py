@@ -24,6 +24,7 @@ _OVERHEAD = 512
 NO_LIMIT = 2**31 - 1
 """More tokens than any text has."""
 
+_SHORT = 1 << 12  # characters of a text that takes about a millisecond
 _LONG = 1 << 17  # characters of a text that takes tens of milliseconds
 # short texts do not wait for the processors that long ones use
 _long_texts = BoundedSemaphore(max(1, (os.cpu_count() or 1) // 2))
@@ -42,9 +43,13 @@ def encode(tokenizer: "Tokenizer", text: str, max_tokens: int = NO_LIMIT) -> "En
 
     Raises `TooManyTokensError`: there are more than ``max_tokens``.
     """
-    with _long_texts if len(text) > _LONG else nullcontext():
-        # unlike encode, this releases the interpreter
-        (encoded,) = tokenizer.encode_batch([text], add_special_tokens=False)
+    if len(text) <= _SHORT:
+        # another thread would take longer to wake up than this takes
+        encoded = tokenizer.encode(text, add_special_tokens=False)
+    else:
+        with _long_texts if len(text) > _LONG else nullcontext():
+            # unlike encode, this releases the interpreter
+            (encoded,) = tokenizer.encode_batch([text], add_special_tokens=False)
     if len(encoded) > max_tokens:
         raise TooManyTokensError(len(encoded))
     return encoded

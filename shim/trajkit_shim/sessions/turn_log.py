@@ -6,6 +6,7 @@ was never acknowledged. Whether an answer arrived is written to a second stream.
 """
 
 import errno
+import struct
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -335,25 +336,27 @@ class _Row:
 
     def __init__(self, log_schema: pa.Schema) -> None:
         self._schema = log_schema
-        self._arrays = [_is_array(type_) for type_ in log_schema.types]
-        others = zip(log_schema, self._arrays, strict=True)
-        self._others = pa.struct([field for field, array in others if not array])
+        self._nulls = {field.name: pa.nulls(1, field.type) for field in log_schema}
+        self._item_types = {
+            field.name: field.type.value_type
+            for field in log_schema
+            if _is_array(field.type)
+        }
 
     def batch(self, turn: LoggedTurn, made: Mapping[str, object]) -> pa.RecordBatch:
         """Return a turn: the columns in ``made``, and the others from its attributes."""
-        names = self._schema.names
-        values = [made[name] if name in made else getattr(turn, name) for name in names]
-        row = dict(zip(names, values, strict=True))
-        others = iter(pa.array([row], self._others).flatten())
-        return pa.RecordBatch.from_arrays(
-            [
-                _cell(value, type_) if array else next(others)
-                for value, type_, array in zip(
-                    values, self._schema.types, self._arrays, strict=True
-                )
-            ],
-            schema=self._schema,
-        )
+        columns, row = dict(self._nulls), {}
+        for name in columns:
+            value = made[name] if name in made else getattr(turn, name)
+            if value is None:
+                continue
+            if name in self._item_types:
+                columns[name] = _cell(value, self._item_types[name])
+            else:
+                row[name] = value
+        fields = pa.struct([self._schema.field(name) for name in row])
+        columns |= zip(row, pa.array([row], fields).flatten(), strict=True)
+        return pa.RecordBatch.from_arrays([*columns.values()], schema=self._schema)
 
 
 def _is_array(type_: pa.DataType) -> bool:
@@ -365,17 +368,16 @@ def _is_array(type_: pa.DataType) -> bool:
     )
 
 
-def _cell(value: object, type_: pa.DataType) -> pa.Array:
+def _cell(value: object, item_type: pa.DataType) -> pa.Array:
     """An array of one element."""
-    if value is None:
-        return pa.nulls(1, type_)
     if isinstance(value, pa.Array):
         return value
     assert isinstance(value, np.ndarray)
     if value.dtype == np.bool_:
         bits = pa.py_buffer(np.packbits(value, bitorder="little"))
-        values = pa.Array.from_buffers(pa.bool_(), len(value), [None, bits])
+        items = pa.Array.from_buffers(item_type, len(value), [None, bits])
     else:
-        values = pa.array(value, type_.value_type)
-    offsets = pa.array([0, len(value)], pa.int64())
-    return pa.LargeListArray.from_arrays(offsets, values)
+        items = pa.array(value, item_type)
+    offsets = pa.py_buffer(struct.pack("<qq", 0, len(value)))
+    kind = pa.large_list(item_type)
+    return pa.Array.from_buffers(kind, 1, [None, offsets], children=[items])

@@ -646,8 +646,22 @@ def test_a_fork_goes_on_from_its_own_path():
     # the trunk's ids are held once
     branches = {path.branch for path in conversation.held._paths.values()}
     assert len(branches) == 3
-    own = sum(len(run.ids) for branch in branches for run in branch.runs)
+    own = sum(len(branch.run.ids) for branch in branches)
     assert own < sum(len(ids) for _, ids, _ in ways)
+
+
+def test_a_prompt_keeps_its_ids_when_another_extends_the_same_turn():
+    conversation = Conversation(EMBEDDED)
+    messages = start(conversation, "a trunk")
+    # the first of them is never answered
+    prompts = [
+        conversation.ask([*messages, said("user", text)])
+        for text in ("the left way", "the right way")
+    ]
+    texts = [EMBEDDED.decode(prompt.ids, ended=False) for prompt in prompts]
+    assert "the left way" in texts[0]
+    assert "the right way" in texts[1]
+    assert all(prompt.built == "append" for prompt in prompts)
 
 
 def test_of_equal_replies_the_last_one_is_gone_on_from():
@@ -668,7 +682,7 @@ def path(position, base=None, n=100):
     return CachedPath(
         position=position,
         base=base,
-        branch=Branch((Run(np.arange(n, dtype=np.int32), None),)),
+        branch=Branch(Run(np.arange(n, dtype=np.int32), None)),
         n_ids=n,
         closed=True,
         rendered=RenderedPrefix.of("", ""),
