@@ -30,7 +30,7 @@ from tests.shim.test_weight_updates import Updatable
 from trajkit.errors import FormatError
 from trajkit_shim import json_input
 from trajkit_shim.agents.sandbox import Spec
-from trajkit_shim.agents.sandboxes.local import SANDBOX, remove
+from trajkit_shim.agents.sandboxes.local import LocalSandbox, remove
 from trajkit_shim.app import create_app
 from trajkit_shim.engines import http, sglang, vllm
 from trajkit_shim.errors import EngineError, GatewayError
@@ -335,7 +335,7 @@ def test_what_an_agent_leaves_is_what_is_graded(tmp_path, before, change):
 
     def box(name):
         options = {"namespaces": "no"}
-        return SANDBOX(Spec(name=name, scratch=tmp_path, options=options))
+        return LocalSandbox(Spec(name=name, scratch=tmp_path, options=options))
 
     with box("agent") as agent, box("copy") as copy:
         work, fresh = Workspace(task, agent), Workspace(task, copy)

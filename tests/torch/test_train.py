@@ -333,7 +333,8 @@ def test_the_demo_trains_reports_and_keeps_its_run(tmp_path, capsys):
     assert run_train(tmp_path, settings, policies=policies, seeds=[4], json=True) == 0
     summary = json.loads(capsys.readouterr().out)
     assert summary["same_rollouts"]
-    assert [line["policy"] for line in summary["training"]] == policies
+    assert [line["policy"] for line in summary["policies"]] == policies
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
     assert 0 < summary["warm_start"][0]["scripted_reward"] < 0.5
     with pa.ipc.open_file(tmp_path / "steps.arrow") as file:
         lines = file.read_all().to_pylist()

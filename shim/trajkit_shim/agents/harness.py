@@ -1,11 +1,14 @@
-"""Descriptions of harnesses: how one is started, and how its result is read.
+"""What a harness is: how it is installed and started, and how its result is read.
 
-A harness is one record in a module of `agents.harnesses`. It gets the gateway's URL and
-a key. The key is the session's, so its unmodified calls find their session.
+A harness is a record (`agents.harnesses` has ours). It gets the gateway's URL and a key.
+The key is the session's, so its unmodified calls find their session.
 """
 
+import json
+import re
+import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +20,7 @@ only its start and first call; or not at all (written from its documentation).""
 
 _INSTALL_SECONDS = 900.0
 _CHECK_SECONDS = 120.0
+_PLACEHOLDER = re.compile(r"\{(base_url|api_key|model|prompt|home|workspace)\}")
 
 
 class HarnessError(Exception):
@@ -38,14 +42,12 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How to start a harness on a job."""
+    """A harness's command on one job, with everything filled in."""
 
     command: tuple[str, ...]
-    # added to the sandbox's own variables
-    env: Mapping[str, str] = field(default_factory=dict)
-    # content of configuration files, by path below the home directory
-    files: Mapping[str, str] = field(default_factory=dict)
-    stdin: str = ""
+    env: Mapping[str, str]
+    files: Mapping[str, str]
+    stdin: str
 
 
 def failed_by_code(done: CommandResult) -> str | None:
@@ -55,37 +57,65 @@ def failed_by_code(done: CommandResult) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Harness:
-    """One coding agent."""
+    """One coding agent.
+
+    ``command``, ``env``, ``files`` and ``stdin`` may contain ``{base_url}``,
+    ``{api_key}``, ``{model}``, ``{prompt}``, ``{home}`` and ``{workspace}``, the fields
+    of a `Job`. The argument ``{arguments}`` is replaced by the job's arguments.
+    """
 
     name: str
     protocol: str
-    version: str  # the version that the record was written for; empty: any
-    check: tuple[str, ...]  # exits with 0 if it is installed
-    install: str  # a shell command; empty: none
+    version: str = ""  # the version that the record was written for; empty: any
+    install: str = ""  # a shell command; empty: none
+    # a shell command that exits with 0 if it is installed; empty: PROGRAM --version
+    check: str = ""
     tried: Tried
-    launch: Callable[[Job], Launch]
+    # split into arguments as a shell does, before values are filled in
+    command: str
+    stdin: str = ""
+    # added to the sandbox's own variables
+    env: Mapping[str, str] = field(default_factory=dict)
+    # configuration files by path below the home directory; in these the fields are
+    # escaped as in JSON, for a place between quotes
+    files: Mapping[str, str] = field(default_factory=dict)
     # returns the error from its `CommandResult`, or None
     failed: Callable[[CommandResult], str | None] = failed_by_code
+
+    def launch(self, job: Job) -> Launch:
+        """Return its command on a job."""
+        values = asdict(job)
+        quoted = {k: json.dumps(v, ensure_ascii=False)[1:-1] for k, v in values.items()}
+        command: list[str] = []
+        for word in shlex.split(self.command):
+            command += job.arguments if word == "{arguments}" else [_fill(word, values)]
+        return Launch(
+            command=tuple(command),
+            env={name: _fill(text, values) for name, text in self.env.items()},
+            files={path: _fill(text, quoted) for path, text in self.files.items()},
+            stdin=_fill(self.stdin, values),
+        )
 
     def ready(self, sandbox: Sandbox, *, install: bool) -> None:
         """Check that it is installed, or install it.
 
         Raises `HarnessError`: it is not installed, and ``install`` is false or failed.
         """
-        if self._installed(sandbox):
+        check = self.check or f"{shlex.split(self.command)[0]} --version"
+
+        def shell(command: str, timeout_s: float) -> CommandResult:
+            return sandbox.exec(["sh", "-c", command], timeout_s=timeout_s)
+
+        if shell(check, _CHECK_SECONDS).code == 0:
             return
-        hint = f": {self.install}" if self.install else ""
         if not install or not self.install:
-            raise HarnessError(f"{self.check[0]} is not installed{hint}")
-        command = ["sh", "-c", self.install]
-        done = sandbox.exec(command, timeout_s=_INSTALL_SECONDS)
+            hint = f": {self.install}" if self.install else ""
+            raise HarnessError(f"{self.name} is not installed{hint}")
+        done = shell(self.install, _INSTALL_SECONDS)
         if done.code != 0:
             raise HarnessError(f"{self.install}: {done.summary}")
-        if not self._installed(sandbox):
-            raise HarnessError(f"{self.check[0]} is still missing after {self.install}")
-
-    def _installed(self, sandbox: Sandbox) -> bool:
-        return sandbox.exec(self.check, timeout_s=_CHECK_SECONDS).code == 0
+        if shell(check, _CHECK_SECONDS).code != 0:
+            raise HarnessError(f"{self.name} is still missing after {self.install}")
 
     def run(
         self,
@@ -112,3 +142,7 @@ class Harness:
             stdin=launch.stdin.encode(),
             log=log,
         )
+
+
+def _fill(text: str, values: Mapping[str, str]) -> str:
+    return _PLACEHOLDER.sub(lambda found: values[found[1]], text)

@@ -40,46 +40,60 @@ class Processes:
         ``env`` is its complete environment. ``excess``: called twice a second with the
         process's id; a returned text says which limit is exceeded. ``pass_fds``:
         descriptors that it inherits. After `end` nothing is run and the exit code is
-        -9. Raises `OSError`: the program cannot be started. `SandboxError`: a limit is
-        exceeded.
+        -9. Raises `SandboxError`: it cannot be started, or a limit is exceeded.
         """
-        with ExitStack() as stack:
-            given = stack.enter_context(tempfile.TemporaryFile())
-            given.write(command.stdin)
-            given.seek(0)
-            if command.log is None:
-                out = stack.enter_context(tempfile.TemporaryFile())
-                err = stack.enter_context(tempfile.TemporaryFile())
-            else:
-                out = err = stack.enter_context(command.log.open("w+b"))
+        try:
+            with ExitStack() as stack:
+                return self._run(stack, command, env, excess, pass_fds)
+        # an argument may be too long, or contain a null character
+        except (OSError, ValueError) as error:
+            message = f"{command.arguments[0]} cannot be run: {error}"
+            raise SandboxError(message) from error
+
+    def _run(
+        self,
+        stack: ExitStack,
+        command: Command,
+        env: Mapping[str, str],
+        excess: Callable[[int], str | None],
+        pass_fds: Sequence[int],
+    ) -> CommandResult:
+        given = stack.enter_context(tempfile.TemporaryFile())
+        given.write(command.stdin)
+        given.seek(0)
+        if command.log is None:
+            out = stack.enter_context(tempfile.TemporaryFile())
+            err = stack.enter_context(tempfile.TemporaryFile())
+        else:
+            out = err = stack.enter_context(command.log.open("w+b"))
+        with self._lock:
+            if self._ended:
+                return CommandResult(-signal.SIGKILL)
+            process = subprocess.Popen(
+                list(command.arguments),
+                stdin=given,
+                stdout=out,
+                stderr=err,
+                env=dict(env),
+                # its own process group
+                start_new_session=True,
+                pass_fds=pass_fds,
+            )
+            self._running.add(process.pid)
+        try:
+            code = _wait(process, command.timeout_s, out.fileno(), excess)
+        finally:
+            # kill what it started and left running
             with self._lock:
-                if self._ended:
-                    return CommandResult(-signal.SIGKILL)
-                process = subprocess.Popen(
-                    list(command.arguments),
-                    stdin=given,
-                    stdout=out,
-                    stderr=err,
-                    env=dict(env),
-                    # its own process group
-                    start_new_session=True,
-                    pass_fds=pass_fds,
-                )
-                self._running.add(process.pid)
-            try:
-                code = _wait(process, command.timeout_s, out.fileno(), excess)
-            finally:
-                # kill what it started and left running
-                with self._lock:
-                    _kill(process.pid)
-                    self._running.discard(process.pid)
-                process.wait()
-            if command.log is not None:
-                out.seek(max(0, out.seek(0, os.SEEK_END) - TAIL_BYTES))
-                return CommandResult(code, out.read())
-            out.seek(0)
-            err.seek(0)
-            return CommandResult(code, out.read(), err.read())
+                _kill(process.pid)
+                self._running.discard(process.pid)
+            process.wait()
+        if command.log is not None:
+            out.seek(max(0, out.seek(0, os.SEEK_END) - TAIL_BYTES))
+            return CommandResult(code, out.read())
+        out.seek(0)
+        err.seek(0)
+        return CommandResult(code, out.read(), err.read())
 
     def end(self) -> None:
         """Kill all running commands, and start no more."""

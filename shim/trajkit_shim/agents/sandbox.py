@@ -1,6 +1,6 @@
 """What a rollout needs from the environment that an agent works in.
 
-A sandbox runs commands and holds files. Files are copied with commands too, so a new
+A sandbox runs commands and contains files. Files are copied with commands too, so a new
 kind of sandbox needs only the abstract methods of `Sandbox`.
 """
 
@@ -8,17 +8,23 @@ import io
 import secrets
 import shlex
 import tarfile
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Required, Self, TypedDict, Unpack
+from typing import ClassVar, Self
 
 _COPY_SECONDS = 600.0
 _STOP_SECONDS = 60.0
 # some container clients set HOME themselves and do not accept another one from outside
 _SCRIPT = (
     'PATH="$1$PATH" HOME=/home TMPDIR=/tmp; export PATH HOME TMPDIR; shift; exec "$@"'
+)
+# kills all processes of one command
+_KILL = (
+    "for each in /proc/[0-9]*; do tr '\\0' '\\n' < $each/environ 2> /dev/null | "
+    'grep -qxF "TRAJKIT_COMMAND=$1" && kill -9 ${each#/proc/}; done; true'
 )
 
 SHARED_NETWORK = (
@@ -54,14 +60,6 @@ class Limits:
     file_mb: int | None = None  # MiB per file
     disk_mb: int | None = None  # MiB of all files
 
-    def reject(self, kind: str, *names: str) -> None:
-        """Raise `SandboxError` if one of the named limits is set."""
-        for name in names:
-            value = getattr(self, name)
-            if value is not None:
-                rule = f"a sandbox of kind {kind} cannot enforce it"
-                raise SandboxError(f"{name} = {value}: {rule}")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
@@ -79,24 +77,13 @@ class Spec:
     options: Mapping[str, str] = field(default_factory=dict)
 
 
-class ExecOptions(TypedDict, total=False):
-    """The options of a command."""
-
-    # seconds after which it is killed, with every process it started
-    timeout_s: Required[float]
-    cwd: str | None  # directory in the sandbox; None: the task's ``/work``
-    env: Mapping[str, str]  # added to the sandbox's own variables
-    stdin: bytes
-    log: Path | None  # file of this machine that receives standard output and error
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A command to run in a sandbox; for the fields see `ExecOptions`."""
+    """A command to run in a sandbox; see `Sandbox.exec`."""
 
     arguments: tuple[str, ...]
     timeout_s: float
-    cwd: str | None = None
+    cwd: str = "/"
     env: Mapping[str, str] = field(default_factory=dict)
     stdin: bytes = b""
     log: Path | None = None
@@ -137,24 +124,51 @@ class Sandbox(ABC):
     Raises
     ------
     SandboxError
-        It cannot be created here: a tool is missing, or a limit cannot be enforced.
-        All methods raise it if the sandbox fails.
+        It cannot be created here: a tool is missing, an option is unknown, or a limit
+        cannot be enforced. All methods raise it if the sandbox fails.
     """
 
+    kind: ClassVar[str]
+    options: ClassVar[tuple[str, ...]] = ()  # allowed keys of `Spec.options`
+    not_enforced: ClassVar[tuple[str, ...]] = ()  # fields of `Limits`
+    needs_image: ClassVar[bool] = False
+
     def __init__(self, spec: Spec) -> None:
+        for name in spec.options:
+            if name not in self.options:
+                known = f"known options: {', '.join(self.options) or 'none'}"
+                raise SandboxError(f"option {name!r} is unknown; {known}")
+        for name in self.not_enforced:
+            if (value := getattr(spec.limits, name)) is not None:
+                rule = f"a sandbox of kind {self.kind} cannot enforce it"
+                raise SandboxError(f"{name} = {value}: {rule}")
+        if self.needs_image and spec.image is None:
+            raise SandboxError(f"a sandbox of kind {self.kind} needs an image")
         self.spec = spec
+        self._removing = threading.Lock()
 
     @abstractmethod
     def start(self) -> None:
         """Create the sandbox, so that commands can run in it."""
 
     @abstractmethod
-    def run(self, command: Command) -> CommandResult:
+    def _run(self, command: Command) -> CommandResult:
         """Run one command to its end; see `exec`."""
 
     @abstractmethod
+    def _remove(self) -> None:
+        """Remove everything, if there is anything; one thread at a time calls it."""
+
+    @abstractmethod
+    def _end_commands(self) -> None:
+        """End running commands, before `_remove`."""
+
     def stop(self) -> None:
         """End all processes and remove everything. Idempotent."""
+        self._end_commands()
+        # the end of a run stops sandboxes that their own threads stop too
+        with self._removing:
+            self._remove()
 
     @property
     def exposes(self) -> str | None:
@@ -170,14 +184,44 @@ class Sandbox(ABC):
         return self.spec.gateway or url
 
     def exec(
-        self, arguments: Sequence[str], **options: Unpack[ExecOptions]
+        self,
+        arguments: Sequence[str],
+        *,
+        timeout_s: float,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        log: Path | None = None,
     ) -> CommandResult:
         """Run one command to its end.
 
         A missing program is exit code 127. Raises `SandboxError` if the sandbox could
         not run the command.
+
+        Parameters
+        ----------
+        arguments : sequence of str
+        timeout_s : float
+            Seconds after which it is killed, with every process it started.
+        cwd : str, optional
+            Directory in the sandbox. Default: the task's ``/work``.
+        env : mapping of str to str, optional
+            Added to the sandbox's own variables.
+        stdin : bytes
+        log : path, optional
+            File of this machine that receives standard output and error.
         """
-        return self.run(Command(arguments=tuple(arguments), **options))
+        marks = {MARK: self.spec.name, COMMAND_MARK: secrets.token_hex(8)}
+        return self._run(
+            Command(
+                arguments=tuple(arguments),
+                timeout_s=timeout_s,
+                cwd=cwd or self.map_path("/work"),
+                env={**(env or {}), **marks},
+                stdin=stdin,
+                log=log,
+            )
+        )
 
     def put(self, archive: bytes, directory: str) -> None:
         """Unpack a tar archive into a directory of the sandbox, created if missing."""
@@ -210,43 +254,22 @@ class Sandbox(ABC):
 class ForeignSandbox(Sandbox):
     """A sandbox whose processes this one cannot end itself, such as a container."""
 
-    def run(self, command: Command) -> CommandResult:
-        """Run one command, and end its processes if it takes too long; see `exec`."""
-        token = secrets.token_hex(8)
+    def _run(self, command: Command) -> CommandResult:
+        """Run one command, and end its processes if it takes too long."""
         first = "".join(f"{folder}:" for folder in self.spec.path)
-        marks = {MARK: self.spec.name, COMMAND_MARK: token}
-        done = self._enter(
-            replace(
-                command,
-                arguments=("sh", "-c", _SCRIPT, "sh", first, *command.arguments),
-                cwd=command.cwd or "/work",
-                env={**command.env, **marks},
-            )
-        )
+        wrapped = ("sh", "-c", _SCRIPT, "sh", first, *command.arguments)
+        done = self._enter(replace(command, arguments=wrapped))
         if done.code is None:
-            kill = ("sh", "-c", _kill_script(token))
-            self._enter(Command(arguments=kill, timeout_s=_STOP_SECONDS, cwd="/"))
+            kill = ("sh", "-c", _KILL, "sh", command.env[COMMAND_MARK])
+            self._enter(Command(arguments=kill, timeout_s=_STOP_SECONDS))
         return done
 
     @abstractmethod
     def _enter(self, command: Command) -> CommandResult:
         """Run one command, whose processes may continue after its timeout."""
 
-
-@dataclass(frozen=True, slots=True)
-class SandboxKind:
-    """A kind of sandbox: the ``SANDBOX`` of its module."""
-
-    make: Callable[[Spec], Sandbox]
-    options: frozenset[str] = frozenset()  # allowed keys of `Spec.options`
-
-    def __call__(self, spec: Spec) -> Sandbox:
-        """Return a new sandbox, not yet started; reject unknown options."""
-        for name in spec.options:
-            if name not in self.options:
-                known = f"known options: {', '.join(sorted(self.options)) or 'none'}"
-                raise SandboxError(f"option {name!r} is unknown; {known}")
-        return self.make(spec)
+    def _make_directories(self) -> None:
+        self._shell("mkdir -p /home /tmp /work", cwd="/")
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:
@@ -260,11 +283,3 @@ def pack(files: Mapping[str, bytes]) -> bytes:
             entry.mode = 0o755 if content.startswith(b"#!") else 0o644
             tar.addfile(entry, io.BytesIO(content))
     return buffer.getvalue()
-
-
-def _kill_script(token: str) -> str:
-    """A shell script that kills all processes of one command."""
-    return (
-        "for each in /proc/[0-9]*; do tr '\\0' '\\n' < $each/environ 2> /dev/null | "
-        f"grep -qxF {COMMAND_MARK}={token} && kill -9 ${{each#/proc/}}; done; true"
-    )

@@ -30,9 +30,9 @@ from trajkit.cli.text import text_table
 from trajkit.policies import PRESETS
 from trajkit.schema import LABELS
 from trajkit_shim.agents.harness import HarnessError, Job
-from trajkit_shim.agents.harnesses.mini_swe_agent import HARNESS
+from trajkit_shim.agents.harnesses import MINI_SWE_AGENT
 from trajkit_shim.agents.sandbox import SandboxError
-from trajkit_shim.agents.sandboxes import local
+from trajkit_shim.agents.sandboxes.local import LocalSandbox
 from trajkit_shim.app import create_app
 from trajkit_shim.demo.proxy import LossyProxy
 from trajkit_shim.demo.scripted_model import REVIEWER, write_code
@@ -101,9 +101,9 @@ def run_demo(
     # rendered prompts drift, which the demo is to show
     gateway = create_app(engine, ChatRenderer(load_tokenizer()), log, prompts="render")
     settings = Settings(
-        harness=HARNESS,
+        harness=MINI_SWE_AGENT,
         arguments=_OPTIONS,
-        sandbox=local.SANDBOX,
+        sandbox=LocalSandbox,
         sandbox_name="local",
         parallel=sessions,
     )
@@ -136,7 +136,7 @@ def _tasks(n_tasks: int) -> list[Task]:
         workspace="",
         arguments=(*_OPTIONS, "-c", f"agent.system_template={REVIEWER}"),
     )
-    *command, _ = HARNESS.launch(job).command
+    *command, _ = MINI_SWE_AGENT.launch(job).command
     subagent = _SUBAGENT.format(command=shlex.join(command))
     known = read_tasks(Path(__file__).parent / "tasks")
     tasks = []

@@ -200,8 +200,10 @@ def _settings(
 ) -> "Settings":
     """The settings from the options; exits with an error if one is invalid."""
     from trajkit_shim.agents.harness import Harness
+    from trajkit_shim.agents.harnesses import HARNESSES
     from trajkit_shim.agents.plugins import load
-    from trajkit_shim.agents.sandbox import SandboxKind
+    from trajkit_shim.agents.sandbox import Sandbox
+    from trajkit_shim.agents.sandboxes import SANDBOXES
     from trajkit_shim.rollout.run import Settings
 
     pairs = [option.partition("=") for option in arguments.sandbox_option]
@@ -211,9 +213,8 @@ def _settings(
     if arguments.timeout is not None and not 0 < arguments.timeout < float("inf"):
         parser.error(f"--timeout {arguments.timeout:g} is not above 0")
     try:
-        agents = "trajkit_shim.agents"
-        harness = load(arguments.harness, f"{agents}.harnesses", "HARNESS", Harness)
-        kind = load(arguments.sandbox, f"{agents}.sandboxes", "SANDBOX", SandboxKind)
+        harness = load(arguments.harness, HARNESSES, Harness)
+        kind = load(arguments.sandbox, SANDBOXES, Sandbox)
     except ValueError as error:
         parser.error(str(error))
     return Settings(

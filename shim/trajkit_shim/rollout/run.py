@@ -15,7 +15,7 @@ import httpx
 
 from trajkit.io.tables import write_table
 from trajkit_shim.agents.harness import Harness, HarnessError, Job
-from trajkit_shim.agents.sandbox import Sandbox, SandboxError, SandboxKind, Spec
+from trajkit_shim.agents.sandbox import Sandbox, SandboxError, Spec
 from trajkit_shim.agents.sandboxes.local import clear
 from trajkit_shim.rollout.grade import Work, grade
 from trajkit_shim.rollout.run_log import Rollout, RunLog
@@ -30,7 +30,7 @@ class Settings:
     harness: Harness
     arguments: tuple[str, ...] = ()  # extra arguments of its command
     install: bool = False  # install it in each sandbox if it is missing
-    sandbox: SandboxKind
+    sandbox: type[Sandbox]
     sandbox_name: str
     # See `agents.sandbox.Spec`. A task's own image has precedence.
     options: dict[str, str] = field(default_factory=dict)

@@ -11,18 +11,25 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.feather
 
 from trajkit.cli.progress import Progress
+from trajkit.cli.text import text_table
 from trajkit.policies import policy as named_policy
 from trajkit_shim.train.loop import Settings, train, warm_start
-from trajkit_shim.train.report import describe, summarise
+from trajkit_shim.train.report import LAST, compare, draw
 
 __all__ = ["Settings", "run_train"]
 
+T = TypeVar("T")
 POLICIES = ("faithful", "slime", "trl", "polar")
 
 
@@ -35,7 +42,7 @@ def run_train(
     jobs: int | None = None,
     json: bool = False,
 ) -> int:
-    """Train a small model under each policy and seed, and print what came out.
+    """Train a small model under each policy and seed, print a table, and return 0.
 
     Parameters
     ----------
@@ -53,11 +60,6 @@ def run_train(
     json : bool
         Print one JSON object instead of tables.
 
-    Returns
-    -------
-    int
-        0.
-
     Raises
     ------
     PolicyError
@@ -71,39 +73,64 @@ def run_train(
         named_policy(name)
     if jobs is None:
         jobs = (os.cpu_count() or 1) if settings.device == "cpu" else 1
-    folders = {seed: out / "warm-start" / str(seed) for seed in seeds}
-    warm: list[dict[str, Any]] = []
-    lines: list[dict[str, Any]] = []
+    warm_folders = [out / "warm-start" / str(seed) for seed in seeds]
+    runs = [(name, folder) for name in policies for folder in warm_folders]
     with (
         Progress("training", "runs") as progress,
         # forked processes would share the state of torch's threads
         ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool,
     ):
-        progress.begin(len(seeds) * (1 + len(policies)))
-        try:
-            first = {
-                pool.submit(warm_start, folder, seed, settings): seed
-                for seed, folder in folders.items()
-            }
-            running = []
-            for done in as_completed(first):
-                warm.append(done.result())
+
+        def counted(results: Iterable[T]) -> Iterator[T]:
+            for result in results:
                 progress.advance(1)
-                seed = first[done]
-                model = folders[seed] / "model"
-                running += [
-                    pool.submit(
-                        train, out / name / str(seed), model, seed, name, settings
-                    )
-                    for name in policies
-                ]
-            for run in as_completed(running):
-                lines += run.result()
-                progress.advance(1)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    summary = summarise(out, policies, warm, lines, time.monotonic() - started)
-    shown = json_text.dumps(summary) if json else describe(summary)
-    sys.stdout.write(shown + "\n")
+                yield result
+
+        progress.begin(len(warm_folders) + len(runs))
+        warm = [*counted(pool.map(warm_start, warm_folders, seeds, repeat(settings)))]
+        trained = pool.map(
+            train,
+            [out / name / folder.name for name, folder in runs],
+            [folder / "model" for _, folder in runs],
+            [int(folder.name) for _, folder in runs],
+            [name for name, _ in runs],
+            repeat(settings),
+        )
+        lines = [line for run in counted(trained) for line in run]
+    steps = pa.Table.from_pylist(lines)
+    pyarrow.feather.write_feather(steps, out / "steps.arrow", "uncompressed")
+    (out / "reward.svg").write_text(draw(steps), encoding="utf-8")
+    first = steps.filter(pc.equal(steps["step"], 0))
+    summary: dict[str, Any] = {
+        "seconds": time.monotonic() - started,
+        "warm_start": warm,
+        # every policy began with the same rollouts
+        "same_rollouts": pc.count_distinct(first["digest"]).as_py() == len(seeds),
+        "policies": compare(steps),
+    }
+    text = json_text.dumps(summary, indent=1)
+    (out / "summary.json").write_text(text, encoding="utf-8")
+    sys.stdout.write((json_text.dumps(summary) if json else _described(summary)) + "\n")
     return 0
+
+
+def _described(summary: dict[str, Any]) -> str:
+    """The summary for people."""
+    same = "the same" if summary["same_rollouts"] else "NOT the same"
+    warm = [line["scripted_reward"] for line in summary["warm_start"]]
+    lines = summary["policies"]
+    cells = [[_cell(value) for value in line.values()] for line in lines]
+    return (
+        f"{summary['seconds']:.0f} s. Reward of the scripted runs: "
+        f"{sum(warm) / len(warm):.2f}\nFirst step, on rollouts that are {same} for every "
+        "policy: rows, tokens, and mean mismatch\nbetween recorded and recomputed "
+        f"logprobs in nats. Reward: first step, middle and last {LAST} steps.\n"
+        "Share of replies with reasoning: first and last steps.\n\n"
+        + text_table([name.replace("_", " ") for name in lines[0]], cells)
+    )
+
+
+def _cell(value: Any) -> str | int:
+    if isinstance(value, list):
+        return " ".join(map(str, map(_cell, value)))
+    return f"{value:.2g}" if isinstance(value, float) else value

@@ -1,15 +1,21 @@
-"""The agent of the training demo, which speaks to the gateway over HTTP."""
+"""The agents of the training demo, and the engine that plays their model at first."""
 
+import random
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+from transformers import PreTrainedTokenizerFast
 
 from trajkit.schema import SESSIONS
-from trajkit_shim.train.task import MAX_TURNS, TOOLS, Task
+from trajkit_shim.engines import base
+from trajkit_shim.train.model import END
+from trajkit_shim.train.task import MAX_TURNS, TOOLS, Task, scripted_reply
 
 # like most clients, the agent does not send the reasoning of a reply back
 _SENT_BACK = ("role", "content", "tool_calls")
@@ -24,6 +30,11 @@ class Gateway:
             base_url=url, timeout=None, limits=limits, trust_env=False
         )
 
+    def post(self, path: str, body: dict[str, Any], key: str = "") -> Any:
+        """Return the JSON answer to a request."""
+        answer = self._client.post(path, json=body, headers={"x-session-key": key})
+        return answer.raise_for_status().json()
+
     def rollouts(self, tasks: Sequence[Task], samples: int) -> pa.Table:
         """Have ``samples`` agents work on each task, all at the same time.
 
@@ -35,49 +46,70 @@ class Gateway:
             ended = list(pool.map(lambda job: self._rollout(*job), jobs))
         return pa.Table.from_pylist(ended, SESSIONS)
 
-    def update(self, path: str, version: str) -> None:
-        """Give the engine the weights in a model directory."""
-        self._post("/engine/pause", {})
-        self._post("/engine/update", {"model_path": path, "weight_version": version})
-        self._post("/engine/resume", {})
-
     def _rollout(self, task: Task, sample: int) -> dict[str, Any]:
         """One agent at work on a task, from opening its session to its reward."""
-        name = f"{task.task_id}.{sample}"
-        opening = {
-            "session_id": name,
-            "group_id": task.task_id,
-            "max_turns": MAX_TURNS,
-        }
-        key = self._post("/sessions", opening)["api_key"]
-        messages: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
+        name, group = f"{task.task_id}.{sample}", {"group_id": task.task_id}
+        opening = {"session_id": name, "max_turns": MAX_TURNS, **group}
+        key = self.post("/sessions", opening)["api_key"]
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": f"find {task.start}"}
+        ]
         answer = None
         for turn in range(MAX_TURNS):
-            # a seed of its own makes a call independent of the order of all calls
-            seed = zlib.crc32(f"{name}.{turn}".encode())
-            request = {"messages": messages, "tools": TOOLS, "seed": seed}
-            reply = self._post(
-                "/v1/chat/completions", {"model": "policy", **request}, key
-            )
+            request = {
+                "model": "policy",
+                "messages": messages,
+                "tools": TOOLS,
+                # a seed of its own makes a call independent of the order of all calls
+                "seed": zlib.crc32(f"{name}.{turn}".encode()),
+            }
+            reply = self.post("/v1/chat/completions", request, key)
             message = reply["choices"][0]["message"]
             messages.append({key: message.get(key) for key in _SENT_BACK})
-            calls = message.get("tool_calls")
-            if not calls:
+            if not message.get("tool_calls"):
                 answer = message["content"]
                 break
-            for call in calls:
-                result = task.call(**call["function"])
-                messages.append(
-                    {"role": "tool", "tool_call_id": call["id"], "content": result}
-                )
+            for call in message["tool_calls"]:
+                result = {"role": "tool", "tool_call_id": call["id"]}
+                messages.append({**result, "content": task.call(**call["function"])})
         reward = float(answer == task.answer)
-        self._post(f"/sessions/{name}/finish", {"reward": reward})
-        return {"session_id": name, "group_id": task.task_id, "reward": reward}
+        self.post(f"/sessions/{name}/finish", {"reward": reward})
+        return {"session_id": name, "reward": reward, **group}
 
-    def _post(self, path: str, body: dict[str, Any], key: str = "") -> Any:
-        """The JSON answer to a request."""
-        headers = {"x-session-key": key}
-        answer = self._client.post(path, json=body, headers=headers)
-        if answer.is_error:
-            raise ConnectionError(f"POST {path}: {answer.status_code} {answer.text}")
-        return answer.json()
+
+class Demonstrator:
+    """An `Engine` that writes the replies of the scripted agent, for the warm start."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer = tokenizer
+
+    async def info(self) -> base.EngineInfo:
+        """Model name, vocabulary size and context length."""
+        return base.EngineInfo(
+            model="demonstrator",
+            vocab_size=len(self._tokenizer),
+            max_context_tokens=512,
+        )
+
+    async def generate(
+        self,
+        prompt_ids: npt.NDArray[np.int32],
+        sampling: base.Sampling,
+        *,
+        request_id: str,
+        session_id: str,
+        on_tokens: base.OnTokens | None = None,
+    ) -> base.Sample:
+        """Write a reply to the last message of a prompt."""
+        text = str(self._tokenizer.decode(np.asarray(prompt_ids).tolist()))
+        last = text.rsplit("<|im_start|>", 2)[1].removesuffix(END).split()[-1]
+        reply = scripted_reply(last, random.Random(sampling.seed)) + END
+        ids = self._tokenizer.encode(reply, add_special_tokens=False)
+        return base.Sample(
+            output_ids=np.array(ids, np.int32),
+            output_logprobs=None,
+            finish_reason="stop",
+        )
+
+    async def close(self) -> None:
+        """Nothing to release."""

@@ -26,8 +26,7 @@ from trajkit_shim.prompting.prompts import Mode
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.serve import running
 from trajkit_shim.sessions.turn_log import TurnLog
-from trajkit_shim.train.agents import Gateway
-from trajkit_shim.train.demonstrations import Demonstrator
+from trajkit_shim.train.agents import Demonstrator, Gateway
 from trajkit_shim.train.model import make_model, make_tokenizer
 from trajkit_shim.train.task import make_task
 
@@ -63,23 +62,20 @@ def warm_start(out: Path, seed: int, settings: Settings) -> dict[str, Any]:
 
     The scripted agent errs often, and so does the model that imitates it.
     """
-    _prepare()
     started = time.monotonic()
+    tasks = [make_task(f"{seed}.warm.{i}") for i in range(settings.warm_runs)]
     tokenizer = make_tokenizer()
-    parts = []
     with _gateway(Demonstrator(tokenizer), out, settings) as (gateway, log):
-        names = [f"{seed}.warm.{i}" for i in range(settings.warm_runs)]
-        for start in range(0, len(names), _AGENTS):
-            tasks = [make_task(name) for name in names[start : start + _AGENTS]]
-            parts.append(gateway.rollouts(tasks, 1))
-    sessions = pa.concat_tables(parts)
+        sessions = pa.concat_tables(
+            gateway.rollouts(tasks[start : start + _AGENTS], 1)
+            for start in range(0, len(tasks), _AGENTS)
+        )
     rows = tk.linearize(tk.read_turns(log), sessions=sessions)
     packs = PackDataset(tk.pack(rows, settings.pack_tokens))
-    model = make_model(
+    model: Any = make_model(
         len(tokenizer), seed=seed, width=settings.width, layers=settings.layers
     )
-    torch.nn.Module.to(model, settings.device)
-    optimizer = _optimizer(model, _WARM_RATE)
+    optimizer = _optimizer(model.to(settings.device), _WARM_RATE)
     draw = random.Random(seed)
     loss = math.nan
     for step in range(settings.warm_steps):
@@ -88,12 +84,11 @@ def warm_start(out: Path, seed: int, settings: Settings) -> dict[str, Any]:
         n_packs = max(_WARM_TOKENS // settings.pack_tokens, 1)
         batch = [packs[draw.randrange(len(packs))] for _ in range(n_packs)]
         total = sum(float(pack.edge_weight.sum()) for pack in batch)
-        parts_of_loss = []
+        loss = 0.0
         for pack in batch:
             part = nll_loss(edge_logprobs(model, pack), pack) / total
             part.backward()
-            parts_of_loss.append(part.item())
-        loss = sum(parts_of_loss)
+            loss += part.item()
         _update(model, optimizer)
     model.save_pretrained(out / "model")
     return {
@@ -112,39 +107,52 @@ def train(
 
     ``out`` gets the turn log and the weights.
     """
-    _prepare()
-    model = _load(start, settings, "trajkit")
+
+    def load(attention: str) -> Any:
+        model: Any = LlamaForCausalLM.from_pretrained(
+            start, attn_implementation=attention
+        )
+        return model.to(settings.device)
+
+    model = load("trajkit")
     optimizer = _optimizer(model, settings.learning_rate)
-    engine = TorchEngine(
-        _load(start, settings, "sdpa"), version="warm-start", seed=seed
-    )
-    think: int = make_tokenizer().get_vocab()["<think>"]
+    engine = TorchEngine(load("sdpa"), version="warm-start", seed=seed)
+    think = make_tokenizer().get_vocab()["<think>"]
     lines = []
     with _gateway(engine, out, settings) as (gateway, log):
         for step in range(settings.steps):
             started = time.monotonic()
-            names = [f"{seed}.{step}.{i}" for i in range(settings.tasks)]
-            tasks = [make_task(name) for name in names]
+            tasks = [make_task(f"{seed}.{step}.{i}") for i in range(settings.tasks)]
             sessions = gateway.rollouts(tasks, settings.samples)
             sampled = time.monotonic()
             turns = tk.read_turns(log)
-            own = sessions["session_id"].combine_chunks()
-            turns = turns.filter(pc.is_in(turns["session_id"], own))
-            order = ("session_id", "turn_index")
-            turns = turns.sort_by([(name, "ascending") for name in order])
+            own = pc.is_in(turns["session_id"], sessions["session_id"].combine_chunks())
+            order = [("session_id", "ascending"), ("turn_index", "ascending")]
+            turns = turns.filter(own).sort_by(order)
+            outputs = turns["output_ids"]
+            digest = hashlib.blake2b(repr(outputs.to_pylist()).encode(), digest_size=8)
+            thinks = pc.equal(pc.list_element(outputs, 0), think)
+            learned = learn(model, optimizer, turns, sessions, policy, settings)
+            model.save_pretrained(out / "model")
+            update = {
+                "model_path": str(out / "model"),
+                "weight_version": f"step-{step + 1}",
+            }
+            gateway.post("/engine/pause", {})
+            gateway.post("/engine/update", update)
+            gateway.post("/engine/resume", {})
             line = {
                 "seed": seed,
                 "policy": policy,
                 "step": step,
                 "reward": pc.mean(sessions["reward"]).as_py(),
-                "digest": _digest(turns),
-                "thinking": _share_thinking(turns, think),
-                **learn(model, optimizer, turns, sessions, policy, settings),
+                "digest": digest.hexdigest(),  # of what was sampled
+                # the share of replies that begin with reasoning
+                "thinking": pc.mean(thinks).as_py(),
+                **learned,
+                "rollout_seconds": sampled - started,
+                "seconds": time.monotonic() - started,
             }
-            model.save_pretrained(out / "model")
-            gateway.update(str(out / "model"), f"step-{step + 1}")
-            line["rollout_seconds"] = sampled - started
-            line["seconds"] = time.monotonic() - started
             lines.append(line)
     return lines
 
@@ -171,8 +179,7 @@ def learn(
     for epoch in range(settings.epochs):
         for pack in packs:
             logprobs = edge_logprobs(model, pack)
-            clip = settings.clip
-            part = policy_loss(logprobs, pack, clip=clip) / len(sessions)
+            part = policy_loss(logprobs, pack, clip=settings.clip) / len(sessions)
             part.backward()
             loss += part.item()
             if not epoch:
@@ -194,6 +201,9 @@ def _gateway(
     engine: Engine, out: Path, settings: Settings
 ) -> Iterator[tuple[Gateway, Path]]:
     """A gateway over an engine, and the directory of its log."""
+    # one thread per process: runs share the cores, and sums keep their order
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     log = out / "log"
     app = create_app(
         engine,
@@ -207,18 +217,6 @@ def _gateway(
         yield Gateway(url), log
 
 
-def _prepare() -> None:
-    # one thread per process: runs share the cores, and sums keep their order
-    torch.set_num_threads(1)
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-def _load(path: Path, settings: Settings, attention: str) -> PreTrainedModel:
-    model: Any = LlamaForCausalLM.from_pretrained(path, attn_implementation=attention)
-    placed: PreTrainedModel = model.to(settings.device)
-    return placed
-
-
 def _optimizer(model: PreTrainedModel, rate: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
 
@@ -227,16 +225,3 @@ def _update(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-
-
-def _share_thinking(turns: pa.Table, think: int) -> float:
-    """The share of replies that begin with the token that opens reasoning."""
-    firsts = pc.list_element(turns["output_ids"], 0)
-    return float(pc.mean(pc.equal(firsts, think)).as_py())
-
-
-def _digest(turns: pa.Table) -> str:
-    """A digest of what was sampled."""
-    return hashlib.blake2b(
-        repr(turns["output_ids"].to_pylist()).encode(), digest_size=8
-    ).hexdigest()

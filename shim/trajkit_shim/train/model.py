@@ -5,12 +5,7 @@ import string
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import trajkit.torch.attention  # noqa: F401  registers the attention
 from trajkit_shim.train.task import NUMBERS, PEOPLE, PLACES
@@ -19,21 +14,9 @@ END = "<|im_end|>"
 _SPECIAL = ("<|pad|>", "<|im_start|>", END)
 _MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 _PHRASES = (
-    '{"name": "',
-    '", "arguments": {"name": "',
-    '"}}',
-    "ask",
-    "open",
-    "find ",
-    "error",
-    " is a person",
-    " is a place",
-    " is a number",
-    "user\n",
-    "assistant\n",
-    "tool\n",
-    "system\n",
-    "tools: ",
+    *('{"name": "', '", "arguments": {"name": "', '"}}', "ask", "open", "find "),
+    *("error", " is a person", " is a place", " is a number"),
+    *("user\n", "assistant\n", "tool\n", "system\n", "tools: "),
 )
 
 TEMPLATE = """
@@ -62,17 +45,14 @@ reasoning models do, and writes each tool call in one way."""
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of words: a token for each phrase, name and character."""
-    words = (*_PHRASES, *PEOPLE, *PLACES, *NUMBERS)
-    longest_first = sorted(words, key=len, reverse=True)
-    vocabulary = ["<unk>", *longest_first]
+    words = sorted((*_PHRASES, *PEOPLE, *PLACES, *NUMBERS), key=len, reverse=True)
+    vocabulary = ["<unk>", *words]
     vocabulary += [c for c in string.printable if c not in vocabulary]
-    tokenizer = Tokenizer(
-        models.WordLevel({word: i for i, word in enumerate(vocabulary)}, "<unk>")
-    )
-    escaped = "|".join(map(re.escape, longest_first))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(
-        Regex(rf"{escaped}|[\s\S]"), "isolated"
-    )
+    ids = {word: i for i, word in enumerate(vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(ids, "<unk>"))
+    # the longest word first
+    pattern = Regex("|".join(map(re.escape, words)) + r"|[\s\S]")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in _SPECIAL])
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in _MARKUP])
@@ -87,7 +67,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_model(
     n_vocabulary: int, *, seed: int, width: int, layers: int
-) -> PreTrainedModel:
+) -> LlamaForCausalLM:
     """Return a Llama with random weights that trains on tree packs."""
     torch.manual_seed(seed)
     config = LlamaConfig(

@@ -19,20 +19,14 @@ NUMBERS = tuple(map(str, range(40, 72)))
 MAX_TURNS = 6
 """Model calls of one rollout; a chain needs at most four."""
 
+_NAME = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}},
+    "required": ["name"],
+}
 TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": description,
-            "parameters": {
-                "type": "object",
-                "properties": {"name": {"type": "string"}},
-                "required": ["name"],
-            },
-        },
-    }
-    for name, description in (("ask", "Ask a person."), ("open", "Open a place."))
+    {"type": "function", "function": {"name": n, "description": d, "parameters": _NAME}}
+    for n, d in (("ask", "Ask a person."), ("open", "Open a place."))
 ]
 """The tools of the agent, as OpenAI's clients write them."""
 
@@ -45,11 +39,6 @@ class Task:
     start: str
     facts: dict[str, str]
     answer: str
-
-    @property
-    def prompt(self) -> str:
-        """What the user says."""
-        return f"find {self.start}"
 
     def call(self, name: str, arguments: str) -> str:
         """The result of a tool call."""
@@ -73,3 +62,27 @@ def make_task(task_id: str) -> Task:
         place = facts[second]
         facts[start] = second
     return Task(task_id, start, facts, facts[place])
+
+
+def scripted_reply(last: str, draw: random.Random) -> str:
+    """Return a reply to a message with the last word ``last``, by an agent that errs.
+
+    Half of the replies begin with reasoning, and half of the tool calls lack the line
+    break that the chat template writes at their end. The agent does something at random
+    in 20 % of the replies with reasoning, and in 50 % of the others.
+    """
+    kinds = {"person": PEOPLE, "place": PLACES, "number": NUMBERS}
+    kind = next((k for k, names in kinds.items() if last in names), None)
+    thinks = draw.random() < 0.5
+    if kind is None or draw.random() < (0.2 if thinks else 0.5):
+        kind = draw.choice(list(kinds))
+        last = draw.choice(kinds[kind])
+    thought = f"<think>{last} is a {kind}</think>" if thinks else ""
+    if kind == "number":
+        return thought + last
+    tool = {"person": "ask", "place": "open"}[kind]
+    newline = draw.choice(["\n", ""])
+    return (
+        f'{thought}<tool_call>\n{{"name": "{tool}", "arguments": '
+        f'{{"name": "{last}"}}}}{newline}</tool_call>'
+    )

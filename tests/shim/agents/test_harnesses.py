@@ -2,17 +2,19 @@
 
 import json
 import re
+import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from trajkit_shim.agents.harness import Harness, HarnessError, Job
-from trajkit_shim.agents.plugins import load, names_in
-from trajkit_shim.agents.sandbox import CommandResult, SandboxKind, Spec
+from trajkit_shim.agents.harnesses import HARNESSES
+from trajkit_shim.agents.sandbox import CommandResult, Spec
+from trajkit_shim.agents.sandboxes.local import LocalSandbox
 from trajkit_shim.protocols import PROTOCOLS
 
 DOCS = Path(__file__).parents[3] / "docs/serving.md"
-NAMES = names_in("trajkit_shim.agents.harnesses")
 JOB = Job(
     base_url="http://127.0.0.1:4321",
     api_key="the-session",
@@ -24,13 +26,9 @@ JOB = Job(
 )
 
 
-def harness(name):
-    return load(name, "trajkit_shim.agents.harnesses", "HARNESS", Harness)
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", HARNESSES)
 def test_a_harness_is_told_where_it_is_and_what_to_do(name):
-    record = harness(name)
+    record = HARNESSES[name]
     assert record.name == name
     launch = record.launch(JOB)
     told = json.dumps([launch.command, dict(launch.env), dict(launch.files)])
@@ -44,9 +42,9 @@ def test_a_harness_is_told_where_it_is_and_what_to_do(name):
     assert all(not path.startswith("/") for path in launch.files)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", HARNESSES)
 def test_a_harness_is_known_by_its_protocol_and_version(name):
-    record = harness(name)
+    record = HARNESSES[name]
     known = {protocol.name for protocol in PROTOCOLS}
     assert record.protocol in known or name == "shell"
     assert record.version in record.install
@@ -58,7 +56,7 @@ def test_the_table_of_the_documentation_is_that_of_the_records():
     tried = {"tasks": "complete tasks", "start": "its start", "no": "no"}
     expected = [
         f"| `{r.name}` | {r.protocol} | {r.version or 'any'} | {tried[r.tried]} |"
-        for r in map(harness, NAMES)
+        for r in HARNESSES.values()
     ]
     page = DOCS.read_text(encoding="utf-8")
     assert [line for line in page.splitlines() if line in expected] == expected
@@ -84,25 +82,23 @@ def test_the_table_of_the_documentation_is_that_of_the_records():
     ],
 )
 def test_how_a_harness_ended_is_read(name, done, wrong):
-    assert harness(name).failed(done) == wrong
+    assert HARNESSES[name].failed(done) == wrong
 
 
 def test_a_harness_is_installed_where_that_is_asked_for(tmp_path):
-    kind = load("local", "trajkit_shim.agents.sandboxes", "SANDBOX", SandboxKind)
-
     def record(install):
         return Harness(
             name="own",
             protocol="any",
             version="1",
-            check=("sh", "-c", 'test -e "$HOME/own"'),
+            check='test -e "$HOME/own"',
             install=install,
             tried="no",
-            launch=harness("shell").launch,
+            command="true",
         )
 
     spec = Spec(name="box", scratch=tmp_path, options={"namespaces": "no"})
-    with kind(spec) as sandbox:
+    with LocalSandbox(spec) as sandbox:
         with pytest.raises(HarnessError, match="is not installed: touch"):
             record('touch "$HOME/own"').ready(sandbox, install=False)
         with pytest.raises(HarnessError, match=r"is not installed$"):
@@ -115,15 +111,29 @@ def test_a_harness_is_installed_where_that_is_asked_for(tmp_path):
         record('touch "$HOME/own"').ready(sandbox, install=False)
 
 
-def test_the_shell_harness_needs_its_command():
-    with pytest.raises(HarnessError, match="needs a command"):
-        harness("shell").launch(
-            Job(
-                base_url="u",
-                api_key="k",
-                model="m",
-                prompt="p",
-                home="h",
-                workspace="w",
-            )
-        )
+def test_the_shell_harness_needs_its_command(tmp_path):
+    shell = HARNESSES["shell"]
+
+    def run(*arguments):
+        spec = Spec(name="box", scratch=tmp_path, options={"namespaces": "no"})
+        with LocalSandbox(spec) as sandbox:
+            job = replace(JOB, workspace=sandbox.map_path("/work"), arguments=arguments)
+            log = tmp_path / "log"
+            return shell.run(sandbox, job, env={}, timeout_s=60, log=log)
+
+    error = shell.failed(run())
+    assert error == ("exit code 2: the shell harness needs a command: give --argument")
+    done = run("cat;", 'echo "$MODEL" a  b; exit 3')
+    assert (done.code, done.stdout.decode()) == (3, f"{JOB.prompt}the-model a b\n")
+
+
+def test_values_are_escaped_in_configuration_files():
+    job = replace(JOB, model='a"b\\c{prompt}é😀', home="/h{model}")
+    codex, pi = HARNESSES["codex"].launch(job), HARNESSES["pi"].launch(job)
+    config = tomllib.loads(codex.files[".codex/config.toml"])
+    assert config["model"] == job.model
+    assert codex.env["CODEX_HOME"] == "/h{model}/.codex"
+    (model,) = json.loads(pi.files[".pi/agent/models.json"])["providers"]["gateway"][
+        "models"
+    ]
+    assert model["id"] == model["name"] == job.model

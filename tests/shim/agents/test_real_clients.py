@@ -23,8 +23,8 @@ import trajkit as tk
 from tests.shim.clients import http
 from tests.shim.rollout.test_rollout import EXAMPLES
 from tests.shim.rollout.test_rollout import run as run_command
-from trajkit_shim.agents.harness import Harness, Job, Launch
-from trajkit_shim.agents.plugins import load
+from trajkit_shim.agents.harness import Job, Launch
+from trajkit_shim.agents.harnesses import HARNESSES
 from trajkit_shim.app import create_app
 from trajkit_shim.engines.embedded import (
     EmbeddedEngine,
@@ -58,10 +58,6 @@ def program_of(name):
     if program is None or not program.exists():
         pytest.skip(f"{name} is not installed")
     return program
-
-
-def harness(name):
-    return load(name, "trajkit_shim.agents.harnesses", "HARNESS", Harness)
 
 
 # Scripts
@@ -133,7 +129,7 @@ def start(directory, name, gateway, prompt, *arguments, **options):
         workspace=str(work),
         arguments=arguments,
     )
-    launch = options.get("edit", lambda launch: launch)(harness(name).launch(job))
+    launch = options.get("edit", lambda launch: launch)(HARNESSES[name].launch(job))
     for path, text in launch.files.items():
         (directory / path).parent.mkdir(parents=True, exist_ok=True)
         (directory / path).write_text(text)

@@ -18,16 +18,16 @@ from pathlib import Path
 import pytest
 
 from tests.shim import fake_e2b
-from trajkit_shim.agents.plugins import load, names_in
+from trajkit_shim.agents.plugins import load
 from trajkit_shim.agents.sandbox import (
     MARK,
     Limits,
+    Sandbox,
     SandboxError,
-    SandboxKind,
     Spec,
     pack,
 )
-from trajkit_shim.agents.sandboxes import local
+from trajkit_shim.agents.sandboxes import SANDBOXES, local
 from trajkit_shim.agents.sandboxes.local import _why_not_isolated, clear
 
 HERE = Path(__file__).parents[1]
@@ -66,10 +66,7 @@ def sandbox(kind, tmp_path, **fields):
         fields.setdefault("gateway", "http://far:1")
     # other processes that test have sandboxes too, and `marked` sees all of them
     name = fields.pop("name", f"box-{os.getpid()}")
-    made = load(
-        kind.split()[0], "trajkit_shim.agents.sandboxes", "SANDBOX", SandboxKind
-    )
-    return made(
+    return SANDBOXES[kind.split()[0]](
         Spec(
             name=name,
             scratch=tmp_path / "scratch",
@@ -343,14 +340,13 @@ def test_what_cannot_be_made_is_refused(tmp_path, fake, kind, fields, said):
 
 
 def test_kinds_are_found_by_name_or_import_path():
-    assert "local" in names_in("trajkit_shim.agents.sandboxes")
-    arguments = ("trajkit_shim.agents.sandboxes", "SANDBOX", SandboxKind)
-    by_path = load("trajkit_shim.agents.sandboxes.local:SANDBOX", *arguments)
+    arguments = (SANDBOXES, Sandbox)
+    by_path = load("trajkit_shim.agents.sandboxes.local:LocalSandbox", *arguments)
     assert by_path is load("local", *arguments)
     for name, said in (
         ("cloud", "is not one of"),
         ("no_such_package:X", "no package"),
-        ("trajkit_shim.agents.sandbox:pack", "function, not SandboxKind"),
+        ("trajkit_shim.agents.sandbox:pack", "function, not Sandbox"),
     ):
         with pytest.raises(ValueError, match=said):
             load(name, *arguments)
@@ -371,7 +367,7 @@ def test_a_killed_runner_takes_its_sandboxes_processes_along(tmp_path):
         "from pathlib import Path\n"
         "from trajkit_shim.agents.sandboxes import local\n"
         "from trajkit_shim.agents.sandbox import Spec\n"
-        f"box = local.SANDBOX(Spec(name='left', scratch=Path({str(tmp_path)!r})))\n"
+        f"box = local.LocalSandbox(Spec(name='left', scratch=Path({str(tmp_path)!r})))\n"
         "box.start()\n"
         "box.exec(['sh', '-c', 'echo on > begun; setsid sleep 600'], timeout_s=600)\n"
     )

@@ -188,10 +188,10 @@ def test_what_cannot_be_run_is_refused_before_anything_is_written(
 
 
 def test_an_agent_that_does_not_start_ends_the_demo(tmp_path, capsys, monkeypatch):
-    missing = replace(demo_package.HARNESS, check=("no-such-agent",))
-    monkeypatch.setattr(demo_package, "HARNESS", missing)
+    missing = replace(demo_package.MINI_SWE_AGENT, check="no-such-agent")
+    monkeypatch.setattr(demo_package, "MINI_SWE_AGENT", missing)
     assert run_demo(tmp_path, sessions=1) == cli.BAD_FILE
-    assert "no-such-agent is not installed" in capsys.readouterr().err
+    assert "mini-swe-agent is not installed: pip" in capsys.readouterr().err
 
 
 def test_a_directory_that_holds_a_run_is_refused(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 
 from trajkit.errors import FormatError
 from trajkit_shim.agents.sandbox import Limits, Spec
-from trajkit_shim.agents.sandboxes.local import SANDBOX
+from trajkit_shim.agents.sandboxes.local import LocalSandbox
 from trajkit_shim.rollout.grade import Work, grade
 from trajkit_shim.rollout.grade import test_results as results_of
 from trajkit_shim.rollout.tasks import read_tasks
@@ -30,7 +30,7 @@ def graded(tmp_path, *, patch=b"", finished=True, **fields):
     """The reward of a task whose agent changed nothing, or made a patch."""
     task = task_of(tmp_path, **fields)
     spec = Spec(name="box", scratch=tmp_path, options={"namespaces": "no"})
-    with SANDBOX(spec) as sandbox:
+    with LocalSandbox(spec) as sandbox:
         workspace = Workspace(task, sandbox)
         workspace.prepare()
         workspace.apply(patch)
@@ -42,7 +42,7 @@ def test_a_workspace_begins_with_the_same_commit_in_every_rollout(tmp_path):
     commits = []
     for name in ("one", "two"):
         spec = Spec(name=name, scratch=tmp_path, options={"namespaces": "no"})
-        with SANDBOX(spec) as sandbox:
+        with LocalSandbox(spec) as sandbox:
             workspace = Workspace(task, sandbox)
             workspace.prepare()
             show = ["git", "log", "--format=%H %aI %cI %an %ae %s"]
@@ -389,7 +389,7 @@ def swebench(monkeypatch, report):
     return seen
 
 
-class AtRoot(type(SANDBOX(Spec(name="x", scratch=Path())))):
+class AtRoot(LocalSandbox):
     """A local sandbox that says that its workspace is that of an image."""
 
     def map_path(self, path):

@@ -8,11 +8,13 @@ import importlib
 import math
 import secrets
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any
 
 from trajkit_shim.agents import sandbox
+from trajkit_shim.agents.sandbox import SandboxError
 
 # seconds after which E2B ends a sandbox that was not stopped
 _LIFETIME = 7200
@@ -27,80 +29,81 @@ class E2BSandbox(sandbox.ForeignSandbox):
     reads its key from ``E2B_API_KEY``.
     """
 
+    kind = "e2b"
+    options = ("lifetime",)
+    not_enforced = ("memory_mb", "cpus", "processes", "file_mb", "disk_mb")
+
     def __init__(self, spec: sandbox.Spec) -> None:
         super().__init__(spec)
-        spec.limits.reject(
-            "E2B", "memory_mb", "cpus", "processes", "file_mb", "disk_mb"
-        )
         if spec.gateway is None:
-            raise sandbox.SandboxError(
+            raise SandboxError(
                 "an E2B sandbox cannot reach this machine: give the URL by which it "
                 "reaches the gateway"
             )
         if find_spec("e2b") is None:
-            raise sandbox.SandboxError("e2b is not installed: pip install e2b")
+            raise SandboxError("e2b is not installed: pip install e2b")
         lifetime = spec.options.get("lifetime", str(_LIFETIME))
         if not lifetime.isdecimal() or int(lifetime) < 1:
-            rule = "is not a number of seconds"
-            raise sandbox.SandboxError(f"lifetime = {lifetime!r} {rule}")
+            raise SandboxError(f"lifetime = {lifetime!r} is not a number of seconds")
         self._lifetime = int(lifetime)
         # an optional package whose types are not available to type checkers
         self._e2b: Any = importlib.import_module("e2b")
         self._box: Any = None
 
     def start(self) -> None:
-        """Ask for it."""
-        try:
+        with _failures():
             self._box = self._e2b.Sandbox.create(
                 template=self.spec.image,
                 timeout=self._lifetime,
                 metadata={sandbox.MARK: self.spec.name},
                 envs={sandbox.MARK: self.spec.name},
             )
-        except self._e2b.SandboxException as error:
-            raise sandbox.SandboxError(f"e2b: {error}") from error
-        self._shell("mkdir -p /home /tmp /work", cwd="/")
+        self._make_directories()
 
     def _enter(self, command: sandbox.Command) -> sandbox.CommandResult:
+        # `stop` may take it away at any time
         box = self._box
         if box is None:
-            raise sandbox.SandboxError("the sandbox was stopped")
+            raise SandboxError("the sandbox was stopped")
         token = secrets.token_hex(8)
         given, out, err = (f"/tmp/.{token}.{name}" for name in ("in", "out", "err"))
         to = "&1" if command.log is not None else err
         script = f"exec {shlex.join(command.arguments)} < {given} > {out} 2>{to}"
-        script = f"cd {shlex.quote(str(command.cwd))} && {script}"
+        script = f"cd {shlex.quote(command.cwd)} && {script}"
         try:
-            box.files.write(given, command.stdin, user="root")
-            code = self._bash(script, command.timeout_s, command.env)
-            output = bytes(box.files.read(out, format="bytes", user="root"))
-            if command.log is None:
-                errors = bytes(box.files.read(err, format="bytes", user="root"))
-                return sandbox.CommandResult(code, output, errors)
-        except self._e2b.SandboxException as error:
-            raise sandbox.SandboxError(f"e2b: {error}") from error
+            with _failures():
+                box.files.write(given, command.stdin, user="root")
+                code = self._bash(box, script, command.timeout_s, command.env)
+                output = bytes(box.files.read(out, format="bytes", user="root"))
+                if command.log is None:
+                    errors = bytes(box.files.read(err, format="bytes", user="root"))
+                    return sandbox.CommandResult(code, output, errors)
         finally:
-            if self._box is not None:
-                self._bash(f"rm -f {given} {out} {err}", _SHORT_SECONDS)
+            with suppress(SandboxError), _failures():
+                self._bash(box, f"rm -f {given} {out} {err}", _SHORT_SECONDS)
         command.log.write_bytes(output)
         return sandbox.CommandResult(code, output[-sandbox.TAIL_BYTES :])
 
-    def stop(self) -> None:
-        """Give it back."""
-        box, self._box = self._box, None
-        if box is not None:
-            try:
-                box.kill()
-            except self._e2b.NotFoundException:
-                # its lifetime has ended
-                return
+    def _end_commands(self) -> None:
+        """They end with the sandbox."""
+
+    def _remove(self) -> None:
+        # its lifetime may have ended
+        with _failures(), suppress(self._e2b.NotFoundException):
+            if self._box is not None:
+                self._box.kill()
+        self._box = None
 
     def _bash(
-        self, script: str, timeout_s: float, env: Mapping[str, str] | None = None
+        self,
+        box: Any,
+        script: str,
+        timeout_s: float,
+        env: Mapping[str, str] | None = None,
     ) -> int | None:
         """Run a script; return its exit code, or None if it timed out."""
         try:
-            done = self._box.commands.run(
+            done = box.commands.run(
                 script, envs=dict(env or {}), user="root", timeout=math.ceil(timeout_s)
             )
         except self._e2b.TimeoutException:
@@ -111,4 +114,10 @@ class E2BSandbox(sandbox.ForeignSandbox):
         return code
 
 
-SANDBOX = sandbox.SandboxKind(E2BSandbox, frozenset({"lifetime"}))
+@contextmanager
+def _failures() -> Iterator[None]:
+    """Turn what the package raises, its own errors and those of HTTP, into ours."""
+    try:
+        yield
+    except Exception as error:
+        raise SandboxError(f"e2b: {error}") from error

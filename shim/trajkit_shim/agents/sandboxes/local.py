@@ -14,7 +14,6 @@ import signal
 import stat
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -26,6 +25,7 @@ from urllib.parse import urlsplit
 from trajkit_shim.agents import sandbox
 from trajkit_shim.agents.bridge import OPEN, PORT, bridge
 from trajkit_shim.agents.processes import Processes
+from trajkit_shim.agents.sandbox import SandboxError
 
 # identifies the sandbox's processes: another run may have a sandbox of the same name
 _OWNER = "TRAJKIT_OWNER"
@@ -72,22 +72,24 @@ class LocalSandbox(sandbox.Sandbox):
     its address space. ``disk_mb`` and ``processes`` are checked every half second.
     """
 
+    kind = "local"
+    options = ("namespaces", "network")
+    not_enforced = ("cpus",)
+
     def __init__(self, spec: sandbox.Spec) -> None:
         super().__init__(spec)
-        spec.limits.reject("local", "cpus")
         if spec.image is not None:
             rule = "a local sandbox has no image"
-            raise sandbox.SandboxError(f"image = {spec.image!r}: {rule}")
+            raise SandboxError(f"image = {spec.image!r}: {rule}")
         wanted = _choice(spec, "namespaces", "auto", "yes", "no")
         self._shares_network = _choice(spec, "network", "gateway", "host") == "host"
         self._missing = "namespaces = 'no'" if wanted == "no" else _why_not_isolated()
         if wanted == "yes" and self._missing:
-            raise sandbox.SandboxError(f"namespaces = 'yes': {self._missing}")
+            raise SandboxError(f"namespaces = 'yes': {self._missing}")
         self._root = spec.scratch.resolve() / spec.name
         self._gateway: tuple[str, int] | None = None
         self._processes = Processes()
         self._owner = secrets.token_hex(8)
-        self._removing = threading.Lock()
 
     @property
     def exposes(self) -> str | None:
@@ -103,14 +105,10 @@ class LocalSandbox(sandbox.Sandbox):
             for name in ("home", "tmp", "work"):
                 (self._root / name).mkdir(parents=True)
         except OSError as error:
-            raise sandbox.SandboxError(f"{self._root}: {error.strerror}") from error
+            raise SandboxError(f"{self._root}: {error.strerror}") from error
 
-    def run(self, command: sandbox.Command) -> sandbox.CommandResult:
-        """Run one command in namespaces of its own; see `Sandbox.exec`."""
-        cwd = command.cwd or self.map_path("/work")
-        arguments = ("sh", "-c", self._script(), "sh", cwd, *command.arguments)
-        token = secrets.token_hex(8)
-        env = self._environment({**command.env, sandbox.COMMAND_MARK: token})
+    def _run(self, command: sandbox.Command) -> sandbox.CommandResult:
+        arguments = ("sh", "-c", self._script(), "sh", command.cwd, *command.arguments)
         with ExitStack() as stack:
             passed: tuple[int, ...] = ()
             if self._gateway is not None:
@@ -121,28 +119,34 @@ class LocalSandbox(sandbox.Sandbox):
                 arguments = (*self._namespaces(), *arguments)
             try:
                 done = self._processes.run(
-                    replace(command, arguments=arguments), env, self._excess, passed
+                    replace(command, arguments=arguments),
+                    self._environment(command.env),
+                    self._excess,
+                    passed,
                 )
-            except OSError as error:
-                message = f"{error.filename}: {error.strerror}"
-                raise sandbox.SandboxError(message) from error
             finally:
                 # a namespace ends with its first process, but killing takes a moment
-                _kill_marked(sandbox.COMMAND_MARK, token)
+                mark = sandbox.COMMAND_MARK
+                _kill_marked(mark, command.env[mark])
         failed = done.code == 1 and done.last_line.startswith("bwrap: ")
         if done.code == _FAILED or failed:
-            raise sandbox.SandboxError(f"the local sandbox failed: {done.last_line}")
+            raise SandboxError(f"the local sandbox failed: {done.last_line}")
         return done
 
-    def stop(self) -> None:
-        """Kill its processes and remove its directory."""
+    def _end_commands(self) -> None:
         self._processes.end()
-        # the end of a run stops sandboxes that their own threads stop too
-        with self._removing:
-            _kill_marked(_OWNER, self._owner)
-            if not self._root.exists():
-                return
-            remove(self._root)
+
+    def _remove(self) -> None:
+        _kill_marked(_OWNER, self._owner)
+        until = time.monotonic() + _DYING_SECONDS
+        while self._root.exists():
+            try:
+                remove(self._root)
+            except OSError as error:
+                # a process that dies may still write
+                if time.monotonic() > until:
+                    message = f"{self._root}: cannot be removed: {error}"
+                    raise SandboxError(message) from error
 
     def map_path(self, path: str) -> str:
         """Return the path below the sandbox's own directory."""
@@ -155,7 +159,7 @@ class LocalSandbox(sandbox.Sandbox):
         address = urlsplit(url)
         if address.scheme != "http":
             rule = "an isolated local sandbox needs an http URL, or network=host"
-            raise sandbox.SandboxError(f"{url}: {rule}")
+            raise SandboxError(f"{url}: {rule}")
         self._gateway = str(address.hostname), address.port or 80
         return f"http://127.0.0.1:{PORT}"
 
@@ -207,7 +211,6 @@ class LocalSandbox(sandbox.Sandbox):
             "LANG": "C.UTF-8",
             "TERM": "dumb",
             "NO_PROXY": "127.0.0.1,localhost",
-            sandbox.MARK: self.spec.name,
             _OWNER: self._owner,
             **more,
         }
@@ -237,7 +240,7 @@ def _choice(spec: sandbox.Spec, name: str, *choices: str) -> str:
     value = spec.options.get(name, choices[0])
     if value not in choices:
         rule = f"is not one of {', '.join(choices)}"
-        raise sandbox.SandboxError(f"{name} = {value!r} {rule}")
+        raise SandboxError(f"{name} = {value!r} {rule}")
     return value
 
 
@@ -306,6 +309,3 @@ def _why_not_isolated() -> str | None:
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return None if done.returncode == 0 else done.stderr.decode().strip()
-
-
-SANDBOX = sandbox.SandboxKind(LocalSandbox, frozenset({"namespaces", "network"}))

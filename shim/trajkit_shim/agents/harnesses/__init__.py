@@ -1,1 +1,0 @@
-"""The harnesses, one module each; a module's ``HARNESS`` is its record."""
