@@ -63,6 +63,11 @@ def item_ids(item: Item) -> Ints:
     return content_ids(item["kind"], item["hash"], item["stop"] - item["start"])
 
 
+def same_image(item: Item) -> tuple[object, ...]:
+    """What two items have in common if they show one image."""
+    return item["kind"], item["hash"], item["token_id"], item["stop"] - item["start"]
+
+
 def has_items(table: pa.Table) -> bool:
     """Whether a turn, row or pack has images."""
     column = table.column("mm_items")

@@ -14,7 +14,7 @@ from trajkit import _core
 from trajkit._arrow.canonical import Rows
 from trajkit.turns.calls import Ints, Longs
 from trajkit.turns.flat_buffers import Index, Ragged, Spans
-from trajkit.turns.mm_items import FIRST_CONTENT_ID, Item, has_items, item_ids
+from trajkit.turns.mm_items import FIRST_CONTENT_ID, has_items, item_ids, same_image
 from trajkit.turns.turn_rules import Bools
 from trajkit.verification.context import Case
 
@@ -411,7 +411,7 @@ def mm_items(case: Case) -> None:
     for session, listed in zip(
         sessions, turns.column("mm_items").to_pylist(), strict=True
     ):
-        known |= {(session, *_same_image(item)) for item in listed or ()}
+        known |= {(session, *same_image(item)) for item in listed or ()}
     for row, listed in enumerate(table.column("mm_items").to_pylist()):
         unclaimed = ids[row] >= FIRST_CONTENT_ID
         for item in listed or ():
@@ -421,7 +421,7 @@ def mm_items(case: Case) -> None:
                 continue
             start, stop = item["start"], item["stop"]
             here = ids[row][start:stop]
-            if (case.session[row], *_same_image(item)) not in known:
+            if (case.session[row], *same_image(item)) not in known:
                 detail = f"{item} is in no prompt of the session"
                 case.report("mm_items", detail, row=row, token=start)
             elif (
@@ -436,11 +436,6 @@ def mm_items(case: Case) -> None:
         for token in np.flatnonzero(unclaimed)[:1]:
             detail = f"{ids[row][token]} is a content id of no item"
             case.report("mm_items", detail, row=row, token=token)
-
-
-def _same_image(item: Item) -> tuple[object, ...]:
-    length = item["stop"] - item["start"]
-    return item["kind"], item["hash"], item["token_id"], length
 
 
 def flags(case: Case, pieces: Spans) -> None:
