@@ -19,7 +19,7 @@ from trajkit.errors import SchemaError
 from trajkit.pipeline.suffix_layout import full_rows
 from trajkit.schema import PACK_VIOLATIONS, PACKS
 from trajkit.training.loss import Reduce
-from trajkit.turns.calls import Ints, Longs
+from trajkit.turns.calls import Longs
 from trajkit.turns.flat_buffers import (
     FlatRows,
     Ragged,
@@ -27,8 +27,7 @@ from trajkit.turns.flat_buffers import (
     offsets_of,
     positions,
 )
-from trajkit.turns.mm_items import FIRST_CONTENT_ID, same_image
-from trajkit.turns.turn_rules import item_fault
+from trajkit.turns.mm_items import Image, image_faults, same_image
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -211,7 +210,7 @@ class _Judge:
     rows: FlatRows
     reduce: Reduce
     # those of the rows; None: the packs lack the column mm_items
-    images: set[tuple[object, ...]] | None
+    images: set[Image] | None
     found: list[_Found] = field(default_factory=list)
     shapes: dict[int, _Shape] = field(default_factory=dict)
 
@@ -291,24 +290,9 @@ class _Judge:
         self.differ("position", "position_ids", line, position, expected)
         self._segments(line, shape, len(own))
         if self.images is not None:
-            self._images(line, own[:n], self.images)
-
-    def _images(self, line: int, ids: Ints, known: set[tuple[object, ...]]) -> None:
-        """Judge that a pack's images are the rows', and its content ids are theirs."""
-        items = self.packs.table.column("mm_items")[line].as_py() or []
-        fault = item_fault(items, ids, of="pack")
-        if fault is not None:
-            self.say("mm_items", fault, line)
-            return
-        unclaimed = ids >= FIRST_CONTENT_ID
-        for i, item in enumerate(items):
-            unclaimed[item["start"] : item["stop"]] = False
-            if same_image(item) not in known:
-                detail = f"mm_items[{i}] is in no row: {item}"
-                self.say("mm_items", detail, line, item["start"])
-        for token in np.flatnonzero(unclaimed)[:1].tolist():
-            detail = f"{ids[token]} is a content id of no item of mm_items"
-            self.say("mm_items", detail, line, token)
+            items = self.packs.table.column("mm_items")[line].as_py() or ()
+            for token, detail in image_faults(items, own[:n], self.images):
+                self.say("mm_items", detail, line, token)
 
     def _number(self, name: str, line: int, absent: int) -> int:
         value = self.packs.table.column(name)[line].as_py()

@@ -6,7 +6,7 @@ tests complete columns. It yields texts with column, value and rule, to which
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -243,9 +243,7 @@ def mm_items(table: pa.Table) -> Iterator[Violation]:
     for row, listed in enumerate(table.column("mm_items").to_pylist()):
         if listed:
             ids = table.column(name)[row].values.to_numpy()
-            fault = item_fault(
-                listed, ids, int(first[row]), of="row" if of_rows else "prompt"
-            )
+            fault = item_fault(listed, ids, int(first[row]), may_be_cut=of_rows)
             if fault is not None:
                 faults[row] = fault
     yield violation(np.array([*faults], np.int64), "{}", list(faults.values()))
@@ -256,11 +254,11 @@ def item_fault(
     ids: Ints,
     first: int = 0,
     *,
-    of: Literal["prompt", "row", "pack"] = "prompt",
+    may_be_cut: bool = False,
 ) -> str | None:
-    """What is wrong with the images of a prompt, row or pack.
+    """What is wrong with the images of a prompt or row.
 
-    ``ids`` are its ids from ``first`` on. Only a row may end within an image.
+    ``ids`` are its ids from ``first`` on; ``may_be_cut``: it may end within an image.
     """
     last, end = 0, first + len(ids)
     for i, item in enumerate(items):
@@ -272,11 +270,11 @@ def item_fault(
                 "hexadecimal digits in lower case"
             )
         start, stop = item["start"], item["stop"]
-        inside = start < end if of == "row" else stop <= end
+        inside = start < end if may_be_cut else stop <= end
         if not (last <= start < stop and inside):
             return (
                 f"mm_items[{i}] is {start}:{stop}: expected tokens from {last} to "
-                f"{end}, the end of the {of}"
+                f"{end}, the end of the {'row' if may_be_cut else 'prompt'}"
             )
         if not 0 <= item["token_id"] < FIRST_CONTENT_ID:
             return f"mm_items[{i}] has the token_id {item['token_id']}, a content id"

@@ -83,18 +83,20 @@ class Case:
         self,
         rule: str,
         detail: str,
-        *,
         row: Index | None = None,
         call: Index | None = None,
         token: Index | None = None,
     ) -> None:
-        """Add a violation. ``row`` and ``call`` are indices into the case's."""
+        """Add a violation.
+
+        ``row`` and ``call`` are indices into the case's; a call of -1 is none.
+        """
         session: object = None
         row_index = turn_index = None
         if row is not None:
             session = self.rows.text("session_id", row)
             row_index = self.rows.number("row_index", row)
-        if call is not None:
+        if call is not None and call >= 0:
             calls = self.turns.calls
             turn_index = int(calls.turn_index[call])
             if session is None:
