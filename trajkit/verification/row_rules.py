@@ -183,13 +183,10 @@ def shared_prefixes(case: Case) -> None:
         first, shared = longest_shared(case.rows.ids, rows)
         for k, row in enumerate(rows):
             due = names[rows[first[k]]] if shared[k] else None
-            if lengths[row] != shared[k]:
-                detail = (
-                    f"shared_length is {lengths[row]}, an earlier row shares {shared[k]}"
-                )
-                case.report(
-                    "shared_length", detail, row, None, min(lengths[row], shared[k])
-                )
+            n, most = lengths[row], shared[k]
+            if n != most:
+                detail = f"shared_length is {n}, an earlier row shares {most}"
+                case.report("shared_length", detail, row, None, min(n, most))
             if parents[row] != due:
                 detail = (
                     f"parent_row is {_null(parents[row])}, the first row that shares "
