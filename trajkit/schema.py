@@ -816,6 +816,7 @@ PACK_RULES = (
     "weight",
     "logprob",
     "column",
+    "mm_items",
     "packed_twice",
     "not_packed",
 )
@@ -847,6 +848,8 @@ target
     An edge's target is its token in the row.
 weight, logprob, column
     They are those of the row.
+mm_items
+    The images of a pack are the rows', and its content ids are theirs.
 packed_twice, not_packed
     Every token that a row trains has one edge.
 """

@@ -7,11 +7,16 @@ from torch.utils.data import DataLoader
 
 import trajkit as tk
 from tests.torch.cases import packs_of, rows_of
-from trajkit.errors import SchemaError
+from trajkit.errors import ArgumentError, InvalidTurnsError, SchemaError
 from trajkit.torch.datasets import PackDataset, RowDataset, pad_rows
 from trajkit.torch.packs import Pack
+from trajkit.turns import content_ids
 
-FIELDS = [name for name in Pack.__slots__ if name not in ("columns", "next_source")]
+FIELDS = [
+    name
+    for name in Pack.__slots__
+    if name not in ("columns", "mm_items", "next_source")
+]
 
 
 def test_packs_are_the_lines_of_the_table():
@@ -130,6 +135,51 @@ def test_values_per_token_are_padded_with_zeros():
         assert batch["note"][k].tolist() == lists[k] + [0] * (
             batch["note"].shape[1] - len(ids)
         )
+
+
+def rows_with_images():
+    """Two rows of a session that share an image, and one without."""
+    image = {"kind": "image", "hash": "ab" * 32, "token_id": 7, "start": 1, "stop": 3}
+    ids = [1, *content_ids("image", image["hash"], 2).tolist(), 2]
+    calls = [
+        {"session_id": "a", "prompt_ids": ids, "output_ids": [3], "mm_items": [image]},
+        {"session_id": "a", "prompt_ids": ids, "output_ids": [4], "mm_items": [image]},
+        {"session_id": "b", "prompt_ids": [1, 5], "output_ids": [6]},
+    ]
+    return image, tk.linearize(tk.from_records(calls), "per_call")
+
+
+def test_images_are_refused_unless_items_are_asked_for():
+    _, rows = rows_with_images()
+    packs = tk.pack(rows, 6)
+    with pytest.raises(InvalidTurnsError, match="session 'a', row 0 has images"):
+        RowDataset(rows)
+    with pytest.raises(InvalidTurnsError, match=r"pack 0 has images.*images='items'"):
+        PackDataset(packs)
+    assert len(RowDataset(rows.slice(2))) == len(PackDataset(packs.slice(1))) == 1
+    for make in (
+        lambda: RowDataset(rows, images="x"),
+        lambda: PackDataset(packs, images="x"),
+    ):
+        with pytest.raises(ArgumentError, match="images='x'"):
+            make()
+
+
+def test_items_come_with_the_ids_of_the_engine():
+    image, rows = rows_with_images()
+    batch = pad_rows([*RowDataset(rows, images="items")])
+    assert batch["input_ids"].tolist() == [
+        [1, 7, 7, 2, 3],
+        [1, 7, 7, 2, 4],
+        [1, 5, 6, 0, 0],
+    ]
+    assert batch["mm_items"] == [[image], [image], []]
+    dataset = PackDataset(tk.pack(rows, 6), images="items")
+    shared, plain = dataset
+    assert shared.input_ids.tolist() == [1, 7, 7, 2, 3, 4]
+    assert shared.to("cpu").mm_items == [image]
+    assert plain.mm_items == []
+    assert not dataset.empty_pack().mm_items
 
 
 def test_a_column_that_rows_lack_is_named():

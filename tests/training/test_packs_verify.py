@@ -8,6 +8,7 @@ import pytest
 import trajkit as tk
 from trajkit.errors import SchemaError
 from trajkit.schema import PACK_VIOLATIONS, PACKS
+from trajkit.turns import content_ids
 
 
 def recorded():
@@ -199,6 +200,61 @@ FAULTS = {
         {"prefix"},
     ),
 }
+
+
+def of_images(*digests):
+    """Rows of one session, the prompt of each with one of the images."""
+    turns = [
+        {
+            "session_id": "a",
+            "prompt_ids": [1, *content_ids("image", digest, 2).tolist(), 2],
+            "output_ids": [k],
+            "mm_items": [
+                {"kind": "image", "hash": digest, "token_id": 7, "start": 1, "stop": 3}
+            ],
+        }
+        for k, digest in enumerate(digests)
+    ]
+    return tk.linearize(tk.from_records(turns), "per_call")
+
+
+IMAGE, OTHER = "ab" * 32, "cd" * 32
+
+
+@pytest.mark.parametrize(
+    ("changed", "token", "words"),
+    [
+        ({"hash": OTHER}, 1, "no source of the tokens has the image"),
+        ({"start": 2, "stop": 4}, 1, "is a content id of no item"),
+        ({"start": 5, "stop": 7}, 1, "is a content id of no item"),
+        ({"token_id": 8}, 1, "no source of the tokens has the image"),
+        ({"kind": None}, None, "has a null"),
+    ],
+)
+def test_an_image_that_differs_from_the_rows_is_found(changed, token, words):
+    rows = of_images(IMAGE, IMAGE)
+    packs = tk.pack(rows, 8).to_pylist()
+    assert len(packs) == len(packs[0]["mm_items"]) == 1
+    assert tk.verify_packs(packs, rows).num_rows == 0
+    packs[0]["mm_items"][0] |= changed
+    found = tk.verify_packs(packs, rows).to_pylist()
+    assert {one["rule"] for one in found} == {"mm_items"}
+    assert [one for one in found if one["token"] == token and words in one["detail"]]
+
+
+def test_an_image_that_a_pack_lacks_is_found():
+    rows = of_images(IMAGE, OTHER)
+    packs = tk.pack(rows, 8).to_pylist()
+    assert tk.verify_packs(packs, rows).num_rows == 0
+    second = packs[0]["mm_items"].pop()
+    (found,) = tk.verify_packs(packs, rows).to_pylist()
+    assert (found["rule"], found["token"]) == ("mm_items", second["start"])
+    packs[0]["mm_items"] = None
+    (found,) = tk.verify_packs(packs, rows).to_pylist()
+    assert (found["rule"], found["token"]) == ("mm_items", 1)
+    # another system may name no images at all
+    plain = pa.Table.from_pylist(packs, PACKS).drop_columns("mm_items")
+    assert tk.verify_packs(plain, rows).num_rows == 0
 
 
 @pytest.mark.parametrize("fault", FAULTS)

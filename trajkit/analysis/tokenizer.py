@@ -79,18 +79,21 @@ class Codec:
         text = self.text(ids)
         if "\ufffd" not in text:
             return text
-        names = [self._name(token) for token in ids.tolist()]
-        given = b"".join(map(_bytes_of, names))
+        names = [self.entry(token) or self.text([token]) for token in ids.tolist()]
+        given = b"".join(
+            entry_bytes(name) or name.replace("\u2581", " ").encode() for name in names
+        )
         if given.decode("utf-8", "replace") != text:
             return text
         return given.decode("utf-8", "backslashreplace")
 
-    def _name(self, token: int) -> str:
-        """The vocabulary's entry for an id."""
+    def entry(self, token: int) -> str | None:
+        """The vocabulary's entry for an id; None if the tokenizer does not show it."""
         for method in ("id_to_token", "convert_ids_to_tokens"):
             if hasattr(self._tokenizer, method):
-                return str(getattr(self._tokenizer, method)(token))
-        return self.text([token])
+                name = getattr(self._tokenizer, method)(token)
+                return None if name is None else str(name)
+        return None
 
     def ids(self, text: str) -> Ids:
         """The ids of a text."""
@@ -129,11 +132,11 @@ class Codec:
         return str(text)
 
 
-def _bytes_of(name: str) -> bytes:
-    """The bytes of a vocabulary's entry."""
+def entry_bytes(name: str) -> bytes | None:
+    """The bytes of a vocabulary's entry; None if it shows none."""
     byte = _BYTE_TOKEN.fullmatch(name)
     if byte:
         return bytes([int(byte[1], 16)])
     if all(char in _BYTES for char in name):
         return bytes(_BYTES[char] for char in name)
-    return name.replace("\u2581", " ").encode()
+    return None

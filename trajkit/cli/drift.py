@@ -14,17 +14,12 @@ import trajkit as tk
 from trajkit._arrow import lazy_compute as pc
 from trajkit.analysis.drift_findings import other_text_cause
 from trajkit.analysis.tokenizer import Codec, Ids
-from trajkit.cli.file_options import (
-    add_job_options,
-    rejected_count,
-    rejected_note,
-    run_stage,
-)
-from trajkit.cli.options import Commands, add_policy, add_source, chosen_policy, count
+from trajkit.cli.file_options import rejected_count, rejected_note, run_stage
+from trajkit.cli.options import Commands, add_command, chosen_policy
 from trajkit.cli.progress import Progress
 from trajkit.cli.terminal import Screen, visible
 from trajkit.cli.text import text_table
-from trajkit.cli.tokenizer import load_tokenizer
+from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.io.tables import write_tables
 from trajkit.jobs.stages import Made, Target
 from trajkit.observations.attribution import SessionCalls
@@ -38,39 +33,27 @@ _AROUND = 3
 
 def add_drift(commands: Commands) -> None:
     """Add ``drift`` to the command line."""
-    parser = commands.add_parser(
+    add_command(
+        commands,
         "drift",
-        help="count drift by region and cause",
-        description="Compare every prompt with the path of the call that it continues "
-        "(its prompt and output), and count drift by region and cause. 'tokens at stake' "
-        "are sampled tokens that the prompt changes or lacks. With a tokenizer, causes "
-        "are found by comparing texts, and every finding is counted and shown.",
+        run,
+        """
+count drift by region and cause
+
+Compare every prompt with the path of the call that it continues (its prompt and output),
+and count drift by region and cause. 'tokens at stake' are sampled tokens that the prompt
+changes or lacks. With a tokenizer, causes are found by comparing texts, and every finding
+is counted and shown.
+
+source, --json
+-o --output FILE  write the drift table, a line per turn
+--tokenizer
+--findings FILE   with --tokenizer: write each finding, with spans and texts of both sides
+--examples N      with --tokenizer: findings to show of each cause (default: %(default)s)
+--policy, --set, --fork-threshold, --gather, --rejected
+""",
+        examples={"default": 1},
     )
-    add_source(parser)
-    parser.add_argument(
-        "-o", "--output", metavar="FILE", help="write the drift table, a line per turn"
-    )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="PATH",
-        type=Path,
-        help="the model's tokenizer.json, or its directory",
-    )
-    parser.add_argument(
-        "--findings",
-        metavar="FILE",
-        help="with --tokenizer: write each finding, with spans and texts of both sides",
-    )
-    parser.add_argument(
-        "--examples",
-        metavar="N",
-        type=count,
-        default=1,
-        help="with --tokenizer: findings to show of each cause (default: %(default)s)",
-    )
-    add_policy(parser)
-    add_job_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -78,9 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
     policy = chosen_policy(arguments)
     if arguments.findings is not None and arguments.tokenizer is None:
         raise tk.errors.ArgumentError("--findings needs --tokenizer")
-    tokenizer = None
-    if arguments.tokenizer is not None:
-        tokenizer = load_tokenizer(arguments.tokenizer)
+    tokenizer = chosen_tokenizer(arguments)
+    if tokenizer is not None:
         codec = Codec(tokenizer)
     summary, causes = DriftSummary(), dict[str, CauseGroup]()
 

@@ -5,45 +5,36 @@ import sys
 from pathlib import Path
 
 import trajkit as tk
-from trajkit.cli.options import Commands
+from trajkit.cli.options import Commands, add_command
 from trajkit.export import FILE_FORMATS
 
 
 def add_export(commands: Commands) -> None:
     """Add ``export`` to the command line."""
-    parser = commands.add_parser(
+    add_command(
+        commands,
         "export",
-        help="write rows in the format of a trainer",
-        description="Check rows and write them in the format of a trainer: slime's debug "
-        "rollout file, Parquet for supervised training, or JSON Lines with the fields of "
-        "the trainer's classes. docs/export.md lists the formats.",
+        run,
+        """
+write rows in the format of a trainer
+
+Check rows and write them in the format of a trainer: slime's debug rollout file, Parquet
+for supervised training, or JSON Lines with the fields of the trainer's classes.
+docs/export.md lists the formats.
+
+source ROWS      rows: Parquet, Arrow IPC or JSONL by suffix, or a directory of them
+--to             trainer
+-o --output DIR  a directory for the file; it is made if it does not exist
+--sessions FILE  sessions with rewards and groups: adds advantages to the rows
+--baseline       baseline of the advantages (default: group_mean)
+""",
+        to={"required": True, "choices": FILE_FORMATS},
+        output={"required": True, "type": Path},
+        baseline={
+            "choices": ("none", "group_mean", "leave_one_out"),
+            "default": "group_mean",
+        },
     )
-    parser.add_argument(
-        "source",
-        metavar="ROWS",
-        help="rows: Parquet, Arrow IPC or JSONL by suffix, or a directory of them",
-    )
-    parser.add_argument("--to", required=True, choices=FILE_FORMATS, help="trainer")
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="DIR",
-        type=Path,
-        required=True,
-        help="a directory for the file; it is made if it does not exist",
-    )
-    parser.add_argument(
-        "--sessions",
-        metavar="FILE",
-        help="sessions with rewards and groups: adds advantages to the rows",
-    )
-    parser.add_argument(
-        "--baseline",
-        choices=("none", "group_mean", "leave_one_out"),
-        default="group_mean",
-        help="baseline of the advantages (default: group_mean)",
-    )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

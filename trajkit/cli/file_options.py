@@ -21,25 +21,8 @@ class JobOptions(TypedDict):
     watch: Watch
 
 
-def add_job_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--gather`` and ``--rejected``."""
-    parser.add_argument(
-        "--gather",
-        choices=("auto", "no"),
-        default="auto",
-        help="auto: group scattered sessions through temporary files (next to OUT, if "
-        "there is one); no: refuse them (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--rejected",
-        metavar="FILE",
-        help="leave out sessions that break a rule, and write them to FILE with the "
-        "reason (default: the first one is an error)",
-    )
-
-
 def job_options(arguments: argparse.Namespace, bar: Progress) -> JobOptions:
-    """The options that `add_job_options` added, with the progress bar."""
+    """What ``--gather`` and ``--rejected`` ask for, with the progress bar."""
     gather = arguments.gather == "auto"
 
     def note(text: str) -> None:

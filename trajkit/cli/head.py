@@ -6,41 +6,36 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 
-from trajkit.cli.options import Commands, count
-from trajkit.cli.terminal import Screen, columns, padded, shortened
+from trajkit.cli.options import Commands, add_command
+from trajkit.cli.terminal import Screen, columns, shortened
 from trajkit.io.tables import iter_tables, log_files
 
 _MAX_CELL = 32
 _SHOWN_ITEMS = 3
 
 
+TABLE = """
+source TABLE  Parquet, Arrow IPC or JSONL by suffix, or a directory, for its turns; - is
+              standard input
+"""
+"""The file of a table, as an option."""
+
+
 def add_head(commands: Commands) -> None:
     """Add ``head`` to the command line."""
-    parser = commands.add_parser(
+    add_command(
+        commands,
         "head",
-        help="print the first lines of a table",
-        description="Print the first lines of a file of any table: turns, rows, packs, "
-        "links, drift, sessions, a report. Lists are shortened, and columns that do not "
-        "fit are named below.",
-    )
-    add_table(parser)
-    parser.add_argument(
-        "-n",
-        metavar="N",
-        type=count,
-        default=10,
-        help="number of lines (default: %(default)s)",
-    )
-    parser.set_defaults(run=run)
+        run,
+        f"""
+print the first lines of a table
 
-
-def add_table(parser: argparse.ArgumentParser) -> None:
-    """Add the file of a table."""
-    parser.add_argument(
-        "source",
-        metavar="TABLE",
-        help="Parquet, Arrow IPC or JSONL by suffix, or a directory, for its turns; - is "
-        "standard input",
+Print the first lines of a file of any table: turns, rows, packs, links, drift, sessions, a
+report. Lists are shortened, and columns that do not fit are named below.
+{TABLE}
+-n N  number of lines (default: %(default)s)
+""",
+        n={"default": 10},
     )
 
 
@@ -70,9 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
     fitting = itertools.accumulate(widths[name] + 2 for name in names)
     shown = [name for name, end in zip(names, fitting, strict=True) if end - 2 <= room]
     shown = shown or names[:1]
-    for k in range(len(lines) + 1):
-        line = (padded(cells[name][k], widths[name]) for name in shown)
-        screen.print("  ".join(line).rstrip(), "" if k else "head")
+    screen.print_table(
+        [[cells[name][k] for name in shown] for k in range(len(lines) + 1)]
+    )
     if len(shown) < len(names):
         screen.print_labelled("more", [(", ".join(names[len(shown) :]), "")])
     return 0

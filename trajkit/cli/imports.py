@@ -3,12 +3,11 @@
 import argparse
 import json
 import sys
-from pathlib import Path
 
 import pyarrow as pa
 
 import trajkit as tk
-from trajkit.cli.options import Commands, add_json
+from trajkit.cli.options import Commands, add_command
 from trajkit.cli.progress import Progress
 from trajkit.cli.text import text_table
 from trajkit.importers import FORMATS
@@ -18,60 +17,35 @@ from trajkit.jobs.stages import Watch
 
 def add_import(commands: Commands) -> None:
     """Add ``import`` to the command line."""
-    parser = commands.add_parser(
+    add_command(
+        commands,
         "import",
-        help="write turns from the records of another system",
-        description="Write turns from the records of another system: logs, dumps, "
-        "captures, databases, transcripts. Missing facts are not guessed: they are "
-        "counted and shown, and the report lists each of them.",
+        run,
+        f"""
+write turns from the records of another system
+
+Write turns from the records of another system: logs, dumps, captures, databases,
+transcripts. Missing facts are not guessed: they are counted and shown, and the report lists
+each of them.
+
+source IN             files of the format, or directories of them
+--from FORMAT         one of {", ".join(FORMATS)}, or auto: by the files (default:
+                      %(default)s)
+-o --output OUT       turns: Parquet, Arrow IPC or JSONL, by suffix
+--report FILE         write the report: a line per record and problem
+--tokenizer PATH      for chat: the model's directory, or its tokenizer.json
+--chat-template PATH  for chat: a template to use instead of the tokenizer's own
+--nonfinite-logprobs  invalid logprobs (NaN, -9999): leave their record out, or make them
+                      null (default: %(default)s)
+--json
+""",
+        **{
+            "from": {"dest": "format", "choices": ("auto", *FORMATS), "default": "auto"}
+        },
+        source={"nargs": "+"},
+        output={"required": True},
+        nonfinite_logprobs={"choices": ("raise", "null"), "default": "raise"},
     )
-    parser.add_argument(
-        "source",
-        metavar="IN",
-        nargs="+",
-        help="files of the format, or directories of them",
-    )
-    parser.add_argument(
-        "--from",
-        dest="format",
-        metavar="FORMAT",
-        choices=("auto", *FORMATS),
-        default="auto",
-        help=f"one of {', '.join(FORMATS)}, or auto: by the files (default: %(default)s)",
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="OUT",
-        required=True,
-        help="turns: Parquet, Arrow IPC or JSONL, by suffix",
-    )
-    parser.add_argument(
-        "--report",
-        metavar="FILE",
-        help="write the report: a line per record and problem",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="PATH",
-        type=Path,
-        help="for chat: the model's directory, or its tokenizer.json",
-    )
-    parser.add_argument(
-        "--chat-template",
-        metavar="FILE",
-        type=Path,
-        help="for chat: a template to use instead of the tokenizer's own",
-    )
-    parser.add_argument(
-        "--nonfinite-logprobs",
-        choices=("raise", "null"),
-        default="raise",
-        help="invalid logprobs (NaN, -9999): leave their record out, or make them null "
-        "(default: %(default)s)",
-    )
-    add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -3,16 +3,12 @@
 import argparse
 from dataclasses import asdict
 
-from trajkit.cli.file_options import add_job_options, job_options, print_written
+from trajkit.cli.file_options import job_options, print_written
 from trajkit.cli.options import (
     Commands,
+    add_command,
     add_facts,
-    add_max_row_tokens,
-    add_policy,
-    add_source,
-    add_weigh_by,
     chosen_policy,
-    count,
     known_sessions,
 )
 from trajkit.cli.progress import Progress
@@ -23,42 +19,29 @@ from trajkit.schema import LOSSES
 
 def add_linearize(commands: Commands) -> None:
     """Add ``linearize`` to the command line."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "linearize",
-        help="write the training rows of recorded turns",
-        description="Write the training rows of recorded turns, and print how many "
-        "sampled tokens are trained, and why others are lost.",
+        run,
+        """
+write the training rows of recorded turns
+
+Write the training rows of recorded turns, and print how many sampled tokens are trained,
+and why others are lost.
+
+source, --json
+-o --output OUT  rows: Parquet, Arrow IPC or JSONL, by suffix; or DIRECTORY/ for parts,
+                 where an interrupted run continues
+--policy, --set, --fork-threshold, --max-row-tokens, --weigh-by
+--threads N      in addition to those that read and write (default: 1)
+--layout         suffix: write tokens that rows share only once (default: %(default)s)
+--report FILE    write the report, a line per session
+--gather, --rejected
+""",
+        output={"required": True},
+        layout={"choices": ("full", "suffix"), "default": "full"},
     )
-    add_source(parser)
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="OUT",
-        required=True,
-        help="rows: Parquet, Arrow IPC or JSONL, by suffix; or DIRECTORY/ for parts, "
-        "where an interrupted run continues",
-    )
-    add_policy(parser)
-    add_max_row_tokens(parser)
-    add_facts(parser, reward=True)
-    add_weigh_by(parser)
-    parser.add_argument(
-        "--threads",
-        metavar="N",
-        type=count,
-        help="in addition to those that read and write (default: 1)",
-    )
-    parser.add_argument(
-        "--layout",
-        choices=("full", "suffix"),
-        default="full",
-        help="suffix: write tokens that rows share only once (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--report", metavar="FILE", help="write the report, a line per session"
-    )
-    add_job_options(parser)
-    parser.set_defaults(run=run)
+    add_facts(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

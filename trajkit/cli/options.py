@@ -1,7 +1,9 @@
-"""Options that commands share."""
+"""Commands and their options, and the options that several commands have."""
 
 import argparse
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
 import pyarrow as pa
@@ -22,65 +24,135 @@ def count(text: str) -> int:
     return number
 
 
-def add_source(parser: argparse.ArgumentParser) -> None:
-    """Add the file of turns, and ``--json``."""
-    parser.add_argument(
-        "source",
-        metavar="IN",
-        help="turns: Parquet, Arrow IPC or JSONL by suffix, or a directory of them; - is "
-        "standard input",
-    )
-    add_json(parser)
+_TYPES: dict[str, Callable[[str], object]] = {"N": count, "X": float, "PATH": Path}
+"""What the value of an option is, by the name of its value."""
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json``."""
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object and nothing else"
-    )
+def add_command(
+    commands: Commands,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    usage: str,
+    **details: dict[str, Any],
+) -> argparse.ArgumentParser:
+    """Add a command to the command line.
+
+    Parameters
+    ----------
+    commands : subparsers action
+    name : str
+    run : function
+        Takes the parsed arguments, and returns the exit code.
+    usage : str
+        The help in one line, a paragraph that describes the command, and a table of its
+        options (see `add_options`), with blank lines between them.
+    **details : dict
+        As for `add_options`.
+    """
+    help, description, *table = usage.strip().split("\n\n")
+    words = " ".join(description.split())
+    parser = commands.add_parser(name, help=help, description=words)
+    for options in table:
+        add_options(parser, options, **details)
+    parser.set_defaults(run=run)
+    return parser
 
 
-def add_max_row_tokens(parser: argparse.ArgumentParser) -> None:
-    """Add ``--max-row-tokens``."""
-    parser.add_argument(
-        "--max-row-tokens",
-        metavar="N",
-        type=count,
-        help="rows are truncated after N tokens",
-    )
+def add_options(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup,
+    table: str,
+    **details: dict[str, Any],
+) -> None:
+    """Add the options of a table.
+
+    Parameters
+    ----------
+    parser : ArgumentParser or group of one
+    table : str
+        One entry per option: its flags and the name of its value as in a usage line, two
+        spaces, and its help, which indented lines continue. Without flags it is a
+        positional argument. A line without help lists options of `_SHARED`.
+    **details : dict
+        Further keywords of ``add_argument``, by the option's last flag. An option with
+        neither a value nor keywords is a switch.
+    """
+    for entry, help in _entries(table):
+        for name in () if help else entry.split(", "):
+            _add_option(parser, *_SHARED[name], **_DETAILS.get(name, {}))
+        if help:
+            key = _flags(entry)[-1].lstrip("-").replace("-", "_")
+            _add_option(parser, entry, help, **details.get(key, {}))
 
 
-def add_policy(parser: argparse.ArgumentParser) -> None:
-    """Add ``--policy`` and its choices."""
-    parser.add_argument(
-        "--policy",
-        metavar="NAME",
-        default="faithful",
-        help=f"one of {', '.join(PRESETS)} (default: %(default)s); `trajkit policies` "
-        "lists their choices",
-    )
-    add_set(parser)
-    parser.add_argument(
-        "--fork-threshold",
-        metavar="N",
-        type=int,
-        help="slime: a drifted reply of fewer than N tokens does not start a new row, nor "
-        f"for trl drift of fewer than N (default: {DEFAULT_FORK_THRESHOLD}; 0: all drift "
-        "does); miles: drift of N or more is refused (default: 1)",
-    )
+def _entries(table: str) -> Iterator[tuple[str, str]]:
+    """The flags and the help of each entry of a table."""
+    for entry in re.split(r"\n(?=\S)", table.strip()):
+        spec, _, help = entry.partition("  ")
+        yield spec, " ".join(help.split())
 
 
-def add_set(parser: argparse.ArgumentParser) -> None:
-    """Add ``--set``, for the one policy of a command."""
-    parser.add_argument(
-        "--set",
-        metavar="CHOICE=VALUE",
-        action="append",
-        default=[],
-        type=setting,
-        help="change a choice of the policy; may be repeated (`trajkit policies NAME` "
-        "lists the choices and their values)",
-    )
+def _flags(spec: str) -> list[str]:
+    """The flags of an option, or the name of an argument."""
+    first, *rest = spec.split()
+    return [first, *(word for word in rest if word.startswith("-"))]
+
+
+def _add_option(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup,
+    spec: str,
+    help: str,
+    **details: Any,
+) -> None:
+    flags = _flags(spec)
+    for value in spec.split()[len(flags) :]:
+        details = {"metavar": value, "type": _TYPES.get(value), **details}
+    if not details:
+        details = {"action": "store_true"}
+    parser.add_argument(*flags, help=help, **details)
+
+
+_SHARED = {
+    _flags(spec)[0]: (spec, help)
+    for spec, help in _entries(f"""
+source IN           turns: Parquet, Arrow IPC or JSONL by suffix, or a directory of them; -
+                    is standard input
+--json              print one JSON object and nothing else
+--max-row-tokens N  rows are truncated after N tokens
+--policy NAME       one of {", ".join(PRESETS)} (default: %(default)s); `trajkit policies`
+                    lists their choices
+--set CHOICE=VALUE  change a choice of the policy; may be repeated (`trajkit policies NAME`
+                    lists the choices and their values)
+--fork-threshold N  slime: a drifted reply of fewer than N tokens does not start a new row,
+                    nor for trl drift of fewer than N (default: {DEFAULT_FORK_THRESHOLD}; 0:
+                    all drift does); miles: drift of N or more is refused (default: 1)
+--sessions FILE     a line per session: session_id, reward, group_id, error; Parquet, Arrow
+                    IPC or JSONL by suffix, or the directory of a run. A session with an
+                    error is not trained
+--reward X          the reward of every session
+--weigh-by          row_weight: the row's trained tokens over the rollout's N; 1 over the
+                    rollout's rows that train; or 1 / N (default: %(default)s)
+--gather            auto: group scattered sessions through temporary files (next to OUT, if
+                    there is one); no: refuse them (default: %(default)s)
+--rejected FILE     leave out sessions that break a rule, and write them to FILE with the
+                    reason (default: the first one is an error)
+--tokenizer PATH    the model's tokenizer.json, or its directory
+--session ID        a single session (default: all of them)
+""")
+}
+"""Flags and help of the options that several commands have, by their first flag."""
+
+_DETAILS: dict[str, dict[str, Any]] = {
+    "--policy": {"default": "faithful"},
+    "--set": {"action": "append", "default": [], "type": setting},
+    "--fork-threshold": {"type": int},
+    "--weigh-by": {"choices": get_args(By), "default": "token"},
+    "--gather": {"choices": ("auto", "no"), "default": "auto"},
+}
+
+
+def add_facts(parser: argparse.ArgumentParser) -> None:
+    """Add ``--sessions``, and ``--reward`` as an alternative."""
+    add_options(parser.add_mutually_exclusive_group(), "--sessions, --reward")
 
 
 def chosen_policy(arguments: argparse.Namespace) -> tk.Policy:
@@ -122,14 +194,14 @@ def checked_policy(
 
 def add_policies(parser: argparse.ArgumentParser, help: str) -> None:
     """Add ``--policy`` and ``--set``, which may be repeated, as a list of policies."""
-    parser.add_argument("--policy", metavar="NAME", action=_NamePolicy, help=help)
-    parser.add_argument(
-        "--set",
-        metavar="CHOICE=VALUE",
-        action=_SetChoice,
-        dest="policy",
-        type=setting,
-        help="change a choice of the policy before it; may be repeated",
+    add_options(
+        parser,
+        f"""
+--policy NAME       {help}
+--set CHOICE=VALUE  change a choice of the policy before it; may be repeated
+""",
+        policy={"action": _NamePolicy},
+        set={"action": _SetChoice, "dest": "policy", "type": setting},
     )
 
 
@@ -163,22 +235,6 @@ class _SetChoice(argparse.Action):
         named[-1][1].append(values)
 
 
-def add_facts(parser: argparse.ArgumentParser, *, reward: bool) -> None:
-    """Add ``--sessions`` and, optionally, ``--reward`` as an alternative."""
-    either = parser.add_mutually_exclusive_group()
-    either.add_argument(
-        "--sessions",
-        metavar="FILE",
-        help="a line per session: session_id, reward, group_id, error; Parquet, Arrow IPC "
-        "or JSONL by suffix, or the directory of a run. A session with an error is not "
-        "trained",
-    )
-    if reward:
-        either.add_argument(
-            "--reward", metavar="X", type=float, help="the reward of every session"
-        )
-
-
 def known_sessions(arguments: argparse.Namespace) -> pa.Table | None:
     """The table of ``--sessions``.
 
@@ -190,14 +246,3 @@ def known_sessions(arguments: argparse.Namespace) -> pa.Table | None:
     if arguments.sessions is None:
         return None
     return tk.read_sessions(arguments.sessions)
-
-
-def add_weigh_by(parser: argparse.ArgumentParser) -> None:
-    """Add ``--weigh-by``."""
-    parser.add_argument(
-        "--weigh-by",
-        choices=get_args(By),
-        default="token",
-        help="row_weight: the row's trained tokens over the rollout's N; 1 over the "
-        "rollout's rows that train; or 1 / N (default: %(default)s)",
-    )

@@ -4,68 +4,41 @@ import argparse
 import sys
 
 import trajkit as tk
-from trajkit.cli.options import Commands, count
+from trajkit.cli.options import Commands, add_command
 from trajkit.io.tables import write_table
 
 
 def add_pack(commands: Commands) -> None:
     """Add ``pack`` to the command line."""
-    parser = commands.add_parser(
+    add_command(
+        commands,
         "pack",
-        help="pack rows into micro-batches that hold every shared prefix once",
-        description="Pack rows into micro-batches of at most N tokens. Rows of a session "
-        "share their prefixes as a tree, and every trained token has an edge, which says "
-        "the token of the pack that predicts it.",
+        run,
+        """
+pack rows into micro-batches that hold every shared prefix once
+
+Pack rows into micro-batches of at most N tokens. Rows of a session share their prefixes as
+a tree, and every trained token has an edge, which says the token of the pack that predicts
+it.
+
+rows ROWS        rows, in a file or a directory
+-o --output OUT  packs: Parquet, Arrow IPC or JSONL, by suffix
+--max-tokens N   tokens of a pack; 1.25 to 1.5 times the longest row leaves little to repeat
+--layout         rows: they share nothing (default: %(default)s)
+--share          group: the sessions of a group share what their first rows begin with
+--oversize       a tree of more tokens is cut and repeats prefixes, is carried over several
+                 packs, or is refused (default: %(default)s)
+--align N        pad packs to a multiple of N tokens
+--column NAME    give edges this column of the rows, as edge_NAME; may be repeated
+""",
+        output={"required": True},
+        max_tokens={"required": True},
+        layout={"choices": ("tree", "rows"), "default": "tree"},
+        share={"choices": ("session", "group"), "default": "session"},
+        oversize={"choices": ("repeat", "carry", "error"), "default": "repeat"},
+        align={"default": 1},
+        column={"action": "append", "default": []},
     )
-    parser.add_argument("rows", metavar="ROWS", help="rows, in a file or a directory")
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="OUT",
-        required=True,
-        help="packs: Parquet, Arrow IPC or JSONL, by suffix",
-    )
-    parser.add_argument(
-        "--max-tokens",
-        metavar="N",
-        type=count,
-        required=True,
-        help="tokens of a pack; 1.25 to 1.5 times the longest row leaves little to repeat",
-    )
-    parser.add_argument(
-        "--layout",
-        choices=("tree", "rows"),
-        default="tree",
-        help="rows: they share nothing (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--share",
-        choices=("session", "group"),
-        default="session",
-        help="group: the sessions of a group share what their first rows begin with",
-    )
-    parser.add_argument(
-        "--oversize",
-        choices=("repeat", "carry", "error"),
-        default="repeat",
-        help="a tree of more tokens is cut and repeats prefixes, is carried over several "
-        "packs, or is refused (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--align",
-        metavar="N",
-        type=count,
-        default=1,
-        help="pad packs to a multiple of N tokens",
-    )
-    parser.add_argument(
-        "--column",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="give edges this column of the rows, as edge_NAME; may be repeated",
-    )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 import trajkit as tk
-from trajkit.analysis.tokenizer import Tokenizer
 from trajkit.cli.options import (
     Commands,
+    add_command,
     add_policies,
-    add_policy,
     checked_policy,
     chosen_policy,
 )
-from trajkit.cli.tokenizer import load_tokenizer
+from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.errors import ArgumentError
 from trajkit.io.tables import sessions_below
 
@@ -40,77 +39,66 @@ KINDS: Mapping[str, tuple[str, Sequence[str]]] = {
 """Each kind of picture: what it shows, and the suffixes that it is written as."""
 
 
+_USAGE = """
+source RUN       turns: Parquet, Arrow IPC or JSONL by suffix, or the directory of a run; -
+                 is standard input
+--sessions FILE  a line per session: session_id, reward, group_id, error (default: the
+                 sessions in the directory of the run, if there are any)
+"""
+
+
 def add_plot(commands: Commands) -> None:
     """Add ``plot`` to the command line."""
     kinds = "\n".join(
         f"  {name:10} {shows} ({', '.join(suffixes)})"
         for name, (shows, suffixes) in KINDS.items()
     )
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "plot",
-        help="draw a run or a session",
-        description="Draw a run or a session. All kinds but forest and trace need "
-        "matplotlib (pip install 'trajkit[plot]').",
-        epilog=f"kinds:\n{kinds}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        run_plot,
+        f"""
+draw a run or a session
+
+Draw a run or a session. All kinds but forest and trace need matplotlib (pip install
+'trajkit[plot]').
+
+kind KIND         what to draw (see below)
+{_USAGE.strip()}
+-o FILE           the picture; its suffix is the format
+--session ID      forest, tokens: the session (default: the one with the most turns)
+--tokenizer PATH  drift: the model's tokenizer.json, or its directory
+""",
+        kind={"choices": KINDS},
+        o={"dest": "picture", "type": Path, "required": True},
     )
-    parser.add_argument(
-        "kind", metavar="KIND", choices=KINDS, help="what to draw (see below)"
-    )
-    _add_run(parser, "FILE", "the picture; its suffix is the format")
-    parser.add_argument(
-        "--session",
-        metavar="ID",
-        help="forest, tokens: the session (default: the one with the most turns)",
-    )
+    parser.epilog = f"kinds:\n{kinds}"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_policies(
         parser,
-        "the policy (default: faithful). forest, policies: may be repeated (default: "
-        "all)",
+        "the policy (default: faithful). forest, policies: may be repeated (default: all)",
     )
-    parser.set_defaults(run=run_plot)
 
 
 def add_report(commands: Commands) -> None:
     """Add ``report`` to the command line."""
-    parser = commands.add_parser(
+    add_command(
+        commands,
         "report",
-        help="describe a run on one HTML page",
-        description="Write one HTML page, without scripts: what was recorded, what each "
-        "policy keeps and costs, drift by cause and what to change, rewards, groups, "
-        "lengths, weight versions, and violations of the rows.",
-    )
-    _add_run(parser, "FILE.html", "the page")
-    parser.add_argument(
-        "--rows",
-        metavar="ROWS",
-        help="rows to verify, of any system (default: those of the policy)",
-    )
-    add_policy(parser)
-    parser.set_defaults(run=run_report)
+        run_report,
+        f"""
+describe a run on one HTML page
 
-
-def _add_run(parser: argparse.ArgumentParser, file: str, what: str) -> None:
-    parser.add_argument(
-        "source",
-        metavar="RUN",
-        help="turns: Parquet, Arrow IPC or JSONL by suffix, or the directory of a run; - "
-        "is standard input",
-    )
-    parser.add_argument(
-        "-o", dest="picture", metavar=file, type=Path, required=True, help=what
-    )
-    parser.add_argument(
-        "--sessions",
-        metavar="FILE",
-        help="a line per session: session_id, reward, group_id, error (default: the "
-        "sessions in the directory of the run, if there are any)",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="PATH",
-        type=Path,
-        help="drift, report: the model's tokenizer.json, or its directory",
+Write one HTML page, without scripts: what was recorded, what each policy keeps and costs,
+drift by cause and what to change, rewards, groups, lengths, weight versions, and violations
+of the rows.
+{_USAGE}
+-o FILE.html  the page
+--tokenizer
+--rows ROWS   rows to verify, of any system (default: those of the policy)
+--policy, --set, --fork-threshold
+""",
+        o={"dest": "picture", "type": Path, "required": True},
     )
 
 
@@ -139,7 +127,7 @@ def run_plot(arguments: argparse.Namespace) -> int:
     policy = policies[0] if policies else tk.policy("faithful")
 
     def drift() -> "Figure":
-        tokenizer = _tokenizer(arguments)
+        tokenizer = chosen_tokenizer(arguments)
         links = tk.link(turns, policy)
         return tk.plot.drift(tk.classify_drift(turns, links, tokenizer=tokenizer))
 
@@ -170,7 +158,7 @@ def run_report(arguments: argparse.Namespace) -> int:
         chosen_policy(arguments),
         sessions=_sessions(arguments),
         rows=None if arguments.rows is None else tk.read_rows(arguments.rows),
-        tokenizer=_tokenizer(arguments),
+        tokenizer=chosen_tokenizer(arguments),
     )
     arguments.picture.write_text(page, encoding="utf-8")
     return 0
@@ -181,7 +169,3 @@ def _sessions(arguments: argparse.Namespace) -> pa.Table | None:
     if arguments.sessions is None:
         return sessions_below(arguments.source)
     return tk.read_sessions(arguments.sessions)
-
-
-def _tokenizer(arguments: argparse.Namespace) -> Tokenizer | None:
-    return None if arguments.tokenizer is None else load_tokenizer(arguments.tokenizer)

@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict
 
 import trajkit as tk
-from trajkit.cli.options import Commands, add_json
+from trajkit.cli.options import Commands, add_command
 from trajkit.cli.policy_args import DEFAULTS, allowed, choices_of, written
 from trajkit.cli.text import text_table
 from trajkit.policies import ALIASES, PRESETS
@@ -14,15 +14,21 @@ from trajkit.policies import ALIASES, PRESETS
 
 def add_policies(commands: Commands) -> None:
     """Add ``policies`` to the command line."""
-    parser = commands.add_parser(
+    add_command(
+        commands,
         "policies",
-        help="list the policies, or the choices of one",
-        description="List the policies with the choices that differ from the defaults. "
-        "With NAME, list all choices of a policy, their values, and what --set accepts.",
+        run,
+        """
+list the policies, or the choices of one
+
+List the policies with the choices that differ from the defaults. With NAME, list all
+choices of a policy, their values, and what --set accepts.
+
+policy NAME  a policy
+--json
+""",
+        policy={"nargs": "?"},
     )
-    parser.add_argument("policy", metavar="NAME", nargs="?", help="a policy")
-    add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

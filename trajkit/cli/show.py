@@ -13,9 +13,9 @@ import pyarrow as pa
 import trajkit as tk
 from trajkit._arrow import lazy_compute as pc
 from trajkit.analysis.tokenizer import Codec, Ids
-from trajkit.cli.options import Commands, add_policy, chosen_policy, count
+from trajkit.cli.options import Commands, add_command, chosen_policy
 from trajkit.cli.terminal import Fragment, Screen, lines_of, shortened, visible
-from trajkit.cli.tokenizer import load_tokenizer
+from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.errors import ArgumentError, UnknownSessionError
 from trajkit.io.tables import iter_tables, read_any_rows
 from trajkit.schema import EMPTY_KINDS
@@ -27,51 +27,37 @@ _MAX_MESSAGE = 160
 
 def add_show(commands: Commands) -> None:
     """Add ``show`` to the command line."""
-    parser = commands.add_parser(
+    add_command(
+        commands,
         "show",
-        help="print rows as text: what is trained, context, or lost",
-        description="Print the tokens of rows, in order, with a label per range: trained, "
-        "context, duplicate (another row trains it), untrainable, lost. Special tokens "
-        "are in double brackets, a line break is shown as an arrow, and half a character "
-        "as its bytes. For turns, the rows are those of the policy, and lost tokens are "
-        "shown too.",
+        run,
+        """
+print rows as text: what is trained, context, or lost
+
+Print the tokens of rows, in order, with a label per range: trained, context, duplicate
+(another row trains it), untrainable, lost. Special tokens are in double brackets, a line
+break is shown as an arrow, and half a character as its bytes. For turns, the rows are those
+of the policy, and lost tokens are shown too.
+
+source TURNS|ROWS  turns or rows: Parquet, Arrow IPC or JSONL by suffix, or a directory of
+                   turns; - is standard input
+--session
+--row N            a single row per session
+--tokenizer PATH   the model's tokenizer.json, or its directory (default: ids and messages)
+--context N        tokens shown at both ends of long context (default: %(default)s)
+--unfold           show all context and all messages
+--no-color         no colours
+--policy, --set, --fork-threshold
+""",
+        row={"type": int},
+        context={"default": 16},
     )
-    parser.add_argument(
-        "source",
-        metavar="TURNS|ROWS",
-        help="turns or rows: Parquet, Arrow IPC or JSONL by suffix, or a directory of "
-        "turns; - is standard input",
-    )
-    parser.add_argument(
-        "--session", metavar="ID", help="a single session (default: all of them)"
-    )
-    parser.add_argument("--row", metavar="N", type=int, help="a single row per session")
-    parser.add_argument(
-        "--tokenizer",
-        metavar="PATH",
-        type=Path,
-        help="the model's tokenizer.json, or its directory (default: ids and messages)",
-    )
-    parser.add_argument(
-        "--context",
-        metavar="N",
-        type=count,
-        default=16,
-        help="tokens shown at both ends of long context (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--unfold", action="store_true", help="show all context and all messages"
-    )
-    parser.add_argument("--no-color", action="store_true", help="no colours")
-    add_policy(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the rows; the exit code is 0."""
-    codec = None
-    if arguments.tokenizer is not None:
-        codec = Codec(load_tokenizer(arguments.tokenizer))
+    tokenizer = chosen_tokenizer(arguments)
+    codec = None if tokenizer is None else Codec(tokenizer)
     view = _View(
         Screen.of_stdout(colour=not arguments.no_color),
         codec,

@@ -7,20 +7,12 @@ import sys
 import pyarrow as pa
 
 from trajkit.analysis.simulation import Simulation, cheapest_lossless
-from trajkit.cli.file_options import (
-    add_job_options,
-    rejected_count,
-    rejected_note,
-    run_stage,
-)
+from trajkit.cli.file_options import rejected_count, rejected_note, run_stage
 from trajkit.cli.options import (
     Commands,
-    add_facts,
-    add_max_row_tokens,
+    add_command,
     add_policies,
-    add_source,
     checked_policy,
-    count,
     known_sessions,
 )
 from trajkit.cli.progress import Progress
@@ -30,34 +22,24 @@ from trajkit.jobs.stages import Made
 
 def add_simulate(commands: Commands) -> None:
     """Add ``simulate`` to the command line."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "simulate",
-        help="compare what the policies keep, lose and cost",
-        description="Count what the rows of every policy train, lose and cost, and name "
-        "the policy that keeps everything at the lowest cost. 'forward' are the tokens of "
-        "all rows; 'shared once' counts each shared prefix once.",
+        run,
+        """
+compare what the policies keep, lose and cost
+
+Count what the rows of every policy train, lose and cost, and name the policy that keeps
+everything at the lowest cost. 'forward' are the tokens of all rows; 'shared once' counts
+each shared prefix once.
+
+source, --json, --sessions
+--pad N   count the padding of each row to a multiple of N tokens
+--pack N  count the packs of N tokens that rows make as trees
+--max-row-tokens, --gather, --rejected
+""",
     )
-    add_source(parser)
-    add_policies(
-        parser,
-        "a policy to compare; may be repeated (default: all)",
-    )
-    add_facts(parser, reward=False)
-    parser.add_argument(
-        "--pad",
-        metavar="N",
-        type=count,
-        help="count the padding of each row to a multiple of N tokens",
-    )
-    parser.add_argument(
-        "--pack",
-        metavar="N",
-        type=count,
-        help="count the packs of N tokens that rows make as trees",
-    )
-    add_max_row_tokens(parser)
-    add_job_options(parser)
-    parser.set_defaults(run=run)
+    add_policies(parser, "a policy to compare; may be repeated (default: all)")
 
 
 def run(arguments: argparse.Namespace) -> int:

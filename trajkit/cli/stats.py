@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
-from trajkit.cli.head import add_table, stored_tables
-from trajkit.cli.options import Commands, add_json
-from trajkit.cli.terminal import Screen, columns, padded, shortened, visible
+from trajkit.cli.head import TABLE, stored_tables
+from trajkit.cli.options import Commands, add_command
+from trajkit.cli.terminal import Screen, shortened, visible
 from trajkit.cli.text import share
 
 _HEAD = ("column", "type", "nulls", "min", "mean", "max", "of")
@@ -32,16 +32,20 @@ _BASES = ("tokens", "tokens stored")
 
 def add_stats(commands: Commands) -> None:
     """Add ``stats`` to the command line."""
-    parser = commands.add_parser(
+    add_command(
+        commands,
         "stats",
-        help="summarize the columns of a table",
-        description="Print, for each column of a file of any table, its type, nulls, and "
-        "the least, mean and largest value: of lists and texts the length, of flags the "
-        "share that is true, of names the counts. Then sessions and tokens.",
+        run,
+        f"""
+summarize the columns of a table
+
+Print, for each column of a file of any table, its type, nulls, and the least, mean and
+largest value: of lists and texts the length, of flags the share that is true, of names the
+counts. Then sessions and tokens.
+{TABLE}
+--json
+""",
     )
-    add_table(parser)
-    add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -53,12 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         screen.print(json.dumps(summary.to_json()))
         return 0
-    lines = [_HEAD, *(one.texts(name) for name, one in summary.columns.items())]
-    widths = [max(map(columns, texts)) for texts in zip(*lines, strict=True)]
     screen.print(f"{summary.lines:,} lines\n")
-    for k, line in enumerate(lines):
-        text = "  ".join(map(padded, line, widths))
-        screen.print(text.rstrip(), "" if k else "head")
+    screen.print_table(
+        [_HEAD, *(one.texts(name) for name, one in summary.columns.items())]
+    )
     screen.print()
     for name, n in summary.totals.items():
         part = ""

@@ -4,7 +4,7 @@ import os
 import shutil
 import sys
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -109,6 +109,13 @@ class Screen:
         encoding = sys.stdout.encoding or "utf-8"
         text = self._painted(line, style).encode(encoding, "backslashreplace")
         sys.stdout.write(text.decode(encoding) + "\n")
+
+    def print_table(self, lines: Sequence[Sequence[str]]) -> None:
+        """Print lines of cells in columns, the first line as a head."""
+        widths = [max(map(columns, cells)) for cells in zip(*lines, strict=True)]
+        for k, line in enumerate(lines):
+            text = "  ".join(map(padded, line, widths))
+            self.print(text.rstrip(), "" if k else "head")
 
     def print_labelled(self, label: str, fragments: Iterable[Fragment]) -> None:
         """Print text in lines that fit, after a label."""

@@ -1,5 +1,6 @@
 """Load a tokenizer. Only this module imports tokenizers and transformers."""
 
+import argparse
 import os
 from pathlib import Path
 from typing import cast
@@ -7,6 +8,12 @@ from typing import cast
 from trajkit.analysis.tokenizer import Tokenizer
 from trajkit.errors import ArgumentError, FormatError
 from trajkit.importers.reader import ChatTokenizer
+
+
+def chosen_tokenizer(arguments: argparse.Namespace) -> Tokenizer | None:
+    """The tokenizer of ``--tokenizer``; None without it."""
+    path: Path | None = arguments.tokenizer
+    return None if path is None else load_tokenizer(path)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

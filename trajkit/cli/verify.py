@@ -12,14 +12,11 @@ from typing import Any
 import pyarrow as pa
 
 import trajkit as tk
-from trajkit.cli.file_options import add_job_options, job_options, rejected_note
+from trajkit.cli.file_options import job_options, rejected_note
 from trajkit.cli.options import (
     Commands,
+    add_command,
     add_facts,
-    add_json,
-    add_max_row_tokens,
-    add_set,
-    add_weigh_by,
     checked_policy,
     known_sessions,
 )
@@ -37,36 +34,26 @@ _NO_POLICY = (
 
 def add_verify(commands: Commands) -> None:
     """Add ``verify`` to the command line."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "verify",
-        help="check rows against the turns that they come from",
-        description="Check rows against the turns that they come from, and print the "
-        "violations. The exit code is 1 if there are any. Rows of other systems need "
-        "input_ids and loss_mask.",
+        run,
+        """
+check rows against the turns that they come from
+
+Check rows against the turns that they come from, and print the violations. The exit code is
+1 if there are any. Rows of other systems need input_ids and loss_mask.
+
+rows ROWS        rows, in a file or a directory
+turns TURNS      their turns, in a file or a directory
+--json
+-o --output OUT  write the table of violations; DIRECTORY/ gets parts, where an interrupted
+                 run continues
+--policy NAME    the policy of the rows (default: every token is trained once)
+--set, --weigh-by, --max-row-tokens, --gather, --rejected
+""",
     )
-    parser.add_argument("rows", metavar="ROWS", help="rows, in a file or a directory")
-    parser.add_argument(
-        "turns", metavar="TURNS", help="their turns, in a file or a directory"
-    )
-    add_json(parser)
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="OUT",
-        help="write the table of violations; DIRECTORY/ gets parts, where an interrupted "
-        "run continues",
-    )
-    parser.add_argument(
-        "--policy",
-        metavar="NAME",
-        help="the policy of the rows (default: every token is trained once)",
-    )
-    add_set(parser)
-    add_facts(parser, reward=True)
-    add_weigh_by(parser)
-    add_max_row_tokens(parser)
-    add_job_options(parser)
-    parser.set_defaults(run=run)
+    add_facts(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -12,12 +12,13 @@ import trajkit as tk
 from trajkit.analysis.tokenizer import Tokenizer
 from trajkit.cli.options import (
     Commands,
+    add_command,
+    add_options,
     add_policies,
     checked_policy,
-    count,
 )
 from trajkit.cli.policy_args import setting
-from trajkit.cli.tokenizer import load_tokenizer
+from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.errors import ArgumentError, FormatError
 from trajkit.io.tables import iter_tables, log_files, rows_plan
 from trajkit.policies import PRESETS
@@ -33,90 +34,46 @@ _SMALLER = "--sessions A,B, --sample N or --worst N"
 
 def add_view(commands: Commands) -> None:
     """Add ``view`` to the command line."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "view",
-        help="look at a run in the browser",
-        description="Show what each policy trains, loses and costs, drift in tokens, the "
-        "calls of each session, and their tokens. With -o the page is one HTML file that "
-        "needs no server and no network. Without it the page is served from 127.0.0.1 "
-        "until Ctrl-C, and can show any policy.",
+        run,
+        """
+look at a run in the browser
+
+Show what each policy trains, loses and costs, drift in tokens, the calls of each session,
+and their tokens. With -o the page is one HTML file that needs no server and no network.
+Without it the page is served from 127.0.0.1 until Ctrl-C, and can show any policy.
+
+source
+-o --output FILE  write the page to an HTML file
+--tokenizer PATH  the model's tokenizer.json, or its directory: show tokens as text, and the
+                  causes of drift in text
+--facts FILE      a line per session: session_id, reward, group_id, error; Parquet, Arrow
+                  IPC or JSONL by suffix. A session with an error is not trained (default:
+                  the files of sessions in the directory IN)
+--rows FILE       show what `trajkit verify` finds in these rows, under the first --policy
+                  if there is one
+--pack N          show the packs of N tokens that the rows of a session make
+--against IN      a second run to compare with, read like IN
+--no-text         leave out the text of messages and tokens
+--port N          of the server (default: any)
+--follow          show new turns of a running gateway
+--no-browser      print the address only
+""",
+        port={"type": int, "default": 0},
     )
-    parser.add_argument(
-        "source",
-        metavar="IN",
-        help="turns: Parquet, Arrow IPC or JSONL by suffix, or a directory of them; - is "
-        "standard input",
+    add_policies(parser, "a policy to show; may be repeated (default: all)")
+    add_options(
+        parser.add_mutually_exclusive_group(),
+        """
+--sessions A,B  only these sessions
+--sample N      only N sessions, the same every time
+--worst N       only the N sessions that lose most tokens under the first policy, drift
+                most, or have the lowest logprobs
+""",
+        sessions={"type": lambda text: tuple(text.split(","))},
     )
-    parser.add_argument(
-        "-o", "--output", metavar="FILE", help="write the page to an HTML file"
-    )
-    add_policies(
-        parser,
-        "a policy to show; may be repeated (default: all)",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="PATH",
-        type=Path,
-        help="the model's tokenizer.json, or its directory: show tokens as text, and the "
-        "causes of drift in text",
-    )
-    parser.add_argument(
-        "--facts",
-        metavar="FILE",
-        help="a line per session: session_id, reward, group_id, error; Parquet, Arrow IPC "
-        "or JSONL by suffix. A session with an error is not trained (default: the files "
-        "of sessions in the directory IN)",
-    )
-    parser.add_argument(
-        "--rows",
-        metavar="FILE",
-        help="show what `trajkit verify` finds in these rows, under the first --policy if "
-        "there is one",
-    )
-    parser.add_argument(
-        "--pack",
-        metavar="N",
-        type=count,
-        help="show the packs of N tokens that the rows of a session make",
-    )
-    parser.add_argument(
-        "--against", metavar="IN", help="a second run to compare with, read like IN"
-    )
-    parser.add_argument(
-        "--no-text",
-        action="store_true",
-        help="leave out the text of messages and tokens",
-    )
-    few = parser.add_mutually_exclusive_group()
-    few.add_argument(
-        "--sessions",
-        metavar="A,B",
-        type=lambda text: tuple(text.split(",")),
-        help="only these sessions",
-    )
-    few.add_argument(
-        "--sample", metavar="N", type=count, help="only N sessions, the same every time"
-    )
-    few.add_argument(
-        "--worst",
-        metavar="N",
-        type=count,
-        help="only the N sessions that lose most tokens under the first policy, drift "
-        "most, or have the lowest logprobs",
-    )
-    parser.add_argument(
-        "--port", metavar="N", type=int, default=0, help="of the server (default: any)"
-    )
-    parser.add_argument(
-        "--follow",
-        action="store_true",
-        help="show new turns of a running gateway",
-    )
-    parser.add_argument(
-        "--no-browser", action="store_true", help="print the address only"
-    )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -124,9 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     from trajkit.view.document import page
     from trajkit.view.selection import Selection
 
-    tokenizer = None
-    if arguments.tokenizer is not None:
-        tokenizer = load_tokenizer(arguments.tokenizer)
+    tokenizer = chosen_tokenizer(arguments)
     policies = [checked_policy(*one) for one in arguments.policy or ()]
     first = (policies or list(PRESETS.values()))[0]
     selection = Selection(

@@ -1,58 +1,51 @@
 """``trajkit why`` and ``trajkit tree``: sessions explained in the terminal."""
 
 import argparse
-from pathlib import Path
 
 import trajkit as tk
-from trajkit.cli.options import Commands, add_policy, chosen_policy
+from trajkit.cli.options import Commands, add_command, chosen_policy
 from trajkit.cli.show import each_session, is_rows, of_session
 from trajkit.cli.terminal import Screen, visible
-from trajkit.cli.tokenizer import load_tokenizer
+from trajkit.cli.tokenizer import chosen_tokenizer
 
 
 def add_why(commands: Commands) -> None:
     """Add ``why`` to the command line."""
-    parser = commands.add_parser(
+    add_command(
+        commands,
         "why",
-        help="explain why each row begins where it does",
-        description="Print a sentence for each row that a policy makes: the turn that "
-        "opens it, where and why that turn leaves the path of its parent, and the tokens "
-        "that the row trains and loses. Of rows, without their turns: where each leaves "
-        "an earlier row.",
+        run_why,
+        """
+explain why each row begins where it does
+
+Print a sentence for each row that a policy makes: the turn that opens it, where and why
+that turn leaves the path of its parent, and the tokens that the row trains and loses. Of
+rows, without their turns: where each leaves an earlier row.
+
+source TURNS|ROWS  turns or rows: Parquet, Arrow IPC or JSONL by suffix, or a directory of
+                   turns; - is standard input
+--session
+--tokenizer PATH   the model's tokenizer.json, or its directory: name causes of drift by
+                   text
+--policy, --set, --fork-threshold
+""",
     )
-    _add_source(parser, "TURNS|ROWS", "turns or rows")
-    parser.add_argument(
-        "--tokenizer",
-        metavar="PATH",
-        type=Path,
-        help="the model's tokenizer.json, or its directory: name causes of drift by text",
-    )
-    add_policy(parser)
-    parser.set_defaults(run=run_why)
 
 
 def add_tree(commands: Commands) -> None:
     """Add ``tree`` to the command line."""
-    parser = commands.add_parser(
+    add_command(
+        commands,
         "tree",
-        help="draw the calls of each session as a tree",
-        description="Print the calls of each session: which call each continues under a "
-        "policy, its label if it opens a branch, and where its prompt drifts.",
-    )
-    _add_source(parser, "TURNS", "turns")
-    add_policy(parser)
-    parser.set_defaults(run=run_tree)
+        run_tree,
+        """
+draw the calls of each session as a tree
 
+Print the calls of each session: which call each continues under a policy, its label if it
+opens a branch, and where its prompt drifts.
 
-def _add_source(parser: argparse.ArgumentParser, name: str, words: str) -> None:
-    parser.add_argument(
-        "source",
-        metavar=name,
-        help=f"{words}: Parquet, Arrow IPC or JSONL by suffix, or a directory of turns; - "
-        "is standard input",
-    )
-    parser.add_argument(
-        "--session", metavar="ID", help="a single session (default: all of them)"
+source, --session, --policy, --set, --fork-threshold
+""",
     )
 
 
@@ -63,9 +56,7 @@ def run_why(arguments: argparse.Namespace) -> int:
         table = of_session(tk.read_rows(arguments.source), arguments.session, "rows")
         reasons = tk.analysis.why(table)
     else:
-        tokenizer = None
-        if arguments.tokenizer is not None:
-            tokenizer = load_tokenizer(arguments.tokenizer)
+        tokenizer = chosen_tokenizer(arguments)
         table = of_session(tk.read_turns(arguments.source), arguments.session, "turns")
         reasons = tk.analysis.why(table, chosen_policy(arguments), tokenizer=tokenizer)
     session = None

@@ -242,6 +242,11 @@ def versions_of(value: object, n_output: int) -> list[dict[str, object]] | None:
     return [{"version": name, "start": 0, "stop": n_output}]
 
 
+def list_of(value: object) -> list[object]:
+    """The value if it is a list, else an empty one."""
+    return value if isinstance(value, list) else []
+
+
 def object_of(value: object) -> dict[str, object]:
     """The value if it is an object, else an empty one."""
     return value if isinstance(value, dict) else {}

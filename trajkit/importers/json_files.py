@@ -1,7 +1,7 @@
 """JSON files of foreign formats, record by record, including damaged records."""
 
 from codecs import BOM_UTF8
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +65,19 @@ def objects(file: Path, shape: Shape | None = None) -> Iterator[Text]:
             yield _bad(f"line {number}", problem, str(error))
             continue
         yield _text(f"line {number}", value)
+
+
+def findings(
+    file: Path,
+    read: Callable[[str, dict[str, object]], Iterator[Finding]],
+    shape: Shape | None = None,
+) -> Iterator[Finding]:
+    """What ``read`` finds in each of `objects`, and the findings about damaged ones."""
+    for text in objects(file, shape):
+        if text.bad is not None:
+            yield text.bad
+        else:
+            yield from read(text.place, text.value)
 
 
 def first_object(file: Path) -> dict[str, object] | None:

@@ -23,6 +23,8 @@ import numpy as np
 from trajkit.importers.findings import (
     Finding,
     has_numbers,
+    list_of,
+    object_of,
     text_of,
     unless_empty,
     versions_of,
@@ -63,10 +65,9 @@ def calls(found: Finding, request: _Object, response: _Object) -> Iterator[Findi
     common = {**found.fields, "model": text_of(response.get("model"))}
     common["prompt_messages"] = unless_empty(request.get("messages"))
     choices = response.get("choices")
-    natively = not isinstance(choices, list)
     listed: list[object] = choices if isinstance(choices, list) else [response]
     for k, choice in enumerate(listed):
-        place = found.place if natively or k == 0 else f"{found.place}, choice {k}"
+        place = found.place if k == 0 else f"{found.place}, choice {k}"
         one = Finding(place, found.session, dict(common), remarks=list(found.remarks))
         if not isinstance(choice, dict):
             one.refuse("unreadable", "a choice is not an object")
@@ -78,8 +79,7 @@ def calls(found: Finding, request: _Object, response: _Object) -> Iterator[Findi
 
 
 def _fill(found: Finding, request: _Object, response: _Object, choice: _Object) -> None:
-    meta = choice.get("meta_info")
-    meta = meta if isinstance(meta, dict) else {}
+    meta = object_of(choice.get("meta_info"))
     prompts = (
         choice.get("input_token_ids"),
         choice.get("prompt_token_ids"),
@@ -118,39 +118,32 @@ def _fill(found: Finding, request: _Object, response: _Object, choice: _Object) 
     )
     message = choice.get("message")
     fields["response_message"] = message if isinstance(message, dict) else None
-    about = response.get("metadata")
-    _versions(found, meta, about if isinstance(about, dict) else {})
+    _versions(found, meta, object_of(response.get("metadata")))
 
 
 def _by_choice(choice: _Object) -> tuple[list[object] | None, list[object]] | None:
     """Ids (None: unknown) and logprobs of ``choice.logprobs``."""
-    logprobs = choice.get("logprobs")
-    if not isinstance(logprobs, dict):
-        return None
-    content = logprobs.get("content")
-    if isinstance(content, list) and content:
-        entries = [entry if isinstance(entry, dict) else {} for entry in content]
+    logprobs = object_of(choice.get("logprobs"))
+    entries = [object_of(entry) for entry in list_of(logprobs.get("content"))]
+    if entries:
         ids = [
             entry["token_id"] if "token_id" in entry else _spelled(entry.get("token"))
             for entry in entries
         ]
         return _pair(ids, [entry.get("logprob") for entry in entries])
-    values = logprobs.get("token_logprobs")
-    if isinstance(values, list) and values:
-        tokens = logprobs.get("tokens")
-        texts = (
-            tokens if isinstance(tokens, list) and len(tokens) == len(values) else []
-        )
-        return _pair([_spelled(text) for text in texts] or [None], values)
-    return None
+    values, texts = (list_of(logprobs.get(n)) for n in ("token_logprobs", "tokens"))
+    if not values:
+        return None
+    if len(texts) != len(values):
+        texts = [None]
+    return _pair([_spelled(text) for text in texts], values)
 
 
 def _by_meta(meta: _Object) -> tuple[list[object] | None, list[object]] | None:
     """Ids and logprobs of SGLang's entries: (logprob, id, text) or objects."""
-    entries = meta.get("output_token_logprobs")
-    if not isinstance(entries, list) or not entries:
+    pairs = [_of_entry(one) for one in list_of(meta.get("output_token_logprobs"))]
+    if not pairs:
         return None
-    pairs = [_of_entry(entry) for entry in entries]
     return _pair([token for token, _ in pairs], [value for _, value in pairs])
 
 
@@ -195,8 +188,8 @@ def _versions(found: Finding, meta: _Object, about: _Object) -> None:
     output = found.fields["output_ids"]
     n = len(output) if isinstance(output, list | np.ndarray) else 0
     for source in (meta, about):
-        pieces = source.get("weight_versions")
-        if isinstance(pieces, list) and pieces and n:
+        pieces = list_of(source.get("weight_versions"))
+        if pieces and n:
             found.fields["weight_versions"] = [
                 {
                     "version": text_of(piece.get("version")),

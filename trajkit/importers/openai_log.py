@@ -3,8 +3,15 @@
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from trajkit.importers.findings import Finding, Head, Options, text_of, time_of
-from trajkit.importers.json_files import objects
+from trajkit.importers.findings import (
+    Finding,
+    Head,
+    Options,
+    object_of,
+    text_of,
+    time_of,
+)
+from trajkit.importers.json_files import findings
 from trajkit.importers.openai_ids import REQUEST, RESPONSE, calls
 from trajkit.io.json_numbers import EACH, Shape
 
@@ -28,40 +35,38 @@ def detect(head: Head) -> bool:
 
 def read(file: Path, options: Options) -> Iterator[Finding]:
     """One call per choice of each response of a line."""
-    for text in objects(file, _SHAPE):
-        if text.bad is not None:
-            yield text.bad
+    return findings(file, _calls, _SHAPE)
+
+
+def _calls(place: str, value: dict[str, object]) -> Iterator[Finding]:
+    found = Finding(place, session_of(value))
+    request, response = (
+        next((_body(value[name]) for name in names if name in value), None)
+        for names in zip(*_PAIRS, strict=True)
+    )
+    if not isinstance(request, dict) or response is None:
+        yield found.refuse("unreadable", "no request, or no response")
+        return
+    found.session = found.session or session_of(request)
+    found.fields = {
+        "started_at": time_of(value.get("started_at", value.get("timestamp"))),
+        "ended_at": time_of(value.get("ended_at")),
+    }
+    answers = response if isinstance(response, list) else [response]
+    for k, answer in enumerate(answers):
+        place = found.place if k == 0 else f"{found.place}, choice {k}"
+        one = Finding(place, found.session, dict(found.fields))
+        if not isinstance(answer, dict):
+            yield one.refuse("unreadable", "an answer is not an object")
             continue
-        value = text.value
-        found = Finding(text.place, session_of(value))
-        request, response = (
-            next((_body(value[name]) for name in names if name in value), None)
-            for names in zip(*_PAIRS, strict=True)
-        )
-        if not isinstance(request, dict) or response is None:
-            yield found.refuse("unreadable", "no request, or no response")
-            continue
-        found.session = found.session or session_of(request)
-        found.fields = {
-            "started_at": time_of(value.get("started_at", value.get("timestamp"))),
-            "ended_at": time_of(value.get("ended_at")),
-        }
-        answers = response if isinstance(response, list) else [response]
-        for k, answer in enumerate(answers):
-            place = found.place if k == 0 else f"{found.place}, choice {k}"
-            one = Finding(place, found.session, dict(found.fields))
-            if not isinstance(answer, dict):
-                yield one.refuse("unreadable", "an answer is not an object")
-                continue
-            name = text_of(answer.get("id")) or text_of(request.get("rid"))
-            one.fields["request_id"] = name
-            yield from calls(one, _asked(request, k, len(answers)), answer)
+        name = text_of(answer.get("id")) or text_of(request.get("rid"))
+        one.fields["request_id"] = name
+        yield from calls(one, _asked(request, k, len(answers)), answer)
 
 
 def session_of(value: Mapping[str, object]) -> str | None:
     """``session_id`` of an object or of its metadata."""
-    about = value.get("metadata")
-    within = about.get("session_id") if isinstance(about, dict) else None
+    within = object_of(value.get("metadata")).get("session_id")
     return text_of(value.get("session_id")) or text_of(within)
 
 

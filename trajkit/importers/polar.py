@@ -3,8 +3,15 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from trajkit.importers.findings import Finding, Head, Options, text_of, time_of
-from trajkit.importers.json_files import objects
+from trajkit.importers.findings import (
+    Finding,
+    Head,
+    Options,
+    object_of,
+    text_of,
+    time_of,
+)
+from trajkit.importers.json_files import findings
 from trajkit.importers.openai_ids import REQUEST, RESPONSE, calls
 from trajkit.io.json_numbers import EACH, Shape
 
@@ -27,22 +34,20 @@ def detect(head: Head) -> bool:
 
 def read(file: Path, options: Options) -> Iterator[Finding]:
     """The completions of a file, sorted by time and name as in Polar."""
-    for text in objects(file, _SHAPE):
-        if text.bad is not None:
-            yield text.bad
-            continue
-        record = text.value
-        listed = record.get("completions")
-        if not isinstance(listed, list):
-            yield from _calls(text.place, record, None)
-            continue
-        session = text_of(record.get("session_id"))
-        named = [
-            (f"{text.place}, completion {k}", one if isinstance(one, dict) else {})
-            for k, one in enumerate(listed)
-        ]
-        for place, one in sorted(named, key=lambda pair: order_of(pair[1])):
-            yield from _calls(place, one, session)
+    return findings(file, _completions, _SHAPE)
+
+
+def _completions(place: str, record: dict[str, object]) -> Iterator[Finding]:
+    listed = record.get("completions")
+    if not isinstance(listed, list):
+        yield from _calls(place, record, None)
+        return
+    session = text_of(record.get("session_id"))
+    named = [
+        (f"{place}, completion {k}", object_of(one)) for k, one in enumerate(listed)
+    ]
+    for name, one in sorted(named, key=lambda pair: order_of(pair[1])):
+        yield from _calls(name, one, session)
 
 
 def order_of(completion: dict[str, object]) -> tuple[str, str]:

@@ -59,22 +59,12 @@ TURNS_IMPORTED = pa.schema([*TURNS, *EXTRAS], metadata=TURNS.metadata)
 _Taken = tuple[Path, Finding, Record]
 
 # files of a directory that may contain records
-_SUFFIXES = (
-    ".json",
-    ".json.gz",
-    ".json.zst",
-    ".jsonl",
-    ".ndjson",
-    ".jsonl.gz",
-    ".jsonl.zst",
-    ".ndjson.gz",
-    ".ndjson.zst",
-    ".db",
-    ".sqlite",
-    ".sqlite3",
-    ".pt",
-    ".pkl",
+_JSON = (
+    f".{kind}{end}"
+    for kind in ("json", "jsonl", "ndjson")
+    for end in ("", ".gz", ".zst")
 )
+_SUFFIXES = (*_JSON, ".db", ".sqlite", ".sqlite3", ".pt", ".pkl")
 
 
 class ChatTokenizer(Tokenizer, Protocol):

@@ -132,9 +132,8 @@ def _fill(
         parent = text_of(record.get("parent_trace_id"))
         before = None if parent is None else paths.get(parent)
         if before is None:
-            found.refuse(
-                "no_parent", f"its prompt continues trace {parent!r}, which has no path"
-            )
+            detail = f"its prompt continues trace {parent!r}, which has no path"
+            found.refuse("no_parent", detail)
             return
         if isinstance(delta, np.ndarray):
             prompt = np.concatenate([before, delta])
@@ -142,10 +141,8 @@ def _fill(
             # `from_records` reports the value that is not an id
             prompt = [*before.tolist(), *delta] if delta else before
         else:
-            found.refuse(
-                "unreadable",
-                f"prompt_delta_token_ids is a {type(delta).__name__}, not a list",
-            )
+            detail = f"prompt_delta_token_ids is a {type(delta).__name__}, not a list"
+            found.refuse("unreadable", detail)
             return
     output = record.get("completion_token_ids")
     # a trace without ids has an empty list

@@ -65,18 +65,16 @@ def _calls(place: str, session: str, sample: dict[str, object]) -> Iterator[Find
     if tokens is None or tokens.dtype.kind not in "iu" or tokens.ndim != 1:
         found.refuse("no_prompt_ids", "no tokens")
     elif type(length) is not int or not 0 <= length <= len(tokens):
-        found.refuse(
-            "unreadable", f"response_length {length!r} of {len(tokens)} tokens"
-        )
+        detail = f"response_length {length!r} of {len(tokens)} tokens"
+        found.refuse("unreadable", detail)
     if found.problem or tokens is None or not isinstance(length, int):
         yield found
         return
     given = sample.get("loss_mask")
     mask = np.ones(length, np.int64) if given is None else _numbers(given)
     if mask is None or mask.shape != (length,):
-        yield found.refuse(
-            "unreadable", f"a loss_mask that does not have {length} tokens"
-        )
+        detail = f"a loss_mask that does not have {length} tokens"
+        yield found.refuse("unreadable", detail)
         return
     logprobs = _listed(sample.get("rollout_log_probs"))
     aligned = logprobs is not None and len(logprobs) == length

@@ -6,11 +6,12 @@ and its output is what the template appends for the reply. ``sampled`` is false,
 """
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from trajkit.errors import FormatError
 from trajkit.importers.findings import Finding, Head, Options, text_of
-from trajkit.importers.json_files import objects
+from trajkit.importers.json_files import findings
 
 NAME = "chat"
 
@@ -44,23 +45,23 @@ def read(file: Path, options: Options) -> Iterator[Finding]:
         raise FormatError(
             f"{file}: a transcript has no token ids: pass a tokenizer with a chat template"
         )
-    for text in objects(file):
-        if text.bad is not None:
-            yield text.bad
-            continue
-        value = text.value
-        # each transcript is a session; the file's name makes its name unique
-        name = text_of(value.get("session_id")) or text_of(value.get("id"))
-        found = Finding(text.place, name or f"{file.name}, {text.place}")
-        messages, found.detail = _messages(value)
-        if found.detail:
-            found.problem = "unreadable"
-            yield found
-            continue
-        replies = list(_replies(found, messages, value.get("tools"), options))
-        yield from replies
-        if not replies:
-            yield found.refuse("no_output_ids", "it has no reply")
+    return findings(file, partial(_calls, file, options))
+
+
+def _calls(
+    file: Path, options: Options, place: str, value: dict[str, object]
+) -> Iterator[Finding]:
+    # each transcript is a session; the file's name makes its name unique
+    name = text_of(value.get("session_id")) or text_of(value.get("id"))
+    found = Finding(place, name or f"{file.name}, {place}")
+    messages, fault = _messages(value)
+    if fault:
+        yield found.refuse("unreadable", fault)
+        return
+    replies = list(_replies(found, messages, value.get("tools"), options))
+    yield from replies
+    if not replies:
+        yield found.refuse("no_output_ids", "it has no reply")
 
 
 def _replies(

@@ -6,6 +6,7 @@ list of steps with complete prompts (spec: prime-rl 1.1).
 """
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +16,14 @@ from trajkit.importers.findings import (
     Finding,
     Head,
     Options,
+    list_of,
     number_of,
     object_of,
     text_of,
     time_of,
     unless_empty,
 )
-from trajkit.importers.json_files import objects
+from trajkit.importers.json_files import findings
 from trajkit.io.json_numbers import EACH, IDS, Shape
 
 NAME = "verifiers"
@@ -41,16 +43,16 @@ def detect(head: Head) -> bool:
 
 def read(file: Path, options: Options) -> Iterator[Finding]:
     """The calls of each trace, in order."""
-    for text in objects(file, _SHAPE):
-        if text.bad is not None:
-            yield text.bad
-        elif isinstance(text.value.get("nodes"), list):
-            yield from _graph(text.place, text.value)
-        elif isinstance(text.value.get("trajectory"), list):
-            yield from _steps(text.place, text.value, file)
-        else:
-            detail = "neither nodes nor a trajectory"
-            yield Finding(text.place, problem="unreadable", detail=detail)
+    return findings(file, partial(_calls, file), _SHAPE)
+
+
+def _calls(file: Path, place: str, record: dict[str, object]) -> Iterator[Finding]:
+    if isinstance(record.get("nodes"), list):
+        return _graph(place, record)
+    if isinstance(record.get("trajectory"), list):
+        return _steps(place, record, file)
+    detail = "neither nodes nor a trajectory"
+    return iter([Finding(place, problem="unreadable", detail=detail)])
 
 
 def _graph(place: str, trace: dict[str, object]) -> Iterator[Finding]:
@@ -62,14 +64,9 @@ def _graph(place: str, trace: dict[str, object]) -> Iterator[Finding]:
         "group_id": text_of(task.get("key")) or text_of(task.get("hash")),
         "reward": _reward(trace.get("rewards")),
     }
-    given = trace["nodes"]
-    nodes = [object_of(node) for node in given] if isinstance(given, list) else []
-    calls = {}
-    recorded = trace.get("calls")
-    for one in recorded if isinstance(recorded, list) else ():
-        call = object_of(one)
-        if isinstance(call.get("node"), int):
-            calls[call["node"]] = call
+    nodes = [object_of(node) for node in list_of(trace["nodes"])]
+    recorded = [object_of(call) for call in list_of(trace.get("calls"))]
+    calls = {call["node"]: call for call in recorded if type(call.get("node")) is int}
     # ids on the path to each node, including it; None if some are unknown
     paths: list[_Ids | None] = []
     for k, node in enumerate(nodes):
@@ -104,8 +101,7 @@ def _graph(place: str, trace: dict[str, object]) -> Iterator[Finding]:
 
 def _sampled(found: Finding, node: dict[str, object], before: _Ids, ids: _Ids) -> None:
     """Set prompt, output and logprobs; the node's mask marks sampled ids."""
-    mask = node.get("mask")
-    listed = mask if isinstance(mask, list) else []
+    listed = list_of(node.get("mask"))
     if not all(isinstance(flag, int) for flag in listed):
         found.refuse("unreadable", "a mask that is not of booleans")
         return
@@ -115,9 +111,8 @@ def _sampled(found: Finding, node: dict[str, object], before: _Ids, ids: _Ids) -
         return
     start = len(ids) - int(flags.sum())
     if not flags[start:].all():
-        found.refuse(
-            "unreadable", "its sampled ids are not at the end of its token_ids"
-        )
+        detail = "its sampled ids are not at the end of its token_ids"
+        found.refuse("unreadable", detail)
         return
     found.fields["prompt_ids"] = np.concatenate([before, ids[:start]])
     found.fields["output_ids"] = ids[start:] if start < len(ids) else None
@@ -154,33 +149,28 @@ def _about(
 
 def _steps(place: str, rollout: dict[str, object], file: Path) -> Iterator[Finding]:
     example = text_of(rollout.get("example_id"))
-    steps = rollout["trajectory"]
-    for k, given in enumerate(steps if isinstance(steps, list) else ()):
+    for k, given in enumerate(list_of(rollout["trajectory"])):
         step = object_of(given)
         # only the steps of a rollout have a name
         session = text_of(rollout.get("trajectory_id")) or f"{file.name}, {place}"
         found = Finding(f"{place}, step {k}", session)
-        tokens = step.get("tokens")
-        ids = object_of(tokens)
+        ids = object_of(step.get("tokens"))
         if ids.get("overlong_prompt") is True:
-            yield found.refuse(
-                "truncated", "its prompt was truncated to the maximum length"
-            )
+            detail = "its prompt was truncated to the maximum length"
+            yield found.refuse("truncated", detail)
             continue
         left_out = _left_out(ids)
         if left_out:
             yield found.refuse("unreadable", left_out)
             continue
-        cut = ids.get("is_truncated") is True or step.get("is_truncated") is True
-        if cut:
+        if ids.get("is_truncated") is True or step.get("is_truncated") is True:
             found.remarks.append(("cut_output", "is_truncated"))
-        prompt, completion = step.get("prompt"), step.get("completion")
-        replies = completion if isinstance(completion, list) else []
+        replies = list_of(step.get("completion"))
         found.fields = {
             "prompt_ids": ids.get("prompt_ids"),
             "output_ids": ids.get("completion_ids"),
             "output_logprobs": ids.get("completion_logprobs"),
-            "prompt_messages": unless_empty(prompt),
+            "prompt_messages": unless_empty(step.get("prompt")),
             "response_message": replies[0] if len(replies) == 1 else None,
             "group_id": example,
             "agent_id": text_of(step.get("trajectory_id")),

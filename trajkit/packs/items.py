@@ -8,7 +8,13 @@ import pyarrow as pa
 from trajkit._arrow import lazy_compute as pc
 from trajkit.errors import InvalidTurnsError
 from trajkit.turns.calls import Ints, Longs
-from trajkit.turns.mm_items import FIRST_CONTENT_ID, Item, has_items, item_ids
+from trajkit.turns.mm_items import (
+    FIRST_CONTENT_ID,
+    Item,
+    has_items,
+    item_ids,
+    same_image,
+)
 
 
 def pack_items(
@@ -36,7 +42,7 @@ def pack_items(
     known: dict[int, list[Item]] = {}
     for item in items:
         alike = known.setdefault(int(item_ids(item)[0]), [])
-        if all(_image(item) != _image(other) for other in alike):
+        if all(same_image(item) != same_image(other) for other in alike):
             alike.append(item)
     token = 0
     for place in np.flatnonzero(ids >= FIRST_CONTENT_ID).tolist():
@@ -58,7 +64,3 @@ def pack_items(
         at = {"start": place - first, "stop": token - first}
         found[pack] = [*(found[pack] or ()), {**item, **at}]
     return found
-
-
-def _image(item: Item) -> tuple[object, ...]:
-    return item["kind"], item["hash"], item["token_id"], item["stop"] - item["start"]

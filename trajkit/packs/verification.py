@@ -14,7 +14,7 @@ import pyarrow as pa
 from trajkit._arguments import check_choice, chosen_int
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table, canonical, is_list
-from trajkit._arrow.take import take_values
+from trajkit._arrow.take import list_values, take_values
 from trajkit.errors import SchemaError
 from trajkit.pipeline.suffix_layout import full_rows
 from trajkit.schema import PACK_VIOLATIONS, PACKS
@@ -27,6 +27,7 @@ from trajkit.turns.flat_buffers import (
     offsets_of,
     positions,
 )
+from trajkit.turns.mm_items import Image, image_faults, same_image
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -92,8 +93,13 @@ def verify_packs(
     check_choice("reduce", reduce, Reduce)
     # rows in the layout "full" come back as they are
     table = full_rows(as_table(rows))
-    given = canonical(as_table(packs), _ANY_PACKS)
-    judge = _Judge(_Packs.read(given), flat_rows(table), reduce)
+    source = as_table(packs)
+    given = canonical(source, _ANY_PACKS)
+    images = None
+    if "mm_items" in source.column_names:
+        listed = table.column("mm_items").to_pylist()
+        images = {same_image(item) for items in listed for item in items or ()}
+    judge = _Judge(_Packs.read(given), flat_rows(table), reduce, images)
     for line in range(given.num_rows):
         judge.pack(line, max_tokens)
     judge.edges()
@@ -118,8 +124,7 @@ class _Packs:
         }
         given = np.empty(0, np.bool_)
         if lists["edge_logprob"] is not None:
-            parts = [chunk.flatten() for chunk in table.column("edge_logprob").chunks]
-            given = np.asarray(pa.chunked_array(parts, pa.float32()).is_valid())
+            given = np.asarray(list_values(table.column("edge_logprob")).is_valid())
         return cls(table, lists, given)
 
     def list(self, name: str, line: int) -> npt.NDArray[Any] | None:
@@ -129,11 +134,11 @@ class _Packs:
             return None
         return runs[line]
 
-    def needed(self, name: str, line: int) -> npt.NDArray[Any]:
-        """A list that every pack has."""
+    def needed(self, name: str) -> Ragged:
+        """The lists of a column that every pack has."""
         runs = self.lists[name]
         assert runs is not None
-        return runs[line]
+        return runs
 
 
 def _runs(column: pa.ChunkedArray) -> Ragged | None:
@@ -141,8 +146,7 @@ def _runs(column: pa.ChunkedArray) -> Ragged | None:
     if column.null_count == len(column) > 0:
         return None
     n = np.asarray(pc.list_value_length(column).fill_null(0), np.int64)
-    parts = [chunk.flatten() for chunk in column.chunks]
-    values = pa.chunked_array(parts, column.type.value_type)
+    values = list_values(column)
     if pa.types.is_integer(values.type) or pa.types.is_floating(values.type):
         values = values.fill_null(-1)
     return Ragged(values.to_numpy(zero_copy_only=False), offsets_of(n))
@@ -186,24 +190,15 @@ class _Shape:
         return np.concatenate(parts[::-1])
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A line of `trajkit.schema.PACK_VIOLATIONS`; ``row`` counts lines of the rows."""
-
-    pack: int | None
-    token: int | None
-    row: int | None
-    row_token: int | None
-    rule: str
-    detail: str
-
-
 @dataclass
 class _Judge:
     packs: _Packs
     rows: FlatRows
     reduce: Reduce
-    found: list[_Found] = field(default_factory=list)
+    # those of the rows; None: the packs lack the column mm_items
+    images: set[Image] | None
+    # lines of `trajkit.schema.PACK_VIOLATIONS`
+    found: list[dict[str, Any]] = field(default_factory=list)
     shapes: dict[int, _Shape] = field(default_factory=dict)
 
     def say(
@@ -215,17 +210,18 @@ class _Judge:
         row: int | None = None,
         row_token: int | None = None,
     ) -> None:
-        self.found.append(_Found(pack, token, row, row_token, rule, detail))
+        """Add a violation; ``row`` counts lines of the rows."""
+        named = {"session_id": None, "row_index": None}
+        if row is not None:
+            named = {name: self.rows.table[name][row].as_py() for name in named}
+        at = {"pack": pack, "token": token, "row_token": row_token}
+        self.found.append({**at, **named, "rule": rule, "detail": detail})
 
     def differ(
-        self,
-        rule: str,
-        name: str,
-        pack: int,
-        given: npt.NDArray[Any] | None,
-        expected: npt.NDArray[Any],
+        self, rule: str, name: str, pack: int, expected: npt.NDArray[Any]
     ) -> None:
         """Note where a list of a pack differs from what it should be."""
+        given = self.packs.list(name, pack)
         if given is None:
             return
         if len(given) != len(expected):
@@ -240,8 +236,8 @@ class _Judge:
 
     def pack(self, line: int, max_tokens: int | None) -> None:
         """Judge the tokens of a pack; its edges are judged if these make trees."""
-        own = self.packs.needed("input_ids", line)
-        ends = self.packs.needed("subtree_end", line).astype(np.int64)
+        own = self.packs.needed("input_ids")[line]
+        ends = self.packs.needed("subtree_end")[line].astype(np.int64)
         n = self._number("n_tokens", line, len(own))
         if max_tokens is not None and len(own) > max_tokens:
             detail = f"{len(own)} tokens: expected at most {max_tokens}"
@@ -279,8 +275,12 @@ class _Judge:
             return
         self.shapes[line] = shape
         expected = np.append(shape.position()[shape.n_prefix :], 0 * padding)
-        self.differ("position", "position_ids", line, position, expected)
+        self.differ("position", "position_ids", line, expected)
         self._segments(line, shape, len(own))
+        if self.images is not None:
+            items = self.packs.table.column("mm_items")[line].as_py() or ()
+            for token, detail in image_faults(items, own[:n], self.images):
+                self.say("mm_items", detail, line, token)
 
     def _number(self, name: str, line: int, absent: int) -> int:
         value = self.packs.table.column(name)[line].as_py()
@@ -296,10 +296,8 @@ class _Judge:
         reach = nothing if reach is None else reach.astype(np.int64)
         source = nothing if source is None else source.astype(np.int64)
         if len(reach) != len(source):
-            detail = (
-                f"prefix_source has {len(source)} elements, prefix_end {len(reach)}"
-            )
-            self.say("length", detail, line)
+            detail = f"prefix_source has {len(source)} elements, prefix_end"
+            self.say("length", f"{detail} {len(reach)}", line)
             return None
         if before < 0 and not len(source):
             return np.empty(0, np.int32), nothing
@@ -373,20 +371,13 @@ class _Judge:
             starts = np.maximum(starts, 0)
         number = np.cumsum(own) - 1
         above = np.where((shape.above >= 0) & own[shape.above], number[shape.above], -1)
-        self.differ(
-            "segment",
-            "segment_start",
-            line,
-            self.packs.list("segment_start", line),
-            starts[own],
-        )
-        parents = self.packs.list("segment_parent", line)
-        self.differ("segment", "segment_parent", line, parents, above[own])
+        self.differ("segment", "segment_start", line, starts[own])
+        self.differ("segment", "segment_parent", line, above[own])
         roots = starts[own & (shape.above < 0)]
         if n and n_prefix:
             roots = np.union1d([0], roots)
         trees = self.packs.list("tree_start", line)
-        self.differ("tree", "tree_start", line, trees, roots)
+        self.differ("tree", "tree_start", line, roots)
         whose = self.packs.list("tree_session", line)
         if whose is not None and trees is not None and len(whose) != len(trees):
             detail = f"{len(whose)} elements of tree_session for {len(trees)} trees"
@@ -403,12 +394,11 @@ class _Judge:
             self.say("cu_seqlens", detail, line)
         elif given is not None:
             bounds = np.append(roots, np.unique([n, n_padded]))
-            self.differ("cu_seqlens", "cu_seqlens", line, given, bounds)
+            self.differ("cu_seqlens", "cu_seqlens", line, bounds)
 
     def edges(self) -> None:
         """Judge the edges of all packs."""
-        sources = self.packs.lists["edge_source"]
-        assert sources is not None
+        sources = self.packs.needed("edge_source")
         sound = np.ones(len(sources), np.bool_)
         for name, runs in self.packs.lists.items():
             if runs is None or not name.startswith("edge_"):
@@ -432,23 +422,17 @@ class _Judge:
         keys = np.stack([edges.pack[at], edges.row[at]], axis=1)
         _, first, n = np.unique(keys, axis=0, return_index=True, return_counts=True)
         for k, count in zip(at[first].tolist(), n.tolist(), strict=True):
-            more = f", and {count - 1} more" if count > 1 else ""
-            self.say(
-                rule,
-                words.format(*(value[k] for value in values)) + more,
-                int(edges.pack[k]),
-                int(edges.source[k]),
-                int(edges.row[k]),
-                int(edges.position[k]),
-            )
+            detail = words.format(*(value[k] for value in values))
+            detail += f", and {count - 1} more" if count > 1 else ""
+            place = (edges.pack, edges.source, edges.row, edges.position)
+            self.say(rule, detail, *(int(column[k]) for column in place))
 
     def _in_range(self, edges: "_Edges") -> Longs:
         """The edges that name a token, a row and a position that exist."""
         n_rows = len(self.rows.ids)
         n_tokens = self.packs.table.column("n_tokens").fill_null(2**31 - 1).to_numpy()
-        ids = self.packs.lists["input_ids"]
-        assert ids is not None
-        n_tokens = np.minimum(n_tokens, ids.lengths)[edges.pack]
+        n_tokens = np.minimum(n_tokens, self.packs.needed("input_ids").lengths)
+        n_tokens = n_tokens[edges.pack]
         row_ok = (edges.row >= 0) & (edges.row < n_rows)
         n_row = np.append(self.rows.ids.lengths, 0)[np.where(row_ok, edges.row, -1)]
         position_ok = (edges.position >= 1) & (edges.position < n_row)
@@ -479,25 +463,15 @@ class _Judge:
         at = offsets[edges.row] + edges.position
         self._each("not_trained", edges, ~may[at], "the row does not train it")
         counts = np.bincount(at, minlength=len(wanted))
-        again = np.zeros(len(at), np.bool_)
-        _, first = np.unique(at, return_index=True)
-        again[:] = True
-        again[first] = False
+        again = np.ones(len(at), np.bool_)
+        again[np.unique(at, return_index=True)[1]] = False
         self._each("packed_twice", edges, again, "it has {} edges", counts[at])
         missing = np.flatnonzero(wanted & (counts == 0))
         rows = np.searchsorted(offsets, missing, side="right") - 1
-        for row, k, n in zip(
-            *np.unique(rows, return_index=True, return_counts=True), strict=True
-        ):
-            more = f", and {n - 1} more" if n > 1 else ""
-            self.say(
-                "not_packed",
-                f"the row trains it, and no pack has its edge{more}",
-                None,
-                None,
-                int(row),
-                int(missing[k] - offsets[row]),
-            )
+        for row in np.unique(rows).tolist():
+            tokens = missing[rows == row] - offsets[row]
+            detail = f"the row trains it, and no pack has its edge{_more(tokens)}"
+            self.say("not_packed", detail, None, None, row, int(tokens[0]))
 
     def _observed(self) -> Bools | None:
         """Where rows have an observation weight; None: they have no such column."""
@@ -565,14 +539,12 @@ class _Judge:
         given = edges.of(self.packs, "edge_logprob")
         if given is not None:
             there = self.packs.given[edges.index(self.packs, "edge_logprob")]
-            bad = (there != rows.given[at]) | (there & (given != rows.logprobs[at]))
+            due, known = rows.logprobs[at], rows.given[at]
+            bad = (there != known) | (there & (given != due))
             words = "edge_logprob is {}: the row has {}"
             shown = [
                 pa.array(values, mask=~valid).to_pylist()
-                for values, valid in (
-                    (given, there),
-                    (rows.logprobs[at], rows.given[at]),
-                )
+                for values, valid in ((given, there), (due, known))
             ]
             self._each("logprob", edges, bad, words, *shown)
         for name in self.packs.table.column_names:
@@ -587,17 +559,12 @@ class _Judge:
         values = _per_token(self.rows, source)
         if values is None:
             values, at = self.rows.table.column(source), edges.row
-        parts = [chunk.flatten() for chunk in self.packs.table.column(name).chunks]
-        given = pa.chunked_array(
-            parts, self.packs.table.schema.field(name).type.value_type
-        )
-        given = take_values(
-            given, pa.array(edges.index(self.packs, name)), name
-        ).to_pylist()
-        wanted = take_values(values, pa.array(at), source).to_pylist()
-        bad = np.array(
-            [repr(a) != repr(b) for a, b in zip(given, wanted, strict=True)], np.bool_
-        )
+        which = pa.array(edges.index(self.packs, name))
+        given = take_values(list_values(self.packs.table.column(name)), which, name)
+        wanted = take_values(values, pa.array(at), source)
+        given, wanted = given.to_pylist(), wanted.to_pylist()
+        differ = [repr(a) != repr(b) for a, b in zip(given, wanted, strict=True)]
+        bad = np.array(differ, np.bool_)
         words = f"{name} is {{}}: the row has {{}}"
         self._each("column", edges, bad, words, given, wanted)
 
@@ -633,22 +600,9 @@ class _Judge:
         """What was found, by pack; what is of no pack comes last."""
         last = np.iinfo(np.int64).max
         ordered = sorted(
-            self.found, key=lambda one: last if one.pack is None else one.pack
+            self.found, key=lambda one: last if one["pack"] is None else one["pack"]
         )
-        rows = [one.row for one in ordered]
-        which = pa.array(rows, pa.int64())
-        table = self.rows.table
-        arrays = {
-            "session_id": table.column("session_id").take(which).combine_chunks(),
-            "row_index": table.column("row_index").take(which).combine_chunks(),
-            "rule": pa.array([one.rule for one in ordered], pa.string()),
-        }
-        for name in ("pack", "token", "row_token", "detail"):
-            arrays[name] = pa.array([getattr(one, name) for one in ordered])
-        return pa.table(
-            [arrays[one.name].cast(one.type) for one in PACK_VIOLATIONS],
-            schema=PACK_VIOLATIONS,
-        )
+        return pa.Table.from_pylist(ordered, PACK_VIOLATIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -665,24 +619,18 @@ class _Edges:
     @classmethod
     def read(cls, packs: _Packs, which: Longs) -> Self:
         """The edges of these numbers, of packs whose lists are of one length."""
-        sources = packs.lists["edge_source"]
-        assert sources is not None
+        sources = packs.needed("edge_source")
         pack = sources.owner[which]
-        edges = cls(pack, which - sources.offsets[pack], pack, pack, pack)
-        columns = (
-            edges.of(packs, name)
-            for name in ("edge_source", "edge_row", "edge_position")
-        )
+        within = which - sources.offsets[pack]
         source, row, position = (
-            np.asarray(values, np.int64) for values in columns if values is not None
+            np.asarray(runs.values[runs.offsets[pack] + within], np.int64)
+            for runs in map(packs.needed, ("edge_source", "edge_row", "edge_position"))
         )
-        return cls(pack, edges.within, source, row, position)
+        return cls(pack, within, source, row, position)
 
     def index(self, packs: _Packs, name: str) -> Longs:
         """Where the edges are among the elements of a column's lists."""
-        runs = packs.lists[name]
-        assert runs is not None
-        return runs.offsets[self.pack] + self.within
+        return packs.needed(name).offsets[self.pack] + self.within
 
     def of(self, packs: _Packs, name: str) -> npt.NDArray[Any] | None:
         """What a column has of the edges; None: the packs lack it."""
@@ -694,16 +642,11 @@ class _Edges:
 
     def take(self, which: Longs) -> Self:
         """The edges at these places."""
-        return type(self)(
-            self.pack[which],
-            self.within[which],
-            self.source[which],
-            self.row[which],
-            self.position[which],
-        )
+        names = ("pack", "within", "source", "row", "position")
+        return type(self)(*(getattr(self, name)[which] for name in names))
 
 
-def _per_token(rows: FlatRows, name: str) -> pa.ChunkedArray | None:
+def _per_token(rows: FlatRows, name: str) -> pa.Array | None:
     """The values of a list column with one per token; None: it has one per row."""
     column = rows.table.column(name)
     if not is_list(column.type):
@@ -711,8 +654,7 @@ def _per_token(rows: FlatRows, name: str) -> pa.ChunkedArray | None:
     n = np.asarray(pc.list_value_length(column).fill_null(-1), np.int64)
     if ((n >= 0) & (n != rows.ids.lengths)).any():
         return None
-    parts = [chunk.flatten() for chunk in column.chunks]
-    values = pa.chunked_array(parts, column.type.value_type)
+    values = list_values(column)
     at = np.full(int(rows.ids.offsets[-1]), -1)
     at[np.repeat(n >= 0, rows.ids.lengths)] = np.arange(len(values))
     return take_values(values, pa.array(at, mask=at < 0), name)

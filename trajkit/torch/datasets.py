@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
 
-from trajkit._arguments import chosen_int
+from trajkit._arguments import check_choice, chosen_int
 from trajkit._arrow.canonical import (
     TableLike,
     as_table,
@@ -21,7 +21,9 @@ from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.pipeline.suffix_layout import full_rows
 from trajkit.schema import PACKS
 from trajkit.torch.packs import Pack
-from trajkit.turns.mm_items import engine_ids, has_items
+from trajkit.turns.mm_items import Item, engine_ids, has_items
+
+Images: TypeAlias = Literal["error", "items"]
 
 _PER_TOKEN = (
     "input_ids",
@@ -53,20 +55,28 @@ class PackDataset:
     ----------
     packs : table
         `trajkit.schema.PACKS` and further ``edge_`` columns, from `trajkit.pack`.
+    images : {"error", "items"}
+        How to treat packs with images. Their ids are the engine's, with one placeholder
+        per token of an image, and a dataset has no pixels.
+
+        error
+            Raise.
+        items
+            Add ``mm_items`` to each item, for a model that gets the pixels from there.
 
     Raises
     ------
     SchemaError
         A column is absent or of another type.
     InvalidTurnsError
+        A pack has images, and ``images`` is "error".
         A pack continues a tree (``oversize="carry"``) that the line before does not
         have.
     """
 
-    def __init__(self, packs: TableLike) -> None:
-        self._table = canonical(as_table(packs), PACKS)
-        if has_items(self._table):
-            self._table = engine_ids(self._table)
+    def __init__(self, packs: TableLike, *, images: Images = "error") -> None:
+        self._table = _with_engine_ids(canonical(as_table(packs), PACKS), images)
+        self._images = images
         self._continues = np.asarray(self._table.column("prefix_pack").is_valid())
         for line in np.flatnonzero(self._continues).tolist():
             _check_prefix(self._table, line)
@@ -99,7 +109,8 @@ class PackDataset:
                 1, dtype=torch.int32
             )
             values["subtree_end"] = torch.ones(1, dtype=torch.int32)
-        return Pack(**values, columns=columns)
+        items = _items(line) if self._images == "items" else ()
+        return Pack(**values, columns=columns, mm_items=items)
 
     def parts(self) -> list[list[int]]:
         """The packs that must run together, for each of the trees in several packs.
@@ -124,6 +135,7 @@ class PackDataset:
             input_ids=one,
             position_ids=one,
             subtree_end=one + 1,
+            mm_items=(),
         )
 
 
@@ -139,17 +151,27 @@ class RowDataset:
         `trajkit.schema.ROWS`, or ``ROWS_SUFFIX``.
     columns : sequence of str
         Further columns, a number per row or per token, such as ``advantage``.
+    images : {"error", "items"}
+        As for `PackDataset`. With "items", each item also has a list ``mm_items``.
 
     Raises
     ------
     SchemaError
         A column is absent.
+    InvalidTurnsError
+        A row has images, and ``images`` is "error".
     """
 
-    def __init__(self, rows: TableLike, columns: Sequence[str] = ()) -> None:
-        self._table = full_rows(canonical_rows(as_table(rows)))
-        if has_items(self._table):
-            self._table = engine_ids(self._table)
+    def __init__(
+        self,
+        rows: TableLike,
+        columns: Sequence[str] = (),
+        *,
+        images: Images = "error",
+    ) -> None:
+        table = full_rows(canonical_rows(as_table(rows)))
+        self._table = _with_engine_ids(table, images)
+        self._images = images
         self._names = [*_PADDING, "row_weight", *columns]
         missing = [n for n in columns if n not in self._table.column_names]
         if missing:
@@ -168,12 +190,14 @@ class RowDataset:
                 item[name] = _tensor(_element(line, name), where)
             else:
                 item[name] = _tensor(column.chunk(0), where)[0]
+        if self._images == "items":
+            item["mm_items"] = _items(line)
         return item
 
 
 def pad_rows(
     rows: Sequence[dict[str, Any]], *, pad_id: int = 0, multiple_of: int = 1
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """A batch of rows, padded on the right: the ``collate_fn`` of a `RowDataset`.
 
     Parameters
@@ -190,19 +214,23 @@ def pad_rows(
     dict of str to tensor
         Values per token have shape (n_rows, length); beyond a row ``loss_mask`` is
         False, ``logprobs`` NaN and other columns 0. Values per row have shape (n_rows,).
-        ``attention_mask`` (bool) and ``position_ids`` (int64) are added.
+        ``attention_mask`` (bool) and ``position_ids`` (int64) are added. ``mm_items`` is
+        a list of the rows' lists.
     """
     multiple_of = chosen_int("multiple_of", multiple_of, 1)
     lengths = torch.tensor([len(row["input_ids"]) for row in rows])
     length = -(-int(lengths.max()) // multiple_of) * multiple_of
     index = torch.arange(length)
-    batch = {
+    batch: dict[str, Any] = {
         "attention_mask": index < lengths[:, None],
         "position_ids": index.expand(len(rows), length),
     }
     padding = _PADDING | {"input_ids": pad_id}
     for name in rows[0]:
         values = [row[name] for row in rows]
+        if name == "mm_items":
+            batch[name] = values
+            continue
         if values[0].ndim == 0:
             batch[name] = torch.stack(values)
             continue
@@ -210,6 +238,33 @@ def pad_rows(
         for line, value in zip(batch[name], values, strict=True):
             line[: len(value)] = value
     return batch
+
+
+def _with_engine_ids(table: pa.Table, images: Images) -> pa.Table:
+    """Packs or rows with the ids that the engine consumed.
+
+    Raises
+    ------
+    InvalidTurnsError
+        They have images, and ``images`` is "error".
+    """
+    check_choice("images", images, Images)
+    if not has_items(table):
+        return table
+    if images == "error":
+        line = int(np.flatnonzero(table.column("mm_items").is_valid())[0])
+        where = f"pack {line}" if "subtree_end" in table.column_names else ""
+        raise InvalidTurnsError(
+            f"{where or place(table, line)} has images: the dataset gives the engine's "
+            "placeholder ids and no pixels. Pass images='items' if the model gets the "
+            "pixels from mm_items, which each item then has"
+        )
+    return engine_ids(table)
+
+
+def _items(line: pa.Table) -> list[Item]:
+    """The images in a table of one line."""
+    return line.column("mm_items")[0].as_py() or []
 
 
 def _check_prefix(packs: pa.Table, line: int) -> None:

@@ -1,12 +1,13 @@
 """A pack as torch tensors."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
 
 from trajkit.errors import SchemaError
+from trajkit.turns.mm_items import Item
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,9 @@ class Pack:
         ``prefix_source`` of the pack that continues a tree of this one. Empty if none does.
     columns : mapping of str to tensor, each of shape (n_edges,)
         Further ``edge_`` columns by name without the prefix, such as ``advantage``.
+    mm_items : sequence of dict
+        The images of the pack by position, if the dataset was asked for them:
+        `trajkit.schema.MM_ITEM`.
     """
 
     input_ids: Tensor
@@ -51,6 +55,7 @@ class Pack:
     prefix_end: Tensor
     next_source: Tensor
     columns: Mapping[str, Tensor] = field(default_factory=dict)
+    mm_items: Sequence[Item] = ()
 
     @property
     def is_part(self) -> bool:
@@ -70,7 +75,7 @@ class Pack:
         tensors = {
             f.name: function(getattr(self, f.name))
             for f in fields(self)
-            if f.name != "columns"
+            if f.name not in ("columns", "mm_items")
         }
         columns = {name: function(x) for name, x in self.columns.items()}
         return replace(self, **tensors, columns=columns)

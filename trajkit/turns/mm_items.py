@@ -1,7 +1,7 @@
 """Images in prompts: content ids, and the ids that the engine consumed."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from itertools import pairwise
@@ -61,6 +61,39 @@ def content_ids(kind: str, content_hash: str, n_tokens: int) -> Ints:
 def item_ids(item: Item) -> Ints:
     """Return the content ids of an item."""
     return content_ids(item["kind"], item["hash"], item["stop"] - item["start"])
+
+
+Image: TypeAlias = tuple[object, ...]
+"""What two items have in common if they show one image."""
+
+
+def same_image(item: Item) -> Image:
+    """What an item has in common with others that show its image."""
+    return item["kind"], item["hash"], item["token_id"], item["stop"] - item["start"]
+
+
+def image_faults(
+    items: Sequence[Item | None], ids: Ints, known: Collection[Image]
+) -> Iterator[tuple[int | None, str]]:
+    """Where the images of a row or pack differ from its ids, or are not ``known``.
+
+    The last image may end beyond the ids.
+    """
+    unclaimed = ids >= FIRST_CONTENT_ID
+    for item in items:
+        if item is None or None in item.values():
+            yield None, f"{item} is or has a null: every field is needed"
+            continue
+        start, stop = item["start"], item["stop"]
+        here = ids[start:stop]
+        if same_image(item) not in known:
+            yield start, f"no source of the tokens has the image {item}"
+        elif start < 0 or not len(here) or (here != item_ids(item)[: len(here)]).any():
+            yield start, f"the tokens {start}:{stop} are not the content ids of {item}"
+        else:
+            unclaimed[start:stop] = False
+    for token in np.flatnonzero(unclaimed)[:1].tolist():
+        yield token, f"{ids[token]} is a content id of no item"
 
 
 def has_items(table: pa.Table) -> bool:

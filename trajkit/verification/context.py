@@ -1,7 +1,7 @@
 """Rows together with the turns they came from, and the violations found in them."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 import pyarrow as pa
@@ -45,22 +45,12 @@ def violations_table(
         row = last if one.row_index is None else one.row_index
         turn = -1 if one.turn_index is None else one.turn_index
         token = -1 if one.token is None else one.token
-        if one.row_index is None:
-            return sessions[one.session_id], row, turn, token, RULES.index(one.rule)
-        return sessions[one.session_id], row, token, RULES.index(one.rule), turn
+        rest = [token, RULES.index(one.rule)]
+        rest.insert(0 if one.row_index is None else 2, turn)
+        return sessions[one.session_id], row, *rest
 
-    ordered = sorted(found, key=place)
-    columns = {
-        name: [getattr(one, name) for one in ordered] for name in VIOLATIONS.names
-    }
-    rules = pa.array(columns.pop("rule"), pa.string()).dictionary_encode()
-    arrays = [
-        rules.cast(one.type)
-        if one.name == "rule"
-        else pa.array(columns[one.name], one.type)
-        for one in VIOLATIONS
-    ]
-    return pa.Table.from_arrays(arrays, schema=VIOLATIONS)
+    lines = [asdict(one) for one in sorted(found, key=place)]
+    return pa.Table.from_pylist(lines, VIOLATIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,32 +73,27 @@ class Case:
         self,
         rule: str,
         detail: str,
-        *,
         row: Index | None = None,
         call: Index | None = None,
         token: Index | None = None,
     ) -> None:
-        """Add a violation. ``row`` and ``call`` are indices into the case's."""
-        session: object = None
-        row_index = turn_index = None
+        """Add a violation.
+
+        ``row`` and ``call`` are indices into the case's; a call of -1 is none.
+        """
+        session = row_index = turn_index = None
         if row is not None:
             session = self.rows.text("session_id", row)
             row_index = self.rows.number("row_index", row)
-        if call is not None:
+        if call is not None and call >= 0:
             calls = self.turns.calls
             turn_index = int(calls.turn_index[call])
             if session is None:
                 at = np.searchsorted(calls.session_offsets, call, side="right") - 1
-                session = calls.session_ids[int(at)].as_py()
+                session = str(calls.session_ids[int(at)].as_py())
+        at_token = None if token is None else int(token)
         self.found.append(
-            Violation(
-                None if session is None else str(session),
-                row_index,
-                turn_index,
-                None if token is None else int(token),
-                rule,
-                detail,
-            )
+            Violation(session, row_index, turn_index, at_token, rule, detail)
         )
 
     @property

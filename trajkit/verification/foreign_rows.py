@@ -89,12 +89,8 @@ def verify_located(case: Case) -> None:
             left = found.take(row, left, moved)
         at = np.flatnonzero(left)
         for first, n in zip(*consecutive(at, np.zeros(len(at), np.int64)), strict=True):
-            case.report(
-                "mask",
-                f"loss_mask is true for {n} tokens that are no turn's output",
-                row=row,
-                token=int(at[first]),
-            )
+            detail = f"loss_mask is true for {n} tokens that are no turn's output"
+            case.report("mask", detail, row, None, at[first])
     _look_everywhere(case, found)
     _not_located(case, found)
 
@@ -168,23 +164,15 @@ class _Located:
             self._compare(row, call, start, at)
             if not place.in_context and not case.splices:
                 n_prompt = len(case.turns.prompts[call])
-                case.report(
-                    "context",
+                detail = (
                     f"trained at token {start}, sampled at token {n_prompt} or after other "
-                    "tokens",
-                    row=row,
-                    call=call,
-                    token=int(at[0]),
+                    "tokens"
                 )
+                case.report("context", detail, row, call, at[0])
         again = np.flatnonzero(twice >= 0)
         for first, n in zip(*consecutive(again, twice[again]), strict=True):
-            case.report(
-                "trained_twice",
-                f"{n} tokens that an earlier row trains",
-                row=row,
-                call=int(twice[again[first]]),
-                token=int(again[first]),
-            )
+            detail = f"{n} tokens that an earlier row trains"
+            case.report("trained_twice", detail, row, twice[again[first]], again[first])
         left[again] = False
         return left
 
@@ -194,13 +182,8 @@ class _Located:
         source = case.turns.outputs.offsets[call] + at - start
         barred = at[~self._may_train[source]]
         if len(barred):
-            case.report(
-                "untrainable",
-                f"{len(barred)} tokens that may not be trained",
-                row=row,
-                call=call,
-                token=int(barred[0]),
-            )
+            detail = f"{len(barred)} tokens that may not be trained"
+            case.report("untrainable", detail, row, call, barred[0])
         bad = self._wrong_logprobs(row, call, start, at)
         for first, n in zip(
             *consecutive(at[bad], np.zeros(len(bad), int)), strict=True
@@ -209,13 +192,8 @@ class _Located:
             here = rows.logprobs[rows.ids.offsets[row] + at[k]]
             due = case.turns.outputs.offsets[call] + at[k] - start
             given = case.turns.logprobs[due] if case.turns.given[due] else "null"
-            case.report(
-                "logprob",
-                f"{n} tokens: the first has {here}, expected {given}, the engine's",
-                row=row,
-                call=call,
-                token=int(at[k]),
-            )
+            detail = f"{n} tokens: the first has {here}, expected {given}, the engine's"
+            case.report("logprob", detail, row, call, at[k])
 
     def _wrong_logprobs(self, row: int, call: int, start: int, at: Longs) -> Longs:
         """Indices into ``at`` of the positions whose logprob is not the turn's."""
@@ -286,13 +264,11 @@ def _not_located(case: Case, found: _Located) -> None:
         if call not in found.seen
     ]
     for call in hidden:
-        case.report(
-            "not_located",
+        detail = (
             f"no row contains the prompt's end followed by the {outputs.lengths[call]} "
-            "sampled tokens",
-            call=int(call),
-            token=0,
+            "sampled tokens"
         )
+        case.report("not_located", detail, call=call, token=0)
     known = np.flatnonzero(found.trained | np.isin(outputs.owner, hidden))
     span_rules.not_trained(case, known)
 
@@ -305,18 +281,13 @@ def _lengths(case: Case) -> None:
         n, n_mask = int(ids.lengths[row]), int(rows.n_mask[row])
         response = None if prompts[row] is None else n - prompts[row]
         if n_mask > n or (response is not None and n_mask not in (n, response)):
-            case.report(
-                "length",
-                f"loss_mask has {n_mask} values, input_ids has {n}"
-                + ("" if response is None else f" ({response} of the response)"),
-                row=row,
-                token=min(n, n_mask),
+            detail = f"loss_mask has {n_mask} values, input_ids has {n}" + (
+                "" if response is None else f" ({response} of the response)"
             )
+            case.report("length", detail, row, None, min(n, n_mask))
         if rows.n_logprobs[row] not in (0, n, n_mask):
-            case.report(
-                "length",
+            detail = (
                 f"logprobs has {rows.n_logprobs[row]} values, input_ids has {n} and "
-                f"loss_mask {n_mask}",
-                row=row,
-                token=min(n, int(rows.n_logprobs[row])),
+                f"loss_mask {n_mask}"
             )
+            case.report("length", detail, row, None, min(n, int(rows.n_logprobs[row])))

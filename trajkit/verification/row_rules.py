@@ -14,7 +14,7 @@ from trajkit import _core
 from trajkit._arrow.canonical import Rows
 from trajkit.turns.calls import Ints, Longs
 from trajkit.turns.flat_buffers import Index, Ragged, Spans
-from trajkit.turns.mm_items import FIRST_CONTENT_ID, Item, has_items, item_ids
+from trajkit.turns.mm_items import Image, has_items, image_faults, same_image
 from trajkit.turns.turn_rules import Bools
 from trajkit.verification.context import Case
 
@@ -36,9 +36,8 @@ def row_index(case: Case) -> None:
     for rows in by_session(case.session):
         for rank in np.flatnonzero(given[rows] != np.arange(len(rows))):
             row = int(rows[rank])
-            case.report(
-                "row_index", f"{given[row]} is row {rank} of the session", row=row
-            )
+            detail = f"{given[row]} is row {rank} of the session"
+            case.report("row_index", detail, row)
 
 
 def lengths(case: Case) -> None:
@@ -49,20 +48,14 @@ def lengths(case: Case) -> None:
     rows, ids = case.rows, case.rows.ids
     for name, n in (("loss_mask", rows.n_mask), ("logprobs", rows.n_logprobs)):
         for row in np.flatnonzero(n != ids.lengths):
-            case.report(
-                "length",
-                f"{name} has {n[row]} values, input_ids has {ids.lengths[row]}",
-                row=int(row),
-                token=int(min(n[row], ids.lengths[row])),
-            )
+            detail = f"{name} has {n[row]} values, input_ids has {ids.lengths[row]}"
+            case.report("length", detail, row, None, min(n[row], ids.lengths[row]))
     if case.cap is not None:
         for row in np.flatnonzero(ids.lengths > case.cap):
-            case.report(
-                "length",
-                f"the row has {ids.lengths[row]} tokens, max_row_tokens is {case.cap}",
-                row=int(row),
-                token=case.cap,
+            detail = (
+                f"the row has {ids.lengths[row]} tokens, max_row_tokens is {case.cap}"
             )
+            case.report("length", detail, row, None, case.cap)
     complete = np.repeat(rows.n_mask == ids.lengths, ids.lengths)
     for detail, null in (
         ("input_ids is null or negative", ids.values < 0),
@@ -71,12 +64,7 @@ def lengths(case: Case) -> None:
         at = np.flatnonzero(null)
         owners = np.searchsorted(ids.offsets, at, side="right") - 1
         for k, row in zip(at, owners, strict=True):
-            case.report(
-                "null",
-                detail,
-                row=row,
-                token=k - ids.offsets[row],
-            )
+            case.report("null", detail, row, None, k - ids.offsets[row])
 
 
 def tokens(case: Case, pieces: Spans) -> None:
@@ -99,27 +87,18 @@ def tokens(case: Case, pieces: Spans) -> None:
             if _is_path(case, row, call)
         ]
         if not equal:
-            case.report(
-                "row_tokens",
-                "the row is not the prompt and output of any turn",
-                row=row,
-                call=own if own >= 0 else None,
-                token=_departs(case, row, own),
-            )
+            detail = "the row is not the prompt and output of any turn"
+            case.report("row_tokens", detail, row, own, _departs(case, row, own))
         elif reason not in [reasons[call] for call in equal]:
-            case.report(
-                "finish_reason",
-                f"finish_reason is {reason!r}, the last turn has {reasons[equal[0]]!r}",
-                row=row,
-                call=equal[0],
+            detail = (
+                f"finish_reason is {reason!r}, the last turn has {reasons[equal[0]]!r}"
             )
+            case.report("finish_reason", detail, row, equal[0])
         elif named is not None and named not in names[equal]:
-            case.report(
-                "row_tokens",
-                f"last_turn is {named}, but turn {names[equal[0]]} has the row's tokens",
-                row=row,
-                call=equal[0],
+            detail = (
+                f"last_turn is {named}, but turn {names[equal[0]]} has the row's tokens"
             )
+            case.report("row_tokens", detail, row, equal[0])
 
 
 def _last_calls(case: Case, pieces: Spans) -> Longs:
@@ -190,9 +169,8 @@ def prompt_length(case: Case, pieces: Spans) -> None:
             found = "no turn's prompt fits"
             if due[row] >= 0:
                 found = f"the row's first turn has {due[row]}"
-            case.report(
-                "prompt_length", f"prompt_length is {n}, {found}", row=int(row), token=n
-            )
+            detail = f"prompt_length is {n}, {found}"
+            case.report("prompt_length", detail, row, None, n)
 
 
 def shared_prefixes(case: Case) -> None:
@@ -205,20 +183,16 @@ def shared_prefixes(case: Case) -> None:
         first, shared = longest_shared(case.rows.ids, rows)
         for k, row in enumerate(rows):
             due = names[rows[first[k]]] if shared[k] else None
-            if lengths[row] != shared[k]:
-                case.report(
-                    "shared_length",
-                    f"shared_length is {lengths[row]}, an earlier row shares {shared[k]}",
-                    row=int(row),
-                    token=int(min(lengths[row], shared[k])),
-                )
+            n, most = lengths[row], shared[k]
+            if n != most:
+                detail = f"shared_length is {n}, an earlier row shares {most}"
+                case.report("shared_length", detail, row, None, min(n, most))
             if parents[row] != due:
-                case.report(
-                    "parent_row",
+                detail = (
                     f"parent_row is {_null(parents[row])}, the first row that shares "
-                    f"most is {_null(due)}",
-                    row=int(row),
+                    f"most is {_null(due)}"
                 )
+                case.report("parent_row", detail, row)
 
 
 def longest_shared(ids: Ragged, rows: Rows) -> tuple[Longs, Longs]:
@@ -264,12 +238,11 @@ def sums(case: Case, trained: Spans, weigh_by: WeighBy) -> None:
     of_session = np.bincount(case.session, mine).astype(np.int64)[case.session]
     given = table.column("rollout_mask_sum").to_numpy()
     for row in np.flatnonzero(given != of_session):
-        case.report(
-            "rollout_mask_sum",
+        detail = (
             f"rollout_mask_sum is {given[row]}, the session's rows train "
-            f"{of_session[row]} tokens",
-            row=int(row),
+            f"{of_session[row]} tokens"
         )
+        case.report("rollout_mask_sum", detail, row)
     share, total = mine, of_session
     if weigh_by != "token":
         share = (mine > 0).astype(np.int64)
@@ -278,12 +251,11 @@ def sums(case: Case, trained: Spans, weigh_by: WeighBy) -> None:
     for k, weight in enumerate(table.column("row_weight").to_pylist()):
         due = share[k] / total[k] if of_session[k] else None
         if _differ(weight, due):
-            case.report(
-                "row_weight",
+            detail = (
                 f"row_weight is {_null(weight)}, expected {_null(due)} ({share[k]} of "
-                f"{total[k]})",
-                row=k,
+                f"{total[k]})"
             )
+            case.report("row_weight", detail, k)
 
 
 def facts(case: Case, *, known: tuple[str, ...]) -> None:
@@ -306,12 +278,11 @@ def facts(case: Case, *, known: tuple[str, ...]) -> None:
                 of_session = given[rows[0]]
             for row in rows:
                 if given[row] != of_session:
-                    case.report(
-                        name,
+                    detail = (
                         f"{name} is {_null(given[row])}, the session's is "
-                        f"{_null(of_session)}",
-                        row=int(row),
+                        f"{_null(of_session)}"
                     )
+                    case.report(name, detail, row)
 
 
 def _shares(
@@ -342,12 +313,11 @@ def _shares(
         due = None if reward is None else reward * share
         here = given[row]
         if _differ(here, due):
-            case.report(
-                "reward",
+            detail = (
                 f"reward is {_null(here)}, expected {_null(due)}: the row's share of the "
-                f"session's {_null(reward)}",
-                row=int(row),
+                f"session's {_null(reward)}"
             )
+            case.report("reward", detail, row)
 
 
 def turns(case: Case, pieces: Spans) -> None:
@@ -358,22 +328,21 @@ def turns(case: Case, pieces: Spans) -> None:
             continue
         last = case.rows.number("last_turn", row)
         if last is not None and listed[-1:] != [last]:
-            case.report(
-                "turns", f"turns {listed} do not end with last_turn {last}", row=row
-            )
+            detail = f"turns {listed} do not end with last_turn {last}"
+            case.report("turns", detail, row)
         here = slice(starts[row], starts[row + 1])
         named = pieces.turn_index[here][pieces.kind[here] != "no_splice_point"]
         left = iter(listed)
         for turn, _ in groupby(named.tolist()):
             if not any(one == turn for one in left):
-                case.report(
-                    "turns", f"turns {listed} lack {turn} or its order", row=row
-                )
+                detail = f"turns {listed} lack {turn} or its order"
+                case.report("turns", detail, row)
                 break
         known = case.turns.calls.turns_of(int(case.session[row]))
         odd = sorted(set(listed) - set(known.tolist()))
         if odd:
-            case.report("turns", f"turns {odd} are not in the session", row=row)
+            detail = f"turns {odd} are not in the session"
+            case.report("turns", detail, row)
 
 
 def weight_versions(case: Case, pieces: Spans) -> None:
@@ -392,11 +361,8 @@ def weight_versions(case: Case, pieces: Spans) -> None:
                 due.setdefault(row, {"first": one["version"]})["last"] = one["version"]
     for row, given in enumerate(column.to_pylist()):
         if given != due.get(row):
-            case.report(
-                "weight_versions",
-                f"weight_versions is {given}, expected {due.get(row)}",
-                row=row,
-            )
+            detail = f"weight_versions is {given}, expected {due.get(row)}"
+            case.report("weight_versions", detail, row)
 
 
 def mm_items(case: Case) -> None:
@@ -407,40 +373,14 @@ def mm_items(case: Case) -> None:
         return
     if not has_items(turns) and not has_items(table):
         return
-    sessions, known = case.turns.calls.session_of(), set()
-    for session, listed in zip(
-        sessions, turns.column("mm_items").to_pylist(), strict=True
-    ):
-        known |= {(session, *_same_image(item)) for item in listed or ()}
+    known: list[set[Image]] = [set() for _ in range(case.turns.calls.n_sessions)]
+    sessions = case.turns.calls.session_of()
+    for session, listed in zip(sessions, turns["mm_items"].to_pylist(), strict=True):
+        known[session].update(map(same_image, listed or ()))
     for row, listed in enumerate(table.column("mm_items").to_pylist()):
-        unclaimed = ids[row] >= FIRST_CONTENT_ID
-        for item in listed or ():
-            if item is None or None in item.values():
-                detail = f"{item} is or has a null: every field is needed"
-                case.report("mm_items", detail, row=row)
-                continue
-            start, stop = item["start"], item["stop"]
-            here = ids[row][start:stop]
-            if (case.session[row], *_same_image(item)) not in known:
-                detail = f"{item} is in no prompt of the session"
-                case.report("mm_items", detail, row=row, token=start)
-            elif (
-                start < 0
-                or not len(here)
-                or (here != item_ids(item)[: len(here)]).any()
-            ):
-                detail = f"the tokens {start}:{stop} are not the content ids of {item}"
-                case.report("mm_items", detail, row=row, token=start)
-            else:
-                unclaimed[start:stop] = False
-        for token in np.flatnonzero(unclaimed)[:1]:
-            detail = f"{ids[row][token]} is a content id of no item"
-            case.report("mm_items", detail, row=row, token=token)
-
-
-def _same_image(item: Item) -> tuple[object, ...]:
-    length = item["stop"] - item["start"]
-    return item["kind"], item["hash"], item["token_id"], length
+        own = known[case.session[row]]
+        for token, detail in image_faults(listed or (), ids[row], own):
+            case.report("mm_items", detail, row, None, token)
 
 
 def flags(case: Case, pieces: Spans) -> None:
@@ -450,11 +390,8 @@ def flags(case: Case, pieces: Spans) -> None:
     reasons = table.column("finish_reason").to_pylist()
     for row, (flag, reason) in enumerate(zip(truncated, reasons, strict=True)):
         if flag is not (reason == "length"):
-            case.report(
-                "flags",
-                f"truncated is {_null(flag)}, finish_reason is {reason!r}",
-                row=row,
-            )
+            detail = f"truncated is {_null(flag)}, finish_reason is {reason!r}"
+            case.report("flags", detail, row)
     starts, may_train = case.turns.outputs.offsets, case.may_train
     # calls that may leave no span in a row that absorbed them: without an output token that
     # may train, or reported as lost by another row
@@ -466,11 +403,8 @@ def flags(case: Case, pieces: Spans) -> None:
         for row, flag in enumerate(table.column(name).to_pylist()):
             if flag is bool(due[row]) or (flag and _unseen(case, row, name, silent)):
                 continue
-            case.report(
-                "flags",
-                f"{name} is {_null(flag)}, the row's turns give {bool(due[row])}",
-                row=row,
-            )
+            detail = f"{name} is {_null(flag)}, the row's turns give {bool(due[row])}"
+            case.report("flags", detail, row)
 
 
 def _unseen(case: Case, row: Index, name: str, silent: Bools) -> bool:

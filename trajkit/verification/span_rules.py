@@ -88,13 +88,8 @@ def well_formed(case: Case, pieces: Spans) -> Spans:
     good = np.ones(len(pieces), np.bool_)
     for bad, rule, words in rules:
         for k in np.flatnonzero(bad & good):
-            case.report(
-                rule,
-                f"{_words(pieces, k)} {words}",
-                row=int(pieces.row[k]),
-                call=int(pieces.call[k]) if pieces.call[k] >= 0 else None,
-                token=int(pieces.start[k]),
-            )
+            detail = f"{_words(pieces, k)} {words}"
+            case.report(rule, detail, pieces.row[k], pieces.call[k], pieces.start[k])
         good &= ~bad
     return pieces.take(np.flatnonzero(good))
 
@@ -137,13 +132,16 @@ def span_tokens(case: Case, pieces: Spans) -> None:
     for first, n in zip(*consecutive(bad, owner[bad]), strict=True):
         k = bad[first]
         piece = owner[k]
+        detail = (
+            f"{_count(n)} differ from the output: the first is {here[k]}, the turn "
+            f"sampled {sampled[k]}"
+        )
         case.report(
             "span_tokens",
-            f"{_count(n)} differ from the output: the first is {here[k]}, the turn "
-            f"sampled {sampled[k]}",
-            row=int(pieces.row[piece]),
-            call=int(pieces.call[piece]),
-            token=int(at[k] - case.rows.ids.offsets[pieces.row[piece]]),
+            detail,
+            pieces.row[piece],
+            pieces.call[piece],
+            at[k] - case.rows.ids.offsets[pieces.row[piece]],
         )
 
 
@@ -160,12 +158,9 @@ def untrainable(case: Case, pieces: Spans) -> None:
         if not called[k]:
             n, words = size[k] - n, "may not be trained"
         what = "a turn" if n == out_len[pieces.call[k]] else _count(n)
+        detail = f"{_words(pieces, k)} covers {what} that {words}"
         case.report(
-            "untrainable",
-            f"{_words(pieces, k)} covers {what} that {words}",
-            row=int(pieces.row[k]),
-            call=int(pieces.call[k]),
-            token=int(pieces.start[k]),
+            "untrainable", detail, pieces.row[k], pieces.call[k], pieces.start[k]
         )
 
 
@@ -187,13 +182,7 @@ def masks(case: Case, trained: Spans) -> None:
             detail = f"loss_mask is false for {_count(n)} of a trained span"
         else:
             detail = f"loss_mask is true for {_count(n)} outside trained spans"
-        case.report(
-            "mask",
-            detail,
-            row=r,
-            call=int(owner[k]) if owner[k] >= 0 else None,
-            token=int(k - ids.offsets[r]),
-        )
+        case.report("mask", detail, r, owner[k], k - ids.offsets[r])
 
 
 def logprobs(case: Case, trained: Spans) -> None:
@@ -224,13 +213,8 @@ def logprobs(case: Case, trained: Spans) -> None:
                 if given[k]
                 else "null, as the engine gave"
             )
-        case.report(
-            "logprob",
-            f"{_count(n)}: the first has {here}, expected {due}",
-            row=r,
-            call=int(owner[k]) if owner[k] >= 0 else None,
-            token=int(k - ids.offsets[r]),
-        )
+        detail = f"{_count(n)}: the first has {here}, expected {due}"
+        case.report("logprob", detail, r, owner[k], k - ids.offsets[r])
 
 
 def context(case: Case, trained: Spans) -> None:
@@ -250,7 +234,7 @@ def context(case: Case, trained: Spans) -> None:
             first += departs >= trained.start[k]
             detail = f"the row differs from the turn's path from token {departs} on"
         if first < trained.stop[k]:
-            case.report("context", detail, row=row, call=call, token=first)
+            case.report("context", detail, row, call, first)
 
 
 def each_once(case: Case, pieces: Spans) -> None:
@@ -273,12 +257,13 @@ def each_once(case: Case, pieces: Spans) -> None:
         into = source[again[first]] - case.turns.outputs.offsets[pieces.call[piece]]
         into -= pieces.out_start[piece]
         lost = pieces.kind[piece] != "trained"
+        detail = f"{_count(n)} that an earlier span trains or reports as lost"
         case.report(
             "trained_twice",
-            f"{_count(n)} that an earlier span trains or reports as lost",
-            row=int(pieces.row[piece]),
-            call=int(pieces.call[piece]),
-            token=int(pieces.start[piece] + (0 if lost else into)),
+            detail,
+            pieces.row[piece],
+            pieces.call[piece],
+            pieces.start[piece] + (0 if lost else into),
         )
     is_trained = np.repeat(pieces.kind == "trained", pieces.out_stop - pieces.out_start)
     not_trained(case, source[is_trained])
@@ -299,11 +284,9 @@ def not_among(case: Case, source: Longs, words: str) -> None:
     call = outputs.owner[bad]
     for first, n in zip(*consecutive(bad, call), strict=True):
         c = int(call[first])
+        detail = f"{_count(n)} of {outputs.lengths[c]} sampled {words}"
         case.report(
-            "not_trained",
-            f"{_count(n)} of {outputs.lengths[c]} sampled {words}",
-            call=c,
-            token=int(bad[first] - outputs.offsets[c]),
+            "not_trained", detail, call=c, token=bad[first] - outputs.offsets[c]
         )
 
 

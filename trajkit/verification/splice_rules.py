@@ -225,11 +225,12 @@ def _check(reading: _Reading) -> None:
         for state in reading.readings(token)
     ]
     if not ways:
+        detail = "the row is not a splice of its turns' outputs"
         case.report(
             "row_tokens",
-            "the row is not a splice of its turns' outputs",
-            row=row,
-            call=next(
+            detail,
+            row,
+            next(
                 (
                     one
                     for one in reading.named
@@ -237,7 +238,7 @@ def _check(reading: _Reading) -> None:
                 ),
                 None,
             ),
-            token=reading.departs,
+            reading.departs,
         )
         return
     _check_dropped(reading, ways)
@@ -245,21 +246,14 @@ def _check(reading: _Reading) -> None:
     turns = {int(case.turns.calls.turn_index[state.call]) for state, _ in ways}
     if named is not None and named not in turns:
         shown = ", ".join(map(str, sorted(turns)))
-        case.report(
-            "row_tokens",
-            f"last_turn is {named}, the row ends with turn {shown}",
-            row=row,
-        )
+        detail = f"last_turn is {named}, the row ends with turn {shown}"
+        case.report("row_tokens", detail, row)
     reasons = case.turns.calls.table.column("finish_reason")
     reason = case.rows.text("finish_reason", row)
     last = [reasons[state.call].as_py() for state, _ in ways]
     if reason not in last:
-        case.report(
-            "finish_reason",
-            f"finish_reason is {reason!r}, the last turn has {last[0]!r}",
-            row=row,
-            call=ways[0][0].call,
-        )
+        detail = f"finish_reason is {reason!r}, the last turn has {last[0]!r}"
+        case.report("finish_reason", detail, row, ways[0][0].call)
     if case.policy is not None and case.policy.flag_scope == "row":
         _check_flags(reading, [state for state, _ in ways])
 
@@ -270,22 +264,14 @@ def _check_dropped(reading: _Reading, ways: list[tuple[_State, int | None]]) -> 
     if dropped and not any(
         reading.ends_before(state, dropped[0], token) for state, token in ways
     ):
-        case.report(
-            "span_kind",
-            "the turn is dropped, but the row could continue with it",
-            row=reading.row,
-            call=dropped[0],
-            token=len(reading.ids),
-        )
+        detail = "the turn is dropped, but the row could continue with it"
+        case.report("span_kind", detail, reading.row, dropped[0], len(reading.ids))
     for before, call in pairwise(dropped):
         if not reading.extends(before, call):
-            case.report(
-                "span_kind",
-                "the turn is dropped, but does not continue the previous dropped turn",
-                row=reading.row,
-                call=call,
-                token=len(reading.ids),
+            detail = (
+                "the turn is dropped, but does not continue the previous dropped turn"
             )
+            case.report("span_kind", detail, reading.row, call, len(reading.ids))
 
 
 def _check_flags(reading: _Reading, states: list[_State]) -> None:
@@ -301,6 +287,5 @@ def _check_flags(reading: _Reading, states: list[_State]) -> None:
         if flag not in values:
             shown = "null" if flag is None else flag
             due_flag = " or ".join(map(str, sorted(values)))
-            case.report(
-                "flags", f"{name} is {shown}, the row's turns give {due_flag}", row=row
-            )
+            detail = f"{name} is {shown}, the row's turns give {due_flag}"
+            case.report("flags", detail, row)
