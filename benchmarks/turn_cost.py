@@ -253,7 +253,7 @@ def processor_seconds(work: Callable[[], object], repeats: int = 3) -> float:
 
 def render(renderer: ChatRenderer, body: bytes, *, attributed: bool) -> None:
     """Read and render a request completely; the renderer remembers nothing."""
-    asked = openai_chat.read(parse_object(body), DEFAULT_OPTIONS)
+    asked = openai_chat.OPENAI_CHAT.read(parse_object(body), DEFAULT_OPTIONS)
     ids = renderer.render(asked.messages, asked.tools)
     if attributed:
         renderer.attribute(asked.messages, asked.tools, ids)

@@ -198,15 +198,14 @@ def create_app(
         max_ended=max_ended_sessions,
     )
     places = None
-    reading = ReadOptions()
+    store = ImageStore(log.directory / "images", image_limits, fsync=log.fsync)
     if isinstance(images, str):
         reading = ReadOptions(images=images)
     elif not getattr(engine, "takes_images", False) or not log.images:
         what = f"{type(engine).__name__} or the log"
         raise ValueError(f"{what} takes no images")
     else:
-        store = ImageStore(log.directory / "images", image_limits, fsync=log.fsync)
-        places, reading = ImagePlaces(images, store), ReadOptions(images=store)
+        places, reading = ImagePlaces(images, store), ReadOptions(images=store.limits)
     settings = CallSettings(
         engine=engine,
         gate=gate,
@@ -223,6 +222,7 @@ def create_app(
         log,
         sessions,
         reading,
+        store,
         CacheBudget(cache_bytes),
         ping_seconds=ping_seconds,
         max_body_bytes=max_body_bytes,
@@ -359,6 +359,7 @@ class _Gateway:
     log: TurnLog
     sessions: SessionStore
     read_options: ReadOptions
+    images: ImageStore
     cache_budget: CacheBudget
     _: KW_ONLY
     ping_seconds: float
@@ -426,8 +427,7 @@ class _Gateway:
     ) -> ASGIApp:
         """Answer a request of one session."""
         body = await self.read_body(request)
-        counts = verb == "count" and protocol.read_for_count
-        read = counts or protocol.read
+        read = protocol.read_for_count if verb == "count" else protocol.read
         with timing.step():
             known = find_known(body, protocol.name, session.paths.requests())
 
@@ -437,7 +437,7 @@ class _Gateway:
             return read_request(body, protocol.history, read, options, known, most)
 
         # A long body would delay every other call; a short one takes less time than
-        # a thread switch. Images are written, and maybe fetched.
+        # a thread switch. Images are decoded.
         text_only = isinstance(self.read_options.images, str)
         found = parse(_SHORT_BODY) if text_only else None
         if found is None:
@@ -449,6 +449,9 @@ class _Gateway:
         if len(chat.messages) > self.max_messages:
             message = f"{len(chat.messages)} messages; the limit is {self.max_messages}"
             raise GatewayError(message, 413, code="too_many_messages")
+        if not text_only:
+            images = await self.images.take(chat.messages)
+            chat = found.chat = replace(chat, images=images)
         if verb == "count":
             prompts = self.settings.prompts
             tokens = await count_tokens(chat, found.head, session, prompts)
@@ -597,7 +600,8 @@ class _Gateway:
         turn_index = counts.recorded
         try:
             keys, encoder = session.logged_keys, session.encoder
-            added = self.log.append(turn, turn_index, keys, encoder)
+            with self.images.storing(asked.read.chat.images):
+                added = self.log.append(turn, turn_index, keys, encoder)
         except LogFullError as error:
             raise _log_full(str(error)) from error
         except OSError as error:

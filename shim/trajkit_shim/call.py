@@ -18,6 +18,7 @@ from trajkit_shim.chat.images import hashes_of, texts_of
 from trajkit_shim.chat.logged_message import logged_message
 from trajkit_shim.chat.reply import Reply, Token, Usage
 from trajkit_shim.chat.request import ChatRequest
+from trajkit_shim.chat.sampling_params import nth_seed
 from trajkit_shim.engines import checks
 from trajkit_shim.engines.base import Engine, EngineInfo, Sample, Sampling
 from trajkit_shim.errors import EngineError, GatewayError
@@ -200,7 +201,8 @@ class _Call:
         other._identity = Identity(self._context.protocol.call_prefix)
         if self._sampling.seed is not None:
             # a pair of equal replies is of no use
-            other._sampling = replace(self._sampling, seed=self._sampling.seed + choice)
+            seed = nth_seed(self._sampling.seed, choice)
+            other._sampling = replace(self._sampling, seed=seed)
         return other
 
     def build_prompt(self) -> None:

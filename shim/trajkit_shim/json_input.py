@@ -202,6 +202,23 @@ class Fields:
         """Return a required non-empty string."""
         return self.need(name, as_name)
 
+    def one_of(
+        self,
+        name: str,
+        known: Collection[str],
+        default: str | None = None,
+        *,
+        code: str | None = None,
+    ) -> str:
+        """Return a string of ``known``, or the default if it is missing."""
+        value = self.json.get(name)
+        value = default if value is None else value
+        if value is None:
+            self.refuse(name, "missing", code)
+        if not isinstance(value, str) or value not in known:
+            self.refuse(name, f"{value!r} is not one of {', '.join(known)}", code)
+        return value
+
     def get_text(self, name: str) -> str | None:
         """Return a string, if there is one."""
         return self.get(name, as_text)

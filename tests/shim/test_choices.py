@@ -81,6 +81,15 @@ async def test_choices_are_turns_of_one_prompt(tmp_path, stream):
     )
 
 
+async def test_the_seed_after_the_largest_one_is_the_smallest(tmp_path):
+    engine = ScriptedEngine("one", "two", "three")
+    async with in_process(engine, RENDERER, tmp_path) as gateway:
+        client = await gateway.open()
+        await chat(client, stream=False, n=3, seed=2**63 - 2)
+    seeds = [sampling.seed for sampling in engine.samplings]
+    assert seeds == [2**63 - 2, 2**63 - 1, -(2**63)]
+
+
 def _arrays(turns):
     return [{**turn, "output_ids": np.array(turn["output_ids"])} for turn in turns]
 

@@ -4,9 +4,11 @@ import base64
 import io
 import json
 import threading
+import warnings
 from contextlib import AsyncExitStack, suppress
 from hashlib import sha256
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from tests.shim.clients import InProcess, in_process, read_log
 from tests.shim.sglang_cpu.make_vision_model import write_processor
 from trajkit.turns import engine_ids
 from trajkit_shim.chat import fetch_image
-from trajkit_shim.chat.image_store import ImageLimits, ImageStore
+from trajkit_shim.chat.image_store import ImageLimits, ImageStore, open_image
 from trajkit_shim.engines.base import EngineInfo, Sample
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.prompting.image_places import load_image_model
@@ -379,8 +381,7 @@ async def test_what_is_refused(opened, url, limits, code):
     assert answer.status_code == (507 if code == "log_full" else 400)
     assert answer.json()["error"]["code"] == code
     assert gateway.engine.prompts == []
-    images = gateway.gateway.log.directory / "images"
-    assert code == "too_many_images" or not images.exists() or not [*images.iterdir()]
+    assert stored_in(gateway) == []
 
 
 async def test_system_prompts_and_replies_have_no_images(opened):
@@ -439,14 +440,13 @@ def test_a_processor_whose_libraries_are_missing(model, monkeypatch):
         *("[::7f00:1]", "[fec0::1]"),
     ],
 )
-def test_private_hosts_are_never_asked(tmp_path, monkeypatch, host):
-    def never(*_):
+async def test_private_hosts_are_never_asked(monkeypatch, host):
+    def never(*_, **__):
         raise AssertionError("connected")
 
-    monkeypatch.setattr(fetch_image, "_download", never)
-    store = ImageStore(tmp_path, ImageLimits(fetch=True))
+    monkeypatch.setattr(fetch_image.httpx, "AsyncClient", never)
     with pytest.raises(GatewayError, match="not public"):
-        store.fetch(f"http://{host}/image.png", "url")
+        await fetch(f"http://{host}/image.png")
 
 
 def test_a_public_address_is_public():
@@ -456,15 +456,19 @@ def test_a_public_address_is_public():
 
 class Answers(BaseHTTPRequestHandler):
     def do_GET(self):
+        server = self.server
+        server.paths.append(self.path)
         path, _, length = self.path.partition("-")
         self.send_response(302 if path == "/moved" else 200)
         if path == "/slow":
             self.drip()
+        if path == "/together":
+            server.together.wait()
         self.send_header("location", "/image")
         self.end_headers()
         self.wfile.write(PNG + b"x" * int(length or 0))
-        self.server.hosts.append(self.headers["host"])
-        self.server.encodings.append(self.headers["accept-encoding"])
+        server.hosts.append(self.headers["host"])
+        server.encodings.append(self.headers["accept-encoding"])
 
     def drip(self):
         """Send a header every now and then, until the client has left."""
@@ -481,9 +485,14 @@ class Answers(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def web():
-    server = HTTPServer(("127.0.0.1", 0), Answers)
-    server.hosts, server.encodings, server.patient = [], [], 0
+def web(monkeypatch):
+    monkeypatch.setattr(fetch_image, "is_public", lambda _: True)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    server.hosts, server.encodings, server.paths = [], [], []
+    server.patient = 0
+    # each answer waits for as many requests as may be sent at once
+    server.together = threading.Barrier(fetch_image._AT_ONCE, timeout=60)
+    server.url = f"http://localhost:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
@@ -492,27 +501,144 @@ def web():
     server.server_close()
 
 
-def test_an_image_is_fetched_from_the_address_that_was_checked(
-    tmp_path, monkeypatch, web
-):
-    monkeypatch.setattr(fetch_image, "is_public", lambda _: True)
-    store = ImageStore(tmp_path, ImageLimits(fetch=True, max_bytes=len(PNG) + 5))
-    url = f"http://localhost:{web.server_port}"
-    name = store.fetch(f"{url}/image", "url")
-    assert (tmp_path / name).read_bytes() == PNG
+async def fetch(*urls, max_bytes=8 << 20):
+    return await fetch_image.fetch_images(urls, max_bytes=max_bytes)
+
+
+async def test_an_image_is_fetched_from_the_address_that_was_checked(web):
+    url = f"{web.url}/image"
+    assert await fetch(url, max_bytes=len(PNG) + 5) == {url: PNG}
     assert web.hosts == [f"localhost:{web.server_port}"]
     # the bytes are taken as they come
     assert web.encodings == ["identity"]
     for path, words in (("moved", "answered 302"), ("image-9", "longer than")):
-        with pytest.raises(GatewayError, match=words):
-            store.fetch(f"{url}/{path}", "url")
+        with pytest.raises(GatewayError, match=f"{path}: .*{words}"):
+            await fetch(f"{web.url}/{path}", max_bytes=len(PNG) + 5)
 
 
-def test_a_server_that_never_ends_its_headers(tmp_path, monkeypatch, web):
-    monkeypatch.setattr(fetch_image, "is_public", lambda _: True)
+async def test_a_server_that_never_ends_its_headers(monkeypatch, web):
     monkeypatch.setattr(fetch_image, "_SECONDS", 0.2)
-    store = ImageStore(tmp_path, ImageLimits(fetch=True))
-    with pytest.raises(GatewayError, match=r"it took longer than 0\.2 seconds"):
-        store.fetch(f"http://localhost:{web.server_port}/slow", "url")
+    monkeypatch.setattr(fetch_image, "_AT_ONCE", 1)
+    with pytest.raises(GatewayError, match=r"slow: .* took longer than 0\.2 seconds"):
+        await fetch(f"{web.url}/slow", f"{web.url}/image")
+    # the time is that of all images of the request
+    assert web.paths == ["/slow"]
     # it would have sent the image in the end
     assert web.patient == 0
+
+
+async def test_the_images_of_a_request_are_fetched_at_once(web):
+    urls = [f"{web.url}/together-{i}" for i in range(fetch_image._AT_ONCE)]
+    found = await fetch(*urls)
+    assert [len(found[url]) - len(PNG) for url in urls] == [0, 1, 2, 3]
+
+
+async def test_an_image_at_a_url_is_placed_and_stored(opened, web):
+    gateway = await opened(ImageLimits(fetch=True))
+    gateway.engine.script = [gateway.reply("red")]
+    body = chat(PNG)
+    parts = body["messages"][0]["content"]
+    parts[1]["image_url"]["url"] = f"{web.url}/image"
+    parts.append(parts[1])
+    answer = await gateway.post("/v1/chat/completions", body)
+    assert answer.status_code == 200, answer.text
+    assert [image.data for image in gateway.engine.images[0]] == [PNG, PNG]
+    assert stored_in(gateway) == [sha256(PNG).hexdigest()]
+    assert web.paths == ["/image"]
+
+
+async def test_too_many_images_are_refused_before_any_is_fetched(opened, web):
+    gateway = await opened(ImageLimits(fetch=True, max_images=2))
+    body = chat(PNG)
+    parts = body["messages"][0]["content"]
+    parts += [
+        {"type": "image_url", "image_url": {"url": f"{web.url}/image-{i}"}}
+        for i in range(2)
+    ]
+    answer = await gateway.post("/v1/chat/completions", body)
+    assert answer.json()["error"]["message"] == "3 images; the limit is 2"
+    assert web.paths == []
+
+
+def stored_in(gateway):
+    """The names in the folder of images."""
+    directory = gateway.gateway.log.directory / "images"
+    return [each.name for each in directory.iterdir()] if directory.exists() else []
+
+
+async def test_a_count_stores_no_image(opened):
+    gateway = await opened()
+    counted = await gateway.post("/v1/messages/count_tokens", anthropic(PNG))
+    gateway.engine.script = [gateway.reply("red")]
+    answer = await gateway.post("/v1/messages", anthropic(JPEG))
+    assert (counted.status_code, answer.status_code) == (200, 200)
+    assert counted.json()["input_tokens"] > 0
+    assert stored_in(gateway) == [sha256(JPEG).hexdigest()]
+
+
+async def test_a_call_that_fails_stores_no_image(opened):
+    gateway = await opened()
+    # the script is empty
+    answer = await gateway.post("/v1/messages", anthropic(PNG))
+    assert answer.status_code == 500
+    assert stored_in(gateway) == []
+    # another call with the image
+    gateway.engine.script = [gateway.reply("red")]
+    answer = await gateway.post("/v1/messages", anthropic(PNG))
+    assert answer.status_code == 200
+    assert stored_in(gateway) == [sha256(PNG).hexdigest()]
+
+
+@pytest.mark.parametrize("broken", ["replace", "log"])
+async def test_an_image_whose_turn_is_not_written_leaves_no_file(
+    opened, monkeypatch, broken
+):
+    def fail(*_):
+        raise OSError("no space")
+
+    gateway = await opened()
+    gateway.engine.script = [gateway.reply("red")]
+    if broken == "replace":
+        monkeypatch.setattr(Path, "replace", fail)
+    else:
+        monkeypatch.setattr(gateway.gateway.log, "append", fail)
+    answer = await gateway.post("/v1/messages", anthropic(PNG))
+    assert answer.status_code == 500
+    assert "no space" in answer.text
+    assert stored_in(gateway) == []
+    assert read_log(gateway.gateway.log.path).num_rows == 0
+
+
+async def test_an_image_is_known_as_long_as_one_of_its_requests(tmp_path):
+    store = ImageStore(tmp_path)
+
+    async def take():
+        image = open_image(PNG, "here", store.limits)
+        return await store.take([{"role": "user", "content": [image]}])
+
+    first, second = await take(), await take()
+    name = first[0].name
+    del second
+    assert store.data(name) == PNG
+    del first
+    with pytest.raises(KeyError):
+        store[name]
+
+
+def jpeg_with_exif(data):
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "JPEG", exif=b"Exif\0\0" + data)
+    return file.getvalue()
+
+
+async def test_a_warning_of_pillow_is_the_error_of_the_request(opened):
+    gateway = await opened()
+    # a directory of one entry, cut off
+    data = jpeg_with_exif(b"II*\0\x08\0\0\0\x01\0")
+    TYPES[data] = "image/jpeg"
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        answer = await gateway.post("/v1/messages", anthropic(data))
+    assert answer.status_code == 400
+    assert "Corrupt EXIF data" in answer.json()["error"]["message"]
+    assert [str(each.message) for each in shown] == []

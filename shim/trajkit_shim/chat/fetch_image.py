@@ -7,37 +7,56 @@ resolves to later, and redirects are not followed.
 
 import asyncio
 import socket
+from collections.abc import Collection
 from ipaddress import IPv6Address, IPv6Network, ip_address
 
 import httpx
 
-from trajkit_shim.json_input import refuse
+from trajkit_shim.errors import GatewayError
 
+# for all images of a request, and how many of them are fetched at once
 _SECONDS = 20.0
+_AT_ONCE = 4
 # addresses of IPv4 within IPv6, whose own rules would not apply
 _EMBEDDED = IPv6Network("64:ff9b::/96"), IPv6Network("::/96")
 
 
-def fetch_image(url: str, where: str, *, max_bytes: int) -> bytes:
-    """Return what is at a URL, on a thread without an event loop.
+async def fetch_images(urls: Collection[str], *, max_bytes: int) -> dict[str, bytes]:
+    """Return what is at the URLs of a request.
 
-    Raises `GatewayError` (400) if the URL is not http or https, its host is unknown or not
-    public, or the answer is not 200, too long or too late. ``where`` is the place of the
-    URL in the request.
+    Raises `GatewayError` (400) if a URL is not http or https, its host is unknown or not
+    public, the answer is not 200 or too long, or all take too long together.
     """
+    slots = asyncio.Semaphore(_AT_ONCE)
+
+    async def fetch(url: str) -> bytes:
+        async with slots:
+            try:
+                return await _download(httpx.URL(url), max_bytes)
+            except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
+                raise _not_fetched(url, error) from error
+
     try:
-        parsed = httpx.URL(url)
-        if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise ValueError("expected a data URL with base64, or http or https")
-        address = _public_address(parsed.host, parsed.port or 0)
-        return asyncio.run(_download(parsed, address, max_bytes))
-    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-        refuse(where, f"the image was not fetched: {error}", code="image_not_fetched")
+        async with asyncio.timeout(_SECONDS), asyncio.TaskGroup() as group:
+            tasks = {url: group.create_task(fetch(url)) for url in urls}
+    except ExceptionGroup as errors:
+        # the first cancelled the others
+        raise errors.exceptions[0] from None
+    except TimeoutError as error:
+        late = next(url for url, task in tasks.items() if task.cancelled())
+        raise _not_fetched(late, f"it took longer than {_SECONDS:g} seconds") from error
+    return {url: task.result() for url, task in tasks.items()}
 
 
-def _public_address(host: str, port: int) -> str:
+def _not_fetched(url: str, why: object) -> GatewayError:
+    message = f"{url[:200]}: the image was not fetched: {why}"
+    return GatewayError(message, code="image_not_fetched")
+
+
+async def _public_address(host: str, port: int) -> str:
     """An address of a host that has only public ones."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = [str(entry[4][0]) for entry in found]
     if not all(map(is_public, addresses)):
         raise ValueError(f"the host {host!r} is not public")
@@ -58,26 +77,25 @@ def is_public(address: str) -> bool:
     return ip.is_global and not ip.is_multicast
 
 
-async def _download(url: httpx.URL, address: str, max_bytes: int) -> bytes:
+async def _download(url: httpx.URL, max_bytes: int) -> bytes:
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ValueError("expected a data URL with base64, or http or https")
+    address = await _public_address(url.host, url.port or 0)
     data = bytearray()
-    try:
-        async with (
-            asyncio.timeout(_SECONDS),
-            httpx.AsyncClient(trust_env=False, timeout=None) as client,
-            client.stream(
-                "GET",
-                url.copy_with(host=address),
-                headers={"host": url.netloc.decode(), "accept-encoding": "identity"},
-                # the certificate is that of the name
-                extensions={"sni_hostname": url.host},
-            ) as response,
-        ):
-            if response.status_code != 200:
-                raise ValueError(f"the server answered {response.status_code}")
-            async for chunk in response.aiter_raw():
-                data += chunk
-                if len(data) > max_bytes:
-                    raise ValueError(f"it is longer than {max_bytes} bytes")
-    except TimeoutError as error:
-        raise ValueError(f"it took longer than {_SECONDS:g} seconds") from error
+    async with (
+        httpx.AsyncClient(trust_env=False, timeout=None) as client,
+        client.stream(
+            "GET",
+            url.copy_with(host=address),
+            headers={"host": url.netloc.decode(), "accept-encoding": "identity"},
+            # the certificate is that of the name
+            extensions={"sni_hostname": url.host},
+        ) as response,
+    ):
+        if response.status_code != 200:
+            raise ValueError(f"the server answered {response.status_code}")
+        async for chunk in response.aiter_raw():
+            data += chunk
+            if len(data) > max_bytes:
+                raise ValueError(f"it is longer than {max_bytes} bytes")
     return bytes(data)

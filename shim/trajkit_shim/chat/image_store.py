@@ -1,19 +1,25 @@
 """The images of a run: one file each, named by the SHA-256 of its bytes.
 
-Files are as clients sent them. They are written when a request is read, before the turn
-that names them, so a log never names an image that is missing.
+Files are as clients sent them. An image is in memory until the first turn that names it is
+recorded. Its file is written just before, so a log never names an image that is missing,
+and a request that is not recorded leaves no file.
 """
 
+import asyncio
 import io
 import os
-from dataclasses import dataclass
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock
+from weakref import WeakValueDictionary
 
-from trajkit_shim.chat.fetch_image import fetch_image
+from trajkit_shim.chat.fetch_image import fetch_images
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.json_input import refuse
+from trajkit_shim.json_input import Json, refuse
 
 FORMATS = {
     "GIF": "image/gif",
@@ -22,6 +28,9 @@ FORMATS = {
     "WEBP": "image/webp",
 }
 """The formats that are accepted, as Pillow names them, and their media types."""
+
+# the filters of warnings belong to all threads
+_FILTERS = Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,22 +45,63 @@ class ImageLimits:
     fetch: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class StoredImage:
-    """What is known of an image."""
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
+class Image:
+    """An image."""
 
+    name: str  # SHA-256 of its bytes
     media_type: str
     width: int
     height: int
+    data: bytes  # empty if they are in its file
+
+
+@dataclass(frozen=True, slots=True)
+class ImageUrl:
+    """An image to be fetched."""
+
+    url: str
+
+
+def open_image(data: bytes, where: str, limits: ImageLimits) -> Image:
+    """Return an image; raises `GatewayError` (400) if it is too large or not an image.
+
+    ``where`` is its place in errors.
+    """
+    from PIL import Image as pillow
+
+    if len(data) > limits.max_bytes:
+        rule = f"the image has {len(data)} bytes; the limit is {limits.max_bytes}"
+        refuse(where, rule, code="image_too_large")
+    try:
+        with _FILTERS, warnings.catch_warnings():
+            warnings.filterwarnings("error", module="PIL")
+            # reads the header only
+            with pillow.open(io.BytesIO(data), formats=list(FORMATS)) as image:
+                (width, height), kind = image.size, str(image.format)
+    # a decoder raises anything for bytes that are not as it expects
+    except Exception as error:
+        rule = f"not an image of {', '.join(FORMATS)}: {error}"
+        refuse(where, rule, code="invalid_image")
+    if width * height > limits.max_pixels:
+        rule = f"{width} x {height} pixels; the limit is {limits.max_pixels}"
+        refuse(where, rule, code="image_too_large")
+    return Image(
+        name=sha256(data).hexdigest(),
+        media_type=FORMATS[kind],
+        width=width,
+        height=height,
+        data=data,
+    )
 
 
 class ImageStore:
-    """The folder of a run's images. Safe to use from several threads.
+    """The images of a run. Those of recorded turns are files of a folder.
 
     Parameters
     ----------
     directory : Path
-        Made with the first image.
+        Made with the first file.
     limits : ImageLimits
     fsync : bool
         Also write each image to disk, as the turn log does.
@@ -63,83 +113,101 @@ class ImageStore:
         self.directory = directory
         self.limits = limits or ImageLimits()
         self._fsync = fsync
-        self._known: dict[str, StoredImage] = {}
+        self._stored: dict[str, Image] = {}
         self._total_bytes = 0
-        self._lock = Lock()
+        # only as long as a request has them
+        self._requested: WeakValueDictionary[str, Image] = WeakValueDictionary()
 
-    def add(self, data: bytes, where: str) -> str:
-        """Store an image and return its name, unless it is known.
+    async def take(self, messages: Sequence[Json]) -> list[Image]:
+        """Return the images that messages bring, and put their names in their places.
 
-        Raises `GatewayError`: it is too large, cannot be read (400), or cannot be stored
-        (500, 507). ``where`` is its place in the request.
+        Images at URLs are fetched. The store knows the images as long as the caller keeps
+        them. Raises `GatewayError`: there are too many (400), one cannot be fetched (400),
+        or cannot be stored later (507).
         """
-        name = sha256(data).hexdigest()
-        if name in self._known:
-            return name
-        image = self._read_head(data, where)
-        with self._lock:
-            if name not in self._known:
-                self._write(name, data)
-                self._known[name] = image
-        return name
+        contents = [m["content"] for m in messages if isinstance(m["content"], list)]
+        images = [part for parts in contents for part in parts if not _is_text(part)]
+        if len(images) > self.limits.max_images:
+            message = f"{len(images)} images; the limit is {self.limits.max_images}"
+            raise GatewayError(message, code="too_many_images")
+        urls = {image.url for image in images if isinstance(image, ImageUrl)}
+        data = await fetch_images(urls, max_bytes=self.limits.max_bytes)
+        fetched = {
+            url: await asyncio.to_thread(open_image, data[url], url[:200], self.limits)
+            for url in urls
+        }
+        brought: list[Image] = []
+        for parts in contents:
+            for i, part in enumerate(parts):
+                image = fetched[part.url] if isinstance(part, ImageUrl) else part
+                if isinstance(image, Image):
+                    # others may have the same image
+                    image = self._requested.setdefault(image.name, image)
+                    brought.append(image)
+                    parts[i] = {"type": "image", "sha256": image.name}
+        self._check_room(self._new(brought))
+        return brought
 
-    def fetch(self, url: str, where: str) -> str:
-        """Fetch an image, store it and return its name; raises `GatewayError`."""
-        if not self.limits.fetch:
-            rule = (
-                "images at URLs are not fetched here: send the image itself, as base64"
-            )
-            refuse(where, rule, code="image_not_fetched")
-        data = fetch_image(url, where, max_bytes=self.limits.max_bytes)
-        return self.add(data, where)
+    @contextmanager
+    def storing(self, images: Collection[Image]) -> Iterator[None]:
+        """Store the images of a turn that is recorded in this context.
 
-    def __getitem__(self, name: str) -> StoredImage:
-        """Return what is known of a stored image."""
-        return self._known[name]
+        Those that are new are removed again if that fails. Raises `GatewayError`: there
+        is no room (507), or a file cannot be written (500).
+        """
+        new = self._new(images)
+        total = self._check_room(new)
+        try:
+            for image in new:
+                self._write(image)
+            yield
+        except BaseException:
+            for image in new:
+                with suppress(OSError):
+                    (self.directory / image.name).unlink()
+            raise
+        self._total_bytes = total
+        self._stored |= {image.name: replace(image, data=b"") for image in new}
+
+    def __getitem__(self, name: str) -> Image:
+        """Return an image of a request or of a recorded turn."""
+        return self._requested.get(name) or self._stored[name]
 
     def data(self, name: str) -> bytes:
-        """Return the bytes of a stored image."""
-        return (self.directory / name).read_bytes()
+        """Return the bytes of an image."""
+        return self[name].data or (self.directory / name).read_bytes()
 
-    def _read_head(self, data: bytes, where: str) -> StoredImage:
-        from PIL import Image
+    def _new(self, images: Collection[Image]) -> list[Image]:
+        """The images that are not stored, each once."""
+        by_name = {image.name: image for image in images}
+        return [image for name, image in by_name.items() if name not in self._stored]
 
-        limits = self.limits
-        if len(data) > limits.max_bytes:
-            rule = f"the image has {len(data)} bytes; the limit is {limits.max_bytes}"
-            refuse(where, rule, code="image_too_large")
-        try:
-            # reads the header only
-            with Image.open(io.BytesIO(data), formats=list(FORMATS)) as image:
-                (width, height), kind = image.size, str(image.format)
-        except (
-            OSError,
-            ValueError,
-            SyntaxError,
-            Image.DecompressionBombError,
-        ) as error:
-            rule = f"not an image of {', '.join(FORMATS)}: {error}"
-            refuse(where, rule, code="invalid_image")
-        if width * height > limits.max_pixels:
-            rule = f"{width} x {height} pixels; the limit is {limits.max_pixels}"
-            refuse(where, rule, code="image_too_large")
-        return StoredImage(FORMATS[kind], width, height)
-
-    def _write(self, name: str, data: bytes) -> None:
-        total, limit = self._total_bytes + len(data), self.limits.max_total_bytes
+    def _check_room(self, new: Collection[Image]) -> int:
+        """The bytes of all images with the new ones, unless these are too many."""
+        total = self._total_bytes + sum(len(image.data) for image in new)
+        limit = self.limits.max_total_bytes
         if limit is not None and total > limit:
             message = f"the images would take {total} bytes; the limit is {limit}"
             raise GatewayError(message, 507, code="log_full")
+        return total
+
+    def _write(self, image: Image) -> None:
+        partial = self.directory / f".{image.name}"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            partial = self.directory / f".{name}"
-            with partial.open("wb") as file:
-                file.write(data)
-                if self._fsync:
-                    file.flush()
-                    os.fsync(file.fileno())
-            partial.replace(self.directory / name)
+            try:
+                with partial.open("wb") as file:
+                    file.write(image.data)
+                    if self._fsync:
+                        file.flush()
+                        os.fsync(file.fileno())
+                partial.replace(self.directory / image.name)
+            finally:
+                partial.unlink(missing_ok=True)
         except OSError as error:
             message = f"the image could not be written: {error}"
             raise GatewayError(message, 500, code="log_failed") from error
-        self._total_bytes = total
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, dict) and part["type"] == "text"

@@ -3,62 +3,125 @@
 The content of a message with images is a list of parts: ``{"type": "text", "text": ...}``
 and ``{"type": "image", "sha256": ...}``. Every other content is a string. The bytes of an
 image are in the store (`chat.image_store`), under the SHA-256 of the bytes.
+
+While a request is read, a `GivenImage` is in the place of a part, and then an `Image` or
+`ImageUrl`, until `ImageStore.take` has its name.
 """
 
 import base64
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, NoReturn, TypeAlias
 
-from trajkit_shim.chat.image_store import ImageStore
-from trajkit_shim.json_input import Fields, Json, as_text
+from trajkit_shim.chat.image_store import Image, ImageLimits, ImageUrl, open_image
+from trajkit_shim.json_input import Fields, Json, as_text, objects
 
 NoImages: TypeAlias = Literal["refuse", "omit"]
 """What to do with images if a model takes none: reject them with 400, or replace each by
 `OMITTED_IMAGE`."""
 
-Images: TypeAlias = NoImages | ImageStore
-"""The same, or where to store them."""
+Images: TypeAlias = NoImages | ImageLimits
+"""The same, or which images are taken."""
 
 OMITTED_IMAGE = "[image omitted]"
 
 _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.ASCII)
 
 
-def read_image(
-    part: Fields, name: str, source: Callable[[], str], images: Images
-) -> str | Json:
-    """Return an image of a user's or tool's message: a part, or a text in its place.
+@dataclass(frozen=True, slots=True)
+class GivenImage:
+    """An image of a request, before it is known whether the model takes it."""
 
-    Parameters
-    ----------
-    part : Fields
-        The part of the message; ``name`` is its field that errors name.
-    source : function
-        Gives a data URL with base64, or a URL with http or https.
-    images : Images
+    part: Fields
+    name: str  # the field of the part that errors name, and what the image is there
+    kind: object
+    # gives a data URL with base64, or a URL with http or https; may raise `GatewayError`
+    url: Callable[[], str]
 
-    Raises
-    ------
-    GatewayError
-        Images are refused, or the source is something else. See also `ImageStore.add`
-        and `ImageStore.fetch`.
+
+Part: TypeAlias = str | GivenImage
+"""A text or an image of a message."""
+
+Readers: TypeAlias = Mapping[str, Callable[[Fields], Part]]
+"""How parts are read, by their types."""
+
+
+def read_parts(value: object, where: str, readers: Readers) -> list[Part]:
+    """Return the parts of a content: a string, or a list of objects.
+
+    Raises `GatewayError`: an object has a type without a reader.
     """
-    if images == "omit":
-        return OMITTED_IMAGE
-    if images == "refuse":
-        refuse_content(part, name, part.json.get("type", name))
-    url, where = source(), part.at(name)
-    given = _DATA_URL.match(url)
-    if given is None:
-        return _part(images.fetch(url, where))
+    if isinstance(value, str):
+        return [value]
+    return [
+        readers[part.one_of("type", readers, code="unsupported_content")](part)
+        for part in objects(value, where)
+    ]
+
+
+def read_text(part: Fields) -> str:
+    """Return the text of a part."""
+    return part.text("text")
+
+
+def data_url(source: Fields, media_type: str, data: str) -> str:
+    """Return the data URL of base64 and its type, which are two fields of an object."""
+    return f"data:{source.need(media_type, as_text)};base64,{source.text(data)}"
+
+
+def joined(parts: Iterable[object]) -> str | list[object]:
+    """Return the content of a message: texts, joined by newlines, and images."""
+    found: list[object] = []
+    for is_text, group in groupby(parts, lambda part: isinstance(part, str)):
+        if is_text:
+            found.append({"type": "text", "text": "\n".join(map(str, group))})
+        else:
+            found += group
+    if all(isinstance(part, dict) for part in found):
+        return "".join(texts_of(found))
+    return found
+
+
+def read_images(messages: Iterable[Json], images: Images) -> None:
+    """Refuse the images of a request's messages, omit them, or read them.
+
+    Raises `GatewayError`: an image is refused, in a message that is not a user's or a
+    tool's, not an image, or at a URL that is not fetched. See also `open_image`.
+    """
+    for message in messages:
+        content = message["content"]
+        if not isinstance(content, list):
+            continue
+        if images == "omit":
+            texts = (texts_of([part]) or [OMITTED_IMAGE] for part in content)
+            message["content"] = joined(text for one in texts for text in one)
+            continue
+        taken = images if message["role"] in ("user", "tool") else "refuse"
+        message["content"] = [
+            _read(part, taken) if isinstance(part, GivenImage) else part
+            for part in content
+        ]
+
+
+def _read(given: GivenImage, images: Images) -> Image | ImageUrl:
+    part, name = given.part, given.name
+    if isinstance(images, str):
+        refuse_content(part, name, given.kind)
+    url = given.url()
+    found = _DATA_URL.match(url)
+    if found is None and images.fetch:
+        return ImageUrl(url)
+    if found is None:
+        rule = "images at URLs are not fetched here: send the image itself, as base64"
+        part.refuse(name, rule, "image_not_fetched")
     try:
-        data = base64.b64decode(url[given.end() :], validate=True)
+        data = base64.b64decode(url[found.end() :], validate=True)
     # or not even ASCII
     except ValueError as error:
         part.refuse(name, f"the image is not base64: {error}", "invalid_image")
-    return _part(images.add(data, where))
+    return open_image(data, part.at(name), images)
 
 
 def refuse_content(part: Fields, name: str, kind: object) -> NoReturn:
@@ -67,29 +130,15 @@ def refuse_content(part: Fields, name: str, kind: object) -> NoReturn:
     part.refuse(name, rule, "unsupported_content")
 
 
-def data_url(source: Fields, media_type: str, data: str) -> str:
-    """Return the data URL of base64 and its type, which are two fields of an object."""
-    return f"data:{source.need(media_type, as_text)};base64,{source.text(data)}"
-
-
-def joined(parts: Iterable[str | Json]) -> str | list[Json]:
-    """Return the content of a message: texts, joined by newlines, and images."""
-    found: list[Json] = []
-    for is_text, group in groupby(parts, lambda part: isinstance(part, str)):
-        if is_text:
-            found.append({"type": "text", "text": "\n".join(map(str, group))})
-        else:
-            found += (part for part in group if isinstance(part, dict))
-    if all(part["type"] == "text" for part in found):
-        return str(found[0]["text"]) if found else ""
-    return found
-
-
 def texts_of(content: object) -> list[str]:
     """Return the texts of a message's content."""
     if not isinstance(content, list):
         return [str(content)]
-    return [part["text"] for part in content if part["type"] == "text"]
+    return [
+        str(part["text"])
+        for part in content
+        if isinstance(part, dict) and part["type"] == "text"
+    ]
 
 
 def hashes_of(messages: Iterable[Json]) -> list[str]:
@@ -101,7 +150,3 @@ def hashes_of(messages: Iterable[Json]) -> list[str]:
         for part in message["content"]
         if part["type"] == "image"
     ]
-
-
-def _part(sha256: str) -> Json:
-    return {"type": "image", "sha256": sha256}

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,6 +13,11 @@ class Usage:
     output_tokens: int
     cached_tokens: int | None  # None: the engine does not report it
     reasoning_tokens: int = 0  # output tokens up to the end of the reasoning
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of prompt and output."""
+        return self.prompt_tokens + self.output_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,15 @@ class Reply:
             for other in others
         )
         return replace(self, usage=usage, others=siblings)
+
+    @property
+    def ending(self) -> Literal["cut", "calls", "stop_sequence", "end"]:
+        """Why it ended; a limit of tokens has precedence even after complete calls."""
+        if self.cut:
+            return "cut"
+        if self.calls:
+            return "calls"
+        return "end" if self.stop_sequence is None else "stop_sequence"
 
     @property
     def text(self) -> str:

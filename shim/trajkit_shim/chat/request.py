@@ -18,7 +18,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from trajkit_shim.chat.images import Images, joined
+from trajkit_shim.chat.image_store import Image
+from trajkit_shim.chat.images import Images, Part, joined
 from trajkit_shim.chat.sampling_params import SamplingParams
 from trajkit_shim.json_input import Fields, Json, as_integer
 
@@ -64,7 +65,7 @@ class ChatRequest:
     # end a stream with token counts (OpenAI Chat Completions)
     include_usage: bool = False
     # types of tools that only a provider can run; they are not shown to the model
-    left_out: tuple[str, ...] = ()
+    left_out: Sequence[str] = ()
     # the client's (namespace, name) of each tool whose name for the model combines both
     # (OpenAI Responses)
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
@@ -72,11 +73,36 @@ class ChatRequest:
     n_front: int = 0
     # calls without an id up to its end (Gemini)
     unnamed_calls: int = 0
+    images: Sequence[Image] = ()  # of messages that are new to the session
+
+
+@dataclass(slots=True)
+class Tools:
+    """The tools of a request."""
+
+    functions: list[Json] = field(default_factory=list)  # in OpenAI's format
+    strict: list[str] = field(default_factory=list)  # names
+    left_out: list[str] = field(default_factory=list)
+
+    def add(self, tool: Fields, schema: object, prefix: str = "") -> str:
+        """Add a function with a name, maybe a description, and the schema of its arguments.
+
+        Returns its name for the model, which begins with ``prefix``.
+        """
+        name = prefix + tool.name("name")
+        self.functions.append(function_tool(name, tool.get_text("description"), schema))
+        self.strict += [name] * tool.flag("strict")
+        return name
 
 
 def as_choices(value: object, where: str) -> int:
     """Return a number of replies, or raise a 400."""
     return as_integer(value, where, minimum=1, maximum=128)
+
+
+def system_message(text: str | None) -> list[Json]:
+    """Return the message of a system prompt in a field of its own, if it has text."""
+    return [{"role": "system", "content": text}] if text else []
 
 
 def text_schema(fields: Fields, name: str) -> Json | None:
@@ -88,12 +114,11 @@ def text_schema(fields: Fields, name: str) -> Json | None:
     if fields.json.get(name) is None:
         return None
     given = fields.object(name)
-    kind = given.json.get("type")
+    kinds = ("json_schema", "json_object", "text")
+    kind = given.one_of("type", kinds, code="unsupported_value")
     if kind == "json_schema":
         inner = "json_schema" in given.json
         return (given.object(kind) if inner else given).object("schema").json
-    if kind not in ("text", "json_object"):
-        given.refuse("type", f"{kind!r} is not supported", "unsupported_value")
     return ANY_OBJECT if kind == "json_object" else None
 
 
@@ -116,25 +141,23 @@ def assistant_message(
     return message
 
 
-def tool_message(
-    call_id: str, content: str | list[Json], *, failed: bool = False
-) -> Json:
+def tool_message(call_id: str, parts: Iterable[Part], *, failed: bool = False) -> Json:
     """Return a canonical tool message."""
+    content = joined(parts)
     message: Json = {"role": "tool", "content": content, "tool_call_id": call_id}
     return {**message, "is_error": True} if failed else message
 
 
-def user_messages(parts: Iterable[str | Json]) -> list[Json]:
+def user_messages(parts: Iterable[Part | Json]) -> list[Json]:
     """Return a user's turn: its tool messages, and a message per group of other parts.
 
     A group has the texts and images between two tool messages, without empty texts.
     """
     messages: list[Json] = []
-    given: Iterable[str | Json] = filter(None, parts)
-    for results, group in groupby(
-        given, lambda part: isinstance(part, dict) and "role" in part
+    for is_message, group in groupby(
+        filter(None, parts), lambda part: isinstance(part, dict)
     ):
-        if results:
+        if is_message:
             messages += (part for part in group if isinstance(part, dict))
         else:
             messages.append({"role": "user", "content": joined(group)})

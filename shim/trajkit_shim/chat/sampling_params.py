@@ -61,12 +61,18 @@ def parse_sampling(
         top_p=read("top_p", _top_p),
         top_k=read("top_k", _top_k),
         stop=read("stop", _stop),
-        seed=read(
-            "seed", partial(json_input.as_integer, minimum=-(2**63), maximum=2**63 - 1)
-        ),
+        seed=read("seed", _seed),
     )
 
 
+def nth_seed(seed: int, n: int) -> int:
+    """Return the seed of the ``n``-th reply; the one after the last is the first."""
+    least, most = _SEEDS
+    return (seed + n - least) % (most + 1 - least) + least
+
+
+_SEEDS = -(2**63), 2**63 - 1
+_seed = partial(json_input.as_integer, minimum=_SEEDS[0], maximum=_SEEDS[1])
 _positive = partial(json_input.as_integer, minimum=1)
 
 

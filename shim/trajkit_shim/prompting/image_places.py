@@ -73,14 +73,10 @@ class ImagePlaces:
     def items(self, ids: Ids, messages: Sequence[Json]) -> "list[PlacedImage]":
         """Return where the images of messages are in a prompt's recorded ids.
 
-        Raises `GatewayError` if there are too many, or an earlier reply contains the
-        token of an image, which the engine would take for one.
+        Raises `GatewayError` if an earlier reply contains the token of an image, which the
+        engine would take for one.
         """
         names = hashes_of(messages)
-        limit = self._store.limits.max_images
-        if len(names) > limit:
-            message = f"{len(names)} images; the limit is {limit}"
-            raise GatewayError(message, code="too_many_images")
         if names and (ids == self._model.token_id).any():
             raise GatewayError(
                 "an earlier reply contains the token of an image, so the "

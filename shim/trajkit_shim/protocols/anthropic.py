@@ -6,26 +6,35 @@ whether the model reasons), ``context_management`` (the gateway edits nothing),
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TypeVar
 
 from trajkit_shim.chat import request as chat
-from trajkit_shim.chat.images import data_url, joined, read_image, refuse_content
+from trajkit_shim.chat.images import (
+    GivenImage,
+    Part,
+    data_url,
+    read_text,
+)
 from trajkit_shim.chat.reply import Call, Reply, Usage
 from trajkit_shim.chat.sampling_params import parse_sampling
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.json_input import (
-    Fields,
-    Json,
-    as_object,
-    objects,
-    refuse,
+from trajkit_shim.json_input import Fields, Json, as_object, objects
+from trajkit_shim.protocols.base import WireProtocol, kind_of
+from trajkit_shim.protocols.blocks import (
+    Block,
+    Events,
+    Step,
+    Thought,
+    blocks,
+    signature,
 )
-from trajkit_shim.protocols.base import WireProtocol
-from trajkit_shim.protocols.blocks import Block, Events, Thought, blocks, signature
 from trajkit_shim.protocols.sse import RawJson, event
 
-KNOWN = frozenset(
+T = TypeVar("T")
+
+_KNOWN = frozenset(
     "betas cache_control context_management inference_geo max_tokens messages metadata "
     "model output_config output_format service_tier speed stop_sequences stream system "
     "temperature thinking tool_choice tools top_k top_p".split()
@@ -56,45 +65,38 @@ _TOOL = frozenset(
 _BILLING = "x-anthropic-billing-header:"
 
 
-def read(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
-    """Read the body of ``POST /v1/messages``; raises `GatewayError`."""
-    if body.get("max_tokens") is None:
-        refuse("max_tokens", "missing")
-    return read_for_count(body, reading)
-
-
-def read_for_count(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
-    """Read the body of ``POST /v1/messages/count_tokens``, which has no token limit."""
-    fields = Fields(body)
-    fields.only(KNOWN)
-    fields.get_text("model")
+def _parse(fields: Fields, _: chat.ReadOptions) -> chat.ChatRequest:
     for name in ("thinking", "metadata", "context_management"):
         fields.get_object(name)
     config = fields.section("output_config")
     config.only({"effort", "format", "task_budget"})
-    front = _front(fields)
-    messages = front + _messages(fields, reading)
+    given = fields.json.get("system")
+    front = chat.system_message(None if given is None else _system(given, "system"))
+    messages = front + [m for given in fields.filled("messages") for m in _read(given)]
     if messages[-1]["role"] == "assistant":
-        refuse("messages", "the last one is the assistant's: no reply is continued")
-    tools, strict = _tools(fields)
+        rule = "the last one is the assistant's: no reply is continued"
+        fields.refuse("messages", rule)
+    tools = chat.Tools()
+    for tool in fields.objects("tools"):
+        # the provider's own tools are not available here
+        tool.one_of("type", ("custom",), "custom", code="unsupported_tool")
+        tool.only(_TOOL | _SILENT)
+        tools.add(tool, tool.need("input_schema", as_object))
     choice = fields.section("tool_choice")
     choice.only({"type", "name", "disable_parallel_tool_use"})
-    chosen = choice.json.get("type", "auto")
-    if chosen not in ("any", "auto", "none", "tool"):
-        choice.refuse("type", f"{chosen!r} is not supported", "unsupported_value")
+    modes = ("any", "auto", "none", "tool")
+    chosen = choice.one_of("type", modes, "auto", code="unsupported_value")
     # the format had a field of its own before
-    schemas = [
-        chat.text_schema(config, "format"),
-        chat.text_schema(fields, "output_format"),
-    ]
+    formats = (config, "format"), (fields, "output_format")
+    schemas = [chat.text_schema(*given) for given in formats]
     return chat.ChatRequest(
         messages=messages,
-        tools=tools if tools and chosen != "none" else None,
+        tools=(tools.functions or None) if chosen != "none" else None,
         required=chat.Required(
             call=chosen in ("any", "tool"),
             names=(choice.name("name"),) if chosen == "tool" else (),
             parallel=not choice.flag("disable_parallel_tool_use"),
-            strict=strict,
+            strict=tools.strict,
             schema=next((s for s in schemas if s is not None), None),
         ),
         sampling=parse_sampling(fields, {"stop": "stop_sequences", "seed": None}),
@@ -103,36 +105,23 @@ def read_for_count(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
     )
 
 
-def _front(fields: Fields) -> list[Json]:
-    if fields.json.get("system") is None:
-        return []
-    system = _system(fields.json["system"], "system")
-    return [{"role": "system", "content": system}] if system else []
-
-
-def _messages(fields: Fields, reading: chat.ReadOptions) -> list[Json]:
-    messages: list[Json] = []
-    for message in fields.filled("messages"):
-        message.only({"role", "content"})
-        role = message.name("role")
-        if role not in _ROLES:
-            message.refuse("role", f"{role!r} is not one of {', '.join(_ROLES)}")
-        content, where = message.json.get("content"), message.at("content")
-        if role == "system":
-            messages.append({"role": "system", "content": _system(content, where)})
-        elif role == "user":
-            found = _blocks(content, where, _ROLES[role])
-            messages += chat.user_messages(
-                _user_part(block, reading) for block in found
-            )
-        else:
-            messages.append(_assistant(_blocks(content, where, _ROLES[role])))
-    return messages
+def _read(message: Fields) -> list[Json]:
+    message.only({"role", "content"})
+    role = message.one_of("role", _ROLES)
+    content, where = message.json.get("content"), message.at("content")
+    if role == "system":
+        return [{"role": "system", "content": _system(content, where)}]
+    found = _blocks(content, where, _ROLES[role])
+    return (
+        chat.user_messages(map(_user_part, found))
+        if role == "user"
+        else [_assistant(found)]
+    )
 
 
 def _system(value: object, where: str) -> str:
     """The text of a system prompt, without billing lines."""
-    texts = (block.text("text") for block in _blocks(value, where, _ROLES["system"]))
+    texts = map(read_text, _blocks(value, where, _ROLES["system"]))
     kept = (t.partition("\n")[2] if t.startswith(_BILLING) else t for t in texts)
     return "\n".join(filter(None, kept))
 
@@ -143,82 +132,59 @@ def _blocks(value: object, where: str, kinds: frozenset[str]) -> list[Fields]:
         return [Fields({"type": "text", "text": value}, where)]
     found = list(objects(value, where))
     for block in found:
-        kind = block.name("type")
-        if kind not in kinds:
-            rule = f"{kind!r} is not supported here: {', '.join(sorted(kinds))}"
-            block.refuse("type", rule, "unsupported_content")
+        kind = block.one_of("type", sorted(kinds), code="unsupported_content")
         block.only(_BLOCKS[kind] | _SILENT)
     return found
 
 
-def _user_part(block: Fields, reading: chat.ReadOptions) -> str | Json:
+def _user_part(block: Fields) -> Part | Json:
     if block.json["type"] != "tool_result":
-        return _readable(block, reading)
-    content, where = block.json.get("content"), block.at("content")
-    found = [] if content is None else _blocks(content, where, _IN_RESULT)
+        return _readable(block)
+    content = block.json.get("content")
+    found = _blocks("" if content is None else content, block.at("content"), _IN_RESULT)
     return chat.tool_message(
         block.text("tool_use_id"),
-        joined(_readable(part, reading) for part in found),
+        map(_readable, found),
         failed=block.flag("is_error"),
     )
 
 
-def _readable(block: Fields, reading: chat.ReadOptions) -> str | Json:
+def _readable(block: Fields) -> Part:
     """The text or image of a block of a user or of a tool."""
     if block.json["type"] == "text":
-        return block.text("text")
+        return read_text(block)
     if block.json["type"] == "image":
-        return read_image(block, "type", partial(_url, block), reading.images)
+        return GivenImage(block, "type", "image", partial(_url, block))
     source = block.object("source")
-    kind = source.json.get("type")
-    if kind != "text":
-        rule = f"{kind!r} is not 'text': documents are text"
-        source.refuse("type", rule, "unsupported_content")
+    # documents are text
+    source.one_of("type", ("text",), code="unsupported_content")
     return source.text("data")
 
 
 def _url(block: Fields) -> str:
     """The source of an image."""
     source = block.object("source")
-    if source.json.get("type") == "base64":
-        return data_url(source, "media_type", "data")
-    if source.json.get("type") != "url":
-        refuse_content(source, "type", source.json.get("type"))
-    return source.text("url")
+    kinds = ("base64", "url")
+    if source.one_of("type", kinds, code="unsupported_content") == "url":
+        return source.text("url")
+    return data_url(source, "media_type", "data")
 
 
 def _assistant(found: list[Fields]) -> Json:
-    texts, thoughts, calls = [], [], []
-    for block in found:
-        if block.json["type"] == "tool_use":
-            given = json.dumps(block.need("input", as_object), ensure_ascii=False)
-            calls.append(chat.tool_call(block.text("id"), block.name("name"), given))
-        elif block.json["type"] == "text":
-            texts.append(block.text("text"))
-        else:
-            thoughts.append(block.text("thinking"))
+    def each(kind: str, read: Callable[[Fields], T]) -> list[T]:
+        return [read(block) for block in found if block.json["type"] == kind]
+
+    thoughts = each("thinking", lambda block: block.text("thinking"))
+    texts, calls = each("text", read_text), each("tool_use", _tool_use)
     return chat.assistant_message("".join(texts), "".join(thoughts), calls)
 
 
-def _tools(fields: Fields) -> tuple[list[Json], list[str]]:
-    """The tools, and the names of those whose arguments must match their schema."""
-    tools: list[Json] = []
-    strict: list[str] = []
-    for tool in fields.objects("tools"):
-        kind = tool.json.get("type")
-        if kind not in (None, "custom"):
-            rule = f"{kind!r} is not 'custom': the provider's own tools are not "
-            tool.refuse("type", f"{rule}available here", "unsupported_tool")
-        tool.only(_TOOL | _SILENT)
-        schema = tool.need("input_schema", as_object)
-        name, text = tool.name("name"), tool.get_text("description")
-        tools.append(chat.function_tool(name, text, schema))
-        strict += [name] * tool.flag("strict")
-    return tools, strict
+def _tool_use(block: Fields) -> Json:
+    given = json.dumps(block.object("input").json, ensure_ascii=False)
+    return chat.tool_call(block.text("id"), block.name("name"), given)
 
 
-def write(reply: Reply, _: chat.ChatRequest) -> Json:
-    """Return the body of a reply that is not streamed."""
+def _write(reply: Reply, _: chat.ChatRequest) -> Json:
     return {
         **_head(reply),
         "content": [_block(block, reply) for block in blocks(reply, done=True)],
@@ -249,13 +215,11 @@ def _block(block: Block, reply: Reply) -> Json:
     return {"type": "thinking", "thinking": block.text, "signature": signature(reply)}
 
 
+_REASONS = {"cut": "max_tokens", "calls": "tool_use", "end": "end_turn"}
+
+
 def _ending(reply: Reply) -> Json:
-    if reply.cut:
-        reason = "max_tokens"
-    elif reply.calls:
-        reason = "tool_use"
-    else:
-        reason = "end_turn" if reply.stop_sequence is None else "stop_sequence"
+    reason = _REASONS.get(reply.ending, reply.ending)
     matched = reply.stop_sequence if reason == "stop_sequence" else None
     return {"stop_reason": reason, "stop_sequence": matched}
 
@@ -270,7 +234,7 @@ def _usage(usage: Usage) -> Json:
     }
 
 
-class Stream(Events):
+class _Stream(Events):
     """The events of a streamed reply.
 
     ``message_start``; for each block its start, its deltas (for reasoning also one with
@@ -278,70 +242,52 @@ class Stream(Events):
     ``message_stop``.
     """
 
-    _begun = False
-
     def ping(self) -> bytes:
-        return _event({"type": "ping"})
-
-    def reply(self, reply: Reply) -> Iterator[bytes]:
-        yield from self._new(reply, done=True)
-        end: Json = {"delta": _ending(reply), "usage": _usage(reply.usage)}
-        yield _event({"type": "message_delta", **end})
-        yield _event({"type": "message_stop"})
+        return _event("ping")
 
     def error(self, error: GatewayError) -> bytes:
-        return _event(error_body(error))
+        return event(_error(error), "error")
 
-    def _new(self, reply: Reply, *, done: bool) -> Iterator[bytes]:
-        for step in self._progress.steps(blocks(reply, done=done), done=done):
-            if not self._begun:
-                self._begun = True
-                yield self._start(reply)
-            index: Json = {"index": step.index}
-            if step.what == "begin":
-                block = {**_block(step.block, reply), **_EMPTY[type(step.block)]}
-                start: Json = {"type": "content_block_start", **index}
-                yield _event({**start, "content_block": block})
-            elif step.what == "text":
-                kind, field = _DELTAS[type(step.block)]
-                yield _delta(index, kind, field, step.text)
-            else:
-                if isinstance(step.block, Thought):
-                    kind, signed = "signature_delta", signature(reply)
-                    yield _delta(index, kind, "signature", signed)
-                yield _event({"type": "content_block_stop", **index})
+    def begin(self, reply: Reply) -> Iterator[bytes]:
+        usage = {**_usage(reply.usage), "output_tokens": 0}
+        ending = {"stop_reason": None, "stop_sequence": None}
+        message = {**_head(reply), "content": [], **ending, "usage": usage}
+        yield _event("message_start", message=message)
 
-    def _start(self, reply: Reply) -> bytes:
-        message: Json = {
-            **_head(reply),
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": {**_usage(reply.usage), "output_tokens": 0},
-        }
-        return _event({"type": "message_start", "message": message})
+    def step(self, step: Step, reply: Reply) -> Iterator[bytes]:
+        kind, field, empty = _DELTAS[type(step.block)]
+        if step.what == "begin":
+            block = {**_block(step.block, reply), **empty}
+            yield _event("content_block_start", index=step.index, content_block=block)
+        elif step.what == "text":
+            yield _delta(step.index, kind, field, step.text)
+        else:
+            if isinstance(step.block, Thought):
+                signed = signature(reply)
+                yield _delta(step.index, "signature_delta", "signature", signed)
+            yield _event("content_block_stop", index=step.index)
+
+    def close(self, reply: Reply) -> Iterator[bytes]:
+        usage = _usage(reply.usage)
+        yield _event("message_delta", delta=_ending(reply), usage=usage)
+        yield _event("message_stop")
 
 
-# an empty block of each kind, and the type and field of its deltas
-_EMPTY: dict[type, Json] = {
-    str: {"text": ""},
-    Call: {"input": {}},
-    Thought: {"thinking": "", "signature": ""},
-}
-_DELTAS = {
-    str: ("text_delta", "text"),
-    Call: ("input_json_delta", "partial_json"),
-    Thought: ("thinking_delta", "thinking"),
+# type and field of the deltas of each kind of block, and its fields when it is empty
+_DELTAS: dict[type, tuple[str, str, Json]] = {
+    str: ("text_delta", "text", {"text": ""}),
+    Call: ("input_json_delta", "partial_json", {"input": {}}),
+    Thought: ("thinking_delta", "thinking", {"thinking": "", "signature": ""}),
 }
 
 
-def _delta(index: Json, kind: str, field: str, text: str) -> bytes:
-    delta: Json = {"type": kind, field: text}
-    return _event({"type": "content_block_delta", **index, "delta": delta})
+def _delta(index: int, kind: str, field: str, text: str) -> bytes:
+    delta = {"type": kind, field: text}
+    return _event("content_block_delta", index=index, delta=delta)
 
 
-def _event(value: Json) -> bytes:
-    return event(value, str(value["type"]))
+def _event(kind: str, **fields: object) -> bytes:
+    return event({"type": kind, **fields}, kind)
 
 
 _ERROR_TYPES = {
@@ -355,16 +301,12 @@ _ERROR_TYPES = {
 }
 
 
-def error_body(error: GatewayError) -> Json:
-    """Return the error in the format of Anthropic's API.
-
-    The message for a prompt that is too long is the one that makes Claude Code compact.
-    """
-    fallback = "api_error" if error.status >= 500 else "invalid_request_error"
+def _error(error: GatewayError) -> Json:
     message = error.message
     if error.overflow is not None:
+        # what makes Claude Code compact
         message = "prompt is too long: {} tokens > {} maximum".format(*error.overflow)
-    kind = _ERROR_TYPES.get(error.status, fallback)
+    kind = kind_of(error, _ERROR_TYPES, "invalid_request_error", "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
@@ -373,9 +315,10 @@ ANTHROPIC = WireProtocol(
     history="messages",
     paths={"/v1/messages": "reply", "/v1/messages/count_tokens": "count"},
     call_prefix="toolu_",
-    read=read,
-    read_for_count=read_for_count,
-    write=write,
-    events=lambda _: Stream(),
-    error=error_body,
+    known=_KNOWN,
+    required=("max_tokens",),
+    parse=_parse,
+    write=_write,
+    events=lambda _: _Stream(),
+    error=_error,
 )

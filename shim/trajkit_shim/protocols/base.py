@@ -4,10 +4,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from trajkit_shim.chat.images import read_images
 from trajkit_shim.chat.reply import Reply
 from trajkit_shim.chat.request import ChatRequest, ReadOptions
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.json_input import Json
+from trajkit_shim.json_input import Fields, Json
 from trajkit_shim.protocols.blocks import Events
 
 Verb: TypeAlias = Literal["reply", "stream", "count"]
@@ -17,20 +18,54 @@ the number of tokens of the prompt."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireProtocol:
-    """One protocol: pure functions between its JSON and the gateway's records."""
+    """One protocol: fields, and functions between its JSON and the gateway's records."""
 
     name: str
     history: str  # the field of a request with the conversation, a list
     paths: Mapping[str, Verb]  # paths below the gateway's URL, and what each returns
     call_prefix: str  # prefix of the ids of tool calls
+    known: frozenset[str]  # the fields of a request
+    # those that are accepted with the one value that has no effect
+    neutral: Mapping[str, object] = field(default_factory=dict)
+    required: tuple[str, ...] = ()  # not for a count
     # raises `GatewayError` for missing, invalid or unsupported fields
-    read: Callable[[Json, ReadOptions], ChatRequest]
+    parse: Callable[[Fields, ReadOptions], ChatRequest]
     write: Callable[[Reply, ChatRequest], Json]
     events: Callable[[ChatRequest], Events]
     error: Callable[[GatewayError], Json]
-    # for a path that returns a count; None: as ``read``
-    read_for_count: Callable[[Json, ReadOptions], ChatRequest] | None = None
+    # the field of a request for a count that may contain the request for a reply
+    count_of: str | None = None
     # the body of its answer
     count: Callable[[int], Json] = lambda tokens: {"input_tokens": tokens}
     # codes of errors that a streaming client only understands as an event
     streamed_errors: frozenset[str] = field(default=frozenset())
+
+    def read(self, body: Json, options: ReadOptions) -> ChatRequest:
+        """Read the body of a request for a reply; raises `GatewayError`."""
+        fields = Fields(body)
+        for name in self.required:
+            if body.get(name) is None:
+                fields.refuse(name, "missing")
+        return self._read(fields, options)
+
+    def read_for_count(self, body: Json, options: ReadOptions) -> ChatRequest:
+        """Read the body of a request for a count; raises `GatewayError`."""
+        inner = self.count_of and Fields(body).get_object(self.count_of)
+        return self._read(Fields(inner or body), options)
+
+    def _read(self, fields: Fields, options: ReadOptions) -> ChatRequest:
+        fields.only(self.known)
+        fields.only_neutral(self.neutral)
+        fields.get_text("model")
+        request = self.parse(fields, options)
+        read_images(request.messages, options.images)
+        return request
+
+
+def kind_of(error: GatewayError, kinds: Mapping[int, str], *others: str) -> str:
+    """Return a protocol's word for an error.
+
+    ``kinds`` has the words by status; ``others`` are those for other errors of the
+    client and of the server.
+    """
+    return kinds.get(error.status, others[error.status >= 500])

@@ -76,10 +76,15 @@ class Progress:
 
 
 class Events(ABC):
-    """The events of one streamed reply as bytes, in order."""
+    """The events of one streamed reply as bytes, in order.
+
+    A protocol implements what comes before the first block (`begin`), for each `Step`,
+    after the last block of a choice (`end`), and after the last choice (`close`).
+    """
 
     def __init__(self) -> None:
-        self._progress = Progress()
+        self.index = 0  # of the choice
+        self._progress: Progress | None = None
 
     def opening(self) -> bytes:
         """Return what is sent before the reply is known; may be empty."""
@@ -96,16 +101,50 @@ class Events(ABC):
         """
         return b"".join(self._new(reply, done=False))
 
-    @abstractmethod
     def reply(self, reply: Reply) -> Iterator[bytes]:
         """Yield the rest of the complete reply, to the end of the stream."""
+        for self.index, choice in enumerate(reply.choices):
+            yield from self._new(choice, done=True)
+            yield from self.end(choice)
+        yield from self.close(reply)
 
     @abstractmethod
     def error(self, error: GatewayError) -> bytes:
         """Return the end of a stream that failed."""
 
+    def _new(self, reply: Reply, *, done: bool) -> Iterator[bytes]:
+        if self._progress is None:
+            yield from self.begin(reply)
+        for step in self.steps(reply, done=done):
+            yield from self.step(step, reply)
+
+    def steps(self, reply: Reply, *, done: bool) -> Iterator[Step]:
+        """Yield what is new in a choice since the last call."""
+        self._progress = self._progress or Progress()
+        yield from self._progress.steps(self.blocks(reply, done=done), done=done)
+        if done:
+            # the next choice begins
+            self._progress = None
+
+    def blocks(self, reply: Reply, *, done: bool) -> list[Block]:
+        """Return the blocks that are streamed."""
+        return blocks(reply, done=done)
+
+    def begin(self, reply: Reply) -> Iterator[bytes]:
+        """Yield the start of a choice."""
+        return iter(())
+
     @abstractmethod
-    def _new(self, reply: Reply, *, done: bool) -> Iterator[bytes]: ...
+    def step(self, step: Step, reply: Reply) -> Iterator[bytes]:
+        """Yield what a step adds."""
+
+    def end(self, reply: Reply) -> Iterator[bytes]:
+        """Yield the end of a complete choice."""
+        return iter(())
+
+    def close(self, reply: Reply) -> Iterator[bytes]:
+        """Yield the end of the stream."""
+        return iter(())
 
 
 def _text(block: Block) -> str:

@@ -6,141 +6,118 @@ provider can run are dropped and counted.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 
 from trajkit_shim.chat import request as chat
-from trajkit_shim.chat.images import data_url, read_image, refuse_content
+from trajkit_shim.chat.images import GivenImage, Part, data_url, refuse_content
 from trajkit_shim.chat.reply import Call, Reply, Usage
 from trajkit_shim.chat.sampling_params import SamplingParams, parse_sampling
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.json_input import (
-    Fields,
-    Json,
-    as_list,
-    as_object,
-    objects,
-    refuse,
-)
-from trajkit_shim.protocols.base import Verb, WireProtocol
-from trajkit_shim.protocols.blocks import Block, Events, blocks, signature
+from trajkit_shim.json_input import Fields, Json, as_list, objects, refuse
+from trajkit_shim.protocols.base import Verb, WireProtocol, kind_of
+from trajkit_shim.protocols.blocks import Block, Events, Step, blocks, signature
 from trajkit_shim.protocols.sse import RawJson, event
 
-KNOWN = frozenset(
+_KNOWN = (
     "contents generationConfig labels model safetySettings serviceTier store "
-    "systemInstruction toolConfig tools".split()
+    "systemInstruction toolConfig tools"
 )
-# accepted with the one value that has no effect
-NEUTRAL: dict[str, object] = {
+# fields of the configuration that are accepted with the one value that has no effect
+_NEUTRAL: Mapping[str, object] = {
     "frequencyPenalty": 0,
     "logprobs": 0,
     "presencePenalty": 0,
     "responseModalities": ["TEXT"],
 }
-_LIMITS: dict[str, str | None] = {
+_LIMITS: Mapping[str, str | None] = {
     "max_tokens": "maxOutputTokens",
     "top_p": "topP",
     "top_k": "topK",
     "stop": "stopSequences",
 }
-_OTHERS = (
+_CONFIG = (
     "candidateCount maxOutputTokens responseJsonSchema responseLogprobs responseMimeType "
     "responseSchema seed stopSequences temperature thinkingConfig topK topP"
 )
-_CONFIG = frozenset({*NEUTRAL, *_OTHERS.split()})
 # run by the provider; the model cannot call them because it does not see them
-HOSTED = frozenset(
+_HOSTED = frozenset(
     "codeExecution googleMaps googleSearch googleSearchRetrieval urlContext".split()
 )
 _TYPES = frozenset("ARRAY BOOLEAN INTEGER NULL NUMBER OBJECT STRING".split())
-_ROLES = {"user": "user", "function": "user", "model": "assistant"}
 
 
-def read(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
-    """Read the body of a generateContent call; raises `GatewayError`."""
-    fields = Fields(body)
-    fields.only(KNOWN)
+def _parse(fields: Fields, options: chat.ReadOptions) -> chat.ChatRequest:
     parts = _parts(fields.section("systemInstruction"))
-    system = "\n".join(filter(None, map(_text, parts)))
-    front: list[Json] = [{"role": "system", "content": system}] if system else []
-    conversation = _Conversation(reading)
-    tools, left_out = _tools(fields)
+    front = chat.system_message("\n".join(filter(None, map(_text, parts))))
+    conversation = _Conversation(options.unnamed_calls)
+    messages = [m for c in fields.filled("contents") for m in conversation.read(c)]
+    tools = _tools(fields)
     calling = fields.section("toolConfig").section("functionCallingConfig")
     calling.only({"allowedFunctionNames", "mode"})
-    mode = calling.json.get("mode") or "AUTO"
-    if mode not in ("ANY", "AUTO", "MODE_UNSPECIFIED", "NONE", "VALIDATED"):
-        calling.refuse("mode", f"{mode!r} is not supported", "unsupported_value")
+    modes = ("ANY", "AUTO", "MODE_UNSPECIFIED", "NONE", "VALIDATED")
+    mode = calling.one_of("mode", modes, "AUTO", code="unsupported_value")
+    # both modes promise arguments of the schema
+    strict = mode in ("ANY", "VALIDATED")
     config = fields.section("generationConfig")
-    offered = tools if tools and mode != "NONE" else []
-    names = calling.get("allowedFunctionNames", as_list) or []
-    strict = (str(chat.function_of(tool)["name"]) for tool in offered)
+    config.only({*_NEUTRAL, *_CONFIG.split()})
+    config.only_neutral(_NEUTRAL)
     return chat.ChatRequest(
-        messages=front + conversation.read(fields),
-        tools=offered or None,
+        messages=front + messages,
+        tools=(tools.functions or None) if mode != "NONE" else None,
         required=chat.Required(
             call=mode == "ANY",
-            names=tuple(map(str, names)),
-            # both modes promise arguments of the schema
-            strict=tuple(strict) if mode in ("ANY", "VALIDATED") else (),
+            names=tuple(map(str, calling.get("allowedFunctionNames", as_list) or ())),
+            strict=[
+                str(chat.function_of(t)["name"]) for t in tools.functions if strict
+            ],
             schema=_schema_of_text(config),
         ),
         sampling=_sampling(config),
         n=config.get("candidateCount", chat.as_choices) or 1,
         logprobs=config.flag("responseLogprobs"),
         stream=False,
-        left_out=left_out,
+        left_out=tuple(tools.left_out),
         n_front=len(front),
         unnamed_calls=conversation.unnamed_calls,
     )
 
 
-def read_for_count(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
-    """Read the body of a countTokens call, plain or as ``generateContentRequest``."""
-    inner = Fields(body).get_object("generateContentRequest")
-    return read(body if inner is None else inner, reading)
-
-
+@dataclass(slots=True)
 class _Conversation:
     """Converts contents to messages; knows the calls that wait for a result."""
 
-    def __init__(self, reading: chat.ReadOptions) -> None:
-        self._reading = reading
-        # id and name of each call
-        self._open: list[tuple[str, str]] = []
-        self.unnamed_calls = reading.unnamed_calls
+    unnamed_calls: int
+    _open: list[tuple[str, str]] = field(
+        default_factory=list
+    )  # id and name of each call
 
-    def read(self, fields: Fields) -> list[Json]:
-        messages: list[Json] = []
-        for content in fields.filled("contents"):
-            content.only({"role", "parts"})
-            role = content.json.get("role", "user")
-            if not isinstance(role, str) or role not in _ROLES:
-                content.refuse("role", f"{role!r} is not one of {', '.join(_ROLES)}")
-            parts = _parts(content)
-            if _ROLES[role] == "user":
-                messages += chat.user_messages(map(self._user_part, parts))
-            else:
-                messages.append(self._reply(parts))
-        return messages
+    def read(self, content: Fields) -> list[Json]:
+        content.only({"role", "parts"})
+        role = content.one_of("role", ("user", "function", "model"), "user")
+        parts = _parts(content)
+        if role != "model":
+            return chat.user_messages(map(self._user_part, parts))
+        self._open = []
+        calls = [
+            self._call(part.object("functionCall"))
+            for part in parts
+            if "functionCall" in part.json
+        ]
+        texts: dict[bool, str] = {True: "", False: ""}
+        for part in parts:
+            if "functionCall" not in part.json:
+                texts[bool(part.json.get("thought"))] += _text(part)
+        return [chat.assistant_message(texts[False], texts[True], calls)]
 
-    def _user_part(self, part: Fields) -> str | Json:
+    def _user_part(self, part: Fields) -> Part | Json:
         if "functionResponse" in part.json:
             return self._result(part.object("functionResponse"))
         for name in ("inlineData", "fileData"):
             if name in part.json:
-                return _image(part, name, self._reading)
+                return _image(part, name)
         return _text(part)
-
-    def _reply(self, parts: list[Fields]) -> Json:
-        texts, thoughts, calls = [], [], []
-        self._open = []
-        for part in parts:
-            if "functionCall" in part.json:
-                calls.append(self._call(part.object("functionCall")))
-            elif part.json.get("thought"):
-                thoughts.append(_text(part))
-            else:
-                texts.append(_text(part))
-        return chat.assistant_message("".join(texts), "".join(thoughts), calls)
 
     def _call(self, call: Fields) -> Json:
         call.only({"id", "name", "args"})
@@ -162,16 +139,16 @@ class _Conversation:
                 refuse(result.path, f"there is no call of {name!r} without a result")
             self._open.remove(waiting)
             call_id = waiting[0]
-        given = result.need("response", as_object)
-        return chat.tool_message(call_id, _result_text(given), failed="error" in given)
+        given = result.object("response").json
+        texts = [_result_text(given)]
+        return chat.tool_message(call_id, texts, failed="error" in given)
 
 
 def _result_text(given: Json) -> str:
     """A tool's result: its only text, or its JSON."""
-    if len(given) == 1:
-        ((key, value),) = given.items()
-        if key in ("output", "result", "error") and isinstance(value, str):
-            return value
+    ((key, value),) = given.items() if len(given) == 1 else [("", None)]
+    if key in ("output", "result", "error") and isinstance(value, str):
+        return value
     return json.dumps(given, ensure_ascii=False)
 
 
@@ -191,64 +168,56 @@ def _text(part: Fields) -> str:
     return part.get_text("text") or ""
 
 
-def _image(part: Fields, name: str, reading: chat.ReadOptions) -> str | Json:
+def _image(part: Fields, name: str) -> GivenImage:
     given = part.object(name)
     kind = given.json.get("mimeType")
-    if reading.images == "refuse" or not str(kind).startswith("image/"):
+    if not str(kind).startswith("image/"):
         refuse_content(part, name, kind)
-
-    def url() -> str:
-        if name == "inlineData":
-            return data_url(given, "mimeType", "data")
-        return given.text("fileUri")
-
-    return read_image(part, name, url, reading.images)
+    url = partial(data_url, given, "mimeType", "data")
+    if name == "fileData":
+        url = partial(given.text, "fileUri")
+    return GivenImage(part, name, kind, url)
 
 
-def _tools(fields: Fields) -> tuple[list[Json], tuple[str, ...]]:
-    functions: list[Json] = []
-    left_out: list[str] = []
+def _tools(fields: Fields) -> chat.Tools:
+    tools = chat.Tools()
     for tool in fields.objects("tools"):
         for kind, given in tool.json.items():
             if kind == "functionDeclarations" and given is not None:
-                functions += map(_function, objects(given, tool.at(kind)))
-            elif kind in HOSTED and given is not None:
-                left_out.append(kind)
+                for declared in objects(given, tool.at(kind)):
+                    schema = declared.get_object("parametersJsonSchema")
+                    if schema is None:
+                        schema = declared.get_object("parameters")
+                    tools.add(declared, schema and _json_schema(schema))
+            elif kind in _HOSTED and given is not None:
+                tools.left_out.append(kind)
             elif given is not None:
                 tool.refuse(kind, "not supported", "unsupported_tool")
-    return functions, tuple(left_out)
+    return tools
 
 
-def _function(declared: Fields) -> Json:
-    given = declared.get_object("parametersJsonSchema")
-    schema = declared.get_object("parameters") if given is None else given
-    shown = None if schema is None else _json_schema(schema)
-    text = declared.get_text("description")
-    return chat.function_tool(declared.name("name"), text, shown)
+def _json_schema(schema: Json) -> Json:
+    """Return a schema with its types in lower case, as in JSON Schema."""
 
+    def converted(item: object, key: str) -> object:
+        if isinstance(item, dict):
+            return _json_schema(item)
+        if isinstance(item, list):
+            return [converted(each, "") for each in item]
+        return str(item).lower() if key == "type" and item in _TYPES else item
 
-def _json_schema(value: object) -> object:
-    """A schema with its types in lower case, as in JSON Schema."""
-    if isinstance(value, list):
-        return [_json_schema(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    return {
-        key: item.lower()
-        if key == "type" and isinstance(item, str) and item in _TYPES
-        else _json_schema(item)
-        for key, item in value.items()
-    }
+    return {key: converted(item, key) for key, item in schema.items()}
 
 
 def _schema_of_text(config: Fields) -> Json | None:
-    kind = config.get_text("responseMimeType") or "text/plain"
+    kinds = ("text/plain", "application/json")
+    kind = config.one_of(
+        "responseMimeType", kinds, "text/plain", code="unsupported_value"
+    )
     given = config.get_object("responseJsonSchema")
-    if given is None and config.get_object("responseSchema") is not None:
-        given = as_object(_json_schema(config.json["responseSchema"]), config.path)
-    if kind not in ("application/json", "text/plain"):
-        rule = f"{kind!r} is not supported"
-        config.refuse("responseMimeType", rule, "unsupported_value")
+    other = config.get_object("responseSchema")
+    if given is None and other is not None:
+        given = _json_schema(other)
     if kind == "text/plain" and given is not None:
         config.refuse("responseMimeType", "a schema needs 'application/json'")
     if given is None and kind == "application/json":
@@ -257,8 +226,6 @@ def _schema_of_text(config: Fields) -> Json | None:
 
 
 def _sampling(config: Fields) -> SamplingParams:
-    config.only(_CONFIG)
-    config.only_neutral(NEUTRAL)
     top_k = config.json.get("topK")
     if isinstance(top_k, float) and top_k.is_integer():
         # the official client sends 40.0
@@ -266,13 +233,10 @@ def _sampling(config: Fields) -> SamplingParams:
     return parse_sampling(config, _LIMITS)
 
 
-def write(reply: Reply, _: chat.ChatRequest) -> Json:
-    """Return the body of a reply that is not streamed."""
+def _write(reply: Reply, _: chat.ChatRequest) -> Json:
     candidates = [
-        _candidate(
-            one, [_part(b, one) for b in blocks(one, done=True)], index, last=True
-        )
-        for index, one in enumerate(reply.choices)
+        _candidate(one, [_part(b, one) for b in blocks(one, done=True)], i, last=True)
+        for i, one in enumerate(reply.choices)
     ]
     return _chunk(reply, candidates)
 
@@ -291,16 +255,16 @@ def _candidate(reply: Reply, parts: list[Json], index: int, *, last: bool) -> Js
     candidate: Json = {"content": {"role": "model", "parts": parts}, "index": index}
     if last:
         candidate["finishReason"] = "MAX_TOKENS" if reply.cut else "STOP"
-        if reply.tokens is not None:
-            chosen = [
-                {
-                    "token": token.text,
-                    "tokenId": token.token_id,
-                    "logProbability": token.logprob,
-                }
-                for token in reply.tokens
-            ]
-            candidate["logprobsResult"] = {"chosenCandidates": chosen}
+    if last and reply.tokens is not None:
+        chosen = [
+            {
+                "token": token.text,
+                "tokenId": token.token_id,
+                "logProbability": token.logprob,
+            }
+            for token in reply.tokens
+        ]
+        candidate["logprobsResult"] = {"chosenCandidates": chosen}
     return candidate
 
 
@@ -317,7 +281,7 @@ def _usage(usage: Usage) -> Json:
     counts: Json = {
         "promptTokenCount": usage.prompt_tokens,
         "candidatesTokenCount": usage.output_tokens - usage.reasoning_tokens,
-        "totalTokenCount": usage.prompt_tokens + usage.output_tokens,
+        "totalTokenCount": usage.total_tokens,
     }
     if usage.cached_tokens:
         counts["cachedContentTokenCount"] = usage.cached_tokens
@@ -326,34 +290,36 @@ def _usage(usage: Usage) -> Json:
     return counts
 
 
-class Chunks(Events):
+class _Chunks(Events):
     """The chunks of a streamed reply, each with a part or a piece of one."""
 
     def ping(self) -> bytes:
         # the official client parses comments as JSON
         return b"\n"
 
-    def reply(self, reply: Reply) -> Iterator[bytes]:
-        for index, one in enumerate(reply.choices):
-            chunks = Chunks() if index else self
-            parts = [*chunks._parts(one, done=True)] or [{"text": ""}]
-            for number, part in enumerate(parts, 1):
-                last = number == len(parts)
-                candidate = _candidate(one, [part], index, last=last)
-                yield event(_chunk(reply, [candidate]))
-
-    def _new(self, reply: Reply, *, done: bool) -> Iterator[bytes]:
-        for part in self._parts(reply, done=done):
-            yield event(_chunk(reply, [_candidate(reply, [part], 0, last=False)]))
-
-    def _parts(self, reply: Reply, *, done: bool) -> Iterator[Json]:
-        for step in self._progress.steps(blocks(reply, done=done), done=done):
-            if step.what == "text":
-                part = _part(step.block, reply)
-                yield {**part, "text": step.text} if "text" in part else part
-
     def error(self, error: GatewayError) -> bytes:
-        return event(error_body(error))
+        return event(_error(error))
+
+    def reply(self, reply: Reply) -> Iterator[bytes]:
+        for self.index, one in enumerate(reply.choices):
+            steps = [s for s in self.steps(one, done=True) if s.what == "text"]
+            # the last chunk has the finish reason, and always a part
+            for step in steps[:-1]:
+                yield from self.step(step, one)
+            part: Json = _new_part(steps[-1], one) if steps else {"text": ""}
+            yield event(_chunk(reply, [_candidate(one, [part], self.index, last=True)]))
+
+    def step(self, step: Step, reply: Reply) -> Iterator[bytes]:
+        if step.what == "text":
+            parts = [_new_part(step, reply)]
+            yield event(
+                _chunk(reply, [_candidate(reply, parts, self.index, last=False)])
+            )
+
+
+def _new_part(step: Step, reply: Reply) -> Json:
+    part = _part(step.block, reply)
+    return {**part, "text": step.text} if "text" in part else part
 
 
 _STATUSES = {
@@ -368,18 +334,16 @@ _STATUSES = {
 }
 
 
-def error_body(error: GatewayError) -> Json:
-    """Return the error in the format of Google's APIs."""
-    fallback = "INTERNAL" if error.status >= 500 else "INVALID_ARGUMENT"
+def _error(error: GatewayError) -> Json:
     message = error.message
     if error.overflow is not None:
         message = "The input token count ({}) exceeds the maximum number of tokens "
         message = (message + "allowed ({}).").format(*error.overflow)
-    status = _STATUSES.get(error.status, fallback)
+    status = kind_of(error, _STATUSES, "INVALID_ARGUMENT", "INTERNAL")
     return {"error": {"code": error.status, "message": message, "status": status}}
 
 
-_VERBS: dict[str, Verb] = {
+_VERBS: Mapping[str, Verb] = {
     "generateContent": "reply",
     "streamGenerateContent": "stream",
     "countTokens": "count",
@@ -394,10 +358,11 @@ GEMINI = WireProtocol(
         for method, verb in _VERBS.items()
     },
     call_prefix="call_",
-    read=read,
-    read_for_count=read_for_count,
-    write=write,
-    events=lambda _: Chunks(),
-    error=error_body,
+    known=frozenset(_KNOWN.split()),
+    parse=_parse,
+    write=_write,
+    events=lambda _: _Chunks(),
+    error=_error,
+    count_of="generateContentRequest",
     count=lambda tokens: {"totalTokens": tokens},
 )

@@ -11,84 +11,72 @@ other tools that are not functions are rejected.
 """
 
 import base64
-import binascii
 import re
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
 from trajkit_shim.chat import request as chat
-from trajkit_shim.chat.images import Images, joined, read_image, refuse_content
+from trajkit_shim.chat.images import (
+    GivenImage,
+    Part,
+    Readers,
+    joined,
+    read_parts,
+    read_text,
+)
 from trajkit_shim.chat.reply import Call, Reply, Usage
 from trajkit_shim.chat.sampling_params import parse_sampling
 from trajkit_shim.errors import GatewayError, error_body
-from trajkit_shim.json_input import (
-    Fields,
-    Json,
-    as_list,
-    as_name,
-    objects,
-)
+from trajkit_shim.json_input import Fields, Json, as_list, as_name
 from trajkit_shim.protocols.base import WireProtocol
 from trajkit_shim.protocols.blocks import Block, Events, Step, Thought, blocks
 from trajkit_shim.protocols.openai_chat import read_required, token_logprobs
 from trajkit_shim.protocols.sse import event
 
 # accepted and ignored
-HINTS = frozenset(
+_HINTS = (
     "client_metadata metadata prompt_cache_key prompt_cache_options "
     "prompt_cache_retention reasoning safety_identifier service_tier store "
-    "stream_options user".split()
+    "stream_options user"
 )
-# accepted with the one value that has no effect
-NEUTRAL: dict[str, object] = {
+_NEUTRAL: Mapping[str, object] = {
     "background": False,
     "top_logprobs": 0,
     "truncation": "disabled",
 }
-_OTHERS = (
-    "include input instructions max_output_tokens model parallel_tool_calls stream "
-    "temperature text tool_choice tools top_p"
+_READ = (
+    "include input instructions max_output_tokens model parallel_tool_calls "
+    "previous_response_id stream temperature text tool_choice tools top_p"
 )
-KNOWN = frozenset({*HINTS, *NEUTRAL, *_OTHERS.split()})
 # run by the provider; the model cannot call them because it does not see them
-HOSTED = frozenset(
+_HOSTED = frozenset(
     "code_interpreter file_search image_generation web_search web_search_2025_08_26 "
     "web_search_preview web_search_preview_2025_03_11".split()
 )
 _NAMES = {"max_tokens": "max_output_tokens", "stop": None, "seed": None, "top_k": None}
 _LOGPROBS = "message.output_text.logprobs"
-_TEXTS = frozenset({"input_text", "output_text", "text"})
-_ROLES = {
-    **{role: role for role in ("assistant", "system", "user")},
-    "developer": "system",
-}
+_ROLES = ("assistant", "system", "user", "developer")
 _ITEM_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})(?:_\d+)?")
 # prefix of encoded reasoning, which is not secret
 _PACKED = "trajkit1."
 
 
-def read(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
-    """Read the body of ``POST /v1/responses``; raises `GatewayError`."""
-    fields = Fields(body)
-    if body.get("previous_response_id") is not None:
+def _parse(fields: Fields, _: chat.ReadOptions) -> chat.ChatRequest:
+    if fields.json.get("previous_response_id") is not None:
         rule = "nothing is stored here: send the entire conversation as input"
         fields.refuse("previous_response_id", rule, "unsupported_parameter")
-    fields.only(KNOWN)
-    fields.only_neutral(NEUTRAL)
-    fields.get_text("model")
-    text = fields.get_text("instructions")
-    front: list[Json] = [{"role": "system", "content": text}] if text else []
+    front = chat.system_message(fields.get_text("instructions"))
     tools = _Tools()
     tools.add_all(fields)
     format = fields.section("text")
     format.only({"format", "verbosity"})
     schema = chat.text_schema(format, "format")
-    offered, required = read_required(fields, tools.functions, tools.strict, schema)
+    offered, required = read_required(fields, tools, schema)
     return chat.ChatRequest(
-        messages=front + _messages(fields, reading),
+        messages=front + _messages(fields),
         tools=offered,
         required=required,
         sampling=parse_sampling(fields, _NAMES),
@@ -101,12 +89,7 @@ def read(body: Json, reading: chat.ReadOptions) -> chat.ChatRequest:
 
 
 @dataclass(slots=True)
-class _Tools:
-    """The tools of a request."""
-
-    functions: list[Json] = field(default_factory=list)
-    strict: list[str] = field(default_factory=list)  # names
-    left_out: list[str] = field(default_factory=list)
+class _Tools(chat.Tools):
     namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def add_all(self, fields: Fields, namespace: str | None = None) -> None:
@@ -114,27 +97,17 @@ class _Tools:
         for tool in fields.objects("tools"):
             kind = tool.name("type")
             if kind == "function":
-                self._add_function(tool, namespace)
+                prefix = "" if namespace is None else f"{namespace}__"
+                name = self.add(tool, tool.get_object("parameters"), prefix)
+                if namespace is not None:
+                    self.namespaces[name] = namespace, tool.name("name")
             elif kind == "namespace" and namespace is None:
                 self.add_all(tool, tool.name("name"))
-            elif kind in HOSTED:
+            elif kind in _HOSTED:
                 self.left_out.append(kind)
             else:
                 rule = f"{kind!r} is not supported: a tool is a function with JSON "
                 tool.refuse("type", f"{rule}arguments", "unsupported_tool")
-
-    def _add_function(self, tool: Fields, namespace: str | None) -> None:
-        name = tool.name("name")
-        if namespace is not None:
-            known_as = f"{namespace}__{name}"
-            self.namespaces[known_as] = (namespace, name)
-            name = known_as
-        text, schema = (
-            tool.get_text("description"),
-            tool.get_object("parameters"),
-        )
-        self.functions.append(chat.function_tool(name, text, schema))
-        self.strict += [name] * tool.flag("strict")
 
 
 @dataclass(slots=True)
@@ -152,10 +125,10 @@ class _Turn:
             return reply_id != self.reply_id
         return kind == "reasoning" and bool(self.texts or self.calls)
 
-    def add(self, kind: str, item: Fields, reading: chat.ReadOptions) -> None:
+    def add(self, kind: str, item: Fields) -> None:
         if kind == "message":
-            images: Images = "omit" if reading.images == "omit" else "refuse"
-            self.texts += map(str, _content(item, "content", images))
+            content, where = item.json.get("content"), item.at("content")
+            self.texts += map(str, read_parts(content, where, _TEXTS))
         elif kind == "function_call":
             self.calls.append(_function_call(item))
         elif kind == "reasoning":
@@ -165,11 +138,11 @@ class _Turn:
             item.refuse("type", f"{rule}their results", "unsupported_content")
 
     def message(self) -> Json:
-        texts, reasoning = "".join(self.texts), "".join(self.reasoning)
-        return chat.assistant_message(texts, reasoning, self.calls)
+        reasoning = "".join(self.reasoning)
+        return chat.assistant_message("".join(self.texts), reasoning, self.calls)
 
 
-def _messages(fields: Fields, reading: chat.ReadOptions) -> list[Json]:
+def _messages(fields: Fields) -> list[Json]:
     value = fields.json.get("input")
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
@@ -177,47 +150,36 @@ def _messages(fields: Fields, reading: chat.ReadOptions) -> list[Json]:
     found: list[Json | _Turn] = []
     for item in fields.filled("input"):
         kind = as_name(item.json.get("type", "message"), item.at("type"))
-        if kind == "message":
-            role = item.name("role")
-            if role not in _ROLES:
-                item.refuse("role", f"{role!r} is not one of {', '.join(_ROLES)}")
-            if role != "assistant":
-                shows = role == "user" or reading.images == "omit"
-                images = reading.images if shows else "refuse"
-                content = joined(_content(item, "content", images))
-                found.append({"role": _ROLES[role], "content": content})
-                continue
-        elif kind == "function_call_output":
-            output = joined(_content(item, "output", reading.images))
+        role = item.one_of("role", _ROLES) if kind == "message" else None
+        if kind == "function_call_output":
+            output = _content(item, "output")
             found.append(chat.tool_message(item.text("call_id"), output))
-            continue
-        item_id = item.json.get("id")
-        named = _ITEM_ID.fullmatch(item_id) if isinstance(item_id, str) else None
-        reply_id = None if named is None else named[1]
-        turn = found[-1] if found else None
-        if not isinstance(turn, _Turn) or turn.is_over(kind, reply_id):
-            turn = _Turn(reply_id)
-            found.append(turn)
-        turn.add(kind, item, reading)
+        elif role is not None and role != "assistant":
+            role = "system" if role == "developer" else role
+            content = joined(_content(item, "content"))
+            found.append({"role": role, "content": content})
+        else:
+            named = _ITEM_ID.fullmatch(str(item.json.get("id")))
+            reply_id = None if named is None else named[1]
+            turn = found[-1] if found else None
+            if not isinstance(turn, _Turn) or turn.is_over(kind, reply_id):
+                turn = _Turn(reply_id)
+                found.append(turn)
+            turn.add(kind, item)
     return [each.message() if isinstance(each, _Turn) else each for each in found]
 
 
-def _content(item: Fields, name: str, images: Images) -> list[str | Json]:
+def _image(part: Fields) -> GivenImage:
+    return GivenImage(part, "type", "input_image", partial(part.text, "image_url"))
+
+
+_TEXTS: Readers = dict.fromkeys(("input_text", "output_text", "text"), read_text)
+_PARTS: Readers = {**_TEXTS, "input_image": _image}
+
+
+def _content(item: Fields, name: str) -> list[Part]:
     """The texts and images of a message or of a function's output."""
-    value = item.json.get(name)
-    if isinstance(value, str):
-        return [value]
-    found: list[str | Json] = []
-    for part in objects(value, item.at(name)):
-        kind = part.json.get("type")
-        if kind == "input_image":
-            url = partial(part.text, "image_url")
-            found.append(read_image(part, "type", url, images))
-        elif isinstance(kind, str) and kind in _TEXTS:
-            found.append(part.text("text"))
-        else:
-            refuse_content(part, "type", kind)
-    return found
+    return read_parts(item.json.get(name), item.at(name), _PARTS)
 
 
 def _function_call(item: Fields) -> Json:
@@ -229,15 +191,15 @@ def _function_call(item: Fields) -> Json:
 def _reasoning(item: Fields) -> str:
     """The text of a reasoning item: its content, the encoded text, or a summary."""
     if item.json.get("content"):
-        return "".join(part.text("text") for part in item.objects("content"))
+        return "".join(map(read_text, item.objects("content")))
     packed = item.get_text("encrypted_content")
     if packed is None:
-        return "\n".join(part.text("text") for part in item.objects("summary"))
+        return "\n".join(map(read_text, item.objects("summary")))
     try:
         if not packed.startswith(_PACKED):
             raise ValueError("not encoded by this gateway")
         return base64.urlsafe_b64decode(packed.removeprefix(_PACKED)).decode()
-    except (ValueError, binascii.Error):
+    except ValueError:
         item.refuse("encrypted_content", "was not written by this gateway")
 
 
@@ -245,8 +207,7 @@ def _packed(reasoning: str) -> str:
     return _PACKED + base64.urlsafe_b64encode(reasoning.encode()).decode()
 
 
-def write(reply: Reply, request: chat.ChatRequest) -> Json:
-    """Return the body of a reply that is not streamed."""
+def _write(reply: Reply, request: chat.ChatRequest) -> Json:
     response = _response(f"resp_{reply.reply_id}", reply.created, reply.model)
     return {**response, **_outcome(reply, request)}
 
@@ -292,7 +253,7 @@ def _usage(usage: Usage) -> Json:
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": usage.output_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-        "total_tokens": usage.prompt_tokens + usage.output_tokens,
+        "total_tokens": usage.total_tokens,
     }
 
 
@@ -347,7 +308,7 @@ def _items(reply: Reply, request: chat.ChatRequest, found: list[Block]) -> list[
     return items
 
 
-class Stream(Events):
+class _Stream(Events):
     """The events of a streamed reply, numbered.
 
     ``response.created`` and ``response.in_progress``; for each item the events that add
@@ -359,82 +320,82 @@ class Stream(Events):
         super().__init__()
         self._request = request
         self._number = 0
+        self._items: list[Json] = []
         self._response = _response(f"resp_{uuid.uuid4().hex}", int(time.time()), "")
 
     def opening(self) -> bytes:
-        return self._status("response.created") + self._status("response.in_progress")
+        return self._status("created") + self._status("in_progress")
 
     def ping(self) -> bytes:
-        return self._status("response.in_progress")
-
-    def reply(self, reply: Reply) -> Iterator[bytes]:
-        yield from self._new(reply, done=True)
-        self._response |= _outcome(reply, self._request)
-        yield self._status("response.incomplete" if reply.cut else "response.completed")
+        return self._status("in_progress")
 
     def error(self, error: GatewayError) -> bytes:
         self._response["status"] = "failed"
         self._response["error"] = {"code": _failure(error), "message": error.message}
-        return self._status("response.failed")
+        return self._status("failed")
 
-    def _status(self, kind: str) -> bytes:
-        return self._event(kind, {"response": self._response})
-
-    def _event(self, kind: str, fields: Json) -> bytes:
-        numbered = {"type": kind, "sequence_number": self._number, **fields}
-        self._number += 1
-        return event(numbered, kind)
-
-    def _new(self, reply: Reply, *, done: bool) -> Iterator[bytes]:
+    def blocks(self, reply: Reply, *, done: bool) -> list[Block]:
         found = _blocks(reply, done=done)
-        items = _items(reply, self._request, found)
-        for step in self._progress.steps(found, done=done):
-            item = items[step.index]
-            location: Json = {"item_id": item["id"], "output_index": step.index}
-            calls = isinstance(step.block, Call)
-            if step.what == "begin":
-                yield self._begun(item, step.index)
-            if not calls:
-                yield from self._text(item, step, {**location, "content_index": 0})
-            elif step.what == "text":
-                kind = "response.function_call_arguments.delta"
-                yield self._event(kind, {**location, "delta": step.text})
-            elif step.what == "end":
-                complete = {"name": item["name"], "arguments": item["arguments"]}
-                kind = "response.function_call_arguments.done"
-                yield self._event(kind, {**location, **complete})
-            if step.what == "end":
-                done_item: Json = {"output_index": step.index, "item": item}
-                yield self._event("response.output_item.done", done_item)
+        self._items = _items(reply, self._request, found)
+        return found
 
-    def _begun(self, item: Json, index: int) -> bytes:
-        calls = item["type"] == "function_call"
-        empty: Json = {"arguments": ""} if calls else {"content": []}
-        if item["type"] == "reasoning":
-            empty["encrypted_content"] = None
-        begun = {**item, **empty, "status": "in_progress"}
-        added: Json = {"output_index": index, "item": begun}
-        return self._event("response.output_item.added", added)
+    def step(self, step: Step, reply: Reply) -> Iterator[bytes]:
+        item = self._items[step.index]
+        ends: Json = {"output_index": step.index, "item": item}
+        location: Json = {"item_id": item["id"], "output_index": step.index}
+        if step.what == "begin":
+            begun = {**item, **_EMPTY[type(step.block)], "status": "in_progress"}
+            yield self._event("output_item.added", {**ends, "item": begun})
+        if not isinstance(step.block, Call):
+            yield from self._text(item, step, {**location, "content_index": 0})
+        elif step.what == "text":
+            delta = {**location, "delta": step.text}
+            yield self._event("function_call_arguments.delta", delta)
+        elif step.what == "end":
+            complete = {"name": item["name"], "arguments": item["arguments"]}
+            complete |= location
+            yield self._event("function_call_arguments.done", complete)
+        if step.what == "end":
+            yield self._event("output_item.done", ends)
+
+    def close(self, reply: Reply) -> Iterator[bytes]:
+        self._response |= _outcome(reply, self._request)
+        yield self._status("incomplete" if reply.cut else "completed")
 
     def _text(self, item: Json, step: Step, location: Json) -> Iterator[bytes]:
         content = item["content"]
         assert isinstance(content, list)
         (part,) = content
-        kind = f"response.{part['type']}"
         # clients expect logprobs only of a message's text; all come at its end
         none: Json = {"logprobs": []} if item["type"] == "message" else {}
         if step.what == "begin":
             empty = {**part, "text": "", **({} if "logprobs" not in part else none)}
-            added = {**location, "part": empty}
-            yield self._event("response.content_part.added", added)
+            yield self._event("content_part.added", {**location, "part": empty})
         elif step.what == "text":
             delta = {**location, "delta": step.text, **none}
-            yield self._event(f"{kind}.delta", delta)
+            yield self._event(f"{part['type']}.delta", delta)
         else:
             logprobs = {name: part.get(name, []) for name in none}
             complete = {**location, "text": part["text"], **logprobs}
-            yield self._event(f"{kind}.done", complete)
-            yield self._event("response.content_part.done", {**location, "part": part})
+            yield self._event(f"{part['type']}.done", complete)
+            yield self._event("content_part.done", {**location, "part": part})
+
+    def _status(self, kind: str) -> bytes:
+        return self._event(kind, {"response": self._response})
+
+    def _event(self, kind: str, fields: Json) -> bytes:
+        name = f"response.{kind}"
+        numbered = {"type": name, "sequence_number": self._number, **fields}
+        self._number += 1
+        return event(numbered, name)
+
+
+# fields of an item that has begun
+_EMPTY: Mapping[type, Json] = {
+    str: {"content": []},
+    Call: {"arguments": ""},
+    Thought: {"content": [], "encrypted_content": None},
+}
 
 
 def _failure(error: GatewayError) -> str:
@@ -449,9 +410,11 @@ OPENAI_RESPONSES = WireProtocol(
     history="input",
     paths={"/v1/responses": "reply", "/v1/responses/input_tokens": "count"},
     call_prefix="call_",
-    read=read,
-    write=write,
-    events=Stream,
+    known=frozenset({*_HINTS.split(), *_NEUTRAL, *_READ.split()}),
+    neutral=_NEUTRAL,
+    parse=_parse,
+    write=_write,
+    events=_Stream,
     error=error_body,
     count=lambda tokens: {"object": "response.input_tokens", "input_tokens": tokens},
     streamed_errors=frozenset({"context_length_exceeded"}),

@@ -54,7 +54,8 @@ def grammar(
     wanted = [name for name in required.names if name not in offered]
     if wanted or (required.call and not offered):
         which = f"the tool {wanted[0]!r}" if wanted else "a tool"
-        raise GatewayError(f"a call of {which} is required, which is not offered")
+        rule = "required" if required.call else "allowed"
+        raise GatewayError(f"a call of {which} is {rule}, which is not offered")
     limited = (
         required.call or required.names or required.strict or not required.parallel
     )

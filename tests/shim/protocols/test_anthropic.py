@@ -18,7 +18,7 @@ from tests.shim.fakes import (
 )
 from trajkit_shim.chat.request import ReadOptions
 from trajkit_shim.errors import EngineError, GatewayError
-from trajkit_shim.protocols.anthropic import read, read_for_count
+from trajkit_shim.protocols.anthropic import ANTHROPIC
 
 pytestmark = pytest.mark.anyio
 
@@ -266,7 +266,9 @@ async def test_a_prompt_that_is_too_long(tmp_path, send):
 
 
 def taken(**body):
-    return read({"max_tokens": 5, "messages": [USER], **body}, ReadOptions()).messages
+    return ANTHROPIC.read(
+        {"max_tokens": 5, "messages": [USER], **body}, ReadOptions()
+    ).messages
 
 
 def test_a_request_of_claude_code():
@@ -381,8 +383,8 @@ def test_images_by_policy():
         ],
     }
     with pytest.raises(GatewayError, match="'image' is not supported"):
-        read(body, ReadOptions())
-    tool, user = read(body, ReadOptions(images="omit")).messages
+        ANTHROPIC.read(body, ReadOptions())
+    tool, user = ANTHROPIC.read(body, ReadOptions(images="omit")).messages
     assert tool["content"] == user["content"] == "[image omitted]"
 
 
@@ -466,7 +468,9 @@ def test_what_is_refused(body, param):
 
 
 def test_a_count_names_no_limit():
-    assert read_for_count({"messages": [USER]}, ReadOptions()).messages == [USER]
+    assert ANTHROPIC.read_for_count({"messages": [USER]}, ReadOptions()).messages == [
+        USER
+    ]
 
 
 async def test_a_template_that_takes_one_system_message(tmp_path):

@@ -8,7 +8,7 @@ from tests.shim.clients import FREE, in_process, late_stream, read_log
 from tests.shim.fakes import RENDERER, Held, ScriptedEngine, sampled
 from trajkit_shim.chat.request import ReadOptions
 from trajkit_shim.errors import EngineError, GatewayError
-from trajkit_shim.protocols.gemini import read, read_for_count
+from trajkit_shim.protocols.gemini import GEMINI
 
 pytestmark = pytest.mark.anyio
 
@@ -185,7 +185,7 @@ def test_calls_without_ids_keep_their_results():
     def result(name, given):
         return {"functionResponse": {"name": name, "response": given}}
 
-    messages = read(
+    messages = GEMINI.read(
         {
             "contents": [
                 content("hi"),
@@ -218,7 +218,7 @@ def test_calls_without_ids_keep_their_results():
 
 
 def test_a_schema_in_google_s_words():
-    request = read(
+    request = GEMINI.read(
         {
             "contents": [content("hi")],
             "tools": [
@@ -250,14 +250,14 @@ def test_a_schema_in_google_s_words():
 def test_images_by_policy():
     body = {"contents": [content({"inlineData": {"mimeType": "image/png"}})]}
     with pytest.raises(GatewayError, match="'image/png' is not supported"):
-        read(body, ReadOptions())
-    (message,) = read(body, ReadOptions(images="omit")).messages
+        GEMINI.read(body, ReadOptions())
+    (message,) = GEMINI.read(body, ReadOptions(images="omit")).messages
     assert message["content"] == "[image omitted]"
 
 
 def test_a_count_of_a_whole_request():
     whole = {"model": "m", "contents": [content("hi")]}
-    request = read_for_count({"generateContentRequest": whole}, ReadOptions())
+    request = GEMINI.read_for_count({"generateContentRequest": whole}, ReadOptions())
     assert request.messages == [{"role": "user", "content": "hi"}]
 
 
@@ -321,6 +321,6 @@ def test_a_count_of_a_whole_request():
 )
 def test_what_is_refused(body, param):
     with pytest.raises(GatewayError) as caught:
-        read({"contents": [content("hi")], **body}, ReadOptions())
+        GEMINI.read({"contents": [content("hi")], **body}, ReadOptions())
     assert caught.value.status == 400
     assert caught.value.param == param

@@ -8,11 +8,12 @@ from trajkit_shim import json_input
 from trajkit_shim.chat.request import ReadOptions
 from trajkit_shim.chat.sampling_params import SamplingParams
 from trajkit_shim.errors import GatewayError
-from trajkit_shim.protocols.openai_chat import canonical_message, read
+from trajkit_shim.json_input import Fields
+from trajkit_shim.protocols.openai_chat import OPENAI_CHAT, canonical_message
 
 
 def parse_request(body):
-    return read(body, ReadOptions())
+    return OPENAI_CHAT.read(body, ReadOptions())
 
 
 USER = {"role": "user", "content": "hi"}
@@ -92,9 +93,9 @@ CALL = {
     ],
 )
 def test_canonical_message(message, canonical):
-    assert canonical_message(message, "messages[0]") == canonical
+    assert canonical_message(Fields(message, "messages[0]")) == canonical
     # canonical messages stay as they are
-    assert canonical_message(canonical, "messages[0]") == canonical
+    assert canonical_message(Fields(canonical, "messages[0]")) == canonical
 
 
 def test_a_request_in_full():

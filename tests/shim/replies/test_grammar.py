@@ -136,6 +136,9 @@ def test_reasoning_comes_first():
         ),
         pytest.param({"call": True, "tools": None}, "a tool is required", id="none"),
         pytest.param(
+            {"names": ("f", "h")}, "the tool 'h' is allowed, which", id="only allowed"
+        ),
+        pytest.param(
             {"call": True, "pins": ["json_schema"]}, "fixes json_schema", id="pinned"
         ),
         pytest.param(

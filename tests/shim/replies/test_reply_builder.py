@@ -9,6 +9,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tests.shim.fakes import parse_reply
 from tests.strategies import reply_texts
 from trajkit_shim.chat.reply import Usage
+from trajkit_shim.json_input import Fields
 from trajkit_shim.protocols.openai_chat import (
     DONE,
     Chunks,
@@ -72,7 +73,7 @@ def test_the_echo_equals_the_record(text):
         assembled(reply),
     ]
     for echo in echoes:
-        assert canonical_message(echo, "echo") == recorded
+        assert canonical_message(Fields(echo, "echo")) == recorded
 
 
 @pytest.mark.parametrize(
