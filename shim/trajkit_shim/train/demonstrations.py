@@ -3,7 +3,6 @@
 import random
 
 import numpy as np
-import numpy.typing as npt
 from transformers import PreTrainedTokenizerFast
 
 from trajkit_shim.engines import base
@@ -31,20 +30,12 @@ class Demonstrator:
         """Model name, vocabulary size and context length."""
         return self._info
 
-    async def generate(
-        self,
-        prompt_ids: npt.NDArray[np.int32],
-        sampling: base.Sampling,
-        *,
-        request_id: str,
-        session_id: str,
-        on_tokens: base.OnTokens | None = None,
-    ) -> base.Sample:
+    async def generate(self, request: base.EngineRequest) -> base.Sample:
         """Write a reply to the last message of a prompt."""
-        text = str(self._tokenizer.decode(np.asarray(prompt_ids).tolist()))
+        text = str(self._tokenizer.decode(request.prompt_ids.tolist()))
         last = text.rsplit("<|im_start|>", 2)[1].removesuffix(END).split()[-1]
         ids = self._tokenizer.encode(
-            self._reply(last, random.Random(sampling.seed)) + END,
+            self._reply(last, random.Random(request.sampling.seed)) + END,
             add_special_tokens=False,
         )
         return base.Sample(
