@@ -11,7 +11,7 @@ import pytest
 
 from tests.shim.sglang_cpu import servers
 from tests.shim.sglang_cpu.servers import served
-from trajkit_shim.engines.base import Sampling
+from trajkit_shim.engines.base import EngineRequest, Sampling
 from trajkit_shim.engines.launch import reserved_port
 from trajkit_shim.engines.model_config import vocab_size
 from trajkit_shim.engines.sglang import SGLangEngine
@@ -68,10 +68,12 @@ async def test_a_router_keeps_sessions_on_a_server_and_all_servers_are_updated(
         """The name of the weights that sampled a call of each of eight sessions."""
         calls = (
             engine.generate(
-                prompt,
-                Sampling(max_new_tokens=4),
-                request_id=uuid.uuid4().hex,
-                session_id=f"session-{k}",
+                EngineRequest(
+                    prompt,
+                    Sampling(max_new_tokens=4),
+                    request_id=uuid.uuid4().hex,
+                    session_id=f"session-{k}",
+                )
             )
             for k in range(8)
         )
