@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from trajkit_shim.engines.base import EngineInfo, Sample, Sampling, WeightSpan
 from trajkit_shim.prompting.render import ChatRenderer, Ids
 from trajkit_shim.replies.parse import Parsed
-from trajkit_shim.replies.parsers.hermes import HERMES
+from trajkit_shim.replies.parsers.json_calls import HERMES
 from trajkit_shim.replies.parsers.scan import Scan
 
 TEMPLATE = """\
