@@ -237,7 +237,7 @@ def test_what_does_not_read_as_a_call_stays_as_it_is(form, text):
 @pytest.mark.parametrize("repeated", [" ", "</arg_key><arg_value>x", "<parameter=a>"])
 def test_the_time_for_a_call_that_does_not_read_is_linear(form, text, repeated):
     # quadratic time would exceed the limit of a test
-    assert FORMS[form].read(text.format(repeated * 1_000_000), 0, []) is None
+    assert FORMS[form].read(text.format(repeated * 300_000), 0, []) is None
 
 
 @pytest.mark.parametrize(
