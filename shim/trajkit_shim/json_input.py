@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import NoReturn, TypeAlias, TypeVar
 
 from trajkit_shim.errors import GatewayError
@@ -93,30 +94,19 @@ def _kind(value: object) -> str:
     return names.get(type(value), "a number")
 
 
-def _typed(value: object, where: str, kind: type[T], name: str) -> T:
+def _typed(value: object, where: str, *, kind: type[T], name: str) -> T:
     if not isinstance(value, kind):
         refuse(where, f"{_kind(value)}, not {name}")
     return value
 
 
-def as_object(value: object, where: str) -> Json:
-    """Return ``value`` if it is a JSON object, else raise a 400, as all below do."""
-    return _typed(value, where, dict, "an object")
+Reader: TypeAlias = Callable[[object, str], T]
+"""Returns a value, or raises a 400 that names where it is. All below are readers."""
 
-
-def as_list(value: object, where: str) -> list[object]:
-    """Return ``value`` if it is a JSON list."""
-    return _typed(value, where, list, "a list")
-
-
-def as_text(value: object, where: str) -> str:
-    """Return ``value`` if it is a string."""
-    return _typed(value, where, str, "a string")
-
-
-def as_flag(value: object, where: str) -> bool:
-    """Return ``value`` if it is a boolean."""
-    return _typed(value, where, bool, "a boolean")
+as_object: Reader[Json] = partial(_typed, kind=dict, name="an object")
+as_list: Reader[list[object]] = partial(_typed, kind=list, name="a list")
+as_text: Reader[str] = partial(_typed, kind=str, name="a string")
+as_flag: Reader[bool] = partial(_typed, kind=bool, name="a boolean")
 
 
 def as_name(value: object, where: str) -> str:
@@ -186,11 +176,11 @@ class Fields:
             if given is not None and not same:
                 self.refuse(name, f"{given!r} is not supported", "unsupported_value")
 
-    def need(self, name: str, read: Callable[[object, str], T]) -> T:
+    def need(self, name: str, read: Reader[T]) -> T:
         """Return a required field, read with one of the functions above."""
         return read(self.json.get(name), self.at(name))
 
-    def get(self, name: str, read: Callable[[object, str], T]) -> T | None:
+    def get(self, name: str, read: Reader[T]) -> T | None:
         """Return a field as `need` does, or None if it is missing or null."""
         return None if self.json.get(name) is None else self.need(name, read)
 

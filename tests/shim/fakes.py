@@ -19,7 +19,7 @@ from trajkit_shim.engines.base import (
 )
 from trajkit_shim.prompting.render import ChatRenderer, Ids
 from trajkit_shim.replies.parse import Parsed
-from trajkit_shim.replies.parsers.hermes import HERMES
+from trajkit_shim.replies.parsers.json_calls import HERMES
 from trajkit_shim.replies.parsers.scan import Scan
 
 TEMPLATE = """\

@@ -8,10 +8,11 @@ used. Replies are not streamed before they are complete.
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
@@ -21,43 +22,38 @@ from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.attribution import Ids
 from trajkit_shim.replies.parse import THINK, Parsed, parse
 from trajkit_shim.replies.parsers import ToolCall, Tools
-from trajkit_shim.replies.parsers.form import CallForm, json_tag
+from trajkit_shim.replies.parsers.form import CallForm
 
 if TYPE_CHECKING:
     from trajkit_shim.prompting.render import ChatRenderer
 
 
-class ReplyParser(Protocol):
-    """Parses a complete reply.
+class ReplyParser(ABC):
+    """Parses complete replies."""
 
-    ``form``: how the model writes calls, for grammars; None: unknown.
-    """
+    form: CallForm | None = None  # how the model writes calls; None: unknown
 
-    form: CallForm | None
-
+    @abstractmethod
     async def parse(
         self, text: str, tools: Tools | None, prompt_ids: Ids, *, opened: bool
     ) -> Parsed:
         """Return a reply's reasoning, text and calls.
 
         The text is as sampled, without the end-of-message token. ``opened``: the prompt
-        ends within the reasoning. Raises `EngineError` if the parser cannot be reached.
+        ends within the reasoning. A reply that the parser rejects stays text. Raises
+        `EngineError` if the parser cannot be reached.
         """
-        ...
 
-    async def close(self) -> None:
-        """Close its connections."""
-        ...
+    async def close(self) -> None:  # noqa: B027, most have nothing to close
+        """Close its connections, if it has any."""
 
 
-class SGLangParser:
+class SGLangParser(ReplyParser):
     """The parsers of an SGLang server (0.5.23).
 
     The server's ``--tool-call-parser`` and ``--reasoning-parser`` are used. Without one
     of them that part is not parsed.
     """
-
-    form: CallForm | None = None
 
     def __init__(self, base_url: str, client: httpx.AsyncClient | None = None) -> None:
         self._server = EngineServer("SGLang", base_url, client)
@@ -85,7 +81,6 @@ class SGLangParser:
     async def parse(
         self, text: str, tools: Tools | None, prompt_ids: Ids, *, opened: bool
     ) -> Parsed:
-        """See `ReplyParser`. A reply that the parsers reject stays text."""
         calls_parser, reasoning_parser = await self.names()
         reasoning, rest, calls = "", text, []
         try:
@@ -106,7 +101,6 @@ class SGLangParser:
         return await asyncio.to_thread(_parsed, text, reasoning, rest, calls)
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._server.close()
 
     async def _separate(self, parser: str, text: str) -> tuple[Any, Any]:
@@ -161,7 +155,12 @@ class InstalledParser(SGLangParser):
             # some forms are not described by what precedes and follows the arguments
             with suppress(NotImplementedError):
                 if detector.supports_structural_tag():
-                    self.form = _DetectorForm(detector.structure_info())
+                    info = detector.structure_info()
+                    self.form = CallForm(
+                        opens=info("").trigger,
+                        begin=lambda name: str(info(name).begin),
+                        end=info("").end,
+                    )
 
     async def close(self) -> None:
         """It has no connections."""
@@ -180,26 +179,11 @@ class InstalledParser(SGLangParser):
         return rest, [call.model_dump() for call in calls]
 
 
-class _DetectorForm:
-    """How a model writes calls, by a detector of SGLang."""
-
-    def __init__(self, info: Callable[[str], Any]) -> None:
-        self._info = info
-        self.opens: str = info("").trigger
-
-    def tag(self, name: str, schema: Json) -> Json:
-        """See `CallForm`."""
-        info = self._info(name)
-        return json_tag(info.begin, info.end, schema)
-
-
-class SchemaParser:
+class SchemaParser(ReplyParser):
     """The response template of a tokenizer (``parse_response`` of transformers 5).
 
     Raises `ValueError`: the tokenizer has no response template, or an invalid one.
     """
-
-    form: CallForm | None = None
 
     def __init__(self, renderer: "ChatRenderer") -> None:
         self._tokenizer = renderer.tokenizer
@@ -211,7 +195,6 @@ class SchemaParser:
     async def parse(
         self, text: str, tools: Tools | None, prompt_ids: Ids, *, opened: bool
     ) -> Parsed:
-        """See `ReplyParser`. A reply that the template does not match stays text."""
         return await asyncio.to_thread(self._parse, text, tools, prompt_ids, opened)
 
     def _parse(
@@ -225,7 +208,7 @@ class SchemaParser:
             thoughts = message.get("reasoning_content"), message.get("thinking")
             reasoning = thoughts[0] or thoughts[1] or ""
             found = [call["function"] for call in message.get("tool_calls") or ()]
-            calls = [(str(call["name"]), _as_text(call["arguments"])) for call in found]
+            calls = [(str(call["name"]), call["arguments"]) for call in found]
             rest = str(message.get("content") or "")
         except (AttributeError, LookupError, TypeError, ValueError):
             return _unread(text)
@@ -234,27 +217,20 @@ class SchemaParser:
             return parse(text, tools=None, opened=opened)
         return _parsed(text, str(reasoning), rest, calls)
 
-    async def close(self) -> None:
-        """It has none."""
-
-
-def _as_text(arguments: object) -> str:
-    if isinstance(arguments, str):
-        return arguments
-    return json.dumps(arguments, ensure_ascii=False)
-
 
 def _unread(text: str) -> Parsed:
     return Parsed(parts=(text,) if text else (), sampled=text, ill_formed=True)
 
 
 def _parsed(
-    text: str, reasoning: str, rest: str, calls: Iterable[tuple[str, str]]
+    text: str, reasoning: str, rest: str, calls: Iterable[tuple[str, object]]
 ) -> Parsed:
-    """A parser's result, with arguments as they were sampled."""
+    """A parser's result, with arguments as they were sampled; they are JSON or values."""
     parts: list[str | ToolCall] = [rest] if rest else []
     offset = 0
     for name, arguments in calls:
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
         sampled, offset = as_sampled(arguments, text, offset)
         parts.append(ToolCall(name, sampled))
     return Parsed(parts=tuple(parts), sampled=text, reasoning=reasoning or None)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from trajkit_shim.replies.parsers import ToolCall, ToolForm, Tools
 from trajkit_shim.replies.parsers.form import SPACE
-from trajkit_shim.replies.parsers.hermes import HERMES
+from trajkit_shim.replies.parsers.json_calls import HERMES
 from trajkit_shim.replies.parsers.scan import Scan, overlap
 
 THINK = "<think>"

@@ -225,6 +225,22 @@ def test_what_does_not_read_as_a_call_stays_as_it_is(form, text):
 
 
 @pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        pytest.param("glm", "<tool_call>{}</tool_call>", id="no name"),
+        pytest.param("glm", "<tool_call>f<arg_key>a{}</tool_call>", id="keys"),
+        pytest.param(
+            "qwen3-coder", "<tool_call><function=f>{}</tool_call>", id="values"
+        ),
+    ],
+)
+@pytest.mark.parametrize("repeated", [" ", "</arg_key><arg_value>x", "<parameter=a>"])
+def test_the_time_for_a_call_that_does_not_read_is_linear(form, text, repeated):
+    # quadratic time would exceed the limit of a test
+    assert FORMS[form].read(text.format(repeated * 300_000), 0, []) is None
+
+
+@pytest.mark.parametrize(
     ("form", "text", "settled"),
     [
         pytest.param("hermes", "a <tool", "a ", id="a marker may have begun"),

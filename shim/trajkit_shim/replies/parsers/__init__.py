@@ -1,10 +1,8 @@
 """The formats in which models write tool calls."""
 
 from trajkit_shim.replies.parsers.form import ToolCall, ToolForm, Tools
-from trajkit_shim.replies.parsers.glm import GLM
-from trajkit_shim.replies.parsers.hermes import HERMES
-from trajkit_shim.replies.parsers.plain_json import PLAIN_JSON
-from trajkit_shim.replies.parsers.qwen3_coder import QWEN3_CODER
+from trajkit_shim.replies.parsers.json_calls import HERMES, PLAIN_JSON
+from trajkit_shim.replies.parsers.tagged_calls import GLM, QWEN3_CODER
 
 __all__ = ["FORMS", "ToolCall", "ToolForm", "Tools", "form_of"]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from trajkit_shim.json_input import Json
 
@@ -23,49 +23,38 @@ class ToolCall:
     arguments: str
 
 
-class CallForm(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallForm:
     """How a model writes tool calls, as far as a grammar needs it."""
 
-    @property
-    def opens(self) -> str:
-        """The start of every call."""
-        ...
-
-    def tag(self, name: str, schema: Json) -> Json:
-        """Return the tag of a grammar (`replies.grammar`) that a tool's call matches."""
-        ...
-
-
-def json_tag(begin: str, end: str, schema: Json, style: str = "json") -> Json:
-    """Return a tag of xgrammar: a value of a schema, between two texts."""
-    content: Json = {"type": "json_schema", "json_schema": schema}
-    if style != "json":
-        content["style"] = style
-    return {"type": "tag", "begin": begin, "content": content, "end": end}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolForm:
-    """How a family of models writes tool calls."""
-
-    name: str  # value of the command-line option
     opens: str  # start of every call
-    closes: str  # end of every call, except for white space
-    # Returns the call at an offset of a text and its end, or None. A result must not
-    # change when the text grows.
-    read: Callable[[str, int, Tools], tuple[ToolCall, int] | None]
-    lead: str = ""  # what must follow after white space; may be empty
     # what precedes and follows the arguments of a call of a tool, as the chat template
     # writes it, and the arguments' style in xgrammar's structural tags
     begin: Callable[[str], str]
     end: str
     style: str = "json"
-    # a chat template that contains all of them uses this format
-    known_by: tuple[str, ...] = ()
 
     def tag(self, name: str, schema: Json) -> Json:
-        """See `CallForm`."""
-        return json_tag(self.begin(name), self.end, schema, self.style)
+        """Return the tag of a grammar (`replies.grammar`) that a tool's call matches."""
+        content: Json = {"type": "json_schema", "json_schema": schema}
+        if self.style != "json":
+            content["style"] = self.style
+        begin = self.begin(name)
+        return {"type": "tag", "begin": begin, "content": content, "end": self.end}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolForm(CallForm):
+    """How a family of models writes tool calls."""
+
+    name: str  # value of the command-line option
+    closes: str  # end of every call, except for white space
+    # Returns the call at an offset of a text and its end, or None. A result must not
+    # change when the text grows.
+    read: Callable[[str, int, Tools], tuple[ToolCall, int] | None]
+    lead: str = ""  # what must follow ``opens`` after white space; may be empty
+    # a chat template that contains all of them uses this format
+    known_by: tuple[str, ...] = ()
 
     def hopeless(self, text: str, offset: int) -> bool:
         """Return whether the text at ``offset`` can never become a call."""
