@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -82,13 +82,8 @@ class Rollouts:
     """The rollouts of one run; a context manager that locks the run's directory.
 
     ``out``: the run's directory, created if missing. A run of the same harness and
-    sandbox is continued. ``on_end``: called with each finished `Rollout`, on its
-    thread.
-
-    Raises
-    ------
-    FormatError
-        The directory's run cannot be continued.
+    sandbox is continued; `FormatError` if that is not possible. ``on_end``: called with
+    each finished `Rollout`, on its thread.
     """
 
     def __init__(
@@ -168,20 +163,17 @@ class Rollouts:
         pool = ThreadPoolExecutor(self._settings.parallel, "rollout")
         with ExitStack() as stack:
             # each of these runs at the end, in reverse order, also if another one fails
-            stack.callback(self._write_sessions)
+            sessions = self._out / "sessions.parquet"
+            stack.callback(lambda: write_table(self._journal.table(), sessions))
             stack.callback(pool.shutdown, cancel_futures=True)
             stack.callback(self._stop)
-            for future in as_completed(
-                [pool.submit(self._one, *x) for x in self._todo]
-            ):
+            futures = [pool.submit(self._one, *one) for one in self._todo]
+            for future in as_completed(futures):
                 ended.append(future.result())
                 advance(1)
         return Summary(
             before=self.before, rollouts=ended, seconds=time.monotonic() - started
         )
-
-    def _write_sessions(self) -> None:
-        write_table(self._journal.table(), self._out / "sessions.parquet")
 
     def _stop(self) -> None:
         """End running rollouts."""
@@ -205,72 +197,52 @@ class Rollouts:
         """Run one rollout, from its line in the log to its result."""
         if self._stopping.is_set():
             raise _Stopped
-        began = self._journal.begin(
-            Rollout(
-                session_id="",
-                group_id=task.id,
-                sample=sample,
-                attempt=0,
-                harness=self._settings.harness.name,
-                sandbox=self._settings.sandbox.kind,
-                started_at=time.time(),
-            ),
-            self._digests[task.id],
-        )
-        known: dict[str, Any] = {}
         clock = time.monotonic()
+        rollout = self._journal.begin(task.id, sample, self._digests[task.id])
         try:
-            self._work(task, began, known)
+            self._work(task, rollout)
         except Exception as error:
             stages = (v for k, v in _STAGES.items() if isinstance(error, k))
             stage = next(stages, None)
             if stage is None and not self._stopping.is_set():
                 # other rollouts continue
-                _LOG.exception("rollout %s", began.session_id)
+                _LOG.exception("rollout %s", rollout.session_id)
                 stage = f"{type(error).__name__}: "
-            known |= {"error": _escaped(f"{stage}{error}"), "reward": None}
+            rollout.error, rollout.reward = _escaped(f"{stage}{error}"), None
         if self._stopping.is_set():
             # its processes were killed, so its result is not valid
             raise _Stopped
-        rollout = replace(began, **known, seconds=time.monotonic() - clock)
+        rollout.seconds = time.monotonic() - clock
         self._journal.end(rollout)
         if self._on_end is not None:
             self._on_end(rollout)
         return rollout
 
-    def _work(self, task: Task, rollout: Rollout, known: dict[str, Any]) -> None:
-        """Run the agent and grade its work; ``known`` gets fields of the rollout."""
+    def _work(self, task: Task, rollout: Rollout) -> None:
+        """Run the agent and grade its work; fills the rollout's fields."""
         name = rollout.session_id
         folder = self._out / "sessions" / name
         folder.mkdir(parents=True)
         with self._sandbox(task, f"{name}-agent") as sandbox:
             workspace = Workspace(task, sandbox)
             workspace.prepare()
-            self._agent(workspace, folder, rollout, known)
+            self._agent(workspace, folder / "agent.log", rollout)
             changes = workspace.diff()
         # the agent, its processes and everything that they could write are gone
         (folder / "patch.diff").write_bytes(changes.patch)
-        known |= {
-            "patch_bytes": len(changes.patch),
-            "findings": [f"not graded: {_escaped(name)}" for name in changes.ignored],
-        }
+        rollout.patch_bytes = len(changes.patch)
+        rollout.findings = [f"not graded: {_escaped(name)}" for name in changes.ignored]
         if task.digest() != self._digests[task.id]:
             raise StageError("grade", "the task's files changed while the agent worked")
         with self._sandbox(task, f"{name}-grade") as sandbox:
             copy = Workspace(task, sandbox)
             copy.prepare()
             copy.apply(changes.graded)
-            finished = known["agent_end"] == "finished"
+            finished = rollout.agent_end == "finished"
             work = Work(workspace=copy, patch=changes.graded, finished=finished)
-            known["reward"] = grade(work)
+            rollout.reward = grade(work)
 
-    def _agent(
-        self,
-        workspace: Workspace,
-        folder: Path,
-        rollout: Rollout,
-        known: dict[str, Any],
-    ) -> None:
+    def _agent(self, workspace: Workspace, log: Path, rollout: Rollout) -> None:
         """Have the agent work; `StageError` if it failed."""
         task, sandbox = workspace.task, workspace.sandbox
         harness, limit = self._settings.harness, self._settings.timeout
@@ -280,41 +252,35 @@ class Rollouts:
             "max_turns": task.agent.max_turns,
             "metadata": {"task": task.id, "sample": rollout.sample},
         }
-        key = self._ask("POST", "/sessions", opening)["api_key"]
+        job = Job(
+            api_key=self._ask("POST", "/sessions", opening)["api_key"],
+            base_url=sandbox.map_url(str(self._gateway.base_url).rstrip("/")),
+            model=self._model,
+            prompt=task.prompt,
+            home=sandbox.map_path("/home"),
+            workspace=workspace.path,
+            arguments=tuple(self._settings.argument),
+        )
         clock = time.monotonic()
         try:
-            done = harness.run(
-                sandbox,
-                Job(
-                    base_url=sandbox.map_url(str(self._gateway.base_url).rstrip("/")),
-                    api_key=key,
-                    model=self._model,
-                    prompt=task.prompt,
-                    home=sandbox.map_path("/home"),
-                    workspace=workspace.path,
-                    arguments=tuple(self._settings.argument),
-                ),
-                env=AGENT_ENV,
-                timeout_s=task.agent.timeout_s if limit is None else limit,
-                log=folder / "agent.log",
-            )
+            seconds = task.agent.timeout_s if limit is None else limit
+            done = harness.run(sandbox, job, env=AGENT_ENV, timeout_s=seconds, log=log)
         finally:
-            known["agent_seconds"] = time.monotonic() - clock
+            rollout.agent_seconds = time.monotonic() - clock
             closed = self._ask("DELETE", f"/sessions/{rollout.session_id}")
-            known["turns"] = turns = closed["answered"]
+            rollout.turns = turns = closed["answered"]
+        rollout.exit_code = done.code
         wrong = None if done.code is None else harness.failed(done)
         if done.code is None:
-            end = "timed_out"
+            rollout.agent_end = "timed_out"
         elif wrong is None:
-            end = "finished"
+            rollout.agent_end = "finished"
         elif task.agent.max_turns is not None and turns >= task.agent.max_turns:
             # the gateway rejected its call, which harnesses treat as a failure
-            end = "turn_limit"
+            rollout.agent_end = "turn_limit"
         else:
-            end = "failed"
-        known |= {"agent_end": end, "exit_code": done.code}
-        if end == "failed":
-            raise StageError("harness", str(wrong))
+            rollout.agent_end = "failed"
+            raise StageError("harness", wrong)
         if turns == 0:
             raise StageError("harness", "it ended without an answered model call")
 

@@ -27,7 +27,7 @@ from trajkit_shim.engines.embedded import EmbeddedEngine, Reply, load_tokenizer
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.rollout import solver
 from trajkit_shim.rollout.command import add_rollout
-from trajkit_shim.rollout.run_log import Rollout, RunLog
+from trajkit_shim.rollout.run_log import RunLog
 from trajkit_shim.rollout.tasks import read_tasks
 from trajkit_shim.serve import running
 from trajkit_shim.sessions.turn_log import TurnLog
@@ -531,17 +531,8 @@ def test_a_journal_that_is_none_is_refused(tmp_path):
             RunLog(path, "shell", "local")
     path.write_text("")
     with closing(RunLog(path, "shell", "local")) as journal:
-        empty = Rollout(
-            session_id="",
-            group_id="g",
-            sample=0,
-            attempt=0,
-            harness="shell",
-            sandbox="local",
-            started_at=0.0,
-        )
-        assert journal.begin(empty, "d").session_id == f"g.0.{journal.run_id}"
-        assert journal.begin(empty, "d").session_id == f"g.0.{journal.run_id}~2"
+        assert journal.begin("g", 0, "d").session_id == f"g.0.{journal.run_id}"
+        assert journal.begin("g", 0, "d").session_id == f"g.0.{journal.run_id}~2"
 
 
 # The ten tasks that ship
