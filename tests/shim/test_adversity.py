@@ -326,7 +326,7 @@ def test_what_an_agent_leaves_is_what_is_graded(tmp_path, before, change):
     source.mkdir()
     subprocess.run(["sh", "-c", before], cwd=source, check=True)
     rules = Grade(kind="completed")
-    task = Task(task_id="t", prompt="p", workspace=Folder(source), grade=rules)
+    task = Task(id="t", prompt="p", workspace=Folder(source), grade=rules)
     # git knows no directories; what a repository's own one holds is not the workspace's
     look = (
         "find . -name .git -prune -o -type l -print -o -type f -print0 | sort -z | "

@@ -102,9 +102,8 @@ def run_demo(
     gateway = create_app(engine, ChatRenderer(load_tokenizer()), log, prompts="render")
     settings = Settings(
         harness=MINI_SWE_AGENT,
-        arguments=_OPTIONS,
+        argument=_OPTIONS,
         sandbox=LocalSandbox,
-        sandbox_name="local",
         parallel=sessions,
     )
     with (
@@ -146,7 +145,7 @@ def _tasks(n_tasks: int) -> list[Task]:
         tasks.append(
             replace(
                 task,
-                task_id=f"{task.task_id}-{again + 1}" if again else task.task_id,
+                id=f"{task.id}-{again + 1}" if again else task.id,
                 workspace=Texts({**task.workspace.texts, "subagent": subagent}),
             )
         )

@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -206,6 +206,7 @@ def _settings(
     from trajkit_shim.agents.sandboxes import SANDBOXES
     from trajkit_shim.rollout.run import Settings
 
+    given = vars(arguments)
     pairs = [option.partition("=") for option in arguments.sandbox_option]
     for name, equals, _ in pairs:
         if not equals:
@@ -213,26 +214,12 @@ def _settings(
     if arguments.timeout is not None and not 0 < arguments.timeout < float("inf"):
         parser.error(f"--timeout {arguments.timeout:g} is not above 0")
     try:
-        harness = load(arguments.harness, HARNESSES, Harness)
-        kind = load(arguments.sandbox, SANDBOXES, Sandbox)
+        given["harness"] = load(arguments.harness, HARNESSES, Harness)
+        given["sandbox"] = load(arguments.sandbox, SANDBOXES, Sandbox)
     except ValueError as error:
         parser.error(str(error))
-    return Settings(
-        harness=harness,
-        arguments=tuple(arguments.argument),
-        install=arguments.install,
-        sandbox=kind,
-        sandbox_name=arguments.sandbox,
-        options={name: value for name, _, value in pairs},
-        path=tuple(arguments.path),
-        gateway=arguments.gateway_url,
-        image=arguments.image,
-        repeat=arguments.repeat,
-        parallel=arguments.parallel,
-        retry_failed=arguments.retry_failed,
-        timeout_s=arguments.timeout,
-        untrusted=arguments.untrusted,
-    )
+    given["sandbox_option"] = {name: value for name, _, value in pairs}
+    return Settings(**{each.name: given[each.name] for each in fields(Settings)})
 
 
 def _as_json(summary: "Summary", out: Path, missed: int | None) -> str:

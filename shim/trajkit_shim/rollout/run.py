@@ -1,13 +1,14 @@
 """Runs many rollouts of many tasks concurrently, each to a reward or an error."""
 
+import logging
 import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,26 +23,27 @@ from trajkit_shim.rollout.run_log import Rollout, RunLog
 from trajkit_shim.rollout.tasks import Task
 from trajkit_shim.rollout.workspace import AGENT_ENV, StageError, Workspace
 
+_LOG = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Settings of a run."""
+    """Settings of a run; names are those of the command's options."""
 
     harness: Harness
-    arguments: tuple[str, ...] = ()  # extra arguments of its command
+    argument: Sequence[str] = ()  # extra arguments of its command
     install: bool = False  # install it in each sandbox if it is missing
     sandbox: type[Sandbox]
-    sandbox_name: str
     # See `agents.sandbox.Spec`. A task's own image has precedence.
-    options: dict[str, str] = field(default_factory=dict)
-    path: tuple[str, ...] = ()
-    gateway: str | None = None
+    sandbox_option: Mapping[str, str] = field(default_factory=dict)
+    path: Sequence[str] = ()
+    gateway_url: str | None = None
     image: str | None = None
     repeat: int = 1  # rollouts per task, which form a group
     parallel: int = 1  # concurrent rollouts
     # repeat rollouts of an earlier run that ended with an error
     retry_failed: bool = False
-    timeout_s: float | None = None  # of every agent, overriding its task
+    timeout: float | None = None  # seconds of every agent, overriding its task
     untrusted: bool = False  # refuse a sandbox that exposes something
 
 
@@ -63,13 +65,13 @@ class Summary:
         return Counter(r.error for r in self.rollouts if r.error is not None)
 
 
-# errors of a rollout, with the stage that they name
-_STAGES: dict[type[Exception], str] = {
+_STAGES: Mapping[type[Exception], str] = {
     StageError: "",
     SandboxError: "sandbox: ",
     HarnessError: "harness: ",
     httpx.HTTPError: "gateway: ",
 }
+"""What the errors of a rollout that are expected begin with."""
 
 
 class _Stopped(Exception):
@@ -80,13 +82,8 @@ class Rollouts:
     """The rollouts of one run; a context manager that locks the run's directory.
 
     ``out``: the run's directory, created if missing. A run of the same harness and
-    sandbox is continued. ``on_end``: called with each finished `Rollout`, on its
-    thread.
-
-    Raises
-    ------
-    FormatError
-        The directory's run cannot be continued.
+    sandbox is continued; `FormatError` if that is not possible. ``on_end``: called with
+    each finished `Rollout`, on its thread.
     """
 
     def __init__(
@@ -100,10 +97,10 @@ class Rollouts:
         self._out = out
         self._scratch = out / "sandboxes"
         self._on_end = on_end
-        self._digests = {task.task_id: task.digest() for task in tasks}
+        self._digests = {task.id: task.digest() for task in tasks}
         out.mkdir(parents=True, exist_ok=True)
         self._journal = RunLog(
-            out / "rollouts.log", settings.harness.name, settings.sandbox_name
+            out / "rollouts.log", settings.harness.name, settings.sandbox.kind
         )
         self._stopping = threading.Event()
         self._live: set[Sandbox] = set()
@@ -122,7 +119,7 @@ class Rollouts:
         self._todo = [
             (task, sample)
             for task, sample in wanted
-            if not self._journal.done(task.task_id, sample, settings.retry_failed)
+            if not self._journal.done(task.id, sample, settings.retry_failed)
         ]
         self.before = len(wanted) - len(self._todo)  # finished in earlier calls
 
@@ -154,28 +151,40 @@ class Rollouts:
 
         If interrupted, running rollouts end without a result and are repeated by the
         next call on the directory. ``advance`` is called with 1 after each rollout.
+        Raises `ConnectionError` if the gateway cannot be used.
         """
         started = time.monotonic()
         self._gateway = gateway
-        self._model = self._ask("GET", "/v1/models")["data"][0]["id"]
+        try:
+            self._model = self._ask("GET", "/v1/models")["data"][0]["id"]
+        except httpx.HTTPError as error:
+            raise ConnectionError(f"{gateway.base_url}: {error}") from error
         ended = []
         pool = ThreadPoolExecutor(self._settings.parallel, "rollout")
-        try:
+        with ExitStack() as stack:
+            # each of these runs at the end, in reverse order, also if another one fails
+            sessions = self._out / "sessions.parquet"
+            stack.callback(lambda: write_table(self._journal.table(), sessions))
+            stack.callback(pool.shutdown, cancel_futures=True)
+            stack.callback(self._stop)
             futures = [pool.submit(self._one, *one) for one in self._todo]
             for future in as_completed(futures):
                 ended.append(future.result())
                 advance(1)
-        finally:
-            self._stopping.set()
-            with self._lock:
-                live = list(self._live)
-            for sandbox in live:
-                sandbox.stop()
-            pool.shutdown(cancel_futures=True)
-            write_table(self._journal.table(), self._out / "sessions.parquet")
         return Summary(
             before=self.before, rollouts=ended, seconds=time.monotonic() - started
         )
+
+    def _stop(self) -> None:
+        """End running rollouts."""
+        self._stopping.set()
+        with self._lock:
+            live = list(self._live)
+        for sandbox in live:
+            try:
+                sandbox.stop()
+            except Exception:
+                _LOG.exception("sandbox %s", sandbox.spec.name)
 
     def __enter__(self) -> Self:
         return self
@@ -188,111 +197,90 @@ class Rollouts:
         """Run one rollout, from its line in the log to its result."""
         if self._stopping.is_set():
             raise _Stopped
-        began = self._journal.begin(
-            Rollout(
-                session_id="",
-                group_id=task.task_id,
-                sample=sample,
-                attempt=0,
-                harness=self._settings.harness.name,
-                sandbox=self._settings.sandbox_name,
-                started_at=time.time(),
-            ),
-            self._digests[task.task_id],
-        )
-        known: dict[str, Any] = {}
         clock = time.monotonic()
+        rollout = self._journal.begin(task.id, sample, self._digests[task.id])
         try:
-            self._work(task, began, known)
-        except tuple(_STAGES) as error:
-            stage = next(v for k, v in _STAGES.items() if isinstance(error, k))
-            known |= {"error": f"{stage}{error}", "reward": None}
+            self._work(task, rollout)
+        except Exception as error:
+            stages = (v for k, v in _STAGES.items() if isinstance(error, k))
+            stage = next(stages, None)
+            if stage is None and not self._stopping.is_set():
+                # other rollouts continue
+                _LOG.exception("rollout %s", rollout.session_id)
+                stage = f"{type(error).__name__}: "
+            rollout.error, rollout.reward = _escaped(f"{stage}{error}"), None
         if self._stopping.is_set():
             # its processes were killed, so its result is not valid
             raise _Stopped
-        rollout = replace(began, **known, seconds=time.monotonic() - clock)
+        rollout.seconds = time.monotonic() - clock
         self._journal.end(rollout)
         if self._on_end is not None:
             self._on_end(rollout)
         return rollout
 
-    def _work(self, task: Task, rollout: Rollout, known: dict[str, Any]) -> None:
-        """Run the agent and grade its work; ``known`` gets fields of the rollout."""
+    def _work(self, task: Task, rollout: Rollout) -> None:
+        """Run the agent and grade its work; fills the rollout's fields."""
         name = rollout.session_id
         folder = self._out / "sessions" / name
         folder.mkdir(parents=True)
         with self._sandbox(task, f"{name}-agent") as sandbox:
             workspace = Workspace(task, sandbox)
             workspace.prepare()
-            self._agent(workspace, folder, rollout, known)
+            self._agent(workspace, folder / "agent.log", rollout)
             changes = workspace.diff()
         # the agent, its processes and everything that they could write are gone
         (folder / "patch.diff").write_bytes(changes.patch)
-        known |= {
-            "patch_bytes": len(changes.patch),
-            "findings": [f"not graded: {name}" for name in changes.ignored],
-        }
-        if task.digest() != self._digests[task.task_id]:
+        rollout.patch_bytes = len(changes.patch)
+        rollout.findings = [f"not graded: {_escaped(name)}" for name in changes.ignored]
+        if task.digest() != self._digests[task.id]:
             raise StageError("grade", "the task's files changed while the agent worked")
         with self._sandbox(task, f"{name}-grade") as sandbox:
             copy = Workspace(task, sandbox)
             copy.prepare()
             copy.apply(changes.graded)
-            finished = known["agent_end"] == "finished"
+            finished = rollout.agent_end == "finished"
             work = Work(workspace=copy, patch=changes.graded, finished=finished)
-            known["reward"] = grade(work)
+            rollout.reward = grade(work)
 
-    def _agent(
-        self,
-        workspace: Workspace,
-        folder: Path,
-        rollout: Rollout,
-        known: dict[str, Any],
-    ) -> None:
+    def _agent(self, workspace: Workspace, log: Path, rollout: Rollout) -> None:
         """Have the agent work; `StageError` if it failed."""
         task, sandbox = workspace.task, workspace.sandbox
-        harness, limit = self._settings.harness, self._settings.timeout_s
+        harness, limit = self._settings.harness, self._settings.timeout
         harness.ready(sandbox, install=self._settings.install)
         opening = {
             "session_id": rollout.session_id,
-            "max_turns": task.max_turns,
-            "metadata": {"task": task.task_id, "sample": rollout.sample},
+            "max_turns": task.agent.max_turns,
+            "metadata": {"task": task.id, "sample": rollout.sample},
         }
-        key = self._ask("POST", "/sessions", opening)["api_key"]
+        job = Job(
+            api_key=self._ask("POST", "/sessions", opening)["api_key"],
+            base_url=sandbox.map_url(str(self._gateway.base_url).rstrip("/")),
+            model=self._model,
+            prompt=task.prompt,
+            home=sandbox.map_path("/home"),
+            workspace=workspace.path,
+            arguments=tuple(self._settings.argument),
+        )
         clock = time.monotonic()
         try:
-            done = harness.run(
-                sandbox,
-                Job(
-                    base_url=sandbox.map_url(str(self._gateway.base_url).rstrip("/")),
-                    api_key=key,
-                    model=self._model,
-                    prompt=task.prompt,
-                    home=sandbox.map_path("/home"),
-                    workspace=workspace.path,
-                    arguments=self._settings.arguments,
-                ),
-                env=AGENT_ENV,
-                timeout_s=task.agent_timeout_s if limit is None else limit,
-                log=folder / "agent.log",
-            )
+            seconds = task.agent.timeout_s if limit is None else limit
+            done = harness.run(sandbox, job, env=AGENT_ENV, timeout_s=seconds, log=log)
         finally:
-            known["agent_seconds"] = time.monotonic() - clock
+            rollout.agent_seconds = time.monotonic() - clock
             closed = self._ask("DELETE", f"/sessions/{rollout.session_id}")
-            known["turns"] = turns = closed["answered"]
+            rollout.turns = turns = closed["answered"]
+        rollout.exit_code = done.code
         wrong = None if done.code is None else harness.failed(done)
         if done.code is None:
-            end = "timed_out"
+            rollout.agent_end = "timed_out"
         elif wrong is None:
-            end = "finished"
-        elif task.max_turns is not None and turns >= task.max_turns:
+            rollout.agent_end = "finished"
+        elif task.agent.max_turns is not None and turns >= task.agent.max_turns:
             # the gateway rejected its call, which harnesses treat as a failure
-            end = "turn_limit"
+            rollout.agent_end = "turn_limit"
         else:
-            end = "failed"
-        known |= {"agent_end": end, "exit_code": done.code}
-        if end == "failed":
-            raise StageError("harness", str(wrong))
+            rollout.agent_end = "failed"
+            raise StageError("harness", wrong)
         if turns == 0:
             raise StageError("harness", "it ended without an answered model call")
 
@@ -306,9 +294,9 @@ class Rollouts:
                 scratch=self._scratch,
                 image=task.image or settings.image,
                 limits=task.limits,
-                path=settings.path,
-                gateway=settings.gateway,
-                options=settings.options,
+                path=tuple(settings.path),
+                gateway=settings.gateway_url,
+                options=settings.sandbox_option,
             )
         )
         with self._lock:
@@ -327,3 +315,8 @@ class Rollouts:
         answer = self._gateway.request(method, path, json=body)
         answer.raise_for_status()
         return answer.json()
+
+
+def _escaped(text: str) -> str:
+    """Return a text that UTF-8 can encode: names of files may be other bytes."""
+    return text.encode(errors="backslashreplace").decode()

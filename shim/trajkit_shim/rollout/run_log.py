@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from trajkit.errors import FormatError
 from trajkit.schema import SESSIONS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Rollout:
     """One session of a run; a row of the ``sessions`` table."""
 
@@ -73,14 +74,19 @@ class RunLog:
 
     def __init__(self, path: Path, harness: str, sandbox: str) -> None:
         self.path = path
-        self._began: dict[str, Rollout] = {}  # by session, in starting order
+        # by session, in starting order; those that ended
+        self._began: dict[str, Rollout] = {}
         self._ended: dict[str, Rollout] = {}
         # the sessions of each sample of a task
         self._attempts: dict[tuple[str, int], list[str]] = {}
         self._digests: dict[str, str] = {}
         self._lock = threading.Lock()
-        self.run_id = secrets.token_hex(4)
-        head = {"version": 1, "harness": harness, "sandbox": sandbox}
+        self._run: dict[str, Any] = {
+            "run": secrets.token_hex(4),
+            "version": 1,
+            "harness": harness,
+            "sandbox": sandbox,
+        }
         with ExitStack() as stack:
             self._file = stack.enter_context(path.open("a+b"))
             try:
@@ -95,24 +101,28 @@ class RunLog:
                     os.ftruncate(self._file.fileno(), self._file.tell() - len(line))
                     break
                 try:
-                    self._take_up(json.loads(line), head if number == 1 else {})
+                    read = self._read_head if number == 1 else self._read_event
+                    read(json.loads(line))
                 except (AttributeError, KeyError, TypeError, ValueError) as error:
                     raise FormatError(f"{path}:{number}: {error}") from error
             if os.fstat(self._file.fileno()).st_size == 0:
-                self._write({"run": self.run_id, **head})
+                self._write(self._run)
             stack.pop_all()
 
-    def _take_up(self, record: dict[str, Any], head: dict[str, object]) -> None:
-        """Read a line; ``head`` is what the first one must be."""
-        for name, value in head.items():
-            if record.get(name) != value:
-                was = record.get(name)
-                raise ValueError(
-                    f"the run was started with {name} {was!r}, not {value!r}"
-                )
-        if head:
-            self.run_id = str(record["run"])
-            return
+    @property
+    def run_id(self) -> str:
+        """Part of the names of all sessions of the run."""
+        return str(self._run["run"])
+
+    def _read_head(self, record: dict[str, Any]) -> None:
+        for name, value in self._run.items():
+            was = record.get(name)
+            if name != "run" and was != value:
+                rule = f"the run was started with {name} {was!r}, not {value!r}"
+                raise ValueError(rule)
+        self._run["run"] = record["run"]
+
+    def _read_event(self, record: dict[str, Any]) -> None:
         event, digest = record.pop("event", None), record.pop("task", None)
         rollout = Rollout(**record)
         if event == "began":
@@ -131,15 +141,22 @@ class RunLog:
         attempts = map(self._ended.get, self._attempts.get((task_id, sample), ()))
         return any(one and not (failed_again and one.error) for one in attempts)
 
-    def begin(self, rollout: Rollout, digest: str) -> Rollout:
-        """Log the start of a rollout; return it with its attempt and session id."""
-        earlier = self._attempts.get((rollout.group_id, rollout.sample), ())
-        attempt = len(earlier) + 1
+    def begin(self, task_id: str, sample: int, digest: str) -> Rollout:
+        """Log the start of a task's rollout, and return it."""
+        attempt = len(self._attempts.get((task_id, sample), ())) + 1
         again = "" if attempt == 1 else f"~{attempt}"
-        session_id = f"{rollout.group_id}.{rollout.sample}.{self.run_id}{again}"
-        rollout = replace(rollout, session_id=session_id, attempt=attempt)
+        rollout = Rollout(
+            session_id=f"{task_id}.{sample}.{self.run_id}{again}",
+            group_id=task_id,
+            sample=sample,
+            attempt=attempt,
+            harness=self._run["harness"],
+            sandbox=self._run["sandbox"],
+            started_at=time.time(),
+        )
         self._write({"event": "began", "task": digest, **asdict(rollout)})
-        self._note(rollout, digest)
+        # the caller changes its own
+        self._note(replace(rollout), digest)
         return rollout
 
     def end(self, rollout: Rollout) -> None:

@@ -13,12 +13,13 @@ import subprocess
 import tarfile
 import tempfile
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import Any, Literal, Protocol, TypeVar, get_args, get_type_hints
 
 from trajkit.errors import FormatError
 from trajkit_shim.agents.sandbox import Limits, pack
@@ -33,6 +34,8 @@ from trajkit_shim.json_input import (
     as_text,
     refuse,
 )
+
+T = TypeVar("T")
 
 # it becomes part of session ids and container names
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
@@ -125,6 +128,22 @@ class Checkout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What is done with a workspace before the agent starts, and with its copy."""
+
+    command: str = ""  # a shell command, run in the workspace
+    timeout_s: float = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agent:
+    """Limits of the agent's work."""
+
+    timeout_s: float = 1800.0
+    max_turns: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Grade:
     """How a task is graded."""
 
@@ -150,32 +169,32 @@ class Grade:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One task."""
+    """One task: the keys of its record."""
 
-    task_id: str  # unique in its run; the ``group_id`` of its rollouts
+    id: str  # unique in its run; the ``group_id`` of its rollouts
     prompt: str
     # the initial files; those added before grading; and those that solve the task, for
     # trying it out
     workspace: Files | None = None
     tests: Files | None = None
     solution: Files | None = None
+    # a git repository whose commit is the workspace
+    repository: str | None = None
+    revision: str | None = None
     # Absolute path of the workspace. Other paths than ``/work`` may come from an image.
     workdir: str = "/work"
     image: str | None = None
-    # shell command, run in the workspace before the agent starts and in the copy that
-    # is graded
-    setup: str = ""
-    setup_timeout_s: float = 300.0
-    agent_timeout_s: float = 1800.0
-    max_turns: int | None = None
-    grade: Grade
+    setup: Setup = Setup()
+    agent: Agent = Agent()
+    grade: Grade = Grade()
     limits: Limits = field(default_factory=Limits)
 
     def digest(self) -> str:
         """Return a hash of everything that the result depends on."""
         found = hashlib.sha256()
-        for name in ("prompt", "workdir", "image", "setup", "grade", "max_turns"):
-            found.update(repr(getattr(self, name)).encode() + b"\0")
+        values = (self.prompt, self.workdir, self.image, self.setup.command)
+        for value in (*values, self.grade, self.agent.max_turns):
+            found.update(repr(value).encode() + b"\0")
         for files in (self.workspace, self.tests):
             found.update(b"" if files is None else files.archive())
             found.update(b"\0")
@@ -200,7 +219,10 @@ def read_tasks(path: Path) -> list[Task]:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 with _located(f"{path}:{number}"):
-                    tasks.append(_task(json.loads(line), path.parent))
+                    record = json.loads(line)
+                    # half of a surrogate pair cannot be written to a file
+                    json.dumps(record, ensure_ascii=False).encode()
+                    tasks.append(_task(record, path.parent))
     else:
         folders = [path] if (path / "task.toml").exists() else sorted(path.iterdir())
         for folder in folders:
@@ -208,19 +230,12 @@ def read_tasks(path: Path) -> list[Task]:
             if file.is_file():
                 with _located(file):
                     record = tomllib.loads(file.read_text(encoding="utf-8"))
-                    found = {
-                        name: Folder(folder / name)
-                        for name in ("workspace", "tests", "solution")
-                        if (folder / name).is_dir()
-                    }
-                    tasks.append(_task({"id": folder.name, **record}, folder, found))
+                    tasks.append(_task({"id": folder.name, **record}, folder, folder))
     if not tasks:
         raise FormatError(f"{path} has no task: no line, or no folder with task.toml")
-    seen: set[str] = set()
-    for task in tasks:
-        if task.task_id in seen:
-            raise FormatError(f"{path}: two tasks have the id {task.task_id!r}")
-        seen.add(task.task_id)
+    for name, count in Counter(task.id for task in tasks).items():
+        if count > 1:
+            raise FormatError(f"{path}: two tasks have the id {name!r}")
     return tasks
 
 
@@ -231,6 +246,70 @@ def _located(place: Path | str) -> Iterator[None]:
         yield
     except (ValueError, GatewayError) as error:
         raise FormatError(f"{place}: {error}") from error
+
+
+def _task(given: object, base: Path, folder: Path | None = None) -> Task:
+    """Read a task; a repository's path is relative to ``base``.
+
+    ``folder``: the task's directory, which may have its files.
+    """
+    record = as_object(given, "task")
+    grade = as_object(record.get("grade", {}), "grade")
+    task = _read(
+        Task,
+        {**record, "grade": {**_DEFAULTS.get(str(grade.get("kind")), {}), **grade}},
+        "",
+    )
+    found: dict[str, Any] = {}
+    if task.repository is not None:
+        found["workspace"] = Checkout(base / task.repository, task.revision or "HEAD")
+    elif task.revision is not None:
+        refuse("revision", "needs a repository")
+    for name in ("workspace", "tests", "solution"):
+        if folder and getattr(task, name) is None and (folder / name).is_dir():
+            found.setdefault(name, Folder(folder / name))
+    task = replace(task, **found)
+    if not _ID.fullmatch(task.id):
+        refuse("id", f"{task.id!r}: 1 to 100 letters, digits, _ and -")
+    if not task.prompt:
+        refuse("prompt", "an empty string")
+    if not task.workdir.startswith("/") or task.workdir == "/":
+        refuse("workdir", f"{task.workdir!r} is not an absolute path below /")
+    rules = task.grade
+    needed = {
+        "tests": rules.command and rules.fail_to_pass + rules.pass_to_pass,
+        "script": rules.script,
+        "completed": True,
+        "swebench": rules.instance,
+    }
+    if not needed.get(rules.kind, rules.command):
+        refuse("grade", f"kind {rules.kind!r} lacks keys that it needs")
+    if rules.kind == "script" and task.tests is None:
+        refuse("grade.script", "needs the task's tests")
+    return task
+
+
+_DEFAULTS: Mapping[str, dict[str, object]] = {
+    "reward_file": {"command": "bash {tests}/test.sh"},
+    "swebench": {"protect": []},
+}
+
+
+def _read(kind: type[T], value: object, where: str) -> T:
+    """Read an object as a dataclass; each key must be one of its fields."""
+    # the fields of a dataclass have the types of `_READERS`, or are dataclasses
+    types = get_type_hints(kind)
+    values = {}
+    for name, given in as_object(value, where).items():
+        path = f"{where}.{name}" if where else name
+        if name not in types:
+            refuse(path, f"unknown key, not one of {', '.join(types)}")
+        read = _READERS.get(types[name]) or partial(_read, types[name])
+        values[name] = read(given, path)
+    for name in ("id", "prompt"):
+        if kind is Task and name not in values:
+            refuse(name, "missing")
+    return kind(**values)
 
 
 def _texts(value: object, where: str) -> Texts:
@@ -251,97 +330,16 @@ def _kind(value: object, where: str) -> str:
     return str(value)
 
 
-_count = partial(as_integer, minimum=1)
 _positive = partial(as_number, minimum=1e-3, maximum=1e9)
-_NO_FILES: Mapping[str, Files] = {}
-_Readers: TypeAlias = Mapping[str, Callable[[object, str], object]]
-_TASK: _Readers = {
-    **dict.fromkeys(("id", "prompt", "workdir", "image", "repository"), as_name),
-    **dict.fromkeys(("workspace", "tests", "solution"), _texts),
-    **dict.fromkeys(("setup", "agent", "grade", "limits"), as_object),
-    "revision": as_name,
+_READERS: Mapping[Any, Callable[[object, str], object]] = {
+    str: as_text,
+    str | None: as_name,
+    bool: as_flag,
+    int | None: partial(as_integer, minimum=1),
+    float: _positive,
+    float | None: _positive,
+    tuple[str, ...]: _names,
+    Mapping[str, object]: as_object,
+    Files | None: _texts,
+    Kind: _kind,
 }
-_SETUP: _Readers = {"command": as_text, "timeout_s": _positive}
-_AGENT: _Readers = {"timeout_s": _positive, "max_turns": _count}
-_GRADE: _Readers = {
-    "kind": _kind,
-    "command": as_text,
-    "timeout_s": _positive,
-    **dict.fromkeys(("fail_to_pass", "pass_to_pass", "protect"), _names),
-    "partial": as_flag,
-    "script": as_text,
-    "instance": as_object,
-}
-_LIMITS: _Readers = {
-    **dict.fromkeys(("memory_mb", "processes", "file_mb", "disk_mb"), _count),
-    "cpus": _positive,
-}
-
-
-def _read(value: object, where: str, readers: _Readers) -> dict[str, Any]:
-    """The fields of an object; each must have a reader."""
-    values = {}
-    for name, given in as_object(value, where or "task").items():
-        path = f"{where}.{name}" if where else name
-        if name not in readers:
-            refuse(path, f"unknown key, not one of {', '.join(readers)}")
-        values[name] = readers[name](given, path)
-    return values
-
-
-def _task(record: object, base: Path, files: Mapping[str, Files] = _NO_FILES) -> Task:
-    """Read a task; ``files`` are those in folders of its directory."""
-    given = {"workdir": "/work", **files, **_read(record, "", _TASK)}
-    for name in ("id", "prompt"):
-        if name not in given:
-            refuse(name, "missing")
-    if not _ID.fullmatch(given["id"]):
-        refuse("id", f"{given['id']!r}: 1 to 100 letters, digits, _ and -")
-    if not given["workdir"].startswith("/") or given["workdir"] == "/":
-        refuse("workdir", f"{given['workdir']!r} is not an absolute path below /")
-    if "revision" in given and "repository" not in given:
-        refuse("revision", "needs a repository")
-    setup = _read(given.get("setup", {}), "setup", _SETUP)
-    agent = _read(given.get("agent", {}), "agent", _AGENT)
-    if "repository" in given:
-        revision = given.get("revision", "HEAD")
-        given["workspace"] = Checkout(base / given["repository"], revision)
-    grade = _grade(given.get("grade", {}))
-    if grade.kind == "script" and "tests" not in given:
-        refuse("grade.script", "needs the task's tests")
-    return Task(
-        task_id=given["id"],
-        prompt=given["prompt"],
-        workspace=given.get("workspace"),
-        tests=given.get("tests"),
-        solution=given.get("solution"),
-        workdir=given["workdir"],
-        image=given.get("image"),
-        setup=setup.get("command", ""),
-        setup_timeout_s=setup.get("timeout_s", 300.0),
-        agent_timeout_s=agent.get("timeout_s", 1800.0),
-        max_turns=agent.get("max_turns"),
-        grade=grade,
-        limits=Limits(**_read(given.get("limits", {}), "limits", _LIMITS)),
-    )
-
-
-def _grade(record: object) -> Grade:
-    given = _read(record, "grade", _GRADE)
-    kind = given.get("kind", "command")
-    if kind == "reward_file":
-        given.setdefault("command", "bash {tests}/test.sh")
-    if kind == "swebench":
-        given.setdefault("protect", ())
-    grade = Grade(**given)
-    needed = {
-        "command": grade.command,
-        "tests": grade.command and grade.fail_to_pass + grade.pass_to_pass,
-        "script": grade.script,
-        "reward_file": grade.command,
-        "completed": True,
-        "swebench": grade.instance,
-    }
-    if not needed[kind]:
-        refuse("grade", f"kind {kind!r} lacks keys that it needs")
-    return grade

@@ -100,9 +100,10 @@ class Workspace:
         files = self.task.workspace
         # an empty archive creates the directory
         self.sandbox.put(pack({}) if files is None else files.archive(), self.path)
-        if self.task.setup:
-            command, limit = ["sh", "-c", self.task.setup], self.task.setup_timeout_s
-            done = self.sandbox.exec(command, timeout_s=limit, cwd=self.path)
+        setup = self.task.setup
+        if setup.command:
+            command = ["sh", "-c", setup.command]
+            done = self.sandbox.exec(command, timeout_s=setup.timeout_s, cwd=self.path)
             if done.code != 0:
                 raise StageError("setup", done.summary)
         # agents expect a repository

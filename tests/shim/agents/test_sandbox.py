@@ -15,6 +15,7 @@ import tarfile
 import threading
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.shim import fake_e2b
@@ -415,3 +416,76 @@ def test_a_process_that_ends_while_others_are_searched_is_passed_over(monkeypatc
             assert list(local._marked(MARK, mark)) == [f"/proc/{process.pid}"]
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("argument", ["a\0b", "x" * (1 << 20)], ids=["null", "long"])
+def test_a_command_that_cannot_be_started_is_the_sandbox_s_failure(box, argument):
+    with pytest.raises(SandboxError):
+        box.exec(["echo", argument], timeout_s=60)
+
+
+@pytest.mark.skipif(not APART, reason="its double needs namespaces")
+def test_a_container_that_cannot_be_removed_is_reported(tmp_path, fake):
+    program = tmp_path / "pod"
+    broken = tmp_path / "broken"
+    program.write_text(f'#!/bin/sh\ntest -e {broken} && exit 3\nexec docker "$@"\n')
+    program.chmod(0o755)
+    box = sandbox("docker", tmp_path, options={"binary": str(program)})
+    box.start()
+    broken.touch()
+    with pytest.raises(SandboxError, match="cannot be removed: exit code 3"):
+        box.stop()
+    program.unlink()
+    with pytest.raises(SandboxError, match="cannot be run"):
+        box.stop()
+    broken.unlink()
+    shutil.copy(tmp_path / "bin/docker", program)
+    box.stop()
+    assert not list(fake.iterdir())
+
+
+@pytest.mark.skipif(not APART, reason="its double needs namespaces")
+def test_faults_of_e2b_s_package_are_those_of_the_sandbox(tmp_path, fake, monkeypatch):
+    def unreachable(*_, **__):
+        raise httpx.ConnectError("no route")
+
+    with sandbox("e2b", tmp_path) as box:
+        for kind, name in ((fake_e2b.Files, "read"), (fake_e2b.Commands, "run")):
+            with monkeypatch.context() as patch:
+                patch.setattr(kind, name, unreachable)
+                with pytest.raises(SandboxError, match="e2b: no route"):
+                    sh(box, "true")
+        with monkeypatch.context() as patch:
+            patch.setattr(fake_e2b.Sandbox, "kill", unreachable)
+            with pytest.raises(SandboxError, match="e2b: no route"):
+                box.stop()
+        assert sh(box, "echo on").stdout == b"on\n"
+    assert not list(fake.iterdir())
+
+
+def test_a_directory_that_is_still_written_to_is_removed_later(tmp_path, monkeypatch):
+    """Or its removal fails after some seconds."""
+
+    def remove(root):
+        raise OSError(39, "Directory not empty")
+
+    box = sandbox("local", tmp_path)
+    box.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "_DYING_SECONDS", 0.1)
+        patch.setattr(local, "remove", remove)
+        with pytest.raises(SandboxError, match=r"cannot be removed: .*not empty"):
+            box.stop()
+    faults = iter([remove, remove])
+    really = local.remove
+    monkeypatch.setattr(local, "remove", lambda root: next(faults, really)(root))
+    box.stop()
+    assert not list((tmp_path / "scratch").iterdir())
+
+
+@pytest.mark.skipif(not ISOLATED, reason="bubblewrap does not work here")
+def test_empty_files_count_too(tmp_path):
+    with sandbox("local apart", tmp_path, limits=Limits(disk_mb=1)) as box:
+        script = "seq 3000 | xargs touch; sleep 60"
+        with pytest.raises(SandboxError, match="more than disk_mb = 1"):
+            sh(box, script)

@@ -228,7 +228,7 @@ def commands(prompt):
     return {command(reply) for reply in policy(prompt)}
 
 
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.task_id)
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.id)
 def test_every_edit_the_policy_makes_mends_the_fault(tmp_path, task):
     edits = commands(conversation(task, SEEN, SLIPPED))
     for number, edit in enumerate(edits):
@@ -243,7 +243,7 @@ def test_every_edit_the_policy_makes_mends_the_fault(tmp_path, task):
         subprocess.run(test, cwd=folder, capture_output=True, check=True)
 
 
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.task_id)
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.id)
 def test_the_policy_slips_once_asks_for_a_review_and_submits_last(task):
     assert commands(conversation(task, SEEN)) == {None}
     (review,) = commands(conversation(task, HOW, SLIPPED, *[SEEN] * 3))

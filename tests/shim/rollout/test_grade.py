@@ -290,9 +290,10 @@ def test_all_that_a_task_says_is_read(tmp_path):
         grade={"command": "make test", "timeout_s": 10},
         limits={"memory_mb": 1, "cpus": 2, "processes": 3, "file_mb": 4},
     )
-    assert (task.workdir, task.image, task.setup) == ("/testbed", "img:1", "make")
-    assert (task.setup_timeout_s, task.agent_timeout_s) == (7.0, 8.5)
-    assert (task.max_turns, task.grade.timeout_s) == (9, 10.0)
+    found = (task.workdir, task.image, task.setup.command)
+    assert found == ("/testbed", "img:1", "make")
+    assert (task.setup.timeout_s, task.agent.timeout_s) == (7.0, 8.5)
+    assert (task.agent.max_turns, task.grade.timeout_s) == (9, 10.0)
     assert task.limits == Limits(memory_mb=1, cpus=2.0, processes=3, file_mb=4)
 
 
@@ -334,6 +335,7 @@ def test_files_that_hold_no_tasks_are_refused(tmp_path):
     for text, said in (
         ("", "has no task"),
         ("{", "t.jsonl:1"),
+        (task.replace('"p"', '"\\ud800"'), "t.jsonl:1: .*surrogates"),
         (task * 2, "two tasks have the id 'a'"),
     ):
         path.write_text(text)

@@ -20,12 +20,14 @@ import trajkit as tk
 from tests.shim.agents.test_sandbox import ISOLATED, marked
 from trajkit.cli import BAD_DATA, BAD_FILE, DONE
 from trajkit.errors import FormatError
+from trajkit_shim.agents.sandbox import SandboxError
+from trajkit_shim.agents.sandboxes.local import LocalSandbox
 from trajkit_shim.app import create_app
 from trajkit_shim.engines.embedded import EmbeddedEngine, Reply, load_tokenizer
 from trajkit_shim.prompting.render import ChatRenderer
 from trajkit_shim.rollout import solver
 from trajkit_shim.rollout.command import add_rollout
-from trajkit_shim.rollout.run_log import Rollout, RunLog
+from trajkit_shim.rollout.run_log import RunLog
 from trajkit_shim.rollout.tasks import read_tasks
 from trajkit_shim.serve import running
 from trajkit_shim.sessions.turn_log import TurnLog
@@ -529,17 +531,8 @@ def test_a_journal_that_is_none_is_refused(tmp_path):
             RunLog(path, "shell", "local")
     path.write_text("")
     with closing(RunLog(path, "shell", "local")) as journal:
-        empty = Rollout(
-            session_id="",
-            group_id="g",
-            sample=0,
-            attempt=0,
-            harness="shell",
-            sandbox="local",
-            started_at=0.0,
-        )
-        assert journal.begin(empty, "d").session_id == f"g.0.{journal.run_id}"
-        assert journal.begin(empty, "d").session_id == f"g.0.{journal.run_id}~2"
+        assert journal.begin("g", 0, "d").session_id == f"g.0.{journal.run_id}"
+        assert journal.begin("g", 0, "d").session_id == f"g.0.{journal.run_id}~2"
 
 
 # The ten tasks that ship
@@ -680,3 +673,84 @@ def test_untrusted_agents_need_a_sandbox_that_isolates(tmp_path, capsys):
     assert run(argv) == BAD_FILE
     assert "--untrusted: the local sandbox isolates nothing" in capsys.readouterr().err
     assert not (tmp_path / "run" / "turns").exists()
+
+
+# Faults that no part of a rollout expects
+
+
+def test_an_unexpected_fault_is_the_error_of_its_own_rollout(tmp_path, capsys, caplog):
+    """The other tasks are graded, and the table has all of them."""
+    tasks = tmp_path / "tasks"
+    for name in ("fine", "gone", "other"):
+        shutil.copytree(EXAMPLES / "leap", tasks / name)
+    agent = f"rm -rf {tasks}/gone/tests; TASK_PROMPT=hello {AGENT}"
+    out = tmp_path / "run"
+    assert run(command(tasks, out, *QUICK, agent=agent)) == BAD_DATA
+    lines = {line["group_id"]: line for line in sessions(out).values()}
+    assert {name: line["reward"] for name, line in lines.items()} == {
+        "fine": 0.0,
+        "gone": None,
+        "other": 0.0,
+    }
+    assert lines["gone"]["error"].startswith("FileNotFoundError: ")
+    assert "Traceback" in caplog.text
+    assert json.loads(capsys.readouterr().out)["over"] == 3
+
+
+def test_a_name_that_is_not_utf_8_is_escaped_in_the_findings(tmp_path, do, sure):
+    tasks = write_tasks(tmp_path / "t.jsonl", a={})
+    out = tmp_path / "run"
+    agent = f"touch \"$(printf '\\377.pth')\"; {AGENT}"
+    with listener([]) as (url, got):
+        code, said = do(command(tasks, out, *QUICK, "--callback", url, agent=agent))
+    assert (code, said["mean_reward"], said["callbacks_missed"]) == (DONE, 1.0, 0)
+    (line,) = sessions(out).values()
+    assert line["findings"] == got[0]["findings"] == ["not graded: \\udcff.pth"]
+
+
+class StuckSandbox(LocalSandbox):
+    """A sandbox that cannot be removed after the agent of task ``a``."""
+
+    kind = "stuck"
+
+    def _remove(self):
+        super()._remove()
+        if self.spec.name.startswith("trajkit-a."):
+            raise SandboxError("it is stuck")
+
+
+STUCK = ("--sandbox", f"{__name__}:StuckSandbox", *QUICK)
+
+
+def test_a_sandbox_that_cannot_be_removed_is_the_error_of_its_rollout(
+    tmp_path, capsys, sure
+):
+    tasks = write_tasks(tmp_path / "t.jsonl", a={}, b={})
+    out = tmp_path / "run"
+    assert run(command(tasks, out, *STUCK)) == BAD_DATA
+    lines = {line["group_id"]: line for line in sessions(out).values()}
+    assert (lines["a"]["error"], lines["a"]["reward"]) == ("sandbox: it is stuck", None)
+    assert (lines["b"]["error"], lines["b"]["reward"]) == (None, 1.0)
+
+
+def test_a_sandbox_that_cannot_be_removed_does_not_keep_a_run_from_its_end(
+    tmp_path, sure
+):
+    tasks = write_tasks(tmp_path / "t.jsonl", a={}, b={})
+    out = tmp_path / "run"
+    argv = command(tasks, out, *STUCK, "--parallel", "2", manners="hang")
+    assert killed_run(argv, out, 0, by=signal.SIGTERM, turns=2) != 0
+    lines = sessions(out).values()
+    assert {line["group_id"] for line in lines} == {"a", "b"}
+    assert {line["error"] for line in lines} == {
+        "interrupted: the run was stopped before it ended"
+    }
+    for line in lines:
+        assert marked(f"trajkit-{line['session_id']}-agent") == set()
+
+
+def test_a_gateway_that_cannot_be_reached_ends_the_run(tmp_path, capsys):
+    tasks = write_tasks(tmp_path / "t.jsonl", a={})
+    options = ("--gateway", "http://127.0.0.1:9", "--admin-token", "x")
+    with pytest.raises(ConnectionError, match=r"http://127\.0\.0\.1:9"):
+        run(command(tasks, tmp_path / "run", *QUICK, *options))

@@ -56,6 +56,8 @@ _ISOLATED = (
 _DISK_MB = 8192
 _PROCESSES = 1024
 
+# what an empty file takes too
+_INODE_BYTES = 512
 # a killed process that still exists after this waits for a disk and does nothing more
 _DYING_SECONDS = 5.0
 
@@ -247,11 +249,12 @@ def _choice(spec: sandbox.Spec, name: str, *choices: str) -> str:
 def _disk_bytes(root: Path) -> int:
     """What the files below a directory take on the disk."""
     found = 0
-    for folder, _, names in os.walk(root):
-        for name in names:
+    for folder, folders, names in os.walk(root):
+        for name in (*folders, *names):
             # a process may remove it at any time
             with suppress(OSError):
-                found += os.lstat(os.path.join(folder, name)).st_blocks * 512
+                size = os.lstat(os.path.join(folder, name)).st_blocks * 512
+                found += size + _INODE_BYTES
     return found
 
 
