@@ -21,23 +21,6 @@ from trajkit.export._rows import (
 from trajkit.packs.balancing import balance
 from trajkit.packs.packing import pack
 
-FIELDS = (
-    "token_ids",
-    "mask",
-    "logprobs",
-    "temperatures",
-    "env_name",
-    "ref_logprobs",
-    "mm_kwargs",
-    "routed_experts",
-    "mm_token_type_ids",
-    "rl_weights",
-    "ce_weights",
-    "ref_kl_weights",
-    "advantages",
-)
-"""The fields of ``TrainingSample`` in the order of the wire format."""
-
 MICRO_BATCH_FIELDS = (
     "input_ids",
     "loss_mask",
@@ -74,8 +57,8 @@ def sample_fields(
     Parameters
     ----------
     rows : table
-        `trajkit.schema.ROWS` or ``ROWS_SUFFIX`` with a column ``advantage``, per row or
-        per token. A column ``observation_weight`` becomes ``ce_weights``.
+        With a column ``advantage``, per row or per token. A column
+        ``observation_weight`` becomes ``ce_weights``.
     env_name : str
         The environment; prime-rl reserves the name "all".
     temperature : float
@@ -97,8 +80,8 @@ def sample_fields(
     Raises
     ------
     ExportError
-        See `trajkit.export`; or an advantage is null or absent, the name is "all", or a
-        row is longer than ``seq_len``.
+        An advantage is null or absent, the name is "all", or a row is longer than
+        ``seq_len``.
     """
     if env_name == "all":
         raise ExportError("env_name is 'all', which prime-rl reserves: give another")
@@ -118,15 +101,19 @@ def sample_fields(
                 "it, or linearize with max_row_tokens"
             )
         samples.append(
-            dict.fromkeys(FIELDS)
-            | {
+            {
                 "token_ids": row.input_ids.tolist(),
                 "mask": row.loss_mask.tolist(),
                 "logprobs": row.logprobs.tolist(),
                 "temperatures": [temperature] * len(row.input_ids),
                 "env_name": env_name,
+                "ref_logprobs": None,
+                "mm_kwargs": None,
+                "routed_experts": None,
+                "mm_token_type_ids": None,
                 "rl_weights": on_mask(row, scale) if weighted else None,
                 "ce_weights": observed[row.line],
+                "ref_kl_weights": None,
                 "advantages": gain.tolist(),
             }
         )

@@ -32,8 +32,7 @@ def datum_fields(
     Parameters
     ----------
     rows : table
-        `trajkit.schema.ROWS` or ``ROWS_SUFFIX`` with a column ``advantage``, per row or
-        per token.
+        With a column ``advantage``, per row or per token.
     weighted : bool
         Fold row weights into the advantages. Tinker sums the losses of tokens, so its loss
         is then `trajkit.training.reference_loss` of the same rows. False: every token has
@@ -62,8 +61,7 @@ def datum_fields(
     Raises
     ------
     ExportError
-        See `trajkit.export`; or an advantage is null or absent; or a turn of a row has no
-        ``sequence_id``.
+        An advantage is null or absent; or a turn of a row has no ``sequence_id``.
     """
     checked = checked_rows(rows)
     gains = token_advantages(checked)
