@@ -12,6 +12,7 @@ import pyarrow as pa
 
 import trajkit as tk
 from trajkit._arrow import lazy_compute as pc
+from trajkit._arrow.take import tuples
 from trajkit.analysis.tokenizer import Codec, Ids
 from trajkit.cli.options import Commands, add_command, chosen_policy
 from trajkit.cli.terminal import Fragment, Screen, lines_of, shortened, visible
@@ -74,13 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
     policy = chosen_policy(arguments)
     turns = of_session(tk.read_turns(arguments.source), arguments.session, "turns")
     for one in each_session(turns):
-        outputs = dict(
-            zip(
-                one["turn_index"].to_pylist(),
-                map(_ids, one["output_ids"].to_pylist()),
-                strict=True,
-            )
-        )
+        ids = tuples(one, "turn_index", "output_ids")
+        outputs = {turn: _ids(output) for turn, output in ids}
         messages = {} if codec else _messages(one)
         lines = tk.analysis.output_spans(one, policy).to_pylist()
         drift = {(x["turn_index"], x["output_start"]): x["drift_turn"] for x in lines}

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from trajkit._arrow.canonical import TableLike, as_table
+from trajkit._arrow.take import tuples
 from trajkit.errors import ExportError
 from trajkit.export._rows import (
     checked_rows,
@@ -170,9 +171,7 @@ def micro_batch_fields(
         batches.append(_micro_batch(members, len(n)))
     plan = balance(packs, ranks, equal_counts=True)
     found: list[list[dict[str, Any]]] = [[] for _ in range(ranks)]
-    for rank, number in zip(
-        plan.column("rank").to_pylist(), plan.column("pack").to_pylist(), strict=True
-    ):
+    for rank, number in tuples(plan, "rank", "pack"):
         padding = _micro_batch([], pad_to_multiple_of)
         found[rank].append(padding if number is None else batches[number])
     return found

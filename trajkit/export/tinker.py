@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit._arrow.canonical import TableLike, as_table
+from trajkit._arrow.take import tuples
 from trajkit.errors import ExportError
 from trajkit.export._rows import (
     ExportRow,
@@ -89,9 +90,8 @@ def datum_fields(
 
 
 def _known(table: pa.Table) -> dict[tuple[str, int], str]:
-    names = ("session_id", "turn_index", "sequence_id")
-    columns = [table.column(name).to_pylist() for name in names]
-    return {(session, turn): name for session, turn, name in zip(*columns, strict=True)}
+    known = tuples(table, "session_id", "turn_index", "sequence_id")
+    return {(session, turn): name for session, turn, name in known}
 
 
 def _provenance(
