@@ -33,10 +33,6 @@ def call_tree(
     policy : str or Policy
         The policy that defines parents; see `trajkit.link`.
 
-    Returns
-    -------
-    list of str
-
     Raises
     ------
     UnknownSessionError

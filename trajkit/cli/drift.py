@@ -15,7 +15,7 @@ from trajkit._arrow import lazy_compute as pc
 from trajkit.analysis.drift_findings import other_text_cause
 from trajkit.analysis.tokenizer import Codec, Ids
 from trajkit.cli.file_options import rejected_count, rejected_note, run_stage
-from trajkit.cli.options import Commands, add_command, chosen_policy
+from trajkit.cli.options import chosen_policy, command
 from trajkit.cli.progress import Progress
 from trajkit.cli.terminal import Screen, visible
 from trajkit.cli.text import text_table
@@ -31,13 +31,9 @@ _MAX_TOKENS = 12
 _AROUND = 3
 
 
-def add_drift(commands: Commands) -> None:
-    """Add ``drift`` to the command line."""
-    add_command(
-        commands,
-        "drift",
-        run,
-        """
+@command(
+    "drift",
+    """
 count drift by region and cause
 
 Compare every prompt with the path of the call that it continues (its prompt and output),
@@ -52,10 +48,8 @@ source, --json
 --examples N      with --tokenizer: findings to show of each cause (default: %(default)s)
 --policy, --set, --fork-threshold, --gather, --rejected
 """,
-        examples={"default": 1},
-    )
-
-
+    examples={"default": 1},
+)
 def run(arguments: argparse.Namespace) -> int:
     """Print the summary; the exit code is 0."""
     policy = chosen_policy(arguments)

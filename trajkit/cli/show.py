@@ -14,7 +14,7 @@ import trajkit as tk
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.take import tuples
 from trajkit.analysis.tokenizer import Codec, Ids
-from trajkit.cli.options import Commands, add_command, chosen_policy
+from trajkit.cli.options import chosen_policy, command
 from trajkit.cli.terminal import Fragment, Screen, lines_of, shortened, visible
 from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.errors import ArgumentError, UnknownSessionError
@@ -26,13 +26,9 @@ from trajkit.turns.table import locate
 _MAX_MESSAGE = 160
 
 
-def add_show(commands: Commands) -> None:
-    """Add ``show`` to the command line."""
-    add_command(
-        commands,
-        "show",
-        run,
-        """
+@command(
+    "show",
+    """
 print rows as text: what is trained, context, or lost
 
 Print the tokens of rows, in order, with a label per range: trained, context, duplicate
@@ -50,11 +46,9 @@ source TURNS|ROWS  turns or rows: Parquet, Arrow IPC or JSONL by suffix, or a di
 --no-color         no colours
 --policy, --set, --fork-threshold
 """,
-        row={"type": int},
-        context={"default": 16},
-    )
-
-
+    row={"type": int},
+    context={"default": 16},
+)
 def run(arguments: argparse.Namespace) -> int:
     """Print the rows; the exit code is 0."""
     tokenizer = chosen_tokenizer(arguments)

@@ -145,10 +145,6 @@ def micro_batch_fields(
     pad_to_multiple_of : int
         Micro-batches are padded to a multiple of this many tokens.
 
-    Returns
-    -------
-    list of list of dict
-
     Raises
     ------
     ExportError

@@ -215,13 +215,11 @@ class TrajectoryManager:
 
         Parameters
         ----------
-        sid : str
         turn : TurnRecord
             slime's record: ``prompt_ids``, ``output_ids``, ``finish_reason``,
             ``output_log_probs`` and ``ill_formed`` are read.
         prompt_messages : sequence of dict
             Without messages the turn is not recorded, as in slime.
-        response_message : dict or None
         metadata : mapping, optional
             Not read; slime keeps it in its tree only.
         """
@@ -257,7 +255,6 @@ class TrajectoryManager:
 
         Parameters
         ----------
-        sid : str
         base_sample : Sample
             ``index``, ``group_index``, ``rollout_id``, ``prompt`` and ``label`` are copied.
         reward : float
@@ -266,10 +263,6 @@ class TrajectoryManager:
             Added to the metadata of every sample.
         max_sample_tokens : int
             Truncate samples to this many tokens; 0 does not.
-
-        Returns
-        -------
-        list of Sample
         """
         if not self.has_session(sid):
             return []

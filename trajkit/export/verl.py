@@ -118,7 +118,6 @@ def padded_fields(
     ----------
     prompt_length, response_length : int
         ``max_prompt_length`` and ``max_response_length`` of verl's configuration.
-    pad_token_id : int
 
     Returns
     -------

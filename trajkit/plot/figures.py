@@ -192,8 +192,12 @@ def run(
 ) -> Figure:
     """The distributions of a run, and its averages over the training steps.
 
-    Histograms, and a curve of each average if there are two steps or more. Parameters are
-    those of `trajkit.analysis.metrics_by_step`.
+    Histograms, and a curve of each average if there are two steps or more.
+
+    Parameters
+    ----------
+    turns, report, policy
+        As for `trajkit.analysis.metrics_by_step`.
     """
     values = run_values(turns, report)
     steps = metrics_by_step(turns, report, policy)
@@ -220,8 +224,12 @@ def swimlanes(turns: TableLike, sessions: TableLike | None = None) -> Figure:
 
     A lane per session, by its start. *generation*: a call, with the time that it waited at
     the engine; calls that overlap are below each other. *tool*: no call of the session
-    runs. *queue*: the run has begun, and the session has not. Parameters and errors are
-    those of `trajkit.plot.timeline.slices_of`.
+    runs. *queue*: the run has begun, and the session has not.
+
+    Parameters
+    ----------
+    turns, sessions : table
+        As for `trajkit.plot.timeline.slices_of`, which also names the errors.
     """
     slices = slices_of(turns, sessions)
     seconds = dict.fromkeys(TIMES, 0.0)

@@ -211,7 +211,6 @@ class ViewTables:
     ----------
     turns : table
         `trajkit.schema.TURNS` in full or delta form, the rows of each session contiguous.
-    policies : iterable of Policy
     sessions : table, optional
         `trajkit.schema.SESSIONS` of these and possibly other sessions.
     tokenizer : Tokenizer, optional
