@@ -4,6 +4,7 @@ Arrow has no kernel that takes from views of text or bytes, which polars hands o
 these are cast to types that have one, and back.
 """
 
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -52,6 +53,11 @@ def take_run(values: _Values, indices: npt.NDArray[Any]) -> _Values:
     if n == 1 or (n and (np.diff(indices) == 1).all()):
         return values.slice(int(indices[0]), n)
     return values.take(pa.array(indices))
+
+
+def tuples(table: pa.Table, *names: str) -> Iterator[tuple[Any, ...]]:
+    """The values of some columns, line by line, as Python objects."""
+    return zip(*(table.column(name).to_pylist() for name in names), strict=True)
 
 
 def list_values(column: pa.ChunkedArray) -> pa.Array:

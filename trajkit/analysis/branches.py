@@ -73,12 +73,10 @@ def label_branches(
     Parameters
     ----------
     turns : table, or iterator of record batches
-        `trajkit.schema.TURNS` in full or delta form. The columns ``agent_id`` (string),
-        ``started_at`` and ``ended_at`` (timestamps) are optional. An iterator (or a
-        RecordBatchReader) is read lazily; a session may span consecutive batches.
+        As for `trajkit.classify_drift`. The columns ``agent_id`` (string),
+        ``started_at`` and ``ended_at`` (timestamps) are optional.
     links : table, or iterator of record batches
-        `trajkit.schema.LINKS` of the same turns. An iterator is read in step with
-        ``turns``.
+        As for `trajkit.classify_drift`.
     opening_tokens : int
         Prompt tokens that identify an agent without an ``agent_id`` and messages.
 
@@ -175,16 +173,16 @@ class _Agent:
             path.append(node)
         return path
 
-    def add(self, call: int, request: list[bytes], reply: bytes | None) -> None:
+    def add(self, call: int, state: list[bytes], *, replied: bool) -> None:
         node = 0
         self.latest[0] = call
-        for key in [*request, *([reply] if reply else [])]:
+        for key in state:
             child = self.nodes.setdefault((node, key), len(self.latest))
             if child == len(self.latest):
                 self.latest.append(call)
             self.latest[child] = call
             node = child
-        if reply:
+        if replied:
             self.replies.add(node)
 
 
@@ -211,6 +209,11 @@ class _Session:
             self._children.setdefault(int(self._parents[call]), []).append(call)
         session = SessionCalls(calls.sessions(s, s + 1))
         self._requests, self._replies = _keys(session)
+        # each turn's request and reply; None: the request is unknown
+        self._states = [
+            None if request is None else [*request, *([reply] if reply else [])]
+            for request, reply in zip(self._requests, self._replies, strict=True)
+        ]
         self._ids = _column(session, "agent_id")
         self._started = _column(session, "started_at")
         self._ended = _column(session, "ended_at")
@@ -239,8 +242,10 @@ class _Session:
             asked |= dict.fromkeys(questions, call)
             agent.calls.add(call)
             agent.last = call
-            if request is not None:
-                agent.add(call, request, self._replies[call - self._range.start])
+            state = self._states[call - self._range.start]
+            if state is not None:
+                replied = self._replies[call - self._range.start] is not None
+                agent.add(call, state, replied=replied)
 
     def _agent(self, call: int) -> tuple[str, object]:
         at = call - self._range.start
@@ -269,11 +274,8 @@ class _Session:
             return "sub_agent", call - 1, f"no earlier turn has its {kind}{which}"
         if self._replaces_a_reply(call):
             other = self._rewritten[call]
-            return (
-                "rewrite",
-                other,
-                f"links: it replaces the reply of {self._turn(other)}",
-            )
+            why = f"links: it replaces the reply of {self._turn(other)}"
+            return "rewrite", other, why
         parent = int(self._parents[call])
         shown = parent in agent.calls and self._shows_state(call, parent)
         if shown and self._children[parent][0] == call:
@@ -307,9 +309,9 @@ class _Session:
         k, node = len(path) - 1, path[-1]
         other = agent.latest[node]
         before = self._requests[other - self._range.start]
-        reply = self._replies[other - self._range.start]
+        state = self._states[other - self._range.start]
         assert before is not None
-        state = [*before, *([reply] if reply else [])]
+        assert state is not None
         turn = self._turn(other)
         if k == len(request):
             return "rollback", other, f"its {k} messages are the first ones of {turn}"
@@ -347,24 +349,20 @@ class _Session:
     def _shows_state(self, call: int, parent: int) -> bool:
         """Whether the request begins with the complete state of the parent."""
         request = self._requests[call - self._range.start]
-        before = self._requests[parent - self._range.start]
-        if request is None or before is None:
+        state = self._states[parent - self._range.start]
+        if request is None or state is None:
             path = self._paths.path(parent)
             return _core.lcp(path, self._paths.prompt(call)) == len(path)
-        reply = self._replies[parent - self._range.start]
-        state = [*before, *([reply] if reply else [])]
         return request[: len(state)] == state
 
     def _branch(self, call: int, label: str, other: int, evidence: str) -> Branch:
-        at, before = call - self._range.start, other - self._range.start
-        request, state = self._requests[at], self._requests[before]
+        request = self._requests[call - self._range.start]
+        state = self._states[other - self._range.start]
         shared = None
         if request is not None and state is not None:
-            reply = self._replies[before]
-            state = [*state, *([reply] if reply else [])]
-            pairs = zip(request, state, strict=False)
-            shared = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-            shared = min(len(request), len(state)) if shared is None else shared
+            pairs = enumerate(zip(request, state, strict=False))
+            n = min(len(request), len(state))
+            shared = next((i for i, (a, b) in pairs if a != b), n)
         tokens = _core.lcp(self._paths.path(other), self._paths.prompt(call))
         return Branch(call, other, label, shared, tokens, evidence)
 
@@ -376,13 +374,10 @@ def _keys(
     session: SessionCalls,
 ) -> tuple[list[list[bytes] | None], list[bytes | None]]:
     """The keys of each call's messages (None: unknown), and of its reply."""
-    requests: list[list[bytes] | None] = []
-    for call in range(len(session)):
-        messages = session.messages(call)
-        keys = None
-        if messages is not None:
-            keys = [messages.key(i) for i in range(len(messages))]
-        requests.append(keys)
+    requests = [
+        None if messages is None else [messages.key(i) for i in range(len(messages))]
+        for messages in map(session.messages, range(len(session)))
+    ]
     replies = session.table.column("response").to_pylist()
     return requests, [reply["key"] if reply else None for reply in replies]
 

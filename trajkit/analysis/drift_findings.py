@@ -53,12 +53,8 @@ def explain_drift(
 
     Parameters
     ----------
-    turns : table, or iterator of record batches
-        `trajkit.schema.TURNS` in full or delta form. An iterator (or a
-        RecordBatchReader) is read lazily; a session may span consecutive batches.
-    links : table, or iterator of record batches
-        `trajkit.schema.LINKS` of the same turns, from `trajkit.link`. An iterator is
-        read in step with ``turns``.
+    turns, links : table, or iterator of record batches
+        As for `trajkit.classify_drift`.
     tokenizer : Tokenizer
         The engine's tokenizer, as `trajkit.analysis.check_roundtrip` takes it.
     min_run : int
@@ -75,10 +71,8 @@ def explain_drift(
 
     Raises
     ------
-    SchemaError, InvalidTurnsError
-        As `trajkit.linearize`; the tokenizer lacks a method.
-    ArgumentError
-        ``min_run`` is not an integer of 1 or more.
+    SchemaError, InvalidTurnsError, ArgumentError
+        As `trajkit.classify_drift`.
 
     Notes
     -----

@@ -44,7 +44,6 @@ class Side:
 
     Parameters
     ----------
-    codec : Codec
     ids : ndarray of int32, shape (n_ids,)
     """
 

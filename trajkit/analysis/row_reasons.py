@@ -8,6 +8,7 @@ import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table, canonical_rows
+from trajkit._arrow.take import tuples
 from trajkit.analysis.drift import classify_drift
 from trajkit.analysis.tokenizer import Tokenizer
 from trajkit.errors import SchemaError
@@ -102,14 +103,9 @@ def _lines(rows: pa.Table, reasons: Callable[[int, str, int], _Reason]) -> pa.Ta
     """One line per row; ``reasons`` takes a row, its session and its first turn."""
     trained, losses = _tokens(rows)
     lines = []
-    for k, (name, index, turn) in enumerate(
-        zip(
-            rows["session_id"].to_pylist(),
-            rows["row_index"].to_pylist(),
-            _first_turns(rows),
-            strict=True,
-        )
-    ):
+    places = tuples(rows, "session_id", "row_index")
+    firsts = zip(places, _first_turns(rows), strict=True)
+    for k, ((name, index), turn) in enumerate(firsts):
         opened_by, parent, reason = reasons(k, name, turn)
         lost = {kind: n[k] for kind, n in losses.items()}
         lines.append(
@@ -180,16 +176,8 @@ def _departing(
 def _parting(rows: pa.Table) -> Callable[[int, str, int], _Reason]:
     """Why turns open rows, from where rows part from their parent rows."""
     spans = rows["spans"]
-    places = {
-        (name, index): k
-        for k, (name, index) in enumerate(
-            zip(
-                rows["session_id"].to_pylist(),
-                rows["row_index"].to_pylist(),
-                strict=True,
-            )
-        )
-    }
+    named = enumerate(tuples(rows, "session_id", "row_index"))
+    places = {place: k for k, place in named}
 
     def reason(k: int, name: str, _: int) -> _Reason:
         other, shared = rows["parent_row"][k].as_py(), rows["shared_length"][k].as_py()
@@ -221,12 +209,8 @@ def _by_turn(
     table: pa.Table, names: Iterable[str]
 ) -> Iterator[tuple[tuple[str, int], tuple[Any, ...]]]:
     """Session and turn of each line, and its values in other columns."""
-    keys = zip(*_values(table, ("session_id", "turn_index")), strict=True)
-    return zip(keys, zip(*_values(table, names), strict=True), strict=True)
-
-
-def _values(table: pa.Table, names: Iterable[str]) -> list[list[Any]]:
-    return [table[name].to_pylist() for name in names]
+    keys = tuples(table, "session_id", "turn_index")
+    return zip(keys, tuples(table, *names), strict=True)
 
 
 def _drift_text(drift: _Drift, n_output: int) -> str:

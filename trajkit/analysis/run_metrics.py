@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table
+from trajkit._arrow.take import tuples
 from trajkit.analysis.drift import classify_drift
 from trajkit.errors import SchemaError
 from trajkit.pipeline.links import link
@@ -127,9 +128,7 @@ def metrics_by_step(
     table, counts = as_turns(as_table(turns)), as_table(report)
     if "step" not in table.column_names:
         return {}
-    steps = dict(
-        zip(table["session_id"].to_pylist(), table["step"].to_pylist(), strict=True)
-    )
+    steps = dict(tuples(table, "session_id", "step"))
     found = {}
     for step in sorted({*steps.values()} - {None}):
         own = pa.array([name for name, of in steps.items() if of == step])
@@ -210,9 +209,7 @@ def prompt_lengths(turns: pa.Table) -> np.ndarray[Any, Any]:
 def group_rewards(report: pa.Table) -> dict[str, list[float | None]]:
     """The rewards of each group; sessions without a group_id are left out."""
     groups: dict[str, list[float | None]] = {}
-    for name, reward in zip(
-        report["group_id"].to_pylist(), report["reward"].to_pylist(), strict=True
-    ):
+    for name, reward in tuples(report, "group_id", "reward"):
         if name is not None:
             groups.setdefault(name, []).append(reward)
     return groups
@@ -221,11 +218,7 @@ def group_rewards(report: pa.Table) -> dict[str, list[float | None]]:
 def version_counts(turns: pa.Table) -> dict[str, tuple[int, set[str]]]:
     """Sampled tokens and sessions of each weight version, in order of appearance."""
     found: dict[str, tuple[int, set[str]]] = {}
-    for name, pieces in zip(
-        turns["session_id"].to_pylist(),
-        turns["weight_versions"].to_pylist(),
-        strict=True,
-    ):
+    for name, pieces in tuples(turns, "session_id", "weight_versions"):
         for piece in pieces or ():
             n, own = found.get(piece["version"], (0, set()))
             n += piece["stop"] - piece["start"]

@@ -4,6 +4,7 @@ import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.canonical import TableLike, as_table
+from trajkit._arrow.take import tuples
 from trajkit.analysis.branches import label_branches
 from trajkit.analysis.drift import classify_drift
 from trajkit.errors import UnknownSessionError
@@ -32,10 +33,6 @@ def call_tree(
     policy : str or Policy
         The policy that defines parents; see `trajkit.link`.
 
-    Returns
-    -------
-    list of str
-
     Raises
     ------
     UnknownSessionError
@@ -62,9 +59,7 @@ def call_tree(
     links = link(table, policy)
     texts = _texts(table, links)
     children: dict[int | None, list[int]] = {}
-    for turn, parent in zip(
-        links["turn_index"].to_pylist(), links["parent"].to_pylist(), strict=True
-    ):
+    for turn, parent in tuples(links, "turn_index", "parent"):
         children.setdefault(parent, []).append(turn)
     lines: list[str] = []
     # Turns to draw, with the text before them and before what continues them.
@@ -78,13 +73,8 @@ def call_tree(
             continue
         for k, child in reversed(list(enumerate(next_turns))):
             last = k == len(next_turns) - 1
-            waiting.append(
-                (
-                    child,
-                    indent + ("└─ " if last else "├─ "),
-                    indent + ("   " if last else "│  "),
-                )
-            )
+            corner, line = ("└─ ", "   ") if last else ("├─ ", "│  ")
+            waiting.append((child, indent + corner, indent + line))
     return lines
 
 
@@ -101,10 +91,7 @@ def _texts(table: pa.Table, links: pa.Table) -> dict[int, str]:
     }
     started_by: dict[int, int | None] = {}
     if "started_by_turn" in table.column_names:
-        turns, starts = (
-            table[name].to_pylist() for name in ("turn_index", "started_by_turn")
-        )
-        started_by = dict(zip(turns, starts, strict=True))
+        started_by = dict(tuples(table, "turn_index", "started_by_turn"))
     texts = {}
     for turn, n_prompt, n_output in zip(
         table["turn_index"].to_pylist(),

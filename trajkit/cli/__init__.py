@@ -19,23 +19,25 @@ from importlib.metadata import entry_points, version
 from typing import NoReturn, TextIO, cast
 
 from trajkit._arguments import did_you_mean
-from trajkit.cli.compact import add_compact, add_expand
-from trajkit.cli.drift import add_drift
-from trajkit.cli.export import add_export
-from trajkit.cli.head import add_head
-from trajkit.cli.imports import add_import
-from trajkit.cli.linearize import add_linearize
+from trajkit.cli import (
+    compact,
+    drift,
+    export,
+    head,
+    imports,
+    linearize,
+    pack,
+    plot,
+    policies,
+    show,
+    simulate,
+    stats,
+    verify,
+    view,
+    why,
+)
 from trajkit.cli.options import Commands
-from trajkit.cli.pack import add_pack
-from trajkit.cli.plot import add_plot, add_report
-from trajkit.cli.policies import add_policies
-from trajkit.cli.show import add_show
-from trajkit.cli.simulate import add_simulate
 from trajkit.cli.standard import shown, standard_files
-from trajkit.cli.stats import add_stats
-from trajkit.cli.verify import add_verify
-from trajkit.cli.view import add_view
-from trajkit.cli.why import add_tree, add_why
 from trajkit.errors import ArgumentError, FormatError, TornLogWarning, TrajkitError
 
 DONE = 0
@@ -58,6 +60,29 @@ exit codes:
   130  interrupted
   141  the reader of the output went away
 """
+
+
+COMMANDS = (
+    imports.run,
+    linearize.run,
+    pack.run,
+    drift.run,
+    simulate.run,
+    verify.run,
+    plot.run_plot,
+    plot.run_report,
+    export.run,
+    head.run,
+    stats.run,
+    show.run,
+    why.run_why,
+    why.run_tree,
+    view.run,
+    policies.run,
+    compact.run_compact,
+    compact.run_expand,
+)
+"""trajkit's own commands, in the order of the help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -154,24 +179,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = cast(
         "Commands", parser.add_subparsers(title="commands", metavar="COMMAND")
     )
-    add_import(commands)
-    add_linearize(commands)
-    add_pack(commands)
-    add_drift(commands)
-    add_simulate(commands)
-    add_verify(commands)
-    add_plot(commands)
-    add_report(commands)
-    add_export(commands)
-    add_head(commands)
-    add_stats(commands)
-    add_show(commands)
-    add_why(commands)
-    add_tree(commands)
-    add_view(commands)
-    add_policies(commands)
-    add_compact(commands)
-    add_expand(commands)
+    for command in COMMANDS:
+        command.add(commands)
     for entry in sorted(entry_points(group="trajkit.commands"), key=lambda e: e.name):
         entry.load()(commands)
     return parser

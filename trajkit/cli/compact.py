@@ -5,20 +5,36 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from trajkit.cli.file_options import job_options, print_written
-from trajkit.cli.options import Commands, add_command
+from trajkit.cli.options import command
 from trajkit.cli.progress import Progress
 from trajkit.io.formats import paths_in
 from trajkit.io.tables import log_files
 from trajkit.jobs.stages import compact_file, expand_file
 
 
-def add_compact(commands: Commands) -> None:
-    """Add ``compact`` to the command line."""
-    parser = _add(
-        commands,
-        "compact",
-        compact_file,
-        """
+def total_size(files: Iterable[Path]) -> int:
+    """The bytes of all files."""
+    return sum(file.stat().st_size for file in files)
+
+
+def _change(
+    arguments: argparse.Namespace, name: str, change: Callable[..., dict[str, int]]
+) -> int:
+    """Write the turns and print their size; the exit code is 0."""
+    with Progress(name, "turns") as bar:
+        options = job_options(arguments, bar)
+        totals = change(arguments.source, arguments.output, **options)
+    before = total_size(log_files(arguments.source)[0])
+    after = total_size(paths_in(Path(arguments.output)))
+    facts = {**totals, "bytes_before": before, "bytes_after": after}
+    text = f"turns {totals['turns']:,}, bytes {before:,} before and {after:,} after"
+    print_written(arguments, totals, facts, text)
+    return 0
+
+
+@command(
+    "compact",
+    """
 write recorded turns in delta form
 
 Write recorded turns in delta form: of each prompt, only the part that an earlier turn does
@@ -29,17 +45,17 @@ source, --json
                  where an interrupted run continues
 --gather, --rejected
 """,
-    )
-    parser.set_defaults(writes_delta=True)
+    extend=lambda parser: parser.set_defaults(writes_delta=True),
+    output={"required": True},
+)
+def run_compact(arguments: argparse.Namespace) -> int:
+    """Write the delta form; see `_change`."""
+    return _change(arguments, "compact", compact_file)
 
 
-def add_expand(commands: Commands) -> None:
-    """Add ``expand`` to the command line."""
-    _add(
-        commands,
-        "expand",
-        expand_file,
-        """
+@command(
+    "expand",
+    """
 write turns with complete prompts
 
 Write turns with complete prompts and messages: the inverse of compact.
@@ -49,28 +65,8 @@ source, --json
                  Parquet, where an interrupted run continues
 --gather, --rejected
 """,
-    )
-
-
-def _add(
-    commands: Commands, name: str, change: Callable[..., dict[str, int]], usage: str
-) -> argparse.ArgumentParser:
-    def run(arguments: argparse.Namespace) -> int:
-        """Write the turns and print their size; the exit code is 0."""
-        with Progress(name, "turns") as bar:
-            totals = change(
-                arguments.source, arguments.output, **job_options(arguments, bar)
-            )
-        before = total_size(log_files(arguments.source)[0])
-        after = total_size(paths_in(Path(arguments.output)))
-        facts = {**totals, "bytes_before": before, "bytes_after": after}
-        text = f"turns {totals['turns']:,}, bytes {before:,} before and {after:,} after"
-        print_written(arguments, totals, facts, text)
-        return 0
-
-    return add_command(commands, name, run, usage, output={"required": True})
-
-
-def total_size(files: Iterable[Path]) -> int:
-    """The bytes of all files."""
-    return sum(file.stat().st_size for file in files)
+    output={"required": True},
+)
+def run_expand(arguments: argparse.Namespace) -> int:
+    """Write the full form; see `_change`."""
+    return _change(arguments, "expand", expand_file)

@@ -5,7 +5,7 @@ import json
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +15,7 @@ from trajkit._arrow import lazy_compute as pc
 from trajkit.analysis.drift_findings import other_text_cause
 from trajkit.analysis.tokenizer import Codec, Ids
 from trajkit.cli.file_options import rejected_count, rejected_note, run_stage
-from trajkit.cli.options import Commands, add_command, chosen_policy
+from trajkit.cli.options import chosen_policy, command
 from trajkit.cli.progress import Progress
 from trajkit.cli.terminal import Screen, visible
 from trajkit.cli.text import text_table
@@ -31,13 +31,9 @@ _MAX_TOKENS = 12
 _AROUND = 3
 
 
-def add_drift(commands: Commands) -> None:
-    """Add ``drift`` to the command line."""
-    add_command(
-        commands,
-        "drift",
-        run,
-        """
+@command(
+    "drift",
+    """
 count drift by region and cause
 
 Compare every prompt with the path of the call that it continues (its prompt and output),
@@ -52,10 +48,8 @@ source, --json
 --examples N      with --tokenizer: findings to show of each cause (default: %(default)s)
 --policy, --set, --fork-threshold, --gather, --rejected
 """,
-        examples={"default": 1},
-    )
-
-
+    examples={"default": 1},
+)
 def run(arguments: argparse.Namespace) -> int:
     """Print the summary; the exit code is 0."""
     policy = chosen_policy(arguments)
@@ -89,11 +83,11 @@ def run(arguments: argparse.Namespace) -> int:
     }
     with Progress("drift", "turns") as bar:
         totals = run_stage(arguments, stage, targets, bar)
-    groups = sorted(causes.values(), key=lambda g: (-g["findings"], g["cause"]))
+    groups = sorted(causes.values(), key=lambda g: (-g.findings, g.cause))
     if arguments.json:
         facts = {"policy": asdict(policy), **summary.to_json()}
         if tokenizer is not None:
-            facts["causes"] = groups
+            facts["causes"] = [vars(group) for group in groups]
         text = json.dumps(facts | rejected_count(totals))
     else:
         text = rejected_note(arguments, totals) + summary.describe()
@@ -121,17 +115,18 @@ _HAPPENED = {
 _BY = {"template": " by the template", "rewritten": " by the client", "other_text": ""}
 
 
-class CauseGroup(TypedDict):
+@dataclass
+class CauseGroup:
     """The findings of one cause, over all turns."""
 
     cause: str
-    findings: int
-    turns: int
-    tokens_held: int
-    tokens_shown: int
+    findings: int = 0
+    turns: int = 0
+    tokens_held: int = 0
+    tokens_shown: int = 0
     # findings by who changed the text: see `other_text_cause`
-    origins: dict[str, int]
-    examples: list[dict[str, Any]]
+    origins: Counter[str] = field(default_factory=Counter)
+    examples: list[dict[str, Any]] = field(default_factory=list)
 
 
 def add_causes(
@@ -146,29 +141,17 @@ def add_causes(
     sides = _Sides(turns, codec)
     for found in findings.to_pylist():
         cause = found["cause"]
-        group = causes.setdefault(
-            cause,
-            CauseGroup(
-                cause=cause,
-                findings=0,
-                turns=0,
-                tokens_held=0,
-                tokens_shown=0,
-                origins={},
-                examples=[],
-            ),
-        )
+        group = causes.setdefault(cause, CauseGroup(cause))
         turn = cause, found["session_id"], found["turn_index"]
-        group["findings"] += 1
-        group["turns"] += turn not in counted
+        group.findings += 1
+        group.turns += turn not in counted
         counted.add(turn)
-        group["tokens_held"] += found["path_stop"] - found["path_start"]
-        group["tokens_shown"] += found["prompt_stop"] - found["prompt_start"]
-        origin = sides.origin(found)
-        group["origins"][origin] = group["origins"].get(origin, 0) + 1
-        if len(group["examples"]) < n_examples:
+        group.tokens_held += found["path_stop"] - found["path_start"]
+        group.tokens_shown += found["prompt_stop"] - found["prompt_start"]
+        group.origins[sides.origin(found)] += 1
+        if len(group.examples) < n_examples:
             example = {name: found[name] for name in _EXAMPLE}
-            group["examples"].append(example | sides.tokens(found))
+            group.examples.append(example | sides.tokens(found))
 
 
 class _Sides:
@@ -233,20 +216,19 @@ def describe_causes(groups: list[CauseGroup]) -> str:
     """The causes as a table with examples, for people."""
     head = ("cause", "findings", "turns", "path tokens", "prompt tokens")
     lines = [
-        (g["cause"], g["findings"], g["turns"], g["tokens_held"], g["tokens_shown"])
-        for g in groups
+        (g.cause, g.findings, g.turns, g.tokens_held, g.tokens_shown) for g in groups
     ]
     text = [text_table(head, lines), ""]
-    total = sum(group["findings"] for group in groups)
+    total = sum(group.findings for group in groups)
     happened = Counter[str]()
     for group in groups:
-        for origin, n in group["origins"].items():
-            happened[_HAPPENED[group["cause"]] + _BY[origin]] += n
+        for origin, n in group.origins.items():
+            happened[_HAPPENED[group.cause] + _BY[origin]] += n
     text += [f"{n:,} of {total:,}: {words}" for words, n in happened.most_common()]
     for group in groups:
-        for example in group["examples"]:
+        for example in group.examples:
             text.append(
-                f"\n{group['cause']}: session '{visible(example['session_id'])}', "
+                f"\n{group.cause}: session '{visible(example['session_id'])}', "
                 f"turn {example['turn_index']}, from token {example['path_start']}\n"
                 f"  path    {example['path_tokens']}\n"
                 f"  prompt  {example['prompt_tokens']}"

@@ -5,17 +5,13 @@ import sys
 from pathlib import Path
 
 import trajkit as tk
-from trajkit.cli.options import Commands, add_command
+from trajkit.cli.options import command
 from trajkit.export import FILE_FORMATS
 
 
-def add_export(commands: Commands) -> None:
-    """Add ``export`` to the command line."""
-    add_command(
-        commands,
-        "export",
-        run,
-        """
+@command(
+    "export",
+    """
 write rows in the format of a trainer
 
 Check rows and write them in the format of a trainer: slime's debug rollout file, Parquet
@@ -28,15 +24,13 @@ source ROWS      rows: Parquet, Arrow IPC or JSONL by suffix, or a directory of 
 --sessions FILE  sessions with rewards and groups: adds advantages to the rows
 --baseline       baseline of the advantages (default: group_mean)
 """,
-        to={"required": True, "choices": FILE_FORMATS},
-        output={"required": True, "type": Path},
-        baseline={
-            "choices": ("none", "group_mean", "leave_one_out"),
-            "default": "group_mean",
-        },
-    )
-
-
+    to={"required": True, "choices": FILE_FORMATS},
+    output={"required": True, "type": Path},
+    baseline={
+        "choices": ("none", "group_mean", "leave_one_out"),
+        "default": "group_mean",
+    },
+)
 def run(arguments: argparse.Namespace) -> int:
     """Write the file; the exit code is 0."""
     from trajkit.export.files import TARGETS

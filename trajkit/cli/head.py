@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 
-from trajkit.cli.options import Commands, add_command
+from trajkit.cli.options import command
 from trajkit.cli.terminal import Screen, columns, shortened
 from trajkit.io.tables import iter_tables, log_files
 
@@ -21,13 +21,15 @@ source TABLE  Parquet, Arrow IPC or JSONL by suffix, or a directory, for its tur
 """The file of a table, as an option."""
 
 
-def add_head(commands: Commands) -> None:
-    """Add ``head`` to the command line."""
-    add_command(
-        commands,
-        "head",
-        run,
-        f"""
+def stored_tables(source: str, batch_rows: int | None = None) -> Iterator[pa.Table]:
+    """The table of a file, or the turns of a directory, some lines at a time."""
+    for file in log_files(source)[0]:
+        yield from iter_tables(file, batch_rows=batch_rows)
+
+
+@command(
+    "head",
+    f"""
 print the first lines of a table
 
 Print the first lines of a file of any table: turns, rows, packs, links, drift, sessions, a
@@ -35,16 +37,8 @@ report. Lists are shortened, and columns that do not fit are named below.
 {TABLE}
 -n N  number of lines (default: %(default)s)
 """,
-        n={"default": 10},
-    )
-
-
-def stored_tables(source: str, batch_rows: int | None = None) -> Iterator[pa.Table]:
-    """The table of a file, or the turns of a directory, some lines at a time."""
-    for file in log_files(source)[0]:
-        yield from iter_tables(file, batch_rows=batch_rows)
-
-
+    n={"default": 10},
+)
 def run(arguments: argparse.Namespace) -> int:
     """Print the lines; the exit code is 0."""
     screen = Screen.of_stdout(colour=True)

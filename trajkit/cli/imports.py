@@ -7,7 +7,7 @@ import sys
 import pyarrow as pa
 
 import trajkit as tk
-from trajkit.cli.options import Commands, add_command
+from trajkit.cli.options import command
 from trajkit.cli.progress import Progress
 from trajkit.cli.text import text_table
 from trajkit.importers import FORMATS
@@ -15,13 +15,9 @@ from trajkit.io.tables import write_table
 from trajkit.jobs.stages import Watch
 
 
-def add_import(commands: Commands) -> None:
-    """Add ``import`` to the command line."""
-    add_command(
-        commands,
-        "import",
-        run,
-        f"""
+@command(
+    "import",
+    f"""
 write turns from the records of another system
 
 Write turns from the records of another system: logs, dumps, captures, databases,
@@ -39,15 +35,11 @@ source IN             files of the format, or directories of them
                       null (default: %(default)s)
 --json
 """,
-        **{
-            "from": {"dest": "format", "choices": ("auto", *FORMATS), "default": "auto"}
-        },
-        source={"nargs": "+"},
-        output={"required": True},
-        nonfinite_logprobs={"choices": ("raise", "null"), "default": "raise"},
-    )
-
-
+    from_={"dest": "format", "choices": ("auto", *FORMATS), "default": "auto"},
+    source={"nargs": "+"},
+    output={"required": True},
+    nonfinite_logprobs={"choices": ("raise", "null"), "default": "raise"},
+)
 def run(arguments: argparse.Namespace) -> int:
     """Write the turns and print the problems found; the exit code is 0.
 

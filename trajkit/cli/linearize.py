@@ -5,10 +5,9 @@ from dataclasses import asdict
 
 from trajkit.cli.file_options import job_options, print_written
 from trajkit.cli.options import (
-    Commands,
-    add_command,
     add_facts,
     chosen_policy,
+    command,
     known_sessions,
 )
 from trajkit.cli.progress import Progress
@@ -17,13 +16,9 @@ from trajkit.jobs.stages import linearize_file
 from trajkit.schema import LOSSES
 
 
-def add_linearize(commands: Commands) -> None:
-    """Add ``linearize`` to the command line."""
-    parser = add_command(
-        commands,
-        "linearize",
-        run,
-        """
+@command(
+    "linearize",
+    """
 write the training rows of recorded turns
 
 Write the training rows of recorded turns, and print how many sampled tokens are trained,
@@ -38,12 +33,10 @@ source, --json
 --report FILE    write the report, a line per session
 --gather, --rejected
 """,
-        output={"required": True},
-        layout={"choices": ("full", "suffix"), "default": "full"},
-    )
-    add_facts(parser)
-
-
+    extend=add_facts,
+    output={"required": True},
+    layout={"choices": ("full", "suffix"), "default": "full"},
+)
 def run(arguments: argparse.Namespace) -> int:
     """Write the rows and print the totals; the exit code is 0."""
     policy, sessions = chosen_policy(arguments), known_sessions(arguments)

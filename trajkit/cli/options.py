@@ -2,7 +2,9 @@
 
 import argparse
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
@@ -28,34 +30,50 @@ _TYPES: dict[str, Callable[[str], object]] = {"N": count, "X": float, "PATH": Pa
 """What the value of an option is, by the name of its value."""
 
 
-def add_command(
-    commands: Commands,
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command; see `command`."""
+
+    name: str
+    usage: str
+    # takes the parsed arguments, and returns the exit code
+    run: Callable[[argparse.Namespace], int]
+    extend: Callable[[argparse.ArgumentParser], None] | None
+    details: Mapping[str, dict[str, Any]]
+
+    def add(self, commands: Commands) -> argparse.ArgumentParser:
+        """Add it to the command line."""
+        help, description, *table = self.usage.strip().split("\n\n")
+        words = " ".join(description.split())
+        parser = commands.add_parser(self.name, help=help, description=words)
+        for options in table:
+            add_options(parser, options, **self.details)
+        if self.extend is not None:
+            self.extend(parser)
+        parser.set_defaults(run=self.run)
+        return parser
+
+
+def command(
     name: str,
-    run: Callable[[argparse.Namespace], int],
     usage: str,
+    *,
+    extend: Callable[[argparse.ArgumentParser], None] | None = None,
     **details: dict[str, Any],
-) -> argparse.ArgumentParser:
-    """Add a command to the command line.
+) -> Callable[[Callable[[argparse.Namespace], int]], Command]:
+    """Make a function of the parsed arguments, which returns the exit code, a command.
 
     Parameters
     ----------
-    commands : subparsers action
-    name : str
-    run : function
-        Takes the parsed arguments, and returns the exit code.
     usage : str
         The help in one line, a paragraph that describes the command, and a table of its
         options (see `add_options`), with blank lines between them.
+    extend : function, optional
+        Adds to the parser what is no plain option.
     **details : dict
         As for `add_options`.
     """
-    help, description, *table = usage.strip().split("\n\n")
-    words = " ".join(description.split())
-    parser = commands.add_parser(name, help=help, description=words)
-    for options in table:
-        add_options(parser, options, **details)
-    parser.set_defaults(run=run)
-    return parser
+    return lambda run: Command(name, usage, run, extend, details)
 
 
 def add_options(
@@ -67,7 +85,6 @@ def add_options(
 
     Parameters
     ----------
-    parser : ArgumentParser or group of one
     table : str
         One entry per option: its flags and the name of its value as in a usage line, two
         spaces, and its help, which indented lines continue. Without flags it is a
@@ -81,6 +98,7 @@ def add_options(
             _add_option(parser, *_SHARED[name], **_DETAILS.get(name, {}))
         if help:
             key = _flags(entry)[-1].lstrip("-").replace("-", "_")
+            key += "_" * iskeyword(key)
             _add_option(parser, entry, help, **details.get(key, {}))
 
 

@@ -4,17 +4,13 @@ import argparse
 import sys
 
 import trajkit as tk
-from trajkit.cli.options import Commands, add_command
+from trajkit.cli.options import command
 from trajkit.io.tables import write_table
 
 
-def add_pack(commands: Commands) -> None:
-    """Add ``pack`` to the command line."""
-    add_command(
-        commands,
-        "pack",
-        run,
-        """
+@command(
+    "pack",
+    """
 pack rows into micro-batches that hold every shared prefix once
 
 Pack rows into micro-batches of at most N tokens. Rows of a session share their prefixes as
@@ -31,16 +27,14 @@ rows ROWS        rows, in a file or a directory
 --align N        pad packs to a multiple of N tokens
 --column NAME    give edges this column of the rows, as edge_NAME; may be repeated
 """,
-        output={"required": True},
-        max_tokens={"required": True},
-        layout={"choices": ("tree", "rows"), "default": "tree"},
-        share={"choices": ("session", "group"), "default": "session"},
-        oversize={"choices": ("repeat", "carry", "error"), "default": "repeat"},
-        align={"default": 1},
-        column={"action": "append", "default": []},
-    )
-
-
+    output={"required": True},
+    max_tokens={"required": True},
+    layout={"choices": ("tree", "rows"), "default": "tree"},
+    share={"choices": ("session", "group"), "default": "session"},
+    oversize={"choices": ("repeat", "carry", "error"), "default": "repeat"},
+    align={"default": 1},
+    column={"action": "append", "default": []},
+)
 def run(arguments: argparse.Namespace) -> int:
     """Write the packs and print what they hold; the exit code is 0."""
     rows = tk.read_rows(arguments.rows)

@@ -9,11 +9,10 @@ import pyarrow as pa
 
 import trajkit as tk
 from trajkit.cli.options import (
-    Commands,
-    add_command,
     add_policies,
     checked_policy,
     chosen_policy,
+    command,
 )
 from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.errors import ArgumentError
@@ -47,17 +46,23 @@ source RUN       turns: Parquet, Arrow IPC or JSONL by suffix, or the directory 
 """
 
 
-def add_plot(commands: Commands) -> None:
-    """Add ``plot`` to the command line."""
+def _add_to_plot(parser: argparse.ArgumentParser) -> None:
+    """Add ``--policy``, and the list of kinds."""
     kinds = "\n".join(
         f"  {name:10} {shows} ({', '.join(suffixes)})"
         for name, (shows, suffixes) in KINDS.items()
     )
-    parser = add_command(
-        commands,
-        "plot",
-        run_plot,
-        f"""
+    parser.epilog = f"kinds:\n{kinds}"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add_policies(
+        parser,
+        "the policy (default: faithful). forest, policies: may be repeated (default: all)",
+    )
+
+
+@command(
+    "plot",
+    f"""
 draw a run or a session
 
 Draw a run or a session. All kinds but forest and trace need matplotlib (pip install
@@ -69,39 +74,10 @@ kind KIND         what to draw (see below)
 --session ID      forest, tokens: the session (default: the one with the most turns)
 --tokenizer PATH  drift: the model's tokenizer.json, or its directory
 """,
-        kind={"choices": KINDS},
-        o={"dest": "picture", "type": Path, "required": True},
-    )
-    parser.epilog = f"kinds:\n{kinds}"
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add_policies(
-        parser,
-        "the policy (default: faithful). forest, policies: may be repeated (default: all)",
-    )
-
-
-def add_report(commands: Commands) -> None:
-    """Add ``report`` to the command line."""
-    add_command(
-        commands,
-        "report",
-        run_report,
-        f"""
-describe a run on one HTML page
-
-Write one HTML page, without scripts: what was recorded, what each policy keeps and costs,
-drift by cause and what to change, rewards, groups, lengths, weight versions, and violations
-of the rows.
-{_USAGE}
--o FILE.html  the page
---tokenizer
---rows ROWS   rows to verify, of any system (default: those of the policy)
---policy, --set, --fork-threshold
-""",
-        o={"dest": "picture", "type": Path, "required": True},
-    )
-
-
+    extend=_add_to_plot,
+    kind={"choices": KINDS},
+    o={"dest": "picture", "type": Path, "required": True},
+)
 def run_plot(arguments: argparse.Namespace) -> int:
     """Write the picture; the exit code is 0."""
     kind, path = arguments.kind, arguments.picture
@@ -151,6 +127,22 @@ def run_plot(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@command(
+    "report",
+    f"""
+describe a run on one HTML page
+
+Write one HTML page, without scripts: what was recorded, what each policy keeps and costs,
+drift by cause and what to change, rewards, groups, lengths, weight versions, and violations
+of the rows.
+{_USAGE}
+-o FILE.html  the page
+--tokenizer
+--rows ROWS   rows to verify, of any system (default: those of the policy)
+--policy, --set, --fork-threshold
+""",
+    o={"dest": "picture", "type": Path, "required": True},
+)
 def run_report(arguments: argparse.Namespace) -> int:
     """Write the page; the exit code is 0."""
     page = tk.plot.report(

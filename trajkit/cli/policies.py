@@ -6,19 +6,15 @@ import sys
 from dataclasses import asdict
 
 import trajkit as tk
-from trajkit.cli.options import Commands, add_command
+from trajkit.cli.options import command
 from trajkit.cli.policy_args import DEFAULTS, allowed, choices_of, written
 from trajkit.cli.text import text_table
 from trajkit.policies import ALIASES, PRESETS
 
 
-def add_policies(commands: Commands) -> None:
-    """Add ``policies`` to the command line."""
-    add_command(
-        commands,
-        "policies",
-        run,
-        """
+@command(
+    "policies",
+    """
 list the policies, or the choices of one
 
 List the policies with the choices that differ from the defaults. With NAME, list all
@@ -27,10 +23,8 @@ choices of a policy, their values, and what --set accepts.
 policy NAME  a policy
 --json
 """,
-        policy={"nargs": "?"},
-    )
-
-
+    policy={"nargs": "?"},
+)
 def run(arguments: argparse.Namespace) -> int:
     """Print the policies, or the choices of one; the exit code is 0."""
     names = list(PRESETS) if arguments.policy is None else [arguments.policy]

@@ -41,7 +41,6 @@ def with_choices(policy: tk.Policy, sets: Iterable[Set]) -> tk.Policy:
 
     Parameters
     ----------
-    policy : Policy
     sets : iterable of pairs of str
         Attributes of `trajkit.Policy`, or the preset's own options (`IN_OTHER_WORDS`),
         and their values as `written` writes them.

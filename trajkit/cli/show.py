@@ -12,8 +12,9 @@ import pyarrow as pa
 
 import trajkit as tk
 from trajkit._arrow import lazy_compute as pc
+from trajkit._arrow.take import tuples
 from trajkit.analysis.tokenizer import Codec, Ids
-from trajkit.cli.options import Commands, add_command, chosen_policy
+from trajkit.cli.options import chosen_policy, command
 from trajkit.cli.terminal import Fragment, Screen, lines_of, shortened, visible
 from trajkit.cli.tokenizer import chosen_tokenizer
 from trajkit.errors import ArgumentError, UnknownSessionError
@@ -25,13 +26,9 @@ from trajkit.turns.table import locate
 _MAX_MESSAGE = 160
 
 
-def add_show(commands: Commands) -> None:
-    """Add ``show`` to the command line."""
-    add_command(
-        commands,
-        "show",
-        run,
-        """
+@command(
+    "show",
+    """
 print rows as text: what is trained, context, or lost
 
 Print the tokens of rows, in order, with a label per range: trained, context, duplicate
@@ -49,11 +46,9 @@ source TURNS|ROWS  turns or rows: Parquet, Arrow IPC or JSONL by suffix, or a di
 --no-color         no colours
 --policy, --set, --fork-threshold
 """,
-        row={"type": int},
-        context={"default": 16},
-    )
-
-
+    row={"type": int},
+    context={"default": 16},
+)
 def run(arguments: argparse.Namespace) -> int:
     """Print the rows; the exit code is 0."""
     tokenizer = chosen_tokenizer(arguments)
@@ -74,13 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     policy = chosen_policy(arguments)
     turns = of_session(tk.read_turns(arguments.source), arguments.session, "turns")
     for one in each_session(turns):
-        outputs = dict(
-            zip(
-                one["turn_index"].to_pylist(),
-                map(_ids, one["output_ids"].to_pylist()),
-                strict=True,
-            )
-        )
+        ids = tuples(one, "turn_index", "output_ids")
+        outputs = {turn: _ids(output) for turn, output in ids}
         messages = {} if codec else _messages(one)
         lines = tk.analysis.output_spans(one, policy).to_pylist()
         drift = {(x["turn_index"], x["output_start"]): x["drift_turn"] for x in lines}

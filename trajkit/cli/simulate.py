@@ -9,10 +9,9 @@ import pyarrow as pa
 from trajkit.analysis.simulation import Simulation, cheapest_lossless
 from trajkit.cli.file_options import rejected_count, rejected_note, run_stage
 from trajkit.cli.options import (
-    Commands,
-    add_command,
     add_policies,
     checked_policy,
+    command,
     known_sessions,
 )
 from trajkit.cli.progress import Progress
@@ -20,13 +19,14 @@ from trajkit.cli.text import share, text_table
 from trajkit.jobs.stages import Made
 
 
-def add_simulate(commands: Commands) -> None:
-    """Add ``simulate`` to the command line."""
-    parser = add_command(
-        commands,
-        "simulate",
-        run,
-        """
+def _add_to_simulate(parser: argparse.ArgumentParser) -> None:
+    """Add ``--policy``, which may be repeated."""
+    add_policies(parser, "a policy to compare; may be repeated (default: all)")
+
+
+@command(
+    "simulate",
+    """
 compare what the policies keep, lose and cost
 
 Count what the rows of every policy train, lose and cost, and name the policy that keeps
@@ -38,10 +38,8 @@ source, --json, --sessions
 --pack N  count the packs of N tokens that rows make as trees
 --max-row-tokens, --gather, --rejected
 """,
-    )
-    add_policies(parser, "a policy to compare; may be repeated (default: all)")
-
-
+    extend=_add_to_simulate,
+)
 def run(arguments: argparse.Namespace) -> int:
     """Print the table and the cheapest policy; the exit code is 0."""
     policies = None

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
 from trajkit.cli.head import TABLE, stored_tables
-from trajkit.cli.options import Commands, add_command
+from trajkit.cli.options import command
 from trajkit.cli.terminal import Screen, shortened, visible
 from trajkit.cli.text import share
 
@@ -30,13 +30,9 @@ _SUMS = {"loss_mask": "tokens trained", "suffix_mask": "tokens trained"}
 _BASES = ("tokens", "tokens stored")
 
 
-def add_stats(commands: Commands) -> None:
-    """Add ``stats`` to the command line."""
-    add_command(
-        commands,
-        "stats",
-        run,
-        f"""
+@command(
+    "stats",
+    f"""
 summarize the columns of a table
 
 Print, for each column of a file of any table, its type, nulls, and the least, mean and
@@ -45,9 +41,7 @@ counts. Then sessions and tokens.
 {TABLE}
 --json
 """,
-    )
-
-
+)
 def run(arguments: argparse.Namespace) -> int:
     """Print the summary; the exit code is 0."""
     summary = Summary()

@@ -85,7 +85,6 @@ class Screen:
 
     Attributes
     ----------
-    colour : bool
     width : int or None
         Columns of a line. None: lines are not broken, as for a pipe.
     """

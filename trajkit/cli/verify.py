@@ -14,10 +14,9 @@ import pyarrow as pa
 import trajkit as tk
 from trajkit.cli.file_options import job_options, rejected_note
 from trajkit.cli.options import (
-    Commands,
-    add_command,
     add_facts,
     checked_policy,
+    command,
     known_sessions,
 )
 from trajkit.cli.progress import Progress
@@ -32,13 +31,9 @@ _NO_POLICY = (
 )
 
 
-def add_verify(commands: Commands) -> None:
-    """Add ``verify`` to the command line."""
-    parser = add_command(
-        commands,
-        "verify",
-        run,
-        """
+@command(
+    "verify",
+    """
 check rows against the turns that they come from
 
 Check rows against the turns that they come from, and print the violations. The exit code is
@@ -52,10 +47,8 @@ turns TURNS      their turns, in a file or a directory
 --policy NAME    the policy of the rows (default: every token is trained once)
 --set, --weigh-by, --max-row-tokens, --gather, --rejected
 """,
-    )
-    add_facts(parser)
-
-
+    extend=add_facts,
+)
 def run(arguments: argparse.Namespace) -> int:
     """Print the violations; the exit code is 1 if there are any."""
     policy = None

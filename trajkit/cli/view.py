@@ -11,11 +11,10 @@ import pyarrow as pa
 import trajkit as tk
 from trajkit.analysis.tokenizer import Tokenizer
 from trajkit.cli.options import (
-    Commands,
-    add_command,
     add_options,
     add_policies,
     checked_policy,
+    command,
 )
 from trajkit.cli.policy_args import setting
 from trajkit.cli.tokenizer import chosen_tokenizer
@@ -32,13 +31,24 @@ _LARGE_BYTES = 50_000_000
 _SMALLER = "--sessions A,B, --sample N or --worst N"
 
 
-def add_view(commands: Commands) -> None:
-    """Add ``view`` to the command line."""
-    parser = add_command(
-        commands,
-        "view",
-        run,
+def _add_to_view(parser: argparse.ArgumentParser) -> None:
+    """Add ``--policy``, and choices of sessions that exclude each other."""
+    add_policies(parser, "a policy to show; may be repeated (default: all)")
+    add_options(
+        parser.add_mutually_exclusive_group(),
         """
+--sessions A,B  only these sessions
+--sample N      only N sessions, the same every time
+--worst N       only the N sessions that lose most tokens under the first policy, drift
+                most, or have the lowest logprobs
+""",
+        sessions={"type": lambda text: tuple(text.split(","))},
+    )
+
+
+@command(
+    "view",
+    """
 look at a run in the browser
 
 Show what each policy trains, loses and costs, drift in tokens, the calls of each session,
@@ -61,21 +71,9 @@ source
 --follow          show new turns of a running gateway
 --no-browser      print the address only
 """,
-        port={"type": int, "default": 0},
-    )
-    add_policies(parser, "a policy to show; may be repeated (default: all)")
-    add_options(
-        parser.add_mutually_exclusive_group(),
-        """
---sessions A,B  only these sessions
---sample N      only N sessions, the same every time
---worst N       only the N sessions that lose most tokens under the first policy, drift
-                most, or have the lowest logprobs
-""",
-        sessions={"type": lambda text: tuple(text.split(","))},
-    )
-
-
+    extend=_add_to_view,
+    port={"type": int, "default": 0},
+)
 def run(arguments: argparse.Namespace) -> int:
     """Write the page or serve it; the exit code is 0."""
     from trajkit.view.document import page

@@ -3,19 +3,15 @@
 import argparse
 
 import trajkit as tk
-from trajkit.cli.options import Commands, add_command, chosen_policy
+from trajkit.cli.options import chosen_policy, command
 from trajkit.cli.show import each_session, is_rows, of_session
 from trajkit.cli.terminal import Screen, visible
 from trajkit.cli.tokenizer import chosen_tokenizer
 
 
-def add_why(commands: Commands) -> None:
-    """Add ``why`` to the command line."""
-    add_command(
-        commands,
-        "why",
-        run_why,
-        """
+@command(
+    "why",
+    """
 explain why each row begins where it does
 
 Print a sentence for each row that a policy makes: the turn that opens it, where and why
@@ -29,26 +25,7 @@ source TURNS|ROWS  turns or rows: Parquet, Arrow IPC or JSONL by suffix, or a di
                    text
 --policy, --set, --fork-threshold
 """,
-    )
-
-
-def add_tree(commands: Commands) -> None:
-    """Add ``tree`` to the command line."""
-    add_command(
-        commands,
-        "tree",
-        run_tree,
-        """
-draw the calls of each session as a tree
-
-Print the calls of each session: which call each continues under a policy, its label if it
-opens a branch, and where its prompt drifts.
-
-source, --session, --policy, --set, --fork-threshold
-""",
-    )
-
-
+)
 def run_why(arguments: argparse.Namespace) -> int:
     """Print the sentences; the exit code is 0."""
     screen = Screen.of_stdout(colour=True)
@@ -68,6 +45,17 @@ def run_why(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@command(
+    "tree",
+    """
+draw the calls of each session as a tree
+
+Print the calls of each session: which call each continues under a policy, its label if it
+opens a branch, and where its prompt drifts.
+
+source, --session, --policy, --set, --fork-threshold
+""",
+)
 def run_tree(arguments: argparse.Namespace) -> int:
     """Print the trees; the exit code is 0."""
     screen = Screen.of_stdout(colour=True)

@@ -1,8 +1,11 @@
 """Rows in the formats of trainers, one module per trainer.
 
-Each module checks the rows first (see `trajkit.errors.ExportError`). Functions named
-``*_fields`` return plain Python objects with the trainer's field names. The others return
-objects of the trainer's own classes, which they import when they are called.
+Every function takes ``rows`` as a table, `trajkit.schema.ROWS` or ``ROWS_SUFFIX``, with all
+rows of each session. It checks them first, and raises `trajkit.errors.ExportError` where
+the format cannot carry them (see `trajkit.export._rows.checked_rows`); a function that asks
+for more states only that. Functions named ``*_fields`` return plain Python objects with the
+trainer's field names. The others return objects of the trainer's own classes, which they
+import when they are called.
 """
 
 from trajkit._lazy import lazy_names

@@ -25,6 +25,14 @@ Reduce: TypeAlias = Literal["mean", "sum"]
 """How row weights are meant; see `trajkit.training.reference_loss`."""
 
 
+_SCALARS = (
+    *("session_id", "row_index", "group_id", "prompt_length", "reward", "row_weight"),
+    *("finish_reason", "weight_versions", "last_turn"),
+)
+_FLAGS = ("truncated", "use_tool", "ill_formed")
+"""Columns of rows that an `ExportRow` has under their names."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExportRow:
     """One checked row."""
@@ -50,7 +58,6 @@ class ExportRow:
     # of the row, or of each token
     advantage: float | list[float] | None
     row_weight: float
-    mask_sum: int
     finish_reason: str | None
     truncated: bool
     use_tool: bool
@@ -179,28 +186,18 @@ def _checked(
         if name not in rollouts:
             rollouts[name] = len(rollouts)
             members[group] = members.get(group, -1) + 1
+        own: dict[str, Any] = {column: facts.get(column) for column in _SCALARS}
+        own |= {flag: bool(facts[flag]) for flag in _FLAGS}
         yield ExportRow(
-            session_id=name,
-            row_index=facts["row_index"],
+            **own,
             group=group,
             rollout=rollouts[name],
-            group_id=facts["group_id"],
             repetition=members[group],
             is_last=line + 1 == len(session) or session[line + 1] != session[line],
             input_ids=flat_ids[start:stop],
             loss_mask=trained,
             logprobs=values,
-            prompt_length=facts["prompt_length"],
-            reward=facts["reward"],
             advantage=gains[line],
-            row_weight=facts["row_weight"],
-            mask_sum=facts["rollout_mask_sum"],
-            finish_reason=facts["finish_reason"],
-            truncated=bool(facts["truncated"]),
-            use_tool=bool(facts["use_tool"]),
-            ill_formed=bool(facts["ill_formed"]),
-            weight_versions=facts.get("weight_versions"),
-            last_turn=facts.get("last_turn"),
             spans=spans[line],
             mm_items=items[line] or [],
             line=line,

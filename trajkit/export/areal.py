@@ -32,8 +32,7 @@ def trajectory_fields(
     Parameters
     ----------
     rows : table
-        `trajkit.schema.ROWS` or ``ROWS_SUFFIX``. A payload ``weight_version`` of integers
-        in text becomes ``versions``.
+        A payload ``weight_version`` of integers in text becomes ``versions``.
     version : int
         The version of sampled tokens without that payload.
     weighted : bool
@@ -51,9 +50,8 @@ def trajectory_fields(
     Raises
     ------
     ExportError
-        See `trajkit.export`; or a reward (with ``weighted``, an advantage) is null, a
-        weight version is not an integer, or a rollout has several rows and ``weighted``
-        is false.
+        A reward (with ``weighted``, an advantage) is null, a weight version is not an
+        integer, or a rollout has several rows and ``weighted`` is false.
     """
     checked = checked_rows(rows)
     if weighted:

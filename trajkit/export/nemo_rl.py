@@ -20,11 +20,6 @@ def message_log_fields(rows: TableLike) -> list[list[dict[str, Any]]]:
     ``generation_logprobs``, since NeMo-RL concatenates them without a check of lengths, and
     all arrays have the same type per field.
 
-    Parameters
-    ----------
-    rows : table
-        `trajkit.schema.ROWS` or ``ROWS_SUFFIX``.
-
     Returns
     -------
     list of list of dict
@@ -34,11 +29,6 @@ def message_log_fields(rows: TableLike) -> list[list[dict[str, Any]]]:
 
         NeMo-RL groups rows by the ids of their first prompt. Rows that a fork opened have
         other prompts, so compute advantages with `trajkit.training.advantages`.
-
-    Raises
-    ------
-    ExportError
-        See `trajkit.export`.
     """
     logs = []
     for row in checked_rows(rows):

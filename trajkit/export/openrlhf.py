@@ -20,7 +20,7 @@ def execution_fields(
     Parameters
     ----------
     rows : table
-        `trajkit.schema.ROWS` or ``ROWS_SUFFIX`` with one row per rollout.
+        With one row per rollout.
     prompt, label : str
         Written to every dict.
 
@@ -33,7 +33,7 @@ def execution_fields(
     Raises
     ------
     ExportError
-        See `trajkit.export`; or a reward is null, or a rollout has several rows.
+        A reward is null, or a rollout has several rows.
     """
     checked = checked_rows(rows)
     one_row_per_rollout(checked, "OpenRLHF")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from trajkit._arrow.canonical import TableLike, as_table
+from trajkit._arrow.take import tuples
 from trajkit.errors import ExportError
 from trajkit.export._rows import (
     checked_rows,
@@ -20,23 +21,6 @@ from trajkit.export._rows import (
 )
 from trajkit.packs.balancing import balance
 from trajkit.packs.packing import pack
-
-FIELDS = (
-    "token_ids",
-    "mask",
-    "logprobs",
-    "temperatures",
-    "env_name",
-    "ref_logprobs",
-    "mm_kwargs",
-    "routed_experts",
-    "mm_token_type_ids",
-    "rl_weights",
-    "ce_weights",
-    "ref_kl_weights",
-    "advantages",
-)
-"""The fields of ``TrainingSample`` in the order of the wire format."""
 
 MICRO_BATCH_FIELDS = (
     "input_ids",
@@ -74,8 +58,8 @@ def sample_fields(
     Parameters
     ----------
     rows : table
-        `trajkit.schema.ROWS` or ``ROWS_SUFFIX`` with a column ``advantage``, per row or
-        per token. A column ``observation_weight`` becomes ``ce_weights``.
+        With a column ``advantage``, per row or per token. A column
+        ``observation_weight`` becomes ``ce_weights``.
     env_name : str
         The environment; prime-rl reserves the name "all".
     temperature : float
@@ -97,8 +81,8 @@ def sample_fields(
     Raises
     ------
     ExportError
-        See `trajkit.export`; or an advantage is null or absent, the name is "all", or a
-        row is longer than ``seq_len``.
+        An advantage is null or absent, the name is "all", or a row is longer than
+        ``seq_len``.
     """
     if env_name == "all":
         raise ExportError("env_name is 'all', which prime-rl reserves: give another")
@@ -118,15 +102,19 @@ def sample_fields(
                 "it, or linearize with max_row_tokens"
             )
         samples.append(
-            dict.fromkeys(FIELDS)
-            | {
+            {
                 "token_ids": row.input_ids.tolist(),
                 "mask": row.loss_mask.tolist(),
                 "logprobs": row.logprobs.tolist(),
                 "temperatures": [temperature] * len(row.input_ids),
                 "env_name": env_name,
+                "ref_logprobs": None,
+                "mm_kwargs": None,
+                "routed_experts": None,
+                "mm_token_type_ids": None,
                 "rl_weights": on_mask(row, scale) if weighted else None,
                 "ce_weights": observed[row.line],
+                "ref_kl_weights": None,
                 "advantages": gain.tolist(),
             }
         )
@@ -157,10 +145,6 @@ def micro_batch_fields(
     pad_to_multiple_of : int
         Micro-batches are padded to a multiple of this many tokens.
 
-    Returns
-    -------
-    list of list of dict
-
     Raises
     ------
     ExportError
@@ -183,9 +167,7 @@ def micro_batch_fields(
         batches.append(_micro_batch(members, len(n)))
     plan = balance(packs, ranks, equal_counts=True)
     found: list[list[dict[str, Any]]] = [[] for _ in range(ranks)]
-    for rank, number in zip(
-        plan.column("rank").to_pylist(), plan.column("pack").to_pylist(), strict=True
-    ):
+    for rank, number in tuples(plan, "rank", "pack"):
         padding = _micro_batch([], pad_to_multiple_of)
         found[rank].append(padding if number is None else batches[number])
     return found

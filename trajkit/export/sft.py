@@ -25,18 +25,12 @@ def labels_table(rows: TableLike) -> pa.Table:
     Parameters
     ----------
     rows : table
-        `trajkit.schema.ROWS` or ``ROWS_SUFFIX``. Supervised training has no weights: filter
-        rows by reward before.
+        Supervised training has no weights: filter rows by reward before.
 
     Returns
     -------
     Table
         One line per row. ``labels`` is -100 where ``loss_mask`` is false.
-
-    Raises
-    ------
-    ExportError
-        See `trajkit.export`.
 
     Examples
     --------
@@ -77,11 +71,6 @@ def mask_table(rows: TableLike) -> pa.Table:
 
     Write it with ``pyarrow.parquet.write_table``. The loader also takes trajkit's own
     Parquet files; this table has no other columns.
-
-    Raises
-    ------
-    ExportError
-        See `trajkit.export`.
     """
     checked = checked_rows(rows, logprobs=False)
     masks = [row.loss_mask.astype(np.int8) for row in checked]

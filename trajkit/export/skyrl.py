@@ -16,11 +16,6 @@ from trajkit.export._rows import ExportRow, checked_rows, rewards_of
 def generator_fields(rows: TableLike) -> dict[str, Any]:
     """Rows as the fields of ``GeneratorOutput``, for ``step_wise_trajectories=true``.
 
-    Parameters
-    ----------
-    rows : table
-        `trajkit.schema.ROWS` or ``ROWS_SUFFIX``.
-
     Returns
     -------
     dict
@@ -32,7 +27,7 @@ def generator_fields(rows: TableLike) -> dict[str, Any]:
     Raises
     ------
     ExportError
-        See `trajkit.export`; or a reward is null.
+        A reward is null.
     """
     checked = checked_rows(rows, response=True)
     return {

@@ -32,8 +32,8 @@ def sample_fields(
     Parameters
     ----------
     rows : table
-        `trajkit.schema.ROWS` or ``ROWS_SUFFIX``. A payload ``routed_experts`` is carried
-        along, without the entry of the last token.
+        A payload ``routed_experts`` is carried along, without the entry of the last
+        token.
     first_index, first_group_index : int
         ``index`` and ``rollout_id`` of the first rollout, and ``group_index`` of the first
         group. They count up in order of the rows.
@@ -48,7 +48,7 @@ def sample_fields(
     Raises
     ------
     ExportError
-        See `trajkit.export`; or a reward is null.
+        A reward is null.
     """
     checked = checked_rows(rows, response=True)
     rewards = rewards_of(checked)
@@ -101,8 +101,6 @@ def write_debug_rollout(rows: TableLike, path: str | Path, rollout_id: int = 0) 
 
     Parameters
     ----------
-    rows : table
-        As for `sample_fields`.
     path : str or Path
         The file. slime replaces ``{rollout_id}`` in its option by the number of the step.
     rollout_id : int
@@ -217,13 +215,11 @@ class TrajectoryManager:
 
         Parameters
         ----------
-        sid : str
         turn : TurnRecord
             slime's record: ``prompt_ids``, ``output_ids``, ``finish_reason``,
             ``output_log_probs`` and ``ill_formed`` are read.
         prompt_messages : sequence of dict
             Without messages the turn is not recorded, as in slime.
-        response_message : dict or None
         metadata : mapping, optional
             Not read; slime keeps it in its tree only.
         """
@@ -259,7 +255,6 @@ class TrajectoryManager:
 
         Parameters
         ----------
-        sid : str
         base_sample : Sample
             ``index``, ``group_index``, ``rollout_id``, ``prompt`` and ``label`` are copied.
         reward : float
@@ -268,10 +263,6 @@ class TrajectoryManager:
             Added to the metadata of every sample.
         max_sample_tokens : int
             Truncate samples to this many tokens; 0 does not.
-
-        Returns
-        -------
-        list of Sample
         """
         if not self.has_session(sid):
             return []

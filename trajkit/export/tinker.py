@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit._arrow.canonical import TableLike, as_table
+from trajkit._arrow.take import tuples
 from trajkit.errors import ExportError
 from trajkit.export._rows import (
     ExportRow,
@@ -32,8 +33,7 @@ def datum_fields(
     Parameters
     ----------
     rows : table
-        `trajkit.schema.ROWS` or ``ROWS_SUFFIX`` with a column ``advantage``, per row or
-        per token.
+        With a column ``advantage``, per row or per token.
     weighted : bool
         Fold row weights into the advantages. Tinker sums the losses of tokens, so its loss
         is then `trajkit.training.reference_loss` of the same rows. False: every token has
@@ -62,8 +62,7 @@ def datum_fields(
     Raises
     ------
     ExportError
-        See `trajkit.export`; or an advantage is null or absent; or a turn of a row has no
-        ``sequence_id``.
+        An advantage is null or absent; or a turn of a row has no ``sequence_id``.
     """
     checked = checked_rows(rows)
     gains = token_advantages(checked)
@@ -91,9 +90,8 @@ def datum_fields(
 
 
 def _known(table: pa.Table) -> dict[tuple[str, int], str]:
-    names = ("session_id", "turn_index", "sequence_id")
-    columns = [table.column(name).to_pylist() for name in names]
-    return {(session, turn): name for session, turn, name in zip(*columns, strict=True)}
+    known = tuples(table, "session_id", "turn_index", "sequence_id")
+    return {(session, turn): name for session, turn, name in known}
 
 
 def _provenance(

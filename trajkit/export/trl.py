@@ -23,8 +23,8 @@ def rollout_func_fields(rows: TableLike) -> dict[str, list[Any]]:
     Parameters
     ----------
     rows : table
-        `trajkit.schema.ROWS` or ``ROWS_SUFFIX`` with one row per rollout, in the order of
-        the prompts that the trainer passed: each ``num_generations`` times.
+        With one row per rollout, in the order of the prompts that the trainer passed:
+        each ``num_generations`` times.
 
     Returns
     -------
@@ -36,7 +36,7 @@ def rollout_func_fields(rows: TableLike) -> dict[str, list[Any]]:
     Raises
     ------
     ExportError
-        See `trajkit.export`; or a rollout has several rows.
+        A rollout has several rows.
     """
     checked = checked_rows(rows, response=True)
     one_row_per_rollout(checked, "GRPOTrainer")
@@ -61,7 +61,7 @@ def rollout_sample_fields(
     Parameters
     ----------
     rows : table
-        `trajkit.schema.ROWS` or ``ROWS_SUFFIX`` with a column ``advantage``.
+        With a column ``advantage``.
     model_version : int
         The weights that sampled the rows; the trainer drops samples that are too old.
     first_group_id : int
@@ -79,7 +79,7 @@ def rollout_sample_fields(
     Raises
     ------
     ExportError
-        See `trajkit.export`; or an advantage is null or absent.
+        An advantage is null or absent.
     """
     checked = checked_rows(rows)
     if weighted:

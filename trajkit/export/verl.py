@@ -31,8 +31,6 @@ def agent_loop_fields(
 
     Parameters
     ----------
-    rows : table
-        `trajkit.schema.ROWS` or ``ROWS_SUFFIX``.
     images : path, optional
         The folder ``images`` of the log, for rows with images: ``multi_modal_data`` then
         has them as ``PIL.Image``.
@@ -47,7 +45,7 @@ def agent_loop_fields(
     Raises
     ------
     ExportError
-        See `trajkit.export`; or a reward is null.
+        A reward is null.
     """
     checked = checked_rows(rows, response=True, images=images is not None)
     experts = routed_experts(rows, EXPERTS)
@@ -118,11 +116,8 @@ def padded_fields(
 
     Parameters
     ----------
-    rows : table
-        As for `agent_loop_fields`.
     prompt_length, response_length : int
         ``max_prompt_length`` and ``max_response_length`` of verl's configuration.
-    pad_token_id : int
 
     Returns
     -------

@@ -27,7 +27,6 @@ def fill_bins(sizes: Longs, max_tokens: int) -> Bins:
     sizes : int64, shape (n_parts,)
         A part of more than ``max_tokens`` fills packs of its own and the first part of
         the last one.
-    max_tokens : int
     """
     first, last = np.empty((2, len(sizes)), np.int64)
     # room and number of each pack that is not full, by room

@@ -24,7 +24,6 @@ def limit_shared(table: pa.Table, records: Records, names: Sequence[str]) -> Non
 
     Parameters
     ----------
-    table : Table
     records : ndarray of dtype PACK_ROW
         In any order. ``shared`` and ``parent`` are changed.
     names : sequence of str
@@ -101,7 +100,6 @@ def join_groups(table: pa.Table, records: Records, same: Sequence[str]) -> Recor
 
     Parameters
     ----------
-    table : Table
     records : ndarray of dtype PACK_ROW
         In the order of the table.
     same : sequence of str

@@ -46,16 +46,46 @@ _PACKS_AT_A_TIME = 64
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """The arguments of `pack`, checked."""
+    """The arguments of `pack`, checked.
+
+    Raises
+    ------
+    ArgumentError, SchemaError
+        As `pack`.
+    """
 
     max_tokens: int
     layout: Layout
     share: Share
     oversize: Oversize
     align: int
-    same: tuple[str, ...]
-    columns: tuple[str, ...]
+    same: Sequence[str]
+    columns: Sequence[str]
     reduce: Reduce
+
+    def __post_init__(self) -> None:
+        if self.max_tokens >= 2**31:
+            words = f"max_tokens={self.max_tokens}: positions are of 32 bits"
+            raise ArgumentError(words)
+        check_choice("layout", self.layout, Layout)
+        check_choice("share", self.share, Share)
+        check_choice("oversize", self.oversize, Oversize)
+        check_choice("reduce", self.reduce, Reduce)
+        if self.max_tokens % self.align:
+            raise ArgumentError(
+                f"align={self.align} does not divide max_tokens={self.max_tokens}: a full "
+                "pack would be padded beyond it"
+            )
+        for argument in ("same", "columns"):
+            names = getattr(self, argument)
+            if isinstance(names, str) or not all(isinstance(n, str) for n in names):
+                raise SchemaError(f"{argument}={names!r}: expected a sequence of names")
+        for name in self.columns:
+            if f"edge_{name}" in PACKS.names or list(self.columns).count(name) > 1:
+                raise SchemaError(
+                    f"columns has {name!r}, but packs have edge_{name} already: name "
+                    "each column once, and copy this one under another name"
+                )
 
 
 @overload
@@ -178,49 +208,14 @@ def pack(
     >>> packs["edge_source"], packs["edge_target"], packs["edge_row"]
     ([1, 2, 4], [3, 4, 5], [0, 0, 1])
     """
-    options = _options(
+    max_tokens = chosen_int("max_tokens", max_tokens, 1)
+    align = chosen_int("align", align, 1)
+    options = _Options(
         max_tokens, layout, share, oversize, align, same, columns, reduce
     )
     if is_stream(rows):
         return batches_in(_streamed(batches_of(rows), options))
     return _packed(as_table(rows), options)
-
-
-def _options(
-    max_tokens: int,
-    layout: Layout,
-    share: Share,
-    oversize: Oversize,
-    align: int,
-    same: Sequence[str],
-    columns: Sequence[str],
-    reduce: Reduce,
-) -> _Options:
-    max_tokens = chosen_int("max_tokens", max_tokens, 1)
-    if max_tokens >= 2**31:
-        raise ArgumentError(f"max_tokens={max_tokens}: positions are of 32 bits")
-    align = chosen_int("align", align, 1)
-    check_choice("layout", layout, Layout)
-    check_choice("share", share, Share)
-    check_choice("oversize", oversize, Oversize)
-    check_choice("reduce", reduce, Reduce)
-    if max_tokens % align:
-        raise ArgumentError(
-            f"align={align} does not divide max_tokens={max_tokens}: a full pack would "
-            "be padded beyond it"
-        )
-    for argument, names in (("same", same), ("columns", columns)):
-        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-            raise SchemaError(f"{argument}={names!r}: expected a sequence of names")
-    for name in columns:
-        if f"edge_{name}" in PACKS.names or list(columns).count(name) > 1:
-            raise SchemaError(
-                f"columns has {name!r}, but packs have edge_{name} already: name "
-                "each column once, and copy this one under another name"
-            )
-    return _Options(
-        max_tokens, layout, share, oversize, align, (*same,), (*columns,), reduce
-    )
 
 
 def _streamed(
@@ -359,7 +354,6 @@ class _Packs:
     records : ndarray of dtype PACK_ROW
         In pre-order, each part a tree of its own.
     starts : int64, shape (n_parts + 1,)
-    options : _Options
     first_pack : int
         The line of the first pack.
     """

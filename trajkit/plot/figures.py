@@ -1,4 +1,8 @@
-"""Figures on matplotlib, the extra ``plot``."""
+"""Figures on matplotlib, the extra ``plot``.
+
+Each function returns a ``matplotlib.figure.Figure``. It raises ArgumentError if matplotlib
+is not installed, and for its tables what the function that makes them raises.
+"""
 
 from __future__ import annotations
 
@@ -83,18 +87,10 @@ def tokens(
     session_id : str, optional
         Default: the session with the most turns, the first on ties.
 
-    Returns
-    -------
-    matplotlib.figure.Figure
-
     Raises
     ------
     UnknownSessionError
         ``turns`` has no such session.
-    ArgumentError
-        matplotlib is not installed.
-    SchemaError, InvalidTurnsError, PolicyError
-        As `trajkit.linearize`.
     """
     found = session_tokens(turns, policy, session_id)
     n = len(found.turns)
@@ -120,15 +116,6 @@ def drift(drift: TableLike) -> Figure:
     ----------
     drift : table
         `trajkit.schema.DRIFT`, from `trajkit.classify_drift`.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-
-    Raises
-    ------
-    ArgumentError
-        matplotlib is not installed.
     """
     table = as_table(drift)
     drifted = table.filter(pc.greater(table["size"], 0))
@@ -165,15 +152,6 @@ def policies(simulation: TableLike) -> Figure:
     ----------
     simulation : table
         `trajkit.schema.SIMULATION`, from `trajkit.simulate`.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-
-    Raises
-    ------
-    ArgumentError
-        matplotlib is not installed.
     """
     lines = as_table(simulation).to_pylist()[::-1]
     sampled = lines[0]["tokens_sampled"] if lines else 0
@@ -214,22 +192,12 @@ def run(
 ) -> Figure:
     """The distributions of a run, and its averages over the training steps.
 
+    Histograms, and a curve of each average if there are two steps or more.
+
     Parameters
     ----------
     turns, report, policy
         As for `trajkit.analysis.metrics_by_step`.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        Histograms, and a curve of each average if there are two steps or more.
-
-    Raises
-    ------
-    ArgumentError
-        matplotlib is not installed.
-    SchemaError, InvalidTurnsError
-        As `trajkit.analysis.metrics_by_step`.
     """
     values = run_values(turns, report)
     steps = metrics_by_step(turns, report, policy)
@@ -254,31 +222,14 @@ def run(
 def swimlanes(turns: TableLike, sessions: TableLike | None = None) -> Figure:
     """When each session waited, generated and ran tools.
 
+    A lane per session, by its start. *generation*: a call, with the time that it waited at
+    the engine; calls that overlap are below each other. *tool*: no call of the session
+    runs. *queue*: the run has begun, and the session has not.
+
     Parameters
     ----------
-    turns : table
-        Turns with ``started_at`` and ``ended_at`` (timestamps), as the gateway writes
-        them: when it read the request, and when the sample was complete. Turns without
-        times are left out.
-    sessions : table, optional
-        Its columns ``started_at`` (timestamp) and ``seconds``, as ``trajkit rollout``
-        writes them, say when a session began and how long it took.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        A lane per session, by its start. *generation*: a call, with the time that it
-        waited at the engine; calls that overlap are below each other. *tool*: no call
-        of the session runs. *queue*: the run has begun, and the session has not.
-
-    Raises
-    ------
-    SchemaError
-        A column of times is missing or is not a timestamp, or all times are null.
-    InvalidTurnsError
-        A turn ended before it started.
-    ArgumentError
-        matplotlib is not installed.
+    turns, sessions : table
+        As for `trajkit.plot.timeline.slices_of`, which also names the errors.
     """
     slices = slices_of(turns, sessions)
     seconds = dict.fromkeys(TIMES, 0.0)

@@ -108,10 +108,6 @@ def report(
         The engine's tokenizer. Causes of drift then come from the texts, and have
         examples.
 
-    Returns
-    -------
-    str
-
     Raises
     ------
     SchemaError, InvalidTurnsError, PolicyError

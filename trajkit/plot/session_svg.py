@@ -76,10 +76,6 @@ def forest(
     policies : iterable of str or Policy, optional
         Policies to show, one column each. Default: every preset.
 
-    Returns
-    -------
-    str
-
     Raises
     ------
     UnknownSessionError

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from trajkit._arrow.canonical import TableLike, as_table
+from trajkit._arrow.take import tuples
 from trajkit.errors import InvalidTurnsError, SchemaError
 from trajkit.turns.records import as_turns
 
@@ -57,13 +58,8 @@ def slices_of(turns: TableLike, sessions: TableLike | None = None) -> list[Slice
     table = as_turns(as_table(turns))
     starts, stops = (_micros(table, name, "turns") for name in _TIMES)
     calls: dict[str, list[tuple[int, int, int]]] = {}
-    for name, turn, start, stop in zip(
-        table["session_id"].to_pylist(),
-        table["turn_index"].to_pylist(),
-        starts,
-        stops,
-        strict=True,
-    ):
+    places = tuples(table, "session_id", "turn_index")
+    for (name, turn), start, stop in zip(places, starts, stops, strict=True):
         if start is not None and stop is not None:
             if stop < start:
                 raise InvalidTurnsError(
@@ -95,9 +91,8 @@ def slices_of(turns: TableLike, sessions: TableLike | None = None) -> list[Slice
         ]
         for start, stop, turn in sorted(own):
             found.append(("tool", busy, start, None, 0))
-            lane = next(
-                (k for k, free in enumerate(lanes) if free <= start), len(lanes)
-            )
+            free = (k for k, until in enumerate(lanes) if until <= start)
+            lane = next(free, len(lanes))
             lanes[lane : lane + 1] = [stop]
             found.append(("generation", start, stop, turn, lane))
             busy = max(busy, stop)
@@ -173,12 +168,8 @@ def _rollouts(sessions: TableLike | None) -> Iterator[tuple[str, tuple[int, int]
     if not {"started_at", "seconds"} <= {*table.column_names}:
         return
     starts = _micros(table, "started_at", "sessions")
-    for name, start, seconds in zip(
-        table["session_id"].to_pylist(),
-        starts,
-        table["seconds"].to_pylist(),
-        strict=True,
-    ):
+    known = tuples(table, "session_id", "seconds")
+    for (name, seconds), start in zip(known, starts, strict=True):
         if start is not None and seconds is not None:
             yield name, (start, start + round(seconds * 1e6))
 

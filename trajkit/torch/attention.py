@@ -54,7 +54,6 @@ class TreeAttention:
 
     Parameters
     ----------
-    pack : Pack
     device : torch device
         Where the model's attention runs.
     kernel : {"masked", "trunk"}
@@ -227,7 +226,6 @@ def tree_attention(
         The layer.
     query : tensor, shape (1, n_heads, n_tokens, head_dim)
     key, value : tensors, shape (1, n_key_heads, n_tokens, head_dim)
-    attention_mask : None
     scaling : float, optional
     dropout : float
         Must be 0: a dropped weight of a shared token would be dropped for all rows.

@@ -20,7 +20,6 @@ class CarriedStates:
 
     Parameters
     ----------
-    pack : Pack
     prefix : dict of layer to (key, value)
         ``handed`` of the pack before; empty for the first pack of a tree.
     gradients : dict of layer to (key, value), optional

@@ -25,13 +25,6 @@ from trajkit.turns.mm_items import Item, engine_ids, has_items
 
 Images: TypeAlias = Literal["error", "items"]
 
-_PER_TOKEN = (
-    "input_ids",
-    "position_ids",
-    "subtree_end",
-    "prefix_source",
-    "prefix_end",
-)
 _INT64 = (
     "edge_source",
     "edge_target",
@@ -40,6 +33,7 @@ _INT64 = (
     "prefix_source",
     "next_source",
 )
+_TENSORS = {*Pack.__slots__} - {"columns", "mm_items"}
 _FLOAT64 = ("edge_weight", "edge_logprob")
 _PADDING = {"input_ids": 0, "loss_mask": False, "logprobs": float("nan")}
 
@@ -89,7 +83,7 @@ class PackDataset:
         values = {
             name: _tensor(_element(line, name), f"pack {index}: {name}")
             for name in line.column_names
-            if name.startswith("edge_") or name in _PER_TOKEN
+            if name.startswith("edge_") or name in _TENSORS
         }
         after = self._table.slice(range(len(self))[index] + 1, 1)
         values["next_source"] = torch.empty(0, dtype=torch.int64)

@@ -51,10 +51,6 @@ def policy_loss(
         Logprobs of the behaviour policy, as computed over the same packs. Default:
         those recorded by the engine.
 
-    Returns
-    -------
-    scalar tensor
-
     Raises
     ------
     InvalidTurnsError
@@ -116,11 +112,6 @@ def nll_loss(logprobs: Tensor, pack: Pack) -> Tensor:
     ----------
     logprobs : float tensor, shape (n_edges,)
         As `gather_logprobs` gives them.
-    pack : Pack
-
-    Returns
-    -------
-    scalar tensor
     """
     _check_length(logprobs, pack)
     return -(pack.edge_weight.to(logprobs) * logprobs).sum()
@@ -139,10 +130,6 @@ def observation_loss(
         With a column of observation weights, ``v``.
     weight : str
         The column that holds them.
-
-    Returns
-    -------
-    scalar tensor
     """
     _check_length(logprobs, pack)
     return -(pack.column(weight).to(logprobs) * logprobs).sum()

@@ -1,6 +1,6 @@
 """Rows together with the turns they came from, and the violations found in them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -158,14 +158,15 @@ class Case:
         return tokens
 
 
-def consecutive(at: Rows, group: Longs) -> tuple[Rows, Rows]:
+def consecutive(at: Rows, group: Longs) -> Iterator[tuple[int, int]]:
     """Ranges of consecutive positions within one group: first index in ``at``, length.
 
     Examples
     --------
-    >>> consecutive(np.array([3, 4, 5, 9]), np.array([0, 0, 1, 1]))
-    (array([0, 2, 3]), array([2, 1, 1]))
+    >>> list(consecutive(np.array([3, 4, 5, 9]), np.array([0, 0, 1, 1])))
+    [(0, 2), (2, 1), (3, 1)]
     """
     breaks = (np.diff(at) != 1) | (np.diff(group) != 0)
     first = np.flatnonzero(np.concatenate([[len(at) > 0], breaks]))
-    return first, np.diff(np.append(first, len(at)))
+    lengths = np.diff(np.append(first, len(at)))
+    return zip(first.tolist(), lengths.tolist(), strict=True)

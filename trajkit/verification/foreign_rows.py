@@ -88,7 +88,7 @@ def verify_located(case: Case) -> None:
             ]
             left = found.take(row, left, moved)
         at = np.flatnonzero(left)
-        for first, n in zip(*consecutive(at, np.zeros(len(at), np.int64)), strict=True):
+        for first, n in consecutive(at, np.zeros(len(at), np.int64)):
             detail = f"loss_mask is true for {n} tokens that are no turn's output"
             case.report("mask", detail, row, None, at[first])
     _look_everywhere(case, found)
@@ -170,7 +170,7 @@ class _Located:
                 )
                 case.report("context", detail, row, call, at[0])
         again = np.flatnonzero(twice >= 0)
-        for first, n in zip(*consecutive(again, twice[again]), strict=True):
+        for first, n in consecutive(again, twice[again]):
             detail = f"{n} tokens that an earlier row trains"
             case.report("trained_twice", detail, row, twice[again[first]], again[first])
         left[again] = False
@@ -185,9 +185,7 @@ class _Located:
             detail = f"{len(barred)} tokens that may not be trained"
             case.report("untrainable", detail, row, call, barred[0])
         bad = self._wrong_logprobs(row, call, start, at)
-        for first, n in zip(
-            *consecutive(at[bad], np.zeros(len(bad), int)), strict=True
-        ):
+        for first, n in consecutive(at[bad], np.zeros(len(bad), int)):
             k = bad[first]
             here = rows.logprobs[rows.ids.offsets[row] + at[k]]
             due = case.turns.outputs.offsets[call] + at[k] - start

@@ -129,7 +129,7 @@ def span_tokens(case: Case, pieces: Spans) -> None:
     here, sampled = case.rows.ids.values[at], case.turns.outputs.values[source]
     owner = np.repeat(np.arange(len(pieces)), pieces.stop - pieces.start)
     bad = np.flatnonzero(here != sampled)
-    for first, n in zip(*consecutive(bad, owner[bad]), strict=True):
+    for first, n in consecutive(bad, owner[bad]):
         k = bad[first]
         piece = owner[k]
         detail = (
@@ -176,7 +176,7 @@ def masks(case: Case, trained: Spans) -> None:
     row = ids.owner[bad]
     # one group per row, sign and turn
     group = (row * 2 + expected[bad]) * (len(case.turns.outputs) + 1) + owner[bad]
-    for first, n in zip(*consecutive(bad, group), strict=True):
+    for first, n in consecutive(bad, group):
         k, r = bad[first], int(row[first])
         if expected[k]:
             detail = f"loss_mask is false for {_count(n)} of a trained span"
@@ -203,7 +203,7 @@ def logprobs(case: Case, trained: Spans) -> None:
     bad = np.flatnonzero(complete & differ)
     row = ids.owner[bad]
     group = row * (len(case.turns.outputs) + 1) + owner[bad]
-    for first, n in zip(*consecutive(bad, group), strict=True):
+    for first, n in consecutive(bad, group):
         k, r = bad[first], int(row[first])
         here = rows.logprobs[k] if rows.given[k] else "null"
         due = "null, since the token is not trained"
@@ -252,7 +252,7 @@ def each_once(case: Case, pieces: Spans) -> None:
         counted = source + pieces.row[owner] * len(case.turns.outputs.values)
     order = np.argsort(counted, kind="stable")
     again = np.sort(order[1:][np.diff(counted[order]) == 0])
-    for first, n in zip(*consecutive(again, owner[again]), strict=True):
+    for first, n in consecutive(again, owner[again]):
         piece = owner[again[first]]
         into = source[again[first]] - case.turns.outputs.offsets[pieces.call[piece]]
         into -= pieces.out_start[piece]
@@ -282,7 +282,7 @@ def not_among(case: Case, source: Longs, words: str) -> None:
     absent[source] = False
     bad = np.flatnonzero(absent)
     call = outputs.owner[bad]
-    for first, n in zip(*consecutive(bad, call), strict=True):
+    for first, n in consecutive(bad, call):
         c = int(call[first])
         detail = f"{_count(n)} of {outputs.lengths[c]} sampled {words}"
         case.report(

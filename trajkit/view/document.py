@@ -141,10 +141,6 @@ def page(
     against : tuple, optional
         The title, turns and sessions (or None) of a second run to compare with.
 
-    Returns
-    -------
-    str
-
     Raises
     ------
     SchemaError, InvalidTurnsError, PolicyError

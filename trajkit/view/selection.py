@@ -8,6 +8,7 @@ from itertools import chain
 import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
+from trajkit._arrow.take import tuples
 from trajkit._streams.session_batches import whole_sessions
 from trajkit.analysis.drift import classify_drift
 from trajkit.errors import UnknownSessionError
@@ -109,13 +110,7 @@ def _aggregates(
 ) -> dict[str, float]:
     table = pa.table({"name": names, "value": values})
     grouped = table.group_by("name").aggregate([("value", how)])
-    return dict(
-        zip(
-            grouped["name"].to_pylist(),
-            grouped[f"value_{how}"].to_pylist(),
-            strict=True,
-        )
-    )
+    return dict(tuples(grouped, "name", f"value_{how}"))
 
 
 def _draw(name: str) -> bytes:

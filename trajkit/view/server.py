@@ -53,9 +53,6 @@ class Options:
         The policies of the first page, as ``parse`` reads them.
     parse : function
         The policy of a text such as ``"slime fork_threshold=256"``.
-    tokenizer : Tokenizer, optional
-    text : bool
-    pack_tokens : int, optional
     rows : table, optional
         Rows to verify, of the first run.
     rows_policy : Policy, optional
@@ -161,7 +158,6 @@ class ViewServer(ThreadingHTTPServer):
     ----------
     runs : sequence of LiveRun
         The run, and possibly a second one to compare with.
-    title : str
     port : int
         0: any free one.
     """

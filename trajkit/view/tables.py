@@ -8,6 +8,7 @@ import gzip
 import json
 import math
 import struct
+from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
 from itertools import pairwise
@@ -17,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from trajkit._arrow import lazy_compute as pc
+from trajkit._arrow.take import tuples
 from trajkit.analysis.branches import label_branches
 from trajkit.analysis.drift import classify_drift
 from trajkit.analysis.drift_findings import explain_drift
@@ -121,37 +123,24 @@ class LinkTables:
         keys, counted = ["region", "cause"], drift
         if self.findings is not None:
             keys, counted = ["cause"], self.findings.table
-        groups: dict[tuple[str, ...], dict[str, Any]] = {}
-        at_stake = {
-            (line["session_id"], line["turn_index"]): line["tokens_after_drift"]
-            for line in drift.select(
-                ["session_id", "turn_index", "tokens_after_drift"]
-            ).to_pylist()
-        }
-        names = ["session_id", "turn_index", *keys]
-        seen = set()
-        for line in counted.select(names).to_pylist():
-            key = tuple(line[name] for name in keys)
-            group = groups.setdefault(
-                key,
-                {
-                    **dict(zip(keys, key, strict=True)),
-                    "findings": 0,
-                    "turns": 0,
-                    "tokens": 0,
-                    "examples": [],
-                },
-            )
-            turn = line["session_id"], line["turn_index"]
-            group["findings"] += 1
-            if (key, turn) in seen:
-                continue
-            seen.add((key, turn))
-            group["turns"] += 1
-            group["tokens"] += at_stake[turn]
-            if len(group["examples"]) < _N_EXAMPLES:
-                group["examples"].append(turn)
-        return sorted(groups.values(), key=lambda group: -group["findings"])
+        places = "session_id", "turn_index"
+        sizes = tuples(drift, *places, "tokens_after_drift")
+        at_stake = {(session, turn): size for session, turn, size in sizes}
+        # by cause: each turn, and how many findings it has
+        found: dict[tuple[str, ...], Counter[tuple[str, int]]] = {}
+        for session, turn, *key in tuples(counted, *places, *keys):
+            found.setdefault(tuple(key), Counter())[session, turn] += 1
+        groups = [
+            {
+                **dict(zip(keys, key, strict=True)),
+                "findings": turns.total(),
+                "turns": len(turns),
+                "tokens": sum(at_stake[turn] for turn in turns),
+                "examples": [*turns][:_N_EXAMPLES],
+            }
+            for key, turns in found.items()
+        ]
+        return sorted(groups, key=lambda group: -group["findings"])
 
 
 class PolicyTables:
@@ -222,7 +211,6 @@ class ViewTables:
     ----------
     turns : table
         `trajkit.schema.TURNS` in full or delta form, the rows of each session contiguous.
-    policies : iterable of Policy
     sessions : table, optional
         `trajkit.schema.SESSIONS` of these and possibly other sessions.
     tokenizer : Tokenizer, optional

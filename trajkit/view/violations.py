@@ -5,6 +5,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from trajkit._arrow.take import tuples
 from trajkit.pipeline.suffix_layout import full_rows
 from trajkit.policies import Policy
 from trajkit.verification.run import verify
@@ -52,12 +53,8 @@ class Violations:
         self._line_of: dict[tuple[str, int], int] = {}
         # rows of another system may have no ids; their tokens are not shown then
         if {"session_id", "row_index"} <= set(rows.column_names):
-            keys = zip(
-                rows["session_id"].to_pylist(),
-                rows["row_index"].to_pylist(),
-                strict=True,
-            )
-            self._line_of = {key: k for k, key in enumerate(keys)}
+            keys = enumerate(tuples(rows, "session_id", "row_index"))
+            self._line_of = {(session, row): k for k, (session, row) in keys}
 
     def rules(self) -> list[tuple[str, int]]:
         """Each rule that is broken and how often, the most frequent first."""
