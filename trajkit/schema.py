@@ -239,10 +239,11 @@ ATTRIBUTION = _schema(
     _required("turn_index", pa.int32()),
     # one per prompt token: index of the message that it renders, in the request (or in
     # its last messages, see message_tool_names). negative: structure, such as the
-    # generation prompt, or a token of an earlier call. null list: unknown
+    # generation prompt, or a token of an earlier call. In delta form the tokens that are
+    # shared with the base may be left out if their index is -1. null list: unknown
     pa.field("prompt_message_index", pa.large_list(pa.int32())),
     # one per prompt token: true for the message's text, false for the template's tokens
-    # around it. null list: unknown
+    # around it. In delta form shared tokens may be left out if false. null list: unknown
     pa.field("prompt_is_content", pa.large_list(pa.bool_())),
     # one per message: the tool whose output it is; null element: no tool, or unknown. A
     # list shorter than the request's messages covers the last ones, and so does

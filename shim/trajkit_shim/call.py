@@ -327,19 +327,14 @@ class _Call:
         message = canonical_reply(reply)
         response = logged_message(message)
         messages = self.restored.messages
-        attribution = path = None
+        index = names = path = None
         if settings.attributed:
             tools = self._request.tools
-            attribution = settings.prompts.attribution(prompt, messages, tools)
+            index = settings.prompts.attribution(prompt, messages, tools)
+            names = self.restored.tool_names[prompt.n_known :]
         position = next_position(self.restored.position, response.key)
         if not aborted:
-            path = settings.prompts.cacheable_path(
-                prompt,
-                attribution,
-                sample.output_ids,
-                position=position,
-                message=len(messages),
-            )
+            path = settings.prompts.cacheable_path(prompt, sample.output_ids, position)
         caller = self._context.caller
         untrained = caller.is_side_call and not settings.train_side_calls
         turn = LoggedTurn(
@@ -366,11 +361,8 @@ class _Call:
             choice=self._choice,
             protocol=self._context.protocol.name,
             **_fields(caller),
-            prompt_message_index=getattr(attribution, "message_index", None),
-            prompt_is_content=getattr(attribution, "is_content", None),
-            message_tool_names=self.restored.tool_names
-            if settings.attributed
-            else None,
+            prompt_message_index=index,
+            message_tool_names=names,
             prompt_built=prompt.built,
             render_reason=prompt.reason,
             prompt_digest=prompt.digest,

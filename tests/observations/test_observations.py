@@ -437,6 +437,32 @@ def test_turns_in_delta_form():
     )
 
 
+def test_the_attribution_of_shared_tokens_may_be_left_out_in_delta_form():
+    turns = tk.from_records(drifting())
+    rows = tk.linearize(turns)
+    delta = tk.compact(turns)
+    shared = delta["shared_length"].to_pylist()
+    assert any(shared)
+
+    def changed(name, empty, left_out):
+        lists = turns[name].to_pylist()
+        values = [
+            each[n:] if left_out else [empty] * n + each[n:]
+            for n, each in zip(shared, lists, strict=True)
+        ]
+        return pa.array(values, turns.schema.field(name).type)
+
+    def weights(left_out):
+        table = delta
+        for name, empty in (("prompt_message_index", -1), ("prompt_is_content", False)):
+            place = table.schema.get_field_index(name)
+            table = table.set_column(place, name, changed(name, empty, left_out))
+        return tk.observations.observation_weights(table, rows)
+
+    assert weights(left_out=True).equals(weights(left_out=False))
+    assert any(map(any, weights(left_out=True)["observation_weight"].to_pylist()))
+
+
 def test_a_rollout_that_failed_is_not_weighed():
     assert weighed(conversation(), sessions=facts(None)) != []
     assert weighed(conversation(), "strict", sessions=facts("timeout")) == []

@@ -770,3 +770,35 @@ def test_bytes_of_a_new_token_do_not_grow_with_the_turns(drifts):
             each[name].append(table.nbytes / n_turns)
     for few, many in each.values():
         assert many < 1.2 * few
+
+
+@pytest.mark.parametrize("kind", [pa.list_, pa.large_list])
+def test_attribution_of_shared_tokens_is_left_out_where_it_says_nothing(kind):
+    calls = ([1, 2], [3]), ([1, 2, 3, 4], [5]), ([1, 2, 3, 4, 5], [6])
+    turns = tk.from_records(
+        {"session_id": "s", "prompt_ids": prompt, "output_ids": output}
+        for prompt, output in calls
+    )
+    lists = {
+        "prompt_message_index": [[0, -1], [-1, -1, -1, None], [-1, -1, 0, 1, -1]],
+        "prompt_is_content": [None, [False] * 4, [False, False, True, True, False]],
+    }
+    for name, type_ in (
+        ("prompt_message_index", "int32"),
+        ("prompt_is_content", "bool"),
+    ):
+        column = pa.array(lists[name], kind(pa.type_for_alias(type_)))
+        turns = turns.append_column(name, column)
+    delta = tk.compact(turns)
+    assert delta["shared_length"].to_pylist() == [0, 3, 5]
+    assert delta["prompt_message_index"].to_pylist() == [
+        [0, -1],
+        [None],
+        [-1, -1, 0, 1, -1],
+    ]
+    assert delta["prompt_is_content"].to_pylist() == [
+        None,
+        [False],
+        [False, False, True, True, False],
+    ]
+    assert tk.expand(delta).equals(turns)

@@ -7,7 +7,7 @@ Python code per token.
 import json
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -150,16 +150,13 @@ class SessionCalls:
         Missing flags and names are replaced by values that select nothing; `gaps`
         describes them.
         """
-        n = int(self.n_prompt[call])
-        message = self._list("prompt_message_index", call)
-        if message is None or len(message) != n:
+        if self._length_fault("prompt_message_index", call) is not None:
             return None
-        message = message.fill_null(-1).to_numpy()
-        flags = self._list("prompt_is_content", call)
-        if flags is None or len(flags) != n:
-            is_content = np.zeros(n, np.bool_)
+        message = self._per_token("prompt_message_index", call, -1)
+        if self._length_fault("prompt_is_content", call) is not None:
+            is_content = np.zeros(len(message), np.bool_)
         else:
-            is_content = np.asarray(flags.fill_null(False))
+            is_content = self._per_token("prompt_is_content", call, False)
         names = self._names(call)
         first = 0
         messages = self.messages(call)
@@ -169,9 +166,8 @@ class SessionCalls:
 
     def gaps(self, call: int) -> tuple[str | None, str | None]:
         """Error texts for missing or short indices or names, and for flags."""
-        n = int(self.n_prompt[call])
-        flags = self._length_fault("prompt_is_content", call, n)
-        fault = self._length_fault("prompt_message_index", call, n)
+        flags = self._length_fault("prompt_is_content", call)
+        fault = self._length_fault("prompt_message_index", call)
         if fault is not None:
             return fault, flags
         highest = pc.max(self._list("prompt_message_index", call)).as_py()
@@ -188,13 +184,20 @@ class SessionCalls:
             return f"prompt_message_index {highest} of {n_known} {what}", flags
         return None, flags
 
-    def _length_fault(self, name: str, call: int, n: int) -> str | None:
-        values = self._list(name, call)
+    def _length_fault(self, name: str, call: int) -> str | None:
+        values, n = self._list(name, call), int(self.n_prompt[call])
         if values is None:
             return f"{name} is null"
-        if len(values) != n:
+        n_left_out = int(self.shared[call]) if self.is_delta else 0
+        if len(values) not in (n, n - n_left_out):
             return f"{len(values)} values of {name} for {n} prompt ids"
         return None
+
+    def _per_token(self, name: str, call: int, missing: int) -> npt.NDArray[Any]:
+        """The values of a list for all prompt tokens, those left out included."""
+        values = np.asarray(self._list(name, call).fill_null(missing))
+        padding = int(self.n_prompt[call]) - len(values)
+        return np.pad(values, (padding, 0), constant_values=missing)
 
     def _names(self, call: int) -> list[str | None] | None:
         names = self._list("message_tool_names", call)

@@ -10,7 +10,12 @@ from trajkit import _core
 from trajkit._arrow import lazy_compute as pc
 from trajkit._arrow.buffers import pooled
 from trajkit._arrow.canonical import TableLike, canonical, place, turns_schema
-from trajkit._arrow.reshape import Columns, check_no_clash, replace_columns
+from trajkit._arrow.reshape import (
+    Columns,
+    check_no_clash,
+    replace_columns,
+    with_column,
+)
 from trajkit._streams import limits
 from trajkit._streams.lockstep import Stream, map_sessions
 from trajkit.errors import InvalidTurnsError
@@ -108,9 +113,55 @@ def _convert(
         check_no_clash(table, form, schema, "form of turns")
         calls = read_calls(table)
         parts = [columns(part) for part in calls.split(limits.PART_TOKENS)]
-        return replace_columns(calls.table, form, schema, parts)
+        made = replace_columns(calls.table, form, schema, parts)
+        delta = made if schema is TURNS_DELTA else calls.table
+        shared = delta.column("shared_length").to_numpy().astype(np.int64)
+        n_prompt = calls.calls["prompt_len"].astype(np.int64)
+        return _attributed(made, shared, n_prompt, cut=delta is made)
 
     return map_sessions(one, ("turns", turns), table_of=as_turns)
+
+
+def _attributed(
+    table: pa.Table, shared: Longs, n_prompt: Longs, *, cut: bool
+) -> pa.Table:
+    """The table with the columns of `ATTRIBUTION` in its own form.
+
+    ``cut``: leave out the elements of shared tokens, where a list has only empty ones.
+    Otherwise put them back.
+    """
+    for name, empty in (("prompt_message_index", -1), ("prompt_is_content", False)):
+        if name not in table.column_names:
+            continue
+        lists = _combined(table.column(name))
+        if not isinstance(lists, (pa.ListArray, pa.LargeListArray)):
+            continue
+        values, n = lists.flatten(), lengths(lists)
+        begins, absent = np.cumsum(n) - n, np.asarray(lists.is_null())
+        if cut:
+            filled = pc.not_equal(values, empty).fill_null(True).to_numpy(False)
+            counts = offsets_of(filled)
+            clear = counts[begins + np.minimum(shared, n)] == counts[begins]
+            change = np.where((n == n_prompt) & clear, -shared, 0)
+        else:
+            change = np.where((n == n_prompt - shared) & ~absent, shared, 0)
+        if not change.any():
+            continue
+        kept, offsets = n + np.minimum(change, 0), offsets_of(n + change)
+        # the last one is empty
+        source = np.full(int(offsets[-1]), len(values))
+        source[positions(offsets[:-1] + np.maximum(change, 0), kept)] = positions(
+            begins + np.maximum(-change, 0), kept
+        )
+        values = pa.concat_arrays([values, pa.array([empty], values.type)])
+        changed = type(lists).from_arrays(
+            pa.array(offsets, "int32" if isinstance(lists, pa.ListArray) else "int64"),
+            values.take(pa.array(source)),
+            type=lists.type,
+            mask=pa.array(absent) if absent.any() else None,
+        )
+        table = with_column(table, name, changed)
+    return table
 
 
 def _delta_columns(calls: Calls) -> Columns:

@@ -8,7 +8,7 @@ inspect what it renders) the prompt gets no attribution.
 
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -24,70 +24,12 @@ Spans: TypeAlias = list[tuple[int, int, int]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Attribution:
-    """The columns ``prompt_message_index`` and ``prompt_is_content`` of one turn.
-
-    A token has an index if it lies completely within a message's content. Other tokens
-    are structure (-1), and so are tokens of replies that appear in the prompt otherwise
-    than they would be rendered.
-    """
-
-    # Consecutive tokens with equal values: their number, index, and 1 for content.
-    # int32, shape (n_runs, 3)
-    runs: Ids
-
-    @classmethod
-    def of(cls, index: Ids) -> "Attribution":
-        """Return that of tokens that are content if they have an index."""
-        first = np.flatnonzero(np.diff(index, prepend=-2))
-        number = np.diff(first, append=len(index))
-        runs = [number, index[first], index[first] >= 0]
-        return cls(np.column_stack(runs).astype(np.int32))
-
-    @property
-    def message_index(self) -> Ids:
-        """Int32, shape (n_tokens,)."""
-        return np.repeat(self.runs[:, 1], self.runs[:, 0])
-
-    @property
-    def is_content(self) -> Bools:
-        """Shape (n_tokens,)."""
-        return np.repeat(self.runs[:, 2] == 1, self.runs[:, 0])
-
-    def part(self, start: int, stop: int | None = None) -> "Attribution":
-        """Return that of some of the tokens."""
-        ends = np.cumsum(self.runs[:, 0])
-        left, right = (
-            np.clip(side, start, stop) for side in (ends - self.runs[:, 0], ends)
-        )
-        runs = self.runs.copy()
-        runs[:, 0] = right - left
-        return Attribution(runs[runs[:, 0] > 0])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
     """A text's ids, and the characters each of them covers."""
 
     ids: Ids
     starts: npt.NDArray[np.int64]  # shape (n_ids,): characters starts[i]:stops[i]
     stops: npt.NDArray[np.int64]
-
-
-def joined(parts: Sequence[Attribution]) -> Attribution:
-    """Return the attribution of consecutive parts of a prompt."""
-    return Attribution(np.concatenate([part.runs for part in parts]))
-
-
-def of_reply(n_tokens: int, message: int) -> Attribution:
-    """Return that of a sampled reply, whose last token ends the message."""
-    runs = [(n_tokens - 1, message, 1), (1, message, 0)]
-    return Attribution(np.array(runs, np.int32))
-
-
-def unknown(n_tokens: int) -> Attribution:
-    """Return an attribution in which all tokens are structure."""
-    return Attribution(np.array([(n_tokens, -1, 0)], np.int32))
 
 
 def attribute(
@@ -97,8 +39,12 @@ def attribute(
     text_of: Callable[[list[Json]], str],
     encode: Callable[[str], Encoded],
     special: list[int],
-) -> Attribution | None:
-    """Return the attribution of a prompt, or None if it cannot be determined exactly.
+) -> Ids | None:
+    """Return the message whose content each token of a prompt lies in, -1 for none.
+
+    A token has an index if it lies completely within a message's content. Other tokens
+    are structure, and so are tokens of replies that appear in the prompt otherwise than
+    they would be rendered. None: this cannot be determined exactly.
 
     ``prompt_ids`` are those that the engine consumed for the messages, ``text_of``
     renders messages, ``encode`` tokenizes such a text, and ``special`` has the ids of
@@ -118,8 +64,7 @@ def attribute(
             i in complete or message["role"] == "assistant" or not _has_text(message)
             for i, message in enumerate(messages)
         ):
-            index = np.where(positions >= 0, of_text[positions], -1).astype(np.int32)
-            return Attribution.of(index)
+            return np.where(positions >= 0, of_text[positions], -1).astype(np.int32)
     return None
 
 

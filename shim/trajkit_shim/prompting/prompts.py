@@ -24,16 +24,12 @@ from trajkit_shim.chat.images import hashes_of
 from trajkit_shim.errors import TemplateError
 from trajkit_shim.json_input import Json
 from trajkit_shim.prompting.attribution import (
-    Attribution,
     Encoded,
     Ids,
     Spans,
     find_verbatim,
-    joined,
     locate_contents,
     message_index,
-    of_reply,
-    unknown,
 )
 from trajkit_shim.prompting.image_places import ImagePlaces
 from trajkit_shim.prompting.render import ChatRenderer
@@ -53,7 +49,6 @@ from trajkit_shim.prompting.token_cache import (
     Branch,
     CachedPath,
     IdBuffer,
-    Run,
     TokenCache,
     extended,
 )
@@ -81,7 +76,9 @@ class Prompt:
     hasher: blake2b  # BLAKE2b of the ids as little-endian int32
     buffer: IdBuffer | None = None  # that the ids are in
     base: CachedPath | None = None  # that turn
-    tail_attribution: Attribution | None = None  # of the appended ids; None: unknown
+    n_known: int = 0  # how many of the messages have those tokens
+    # of each appended id, the message after these; -1: none. None: unknown
+    message_index: Ids | None = None
     rendered: RenderedPrefix | None = None  # None: no later prompt may extend this one
     tools: bytes = b""  # digest of the offered tools
     reasons: bool = False  # a message has reasoning
@@ -208,18 +205,18 @@ class Prompts:
                     spans = self._find_new(view, end, verbatim=not probe.trims_new)
                     shown = None
                     if spans is not None:
-                        shown = Attribution.of(message_index(tail, spans))
+                        shown = message_index(tail, spans)
                 more = view.text[view.before.length :]
                 full = view.before is base.rendered
-                before = [run.ids for run in base.runs()]
-                ids, buffer = extended(before, tail.ids, base.branch.buffer)
+                ids, buffer = extended(base.ids(), tail.ids, base.branch.buffer)
                 return Prompt(
                     ids=ids,
                     buffer=buffer,
                     reason=None,
                     hasher=_hashed(tail.ids, base.hasher),
                     base=base,
-                    tail_attribution=shown,
+                    n_known=last + 1,
+                    message_index=shown,
                     rendered=base.rendered.extend(more, probe.leaves, checked=full),
                     tools=offered,
                     reasons=reasons,
@@ -285,40 +282,34 @@ class Prompts:
             # the template may reject the stand-in
             with suppress(TemplateError):
                 text = self.renderer.text(short, few)
-                yield _View(text, before, short, few, len(STAND_IN), last)
+                yield _View(text, before, short, few, len(STAND_IN))
         text = self.renderer.text(messages, tools)
-        yield _View(text, base.rendered, messages, tools, last, last)
+        yield _View(text, base.rendered, messages, tools, last)
 
     def attribution(
         self, prompt: Prompt, messages: list[Json], tools: list[Json] | None
-    ) -> Attribution | None:
-        """Return which message each token belongs to, or None if unknown."""
-        if prompt.base is None:
-            return self.renderer.attribute(
-                messages,
-                tools,
-                prompt.ids,
-                lambda text: self._encode(text, messages, NO_LIMIT),
-            )
-        if prompt.tail_attribution is None:
-            return None
-        parts = (run.shown or unknown(len(run.ids)) for run in prompt.base.runs())
-        return joined([*parts, prompt.tail_attribution])
+    ) -> Ids | None:
+        """Return the message that each token renders (-1: none), or None if unknown.
+
+        Of a prompt that extends an earlier turn only the appended tokens count, and the
+        messages after that turn's reply.
+        """
+        if prompt.base is not None:
+            return prompt.message_index
+        return self.renderer.attribute(
+            messages,
+            tools,
+            prompt.ids,
+            lambda text: self._encode(text, messages, NO_LIMIT),
+        )
 
     def cacheable_path(
-        self,
-        prompt: Prompt,
-        shown: Attribution | None,
-        output_ids: Ids,
-        *,
-        position: bytes,
-        message: int,
+        self, prompt: Prompt, output_ids: Ids, position: bytes
     ) -> CachedPath | None:
         """Return prompt and output for later prompts to extend, or None if they cannot.
 
-        ``shown``: of the prompt, if known. ``output_ids`` (ndarray of int32, shape
-        (n_output,)). ``position``: the position after the reply. ``message``: index of
-        the reply among the messages of later requests.
+        ``output_ids`` (ndarray of int32, shape (n_output,)). ``position``: the position
+        after the reply.
         """
         if prompt.rendered is None:
             return None
@@ -327,12 +318,10 @@ class Prompts:
         ids, buffer = _NO_IDS, None
         if closed:
             ids, buffer = extended([prompt.ids], output_ids, prompt.buffer)
-            if shown is not None:
-                shown = joined([shown, of_reply(len(output_ids), message)])
         return CachedPath(
             position=position,
             base=prompt.base,
-            branch=Branch(Run(ids, shown), buffer),
+            branch=Branch(ids, buffer),
             n_ids=len(ids),
             closed=closed,
             rendered=prompt.rendered,
@@ -347,13 +336,12 @@ class Prompts:
         Contents that the template writes as they are (``verbatim``), and that occur
         exactly once, are located without rendering again.
         """
-        first, later = view.reply + 1, view.last - view.reply
-        spans = None
+        first, spans = view.reply + 1, None
         # text that spells a special token contains a mark, so it does not match
         if verbatim and not self.renderer.spells_special(view.messages[first:]):
             spans = find_verbatim(view.messages, first, view.text[end:])
         if spans is not None:
-            return [(i + later, start, stop) for i, start, stop in spans]
+            return [(i - first, start, stop) for i, start, stop in spans]
         # the template may reject the marks
         with suppress(TemplateError):
             for rendered, marked in locate_contents(
@@ -361,7 +349,7 @@ class Prompts:
             ):
                 if rendered == view.text:
                     return [
-                        (i + later, start - end, stop - end)
+                        (i - first, start - end, stop - end)
                         for i, start, stop in marked
                     ]
         return None
@@ -376,7 +364,6 @@ class _View:
     messages: list[Json]
     tools: list[Json] | None
     reply: int  # index of the reply in its messages
-    last: int  # and in those of the request
 
 
 def _find_base(

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from trajkit_shim.errors import GatewayError, TemplateError
 from trajkit_shim.json_input import Json
-from trajkit_shim.prompting.attribution import Attribution, Encoded, attribute
+from trajkit_shim.prompting.attribution import Encoded, attribute
 from trajkit_shim.prompting.tokenize_cache import (
     NO_LIMIT,
     TokenizeCache,
@@ -130,8 +130,8 @@ class ChatRenderer:
         tools: list[Json] | None,
         prompt_ids: Ids,
         encode: Callable[[str], Encoded] | None = None,
-    ) -> Attribution | None:
-        """Return which message each prompt token belongs to, or None if unknown.
+    ) -> Ids | None:
+        """Return the message of each prompt token (`attribution.attribute`), if known.
 
         ``messages`` and ``tools`` are those that ``prompt_ids`` were rendered from.
         ``encode`` tokenizes their text. Default: `encode`.

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
 from threading import Lock
-from typing import NamedTuple
 
 import numpy as np
 
-from trajkit_shim.prompting.attribution import Attribution, Ids
+from trajkit_shim.prompting.attribution import Ids
 from trajkit_shim.prompting.known_requests import KnownRequest
 from trajkit_shim.prompting.rendered_prefix import RenderedPrefix
 
@@ -66,26 +65,12 @@ def extended(
     return ids, buffer
 
 
-class Run(NamedTuple):
-    """Consecutive tokens of a path."""
-
-    ids: Ids  # int32, shape (n_ids,)
-    shown: Attribution | None  # None: unknown
-
-    def part(self, start: int, stop: int | None = None) -> "Run":
-        """Return a slice, as views."""
-        if not start and stop == len(self.ids):
-            return self
-        shown = None if self.shown is None else self.shown.part(start, stop)
-        return Run(self.ids[start:stop], shown)
-
-
 @dataclass(slots=True, eq=False)
 class Branch:
     """The tokens of paths that extend each other."""
 
-    run: Run  # after those of the base
-    buffer: IdBuffer | None = None  # with its ids
+    ids: Ids  # after those of the base
+    buffer: IdBuffer | None = None  # that these are in
     base: "CachedPath | None" = None  # the path of another branch that it extends
     positions: list[bytes] = field(default_factory=list)  # of its paths
     request: KnownRequest | None = None  # its latest
@@ -98,10 +83,8 @@ class Branch:
     @property
     def n_bytes(self) -> int:
         """Memory of the branch without its base."""
-        shown = self.run.shown
-        n_tokens = self.run.ids.nbytes + (0 if shown is None else shown.runs.nbytes)
         n_request = 0 if self.request is None else self.request.n_bytes
-        return n_tokens + n_request + _OVERHEAD * max(1, len(self.positions))
+        return self.ids.nbytes + n_request + _OVERHEAD * max(1, len(self.positions))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -118,12 +101,12 @@ class CachedPath:
     reasons: bool  # a message of its prompt has reasoning
     hasher: blake2b  # BLAKE2b of its ids
 
-    def runs(self) -> list[Run]:
-        """Return the tokens of prompt and output."""
-        found, path = [], self
+    def ids(self) -> list[Ids]:
+        """Return the ids of prompt and output, in parts."""
+        found, path = list[Ids](), self
         while True:
             branch = path.branch
-            found.append(branch.run.part(0, path.n_ids - branch.n_base))
+            found.append(branch.ids[: path.n_ids - branch.n_base])
             if branch.base is None:
                 return found[::-1]
             path = branch.base
@@ -169,17 +152,16 @@ class TokenCache:
         replaced = self._paths.pop(path.position, None)
         own, base = path.branch, path.base
         branch = own
-        if base is not None and base.branch in self._branches and len(own.run.ids):
-            if base.n_ids == base.branch.n_base + len(base.branch.run.ids):
+        if base is not None and base.branch in self._branches and len(own.ids):
+            if base.n_ids == base.branch.n_base + len(base.branch.ids):
                 branch = base.branch
             else:
                 branch.base = base
             if branch.base is not None:
-                rest = own.run.part(branch.n_base)
                 # a view would keep the tokens of the base in memory once more
-                own.run, own.buffer = rest._replace(ids=rest.ids.copy()), None
+                own.ids, own.buffer = own.ids[branch.n_base :].copy(), None
         before = branch.n_bytes if branch in self._branches else 0
-        branch.run, branch.buffer, path.branch = own.run, own.buffer, branch
+        branch.ids, branch.buffer, path.branch = own.ids, own.buffer, branch
         branch.positions.append(path.position)
         branch.request = request
         self._paths[path.position] = path

@@ -132,9 +132,9 @@ class LoggedTurn:
     call_kind: str | None = None
     started_by_turn: int | None = None
     started_by_call: str | None = None
-    # the columns of schema.ATTRIBUTION. None: unknown, or not requested
+    # the columns of schema.ATTRIBUTION. None: unknown, or not requested. The index has an
+    # element for each of the last tokens; those before are of earlier calls
     prompt_message_index: npt.NDArray[np.int32] | None = None
-    prompt_is_content: npt.NDArray[np.bool_] | None = None
     message_tool_names: list[str | None] | None = None
     routed_experts: npt.NDArray[np.int16] | None = None  # as `Sample.routed_experts`
     mm_items: list[Json] | None = None  # the images of the prompt
@@ -243,9 +243,8 @@ class TurnLog:
         """
         if not self._with_experts and turn.routed_experts is not None:
             raise ValueError("the log was opened without routed_experts=True")
-        if not self._attributed and any(
-            getattr(turn, field.name) is not None for field in _SHOWN
-        ):
+        given = turn.prompt_message_index, turn.message_tool_names
+        if not self._attributed and any(one is not None for one in given):
             raise ValueError("the log was opened with attributed=False")
         added: set[bytes] = set()
 
@@ -263,11 +262,12 @@ class TurnLog:
         if self._form == "full":
             made["messages"] = list(map(fields, turn.messages))
             made["response"] = None if response is None else fields(response)
+            made |= _attribution(turn, 0)
             self._write(self._row.batch(turn, made).serialize())
             return added
         deltas = deltas or DeltaEncoder()
         delta = _delta(turn, turn_index, shown, deltas)
-        made |= asdict(delta)
+        made |= asdict(delta) | _attribution(turn, delta.shared_length)
         made["suffix_ids"] = turn.prompt_ids[delta.shared_length :]
         made["suffix_messages"] = [*map(fields, turn.messages[delta.shared_messages :])]
         made["response"] = None if response is None else fields(response)
@@ -326,6 +326,22 @@ def _delta(
         None if response is None else next_position(before, response.key),
         n_bare,
     )
+
+
+def _attribution(turn: LoggedTurn, n_shared: int) -> dict[str, object]:
+    """The columns of a turn with an element per token.
+
+    The first ``n_shared`` tokens are left out if they have no message.
+    """
+    index = turn.prompt_message_index
+    if index is None:
+        return {"prompt_message_index": None, "prompt_is_content": None}
+    n_earlier = len(turn.prompt_ids) - len(index)
+    if (index[: max(0, n_shared - n_earlier)] >= 0).any():
+        n_shared = 0
+    earlier = np.full(max(0, n_earlier - n_shared), -1, np.int32)
+    index = np.concatenate([earlier, index[max(0, n_shared - n_earlier) :]])
+    return {"prompt_message_index": index, "prompt_is_content": index >= 0}
 
 
 class _Row:

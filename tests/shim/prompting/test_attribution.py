@@ -50,11 +50,10 @@ def shown(renderer, messages, tools=None):
     found = renderer.attribute(messages, tools, prompt)
     if found is None:
         return None
-    assert len(found.message_index) == len(found.is_content) == len(prompt)
-    assert (found.is_content == (found.message_index >= 0)).all()
+    assert len(found) == len(prompt)
     return {
-        i: renderer.decode(prompt[found.message_index == i], ended=False)
-        for i in np.unique(found.message_index).tolist()
+        i: renderer.decode(prompt[found == i], ended=False)
+        for i in np.unique(found).tolist()
         if i >= 0
     }
 
@@ -143,7 +142,7 @@ def test_a_reply_that_stands_otherwise_in_the_prompt_is_structure():
     assert EMBEDDED.decode(np.array(pieces), ended=False) == "return"
     other = np.array([*prompt[:at], *pieces, *prompt[at + 1 :]], np.int32)
     found = EMBEDDED.attribute(messages, None, other)
-    told = {i: other[found.message_index == i].tolist() for i in (0, 1, 2)}
+    told = {i: other[found == i].tolist() for i in (0, 1, 2)}
     assert [len(told[i]) for i in (0, 1, 2)] == [1, 0, 1]
     # a user's message that stands otherwise is no such thing
     messages[1]["role"] = "user"
@@ -188,7 +187,7 @@ async def test_a_session_s_tool_output_is_learned_by_its_tool_s_name(tmp_path):
         session = await converse(gateway)
     assert session["unattributed"] == 0
     turns = tk.read_turns(tmp_path)
-    assert turns["message_tool_names"].to_pylist() == [[None], [None, None, "bash"]]
+    assert turns["message_tool_names"].to_pylist() == [[None], ["bash"]]
     rows = tk.linearize(turns)
     (row,) = tk.observations.observation_weights(
         turns, rows, tool_names={"bash": 0.5}

@@ -35,7 +35,6 @@ from trajkit_shim.prompting.token_cache import (
     Branch,
     CacheBudget,
     CachedPath,
-    Run,
     TokenCache,
 )
 from trajkit_shim.replies.parse import parse
@@ -211,10 +210,8 @@ class Conversation:
         message = canonical_reply(make_reply(parsed, "stop", model="m", usage=USAGE))
         path = self.prompts.cacheable_path(
             self.prompt,
-            self.shown(),
             ids,
-            position=next_position(self.restored.position, logged_message(message).key),
-            message=len(self.restored.messages),
+            next_position(self.restored.position, logged_message(message).key),
         )
         self.echo.remember(self.restored.position, message)
         if path is not None:
@@ -297,17 +294,13 @@ def test_attribution_tells_of_a_built_prompt_what_it_tells_of_a_rendered_one(tur
         for each in (appending, rendering):
             each.ask(messages)
         shown, whole = appending.shown(), rendering.shown()
-        replies = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        told = ~np.isin(shown.message_index, replies)
-        index = np.where(np.isin(whole.message_index, replies), -1, whole.message_index)
-        assert shown.message_index[told].tolist() == index[told].tolist()
-        # and of a reply which tokens were sampled, its end among them
-        for i in replies:
-            ids = appending.prompt.ids[shown.message_index == i]
-            said_so = canonical(RENDERER, messages[i]["content"])
-            assert ids.tolist() == said_so.tolist()
-            content = shown.is_content[shown.message_index == i]
-            assert content.tolist() == [True] * (len(ids) - 1) + [False]
+        n_base, n_known = appending.prompt.n_base, appending.prompt.n_known
+        # what comes after the latest reply
+        assert (n_known > 0) == (n_base > 0)
+        assert not n_known or messages[n_known - 1]["role"] == "assistant"
+        index = np.where(whole >= n_known, whole - n_known, -1)
+        assert shown.tolist() == index[len(index) - len(shown) :].tolist()
+        assert (index >= 0).sum() == (shown >= 0).sum()
         messages = [*messages, appending.reply(canonical(RENDERER, text))]
         messages += [said(role, text) for role, text in new]
 
@@ -344,9 +337,8 @@ def test_what_stands_there_once_is_told_without_another_rendering(
     prompt = appending.ask(messages)
     shown = appending.shown()
     assert (prompt.built, len(rendered)) == ("append", renderings)
-    told = shown.message_index != 1
-    assert shown.message_index[told].tolist() == whole.message_index[told].tolist()
-    assert (2 in shown.message_index) == bool(text.strip())
+    assert shown.tolist() == np.maximum(whole - 2, -1)[prompt.n_base :].tolist()
+    assert (0 in shown) == bool(text.strip())
 
 
 @pytest.mark.parametrize(
@@ -382,7 +374,7 @@ def test_a_prompt_behind_one_that_nobody_can_tell_of():
     prompt = conversation.ask([said("user", "u"), reply, said("user", "")])
     # what is new of it holds no content, and what was before is taken for structure
     assert prompt.built == "append"
-    assert set(conversation.shown().message_index.tolist()) == {-1}
+    assert set(conversation.shown().tolist()) == {-1}
 
 
 def start(conversation, text="Yes.", *, tools=None, opening=None):
@@ -646,7 +638,7 @@ def test_a_fork_goes_on_from_its_own_path():
     # the trunk's ids are held once
     branches = {path.branch for path in conversation.held._paths.values()}
     assert len(branches) == 3
-    own = sum(len(branch.run.ids) for branch in branches)
+    own = sum(len(branch.ids) for branch in branches)
     assert own < sum(len(ids) for _, ids, _ in ways)
 
 
@@ -682,7 +674,7 @@ def path(position, base=None, n=100):
     return CachedPath(
         position=position,
         base=base,
-        branch=Branch(Run(np.arange(n, dtype=np.int32), None)),
+        branch=Branch(np.arange(n, dtype=np.int32)),
         n_ids=n,
         closed=True,
         rendered=RenderedPrefix.of("", ""),
@@ -693,7 +685,7 @@ def path(position, base=None, n=100):
 
 
 def ids_of(path):
-    return np.concatenate([run.ids for run in path.runs()]).tolist()
+    return np.concatenate(path.ids()).tolist()
 
 
 def test_what_was_quiet_for_longest_is_released_first():
