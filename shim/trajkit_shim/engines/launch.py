@@ -1,15 +1,19 @@
 """Starts an SGLang server for the gateway, restarts it, and ends it with the gateway."""
 
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
+
+import httpx
 
 from trajkit_shim.engines import keeper
 
@@ -19,6 +23,9 @@ START_SECONDS = 1800.0
 RESTARTS = 3
 """Default of how often a server is restarted within one hour."""
 
+_HOST = "127.0.0.1"
+_LOOK_SECONDS = 0.1
+_WINDOW_SECONDS = 3600.0
 _TAIL_BYTES = 4 << 10
 _TAIL_LINES = 20
 
@@ -62,7 +69,7 @@ def sglang_command(
     """Return the command of an SGLang server on 127.0.0.1."""
     return [
         *(python, "-m", "sglang.launch_server", "--model-path", model),
-        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--host", _HOST, "--port", str(port)),
         # otherwise each event of a stream repeats the reply
         "--incremental-streaming-output",
         *arguments,
@@ -75,7 +82,7 @@ def reserved_port() -> Iterator[int]:
     with socket.socket() as reserved:
         # with this option on both sides a server can bind it while nobody listens
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(("127.0.0.1", 0))
+        reserved.bind((_HOST, 0))
         yield reserved.getsockname()[1]
 
 
@@ -114,67 +121,105 @@ def running_server(
         The server did not become healthy, or ended too often. The end of its log was
         written to standard error.
     """
-    options = {
-        "port": port,
-        "start_seconds": start_seconds,
-        "stop_seconds": stop_seconds,
-        "restarts": restarts,
-    }
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         begin = output.tell()
-        process = subprocess.Popen(
-            # isolated: its working directory and environment are the server's
-            [sys.executable, "-IS", keeper.__file__, json.dumps(options), *command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=output,
-            env=os.environ | _ENVIRONMENT,
-            text=True,
-            # the keys of a terminal are for the gateway
-            start_new_session=True,
+        # isolated: working directory and environment are the server's
+        keeper_command = [sys.executable, "-IS", keeper.__file__, str(stop_seconds)]
+        server = _Server([*keeper_command, *command], port, output, start_seconds)
+        watching = threading.Thread(
+            target=server.keep, args=(restarts,), name="trajkit-engine"
         )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    events = process.stdout
-    lost: list[str] = []
-    ending = threading.Event()
-
-    def watch() -> None:
-        event = ""
-        for event in map(str.rstrip, events):
-            if event != keeper.HEALTHY:
-                sys.stderr.write(f"trajkit: the engine's server {event}\n")
-        if not ending.is_set():
-            lost.append(event)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    watching = threading.Thread(target=watch, name="trajkit-engine", daemon=True)
-    with process:
+        watching.start()
         try:
-            event = events.readline().rstrip()
-            if event == keeper.HEALTHY:
-                watching.start()
+            server.decided.wait()
+            if server.lost is None:
                 yield
-            else:
-                lost.append(event)
         except KeyboardInterrupt:
-            # the signal that `watch` sent
-            if not lost:
+            # the signal that `_Server.keep` sent
+            if server.lost is None:
                 raise
         finally:
-            ending.set()
-            process.stdin.close()
-            if watching.ident is not None:
-                watching.join()
-    if lost:
+            server.stop.set()
+            watching.join()
+    if server.lost is not None:
         sys.stderr.write(_tail(log, begin))
-        reason, code = lost[0], process.returncode
-        if code:
-            reason = f"lost the process that keeps it, with exit code {code}"
         raise ConnectionError(
-            f"the engine's server {reason}. The end of its log, {log}, is above"
+            f"the engine's server {server.lost}. The end of its log, {log}, is above"
         )
+
+
+@dataclass
+class _Server:
+    """A server that is restarted if it ends."""
+
+    command: Sequence[str]
+    port: int
+    log: IO[bytes]
+    start_seconds: float
+    healthy: bool = False  # it was, at least once
+    lost: str | None = None  # why it was given up
+    # set once it is healthy or given up
+    decided: threading.Event = field(default_factory=threading.Event)
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def keep(self, restarts: int) -> None:
+        """Run the server until `stop` is set, or it cannot be restarted."""
+        ends: list[float] = []
+        while self.lost is None and (reason := self._run()) is not None:
+            now = time.monotonic()
+            ends = [end for end in ends if now - end < _WINDOW_SECONDS] + [now]
+            if not self.healthy:
+                self.lost = f"{reason} before it was healthy"
+            elif len(ends) > restarts:
+                self.lost = f"{reason}, and was restarted {restarts} times within an hour"
+            else:
+                restart = f"restart {len(ends)} of {restarts} within an hour"
+                sys.stderr.write(f"trajkit: the engine's server {reason}: {restart}\n")
+        if self.lost is not None and self.healthy:
+            os.kill(os.getpid(), signal.SIGTERM)
+        self.decided.set()
+
+    def _run(self) -> str | None:
+        """Run the server once; return why it was lost, or None after `stop`."""
+        with socket.socket() as other:
+            if other.connect_ex((_HOST, self.port)) == 0:
+                return f"cannot start, as another process listens on port {self.port},"
+        process = subprocess.Popen(
+            self.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            env=os.environ | _ENVIRONMENT,
+            # signals to the gateway's process group are not for the server
+            start_new_session=True,
+        )
+        try:
+            return self._watch(process)
+        finally:
+            # closes its standard input; its output ends after keeper and guard
+            process.communicate()
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> str | None:
+        """Wait until the server ends, or `stop` is set; see `_run`."""
+        until = time.monotonic() + self.start_seconds
+        ready = False
+        with httpx.Client(trust_env=False, timeout=10.0) as client:
+            while not self.stop.wait(_LOOK_SECONDS):
+                if process.poll() is not None:
+                    return f"ended with exit code {process.returncode}"
+                if not ready and self._is_healthy(client):
+                    ready = self.healthy = True
+                    self.decided.set()
+                elif not ready and time.monotonic() > until:
+                    return f"did not answer within {self.start_seconds:g} seconds"
+        return None
+
+    def _is_healthy(self, client: httpx.Client) -> bool:
+        with suppress(httpx.HTTPError):
+            # the server samples a token before it answers
+            return client.get(f"http://{_HOST}:{self.port}/health").is_success
+        return False
 
 
 def _tail(log: Path, begin: int) -> str:

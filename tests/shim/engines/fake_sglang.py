@@ -2,8 +2,9 @@
 
 It takes SGLang's arguments and samples the same text for every prompt. ``--fake WORD``
 makes it misbehave: `mute` never becomes healthy, `broken` ends at once with a line without
-newline, `stubborn` ignores SIGTERM, `once` does not listen after a restart. ``--pids
-FILE`` gets a line per process. ``GET /die`` ends it with exit code 3.
+newline, `stubborn` ignores SIGTERM, `once` does not listen after a restart, `slow` samples
+nothing before ``POST /release``. ``--pids FILE`` gets a line per process. ``GET /die``
+ends it with exit code 3.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 parser = argparse.ArgumentParser()
@@ -27,7 +29,10 @@ parser.add_argument("--pids")
 options = parser.parse_args()
 if options.fake == "broken":
     sys.exit(os.write(2, b"loading\nthere is no GPU"))
-state = {"version": "default", "paused": False, "updates": []}
+state = {"version": "default", "paused": False, "updates": [], "calls": 0}
+released = threading.Event()
+if options.fake != "slow":
+    released.set()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -52,7 +57,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path == "/release":
+            released.set()
         if self.path == "/generate":
+            state["calls"] += 1
+            # but for the check at the start
+            if body["sampling_params"]["max_new_tokens"] > 2:
+                released.wait()
             ids = options.ids[: body["sampling_params"]["max_new_tokens"]]
             version = {"version": state["version"], "start": 0, "end": len(ids)}
             meta = {

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -132,12 +133,13 @@ def test_a_server_that_never_gets_healthy(python, tmp_path):
     assert not any(map(runs, read_pids(pids)))
 
 
-def test_a_program_that_does_not_exist(tmp_path):
+def test_a_program_that_does_not_exist(tmp_path, capfd):
     with (
-        pytest.raises(ConnectionError, match=r"cannot start: .*No such file"),
+        pytest.raises(ConnectionError, match="exit code 127 before it was healthy"),
         launched(str(tmp_path / "absent"), tmp_path),
     ):
         pytest.fail("it cannot start")
+    assert "No such file or directory: " in capfd.readouterr().err
 
 
 def test_a_port_that_is_taken(python, tmp_path):
@@ -145,7 +147,7 @@ def test_a_port_that_is_taken(python, tmp_path):
         port = taken.getsockname()[1]
         command = sglang_command(python, "m", port, [])
         with (
-            pytest.raises(ConnectionError, match=f"listens on its port {port}"),
+            pytest.raises(ConnectionError, match=f"another process listens on port {port}"),
             running_server(command, port, tmp_path / "log"),
         ):
             pytest.fail("it is another server")
@@ -170,13 +172,13 @@ def test_a_server_that_ends_is_restarted_on_its_port(python, tmp_path, capfd):
             assert not runs(worker)
             until(lambda: _answers(url))
     assert not any(map(runs, read_pids(pids)))
-    ends = re.findall(r"ended with exit code -9: restart (.*)", capfd.readouterr().err)
+    ends = re.findall(r"ended with exit code 137: restart (.*)", capfd.readouterr().err)
     assert ends == ["1 of 2 within an hour", "2 of 2 within an hour"]
 
 
-def _answers(url):
+def _answers(url, path="/health"):
     try:
-        return get(f"{url}/health").status_code == 200
+        return get(url + path).status_code == 200
     except httpx.TransportError:
         return False
 
@@ -203,44 +205,51 @@ def _die(url):
         pass
 
 
-def keeper_of(server):
-    """The parent of a server's process."""
-    return int(Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[1])
+def parent_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)]
-)
-def test_a_keeper_that_ends_ends_the_command(python, tmp_path, number, code):
+@pytest.mark.parametrize("generations", [1, 2], ids=["keeper", "its parent"])
+def test_a_keeper_that_is_killed_leaves_no_process(python, tmp_path, generations):
+    """The server is restarted, as if it had ended by itself."""
     pids = tmp_path / "pids"
+    with launched(python, tmp_path, "--pids", str(pids)) as url:
+        killed = read_pids(pids)
+        keeper = killed[0]
+        for _ in range(generations):
+            keeper = parent_of(keeper)
+        os.kill(keeper, signal.SIGKILL)
+        until(lambda: len(read_pids(pids)) == 4)
+        assert not any(map(runs, killed))
+        until(lambda: _answers(url))
+    assert not any(map(runs, read_pids(pids)))
 
-    def run():
-        with launched(python, tmp_path, "--pids", str(pids)):
-            os.kill(keeper_of(read_pids(pids)[0]), number)
-            # the signal ends it
-            until(lambda: False)
 
-    reason = f"lost the process that keeps it, with exit code {code}"
-    with pytest.raises(ConnectionError, match=reason):
-        run()
-    for pid in read_pids(pids):
-        if number == signal.SIGKILL:
-            # nobody is left who could
+def test_keepers_that_are_all_killed(python, tmp_path):
+    """The kernel ends the server; nobody is left who could find its worker."""
+    pids = tmp_path / "pids"
+    with launched(python, tmp_path, "--pids", str(pids)) as url:
+        server, worker = read_pids(pids)
+        keeper = parent_of(server)
+        for pid in (parent_of(keeper), keeper):
             os.kill(pid, signal.SIGKILL)
-        assert number == signal.SIGKILL or not runs(pid)
+        until(lambda: len(read_pids(pids)) == 4)
+        assert not runs(server)
+        os.kill(worker, signal.SIGKILL)
+        until(lambda: _answers(url))
+    assert not any(map(runs, read_pids(pids)))
 
 
-def test_repeated_signals_leave_no_process(python, tmp_path):
+def test_signals_to_keepers_do_nothing(python, tmp_path):
+    """A service manager may signal every process of a service."""
     pids = tmp_path / "pids"
-
-    def run():
-        options = ["--pids", str(pids), "--fake", "stubborn"]
-        with launched(python, tmp_path, *options, stop_seconds=0.5):
-            keeper = keeper_of(read_pids(pids)[0])
-            until(lambda: os.kill(keeper, signal.SIGTERM))
-
-    with pytest.raises(ConnectionError):
-        run()
+    with launched(python, tmp_path, "--pids", str(pids)) as url:
+        keeper = parent_of(read_pids(pids)[0])
+        for pid in (keeper, parent_of(keeper)):
+            for number in (signal.SIGTERM, signal.SIGINT):
+                os.kill(pid, number)
+        assert get(f"{url}/health").status_code == 200
+    assert len(read_pids(pids)) == 2
     assert not any(map(runs, read_pids(pids)))
 
 
@@ -256,6 +265,8 @@ def serving(tmp_path, python, model, *options, server=()):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # as a shell starts it
+        process_group=0,
     )
     with process:
         try:
@@ -288,6 +299,36 @@ def test_serve_launches_records_and_ends(tmp_path, python, model):
     (turn,) = tk.read_turns(tmp_path / "run").to_pylist()
     assert turn["output_ids"] == [104, 105]
     assert turn["weight_versions"] == [{"version": "default", "start": 0, "stop": 2}]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_process_group_ends_the_server_after_the_drain(
+    tmp_path, python, model, number
+):
+    with (
+        httpx.Client(trust_env=False, timeout=60) as client,
+        serving(tmp_path, python, model, server=["--fake", "slow"]) as gateway,
+        ThreadPoolExecutor() as pool,
+    ):
+        url = json.loads(gateway.stdout.readline())["url"]
+        key = client.post(f"{url}/sessions").json()["api_key"]
+        server = read_pids(tmp_path / "pids")[0]
+        arguments = Path(f"/proc/{server}/cmdline").read_text().split("\0")
+        engine = f"http://127.0.0.1:{arguments[arguments.index('--port') + 1]}"
+        running = pool.submit(chat, client, url, key)
+        try:
+            # the first call was the check at the start
+            until(lambda: get(f"{engine}/state").json()["calls"] == 2)
+            os.killpg(gateway.pid, number)
+            # it accepts no more connections
+            until(lambda: not _answers(url, "/healthz"))
+        finally:
+            client.post(f"{engine}/release", json={})
+        assert running.result().status_code == 200
+        gateway.communicate(timeout=60)
+    assert gateway.returncode == cli.DONE
+    assert not any(map(runs, read_pids(tmp_path / "pids")))
+    assert tk.read_turns(tmp_path / "run").num_rows == 1
 
 
 def test_calls_while_the_server_restarts_are_to_be_repeated(tmp_path, python, model):
