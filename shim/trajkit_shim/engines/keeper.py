@@ -5,8 +5,8 @@ COMMAND...``. Standard input ends however the gateway ends. The exit code is the
 as a shell reports it. Signals to this program have no effect: a terminal or a service
 manager sends them to every process, and the gateway first answers its calls.
 
-The program is two processes, keeper and guard. If one is killed, the other ends the
-server. Linux only: orphaned processes of the server become children of the keeper, else
+The program is two processes, keeper and guard. If the keeper is killed, the guard ends the
+server; if the guard is killed, the gateway ends standard input. Linux only: orphaned processes of the server become children of the keeper, else
 of the guard (PR_SET_CHILD_SUBREAPER of prctl(2)). If both are killed, the kernel ends
 the server's first process (PR_SET_PDEATHSIG).
 """
@@ -36,7 +36,6 @@ def keep(command: Sequence[str], stop_seconds: float) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         # unlike SIG_IGN, the server does not inherit it
         signal.signal(number, lambda *_: None)
-    guard = os.pidfd_open(os.getpid())
     if keeper := os.fork():
         code = os.waitstatus_to_exitcode(os.waitpid(keeper, 0)[1])
         _end_children()
@@ -54,7 +53,7 @@ def keep(command: Sequence[str], stop_seconds: float) -> int:
         sys.stderr.write(f"{error}\n")
         return _NOT_FOUND
     ended = os.pidfd_open(server.pid)
-    if ended not in select.select([0, guard, ended], [], [])[0]:
+    if ended not in select.select([0, ended], [], [])[0]:
         server.terminate()
         with suppress(subprocess.TimeoutExpired):
             server.wait(stop_seconds)

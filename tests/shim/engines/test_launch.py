@@ -353,12 +353,13 @@ def _refused(reply):
     return reply if reply.status_code == 503 else None
 
 
-def test_a_gateway_that_is_killed_leaves_no_process(tmp_path, python, model):
+@pytest.mark.parametrize("kill", [os.kill, os.killpg])
+def test_a_gateway_that_is_killed_leaves_no_process(tmp_path, python, model, kill):
     with serving(tmp_path, python, model) as gateway:
         gateway.stdout.readline()
         pids = read_pids(tmp_path / "pids")
         assert len(pids) == 2
-        gateway.kill()
+        kill(gateway.pid, signal.SIGKILL)
         gateway.communicate(timeout=60)
         until(lambda: not any(map(runs, pids)))
 
