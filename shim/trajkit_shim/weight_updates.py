@@ -37,7 +37,7 @@ class Weights:
         self._turn = asyncio.Lock()
         self._lease: asyncio.Task[None] | None = None
         self.expired = 0  # pauses that ended automatically
-        self.version: str | None = None
+        self.version: str | None = None  # of the last update, if it succeeded
 
     @property
     def paused(self) -> bool:
@@ -72,7 +72,8 @@ class Weights:
 
         ``source``: a model directory, or serialized tensors in ``load_format``. Raises
         `GatewayError`: 409: the engine is not paused. 501: this engine cannot be
-        updated. `EngineError`: the engine failed to load them; it is still paused.
+        updated. `EngineError`: the engine failed to load them. The engine is still paused
+        then, and `version` is None.
         """
         engine = self._updatable()
         async with self._turn:
@@ -80,6 +81,8 @@ class Weights:
                 rule = "POST /engine/pause first, and renew the pause before it expires"
                 message = f"the engine is not paused: {rule}"
                 raise GatewayError(message, 409, code="not_paused")
+            # unknown until the update is complete
+            self.version = None
             if isinstance(source, str):
                 await engine.update_weights(source, version)
             elif isinstance(engine, TensorEngine):

@@ -51,7 +51,7 @@ class EngineServer:
         self, name: str, base_url: str, client: httpx.AsyncClient | None = None
     ) -> None:
         self.name = name
-        self._base_url = base_url.rstrip("/")
+        self.base_url = base_url.rstrip("/")
         # sessions bound the number of concurrent calls, so the pool does not
         self.client = client or httpx.AsyncClient(
             timeout=_TIMEOUT,
@@ -86,7 +86,7 @@ class EngineServer:
         """
         try:
             async with self.client.stream(
-                "POST", self._base_url + path, json=body, headers=headers
+                "POST", self.base_url + path, json=body, headers=headers
             ) as response:
                 if response.status_code >= 400:
                     await response.aread()
@@ -108,7 +108,7 @@ class EngineServer:
     async def notify(self, path: str, body: Json) -> None:
         """Send a request whose answer does not matter; ignore connection failures."""
         with contextlib.suppress(httpx.HTTPError):
-            await self.client.post(self._base_url + path, json=body, timeout=5.0)
+            await self.client.post(self.base_url + path, json=body, timeout=5.0)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -121,7 +121,7 @@ class EngineServer:
         body: Json | None = None,
         headers: Mapping[str, str] = _NO_HEADERS,
     ) -> Json:
-        url = self._base_url + path
+        url = self.base_url + path
         try:
             response = await self.client.request(
                 method, url, json=body, headers=headers
@@ -144,7 +144,7 @@ class EngineServer:
 
     def _unreachable(self, error: httpx.HTTPError) -> EngineError:
         reason = f"cannot be reached: {type(error).__name__}: {error}"
-        text = f"the {self.name} server at {self._base_url} {reason}"
+        text = f"the {self.name} server at {self.base_url} {reason}"
         if isinstance(error, httpx.ConnectError):
             # a server that restarts is back soon
             return EngineError(text, 503, retry_after=_RETRY_AFTER)

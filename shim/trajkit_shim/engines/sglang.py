@@ -5,8 +5,8 @@ Field names and behaviour as of SGLang 0.5.23.
 
 import asyncio
 import base64
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -84,27 +84,35 @@ class SGLangEngine(HttpEngine):
         """Stop sampling. Running calls lose their cache and continue after `resume`."""
         await self._post_to_all("/pause_generation", {"mode": "retract"})
 
+    async def resume(self) -> None:
+        """Continue sampling."""
+        await self._post_to_all("/continue_generation", {})
+
     async def update_weights(self, path: str, version: str) -> None:
         """Load weights from a directory that the servers can read."""
         body: Json = {"model_path": path, "weight_version": version}
-        await self._order("update_weights_from_disk", {**body, "flush_cache": True})
+        async with self._versions_in_errors():
+            await self._order("update_weights_from_disk", {**body, "flush_cache": True})
 
     async def update_tensors(
         self, tensors: Sequence[str], load_format: str | None, version: str
     ) -> None:
-        """See `TensorEngine`. The texts are those of SGLang's MultiprocessingSerializer."""
+        """See `TensorEngine`. The texts are those of SGLang's MultiprocessingSerializer.
+
+        Servers that began an update also end it if this call fails or is cancelled.
+        """
         body: Json = {"serialized_named_tensors": list(tensors)}
         body |= {"load_format": load_format, "weight_version": version}
         body["flush_cache"] = True
-        try:
-            await self._order("begin_weight_update", {})
-            await self._order("update_weights_from_tensor", body)
-        except EngineError:
-            # some of the servers may have begun
-            with suppress(EngineError):
-                await self._order("end_weight_update", {})
-            raise
-        await self._order("end_weight_update", {})
+        async with self._versions_in_errors():
+            try:
+                await self._order("begin_weight_update", {})
+                await self._order("update_weights_from_tensor", body)
+            except BaseException:
+                with suppress(EngineError):
+                    await asyncio.shield(self._order("end_weight_update", {}))
+                raise
+            await asyncio.shield(self._order("end_weight_update", {}))
 
     async def _order(self, name: str, body: Json) -> None:
         """Send a request of a weight update to all servers; it must succeed."""
@@ -114,9 +122,20 @@ class SGLangEngine(HttpEngine):
                 failure = f"failed at {name} {source}: {answer.get('message')}"
                 raise EngineError(f"the SGLang server {failure}")
 
-    async def resume(self) -> None:
-        """Continue sampling."""
-        await self._post_to_all("/continue_generation", {})
+    @asynccontextmanager
+    async def _versions_in_errors(self) -> AsyncIterator[None]:
+        """Append the servers' weight versions to an `EngineError`."""
+        try:
+            yield
+        except EngineError as error:
+            versions = []
+            for server in self._servers:
+                version = None
+                with suppress(EngineError):
+                    version = (await server.get("/model_info")).get("weight_version")
+                versions.append(f"{server.base_url}: {version or 'unknown'}")
+            error.message += f". Weight versions: {', '.join(versions)}"
+            raise
 
     async def _model_name(self) -> str:
         model = await (await self._members())[0].get("/model_info")

@@ -51,7 +51,8 @@ class Handler(BaseHTTPRequestHandler):
                 {"data": [{"id": options.served_model_name, "max_model_len": 65536}]}
             )
         elif self.path == "/model_info":
-            self.answer({"served_model_name": options.served_model_name})
+            info = {"served_model_name": options.served_model_name}
+            self.answer(info | {"weight_version": state["version"]})
         else:
             self.answer(state)
 

@@ -468,15 +468,21 @@ async def test_several_servers_each_keep_their_sessions(python, tmp_path):
 
 @pytest.mark.anyio
 async def test_an_update_that_one_of_several_servers_cannot_take(python, tmp_path):
+    """The error has the version of each server, and the pause continues."""
     with launched(python, tmp_path) as one:
         with launched(python, tmp_path) as other:
             engine = SGLangEngine(other, one, vocab_size=10)
             weights = Weights(engine)
             await weights.pause(60)
-        with pytest.raises(EngineError, match=f"{other} cannot be reached"):
+        has = f"Weight versions: {other}: unknown, {one}: "
+        with pytest.raises(EngineError, match=f"{other} cannot be .*{has}step-1"):
             await weights.update("/new", "step-1")
         assert weights.version is None
         # it was complete before the error
+        assert len(get(one).json()["updates"]) == 1
+        with pytest.raises(EngineError, match=f"{other} cannot be .*{has}step-1"):
+            await weights.update(["aGk="], "step-2")
+        # the other could not begin
         assert len(get(one).json()["updates"]) == 1
         assert weights.paused
         await weights.close()

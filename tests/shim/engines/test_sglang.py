@@ -557,6 +557,39 @@ async def test_pausing_and_updating():
     ]
 
 
+@pytest.mark.parametrize("cancelled", ["begin", "update", "end"])
+async def test_a_cancelled_update_from_memory_is_ended(cancelled):
+    """A server that began and did not end would sample no more."""
+    double = Double()
+    told, reached, go_on = [], asyncio.Event(), asyncio.Event()
+
+    async def answer(request: Request) -> Response:
+        told.append(request.url.path.removeprefix("/").partition("_")[0])
+        if told[-1] == cancelled:
+            reached.set()
+            if cancelled == "end":
+                await go_on.wait()
+                told.append("ended")
+            else:
+                await asyncio.Event().wait()
+        return JSONResponse({"success": True})
+
+    app = Starlette(routes=[Route("/{path}", answer, methods=["POST"])])
+    double.app = lambda: app
+    async with engine_of(double) as engine:
+        update = asyncio.create_task(engine.update_tensors(["aGk="], None, "step-1"))
+        await reached.wait()
+        update.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await update
+        go_on.set()
+        async with asyncio.timeout(20):
+            while not told[-1].startswith("end" if cancelled != "end" else "ended"):
+                await asyncio.sleep(0)
+    orders = ["begin", "end"] if cancelled == "begin" else ["begin", "update", "end"]
+    assert told[: len(orders)] == orders
+
+
 def with_experts(name, experts):
     """A recorded reply, and experts as a server with such a model packs them."""
     reply = deepcopy(RECORDED[name]["reply"])
