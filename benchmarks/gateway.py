@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute
 
@@ -66,16 +65,9 @@ class SlowEngine(EmbeddedEngine):
         self._seconds = seconds
         self._tokenizer = load_tokenizer()
 
-    async def generate(
-        self,
-        prompt_ids: npt.NDArray[np.int32],
-        sampling: base.Sampling,
-        *,
-        request_id: str,
-        session_id: str,
-        on_tokens: base.OnTokens | None = None,
-    ) -> base.Sample:
+    async def generate(self, request: base.EngineRequest) -> base.Sample:
         """Reply as `repeat` does."""
+        prompt_ids = request.prompt_ids
         await asyncio.sleep(self._seconds * random.uniform(0.5, 1.5))
         added = self.vocabulary.added
         start = np.flatnonzero(prompt_ids == added["<|im_start|>"])[-2]

@@ -27,7 +27,7 @@ import trajkit
 from benchmarks.gateway import Host, Line
 from trajkit_shim.app import create_app
 from trajkit_shim.chat.request import DEFAULT_OPTIONS
-from trajkit_shim.engines.base import EngineInfo, Sample, Sampling
+from trajkit_shim.engines.base import EngineInfo, EngineRequest, Sample
 from trajkit_shim.engines.embedded import load_tokenizer
 from trajkit_shim.json_input import Json, parse_object, read_body
 from trajkit_shim.prompting.attribution import Ids
@@ -118,11 +118,9 @@ class Instant:
         """See `Engine`."""
         return self._info
 
-    async def generate(
-        self, prompt_ids: Ids, sampling: Sampling, **_: object
-    ) -> Sample:
+    async def generate(self, request: EngineRequest) -> Sample:
         """See `Engine`."""
-        self.prompt_ids = prompt_ids
+        self.prompt_ids = request.prompt_ids
         return Sample(
             output_ids=self.reply_ids,
             output_logprobs=np.full(len(self.reply_ids), -0.5, np.float32),

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any
 
 from trajkit_shim import timing
@@ -20,7 +19,14 @@ from trajkit_shim.chat.reply import Reply, Token, Usage
 from trajkit_shim.chat.request import ChatRequest
 from trajkit_shim.chat.sampling_params import nth_seed
 from trajkit_shim.engines import checks
-from trajkit_shim.engines.base import Engine, EngineInfo, Sample, Sampling
+from trajkit_shim.engines.base import (
+    Engine,
+    EngineInfo,
+    EngineRequest,
+    PromptImage,
+    Sample,
+    Sampling,
+)
 from trajkit_shim.errors import EngineError, GatewayError
 from trajkit_shim.json_input import Json
 from trajkit_shim.pause import Gate
@@ -274,23 +280,23 @@ class _Call:
         self._ended_at = datetime.now(UTC)
 
     async def _sample_once(self) -> Sample:
-        more: dict[str, Any] = {}
+        places = self._settings.prompts.places
+        images: Sequence[PromptImage] = ()
         if self._images:
-            places = self._settings.prompts.places
             assert places is not None
-            more["images"] = await asyncio.to_thread(places.load, self._images)
-        generate = partial(
-            self._settings.engine.generate,
-            self._engine_ids,
-            self._sampling,
+            images = await asyncio.to_thread(places.load, self._images)
+        request = EngineRequest(
+            prompt_ids=self._engine_ids,
+            sampling=self._sampling,
             request_id=self._request_id,
             session_id=self._session.session_id,
-            **more,
+            images=images,
         )
+        generate = self._settings.engine.generate
         on_partial = self._context.on_partial
         # an external parser needs the complete reply
         if on_partial is None or self._settings.reply_parser is not None:
-            return await generate()
+            return await generate(request)
         parser = IncrementalParser(self._renderer, self._parser(), self._sampling.stop)
 
         def on_tokens(new_ids: Sequence[int]) -> None:
@@ -300,7 +306,7 @@ class _Call:
                 self._streamed = self._reply(known, "", self._usage(len(parser.ids)))
                 on_partial(self._streamed)
 
-        sample = await generate(on_tokens=on_tokens)
+        sample = await generate(replace(request, on_tokens=on_tokens))
         if sample.output_ids[: len(parser.ids)].tolist() != parser.ids:
             raise EngineError("the engine's output ids are not those that it streamed")
         return sample

@@ -3,14 +3,20 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trajkit_shim.engines.base import EngineInfo, Sample, Sampling, WeightSpan
+from trajkit_shim.engines.base import (
+    EngineInfo,
+    EngineRequest,
+    Sample,
+    Sampling,
+    WeightSpan,
+)
 from trajkit_shim.prompting.render import ChatRenderer, Ids
 from trajkit_shim.replies.parse import Parsed
 from trajkit_shim.replies.parsers.hermes import HERMES
@@ -52,6 +58,21 @@ def parse_reply(text, tools=(), form=HERMES):
     scan.end()
     return Parsed(
         parts=tuple(scan.parts), sampled=scan.text, ill_formed=scan.ill_formed
+    )
+
+
+def engine_request(prompt_ids: Any, **changes: Any) -> EngineRequest:
+    """A call of one session; ``changes`` are of the request or of its sampling."""
+    own = {field.name for field in fields(EngineRequest)}
+    sampling = {k: changes.pop(k) for k in changes.keys() - own}
+    return EngineRequest(
+        **{
+            "prompt_ids": np.asarray(prompt_ids, np.int32),
+            "sampling": Sampling(**{"max_new_tokens": 1, **sampling}),
+            "request_id": "r1",
+            "session_id": "s1",
+            **changes,
+        }
     )
 
 
@@ -119,17 +140,9 @@ class ScriptedEngine:
     async def info(self) -> EngineInfo:
         return self.limits
 
-    async def generate(
-        self,
-        prompt_ids: Ids,
-        sampling: Sampling,
-        *,
-        request_id: str,
-        session_id: str,
-        on_tokens: Callable[[list[int]], None] | None = None,
-    ) -> Sample:
-        self.prompts.append(prompt_ids)
-        self.samplings.append(sampling)
+    async def generate(self, request: EngineRequest) -> Sample:
+        self.prompts.append(request.prompt_ids)
+        self.samplings.append(request.sampling)
         reply = self.script.popleft()
         if callable(reply):
             reply = await reply()
@@ -159,23 +172,13 @@ class PiecewiseEngine(ScriptedEngine):
         self.size = size
         self.gate = gate
 
-    async def generate(
-        self,
-        prompt_ids: Ids,
-        sampling: Sampling,
-        *,
-        request_id: str,
-        session_id: str,
-        on_tokens: Callable[[list[int]], None] | None = None,
-    ) -> Sample:
-        sample = await super().generate(
-            prompt_ids, sampling, request_id=request_id, session_id=session_id
-        )
-        if on_tokens is None:
+    async def generate(self, request: EngineRequest) -> Sample:
+        sample = await super().generate(request)
+        if request.on_tokens is None:
             return sample
         ids = sample.output_ids.tolist()
         for start in range(0, len(ids), self.size):
-            on_tokens(ids[start : start + self.size])
+            request.on_tokens(ids[start : start + self.size])
             await asyncio.sleep(0)
             if self.gate is not None:
                 await self.gate()

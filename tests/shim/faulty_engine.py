@@ -4,10 +4,7 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
-from trajkit_shim.engines.base import Engine, EngineInfo, OnTokens, Sample, Sampling
+from trajkit_shim.engines.base import Engine, EngineInfo, EngineRequest, Sample
 from trajkit_shim.errors import EngineError
 
 
@@ -54,15 +51,7 @@ class FaultyEngine:
     async def info(self) -> EngineInfo:
         return await self._engine.info()
 
-    async def generate(
-        self,
-        prompt_ids: npt.NDArray[np.int32],
-        sampling: Sampling,
-        *,
-        request_id: str,
-        session_id: str,
-        on_tokens: OnTokens | None = None,
-    ) -> Sample:
+    async def generate(self, request: EngineRequest) -> Sample:
         """Sample with the other engine and apply the fault."""
         self.calls += 1
         fault = next(self._faults, None) or Fault()
@@ -70,13 +59,7 @@ class FaultyEngine:
             await asyncio.sleep(fault.delay_s)
             if fault.error is not None:
                 raise fault.error
-            sample = await self._engine.generate(
-                prompt_ids,
-                sampling,
-                request_id=request_id,
-                session_id=session_id,
-                on_tokens=on_tokens,
-            )
+            sample = await self._engine.generate(request)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise

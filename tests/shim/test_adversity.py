@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
-import numpy as np
 import pytest
 
 import trajkit as tk
@@ -23,6 +22,7 @@ from tests.shim.fakes import (
     Held,
     PiecewiseEngine,
     ScriptedEngine,
+    engine_request,
     sampled,
 )
 from tests.shim.rollout.test_grade import graded, results_of, task_of
@@ -148,7 +148,7 @@ async def test_a_probe_of_vllm_that_cannot_be_read(best):
         client=httpx.AsyncClient(transport=transport),
     )
     with pytest.raises(EngineError, match="cannot be read"):
-        await engine._gives_processed(np.array([1], np.int32), "s")
+        await engine._gives_processed(engine_request([1]))
     await engine.close()
 
 

@@ -54,11 +54,9 @@ class SeeingEngine:
     async def info(self):
         return EngineInfo(model="m", vocab_size=VOCAB, max_context_tokens=10_000)
 
-    async def generate(
-        self, prompt_ids, sampling, *, request_id, session_id, on_tokens=None, images=()
-    ):
-        self.prompts.append(prompt_ids.tolist())
-        self.images.append(list(images))
+    async def generate(self, request):
+        self.prompts.append(request.prompt_ids.tolist())
+        self.images.append(list(request.images))
         ids = np.array(self.script.pop(0), np.int32)
         return Sample(
             output_ids=ids,

@@ -17,7 +17,7 @@ numbers = count()
 class Numbering(ScriptedEngine):
     """Says a new number every time."""
 
-    async def generate(self, prompt_ids, sampling, **names):
+    async def generate(self, request):
         return sampled(f"reply {next(numbers)}")
 
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import trajkit as tk
+from tests.shim.fakes import engine_request
 from trajkit.schema import SESSIONS
 from trajkit_shim.app import create_app
-from trajkit_shim.engines.base import Sampling, UpdatableEngine
+from trajkit_shim.engines.base import UpdatableEngine
 from trajkit_shim.engines.torch_model import TorchEngine
 from trajkit_shim.errors import EngineError
 from trajkit_shim.prompting.render import ChatRenderer
@@ -46,9 +47,7 @@ def recomputed(model, prompt, output, temperature=1.0):
 
 async def sampled(engine, prompt, **params):
     defaults = {"max_new_tokens": 12, "stop_token_ids": (END_ID,)}
-    ids = np.array(prompt, np.int32)
-    sampling = Sampling(**{**defaults, **params})
-    return await engine.generate(ids, sampling, request_id="r", session_id="s")
+    return await engine.generate(engine_request(prompt, **{**defaults, **params}))
 
 
 def run(make_engine, work):

@@ -82,31 +82,31 @@ class PromptImage:
     data: bytes
 
 
-class Engine(Protocol):
-    """One inference engine. Implementations are safe for concurrent calls.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EngineRequest:
+    """One call of an engine."""
 
-    If it has a true ``takes_images``, its `generate` also takes ``images``
-    (sequence of `PromptImage`, in order).
-    """
+    prompt_ids: npt.NDArray[np.int32]  # shape (n_prompt,)
+    sampling: Sampling
+    request_id: str
+    session_id: str
+    # in order; only for engines with a true ``takes_images``
+    images: Sequence[PromptImage] = ()
+    # Called on the event loop with output ids as they come, any number at a time, unless
+    # the engine cannot report them. Together they are a prefix of the output ids.
+    on_tokens: OnTokens | None = None
+
+
+class Engine(Protocol):
+    """One inference engine. Implementations are safe for concurrent calls."""
 
     async def info(self) -> EngineInfo: ...
 
-    async def generate(
-        self,
-        prompt_ids: npt.NDArray[np.int32],
-        sampling: Sampling,
-        *,
-        request_id: str,
-        session_id: str,
-        on_tokens: OnTokens | None = None,
-    ) -> Sample:
-        """Draw one sample for one prompt.
+    async def generate(self, request: EngineRequest) -> Sample:
+        """Draw one sample.
 
-        ``on_tokens`` is called on the event loop with output ids as they come, any number
-        at a time; an engine that cannot report them ignores it. All reported ids together
-        are a prefix of the sample's ``output_ids``. Cancelling the awaiting task aborts
-        the call at the engine. Raises `EngineError`: 400 if the prompt or a parameter is
-        invalid, 5xx if the engine failed.
+        Cancelling the awaiting task aborts the call at the engine. Raises `EngineError`:
+        400 if the prompt or a parameter is invalid, 5xx if the engine failed.
         """
         ...
 

@@ -7,7 +7,13 @@ import numpy as np
 import numpy.typing as npt
 
 from trajkit.turns.turn_rules import MAX_LOGPROB, not_logprobs
-from trajkit_shim.engines.base import Engine, EngineInfo, Sample, Sampling
+from trajkit_shim.engines.base import (
+    Engine,
+    EngineInfo,
+    EngineRequest,
+    Sample,
+    Sampling,
+)
 from trajkit_shim.errors import EngineError
 
 
@@ -131,12 +137,13 @@ async def check_engine(engine: Engine) -> EngineInfo:
     n_tokens = 2
     try:
         info = await engine.info()
-        sample = await engine.generate(
-            np.zeros(1, np.int32),
-            Sampling(max_new_tokens=n_tokens, temperature=1.0),
+        request = EngineRequest(
+            prompt_ids=np.zeros(1, np.int32),
+            sampling=Sampling(max_new_tokens=n_tokens, temperature=1.0),
             request_id=uuid.uuid4().hex,
             session_id="probe",
         )
+        sample = await engine.generate(request)
         check_sample(sample, info, n_tokens)
     except EngineError as error:
         raise ConnectionError(f"the engine does not work: {error}") from error

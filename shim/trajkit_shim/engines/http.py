@@ -12,14 +12,9 @@ from typing import Any, ClassVar, Protocol, cast
 
 import httpx
 import numpy as np
+import numpy.typing as npt
 
-from trajkit_shim.engines.base import (
-    EngineInfo,
-    OnTokens,
-    Sample,
-    Sampling,
-    WeightSpan,
-)
+from trajkit_shim.engines.base import EngineInfo, EngineRequest, Sampling
 from trajkit_shim.errors import EngineError
 from trajkit_shim.json_input import Json
 
@@ -69,13 +64,27 @@ class EngineServer:
 
     async def get(self, path: str) -> Json:
         """Return the JSON object at a path."""
-        return await self._request("GET", path)
+        return await self.post(path, None, method="GET")
 
     async def post(
-        self, path: str, body: Json, headers: Mapping[str, str] = _NO_HEADERS
+        self,
+        path: str,
+        body: Json | None,
+        headers: Mapping[str, str] = _NO_HEADERS,
+        *,
+        method: str = "POST",
     ) -> Json:
         """Send a request and return the JSON object of its answer."""
-        return await self._request("POST", path, body, headers)
+        url = self.base_url + path
+        try:
+            response = await self.client.request(
+                method, url, json=body, headers=headers
+            )
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        if response.status_code >= 400:
+            raise self._refusal(response)
+        return self._object(path, response.text)
 
     async def events(
         self, path: str, body: Json, headers: Mapping[str, str] = _NO_HEADERS
@@ -113,24 +122,6 @@ class EngineServer:
     async def close(self) -> None:
         """Close the connections."""
         await self.client.aclose()
-
-    async def _request(
-        self,
-        method: str,
-        path: str,
-        body: Json | None = None,
-        headers: Mapping[str, str] = _NO_HEADERS,
-    ) -> Json:
-        url = self.base_url + path
-        try:
-            response = await self.client.request(
-                method, url, json=body, headers=headers
-            )
-        except httpx.HTTPError as error:
-            raise self._unreachable(error) from error
-        if response.status_code >= 400:
-            raise self._refusal(response)
-        return self._object(path, response.text)
 
     def _object(self, path: str, text: str) -> Json:
         where = f"{path} of the {self.name} server"
@@ -239,24 +230,9 @@ class HttpEngine:
         for server in self._servers:
             await server.close()
 
-    def _server_of(self, session_id: str) -> EngineServer:
-        """The server of a session, whose prefix cache has its earlier calls."""
-        return self._servers[zlib.crc32(session_id.encode()) % len(self._servers)]
-
     async def _members(self) -> Sequence[EngineServer]:
         """The servers of the model; at least one."""
         return self._servers
-
-    async def _post_to_all(self, path: str, body: Json) -> list[Json]:
-        """Send a request to all servers; return once none is under way."""
-        answers = await asyncio.gather(
-            *(server.post(path, body) for server in await self._members()),
-            return_exceptions=True,
-        )
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return cast("list[Json]", answers)
 
     async def _model_name(self) -> str | None:
         """The model's name, if it is not the one in ``/v1/models``."""
@@ -264,25 +240,25 @@ class HttpEngine:
 
     async def _exchange(
         self,
-        server: EngineServer,
-        request: Json,
+        request: EngineRequest,
+        body: Json,
         headers: Mapping[str, str],
         streamed: StreamedReply,
-        on_tokens: OnTokens | None,
         abort: tuple[str, Json],
     ) -> Json:
-        """Send a generate request to a server and return its reply.
+        """Send a call to its session's server and return the reply.
 
         If the call fails or is cancelled, ``abort`` (path and body) is sent, because the
         server would continue to sample.
         """
+        # its prefix cache has the session's earlier calls
+        place = zlib.crc32(request.session_id.encode()) % len(self._servers)
+        server, path = self._servers[place], self.generate_path
         try:
-            if on_tokens is None:
-                return await server.post(self.generate_path, request, headers)
-            async for event in server.events(
-                self.generate_path, {**request, "stream": True}, headers
-            ):
-                on_tokens(streamed.add(event))
+            if request.on_tokens is None:
+                return await server.post(path, body, headers)
+            async for event in server.events(path, {**body, "stream": True}, headers):
+                request.on_tokens(streamed.add(event))
             return streamed.reply
         except (asyncio.CancelledError, EngineError):
             await asyncio.shield(server.notify(*abort))
@@ -300,13 +276,32 @@ def reading(server: str, what: str) -> Iterator[None]:
         raise EngineError(message) from error
 
 
-def token_ids(values: Iterable[Any]) -> list[int]:
+def token_ids(values: Iterable[Any]) -> npt.NDArray[np.int32]:
     """Return the ids of a reply.
 
     Raises `TypeError` if one is not an integer, `OverflowError` if not an int32.
     """
-    ids: list[int] = np.array(list(map(operator.index, values)), np.int32).tolist()
-    return ids
+    return np.array(list(map(operator.index, values)), np.int32)
+
+
+def logprobs_of(
+    scored: Sequence[tuple[float, object]], labels: Sequence[object]
+) -> npt.NDArray[np.float32]:
+    """Return logprobs that a reply gives as pairs with the tokens.
+
+    Raises `ValueError` unless the tokens are ``labels``, one per output id.
+    """
+    if [token for _, token in scored] != list(labels):
+        counts = (
+            f"{len(scored)} tokens for {len(labels)} output ids, or of other tokens"
+        )
+        raise ValueError(f"logprobs of {counts}")
+    return np.array([logprob for logprob, _ in scored], np.float32)
+
+
+def as_count(value: object) -> int | None:
+    """Return a number of tokens, or None if the server does not report it."""
+    return value if isinstance(value, int) else None
 
 
 def sampling_fields(sampling: Sampling, names: Mapping[str, str]) -> Json:
@@ -319,33 +314,3 @@ def sampling_fields(sampling: Sampling, names: Mapping[str, str]) -> Json:
         # SGLang and vLLM take its JSON as a text
         values["structural_tag"] = json.dumps(sampling.structural_tag)
     return {names.get(k, k): value for k, value in values.items() if value is not None}
-
-
-def make_sample(
-    server: str,
-    ids: list[int],
-    logprobs: list[float],
-    finish_reason: str,
-    weight_versions: tuple[WeightSpan, ...],
-    *,
-    aligned: bool,
-    cached_tokens: object,
-    prompt_tokens: object,
-    prompt_ids: list[int] | None = None,
-) -> Sample:
-    """Build a sample from the fields of a reply.
-
-    Raises `EngineError` unless the logprobs are those of the output ids (``aligned``).
-    """
-    if not aligned:
-        counts = f"{len(logprobs)} tokens for {len(ids)} output ids, or of other tokens"
-        raise EngineError(f"the {server} server gave logprobs of {counts}")
-    return Sample(
-        output_ids=np.array(ids, np.int32),
-        output_logprobs=np.array(logprobs, np.float32),
-        finish_reason=finish_reason,
-        weight_versions=weight_versions,
-        cached_tokens=cached_tokens if isinstance(cached_tokens, int) else None,
-        prompt_tokens=prompt_tokens if isinstance(prompt_tokens, int) else None,
-        prompt_ids=None if prompt_ids is None else np.array(prompt_ids, np.int32),
-    )

@@ -6,9 +6,10 @@ as a shell reports it. Signals to this program have no effect: a terminal or a s
 manager sends them to every process, and the gateway first answers its calls.
 
 The program is two processes, keeper and guard. If the keeper is killed, the guard ends the
-server; if the guard is killed, the gateway ends standard input. Linux only: orphaned processes of the server become children of the keeper, else
-of the guard (PR_SET_CHILD_SUBREAPER of prctl(2)). If both are killed, the kernel ends
-the server's first process (PR_SET_PDEATHSIG).
+server; if the guard is killed, the gateway ends standard input. Linux only: orphaned
+processes of the server become children of the keeper, else of the guard
+(PR_SET_CHILD_SUBREAPER of prctl(2)). If both are killed, the kernel ends the server's
+first process (PR_SET_PDEATHSIG).
 """
 
 import ctypes

@@ -172,7 +172,9 @@ class _Server:
             if not self.healthy:
                 self.lost = f"{reason} before it was healthy"
             elif len(ends) > restarts:
-                self.lost = f"{reason}, and was restarted {restarts} times within an hour"
+                self.lost = (
+                    f"{reason}, and was restarted {restarts} times within an hour"
+                )
             else:
                 restart = f"restart {len(ends)} of {restarts} within an hour"
                 sys.stderr.write(f"trajkit: the engine's server {reason}: {restart}\n")

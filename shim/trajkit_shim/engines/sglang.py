@@ -13,18 +13,13 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from trajkit_shim.engines.base import (
-    OnTokens,
-    PromptImage,
-    Sample,
-    Sampling,
-    WeightSpan,
-)
+from trajkit_shim.engines.base import EngineRequest, PromptImage, Sample, WeightSpan
 from trajkit_shim.engines.checks import check_prompt
 from trajkit_shim.engines.http import (
     EngineServer,
     HttpEngine,
-    make_sample,
+    as_count,
+    logprobs_of,
     reading,
     sampling_fields,
     token_ids,
@@ -82,11 +77,11 @@ class SGLangEngine(HttpEngine):
 
     async def pause(self) -> None:
         """Stop sampling. Running calls lose their cache and continue after `resume`."""
-        await self._post_to_all("/pause_generation", {"mode": "retract"})
+        await self._post_to_all("pause_generation", {"mode": "retract"})
 
     async def resume(self) -> None:
         """Continue sampling."""
-        await self._post_to_all("/continue_generation", {})
+        await self._post_to_all("continue_generation", {})
 
     async def update_weights(self, path: str, version: str) -> None:
         """Load weights from a directory that the servers can read."""
@@ -114,9 +109,20 @@ class SGLangEngine(HttpEngine):
                 raise
             await asyncio.shield(self._order("end_weight_update", {}))
 
+    async def _post_to_all(self, name: str, body: Json) -> list[Json]:
+        """Send a request to all servers; return once none is under way."""
+        answers = await asyncio.gather(
+            *(server.post(f"/{name}", body) for server in await self._members()),
+            return_exceptions=True,
+        )
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return cast("list[Json]", answers)
+
     async def _order(self, name: str, body: Json) -> None:
         """Send a request of a weight update to all servers; it must succeed."""
-        for answer in await self._post_to_all(f"/{name}", body):
+        for answer in await self._post_to_all(name, body):
             if answer.get("success") is not True:
                 source = body.get("model_path", "")
                 failure = f"failed at {name} {source}: {answer.get('message')}"
@@ -129,7 +135,7 @@ class SGLangEngine(HttpEngine):
             yield
         except EngineError as error:
             versions = []
-            for server in self._servers:
+            for server in await self._members():
                 version = None
                 with suppress(EngineError):
                     version = (await server.get("/model_info")).get("weight_version")
@@ -158,28 +164,20 @@ class SGLangEngine(HttpEngine):
             raise EngineError("the SGLang router has no server", 503)
         return found
 
-    async def generate(
-        self,
-        prompt_ids: npt.NDArray[np.int32],
-        sampling: Sampling,
-        *,
-        request_id: str,
-        session_id: str,
-        on_tokens: OnTokens | None = None,
-        images: Sequence[PromptImage] = (),
-    ) -> Sample:
+    async def generate(self, request: EngineRequest) -> Sample:
         """See `Engine`.
 
         The server expands one id per image itself. It must return a prompt with images,
         because it may tokenize it again.
         """
-        check_prompt(prompt_ids, await self.info())
+        check_prompt(request.prompt_ids, await self.info())
+        sampling, images = request.sampling, request.images
         named = sampling_fields(sampling, {"seed": "sampling_seed"})
         params = {**sampling.extra, **named, **_AS_SAMPLED}
         cut = _cuts_the_tail({**self._preferred, **params})
-        request: Json = {
-            "rid": request_id,
-            "input_ids": _one_id_per_image(prompt_ids, images).tolist(),
+        body: Json = {
+            "rid": request.request_id,
+            "input_ids": _one_id_per_image(request.prompt_ids, images).tolist(),
             "sampling_params": params,
             "return_logprob": True,
         }
@@ -189,20 +187,19 @@ class SGLangEngine(HttpEngine):
             "return_prompt_token_ids": self._check_prompts or len(images) > 0,
             "return_routed_experts": per_token is not None,
         }
-        request |= {name: True for name, want in wanted.items() if want}
+        body |= {name: True for name, want in wanted.items() if want}
         if images:
-            request["image_data"] = await asyncio.to_thread(_data_urls, images)
-        if on_tokens is not None:
+            body["image_data"] = await asyncio.to_thread(_data_urls, images)
+        if request.on_tokens is not None:
             interval = await self._stream_interval(sampling.max_new_tokens)
             params.setdefault("stream_interval", interval)
         reply = await self._exchange(
-            self._server_of(session_id),
             request,
+            body,
             # lets a router keep a session on one prefix cache
-            {"X-SMG-Routing-Key": session_id},
+            {"X-SMG-Routing-Key": request.session_id},
             StreamedReply(),
-            on_tokens,
-            ("/abort_request", {"rid": request_id}),
+            ("/abort_request", {"rid": request.request_id}),
         )
         sample = read_sample(reply, sampling_logprobs=cut)
         if images and sample.prompt_ids is None:
@@ -210,7 +207,7 @@ class SGLangEngine(HttpEngine):
         if per_token is None:
             return sample
         packed = cast("Mapping[str, object]", reply["meta_info"]).get("routed_experts")
-        n_tokens = len(prompt_ids) + len(sample.output_ids)
+        n_tokens = len(request.prompt_ids) + len(sample.output_ids)
         # about ten million numbers for a long call
         experts = await asyncio.to_thread(read_experts, packed, n_tokens, per_token)
         return replace(sample, routed_experts=experts)
@@ -262,7 +259,7 @@ class StreamedReply:
         """Add an event and return its new output ids."""
         with reading("SGLang", "stream of /generate"):
             meta = dict(event["meta_info"])
-            ids = token_ids(event["output_ids"])
+            ids = token_ids(event["output_ids"]).tolist()
             total = int(meta["completion_tokens"])
             known = len(self._ids)
             repeats = len(ids) == total
@@ -290,28 +287,23 @@ def read_sample(reply: Mapping[str, Any], *, sampling_logprobs: bool) -> Sample:
         meta = reply["meta_info"]
         ids = token_ids(reply["output_ids"])
         scored = [(float(one[0]), int(one[1])) for one in meta["output_token_logprobs"]]
-        logprobs = [logprob for logprob, _ in scored]
+        logprobs = logprobs_of(scored, ids.tolist())
         if sampling_logprobs:
-            logprobs = [float(x) for x in meta["output_token_sampling_logprobs"]]
-        finish = str(meta["finish_reason"]["type"])
-        spans = tuple(
-            WeightSpan(str(span["version"]), int(span["start"]), int(span["end"]))
-            for span in meta.get("weight_versions") or ()
-        )
-        cached, prompt_tokens = meta.get("cached_tokens"), meta.get("prompt_tokens")
+            cut = [float(x) for x in meta["output_token_sampling_logprobs"]]
+            logprobs = np.array(cut, np.float32)
         consumed = reply.get("prompt_token_ids")
-        prompt_ids = None if consumed is None else token_ids(consumed)
-    return make_sample(
-        "SGLang",
-        ids,
-        logprobs,
-        finish,
-        spans,
-        aligned=[token for _, token in scored] == ids,
-        cached_tokens=cached,
-        prompt_tokens=prompt_tokens,
-        prompt_ids=prompt_ids,
-    )
+        return Sample(
+            output_ids=ids,
+            output_logprobs=logprobs,
+            finish_reason=str(meta["finish_reason"]["type"]),
+            weight_versions=tuple(
+                WeightSpan(str(span["version"]), int(span["start"]), int(span["end"]))
+                for span in meta.get("weight_versions") or ()
+            ),
+            cached_tokens=as_count(meta.get("cached_tokens")),
+            prompt_tokens=as_count(meta.get("prompt_tokens")),
+            prompt_ids=None if consumed is None else token_ids(consumed),
+        )
 
 
 def _cuts_the_tail(params: Json) -> bool:

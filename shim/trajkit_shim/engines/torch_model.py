@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -111,19 +110,12 @@ class TorchEngine:
         """Model name, vocabulary size and context length."""
         return self._info
 
-    async def generate(
-        self,
-        prompt_ids: npt.NDArray[np.int32],
-        sampling: base.Sampling,
-        *,
-        request_id: str,
-        session_id: str,
-        on_tokens: base.OnTokens | None = None,
-    ) -> base.Sample:
+    async def generate(self, request: base.EngineRequest) -> base.Sample:
         """See `Engine`. Of the parameters, it takes the temperature and the seed."""
+        sampling = request.sampling
         _check_sampling(sampling)
         seed = self._random.getrandbits(64) if sampling.seed is None else sampling.seed
-        ids = np.asarray(prompt_ids).tolist()
+        ids = request.prompt_ids.tolist()
         call = _Call(ids, len(ids), sampling, random.Random(seed))
         self._waiting.append(call)
         if self._sampler is None or self._sampler.done():

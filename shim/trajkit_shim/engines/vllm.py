@@ -9,16 +9,15 @@ the server returns. Field names and behaviour as of vLLM 0.33.
 
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from trajkit_shim.engines.base import OnTokens, Sample, Sampling, WeightSpan
+from trajkit_shim.engines.base import EngineRequest, Sample, Sampling, WeightSpan
 from trajkit_shim.engines.checks import check_prompt
 from trajkit_shim.engines.http import (
     HttpEngine,
-    make_sample,
+    as_count,
+    logprobs_of,
     reading,
     sampling_fields,
     token_ids,
@@ -64,70 +63,46 @@ class VLLMEngine(HttpEngine):
     generate_path = _GENERATE
     _processed: bool | None = None
 
-    async def generate(
-        self,
-        prompt_ids: npt.NDArray[np.int32],
-        sampling: Sampling,
-        *,
-        request_id: str,
-        session_id: str,
-        on_tokens: OnTokens | None = None,
-    ) -> Sample:
+    async def generate(self, request: EngineRequest) -> Sample:
         """See `Engine`."""
-        check_prompt(prompt_ids, await self.info())
-        params = _sampling_params(sampling)
+        check_prompt(request.prompt_ids, await self.info())
+        params = _sampling_params(request.sampling)
         shapes = _shapes(params)
-        if shapes and not await self._gives_processed(prompt_ids, session_id):
+        if shapes and not await self._gives_processed(request):
             message = (
                 f"{', '.join(shapes)} change the distribution, and the vLLM server "
             )
             message += "returns the logprobs from before that: start it with "
             raise EngineError(message + "--logprobs-mode processed_logprobs", 400)
-        ids = request_id, session_id
-        return read_sample(await self._call(prompt_ids, params, *ids, on_tokens))
+        return read_sample(await self._call(request, params))
 
-    async def _gives_processed(
-        self, prompt_ids: npt.NDArray[np.int32], session_id: str
-    ) -> bool:
+    async def _gives_processed(self, request: EngineRequest) -> bool:
         """Whether the logprobs are those after ``top_k`` and so on; found out once.
 
         With ``top_k`` 1 the second best token then has no logprob.
         """
         if self._processed is None:
-            only = {
-                **_AS_SAMPLED,
-                **_UNSHAPED,
-                "top_k": 1,
-                "max_tokens": 1,
-                "logprobs": 2,
-            }
-            ids = uuid.uuid4().hex, session_id
-            reply = await self._call(prompt_ids, only, *ids, None)
+            only = {**_AS_SAMPLED, **_UNSHAPED, "top_k": 1, "max_tokens": 1}
+            probe = replace(request, request_id=uuid.uuid4().hex, on_tokens=None)
+            reply = await self._call(probe, {**only, "logprobs": 2})
             self._processed = _only_one(reply)
         return self._processed
 
-    async def _call(
-        self,
-        prompt_ids: npt.NDArray[np.int32],
-        params: Json,
-        request_id: str,
-        session_id: str,
-        on_tokens: OnTokens | None,
-    ) -> Json:
-        request: Json = {
+    async def _call(self, request: EngineRequest, params: Json) -> Json:
+        request_id, session_id = request.request_id, request.session_id
+        body: Json = {
             "request_id": request_id,
-            "token_ids": prompt_ids.tolist(),
+            "token_ids": request.prompt_ids.tolist(),
             "sampling_params": params,
         }
-        if on_tokens is not None:
-            request["stream_options"] = {"include_usage": True}
+        if request.on_tokens is not None:
+            body["stream_options"] = {"include_usage": True}
         return await self._exchange(
-            self._server_of(session_id),
             request,
+            body,
             # for routers: a session stays on one prefix cache, a request keeps its id
             {"X-Session-ID": session_id, "X-Request-Id": request_id},
             StreamedReply(),
-            on_tokens,
             # needed if a proxy keeps the connection to the server open
             ("/abort_requests", {"request_ids": [f"generate-tokens-{request_id}"]}),
         )
@@ -156,28 +131,28 @@ def read_sample(reply: Mapping[str, Any]) -> Sample:
     with reading("vLLM", f"reply to {_GENERATE}"):
         (choice,) = reply["choices"]
         ids = token_ids(choice["token_ids"])
-        scored = choice["logprobs"]["content"]
-        logprobs = [float(item["logprob"]) for item in scored]
-        labels = [str(item["token"]) for item in scored]
+        scored = [
+            (float(item["logprob"]), str(item["token"]))
+            for item in choice["logprobs"]["content"]
+        ]
+        logprobs = logprobs_of(scored, [f"token_id:{token}" for token in ids])
         finish = choice["finish_reason"]
         if not isinstance(finish, str):
             # a stream ended before the reply did
             raise TypeError(f"finish_reason is {finish!r}")
         usage = reply.get("usage") or {}
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-        prompt_tokens = usage.get("prompt_tokens")
         version = reply.get("weight_version")
-    spans = () if version is None else (WeightSpan(str(version), 0, len(ids)),)
-    return make_sample(
-        "vLLM",
-        ids,
-        logprobs,
-        finish,
-        spans,
-        aligned=labels == [f"token_id:{token}" for token in ids],
-        cached_tokens=cached,
-        prompt_tokens=prompt_tokens,
-    )
+        return Sample(
+            output_ids=ids,
+            output_logprobs=logprobs,
+            finish_reason=finish,
+            weight_versions=()
+            if version is None
+            else (WeightSpan(str(version), 0, len(ids)),),
+            cached_tokens=as_count(cached),
+            prompt_tokens=as_count(usage.get("prompt_tokens")),
+        )
 
 
 class StreamedReply:
@@ -194,7 +169,7 @@ class StreamedReply:
         new: list[int] = []
         with reading("vLLM", f"stream of {_GENERATE}"):
             for choice in event["choices"]:
-                new += token_ids(choice["token_ids"] or ())
+                new += token_ids(choice["token_ids"] or ()).tolist()
                 self._scored += (choice.get("logprobs") or {}).get("content") or ()
                 if choice.get("finish_reason") is not None:
                     self._choice["finish_reason"] = choice["finish_reason"]

@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 from transformers import PreTrainedTokenizerFast
 
@@ -91,19 +90,11 @@ class Demonstrator:
             max_context_tokens=512,
         )
 
-    async def generate(
-        self,
-        prompt_ids: npt.NDArray[np.int32],
-        sampling: base.Sampling,
-        *,
-        request_id: str,
-        session_id: str,
-        on_tokens: base.OnTokens | None = None,
-    ) -> base.Sample:
+    async def generate(self, request: base.EngineRequest) -> base.Sample:
         """Write a reply to the last message of a prompt."""
-        text = str(self._tokenizer.decode(np.asarray(prompt_ids).tolist()))
+        text = str(self._tokenizer.decode(request.prompt_ids.tolist()))
         last = text.rsplit("<|im_start|>", 2)[1].removesuffix(END).split()[-1]
-        reply = scripted_reply(last, random.Random(sampling.seed)) + END
+        reply = scripted_reply(last, random.Random(request.sampling.seed)) + END
         ids = self._tokenizer.encode(reply, add_special_tokens=False)
         return base.Sample(
             output_ids=np.array(ids, np.int32),

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.shim.fakes import engine_request
 from tests.shim.faulty_engine import Fault, FaultyEngine
 from tests.shim.train_tokenizer import (
     CONTROL,
@@ -52,13 +53,10 @@ replies = st.lists(
 
 
 def drawn(engine, n, prompt=PROMPT, **choices):
-    sampling = Sampling(**{"max_new_tokens": 500, **choices})
+    request = engine_request(prompt, **{"max_new_tokens": 500, **choices})
 
     async def draw():
-        return [
-            await engine.generate(prompt, sampling, request_id="r", session_id="s")
-            for _ in range(n)
-        ]
+        return [await engine.generate(request) for _ in range(n)]
 
     return asyncio.run(draw())
 
@@ -340,10 +338,8 @@ def test_a_policy_without_a_law_is_an_error(said):
 def test_a_call_lets_others_run_and_ends_when_it_is_cancelled():
     async def run():
         engine = EmbeddedEngine(lambda prompt: [Reply(("x = 1\n" * 500,))], seed=1)
-        sampling = Sampling(max_new_tokens=4000)
-        task = asyncio.create_task(
-            engine.generate(PROMPT, sampling, request_id="r", session_id="s")
-        )
+        request = engine_request(PROMPT, max_new_tokens=4000)
+        task = asyncio.create_task(engine.generate(request))
         # its first slice of tokens; then it is this one's turn
         await asyncio.sleep(0)
         assert not task.done()
@@ -357,10 +353,8 @@ def test_a_call_lets_others_run_and_ends_when_it_is_cancelled():
 def test_a_slow_call_that_is_cancelled_is_counted():
     async def run():
         engine = FaultyEngine(EmbeddedEngine(seed=1), [Fault(delay_s=60)])
-        sampling = Sampling(max_new_tokens=10)
-        task = asyncio.create_task(
-            engine.generate(PROMPT, sampling, request_id="r", session_id="s")
-        )
+        request = engine_request(PROMPT, max_new_tokens=10)
+        task = asyncio.create_task(engine.generate(request))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -14,13 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-import numpy as np
 import pytest
 
 import trajkit as tk
+from tests.shim.fakes import engine_request
 from trajkit import cli
 from trajkit_shim.engine_options import terminable
-from trajkit_shim.engines.base import Sampling
 from trajkit_shim.engines.embedded import load_tokenizer
 from trajkit_shim.engines.launch import (
     check_arguments,
@@ -147,7 +146,9 @@ def test_a_port_that_is_taken(python, tmp_path):
         port = taken.getsockname()[1]
         command = sglang_command(python, "m", port, [])
         with (
-            pytest.raises(ConnectionError, match=f"another process listens on port {port}"),
+            pytest.raises(
+                ConnectionError, match=f"another process listens on port {port}"
+            ),
             running_server(command, port, tmp_path / "log"),
         ):
             pytest.fail("it is another server")
@@ -421,12 +422,7 @@ def test_options_that_do_not_fit(tmp_path, capsys, options, error):
 
 
 def generate(engine, session):
-    return engine.generate(
-        np.arange(3, dtype=np.int32),
-        Sampling(max_new_tokens=1),
-        request_id=f"{session} asks",
-        session_id=session,
-    )
+    return engine.generate(engine_request(range(3), session_id=session))
 
 
 @pytest.mark.anyio

@@ -27,9 +27,9 @@ def experts_of(n_tokens, first):
 class RoutingEngine(ScriptedEngine):
     """Says which experts it routed tokens to: other ones for each call."""
 
-    async def generate(self, prompt_ids, sampling, **names):
-        sample = await super().generate(prompt_ids, sampling, **names)
-        n_tokens = len(prompt_ids) + len(sample.output_ids)
+    async def generate(self, request):
+        sample = await super().generate(request)
+        n_tokens = len(request.prompt_ids) + len(sample.output_ids)
         first = 1000 * len(self.prompts)
         return replace(sample, routed_experts=experts_of(n_tokens, first))
 

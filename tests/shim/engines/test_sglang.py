@@ -15,9 +15,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from tests.shim.fakes import engine_request
 from trajkit_shim.engines.base import (
     PromptImage,
-    Sampling,
     TensorEngine,
     UpdatableEngine,
     WeightSpan,
@@ -150,12 +150,8 @@ async def test_a_router_without_servers():
 
 
 async def sample(engine, prompt=PROMPT, **sampling):
-    return await engine.generate(
-        prompt,
-        Sampling(**{"max_new_tokens": 6, **sampling}),
-        request_id="r1",
-        session_id="s1",
-    )
+    request = engine_request(prompt, **{"max_new_tokens": 6, **sampling})
+    return await engine.generate(request)
 
 
 async def test_what_is_sent():
@@ -400,13 +396,7 @@ def as_response(events, end=b"data: [DONE]\n\n"):
 
 
 async def stream(engine, told, **sampling):
-    return await engine.generate(
-        PROMPT,
-        Sampling(**{"max_new_tokens": 6, **sampling}),
-        request_id="r1",
-        session_id="s1",
-        on_tokens=told.append,
-    )
+    return await sample(engine, on_tokens=told.append, **sampling)
 
 
 @pytest.mark.parametrize("incremental", [False, True])
@@ -659,11 +649,9 @@ async def test_images_are_sent_with_one_id_each_and_the_prompt_is_returned():
     told = {**recorded, "prompt_token_ids": PROMPT.tolist()}
     double = Double(JSONResponse(told), "basic")
     async with engine_of(double) as engine:
-        more = {"request_id": "r", "session_id": "s", "images": images}
-        sampling = Sampling(max_new_tokens=4)
-        seen = await engine.generate(PROMPT, sampling, **more)
+        seen = await sample(engine, images=images)
         with pytest.raises(EngineError, match="did not return a prompt with images"):
-            await engine.generate(PROMPT, sampling, **more)
+            await sample(engine, images=images)
     assert seen.prompt_ids.tolist() == PROMPT.tolist()
     request = double.requests[0]
     assert request["input_ids"] == np.delete(PROMPT, [2, 3, 6]).tolist()

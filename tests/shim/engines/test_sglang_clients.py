@@ -49,12 +49,11 @@ class Constrained:
     async def info(self):
         return await self._engine.info()
 
-    async def generate(self, prompt_ids, sampling, **names):
-        prompt = self.renderer.decode(prompt_ids, ended=False)
+    async def generate(self, request):
+        prompt = self.renderer.decode(request.prompt_ids, ended=False)
         regex = line_of(self._scripts, prompt) or r"Fine\."
-        sample = await self._engine.generate(
-            prompt_ids, replace(sampling, extra={"regex": regex}), **names
-        )
+        sampling = replace(request.sampling, extra={"regex": regex})
+        sample = await self._engine.generate(replace(request, sampling=sampling))
         self.sampled.append(
             (regex, self.renderer.decode(sample.output_ids, ended=True))
         )

@@ -1,10 +1,13 @@
 """Images and the real SGLang server, which `.ci/sglang` makes possible."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import trajkit as tk
 from tests.shim.clients import in_process
+from tests.shim.fakes import engine_request
 from tests.shim.sglang_cpu.make_vision_model import write_processor
 from tests.shim.sglang_cpu.servers import make_model, served
 from tests.shim.test_images import JPEG, PNG, TYPES, chat, drawn
@@ -107,26 +110,22 @@ async def test_pixels_reach_the_model(gateway, model, url):
     start, stop = item["start"], item["stop"]
     engine = SGLangEngine(url, vocab_size=vocab_size(model))
     sampling = Sampling(max_new_tokens=4, extra={"regex": "(a|b)"})
+    request = engine_request(ids, sampling=sampling)
     found = {}
     for shade in (250, 90):
         data = drawn("PNG", (80, 100), (shade, 0, 0))
         image = PromptImage(start, stop, "image/png", data)
         for draw in range(8):
+            name = f"{shade}.{draw}"
             sample = await engine.generate(
-                ids,
-                sampling,
-                request_id=f"{shade}.{draw}",
-                session_id="s",
-                images=[image],
+                replace(request, request_id=name, images=[image])
             )
             assert sample.prompt_ids.tolist() == ids.tolist()
             of_reply = found.setdefault(tuple(sample.output_ids.tolist()), {})
             of_reply[shade] = sample.output_logprobs.tolist()
     broken = PromptImage(start, stop, "image/png", b"\x89PNG no image")
     with pytest.raises(EngineError):
-        await engine.generate(
-            ids, sampling, request_id="broken", session_id="s", images=[broken]
-        )
+        await engine.generate(replace(request, images=[broken]))
     await engine.close()
     both = [of_reply for of_reply in found.values() if len(of_reply) == 2]
     assert both

@@ -16,10 +16,9 @@ import pytest
 
 import trajkit as tk
 from tests.shim.clients import in_process, read_log
-from tests.shim.fakes import AS_STRING, TOOL
+from tests.shim.fakes import AS_STRING, TOOL, engine_request
 from tests.shim.sglang_cpu import servers
 from tests.shim.sglang_cpu.servers import served
-from trajkit_shim.engines.base import Sampling
 from trajkit_shim.engines.model_config import vocab_size
 from trajkit_shim.engines.sglang import SGLangEngine
 from trajkit_shim.errors import EngineError
@@ -138,12 +137,8 @@ async def test_a_streamed_reply(tmp_path, renderer, engine):
 )
 async def test_logprobs_are_those_of_what_was_sampled_from(sampling, most, engine):
     """Of a random model's 3,000 tokens each has about the same logprob, of 4 also."""
-    sample = await engine.generate(
-        np.arange(10, 20, dtype=np.int32),
-        Sampling(max_new_tokens=8, **sampling),
-        request_id=f"logprobs-{most}",
-        session_id="s",
-    )
+    names = {"request_id": f"logprobs-{most}", "max_new_tokens": 8}
+    sample = await engine.generate(engine_request(range(10, 20), **names, **sampling))
     assert sample.output_logprobs == pytest.approx(
         np.full(8, -np.log(most)), abs=0 if most == 1 else 1.0
     )
@@ -245,18 +240,8 @@ async def test_what_the_server_must_never_see(renderer, engine):
     assert info.max_context_tokens == 65536
     assert info.vocab_size >= renderer.n_tokens
     with pytest.raises(EngineError, match="outside the vocabulary"):
-        await engine.generate(
-            np.array([info.vocab_size], np.int32),
-            Sampling(max_new_tokens=1),
-            request_id="out",
-            session_id="s",
-        )
-    await engine.generate(
-        np.array([info.vocab_size - 1], np.int32),
-        Sampling(max_new_tokens=1),
-        request_id="in",
-        session_id="s",
-    )
+        await engine.generate(engine_request([info.vocab_size], request_id="out"))
+    await engine.generate(engine_request([info.vocab_size - 1], request_id="in"))
 
 
 async def test_a_prompt_that_leaves_no_room(tmp_path, renderer, engine):
@@ -312,11 +297,9 @@ def weights(form, model):
 
 
 async def greedy(engine):
+    names = {"request_id": uuid.uuid4().hex, "max_new_tokens": 8}
     sample = await engine.generate(
-        np.arange(10, 20, dtype=np.int32),
-        Sampling(max_new_tokens=8, temperature=0.0),
-        request_id=uuid.uuid4().hex,
-        session_id="s",
+        engine_request(range(10, 20), **names, temperature=0.0)
     )
     return sample.output_ids.tolist()
 

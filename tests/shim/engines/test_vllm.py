@@ -19,7 +19,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from trajkit_shim.engines.base import Sampling, WeightSpan
+from tests.shim.fakes import engine_request
+from trajkit_shim.engines.base import WeightSpan
 from trajkit_shim.engines.checks import check_sample
 from trajkit_shim.engines.vllm import StreamedReply, VLLMEngine, read_sample
 from trajkit_shim.errors import EngineError
@@ -145,11 +146,9 @@ async def engine_of(double, **options):
 
 
 async def sample(engine, prompt=PROMPT, told=None, **sampling):
-    names = {"request_id": "r1", "session_id": "s1"}
-    asked = Sampling(**{"max_new_tokens": 6, **sampling})
-    if told is None:
-        return await engine.generate(prompt, asked, **names)
-    return await engine.generate(prompt, asked, **names, on_tokens=told.append)
+    asked = {"max_new_tokens": 6, **sampling}
+    on_tokens = None if told is None else told.append
+    return await engine.generate(engine_request(prompt, on_tokens=on_tokens, **asked))
 
 
 async def test_what_is_sent():

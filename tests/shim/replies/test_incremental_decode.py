@@ -464,8 +464,8 @@ async def test_a_request_that_comes_again_is_told_from_the_beginning(tmp_path):
 @pytest.mark.anyio
 async def test_an_engine_that_takes_back_what_it_told(tmp_path):
     class Other(PiecewiseEngine):
-        async def generate(self, *given, **named):
-            await super().generate(*given, **named)
+        async def generate(self, request):
+            await super().generate(request)
             return sampled("other")
 
     async with in_process(Other("hello"), RENDERER, tmp_path) as gateway:

@@ -69,16 +69,9 @@ class EmbeddedEngine:
         """Model name, vocabulary size and context length."""
         return self._info
 
-    async def generate(
-        self,
-        prompt_ids: npt.NDArray[np.int32],
-        sampling: base.Sampling,
-        *,
-        request_id: str,
-        session_id: str,
-        on_tokens: base.OnTokens | None = None,
-    ) -> base.Sample:
+    async def generate(self, request: base.EngineRequest) -> base.Sample:
         """See `Engine`."""
+        prompt_ids, sampling = request.prompt_ids, request.sampling
         check_prompt(prompt_ids, self._info)
         _check_sampling(sampling)
         room = self._info.max_context_tokens - sampling.max_new_tokens
@@ -106,8 +99,8 @@ class EmbeddedEngine:
                 break
             state = state.after(token)
             if len(ids) % _TOKENS_PER_EVENT == 0:
-                if on_tokens is not None:
-                    on_tokens(ids[-_TOKENS_PER_EVENT:])
+                if request.on_tokens is not None:
+                    request.on_tokens(ids[-_TOKENS_PER_EVENT:])
                 await asyncio.sleep(0)
         return base.Sample(
             output_ids=np.array(ids, np.int32),
