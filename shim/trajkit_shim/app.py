@@ -229,7 +229,10 @@ def create_app(
         max_header_bytes=max_header_bytes,
         max_messages=max_messages,
     )
-    admin = Admin(sessions, gate, gateway.timings, gateway.read_body, admin_token)
+    weights = Weights(engine)
+    admin = Admin(
+        sessions, gate, weights, gateway.timings, gateway.read_body, admin_token
+    )
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[Mapping[str, object]]:
@@ -243,7 +246,7 @@ def create_app(
         finally:
             # cancels the timer of a pause
             gate.resume()
-            await gateway.weights.close()
+            await weights.close()
             await engine.close()
             if reply_parser is not None:
                 await reply_parser.close()
@@ -254,7 +257,7 @@ def create_app(
             Route("/", gateway.health, methods=["GET"]),
             Route("/healthz", gateway.health, methods=["GET"]),
             Route("/prompts", gateway.prompts, methods=["GET"]),
-            *admin.routes(gateway.weights.routes(gateway.read_body)),
+            *admin.routes(),
             *(
                 Route(prefix + path, endpoint, methods=[method])
                 for path, method, endpoint in gateway.client_routes()
@@ -367,9 +370,6 @@ class _Gateway:
     max_header_bytes: int
     max_messages: int
     timings: Timings = field(default_factory=Timings)
-
-    def __post_init__(self) -> None:
-        self.weights = Weights(self.settings.engine)
 
     def client_routes(self) -> Iterator[tuple[str, str, Endpoint]]:
         """Yield path, method and endpoint of the routes for clients."""
