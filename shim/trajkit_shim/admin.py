@@ -1,4 +1,4 @@
-"""The trainer's routes: sessions, pauses, shutdown.
+"""The trainer's routes: sessions, pauses, new weights, shutdown.
 
 Agents have no access. If there is an admin token, every one of these requests needs it;
 a session's key is not enough.
@@ -6,11 +6,11 @@ a session's key is not enough.
 
 import hmac
 import math
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Set
+from collections.abc import Awaitable, Callable, Iterator, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -19,7 +19,10 @@ from starlette.routing import Route
 from trajkit_shim.errors import GatewayError
 from trajkit_shim.json_input import (
     Fields,
+    Json,
     as_integer,
+    as_list,
+    as_name,
     as_number,
     as_object,
     as_text,
@@ -38,6 +41,7 @@ from trajkit_shim.sessions.sessions import (
     Terms,
 )
 from trajkit_shim.timing import Timings
+from trajkit_shim.weight_updates import Weights
 
 TOKEN_HEADER = "x-admin-token"
 
@@ -48,6 +52,10 @@ SESSION_FIELDS = frozenset({"session_id", *_LIMITS, *_TERMS.split()})
 # fields of the body that ends one
 END_FIELDS = frozenset({"reward", "error", "metadata", "wait_seconds"})
 PAUSE_FIELDS = frozenset({"wait_seconds", "abort", "max_seconds"})
+# fields of the body that updates weights, from a directory or from memory
+UPDATE_FIELDS = frozenset({"weight_version", "model_path", "tensors", "load_format"})
+# what is measured of a turn
+_PARTS = ("gateway", "busy", "engine")
 
 # a duration; no request may make the gateway wait for more than a day
 _SECONDS = partial(as_number, minimum=0.0, maximum=24 * 3600.0)
@@ -56,7 +64,7 @@ _POSITIVE = partial(as_integer, minimum=1)
 # sessions of a list whose request sets no limit
 _LISTED = 100
 
-Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
+Handler: TypeAlias = Callable[[Request, Fields], Awaitable[Response | Json]]
 ReadBody: TypeAlias = Callable[[Request], Awaitable[bytes]]
 
 
@@ -66,41 +74,50 @@ class Admin:
 
     sessions: SessionStore
     gate: Gate
+    weights: Weights
     timings: Timings
     read_body: ReadBody  # returns a request's body; rejects one that is too long
     token: str | None  # required in every request
 
-    def routes(self, more: Iterable[tuple[str, str, Endpoint]] = ()) -> Iterator[Route]:
-        """Yield all routes; ``more`` are other (path, method, endpoint) for the trainer."""
-        session = "/sessions/{session_id}"
-        for path, method, endpoint in (
-            ("/sessions", "POST", self.open),
-            ("/sessions", "GET", self.list),
-            (session, "GET", self.show),
-            (session, "DELETE", self._ending("close")),
-            (f"{session}/close", "POST", self._ending("close")),
-            (f"{session}/finish", "POST", self._ending("finish")),
-            (f"{session}/drop", "POST", self.drop),
-            (f"{session}/reopen", "POST", self.reopen),
-            ("/admin/pause", "POST", self.pause),
-            ("/admin/resume", "POST", self.resume),
-            ("/admin/drain", "POST", self.drain),
-            ("/admin/timings", "GET", self.show_timings),
-            ("/metrics", "GET", self.metrics),
-            *more,
+    def routes(self) -> Iterator[Route]:
+        """Yield all routes."""
+        session, no_fields = "/sessions/{session_id}", frozenset[str]()
+        for path, method, handler, fields in (
+            ("/sessions", "POST", self._open, SESSION_FIELDS),
+            ("/sessions", "GET", self._list, None),
+            (session, "GET", self._show, None),
+            (session, "DELETE", partial(self._end, "close"), END_FIELDS),
+            (f"{session}/close", "POST", partial(self._end, "close"), END_FIELDS),
+            (f"{session}/finish", "POST", partial(self._end, "finish"), END_FIELDS),
+            (f"{session}/drop", "POST", self._drop, no_fields),
+            (f"{session}/reopen", "POST", self._reopen, no_fields),
+            ("/admin/pause", "POST", self._pause, PAUSE_FIELDS),
+            ("/admin/resume", "POST", self._resume, no_fields),
+            ("/admin/drain", "POST", self._drain, {"wait_seconds"}),
+            ("/admin/timings", "GET", self._timings, None),
+            ("/metrics", "GET", self._metrics, None),
+            ("/engine", "GET", self._show_engine, None),
+            ("/engine/pause", "POST", self._pause_engine, {"timeout_s"}),
+            ("/engine/update", "POST", self._update_engine, UPDATE_FIELDS),
+            ("/engine/resume", "POST", self._resume_engine, no_fields),
         ):
-            yield Route(path, self._guarded(endpoint), methods=[method])
+            endpoint = partial(self._answer, handler, fields)
+            yield Route(path, endpoint, methods=[method])
 
-    def _guarded(self, endpoint: Endpoint) -> Endpoint:
-        async def guarded(request: Request) -> Response:
-            if self.token is not None:
-                check_token(request, self.token)
-            return await endpoint(request)
+    async def _answer(
+        self, handler: Handler, fields: Set[str] | None, request: Request
+    ) -> Response:
+        """Check token and body of a request. ``fields``: None if it has no body."""
+        if self.token is not None:
+            check_token(request, self.token)
+        body = Fields({})
+        if fields is not None:
+            body = Fields(parse_object(await self.read_body(request) or b"{}"))
+            body.only(fields)
+        answer = await handler(request, body)
+        return answer if isinstance(answer, Response) else JSONResponse(answer)
 
-        return guarded
-
-    async def open(self, request: Request) -> Response:
-        body = await self._fields(request, SESSION_FIELDS)
+    async def _open(self, _: Request, body: Fields) -> Json:
         terms = Terms(
             pins=parse_pins(body.json.get("sampling")),
             client_sampling=parse_client_sampling(body.json.get("client_sampling")),
@@ -112,10 +129,9 @@ class Admin:
         outcome = Outcome().updated(_outcome_fields(body))
         session_id = body.get("session_id", as_text)
         opened = self.sessions.open(session_id, terms, outcome)
-        keys = {"session_id": opened.session_id, "api_key": opened.api_key}
-        return JSONResponse(keys)
+        return {"session_id": opened.session_id, "api_key": opened.api_key}
 
-    async def list(self, request: Request) -> Response:
+    async def _list(self, request: Request, _: Fields) -> Json:
         asked = Fields({**request.query_params})
         asked.only({"limit", *FILTERS})
         # of a query every value is a text
@@ -124,80 +140,91 @@ class Admin:
         if not str(limit).isdecimal():
             asked.refuse("limit", f"{limit!r}: not a number of sessions")
         found = self.sessions.matching(wanted)
-        return JSONResponse({"sessions": [*islice(found, int(str(limit)))]})
+        return {"sessions": [*islice(found, int(str(limit)))]}
 
-    async def show(self, request: Request) -> Response:
-        return JSONResponse(self.sessions.describe(request.path_params["session_id"]))
+    async def _show(self, request: Request, _: Fields) -> Json:
+        return self.sessions.describe(_session_id(request))
 
-    def _ending(self, how: EndedBy) -> Endpoint:
-        async def end(request: Request) -> Response:
-            body = await self._fields(request, END_FIELDS)
-            name = request.path_params["session_id"]
-            end = self.sessions.finish(name, how, _wait(body), _outcome_fields(body))
-            return JSONResponse(await end)
+    async def _end(self, how: EndedBy, request: Request, body: Fields) -> Json:
+        name, fields = _session_id(request), _outcome_fields(body)
+        return await self.sessions.finish(name, how, _wait(body), fields)
 
-        return end
+    async def _drop(self, request: Request, _: Fields) -> Json:
+        return await self.sessions.drop(_session_id(request))
 
-    async def drop(self, request: Request) -> Response:
-        await self._fields(request)
-        return JSONResponse(await self.sessions.drop(request.path_params["session_id"]))
+    async def _reopen(self, request: Request, _: Fields) -> Json:
+        return self.sessions.reopen(_session_id(request)).describe()
 
-    async def reopen(self, request: Request) -> Response:
-        await self._fields(request)
-        session = self.sessions.reopen(request.path_params["session_id"])
-        return JSONResponse(session.describe())
-
-    async def pause(self, request: Request) -> Response:
-        body = await self._fields(request, PAUSE_FIELDS)
+    async def _pause(self, request: Request, body: Fields) -> Json:
         pause = self.gate.pause(
             wait_seconds=_wait(body, default=60.0),
             abort=body.flag("abort"),
             max_seconds=body.get("max_seconds", _SECONDS),
         )
         await cancel_on_disconnect(request, pause)
-        return JSONResponse({"paused": True})
+        return {"paused": True}
 
-    async def resume(self, request: Request) -> Response:
-        await self._fields(request)
+    async def _resume(self, _: Request, __: Fields) -> Json:
         self.gate.resume()
-        return JSONResponse({"paused": False})
+        return {"paused": False}
 
-    async def drain(self, request: Request) -> Response:
-        body = await self._fields(request, {"wait_seconds"})
+    async def _drain(self, _: Request, body: Fields) -> Json:
         await self.sessions.drain(_wait(body, default=60.0))
-        return JSONResponse(self.sessions.counts())
+        return {**self.sessions.counts()}
 
-    async def metrics(self, _: Request) -> Response:
+    async def _timings(self, _: Request, __: Fields) -> Json:
+        return self.timings.describe()
+
+    async def _metrics(self, _: Request, __: Fields) -> Response:
         counts = self.sessions.counts()
         times = self.timings.describe()
-        lines = [
-            "# TYPE trajkit_sessions gauge",
-            f'trajkit_sessions{{state="open"}} {counts["open"]}',
-            f'trajkit_sessions{{state="closed"}} {counts["closed"]}',
-            "# TYPE trajkit_calls_in_flight gauge",
-            f"trajkit_calls_in_flight {counts['in_flight']}",
-            "# TYPE trajkit_turns_total counter",
-            f"trajkit_turns_total {counts['turns']}",
-            "# TYPE trajkit_paused gauge",
-            f"trajkit_paused {int(self.gate.paused)}",
-            "# TYPE trajkit_turn_milliseconds gauge",
-        ]
-        for part in ("gateway", "busy", "engine"):
-            measured = times.get(f"{part}_ms", {})
-            assert isinstance(measured, dict)
-            for name, value in measured.items():
-                labels = f'{{part="{part}",statistic="{name}"}}'
-                lines.append(f"trajkit_turn_milliseconds{labels} {value}")
+        spans = {part: times.get(f"{part}_ms", {}) for part in _PARTS}
+        metrics: dict[str, dict[str, object]] = {
+            "sessions gauge": {
+                f'{{state="{state}"}}': counts[state] for state in ("open", "closed")
+            },
+            "calls_in_flight gauge": {"": counts["in_flight"]},
+            "turns_total counter": {"": counts["turns"]},
+            "paused gauge": {"": int(self.gate.paused)},
+            "turn_milliseconds gauge": {
+                f'{{part="{part}",statistic="{name}"}}': value
+                for part, span in spans.items()
+                for name, value in cast("Json", span).items()
+            },
+        }
+        lines = []
+        for metric, values in metrics.items():
+            name = f"trajkit_{metric.partition(' ')[0]}"
+            lines.append(f"# TYPE trajkit_{metric}")
+            lines += (f"{name}{labels} {value}" for labels, value in values.items())
         form = "text/plain; version=0.0.4; charset=utf-8"
         return Response("\n".join([*lines, ""]), headers={"content-type": form})
 
-    async def show_timings(self, _: Request) -> Response:
-        return JSONResponse(self.timings.describe())
+    async def _show_engine(self, _: Request, __: Fields) -> Json:
+        return self.weights.describe()
 
-    async def _fields(self, request: Request, known: Set[str] = frozenset()) -> Fields:
-        body = Fields(parse_object(await self.read_body(request) or b"{}"))
-        body.only(known)
-        return body
+    async def _pause_engine(self, request: Request, body: Fields) -> Json:
+        seconds = body.get("timeout_s", _SECONDS)
+        lease = self.weights.pause(600.0 if seconds is None else seconds)
+        await cancel_on_disconnect(request, lease)
+        return self.weights.describe()
+
+    async def _update_engine(self, _: Request, body: Fields) -> Json:
+        source = body.get("tensors", _names)
+        if source is None:
+            body.only(UPDATE_FIELDS - {"load_format"})
+        else:
+            body.only(UPDATE_FIELDS - {"model_path"})
+        await self.weights.update(
+            body.name("model_path") if source is None else source,
+            body.name("weight_version"),
+            body.get_text("load_format"),
+        )
+        return self.weights.describe()
+
+    async def _resume_engine(self, _: Request, __: Fields) -> Json:
+        await self.weights.resume()
+        return self.weights.describe()
 
 
 def check_token(request: Request, token: str) -> None:
@@ -210,6 +237,16 @@ def check_token(request: Request, token: str) -> None:
     if not hmac.compare_digest(given.encode(), token.encode()):
         message = "the admin token is missing: send it as bearer token or in "
         raise GatewayError(message + TOKEN_HEADER, 401, code="invalid_admin_token")
+
+
+def _session_id(request: Request) -> str:
+    return str(request.path_params["session_id"])
+
+
+def _names(value: object, where: str) -> list[str]:
+    return [
+        as_name(text, f"{where}[{i}]") for i, text in enumerate(as_list(value, where))
+    ]
 
 
 def _wait(body: Fields, default: float = 0.0) -> float:

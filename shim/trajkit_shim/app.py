@@ -134,35 +134,30 @@ def create_app(
         Tokenizer and chat template of the engine's model.
     log : TurnLog
     max_new_tokens : int
-        Maximum length of a reply in tokens, and the default for clients that set no
-        limit. The room left in the context limits it too.
+        Maximum length of a reply, and its default. The room left in the context limits
+        it too.
     max_body_bytes, max_header_bytes, max_messages : int
         Limits of a request; it is rejected with 413, 431 and 413 respectively.
     images : ImageModel, "refuse" or "omit"
-        What the model does with images (`prompting.image_places`). Otherwise reject a
-        request with an image (400), or replace the image by a text. Images are stored in
-        the folder ``images`` of the log.
+        What the model does with images, which are stored in the log's folder ``images``;
+        or reject a request with an image (400), or replace the image by a text.
     image_limits : ImageLimits, optional
         Sizes of images, and whether those at URLs are fetched (default: no).
     ping_seconds : float
-        How long a streaming client waits for its reply before the stream starts, and
-        then between keep-alive events.
+        How long a streaming client waits for its first event, and between keep-alive
+        events.
     attributed : bool
-        Record which message each prompt token belongs to (the columns
-        `trajkit.schema.ATTRIBUTION`) if it can be determined exactly; a session counts
-        the other turns (``unattributed``). This doubles the size of the log.
+        Record which message each prompt token belongs to, where it can be determined
+        exactly (`trajkit.schema.ATTRIBUTION`). This doubles the size of the log.
     train_side_calls : bool
-        Train the harness's own calls too, such as compactions and titles
-        (`sessions.client_identity`), rather than log them as context only.
+        Train the harness's own calls too (`sessions.client_identity`).
     train_retried : bool
         Train a turn whose delivered reply an unmarked retry asks for again (`retries`),
-        rather than make it context only unless a later request contains the reply.
+        also if no later request contains the reply.
     tool_form : ToolForm, optional
-        How the model writes tool calls (`replies.parsers`). Default: detected from the
-        chat template.
+        How the model writes tool calls. Default: detected from the chat template.
     reply_parser : ReplyParser, optional
-        Parses complete replies instead of the gateway's own parsers
-        (`trajkit_shim.replies.external_parsers`). Closed with the app.
+        Parses complete replies instead of the gateway's own parsers. Closed with the app.
     prompts : "append" or "render"
         Append new messages to the token ids of an earlier turn if template and request
         permit, or render every prompt from its messages (`prompting.prompts`).
@@ -170,18 +165,16 @@ def create_app(
         Compare every prompt with the template's complete text, rather than whenever a
         conversation has doubled.
     cache_bytes : int
-        Memory limit for what is kept of all sessions for ``append``: the token ids of
-        their turns, and their latest requests.
+        Memory limit of all sessions for ``append``.
     admin_token : str, optional
-        Token required for ``/sessions`` and ``/admin``. Default: none.
+        Token required for the trainer's routes. Default: none.
     hosts : collection of str
-        Names that clients use for this machine (``Host``), besides addresses and names of
-        private networks (`trajkit_shim.browsers`).
+        Names that clients use for this machine, besides addresses and names of private
+        networks (`trajkit_shim.browsers`).
     pause_wait_seconds : float
         How long a call waits for the end of a pause before it is rejected with 503.
     max_ended_sessions : int
-        Ended sessions to remember. Their calls are answered with 410; calls of older
-        ones with 401.
+        Ended sessions to remember: their calls are answered with 410, later with 401.
     clock : Clock, optional
         Measures idle sessions and pauses. Default: the event loop.
 
@@ -229,7 +222,10 @@ def create_app(
         max_header_bytes=max_header_bytes,
         max_messages=max_messages,
     )
-    admin = Admin(sessions, gate, gateway.timings, gateway.read_body, admin_token)
+    weights = Weights(engine)
+    admin = Admin(
+        sessions, gate, weights, gateway.timings, gateway.read_body, admin_token
+    )
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[Mapping[str, object]]:
@@ -243,7 +239,7 @@ def create_app(
         finally:
             # cancels the timer of a pause
             gate.resume()
-            await gateway.weights.close()
+            await weights.close()
             await engine.close()
             if reply_parser is not None:
                 await reply_parser.close()
@@ -254,7 +250,7 @@ def create_app(
             Route("/", gateway.health, methods=["GET"]),
             Route("/healthz", gateway.health, methods=["GET"]),
             Route("/prompts", gateway.prompts, methods=["GET"]),
-            *admin.routes(gateway.weights.routes(gateway.read_body)),
+            *admin.routes(),
             *(
                 Route(prefix + path, endpoint, methods=[method])
                 for path, method, endpoint in gateway.client_routes()
@@ -367,9 +363,6 @@ class _Gateway:
     max_header_bytes: int
     max_messages: int
     timings: Timings = field(default_factory=Timings)
-
-    def __post_init__(self) -> None:
-        self.weights = Weights(self.settings.engine)
 
     def client_routes(self) -> Iterator[tuple[str, str, Endpoint]]:
         """Yield path, method and endpoint of the routes for clients."""

@@ -7,24 +7,13 @@ of its tokens were sampled with which weights.
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from functools import partial
-from typing import TypeAlias
-
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from collections.abc import Sequence
 
 from trajkit_shim.engines.base import Engine, TensorEngine, UpdatableEngine
 from trajkit_shim.errors import EngineError, GatewayError
-from trajkit_shim.json_input import Fields, as_list, as_name, as_number, parse_object
-from trajkit_shim.responses import cancel_on_disconnect
-
-Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 # how long an engine may take to pause or resume
 _AT_ONCE_S = 60.0
-# duration of a pause: at most a day
-_SECONDS = partial(as_number, minimum=0.0, maximum=86_400.0)
 
 
 class Weights:
@@ -118,47 +107,6 @@ class Weights:
             "weight_version": self.version,
         }
 
-    def routes(
-        self, read_body: Callable[[Request], Awaitable[bytes]]
-    ) -> Iterator[tuple[str, str, Endpoint]]:
-        """Yield path, method and endpoint of the trainer's routes."""
-
-        async def pause(request: Request) -> Response:
-            body = Fields(parse_object(await read_body(request) or b"{}"))
-            body.only({"timeout_s"})
-            seconds = body.get("timeout_s", _SECONDS)
-            lease = self.pause(600.0 if seconds is None else seconds)
-            await cancel_on_disconnect(request, lease)
-            return JSONResponse(self.describe())
-
-        async def update(request: Request) -> Response:
-            body = Fields(parse_object(await read_body(request)))
-            tensors = body.get("tensors", _names)
-            form = {"model_path"} if tensors is None else {"tensors", "load_format"}
-            body.only({"weight_version", *form})
-            source = body.name("model_path") if tensors is None else tensors
-            version, load_format = (
-                body.name("weight_version"),
-                body.get_text("load_format"),
-            )
-            await self.update(source, version, load_format)
-            return JSONResponse(self.describe())
-
-        async def resume(_: Request) -> Response:
-            await self.resume()
-            return JSONResponse(self.describe())
-
-        async def show(_: Request) -> Response:
-            return JSONResponse(self.describe())
-
-        yield "/engine", "GET", show
-        for verb, endpoint in (
-            ("pause", pause),
-            ("update", update),
-            ("resume", resume),
-        ):
-            yield f"/engine/{verb}", "POST", endpoint
-
     def _updatable(self) -> UpdatableEngine:
         if not isinstance(self._engine, UpdatableEngine):
             raise _not_updatable(self._engine, "paused")
@@ -181,12 +129,6 @@ class Weights:
         with contextlib.suppress(EngineError, TimeoutError):
             async with asyncio.timeout(self._at_once_s):
                 await engine.resume()
-
-
-def _names(value: object, where: str) -> list[str]:
-    return [
-        as_name(text, f"{where}[{i}]") for i, text in enumerate(as_list(value, where))
-    ]
 
 
 def _not_updatable(engine: Engine, what: str) -> GatewayError:

@@ -144,7 +144,6 @@ async def test_a_probe_of_vllm_that_cannot_be_read(best):
     engine = vllm.VLLMEngine(
         "http://127.0.0.1",
         vocab_size=9000,
-        max_context_tokens=100,
         client=httpx.AsyncClient(transport=transport),
     )
     with pytest.raises(EngineError, match="cannot be read"):

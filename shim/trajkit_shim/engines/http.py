@@ -182,8 +182,6 @@ class HttpEngine:
     vocab_size : int
         Of the model (`engines.model_config.vocab_size`). The servers do not report it,
         and an id outside it can crash them.
-    max_context_tokens : int, optional
-        Default: the length that the server reports.
     client : httpx.AsyncClient, optional
         Used instead of a new client; closed with the engine.
     """
@@ -195,11 +193,9 @@ class HttpEngine:
         self,
         *base_urls: str,
         vocab_size: int,
-        max_context_tokens: int | None = None,
         client: httpx.AsyncClient | None = None,
     ) -> None:
         self._vocab_size = vocab_size
-        self._max_context_tokens = max_context_tokens
         self._servers = [
             EngineServer(self.server_name, url, client) for url in base_urls
         ]
@@ -208,21 +204,14 @@ class HttpEngine:
     async def info(self) -> EngineInfo:
         """Model name, vocabulary size and context length; requested once."""
         if self._info is None:
-            name = await self._model_name()
-            context = self._max_context_tokens
-            if context is None or name is None:
-                served = await (await self._members())[0].get("/v1/models")
-                try:
-                    model = cast(Any, served)["data"][0]
-                    context = context or int(model["max_model_len"])
-                    name = name or str(model["id"])
-                except (LookupError, TypeError, ValueError) as error:
-                    where = f"/v1/models of the {self.server_name} server"
-                    message = f"{where} has no max_model_len: {served!r}"
-                    raise EngineError(message) from error
-            self._info = EngineInfo(
-                model=name, vocab_size=self._vocab_size, max_context_tokens=context
-            )
+            served = cast(Any, await (await self._members())[0].get("/v1/models"))
+            with reading(self.server_name, "id and max_model_len of /v1/models"):
+                model = served["data"][0]
+                self._info = EngineInfo(
+                    model=str(model["id"]),
+                    vocab_size=self._vocab_size,
+                    max_context_tokens=int(model["max_model_len"]),
+                )
         return self._info
 
     async def close(self) -> None:
@@ -233,10 +222,6 @@ class HttpEngine:
     async def _members(self) -> Sequence[EngineServer]:
         """The servers of the model; at least one."""
         return self._servers
-
-    async def _model_name(self) -> str | None:
-        """The model's name, if it is not the one in ``/v1/models``."""
-        return None
 
     async def _exchange(
         self,

@@ -13,7 +13,13 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from trajkit_shim.engines.base import EngineRequest, PromptImage, Sample, WeightSpan
+from trajkit_shim.engines.base import (
+    EngineInfo,
+    EngineRequest,
+    PromptImage,
+    Sample,
+    WeightSpan,
+)
 from trajkit_shim.engines.checks import check_prompt
 from trajkit_shim.engines.http import (
     EngineServer,
@@ -143,11 +149,13 @@ class SGLangEngine(HttpEngine):
             error.message += f". Weight versions: {', '.join(versions)}"
             raise
 
-    async def _model_name(self) -> str:
-        model = await (await self._members())[0].get("/model_info")
-        preferred = model.get("preferred_sampling_params")
-        self._preferred = preferred if isinstance(preferred, dict) else {}
-        return str(model.get("served_model_name") or model.get("model_path"))
+    async def info(self) -> EngineInfo:
+        """See `HttpEngine`."""
+        if self._info is None:
+            model = await (await self._members())[0].get("/model_info")
+            preferred = model.get("preferred_sampling_params")
+            self._preferred = preferred if isinstance(preferred, dict) else {}
+        return await super().info()
 
     async def _members(self) -> Sequence[EngineServer]:
         """See `HttpEngine`. A router passes on only calls, but lists its servers."""

@@ -261,9 +261,10 @@ async def test_an_id_outside_the_vocabulary_never_reaches_the_server():
     assert double.requests == []
 
 
-async def test_a_context_length_that_is_given_holds():
+async def test_a_prompt_as_long_as_the_context():
     double = Double("basic")
-    async with engine_of(double, max_context_tokens=10) as engine:
+    double.models = {"data": [{"id": "tiny", "max_model_len": 10}]}
+    async with engine_of(double) as engine:
         assert (await engine.info()).max_context_tokens == 10
         with pytest.raises(EngineError, match="maximum context length is 10"):
             await sample(engine)

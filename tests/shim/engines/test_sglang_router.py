@@ -6,12 +6,11 @@ import uuid
 from contextlib import ExitStack, suppress
 
 import httpx
-import numpy as np
 import pytest
 
+from tests.shim.fakes import engine_request
 from tests.shim.sglang_cpu import servers
 from tests.shim.sglang_cpu.servers import served
-from trajkit_shim.engines.base import EngineRequest, Sampling
 from trajkit_shim.engines.launch import reserved_port
 from trajkit_shim.engines.model_config import vocab_size
 from trajkit_shim.engines.sglang import SGLangEngine
@@ -62,15 +61,14 @@ async def test_a_router_keeps_sessions_on_a_server_and_all_servers_are_updated(
     router, tiny_model
 ):
     engine = SGLangEngine(router, vocab_size=vocab_size(tiny_model))
-    prompt = np.arange(100, 400, dtype=np.int32)
 
     async def versions():
         """The name of the weights that sampled a call of each of eight sessions."""
         calls = (
             engine.generate(
-                EngineRequest(
-                    prompt,
-                    Sampling(max_new_tokens=4),
+                engine_request(
+                    range(100, 400),
+                    max_new_tokens=4,
                     request_id=uuid.uuid4().hex,
                     session_id=f"session-{k}",
                 )
