@@ -142,13 +142,9 @@ def _tasks(n_tasks: int) -> list[Task]:
     for i in range(n_tasks):
         task, again = known[i % len(known)], i // len(known)
         assert isinstance(task.workspace, Texts)
-        tasks.append(
-            replace(
-                task,
-                id=f"{task.id}-{again + 1}" if again else task.id,
-                workspace=Texts({**task.workspace.texts, "subagent": subagent}),
-            )
-        )
+        files = Texts({**task.workspace.texts, "subagent": subagent})
+        name = f"{task.id}-{again + 1}" if again else task.id
+        tasks.append(replace(task, id=name, workspace=files))
     return tasks
 
 
@@ -165,6 +161,7 @@ def _summary(path: Path, rollouts: list[Rollout]) -> tuple[dict[str, Any], str]:
     drift, policies = DriftSummary(), Simulation(sessions=ended)
     drift.add(turns, links, table)
     policies.add(turns)
+    counts = policies.table()
     drifting = Counter(table["session_id"].to_pylist())
     branches = tk.analysis.label_branches(turns, links).to_pylist()
     labels = Counter((line["session_id"], line["label"]) for line in branches)
@@ -178,7 +175,6 @@ def _summary(path: Path, rollouts: list[Rollout]) -> tuple[dict[str, Any], str]:
         }
         for rollout in rollouts
     ]
-    counts = policies.table()
     facts = {
         "turns": str(path),
         "sessions": sessions,

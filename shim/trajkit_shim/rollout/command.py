@@ -128,7 +128,10 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         callback = None if arguments.callback is None else Callback(arguments.callback)
     except ValueError as error:
         parser.error(f"--callback {error}")
-    with Rollouts(tasks, settings, arguments.out, callback) as rollouts:
+    with ExitStack() as stack:
+        rollouts = stack.enter_context(
+            Rollouts(tasks, settings, arguments.out, callback)
+        )
         summary = Summary(before=rollouts.before, rollouts=[], seconds=0.0)
         if rollouts.to_do:
             try:
@@ -138,27 +141,21 @@ def _rollout(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
                 return BAD_FILE
             if exposes is not None:
                 sys.stderr.write(f"trajkit: warning: {exposes}\n")
-            with ExitStack() as stack:
-                stack.enter_context(options.terminable())
-                url = arguments.gateway or stack.enter_context(
-                    _gateway(parser, arguments, tasks, rollouts.next_log(), token)
-                )
-                gateway = stack.enter_context(
-                    httpx.Client(
-                        base_url=url,
-                        headers={TOKEN_HEADER: token},
-                        timeout=60,
-                        trust_env=False,
-                    )
-                )
-                progress = stack.enter_context(Progress("rollouts", "rollouts"))
-                progress.begin(rollouts.to_do)
-                summary = rollouts.run(gateway, progress.advance)
-        sent = None if callback is None else callback.missed
-        text = _as_json if arguments.json else _described
-        sys.stdout.write(text(summary, arguments.out, sent) + "\n")
-    failed = any(rollout.error is not None for rollout in summary.rollouts)
-    return BAD_DATA if failed else DONE
+            stack.enter_context(options.terminable())
+            url = arguments.gateway or stack.enter_context(
+                _gateway(parser, arguments, tasks, rollouts.next_log(), token)
+            )
+            headers = {TOKEN_HEADER: token}
+            client = httpx.Client(
+                base_url=url, headers=headers, timeout=60, trust_env=False
+            )
+            progress = stack.enter_context(Progress("rollouts", "rollouts"))
+            progress.begin(rollouts.to_do)
+            summary = rollouts.run(stack.enter_context(client), progress.advance)
+    text = _as_json if arguments.json else _described
+    missed = None if callback is None else callback.missed
+    sys.stdout.write(text(summary, arguments.out, missed) + "\n")
+    return BAD_DATA if summary.failures() else DONE
 
 
 @contextmanager
@@ -175,18 +172,14 @@ def _gateway(
     from trajkit_shim.serve import running
     from trajkit_shim.sessions.turn_log import TurnLog
 
-    chosen_engine = options.running_engine(
+    with options.running_engine(
         parser, arguments, policy=solve(tasks), seed=arguments.seed
-    )
-    with chosen_engine as (engine, renderer, chosen):
+    ) as (engine, renderer, chosen):
+        experts, images = arguments.routed_experts, "image_limits" in chosen
         app = create_app(
             engine,
             renderer,
-            TurnLog(
-                log,
-                routed_experts=arguments.routed_experts,
-                images="image_limits" in chosen,
-            ),
+            TurnLog(log, routed_experts=experts, images=images),
             admin_token=token,
             hosts=[urlsplit(arguments.gateway_url or "").hostname or ""],
             **chosen,
@@ -242,28 +235,29 @@ def _as_json(summary: "Summary", out: Path, missed: int | None) -> str:
 
 
 def _described(summary: "Summary", out: Path, missed: int | None) -> str:
-    per_minute = 60 * len(summary.rollouts) / summary.seconds if summary.seconds else 0
-    parts = [
-        f"rollouts {len(summary.rollouts):,} ({summary.before:,} finished before), graded "
-        f"{len(summary.rewards()):,}, {summary.seconds:.0f} s, {per_minute:.1f} per minute"
-    ]
-    lines = []
-    for name in sorted({rollout.group_id for rollout in summary.rollouts}):
-        group = [r for r in summary.rollouts if r.group_id == name]
+    rollouts, seconds = summary.rollouts, summary.seconds
+    groups = []
+    for name in sorted({rollout.group_id for rollout in rollouts}):
+        group = [rollout for rollout in rollouts if rollout.group_id == name]
         graded = summary.rewards(name)
         mean = f"{fmean(graded):.2f}" if graded else ""
-        turns = sum(r.turns or 0 for r in group)
-        lines.append((name, len(group), len(graded), mean, turns))
-    findings = Counter(found for r in summary.rollouts for found in r.findings)
-    for head, counted in (
-        (("task", "rollouts", "graded", "mean reward", "turns"), lines),
+        turns = sum(rollout.turns or 0 for rollout in group)
+        groups.append((name, len(group), len(graded), mean, turns))
+    findings = Counter(found for r in rollouts for found in r.findings)
+    tables = (
+        (("task", "rollouts", "graded", "mean reward", "turns"), groups),
         (("failure", "rollouts"), summary.failures().most_common()),
         (("finding", "rollouts"), findings.most_common()),
-    ):
-        if counted:
-            parts.append(text_table(head, counted))
-    if missed:
-        parts.append(f"failed callbacks: {missed}")
+    )
     places = (("turns", out / "turns"), ("sessions", out / "sessions.parquet"))
     known = (f"{n:<10}{shlex.quote(str(path))}" for n, path in places if path.exists())
-    return "\n\n".join([*parts, "\n".join(known)])
+    return "\n\n".join(
+        [
+            f"rollouts {len(rollouts):,} ({summary.before:,} finished before), graded "
+            f"{len(summary.rewards()):,}, {seconds:.0f} s, "
+            f"{60 * len(rollouts) / max(seconds, 1e-9):.1f} per minute",
+            *(text_table(head, lines) for head, lines in tables if lines),
+            *([f"failed callbacks: {missed}"] if missed else []),
+            "\n".join(known),
+        ]
+    )

@@ -119,7 +119,9 @@ class Workspace:
     def diff(self) -> "Changes":
         """Return the changes since `prepare`."""
         trees = self._start, self._snapshot("diff")
-        every = ("diff", "--no-color", "--no-renames", "--no-ext-diff")
+        # unlike diff, diff-tree ignores settings that change a patch's paths: an agent
+        # can write to the repository's configuration
+        every = ("diff-tree", "-r", "--no-renames")
         names = self._git("diff", *every, "--name-status", "-z", *trees).stdout
         status, changed = (
             names.decode(errors="surrogateescape").split("\0")[i::2] for i in (0, 1)
@@ -131,7 +133,7 @@ class Workspace:
             if _is_protected(name, protect)
             or (protect and how == "A" and _shadows(name))
         )
-        full = (*every, "--binary", "--full-index", *trees)
+        full = (*every, "--patch", "--binary", "--full-index", *trees)
         patch = graded = self._git("diff", *full).stdout
         if ignored:
             without = (f":(exclude,literal){name}" for name in ignored)

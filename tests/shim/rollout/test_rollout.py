@@ -610,6 +610,9 @@ CHEATS = {
     "cp .git/hooks/pre-commit .git/hooks/post-checkout; chmod +x .git/hooks/*; "
     "git config core.fsmonitor .git/hooks/pre-commit; git config diff.external true; "
     "git config core.hooksPath $PWD/.git/hooks",
+    # the repository that finds the changes: paths lose their first folder
+    "prefix": "git config -f ../base.git/config diff.noprefix true; mkdir -p x/pytest; "
+    "echo 'import os; os._exit(0)' > x/pytest/__main__.py; touch x/pytest/__init__.py",
 }
 FOUND = {
     "conftest": ["not graded: conftest.py"],
