@@ -342,7 +342,7 @@ def test_what_an_agent_leaves_is_what_is_graded(tmp_path, before, change):
         fresh.prepare()
         made = agent.exec(["sh", "-c", change], timeout_s=60, cwd=work.path)
         assert made.code == 0, made.stderr
-        fresh.apply(work.diff().graded)
+        fresh.apply(work.diff())
         shell = ["sh", "-c", look]
         one = agent.exec(shell, timeout_s=60, cwd=work.path).stdout
         assert copy.exec(shell, timeout_s=60, cwd=fresh.path).stdout == one

@@ -227,20 +227,19 @@ class Rollouts:
             workspace = Workspace(task, sandbox)
             workspace.prepare()
             self._agent(workspace, folder / "agent.log", rollout)
-            changes = workspace.diff()
+            patch = workspace.diff()
         # the agent, its processes and everything that they could write are gone
-        (folder / "patch.diff").write_bytes(changes.patch)
-        rollout.patch_bytes = len(changes.patch)
-        rollout.findings = [f"not graded: {_escaped(name)}" for name in changes.ignored]
+        (folder / "patch.diff").write_bytes(patch)
+        rollout.patch_bytes = len(patch)
         if task.digest() != self._digests[task.id]:
             raise StageError("grade", "the task's files changed while the agent worked")
         with self._sandbox(task, f"{name}-grade") as sandbox:
             copy = Workspace(task, sandbox)
             copy.prepare()
-            copy.apply(changes.graded)
+            ignored = copy.apply(patch)
+            rollout.findings = [f"not graded: {_escaped(name)}" for name in ignored]
             finished = rollout.agent_end == "finished"
-            work = Work(workspace=copy, patch=changes.graded, finished=finished)
-            rollout.reward = grade(work)
+            rollout.reward = grade(Work(workspace=copy, patch=patch, finished=finished))
 
     def _agent(self, workspace: Workspace, log: Path, rollout: Rollout) -> None:
         """Have the agent work; `StageError` if it failed."""

@@ -42,10 +42,11 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 
 PROTECTED = (
     *("conftest.py", "sitecustomize.py", "usercustomize.py", "*.pth"),
-    *("pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml"),
+    *("pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini"),
+    *("setup.cfg", "pyproject.toml"),
 )
 """The default of `Grade.protect`, but for ``swebench``: what Python's test runners read.
-New top-level modules with names of the standard library or of pytest count too."""
+New top-level modules that Python has elsewhere already count too."""
 
 Kind = Literal["command", "tests", "script", "reward_file", "completed", "swebench"]
 """How a task is graded; see `trajkit_shim.rollout.grade`."""

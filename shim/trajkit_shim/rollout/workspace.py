@@ -7,8 +7,7 @@ excluded.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import PurePosixPath
 
@@ -17,6 +16,19 @@ from trajkit_shim.rollout.tasks import Task
 
 _GIT_SECONDS = 300.0
 _RUNNERS = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging")
+_FIND = """
+command -v python > /dev/null && exec python -I -c "$0" "$@"
+exec python3 -I -c "$0" "$@"
+"""
+_FIND_SPEC = """
+import importlib.util, sys
+for name in sys.argv[1:]:
+    if name in sys.modules or importlib.util.find_spec(name):
+        print(name)
+"""
+# Unlike diff, diff-tree ignores settings that change a patch's paths: an agent can write
+# to the repository's configuration.
+_DIFF = ("diff-tree", "-r", "--no-renames", "--full-index")
 _EXCLUDED = b"__pycache__/\n*.py[cod]\n"
 # files are compared as bytes, whatever the workspace's attributes say
 _ATTRIBUTES = b"* -text -ident -filter -working-tree-encoding\n"
@@ -62,26 +74,6 @@ class StageError(Exception):
         return ": ".join(self.args)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Changes:
-    """What an agent changed. A patch is empty if there is no change."""
-
-    patch: bytes  # all changes
-    graded: bytes  # without those of protected files (`Grade.protect`)
-    ignored: tuple[str, ...]  # these files
-
-
-def _is_protected(name: str, patterns: Sequence[str]) -> bool:
-    path = PurePosixPath(name)
-    return any(fnmatch(name if "/" in p else path.name, p) for p in patterns)
-
-
-def _shadows(name: str) -> bool:
-    """Whether a new file is imported in place of a module that test runners import."""
-    stem = PurePosixPath(name).parts[0].partition(".")[0]
-    return stem in _RUNNERS or stem in sys.stdlib_module_names
-
-
 class Workspace:
     """The workspace of a task in a running sandbox.
 
@@ -116,34 +108,63 @@ class Workspace:
         self.sandbox.put(pack(files_of_info), f"{self._base}/info")
         self._start = self._snapshot("setup")
 
-    def diff(self) -> "Changes":
-        """Return the changes since `prepare`."""
+    def diff(self) -> bytes:
+        """Return the changes since `prepare`, as a patch; empty if there is none."""
         trees = self._start, self._snapshot("diff")
-        # unlike diff, diff-tree ignores settings that change a patch's paths: an agent
-        # can write to the repository's configuration
-        every = ("diff-tree", "-r", "--no-renames")
-        names = self._git("diff", *every, "--name-status", "-z", *trees).stdout
-        status, changed = (
-            names.decode(errors="surrogateescape").split("\0")[i::2] for i in (0, 1)
-        )
-        protect = self.task.grade.protect
-        ignored = tuple(
-            name
-            for how, name in zip(status, changed, strict=False)
-            if _is_protected(name, protect)
-            or (protect and how == "A" and _shadows(name))
-        )
-        full = (*every, "--patch", "--binary", "--full-index", *trees)
-        patch = graded = self._git("diff", *full).stdout
-        if ignored:
-            without = (f":(exclude,literal){name}" for name in ignored)
-            graded = self._git("diff", *full, "--", ".", *without).stdout
-        return Changes(patch=patch, graded=graded, ignored=ignored)
+        return self._git("diff", *_DIFF, "--patch", "--binary", *trees).stdout
 
-    def apply(self, patch: bytes) -> None:
-        """Apply a patch."""
+    def apply(self, patch: bytes) -> list[str]:
+        """Apply a patch but for changes that could change how tests run.
+
+        Returns the names of their files. The patch is not trusted, so its changes are
+        looked up here.
+        """
+        protect = self.task.grade.protect
         if patch:
             self._git("grade", "apply", "--whitespace=nowarn", stdin=patch)
+        if not patch or not protect:
+            return []
+        trees = self._start, self._snapshot("grade")
+        changed = self._names(*_DIFF, "--name-status", *trees)
+        before = self._names("ls-tree", "--name-only", self._start)
+        # the top-level name of each added file
+        added = {
+            name: PurePosixPath(name).parts[0]
+            for how, name in zip(changed[::2], changed[1::2], strict=True)
+            if how == "A"
+        }
+        shadows = {*_RUNNERS, *sys.stdlib_module_names}
+        shadows |= self._importable({*added.values()} - {*before})
+        ignored = [
+            name
+            for name in changed[1::2]
+            if added.get(name, "").partition(".")[0] in shadows
+            or any(
+                fnmatch(name if "/" in pattern else PurePosixPath(name).name, pattern)
+                for pattern in protect
+            )
+        ]
+        if ignored:
+            paths = (f":(literal){name}" for name in ignored)
+            where = (f"--source={self._start}", "--worktree", "--")
+            self._git("grade", "restore", *where, *paths)
+        return ignored
+
+    def _names(self, command: str, *arguments: str) -> list[str]:
+        """The texts that a git command prints, each with a null character at its end."""
+        printed = self._git("grade", command, "-z", *arguments).stdout
+        return printed.decode(errors="surrogateescape").split("\0")[:-1]
+
+    def _importable(self, names: set[str]) -> set[str]:
+        """The modules of these files and folders that Python has already."""
+        modules = sorted({name.partition(".")[0] for name in names})
+        # without Python in the sandbox there is none
+        done = self.sandbox.exec(
+            ["sh", "-c", _FIND, _FIND_SPEC, *filter(str.isidentifier, modules)],
+            timeout_s=_GIT_SECONDS,
+            cwd=self.sandbox.map_path("/tmp"),
+        )
+        return {*done.stdout.decode(errors="replace").split()}
 
     def add_tests(self) -> None:
         """Add the task's tests, replacing existing files."""
