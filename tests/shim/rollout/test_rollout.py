@@ -708,7 +708,8 @@ def test_an_unexpected_fault_is_the_error_of_its_own_rollout(tmp_path, capsys, c
 def test_a_name_that_is_not_utf_8_is_escaped_in_the_findings(tmp_path, do, sure):
     tasks = write_tasks(tmp_path / "t.jsonl", a={})
     out = tmp_path / "run"
-    agent = f"touch \"$(printf '\\377.pth')\"; {AGENT}"
+    # afterwards: the agent may list its files, and reads text
+    agent = f"{AGENT} && touch \"$(printf '\\377.pth')\""
     with listener([]) as (url, got):
         code, said = do(command(tasks, out, *QUICK, "--callback", url, agent=agent))
     assert (code, said["mean_reward"], said["callbacks_missed"]) == (DONE, 1.0, 0)
