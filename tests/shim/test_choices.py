@@ -107,14 +107,17 @@ async def test_candidates_of_gemini(tmp_path, stream):
                 for one in part.candidates:
                     text = one.content.parts[0].text
                     found[one.index] = found.get(one.index, "") + text
-                ends = one.finish_reason
+                ends, usage = one.finish_reason, part.usage_metadata
         else:
             reply = await models.generate_content(**asked)
             found = {one.index: one.content.parts[0].text for one in reply.candidates}
             ends = reply.candidates[1].finish_reason
+            usage = reply.usage_metadata
         assert [turn["choice"] for turn in gateway.turns()] == [0, 1]
     assert {index or 0: text for index, text in found.items()} == {0: "one", 1: "two"}
     assert ends.name == "STOP"
+    # of all candidates
+    assert usage.candidates_token_count == len("one") + len("two") + 2
 
 
 @pytest.mark.parametrize(

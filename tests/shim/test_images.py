@@ -574,6 +574,18 @@ async def test_a_count_stores_no_image(opened):
     assert stored_in(gateway) == [sha256(JPEG).hexdigest()]
 
 
+async def test_the_images_of_a_run_have_a_limit_together(opened):
+    limit = len(PNG) + len(JPEG) - 1
+    gateway = await opened(ImageLimits(max_total_bytes=limit))
+    gateway.engine.script = [gateway.reply("red"), gateway.reply("still red")]
+    # one that is stored takes no more room
+    asked = [await gateway.post("/v1/messages", anthropic(data)) for data in (PNG, PNG)]
+    asked.append(await gateway.post("/v1/messages", anthropic(JPEG)))
+    assert [answer.status_code for answer in asked] == [200, 200, 507]
+    assert f"the limit is {limit}" in asked[2].text
+    assert stored_in(gateway) == [sha256(PNG).hexdigest()]
+
+
 async def test_a_call_that_fails_stores_no_image(opened):
     gateway = await opened()
     # the script is empty

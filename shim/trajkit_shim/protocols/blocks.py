@@ -2,7 +2,7 @@
 
 import base64
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -48,33 +48,6 @@ class Step:
     text: str = ""
 
 
-class Progress:
-    """Which part of a reply's blocks was streamed."""
-
-    def __init__(self) -> None:
-        self._index = 0
-        # streamed characters of the block at the index; None: it has not begun
-        self._length: int | None = None
-
-    def steps(self, blocks: Sequence[Block], *, done: bool) -> Iterator[Step]:
-        """Yield what is new since the last call.
-
-        The last block may grow, unless the reply is complete (``done``).
-        """
-        for index in range(self._index, len(blocks)):
-            block = blocks[index]
-            if self._length is None:
-                self._length = 0
-                yield Step("begin", index, block)
-            text = _text(block)[self._length :]
-            if text:
-                self._length += len(text)
-                yield Step("text", index, block, text)
-            if done or index < len(blocks) - 1:
-                self._index, self._length = index + 1, None
-                yield Step("end", index, block)
-
-
 class Events(ABC):
     """The events of one streamed reply as bytes, in order.
 
@@ -84,7 +57,10 @@ class Events(ABC):
 
     def __init__(self) -> None:
         self.index = 0  # of the choice
-        self._progress: Progress | None = None
+        self._begun = False
+        self._block = 0  # the first that has not ended
+        # its streamed characters; None: it has not begun
+        self._length: int | None = None
 
     def opening(self) -> bytes:
         """Return what is sent before the reply is known; may be empty."""
@@ -113,18 +89,33 @@ class Events(ABC):
         """Return the end of a stream that failed."""
 
     def _new(self, reply: Reply, *, done: bool) -> Iterator[bytes]:
-        if self._progress is None:
+        if not self._begun:
+            self._begun = True
             yield from self.begin(reply)
         for step in self.steps(reply, done=done):
             yield from self.step(step, reply)
 
     def steps(self, reply: Reply, *, done: bool) -> Iterator[Step]:
-        """Yield what is new in a choice since the last call."""
-        self._progress = self._progress or Progress()
-        yield from self._progress.steps(self.blocks(reply, done=done), done=done)
+        """Yield what is new in a choice since the last call.
+
+        The last block may grow, unless the reply is complete (``done``). The next choice
+        begins then.
+        """
+        found = self.blocks(reply, done=done)
+        for index in range(self._block, len(found)):
+            block = found[index]
+            if self._length is None:
+                self._length = 0
+                yield Step("begin", index, block)
+            text = _text(block)[self._length :]
+            if text:
+                self._length += len(text)
+                yield Step("text", index, block, text)
+            if done or index < len(found) - 1:
+                self._block, self._length = index + 1, None
+                yield Step("end", index, block)
         if done:
-            # the next choice begins
-            self._progress = None
+            self._begun, self._block = False, 0
 
     def blocks(self, reply: Reply, *, done: bool) -> list[Block]:
         """Return the blocks that are streamed."""

@@ -302,19 +302,18 @@ class _Chunks(Events):
 
     def reply(self, reply: Reply) -> Iterator[bytes]:
         for self.index, one in enumerate(reply.choices):
-            steps = [s for s in self.steps(one, done=True) if s.what == "text"]
+            steps = [step for step in self.steps(one, done=True) if step.what == "text"]
             # the last chunk has the finish reason, and always a part
-            for step in steps[:-1]:
-                yield from self.step(step, one)
-            part: Json = _new_part(steps[-1], one) if steps else {"text": ""}
-            yield event(_chunk(reply, [_candidate(one, [part], self.index, last=True)]))
+            parts = [_new_part(step, one) for step in steps] or [{"text": ""}]
+            for number, part in enumerate(parts, 1):
+                last = number == len(parts)
+                candidate = _candidate(one, [part], self.index, last=last)
+                yield event(_chunk(reply, [candidate]))
 
     def step(self, step: Step, reply: Reply) -> Iterator[bytes]:
         if step.what == "text":
             parts = [_new_part(step, reply)]
-            yield event(
-                _chunk(reply, [_candidate(reply, parts, self.index, last=False)])
-            )
+            yield event(_chunk(reply, [_candidate(reply, parts, 0, last=False)]))
 
 
 def _new_part(step: Step, reply: Reply) -> Json:
