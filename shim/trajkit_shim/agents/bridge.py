@@ -5,7 +5,7 @@ connections. So the namespace needs no running helper: `OPEN` opens a listener t
 passes it to this process and becomes the command.
 """
 
-import asyncio
+import selectors
 import socket
 import threading
 from collections.abc import Iterator
@@ -47,37 +47,32 @@ def _serve(line: socket.socket, host: str, port: int) -> None:
     with line:
         _, received, *_ = socket.recv_fds(line, 1, 1)
         # none if the command could not be started
-        if received:
-            listener = socket.socket(fileno=received[0])
-            asyncio.run(_forward(listener, line, host, port))
+        if not received:
+            return
+        with socket.socket(fileno=received[0]) as listener:
+            # until the last process that has the other side of the line has ended
+            while line not in _readable(line, listener):
+                near, _ = listener.accept()
+                forward = (near, host, port)
+                threading.Thread(target=_forward, args=forward, daemon=True).start()
 
 
-async def _forward(
-    listener: socket.socket, line: socket.socket, host: str, port: int
-) -> None:
-    async def connect(
-        reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        writers = [writer]
-        with suppress(OSError):
-            far_reader, far_writer = await asyncio.open_connection(host, port)
-            writers.append(far_writer)
-            pumps = [
-                asyncio.create_task(_pump(reader, far_writer)),
-                asyncio.create_task(_pump(far_reader, writer)),
-            ]
-            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-        for each in writers:
-            each.close()
-
-    server = await asyncio.start_server(connect, sock=listener)
-    # the end of the last process that has the other side of the line
-    await asyncio.to_thread(line.recv, 1)
-    server.close()
+def _forward(near: socket.socket, host: str, port: int) -> None:
+    """Copy what both sides send until one of them ends."""
+    with near, suppress(OSError), socket.create_connection((host, port)) as far:
+        while True:
+            ready = _readable(near, far)
+            for source, target in ((near, far), (far, near)):
+                if source in ready:
+                    data = source.recv(_PIECE_BYTES)
+                    if not data:
+                        return
+                    target.sendall(data)
 
 
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with suppress(OSError):
-        while data := await reader.read(_PIECE_BYTES):
-            writer.write(data)
-            await writer.drain()
+def _readable(*sockets: socket.socket) -> list[object]:
+    """Wait until some of the sockets can be read, and return these."""
+    with selectors.DefaultSelector() as selector:
+        for each in sockets:
+            selector.register(each, selectors.EVENT_READ)
+        return [key.fileobj for key, _ in selector.select()]

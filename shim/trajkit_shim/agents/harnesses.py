@@ -312,11 +312,9 @@ SHELL = Harness(
     },
 )
 
-HARNESSES: Mapping[str, Harness] = {
-    harness.name: harness
-    for harness in (
-        *(CLAUDE_CODE, CODEX, GEMINI_CLI, HERMES, MINI_SWE_AGENT, OPENCLAW, OPENCODE),
-        *(OPENHANDS, PI, QWEN_CODE, SHELL),
-    )
-}
+_ALL = (
+    *(CLAUDE_CODE, CODEX, GEMINI_CLI, HERMES, MINI_SWE_AGENT, OPENCLAW, OPENCODE),
+    *(OPENHANDS, PI, QWEN_CODE, SHELL),
+)
+HARNESSES: Mapping[str, Harness] = {harness.name: harness for harness in _ALL}
 """The harnesses by name."""

@@ -21,10 +21,10 @@ _STOP_SECONDS = 60.0
 _SCRIPT = (
     'PATH="$1$PATH" HOME=/home TMPDIR=/tmp; export PATH HOME TMPDIR; shift; exec "$@"'
 )
-# kills all processes of one command
+# kills all processes with a variable
 _KILL = (
     "for each in /proc/[0-9]*; do tr '\\0' '\\n' < $each/environ 2> /dev/null | "
-    'grep -qxF "TRAJKIT_COMMAND=$1" && kill -9 ${each#/proc/}; done; true'
+    'grep -qxF "$0" && kill -9 ${each#/proc/}; done; true'
 )
 
 SHARED_NETWORK = (
@@ -260,7 +260,8 @@ class ForeignSandbox(Sandbox):
         wrapped = ("sh", "-c", _SCRIPT, "sh", first, *command.arguments)
         done = self._enter(replace(command, arguments=wrapped))
         if done.code is None:
-            kill = ("sh", "-c", _KILL, "sh", command.env[COMMAND_MARK])
+            mark = f"{COMMAND_MARK}={command.env[COMMAND_MARK]}"
+            kill = ("sh", "-c", _KILL, mark)
             self._enter(Command(arguments=kill, timeout_s=_STOP_SECONDS))
         return done
 

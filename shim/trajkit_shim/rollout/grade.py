@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from trajkit_shim.agents.sandbox import CommandResult, SandboxError
+from trajkit_shim.agents.sandbox import CommandResult, SandboxError, pack
 from trajkit_shim.rollout.swebench import resolved
 from trajkit_shim.rollout.tasks import Grade
 from trajkit_shim.rollout.workspace import StageError, Workspace
@@ -92,9 +92,7 @@ def _by_reward_file(work: Work, rules: Grade) -> float:
     if task.tests is not None:
         sandbox.put(task.tests.archive(), sandbox.map_path(TESTS_PLACE))
     logs = sandbox.map_path(LOGS_PLACE)
-    made = sandbox.exec(["mkdir", "-p", logs], timeout_s=60)
-    if made.code != 0:
-        raise SandboxError(f"mkdir {logs}: {made.summary}")
+    sandbox.put(pack({}), logs)  # creates the directory
     done = _run(work, rules.command, rules)
     for name in ("reward.txt", "reward.json"):
         try:

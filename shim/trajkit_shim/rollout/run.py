@@ -157,7 +157,7 @@ class Rollouts:
         self._gateway = gateway
         try:
             self._model = self._ask("GET", "/v1/models")["data"][0]["id"]
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, LookupError, TypeError, ValueError) as error:
             raise ConnectionError(f"{gateway.base_url}: {error}") from error
         ended = []
         pool = ThreadPoolExecutor(self._settings.parallel, "rollout")

@@ -81,12 +81,8 @@ class RunLog:
         self._attempts: dict[tuple[str, int], list[str]] = {}
         self._digests: dict[str, str] = {}
         self._lock = threading.Lock()
-        self._run: dict[str, Any] = {
-            "run": secrets.token_hex(4),
-            "version": 1,
-            "harness": harness,
-            "sandbox": sandbox,
-        }
+        self.run_id = secrets.token_hex(4)  # part of the names of all sessions
+        self._run = {"version": 1, "harness": harness, "sandbox": sandbox}
         with ExitStack() as stack:
             self._file = stack.enter_context(path.open("a+b"))
             try:
@@ -106,21 +102,15 @@ class RunLog:
                 except (AttributeError, KeyError, TypeError, ValueError) as error:
                     raise FormatError(f"{path}:{number}: {error}") from error
             if os.fstat(self._file.fileno()).st_size == 0:
-                self._write(self._run)
+                self._write({"run": self.run_id, **self._run})
             stack.pop_all()
-
-    @property
-    def run_id(self) -> str:
-        """Part of the names of all sessions of the run."""
-        return str(self._run["run"])
 
     def _read_head(self, record: dict[str, Any]) -> None:
         for name, value in self._run.items():
-            was = record.get(name)
-            if name != "run" and was != value:
+            if (was := record.get(name)) != value:
                 rule = f"the run was started with {name} {was!r}, not {value!r}"
                 raise ValueError(rule)
-        self._run["run"] = record["run"]
+        self.run_id = str(record["run"])
 
     def _read_event(self, record: dict[str, Any]) -> None:
         event, digest = record.pop("event", None), record.pop("task", None)
@@ -150,8 +140,8 @@ class RunLog:
             group_id=task_id,
             sample=sample,
             attempt=attempt,
-            harness=self._run["harness"],
-            sandbox=self._run["sandbox"],
+            harness=str(self._run["harness"]),
+            sandbox=str(self._run["sandbox"]),
             started_at=time.time(),
         )
         self._write({"event": "began", "task": digest, **asdict(rollout)})

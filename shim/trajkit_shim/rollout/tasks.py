@@ -256,11 +256,8 @@ def _task(given: object, base: Path, folder: Path | None = None) -> Task:
     """
     record = as_object(given, "task")
     grade = as_object(record.get("grade", {}), "grade")
-    task = _read(
-        Task,
-        {**record, "grade": {**_DEFAULTS.get(str(grade.get("kind")), {}), **grade}},
-        "",
-    )
+    grade = _DEFAULTS.get(str(grade.get("kind")), {}) | grade
+    task = _read(Task, record | {"grade": grade}, "")
     found: dict[str, Any] = {}
     if task.repository is not None:
         found["workspace"] = Checkout(base / task.repository, task.revision or "HEAD")

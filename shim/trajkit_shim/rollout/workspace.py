@@ -6,6 +6,7 @@ form one patch. Files in the workspace's own ``.gitignore`` and compiled Python 
 excluded.
 """
 
+import re
 import sys
 from collections.abc import Mapping
 from fnmatch import fnmatch
@@ -119,40 +120,45 @@ class Workspace:
         Returns the names of their files. The patch is not trusted, so its changes are
         looked up here.
         """
-        protect = self.task.grade.protect
-        if patch:
-            self._git("grade", "apply", "--whitespace=nowarn", stdin=patch)
-        if not patch or not protect:
+        if not patch:
             return []
-        trees = self._start, self._snapshot("grade")
-        changed = self._names(*_DIFF, "--name-status", *trees)
-        before = self._names("ls-tree", "--name-only", self._start)
-        # the top-level name of each added file
-        added = {
-            name: PurePosixPath(name).parts[0]
-            for how, name in zip(changed[::2], changed[1::2], strict=True)
-            if how == "A"
-        }
+        # ours have none, and of a renamed file only the new name is looked up
+        if re.search(rb"^(rename|copy) from ", patch, re.MULTILINE):
+            raise StageError("diff", "the patch renames or copies a file")
+        changed = [
+            line.split("\t", 2)[2]
+            for line in self._names("apply", "--numstat", stdin=patch)
+        ]
+        ignored = self._ignored(changed)
+        # a backslash makes a special character literal
+        exclude = (re.sub(r"([\\*?\[])", r"\\\1", name) for name in ignored)
+        options = ("--whitespace=nowarn", *(f"--exclude={name}" for name in exclude))
+        self._git("grade", "apply", *options, stdin=patch)
+        return ignored
+
+    def _ignored(self, changed: list[str]) -> list[str]:
+        """The names of changed files that are protected, or whose modules shadow others."""
+        protect = self.task.grade.protect
+        if not protect:
+            return []
+        before = {*self._names("ls-tree", "-r", "--name-only", self._start)}
+        tops = {PurePosixPath(name).parts[0] for name in before}
+        added = {n: PurePosixPath(n).parts[0] for n in changed if n not in before}
         shadows = {*_RUNNERS, *sys.stdlib_module_names}
-        shadows |= self._importable({*added.values()} - {*before})
-        ignored = [
+        shadows |= self._importable({*added.values()} - tops)
+        return [
             name
-            for name in changed[1::2]
+            for name in changed
             if added.get(name, "").partition(".")[0] in shadows
             or any(
                 fnmatch(name if "/" in pattern else PurePosixPath(name).name, pattern)
                 for pattern in protect
             )
         ]
-        if ignored:
-            paths = (f":(literal){name}" for name in ignored)
-            where = (f"--source={self._start}", "--worktree", "--")
-            self._git("grade", "restore", *where, *paths)
-        return ignored
 
-    def _names(self, command: str, *arguments: str) -> list[str]:
+    def _names(self, command: str, *arguments: str, stdin: bytes = b"") -> list[str]:
         """The texts that a git command prints, each with a null character at its end."""
-        printed = self._git("grade", command, "-z", *arguments).stdout
+        printed = self._git("grade", command, "-z", *arguments, stdin=stdin).stdout
         return printed.decode(errors="surrogateescape").split("\0")[:-1]
 
     def _importable(self, names: set[str]) -> set[str]:

@@ -58,7 +58,7 @@ def run_train(
     jobs : int, optional
         Processes. Default: one per core, or one for all if the device is not the CPU.
     json : bool
-        Print one JSON object instead of tables.
+        Print one JSON object instead of a table.
 
     Raises
     ------
@@ -73,8 +73,7 @@ def run_train(
         named_policy(name)
     if jobs is None:
         jobs = (os.cpu_count() or 1) if settings.device == "cpu" else 1
-    warm_folders = [out / "warm-start" / str(seed) for seed in seeds]
-    runs = [(name, folder) for name in policies for folder in warm_folders]
+    runs = [(name, seed) for name in policies for seed in seeds]
     with (
         Progress("training", "runs") as progress,
         # forked processes would share the state of torch's threads
@@ -86,16 +85,10 @@ def run_train(
                 progress.advance(1)
                 yield result
 
-        progress.begin(len(warm_folders) + len(runs))
-        warm = [*counted(pool.map(warm_start, warm_folders, seeds, repeat(settings)))]
-        trained = pool.map(
-            train,
-            [out / name / folder.name for name, folder in runs],
-            [folder / "model" for _, folder in runs],
-            [int(folder.name) for _, folder in runs],
-            [name for name, _ in runs],
-            repeat(settings),
-        )
+        progress.begin(len(seeds) + len(runs))
+        warm = [*counted(pool.map(warm_start, repeat(out), seeds, repeat(settings)))]
+        names, run_seeds = zip(*runs, strict=True)
+        trained = pool.map(train, repeat(out), run_seeds, names, repeat(settings))
         lines = [line for run in counted(trained) for line in run]
     steps = pa.Table.from_pylist(lines)
     pyarrow.feather.write_feather(steps, out / "steps.arrow", "uncompressed")

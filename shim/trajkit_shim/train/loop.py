@@ -58,10 +58,11 @@ class Settings:
 
 
 def warm_start(out: Path, seed: int, settings: Settings) -> dict[str, Any]:
-    """Train a new model on scripted runs, and save it as ``out/model``.
+    """Train a new model on scripted runs, and save it below ``out``.
 
     The scripted agent errs often, and so does the model that imitates it.
     """
+    out = out / "warm-start" / str(seed)
     started = time.monotonic()
     tasks = [make_task(f"{seed}.warm.{i}") for i in range(settings.warm_runs)]
     tokenizer = make_tokenizer()
@@ -101,12 +102,14 @@ def warm_start(out: Path, seed: int, settings: Settings) -> dict[str, Any]:
 
 
 def train(
-    out: Path, start: Path, seed: int, policy: str, settings: Settings
+    out: Path, seed: int, policy: str, settings: Settings
 ) -> list[dict[str, Any]]:
-    """Train the model in ``start`` on rollouts of itself; one line per step.
+    """Train the model of the warm start on rollouts of itself; one line per step.
 
-    ``out`` gets the turn log and the weights.
+    A folder below ``out`` gets the turn log and the weights.
     """
+    start = out / "warm-start" / str(seed) / "model"
+    out = out / policy / str(seed)
 
     def load(attention: str) -> Any:
         model: Any = LlamaForCausalLM.from_pretrained(

@@ -346,7 +346,8 @@ def test_kinds_are_found_by_name_or_import_path():
     assert by_path is load("local", *arguments)
     for name, said in (
         ("cloud", "is not one of"),
-        ("no_such_package:X", "no package"),
+        ("no_such_package:X", "No module named"),
+        ("trajkit_shim.agents.sandbox:Absent", "no attribute 'Absent'"),
         ("trajkit_shim.agents.sandbox:pack", "function, not Sandbox"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trajkit.errors import FormatError
-from trajkit_shim.agents.sandbox import Limits, Spec
+from trajkit_shim.agents.sandbox import Limits, Spec, pack
 from trajkit_shim.agents.sandboxes.local import LocalSandbox
 from trajkit_shim.rollout.grade import Work, grade
 from trajkit_shim.rollout.grade import test_results as results_of
@@ -216,6 +216,40 @@ def test_a_patch_that_does_not_apply_is_an_error(tmp_path):
     patch = b"--- a/x\n+++ b/x\n -1 +1 \n-old\n+new\n"
     with pytest.raises(StageError, match="grade: git: exit code"):
         graded(tmp_path, patch=patch, grade={"command": "true"})
+
+
+def test_a_patch_that_renames_a_file_is_refused(tmp_path):
+    """Ours do not, and the old name could be that of a protected file."""
+    patch = (
+        b"diff --git a/conftest.py b/x\nsimilarity index 100%\n"
+        b"rename from conftest.py\nrename to x\n"
+    )
+    fields = {"workspace": {"conftest.py": "x\n"}, "grade": {"command": "test -e x"}}
+    with pytest.raises(StageError, match="renames or copies"):
+        graded(tmp_path, patch=patch, **fields)
+
+
+def test_changes_are_left_out_by_their_exact_names(tmp_path):
+    files = ["[a]*?\\.pth", "a.txt", "sub/pytest.ini", "new/tox.ini", "[a]*?\\.txt"]
+    task = task_of(
+        tmp_path, workspace={"sub/pytest.ini": "x"}, grade={"command": "true"}
+    )
+    workspaces = []
+    for name in ("agent", "copy"):
+        spec = Spec(name=name, scratch=tmp_path, options={"namespaces": "no"})
+        workspaces.append(Workspace(task, LocalSandbox(spec)))
+    agent, copy = workspaces
+    with agent.sandbox, copy.sandbox:
+        agent.prepare()
+        copy.prepare()
+        agent.sandbox.put(pack({name: b"changed\n" for name in files}), agent.path)
+        ignored = copy.apply(agent.diff())
+        assert sorted(ignored) == sorted(n for n in files if not n.endswith("txt"))
+        found = {n: (Path(copy.path) / n).exists() for n in files}
+        assert found == {
+            n: n.endswith("txt") or n in task.workspace.texts for n in files
+        }
+        assert (Path(copy.path) / "sub/pytest.ini").read_text() == "x"
 
 
 def test_results_are_read_as_pytest_and_unittest_write_them():

@@ -613,6 +613,10 @@ CHEATS = {
     "toml": "printf '[pytest]\\naddopts = [\"--collect-only\"]\\n' > .pytest.toml",
     # a module that a plugin of pytest needs
     "plugin": "mkdir pygments; echo 'import os; os._exit(0)' > pygments/__init__.py",
+    # a file that git ignores, but knows already
+    "index": "echo conftest.py > .gitignore; "
+    "echo 'import os; os._exit(0)' > conftest.py; "
+    "git --git-dir=../base.git --work-tree=. add -f conftest.py",
     # the repository that finds the changes: paths lose their first folder
     "prefix": "git config -f ../base.git/config diff.noprefix true; mkdir -p x/pytest; "
     "echo 'import os; os._exit(0)' > x/pytest/__main__.py; touch x/pytest/__init__.py",
@@ -623,6 +627,7 @@ FOUND = {
     "pytest": ["not graded: pytest/__init__.py", "not graded: pytest/__main__.py"],
     "random": ["not graded: argparse.py"],
     "toml": ["not graded: .pytest.toml"],
+    "index": ["not graded: conftest.py"],
     "plugin": ["not graded: pygments/__init__.py"],
     "site": ["not graded: sitecustomize.py"],
 }
