@@ -101,12 +101,7 @@ def simulate(
     [3, 2]
     """
     counts = Simulation(
-        policies,
-        pad_to=pad_to,
-        pack_tokens=pack_tokens,
-        sessions=sessions,
-        max_row_tokens=max_row_tokens,
-        threads=threads,
+        policies, pad_to, pack_tokens, sessions, max_row_tokens, threads
     )
     if is_stream(turns):
         tables: Iterable[pa.Table] = whole_sessions(batches_of(turns))
@@ -129,7 +124,6 @@ class Simulation:
     def __init__(
         self,
         policies: str | Policy | Iterable[str | Policy] | None = None,
-        *,
         pad_to: int | None = None,
         pack_tokens: int | None = None,
         sessions: TableLike | None = None,

@@ -35,6 +35,7 @@ def gather_logprobs(
         The model's last hidden states, after its last norm.
     lm_head : callable
         From hidden states of shape (k, width) to logits of shape (k, n_vocabulary).
+    pack : Pack
     temperature : float
         The logits are divided by it, as the engine did when it sampled.
     chunk_size : int

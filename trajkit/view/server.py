@@ -12,9 +12,9 @@ from urllib.parse import parse_qs, urlsplit
 
 import pyarrow as pa
 
-from trajkit._arrow import lazy_compute as pc
+from trajkit._arrow.take import take_session
 from trajkit.analysis.tokenizer import Tokenizer
-from trajkit.errors import TrajkitError, UnknownSessionError
+from trajkit.errors import TrajkitError
 from trajkit.policies import Policy
 from trajkit.view.document import document
 from trajkit.view.tables import ViewTables, packed
@@ -133,9 +133,7 @@ class LiveRun:
         assert self._turns is not None
         turns, sessions = self._turns
         if session_id is not None:
-            turns = turns.filter(pc.equal(turns["session_id"], session_id))
-            if not turns.num_rows:
-                raise UnknownSessionError(f"the turns have no session {session_id!r}")
+            turns = take_session(turns, session_id)
         return ViewTables(
             turns,
             map(self._options.parse, policies),
