@@ -17,13 +17,9 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "drift": "figures",
-            "forest": "session_svg",
-            "policies": "figures",
-            "report": "html_report",
-            "run": "figures",
-            "swimlanes": "figures",
-            "tokens": "figures",
-            "trace": "timeline",
+            "figures": "drift policies run swimlanes tokens",
+            "html_report": "report",
+            "session_svg": "forest",
+            "timeline": "trace",
         },
     )

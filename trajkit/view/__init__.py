@@ -10,5 +10,8 @@ if TYPE_CHECKING:
     from trajkit.view.document import view as view
 else:
     __getattr__, __dir__ = lazy_names(
-        __name__, {"Page": "document", "page": "document", "view": "document"}
+        __name__,
+        {
+            "document": "Page page view",
+        },
     )
