@@ -1,4 +1,8 @@
-"""Analyse recorded runs: drift and its causes, branches, comparison of policies."""
+"""Analyse recorded runs: drift and its causes, branches, comparison of policies.
+
+For turns, policies and sessions that they cannot take, the functions raise what
+`trajkit.linearize` raises.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -73,11 +73,6 @@ def output_spans(
         report of `trajkit.linearize`: ``tokens_trained`` and each ``lost_*``. Of a
         token that several rows train, each row has a line.
 
-    Raises
-    ------
-    SchemaError, InvalidTurnsError, PolicyError, ArgumentError
-        As `trajkit.linearize`.
-
     Examples
     --------
     >>> import trajkit as tk

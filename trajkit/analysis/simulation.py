@@ -143,13 +143,7 @@ class Simulation:
         self._max_row_tokens, self._threads = max_row_tokens, threads
 
     def add(self, turns: pa.Table) -> None:
-        """Count complete sessions. If they are rejected, the counts stay unchanged.
-
-        Raises
-        ------
-        SchemaError, InvalidTurnsError
-            As `simulate`.
-        """
+        """Count complete sessions. If they are rejected, the counts stay unchanged."""
         totals = [total.copy() for total in self._totals]
         calls = read_calls(turns)
         for part in calls.split(limits.PART_TOKENS):

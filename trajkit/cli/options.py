@@ -246,13 +246,7 @@ class _Repeated(argparse.Action):
 
 
 def known_sessions(arguments: argparse.Namespace) -> pa.Table | None:
-    """The table of ``--sessions``.
-
-    Raises
-    ------
-    FormatError, SchemaError
-        As `trajkit.read_sessions`.
-    """
+    """The table of ``--sessions``."""
     if arguments.sessions is None:
         return None
     return tk.read_sessions(arguments.sessions)

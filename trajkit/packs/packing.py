@@ -46,13 +46,7 @@ _PACKS_AT_A_TIME = 64
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """The arguments of `pack`, checked.
-
-    Raises
-    ------
-    ArgumentError, SchemaError
-        As `pack`.
-    """
+    """The arguments of `pack`, checked."""
 
     max_tokens: int
     layout: Layout

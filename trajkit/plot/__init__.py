@@ -1,4 +1,8 @@
-"""Pictures and reports of runs: SVG and HTML, or matplotlib figures (extra ``plot``)."""
+"""Pictures and reports of runs: SVG and HTML, or matplotlib figures (extra ``plot``).
+
+For turns, policies, sessions and rows that they cannot take, the functions raise what
+`trajkit.linearize` and `trajkit.verify` raise.
+"""
 
 from typing import TYPE_CHECKING
 

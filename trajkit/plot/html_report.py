@@ -107,11 +107,6 @@ def report(
     tokenizer : Tokenizer, optional
         The engine's tokenizer. Causes of drift then come from the texts, and have
         examples.
-
-    Raises
-    ------
-    SchemaError, InvalidTurnsError, PolicyError
-        As `trajkit.linearize` and `trajkit.verify`.
     """
     table, chosen = as_turns(as_table(turns)), named_policy(policy)
     links = link(table, chosen)

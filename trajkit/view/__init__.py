@@ -1,4 +1,8 @@
-"""Look at a run in the browser: one HTML file, or a page served from this machine."""
+"""Look at a run in the browser: one HTML file, or a page served from this machine.
+
+For turns, policies, sessions and rows that they cannot take, the functions raise what
+`trajkit.linearize` and `trajkit.verify` raise.
+"""
 
 from typing import TYPE_CHECKING
 
